@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from dtrans._jax import (
@@ -115,12 +116,15 @@ class Entered(NamedTuple, Generic[Fact, Result]):
       bodies: what each body resulted in, by its number in `bodies(eqn)`. Branches that are never
         taken are absent.
       decision: the fact of the condition of a `while`, or of the index of a `cond`.
+      ends: forward, the facts of each body's outputs: as outside of it where they are carried, or
+        an output of a branch.
     """
 
     operands: list[Fact]
     outs: list[Fact]
     bodies: dict[int, Result]
     decision: Fact | None = None
+    ends: Mapping[int, Sequence[Fact]] = MappingProxyType({})
 
 
 # number of a body, body, facts of its inputs (backward: its outputs) -> result, facts of the other end
@@ -147,8 +151,9 @@ def enter(
         fixed, carry, stacks = ins[:consts], ins[consts : consts + carried], ins[consts + carried :]
         turns = list(map(analysis.turn, stacks))
         carry, outs = _settle(analysis.join, carry, lambda carry: outs_of(0, *fixed, *carry, *turns))
+        ends = [*carry, *outs[carried:]]
         made = map(analysis.stack, outs[carried:])
-        return Entered([*fixed, *carry, *map(analysis.stack, turns)], [*carry, *made], found)
+        return Entered([*fixed, *carry, *map(analysis.stack, turns)], [*carry, *made], found, None, {0: ends})
 
     if eqn.primitive.name == WHILE:
         of_cond, of_body = while_counts(eqn)
@@ -160,7 +165,7 @@ def enter(
             return [analysis.decide(decision[0], x) for x in outs_of(1, *fixed[of_cond:], *carry)]
 
         carry, _ = _settle(analysis.join, carry, decided)
-        return Entered([*fixed, *carry], list(carry), found, decision[0])
+        return Entered([*fixed, *carry], list(carry), found, decision[0], {0: decision, 1: carry})
 
     if eqn.primitive.name == COND:
         which, *operands = ins
@@ -169,9 +174,10 @@ def enter(
         outs = _joined(analysis.join, [outs_of(k, *operands) for k in numbers])
         if chosen is None:
             outs = [analysis.decide(which, x) for x in outs]
-        return Entered(list(ins), outs, found, which)
+        return Entered(list(ins), outs, found, which, dict.fromkeys(found, outs))
 
-    return Entered(list(ins), outs_of(0, *ins), found)
+    outs = outs_of(0, *ins)
+    return Entered(list(ins), outs, found, None, {0: outs})
 
 
 def enter_backward(

@@ -128,7 +128,10 @@ class _Pass:
         return _Pass(self.whole, within=self.within or eqn)
 
     def _control(self, flow: Flow, eqn: JaxprEqn, ins: Sequence[Layout]) -> Step:
-        """Return how an equation with bodies is carried out on rows: as its bodies are."""
+        """Return how an equation with bodies is carried out on rows: as its bodies are.
+
+        A loop on the rows of one leaf needs nothing from other servers; any other loop binds.
+        """
         rows_are_turns = []
 
         def turn(stack: Layout) -> Layout:
@@ -150,40 +153,27 @@ class _Pass:
         )
         entered = enter(layouts, eqn, ins, run)
         bodies = tuple(entered.bodies.values())
+        leaves = leaves_of([*entered.operands, *entered.outs])
         if eqn.primitive.name == COND:
-            return self._cond(flow, ins, entered.outs, bodies)
-        if any(rows_are_turns):
+            self._note_branches(flow, ins[0], entered.outs, bodies)
+        elif any(rows_are_turns):
             return self._bound(eqn, ins, "goes through the rows")
-        if entered.decision not in (None, SHARED):
+        elif entered.decision not in (None, SHARED):
             return self._bound(eqn, entered.operands, "goes on as rows tell it", bodies)
-        return self._loop(flow, eqn, ins, entered.operands, entered.outs, bodies)
+        elif any(b.bound for b in bodies) or (len(leaves) > 1 and not self.several):
+            return self._bound(eqn, entered.operands, "mixes leaves", bodies)
+        elif any(b.crosses for b in bodies) and not leaves <= set(self.whole):
+            return self._bound(eqn, entered.operands, "reduces over rows in each turn", bodies)
+        operands = tuple(x if isinstance(x, RowAxis) else None for x in entered.operands)
+        return Step(operands, tuple(entered.outs), bodies=bodies, ends=tuple(entered.ends.values()))
 
-    def _cond(self, flow: Flow, ins: Sequence[Layout], outs: Sequence[Layout], bodies: tuple[Flow, ...]) -> Step:
-        """Note what branches cross. A branch that reads several homes is split later."""
-        which = ins[0]
-        for inside in bodies:
+    def _note_branches(self, flow: Flow, which: Layout, outs: Sequence[Layout], branches: Sequence[Flow]) -> None:
+        """Note what branches bind and cross. A branch that reads several homes is split later."""
+        for inside in branches:
             flow.bound += inside.bound
             flow.crosses |= inside.crosses
         if isinstance(which, Whole):
             flow.crosses |= any(leaves_of([x]) - which.leaves for x in outs) or SHARED in outs
-        return Step(tuple(x if isinstance(x, RowAxis) else None for x in ins), tuple(outs), bodies=bodies)
-
-    def _loop(
-        self,
-        flow: Flow,
-        eqn: JaxprEqn,
-        ins: Sequence[Layout],
-        given: Sequence[Layout],
-        outs: Sequence[Layout],
-        bodies: tuple[Flow, ...],
-    ) -> Step:
-        """A loop on the rows of one leaf that needs nothing from other servers; anything else binds."""
-        leaves = leaves_of([*given, *outs])
-        if any(b.bound for b in bodies) or (len(leaves) > 1 and not self.several):
-            return self._bound(eqn, given, "mixes leaves", bodies)
-        if any(b.crosses for b in bodies) and not leaves <= set(self.whole):
-            return self._bound(eqn, given, "reduces over rows in each turn", bodies)
-        return Step(tuple(x if isinstance(x, RowAxis) else None for x in given), tuple(outs), bodies=bodies)
 
     def _bound(self, eqn: JaxprEqn, ins: Sequence[Layout], what: str, bodies: Sequence[Flow] = ()) -> Step:
         """An equation that binds all that it reads."""

@@ -30,6 +30,7 @@ class Step:
       reduce: the operation that makes the parts of several blocks one, for an equation that reduces over rows.
       params: the parameters that depend on shapes, from the types of its outputs on the block.
       bodies: of a loop or a branch: what was found in its bodies (`dtrans.rows.flow.Flow`).
+      ends: the layouts of each body's outputs.
     """
 
     operands: tuple[RowAxis | None, ...]
@@ -37,6 +38,7 @@ class Step:
     reduce: str | None = None
     params: Callable[[Sequence[Any]], dict[str, Any]] | None = None
     bodies: tuple[Any, ...] = ()
+    ends: tuple[Sequence[Layout], ...] = ()
 
 
 def step_of(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:

@@ -20,9 +20,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from dtrans._jax import (
-    COND,
-    SCAN,
-    WHILE,
     Atom,
     ClosedJaxpr,
     JaxprEqn,
@@ -30,8 +27,6 @@ from dtrans._jax import (
     Var,
     bodies,
     opened,
-    scan_counts,
-    while_counts,
     with_bodies,
 )
 from dtrans.ir.builder import Builder
@@ -207,20 +202,8 @@ class RowWriter:
         return self.b.copy(eqn, atoms, types, **params)
 
     def _bodies(self, eqn: JaxprEqn, step: Step) -> dict[str, Any]:
-        """The parameters of a loop or a branch, its bodies on this block."""
-        name, old = eqn.primitive.name, bodies(eqn)
-        if name == COND:
-            outs: list[Sequence[Layout]] = [step.outs] * len(old)
-        elif name == SCAN:
-            (flow,), (inner,) = step.bodies, map(opened, old)
-            consts, carried = scan_counts(eqn)
-            carry = inner.invars[consts : consts + carried]
-            outs = [[*map(flow.layout, carry), *map(flow.layout, inner.outvars[carried:])]]
-        else:
-            assert name == WHILE, name
-            carry = opened(old[1]).invars[while_counts(eqn)[1] :]
-            outs = [[SHARED], [*map(step.bodies[1].layout, carry)]]
-        return with_bodies(eqn, map(self._body, old, step.bodies, outs))
+        """Return the parameters of a loop or a branch, its bodies on this block."""
+        return with_bodies(eqn, map(self._body, bodies(eqn), step.bodies, step.ends))
 
     def _body(self, jaxpr: ClosedJaxpr, flow: Flow, outs: Sequence[Layout]) -> ClosedJaxpr:
         """A body on this block, its outputs with the given layouts."""
