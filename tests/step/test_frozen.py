@@ -44,6 +44,7 @@ HELD = {
     "stop_gradient, adam": (loss_without, optax.adam(1e-2)),
     "stop_gradient, clip and schedule": (loss_without, CLIPPED),
     "stop_gradient, momentum": (loss_without, optax.sgd(1e-2, momentum=0.9, nesterov=True)),
+    "stop_gradient, adam in a branch": (loss_without, optax.apply_if_finite(optax.adam(1e-2), 3)),
     "stop_gradient, rmsprop": (loss_without, optax.rmsprop(1e-2)),
     "stop_gradient, adagrad": (loss_without, optax.adagrad(1e-2)),
 }
