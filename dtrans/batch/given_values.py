@@ -242,7 +242,8 @@ def with_rows_first(main: Program, axes: Mapping[str, int]) -> Program:
 
 def _moved(t: Any, source: int, to: int) -> jax.ShapeDtypeStruct:
     shape = list(t.shape)
-    shape.insert(to, shape.pop(source))
+    if source != to:
+        shape.insert(to, shape.pop(source))
     return jax.ShapeDtypeStruct(tuple(shape), t.dtype)
 
 

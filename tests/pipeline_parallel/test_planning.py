@@ -88,3 +88,18 @@ def test_another_plan_of_a_step_traces_nothing(monkeypatch: pytest.MonkeyPatch) 
     assert {n: p.fingerprint for n, p in again.programs.items()} == {
         n: p.fingerprint for n, p in first.programs.items()
     }
+
+
+def test_rows_on_another_axis_are_replayed_for_other_batches() -> None:
+    """Adam's count, which has no axes, is in the state; the programs are those of rows on dim 0, for either batch."""
+    turned = lambda params, x: mean_loss(params, x.T)
+    options = {"num_stages": 2, "num_micro_batch": 2}
+    plan = dtrans.pipeline(*traced(turned, X.T), batch=dtrans.Batch(axes=(1,)), **options)  # type: ignore[arg-type]
+    first = dtrans.pipeline(*traced(mean_loss, X), **options)  # type: ignore[arg-type]
+    types = {n: jax.ShapeDtypeStruct(t.shape, t.dtype) for n, t in first.main.inputs.items()}
+    for rows in (8, 16):
+        found, wanted = (of.specialize([*(types | {"x": jax.ShapeDtypeStruct((rows, 4), "float32")}).values()]).stages
+                         for of in (plan, first))  # fmt: skip
+        # the transposes of the user's step and of the rewrite are in the first stage
+        assert [s.forward.inputs.keys() for s in found] == [s.forward.inputs.keys() for s in wanted]
+        assert found[1].backward.fingerprint == wanted[1].backward.fingerprint
