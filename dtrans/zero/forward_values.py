@@ -23,17 +23,22 @@ from dtrans.rows.analysis import RowAnalysis
 from dtrans.rows.layout import Whole, leaves_of
 from dtrans.step.cut import Cut, Name
 from dtrans.step.handed_values import hand_over
+from dtrans.zero.options import ShardingOptions
 from dtrans.zero.slice_flow import local_values
 
 
 COMPLETED = (all_reduce_p, all_gather_p)  # their results are the same on every rank
 
 
-def with_forward_values(step: Cut, o: Options) -> Cut:
-    """Return the step with an optimize half that takes values of forward as inputs (`Cut.handed`)."""
+def with_forward_values(step: Cut, o: ShardingOptions) -> Cut:
+    """Return the step with an optimize half that takes values of forward as inputs (`Cut.handed`).
+
+    Where leaves have owners, forward also makes what ranks draw and reduce: in the branch of one owner,
+    an all-reduce would wait for the other ranks for ever.
+    """
     if o.trainers == 1:
         return step
-    return hand_over(step, differing_batch(step, o))
+    return hand_over(step, differing_batch(step, o), drawn=o.slices.partition != "rows")
 
 
 def differing_batch(step: Cut, o: Options) -> set[str]:

@@ -1,7 +1,7 @@
 """Values of forward that enter parameters, state and results are those of one device, in every strategy.
 
 Steps are drawn: a value of forward or of gradients (the loss, a statistic of activations, a count of rows), and a
-place where it enters. Each strategy gives the numbers of one device, or refuses the step.
+place where it enters. Each strategy computes the step, or refuses it; one job of each kind gives one device's numbers.
 """
 
 from __future__ import annotations
@@ -117,48 +117,45 @@ class Case:
 
 
 STRATEGIES: dict[str, Callable[..., Any]] = {
-    "nccl2": lambda main, startup, n: dtrans.nccl2(main, startup, trainers=n).simulate(),
+    "nccl2": lambda main, startup, n: dtrans.nccl2(main, startup, trainers=n),
     **{
-        f"stage {k}": lambda main, startup, n, k=k: dtrans.sharding(
-            main, startup, degree=n, stage=k, slices=ROWS_CUT
-        ).simulate()
+        f"stage {k}": lambda main, startup, n, k=k: dtrans.sharding(main, startup, degree=n, stage=k, slices=ROWS_CUT)
         for k in (1, 2, 3)
     },
     **{
         f"groups, stage {k}": lambda main, startup, n, k=k: dtrans.sharding(
             main, startup, degree=2, replicas=n, stage=k, slices=ROWS_CUT
-        ).simulate()
+        )
         for k in (1, 3)
     },
     "by leaf": lambda main, startup, n: dtrans.sharding(
         main, startup, degree=n, stage=2, slices=dataclasses.replace(ROWS_CUT, partition="greedy_even")
-    ).simulate(),
+    ),
     "pserver": lambda main, startup, n: dtrans.pserver(
         main,
         startup,
         pservers="127.0.0.1:6174,127.0.0.1:6175",
         trainers=n,
         placement=dtrans.BlockPlacement(min_block_size=1),
-    ).simulate(),
-    "pipeline": lambda main, startup, n: dtrans.pipeline(main, startup, num_stages=n, num_micro_batch=2).on_mesh(),
+    ),
+    "pipeline": lambda main, startup, n: dtrans.pipeline(main, startup, num_stages=n, num_micro_batch=2),
 }
 NEVER_REFUSE = ("nccl2", "stage 1", "stage 2", "stage 3", "groups, stage 1", "groups, stage 3", "by leaf")
 
 
-def check(case: Case, strategy: str, trainers: int, rows: int) -> bool:
-    """Compare two steps with one device. Return True if the strategy takes the step."""
-    key, step = jax.random.key(0), case.step()
+def planned(case: Case, strategy: str, trainers: int, rows: int) -> Any:
+    """Return the plan of a step."""
+    key = jax.random.key(0)
     first = case.init()(key)
     alone = (first,) if case.one_state else first
-    main = dtrans.trace(step, *alone, *batch(rows, 0))
-    startup = dtrans.trace(case.init(), key)
-    found, wanted = [], []
+    main = dtrans.trace(case.step(), *alone, *batch(rows, 0))
+    return STRATEGIES[strategy](main, dtrans.trace(case.init(), key), trainers)
+
+
+def check(case: Case, strategy: str, trainers: int, rows: int) -> bool:
+    """Verify that a plan computes the step. Return True if the strategy takes the step."""
     try:
-        job = STRATEGIES[strategy](main, startup, trainers)
-        state = job.init(key)
-        for i in range(2):
-            state, results = job.step(state, *batch(rows, i))
-            found.append(results)
+        report = planned(case, strategy, trainers, rows).verify()
     except DtransError as e:
         assert strategy not in NEVER_REFUSE, f"{case} is refused: {e}"
         named = (
@@ -173,14 +170,36 @@ def check(case: Case, strategy: str, trainers: int, rows: int) -> bool:
         )
         assert any(word in str(e) for word in named), f"{e} names nothing of {case}"
         return False
+    assert report, f"{case}, {strategy}: {report}"
+    return True
+
+
+JOBS = (  # one for each strategy, and for each way in which a value comes to the update
+    ("nccl2", Case("variance of activations", "gate", marked=False, one_state=True), 3, 13),
+    ("stage 2", Case("loss", "least", marked=True, one_state=False), 2, 12),
+    ("groups, stage 3", Case("median of activations", "rate", marked=False, one_state=False), 2, 13),
+    ("by leaf", Case("share of rows", "parameter", marked=True, one_state=True), 2, 12),
+    ("pserver", Case("mean of activations", "rate", marked=False, one_state=False, noisy=True), 3, 13),
+)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(("strategy", "case", "trainers", "rows"), JOBS, ids=[name for name, *_ in JOBS])
+def test_a_job_gives_the_numbers_of_one_device(strategy: str, case: Case, trainers: int, rows: int) -> None:
+    key, step = jax.random.key(0), jax.jit(case.step())
+    job = planned(case, strategy, trainers, rows).simulate()
+    first = case.init()(key)
+    state, alone = job.init(key), [first] if case.one_state else [*first]
+    found, wanted = [], []
     for i in range(2):
-        *alone, results = step(*alone, *batch(rows, i))
-        wanted.append(results)
+        state, results = job.step(state, *batch(rows, i))
+        *alone, by_one = step(*alone, *batch(rows, i))
+        found.append(results)
+        wanted.append(by_one)
     want = alone[0] if case.one_state else tuple(alone)
     pairs = zip(jax.tree.leaves((job.gather(state), found)), jax.tree.leaves((want, wanted)), strict=True)
     for one, other in pairs:
-        np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-10, err_msg=f"{case}, {strategy}")
-    return True
+        np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-10)
 
 
 CASES = st.builds(
@@ -233,6 +252,13 @@ def test_trainers_send_what_the_update_reads_of_random_rows(value: str) -> None:
     """No row of the batch enters noise in an update, but each trainer draws its own rows of it."""
     case = Case(value, "rate", marked=False, one_state=False, noisy=True)
     assert check(case, "pserver", 2, 6) and check(case, "pserver", 3, 13)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("value", ["mean of activations", "rows times gradient"])
+def test_no_owner_of_a_leaf_reduces_random_rows_by_itself(value: str) -> None:
+    """An all-reduce in the branch of one owner would wait for the other ranks for ever: a mesh stood still."""
+    assert check(Case(value, "rate", marked=False, one_state=False, noisy=True), "by leaf", 2, 12)
 
 
 @pytest.mark.usefixtures("x64")

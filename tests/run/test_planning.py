@@ -5,12 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pytest
-
 
 SCRIPT = """
-import sys
-
 import jax, jax.numpy as jnp, optax
 
 import dtrans
@@ -42,12 +38,12 @@ plans = {
     "pserver": lambda: dtrans.pserver(main, startup, pservers="127.0.0.1:1,127.0.0.1:2", trainers=3),
 }
 assert not backends_started(), "tracing starts devices"
-plans[sys.argv[1]]()
-assert not backends_started(), "planning starts devices"
+for strategy, plan in plans.items():
+    plan()
+    assert not backends_started(), f"planning starts devices: {strategy}"
 """
 
 
-@pytest.mark.parametrize("strategy", ["nccl2", "sharding", "pipeline", "pserver"])
-def test_planning_starts_no_devices(strategy: str) -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT, strategy], capture_output=True, text=True, timeout=100)
+def test_planning_starts_no_devices() -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
