@@ -10,6 +10,7 @@ The value is known by its name, and by a size that nothing else has.
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -68,9 +69,16 @@ def modules() -> dict[str, Path]:
     return found
 
 
+@functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    """Return the nodes of a file that may import: a parse takes most of the time of what asks for imports."""
+    kinds = ast.ImportFrom | ast.Import | ast.Call
+    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds)]
+
+
 def imports(path: Path, known: Mapping[str, Path]) -> Iterator[str]:
     """The modules of the package that a file imports, wherever in it the import stands."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "dtrans":
             base = node.module.removeprefix("dtrans").lstrip(".")
             for name in node.names:

@@ -15,11 +15,12 @@ import pytest
 from paths import DOCS, ROOT
 
 
-@pytest.fixture
-def architecture(monkeypatch):
-    monkeypatch.syspath_prepend(str(DOCS))
-    monkeypatch.delitem(sys.modules, "architecture", raising=False)
-    return importlib.import_module("architecture")
+@pytest.fixture(scope="module")
+def architecture():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(DOCS))
+        patch.delitem(sys.modules, "architecture", raising=False)
+        return importlib.import_module("architecture")
 
 
 def test_every_folder_is_in_a_layer(architecture):

@@ -96,7 +96,7 @@ def check(found: Any) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", ["auto", "explicit", "elsewhere", "one device"])
 @pytest.mark.parametrize("what", ["trace", "constant", "init", "batch", "state", "all"])
 @pytest.mark.parametrize(("plan", "way"), WAYS)
@@ -105,7 +105,7 @@ def test_a_job_is_given_arrays_that_lie_elsewhere(plan: str, way: str, what: str
         check(trained(plan, way, kind, what))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["auto", "explicit", "elsewhere"])
 @pytest.mark.parametrize(("plan", "way"), WAYS)
 def test_a_mesh_that_is_set_stays_out_of_jobs(plan: str, way: str, kind: str) -> None:
