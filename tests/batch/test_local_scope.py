@@ -17,6 +17,8 @@ from helpers import distance
 
 import dtrans
 from dtrans.errors import BatchError, ConfigError
+from dtrans.plan import realiser
+from dtrans.verification.check import Comparison
 
 
 ROWS = 12
@@ -108,6 +110,22 @@ def planned(kind: str, mode: str, trainers: int) -> Any:
     part = [x[: ROWS // trainers] for x in data()]
     main = dtrans.trace(step_of(kind, in_scope), jax.eval_shape(first), *part)
     return MODES[mode](main, dtrans.trace(first), trainers)
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("trainers", [2, 3])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_plans_compute_the_step_on_parts_of_the_batch(kind: str, mode: str, trainers: int) -> None:
+    """The step of one device, which a plan is verified with, has the parts of all trainers."""
+    plan, types = planned(kind, mode, trainers), jax.eval_shape(data)
+    parts = dtrans.trace(step_of(kind, by_parts(trainers)), jax.eval_shape(first), *types)
+    alone = dtrans.nccl2(parts, dtrans.trace(first), trainers=1)
+    names = [n for spec in alone.main.args[2:] for n in spec.names]
+    traced = realiser(plan, "verify")(plan, types)
+    comparison = Comparison(alone.main, traced, dict(zip(names, types, strict=True)), startup=plan.startup)
+    assert (report := comparison.check(f"{kind}, {mode}")), str(report)
 
 
 @pytest.mark.sampled(1)
