@@ -17,6 +17,7 @@ branches, whichever is taken. A `while` does not say how often it turns, and so 
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -44,6 +45,7 @@ from dtrans._jax import (
 )
 from dtrans.ir.dataflow import backward_slice
 from dtrans.ir.display import short_type
+from dtrans.ir.interpret import BackwardAnalysis, backward
 from dtrans.rows.flow import Flow, _Pass
 from dtrans.rows.layout import SHARED, Layout, RowAxis, Whole
 from dtrans.rows.normalize import inline_inside
@@ -245,29 +247,22 @@ def _entered(eqn: JaxprEqn) -> list[tuple[int, Any]]:
 def _find_zeros(
     eqns: Sequence[JaxprEqn], gradient: Atom | None, shape: tuple[int, ...], row: RowAxis, found: _Zeros
 ) -> None:
-    """Find what a gradient of some shape begins with, from its end."""
-    made_by = {v: e for e in eqns for v in e.outvars}
-    ahead, seen = [gradient], set[Var]()
-    while ahead:
-        v = ahead.pop()
-        if not isinstance(v, Var) or v in seen or v not in made_by or v.aval.shape != shape:
-            continue
-        seen.add(v)
-        eqn, name = made_by[v], made_by[v].primitive.name
-        if name == "broadcast_in_dim":
-            found.of.setdefault(v, row)
-        elif name in ("scatter-add", "dynamic_update_slice"):
-            ahead.append(eqn.invars[0])
-        elif facts_of(eqn).elementwise:
-            ahead += eqn.invars
-        elif name in _WITH_BODIES and name != WHILE:
-            k = list(eqn.outvars).index(v)
-            for _, body in _entered(eqn):
-                _find_zeros(body.eqns, body.outvars[k], shape, row, found)
+    """Find the arrays of one number that a gradient of some shape is accumulated into."""
+
+    def rule(eqn: JaxprEqn, outs: Sequence[bool]) -> list[bool] | None:
+        name = eqn.primitive.name
+        enters = [v for v, x in zip(eqn.outvars, outs, strict=True) if x and v.aval.shape == shape]
+        if enters and name in _WITH_BODIES and name != WHILE:
             found.inside.add(id(eqn))
-            consts, carried = scan_counts(eqn) if name == SCAN else (0, 0)
-            if k < carried:
-                ahead.append(eqn.invars[consts + k])
+            return None
+        if name == "broadcast_in_dim":
+            found.of.update({v: found.of.get(v, row) for v in enters})
+        adds = name in ("scatter-add", "dynamic_update_slice")
+        follows = bool(enters) and (adds or facts_of(eqn).elementwise)
+        return [follows and (k == 0 or not adds) for k in range(len(eqn.invars))]
+
+    if gradient is not None:
+        backward(BackwardAnalysis[bool](operator.or_, rule, default=False), eqns, [(gradient, True)])
 
 
 # -- which rows ------------------------------------------------------------------------------------
