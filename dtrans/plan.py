@@ -279,8 +279,7 @@ class Plan(abc.ABC):
           A report: `report.equal`, `report.complete`, and the names of outputs that differ.
 
         Raises:
-          ConfigError: the plan is asynchronous, so that one device takes no such step; or it has tables, which are
-            looked up on the host.
+          ConfigError: the plan has tables, which are looked up on the host.
 
         Example:
           >>> import jax.numpy as jnp, optax, dtrans
@@ -308,6 +307,9 @@ class Plan(abc.ABC):
         traced: Any = self._realised("verify", types)
         whole = main.specialize_flat([*state, *flat.values()])
         startup: Program = self.startup  # type: ignore[attr-defined]
+        if traced.replay is not None:
+            flat = {n: traced.replay.inputs[n] for n in flat}
+            given = {n: jnp.broadcast_to(x, flat[n].shape) for n, x in given.items()}
         comparison = Comparison(traced.replay or whole, traced, flat, main.still, startup, given)
         return comparison.check(repr(self)[1:-1], points=points, seed=seed)
 

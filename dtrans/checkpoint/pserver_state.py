@@ -108,7 +108,11 @@ def scatter(plan: PServerPlan, endpoint: str, params: Any, opt_state: Any) -> di
     """
     check_plan(plan)
     plan.servers[endpoint]  # raises UnknownEndpointError
-    given = arrays_of(plan.main, params, opt_state)
+    return held_of(plan, endpoint, arrays_of(plan.main, params, opt_state))
+
+
+def held_of(plan: PServerPlan, endpoint: str, given: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """Return what one server holds of the arrays of the step, by name."""
     return {
         row.slice_name: jnp.zeros(row.slice_shape, row.dtype) if origin is None else copied(given[origin][row.index])
         for row, origin in starts(plan, endpoint)

@@ -10,6 +10,12 @@ A sum is off by `n * 2 ** -32` of its largest number at most (float64: `2 ** -72
 Demmel and Nguyen, "Parallel Reproducible Summation" (2015).
 
 A part is a vector of integers: the place of its first digit, what there is of infinities and of NaN, and digits.
+
+    part  = exact_part x            of the numbers (n,)
+    part  = exact_join part part    of several sums, one behind the other
+    total = exact_total part
+
+The three are primitives, so that a reader of a program sees a sum and no bits (`dtrans.verification.exact_rules`).
 """
 
 from __future__ import annotations
@@ -22,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dtrans._jax import ShapedArray
+from dtrans._jax import ShapedArray, new_primitive
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +68,22 @@ def part_type(dtype: Any) -> ShapedArray:
 
 
 def part_of(x: jax.Array) -> jax.Array:
-    """The part of a sum that is of the numbers `(n,)`."""
+    """Return the part of a sum that the numbers `(n,)` have."""
+    return exact_part_p.bind(x)  # type: ignore[no-any-return]
+
+
+def joined(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Join two parts: of several sums, one behind the other."""
+    return exact_join_p.bind(a, b)  # type: ignore[no-any-return]
+
+
+def sum_of(part: jax.Array) -> jax.Array:
+    """Return the sum: a number."""
+    return exact_total_p.bind(part)  # type: ignore[no-any-return]
+
+
+def _cut_numbers(x: jax.Array) -> jax.Array:
+    """Cut numbers into digits, and add up those of the same place."""
     d = DIGITS[x.dtype.name]
     low, high = (jnp.asarray(bound, x.dtype) for bound in (-jnp.inf, jnp.inf))
     largest, least = jax.lax.reduce((x, x), (low, high), _outermost, (0,))
@@ -85,18 +106,17 @@ def _added(a: Any, b: Any) -> tuple[jax.Array, ...]:
     return tuple(p + q for p, q in zip(a, b, strict=True))
 
 
-def joined(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Two parts as one: of several sums, one behind the other."""
-    d = _digits_of(a)
+def _add_digits(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Add the digits of two parts, from the place of the larger number."""
+    d = digit_format(a.dtype)
     a, b = (x.reshape(-1, d.size) for x in (a, b))
     place = jnp.maximum(a[:, :1], b[:, :1])
     return jnp.concatenate([place, a[:, 1:2] | b[:, 1:2], _moved(a, place, d) + _moved(b, place, d)], 1).ravel()
 
 
-def sum_of(part: jax.Array) -> jax.Array:
-    """The sum: a number."""
-    d = _digits_of(part)
-    dtype = next(n for n, x in DIGITS.items() if x is d)
+def _round_digits(part: jax.Array) -> jax.Array:
+    """Round the digits of a part to a number."""
+    d, dtype = digit_format(part.dtype), _summed_type(part.dtype)
     place, kinds, *digits = part
     below, carry = jnp.zeros((), dtype), jnp.zeros((), d.whole)
     for k in range(d.count - 1, 0, -1):
@@ -123,5 +143,17 @@ def _power(n: jax.Array, dtype: Any) -> jax.Array:
     return jax.lax.bitcast_convert_type((n + d.bias).astype(d.whole) << d.mantissa, dtype)
 
 
-def _digits_of(part: jax.Array) -> DigitFormat:
-    return next(d for d in DIGITS.values() if d.whole == part.dtype.name)
+def digit_format(dtype: Any) -> DigitFormat:
+    """Return how numbers are cut whose parts have a dtype."""
+    return DIGITS[_summed_type(dtype)]
+
+
+def _summed_type(dtype: Any) -> str:
+    return next(n for n, d in DIGITS.items() if d.whole == np.dtype(dtype).name)
+
+
+exact_part_p = new_primitive("exact_part", types=lambda x: part_type(x.dtype), impl=_cut_numbers)
+exact_join_p = new_primitive("exact_join", types=lambda a, b: a, impl=_add_digits)
+exact_total_p = new_primitive(
+    "exact_total", types=lambda part: ShapedArray((), np.dtype(_summed_type(part.dtype))), impl=_round_digits
+)

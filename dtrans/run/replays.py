@@ -14,11 +14,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dtrans._jax import jaxpr_as_fun
+from dtrans._jax import closed, constants, evaluate, jaxpr_as_fun
 from dtrans.data_parallel.plan import CollectivePlan
 from dtrans.errors import ConfigError
 from dtrans.ir.program import FORWARD, Program
-from dtrans.ir.pytree import is_under
+from dtrans.ir.pytree import TreeSpec, is_under
+from dtrans.parameter_server.options import Async, HalfAsync
+from dtrans.parameter_server.plan import PServerPlan
+from dtrans.run.parameter_server.ordered_job import (
+    RecordedOrder,
+    Turn,
+    part_axes,
+    part_of_trainer,
+    stacked_type,
+)
+from dtrans.step.cut import Gradient, cut
 
 
 Values = Mapping[str, Any]
@@ -68,8 +78,13 @@ def replay_local_steps(plan: CollectivePlan, whole: Program) -> Program:
 
     types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in whole.inputs.values()]
     jaxpr: Any = jax.make_jaxpr(replay)(*types)
+    return _replaying(whole, jaxpr)
+
+
+def _replaying(whole: Program, jaxpr: Any, **options: Any) -> Program:
+    """Return a program with the arguments of a step, and another jaxpr."""
     roles = (FORWARD,) * len(jaxpr.eqns)
-    return dataclasses.replace(whole, jaxpr=jaxpr, roles=roles, labels={}, specializer=None)
+    return dataclasses.replace(whole, jaxpr=jaxpr, roles=roles, labels={}, specializer=None, **options)
 
 
 def _part_type(t: Any, parts: int, is_cut: bool) -> jax.ShapeDtypeStruct:
@@ -112,3 +127,177 @@ _WAYS: Mapping[str, Callable[[Sequence[Sequence[Any]], list[Any]], Any]] = {
     "same": lambda values, flat: values[0][-1],
     "each": lambda values, flat: jnp.stack([of_trainer[-1] for of_trainer in values]),
 }
+
+
+# -- asynchronous parameter servers ----------------------------------------------------------------
+
+
+def replay_turns(plan: PServerPlan, batch: Values) -> Program:
+    """Return a program in which one device takes all turns of an asynchronous job, one after the other.
+
+    Its batch has the batches of the order behind each other, along a new first dimension. Its outputs are the state of
+    the servers as one device has it, results of turns, and what trainers hold at the end, by name.
+
+    Args:
+      batch: name to type of the arrays of one batch: of all trainers, or with GEO-SGD of each.
+    """
+    order, axes, trainers = RecordedOrder.for_plan(plan), part_axes(plan), plan.trainers
+    state_types = {n: plan.main.inputs[n] for spec in plan.main.args[:2] for n in spec.names}
+    part_types = {
+        n: jax.eval_shape(lambda x, n=n: part_of_trainer(x, axes.get(n), 0, trainers), t) for n, t in batch.items()
+    }
+    typed = lambda t: jax.ShapeDtypeStruct(t.shape, t.dtype)
+    own = plan.main.specialize_flat([*map(typed, [*state_types.values(), *part_types.values()])])
+    device = _GeoDevice(plan, own) if plan.push_every else _AsyncDevice(plan, own)
+
+    def replay(*arrays: Any) -> dict[str, Any]:
+        given = dict(zip(own.in_names, arrays, strict=True))
+        device.begin({n: given[n] for n in state_types})
+        results: dict[str, Any] = {}
+        for turn in order.turns:
+            part = {n: part_of_trainer(given[n][turn.batch], axes.get(n), turn.trainer, trainers) for n in batch}
+            found = device.take(turn, part)
+            results |= {turn.named(n): x for n, x in found.items() if turn.reports}
+        for k in range(trainers):
+            kept = [n for n in device.trainers[k] if k or n in device.served]
+            results |= {f"trainer {k}/{n}": device.trainers[k][n] for n in kept}
+        first = {n: x for n, x in device.trainers[0].items() if n not in device.served}
+        return {**first, **{n: device.servers[n] for n in device.served}, **device.rest, **results}
+
+    types = [*state_types.values(), *(stacked_type(t, order.batches) for t in batch.values())]
+    out = TreeSpec.of(jax.eval_shape(replay, *map(typed, types)))
+
+    def in_order(*arrays: Any) -> list[Any]:
+        made = replay(*arrays)
+        return [made[n] for n in out.names]
+
+    jaxpr: Any = jax.make_jaxpr(in_order)(*map(typed, types))
+    return _replaying(own, jaxpr, out=out)
+
+
+class _ReplayedDevice:
+    """One device that stands for servers and trainers in turn.
+
+    Attributes:
+      served: the parameters that servers have.
+      servers: these, by name.
+      rest: the optimizer's state, where servers have it.
+      trainers: what each trainer holds, by name.
+    """
+
+    def __init__(self, plan: PServerPlan, step: Program) -> None:
+        self.plan, self.step = plan, step
+        self.served = tuple(plan.placement.blocks)
+        self.servers: dict[str, Any] = {}
+        self.rest: dict[str, Any] = {}
+        self.trainers: list[dict[str, Any]] = []
+
+    def begin(self, state: Values) -> None:
+        """Let all roles have the state of one device."""
+        own = set(self.plan.main.args[0].names) | (state.keys() if self.plan.push_every else set())
+        self.servers = {n: state[n] for n in self.served}
+        self.rest = {n: x for n, x in state.items() if n not in own}
+        self.trainers = [{n: x for n, x in state.items() if n in own} for _ in range(self.plan.trainers)]
+
+    def take(self, turn: Turn, batch: Values) -> Values:
+        """Take one turn: results."""
+        raise NotImplementedError
+
+    def run(self, inputs: Values) -> dict[str, Any]:
+        """Take the step of one device; return its outputs by name."""
+        made = evaluate(self.step.jaxpr, *(inputs[n] for n in self.step.in_names))
+        return dict(zip(self.step.out_names, made, strict=True))
+
+
+class _AsyncDevice(_ReplayedDevice):
+    """Each gradient is an update of its own, of the newest parameters, at those that its trainer has received.
+
+    Where gradients are compensated for their delay, an update is by g + s g g (w - w'), where w' is what the trainer
+    has received, and s the strength; or with a decay s / sqrt(m + 1e-7), and m = decay m + (1 - decay) g g.
+    """
+
+    def __init__(self, plan: PServerPlan, step: Program) -> None:
+        super().__init__(plan, step)
+        self._halves = cut(step)
+        source = self._halves.program
+        leaves = self._halves.gradients
+        inner = source.inner
+        outs = [*leaves.values()]
+        self._backward = closed(inner.constvars, constants(source.jaxpr), inner.invars, outs, inner.eqns, source.jaxpr)
+        mode = plan.options["mode"]
+        self._delay = mode.delay if isinstance(mode, Async | HalfAsync) else None
+        self._squares: dict[str, Any] = {}
+        self._is_first = True
+
+    def begin(self, state: Values) -> None:
+        super().begin(state)
+        self._squares, self._is_first = {}, True
+
+    def take(self, turn: Turn, batch: Values) -> Values:
+        received = self.trainers[turn.trainer]
+        inputs = {**received, **self.rest, **batch}
+        outs = self.run(inputs)
+        new = {n: outs[n] for n in (*self.served, *self.rest)}
+        grads = evaluate(self._backward, *(inputs[n] for n in self.step.in_names))
+        compensated = {
+            n: self._compensated(n, g, received[n]) for n, g in zip(self._halves.gradients, grads, strict=True)
+        }
+        if not self._is_first:  # the first turn is a step of one device
+            half = self._halves.optimize
+            known = {**inputs, **self.servers}
+            given = [compensated[n.leaf] if isinstance(n, Gradient) else known[n] for n in half.in_names]
+            new |= zip(half.out_names, evaluate(half.jaxpr, *given), strict=True)
+        self._is_first = False
+        self.servers = {n: new[n] for n in self.served}
+        self.rest = {n: new[n] for n in self.rest}
+        self.trainers[turn.trainer] = {n: self.servers.get(n, outs[n]) for n in received}
+        return {n: x for n, x in outs.items() if n not in received and n not in self.rest}
+
+    def _compensated(self, leaf: str, grad: Any, received: Any) -> Any:
+        """Return a gradient for parameters that are older than those of the servers."""
+        if self._delay is None:
+            return grad
+        strength, decay = self._delay.strength, self._delay.decay
+        if decay is not None:
+            square = self._squares.get(leaf, jnp.zeros_like(grad))
+            self._squares[leaf] = decay * square + (1 - decay) * grad * grad
+            strength = strength / jnp.sqrt(self._squares[leaf] + 1e-7)
+        return grad + strength * grad * grad * (self.servers[leaf] - received).astype(grad.dtype)
+
+
+class _GeoDevice(_ReplayedDevice):
+    """Trainers train by themselves, and every few steps give servers what they have changed, divided by their number.
+
+    What has come back is in the results of the next step: local + (server - old). `old` is what a trainer and the
+    servers agreed on last.
+    """
+
+    def begin(self, state: Values) -> None:
+        super().begin(state)
+        self._old = [dict(self.servers) for _ in self.trainers]
+        self._steps = [0 for _ in self.trainers]
+        self._answers: list[Values | None] = [None for _ in self.trainers]
+
+    def take(self, turn: Turn, batch: Values) -> Values:
+        k, trainers = turn.trainer, self.plan.trainers
+        outs = self.run({**self.trainers[k], **batch})
+        self.trainers[k] = {n: outs[n] for n in self.trainers[k]}
+        self._pull(k)
+        self._steps[k] += 1
+        if self._steps[k] == self.plan.push_every:
+            local, old = self.trainers[k], self._old[k]
+            deltas = {n: (local[n] - old[n]) / trainers for n in self.served}
+            self.servers = {n: x + deltas[n] for n, x in self.servers.items()}
+            self._old[k] = {n: old[n] + deltas[n] for n in self.served}
+            self._answers[k], self._steps[k] = self.servers, 0
+            if self.plan.options["mode"].block_on_pull:
+                self._pull(k)
+        return {n: x for n, x in outs.items() if n not in self.trainers[k]}
+
+    def _pull(self, trainer: int) -> None:
+        """Take in the answer to the last push."""
+        answer, self._answers[trainer] = self._answers[trainer], None
+        if answer is not None:
+            local, old = self.trainers[trainer], self._old[trainer]
+            local |= {n: local[n] + (answer[n] - old[n]) for n in self.served}
+            self._old[trainer] = dict(answer)

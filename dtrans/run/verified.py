@@ -14,12 +14,14 @@ from jax.sharding import AbstractMesh
 from dtrans.data_parallel.plan import CollectivePlan
 from dtrans.errors import ConfigError
 from dtrans.ir.program import Program
+from dtrans.parameter_server.options import Async
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.plan import Job, Plan, realises
 from dtrans.run.base.platforms import as_run_on
 from dtrans.run.collective.job import CollectiveJob, StepFunction, StepLayout
 from dtrans.run.collective.mesh import MeshTrainers
-from dtrans.run.replays import replay_local_steps
+from dtrans.run.parameter_server.ordered_job import OrderedJob
+from dtrans.run.replays import replay_local_steps, replay_turns
 from dtrans.verification.state_placement import TracedStep
 
 
@@ -75,22 +77,40 @@ def traced_on_mesh(plan: CollectivePlan, batch: Sequence[Any]) -> TracedStep:
 
 @realises(PServerPlan, "verify")
 def traced_servers(plan: PServerPlan, batch: Sequence[Any]) -> TracedStep:
-    """Trace the step of a simulated job of parameter servers.
+    """Trace the step of a job of parameter servers: simulated, or of asynchronous roles in a recorded order.
 
     Raises:
-      ConfigError: an asynchronous mode, or tables.
+      ConfigError: tables.
     """
-    if not plan.sync_mode:
-        raise ConfigError(
-            "plan.verify(): trainers of an asynchronous mode take steps of their own, which no step of "
-            "one device does; verify the plan with mode=dtrans.Sync()"
-        )
     if plan.tables.of:
         raise ConfigError(
             f"plan.verify(): rows of {', '.join(plan.tables.of)} are looked up on the host, where "
             "they cannot be followed; verify the plan without sparse="
         )
-    return traced_simulation(plan, batch)
+    return traced_simulation(plan, batch) if plan.sync_mode else traced_turns(plan, batch)
+
+
+def traced_turns(plan: PServerPlan, batch: Sequence[Any]) -> TracedStep:
+    """Trace the turns of an asynchronous job, and their sequential replay."""
+    job = OrderedJob(plan)
+    specs = plan.main.args[2:]
+    named = [
+        pair for spec, b in zip(specs, batch, strict=True) for pair in zip(spec.names, spec.flatten(b), strict=True)
+    ]
+    replay = replay_turns(plan, dict(named))
+    stacked = [spec.unflatten([replay.inputs[n] for n in spec.names]) for spec in specs]
+    return dataclasses.replace(traced_step(job, stacked), replay=replay, unfollowed=unmerged(plan))
+
+
+def unmerged(plan: PServerPlan) -> tuple[str, ...]:
+    """Return the reason why a job may do what its recorded order does not: merge gradients; nothing otherwise."""
+    queue = plan.options["mode"].communicator if isinstance(plan.options["mode"], Async) else None
+    if queue is None or queue.max_merge_var_num == 1:
+        return ()
+    return (
+        "gradients of several steps that a communicator merges, which the recorded order sends one by one; "
+        "max_merge_var_num=1 lets it merge none",
+    )
 
 
 @realises(Plan, "verify")
@@ -99,7 +119,7 @@ def traced_simulation(plan: Plan, batch: Sequence[Any]) -> TracedStep:
     return traced_step(plan.simulate(), batch)
 
 
-def traced_step(job: Job, batch: Sequence[Any], placed_by: Job | None = None) -> TracedStep:
+def traced_step(job: Job | OrderedJob, batch: Sequence[Any], placed_by: Job | None = None) -> TracedStep:
     """Trace the step of a job.
 
     Args:
@@ -124,7 +144,7 @@ def traced_step(job: Job, batch: Sequence[Any], placed_by: Job | None = None) ->
     return TracedStep(jaxpr, paths, state_of, _traced_init(placed_by or job))
 
 
-def _traced_init(job: Job) -> Any:
+def _traced_init(job: Job | OrderedJob) -> Any:
     """Trace the init of a job: the startup programs of its roles, and where they put what they make."""
     startup: Program = job.plan.startup
     types = [spec.unflatten([startup.inputs[n] for n in spec.names]) for spec in startup.args]

@@ -6,6 +6,7 @@
     numpy_rules  primitives of JAX on NumPy arrays
     rules        primitives on floats: exact arithmetic, decisions by shadows, hashes of the rest
     complex_rules     complex numbers and fft
+    exact_rules       exact sums of servers with tables
     matrix_rules      systems of equations, decompositions, ragged products
     rank_collectives  collectives of JAX on the values of all ranks
     evaluate     a jaxpr, for all ranks in lock step

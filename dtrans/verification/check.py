@@ -177,7 +177,7 @@ class Comparison:
           A report. Rounding is the cause of none of its differences.
         """
         begun = time.monotonic()
-        found = Findings()
+        found = Findings(unfollowed=dict.fromkeys(self.traced.unfollowed))
         with np.errstate(all="ignore"):
             made = self._compare_first_state(found, np.random.default_rng(seed))
             if start is None:

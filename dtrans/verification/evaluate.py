@@ -38,6 +38,7 @@ from dtrans._jax import (
 )
 from dtrans.verification import field_values as values
 from dtrans.verification.complex_rules import COMPLEX, is_of_complex
+from dtrans.verification.exact_rules import EXACT_SUMS
 from dtrans.verification.field_values import Complex, Real, Replicas, Unknown, same
 from dtrans.verification.matrix_rules import MATRICES
 from dtrans.verification.rank_collectives import GROUPS, groups_of, joined, mapped
@@ -160,6 +161,8 @@ class World:
             raise NotImplementedError("nothing carries it out here")
         if eqn.primitive.name in NOT_REPEATABLE:
             raise NotImplementedError("it gives other numbers each time")
+        if eqn.primitive.name in EXACT_SUMS:
+            return EXACT_SUMS[eqn.primitive.name](eqn, operands)
         if eqn.primitive.name in COMPLEX and is_of_complex(eqn, operands):
             return COMPLEX[eqn.primitive.name](eqn, operands)
         if not any(isinstance(x, (Real, Complex)) for x in operands):
@@ -377,7 +380,7 @@ class World:
         return world
 
 
-# besides those of `REAL`, `COMPLEX`, `MATRICES` and `GROUPS`
+# besides those of `REAL`, `COMPLEX`, `MATRICES`, `EXACT_SUMS` and `GROUPS`
 HANDLED = (SCAN, *LOOPS, COND, "shard_map", "axis_index", "custom_linear_solve", "reduce")
 # `empty2`, with which scans begin their outputs, is zero everywhere; `empty` is what a GPU's memory has
 NOT_REPEATABLE = ("rng_uniform", "empty")

@@ -36,7 +36,8 @@ class TracedStep:
       held: a name for each array of the state.
       state_of: makes the flat arrays of a state from the leaves of a one-device state, by name.
       init: makes the arrays of the first state from the arguments of `init`; None where that is not compared.
-      replay: what the job must compute, where that is not one step of one device.
+      replay: what the job must compute, where that is not one step of one device. Its batch may be larger.
+      unfollowed: reasons why a job may compute what the jaxpr does not.
     """
 
     jaxpr: ClosedJaxpr
@@ -44,6 +45,7 @@ class TracedStep:
     state_of: Callable[[Mapping[str, Any]], Sequence[Any]]
     init: ClosedJaxpr | None = None
     replay: Program | None = None
+    unfollowed: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -255,10 +255,6 @@ def test_labels_of_a_given_batch_are_used() -> None:
     ("plan", "words"),
     [
         (
-            lambda *of: dtrans.pserver(*of, pservers=SERVERS, trainers=2, mode=dtrans.Async()),
-            r"plan.verify\(\): trainers of an asynchronous mode .* mode=dtrans.Sync\(\)",
-        ),
-        (
             lambda *of: dtrans.pserver(*of, pservers=SERVERS, trainers=2, sparse={"params/w1": dtrans.Rows("dense")}),
             r"plan.verify\(\): rows of params/w1 are looked up on the host",
         ),

@@ -10,6 +10,7 @@
     sync_server     handles messages where updates use all trainers; sync_update: the update of a step
     async_server    the same, where no trainer waits
     fabric          carries out the equations of `dtrans.ops` with the above
+    ordered_job     asynchronous roles in one process that take turns, for `plan.verify()`
     background      what a trainer does beside its steps: communicator, geo
 
 A step is one exchange between each trainer and each server: gradients, a barrier and a request go out

@@ -205,11 +205,11 @@ class BackgroundComm:
         table = [Leaf(eps, names, n, v.aval.shape, v.aval.dtype) for eps, names, n, v in rows]
         self._leaves = {str(i): leaf for i, leaf in enumerate(table)}
         self._config = ONE_BY_ONE
-        deltas = [_as_deltas(x) for x in table]
+        deltas = [as_deltas(x) for x in table]
         made = [jax.device_put(x) for x in values]
         kept = {n: leaf for n, (leaf, _) in tables.items()}
         communicator = self._running(f"trainer {params['trainer_id']}", kept)
-        changes = {n: (_as_deltas(leaf), rows) for n, (leaf, rows) in tables.items()}
+        changes = {n: (as_deltas(leaf), rows) for n, (leaf, rows) in tables.items()}
         self._geo = GeoTrainer(communicator, deltas, params["trainers"], made, changes)
         return made
 
@@ -268,6 +268,6 @@ def _numbers(uniq: np.ndarray, table: Leaf) -> np.ndarray:
     return uniq[: np.searchsorted(uniq, sum(x.rows for x in table.spans))]
 
 
-def _as_deltas(leaf: Leaf) -> Leaf:
-    """What has changed in a leaf, as it is sent."""
+def as_deltas(leaf: Leaf) -> Leaf:
+    """Return a leaf as what has changed in it is sent."""
     return dataclasses.replace(leaf, names=tuple(n + DELTA for n in leaf.names))

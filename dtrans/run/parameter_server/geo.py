@@ -40,7 +40,7 @@ class GeoTrainer:
     ) -> None:
         self._communicator = communicator
         self._leaves, self._tables, self._trainers = leaves, tables, trainers
-        self._steps = GeoSteps(self, _OnDevice(), trainers, list(values))
+        self._steps = GeoSteps(self, DeviceArithmetic(), trainers, list(values))
 
     def step(self, values: Sequence[Any], every: int, *, block_on_pull: bool) -> Sequence[Any]:
         """What a step goes on with that has made `values`; every so many steps they are pushed."""
@@ -96,7 +96,7 @@ class GeoTrainer:
         return jax.device_put([newest[str(i)] for i in range(len(self._leaves))])
 
 
-class _OnDevice:
+class DeviceArithmetic:
     """`GeoArithmetic` of JAX's arrays."""
 
     def copied(self, values: Values) -> Values:
