@@ -279,7 +279,7 @@ class Plan(abc.ABC):
           A report: `report.equal`, `report.complete`, and the names of outputs that differ.
 
         Raises:
-          ConfigError: the plan has tables, which are looked up on the host.
+          ConfigError: the plan has tables whose trainers are asynchronous, or whose lazy update no device makes.
 
         Example:
           >>> import jax.numpy as jnp, optax, dtrans

@@ -11,6 +11,7 @@ program that holds one cannot run until a realiser (`dtrans.run`) carries it out
     collectives       all_reduce, reduce_scatter, all_gather: what servers, or trainers on an axis, make together
     exact_sum         sums whose bits do not depend on how their parts are dealt out
     all_to_all        rows exchanged among shards
+    moved_rows        rows that the host moves by their numbers, in steps that are traced to be verified
 
 A new family is a new file, built with `communication`; a realiser that does not know one of its
 primitives refuses by name.

@@ -80,14 +80,26 @@ def traced_servers(plan: PServerPlan, batch: Sequence[Any]) -> TracedStep:
     """Trace the step of a job of parameter servers: simulated, or of asynchronous roles in a recorded order.
 
     Raises:
-      ConfigError: tables.
+      ConfigError: tables of asynchronous trainers, or with an update that no device makes.
     """
-    if plan.tables.of:
+    of = plan.tables.of
+    lazy = [n for n, t in of.items() if t.zero.moves and not (t.catches_up or t.whole)]
+    if of and not plan.sync_mode:
         raise ConfigError(
-            f"plan.verify(): rows of {', '.join(plan.tables.of)} are looked up on the host, where "
-            "they cannot be followed; verify the plan without sparse="
+            f"plan.verify(): asynchronous trainers look up rows of {', '.join(of)}, which its recorded order does not; "
+            "verify the plan without sparse=, or with mode=dtrans.Sync()"
         )
-    return traced_simulation(plan, batch) if plan.sync_mode else traced_turns(plan, batch)
+    if lazy:
+        raise ConfigError(
+            f"plan.verify(): a lazy update leaves rows of {', '.join(lazy)} that nobody looks up as they are, and one "
+            "device moves them; verify the plan with dtrans.Rows('dense')"
+        )
+    if not plan.sync_mode:
+        return traced_turns(plan, batch)
+    late = ", ".join(n for n, t in of.items() if t.catches_up)
+    said = (f"rows of {late} that catch up on servers in processes of their own (plan.on_cluster)",) if late else ()
+    rows = min((t.lookups.rows for t in of.values()), default=0)
+    return dataclasses.replace(traced_simulation(plan, batch), rows=rows, unfollowed=said)
 
 
 def traced_turns(plan: PServerPlan, batch: Sequence[Any]) -> TracedStep:

@@ -182,8 +182,9 @@ class Comparison:
             made = self._compare_first_state(found, np.random.default_rng(seed))
             if start is None:
                 start = {n: shadow_of(x) for n, x in made.items()} or self._real_start(seed)
+            drawn = self.batch_values.keys() != self.batch_types.keys()
             walk = lambda range_: self._walk(found, start, points, np.random.default_rng(seed), range_)
-            found.try_ranges(walk, drawn=self.batch_values.keys() != self.batch_types.keys())
+            found.try_ranges(walk, drawn=drawn, rows=self.traced.rows)
         return found.report(title, time.monotonic() - begun)
 
     def _real_start(self, seed: int) -> dict[str, Any]:
@@ -355,7 +356,7 @@ class Findings:
         if not same(_masked(x, there), _masked(y, there)):
             self.differences.setdefault(name, Difference(name, _count(x, y, there)))
 
-    def try_ranges(self, compare: Callable[[BatchRange], None], *, drawn: bool) -> None:
+    def try_ranges(self, compare: Callable[[BatchRange], None], *, drawn: bool, rows: int = 0) -> None:
         """Compare with numbers of one range after the other, until all values are finite.
 
         Infinities hide differences: a narrower range says more.
@@ -363,8 +364,10 @@ class Findings:
         Args:
           compare: compares with arrays of a range, and notes what it finds here.
           drawn: some arrays are drawn. Otherwise each range gives the same ones.
+          rows: the least number of rows of tables, which integers may name; 0 where there are none.
         """
-        for range_ in RANGES if drawn else RANGES[:1]:
+        ranges = (BatchRange(False, rows), *RANGES) if rows else RANGES
+        for range_ in ranges if drawn else ranges[:1]:
             self.not_finite = False
             compare(range_)
             if not self.not_finite:

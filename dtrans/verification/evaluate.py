@@ -42,7 +42,7 @@ from dtrans.verification.exact_rules import EXACT_SUMS
 from dtrans.verification.field_values import Complex, Real, Replicas, Unknown, same
 from dtrans.verification.matrix_rules import MATRICES
 from dtrans.verification.rank_collectives import GROUPS, groups_of, joined, mapped
-from dtrans.verification.rules import REAL, plain
+from dtrans.verification.rules import REAL, move_rows, plain
 from dtrans.verification.value_log import ValueLog
 
 
@@ -130,6 +130,9 @@ class World:
                 return self._reduce(eqn, operands)
             if name == "custom_linear_solve":
                 return self.run(*linear_solve(eqn, operands))
+            if name == "init_on_use":  # all rows are made
+                rows = np.arange(eqn.outvars[0].aval.shape[0], dtype=np.int32)
+                return self.run(eqn.params["write"](len(rows)), [self.everywhere(rows), *operands])
             if name in CALLS:
                 return self.run(*_opened_call(eqn, operands))
             return self._noted(eqn, operands, self.each(eqn, operands))
@@ -161,6 +164,8 @@ class World:
             raise NotImplementedError("nothing carries it out here")
         if eqn.primitive.name in NOT_REPEATABLE:
             raise NotImplementedError("it gives other numbers each time")
+        if eqn.primitive.name == "move_rows":
+            return move_rows(eqn, operands)
         if eqn.primitive.name in EXACT_SUMS:
             return EXACT_SUMS[eqn.primitive.name](eqn, operands)
         if eqn.primitive.name in COMPLEX and is_of_complex(eqn, operands):
@@ -381,7 +386,7 @@ class World:
 
 
 # besides those of `REAL`, `COMPLEX`, `MATRICES`, `EXACT_SUMS` and `GROUPS`
-HANDLED = (SCAN, *LOOPS, COND, "shard_map", "axis_index", "custom_linear_solve", "reduce")
+HANDLED = (SCAN, *LOOPS, COND, "shard_map", "axis_index", "custom_linear_solve", "reduce", "init_on_use", "move_rows")
 # `empty2`, with which scans begin their outputs, is zero everywhere; `empty` is what a GPU's memory has
 NOT_REPEATABLE = ("rng_uniform", "empty")
 TO_FLOATS = ("convert_element_type", "bitcast_convert_type")

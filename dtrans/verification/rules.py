@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from dtrans._jax import JaxprEqn, is_reversed
+from dtrans.errors import BatchError
 from dtrans.verification import field, field_values as values
 from dtrans.verification.field import Array
 from dtrans.verification.field_values import Complex, NearTie, Real, choose, from_integers, parted, real
@@ -194,6 +195,28 @@ def _by_index(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     fill = _fill_of(eqn, rest)
     flat = Real(np.append(x.elements.ravel(), fill.elements), np.append(x.shadow.ravel(), fill.shadow))
     return [values.take(flat, found)]
+
+
+def move_rows(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    """Let a function of the host move the places of entries instead of entries; place 0 has zero.
+
+    Raises:
+      NotImplementedError: a number of a row that there is not, or rows of integers.
+    """
+    numbers, rows = operands[: eqn.params["count"]], operands[eqn.params["count"] :]
+    if not all(isinstance(x, Real) for x in rows):
+        raise NotImplementedError("rows of integers")
+    ends = np.cumsum([1, *(x.shadow.size for x in rows)])
+    places = [np.arange(end - x.shadow.size, end).reshape(x.shape) for x, end in zip(rows, ends[1:], strict=True)]
+    zero = Real(np.zeros(1, np.uint64), np.zeros(1))
+    every = [zero, *rows]
+    flat = Real(*(np.concatenate([getattr(x, part).ravel() for x in every]) for part in ("elements", "shadow")))
+    try:
+        found = eqn.params["fn"](numbers, places)
+    except BatchError as error:
+        raise NotImplementedError(str(error)) from error
+    outs = zip(found, eqn.outvars, strict=True)
+    return [values.take(flat, x) if values.is_float(v.aval.dtype) else np.asarray(x) for x, v in outs]
 
 
 def _fill_of(eqn: JaxprEqn, rest: Sequence[Any]) -> Real:

@@ -37,6 +37,7 @@ class TracedStep:
       state_of: makes the flat arrays of a state from the leaves of a one-device state, by name.
       init: makes the arrays of the first state from the arguments of `init`; None where that is not compared.
       replay: what the job must compute, where that is not one step of one device. Its batch may be larger.
+      rows: the least number of rows of tables, which a batch may look up; 0 where there are none.
       unfollowed: reasons why a job may compute what the jaxpr does not.
     """
 
@@ -45,6 +46,7 @@ class TracedStep:
     state_of: Callable[[Mapping[str, Any]], Sequence[Any]]
     init: ClosedJaxpr | None = None
     replay: Program | None = None
+    rows: int = 0
     unfollowed: tuple[str, ...] = ()
 
 

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, PartitionSpec as P
 from verified_table import ROWS, SERVERS, SMALL, STRATEGIES
 
 import dtrans
-from dtrans.errors import BatchError, ConfigError
+from dtrans.errors import BatchError
 from dtrans.ops import all_gather_p, all_reduce_p, reduce_scatter_p
 from dtrans.run.base import lowering
 from dtrans.run.collective import job as collective_job
@@ -249,24 +249,6 @@ def test_labels_of_a_given_batch_are_used() -> None:
 
 
 # -- parts -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("plan", "words"),
-    [
-        (
-            lambda *of: dtrans.pserver(*of, pservers=SERVERS, trainers=2, sparse={"params/w1": dtrans.Rows("dense")}),
-            r"plan.verify\(\): rows of params/w1 are looked up on the host",
-        ),
-    ],
-)
-def test_what_is_no_step_of_one_device_is_refused(plan: Any, words: str) -> None:
-    def loss(params: Any, x: Any, y: Any) -> Any:
-        rows = params["w1"][x[:, 0].astype(int)]
-        return jnp.mean((rows @ params["w2"] - y) ** 2) + (params["b1"] ** 2).sum()
-
-    with pytest.raises(ConfigError, match=words):
-        plan(*_programs(optax.sgd(0.1), loss=loss)).verify()
 
 
 def test_a_batch_of_another_structure_is_refused() -> None:

@@ -54,9 +54,16 @@ from dtrans.run.base.nonfinite import GradientWatch
 from dtrans.run.base.segments import COMPUTED, Segments, cut_program
 from dtrans.run.base.state import check_arrays, check_kind, check_types
 from dtrans.run.parameter_server.mesh_trainers import AXIS, OF_ROWS, MeshTrainerPrograms, shared_program
-from dtrans.run.parameter_server.tables.mesh_tables import Servers, prefetched, rows_from, sent_rows, split_ids
+from dtrans.run.parameter_server.tables.mesh_tables import (
+    Servers,
+    prefetched,
+    rows_from,
+    sent_rows,
+    split_ids,
+    traced_rows,
+)
 from dtrans.run.parameter_server.tables.row_lookup import looked_up
-from dtrans.run.parameter_server.tables.row_updates import RowUpdates, put_there, taken_there
+from dtrans.run.parameter_server.tables.row_updates import RowUpdates, put_at, put_there, taken_at, taken_there
 from dtrans.run.parameter_server.update import CompiledUpdate, ServerUpdate, own_buffers
 from dtrans.step_meter import metered
 
@@ -402,7 +409,8 @@ class MeshJob(Job):
             made = split_ids(eqn, each)
         else:
             made = prefetched(self.plan, eqn, [ids for (ids,) in each], servers)
-        return _put(np.stack(made), self._split) if stacked else _put(made[0], self._replicated)
+        stack = jnp.stack if any(map(is_traced, made)) else np.stack
+        return _put(stack(made), self._split) if stacked else _put(made[0], self._replicated)
 
     def _look(self, sent: Sequence[tuple[str, Any, bool]]) -> None:
         """Look at the gradients of all trainers, before a server has them. Raises NonfiniteError."""
@@ -467,8 +475,8 @@ class _MeshServer:
     def __init__(self, update: ServerUpdate, at: Sharding, trainers: int, donate: bool) -> None:
         self._update, self._at, self._trainers, self._donate = update, at, trainers, donate
         # a state is a value: nothing beside it says which rows are behind
-        tables = {n: dataclasses.replace(t, whole=t.whole or t.moves) for n, t in update.tables.items()}
-        self._by_rows = RowUpdates(tables, taken_there, partial(put_there, donate=donate))
+        self._tables = {n: dataclasses.replace(t, whole=t.whole or t.moves) for n, t in update.tables.items()}
+        self._by_rows = RowUpdates(self._tables, taken_there, partial(put_there, donate=donate))
         self._compiled: dict[tuple[int, ...], CompiledUpdate] = {}  # by how many rows of tables it is of
 
     def run(
@@ -476,8 +484,27 @@ class _MeshServer:
     ) -> Generator[tuple[Exchange, Vectors], Vectors, dict[str, Any]]:
         """Make a step, as `CompiledUpdate.run` does, of gradients of trainers or of servers' devices."""
         there = {n: x if isinstance(x, RowGradient) else _put(x, self._at) for n, x in grads.items()}
+        if any(isinstance(x, RowGradient) and is_traced(x.rows) for x in there.values()):
+            return self._traced(there, state)
         held = {n: _put(x, self._at) for n, x in state.items()} if self._update.tables else state
         return self._by_rows.run(self._sized, there, range(self._trainers), held)
+
+    def _traced(
+        self, grads: Mapping[str, Any], state: Mapping[str, Any]
+    ) -> Generator[tuple[Exchange, Vectors], Vectors, dict[str, Any]]:
+        """Make a step whose numbers of rows are not known: as `RowUpdates.run`, with room for all of them."""
+        given = {n: x for n, x in grads.items() if not isinstance(x, RowGradient)}
+        read, numbers = dict(state), dict[str, Any]()
+        for n, t in self._tables.items():
+            at, each = traced_rows(t, [grads[t.gradients[k]] for k in range(self._trainers)])
+            given |= {t.gradients[k]: x for k, x in enumerate(each)}
+            if not t.whole:
+                numbers[n] = at
+                read |= taken_at(t, at, state)
+        made = yield from self._sized({n: len(at) for n, at in numbers.items()}).run(given, read)
+        for n, at in numbers.items():
+            made |= put_at(self._tables[n], at, made, state)
+        return made
 
     def _sized(self, sizes: Mapping[str, int]) -> CompiledUpdate:
         key = tuple(sizes.values())

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec as P
 
-from dtrans._jax import Var
+from dtrans._jax import Var, is_traced
 from dtrans.errors import BatchError
 from dtrans.ir.program import Program
 from dtrans.ir.pytree import result_of, without
@@ -165,10 +165,11 @@ class MeshTrainerPrograms:
         return isinstance(atom, Var) and self.kinds.get(atom) == "stacked"
 
     def on_host(self, atoms: Sequence[Any], values: Sequence[Any]) -> list[list[np.ndarray]]:
-        """What each trainer has of each value, on the host."""
-        return [self._on_host(a, np.asarray(x)) for a, x in zip(atoms, values, strict=True)]
+        """Return what each trainer has of each value, on the host; of a step that is traced, as it is."""
+        at_hand = [x if is_traced(x) else np.asarray(x) for x in values]
+        return [self._on_host(a, x) for a, x in zip(atoms, at_hand, strict=True)]
 
-    def _on_host(self, atom: Any, x: np.ndarray) -> list[np.ndarray]:
+    def _on_host(self, atom: Any, x: Any) -> list[Any]:
         trainers, kind = self.plan.trainers, self.kinds.get(atom) if isinstance(atom, Var) else None
         if kind is None:
             return [x] * trainers

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dtrans._jax import JaxprEqn, evaluate
+from dtrans._jax import JaxprEqn, evaluate, is_traced
 from dtrans.errors import ConfigError
 from dtrans.ir.array_fns import words_type
 from dtrans.ir.program import Program
@@ -281,10 +281,12 @@ class CompiledUpdate:
         seen = {} if watched is None else watched
         seen |= {n: np.asarray(state[n]) for n in self.update.watched if n in state}  # it may be gone afterwards
         arrived: Vectors = {}
+        # a function with options of XLA cannot be called where another one is traced
+        in_trace = any(map(is_traced, state.values()))
         for i, (phase, jitted) in enumerate(self._jitted):
             made, given, packed = called(
                 lambda i=i: f"{self.update.endpoint} phase {i}",  # type: ignore[misc]
-                jitted,
+                jitted.__wrapped__ if in_trace else jitted,  # type: ignore[attr-defined]
                 grads if phase.grads else {},
                 {n: state[n] for n in phase.kept},
                 {n: state[n] for n in phase.spent},

@@ -6,6 +6,9 @@
 
 A table is on the device of its server, and nowhere else. Trainers get rows of a static size (`TableLookups.size`), as
 between processes.
+
+Where a step is traced (`plan.verify()`), numbers of rows are not known. Then each of these is an equation that calls the
+same functions (`dtrans.ops.moved_rows`), and an update has room for all rows that trainers may look up.
 """
 
 from __future__ import annotations
@@ -15,11 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from dtrans._jax import JaxprEqn
+from dtrans._jax import JaxprEqn, is_traced
+from dtrans.ops.moved_rows import trace_move
 from dtrans.parameter_server.plan import PServerPlan
+from dtrans.parameter_server.tables.touched_rows import TableBlock, room_for
 from dtrans.protocol.served import RowGradient
-from dtrans.protocol.tables.table_rows import unique_ids
-from dtrans.run.parameter_server.tables.row_updates import fetched
+from dtrans.protocol.tables.table_rows import BlockRowSet, unique_ids
+from dtrans.run.parameter_server.tables.row_updates import all_ids, fetched, room_after
+from dtrans.run.parameter_server.tables.table_memory import among
 
 
 Servers = Mapping[str, Mapping[str, Any]]
@@ -36,13 +42,32 @@ def split_ids(eqn: JaxprEqn, ids: Sequence[Sequence[Any]]) -> list[np.ndarray]:
     """
     several = len(ids) > 1
     whose = lambda k: f" of trainer {k}'s part" if several else ""
-    return [unique_ids(mine, **eqn.params, whose=whose(k)) for k, mine in enumerate(ids)]
+    found = []
+    for k, mine in enumerate(ids):
+        fn = lambda numbers, k=k: unique_ids(numbers, **eqn.params, whose=whose(k))
+        if any(map(is_traced, mine)):
+            types = [((eqn.params["size"],), np.int32)]
+            found += trace_move(lambda numbers, _, fn=fn: [fn(numbers)], mine, (), types)  # type: ignore[misc]
+        else:
+            found.append(fn(mine))
+    return found
 
 
 def prefetched(plan: PServerPlan, eqn: JaxprEqn, ids: Sequence[np.ndarray], servers: Servers) -> list[np.ndarray]:
     """The rows that each trainer asks for, and zeros behind them."""
-    (t,) = eqn.params["types"]
-    return [rows_from(plan, eqn.params["table"], mine, np.zeros(t.shape, t.dtype), servers) for mine in ids]
+    (t,), table = eqn.params["types"], eqn.params["table"]
+    blocks = plan.placement.blocks[table]
+    held = [servers[b.endpoint][b.name] for b in blocks]
+    if not any(map(is_traced, (*ids, *held))):
+        return [rows_from(plan, table, mine, np.zeros(t.shape, t.dtype), servers) for mine in ids]
+
+    def fetch(numbers: Sequence[Any], rows: Sequence[Any]) -> list[np.ndarray]:
+        there: dict[str, dict[str, Any]] = {}
+        for b, x in zip(blocks, rows, strict=True):
+            there.setdefault(b.endpoint, {})[b.name] = x
+        return [rows_from(plan, table, numbers[0], np.zeros(t.shape, np.int64), there)]
+
+    return [x for mine in ids for x in trace_move(fetch, [mine], held, [(t.shape, t.dtype)])]
 
 
 def rows_from(plan: PServerPlan, table: str, ids: np.ndarray, rows: np.ndarray, servers: Servers) -> np.ndarray:
@@ -69,6 +94,34 @@ def sent_rows(
     for k, (mine, gradient) in enumerate(zip(ids, gradients, strict=True)):
         for b in blocks:
             assert b.span is not None
-            at, name = b.span.among(mine), b.gradient(k, plan.trainers)
-            sent.setdefault(b.endpoint, {})[name] = RowGradient(b.span.local(mine[at]), gradient[at])
+            whole = RowGradient(mine, gradient)
+            part = whole if is_traced(mine) or is_traced(gradient) else part_of_block(b.span, whole)
+            sent.setdefault(b.endpoint, {})[b.gradient(k, plan.trainers)] = part
     return sent
+
+
+def part_of_block(span: BlockRowSet, whole: RowGradient) -> RowGradient:
+    """Return the part of a gradient of rows of a table that a block has, by the numbers of rows in it."""
+    at = span.among(whole.ids)
+    return RowGradient(span.local(whole.ids[at]), whole.rows[at])
+
+
+def traced_rows(table: TableBlock, sent: Sequence[RowGradient]) -> tuple[Any, list[Any]]:
+    """Trace how gradients of rows are put together: the numbers of rows, as `room_after` gives them, and each gradient.
+
+    Args:
+      sent: of each trainer, of all rows of the table that it has looked up.
+    """
+    size = table.rows if table.whole else room_for(sum(len(x.ids) for x in sent))
+    row = sent[0].rows.shape[1:]
+
+    def put_together(numbers: Sequence[Any], rows: Sequence[Any]) -> list[np.ndarray]:
+        names = [table.gradients[k] for k in range(len(sent))]
+        parts = [part_of_block(table.span, RowGradient(*pair)) for pair in zip(numbers, rows, strict=True)]
+        grads = dict(zip(names, parts, strict=True))
+        ids = np.arange(table.rows) if table.whole else all_ids(table, grads, range(len(sent)))
+        return [room_after(ids, size, table.rows), *(among(ids, size, grads[n]) for n in names)]
+
+    types = [((size,), np.int32), *(((size, *row), x.rows.dtype) for x in sent)]
+    ids, *each = trace_move(put_together, [x.ids for x in sent], [x.rows for x in sent], types)
+    return ids, each

@@ -61,7 +61,7 @@ class RowUpdates:
           present: the trainers whose gradients count.
           watched: as of `CompiledUpdate.run`.
         """
-        ids = {n: _all_ids(t, grads, present) for n, t in self._by_rows.items()}
+        ids = {n: all_ids(t, grads, present) for n, t in self._by_rows.items()}
         sizes = self._room_for(ids)
         update = compiled(sizes)
         given = {n: x for n, x in grads.items() if n in update.update.grad_types}
@@ -90,8 +90,8 @@ class RowUpdates:
         return dict(self._room)
 
 
-def _all_ids(table: TableBlock, grads: Mapping[str, RowGradient], present: Collection[int]) -> np.ndarray:
-    """The rows of a block that some trainers have asked for."""
+def all_ids(table: TableBlock, grads: Mapping[str, RowGradient], present: Collection[int]) -> np.ndarray:
+    """Return the rows of a block that some trainers have asked for."""
     ids = [grads[table.gradients[k]].ids for k in sorted(present)]
     return ids[0] if len(ids) == 1 else sorted_once(np.concatenate(ids))
 
@@ -101,8 +101,17 @@ def _all_ids(table: TableBlock, grads: Mapping[str, RowGradient], present: Colle
 
 def taken_there(table: TableBlock, ids: np.ndarray, size: int, state: Rows) -> dict[str, jax.Array]:
     """Rows of a block and of its state, and zeros behind them: `size` rows of each, on the device."""
-    at = _room(ids, size, table.rows)
+    return taken_at(table, room_after(ids, size, table.rows), state)
+
+
+def taken_at(table: TableBlock, at: Any, state: Rows) -> dict[str, jax.Array]:
+    """Return rows of a block and of its state by their numbers; zeros for numbers that it does not have."""
     return {n: _take(state[n], at) for n in table.held}
+
+
+def put_at(table: TableBlock, at: Any, made: Rows, state: Rows) -> dict[str, jax.Array]:
+    """Return a block and its state with rows put back by their numbers."""
+    return {n: _put(state[n], at, made[n]) for n in table.held}
 
 
 def put_there(
@@ -110,17 +119,17 @@ def put_there(
 ) -> dict[str, jax.Array]:
     """A block and its state with rows put back; with `donate` what was before is gone."""
     put = _put_donated if donate else _put
-    return {n: put(state[n], _room(ids, len(made[n]), table.rows), made[n]) for n in table.held}
+    return {n: put(state[n], room_after(ids, len(made[n]), table.rows), made[n]) for n in table.held}
 
 
 def fetched(block: jax.Array, ids: np.ndarray) -> np.ndarray:
     """Rows of an array on a device, on the host."""
     size = room_for(len(ids))
-    return np.asarray(_take(block, _room(ids, size, len(block))))[: len(ids)]
+    return np.asarray(_take(block, room_after(ids, size, len(block))))[: len(ids)]
 
 
-def _room(ids: np.ndarray, size: int, rows: int) -> np.ndarray:
-    """Numbers of rows, and behind them that of none."""
+def room_after(ids: np.ndarray, size: int, rows: int) -> np.ndarray:
+    """Return numbers of rows, and behind them that of none."""
     return np.concatenate([ids, np.full(size - len(ids), rows)]).astype(np.int32)
 
 
