@@ -69,17 +69,17 @@ def part_type(dtype: Any) -> ShapedArray:
 
 def part_of(x: jax.Array) -> jax.Array:
     """Return the part of a sum that the numbers `(n,)` have."""
-    return exact_part_p.bind(x)  # type: ignore[no-any-return]
+    return exact_part_p.bind(x)
 
 
 def joined(a: jax.Array, b: jax.Array) -> jax.Array:
     """Join two parts: of several sums, one behind the other."""
-    return exact_join_p.bind(a, b)  # type: ignore[no-any-return]
+    return exact_join_p.bind(a, b)
 
 
 def sum_of(part: jax.Array) -> jax.Array:
     """Return the sum: a number."""
-    return exact_total_p.bind(part)  # type: ignore[no-any-return]
+    return exact_total_p.bind(part)
 
 
 def _cut_numbers(x: jax.Array) -> jax.Array:

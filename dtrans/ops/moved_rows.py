@@ -31,4 +31,4 @@ def trace_move(
       types: the shape and dtype of each output.
     """
     outs = [ShapedArray(shape, dtype) for shape, dtype in types]
-    return move_rows_p.bind(*numbers, *rows, fn=fn, count=len(numbers), types=tuple(outs))  # type: ignore[no-any-return]
+    return move_rows_p.bind(*numbers, *rows, fn=fn, count=len(numbers), types=tuple(outs))

@@ -257,7 +257,8 @@ class _AsyncDevice(_ReplayedDevice):
         """Return a gradient for parameters that are older than those of the servers."""
         if self._delay is None:
             return grad
-        strength, decay = self._delay.strength, self._delay.decay
+        strength: Any = self._delay.strength
+        decay = self._delay.decay
         if decay is not None:
             square = self._squares.get(leaf, jnp.zeros_like(grad))
             self._squares[leaf] = decay * square + (1 - decay) * grad * grad

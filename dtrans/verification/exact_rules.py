@@ -36,8 +36,8 @@ def _sums(parts: Array) -> tuple[Array, Array]:
 
 def _part(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     (x,) = operands
-    total = field.total(x.elements, (0,)), x.shadow.sum(0)
-    return [_coded(*map(np.atleast_1d, total), eqn.outvars[0].aval.dtype)]
+    elements, shadow = field.total(x.elements, (0,)), x.shadow.sum(0)
+    return [_coded(np.atleast_1d(elements), np.atleast_1d(shadow), eqn.outvars[0].aval.dtype)]
 
 
 def _join(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:

@@ -7,8 +7,8 @@
 A table is on the device of its server, and nowhere else. Trainers get rows of a static size (`TableLookups.size`), as
 between processes.
 
-Where a step is traced (`plan.verify()`), numbers of rows are not known. Then each of these is an equation that calls the
-same functions (`dtrans.ops.moved_rows`), and an update has room for all rows that trainers may look up.
+Where a step is traced (`plan.verify()`), numbers of rows are not known. Then each of these is an equation that calls
+the same functions (`dtrans.ops.moved_rows`), and an update has room for all rows that trainers may look up.
 """
 
 from __future__ import annotations
