@@ -20,6 +20,7 @@ from dtrans.plan import Job, Plan, realises
 from dtrans.run.base.platforms import as_run_on
 from dtrans.run.collective.job import CollectiveJob, StepFunction, StepLayout
 from dtrans.run.collective.mesh import MeshTrainers
+from dtrans.run.parameter_server.mesh import simulated
 from dtrans.run.parameter_server.ordered_job import OrderedJob
 from dtrans.run.replays import replay_local_steps, replay_turns
 from dtrans.verification.state_placement import TracedStep
@@ -96,10 +97,12 @@ def traced_servers(plan: PServerPlan, batch: Sequence[Any]) -> TracedStep:
         )
     if not plan.sync_mode:
         return traced_turns(plan, batch)
-    late = ", ".join(n for n, t in of.items() if t.catches_up)
-    said = (f"rows of {late} that catch up on servers in processes of their own (plan.on_cluster)",) if late else ()
     rows = min((t.lookups.rows for t in of.values()), default=0)
-    return dataclasses.replace(traced_simulation(plan, batch), rows=rows, unfollowed=said)
+    traced = dataclasses.replace(traced_simulation(plan, batch), rows=rows)
+    if not any(t.catches_up for t in of.values()):
+        return traced
+    late = dataclasses.replace(traced_step(simulated(plan, late=True), batch), rows=rows, init=None)
+    return dataclasses.replace(traced, also=(late,))
 
 
 def traced_turns(plan: PServerPlan, batch: Sequence[Any]) -> TracedStep:

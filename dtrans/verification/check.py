@@ -176,6 +176,13 @@ class Comparison:
         Returns:
           A report. Rounding is the cause of none of its differences.
         """
+        report = self._check(title, start, points, seed)
+        for traced in self.traced.also:
+            report = report.joined(dataclasses.replace(self, traced=traced)._check(title, start, points, seed))
+        return report
+
+    def _check(self, title: str, start: Mapping[str, Any] | None, points: Sequence[int], seed: int) -> Report:
+        """Compare one of the steps of a job at random points."""
         begun = time.monotonic()
         found = Findings(unfollowed=dict.fromkeys(self.traced.unfollowed))
         with np.errstate(all="ignore"):

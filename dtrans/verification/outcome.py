@@ -98,6 +98,20 @@ class Report:
         """True if every output was compared."""
         return not self.skipped and not self.unfollowed
 
+    def joined(self, other: Report) -> Report:
+        """Return one report for two steps of a job."""
+        both = lambda one, two: tuple(dict.fromkeys((*one, *two)))
+        skipped = both(self.skipped, other.skipped)
+        return dataclasses.replace(
+            self,
+            differences=(*self.differences, *other.differences),
+            compared=tuple(n for n in both(self.compared, other.compared) if n not in skipped),
+            unfollowed=both(self.unfollowed, other.unfollowed),
+            skipped=skipped,
+            points=self.points + other.points,
+            seconds=self.seconds + other.seconds,
+        )
+
     def __bool__(self) -> bool:
         return self.equal and self.complete
 

@@ -38,6 +38,7 @@ class TracedStep:
       init: makes the arrays of the first state from the arguments of `init`; None where that is not compared.
       replay: what the job must compute, where that is not one step of one device. Its batch may be larger.
       rows: the least number of rows of tables, which a batch may look up; 0 where there are none.
+      also: other steps of the same plan, in processes of their own, which must compute the same.
       unfollowed: reasons why a job may compute what the jaxpr does not.
     """
 
@@ -47,6 +48,7 @@ class TracedStep:
     init: ClosedJaxpr | None = None
     replay: Program | None = None
     rows: int = 0
+    also: tuple[TracedStep, ...] = ()
     unfollowed: tuple[str, ...] = ()
 
 

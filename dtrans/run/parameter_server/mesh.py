@@ -62,6 +62,7 @@ from dtrans.run.parameter_server.tables.mesh_tables import (
     split_ids,
     traced_rows,
 )
+from dtrans.run.parameter_server.tables.missed_steps import MissedSteps
 from dtrans.run.parameter_server.tables.row_lookup import looked_up
 from dtrans.run.parameter_server.tables.row_updates import RowUpdates, put_at, put_there, taken_at, taken_there
 from dtrans.run.parameter_server.update import CompiledUpdate, ServerUpdate, own_buffers
@@ -89,6 +90,8 @@ class MeshJob(Job):
       unsplit_inputs: with batch="local", names of batch arrays that every trainer gets whole, e.g. class weights.
       on_nonfinite: what is done about gradients of a trainer with an infinity or a NaN in them: "ignore", "warn", or
         "error", before a server has them.
+      late: rows of tables catch up behind the update, as on servers in processes of their own; of a step that is traced
+        alone.
       donate: let updates reuse the memory of the optimizer state they replace, and of tables of which they replace
         some rows. A state that was stepped from can then not be stepped from again; parameters that trainers have are
         never donated.
@@ -118,6 +121,7 @@ class MeshJob(Job):
         unsplit_inputs: Collection[str] = (),
         on_nonfinite: str = "ignore",
         way: str = "on_mesh",
+        late: bool = False,
     ) -> None:
         self.watch = GradientWatch(on_nonfinite)
         if not plan.sync_mode:
@@ -141,7 +145,7 @@ class MeshJob(Job):
             raise ConfigError("on_mesh was given no devices")
         self.plan = plan
         self.run_id = THIS_PROCESS
-        self.donate = donate
+        self.donate, self._late = donate, late
         self.trainers = plan.trainers
         self._names = names = [n for spec in plan.main.args[2:] for n in spec.names]
         self._whole = {n for n in names if is_under(n, unsplit_inputs)}
@@ -460,7 +464,8 @@ class MeshJob(Job):
     @cached_property
     def _servers(self) -> dict[str, _MeshServer]:
         updates = {ep: ServerUpdate.of(s.main) for ep, s in self.plan.servers.items()}
-        return {ep: _MeshServer(u, self._at[ep], self.trainers, self.donate) for ep, u in updates.items()}
+        how = {"donate": self.donate, "late": self._late}
+        return {ep: _MeshServer(u, self._at[ep], self.trainers, **how) for ep, u in updates.items()}
 
 
 class _MeshServer:
@@ -469,13 +474,19 @@ class _MeshServer:
     Args:
       at: the device.
       trainers: how many there are.
-      donate: as in `MeshJob`.
+      donate, late: as in `MeshJob`.
     """
 
-    def __init__(self, update: ServerUpdate, at: Sharding, trainers: int, donate: bool) -> None:
+    def __init__(self, update: ServerUpdate, at: Sharding, trainers: int, *, donate: bool, late: bool) -> None:
         self._update, self._at, self._trainers, self._donate = update, at, trainers, donate
         # a state is a value: nothing beside it says which rows are behind
-        self._tables = {n: dataclasses.replace(t, whole=t.whole or t.moves) for n, t in update.tables.items()}
+        is_whole = lambda t: t.whole or (t.moves and not late)
+        self._tables = {n: dataclasses.replace(t, whole=is_whole(t)) for n, t in update.tables.items()}
+        moving = [t for t in self._tables.values() if t.moves and not t.whole]
+        self._missed = {t.name: MissedSteps(update, t, None) for t in moving}
+        if self._missed:
+            reads = frozenset(n for missed in self._missed.values() for n in missed.reads)
+            self._update = dataclasses.replace(update, watched=reads)
         self._by_rows = RowUpdates(self._tables, taken_there, partial(put_there, donate=donate))
         self._compiled: dict[tuple[int, ...], CompiledUpdate] = {}  # by how many rows of tables it is of
 
@@ -501,9 +512,21 @@ class _MeshServer:
             if not t.whole:
                 numbers[n] = at
                 read |= taken_at(t, at, state)
-        made = yield from self._sized({n: len(at) for n, at in numbers.items()}).run(given, read)
+        watched: dict[str, Any] = {}
+        made = yield from self._sized({n: len(at) for n, at in numbers.items()}).run(given, read, watched)
         for n, at in numbers.items():
-            made |= put_at(self._tables[n], at, made, state)
+            made |= put_at(self._tables[n], at, made, self._caught_up(n, at, state, watched))
+        return made
+
+    def _caught_up(self, name: str, at: Any, state: Mapping[str, Any], read: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a block, and its state, whose rows have made this step; those at some numbers are as they were."""
+        if name not in self._missed:
+            return state
+        table, missed = self._tables[name], self._missed[name]
+        seen = jnp.zeros(table.rows, jnp.int32).at[at].set(1, mode="drop")
+        records = {n: jnp.asarray(read[n])[None] for n in missed.reads}
+        rows = {n: state[n] for n in table.held}
+        made: Mapping[str, Any] = missed.catching_up(table.rows)(rows, seen, records, 0, 1)
         return made
 
     def _sized(self, sizes: Mapping[str, int]) -> CompiledUpdate:
@@ -550,9 +573,9 @@ def _unstacked(sent: Sequence[Mapping[int, str]], grads: Mapping[str, Any]) -> d
 
 
 @realises(PServerPlan, "simulate")
-def simulated(plan: PServerPlan) -> MeshJob:
-    """The whole job on one device, which stands for all trainers and servers in turn."""
-    return MeshJob(plan, jax.devices()[:1], donate=False, way="simulate")
+def simulated(plan: PServerPlan, *, late: bool = False) -> MeshJob:
+    """Return the whole job on one device, which stands for all trainers and servers in turn."""
+    return MeshJob(plan, jax.devices()[:1], donate=False, way="simulate", late=late)
 
 
 def _put(x: Any, where: Sharding) -> Any:

@@ -279,10 +279,11 @@ class CompiledUpdate:
         """
         new, values = dict(state), dict[str, Any]()
         seen = {} if watched is None else watched
-        seen |= {n: np.asarray(state[n]) for n in self.update.watched if n in state}  # it may be gone afterwards
         arrived: Vectors = {}
         # a function with options of XLA cannot be called where another one is traced
         in_trace = any(map(is_traced, state.values()))
+        copied = (lambda x: x) if in_trace else np.asarray
+        seen |= {n: copied(state[n]) for n in self.update.watched if n in state}  # it may be gone afterwards
         for i, (phase, jitted) in enumerate(self._jitted):
             made, given, packed = called(
                 lambda i=i: f"{self.update.endpoint} phase {i}",  # type: ignore[misc]

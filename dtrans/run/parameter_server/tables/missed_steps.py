@@ -178,12 +178,13 @@ class MissedSteps:
         rows = {n: padded(held[n][ids], size) for n in self._names}
         given = rows, seen, self._records.window(begin), int(seen.min()), stop - begin
         if size not in self._made:
-            self._made[size] = jitted_once(self._catching_up(size), *given, **as_written() or {})
+            self._made[size] = jitted_once(self.catching_up(size), *given, **as_written() or {})
         made = self._made[size](*given)
         for n in self._names:
             held[n][ids] = np.asarray(made[n])[: len(ids)]
 
-    def _catching_up(self, size: int) -> Callable[..., Any]:
+    def catching_up(self, size: int) -> Callable[..., Any]:
+        """Return a pure function that makes the missed steps of so many rows, from what each step has read."""
         blocks = blocks_of(self._update, self._table, size)
 
         def make_up(rows: Arrays, seen: jax.Array, records: Arrays, first: int, stop: int) -> Arrays:
