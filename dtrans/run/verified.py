@@ -20,7 +20,7 @@ from dtrans.plan import Job, Plan, realises
 from dtrans.run.base.platforms import as_run_on
 from dtrans.run.collective.job import CollectiveJob, StepFunction, StepLayout
 from dtrans.run.collective.mesh import MeshTrainers
-from dtrans.run.parameter_server.mesh import simulated
+from dtrans.run.parameter_server.mesh import LateRowsJob
 from dtrans.run.parameter_server.ordered_job import OrderedJob
 from dtrans.run.replays import replay_local_steps, replay_turns
 from dtrans.verification.state_placement import TracedStep
@@ -101,7 +101,7 @@ def traced_servers(plan: PServerPlan, batch: Sequence[Any]) -> TracedStep:
     traced = dataclasses.replace(traced_simulation(plan, batch), rows=rows)
     if not any(t.catches_up for t in of.values()):
         return traced
-    late = dataclasses.replace(traced_step(simulated(plan, late=True), batch), rows=rows, init=None)
+    late = dataclasses.replace(traced_step(LateRowsJob(plan), batch), rows=rows, init=None)
     return dataclasses.replace(traced, also=(late,))
 
 

@@ -90,8 +90,6 @@ class MeshJob(Job):
       unsplit_inputs: with batch="local", names of batch arrays that every trainer gets whole, e.g. class weights.
       on_nonfinite: what is done about gradients of a trainer with an infinity or a NaN in them: "ignore", "warn", or
         "error", before a server has them.
-      late: rows of tables catch up behind the update, as on servers in processes of their own; of a step that is traced
-        alone.
       donate: let updates reuse the memory of the optimizer state they replace, and of tables of which they replace
         some rows. A state that was stepped from can then not be stepped from again; parameters that trainers have are
         never donated.
@@ -112,6 +110,8 @@ class MeshJob(Job):
       ([1.0, 2.0], 11.0)
     """
 
+    rows_are_late = False
+
     def __init__(
         self,
         plan: PServerPlan,
@@ -121,7 +121,6 @@ class MeshJob(Job):
         unsplit_inputs: Collection[str] = (),
         on_nonfinite: str = "ignore",
         way: str = "on_mesh",
-        late: bool = False,
     ) -> None:
         self.watch = GradientWatch(on_nonfinite)
         if not plan.sync_mode:
@@ -145,7 +144,7 @@ class MeshJob(Job):
             raise ConfigError("on_mesh was given no devices")
         self.plan = plan
         self.run_id = THIS_PROCESS
-        self.donate, self._late = donate, late
+        self.donate = donate
         self.trainers = plan.trainers
         self._names = names = [n for spec in plan.main.args[2:] for n in spec.names]
         self._whole = {n for n in names if is_under(n, unsplit_inputs)}
@@ -464,7 +463,7 @@ class MeshJob(Job):
     @cached_property
     def _servers(self) -> dict[str, _MeshServer]:
         updates = {ep: ServerUpdate.of(s.main) for ep, s in self.plan.servers.items()}
-        how = {"donate": self.donate, "late": self._late}
+        how = {"donate": self.donate, "late": self.rows_are_late}
         return {ep: _MeshServer(u, self._at[ep], self.trainers, **how) for ep, u in updates.items()}
 
 
@@ -474,7 +473,8 @@ class _MeshServer:
     Args:
       at: the device.
       trainers: how many there are.
-      donate, late: as in `MeshJob`.
+      donate: as in `MeshJob`.
+      late: as in `LateRowsJob`.
     """
 
     def __init__(self, update: ServerUpdate, at: Sharding, trainers: int, *, donate: bool, late: bool) -> None:
@@ -497,6 +497,7 @@ class _MeshServer:
         there = {n: x if isinstance(x, RowGradient) else _put(x, self._at) for n, x in grads.items()}
         if any(isinstance(x, RowGradient) and is_traced(x.rows) for x in there.values()):
             return self._traced(there, state)
+        assert not self._missed, "rows that catch up late are traced"
         held = {n: _put(x, self._at) for n, x in state.items()} if self._update.tables else state
         return self._by_rows.run(self._sized, there, range(self._trainers), held)
 
@@ -573,9 +574,21 @@ def _unstacked(sent: Sequence[Mapping[int, str]], grads: Mapping[str, Any]) -> d
 
 
 @realises(PServerPlan, "simulate")
-def simulated(plan: PServerPlan, *, late: bool = False) -> MeshJob:
+def simulated(plan: PServerPlan) -> MeshJob:
     """Return the whole job on one device, which stands for all trainers and servers in turn."""
-    return MeshJob(plan, jax.devices()[:1], donate=False, way="simulate", late=late)
+    return MeshJob(plan, jax.devices()[:1], donate=False, way="simulate")
+
+
+class LateRowsJob(MeshJob):
+    """A simulated job whose rows of tables catch up behind the update, as on servers in processes of their own.
+
+    Its step is traced to be verified, and does not run: rows catch up at once.
+    """
+
+    rows_are_late = True
+
+    def __init__(self, plan: PServerPlan) -> None:
+        super().__init__(plan, jax.devices()[:1], donate=False, way="verify")
 
 
 def _put(x: Any, where: Sharding) -> Any:
