@@ -39,6 +39,16 @@ STRATEGIES: Mapping[str, Callable[..., Any]] = {
     "pserver": lambda main, startup, **o: dtrans.pserver(main, startup, pservers=SERVERS, trainers=3, **o),
     "pipeline": lambda main, startup, **o: dtrans.pipeline(main, startup, num_stages=2, num_micro_batch=3, **o),
 }
+# of the page alone, each compared at one point: a replay has as many steps as the order has turns
+REPLAYED: Mapping[str, Callable[..., Any]] = {
+    "async": lambda main, startup, **o: dtrans.pserver(
+        main, startup, pservers=SERVERS, trainers=3, mode=dtrans.Async(), **o
+    ),
+    "GEO": lambda main, startup, **o: dtrans.pserver(
+        main, startup, pservers=SERVERS, trainers=3, mode=dtrans.Geo(push_every=1)
+    ),
+}
+COLUMNS = (*STRATEGIES, *REPLAYED)
 # the steps that every optimizer of the zoo takes: a mask, statistics of the batch, a loop over time
 STEPS = ("masked_mean_and_penalty", "batch_norm_by_hand", "rnn_time_major")
 # one optimizer of each class, for all losses of the zoo
@@ -81,6 +91,7 @@ IN_SHORT: Mapping[str, str] = {
     "values of the whole batch": "rows meet after parameters",
     "is computed from gradients": "a result is made of gradients",
     "near tie": "a tie that rounding decides",
+    "reduces over rows of several blocks": "the optimizer needs all gradients at once",
 }
 
 
@@ -94,10 +105,10 @@ def verify(case: StepCase, strategy: str) -> Outcome:
     main = dtrans.trace(case.step, *jax.eval_shape(case.init, key), *case.batch(ROWS))
     batch = Batch(axes=0 if case.batch_axes is None else case.batch_axes)
     try:
-        plan = STRATEGIES[strategy](main, dtrans.trace(case.init, key), batch=batch)
+        plan = {**STRATEGIES, **REPLAYED}[strategy](main, dtrans.trace(case.init, key), batch=batch)
     except DtransError as error:
         return Outcome(None, str(error))
-    return Outcome(plan.verify())
+    return Outcome(plan.verify(points=(0,)) if strategy in REPLAYED else plan.verify())
 
 
 def train(case: StepCase, optimizer: optimizer_zoo.Case) -> StepCase:
@@ -121,16 +132,17 @@ The tests verify plans of these steps ([verify.md](verify.md)); [steps.md](steps
 differs from the step of one device. *Complete* says that every number of the state and of the results was compared.
 A plan is for {RANKS} trainers, ranks or micro-batches, for two parameter servers, or for two stages. A batch has {ROWS}
 rows. The page is made by the tests (`make docs`). A pipeline refuses statistics of the batch by default:
-`batch="micro"` gives each micro-batch its own.
+`batch="micro"` gives each micro-batch its own. So do asynchronous servers: `batch="local"` gives each trainer its own.
+*Async* and *GEO* are compared with a sequential replay, at one point.
 
-| step | {" | ".join(STRATEGIES)} |
-|{" --- |" * (1 + len(STRATEGIES))}
+| step | {" | ".join(COLUMNS)} |
+|{" --- |" * (1 + len(COLUMNS))}
 """
 
 
 def row(case: StepCase) -> str:
     """Return the row of a step."""
-    cells = [str(verify(case, strategy)) for strategy in STRATEGIES]
+    cells = [str(verify(case, strategy)) for strategy in COLUMNS]
     return f"| {case.name} | {' | '.join(cells)} |\n"
 
 
