@@ -91,6 +91,8 @@ IN_SHORT: Mapping[str, str] = {
     "values of the whole batch": "rows meet after parameters",
     "is computed from gradients": "a result is made of gradients",
     "near tie": "a tie that rounding decides",
+    "which belongs to the optimizer": "forward reads the optimizer's state",
+    "which only the trainers have": "the update reads an argument",
     "reduces over rows of several blocks": "the optimizer needs all gradients at once",
 }
 
