@@ -52,6 +52,7 @@ RUN_LAYERS = (
     ("collective", "parameter_server"),
     ("pipeline_parallel",),
     ("executor",),
+    ("replays",),
     ("role_job", "verified"),
     ("realisers",),
 )
