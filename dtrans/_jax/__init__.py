@@ -34,6 +34,7 @@ from dtrans._jax.equation_params import (
     shard_map_of as shard_map_of,
     while_counts as while_counts,
     with_bodies as with_bodies,
+    with_operand_first as with_operand_first,
 )
 from dtrans._jax.imports import (
     Atom as Atom,

@@ -131,6 +131,21 @@ def scan_with_constants(eqn: JaxprEqn, more: int) -> dict[str, Any]:
     return {"num_consts": consts + more}
 
 
+def with_operand_first(eqn: JaxprEqn, operands: Sequence[Atom], first: Atom) -> tuple[list[Atom], dict[str, Any]]:
+    """Return the operands of a loop or a branch all of whose bodies take one more operand, and changed parameters.
+
+    It is the first operand of each body, and a constant of a loop.
+    """
+    name = eqn.primitive.name
+    if name == COND:
+        return [operands[0], first, *operands[1:]], {}
+    if name != WHILE:
+        return [first, *operands], scan_with_constants(eqn, 1) if name == SCAN else {}
+    of_cond, of_body = while_counts(eqn)
+    changed = {"cond_nconsts": of_cond + 1, "body_nconsts": of_body + 1}
+    return [first, *operands[:of_cond], first, *operands[of_cond:]], changed
+
+
 @functools.cache
 def _scan_trees(consts: int, carried: int, taken: int, made: int) -> dict[str, Any]:
     """Return the parameters by which a `scan` of JAX 0.11 tells kinds of operands and results apart: JAX makes one."""

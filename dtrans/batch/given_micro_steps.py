@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import jax
 
-from dtrans._jax import ClosedJaxpr, closed
-from dtrans.batch.given_values import GivenValues, given_values
+from dtrans._jax import ClosedJaxpr
+from dtrans.batch.given_values import ROOT, GivenValues, given_values
 from dtrans.batch.shared import SharedStep, grown, share
+from dtrans.batch.written_parts import WrittenParts, silent, written_parts
 from dtrans.engine.layout import Shards, cut_along
 from dtrans.engine.writer import SplitWriter, written
 from dtrans.ir.inline import eliminate_dead, inline_calls
@@ -37,7 +38,7 @@ class GivenMicroSteps:
     """
 
     captured: Program
-    values: GivenValues
+    values: GivenValues | WrittenParts
     axes: Mapping[str, int]
     trainers: int
     over: tuple[str, ...]
@@ -79,7 +80,7 @@ def share_given(
     parts: int,
     over: Sequence[str],
     noun: str,
-) -> tuple[SharedStep, GivenValues | None]:
+) -> tuple[SharedStep, GivenValues | WrittenParts | None]:
     """How parts share a step that exchange nothing, and what they are given for that.
 
     Args:
@@ -98,28 +99,56 @@ def share_given(
     shared = share(step, batch, parts, over, open_state=True, noun=noun)
     if shared.proven:
         return shared, None
-    whole = part.specialize_flat(types)
-    given = given_values(whole, part, parts, held())
-    if not given.spots:
-        return shared, None
-    for way in given.by_portions(whole):
-        taken = cut(silent(differentiated(way.taken_by(part)))).with_reported()
+    whole, still = part.specialize_flat(types), held()
+    given = given_values(whole, part, parts, still)
+    again = shared
+    rows = {part.inputs[n].shape[0] for n in shared.axes} if given.spots and not any(shared.axes.values()) else set()
+    for way in given.by_portions(whole) if given.spots else ():
+        of_part = way.taken_by(part)
+        with_rows = [n for n in of_part.in_names if n.startswith(ROOT) and n not in way.whole]
+        if not {of_part.inputs[n].shape[0] for n in with_rows} <= rows:
+            break  # rows of something else, whose parts are not those of the batch
+        taken = cut(silent(differentiated(of_part))).with_reported()
         given_to_all = dataclasses.replace(batch, unsplit_inputs=(*batch.unsplit_inputs, *way.whole))
         again = share(taken, given_to_all, parts, over, open_state=True, portions=way.portions, noun=noun)
         if again.proven:
             return again, way
-    return again if again.part.exchanged else shared, None
+    by_terms, found = _share_written(shared, whole, part, still, parts, over, noun)
+    if by_terms.proven:
+        return by_terms, found
+    return next((x for x in (again, shared) if x.part.exchanged), by_terms), None
 
 
-def silent(program: Program) -> Program:
-    """Return a step without what it prints or shows: a part shows its own values, which are not added up."""
-    return program.rewritten(_without_effects)
+def _share_written(
+    shared: SharedStep,
+    whole: Program,
+    part: Program,
+    held: Sequence[str],
+    parts: int,
+    over: Sequence[str],
+    noun: str,
+) -> tuple[SharedStep, WrittenParts | None]:
+    """Return how parts share a step that take the loss that the engine writes for them, and what they are given.
 
-
-def _without_effects(program: Program) -> Program:
-    inner = program.inner
-    eqns = [e for e in inner.eqns if e.outvars or not e.effects]
-    if len(eqns) == len(inner.eqns):
-        return program
-    jaxpr = closed(inner.constvars, program.jaxpr.consts, inner.invars, inner.outvars, eqns, inner)
-    return dataclasses.replace(program, jaxpr=jaxpr, roles=("",) * len(eqns), labels={})
+    If they exchange more, that is in the step of a part, which proves nothing.
+    """
+    if any(shared.axes.values()) or not shared.axes:
+        return shared, None
+    found, step = written_parts(whole, shared.axes, parts, held, over, noun)
+    if step.exchanged or step.gathers or step.local:
+        return dataclasses.replace(shared, part=step), None
+    program = found.taken_by(part)
+    known = {n: "concat" if isinstance(way, int) else way for n, way in step.merges.items()}
+    joined = {n: way for n, way in step.merges.items() if isinstance(way, int)}
+    rows = {n: 0 for n in program.in_names if n.startswith(ROOT) and n not in found.whole}
+    taken = dataclasses.replace(
+        shared,
+        step=cut(program).with_reported(),
+        reduce="sum",
+        merges=known,
+        joined=joined,
+        axes={**shared.axes, **rows},
+        part=step,
+        proven=True,
+    )
+    return taken, found

@@ -86,7 +86,7 @@ class GivenValues:
         A loss that is a sum over rows, divided by a number of the whole batch, is a sum over micro-batches. Divided by
         a portion of that number it is a mean over them; so is a penalty of parameters, which all of them have whole.
         """
-        step = _Flat(captured)
+        step = FlatStep(captured)
         numbers = [
             n for n in self.whole if jnp.issubdtype(step.value(self.spots[self.number(n)]).aval.dtype, jnp.inexact)
         ]
@@ -117,9 +117,9 @@ class GivenValues:
         """Which of these values has a name."""
         return int(name.rpartition("/")[2])
 
-    def _flat(self, captured: Program) -> _Flat:
+    def _flat(self, captured: Program) -> FlatStep:
         """A captured step whose equations are those among which the values were found."""
-        step = _Flat(captured)
+        step = FlatStep(captured)
         if step.primitives != self.equations:
             raise BatchError(
                 f"{captured.name} has other equations for parts of the batch of these shapes than for those for which "
@@ -155,7 +155,7 @@ class GivenValues:
         )
         return captured.rewritten(self.taken_by, made=made)
 
-    def _loss(self, step: _Flat, given: Mapping[Spot, Var], sub: Mapping[Var, Var]) -> JaxprEqn:
+    def _loss(self, step: FlatStep, given: Mapping[Spot, Var], sub: Mapping[Var, Var]) -> JaxprEqn:
         """The equation of the loss, which reads those that it made."""
         inside = {step.value(s): Var(v.aval) for s, v in given.items() if s.in_loss}
         body = opened(step.body)
@@ -215,8 +215,8 @@ def given_values(whole: Program, part: Program, parts: int, held: Sequence[str])
       parts: how many there are.
       held: parameters without a gradient.
     """
-    flat = _Flat(part)
-    found = _Finder(_Flat(whole), flat, parts).found(held)
+    flat = FlatStep(part)
+    found = _Finder(FlatStep(whole), flat, parts).found(held)
     return dataclasses.replace(found, held=tuple(held), parts=parts, equations=flat.primitives)
 
 
@@ -257,7 +257,7 @@ def _portion(parts: int) -> Callable[[Any], Any]:
     return lambda x: x / parts
 
 
-class _Flat:
+class FlatStep:
     """A captured step without calls, and its loss."""
 
     def __init__(self, captured: Program) -> None:
@@ -296,7 +296,7 @@ class _Known:
 class _Finder:
     """Compares a step on the whole batch with that on a part."""
 
-    def __init__(self, whole: _Flat, part: _Flat, parts: int) -> None:
+    def __init__(self, whole: FlatStep, part: FlatStep, parts: int) -> None:
         self.whole, self.part, self.parts = whole, part, parts
         self.known: dict[Var, _Known] = {}  # by the value of the part
         self.asked: dict[Spot, int | None] = {}

@@ -64,6 +64,8 @@ class SharedStep:
     @property
     def reason(self) -> str:
         """What is of the whole batch, where the step is not that of its parts."""
+        if self.part.gathers and not self.part.exchanged:
+            return self.part.gathers[0].reason
         if not self.part.exchanged:
             return "numbers of the size of the batch, or random numbers with its rows"
         x = self.part.exchanged[0]

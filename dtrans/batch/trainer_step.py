@@ -15,18 +15,24 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from dtrans._jax import LOOPS, Atom, JaxprEqn, Literal, Var, closed, equations, line_of
+import jax
+
+from dtrans._jax import LOOPS, Atom, ClosedJaxpr, JaxprEqn, Literal, Var, closed, constants, equations, line_of, opened
 from dtrans.engine.layout import PARTIAL, Gathered, Partial, Placed, Shards, cut_along, nbytes
 from dtrans.engine.writer import SplitWriter, linear_terms, written
 from dtrans.errors import BatchError
 from dtrans.ir.dataflow import backward_slice, propagate
 from dtrans.ir.inline import eliminate_dead
 from dtrans.ir.program import FORWARD, Program, is_communication
+from dtrans.ir.pytree import TreeSpec
 from dtrans.ops import trainer_index_p
 from dtrans.rows.layout import SHARED, RowAxis
 from dtrans.step.cut import Cut
 from dtrans.step.marks import mark_p
 from dtrans.step.scopes import has_local_scope
+
+
+INDEX = "@number"  # the argument that is the number of a trainer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +63,7 @@ class TrainerStep:
       scaled: values that stand for others, and by which power of the number of trainers they are smaller
         (`dtrans.engine.values`).
       local: whether some reductions are of each trainer's own rows, since the user said so.
+      takes_index: whether the last argument of the program is the number of the trainer.
     """
 
     program: Program
@@ -65,6 +72,7 @@ class TrainerStep:
     gathers: tuple[Gathered, ...]
     scaled: Mapping[Var, tuple[Atom, int]]
     local: bool
+    takes_index: bool = False
 
 
 def trainer_step(
@@ -75,6 +83,7 @@ def trainer_step(
     *,
     open_state: bool = False,
     noun: str = "trainer",
+    takes_index: bool = False,
 ) -> TrainerStep:
     """Write the step of one trainer.
 
@@ -86,6 +95,7 @@ def trainer_step(
       over: the named axes that they are on.
       open_state: parameters that trainers make may be terms, as results may.
       noun: what a trainer is called in errors.
+      takes_index: the number of the trainer becomes an argument, where the program reads it.
     """
     source = step.program
     eqns = source.eqns
@@ -124,6 +134,7 @@ def trainer_step(
 
     def write(w: SplitWriter) -> TrainerStep:
         w.terms, b = added, w.b
+        w.pieces.takes_index = takes_index
         for n, v in ins.items():
             w.take(v, cut_along(axes[n]) if n in axes else SHARED, is_input=True)
         made, layouts = w.write(inner.jaxpr, lies)
@@ -139,11 +150,23 @@ def trainer_step(
         how = dict(zip(before, layouts[len(terms) :], strict=False))
         jaxpr = eliminate_dead(b.build([found[n] for n in source.out_names]))
         roles = (FORWARD,) * len(jaxpr.jaxpr.eqns)  # whoever cuts it knows better
-        program = Program(f"part of {source.name}", jaxpr, source.args, source.out, roles)
+        numbered = takes_index and w.pieces.reads_index
+        args = source.args
+        if numbered:
+            jaxpr, args = _index_last(jaxpr), (*args, TreeSpec(jax.tree.structure((0,)), (INDEX,)))
+        program = Program(f"part of {source.name}", jaxpr, args, source.out, roles)
         merges = {n: _merge(how.get(n, SHARED)) for n in ours}
-        return TrainerStep(program, merges, tuple(_exchanged(jaxpr)), tuple(w.gathers), w.scaled, local)
+        exchanged = tuple(_exchanged(jaxpr))
+        return TrainerStep(program, merges, exchanged, tuple(w.gathers), w.scaled, local, numbered)
 
-    return written(inner, Shards(trainers, tuple(over), noun), write)
+    # what takes the index is a loss that is still to be differentiated
+    return written(inner, Shards(trainers, tuple(over), noun, finite_padding=takes_index), write)
+
+
+def _index_last(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
+    inner = opened(jaxpr)
+    index, *others = inner.invars
+    return closed(inner.constvars, constants(jaxpr), [*others, index], inner.outvars, inner.eqns, jaxpr)
 
 
 def _is_local(eqns: Sequence[JaxprEqn], source: Program, axes: Mapping[str, int], trainers: int, noun: str) -> bool:

@@ -32,8 +32,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from dtrans._jax import Atom, axes_of, equations, without_mesh
-from dtrans.batch.given_micro_steps import GivenMicroSteps, share_given, silent
+from dtrans.batch.given_micro_steps import GivenMicroSteps, share_given
 from dtrans.batch.shared import SharedStep, batch_axes, grown, share
+from dtrans.batch.written_parts import silent
 from dtrans.data_parallel.accumulation import MicroSteps, micro_types, write_local_steps, write_micro_steps
 from dtrans.data_parallel.merge_rules import check_merge, merges_of
 from dtrans.data_parallel.options import Options, OptionsT, Reduce

@@ -58,6 +58,8 @@ class Shards:
       label: name of the communication that the engine writes.
       shares_work: True if pieces save work, as those of a batch do. False if they save memory
         alone: a loop then gathers its operands if its body would move more bytes.
+      finite_padding: True if padding needs the finite derivatives of real entries, as the program is
+        to be differentiated: what a sum leaves out has a derivative of zero times that.
     """
 
     count: int
@@ -65,6 +67,7 @@ class Shards:
     noun: str = "trainer"
     label: str = "split"
     shares_work: bool = True
+    finite_padding: bool = False
 
     def local(self, size: int, row: RowAxis) -> int:
         """How many entries of `size` each shard has, padding included."""

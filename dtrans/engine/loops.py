@@ -46,6 +46,7 @@ class WrittenBody:
       gathers: what it makes whole.
       sliced: inputs that are whole and of which it reads pieces alone, by their number, and which pieces.
       scaled: values that stand for others (`dtrans.engine.values`).
+      takes_index: whether its first operand is the number of the shard.
     """
 
     jaxpr: ClosedJaxpr
@@ -53,6 +54,7 @@ class WrittenBody:
     gathers: tuple[Gathered, ...]
     sliced: Mapping[int, RowAxis]
     scaled: Mapping[Any, tuple[Any, int]]
+    takes_index: bool = False
 
     @property
     def moved(self) -> int:

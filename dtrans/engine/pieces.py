@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dtrans._jax import Atom
+from dtrans._jax import Atom, ShapedArray, Var
 from dtrans.engine.array_fns import kept, kept_slots, of_shard
 from dtrans.engine.layout import Shards
 from dtrans.ir.array_fns import times
@@ -18,27 +18,42 @@ from dtrans.rows.layout import RowAxis, RowOrder
 from dtrans.rows.slices import Slice, Start
 
 
+_INDEX = ShapedArray((), np.dtype(np.int32))
+
+
 class Pieces:
     """The pieces of one shard, in one program or body of a loop.
 
     Args:
       b: writes it.
       shards: of whom it is one.
+
+    Attributes:
+      takes_index: if the number of the shard is the first operand where it is read, and not an equation.
     """
 
     def __init__(self, b: Builder, shards: Shards) -> None:
         self.b = b
         self.shards = shards
         self._starts: dict[tuple[int, RowOrder | None], Start] = {}
+        self.takes_index = False
         self._index: Atom | None = None
         self._rows: dict[tuple[Any, bytes], Atom] = {}  # of tables, by their shapes, types and entries
 
     def index(self) -> Atom:
         """The number of the shard."""
+        if self._index is None and self.takes_index:
+            self._index = Var(_INDEX)
+            self.b.invars.insert(0, self._index)
         if self._index is None:
             with self._for_all():
                 (self._index,) = self.b.bind(trainer_index_p, over=self.shards.over)
         return self._index
+
+    @property
+    def reads_index(self) -> bool:
+        """Return True if something needs the number of the shard."""
+        return self._index is not None
 
     @contextlib.contextmanager
     def _for_all(self) -> Iterator[None]:

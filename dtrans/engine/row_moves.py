@@ -73,7 +73,14 @@ def moves_of(eqn: JaxprEqn, ins: Ins, shards: Shards, known: Sequence[RowAxis]) 
     row = next((x for x in ins if isinstance(x, RowAxis)), None)
     if rule is None or row is None or not math.prod(eqn.outvars[0].aval.shape) > 0:
         return None
-    return rule(eqn, ins, _Rows(shards, known, row.axis))
+    try:
+        return rule(eqn, ins, _Rows(shards, known, row.axis))
+    except _NoEntriesError:
+        return None
+
+
+class _NoEntriesError(Exception):
+    """A shard has slots, and no entry to put there."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +107,8 @@ class _Rows:
                 break
         else:
             target = _together(entries, np.flatnonzero(free))
+        if self.shards.finite_padding and any(map(_has_padding_only, entries, target)):
+            raise _NoEntriesError
         return self.shards.ordered(self.axis, size, target), self._move(size, entries, target, free)
 
     def _known(self, size: int) -> Iterator[RowAxis]:
@@ -114,10 +123,18 @@ class _Rows:
             place[np.where(own < 0, size, own)] = np.arange(len(own))
             place[size] = -1
             slots[i] = place[np.where(target[i] < 0, size, target[i])]
-        # slots that are not looked at are as on other shards, so that all can do the same
-        others = np.maximum(slots.max(axis=0), 0)
+        # slots that are not looked at hold entries that are: what is dropped may have no finite derivative.
+        # As on other shards if that is one, so that all can do the same.
+        shape = slots.shape
+        like_others = np.broadcast_to(np.maximum(slots.max(axis=0), 0), shape)
+        first = np.broadcast_to(np.argmax(entries >= 0, axis=1)[:, None], shape)
+        others = np.where(np.take_along_axis(entries, like_others, axis=1) >= 0, like_others, first)
         is_filled = (target >= 0) & free[np.maximum(target, 0)]
         return Move(self.axis, np.where(slots < 0, others, slots), is_filled if is_filled.any() else None)
+
+
+def _has_padding_only(own: np.ndarray, target: np.ndarray) -> bool:
+    return bool((own < 0).all() and (target < 0).any())
 
 
 def _has(own: np.ndarray, target: np.ndarray, free: np.ndarray) -> bool:

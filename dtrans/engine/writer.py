@@ -21,6 +21,7 @@ import numpy as np
 
 from dtrans._jax import (
     COND,
+    CUSTOM_RULES,
     REMAT,
     SCAN,
     WHILE,
@@ -46,6 +47,7 @@ from dtrans._jax import (
     scan_with,
     scope_of,
     with_bodies,
+    with_operand_first,
 )
 from dtrans.engine.array_fns import (
     best_local,
@@ -57,7 +59,8 @@ from dtrans.engine.array_fns import (
     picked,
     taken,
 )
-from dtrans.engine.layout import PARTIAL, Partial, Placed, Shards, nbytes
+from dtrans.engine.custom_rules import call_on_pieces
+from dtrans.engine.layout import PARTIAL, Gathered, Partial, Placed, Shards, nbytes
 from dtrans.engine.loops import LoopPlan, WrittenBody, plan_loop
 from dtrans.engine.row_moves import Move
 from dtrans.engine.rules import Way, choose
@@ -69,12 +72,14 @@ from dtrans.ir.inline import eliminate_dead, inline_calls
 from dtrans.ir.program import is_communication
 from dtrans.ops import all_gather_p, identity_of, trainer_index_p
 from dtrans.rows.layout import SHARED, RowAxis
+from dtrans.step.capture import value_and_grad_p
 from dtrans.step.scopes import has_local_scope, in_local_scope
 
 
 # Where these make more entries than the operand has, terms are added up before. Not so `pad`: gradients of several
 # slices of one parameter are added up in one reduction.
 _GROWS: Mapping[str, int] = {"broadcast_in_dim": 0, "scatter-add": 2}
+_CUSTOM_VJP = "custom_vjp_call"
 _WITH_BODIES = frozenset({*REMAT, SCAN, WHILE, COND})
 
 
@@ -84,6 +89,7 @@ class SplitWriter(ShardValues):
     cut_at_birth: Mapping[Var, RowAxis] = MappingProxyType({})  # what is made in pieces, and not whole as well
     planned: dict[Any, LoopPlan | None]  # how loops and branches are carried out, by what they read
     out_names: Sequence[str] = ()  # of a program's outputs, for `gathers`
+    keeps_rules = False  # whether calls with derivative rules stay: the program is to be differentiated
     terms: Collection[Var] = frozenset()  # sums that stay open wherever that can be, however often they are read
 
     # -- equations -------------------------------------------------------------------------------
@@ -115,6 +121,17 @@ class SplitWriter(ShardValues):
                 self._with_bodies(eqn, plan)
                 return
             ins = [SHARED] * len(ins)
+        if eqn.primitive is value_and_grad_p and any(x is not SHARED for x in ins):
+            self._with_loss(eqn, ins)
+            return
+        if eqn.primitive.name in CUSTOM_RULES and any(x is not SHARED for x in ins):
+            if self._with_rules(eqn, ins):
+                return
+            ins = [SHARED] * len(ins)
+        elif self.keeps_rules and self._needs_whole_cotangents(eqn):
+            aval = eqn.outvars[0].aval
+            reason = f"the derivative rule of {self._said(eqn)}"
+            self.gathers.append(Gathered(aval.shape, aval.dtype, nbytes(aval), reason))
         if all(x is SHARED for x in ins):
             row = self.cut_at_birth.get(eqn.outvars[0]) if eqn.outvars else None
             if row and (piece := self.made_as_rows(eqn.outvars[0], row)):
@@ -320,12 +337,16 @@ class SplitWriter(ShardValues):
         inner = opened(body)
         is_local = self.is_local or in_local_scope(eqn)
         reads_own = self._is_local(eqn) or any(a in self.own for a in eqn.invars if isinstance(a, Var))
-        flat = inline_calls(closed(inner.constvars, constants(body), inner.invars, inner.outvars, inner.eqns, inner))
+        flat = inline_calls(
+            closed(inner.constvars, constants(body), inner.invars, inner.outvars, inner.eqns, inner),
+            rules=self.keeps_rules,
+        )
         ends = opened(flat).outvars
         terms = linear_terms(opened(flat), [a for i in added if i < len(ends) and isinstance(a := ends[i], Var)])
 
         def write(w: SplitWriter) -> WrittenBody:
-            w.terms, w.is_local = terms, is_local
+            w.terms, w.is_local, w.keeps_rules = terms, is_local, self.keeps_rules
+            w.pieces.takes_index = self.pieces.takes_index
             for v, x, is_input in zip(opened(flat).invars, ins, inputs, strict=True):
                 w.take(v, x, is_input=is_input)
                 if reads_own and x is SHARED:
@@ -333,7 +354,14 @@ class SplitWriter(ShardValues):
             made, layouts = w.write(opened(flat), lambda i, x: x if outs is None else outs[i])
             numbers = {v: i for i, v in enumerate(opened(flat).invars)}
             sliced = {numbers[v]: row for v, row in w.sliced.items() if isinstance(row, RowAxis)}
-            return WrittenBody(eliminate_dead(w.b.build(made)), tuple(layouts), tuple(w.gathers), sliced, w.scaled)
+            return WrittenBody(
+                eliminate_dead(w.b.build(made)),
+                tuple(layouts),
+                tuple(w.gathers),
+                sliced,
+                w.scaled,
+                w.pieces.takes_index and w.pieces.reads_index,
+            )
 
         return _written(flat, self.shards, write, said, self.orders)[0]
 
@@ -341,6 +369,10 @@ class SplitWriter(ShardValues):
         """Write an equation with its bodies on pieces."""
         atoms = [self.as_(a, x) for a, x in zip(eqn.invars, plan.operands, strict=True)]
         new: list[Any] = [b.jaxpr for b in plan.bodies]
+        more: dict[str, Any] = {}
+        if any(b.takes_index for b in plan.bodies):
+            new = [b.jaxpr if b.takes_index else _with_an_operand(b.jaxpr, self.pieces.index()) for b in plan.bodies]
+            atoms, more = with_operand_first(eqn, atoms, self.pieces.index())
         if eqn.primitive.name in REMAT:  # its body has no constants of its own
             (written,) = new
             atoms = [*map(self.b.constant, constants(written)), *atoms]
@@ -355,7 +387,7 @@ class SplitWriter(ShardValues):
             self.gathers += b.gathers
             self.scaled |= b.scaled
         types = [self.shards.cut(v.aval, x) for v, x in zip(eqn.outvars, plan.outs, strict=True)]
-        self._define(eqn, plan.outs, self.b.copy(eqn, atoms, types, **with_bodies(eqn, new)))
+        self._define(eqn, plan.outs, self.b.copy(eqn, atoms, types, **with_bodies(eqn, new), **more))
 
     @property
     def moved(self) -> int:
@@ -367,6 +399,79 @@ class SplitWriter(ShardValues):
                     atoms = inner.outvars if inner.primitive is all_gather_p else inner.invars
                     found += sum(nbytes(a.aval) for a in atoms)
         return found
+
+    def _with_loss(self, eqn: JaxprEqn, ins: Sequence[Placed]) -> None:
+        """Write a loss that is still to be differentiated: each shard has a term of it, and of its gradients."""
+        loss, count, said = eqn.params["loss"], eqn.params["count"], self._said(eqn)
+        number = len(opened(loss).outvars)
+        given: list[Placed] = [x if isinstance(x, RowAxis) else SHARED for x in ins]
+        inputs = [self.operand(a).is_input for a in eqn.invars]
+        added = [0, *(i for i, v in enumerate(eqn.outvars[1:number], 1) if v in self.terms)]
+        rules, self.keeps_rules = self.keeps_rules, True
+        body = self._body(eqn, loss, given, None, added, said, inputs)
+        if not isinstance(body.outs[0], Partial):
+            body = self._body(eqn, loss, given, [PARTIAL, *body.outs[1:]], added, said, inputs)
+        self.keeps_rules = rules
+
+        atoms, new = [self.as_(a, x) for a, x in zip(eqn.invars, given, strict=True)], body.jaxpr
+        if body.takes_index:  # behind what the loss is differentiated by
+            inner = opened(new)
+            index, *others = inner.invars
+            new = closed(inner.constvars, constants(new), [*others, index], inner.outvars, inner.eqns, new)
+            atoms.append(self.pieces.index())
+        self.gathers += body.gathers
+        self.scaled |= body.scaled
+        gradients = [x if isinstance(x, RowAxis) else PARTIAL for x in given[:count]]
+        layouts = [*body.outs, *gradients]
+        types = [self.shards.cut(v.aval, x) for v, x in zip(eqn.outvars, layouts, strict=True)]
+        self._define(eqn, layouts, self.b.copy(eqn, atoms, types, loss=new))
+
+    def _with_rules(self, eqn: JaxprEqn, ins: Sequence[Placed]) -> bool:
+        """Write a call with its derivative rule on pieces; False if that takes communication."""
+        ins = [x if isinstance(x, RowAxis) else SHARED for x in ins]
+        natural: list[Placed] = []
+
+        def lies(i: int, made: Placed) -> Placed:
+            natural.append(made if isinstance(made, RowAxis) else SHARED)
+            return natural[-1]
+
+        def write(whole: Any, given: Sequence[Placed], wanted: Sequence[Placed] | None) -> ClosedJaxpr | None:
+            flat = eliminate_dead(inline_calls(whole))
+            ends = [a for a, x in zip(opened(flat).outvars, wanted or (), strict=False) if isinstance(x, Partial)]
+
+            def on_pieces(w: SplitWriter) -> ClosedJaxpr:
+                w.pieces.takes_index = self.pieces.takes_index
+                w.terms = linear_terms(opened(flat), [a for a in ends if isinstance(a, Var)])
+                for v, x in zip(opened(flat).invars, given, strict=True):
+                    w.take(v, x, is_input=False)
+                natural.clear()
+                made, _ = w.write(opened(flat), lies if wanted is None else lambda i, _: wanted[i])
+                return eliminate_dead(w.b.build(made))
+
+            made, _ = _written(flat, self.shards, on_pieces, self._said(eqn), self.orders)
+            exchanged = [e for e in equations(made) if is_communication(e) and e.primitive is not trainer_index_p]
+            return None if exchanged else made
+
+        (body,) = bodies(eqn)
+        primal = write(body, ins, None)
+        outs = tuple(natural)
+        call = None if primal is None else call_on_pieces(eqn, primal, ins, outs, write)
+        if call is None or all(x is SHARED for x in ins):
+            return call is not None
+        atoms = [self.as_(a, x) for a, x in zip(eqn.invars, ins, strict=True)]
+        if len(opened(call).invars) > len(atoms):
+            atoms.insert(0, self.pieces.index())
+        self._define(eqn, outs, self.b.inline(call, *atoms))
+        return True
+
+    def _needs_whole_cotangents(self, eqn: JaxprEqn) -> bool:
+        """Return True if a rule in an equation on whole values is not linear in cotangents, or may not be.
+
+        Cotangents of what all shards have are terms of a sum.
+        """
+        if eqn.primitive.name == _CUSTOM_VJP:
+            return not self._with_rules(eqn, [SHARED] * len(eqn.invars))
+        return any(e.primitive.name == _CUSTOM_VJP for body in _bodies(eqn) for e in equations(body))
 
     def _with_own_turns(self, eqn: JaxprEqn, row: RowAxis, added: Sequence[bool]) -> None:
         """Write a loop of which each shard takes some turns."""
@@ -498,6 +603,13 @@ def _is_moved_or_cast(eqn: JaxprEqn) -> bool:
 
 def _bodies(eqn: JaxprEqn) -> Sequence[Any]:
     return bodies(eqn) if eqn.primitive.name in _WITH_BODIES else ()
+
+
+def _with_an_operand(jaxpr: ClosedJaxpr, operand: Atom) -> ClosedJaxpr:
+    """Return a body with one more operand, the first, that it does not read."""
+    inner = opened(jaxpr)
+    invars = [Var(operand.aval), *inner.invars]
+    return closed(inner.constvars, constants(jaxpr), invars, inner.outvars, inner.eqns, jaxpr)
 
 
 def _types(eqn: JaxprEqn) -> list[Any]:

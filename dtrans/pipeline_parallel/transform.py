@@ -19,9 +19,10 @@ from typing import Literal
 import jax
 
 from dtrans._jax import Var, closed, equations, name_given, without_mesh
-from dtrans.batch.given_micro_steps import share_given, silent
+from dtrans.batch.given_micro_steps import share_given
 from dtrans.batch.given_values import GivenValues, with_rows_first
 from dtrans.batch.shared import SharedStep, batch_axes, not_made_of_parts
+from dtrans.batch.written_parts import WrittenParts, silent
 from dtrans.checks import check_type
 from dtrans.data_parallel.merge_rules import merges_of
 from dtrans.data_parallel.options import Reduce
@@ -308,7 +309,7 @@ def _check_told(step: Cut, o: PipelineOptions) -> None:
 
 def shared_by(
     main: Program, o: PipelineOptions, types: Sequence[jax.ShapeDtypeStruct]
-) -> tuple[SharedStep | None, GivenValues | None]:
+) -> tuple[SharedStep | None, GivenValues | WrittenParts | None]:
     """Return how micro-batches share the batch, and their values of the whole; None where each takes the step alone.
 
     Args:

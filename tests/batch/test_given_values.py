@@ -35,11 +35,11 @@ TAKEN = {
                      ("@given/0",)),
     "two numbers": (weighed, ("@given/1",)),
     "penalty by the number": (lambda p, x, m: masked(p, x, m) + penalty(p) / m.sum(), ("@given/0",)),
+    "number beside a mean": (lambda p, x, m: masked(p, x, m) + penalty(p) + (x @ p["w"]).sum(), ()),
     "square of the number": (lambda p, x, m: (x @ p["w"] @ p["v"] * m).sum() / m.sum() ** 2 + penalty(p),
                              ("@given/0",)),
 }  # fmt: skip
 REFUSED = {
-    "number beside a mean": lambda p, x, m: masked(p, x, m) + penalty(p) + (x @ p["w"]).sum(),
     "square of a mean": lambda p, x, m: masked(p, x, m) ** 2 + penalty(p),
 }
 
@@ -124,8 +124,8 @@ def mask_in_checkpoint(p: Any, x: Any, key: Any) -> Any:
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("loss", [mask_before_the_loop, mask_before_checkpoint])
-def test_a_mask_that_is_drawn_before_a_loop_is_one_devices(loss: Any) -> None:
+@pytest.mark.parametrize("loss", [mask_before_the_loop, mask_before_checkpoint, mask_in_the_loop, mask_in_checkpoint])
+def test_a_mask_is_one_devices(loss: Any) -> None:
     plan, step, alone = of_layers(loss)
     job = plan.simulate()
     state = job.init()
@@ -137,10 +137,3 @@ def test_a_mask_that_is_drawn_before_a_loop_is_one_devices(loss: Any) -> None:
         np.testing.assert_allclose(loss_of_all, wanted, rtol=1e-12, atol=1e-12)
         for n, leaf in job.params(state).items():
             np.testing.assert_allclose(leaf, params[n], rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("loss", [mask_in_the_loop, mask_in_checkpoint])
-def test_a_mask_that_is_drawn_inside_is_refused_by_its_line(loss: Any) -> None:
-    with pytest.raises(ConfigError, match=r"drawn in \w+ \(test_given_values.py:\d+\): .* draw them before it"):
-        of_layers(loss)
