@@ -227,7 +227,8 @@ def plan_pipeline(
     o = o.local if shared is None else o.of(shared)
     values = None
     if given is not None:
-        values = given.made_by(part.specialize_flat(types))
+        made = given.made_by(part.specialize_flat(types))
+        values = made if made.out_names else None
         part = given.taken_by(part)
     step = cut(part).with_reported()
     _check_told(step, o)

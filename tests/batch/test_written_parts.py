@@ -138,6 +138,20 @@ def test_terms_add_up_to_the_step(loss: Any, kind: str) -> None:
     assert (report := plan.verify(*batch)), str(report)
 
 
+@pytest.mark.usefixtures("x64")
+def test_other_batches_have_parts_too() -> None:
+    """A batch of twice as many rows, by a plan whose parts are given nothing."""
+    plan, step, alone, batch = planned(wasserstein, "pipeline")
+    assert plan.values is None
+    twice = (*(np.concatenate([x, x[::-1] + 1.0]) for x in batch[:2]), batch[2])
+    job = plan.simulate()
+    state, found = job.step(job.init(), *twice)
+    params, _, wanted = step(*alone, *twice)
+    np.testing.assert_allclose(found, wanted, rtol=1e-12, atol=1e-14)
+    for n, leaf in job.params(state).items():
+        np.testing.assert_allclose(leaf, params[n], rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("kind", ["pipeline", "micro-steps"])
