@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 
-from dtrans._jax import LOOPS, REMAT, bodies, equations, line_of
 from dtrans.batch.scaled import PartScale, scale_of_parts
 from dtrans.batch.trainer_step import TrainerStep, trainer_step
 from dtrans.errors import BatchError, ConfigError
@@ -174,21 +173,8 @@ def not_made_of_parts(step: Cut, shared: SharedStep, name: str, kind: str = "loc
     return ConfigError(
         f"batch='exact': {step.program.name} has values of the whole batch ({shared.reason}), and {name} exchange "
         f"nothing but gradients and results. dtrans.nccl2 and dtrans.sharding do; or say batch={kind!r}: then each "
-        f"part has its own statistics, random numbers and counts{_drawn_inside(step.program)}"
+        "part has its own statistics, random numbers and counts"
     )
-
-
-def _drawn_inside(program: Program) -> str:
-    """What to do about random numbers that a loop or `jax.checkpoint` draws; empty where none does."""
-    for eqn in program.eqns:
-        if eqn.primitive.name in (*LOOPS, *REMAT):
-            for inner in equations(bodies(eqn)[-1]):
-                if inner.primitive.name == "random_bits":
-                    return (
-                        f". Random numbers are drawn in {eqn.primitive.name} ({line_of(inner) or line_of(eqn)}): "
-                        "in a pipeline draw them before it, with the rows of the batch on dim 0, and hand them in"
-                    )
-    return ""
 
 
 def batch_axes(step: Cut, batch: Batch) -> dict[str, int]:
