@@ -157,10 +157,11 @@ def slices_of(
     for name, (leaf, row) in homes.items():
         if leaf not in leaves or name in step.asked:
             continue
+        shape = step.program.inputs[name].shape
         if row is None:
-            row = _rows_of_state(step.program.inputs[name].shape, types[leaf].shape, axes[leaf], degree)
+            row = _rows_of_state(shape, types[leaf].shape, axes[leaf], degree, least)
         if row is not None:
-            size = step.program.inputs[name].shape[row.axis]
+            size = shape[row.axis]
             part = -(-size // row.width // degree) * row.width
             state[name] = Sliced(row.axis, size, part, degree, row.width)
     return Slices(analysis, leaves, state, wholes, frozenset(shared))
@@ -178,15 +179,15 @@ def _homes_of_state(analysis: RowAnalysis) -> dict[str, tuple[str, RowAxis | Non
     return found
 
 
-def _rows_of_state(shape: tuple[int, ...], leaf: tuple[int, ...], axis: int, degree: int) -> RowAxis | None:
+def _rows_of_state(shape: tuple[int, ...], leaf: tuple[int, ...], axis: int, degree: int, least: int) -> RowAxis | None:
     """Return how an array of the state is cut whose rows an update mixes; None if it stays whole.
 
     A copy of the leaf, or a history of copies, is cut as the leaf. Any other array, such as a
-    preconditioner, is cut where it has rows.
+    preconditioner, is cut where it has rows and at least `least` elements: the update gathers it.
     """
     if shape[-len(leaf) :] == leaf:
         return cut_along(len(shape) - len(leaf) + axis)
-    own = _axis(shape, degree)
+    own = _axis(shape, degree) if math.prod(shape) >= max(least, 1) else None
     return None if own is None else cut_along(own)
 
 

@@ -110,3 +110,21 @@ def test_an_iteration_is_written_once_on_whole_matrices() -> None:
     plan, *_ = planned("muon", "uneven", 1)
     (loop, *_) = [e for e in plan.program.jaxpr.jaxpr.eqns if e.primitive.name == "scan"]
     assert "all_reduce" not in str(loop.params["jaxpr"])
+
+
+def test_small_statistics_stay_whole() -> None:
+    """A gather of each would cost more than its memory; arrays without elements have no rows."""
+
+    def init(params: Any) -> Any:
+        return shampoo().init(params), jax.tree.map(lambda p: jnp.zeros((0, 3), p.dtype), params)
+
+    def update(grads: Any, state: Any, params: Any = None) -> Any:
+        updates, own = shampoo().update(grads, state[0], params)
+        empty = jax.tree.map(lambda e, g: e + g.reshape(-1)[:1].sum(), state[1], grads)
+        return updates, (own, empty)
+
+    tx, params = optax.GradientTransformation(init, update), {"w": jnp.ones((8, 20))}
+    step = dtrans.make_train_step(lambda p, x: jnp.mean((x @ p["w"]) ** 2), tx)
+    plan = plan_of_step(step, init_of(tx), params, jnp.ones((4, 8)), degree=DEGREE, min_slice_size=100)
+    assert {n.rpartition("/")[0] for n in plan.slices.state} == {"opt_state/0/1"}  # of columns: 20 x 20
+    assert plan.memory()["padding"] == 0
