@@ -266,7 +266,7 @@ class Plan(abc.ABC):
         """Check that the job computes the step: both are evaluated in a finite field, without a tolerance.
 
         The traced step of the whole job is compared with the step of one device, at random points (docs/verify.md).
-        Nothing is compiled for devices, and none is needed.
+        No device is needed. Only the startup program of tables whose rows catch up is compiled.
 
         Args:
           batch: the global batch, as `step` takes it behind the state: arrays, or their types

@@ -12,7 +12,7 @@ import re
 
 from dtrans.errors import ConfigError
 from dtrans.hosts.role_table import RoleTable, observer_endpoint
-from dtrans.run.distributed.role import PSERVER
+from dtrans.run.distributed.role import LOSS, PSERVER
 from dtrans.run.distributed.status_door import VARIABLE as STATUS
 
 
@@ -58,15 +58,16 @@ def parts_of(table: RoleTable) -> EmitParts:
     if not argv:
         raise ConfigError(f"the {table.title} have no command; give role_table(command=...)")
     servers = len(table.of(PSERVER))
-    first = table.entries[0].role
+    first, given = table.entries[0].role, dict(environment)
+    answers = bool(observer_endpoint(first.trainer_endpoints)) and given.get(LOSS) != "drop"
     return EmitParts(
         _name(argv),
         argv,
-        dict(environment),
+        given,
         servers,
         len(table) - servers,
         "DTRANS_PSERVER_ENDPOINTS" if servers else "DTRANS_TRAINER_ENDPOINTS",
-        bool(observer_endpoint(first.trainer_endpoints)) and STATUS not in dict(environment),
+        answers and STATUS not in given,
         cores,
     )
 

@@ -38,7 +38,7 @@ from dtrans.ir import display
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.pipeline_parallel.plan import PipelinePlan
 from dtrans.plan import realises
-from dtrans.run.distributed.role import PSERVER, TRAINER, VARIABLES, Role, roles_of, trainer_roles
+from dtrans.run.distributed.role import LOSS, PSERVER, TRAINER, VARIABLES, Role, roles_of, trainer_roles
 from dtrans.run.distributed.schedulers import PORT
 from dtrans.run.distributed.status_door import VARIABLE as STATUS
 from dtrans.run.net.net_options import ALLOW_REMOTE
@@ -419,7 +419,9 @@ def _environment(role: Role, own: Mapping[str, str] | None) -> dict[str, str]:
     named = role.pserver_endpoints or role.trainer_endpoints
     remote = not all(is_loopback(split_endpoint(e)[0]) for e in named)
     observers = observer_endpoint(role.trainer_endpoints)
-    found = {STATUS: observers} if observers else {}
+    # trainers that replace each other answer no observers
+    drops = (own or {}).get(LOSS) == "drop"
+    found = {STATUS: observers} if observers and not drops else {}
     return {**found, **(own or {}), **role.environment(), **({ALLOW_REMOTE: "1"} if remote else {})}
 
 

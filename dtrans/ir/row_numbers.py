@@ -241,7 +241,11 @@ def _turn(fact: Fact) -> Fact:
 
 
 def _stack(fact: Fact) -> Fact:
-    return tuple(Count(x.axis + 1, x.size) if isinstance(x, Count) else x for x in fact)
+    """Return what is known of a stack as a whole.
+
+    Its components are those of the turns only if turns are no scalars, which a fact does not say.
+    """
+    return tuple(Count(x.axis + 1, x.size) if isinstance(x, Count) else x for x in fact[:1])
 
 
 def _join(one: Fact, other: Fact) -> Fact:

@@ -10,7 +10,7 @@
     distributed         processes: who they are, and how they find one another
     status              watching a running job from outside
     verified            the traced step of a job, which `plan.verify()` evaluates
-    replays             local steps of trainers, one after the other: the reference of `plan.verify()`
+    replays             modes whose trainers step by themselves, in one order: the reference of `plan.verify()`
 
 A new realiser takes a plan, or programs, and asks `base.segments` for the parts to compile. No layer below imports from
 here: plans find their realisers by `dtrans.plan`.

@@ -71,13 +71,15 @@ def test_what_cannot_be_written_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", EMITTERS)
 def test_the_user_says_where_a_job_answers_observers(name: str) -> None:
-    """And a single trainer answers nobody."""
+    """And a single trainer answers nobody, nor do trainers that continue without those that are lost."""
     status = "DTRANS_STATUS_ENDPOINT"
     table = role_table("nccl2", 2, command=("python", "train.py"), env={status: "10.0.0.9:7000"})
     assert {e.environment[status] for e in table.at(["a", "b"])} == {"10.0.0.9:7000"}
     text = EMITTERS[name](table)
     assert text.count(status) == 1 and "10.0.0.9:7000" in text
     assert status not in EMITTERS[name](role_table("nccl2", 1, command=("python", "train.py")))
+    drops = {"DTRANS_ON_TRAINER_LOSS": "drop"}
+    assert status not in EMITTERS[name](role_table("nccl2", 2, command=("python", "train.py"), env=drops))
 
 
 def same_roles(got: Sequence[Mapping[str, str]], table: RoleTable) -> None:

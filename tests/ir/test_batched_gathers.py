@@ -72,7 +72,23 @@ PICKED = {
     "while": in_while,
     "turns": in_turns,
 }
+
+
+def stacked_turns(x: Any, y: Any) -> Any:
+    """Each turn's number, stacked by an inner loop, is no component of the stack that it is taken from."""
+    rows = np.stack([np.arange(B), np.arange(B)], 1)
+    one = jax.lax.GatherDimensionNumbers(offset_dims=(), collapsed_slice_dims=(0, 1), start_index_map=(0, 1))
+
+    def turn(carry: Any, i: Any) -> Any:
+        _, twice = jax.lax.scan(lambda c, _: (c, i), 0.0, None, length=2)
+        at = rows + jax.lax.broadcast_in_dim(twice, (B, 2), (1,))
+        return carry, jax.lax.gather(x, at, one, (1, 1), mode=jax.lax.GatherScatterMode.CLIP)
+
+    return jax.lax.scan(turn, 0.0, np.array([0, 1]))[1]
+
+
 LEFT = {
+    "stacked turns": stacked_turns,
     "offset": lambda x, y: x[jnp.arange(B) + 1, y],
     "begins elsewhere": lambda x, y: x[jnp.arange(1, B), y[1:]],
     "begins before": lambda x, y: x[jnp.arange(-1, B - 1), y],
