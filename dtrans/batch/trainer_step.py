@@ -126,11 +126,22 @@ def trainer_step(
     ends = [*terms, *(outs[n] for n in opened), *(v for v in crossing if v in of_loops)]
     added = linear_terms(inner.jaxpr, are_values(ends), are_values(terms))
 
+    shards = Shards(trainers, tuple(over), noun, finite_padding=takes_index)
+    rows = {source.inputs[n].shape[axis] for n, axis in axes.items()}
+
+    def joins(row: RowAxis, aval: Any) -> bool:
+        """Return True if pieces, one behind the other and without the padding of the batch, are the value."""
+        size = aval.shape[row.axis]
+        is_even = not shards.pads(size, row) and not any(n % trainers for n in rows)
+        return row.order is None and (is_even or any(row.width * n == size for n in rows))
+
     def lies(i: int, made: Placed) -> Placed:
         if i < len(terms):
             return PARTIAL
         i -= len(terms)
-        return made if i < len(before) and before[i] in opened else SHARED
+        if i >= len(before) or before[i] not in opened:
+            return SHARED
+        return made if not isinstance(made, RowAxis) or joins(made, outs[before[i]].aval) else SHARED
 
     def write(w: SplitWriter) -> TrainerStep:
         w.terms, b = added, w.b
@@ -160,7 +171,7 @@ def trainer_step(
         return TrainerStep(program, merges, exchanged, tuple(w.gathers), w.scaled, local, numbered)
 
     # what takes the index is a loss that is still to be differentiated
-    return written(inner, Shards(trainers, tuple(over), noun, finite_padding=takes_index), write)
+    return written(inner, shards, write)
 
 
 def _index_last(jaxpr: ClosedJaxpr) -> ClosedJaxpr:

@@ -71,7 +71,7 @@ def moves_of(eqn: JaxprEqn, ins: Ins, shards: Shards, known: Sequence[RowAxis]) 
     """
     rule = RULES.get(eqn.primitive.name)
     row = next((x for x in ins if isinstance(x, RowAxis)), None)
-    if rule is None or row is None or not math.prod(eqn.outvars[0].aval.shape) > 0:
+    if rule is None or row is None or not all(math.prod(v.aval.shape) for v in eqn.outvars):
         return None
     try:
         return rule(eqn, ins, _Rows(shards, known, row.axis))

@@ -233,7 +233,15 @@ class ShardValues(abc.ABC):
 
     def _rows_of(self, value: Atom, row: RowAxis | None) -> Atom:
         assert row is not None
+        size = value.aval.shape[row.axis]
+        if self._pads_with_entries(size, row):
+            at = self.pieces.own_row(np.maximum(self.shards.entries(size, row), 0))
+            return self.b.call(taken(row.axis), value, at)[0]
         return self.pieces.of(value.aval.shape[row.axis], row).cut(self.b, value)
+
+    def _pads_with_entries(self, size: int, row: RowAxis) -> bool:
+        """Return True if padding has to be real entries, whose derivatives are finite; those of zeros may not be."""
+        return self.shards.finite_padding and self.shards.pads(size, row)
 
     # -- slices of whole values, made with nothing of the rest -------------------------------------
 
@@ -241,6 +249,8 @@ class ShardValues(abc.ABC):
         """A piece of a value of counters, and of what is repeated or written into that; None for others."""
         eqn = self._made_by.get(var)
         if eqn is None or not self._is_counted(var, row.axis):
+            return None
+        if self._pads_with_entries(var.aval.shape[row.axis], row):
             return None
         if eqn.primitive.name not in ("iota", "broadcast_in_dim"):
             self.asked[var] = row

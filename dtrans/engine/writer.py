@@ -124,14 +124,16 @@ class SplitWriter(ShardValues):
         if eqn.primitive is value_and_grad_p and any(x is not SHARED for x in ins):
             self._with_loss(eqn, ins)
             return
-        if eqn.primitive.name in CUSTOM_RULES and any(x is not SHARED for x in ins):
+        has_rule = eqn.primitive.name in CUSTOM_RULES
+        if has_rule and any(isinstance(x, RowAxis) for x in ins):
             if self._with_rules(eqn, ins):
                 return
-            ins = [SHARED] * len(ins)
         elif self.keeps_rules and self._needs_whole_cotangents(eqn):
             aval = eqn.outvars[0].aval
             reason = f"the derivative rule of {self._said(eqn)}"
             self.gathers.append(Gathered(aval.shape, aval.dtype, nbytes(aval), reason))
+        if has_rule:  # its rule is one for whole values
+            ins = [SHARED] * len(ins)
         if all(x is SHARED for x in ins):
             row = self.cut_at_birth.get(eqn.outvars[0]) if eqn.outvars else None
             if row and (piece := self.made_as_rows(eqn.outvars[0], row)):

@@ -60,7 +60,7 @@ def rows_of_operands(eqn: JaxprEqn, row: RowAxis, out: int = 0) -> Step | None:
       >>> import jax, jax.numpy as jnp
       >>> eqn = jax.make_jaxpr(jnp.transpose)(jnp.ones((6, 2))).jaxpr.eqns[0]
       >>> rows_of_operands(eqn, RowAxis("w", 1)).operands
-      (RowAxis(leaf='w', axis=0, width=1),)
+      (RowAxis(leaf='w', axis=0, width=1, order=None),)
     """
     count = eqn.outvars[out].aval.shape[row.axis] // row.width
     for k, a in enumerate(eqn.invars):

@@ -23,11 +23,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from dtrans._jax import JaxprEqn, Literal, Var, resized
 from dtrans.engine.layout import cut_along
+from dtrans.errors import UnknownPrimitiveWarning
 from dtrans.ir.program import BACKWARD, FORWARD
 from dtrans.rows.analysis import RowAnalysis, analyse
 from dtrans.rows.layout import SHARED, RowAxis, leaves_of
@@ -123,7 +125,10 @@ def slices_of(
     axes = {n: axis for n in step.params if (axis := _axis(types[n].shape, degree)) is not None}
     if in_layers:
         axes = _read_as_layers(step, axes, degree)
-    analysis = analyse(step.optimize, step.params, {n: axis for n, axis in axes.items() if axis})
+    with warnings.catch_warnings():
+        # the engine warns of an unknown primitive, whose operands it gathers: no leaf is whole for it
+        warnings.simplefilter("ignore", UnknownPrimitiveWarning)
+        analysis = analyse(step.optimize, step.params, {n: axis for n, axis in axes.items() if axis})
     mixed = leaves_that_meet_the_batch(analysis, differing)
     shared = _made_by_all(step)
     homes = _homes_of_state(analysis)

@@ -86,3 +86,34 @@ def test_a_job_gives_the_numbers_of_one_device() -> None:
     np.testing.assert_allclose(loss, wanted, rtol=1e-12)
     for n, leaf in job.params(state).items():
         np.testing.assert_allclose(leaf, params[n], rtol=1e-12, atol=1e-12)
+
+
+def moved_results(p: Any, x: Any, y: Any) -> Any:
+    """Results of moved rows, which trainers have in another order or in unequal numbers."""
+    rows = critic(p, x)
+    found = {
+        "both": critic(p, jnp.concatenate([x, y])),
+        "reversed": rows[::-1],
+        "but the first": rows[1:],
+        "but the last": rows[:-1],
+        "the first": rows[: len(x) // 2],
+        "every second": rows[::2],
+        "padded": jnp.pad(rows, (1, 0)),
+        "repeated": jnp.repeat(rows, 2),
+        "as they are": rows,
+    }
+    return rows.mean(), found
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(("trainers", "rows"), [(2, 12), (3, 12), (3, 11)])
+def test_results_of_moved_rows_are_in_the_sequence_of_one_device(trainers: int, rows: int) -> None:
+    tx, rng = optax.sgd(0.1), np.random.default_rng(0)
+    params = {"w": rng.normal(size=(4, 3)), "b": np.ones(3), "v": rng.normal(size=3), "c": np.ones(())}
+    step, start = dtrans.make_train_step(moved_results, tx, has_aux=True), (params, tx.init(params))
+    batch = rng.normal(size=(rows, 4)), rng.normal(size=(rows, 4))
+    main, startup = dtrans.trace(step, *start, *batch), dtrans.trace(lambda: start)
+    job = dtrans.nccl2(main, startup, trainers=trainers).simulate()
+    _, _, found = job.step(job.init(), *batch)
+    for name, wanted in moved_results(params, *batch)[1].items():
+        np.testing.assert_allclose(found[name], wanted, rtol=1e-12, atol=1e-14, err_msg=name)

@@ -98,7 +98,19 @@ def time_first(p: Any, x: Any, y: Any, key: Any) -> Any:
     return (critic(p, stacked.reshape(-1, 4)).reshape(3, -1) * jnp.arange(3.0)[:, None]).mean()
 
 
+def divided_by_constants(p: Any, x: Any, y: Any, key: Any) -> Any:
+    """Slots of padding are divided by real numbers: a derivative of zero times infinity is none."""
+    counted = jnp.arange(len(x) - 1, 0, -1)
+    return (critic(p, x)[:-1] / np.arange(1.0, len(x))).mean() + (critic(p, y)[1:] / counted).mean()
+
+
+def relu_of_a_sum(p: Any, x: Any, y: Any, key: Any) -> Any:
+    return critic(p, x - jax.nn.relu(x.mean(0))).mean()
+
+
 LOSSES = [
+    divided_by_constants,
+    relu_of_a_sum,
     reals_and_fakes,
     wasserstein,
     over_rows,
@@ -195,3 +207,6 @@ def test_rules_that_are_not_linear_in_sums_of_cotangents_are_refused(inside: boo
 def test_rows_that_meet_behind_parameters_are_refused_by_their_line(kind: str) -> None:
     with pytest.raises(ConfigError, match=r"all_reduce for .*test_written_parts.py:\d+"):
         planned(normed, kind)
+    relu = lambda p, x, y, key: jax.nn.relu(critic(p, x).mean()) + p["c"]
+    with pytest.raises(ConfigError, match=r"all_reduce for .*test_written_parts.py:\d+"):
+        planned(relu, kind)

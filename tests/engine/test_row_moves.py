@@ -134,3 +134,8 @@ def test_a_loop_that_reads_what_other_turns_made_has_all_rows(x64):
     assert checked(fn, (floats(4, 3), floats(10, 4)), {1: 0}, 3).gathers
     twice = lambda w, x: lax.scan(lambda c, r: (c + critic(w, r) * c, None), 1.0, x)[0]
     assert checked(twice, (floats(4, 3), floats(10, 4)), {1: 0}, 3).gathers
+
+
+def test_a_piece_of_a_split_may_be_empty(x64: None) -> None:
+    fn = lambda x: [jnp.sum(piece) for piece in jnp.split(jnp.sin(x), [4, 4])]
+    checked(fn, (floats(12, 3),), {0: 0}, 2)

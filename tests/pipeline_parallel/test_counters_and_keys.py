@@ -17,7 +17,7 @@ from flax import nnx
 from pipeline_models import compiled_quickly
 
 import dtrans
-from dtrans.errors import BatchError, DtransError, GradientError
+from dtrans.errors import BatchError, GradientError
 
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -281,8 +281,8 @@ def test_an_update_that_counts_rows_is_not_taken_for_a_batch_of_another_size() -
             job.step(job.init(), *data(16))
 
 
-def test_a_step_that_cannot_be_planned_says_so_before_the_first_step() -> None:
-    """Rows that the update reads, of random numbers that no stage has."""
+def test_the_loss_and_the_update_read_rows_of_noise() -> None:
+    """Parts are given their rows, since no parameter enters them; the update was planned for so many."""
 
     def rows_of_noise(s: Any, x: Any, y: Any) -> Any:
         noise = jax.random.normal(jax.random.fold_in(KEY, s["n"]), (len(x), 6))
@@ -290,5 +290,8 @@ def test_a_step_that_cannot_be_planned_says_so_before_the_first_step() -> None:
         grads["w"] += jnp.sum(noise * grads["w"].sum(), 0)[:, None]
         return {"params": descent(s["params"], grads), "n": s["n"] + 1}, loss
 
-    with pytest.raises(DtransError, match="rows_of_noise"):
-        planned({"params": weights(), "n": zero(int)}, rows_of_noise)
+    state = {"params": weights(), "n": zero(int)}
+    check(state, rows_of_noise, "simulate", (8, 8))
+    job = planned(state, rows_of_noise).simulate()
+    with pytest.raises(BatchError, match=r"was planned for x of shape \(8, 6\), which is \(16, 6\) now"):
+        job.step(job.init(), *data(16))
