@@ -116,7 +116,8 @@ class Slicing:
 
     Attributes:
       partition: "rows" cuts each parameter. "greedy_even" and "use_order" give whole ones to ranks, each of which alone
-        updates what it owns and holds its state, for optimizers that cannot slice; see `dtrans.zero.by_leaf.layout`.
+        updates what it owns and holds its state: where ranks would all mix the rows of every leaf, at great cost; see
+        `dtrans.zero.by_leaf.layout`.
         That is for stages 1 and 2, and without `precision`; `min_slice_size` is not looked at.
       min_slice_size: a parameter of fewer elements stays whole on every rank.
       gather_bucket_MB: in stage 3, parameters that are read one after the other are gathered together up to this

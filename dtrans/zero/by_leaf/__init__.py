@@ -1,4 +1,4 @@
-"""Ranks that own whole leaves, for optimizers that cannot be sliced (Paddle's `partition_algor`).
+"""Ranks that own whole leaves, for optimizers that mix rows (Paddle's `partition_algor`).
 
 assign    who owns which leaf
 layout    what each owner holds, and how gradients reach it
