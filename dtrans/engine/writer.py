@@ -60,7 +60,7 @@ from dtrans.engine.array_fns import (
     taken,
 )
 from dtrans.engine.custom_rules import call_on_pieces
-from dtrans.engine.layout import PARTIAL, Gathered, Partial, Placed, Shards, nbytes
+from dtrans.engine.layout import PARTIAL, Gathered, Partial, Placed, Shards, nbytes, rows_only
 from dtrans.engine.loops import LoopPlan, WrittenBody, plan_loop
 from dtrans.engine.row_moves import Move
 from dtrans.engine.rules import Way, choose
@@ -114,7 +114,8 @@ class SplitWriter(ShardValues):
         self.needed_by(functools.partial(self._said, eqn), eqn)
         ins = [self.layout(a) for a in eqn.invars]
         if eqn.primitive.name in _WITH_BODIES and any(x is not SHARED for x in ins):
-            if not self._is_local(eqn) and self.orders is not None and (turns := own_turns(eqn, ins)) is not None:
+            turns = None if self._is_local(eqn) or self.orders is None else own_turns(eqn, ins)
+            if turns is not None and not self._may_not_end(eqn, turns[0]):
                 self._with_own_turns(eqn, *turns)
                 return
             if (plan := self._plan(eqn, ins)) is not None:
@@ -431,33 +432,34 @@ class SplitWriter(ShardValues):
     def _with_rules(self, eqn: JaxprEqn, ins: Sequence[Placed]) -> bool:
         """Write a call with its derivative rule on pieces; False if that takes communication."""
         ins = [x if isinstance(x, RowAxis) else SHARED for x in ins]
-        natural: list[Placed] = []
 
-        def lies(i: int, made: Placed) -> Placed:
-            natural.append(made if isinstance(made, RowAxis) else SHARED)
-            return natural[-1]
-
-        def write(whole: Any, given: Sequence[Placed], wanted: Sequence[Placed] | None) -> ClosedJaxpr | None:
+        def on_pieces(
+            whole: Any, given: Sequence[Placed], wanted: Sequence[Placed] | None
+        ) -> tuple[ClosedJaxpr, list[Placed]] | None:
             flat = eliminate_dead(inline_calls(whole))
             ends = [a for a, x in zip(opened(flat).outvars, wanted or (), strict=False) if isinstance(x, Partial)]
 
-            def on_pieces(w: SplitWriter) -> ClosedJaxpr:
+            def write(w: SplitWriter) -> tuple[ClosedJaxpr, list[Placed]]:
                 w.pieces.takes_index = self.pieces.takes_index
                 w.terms = linear_terms(opened(flat), [a for a in ends if isinstance(a, Var)])
                 for v, x in zip(opened(flat).invars, given, strict=True):
                     w.take(v, x, is_input=False)
-                natural.clear()
-                made, _ = w.write(opened(flat), lies if wanted is None else lambda i, _: wanted[i])
-                return eliminate_dead(w.b.build(made))
+                made, layouts = w.write(opened(flat), lambda i, x: rows_only(x) if wanted is None else wanted[i])
+                return eliminate_dead(w.b.build(made)), layouts
 
-            made, _ = _written(flat, self.shards, on_pieces, self._said(eqn), self.orders)
+            (made, layouts), _ = _written(flat, self.shards, write, self._said(eqn), self.orders)
             exchanged = [e for e in equations(made) if is_communication(e) and e.primitive is not trainer_index_p]
-            return None if exchanged else made
+            return None if exchanged else (made, layouts)
+
+        def rule_on_pieces(whole: Any, given: Sequence[Placed], wanted: Sequence[Placed]) -> ClosedJaxpr | None:
+            found = on_pieces(whole, given, wanted)
+            return None if found is None else found[0]
 
         (body,) = bodies(eqn)
-        primal = write(body, ins, None)
-        outs = tuple(natural)
-        call = None if primal is None else call_on_pieces(eqn, primal, ins, outs, write)
+        if (found := on_pieces(body, ins, None)) is None:
+            return False
+        primal, outs = found
+        call = call_on_pieces(eqn, primal, ins, outs, rule_on_pieces)
         if call is None or all(x is SHARED for x in ins):
             return call is not None
         atoms = [self.as_(a, x) for a, x in zip(eqn.invars, ins, strict=True)]
@@ -474,6 +476,11 @@ class SplitWriter(ShardValues):
         if eqn.primitive.name == _CUSTOM_VJP:
             return not self._with_rules(eqn, [SHARED] * len(eqn.invars))
         return any(e.primitive.name == _CUSTOM_VJP for body in _bodies(eqn) for e in equations(body))
+
+    def _may_not_end(self, eqn: JaxprEqn, row: RowAxis) -> bool:
+        """Return True if turns of padding may not end, as a `while` in them is decided by their numbers."""
+        inside = (e.primitive.name for body in bodies(eqn) for e in equations(body))
+        return self.shards.pads(scan_length(eqn), row) and WHILE in inside
 
     def _with_own_turns(self, eqn: JaxprEqn, row: RowAxis, added: Sequence[bool]) -> None:
         """Write a loop of which each shard takes some turns."""

@@ -262,7 +262,9 @@ class _Writer:
 def _array(x: Any) -> str:
     """An array by its type and its bytes."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return f"{jax.random.key_impl(x)} {_array(jax.random.key_data(x))}"
+        with jax.ensure_compile_time_eval():  # a step may be planned for a batch while a job is traced
+            words = jax.random.key_data(x)
+        return f"{jax.random.key_impl(x)} {_array(words)}"
     host = np.asarray(x)
     data: Any = np.ascontiguousarray(host).reshape(-1).view(np.uint8)
     return f"{host.dtype}{list(host.shape)} {hashlib.blake2b(data, digest_size=16).hexdigest()}"

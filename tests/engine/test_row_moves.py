@@ -139,3 +139,12 @@ def test_a_loop_that_reads_what_other_turns_made_has_all_rows(x64):
 def test_a_piece_of_a_split_may_be_empty(x64: None) -> None:
     fn = lambda x: [jnp.sum(piece) for piece in jnp.split(jnp.sin(x), [4, 4])]
     checked(fn, (floats(12, 3),), {0: 0}, 2)
+
+
+@pytest.mark.parametrize(("rows", "gathers"), [(12, 0), (13, 1)])
+def test_turns_that_padding_would_never_end_are_taken_by_all(x64: None, rows: int, gathers: int) -> None:
+    def doubled(r):
+        return lax.while_loop(lambda k: k * jnp.abs(r).sum() < 9.0, lambda k: 2.0 * k, 1.0)
+
+    program = checked(lambda x: lax.map(doubled, x).sum(), (floats(rows, 3),), {0: 0}, 3)
+    assert len(program.gathers) == gathers

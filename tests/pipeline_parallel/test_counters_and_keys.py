@@ -292,6 +292,8 @@ def test_the_loss_and_the_update_read_rows_of_noise() -> None:
 
     state = {"params": weights(), "n": zero(int)}
     check(state, rows_of_noise, "simulate", (8, 8))
-    job = planned(state, rows_of_noise).simulate()
+    plan = planned(state, rows_of_noise)
+    assert (report := plan.verify()), str(report)
+    job = plan.simulate()
     with pytest.raises(BatchError, match=r"was planned for x of shape \(8, 6\), which is \(16, 6\) now"):
         job.step(job.init(), *data(16))
