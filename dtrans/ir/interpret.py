@@ -46,6 +46,10 @@ def _same(fact: Any) -> Any:
     return fact
 
 
+def _of_any_type(fact: Any, aval: Any) -> Any:
+    return fact
+
+
 def _undecided(decision: Any, fact: Any) -> Any:
     return fact
 
@@ -67,6 +71,8 @@ class ForwardAnalysis(NamedTuple, Generic[Fact]):
       default: a type and a value (None where it is unknown) -> the fact of a literal or constant.
       turn: the fact of a stack -> that of one turn's slice of it.
       stack: the fact of one turn's output -> that of the stack of all turns.
+      fit: the fact that `turn` results in and the type of the slice -> the part of it that such a
+        slice can have.
       decide: the facts of a condition and of a value -> the fact of the value where that condition
         decides which branch, or how many turns, it results from.
       branch: the fact of an index -> the index, which `cond` clamps; None where it is unknown.
@@ -77,6 +83,7 @@ class ForwardAnalysis(NamedTuple, Generic[Fact]):
     default: Callable[[Any, Any], Fact]
     turn: Callable[[Fact], Fact] = _same
     stack: Callable[[Fact], Fact] = _same
+    fit: Callable[[Fact, Any], Fact] = _of_any_type
     decide: Callable[[Fact, Fact], Fact] = _undecided
     branch: Callable[[Fact], int | None] = _any_branch
 
@@ -149,7 +156,8 @@ def enter(
     if eqn.primitive.name == SCAN:
         consts, carried = scan_counts(eqn)
         fixed, carry, stacks = ins[:consts], ins[consts : consts + carried], ins[consts + carried :]
-        turns = list(map(analysis.turn, stacks))
+        slices = opened(bodies(eqn)[0]).invars[consts + carried :]
+        turns = [analysis.fit(analysis.turn(x), v.aval) for x, v in zip(stacks, slices, strict=True)]
         carry, outs = _settle(analysis.join, carry, lambda carry: outs_of(0, *fixed, *carry, *turns))
         ends = [*carry, *outs[carried:]]
         made = map(analysis.stack, outs[carried:])

@@ -241,15 +241,16 @@ def _turn(fact: Fact) -> Fact:
 
 
 def _stack(fact: Fact) -> Fact:
-    """Return what is known of a stack as a whole.
+    return tuple(Count(x.axis + 1, x.size) if isinstance(x, Count) else x for x in fact)
 
-    Its components are those of the turns only if turns are no scalars, which a fact does not say.
-    """
-    return tuple(Count(x.axis + 1, x.size) if isinstance(x, Count) else x for x in fact[:1])
+
+def _fitted(fact: Fact, aval: Any) -> Fact:
+    """Return what is known of a turn's value: of a scalar, no components of the stack that it is from."""
+    return fact[: len(_entries(aval))]
 
 
 def _join(one: Fact, other: Fact) -> Fact:
     return tuple(x if x == y else None for x, y in zip(one, other, strict=False))
 
 
-_NUMBERS = ForwardAnalysis[Fact](_join, _of_equation, _of_constant, _turn, _stack)
+_NUMBERS = ForwardAnalysis[Fact](_join, _of_equation, _of_constant, _turn, _stack, _fitted)
