@@ -282,7 +282,7 @@ class FlatStep:
 
 @dataclasses.dataclass(frozen=True)
 class _Known:
-    """What is known of a value that no parameter enters.
+    """Facts about a value that no parameter enters.
 
     Attributes:
       own: whether parts make it by themselves: it is their rows of it, or all of it.

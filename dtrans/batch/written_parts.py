@@ -119,7 +119,7 @@ class WrittenParts:
         return captured.rewritten(self.taken_by, made=made)
 
     def made_by(self, captured: Program) -> Program:
-        """Return the program that makes what parts are given; `captured` is of the whole batch."""
+        """Return the program that computes the values given to parts, from the step of the whole batch."""
         made = self.values.made_by(captured)
         if not self.numbered:
             return made

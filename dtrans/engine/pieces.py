@@ -89,7 +89,7 @@ class Pieces:
         return self._rows[key]
 
     def start(self, size: int, row: RowAxis) -> Atom:
-        """Where it begins, which pieces in an order do not have."""
+        """Return the first entry of a piece. A piece in another order has no such entry."""
         assert row.order is None
         start = self.of(size, row).start
         assert isinstance(start, Start)

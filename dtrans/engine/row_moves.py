@@ -293,7 +293,7 @@ def _merged(entries: np.ndarray, size: int, times: int, new: int) -> np.ndarray 
 
 
 def _taken_apart(entries: np.ndarray, size: int, times: int, new: int) -> np.ndarray | None:
-    """Return the entries of an axis of which the rows are `times` copies; None if shards have others of each."""
+    """Return the entries of an axis that the rows repeat `times` times; None if copies are cut differently."""
     shards, local = entries.shape
     if size % times or local % times:
         return None

@@ -1,4 +1,4 @@
-"""Loops along the dimension that is cut: each shard takes the turns of its own rows.
+"""Loops along the dimension that is cut. Each shard runs the turns of its own rows.
 
 `jax.lax.map` over rows, and a scan over micro-batches that adds up gradients, need nothing of other turns. What such a
 loop carries is either the same in all turns, or a sum to which each turn adds: shards begin with a term of it, and end

@@ -91,7 +91,7 @@ class ShardValues(abc.ABC):
         return SHARED if isinstance(atom, Literal) else self.layouts.get(atom, SHARED)
 
     def operand(self, atom: Atom) -> Operand:
-        """What is known of a value."""
+        """Return the facts about a value that `choose` needs."""
         if isinstance(atom, Literal):
             return Operand(SHARED)
         return Operand(self.layout(atom), atom in self.inputs, lambda row: (atom, row) in self._made)
@@ -134,7 +134,7 @@ class ShardValues(abc.ABC):
         return self._made[key]
 
     def as_(self, atom: Atom, layout: Placed) -> Atom:
-        """A value, as it lies in some way."""
+        """Return a value in a layout."""
         return self.term(atom) if isinstance(layout, Partial) else self.read(atom, rows_or_none(layout))
 
     def term(self, atom: Atom) -> Atom:

@@ -483,7 +483,7 @@ class SplitWriter(ShardValues):
         return self.shards.pads(scan_length(eqn), row) and WHILE in inside
 
     def _with_own_turns(self, eqn: JaxprEqn, row: RowAxis, added: Sequence[bool]) -> None:
-        """Write a loop of which each shard takes some turns."""
+        """Write a loop whose turns are divided among the shards."""
         consts, carried = scan_counts(eqn)
         size = scan_length(eqn)
         (body,) = bodies(eqn)

@@ -49,7 +49,7 @@ def merging(step: Cut) -> Literal["sum", "mean", "none"]:
 
 
 class _Term(NamedTuple):
-    """What a value is to the gradients and parameters of an update.
+    """Dependence of a value on the gradients and parameters of an update.
 
     Attributes:
       kind: "zero" everywhere, "fixed", "moving" (a parameter enters it), "linear" in the gradients,

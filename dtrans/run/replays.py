@@ -210,7 +210,7 @@ class _ReplayedDevice:
 
 
 class _AsyncDevice(_ReplayedDevice):
-    """Each gradient is an update of its own, of the newest parameters, at those that its trainer has received.
+    """One device that applies each gradient by itself to the newest parameters.
 
     Where gradients are compensated for their delay, an update is by g + s g g (w - w'), where w' is what the trainer
     has received, and s the strength; or with a decay s / sqrt(m + 1e-7), and m = decay m + (1 - decay) g g.

@@ -101,8 +101,8 @@ def captured(program: Program) -> Program:
     """
     if program.specializer is None:
         raise GradientError(
-            f"{program.name} was not traced from a function (dtrans.trace), so that its loss cannot be told apart "
-            "from its derivative"
+            f"{program.name} was not traced from a function, and its loss is needed without the derivative; "
+            "pass the program that dtrans.trace returned"
         )
     made = program.once(_captured)
     loss_of(made)

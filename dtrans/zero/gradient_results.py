@@ -1,4 +1,4 @@
-"""Results that a step computes from gradients of which each rank has a slice: a norm, a count of non-finite numbers.
+"""Results that a step computes from sliced gradients: a norm, a count of non-finite numbers.
 
 The engine writes them as it writes an update (`dtrans.zero.update`).
 """

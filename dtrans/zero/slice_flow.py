@@ -1,4 +1,4 @@
-"""What of a step can be had as slices of its leaves, and what of leaves is read whole.
+"""Values of a step that can be computed as slices of its leaves, and leaves that it reads whole.
 
 A leaf is cut along one dimension (`RowAxis`). What is made of leaves alone, row by row, has slices too: a stack in
 another type, some layers of it, a layer that is picked by a number. So a loop can be given slices, however it comes to

@@ -1,6 +1,6 @@
 """Where processes of a job reach each other, beside what JAX connects.
 
-    endpoints are known      each process binds the host of its own, as `reached_here` says
+    endpoints are known      each process binds the host of its endpoint (`reached_here`)
     all are on one host      loopback
     a scheduler started them the address from which a process reaches the coordinator, which all of them can reach
 

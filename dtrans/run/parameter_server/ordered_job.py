@@ -134,7 +134,7 @@ class OrderedJob:
 
     @property
     def _count(self) -> int:
-        """How many arguments of a trainer's program are its state."""
+        """Return the number of arguments of a trainer's program that are its state."""
         return 2 if self.plan.push_every else 1
 
     def state_of(self, params: Any, opt_state: Any) -> OrderedState:
@@ -217,7 +217,7 @@ class _OrderedServer:
             self.state |= self._blocks.apply(block, given, self.state, values)
 
     def give(self, trainer: int, name: str) -> Any:
-        """Return what a trainer receives of a block, of which a copy is kept where gradients are compensated."""
+        """Return the block that a trainer receives. Keep a copy where gradients are compensated."""
         if name in self._backed:
             self.state[backup_of(name, trainer)] = self.state[name]
         return words(self.state[name])
@@ -292,7 +292,7 @@ class _OrderedTrainer:
     # -- GEO-SGD ---------------------------------------------------------------------------------
 
     def _geo_send(self, eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
-        """End a step of GEO-SGD: what it goes on with."""
+        """End a step of GEO-SGD; return the parameters of the next step."""
         p = eqn.params
         if self._geo is None:
             of_block = {b.name: b.leaf for b in self._job.plan.placement.table}
