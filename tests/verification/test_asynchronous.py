@@ -33,10 +33,7 @@ MODES: dict[str, Any] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def x64():
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 def _loss(params: Any, x: Any, y: Any) -> Any:

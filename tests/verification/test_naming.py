@@ -20,10 +20,7 @@ ROWS, RANKS = 12, 3
 MESH = AbstractMesh((RANKS,), ("rank",))
 
 
-@pytest.fixture(autouse=True)
-def x64():
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 def _random(shape: tuple[int, ...], seed: int) -> Real:

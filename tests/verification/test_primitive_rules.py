@@ -22,10 +22,7 @@ from dtrans.verification.rank_collectives import GROUPS, mapped, summed
 from dtrans.verification.rules import REAL
 
 
-@pytest.fixture(autouse=True)
-def x64():
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 X = np.random.default_rng(0).normal(size=(4, 3, 3)) + 2 * np.eye(3)

@@ -16,10 +16,7 @@ from dtrans.ops import all_reduce_p
 from dtrans.run.base import lowering
 
 
-@pytest.fixture(autouse=True)
-def x64():
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 def _loss(params: Any, key: Any, x: Any, mask: Any) -> Any:

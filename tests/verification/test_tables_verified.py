@@ -23,10 +23,7 @@ ROWS, COUNT, WIDTH = 12, 11, 3
 SERVERS = "127.0.0.1:1,127.0.0.1:2"
 
 
-@pytest.fixture(autouse=True)
-def x64():
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 def _loss(params: Any, ids: Any, y: Any) -> Any:

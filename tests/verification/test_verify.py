@@ -23,10 +23,7 @@ from dtrans.verification.evaluate import World
 from dtrans.verification.field_values import NearTie, Real, Replicas, Unknown, lifted, same, ties_by_elements
 
 
-@pytest.fixture(autouse=True)
-def x64():
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 def _loss(params: Any, x: Any, y: Any) -> Any:

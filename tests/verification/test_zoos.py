@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import jax
 import optimizer_zoo
 import pytest
 import step_zoo
@@ -10,10 +9,7 @@ import verified_table
 from verified_table import CLASSES, STEPS, STRATEGIES, Outcome, train, verify
 
 
-@pytest.fixture(autouse=True)
-def x64():
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 def _check(found: Outcome) -> None:
