@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -35,8 +35,7 @@ from dtrans.step.cut import GRAD, Cut, Gradient, cut
 from dtrans.step.marks import mark_p
 from dtrans.zero.choose_slices import Sliced, slices_of
 from dtrans.zero.options import ShardingOptions, Slicing
-from dtrans.zero.rank_program import RankLayout, RankWriter
-from dtrans.zero.reduce_scatter import Scatterer
+from dtrans.zero.rank_program import RankLayout, rewritten
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -104,10 +103,9 @@ def update_of(
     if o.replicas > 1 and o.memory.sharding_stage:
         layout = dataclasses.replace(RankLayout.of(whole, _sharding(o), {}), groups=homes)
         if o.memory.sharding_stage == 2:
-            flat = {n: [name for of in names for name in of] for n, names in called.items()}
-            program = _SlicedSums(whole, _with_sums(layout, named), flat, o).program()
+            program = _on_sliced_sums(whole, layout, named, called, o)
         else:
-            program = RankWriter(whole, layout).program()
+            program = rewritten(whole, layout)
     else:
         program = over_replicas(whole, o.over_replicas, {}, lambda leaf: ReduceSpec(group=homes[leaf]))
     leaf_of = leaves_of_state(step.optimize, step.params)
@@ -153,45 +151,22 @@ def _apply_groups(
     return {n: group.get(leaf, 0) for n, leaf in leaf_of.items()}
 
 
-def _with_sums(layout: RankLayout, sums: Mapping[str, tuple[str, int, int | None]]) -> RankLayout:
-    """A layout in which the sums of gradients are slices too."""
-    held = {n: layout.slices.leaves[leaf] for n, (leaf, _, _) in sums.items() if leaf in layout.slices.leaves}
-    return _SumsLayout(**{f.name: getattr(layout, f.name) for f in dataclasses.fields(layout)}, sums=held)
+def _on_sliced_sums(
+    step: Cut,
+    layout: RankLayout,
+    sums: Mapping[str, tuple[str, int, int | None]],
+    called: Mapping[str, Sequence[Sequence[str]]],
+    o: PipelineOptions,
+) -> Program:
+    """Write the update of a replica that has its slices of the sums of gradients: they are not reduced again."""
+    leaves = layout.slices.leaves
+    held = {n: leaves[leaf] for n, (leaf, _, _) in sums.items() if leaf in leaves}
 
+    def gradients(b: Builder, local: Mapping[str, Atom]) -> Iterator[tuple[str, Atom]]:
+        parts = {n: [local[name] for names in of for name in names] for n, of in called.items()}
+        return _means(b, step, parts, o)
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _SumsLayout(RankLayout):
-    """A layout with slices of sums of gradients."""
-
-    sums: Mapping[str, Sliced] = dataclasses.field(default_factory=dict)
-
-    @property
-    def cuts(self) -> dict[str, Sliced]:
-        return {**super().cuts, **self.sums}
-
-
-class _SlicedSums(RankWriter):
-    """Writes the update of a replica that has its slices of the sums of gradients: they are not reduced again."""
-
-    def __init__(self, step: Cut, layout: RankLayout, sums: Mapping[str, Sequence[str]], o: PipelineOptions) -> None:
-        super().__init__(step, layout)
-        self.sums, self.options = sums, o
-
-    def _reducer(
-        self, b: Builder, step: Cut, values: Mapping[str, Atom], example_count: Atom | None, scattered: bool = False
-    ) -> Scatterer:
-        return super()._reducer(b, step, values, example_count, scattered=True)
-
-    def _half(
-        self, b: Builder, step: Cut, results: Sequence[str], made: Any, local: Mapping[str, Atom]
-    ) -> dict[str, Atom]:
-        for n in step.gradients:
-            if n not in self.sums:  # the loss does not read it
-                made(n, b.call(jnp.zeros_like, self.vars_of[n])[0])
-                continue
-            given = [local[name] for name in self.sums[n]]
-            made(n, mean_of(b, given, self.vars_of[n].aval.dtype, self.options))
-        return {}
+    return rewritten(step, dataclasses.replace(layout, sums=held), gradients)
 
 
 def _sharding(o: PipelineOptions) -> ShardingOptions:
@@ -231,12 +206,7 @@ def _step(
             for of, x in zip(parts.values(), made, strict=True):
                 of[m] = x
     grads: dict[str, Atom] = {}
-    for n in step.gradients:
-        if n not in called:  # the loss does not read it
-            (zero,) = b.call(jnp.zeros_like, vars_of[n])
-            (grads[n],) = b.bind(mark_p, zero, vars_of[n], leaf=n)
-            continue
-        mean = mean_of(b, parts[n], vars_of[n].aval.dtype, o)
+    for n, mean in _means(b, step, parts, o):
         (grads[n],) = b.bind(mark_p, mean, vars_of[n], leaf=n)
     b.role = OPTIMIZE
     half = step.optimize
@@ -256,6 +226,15 @@ def _step(
         out,
         tuple(b.roles),
     )
+
+
+def _means(
+    b: Builder, step: Cut, parts: Mapping[str, Sequence[Atom]], o: PipelineOptions
+) -> Iterator[tuple[str, Atom]]:
+    """Write the gradient of each leaf, from the parts of its sum; a leaf without parts is not read by the loss."""
+    for n in step.gradients:
+        var = step.program.invars[n]
+        yield n, mean_of(b, parts[n], var.aval.dtype, o) if n in parts else b.call(jnp.zeros_like, var)[0]
 
 
 def mean_of(b: Builder, sums: Sequence[Atom], dtype: Any, o: PipelineOptions) -> Atom:

@@ -13,7 +13,7 @@ What each part does is in the file of its name.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -75,6 +75,7 @@ class RankLayout:
       gathers: what the update gathers, and why.
       owned: who owns which leaf, where leaves are not cut but given to ranks.
       groups: where each leaf is, where not all are in one place (stages of a pipeline); collectives are of one group.
+      sums: further inputs that are slices: sums of gradients that are scattered already.
     """
 
     o: ShardingOptions
@@ -84,6 +85,7 @@ class RankLayout:
     gathers: tuple[Gathered, ...] = ()
     owned: Owned | None = None
     groups: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    sums: Mapping[str, Sliced] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, step: Cut, o: ShardingOptions, merges: Mapping[str, str]) -> RankLayout:
@@ -123,12 +125,12 @@ class RankLayout:
         owners = [None if x.owned is None else x.owned.owner for x in (self, made)]
         if made.cuts != self.cuts or owners[0] != owners[1]:
             check_same_update(planned, again)
-        return dataclasses.replace(made, o=self.o, merges=self.merges, groups=self.groups)
+        return dataclasses.replace(made, o=self.o, merges=self.merges, groups=self.groups, sums=self.sums)
 
     @property
     def cuts(self) -> dict[str, Sliced]:
-        """The arrays that are slices between steps."""
-        return {**(self.slices.leaves if self.o.slices_params else {}), **self.slices.state}
+        """Return the inputs of the step that are slices."""
+        return {**(self.slices.leaves if self.o.slices_params else {}), **self.slices.state, **self.sums}
 
     def layers(self, step: Cut) -> dict[Var, str]:
         """The gradients that loops make layer by layer, and scatter there: stacks of what is cut in each layer."""
@@ -168,17 +170,26 @@ class RankLayout:
         return self.o.batch.example_count is not None or self.o.reduce.clip_local_norm is not None
 
 
-def rewritten(step: Cut, layout: RankLayout) -> Program:
-    """The step of one rank."""
-    return RankWriter(step, layout).program()
+# Writes gradients that are slices wherever leaves are, from the inputs by name; yields them by leaf.
+WriteGradients = Callable[[Builder, Mapping[str, Atom]], Iterator[tuple[str, Atom]]]
+
+
+def rewritten(step: Cut, layout: RankLayout, gradients: WriteGradients | None = None) -> Program:
+    """Write the step of one rank.
+
+    Args:
+      gradients: takes the place of forward and backward.
+    """
+    return RankWriter(step, layout, gradients).program()
 
 
 class RankWriter:
-    """Writes the step of one rank."""
+    """Writer of the step of one rank; arguments as those of `rewritten`."""
 
-    def __init__(self, step: Cut, layout: RankLayout) -> None:
+    def __init__(self, step: Cut, layout: RankLayout, gradients: WriteGradients | None = None) -> None:
         self.step = step
         self.layout = layout
+        self.gradients = gradients
         self.o = o = layout.o
         self.leaves = layout.slices.leaves
         self.source = step.program
@@ -201,13 +212,17 @@ class RankWriter:
         fold_keys(b, {v: k for v, k in taken.items() if v in batch}, o)
 
     def program(self) -> Program:
-        """The program."""
+        """Write the program."""
         step, b = self.step, self.b
         results = [n for n in step.results if n not in step.from_gradients]
         values: dict[str, Atom] = {n: step.gradients[n] for n in ready_order(step)}
         found = dict(self.outs)
         count = self.o.batch.example_count or ""
-        if self.o.num_micro_batch == 1:
+        if self.gradients is not None:
+            reducer = self._reducer(b, step, values, None, scattered=True)
+            for leaf, grad in self.gradients(b, self.local):
+                reducer.made(leaf, grad)
+        elif self.o.num_micro_batch == 1:
             reducer = self._reducer(b, step, values, self.outs.get(count))
             found |= self._half(b, step, results, reducer.made, self.local)
         else:
@@ -231,7 +246,7 @@ class RankWriter:
 
         def again(source: Program) -> Program:
             other = with_forward_values(cut(source).with_reported(), self.o)
-            return rewritten(other, self.layout.for_update(self.step, other))
+            return rewritten(other, self.layout.for_update(self.step, other), self.gradients)
 
         if finite is not None:
             out = both(out, scale_spec())
