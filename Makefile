@@ -25,7 +25,7 @@ help: ## list the targets
 venv: $(STAMP) ## make the environment in .venv
 
 demo: $(STAMP) ## train with two trainers and two parameter servers as processes; draws loss.png
-	$(BIN)/dtrans train --engine processes --trainers 2 --pservers 2 --plot loss.png
+	$(BIN)/dtrans example digits --engine processes --trainers 2 --pservers 2 --plot loss.png
 
 test: $(STAMP) ## run the tests, a file to each core at a time
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --max-worker-restart 0

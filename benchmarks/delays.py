@@ -38,7 +38,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.typing import ArrayLike
 
 import dtrans
-from dtrans.examples import digits
+from examples import digits
 
 
 SEEDS = (0, 1, 2, 3, 4)
@@ -686,7 +686,7 @@ Two runs on one machine gave the same page and the same plot, byte for byte, exc
 ## What is compared
 
 A perceptron of {digits.PIXELS}, {HIDDEN} (tanh) and {digits.CLASSES} units learns the {digits.TRAIN_IMAGES:,} training
-images of `dtrans.examples.digits` by SGD, as a job of two parameter servers and their trainers over loopback. The
+images of `examples.digits` by SGD, as a job of two parameter servers and their trainers over loopback. The
 budget is {UPDATES * ROWS:,} examples in every mode: {UPDATES:,} gradients of {ROWS} examples each, at a learning rate
 of {RATE} where nothing else is said. A seed decides the first parameters and the order of examples, the same in all
 modes. A synchronous step is one update of the mean of 3 gradients, with 3 times the rate. The seeds, {SEEDS[0]} to

@@ -41,7 +41,6 @@ LAYERS = (
     ("run",),
     ("hosts",),
     ("paddle", "epl"),
-    ("examples",),
     ("check_command",),
     ("cli",),
     ("__main__",),

@@ -1,4 +1,4 @@
-"""The command line: `dtrans launch`, `dtrans roles`, `dtrans status`, `dtrans check`, `dtrans train` and others.
+"""The command line: `dtrans launch`, `dtrans roles`, `dtrans status`, `dtrans check` and others.
 
 Errors of the package come out as one message without a traceback and exit code 1, usage errors with 2, and a
 failed role with that role's own exit code. `dtrans check` has exit codes of its own.
@@ -6,9 +6,11 @@ failed role with that role's own exit code. `dtrans check` has exit codes of its
 
 from __future__ import annotations
 
+import importlib
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,9 +33,14 @@ Mode = Annotated[str, typer.Option(help="`pserver`, or `nccl2`: trainers only, a
 
 
 def main() -> None:
-    """The entry point."""
+    """Run the command line."""
+    run_command(app)
+
+
+def run_command(command: Callable[[], None]) -> None:
+    """Run a command and exit: an error of the package becomes one message and an exit code."""
     try:
-        app()
+        command()
     except LaunchError as e:
         _fail(e)
         sys.exit(e.code)
@@ -330,144 +337,6 @@ def roles_command(
     print(table.to_json() if json else table)
 
 
-# which mode an option of `train` is for is checked: one that is ignored would mislead
-DIGITS, PIPELINE = "Of pserver, nccl2 and sharding mode (digits)", "Of pipeline mode (characters)"
-
-
-def _of(panel: str, help: str, min: float | None = None) -> Any:
-    return typer.Option(min=min, help=help, rich_help_panel=panel)
-
-
-@app.command()
-def train(
-    context: typer.Context,
-    mode: Annotated[
-        str,
-        typer.Option(
-            help="`pserver`, `nccl2` (trainers only), `sharding` (they share the state too) or `pipeline` (stages)."
-        ),
-    ] = "pserver",
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="`digits`, or `characters` in pipeline mode; or, in tables that no trainer holds (with processes of "
-            "pservers), `word2vec`: word vectors of the source of Python's standard library, or `ctr`: which "
-            "impressions are clicked, of 20 features each.",
-            show_default="digits; characters in pipeline mode",
-        ),
-    ] = None,
-    engine: Annotated[
-        str | None,
-        typer.Option(
-            help="`processes`: one per role. `mesh`: all in this one. In pipeline mode `mesh`, or `simulate`: all "
-            "stages on one device.",
-            show_default="processes; mesh in pipeline mode",
-        ),
-    ] = None,
-    batch_size: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Images in a global batch, or rows of characters; trainers or micro-batches share it.",
-            show_default="64 images, 32 rows",
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the split, the first parameters and the batches.")] = 0,
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw the loss into this file; in pipeline mode what was planned and what ran.")
-    ] = None,
-    check: Annotated[
-        bool,
-        typer.Option(
-            help="Train on one device too, compare, and end with exit code 1 when what was learnt, or the difference, "
-            "is out of bounds."
-        ),
-    ] = True,
-    optimizer: Annotated[str, _of(DIGITS, "sgd, momentum, adam, adamw, lion, rmsprop, ...")] = "momentum",
-    trainers: Annotated[int, _of(DIGITS, "How many trainers.", 1)] = 2,
-    pservers: Annotated[int | None, _of(DIGITS, "How many parameter servers; none in nccl2 mode.", 1)] = None,
-    epochs: Annotated[int, _of(DIGITS, "How often each image is seen.", 1)] = 20,
-    min_block_size: Annotated[int, _of(DIGITS, "The fewest elements worth a block; 8192 or more.")] = 8192,
-    sharding_stage: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=3,
-            help="Of sharding mode: trainers share the optimizer's state (1), gradients too (2), parameters too (3).",
-            show_default="3",
-            rich_help_panel=DIGITS,
-        ),
-    ] = None,
-    deadline: Annotated[float, _of(DIGITS, "Seconds that any role may wait for another.", 0.1)] = 60.0,
-    stages: Annotated[int, _of(PIPELINE, "How many devices a replica has, each with a stage of the model.", 1)] = 2,
-    micro_batches: Annotated[int, _of(PIPELINE, "Into how many parts a replica cuts its rows.", 1)] = 8,
-    schedule: Annotated[
-        str,
-        _of(
-            PIPELINE,
-            "`PreferForward` (`GPipe`), `PreferBackward` (`1F1B`), `PreferBackwardOptimizer`, `Interleaved` or "
-            "`ZeroBubble` (`ZB-H1`).",
-        ),
-    ] = "PreferBackward",
-    replicas: Annotated[int, _of(PIPELINE, "How many copies of the pipeline share a batch.", 1)] = 1,
-    chunks: Annotated[int | None, _of(PIPELINE, "Stages on each device, for `Interleaved`; 2 by default.", 1)] = None,
-    steps: Annotated[
-        int | None,
-        typer.Option(
-            min=2,
-            help="How many batches are trained on, in pipeline mode, by word2vec and by ctr.",
-            show_default="100 of characters, 3000 of words, 6000 of impressions",
-            rich_help_panel=PIPELINE,
-        ),
-    ] = None,
-    loss: Annotated[
-        str | None, typer.Option(help="Of word2vec: `nce`, or `tree` (hierarchical softmax).", show_default="nce")
-    ] = None,
-    rows: Annotated[
-        int | None, typer.Option(min=1, help="Of ctr: how many rows the largest table has.", show_default="10000")
-    ] = None,
-) -> None:
-    """Train distributed, and compare with one device on the same batches.
-
-    With trainers (`--mode pserver`, `nccl2` or `sharding`) a perceptron learns handwritten digits. In stages (`--mode
-    pipeline`) a transformer learns the source of Python's standard library, character by character. With `--model
-    word2vec` two tables of word vectors are learnt from it, of which trainers have the rows that they look up; with
-    `--model ctr` twenty tables, from clicks that are drawn by a truth that is known.
-    """
-    if model in OF_TABLES:
-        _refuse_beside_tables(context, model, mode)
-    else:
-        _refuse(context, mode)
-    check_one_of("--model", model, (None, *OF_TABLES, "characters" if mode == "pipeline" else "digits"))
-    if model == "word2vec":
-        from dtrans.examples import word2vec, word_job
-
-        words = word2vec.WordSettings(loss or "nce", steps or 3000, batch_size or 2048, seed, deadline)
-        within = word_job.train(words, trainers=trainers, pservers=pservers or 2, plot=plot, check=check)
-    elif model == "ctr":
-        from dtrans.examples import click_job, clicks
-
-        wished = clicks.ClickSettings(rows or 10_000, steps or 6000, batch_size or 1024, seed, deadline)
-        within = click_job.train(wished, trainers=trainers, pservers=pservers or 2, check=check)
-    elif mode == "pipeline":
-        from dtrans.examples import pipelined
-
-        per_device = chunks or (2 if schedule.lower() == "interleaved" else 1)
-        shape = (stages, micro_batches, schedule, replicas, per_device)
-        wanted = pipelined.CharactersSettings(*shape, steps or 100, batch_size or 32, seed, engine or "mesh")
-        within = pipelined.train(wanted, plot=plot, check=check)
-    else:
-        from dtrans.examples import job, train as digits
-
-        settings = job.DigitsSettings(
-            optimizer, epochs, batch_size or 64, seed, min_block_size, sharding_stage or 0, deadline
-        )
-        roles: Any = {"mode": mode, "trainers": trainers, "pservers": pservers}
-        within = digits.train(settings, engine=engine or "processes", **roles, plot=plot, check=check)
-    if not within:
-        raise typer.Exit(1)
-
-
 @app.command(name="check")
 def check_command(
     target: Annotated[str, typer.Argument(help="`module:function`, or `file.py:function`.", metavar="MODULE:FUNCTION")],
@@ -499,28 +368,25 @@ def check_command(
     raise typer.Exit(exit_code(report))
 
 
-@app.command()
+@app.command(context_settings={"allow_interspersed_args": False})
 def example(
     name: Annotated[str | None, typer.Argument(help="Which; without it all are listed.", metavar="NAME")] = None,
-    mode: Annotated[
-        str, typer.Option(help="`nccl2`, `sharding`, `pserver` or `pipeline`; or `single`, without dtrans.")
-    ] = "nccl2",
-    trainers: Annotated[
-        int, typer.Option(min=1, help="How many trainers; also how many servers, ranks or stages.")
-    ] = 2,
-    stage: Annotated[int, typer.Option(min=1, max=3, help="Of sharding.")] = 3,
-    steps: Annotated[int, typer.Option(min=1, help="How many batches are trained on.")] = 100,
-    x64: Annotated[bool, typer.Option(help="Compute in 64 bits, where rounding is small.")] = True,
+    arguments: Annotated[list[str] | None, typer.Argument(help="Its arguments, verbatim.", metavar="ARGS...")] = None,
 ) -> None:
-    """Train a step of Flax, nnx or Equinox distributed, and compare with one device on the same batches."""
-    from dtrans.examples import libraries
-    from dtrans.examples.libraries.run import run
+    """Train an example of the repository distributed, and compare with one device on the same batches.
 
-    if name is None:
-        for known, what in libraries.EXAMPLES.items():
-            print(f"{known:20} {what}")
-    elif not run(name, mode, trainers=trainers, stage=stage, steps=steps, x64=x64):
-        raise typer.Exit(1)
+    `dtrans example NAME --help` lists its options. An installed package has no examples: they are in the folder
+    examples/ of a checkout.
+    """
+    root = Path(dtrans.__file__).parents[1]
+    # other packages may have put a folder `examples` beside an installed dtrans
+    if not all((root / file).is_file() for file in ("pyproject.toml", "examples/__main__.py")):
+        raise ConfigError(
+            "the examples are not installed with the package, they are in the folder examples/ of dtrans's "
+            "repository; run `python -m dtrans example` in a checkout of it"
+        )
+    sys.path.insert(0, str(root))
+    importlib.import_module("examples.__main__").main(["--help"] if name is None else [name, *(arguments or [])])
 
 
 @app.command()
@@ -549,32 +415,6 @@ def simulate(
     rate = count / (time.monotonic() - begun) * 60
     print(f"{count - wrong} of {count} schedules are as they must be ({rate:,.0f} a minute)")
     raise typer.Exit(bool(wrong))
-
-
-def _refuse(context: typer.Context, mode: str) -> None:
-    """Refuse options that are given, and are for another mode."""
-    other = {"pipeline": DIGITS, "pserver": PIPELINE, "nccl2": PIPELINE, "sharding": PIPELINE}.get(mode)
-    for parameter in context.command.params:
-        source = context.get_parameter_source(str(parameter.name))
-        given = source is not None and source.name == "COMMANDLINE"
-        if given and other is not None and getattr(parameter, "rich_help_panel", None) == other:
-            modes = "pserver, nccl2 and sharding mode" if other == DIGITS else "pipeline mode"
-            raise ConfigError(f"{parameter.opts[0]} is an option of {modes}; with --mode {mode} leave it out")
-
-
-# what `dtrans train` takes with models whose tables are on parameter servers
-_ALL = {"mode", "model", "engine", "batch_size", "seed", "check", "trainers", "pservers", "deadline", "steps"}
-OF_TABLES = {"word2vec": _ALL | {"plot", "loss"}, "ctr": _ALL | {"rows"}}
-
-
-def _refuse_beside_tables(context: typer.Context, model: str, mode: str) -> None:
-    """Refuse options that such a model does not have."""
-    for parameter in context.command.params:
-        source = context.get_parameter_source(str(parameter.name))
-        if source is not None and source.name == "COMMANDLINE" and parameter.name not in OF_TABLES[model]:
-            raise ConfigError(f"{parameter.opts[0]} is no option of --model {model}; leave it out")
-    if mode != "pserver" or context.params["engine"] not in (None, "processes"):
-        raise ConfigError(f"--model {model} has tables on parameter servers: --mode pserver --engine processes")
 
 
 if __name__ == "__main__":

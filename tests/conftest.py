@@ -16,6 +16,7 @@ import gc
 import os
 import re
 import shutil
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -129,6 +130,25 @@ def same_options() -> Iterator[None]:
     before = numeric_options()
     yield
     assert numeric_options() == before
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Run `dtrans ARGUMENTS` in this process, and return the exit code."""
+    from dtrans import cli
+
+    def run(*arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["dtrans", *arguments])
+        # roles find the package from anywhere, installed or not
+        monkeypatch.setenv(
+            "PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+        )
+        with pytest.raises(SystemExit) as e:
+            cli.main()
+        code = e.value.code
+        return 0 if code is None else int(code)
+
+    return run
 
 
 @pytest.fixture

@@ -35,6 +35,12 @@ def test_no_import_goes_up(architecture):
     assert "run.realisers" in architecture.arrows()["plan"], "the exception is still needed"
 
 
+def test_the_package_does_without_the_rest_of_the_repository(architecture):
+    beside = ("examples", "tools", "tests", "benchmarks")
+    imports = re.compile(rf"^\s*(?:from|import) ({'|'.join(beside)})\b", re.M)
+    assert not [path for path in architecture.modules().values() if imports.search(path.read_text())]
+
+
 def test_there_are_no_circles(architecture):
     arrows = architecture.arrows()
     arrows["plan"].discard("run.realisers")

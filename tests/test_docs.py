@@ -21,9 +21,16 @@ from paths import ROOT
 from ray_cluster import RayCluster
 
 import dtrans
+import examples
 
 
-MODULES = ["dtrans", *(m.name for m in pkgutil.walk_packages(dtrans.__path__, "dtrans.") if "__main__" not in m.name)]
+PACKAGES = (dtrans, examples)
+MODULES = [
+    name
+    for package in PACKAGES
+    for name in (package.__name__, *(m.name for m in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")))
+    if "__main__" not in name
+]
 FILES = [n for n in MODULES if not hasattr(importlib.import_module(n), "__path__")]
 README = ROOT / "README.md"
 PUBLIC = [n for n in dir(dtrans) if not n.startswith("_") and callable(getattr(dtrans, n))]
@@ -45,9 +52,14 @@ def test_main_entry_points_have_an_example(name):
     assert ">>>" in getattr(dtrans, name).__doc__
 
 
+def sources() -> list[Path]:
+    """Return the files of the package and of what is in the repository beside it."""
+    return [file for package in PACKAGES for file in Path(package.__file__).parent.rglob("*.py")]
+
+
 def names_in_texts() -> list[tuple[str, str]]:
     """Where a name of the package stands in a docstring, a comment or a page, and the name."""
-    files = [README, ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "dtrans").rglob("*.py")]
+    files = [README, ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"), *sources()]
     named = re.compile(r"`(dtrans\.[\w.]+)")
     return sorted({(str(f.relative_to(ROOT)), n) for f in files for n in named.findall(f.read_text())})
 
@@ -67,7 +79,7 @@ TEXTS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
     *(ROOT / "docs").glob("*.md"),
     *(ROOT / "benchmarks").glob("*.md"),
-    *(ROOT / "dtrans").rglob("*.py"),
+    *sources(),
 ]
 # The sources that docstrings cite.
 ELSEWHERE = ("paddle/", "python/paddle/", "transpiler/", "meta_optimizers/", "passes/", "alpa/", "epl/", "torch/")
@@ -239,7 +251,7 @@ def test_nobody_is_told_to_install_another_project():
     extras = project["optional-dependencies"]
     assert not [d for of in extras.values() for d in of if re.match(r"dtrans\b(?!-jax)", d)]
     pages = [*README.parent.glob("*.md"), *README.parent.glob("docs/*.md"), *README.parent.glob("notebooks/*.ipynb")]
-    for file in [*pages, *README.parent.glob("dtrans/**/*.py")]:
+    for file in [*pages, *sources()]:
         text = file.read_text()
         assert not re.search(r"pip install ['\"]?dtrans(?!-jax)", text) and not re.search(r"\bdtrans\[", text), file
         for extra in re.findall(r"dtrans-jax\[(\w+)\]", text):

@@ -21,8 +21,8 @@ from hypothesis import given, strategies as st
 from paths import ROOT
 
 from dtrans.errors import BatchError, ConfigError
-from dtrans.examples import characters, pipelined
-from dtrans.examples.characters import LENGTH, VOCABULARY, Text, decode, encode
+from examples import character_job, characters
+from examples.characters import LENGTH, VOCABULARY, Text, decode, encode
 
 
 LIBRARY = Path(sysconfig.get_path("stdlib"))
@@ -214,18 +214,18 @@ def test_validation_is_on_all_that_is_held_out(params: Any) -> None:
 
 # -- the job ---------------------------------------------------------------------------------------
 
-SMALL = pipelined.CharactersSettings(micro_batches=2, steps=2, batch_size=4)
+SMALL = character_job.CharactersSettings(micro_batches=2, steps=2, batch_size=4)
 
 
 def planned(text: Text, **changed: Any) -> Any:
-    return pipelined.plan_characters(dataclasses.replace(SMALL, **changed), text)
+    return character_job.plan_characters(dataclasses.replace(SMALL, **changed), text)
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", ["PreferForward", "PreferBackward", "ZeroBubble"])
 def test_the_planned_play_has_the_work_that_ran(small: None, text: Text, schedule: str) -> None:
     plan = planned(text, schedule=schedule)
-    play = pipelined.planned_play(plan, work=12.0)
+    play = character_job.planned_play(plan, work=12.0)
     took = lambda kinds, stage: sum(t.end - t.start for t in play if t.task.kind in kinds and t.task.stage == stage)
     assert took("FBW", 0) + took("FBW", 1) == pytest.approx(12.0)
     flops = [s.flops for s in plan.stages]
@@ -244,8 +244,8 @@ def test_the_planned_play_has_the_work_that_ran(small: None, text: Text, schedul
 def test_what_ran_is_what_was_planned(small: None, text: Text) -> None:
     """Every task is in what ran once, and what is drawn beside it has as much work."""
     plan = planned(text)
-    job, tokens = plan.on_mesh(), pipelined.batch(SMALL, text, 0)
-    watched = pipelined.watch(SMALL, job, job.init(SMALL.key), tokens)
+    job, tokens = plan.on_mesh(), character_job.batch(SMALL, text, 0)
+    watched = character_job.watch(SMALL, job, job.init(SMALL.key), tokens)
     assert watched.ran is not None
     assert sorted(t.task for t in watched.ran) == sorted(t.task for t in watched.planned)
     assert sum(t.end - t.start for t in watched.planned) == pytest.approx(sum(t.end - t.start for t in watched.ran))
@@ -253,7 +253,7 @@ def test_what_ran_is_what_was_planned(small: None, text: Text) -> None:
 
 
 def test_one_device_trains_on_the_same_batches(params: Any, text: Text) -> None:
-    trained = pipelined.single_device(SMALL, text)
+    trained = character_job.single_device(SMALL, text)
     assert trained.losses[0] == pytest.approx(float(loss(params, characters.batch(text, 0, 0, 4))), rel=1e-5)
     # warmed up from a twentieth of the learning rate: Adam's first steps are of that size
     moved = jax.tree.leaves(jax.tree.map(lambda a, b: np.abs(a - b).max(), trained.params, params))
@@ -271,7 +271,7 @@ def test_devices_that_were_asked_for_stay() -> None:
     """Before JAX starts, a job asks for more devices and never for fewer; after that they are what they are."""
     code = """
         import jax
-        from dtrans.examples.train import virtual_devices
+        from examples.digits_job import virtual_devices
         virtual_devices(3), virtual_devices(2)
         print(len(jax.devices("cpu")))
         virtual_devices(5)

@@ -12,10 +12,10 @@ import pytest
 from helpers import distance
 
 from dtrans.errors import BatchError, ConfigError
-from dtrans.examples import digits
-from dtrans.examples.job import DigitsSettings, Outcome, training
-from dtrans.examples.optimizer_choice import OPTIMIZERS, make_optimizer
-from dtrans.examples.train import difference
+from examples import digits
+from examples.digits_job import difference
+from examples.digits_training import DigitsSettings, Outcome, training
+from examples.optimizer_choice import OPTIMIZERS, make_optimizer
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ import importlib.util
 import pytest
 
 from dtrans.errors import ConfigError, DtransError
-from dtrans.examples.libraries import EXAMPLES
-from dtrans.examples.libraries.run import run
+from examples.libraries import EXAMPLES
+from examples.libraries.run import run
 
 
 STRATEGIES = (("nccl2", 3), ("sharding", 1), ("sharding", 2), ("sharding", 3), ("pserver", 3), ("pipeline", 3))

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "namespaces
 PATIENCE = 240.0
 COLLECTIVE = ("--mode", "nccl2", "--trainers", "4")
 PSERVER = ("--trainers", "2", "--pservers", "2")
-DIGITS = ("-m", "dtrans.examples.train_role", "-")
+DIGITS = ("-m", "examples.digits_role", "-")
 ACCURACY = 0.95  # of the demo
 
 

@@ -25,10 +25,10 @@ from ray_cluster import RayCluster
 import dtrans
 from dtrans import cli
 from dtrans.errors import BatchError, ConfigError, DeadlineError, LaunchError, PeerError, StateError
-from dtrans.examples import train as digits_job
-from dtrans.examples.job import DigitsSettings, Outcome
 from dtrans.hosts.on_ray import RayState
 from dtrans.hosts.ray_launch import launch_on_ray
+from examples import digits_job
+from examples.digits_training import DigitsSettings, Outcome
 
 
 ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
@@ -223,7 +223,7 @@ def launched(*arguments: Any) -> None:
 def test_launch_has_the_numbers_of_the_demo(cluster, tmp_path, capfd):
     settings = DigitsSettings(deadline=PATIENCE)
     roles = ("--trainers", 2, "--pservers", 2, "--trainers-on", "SPREAD")
-    launched(*roles, "-m", "dtrans.examples.train_role", tmp_path, *settings.arguments())
+    launched(*roles, "-m", "examples.digits_role", tmp_path, *settings.arguments())
     trainers = [Outcome.load(tmp_path / f"trainer-{k}.npz") for k in range(2)]
     losses = np.mean([x.losses for x in trainers], axis=0)
     assert digits_job._compare(settings, Outcome(losses, trainers[0].params), digits_job.single_device(settings))

@@ -237,8 +237,8 @@ def losses() -> Iterator[tuple[str, Callable[[], list[float]]]]:
 
 
 def _digits(plan_of: Callable[..., Any]) -> list[float]:
-    from dtrans.examples import digits
-    from dtrans.examples.job import DigitsSettings, training
+    from examples import digits
+    from examples.digits_training import DigitsSettings, training
 
     settings = DigitsSettings()
     data = digits.load(settings.seed)
@@ -254,13 +254,13 @@ def _digits(plan_of: Callable[..., Any]) -> list[float]:
 
 
 def _characters() -> list[float]:
-    from dtrans.examples import characters, pipelined
+    from examples import character_job, characters
 
-    settings, text = pipelined.CharactersSettings(), characters.load()
-    job = pipelined.plan_characters(settings, text).on_mesh()
+    settings, text = character_job.CharactersSettings(), characters.load()
+    job = character_job.plan_characters(settings, text).on_mesh()
     state, found = job.init(settings.key), []
     for i in range(STEPS):
-        state, loss = job.step(state, pipelined.batch(settings, text, i))
+        state, loss = job.step(state, character_job.batch(settings, text, i))
         found.append(float(loss))
     return found
 

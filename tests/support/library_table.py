@@ -60,11 +60,11 @@ gradient; everything else that changes is the *optimizer's*. A step of `(params,
 
 ## Examples to run and to read
 
-`dtrans example` lists steps in the form of those libraries' first pages, on data that is there without a download:
+`dtrans example`, in a checkout, lists steps in the form of those libraries' pages, on data that needs no download:
 `flax_cnn`, `nnx_mlp`, `equinox_mlp`, `equinox_transformer`, `nanogpt`, `gan` and `lora`. Each is one file of
-`dtrans/examples/libraries/`, a model and its step, without dtrans; `run.py` beside them distributes any of them.
+`examples/libraries/`, a model and its step, without dtrans; `run.py` beside them distributes any of them.
 
-    pip install '.[libraries]'
+    pip install -e '.[libraries]'
     dtrans example flax_cnn --mode sharding --stage 3
     dtrans example gan --mode pipeline
 

@@ -23,12 +23,12 @@ from rich.console import Console
 
 import dtrans
 from dtrans.errors import BatchError, ConfigError
-from dtrans.examples import characters, report
-from dtrans.examples.train import bound, difference, virtual_devices
 from dtrans.pipeline_parallel.task import Play, TimedTask
 from dtrans.run.pipeline_parallel.job import PipelineJob
 from dtrans.run.pipeline_parallel.profile import Measured, measured, timed
 from dtrans.run.pipeline_parallel.state import PipelineState
+from examples import characters, report
+from examples.digits_job import bound, difference, virtual_devices
 
 
 ENGINES = ("mesh", "simulate")

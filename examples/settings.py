@@ -16,7 +16,7 @@ def as_arguments(settings: Any) -> list[str]:
 
     Example:
       >>> import dataclasses
-      >>> from dtrans.examples.settings import as_arguments, from_arguments
+      >>> from examples.settings import as_arguments, from_arguments
       >>> @dataclasses.dataclass(frozen=True)
       ... class Settings:
       ...     batch_size: int = 64

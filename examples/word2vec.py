@@ -27,7 +27,7 @@ import dtrans
 from dtrans import nn
 from dtrans.checks import check_one_of
 from dtrans.errors import ConfigError
-from dtrans.examples.settings import as_arguments, from_arguments
+from examples.settings import as_arguments, from_arguments
 
 
 WORD = re.compile(r"[A-Za-z_]{2,}")
@@ -76,7 +76,7 @@ class WordSettings:
       deadline: seconds that a role may wait for another.
 
     Example:
-      >>> from dtrans.examples.word2vec import WordSettings
+      >>> from examples.word2vec import WordSettings
       >>> WordSettings.parse(WordSettings(steps=3).arguments()).steps
       3
     """

@@ -7,7 +7,7 @@ import functools
 import jax
 import numpy as np
 
-from dtrans.examples import characters, digits
+from examples import characters, digits
 
 
 ROWS, TEXT_ROWS = 64, 16

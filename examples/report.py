@@ -16,10 +16,10 @@ from rich.table import Table
 
 from dtrans.data_parallel.plan import CollectivePlan
 from dtrans.errors import ConfigError, not_installed
-from dtrans.examples.job import DigitsSettings
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.pipeline_parallel.plan import PipelinePlan
 from dtrans.zero.plan import ShardingPlan
+from examples.digits_training import DigitsSettings
 
 
 def show_plan(plan: PServerPlan | CollectivePlan) -> None:

@@ -29,7 +29,7 @@ import optax
 
 import dtrans
 from dtrans.checks import check_number
-from dtrans.examples.settings import as_arguments, from_arguments
+from examples.settings import as_arguments, from_arguments
 
 
 TABLES, WIDTH = 20, 16
@@ -58,7 +58,7 @@ class ClickSettings:
       ConfigError: a table that has fewer rows than the others.
 
     Example:
-      >>> from dtrans.examples.clicks import ClickSettings
+      >>> from examples.clicks import ClickSettings
       >>> ClickSettings.parse(ClickSettings(rows=10_000_000).arguments()).rows
       10000000
     """
@@ -149,7 +149,7 @@ def auc(scores: np.ndarray, clicked: np.ndarray) -> float:
 
     Example:
       >>> import numpy as np
-      >>> from dtrans.examples.clicks import auc
+      >>> from examples.clicks import auc
       >>> auc(np.array([0.1, 0.4, 0.4, 0.8]), np.array([0, 0, 1, 1]))
       0.875
     """

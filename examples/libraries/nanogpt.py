@@ -14,8 +14,8 @@ import optax
 from flax import linen as nn
 from flax.training.train_state import TrainState
 
-from dtrans.examples.characters import LENGTH, VOCABULARY
-from dtrans.examples.libraries import data
+from examples.characters import LENGTH, VOCABULARY
+from examples.libraries import data
 
 
 LAYERS, WIDTH, HEADS = 2, 48, 4

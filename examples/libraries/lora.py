@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from dtrans.examples.libraries import data
+from examples.libraries import data
 
 
 RANK = 4

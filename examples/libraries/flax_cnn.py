@@ -11,7 +11,7 @@ import optax
 from flax import linen as nn
 from flax.training.train_state import TrainState
 
-from dtrans.examples.libraries import data
+from examples.libraries import data
 
 
 class CNN(nn.Module):

@@ -15,7 +15,7 @@ import optax
 from flax import linen as nn
 from flax.training.train_state import TrainState
 
-from dtrans.examples.libraries import data
+from examples.libraries import data
 
 
 LATENT = 16

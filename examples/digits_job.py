@@ -1,7 +1,7 @@
 """The main job: train on the digits with trainers, distributed, and compare with one device on the same global batches.
 
 Two engines: `processes` starts trainers and pservers with `dtrans.run.distributed.launcher`, each running
-`dtrans.examples.train_role`; `mesh` runs the whole plan in this process. In nccl2 and sharding mode there are no
+`examples.digits_role`; `mesh` runs the whole plan in this process. In nccl2 and sharding mode there are no
 pservers.
 
 In exact arithmetic the two trainings are the same. Floating-point sums are rounded in another order, and the
@@ -23,9 +23,9 @@ from rich.console import Console
 
 import dtrans
 from dtrans.errors import BatchError, ConfigError
-from dtrans.examples import digits, report
-from dtrans.examples.job import DigitsSettings, Outcome, train as run, training
 from dtrans.run.distributed.launcher import launch
+from examples import digits, report, role_path
+from examples.digits_training import DigitsSettings, Outcome, train as run, training
 
 
 ENGINES = ("processes", "mesh")
@@ -113,7 +113,7 @@ def _check(settings: DigitsSettings, engine: str, mode: str, trainers: int, pser
     if engine not in ENGINES:
         raise ConfigError(f"there is no engine {engine!r}; it is one of {', '.join(ENGINES)}")
     if mode not in MODES:
-        raise ConfigError(f"there is no mode {mode!r}; it is one of {', '.join(MODES)}, pipeline")
+        raise ConfigError(f"there is no mode {mode!r}; it is one of {', '.join(MODES)}")
     if mode != "pserver" and pservers is not None:
         raise ConfigError(f"there are no pservers in {mode} mode; leave out --pservers {pservers}")
     if mode != "sharding" and settings.sharding_stage:
@@ -177,9 +177,10 @@ def _as_processes(settings: DigitsSettings, trainers: int, pservers: int) -> Out
     """Train with every role as a process. Trainers leave their losses, and their parameters, in files."""
     # roles see the precision of this process, however it was set, and on a GPU leave room for one another
     env = {"JAX_ENABLE_X64": str(int(jax.config.read("jax_enable_x64")))}
+    env["PYTHONPATH"] = role_path()
     env["XLA_PYTHON_CLIENT_PREALLOCATE"] = os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     with tempfile.TemporaryDirectory(prefix="dtrans-train-") as directory:
-        command = [sys.executable, "-m", "dtrans.examples.train_role", directory, *settings.arguments()]
+        command = [sys.executable, "-m", "examples.digits_role", directory, *settings.arguments()]
         try:
             # ranks of sharding meet as trainers of nccl2 mode do
             kind = "pserver" if pservers else "nccl2"

@@ -18,9 +18,9 @@ from rich.console import Console
 import dtrans
 from dtrans.checks import did_you_mean
 from dtrans.errors import ConfigError, not_installed
-from dtrans.examples.libraries import EXAMPLES
-from dtrans.examples.train import difference, virtual_devices
 from dtrans.plan import Plan
+from examples.digits_job import difference, virtual_devices
+from examples.libraries import EXAMPLES
 
 
 MODES = ("single", "nccl2", "sharding", "pserver", "pipeline")
@@ -83,7 +83,7 @@ def load(name: str) -> Any:
     for library in ("flax", "equinox", "sklearn"):
         if importlib.util.find_spec(library) is None:
             raise not_installed(f"the examples need {library}", "libraries")
-    return importlib.import_module(f"dtrans.examples.libraries.{name}")
+    return importlib.import_module(f"examples.libraries.{name}")
 
 
 def planned(example: Any, mode: str, trainers: int, stage: int = 3) -> Plan:

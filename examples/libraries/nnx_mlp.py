@@ -13,7 +13,7 @@ import jax
 import optax
 from flax import nnx
 
-from dtrans.examples.libraries import data
+from examples.libraries import data
 
 
 class MLP(nnx.Module):

@@ -1,4 +1,4 @@
-"""The job of `dtrans train --model ctr`: clicks with a planted truth, learnt in tables on parameter servers.
+"""The job of `dtrans example ctr`: clicks with a planted truth, learnt in tables on parameter servers.
 
 Every role is a process that runs this module. Trainers have a limit of the memory that they may ask for, so that it is
 shown that none of them holds a large table.
@@ -16,8 +16,8 @@ import numpy as np
 from rich.console import Console
 
 import dtrans
-from dtrans.examples import clicks, table_job
-from dtrans.examples.clicks import ENOUGH, TEST, ClickSettings, auc, batch, logits, names, scores, training
+from examples import clicks, table_job
+from examples.clicks import ENOUGH, TEST, ClickSettings, auc, batch, logits, names, scores, training
 
 
 LIMIT = 1 << 30  # bytes of data that a trainer may ask for (RLIMIT_DATA)
@@ -38,7 +38,7 @@ def train(settings: ClickSettings, *, trainers: int, pservers: int, check: bool 
     """
     table_job.check_batch(settings.batch_size, trainers, "impressions")
     console = Console(soft_wrap=True, highlight=False)
-    left = table_job.launched("dtrans.examples.click_job", settings, trainers=trainers, pservers=pservers)
+    left = table_job.launched("examples.click_job", settings, trainers=trainers, pservers=pservers)
     ids, clicked = clicks.test_set(settings)
     best, found = auc(logits(settings.seed, ids), clicked), auc(left[0]["scores"], clicked)
     share = (found - 0.5) / (best - 0.5)

@@ -63,7 +63,7 @@ def load(library: Path | None = None) -> Text:
       ConfigError: there are not as many characters, as where a distribution keeps the library in an archive.
 
     Example:
-      >>> from dtrans.examples import characters
+      >>> from examples import characters
       >>> text = characters.load()
       >>> len(text.train), len(text.held_out)
       (950000, 50000)
@@ -97,7 +97,7 @@ def encode(text: str) -> np.ndarray:
     """The tokens of a text, uint8.
 
     Example:
-      >>> from dtrans.examples.characters import decode, encode
+      >>> from examples.characters import decode, encode
       >>> encode(" a~\\né").tolist()
       [0, 65, 94, 95, 96]
       >>> decode(encode("x = 'é'"))

@@ -11,9 +11,9 @@ import jax
 import numpy as np
 
 import dtrans
-from dtrans.examples import digits
-from dtrans.examples.optimizer_choice import make_optimizer
-from dtrans.examples.settings import as_arguments, from_arguments
+from examples import digits
+from examples.optimizer_choice import make_optimizer
+from examples.settings import as_arguments, from_arguments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +31,7 @@ class DigitsSettings:
       stages: of a pipeline, one on each trainer; 0 for no pipeline.
 
     Example:
-      >>> from dtrans.examples.job import DigitsSettings
+      >>> from examples.digits_training import DigitsSettings
       >>> settings = DigitsSettings(optimizer="adam", epochs=3)
       >>> settings.arguments()[:4]
       ['--optimizer', 'adam', '--epochs', '3']

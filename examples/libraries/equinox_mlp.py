@@ -9,7 +9,7 @@ import equinox as eqx
 import jax
 import optax
 
-from dtrans.examples.libraries import data
+from examples.libraries import data
 
 
 optim = optax.adam(3e-3)

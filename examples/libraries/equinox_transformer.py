@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from dtrans.examples.characters import LENGTH, VOCABULARY
-from dtrans.examples.libraries import data
+from examples.characters import LENGTH, VOCABULARY
+from examples.libraries import data
 
 
 LAYERS, WIDTH, HEADS = 2, 32, 4

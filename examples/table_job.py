@@ -18,8 +18,8 @@ from rich.console import Console
 
 import dtrans
 from dtrans.errors import BatchError
-from dtrans.examples import report
 from dtrans.run.distributed.launcher import launch
+from examples import report, role_path
 
 
 BOUND = 1e-3  # of the difference of losses, relative to the largest: rounding, amplified by some thousand steps
@@ -53,7 +53,7 @@ def launched(
     with tempfile.TemporaryDirectory(prefix="dtrans-train-") as directory:
         leave(Path(directory))
         command = [sys.executable, "-m", module, directory, *settings.arguments()]
-        env = {"JAX_ENABLE_X64": str(int(jax.config.read("jax_enable_x64")))}
+        env = {"JAX_ENABLE_X64": str(int(jax.config.read("jax_enable_x64"))), "PYTHONPATH": role_path()}
         launch(command, trainers=trainers, pservers=pservers, mode="pserver", env=env, inherit_stdout=True)
         found = []
         for k in range(trainers):

@@ -1,4 +1,4 @@
-"""The job of `dtrans train --model word2vec`: word vectors on parameter servers, beside one device.
+"""The job of `dtrans example word2vec`: word vectors on parameter servers, beside one device.
 
 Every role is a process that runs this module; the launcher reads the text, and leaves it in a file for them.
 """
@@ -13,8 +13,8 @@ import numpy as np
 from rich.console import Console
 
 from dtrans.errors import ConfigError
-from dtrans.examples import report, table_job
-from dtrans.examples.word2vec import (
+from examples import report, table_job
+from examples.word2vec import (
     ENOUGH,
     NEAREST,
     PARTNERS,
@@ -49,7 +49,7 @@ def train(
     words = read(settings.seed)
     console.print(f"{words.counts.sum():,} words, {len(words.words):,} different; {len(words.centers):,} pairs")
     found = table_job.launched(
-        "dtrans.examples.word_job",
+        "examples.word_job",
         settings,
         trainers=trainers,
         pservers=pservers,

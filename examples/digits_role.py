@@ -1,14 +1,14 @@
 """One role of the digits job: the script that `dtrans launch` starts as every process.
 
-Written as a user of Paddle's interface would. Started by `dtrans train --engine processes`, or by hand:
+Written as a user of Paddle's interface would. Started by `dtrans example digits`, or by hand:
 
-    dtrans launch --trainers 2 --pservers 2 -m dtrans.examples.train_role runs/digits --optimizer adam
-    dtrans launch --mode nccl2 --trainers 2 -m dtrans.examples.train_role runs/digits --optimizer adam
-    dtrans launch --mode nccl2 --trainers 2 -m dtrans.examples.train_role runs/digits --sharding-stage 3
+    dtrans launch --trainers 2 --pservers 2 -m examples.digits_role runs/digits --optimizer adam
+    dtrans launch --mode nccl2 --trainers 2 -m examples.digits_role runs/digits --optimizer adam
+    dtrans launch --mode nccl2 --trainers 2 -m examples.digits_role runs/digits --sharding-stage 3
 
 or on several hosts, which may share no folder: `-` in its place prints the accuracy instead.
 
-    dtrans launch --hosts gpu1,gpu2 --mode nccl2 --trainers 2 -m dtrans.examples.train_role - --stages 2
+    dtrans launch --hosts gpu1,gpu2 --mode nccl2 --trainers 2 -m examples.digits_role - --stages 2
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import jax
 import numpy as np
 
 import dtrans
-from dtrans.examples import digits, report
-from dtrans.examples.job import DigitsSettings, Outcome, train, training
+from examples import digits, report
+from examples.digits_training import DigitsSettings, Outcome, train, training
 
 
 MICRO_BATCHES = 4

@@ -1,0 +1,25 @@
+"""Script `ctr`: twenty tables on parameter servers, and clicks that are drawn by a truth that is known."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from examples import click_job, options
+from examples.clicks import ClickSettings
+
+
+def main(
+    rows: Annotated[int, typer.Option(min=1, help="How many rows the largest table has.")] = 10_000,
+    trainers: options.Trainers = 2,
+    pservers: options.PServers = 2,
+    steps: Annotated[int, typer.Option(min=2, help="How many batches are trained on.")] = 6000,
+    batch_size: Annotated[int, typer.Option(min=1, help="Impressions in a global batch; trainers share it.")] = 1024,
+    deadline: options.Deadline = 60.0,
+    seed: options.Seed = 0,
+    check: options.Check = True,
+) -> None:
+    """Learn which impressions are clicked, of 20 features each, in tables that no trainer holds."""
+    settings = ClickSettings(rows, steps, batch_size, seed, deadline)
+    options.end(click_job.train(settings, trainers=trainers, pservers=pservers, check=check))
