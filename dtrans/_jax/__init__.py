@@ -33,6 +33,7 @@ from dtrans._jax.equation_params import (
     scan_with_constants as scan_with_constants,
     shard_map_of as shard_map_of,
     while_counts as while_counts,
+    wiring as wiring,
     with_bodies as with_bodies,
     with_operand_first as with_operand_first,
 )

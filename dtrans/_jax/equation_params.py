@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import jax
 
@@ -111,6 +112,39 @@ def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
 def while_counts(eqn: JaxprEqn) -> tuple[int, int]:
     """Return the numbers of constants of a `while`'s condition and of its body; the remainder is carried."""
     return int(param(eqn, "cond_nconsts")), int(param(eqn, "body_nconsts"))
+
+
+class Wiring(NamedTuple):
+    """Connections of the operands and outputs of an equation with those of its bodies, by position.
+
+    Attributes:
+      ins: for each body, the operands that it takes.
+      outs: for each body, the outputs that it gives; None for the condition of a `while`.
+      carried: operand to output, for values that go from turn to turn.
+      slices: operands of which each turn takes a slice.
+      stacks: outputs that are stacks of all turns.
+    """
+
+    ins: Sequence[Sequence[int]]
+    outs: Sequence[Sequence[int] | None]
+    carried: Mapping[int, int] = MappingProxyType({})
+    slices: Sequence[int] = ()
+    stacks: Sequence[int] = ()
+
+
+def wiring(eqn: JaxprEqn) -> Wiring:
+    """Return how the bodies of an equation are connected with its operands and outputs."""
+    name, ins, outs = eqn.primitive.name, range(len(eqn.invars)), range(len(eqn.outvars))
+    if name == SCAN:
+        consts, carried = scan_counts(eqn)
+        first = consts + carried
+        return Wiring([ins], [outs], dict(zip(ins[consts:first], outs, strict=False)), ins[first:], outs[carried:])
+    if name == WHILE:
+        of_cond, of_body = while_counts(eqn)
+        carry = ins[of_cond + of_body :]
+        return Wiring([[*ins[:of_cond], *carry], ins[of_cond:]], [None, outs], dict(zip(carry, outs, strict=True)))
+    count = len(bodies(eqn))
+    return Wiring([ins[int(name == COND) :]] * count, [outs] * count)
 
 
 def scan_with(eqn: JaxprEqn, body: ClosedJaxpr, invars: Sequence[Atom], outvars: Sequence[Var]) -> JaxprEqn:

@@ -16,24 +16,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from dtrans._jax import (
     COND,
     REMAT,
     SCAN,
-    WHILE,
     ClosedJaxpr,
     JaxprEqn,
     bodies,
     equations,
-    scan_counts,
     scan_length,
-    while_counts,
+    wiring,
 )
-from dtrans.engine.layout import PARTIAL, Gathered, Partial, Placed, nbytes
+from dtrans.engine.layout import PARTIAL, Gathered, Partial, Placed, nbytes, rows_only
+from dtrans.ir.interpret import ForwardAnalysis, enter
 from dtrans.ir.program import is_communication
-from dtrans.rows.layout import SHARED, RowAxis
+from dtrans.rows.layout import SHARED, RowAxis, Shared
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,10 +90,9 @@ def plan_loop(eqn: JaxprEqn, ins: Sequence[Placed], write: Write, *, shares_work
       shares_work: True if pieces save work; the reductions of a body then never speak for whole
         values.
     """
-    make = {SCAN: _scan, WHILE: _while, COND: _cond}.get(eqn.primitive.name, _remat)
-    plan = make(eqn, ins, write)
+    plan = _plan(eqn, ins, write)
     if (cut := _cut_before(eqn, plan)) and eqn.primitive.name in (SCAN, *REMAT):
-        other = make(eqn, [cut.get(i, x) for i, x in enumerate(ins)], write)
+        other = _plan(eqn, [cut.get(i, x) for i, x in enumerate(ins)], write)
         plan = other if sum(len(b.gathers) for b in other.bodies) <= sum(len(b.gathers) for b in plan.bodies) else plan
     mixes = any(b.gathers for b in plan.bodies)
     if eqn.primitive.name in REMAT or (shares_work and not mixes):
@@ -106,88 +104,70 @@ def plan_loop(eqn: JaxprEqn, ins: Sequence[Placed], write: Write, *, shares_work
 
 
 def _cut_before(eqn: JaxprEqn, plan: LoopPlan) -> dict[int, RowAxis]:
-    """Operands that are whole and of which the body reads pieces alone: they are cut before it."""
-    first, last = 0, len(eqn.invars)
-    if eqn.primitive.name == SCAN:
-        consts, carried = scan_counts(eqn)
-        first, last = consts, consts + carried
-    found = {}
-    for i, row in plan.bodies[0].sliced.items():
-        if not first <= i < last or eqn.primitive.name in REMAT:
-            found[i] = dataclasses.replace(row, axis=row.axis + 1) if i >= last else row
-    return found
+    """Return operands that are whole and of which the body reads pieces alone: they are cut before it."""
+    wires = wiring(eqn)
+    rows = {i: row for i, row in plan.bodies[0].sliced.items() if i not in wires.carried}
+    return {i: _moved(row, 1) if i in wires.slices else row for i, row in rows.items()}
 
 
-def _remat(eqn: JaxprEqn, ins: Sequence[Placed], write: Write) -> LoopPlan:
-    (body,) = bodies(eqn)
-    taken = [_no_sum(x) for x in ins]
-    written = write(body, taken, None, 0)
-    return LoopPlan(tuple(taken), written.outs, (written,))
+def _plan(eqn: JaxprEqn, ins: Sequence[Placed], write: Write) -> LoopPlan:
+    """Write the bodies of an equation until what is carried settles, and once more where outputs lie otherwise."""
+    wires = wiring(eqn)
+    taken: dict[int, list[Placed]] = {}
+
+    def run(number: int, body: Any, layouts: list[Placed]) -> tuple[WrittenBody, Sequence[Placed]]:
+        taken[number] = _whole_or_open(layouts)
+        found = write(body, taken[number], None, len(wires.carried) if wires.outs[number] else 0)
+        return found, found.outs
+
+    join = _join if eqn.primitive.name == COND else _join_turns
+    layouts = ForwardAnalysis[Placed](join, lambda eqn, ins: None, lambda aval, value: SHARED, _inside, _stack)
+    start = [x if i in wires.carried else rows_only(x) for i, x in enumerate(ins)]
+    entered = enter(layouts, eqn, start, run)
+    written: list[WrittenBody] = []
+    for k, found in entered.bodies.items():
+        # every shard takes the same turns
+        ends = [SHARED] if wires.outs[k] is None else _whole_or_open(entered.ends[k])
+        added = len(wires.carried) if wires.outs[k] else 0
+        written.append(found if list(found.outs) == ends else write(bodies(eqn)[k], taken[k], ends, added))
+    return LoopPlan(tuple(_whole_or_open(entered.operands)), tuple(_whole_or_open(entered.outs)), tuple(written))
 
 
-def _scan(eqn: JaxprEqn, ins: Sequence[Placed], write: Write) -> LoopPlan:
-    consts, carried = scan_counts(eqn)
-    (body,) = bodies(eqn)
-    fixed = [_no_sum(x) for x in ins[:consts]]
-    parts = [_inside(x) for x in ins[consts + carried :]]
-    carry, written = _settled(
-        ins[consts : consts + carried],
-        lambda carry, outs: write(body, [*fixed, *carry, *parts], outs, carried),
-    )
-    stacks = [dataclasses.replace(x, axis=x.axis + 1) if isinstance(x, RowAxis) else x for x in written.outs[carried:]]
-    taken = [dataclasses.replace(x, axis=x.axis + 1) if isinstance(x, RowAxis) else x for x in parts]
-    return LoopPlan((*fixed, *carry, *taken), (*carry, *stacks), (written,))
+# -- layouts that settle ---------------------------------------------------------------------------
 
 
-def _while(eqn: JaxprEqn, ins: Sequence[Placed], write: Write) -> LoopPlan:
-    of_cond, of_body = while_counts(eqn)
-    condition, body = bodies(eqn)
-    fixed = [_no_sum(x) for x in ins[: of_cond + of_body]]
-    carry, written = _settled(
-        ins[of_cond + of_body :], lambda carry, outs: write(body, [*fixed[of_cond:], *carry], outs, len(carry))
-    )
-    asked = write(condition, [*fixed[:of_cond], *carry], [SHARED], 0)
-    return LoopPlan((*fixed, *carry), tuple(carry), (asked, written))
+class _Closed(Shared):
+    """A carried value that a turn reads whole: it is no term of a sum in any turn."""
 
 
-def _cond(eqn: JaxprEqn, ins: Sequence[Placed], write: Write) -> LoopPlan:
-    operands = [_no_sum(x) for x in ins[1:]]
-    natural = [write(body, operands, None, 0).outs for body in bodies(eqn)]
-    outs = [_join(*of) for of in zip(*natural, strict=True)]
-    written = [write(body, operands, outs, 0) for body in bodies(eqn)]
-    return LoopPlan((SHARED, *operands), tuple(outs), tuple(written))
+_CLOSED: Final = _Closed()
 
 
-def _settled(
-    start: Sequence[Placed], write: Callable[[Sequence[Placed], Outs], WrittenBody]
-) -> tuple[list[Placed], WrittenBody]:
-    """How what is carried lies in all turns, and the body that takes and gives it so."""
-    carry, whole = list(start), [False] * len(start)
-    while True:
-        found = write(carry, None)
-        made = found.outs[: len(carry)]
-        closed_ = [isinstance(c, Partial) and not isinstance(m, Partial) for c, m in zip(carry, made, strict=True)]
-        whole = [w or c for w, c in zip(whole, closed_, strict=True)]
-        new = [_join(c, m) for c, m in zip(carry, made, strict=True)]
-        new = [SHARED if w and not isinstance(x, RowAxis) else x for w, x in zip(whole, new, strict=True)]
-        if new == carry:
-            break
-        carry = new
-    if list(made) == carry:
-        return carry, found
-    return carry, write(carry, [*carry, *found.outs[len(carry) :]])
+def _whole_or_open(layouts: Sequence[Placed]) -> list[Placed]:
+    return [SHARED if x is _CLOSED else x for x in layouts]
 
 
-def _join(*layouts: Placed) -> Placed:
-    """How a value lies that comes in several ways: cut where it is cut anywhere, else open where it is open."""
-    cut = [x for x in layouts if isinstance(x, RowAxis)]
-    return cut[0] if cut else PARTIAL if any(isinstance(x, Partial) for x in layouts) else SHARED
+def _join(one: Placed, other: Placed) -> Placed:
+    """Return the layout of a value that has one of two: cut if either is, else a sum if either is one."""
+    both = (one, other)
+    rows = [x for x in both if isinstance(x, RowAxis)]
+    return rows[0] if rows else PARTIAL if any(isinstance(x, Partial) for x in both) else SHARED
 
 
-def _no_sum(x: Placed) -> Placed:
-    return x if isinstance(x, RowAxis) else SHARED
+def _join_turns(carried: Placed, made: Placed) -> Placed:
+    """Return the layout of a carried value, of which a turn makes another."""
+    is_whole = carried is _CLOSED or (isinstance(carried, Partial) and not isinstance(made, Partial))
+    return _CLOSED if is_whole and not isinstance(made, RowAxis) else _join(carried, made)
 
 
 def _inside(x: Placed) -> Placed:
-    """What a turn has of a stack; one that is cut along the turns is whole."""
-    return dataclasses.replace(x, axis=x.axis - 1) if isinstance(x, RowAxis) and x.axis else SHARED
+    """Return the layout of a turn's slice; a stack that is cut along the turns is whole."""
+    return _moved(x, -1) if isinstance(x, RowAxis) and x.axis else SHARED
+
+
+def _stack(x: Placed) -> Placed:
+    return _moved(x, 1) if isinstance(x, RowAxis) else x
+
+
+def _moved(row: RowAxis, by: int) -> RowAxis:
+    return dataclasses.replace(row, axis=row.axis + by)

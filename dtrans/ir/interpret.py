@@ -23,7 +23,6 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from dtrans._jax import (
     COND,
-    SCAN,
     WHILE,
     Atom,
     JaxprEqn,
@@ -33,8 +32,7 @@ from dtrans._jax import (
     constants,
     has_bodies,
     opened,
-    scan_counts,
-    while_counts,
+    wiring,
 )
 
 
@@ -147,45 +145,32 @@ def enter(
       analysis: joins facts. `run` decides what its rule is.
       run: evaluates a body. It is called again until carried facts settle; the last result stays.
     """
+    wires, inner = wiring(eqn), bodies(eqn)
     found: dict[int, Result] = {}
+    decision = [ins[0]] if eqn.primitive.name == COND else []
+    chosen = analysis.branch(ins[0]) if decision else None
+    numbers = range(len(inner)) if chosen is None else [min(max(chosen, 0), len(inner) - 1)]
 
-    def outs_of(number: int, *facts: Fact) -> list[Fact]:
-        found[number], outs = run(number, bodies(eqn)[number], list(facts))
-        return list(outs)
+    def turn(operands: Sequence[Fact]) -> list[Fact]:
+        each: list[Sequence[Fact]] = []
+        for k in numbers:
+            found[k], made = run(k, inner[k], [operands[i] for i in wires.ins[k]])
+            if wires.outs[k] is None:
+                decision[:] = made
+            else:
+                each.append(made)
+        outs = _joined(analysis.join, each)
+        return [analysis.decide(decision[0], x) for x in outs] if decision and chosen is None else outs
 
-    if eqn.primitive.name == SCAN:
-        consts, carried = scan_counts(eqn)
-        fixed, carry, stacks = ins[:consts], ins[consts : consts + carried], ins[consts + carried :]
-        slices = opened(bodies(eqn)[0]).invars[consts + carried :]
-        turns = [analysis.fit(analysis.turn(x), v.aval) for x, v in zip(stacks, slices, strict=True)]
-        carry, outs = _settle(analysis.join, carry, lambda carry: outs_of(0, *fixed, *carry, *turns))
-        ends = [*carry, *outs[carried:]]
-        made = map(analysis.stack, outs[carried:])
-        return Entered([*fixed, *carry, *map(analysis.stack, turns)], [*carry, *made], found, None, {0: ends})
-
-    if eqn.primitive.name == WHILE:
-        of_cond, of_body = while_counts(eqn)
-        fixed, carry = ins[: of_cond + of_body], ins[of_cond + of_body :]
-        decision: list[Fact] = []
-
-        def decided(carry: Sequence[Fact]) -> list[Fact]:
-            decision[:] = outs_of(0, *fixed[:of_cond], *carry)
-            return [analysis.decide(decision[0], x) for x in outs_of(1, *fixed[of_cond:], *carry)]
-
-        carry, _ = _settle(analysis.join, carry, decided)
-        return Entered([*fixed, *carry], list(carry), found, decision[0], {0: decision, 1: carry})
-
-    if eqn.primitive.name == COND:
-        which, *operands = ins
-        chosen, count = analysis.branch(which), len(bodies(eqn))
-        numbers = range(count) if chosen is None else [min(max(chosen, 0), count - 1)]
-        outs = _joined(analysis.join, [outs_of(k, *operands) for k in numbers])
-        if chosen is None:
-            outs = [analysis.decide(which, x) for x in outs]
-        return Entered(list(ins), outs, found, which, dict.fromkeys(found, outs))
-
-    outs = outs_of(0, *ins)
-    return Entered(list(ins), outs, found, None, {0: outs})
+    operands = list(ins)
+    for i in wires.slices:
+        operands[i] = analysis.fit(analysis.turn(ins[i]), opened(inner[0]).invars[i].aval)
+    operands, outs = _settle(analysis.join, operands, wires.carried, turn)
+    for i, j in wires.carried.items():
+        outs[j] = operands[i]
+    ends = {k: decision if wires.outs[k] is None else list(outs) for k in found}
+    operands, outs = _stacked(analysis, operands, wires.slices), _stacked(analysis, outs, wires.stacks)
+    return Entered(operands, outs, found, decision[0] if decision else None, ends)
 
 
 def enter_backward(
@@ -197,55 +182,52 @@ def enter_backward(
       analysis: joins facts. `run` decides what its rule is.
       run: evaluates a body backward: from facts of its outputs to those of its inputs.
     """
+    wires, inner = wiring(eqn), bodies(eqn)
     found: dict[int, Result] = {}
+    decision: list[Fact] = []
 
-    def ins_of(number: int, *facts: Fact) -> list[Fact]:
-        found[number], ins = run(number, bodies(eqn)[number], list(facts))
-        return list(ins)
+    def turn(ends: Sequence[Fact]) -> list[Fact]:
+        if eqn.primitive.name in (COND, WHILE):
+            decision[:] = [analysis.decide(functools.reduce(analysis.join, ends))]
+        operands = dict(zip([0], decision, strict=False)) if eqn.primitive.name == COND else {}
+        for k, (read, given) in enumerate(zip(wires.ins, wires.outs, strict=True)):
+            found[k], made = run(k, inner[k], decision if given is None else [ends[j] for j in given])
+            for i, x in zip(read, made, strict=True):
+                operands[i] = analysis.join(operands[i], x) if i in operands else x
+        return [operands[i] for i in range(len(eqn.invars))]
 
-    if eqn.primitive.name == SCAN:
-        consts, carried = scan_counts(eqn)
-        turns = list(map(analysis.turn, outs[carried:]))
-
-        def of_scan(carry: Sequence[Fact]) -> list[Fact]:
-            ins = ins_of(0, *carry, *turns)
-            return [*ins[consts : consts + carried], *ins[:consts], *ins[consts + carried :]]
-
-        carry, made = _settle(analysis.join, outs[:carried], of_scan)
-        fixed, stacks = made[carried : carried + consts], map(analysis.stack, made[carried + consts :])
-        return Entered([*fixed, *carry, *stacks], [*carry, *outs[carried:]], found)
-
-    if eqn.primitive.name == WHILE:
-        of_cond, of_body = while_counts(eqn)
-
-        def of_while(carry: Sequence[Fact]) -> list[Fact]:
-            tested = ins_of(0, analysis.decide(functools.reduce(analysis.join, carry)))
-            made = ins_of(1, *carry)
-            joined = _joined(analysis.join, [tested[of_cond:], made[of_body:]])
-            return [*joined, *tested[:of_cond], *made[:of_body]]
-
-        carry, made = _settle(analysis.join, outs, of_while)
-        return Entered([*made[len(carry) :], *carry], list(carry), found)
-
-    if eqn.primitive.name == COND:
-        operands = _joined(analysis.join, [ins_of(k, *outs) for k in range(len(bodies(eqn)))])
-        which = analysis.decide(functools.reduce(analysis.join, outs))
-        return Entered([which, *operands], list(outs), found, which)
-
-    return Entered(ins_of(0, *outs), list(outs), found)
+    ends = [analysis.turn(x) if j in wires.stacks else x for j, x in enumerate(outs)]
+    ends, operands = _settle(analysis.join, ends, {j: i for i, j in wires.carried.items()}, turn)
+    for i, j in wires.carried.items():
+        operands[i] = ends[j]
+    outs = [x if j in wires.stacks else end for j, (x, end) in enumerate(zip(outs, ends, strict=True))]
+    return Entered(_stacked(analysis, operands, wires.slices), outs, found, decision[0] if decision else None)
 
 
 def _settle(
-    join: Callable[[Fact, Fact], Fact], start: Sequence[Fact], turn: Callable[[Sequence[Fact]], list[Fact]]
-) -> tuple[Sequence[Fact], list[Fact]]:
-    """Return carried facts that a turn leaves as they are, and all facts that this turn results in."""
-    carry = list(start)
+    join: Callable[[Fact, Fact], Fact],
+    start: list[Fact],
+    carried: Mapping[int, int],
+    turn: Callable[[Sequence[Fact]], list[Fact]],
+) -> tuple[list[Fact], list[Fact]]:
+    """Return facts that a turn leaves as they are, and those that this turn results in.
+
+    Args:
+      start: the facts that a turn begins with.
+      carried: position in these to that in the results, for values that go from turn to turn.
+    """
     while True:
-        made = turn(carry)
-        joined = _joined(join, [carry, made[: len(carry)]])
-        if joined == carry:
-            return carry, made
-        carry = joined
+        made = turn(start)
+        joined = [join(x, made[carried[i]]) if i in carried else x for i, x in enumerate(start)]
+        if joined == start:
+            return start, made
+        start = joined
+
+
+def _stacked(
+    analysis: ForwardAnalysis[Fact] | BackwardAnalysis[Fact], facts: Sequence[Fact], numbers: Sequence[int]
+) -> list[Fact]:
+    return [analysis.stack(x) if i in numbers else x for i, x in enumerate(facts)]
 
 
 def _joined(join: Callable[[Fact, Fact], Fact], each: Sequence[Sequence[Fact]]) -> list[Fact]:
