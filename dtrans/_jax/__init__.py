@@ -58,6 +58,7 @@ from dtrans._jax.jaxprs import (
     NamedJaxpr as NamedJaxpr,
     abstract_eval as abstract_eval,
     closed as closed,
+    closed_with as closed_with,
     constants as constants,
     equations as equations,
     evaluate as evaluate,

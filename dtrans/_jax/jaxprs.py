@@ -83,6 +83,19 @@ def closed(
     return made
 
 
+def closed_with(
+    jaxpr: Any,
+    *,
+    invars: Sequence[Var] | None = None,
+    outvars: Sequence[Atom] | None = None,
+    eqns: Sequence[JaxprEqn] | None = None,
+) -> ClosedJaxpr:
+    """Return a jaxpr, open or closed, as a closed one with other inputs, outputs or equations."""
+    inner = opened(jaxpr)
+    ins, outs = inner.invars if invars is None else invars, inner.outvars if outvars is None else outvars
+    return closed(inner.constvars, constants(jaxpr), ins, outs, inner.eqns if eqns is None else eqns, jaxpr)
+
+
 def with_equations(jaxpr: Any, eqns: Sequence[JaxprEqn]) -> Any:
     """Return a jaxpr, open or closed as it was, with other equations that have the same effects."""
     old: Any = jaxpr

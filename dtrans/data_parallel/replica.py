@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from dtrans._jax import Atom, Var
 from dtrans.data_parallel.options import Options
-from dtrans.ir.builder import Builder
+from dtrans.ir.builder import Builder, read_from
 from dtrans.ir.dataflow import backward_slice
 from dtrans.ir.pytree import is_under
 from dtrans.ops import trainer_index_p
@@ -77,9 +77,9 @@ def write_from_gradients(b: Builder, step: Cut, outs: Mapping[str, Atom], means:
     for i in sorted({*kept, *step.late}):
         eqn = inner.eqns[i]
         if any(isinstance(a, Var) and a in env for a in eqn.invars):
-            atoms = [env.get(a, a) if isinstance(a, Var) else a for a in eqn.invars]
-            env.update(zip(eqn.outvars, b.copy(eqn, atoms, [v.aval for v in eqn.outvars]), strict=True))
+            made = b.copy(eqn, read_from(env, eqn.invars), [v.aval for v in eqn.outvars])
+            env.update(zip(eqn.outvars, made, strict=True))
         elif i in step.late or not here.issuperset(eqn.outvars):
             b.keep(eqn)
-    found = {n: outs[n] for n in step.from_gradients}
-    return {n: env.get(a, a) if isinstance(a, Var) else a for n, a in found.items()}
+    found = read_from(env, [outs[n] for n in step.from_gradients])
+    return dict(zip(step.from_gradients, found, strict=True))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, opened
-from dtrans.ir.builder import Builder
+from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Var, opened
+from dtrans.ir.builder import Builder, read_from
 from dtrans.ops import all_reduce_p
 
 
@@ -24,7 +23,6 @@ def merge_reductions(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
     b = Builder(jaxpr)
     b.invars += inner.invars
     found: dict[Var, Atom] = {}
-    read: Callable[[Atom], Atom] = lambda a: a if isinstance(a, Literal) else found.get(a, a)
     for level in levels:
         waiting: dict[Any, list[JaxprEqn]] = {}
         for i in level:
@@ -32,12 +30,12 @@ def merge_reductions(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
             if _is_reduction(eqn):
                 waiting.setdefault(tuple(eqn.params.items()), []).append(eqn)
             else:
-                b.keep(eqn, [read(a) for a in eqn.invars])
+                b.keep(eqn, read_from(found, eqn.invars))
         for params, eqns in waiting.items():
-            terms = [read(a) for e in eqns for a in e.invars]
+            terms = read_from(found, [a for e in eqns for a in e.invars])
             made = b.bind(all_reduce_p, *terms, **dict(params))
             found.update(zip((v for e in eqns for v in e.outvars), made, strict=True))
-    return b.build([read(a) for a in inner.outvars])
+    return b.build(read_from(found, inner.outvars))
 
 
 def _is_reduction(eqn: JaxprEqn) -> bool:

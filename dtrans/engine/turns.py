@@ -13,7 +13,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from dtrans._jax import SCAN, Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Var, bodies, closed, constants, opened, scan_counts
+from dtrans._jax import SCAN, Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Var, bodies, opened, scan_counts
 from dtrans.engine.layout import Placed
 from dtrans.ir.builder import Builder
 from dtrans.ir.inline import inline_calls
@@ -36,16 +36,8 @@ def own_turns(eqn: JaxprEqn, ins: Sequence[Placed]) -> tuple[RowAxis, list[bool]
         return None
     (row,) = rows
     (body,) = bodies(eqn)
-    added = _added(opened(flat_body(body)), consts, carried)
+    added = _added(opened(inline_calls(body, rules=True)), consts, carried)
     return None if row.axis or added is None else (row, added)
-
-
-def flat_body(body: Any) -> ClosedJaxpr:
-    """Return a body without calls; those with derivative rules stay."""
-    inner = opened(body)
-    return inline_calls(
-        closed(inner.constvars, constants(body), inner.invars, inner.outvars, inner.eqns, inner), rules=True
-    )
 
 
 def _added(inner: Jaxpr, consts: int, carried: int) -> list[bool] | None:
@@ -86,7 +78,7 @@ def _adds_to(eqn: JaxprEqn, value: Var) -> bool:
 
 def with_padding(body: Any, consts: int, added: Sequence[bool]) -> ClosedJaxpr:
     """Return a body with one more operand, which is false in turns that are padding: these add nothing."""
-    flat = flat_body(body)
+    flat = inline_calls(body, rules=True)
     b = Builder(flat)
     ins = [b.input(v.aval) for v in opened(flat).invars]
     is_turn = b.input(jnp.zeros((), bool).aval)

@@ -32,7 +32,7 @@ from dtrans._jax import (
     Literal,
     Var,
     bodies,
-    closed,
+    closed_with,
     constants,
     equations,
     facts_of,
@@ -337,13 +337,9 @@ class SplitWriter(ShardValues):
           said: the equation that it is of, as text.
           inputs: which of its inputs are inputs of the program that are cut.
         """
-        inner = opened(body)
         is_local = self.is_local or in_local_scope(eqn)
         reads_own = self._is_local(eqn) or any(a in self.own for a in eqn.invars if isinstance(a, Var))
-        flat = inline_calls(
-            closed(inner.constvars, constants(body), inner.invars, inner.outvars, inner.eqns, inner),
-            rules=self.keeps_rules,
-        )
+        flat = inline_calls(body, rules=self.keeps_rules)
         ends = opened(flat).outvars
         terms = linear_terms(opened(flat), [a for i in added if i < len(ends) and isinstance(a := ends[i], Var)])
 
@@ -418,9 +414,8 @@ class SplitWriter(ShardValues):
 
         atoms, new = [self.as_(a, x) for a, x in zip(eqn.invars, given, strict=True)], body.jaxpr
         if body.takes_index:  # behind what the loss is differentiated by
-            inner = opened(new)
-            index, *others = inner.invars
-            new = closed(inner.constvars, constants(new), [*others, index], inner.outvars, inner.eqns, new)
+            index, *others = opened(new).invars
+            new = closed_with(new, invars=[*others, index])
             atoms.append(self.pieces.index())
         self.gathers += body.gathers
         self.scaled |= body.scaled
@@ -616,9 +611,7 @@ def _bodies(eqn: JaxprEqn) -> Sequence[Any]:
 
 def _with_an_operand(jaxpr: ClosedJaxpr, operand: Atom) -> ClosedJaxpr:
     """Return a body with one more operand, the first, that it does not read."""
-    inner = opened(jaxpr)
-    invars = [Var(operand.aval), *inner.invars]
-    return closed(inner.constvars, constants(jaxpr), invars, inner.outvars, inner.eqns, jaxpr)
+    return closed_with(jaxpr, invars=[Var(operand.aval), *opened(jaxpr).invars])
 
 
 def _types(eqn: JaxprEqn) -> list[Any]:

@@ -25,13 +25,12 @@ from dtrans._jax import (
     JaxprEqn,
     Var,
     bodies,
-    closed,
-    constants,
+    closed_with,
     equations,
     opened,
     with_bodies,
 )
-from dtrans.ir.builder import Builder
+from dtrans.ir.builder import Builder, extract_part, read_from
 from dtrans.ir.interpret import Facts
 from dtrans.ir.row_numbers import Count, Fact, known_of, numbers_of
 
@@ -69,11 +68,10 @@ def _rewritten(jaxpr: Any, numbers: Facts[Fact]) -> Any:
     inner = opened(jaxpr)
     if not _has_picks(inner):
         return jaxpr
-    like = closed(inner.constvars, constants(jaxpr), inner.invars, inner.outvars, inner.eqns, inner)
-    b, env, changed = Builder(like), dict[Var, Atom](), False
+    b, env, changed = Builder(closed_with(jaxpr)), dict[Var, Atom](), False
     b.invars += inner.invars
     for i, eqn in enumerate(inner.eqns):
-        atoms = _read(eqn.invars, env)
+        atoms = read_from(env, eqn.invars)
         b.source = eqn
         if (made := _batched(eqn, env, numbers, inner.eqns[:i], b)) is not None:
             env[eqn.outvars[0]], changed = made, True
@@ -83,12 +81,8 @@ def _rewritten(jaxpr: Any, numbers: Facts[Fact]) -> Any:
         b.keep(new, atoms)
     if not changed:
         return jaxpr
-    new_jaxpr = _without_unread(b.build(_read(inner.outvars, env)), inner)
+    new_jaxpr = _without_unread(b.build(read_from(env, inner.outvars)), inner)
     return new_jaxpr if isinstance(jaxpr, ClosedJaxpr) else opened(new_jaxpr)
-
-
-def _read(atoms: Sequence[Atom], env: Mapping[Var, Atom]) -> list[Atom]:
-    return [env.get(a, a) if isinstance(a, Var) else a for a in atoms]
 
 
 def _without_unread(jaxpr: ClosedJaxpr, old: Any) -> ClosedJaxpr:
@@ -102,8 +96,7 @@ def _without_unread(jaxpr: ClosedJaxpr, old: Any) -> ClosedJaxpr:
         if eqn.effects or unread.intersection(eqn.outvars) or read.intersection(eqn.outvars):
             eqns.append(eqn)
             read.update(a for a in eqn.invars if isinstance(a, Var))
-    values = {v: c for v, c in zip(inner.constvars, constants(jaxpr), strict=True) if v in read}
-    return closed([*values], [*values.values()], inner.invars, inner.outvars, eqns[::-1], jaxpr)
+    return extract_part(jaxpr, inner.invars, eqns[::-1], inner.outvars)
 
 
 def _with_rewritten_bodies(eqn: JaxprEqn, inside: Mapping[int, Facts[Fact]]) -> JaxprEqn:
@@ -170,7 +163,7 @@ def _batched(
         ),
     }
     params = {"dimension_numbers": n._replace(**new)}
-    atoms, components = _read(eqn.invars, env), _read(_components(eqn.invars[1], before), env)
+    atoms, components = read_from(env, eqn.invars), read_from(env, _components(eqn.invars[1], before))
     rest = [components[c] if components else b.call(_component(c), atoms[1])[0] for c in left]
     at = rest[0] if len(rest) == 1 else b.call(_joined, *rest)[0]
     if gathers:

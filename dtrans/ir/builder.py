@@ -19,7 +19,6 @@ from dtrans._jax import (
     Atom,
     ClosedJaxpr,
     JaxprEqn,
-    Literal,
     Primitive,
     Var,
     abstract_eval,
@@ -38,6 +37,11 @@ def _traced(fn: Callable[..., Any], types: tuple[Any, ...]) -> ClosedJaxpr:
     jaxpr = inline_calls(small_jaxpr(fn, types))
     assert not constants(jaxpr), f"{fn} closes over an array"
     return jaxpr
+
+
+def read_from(env: Mapping[Var, Atom], atoms: Iterable[Atom]) -> list[Atom]:
+    """Return values in the place of others; literals, and variables that are not in `env`, stay."""
+    return [env.get(a, a) if isinstance(a, Var) else a for a in atoms]
 
 
 class Builder:
@@ -100,14 +104,24 @@ class Builder:
         """The equations of another closed jaxpr, on operands of the types of its inputs; its outputs."""
         body = opened(jaxpr)
         assert all(a.aval.shape == v.aval.shape for a, v in zip(atoms, body.invars, strict=True)), (atoms, body.invars)
-        env: dict[Var, Atom] = dict(zip(body.invars, atoms, strict=True))
-        env.update((v, self.constant(c)) for v, c in zip(body.constvars, constants(jaxpr), strict=True))
-        read = lambda a: a if isinstance(a, Literal) else env[a]
-        for eqn in body.eqns:
+        return self.inline_part(jaxpr, dict(zip(body.invars, atoms, strict=True)), body.eqns, body.outvars)
+
+    def inline_part(
+        self, jaxpr: ClosedJaxpr, env: Mapping[Var, Atom], eqns: Iterable[JaxprEqn], wanted: Iterable[Atom]
+    ) -> list[Atom]:
+        """Write some equations of another jaxpr; return values that are wanted of it.
+
+        Args:
+          env: values of the other jaxpr that are here, by its variables. Others keep their variables.
+          eqns: in order, those that make `wanted` of these values.
+        """
+        known: dict[Var, Atom] = dict(env)
+        known |= zip(opened(jaxpr).constvars, map(self.constant, constants(jaxpr)), strict=True)
+        for eqn in eqns:
             eqn = eqn if self.source is None else from_line_of(eqn, self.source)
-            made = self.copy(eqn, [read(a) for a in eqn.invars], [v.aval for v in eqn.outvars])
-            env.update(zip(eqn.outvars, made, strict=True))
-        return [read(a) for a in body.outvars]
+            made = self.copy(eqn, read_from(known, eqn.invars), [v.aval for v in eqn.outvars])
+            known.update(zip(eqn.outvars, made, strict=True))
+        return read_from(known, wanted)
 
     def bind(self, primitive: Primitive, *atoms: Atom, **params: Any) -> list[Var]:
         """A new equation; its output types are what the primitive makes of the operands' types.
@@ -164,3 +178,14 @@ class Builder:
         """The finished jaxpr. Dead equations are not removed: see `needed` and `eliminate_dead`."""
         self._note(outvars)
         return closed(list(self._used), list(self._used.values()), self.invars, list(outvars), self.eqns, self._like)
+
+
+def extract_part(
+    jaxpr: ClosedJaxpr, invars: Iterable[Var], eqns: Iterable[JaxprEqn], outvars: Sequence[Atom]
+) -> ClosedJaxpr:
+    """Return a jaxpr of some equations of another, with the constants that they read."""
+    b = Builder(jaxpr)
+    b.invars += invars
+    for eqn in eqns:
+        b.keep(eqn)
+    return b.build(outvars)

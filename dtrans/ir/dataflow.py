@@ -30,6 +30,12 @@ def backward_slice(
     return kept[::-1], wanted
 
 
+def free_variables(eqns: Sequence[JaxprEqn]) -> list[Var]:
+    """Return the variables that equations read and none of them makes, in the order in which they are read."""
+    made = {v for e in eqns for v in e.outvars}
+    return list(dict.fromkeys(a for e in eqns for a in e.invars if isinstance(a, Var) and a not in made))
+
+
 def propagate(eqns: Sequence[JaxprEqn], seeds: Mapping[Var, int], fixed: Mapping[Var, int]) -> dict[Var, int]:
     """Which seeds enter each value, as bits: the union over what it is made of; `fixed` values are as given.
 

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, NamedJaxpr, Var, closed, equations, jaxpr_as_fun
+from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, NamedJaxpr, Var, closed_with, equations, jaxpr_as_fun
 from dtrans.errors import DtransError, NotRealisedError, TraceError
 from dtrans.ir import display, fingerprint
 from dtrans.ir.builder import Builder
@@ -297,9 +297,8 @@ class Program(NamedJaxpr):
           names: the output for each array of it.
           changed: other fields.
         """
-        inner, made = self.inner, self.outvars
-        outvars = [made[n] for n in names]
-        jaxpr = closed(inner.constvars, self.jaxpr.consts, inner.invars, outvars, inner.eqns, self.jaxpr)
+        made = self.outvars
+        jaxpr = closed_with(self.jaxpr, outvars=[made[n] for n in names])
         return dataclasses.replace(self, jaxpr=jaxpr, out=out, specializer=None, **changed)
 
     def once(self, make: Callable[[Program], T]) -> T:

@@ -13,9 +13,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from dtrans._jax import Atom, ClosedJaxpr, HoldsJaxpr, JaxprEqn, Literal, Var, closed, constants, opened
+from dtrans._jax import Atom, ClosedJaxpr, HoldsJaxpr, JaxprEqn, Var, closed, closed_with, constants, opened
 from dtrans.errors import GradientError
-from dtrans.ir.builder import Builder
+from dtrans.ir.builder import Builder, read_from
 from dtrans.ir.dataflow import backward_slice, propagate
 from dtrans.ir.inline import inline_calls
 from dtrans.step.capture import loss_of, operands_of, value_and_grad_p
@@ -53,14 +53,8 @@ class ForwardPass(HoldsJaxpr):
 
     def before(self, b: Builder, wanted: Sequence[Atom], inputs: Mapping[Var, Atom]) -> list[Atom]:
         """Write what the prelude makes of the step's inputs."""
-        inner = self.prelude.jaxpr
-        env: dict[Var, Atom] = dict(inputs)
-        env |= {v: b.constant(c) for v, c in zip(inner.constvars, constants(self.prelude), strict=True)}
-        read = lambda a: a if isinstance(a, Literal) else env[a]
-        for i in backward_slice(inner.eqns, wanted)[0]:
-            eqn = inner.eqns[i]
-            env.update(zip(eqn.outvars, b.copy(eqn, [read(a) for a in eqn.invars]), strict=True))
-        return [read(a) for a in wanted]
+        eqns = opened(self.prelude).eqns
+        return b.inline_part(self.prelude, inputs, [eqns[i] for i in backward_slice(eqns, wanted)[0]], wanted)
 
     @property
     def of_micro_batches(self) -> list[Var]:
@@ -104,13 +98,12 @@ def forward_pass(step: Cut) -> ForwardPass:
 
     # what the step makes of the loss's results reads them under the names they have inside
     env: dict[Var, Atom] = dict(zip(eqn.outvars[:count], opened(body).outvars, strict=True))
-    read = lambda a: env.get(a, a) if isinstance(a, Var) else a
     after = propagate(inner.eqns, dict.fromkeys(eqn.outvars, 1), {})
     late = [i for i in kept if i != at and (any(after.get(v) for v in inner.eqns[i].outvars) or i in observers)]
-    eqns = [*opened(body).eqns, *(inner.eqns[i].replace(invars=[*map(read, inner.eqns[i].invars)]) for i in late)]
+    eqns = [*opened(body).eqns, *(inner.eqns[i].replace(invars=read_from(env, inner.eqns[i].invars)) for i in late)]
     shown = summaries(closed([], [], [], [], eqns, body))
     eqns = [e for e in eqns if e.primitive is not summary_p]
-    results = {n: read(outs[n]) for n in names}
+    results = dict(zip(names, read_from(env, [outs[n] for n in names]), strict=True))
     results |= {summary_name(s.tag): s.atom for s in shown if s.atom is not None}
     eqns = _live(eqns, [opened(body).outvars[0], *results.values()])
     made = {v for e in eqns for v in e.outvars}
@@ -127,15 +120,9 @@ def forward_pass(step: Cut) -> ForwardPass:
     jaxpr = closed(constvars, values, list(given), [loss, *results.values()], eqns, source.jaxpr)
     leaf_of = {v: leaf for leaf, v in step.gradients.items()}
     diff = {v: leaf_of[g] for v, g in zip(differentiated, eqn.outvars[count:], strict=True) if g in leaf_of}
-    early = backward_slice(inner.eqns, [a for a in given.values() if isinstance(a, Var)])[0]
-    prelude = closed(
-        inner.constvars,
-        constants(source.jaxpr),
-        inner.invars,
-        [a for a in given.values() if isinstance(a, Var)],
-        [inner.eqns[i] for i in early],
-        source.jaxpr,
-    )
+    made_before = [a for a in given.values() if isinstance(a, Var)]
+    early = backward_slice(inner.eqns, made_before)[0]
+    prelude = closed_with(source.jaxpr, outvars=made_before, eqns=[inner.eqns[i] for i in early])
     return ForwardPass(step, jaxpr, diff, given, prelude, loss, results, shown, keys)
 
 

@@ -23,9 +23,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, ShapedArray, Var, closed, constants, opened
+from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, ShapedArray, Var, closed_with, opened
 from dtrans.ir.array_fns import padded
-from dtrans.ir.builder import Builder
+from dtrans.ir.builder import Builder, extract_part
 from dtrans.ir.dataflow import backward_slice, propagate
 from dtrans.ir.program import BACKWARD, FORWARD, Program
 from dtrans.ir.pytree import TreeSpec, unused_name
@@ -93,14 +93,7 @@ def program_of(name: str, jaxpr: ClosedJaxpr, ins: Sequence[str], outs: Sequence
     spec, made = TreeSpec.of(args), TreeSpec.of(out)
     by_name = dict(zip(ins, inner.invars, strict=True))
     outs_by_name = dict(zip(outs, inner.outvars, strict=True))
-    ordered = closed(
-        inner.constvars,
-        constants(jaxpr),
-        [by_name[n] for n in spec.names],
-        [outs_by_name[n] for n in made.names],
-        inner.eqns,
-        jaxpr,
-    )
+    ordered = closed_with(jaxpr, invars=[by_name[n] for n in spec.names], outvars=[outs_by_name[n] for n in made.names])
     return Program(name, ordered, (spec,), made, (role,) * len(inner.eqns))
 
 
@@ -125,7 +118,6 @@ class StageProgramWriter:
         eqns = forward.eqns
         inner = forward.inner
         self.inputs = set(inner.invars)
-        self.consts = dict(zip(inner.constvars, constants(forward.jaxpr), strict=True))
         made = {v: s for e, s in zip(eqns, stage_of, strict=True) for v in e.outvars}
         # what depends on no micro-batch (a mask, a weight transposed) is made in each stage that reads it
         self.dependent = propagate(eqns, dict.fromkeys(forward.of_micro_batches, 1), {})
@@ -238,10 +230,8 @@ class StageProgramWriter:
         used = leaves | {a for e in eqns for a in e.invars if isinstance(a, Var)}
         used |= {a for a in wanted if isinstance(a, Var)}
         reads = [v for v in inner.invars if v in used]
-        constvars = [v for v in self.consts if v in used]
         heard = [v for v in received if v in used]
-        body = closed(constvars, [self.consts[v] for v in constvars], [*reads, *heard], wanted, eqns, f.jaxpr)
-        return body, reads, heard
+        return extract_part(f.jaxpr, [*reads, *heard], eqns, wanted), reads, heard
 
     def _prelude(self, names: Sequence[str], wanted: Sequence[Atom]) -> ClosedJaxpr:
         """What a stage makes of the step's inputs before it begins."""
@@ -334,10 +324,10 @@ class StageProgramWriter:
         between = [v for v in read if not _is_made_of_nothing(v, inner.eqns)]
         names = [f"@between/{i}" for i in range(len(between))]
         take: Callable[[Sequence[int]], list[JaxprEqn]] = lambda which: [inner.eqns[i] for i in which]
-        values = constants(jaxpr)
-        one = closed(inner.constvars, values, inner.invars, [*inner.outvars[:cotangents], *between], take(first), jaxpr)
+        one = closed_with(jaxpr, outvars=[*inner.outvars[:cotangents], *between], eqns=take(first))
         extra = backward_slice(inner.eqns, inner.outvars[cotangents:], {*between})[0]
-        two = closed(inner.constvars, values, [*inner.invars, *between], inner.outvars[cotangents:], take(extra), jaxpr)
+        invars = [*inner.invars, *between]
+        two = closed_with(jaxpr, invars=invars, outvars=inner.outvars[cotangents:], eqns=take(extra))
         return (
             _live(f"backward of stage {s}", one, ins, [*outs[:cotangents], *names]),
             _live(f"weights of stage {s}", two, [*ins, *names], outs[cotangents:]),
@@ -355,15 +345,7 @@ def _live(name: str, jaxpr: ClosedJaxpr, ins: Sequence[str], outs: Sequence[str]
     kept, leaves = backward_slice(inner.eqns, inner.outvars)
     used = leaves | {a for a in inner.outvars if isinstance(a, Var)}
     here = [(n, v) for n, v in zip(ins, inner.invars, strict=True) if v in used]
-    consts = [(v, c) for v, c in zip(inner.constvars, constants(jaxpr), strict=True) if v in used]
-    live = closed(
-        [v for v, _ in consts],
-        [c for _, c in consts],
-        [v for _, v in here],
-        inner.outvars,
-        [inner.eqns[i] for i in kept],
-        jaxpr,
-    )
+    live = extract_part(jaxpr, [v for _, v in here], [inner.eqns[i] for i in kept], inner.outvars)
     return program_of(name, live, [n for n, _ in here], outs, BACKWARD)
 
 

@@ -25,14 +25,13 @@ from dtrans._jax import (
     JaxprEqn,
     Literal,
     Var,
-    closed,
-    constants,
+    closed_with,
     is_reversed,
     scan_counts,
     scan_length,
     scan_turns,
 )
-from dtrans.ir.builder import Builder
+from dtrans.ir.builder import Builder, read_from
 from dtrans.ir.program import FORWARD, Program
 from dtrans.ir.pytree import TreeSpec
 from dtrans.pipeline_parallel.forward_pass import ForwardPass
@@ -243,20 +242,17 @@ def taken_apart(forward: ForwardPass, rows: Mapping[str, tuple[StageRows, ...]])
             env[v, (r.part.first, r.part.stop)] = own
             diff[own], given[own] = r.name, vars_of[r.name]
     eqns: list[JaxprEqn] = []
-    renamed: dict[Atom, Var] = {}
+    renamed: dict[Var, Atom] = {}
     for eqn in forward.eqns:
         run = _run(eqn)
         operand = eqn.invars[0] if eqn.invars else None
         if run is not None and isinstance(operand, Var) and (operand, run) in env:
             renamed[eqn.outvars[0]] = env[operand, run]
         else:
-            read = [renamed.get(a, a) if isinstance(a, Var) else a for a in eqn.invars]
-            eqns.append(eqn.replace(invars=read))
-    inner = forward.inner
-    jaxpr = closed(inner.constvars, constants(forward.jaxpr), list(given), inner.outvars, eqns, forward.jaxpr)
-    p = forward.prelude.jaxpr
+            eqns.append(eqn.replace(invars=read_from(renamed, eqn.invars)))
+    jaxpr = closed_with(forward.jaxpr, invars=list(given), eqns=eqns)
     outs = [a for a in given.values() if isinstance(a, Var)]
-    prelude = closed(p.constvars, constants(forward.prelude), step.program.inner.invars, outs, p.eqns, forward.prelude)
+    prelude = closed_with(forward.prelude, invars=step.program.inner.invars, outvars=outs)
     return Taken(dataclasses.replace(forward, step=step, jaxpr=jaxpr, diff=diff, given=given, prelude=prelude), every)
 
 

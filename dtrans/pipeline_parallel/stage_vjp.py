@@ -20,10 +20,8 @@ from dtrans._jax import (
     ClosedJaxpr,
     Jaxpr,
     JaxprEqn,
-    Literal,
     Var,
-    closed,
-    constants,
+    closed_with,
     evaluate,
     name_given,
     opened,
@@ -95,9 +93,7 @@ class StageVjp:
         outvars = [*inner.outvars[:count], *self.kept]
         live, _ = backward_slice(inner.eqns, [*outvars, *(a for e in inner.eqns if e.effects for a in e.invars)])
         live = sorted({*live, *(i for i, e in enumerate(inner.eqns) if e.effects)})
-        self.forward = closed(
-            inner.constvars, constants(traced), inner.invars, outvars, [inner.eqns[i] for i in live], traced
-        )
+        self.forward = closed_with(traced, outvars=outvars, eqns=[inner.eqns[i] for i in live])
         tree = structure[-1]
 
         def backward(*args: Any) -> Any:
@@ -120,22 +116,16 @@ class StageVjp:
 
     def gives(self, outvars: Sequence[Atom]) -> ClosedJaxpr:
         """The forward pass with these outputs."""
-        inner = opened(self.forward)
-        return closed(inner.constvars, constants(self.forward), inner.invars, outvars, inner.eqns, self.forward)
+        return closed_with(self.forward, outvars=outvars)
 
     def write_backward(
         self, b: Builder, inputs: Sequence[Atom], saved: Sequence[Atom], cotangents: Sequence[Atom]
     ) -> list[Atom]:
         """Write the backward pass, on the stage's inputs, what was kept, and cotangents."""
         inner = opened(self._source)
-        env: dict[Var, Atom] = dict(zip(inner.invars, inputs, strict=True))
-        env |= {v: b.constant(c) for v, c in zip(inner.constvars, constants(self._source), strict=True)}
-        env |= dict(zip(self.kept, saved, strict=True))
-        read = lambda a: a if isinstance(a, Literal) else env[a]
-        for i in backward_slice(inner.eqns, self._again, self.kept)[0]:
-            eqn = inner.eqns[i]
-            env.update(zip(eqn.outvars, b.copy(eqn, [read(a) for a in eqn.invars]), strict=True))
-        return b.inline(self.backward, *(read(a) for a in self._residuals), *cotangents)
+        env = dict(zip([*inner.invars, *self.kept], [*inputs, *saved], strict=True))
+        again = [inner.eqns[i] for i in backward_slice(inner.eqns, self._again, self.kept)[0]]
+        return b.inline(self.backward, *b.inline_part(self._source, env, again, self._residuals), *cotangents)
 
 
 def _barriers(inner: Jaxpr, wanted: Sequence[Var], given: Collection[Atom], names: Collection[str]) -> list[Var]:

@@ -20,9 +20,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from dtrans._jax import Atom, ClosedJaxpr, HoldsJaxpr, JaxprEqn, Var, closed, constants
+from dtrans._jax import Atom, ClosedJaxpr, HoldsJaxpr, JaxprEqn, Var, opened
+from dtrans.ir.builder import extract_part
 from dtrans.ir.cost import nbytes
-from dtrans.ir.dataflow import backward_slice
+from dtrans.ir.dataflow import backward_slice, free_variables
 from dtrans.ir.program import Program
 
 
@@ -109,18 +110,15 @@ def _apart(piece: StagePart, of: Mapping[Var, int], groups: Sequence[int]) -> li
     first = [v for i in sorted(common) for v in inner.eqns[i].outvars if v in read_later or v in piece.makes]
     parts = [(sorted(common), first)]
     parts += [(sorted(need[g] - common), [v for v in wanted[g] if v not in made]) for g in groups]
-    return [_part(piece, which, makes) for which, makes in parts if makes]
+    return [_part(piece.jaxpr, piece.place, which, makes) for which, makes in parts if makes]
 
 
-def _part(piece: StagePart, which: Sequence[int], makes: Sequence[Var]) -> StagePart:
-    inner = piece.inner
+def _part(jaxpr: ClosedJaxpr, at: int, which: Sequence[int], makes: Sequence[Var]) -> StagePart:
+    """Return some equations of a jaxpr as what one place does."""
+    inner = opened(jaxpr)
     eqns = [inner.eqns[i] for i in which]
-    made = {v for e in eqns for v in e.outvars}
-    read = dict.fromkeys(a for e in eqns for a in e.invars if isinstance(a, Var) and a not in made)
-    consts = dict(zip(inner.constvars, constants(piece.jaxpr), strict=True))
-    held, reads = [v for v in read if v in consts], [v for v in read if v not in consts]
-    jaxpr = closed(held, [consts[v] for v in held], reads, makes, eqns, piece.jaxpr)
-    return StagePart(piece.place, jaxpr, tuple(reads), tuple(makes))
+    reads = [v for v in free_variables(eqns) if v not in inner.constvars]
+    return StagePart(at, extract_part(jaxpr, reads, eqns, makes), tuple(reads), tuple(makes))
 
 
 class _Placer:
@@ -225,18 +223,10 @@ class _Placer:
         return self.level[var, p]
 
     def _piece(self, p: int, which: Sequence[int], outs: set[tuple[Var, int]]) -> StagePart:
-        inner = self.program.inner
-        eqns: list[JaxprEqn] = [self.eqns[i] for i in which]
-        made = {v for e in eqns for v in e.outvars}
-        consts = dict(zip(inner.constvars, constants(self.program.jaxpr), strict=True))
-        read = dict.fromkeys(a for e in eqns for a in e.invars if isinstance(a, Var) and a not in made)
-        reads = [v for v in read if v not in consts]
         mine = set(which)
         later = {
             a for (i, q) in self.done if q == p and i not in mine for a in self.eqns[i].invars if isinstance(a, Var)
         }
         later |= {v for v, here, _ in self.sends if here == p} | {v for v, q in outs if q == p}
-        makes = [v for e in eqns for v in e.outvars if v in later]
-        held = [v for v in read if v in consts]
-        jaxpr = closed(held, [consts[v] for v in held], reads, makes, eqns, self.program.jaxpr)
-        return StagePart(p, jaxpr, tuple(reads), tuple(makes))
+        makes = [v for i in which for v in self.eqns[i].outvars if v in later]
+        return _part(self.program.jaxpr, p, which, makes)

@@ -36,13 +36,14 @@ from dtrans._jax import (
     Literal,
     Var,
     bodies,
-    closed,
+    closed_with,
     constants,
     map_bodies,
     opened,
     with_bodies,
 )
-from dtrans.ir.builder import Builder
+from dtrans.ir.array_fns import converted
+from dtrans.ir.builder import Builder, extract_part, read_from
 from dtrans.ir.inline import inline_calls
 from dtrans.rows.layout import SHARED, Layout, RowAxis, leaves_of
 
@@ -57,7 +58,7 @@ def inline_bodies(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
     eqns = [inline_inside(e) for e in inner.eqns]
     if all(a is b for a, b in zip(eqns, inner.eqns, strict=True)):
         return jaxpr
-    return closed(inner.constvars, constants(jaxpr), inner.invars, inner.outvars, eqns, jaxpr)
+    return closed_with(jaxpr, eqns=eqns)
 
 
 def inline_inside(eqn: JaxprEqn) -> JaxprEqn:
@@ -101,7 +102,7 @@ class _Rewriter:
         self.read_by_others = {a for e in inner.eqns for a in e.invars if isinstance(a, Var)}
         self.read_by_others.update(a for a in inner.outvars if isinstance(a, Var))
         for i, eqn in enumerate(inner.eqns):
-            atoms = [self.read(a) for a in eqn.invars]
+            atoms = read_from(self.env, eqn.invars)
             step = flow.steps.get(i)
             made: Sequence[Atom] | None = None
             if step is not None and eqn.primitive.name == COND:
@@ -117,10 +118,7 @@ class _Rewriter:
             else:
                 self.changed = True
                 self.env.update(zip(eqn.outvars, made, strict=True))
-        return self.b.build([self.read(a) for a in inner.outvars])
-
-    def read(self, atom: Atom) -> Atom:
-        return atom if isinstance(atom, Literal) else self.env.get(atom, atom)
+        return self.b.build(read_from(self.env, inner.outvars))
 
     # -- branches --------------------------------------------------------------------------------
 
@@ -168,16 +166,7 @@ class _Rewriter:
     def both_sides(self, eqn: JaxprEqn, atoms: Sequence[Atom]) -> list[Atom]:
         """All branches, and a choice."""
         which, *operands = atoms
-        sides = []
-        for branch in bodies(eqn):
-            inner = opened(branch)
-            env: dict[Var, Atom] = dict(zip(inner.invars, operands, strict=True))
-            env.update((v, self.b.constant(c)) for v, c in zip(inner.constvars, constants(branch), strict=True))
-            read = lambda a, env=env: a if isinstance(a, Literal) else env[a]
-            for e in inner.eqns:
-                made = self.b.copy(e, [read(a) for a in e.invars], [v.aval for v in e.outvars])
-                env.update(zip(e.outvars, made, strict=True))
-            sides.append([read(a) for a in inner.outvars])
+        sides = [self.b.inline(branch, *operands) for branch in bodies(eqn)]
         if len(sides) == 1:
             return sides[0]
         return [self.b.call(jax.lax.select_n, which, *cases)[0] for cases in zip(*sides, strict=True)]
@@ -203,8 +192,8 @@ class _Rewriter:
         if eqn.primitive.name == "dot_general":
             made = self.b.copy(eqn, atoms, preferred_element_type=np.dtype(np.float32))
         else:
-            made = self.b.copy(eqn, [self.b.call(_wide, a)[0] for a in atoms])
-        return self.b.call(_rounded(dtype), *made)
+            made = self.b.copy(eqn, [self.b.call(converted(jnp.float32), a)[0] for a in atoms])
+        return self.b.call(converted(dtype), *made)
 
     # -- argmax ----------------------------------------------------------------------------------
 
@@ -213,15 +202,6 @@ class _Rewriter:
             return None
         (axis,) = eqn.params["axes"]
         return self.b.call(_arg_reduce(eqn.primitive.name, axis, eqn.params["index_dtype"]), *atoms)
-
-
-def _wide(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.float32)
-
-
-@functools.cache
-def _rounded(dtype: Any) -> Callable[[jax.Array], jax.Array]:
-    return lambda x: x.astype(dtype)
 
 
 @functools.cache
@@ -265,8 +245,5 @@ class _Branch:
 
     def pruned(self, eqns: Sequence[int], operands: Sequence[int], wanted: Sequence[int]) -> ClosedJaxpr:
         """The branch with some of its equations, operands and outputs."""
-        b = Builder(self.branch)
-        b.invars += [self.inner.invars[i] for i in operands]
-        for i in eqns:
-            b.keep(self.inner.eqns[i])
-        return b.build([self.inner.outvars[i] for i in wanted])
+        invars, outvars = [self.inner.invars[i] for i in operands], [self.inner.outvars[i] for i in wanted]
+        return extract_part(self.branch, invars, [self.inner.eqns[i] for i in eqns], outvars)

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from dtrans._jax import Atom, JaxprEqn, Literal, Var, closed, constants
+from dtrans._jax import Atom, JaxprEqn, Literal, Var, closed_with
 from dtrans.errors import BatchError
 from dtrans.ir.pytree import unused_name
 from dtrans.step.cut import Cut, OptimizeHalf
@@ -67,16 +67,9 @@ class BatchNumbers:
         for n, spots in self.spots.items():
             for s in spots:
                 rows[s.eqn][s.operand] = inputs[n]
-        inner = half.inner
-        eqns = [e.replace(invars=rows[i]) for i, e in enumerate(inner.eqns)]
-        jaxpr = closed(
-            inner.constvars,
-            constants(half.jaxpr),
-            [*inner.invars, *inputs.values()],
-            rows[OUTPUTS],
-            eqns,
-            half.jaxpr,
-        )
+        invars = [*half.inner.invars, *inputs.values()]
+        eqns = [e.replace(invars=rows[i]) for i, e in enumerate(half.eqns)]
+        jaxpr = closed_with(half.jaxpr, invars=invars, outvars=rows[OUTPUTS], eqns=eqns)
         taken = dataclasses.replace(half, jaxpr=jaxpr, in_names=(*half.in_names, *inputs))
         return dataclasses.replace(step, optimize=taken, numbers=values)
 

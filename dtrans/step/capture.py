@@ -40,7 +40,7 @@ from dtrans._jax import (
 )
 from dtrans.errors import GradientError
 from dtrans.ir.batched_gathers import batched_gathers
-from dtrans.ir.builder import Builder
+from dtrans.ir.builder import Builder, read_from
 from dtrans.ir.dataflow import backward_slice, propagate
 from dtrans.ir.inline import inline_calls
 from dtrans.ir.program import Program
@@ -162,19 +162,12 @@ def _with_counters_first(program: Program) -> Program:
     b.invars += inner.invars
     for e in inner.eqns[:at]:
         b.keep(e)
-    env: dict[Var, Atom] = dict(operand)
-    env |= {v: b.constant(c) for v, c in zip(loss.constvars, constants(body), strict=True)}
-    of_operands = lambda a: env.get(a, a) if isinstance(a, Var) else a
-    for i in before:
-        e = loss.eqns[i]
-        atoms = [of_operands(a) for a in e.invars]
-        env |= zip(e.outvars, b.copy(e, atoms, [v.aval for v in e.outvars]), strict=True)
-    made = {eqn.outvars[i]: of_operands(loss.outvars[i]) for i in free}
-    moved: Callable[[Atom], Atom] = lambda a: made.get(a, a) if isinstance(a, Var) else a
+    values = b.inline_part(body, operand, [loss.eqns[i] for i in before], [loss.outvars[i] for i in free])
+    made = dict(zip([eqn.outvars[i] for i in free], values, strict=True))
     b.keep(eqn)
     for e in inner.eqns[at + 1 :]:
-        b.keep(e, [moved(a) for a in e.invars])
-    jaxpr = b.build([moved(a) for a in inner.outvars])
+        b.keep(e, read_from(made, e.invars))
+    jaxpr = b.build(read_from(made, inner.outvars))
     return dataclasses.replace(program, jaxpr=jaxpr, roles=("",) * len(b.eqns), labels={})
 
 
@@ -221,16 +214,15 @@ def _differentiated(program: Program) -> Program:
     b = Builder(program.jaxpr)
     b.invars += inner.invars
     made: dict[Var, Atom] = {}
-    read: Callable[[Atom], Atom] = lambda a: made.get(a, a) if isinstance(a, Var) else a
     for e in inner.eqns:
-        operands = [read(a) for a in e.invars]
+        operands = read_from(made, e.invars)
         if e.primitive is value_and_grad_p:
             types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in operands]
             derivative = lowered_jaxpr(functools.partial(_value_and_grad, **e.params), *types)
             made |= zip(e.outvars, b.inline(derivative, *operands), strict=True)
         else:
             b.keep(e, operands)
-    jaxpr = b.build([read(a) for a in inner.outvars])
+    jaxpr = b.build(read_from(made, inner.outvars))
     return dataclasses.replace(program, jaxpr=jaxpr, roles=("",) * len(b.eqns), labels={})
 
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, NamedJaxpr, Var, origin_of
 from dtrans.errors import BatchError, GradientError, OptimizerError
-from dtrans.ir.builder import Builder
+from dtrans.ir.builder import extract_part
 from dtrans.ir.dataflow import backward_slice, propagate
 from dtrans.ir.fingerprint import number, of_values
 from dtrans.ir.inline import eliminate_dead
@@ -129,12 +129,9 @@ class Cut:
         """What callbacks read, from gradients and the inputs of the step."""
         eqns, boundary = self.program.eqns, {v: n for n, v in self.boundary.items()}
         read = [a for x in self.observers if x.calls for a in eqns[x.position].invars]
-        b = Builder(self.program.jaxpr)
-        b.invars += [*boundary, *self.program.inner.invars]
-        for i in backward_slice(eqns, read, boundary)[0]:
-            b.keep(_beside(eqns[i], boundary))
         names: tuple[Name, ...] = (*map(Gradient, boundary.values()), *self.program.in_names)
-        return OptimizeHalf(b.build(read), names, tuple(map(str, range(len(read)))))
+        made = _from_gradients(self.program, boundary, read)
+        return OptimizeHalf(made, names, tuple(map(str, range(len(read)))))
 
     def with_observers(self, reads: str, as_: str) -> Cut:
         """Return the same with callbacks that read `reads` carried out as those that read `as_`."""
@@ -182,12 +179,14 @@ def _beside(eqn: JaxprEqn, inputs: Collection[Var]) -> JaxprEqn:
 def _results_half(step: Cut, names: Sequence[str]) -> OptimizeHalf:
     """Return what makes results of gradients, as an optimize half does new state."""
     program = step.program
-    outs = [program.outvars[n] for n in names]
-    b = Builder(program.jaxpr)
-    b.invars += [*step.boundary.values(), *program.inner.invars]
-    for i in backward_slice(program.eqns, outs, step.boundary.values())[0]:
-        b.keep(_beside(program.eqns[i], step.boundary.values()))
-    return OptimizeHalf(b.build(outs), (*map(Gradient, step.boundary), *program.in_names), tuple(names))
+    made = _from_gradients(program, step.boundary.values(), [program.outvars[n] for n in names])
+    return OptimizeHalf(made, (*map(Gradient, step.boundary), *program.in_names), tuple(names))
+
+
+def _from_gradients(program: Program, gradients: Collection[Var], outs: Sequence[Atom]) -> ClosedJaxpr:
+    """Return what makes values of gradients and of the inputs of a step."""
+    eqns = [_beside(program.eqns[i], gradients) for i in backward_slice(program.eqns, outs, gradients)[0]]
+    return extract_part(program.jaxpr, [*gradients, *program.inner.invars], eqns, outs)
 
 
 def check_same_update(planned: Cut, again: Cut) -> None:
@@ -368,16 +367,11 @@ class _Cutter:
         grad_names = [n for n in self.s.params if n in used]
         made = set(optimized)
         params = [n for n in self.s.params if n in made or self.s.vars[n] in leaves]
-        builder = Builder(self.s.jaxpr)
         batch = [n for n in hidden if n in self.s.batch]
         params += [n for n in hidden if n not in batch and n not in params]
-        builder.invars += [
-            *(gradients[n] for n in grad_names),
-            *(self.s.vars[n] for n in (*params, *self.s.opt_state, *batch)),
-        ]
-        for i in kept:
-            builder.keep(_beside(self.s.eqns[i], gradients.values()))
-        jaxpr = eliminate_dead(builder.build(outs))
+        invars = [gradients[n] for n in grad_names] + [self.s.vars[n] for n in (*params, *self.s.opt_state, *batch)]
+        eqns = [_beside(self.s.eqns[i], gradients.values()) for i in kept]
+        jaxpr = eliminate_dead(extract_part(self.s.jaxpr, invars, eqns, outs))
         in_names: tuple[Name, ...] = (*map(Gradient, grad_names), *params, *self.s.opt_state, *batch)
         return OptimizeHalf(jaxpr, in_names, tuple(out_names)), used, kept
 

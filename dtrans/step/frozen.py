@@ -26,7 +26,7 @@ import numpy as np
 
 from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Var, has_bodies, moved_operands, opened
 from dtrans.errors import StateError
-from dtrans.ir.builder import Builder
+from dtrans.ir.builder import Builder, read_from
 from dtrans.ir.folding import Alias, are_equal, fold, is_number, number_by_numpy
 from dtrans.ir.inline import inline_calls
 from dtrans.ir.interpret import Facts, ForwardAnalysis, forward_jaxpr
@@ -184,15 +184,14 @@ def _handing_on(main: Program, still: Mapping[str, Any], zeros: Collection[str])
     leaf_of = {invars[n]: n for n in still if n in zeros}
     b = Builder(jaxpr)
     b.invars += inner.invars
-    instead: dict[Atom, Atom] = {}
+    instead: dict[Var, Atom] = {}
     for eqn in inner.eqns:
         if eqn.primitive is mark_p and eqn.invars[1] in leaf_of:
             (instead[eqn.outvars[0]],) = b.call(jnp.zeros_like, eqn.invars[1])
         else:
-            taken = [instead.get(a, a) if isinstance(a, Var) else a for a in eqn.invars]
-            b.keep(eqn.replace(invars=taken) if instead else eqn)
-    outs = zip(main.out_names, inner.outvars, strict=True)
-    made = b.build([invars[n] if n in still else instead.get(a, a) if isinstance(a, Var) else a for n, a in outs])
+            b.keep(eqn, read_from(instead, eqn.invars) if instead else None)
+    outs = zip(main.out_names, read_from(instead, inner.outvars), strict=True)
+    made = b.build([invars[n] if n in still else a for n, a in outs])
     return dataclasses.replace(
         main,
         jaxpr=made,

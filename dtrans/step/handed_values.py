@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Collection
 
 from dtrans._jax import LOOPS, Atom, JaxprEqn, Var, equations, jaxprs_in_params
-from dtrans.ir.builder import Builder
+from dtrans.ir.builder import extract_part
 from dtrans.ir.inline import eliminate_dead
 from dtrans.ir.program import FORWARD, OPTIMIZE, Program, is_communication
 from dtrans.ir.pytree import unused_name
@@ -43,11 +43,8 @@ def hand_over(step: Cut, parts: Collection[str], *, drawn: bool = False) -> Cut:
 
     # arrays of the batch that nothing reads any more would tie the half to one size of the batch
     given = {n: v for n, v in half.invars.items() if n not in step.batch or v in read}
-    b = Builder(half.jaxpr)
-    b.invars += [*given.values(), *(v for v in read if v in made)]
-    for eqn in kept:
-        b.keep(eqn)
-    jaxpr = eliminate_dead(b.build([*half.inner.outvars]))
+    invars = [*given.values(), *(v for v in read if v in made)]
+    jaxpr = eliminate_dead(extract_part(half.jaxpr, invars, kept, half.inner.outvars))
     optimize = OptimizeHalf(jaxpr, (*given, *handed), half.out_names)
     return dataclasses.replace(step, program=_forward_of(step, made), optimize=optimize, handed=handed)
 

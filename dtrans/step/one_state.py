@@ -31,8 +31,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from dtrans._jax import (
     Atom,
     Var,
-    closed,
-    constants,
+    closed_with,
     jaxpr_as_fun,
     lowered_jaxpr,
     opened,
@@ -114,14 +113,8 @@ def _divided(program: Program, params: Collection[str]) -> Program:
     made = dict(program.outvars)
     inner = program.inner
     made |= {unused_name(f"new_{n}", place): v for n, v in made.items() if n in place}
-    jaxpr = closed(
-        inner.constvars,
-        program.jaxpr.consts,
-        [inner.invars[i] for i in order],
-        [made[n] for n in out.names],
-        inner.eqns,
-        program.jaxpr,
-    )
+    invars = [inner.invars[i] for i in order]
+    jaxpr = closed_with(program.jaxpr, invars=invars, outvars=[made[n] for n in out.names])
     return dataclasses.replace(program, jaxpr=jaxpr, args=args, out=out, of_one_state=True)
 
 
@@ -323,7 +316,7 @@ class Applied:
         names = tuple(n for n, v in zip(self._spec.names, inner.invars, strict=False) if v in read)
         given = [v for v in inner.invars[: len(self._types)] if v in read]
         invars = [*given, *inner.invars[len(self._types) :]]
-        run = jaxpr_as_fun(closed(inner.constvars, constants(traced), invars, inner.outvars, inner.eqns, traced))
+        run = jaxpr_as_fun(closed_with(traced, invars=invars))
 
         def of_leaves(leaves: Mapping[str, Any], flat: Sequence[Any]) -> list[Any]:
             found = self._unpacked(leaves)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 
-from dtrans._jax import REMAT, Atom, ClosedJaxpr, JaxprEqn, Literal, Var, bodies, closed, facts_of, opened
+from dtrans._jax import REMAT, Atom, ClosedJaxpr, JaxprEqn, Literal, Var, bodies, facts_of, opened
 from dtrans.engine.layout import Placed, Shards, cut_along
 from dtrans.engine.rules import Operand, choose
 from dtrans.ir.inline import eliminate_dead, inline_calls
@@ -104,8 +104,7 @@ class _Pass:
                 self.origins[eqn.outvars[0]] = (origin[0], _followed(eqn, origin[1]))
 
     def _remat(self, eqn: JaxprEqn) -> None:
-        body = opened(*bodies(eqn))
-        flat = opened(inline_calls(closed((), (), body.invars, body.outvars, body.eqns, body)))
+        flat = opened(inline_calls(*bodies(eqn)))
         for a, v in zip(eqn.invars, flat.invars, strict=True):
             self.layouts[v] = self.layout(a)
             if origin := self.origin(a):

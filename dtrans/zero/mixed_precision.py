@@ -43,7 +43,7 @@ from dtrans._jax import (
 from dtrans.data_parallel.options import COMPRESSED
 from dtrans.errors import ConfigError, GradientError
 from dtrans.ir.array_fns import converted, scalar, times
-from dtrans.ir.builder import Builder
+from dtrans.ir.builder import Builder, read_from
 from dtrans.ir.dataflow import propagate
 from dtrans.ir.inline import eliminate_dead, inline_calls
 from dtrans.ir.interpret import ForwardAnalysis, forward
@@ -338,8 +338,8 @@ def _narrowed(body: ClosedJaxpr, narrow: Sequence[bool], dtype: Any) -> ClosedJa
         if e.primitive.name == "convert_element_type" and isinstance(e.invars[0], Var) and e.invars[0] in env:
             env[e.outvars[0]] = env[e.invars[0]]
         else:
-            b.keep(e, [env.get(a, a) if isinstance(a, Var) else a for a in e.invars])
-    return b.build([env.get(a, a) if isinstance(a, Var) else a for a in inner.outvars])
+            b.keep(e, read_from(env, e.invars))
+    return b.build(read_from(env, inner.outvars))
 
 
 def low_gradients(step: Cut, dtype: Any) -> set[str]:
