@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -387,34 +386,6 @@ def example(
         )
     sys.path.insert(0, str(root))
     importlib.import_module("examples.__main__").main(["--help"] if name is None else [name, *(arguments or [])])
-
-
-@app.command()
-def simulate(
-    seed: Annotated[int, typer.Option(min=0, help="Of the first schedule; all of it follows from the seed.")] = 0,
-    count: Annotated[int, typer.Option(min=1, help="How many schedules; of one all is shown.")] = 1,
-) -> None:
-    """Run jobs of parameter servers over a simulated network, where messages are late and roles die.
-
-    Servers and trainers are those of real jobs, without their sockets and clocks; what they compute is simulated. A
-    schedule in which a job does what it must not do is made as small as it can be, and shown; exit code 1 if there is
-    one.
-    """
-    from dtrans.protocol.simulation.case import drawn
-    from dtrans.protocol.simulation.verdict import simulated, smaller, verdicts
-
-    if count == 1:
-        found = simulated(drawn(seed))
-        print(smaller(found) if found.faults else found)
-        raise typer.Exit(bool(found.faults))
-    begun, wrong = time.monotonic(), 0
-    for found in verdicts(range(seed, seed + count)):
-        if found.faults:
-            wrong += 1
-            print(f"{smaller(found)}\n")
-    rate = count / (time.monotonic() - begun) * 60
-    print(f"{count - wrong} of {count} schedules are as they must be ({rate:,.0f} a minute)")
-    raise typer.Exit(bool(wrong))
 
 
 if __name__ == "__main__":

@@ -153,31 +153,6 @@ def test_python_m_dtrans_is_the_command() -> None:
     assert "--time-limit" in found.stdout and "--deadline" not in found.stdout  # that is what a role may wait
 
 
-# -- simulate --------------------------------------------------------------------------------------
-
-
-def test_simulate_shows_one_schedule_and_counts_many(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command("simulate", "--seed", "16") == 0
-    shown = capsys.readouterr().out
-    assert shown.startswith("seed 16: ")
-    assert shown.endswith("as it must be\n")
-    assert command("simulate", "--count", "20") == 0
-    assert capsys.readouterr().out.startswith("20 of 20 schedules are as they must be (")
-
-
-def test_simulate_makes_a_wrong_schedule_small(
-    command: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from dtrans.protocol.sync_server import SyncServer
-
-    monkeypatch.setattr(SyncServer, "_forget", lambda *a: None)
-    monkeypatch.setattr(SyncServer, "look", lambda *a: None)
-    assert command("simulate", "--count", "60") == 1
-    *_, wrong, last = capsys.readouterr().out.strip().split("\n\n")
-    assert "\nwrong\n  " in wrong
-    assert re.match(r"\d+ of 60 schedules are as they must be", last)
-
-
 # -- keygen ----------------------------------------------------------------------------------------
 
 

@@ -22,9 +22,10 @@ from ray_cluster import RayCluster
 
 import dtrans
 import examples
+import tools
 
 
-PACKAGES = (dtrans, examples)
+PACKAGES = (dtrans, examples, tools)
 MODULES = [
     name
     for package in PACKAGES

@@ -21,4 +21,4 @@ def test_the_wheel_has_the_package_alone(tmp_path: Path) -> None:
     metadata = {file.parts[0] for file in files} - {"dtrans"}
     assert len(metadata) == 1 and metadata.pop().endswith(".dist-info")
     folders = {part for file in files for part in file.parent.parts}
-    assert not folders & {"examples", "tools", "tests"}
+    assert not folders & {"examples", "simulate", "simulation", "tools", "tests"}

@@ -17,10 +17,10 @@ from dtrans.protocol.job_status import RATE, ServerStatus, TrainerStatus, read_r
 from dtrans.protocol.presence import Presence
 from dtrans.protocol.refusals import Refusals
 from dtrans.protocol.serving import Serving
-from dtrans.protocol.simulation.case import Case
-from dtrans.protocol.simulation.server_role import quiet
-from dtrans.protocol.simulation.updates import SimulatedBlocks, SimulatedUpdate, gradient, gradient_name, served
 from dtrans.protocol.sync_server import SyncServer
+from tools.simulate.case import Case
+from tools.simulate.server_role import quiet
+from tools.simulate.updates import SimulatedBlocks, SimulatedUpdate, gradient, gradient_name, served
 
 
 class Observed:

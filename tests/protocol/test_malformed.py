@@ -20,11 +20,11 @@ from dtrans.protocol import wire
 from dtrans.protocol.presence import Presence
 from dtrans.protocol.refusals import Refusals
 from dtrans.protocol.serving import Serving
-from dtrans.protocol.simulation.case import Case
-from dtrans.protocol.simulation.judge import values_of
-from dtrans.protocol.simulation.server_role import quiet
-from dtrans.protocol.simulation.updates import SimulatedUpdate, gradient, gradient_name, served
 from dtrans.protocol.sync_server import SyncServer
+from tools.simulate.case import Case
+from tools.simulate.judge import values_of
+from tools.simulate.server_role import quiet
+from tools.simulate.updates import SimulatedUpdate, gradient, gradient_name, served
 
 
 CASE = Case(seed=0, mode="sync", steps=(2, 2), servers=((5, 300),))

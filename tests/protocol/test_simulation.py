@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from paths import ROOT
+from typer.testing import CliRunner
 
 from dtrans.protocol import traffic, trainer, trainer_rounds
 from dtrans.protocol.async_server import AsyncServer
@@ -15,9 +20,6 @@ from dtrans.protocol.geo_steps import GeoSteps
 from dtrans.protocol.inbox import Inbox
 from dtrans.protocol.peer_line import PeerLine
 from dtrans.protocol.presence import RETRY, Presence
-from dtrans.protocol.simulation.case import Case, Event, drawn
-from dtrans.protocol.simulation.updates import InNumpy
-from dtrans.protocol.simulation.verdict import Verdict, reduced, simulated, smaller, verdicts
 from dtrans.protocol.sync_server import SyncServer
 from dtrans.protocol.tables.changed_rows import CHANGED, UnseenChanges
 from dtrans.protocol.tables.row_requests import RowRequests
@@ -25,6 +27,10 @@ from dtrans.protocol.tables.rows_ahead import RowsAhead
 from dtrans.protocol.tables.table_rows import merged_rows
 from dtrans.protocol.traffic import Traffic
 from dtrans.protocol.trainer_line import TrainerLine
+from tools.simulate.__main__ import app
+from tools.simulate.case import Case, Event, drawn
+from tools.simulate.updates import InNumpy
+from tools.simulate.verdict import Verdict, reduced, simulated, smaller, verdicts
 
 
 def test_two_thousand_schedules_hold() -> None:
@@ -323,3 +329,26 @@ def test_a_smaller_case_is_the_smallest(monkeypatch: pytest.MonkeyPatch) -> None
     least = smaller(found)
     assert least.faults
     assert not any(simulated(case).faults for case in reduced(least.case))
+
+
+# -- the command line ------------------------------------------------------------------------------
+
+
+def test_the_command_shows_one_schedule() -> None:
+    shown = subprocess.run(
+        [sys.executable, "-m", "tools.simulate", "--seed", "16"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.startswith("seed 16: ") and shown.stdout.endswith("as it must be\n")
+
+
+def test_the_command_counts_schedules_and_makes_a_wrong_one_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = CliRunner().invoke(app, ["--count", "20"])
+    assert done.exit_code == 0
+    assert done.output.startswith("20 of 20 schedules are as they must be (")
+    PLANTED["one trainer at the barrier is enough"](monkeypatch)
+    done = CliRunner().invoke(app, ["--count", "60"])
+    assert done.exit_code == 1
+    *_, wrong, last = done.output.strip().split("\n\n")
+    assert "\nwrong\n  " in wrong
+    assert re.match(r"\d+ of 60 schedules are as they must be", last)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any, Protocol
 
-from dtrans.protocol.simulation.clock import Clock
+from tools.simulate.clock import Clock
 
 
 class Actor(Protocol):

@@ -156,7 +156,7 @@ def drawn(seed: int) -> Case:
     """The case of a seed.
 
     Example:
-      >>> from dtrans.protocol.simulation.case import drawn
+      >>> from tools.simulate.case import drawn
       >>> drawn(7) == drawn(7), drawn(7) == drawn(8)
       (True, False)
     """

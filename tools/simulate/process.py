@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 from typing import Any
 
-from dtrans.protocol.simulation.clock import Clock
+from tools.simulate.clock import Clock
 
 
 class Process:

@@ -15,12 +15,12 @@ from dtrans.protocol.peer_line import PeerLine
 from dtrans.protocol.presence import Presence
 from dtrans.protocol.refusals import Refusals
 from dtrans.protocol.serving import Serving
-from dtrans.protocol.simulation.case import Case
-from dtrans.protocol.simulation.clock import Clock
-from dtrans.protocol.simulation.network import Network, SimulatedConnection
-from dtrans.protocol.simulation.process import Process
-from dtrans.protocol.simulation.updates import SimulatedBlocks, SimulatedUpdate, served
 from dtrans.protocol.sync_server import SyncServer
+from tools.simulate.case import Case
+from tools.simulate.clock import Clock
+from tools.simulate.network import Network, SimulatedConnection
+from tools.simulate.process import Process
+from tools.simulate.updates import SimulatedBlocks, SimulatedUpdate, served
 
 
 TICK = 1.0  # seconds between two looks of a server

@@ -1,5 +1,8 @@
 """A seeded simulator of jobs: the machines of `dtrans.protocol` over a virtual network and a virtual clock.
 
+    python -m tools.simulate --seed 16          shows one schedule
+    python -m tools.simulate --count 5000       checks many
+
 clock       events in the order of their times
 network     connections: delays, bandwidth, breaks, one-way partitions, messages that come twice
 case        a job and what happens to it, drawn from a seed

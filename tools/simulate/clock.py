@@ -14,7 +14,7 @@ class Clock:
       now: seconds since the beginning.
 
     Example:
-      >>> from dtrans.protocol.simulation.clock import Clock
+      >>> from tools.simulate.clock import Clock
       >>> clock, seen = Clock(), []
       >>> clock.at(2.0, lambda: seen.append("b"))
       >>> clock.at(1.0, lambda: seen.append("a"))

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from random import Random
 
 from dtrans.protocol import presence, trainer_line, wire
-from dtrans.protocol.simulation.case import COMMUNICATING, Case, Event, drawn
-from dtrans.protocol.simulation.clock import Clock
-from dtrans.protocol.simulation.judge import faults
-from dtrans.protocol.simulation.network import Network, drawn_delay
-from dtrans.protocol.simulation.process import Process
-from dtrans.protocol.simulation.server_role import SimulatedServer
-from dtrans.protocol.simulation.trainer_role import CommunicatingTrainer, GeoSgdTrainer, SimulatedTrainer
+from tools.simulate.case import COMMUNICATING, Case, Event, drawn
+from tools.simulate.clock import Clock
+from tools.simulate.judge import faults
+from tools.simulate.network import Network, drawn_delay
+from tools.simulate.process import Process
+from tools.simulate.server_role import SimulatedServer
+from tools.simulate.trainer_role import CommunicatingTrainer, GeoSgdTrainer, SimulatedTrainer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +47,8 @@ def simulated(case: Case) -> Verdict:
     """Run a case.
 
     Example:
-      >>> from dtrans.protocol.simulation.case import Case
-      >>> from dtrans.protocol.simulation.verdict import simulated
+      >>> from tools.simulate.case import Case
+      >>> from tools.simulate.verdict import simulated
       >>> case = Case(seed=0, mode="sync", steps=(2, 2), servers=((3,), (4, 1)))
       >>> print(simulated(case).ends)
       {'pserver 127.0.0.1:1': 'well', 'pserver 127.0.0.1:2': 'well', 'trainer 0': 'well', 'trainer 1': 'well'}

@@ -15,7 +15,7 @@ import numpy as np
 from dtrans._jax import ClosedJaxpr
 from dtrans.protocol.exchange import Alike, Exchange
 from dtrans.protocol.served import RowGradient, ServedBlocks, ServedRows, Vectors
-from dtrans.protocol.simulation.case import Case
+from tools.simulate.case import Case
 
 
 class ArrayType:

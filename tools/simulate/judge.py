@@ -26,11 +26,12 @@ import numpy as np
 from dtrans.errors import DtransError
 from dtrans.protocol.presence import RETRY
 from dtrans.protocol.served import RowGradient
-from dtrans.protocol.simulation.case import COMMUNICATING, Case, Event
-from dtrans.protocol.simulation.process import Process
-from dtrans.protocol.simulation.server_role import SimulatedServer
-from dtrans.protocol.simulation.trainer_role import GeoSgdTrainer, SimulatedTrainer
-from dtrans.protocol.simulation.updates import (
+from dtrans.protocol.tables.table_rows import runs_of
+from tools.simulate.case import COMMUNICATING, Case, Event
+from tools.simulate.process import Process
+from tools.simulate.server_role import SimulatedServer
+from tools.simulate.trainer_role import GeoSgdTrainer, SimulatedTrainer
+from tools.simulate.updates import (
     SimulatedBlocks,
     applied,
     block_name,
@@ -44,7 +45,6 @@ from dtrans.protocol.simulation.updates import (
     updates_in,
     with_rows,
 )
-from dtrans.protocol.tables.table_rows import runs_of
 
 
 def faults(case: Case, servers: Mapping[str, SimulatedServer], trainers: list[SimulatedTrainer]) -> Iterator[str]:

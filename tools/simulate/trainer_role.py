@@ -16,12 +16,17 @@ from dtrans.errors import DtransError, WireError
 from dtrans.protocol import wire
 from dtrans.protocol.geo_steps import GeoSteps, Values, Waits
 from dtrans.protocol.served import RowGradient
-from dtrans.protocol.simulation.case import Case
-from dtrans.protocol.simulation.clock import Clock
-from dtrans.protocol.simulation.network import Network, SimulatedConnection
-from dtrans.protocol.simulation.process import Process
-from dtrans.protocol.simulation.server_role import SimulatedServer
-from dtrans.protocol.simulation.updates import (
+from dtrans.protocol.tables.kept_rows import KeptRows
+from dtrans.protocol.tables.table_rows import runs_of, wanted_of
+from dtrans.protocol.traffic import Group, Leaf, Traffic
+from dtrans.protocol.trainer import LookedUp, TrainerSteps, greeted, left
+from dtrans.protocol.trainer_line import TrainerLine
+from tools.simulate.case import Case
+from tools.simulate.clock import Clock
+from tools.simulate.network import Network, SimulatedConnection
+from tools.simulate.process import Process
+from tools.simulate.server_role import SimulatedServer
+from tools.simulate.updates import (
     InNumpy,
     added,
     announced,
@@ -33,11 +38,6 @@ from dtrans.protocol.simulation.updates import (
     row_gradient,
     spread,
 )
-from dtrans.protocol.tables.kept_rows import KeptRows
-from dtrans.protocol.tables.table_rows import runs_of, wanted_of
-from dtrans.protocol.traffic import Group, Leaf, Traffic
-from dtrans.protocol.trainer import LookedUp, TrainerSteps, greeted, left
-from dtrans.protocol.trainer_line import TrainerLine
 
 
 LINGER = 5.0  # seconds
