@@ -14,6 +14,8 @@ import jax
 import pytest
 from paths import DOCS, ROOT
 
+import dtrans
+
 
 @pytest.fixture(scope="module")
 def architecture():
@@ -75,6 +77,15 @@ def test_no_name_of_a_package_hides_a_module(architecture):
             for inner in set(path.parent.glob("*.py")) - {path}:
                 found = getattr(package, inner.stem, None)
                 assert found is None or inspect.ismodule(found), f"dtrans.{module}: {inner.stem} is {found!r}"
+
+
+def test_the_package_shows_its_public_names_alone():
+    assert dir(dtrans) == sorted([*dtrans.__all__, "__version__"])
+    folders = {name for name in dtrans.__all__ if inspect.ismodule(getattr(dtrans, name))}
+    assert folders == {"checkpoint", "epl", "errors", "nn", "optimizers", "paddle", "summary"}
+    starred: dict[str, object] = {}
+    exec("from dtrans import *", starred)
+    assert {*starred} - {"__builtins__"} == {*dtrans.__all__}
 
 
 def test_public_classes_have_names_of_their_own(architecture):
