@@ -20,7 +20,6 @@ import functools
 import io
 import itertools
 import re
-import socket
 import sys
 import tempfile
 import textwrap
@@ -38,6 +37,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.typing import ArrayLike
 
 import dtrans
+from dtrans.endpoints import ReservedEndpoints
 from examples import digits
 
 
@@ -247,10 +247,7 @@ class Roles:
         return [f.result() for f in [self.start(n, fn, n) for n in names]]
 
 
-def free_endpoints(count: int) -> list[str]:
-    with contextlib.ExitStack() as stack:
-        held = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [f"127.0.0.1:{s.getsockname()[1]}" for s in held]
+ENDPOINTS = ReservedEndpoints()  # of all jobs, until this process ends
 
 
 def train(mode: Mode, delay: Delay, seeds: tuple[int, ...] = SEEDS, updates: int = UPDATES, pservers: int = 2) -> Run:
@@ -279,7 +276,7 @@ def train(mode: Mode, delay: Delay, seeds: tuple[int, ...] = SEEDS, updates: int
 
     main = dtrans.trace(step, *jax.eval_shape(init, first), *given[0])
     startup = dtrans.trace(init, first)
-    endpoints = free_endpoints(pservers)
+    endpoints = ENDPOINTS.choose(pservers)
     trainers = range(delay.trainers)
 
     def role(k: int) -> dtrans.DistributeTranspiler:

@@ -16,7 +16,6 @@ import os
 import re
 import selectors
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,6 +26,8 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import optax
+
+from dtrans.endpoints import ReservedEndpoints
 
 
 STEPS = 4000  # more than any job comes to
@@ -104,13 +105,7 @@ class Row:
         return f"| {self.mode} | {self.victim} | {self.how} | {self.moment} | {seconds} | {said} | {self.left} |"
 
 
-def free_endpoints(count: int) -> list[str]:
-    """Endpoints on loopback that were free a moment ago."""
-    with contextlib.ExitStack() as stack:
-        made = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for s in made:
-            s.bind(("127.0.0.1", 0))
-        return [f"127.0.0.1:{s.getsockname()[1]}" for s in made]
+ENDPOINTS = ReservedEndpoints()  # of all jobs, until this process ends
 
 
 class Job:
@@ -120,7 +115,7 @@ class Job:
         from dtrans.run.distributed.role import roles_of, trainer_roles
 
         pservers = mode in ("sync", "async")
-        roles = roles_of(2, free_endpoints(2)) if pservers else trainer_roles(free_endpoints(2))
+        roles = roles_of(2, ENDPOINTS.choose(2)) if pservers else trainer_roles(ENDPOINTS.choose(2))
         plain = {k: v for k, v in os.environ.items() if not k.startswith("DTRANS_")}
         self.folder = folder
         self.lines: dict[str, list[str]] = {}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -21,14 +20,15 @@ from models import mlp, programs
 from test_mesh import SIZES
 
 import dtrans
+from dtrans.endpoints import ReservedEndpoints
 
 
-def free_endpoints(count: int) -> list[str]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for s in sockets:
-            s.bind(("127.0.0.1", 0))
-        return [f"127.0.0.1:{s.getsockname()[1]}" for s in sockets]
+RESERVED = ReservedEndpoints()  # until the process ends
+
+
+def free_endpoints(count: int) -> tuple[str, ...]:
+    """Return loopback endpoints that no other process gets."""
+    return RESERVED.choose(count)
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import socket
+import sys
 from collections.abc import Sequence
 
 from dtrans.errors import ConfigError
@@ -95,3 +96,33 @@ def resolved(host: str) -> str:
     with contextlib.suppress(OSError):
         return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     return ""
+
+
+class ReservedEndpoints:
+    """Loopback endpoints on ports that the system chose, kept until `close`.
+
+    A socket that is bound and does not listen keeps its port: the system gives that port to nobody else. On Linux a
+    server may bind it all the same if both sockets have SO_REUSEADDR, as those of ZeroMQ, gRPC and
+    `socket.create_server` do. Other systems refuse such a server, so there the ports are free again at once.
+    """
+
+    def __init__(self) -> None:
+        self._sockets: list[socket.socket] = []
+
+    def choose(self, count: int) -> tuple[str, ...]:
+        """Return endpoints that differ from each other and from those chosen before."""
+        sockets = [socket.socket(socket.AF_INET, socket.SOCK_STREAM) for _ in range(count)]
+        self._sockets += sockets
+        for chosen in sockets:
+            chosen.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            chosen.bind(("127.0.0.1", 0))
+        endpoints = tuple(f"127.0.0.1:{chosen.getsockname()[1]}" for chosen in sockets)
+        if sys.platform != "linux":
+            self.close()
+        return endpoints
+
+    def close(self) -> None:
+        """Give the ports back."""
+        for chosen in self._sockets:
+            chosen.close()
+        self._sockets.clear()

@@ -153,7 +153,8 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder for temporary files, which must be empty again at the end; so must the lists of threads and sockets."""
+    """Folder for temporary files, empty again at the end, as are the lists of threads and sockets."""
+    from role_threads import RESERVED
     from zmq.utils.garbage import gc as zmq_gc
 
     from dtrans.run.parameter_server import server
@@ -170,6 +171,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFac
     assert not left, f"threads that are left: {left}"
     assert os.listdir(where) == []
     shutil.rmtree(where)
+    RESERVED.close()
     gc.collect()
     assert open_sockets() <= sockets
 

@@ -21,8 +21,10 @@ import pytest
 from helpers import tree_close
 from own_namespaces import namespaces, why_not
 from paths import ROOT, SUPPORT
+from role_threads import free_endpoints
 from scheduled_training import plain
 
+from dtrans.endpoints import split_endpoint
 from dtrans.hosts.emit_slurm import emit_slurm
 from dtrans.hosts.role_table import RoleTable, role_table
 from dtrans.run.distributed.role import Role
@@ -83,11 +85,7 @@ sys.exit(7 if fails == [node] else 0)
 
 
 def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
+    return [split_endpoint(endpoint)[1] for endpoint in free_endpoints(count)]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,9 @@ import pytest
 from own_sshd import own_sshd, why_not
 from paths import ROOT
 from role_scripts import PATIENCE, assert_gone, came
+from role_threads import free_endpoints
 
+from dtrans.endpoints import split_endpoint
 from dtrans.errors import LaunchError
 from dtrans.hosts.host_list import HostEntry
 from dtrans.hosts.on_hosts import SeveralHosts, launch_on_hosts
@@ -67,8 +69,7 @@ def test_a_key_that_the_host_does_not_know(rsh: str, script: Any) -> None:
 
 
 def test_a_host_without_a_server(script: Any) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as s:
-        port = s.getsockname()[1]
+    _, port = split_endpoint(free_endpoints(1)[0])
     with pytest.raises(LaunchError, match="host 127.0.0.1 cannot be reached: .* 255: .*Connection refused"):
         launch_on_hosts(script(""), HOSTS, rsh=f"ssh -F none -p {port}")
 

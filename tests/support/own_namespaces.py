@@ -68,13 +68,13 @@ class Namespaces:
         _ip("-n", self.switch, "link", "set", "dev", f"p{i}", "master", "sw0")
 
     def processes(self) -> list[str]:
-        """Return the command lines of processes on these hosts."""
+        """Return the command lines of processes on these hosts. One that has ended has none."""
         pids = [pid for name in self.names for pid in _ip("netns", "pids", name).split()]
         found = []
         for pid in pids:
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 found.append(Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode())
-        return found
+        return [command for command in found if command]
 
 
 def why_not() -> str:

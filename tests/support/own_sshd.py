@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import socket
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from role_threads import free_endpoints
+
+from dtrans.endpoints import split_endpoint
 
 
 SEPARATION = Path("/run/sshd")  # sshd asks for this folder, which Debian makes when it starts a server
@@ -42,9 +45,7 @@ def own_sshd(folder: Path, host: str = "127.0.0.1", wrap: Sequence[str] = ()) ->
     folder.mkdir(exist_ok=True)
     for key in ("host", "user", "stranger"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True)
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    _, port = split_endpoint(free_endpoints(1)[0])
     public = (folder / "host.pub").read_text().split()[:2]
     (folder / "known_hosts").write_text(f"[{host}]:{port} {' '.join(public)}\n")
     (folder / "config").write_text(

@@ -3,7 +3,6 @@ says whatever it is told to."""
 
 from __future__ import annotations
 
-import socket
 import sys
 import threading
 import time
@@ -16,6 +15,7 @@ import numpy as np
 import zmq
 
 import dtrans
+from dtrans.endpoints import ReservedEndpoints
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.protocol import token, wire
 from dtrans.run.distributed.rendezvous import FIRST
@@ -28,13 +28,12 @@ from dtrans.run.parameter_server.server_sockets import DOOR
 HANG = 25.0  # seconds; longer than anything here takes on a busy machine
 
 
+RESERVED = ReservedEndpoints()  # closed at the end of a test with the fixture `folder`
+
+
 def free_endpoints(count: int) -> tuple[str, ...]:
-    """Endpoints on loopback whose ports the system says are free."""
-    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    names = tuple(f"127.0.0.1:{s.getsockname()[1]}" for s in held)
-    for s in held:
-        s.close()
-    return names
+    """Return endpoints on loopback that no other test gets, in no process, before its server binds them."""
+    return RESERVED.choose(count)
 
 
 SERVED: dict[str, PServerPlan] = {}  # the plan of each server that was started, by its endpoint

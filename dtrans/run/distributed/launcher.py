@@ -30,7 +30,6 @@ import contextlib
 import os
 import queue
 import signal
-import socket
 import sys
 import threading
 import time
@@ -40,6 +39,7 @@ from queue import SimpleQueue
 from typing import TextIO
 
 from dtrans.checkpoint.runs import VARIABLE as RUN, new_run
+from dtrans.endpoints import ReservedEndpoints
 from dtrans.errors import ConfigError, DeadlineError, LaunchError
 from dtrans.protocol import token
 from dtrans.run.distributed.child_process import Child, Emit, Guard
@@ -60,9 +60,21 @@ Event = Child | int  # a role that has ended, or a signal
 class Site:
     """Place of a job's roles: this host, unless a subclass says otherwise."""
 
+    _reserved: ReservedEndpoints | None = None
+
+    def _choose_endpoints(self, count: int) -> tuple[str, ...]:
+        """Return loopback endpoints that no other process gets until `close`."""
+        self._reserved = self._reserved or ReservedEndpoints()
+        return self._reserved.choose(count)
+
+    def close(self) -> None:
+        """Give back the ports of a job that has ended."""
+        if self._reserved is not None:
+            self._reserved.close()
+
     def roles(self, mode: str, trainers: int, pservers: int) -> tuple[Role, ...]:
         """Return every role of the job, with endpoints where they run."""
-        return roles_at(mode, trainers, free_endpoints(trainers if mode == "nccl2" else pservers))
+        return roles_at(mode, trainers, self._choose_endpoints(trainers if mode == "nccl2" else pservers))
 
     def status_endpoint(self, roles: Sequence[Role]) -> str:
         """Return where trainer 0 of collectives can answer `dtrans status`; empty where nobody knows a port.
@@ -70,9 +82,7 @@ class Site:
         Args:
           roles: every role of the job, from `roles`.
         """
-        taken = {role.current_endpoint for role in roles}
-        # one more than there are roles: at least one is nobody's
-        return next(e for e in free_endpoints(len(taken) + 1) if e not in taken)
+        return self._choose_endpoints(1)[0]
 
     def variables(self, role: Role) -> dict[str, str]:
         """Return the variables of a role that hold where neither the user nor the launcher has set them."""
@@ -170,6 +180,7 @@ def launch(
         base[STATUS] = where.status_endpoint(roles)
     answers_at = roles[0].pserver_endpoints or base.get(STATUS, "").split()
     with (
+        contextlib.closing(where),
         _signals_to(events),
         _logs(log_dir) as logged,
         Guard(sys.executable) as guard,
@@ -216,21 +227,6 @@ def roles_at(mode: str, trainers: int, endpoints: Sequence[str]) -> tuple[Role, 
 def jax_variables(device: int) -> dict[str, str]:
     """Return what JAX reads in a trainer of nccl2 mode that has one device of its host."""
     return {"JAX_ENABLE_PREEMPTION_SERVICE": "0", "JAX_LOCAL_DEVICE_IDS": str(device)}
-
-
-def free_endpoints(count: int) -> list[str]:
-    """Loopback endpoints that nobody listens on.
-
-    The system hands the ports out, and they are free again when this returns: another process could take
-    one before the server binds it, which the server then reports. All are held at once here, so that they
-    differ. No SO_REUSEADDR: a port in use must not be handed out, and one that never had a connection
-    can be bound again without it.
-    """
-    with contextlib.ExitStack() as stack:
-        held = [stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) for _ in range(count)]
-        for s in held:
-            s.bind(("127.0.0.1", 0))
-        return [f"127.0.0.1:{s.getsockname()[1]}" for s in held]
 
 
 class _Job:

@@ -24,8 +24,9 @@ from paths import ROOT
 from role_threads import until
 
 import dtrans
+from dtrans.endpoints import ReservedEndpoints
 from dtrans.errors import ConfigError, DeadlineError, LaunchError
-from dtrans.run.distributed.launcher import free_endpoints, launch
+from dtrans.run.distributed.launcher import launch
 from dtrans.run.distributed.role import VARIABLES, roles_of, trainer_roles
 from dtrans.run.net.started_jobs import announce_job, token_of_job
 from dtrans.run.status.job_view import merge_trainers
@@ -346,13 +347,22 @@ def test_bad_environment(change: dict[str, str | None], message: str) -> None:
         dtrans.Role.from_env(env)
 
 
-def test_free_endpoints_are_free_and_differ() -> None:
-    found = free_endpoints(20)
+def test_reserved_endpoints_are_kept_for_the_servers_of_the_job() -> None:
+    reserved = ReservedEndpoints()
+    found = reserved.choose(20)
     assert len(set(found)) == 20
-    for endpoint in found:
-        host, port = endpoint.split(":")
-        with socket.socket() as s:
-            s.bind((host, int(port)))
+    addresses = [("127.0.0.1", int(endpoint.rpartition(":")[2])) for endpoint in found]
+    if sys.platform == "linux":
+        for address in addresses:
+            with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+                stranger.bind(address)
+    for address in addresses:
+        with socket.create_server(address):  # this one has SO_REUSEADDR
+            pass
+    reserved.close()
+    for address in addresses:
+        with socket.socket() as stranger:
+            stranger.bind(address)
 
 
 # -- output ----------------------------------------------------------------------------------------
