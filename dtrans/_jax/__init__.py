@@ -26,16 +26,15 @@ from dtrans._jax.equation_params import (
     is_reversed as is_reversed,
     linear_solve as linear_solve,
     name_given as name_given,
+    rebuilt as rebuilt,
     scan_counts as scan_counts,
     scan_length as scan_length,
     scan_turns as scan_turns,
     scan_with as scan_with,
-    scan_with_constants as scan_with_constants,
     shard_map_of as shard_map_of,
     while_counts as while_counts,
     wiring as wiring,
     with_bodies as with_bodies,
-    with_operand_first as with_operand_first,
 )
 from dtrans._jax.imports import (
     Atom as Atom,

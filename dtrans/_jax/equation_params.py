@@ -149,35 +149,34 @@ def wiring(eqn: JaxprEqn) -> Wiring:
 
 def scan_with(eqn: JaxprEqn, body: ClosedJaxpr, invars: Sequence[Atom], outvars: Sequence[Var]) -> JaxprEqn:
     """A `scan` with another body, which takes apart and makes other stacks; its constants and what it carries stay."""
-    params = {**eqn.params, **with_bodies(eqn, [body])}
-    if "ft_in" in params:
-        consts, carried = scan_counts(eqn)
-        params |= _scan_trees(consts, carried, len(invars) - consts - carried, len(outvars) - carried)
-    return eqn.replace(invars=list(invars), outvars=list(outvars), params=params)
+    return rebuilt(eqn, [body], invars, outvars)
 
 
-def scan_with_constants(eqn: JaxprEqn, more: int) -> dict[str, Any]:
-    """The parameters of a `scan` that is given more constants, before those that it has."""
-    consts, carried = scan_counts(eqn)
-    if "ft_in" in eqn.params:
-        taken, made = len(eqn.invars) - consts - carried, len(eqn.outvars) - carried
-        return _scan_trees(consts + more, carried, taken, made)
-    return {"num_consts": consts + more}
+def rebuilt(
+    eqn: JaxprEqn, new: Iterable[Any], invars: Sequence[Atom], outvars: Sequence[Var], first: Sequence[Atom] = ()
+) -> JaxprEqn:
+    """Return a loop, a branch or a call with other bodies, operands and outputs.
 
+    The carried operands of a loop stay, and so do its constants. A `scan` may take and make other stacks.
 
-def with_operand_first(eqn: JaxprEqn, operands: Sequence[Atom], first: Atom) -> tuple[list[Atom], dict[str, Any]]:
-    """Return the operands of a loop or a branch all of whose bodies take one more operand, and changed parameters.
-
-    It is the first operand of each body, and a constant of a loop.
+    Args:
+      first: operands that all bodies take in front of theirs; they are constants of a loop.
     """
-    name = eqn.primitive.name
+    name, count, params = eqn.primitive.name, len(first), {**eqn.params, **with_bodies(eqn, new)}
+    operands = [*first, *invars]
     if name == COND:
-        return [operands[0], first, *operands[1:]], {}
-    if name != WHILE:
-        return [first, *operands], scan_with_constants(eqn, 1) if name == SCAN else {}
-    of_cond, of_body = while_counts(eqn)
-    changed = {"cond_nconsts": of_cond + 1, "body_nconsts": of_body + 1}
-    return [first, *operands[:of_cond], first, *operands[of_cond:]], changed
+        operands = [invars[0], *first, *invars[1:]]
+    elif name == WHILE:
+        of_cond, of_body = while_counts(eqn)
+        operands = [*first, *invars[:of_cond], *first, *invars[of_cond:]]
+        params |= {"cond_nconsts": of_cond + count, "body_nconsts": of_body + count}
+    elif name == SCAN:
+        consts, carried = scan_counts(eqn)
+        params |= {"num_consts": consts + count}
+        if "ft_in" in params:
+            del params["num_consts"]
+            params |= _scan_trees(consts + count, carried, len(invars) - consts - carried, len(outvars) - carried)
+    return eqn.replace(invars=operands, outvars=list(outvars), params=params)
 
 
 @functools.cache

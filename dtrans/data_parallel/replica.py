@@ -56,8 +56,7 @@ def fold_keys(b: Builder, keys: Mapping[Var, Var], o: Options) -> None:
         return
     (index,) = b.bind(trainer_index_p, over=o.over)
     for own, given in keys.items():
-        b.call(jax.random.fold_in, given, index)
-        b.eqns[-1] = b.eqns[-1].replace(outvars=[own])  # the step's equations read it under this name
+        b.call_as(own, jax.random.fold_in, given, index)
 
 
 def write_from_gradients(b: Builder, step: Cut, outs: Mapping[str, Atom], means: Mapping[str, Atom]) -> dict[str, Atom]:

@@ -33,7 +33,6 @@ from dtrans._jax import (
     Var,
     bodies,
     closed_with,
-    constants,
     equations,
     facts_of,
     is_rearrangement,
@@ -44,10 +43,7 @@ from dtrans._jax import (
     scan_counts,
     scan_length,
     scan_turns,
-    scan_with,
     scope_of,
-    with_bodies,
-    with_operand_first,
 )
 from dtrans.engine.array_fns import (
     best_local,
@@ -367,26 +363,13 @@ class SplitWriter(ShardValues):
     def _with_bodies(self, eqn: JaxprEqn, plan: LoopPlan) -> None:
         """Write an equation with its bodies on pieces."""
         atoms = [self.as_(a, x) for a, x in zip(eqn.invars, plan.operands, strict=True)]
-        new: list[Any] = [b.jaxpr for b in plan.bodies]
-        more: dict[str, Any] = {}
-        if any(b.takes_index for b in plan.bodies):
-            new = [b.jaxpr if b.takes_index else _with_an_operand(b.jaxpr, self.pieces.index()) for b in plan.bodies]
-            atoms, more = with_operand_first(eqn, atoms, self.pieces.index())
-        if eqn.primitive.name in REMAT:  # its body has no constants of its own
-            (written,) = new
-            atoms = [*map(self.b.constant, constants(written)), *atoms]
-            new = [
-                written.jaxpr.replace(
-                    constvars=[],
-                    invars=[*written.jaxpr.constvars, *written.jaxpr.invars],
-                    debug_info=written.jaxpr.debug_info.with_unknown_names(),
-                )
-            ]
+        first = [self.pieces.index()] if any(b.takes_index for b in plan.bodies) else []
+        new = [b.jaxpr if b.takes_index or not first else _with_an_operand(b.jaxpr, first[0]) for b in plan.bodies]
         for b in plan.bodies:
             self.gathers += b.gathers
             self.scaled |= b.scaled
         types = [self.shards.cut(v.aval, x) for v, x in zip(eqn.outvars, plan.outs, strict=True)]
-        self._define(eqn, plan.outs, self.b.copy(eqn, atoms, types, **with_bodies(eqn, new), **more))
+        self._define(eqn, plan.outs, self.b.copy_with_bodies(eqn, new, atoms, types, first))
 
     @property
     def moved(self) -> int:
@@ -490,11 +473,9 @@ class SplitWriter(ShardValues):
             body = with_padding(body, consts, added)
             atoms.append(self.pieces.own_row(self.shards.entries(size, row) >= 0))
         layouts = [*carry, *(row for _ in eqn.outvars[carried:])]
-        outs = [Var(self.shards.cut(v.aval, x)) for v, x in zip(eqn.outvars, layouts, strict=True)]
-        loop = scan_with(eqn, body, atoms, outs)
+        types = [self.shards.cut(v.aval, x) for v, x in zip(eqn.outvars, layouts, strict=True)]
         turns = scan_turns(self.shards.local(size, row))
-        made = self.b.copy(loop, atoms, [v.aval for v in outs], **turns)
-        self._define(eqn, layouts, made)
+        self._define(eqn, layouts, self.b.copy_with_bodies(eqn, [body], atoms, types, **turns))
 
     # -- all of it -------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 
 from dtrans._jax import (
+    REMAT,
     Atom,
     ClosedJaxpr,
     JaxprEqn,
@@ -27,6 +28,7 @@ from dtrans._jax import (
     from_line_of,
     new_jaxpr_eqn,
     opened,
+    rebuilt,
     small_jaxpr,
 )
 from dtrans.ir.inline import inline_calls
@@ -100,6 +102,11 @@ class Builder:
         """The equations of a small pure function of arrays. It is traced once for each set of types: pass no lambda."""
         return self.inline(_traced(fn, tuple(a.aval for a in atoms)), *atoms)
 
+    def call_as(self, var: Var, fn: Callable[..., Any], *atoms: Atom) -> None:
+        """Write a function as `call` does; its output is a variable of the old jaxpr, which other equations read."""
+        self.call(fn, *atoms)
+        self.eqns[-1] = self.eqns[-1].replace(outvars=[var])
+
     def inline(self, jaxpr: ClosedJaxpr, *atoms: Atom) -> list[Atom]:
         """The equations of another closed jaxpr, on operands of the types of its inputs; its outputs."""
         body = opened(jaxpr)
@@ -158,6 +165,31 @@ class Builder:
         changed = {**eqn.params, **params} if params else eqn.params
         self._append(eqn.replace(invars=list(atoms), outvars=outs, params=changed), atoms)
         return outs
+
+    def copy_with_bodies(
+        self,
+        eqn: JaxprEqn,
+        new: Iterable[Any],
+        atoms: Sequence[Atom],
+        types: Sequence[Any],
+        first: Sequence[Atom] = (),
+        **params: Any,
+    ) -> list[Var]:
+        """Write a loop, a branch or a call of the old jaxpr with other bodies; return its outputs.
+
+        Args:
+          new: its bodies, in order.
+          atoms, types: its operands, and the types of its outputs.
+          first: operands that all bodies take in front of theirs.
+        """
+        if eqn.primitive.name in REMAT:  # its body has no constants of its own
+            (body,) = new
+            inner, held = opened(body), [self.constant(c) for c in constants(body)]
+            first = [*held, *first]
+            invars = [*inner.constvars, *inner.invars]
+            new = [opened(closed((), (), invars, inner.outvars, inner.eqns, body))]
+        made = rebuilt(eqn, new, atoms, [Var(t) for t in types], first)
+        return self.copy(made, made.invars, types, **params)
 
     def keep(self, eqn: JaxprEqn, invars: Sequence[Atom] | None = None) -> None:
         """An equation of the old jaxpr with its own output variables."""

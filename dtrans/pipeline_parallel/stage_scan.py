@@ -27,9 +27,10 @@ from dtrans._jax import (
     Var,
     closed_with,
     is_reversed,
-    scan_counts,
+    resized,
     scan_length,
     scan_turns,
+    wiring,
 )
 from dtrans.ir.builder import Builder, read_from
 from dtrans.ir.program import FORWARD, Program
@@ -67,7 +68,7 @@ def loops_of(forward: ForwardPass) -> list[int]:
     found = []
     for i, eqn in enumerate(forward.eqns):
         if eqn.primitive.name == SCAN and not is_reversed(eqn) and scan_length(eqn) > 1:
-            xs = eqn.invars[sum(scan_counts(eqn)) :]
+            xs = [eqn.invars[k] for k in wiring(eqn).slices]
             if any(isinstance(a, Var) and a in forward.diff for a in xs):
                 found.append(i)
     return found
@@ -103,25 +104,23 @@ def turned(forward: ForwardPass, turns: Turns) -> tuple[ForwardPass, list[tuple[
 
 def _parts(b: Builder, eqn: JaxprEqn, bounds: Sequence[int]) -> Any:
     """Write a loop in parts; gives the number of each part once it is written."""
-    first, carried = scan_counts(eqn)
-    carry = eqn.invars[first : first + carried]
-    xs = eqn.invars[first + carried :]
-    stacked: list[list[Atom]] = []
+    wires, operands = wiring(eqn), list(eqn.invars)
+    stacked: dict[int, list[Atom]] = {j: [] for j in wires.stacks}
     last = len(bounds) - 2
     for k, (start, stop) in enumerate(itertools.pairwise(bounds)):
-        mine = [b.part(x, 0, start, stop) for x in xs]
-        outs = [
-            *(v.aval for v in eqn.outvars[:carried]),
-            *(v.aval.update(shape=(stop - start, *v.aval.shape[1:])) for v in eqn.outvars[carried:]),
-        ]
-        made = b.copy(eqn, [*eqn.invars[:first], *carry, *mine], outs, **scan_turns(stop - start))
-        carry = list(made[:carried])
-        stacked.append(list(made[carried:]))
+        for i in wires.slices:
+            operands[i] = b.part(eqn.invars[i], 0, start, stop)
+        types = [resized(v.aval, 0, stop - start) if j in stacked else v.aval for j, v in enumerate(eqn.outvars)]
+        made = b.copy(eqn, operands, types, **scan_turns(stop - start))
+        for i, j in wires.carried.items():
+            operands[i] = made[j]
+        for j, rows in stacked.items():
+            rows.append(made[j])
         if k == last:  # what reads the loop reads its last part
-            b.eqns[-1] = b.eqns[-1].replace(outvars=[*eqn.outvars[:carried], *made[carried:]])
-            for v, rows in zip(eqn.outvars[carried:], zip(*stacked, strict=True), strict=True):
-                b.call(joined(0), *rows)
-                b.eqns[-1] = b.eqns[-1].replace(outvars=[v])
+            outs = [v if j in stacked else eqn.outvars[j] for j, v in enumerate(made)]
+            b.eqns[-1] = b.eqns[-1].replace(outvars=outs)
+            for j, rows in stacked.items():
+                b.call_as(eqn.outvars[j], joined(0), *rows)
         yield k
 
 
@@ -346,8 +345,7 @@ def _step(step: Cut, rows: Mapping[str, tuple[StageRows, ...]], half: OptimizeHa
             b.invars.append(given[n])
     b.invars += [vars_of[n] for n in step.batch]
     for n, parts in rows.items():
-        b.call(joined(parts[0].part.axis), *(given[r.name] for r in parts))
-        b.eqns[-1] = b.eqns[-1].replace(outvars=[vars_of[n]])  # the step's equations read it under this name
+        b.call_as(vars_of[n], joined(parts[0].part.axis), *(given[r.name] for r in parts))
     for eqn, role in zip(inner.eqns, source.roles, strict=True):
         b.role = role
         b.keep(eqn)

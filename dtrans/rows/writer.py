@@ -27,7 +27,6 @@ from dtrans._jax import (
     Var,
     bodies,
     opened,
-    with_bodies,
 )
 from dtrans.ir.builder import Builder
 from dtrans.rows.flow import Flow
@@ -196,14 +195,14 @@ class RowWriter:
         types = [self.cut(v.aval, x) for v, x in zip(eqn.outvars, step.outs, strict=True)]
         if self.rows is None:
             return self.b.copy(eqn, atoms, types)
-        params: dict[str, Any] = step.params(types) if step.params else {}
         if step.bodies:
-            params = self._bodies(eqn, step)
-        return self.b.copy(eqn, atoms, types, **params)
+            new = list(map(self._body, bodies(eqn), step.bodies, step.ends))
+            return self.b.copy_with_bodies(eqn, new, atoms, types, self.inputs_of_bodies())
+        return self.b.copy(eqn, atoms, types, **(step.params(types) if step.params else {}))
 
-    def _bodies(self, eqn: JaxprEqn, step: Step) -> dict[str, Any]:
-        """Return the parameters of a loop or a branch, its bodies on this block."""
-        return with_bodies(eqn, map(self._body, bodies(eqn), step.bodies, step.ends))
+    def inputs_of_bodies(self) -> Sequence[Atom]:
+        """Return the values that `BlockRows.inside` takes as inputs of each body."""
+        return ()
 
     def _body(self, jaxpr: ClosedJaxpr, flow: Flow, outs: Sequence[Layout]) -> ClosedJaxpr:
         """A body on this block, its outputs with the given layouts."""

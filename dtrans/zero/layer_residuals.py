@@ -19,11 +19,10 @@ from dtrans._jax import (
     Literal,
     Var,
     bodies,
-    closed,
-    constants,
+    closed_with,
     opened,
-    scan_counts,
-    scan_with,
+    rebuilt,
+    wiring,
     with_bodies,
 )
 from dtrans.zero.slice_flow import SliceFlow, is_cheap
@@ -40,7 +39,7 @@ def remade(flow: SliceFlow, wanted: Collection[Atom]) -> list[JaxprEqn]:
     for i, eqn in enumerate(eqns):
         if eqn.primitive.name in REMAT and i in flow.inside:
             (body,), (inside,) = map(opened, bodies(eqn)), flow.inside[i]
-            new = closed(body.constvars, [], body.invars, body.outvars, remade(inside, body.outvars), body)
+            new = closed_with(body, eqns=remade(inside, body.outvars))
             eqns[i] = eqn.replace(params={**eqn.params, **with_bodies(eqn, [opened(new)])})
     readers: dict[Var, list[tuple[int, int]]] = {}
     for i, eqn in enumerate(eqns):
@@ -55,28 +54,22 @@ def remade(flow: SliceFlow, wanted: Collection[Atom]) -> list[JaxprEqn]:
         for out, start, chain in _made_of_layers(flow, eqn, body):
             v = eqn.outvars[out]
             by = readers.get(v, [])
-            if v in wanted or not by or not all(_takes_apart(eqns[j], k) for j, k in by):
+            if v in wanted or not by or not all(k in wiring(eqns[j]).slices for j, k in by):
                 continue
             left_out.add(out)
             for j in {j for j, _ in by}:
                 eqns[j] = _with_chain(eqns[j], v, eqn.invars[start], body.invars[start], chain, body.outvars[out])
         if left_out:
             kept = [k for k in range(len(eqn.outvars)) if k not in left_out]
-            new = closed(
-                body.constvars, constants(*bodies(eqn)), body.invars, [body.outvars[k] for k in kept], body.eqns, body
-            )
-            eqns[i] = scan_with(eqns[i], new, eqns[i].invars, [eqns[i].outvars[k] for k in kept])
+            new = closed_with(*bodies(eqn), outvars=[body.outvars[k] for k in kept])
+            eqns[i] = rebuilt(eqns[i], [new], eqns[i].invars, [eqns[i].outvars[k] for k in kept])
     return eqns
-
-
-def _takes_apart(eqn: JaxprEqn, k: int) -> bool:
-    return eqn.primitive.name == SCAN and k >= sum(scan_counts(eqn))
 
 
 def _made_of_layers(flow: SliceFlow, eqn: JaxprEqn, body: Jaxpr) -> Iterator[tuple[int, int, Sequence[JaxprEqn]]]:
     """The outputs that a loop stacks and makes of one of its layers: which, of which operand, and how."""
-    first = sum(scan_counts(eqn))
-    layers = {v: k for k, v in enumerate(body.invars) if k >= first and flow.row(eqn.invars[k]) is not None}
+    wires = wiring(eqn)
+    layers = {body.invars[k]: k for k in wires.slices if flow.row(eqn.invars[k]) is not None}
     start: dict[Var, int] = dict(layers)
     chains: dict[Var, tuple[JaxprEqn, ...]] = dict.fromkeys(layers, ())
     for e in body.eqns:
@@ -85,8 +78,8 @@ def _made_of_layers(flow: SliceFlow, eqn: JaxprEqn, body: Jaxpr) -> Iterator[tup
         if cheap and len({start.get(a) for a in ins} - {None}) == 1 and all(a in start for a in ins):
             start[e.outvars[0]] = start[ins[0]]
             chains[e.outvars[0]] = _joined([chains[a] for a in ins], e)
-    for k, a in enumerate(body.outvars):
-        if k >= scan_counts(eqn)[1] and isinstance(a, Var) and a in start:
+    for k in wires.stacks:
+        if (a := body.outvars[k]) in start:
             yield k, start[a], chains[a]
 
 
@@ -105,13 +98,14 @@ def _with_chain(
     inner: list[Var] = []
     names: dict[Atom, Var] = {}
     made: list[Var] = []
-    for a, v in zip(eqn.invars, body.invars, strict=True):
-        if a is residual and _takes_apart(eqn, len(invars) + len(made)):
+    slices = wiring(eqn).slices
+    for k, (a, v) in enumerate(zip(eqn.invars, body.invars, strict=True)):
+        if a is residual and k in slices:
             made.append(v)
             continue
         invars.append(a)
         inner.append(v)
-        if a is stack and len(invars) > sum(scan_counts(eqn)):
+        if a is stack and k in slices:
             names[layer] = v
     if layer not in names:
         names[layer] = Var(layer.aval)
@@ -125,7 +119,6 @@ def _with_chain(
         names[v] = names[out]
     seen = lambda a: a if isinstance(a, Literal) or a not in made else names[a]
     rest = [e.replace(invars=[seen(a) for a in e.invars]) for e in body.eqns]
-    new = closed(
-        body.constvars, constants(*bodies(eqn)), inner, [seen(a) for a in body.outvars], [*prefix, *rest], body
-    )
-    return scan_with(eqn, new, invars, eqn.outvars)
+    outvars = [seen(a) for a in body.outvars]
+    new = closed_with(*bodies(eqn), invars=inner, outvars=outvars, eqns=[*prefix, *rest])
+    return rebuilt(eqn, [new], invars, eqn.outvars)

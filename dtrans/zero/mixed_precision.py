@@ -38,7 +38,7 @@ from dtrans._jax import (
     jaxprs_in_params,
     map_bodies,
     opened,
-    scan_counts,
+    wiring,
 )
 from dtrans.data_parallel.options import COMPRESSED
 from dtrans.errors import ConfigError, GradientError
@@ -275,7 +275,7 @@ class _Lower:
 
         def lowered(body: Any) -> Any:
             if name == SCAN or name in REMAT:  # which have one body, and its inputs are their operands
-                hoist = [name in REMAT or not _is_carried(eqn, k) for k in range(len(eqn.invars))]
+                hoist = [k not in wiring(eqn).carried for k in range(len(eqn.invars))]
                 known = [isinstance(a, Var) and a in self.params for a in eqn.invars]
             else:
                 hoist = known = [False] * len(opened(body).invars)
@@ -293,11 +293,6 @@ def _names_algorithm(eqn: JaxprEqn) -> bool:
     asked = eqn.params.get("precision")
     each = asked if isinstance(asked, tuple) else (asked,)
     return any(p is not None and not isinstance(p, jax.lax.Precision) for p in each)
-
-
-def _is_carried(eqn: JaxprEqn, k: int) -> bool:
-    consts, carried = scan_counts(eqn)
-    return 0 <= k - consts < carried
 
 
 def _lowered(body: Any, dtype: Any, params: Sequence[bool], hoist: Sequence[bool]) -> tuple[Any, list[bool]]:

@@ -34,18 +34,19 @@ from dtrans._jax import (
     Var,
     bodies,
     closed,
-    constants,
+    closed_with,
     facts_of,
+    has_bodies,
     line_of,
     live_part,
     opened,
-    scan_counts,
+    rebuilt,
     scan_length,
-    scan_with,
+    wiring,
 )
-from dtrans.ir.dataflow import backward_slice
+from dtrans.ir.dataflow import backward_slice, free_variables
 from dtrans.ir.display import short_type
-from dtrans.ir.interpret import BackwardAnalysis, backward
+from dtrans.ir.interpret import BackwardAnalysis, ForwardAnalysis, backward, forward
 from dtrans.rows.flow import Flow, _Pass
 from dtrans.rows.layout import SHARED, Layout, RowAxis, Whole
 from dtrans.rows.normalize import inline_inside
@@ -214,34 +215,27 @@ def numbers_first(eqns: Sequence[JaxprEqn], numbers: Iterable[Atom], like: Any) 
     if not any(e.primitive.name in _WITH_BODIES for e in kept):
         return kept
     made = {v for e in kept for v in e.outvars}
-    free = list(dict.fromkeys(a for e in kept for a in e.invars if isinstance(a, Var) and a not in made))
+    free = free_variables(kept)
     whole = closed((), (), free, [a for a in wanted if a in made], kept, like)
     live, _ = live_part(opened(whole), [True] * len(opened(whole).outvars), [False] * len(free))
     return list(live.eqns)
 
 
 def _is_picked(eqns: Sequence[JaxprEqn], var: Var) -> bool:
-    """Whether rows of a value are picked, or of what is made of each of them."""
-    if not var.aval.ndim:
-        return False
-    same = {var}
-    for e in eqns:
-        read = [k for k, a in enumerate(e.invars) if isinstance(a, Var) and a in same]
-        if read and e.primitive.name in ("gather", "dynamic_slice") and read[0] == 0:
-            return True
-        if read and e.primitive.name in _WITH_BODIES:
-            for first, body in _entered(e):
-                if any(k >= first and _is_picked(body.eqns, body.invars[k - first]) for k in read):
-                    return True
-        if read and facts_of(e).elementwise and e.outvars[0].aval.shape == var.aval.shape:
-            same.update(e.outvars)
-    return False
+    """Return True if rows of a value are picked, or of what is made of each of them."""
+    picks: list[JaxprEqn] = []
 
+    def rule(eqn: JaxprEqn, ins: Sequence[bool]) -> list[bool] | None:
+        if has_bodies(eqn):
+            return None
+        read = [a.aval.shape for a, has_rows in zip(eqn.invars, ins, strict=True) if has_rows]
+        if read and ins[0] and eqn.primitive.name in ("gather", "dynamic_slice"):
+            picks.append(eqn)
+        keeps = facts_of(eqn).elementwise
+        return [keeps and v.aval.shape in read for v in eqn.outvars]
 
-def _entered(eqn: JaxprEqn) -> list[tuple[int, Any]]:
-    """The bodies that all operands enter from some position on."""
-    inner = [opened(x) for x in bodies(eqn)]
-    return [(len(eqn.invars) - len(x.invars), x) for x in (inner[-1:] if eqn.primitive.name == WHILE else inner)]
+    forward(ForwardAnalysis[bool](operator.or_, rule, lambda aval, value: False), eqns, {var: bool(var.aval.ndim)})
+    return bool(picks)
 
 
 def _find_zeros(
@@ -287,8 +281,8 @@ def _lookups_in(eqns: Sequence[JaxprEqn], flow: Flow) -> tuple[list[_Lookup], li
             for e in eqns[:i] if not made_by else ():
                 if all(not jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in e.outvars):
                     made_by.setdefault(_same(e, e.invars), e.outvars)
-            for (first, body), inner in zip(_entered(eqn), done.bodies, strict=True):
-                env: dict[Var, Atom] = dict(zip(body.invars, eqn.invars[first:], strict=True))
+            for body, read, inner in zip(map(opened, bodies(eqn)), wiring(eqn).ins, done.bodies, strict=True):
+                env: dict[Var, Atom] = dict(zip(body.invars, [eqn.invars[i] for i in read], strict=True))
                 inside, made = _lookups_in(body.eqns, inner)
                 wanted = backward_slice([*body.eqns, *made], [x.numbers for x in inside])[0]
                 for j in wanted:  # a row that another branch would pick is looked up too
@@ -301,22 +295,19 @@ def _in_scan(
     eqn: JaxprEqn, jaxpr: Any, flow: Flow, made_by: dict[Any, Sequence[Var]]
 ) -> tuple[list[_Lookup], list[JaxprEqn]]:
     """What the turns of a `scan` pick: numbers that go in or come out as stacks, or a `scan` that makes these."""
-    body = opened(jaxpr)
+    body, wires = opened(jaxpr), wiring(eqn)
     inside, made = _lookups_in(body.eqns, flow)
-    consts, carried = scan_counts(eqn)
-    env: dict[Var, Atom] = {
-        v: a for k, (v, a) in enumerate(zip(body.invars, eqn.invars, strict=True)) if not 0 <= k - consts < carried
-    }
-    env |= {v: a for v, a in zip(body.outvars[carried:], eqn.outvars[carried:], strict=True) if isinstance(v, Var)}
+    carried = len(wires.carried)
+    env: dict[Var, Atom] = {v: eqn.invars[i] for i, v in enumerate(body.invars) if i not in wires.carried}
+    env |= {v: eqn.outvars[j] for j in wires.stacks if isinstance(v := body.outvars[j], Var)}
     wanted = [a for a in dict.fromkeys(x.numbers for x in inside if isinstance(x.numbers, Var)) if a not in env]
     extra = []
     if wanted:
-        outs = [*body.outvars[:carried], *wanted]
-        new = closed(body.constvars, constants(jaxpr), body.invars, outs, [*body.eqns, *made], jaxpr)
+        new = closed_with(jaxpr, outvars=[*body.outvars[:carried], *wanted], eqns=[*body.eqns, *made])
         stacks = [Var(a.aval.update(shape=(scan_length(eqn), *a.aval.shape))) for a in wanted]
-        turns = scan_with(eqn, new, eqn.invars, [*(Var(v.aval) for v in eqn.outvars[:carried]), *stacks])
+        turns = rebuilt(eqn, [new], eqn.invars, [*(Var(v.aval) for v in eqn.outvars[:carried]), *stacks])
         (turns,) = numbers_first([turns], stacks, jaxpr)
-        if scan_counts(turns)[1]:  # it goes on from turn to turn: backward is another
+        if wiring(turns).carried:  # it goes on from turn to turn: backward is another
             extra.append(turns)
             env |= dict(zip(wanted, stacks, strict=True))
         else:

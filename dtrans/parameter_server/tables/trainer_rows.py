@@ -18,20 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dtrans._jax import (
-    COND,
-    REMAT,
-    SCAN,
-    Atom,
-    JaxprEqn,
-    Literal,
-    Var,
-    bodies,
-    constants,
-    opened,
-    scan_with_constants,
-    with_bodies,
-)
+from dtrans._jax import Atom, JaxprEqn, Literal, Var
 from dtrans.ir.builder import Builder
 from dtrans.ir.program import DIST, FORWARD, RPC, is_communication
 from dtrans.ops import geo_prefetch_p, prefetch_p, split_ids_p
@@ -81,23 +68,10 @@ class _LookedUp(RowWriter):
     def emit(self, eqn: JaxprEqn, step: Step) -> list[Var]:
         if isinstance(step, RowPick):
             return self._pick(eqn, step)
-        if not step.bodies:
-            return super().emit(eqn, step)
-        name, ids = eqn.primitive.name, list(self.rows.uniq.values())
-        atoms = [self.read(a, row) for a, row in zip(eqn.invars, step.operands, strict=True)]
-        atoms = [*atoms[:1], *ids, *atoms[1:]] if name == COND else [*ids, *atoms]
-        params = self._bodies(eqn, step)
-        if name == SCAN:
-            params |= scan_with_constants(eqn, len(ids))
-        types = [self.cut(v.aval, x) for v, x in zip(eqn.outvars, step.outs, strict=True)]
-        return self.b.copy(eqn, atoms, types, **params)
+        return super().emit(eqn, step)
 
-    def _bodies(self, eqn: JaxprEqn, step: Step) -> dict[str, Any]:
-        if eqn.primitive.name not in REMAT:
-            return super()._bodies(eqn, step)
-        new = self._body(bodies(eqn)[0], step.bodies[0], step.outs)
-        assert not constants(new)  # a body that is computed again has no constants of its own
-        return with_bodies(eqn, [opened(new)])
+    def inputs_of_bodies(self) -> Sequence[Atom]:
+        return list(self.rows.uniq.values())
 
     def _pick(self, eqn: JaxprEqn, step: RowPick) -> list[Var]:
         """What picks rows, or adds to rows, among those that are here."""
