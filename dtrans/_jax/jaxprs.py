@@ -188,11 +188,16 @@ def abstract_eval(primitive: Primitive, avals: Sequence[Any], params: Mapping[st
 
 
 def equations(jaxpr: Any) -> Iterator[JaxprEqn]:
-    """All equations, those of nested jaxprs included."""
+    """Yield all equations of a jaxpr, and those in bodies."""
     for eqn in opened(jaxpr).eqns:
         yield eqn
-        for sub in jaxprs_in_params(eqn.params):
-            yield from equations(sub)
+        yield from equations_inside(eqn)
+
+
+def equations_inside(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
+    """Yield the equations in the bodies of an equation, and in those of theirs."""
+    for body in jaxprs_in_params(eqn.params):
+        yield from equations(body)
 
 
 def resized(aval: Any, axis: int, size: int) -> Any:

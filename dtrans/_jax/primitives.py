@@ -282,6 +282,11 @@ def linear_operands(eqn: JaxprEqn) -> list[tuple[int, ...]]:
     return [_positions(group, eqn) for group in facts.linear_in]
 
 
+def linear_group(eqn: JaxprEqn, operands: Collection[int]) -> tuple[int, ...]:
+    """Return the operands that an equation is linear in together, among them these; empty if there are none."""
+    return next((group for group in linear_operands(eqn) if set(operands) <= set(group)), ())
+
+
 def scaling_operands(eqn: JaxprEqn) -> list[tuple[int, ...]]:
     """Return the groups of operands whose common positive factor is a factor of the outputs.
 

@@ -25,7 +25,7 @@ from dtrans.batch.given_micro_steps import GivenMicroSteps
 from dtrans.data_parallel.options import Options
 from dtrans.data_parallel.reducer import clipped
 from dtrans.errors import BatchError
-from dtrans.ir.array_fns import in_one, parts_of
+from dtrans.ir.array_fns import in_one, parts_of, sum_type
 from dtrans.ir.builder import Builder
 from dtrans.ir.inline import inline_calls
 from dtrans.ir.program import BACKWARD, FORWARD, Program
@@ -250,8 +250,7 @@ def _scanned(
                 new[n] = jnp.maximum(so_far[n], made[n])
             return (new, {n: made[n] for n in carried}), {n: made[n] for n in others}
 
-        # a type of 16 bits may be too small for a sum
-        wide = {n: jnp.float32 if _is_small(t.dtype) else t.dtype for n, t in body.types.items()}
+        wide = {n: sum_type(t.dtype) for n, t in body.types.items()}
         start = {n: jnp.zeros(body.types[n].shape, wide[n]) for n in added}
         start |= {n: _lowest(body.types[n]) for n in largest}
         (found, state), rest = jax.lax.scan(one, (start, {n: values[n] for n in carried}), (jnp.arange(count), rows))
@@ -270,10 +269,6 @@ def _scanned(
     atoms = [given[n] if given and n in given else vars_of[n] for n in names]
     made = b.inline(inline_calls(small_jaxpr(scan, [a.aval for a in atoms])), *atoms)
     return dict(zip((*ways, *carried), made, strict=True))
-
-
-def _is_small(dtype: Any) -> bool:
-    return bool(jnp.issubdtype(dtype, jnp.floating)) and jnp.finfo(dtype).bits < 32
 
 
 def _lowest(t: Any) -> jax.Array:

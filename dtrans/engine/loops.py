@@ -15,7 +15,7 @@ A body that would gather more in all its turns than its operands are is carried 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from dtrans._jax import (
@@ -32,6 +32,7 @@ from dtrans._jax import (
 from dtrans.engine.layout import PARTIAL, Gathered, Partial, Placed, nbytes, rows_only
 from dtrans.ir.interpret import ForwardAnalysis, enter
 from dtrans.ir.program import is_communication
+from dtrans.ops import all_gather_p, trainer_index_p
 from dtrans.rows.layout import SHARED, RowAxis, Shared
 
 
@@ -59,6 +60,16 @@ class WrittenBody:
     def moved(self) -> int:
         """Bytes that it puts into communication."""
         return sum(nbytes(a.aval) for e in equations(self.jaxpr) if is_communication(e) for a in e.outvars)
+
+
+def moved_bytes(eqns: Iterable[JaxprEqn]) -> dict[str, int]:
+    """Return the bytes that one shard puts into communication, by primitive; of a gather, what comes out of it."""
+    found: dict[str, int] = {}
+    for eqn in eqns:
+        if is_communication(eqn) and eqn.primitive is not trainer_index_p:
+            atoms = eqn.outvars if eqn.primitive is all_gather_p else eqn.invars
+            found[eqn.primitive.name] = found.get(eqn.primitive.name, 0) + sum(nbytes(a.aval) for a in atoms)
+    return found
 
 
 Outs = Sequence[Placed] | None

@@ -27,13 +27,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from dtrans._jax import Atom, ClosedJaxpr, equations, opened
-from dtrans.engine.layout import Gathered, Placed, Shards, cut_along, nbytes
+from dtrans.engine.layout import Gathered, Placed, Shards, cut_along
+from dtrans.engine.loops import moved_bytes
 from dtrans.engine.writer import SplitWriter, written
 from dtrans.errors import ConfigError
 from dtrans.ir.display import short_type
 from dtrans.ir.inline import eliminate_dead, inline_calls
-from dtrans.ir.program import is_communication
-from dtrans.ops import all_gather_p, trainer_index_p
 from dtrans.rows.layout import SHARED, RowAxis
 
 
@@ -63,13 +62,7 @@ class SplitProgram:
 
         Bodies of loops count once.
         """
-        found: dict[str, int] = {}
-        for eqn in equations(self.jaxpr):
-            if is_communication(eqn) and eqn.primitive is not trainer_index_p:
-                of = eqn.outvars if eqn.primitive is all_gather_p else eqn.invars
-                name = eqn.primitive.name
-                found[name] = found.get(name, 0) + sum(nbytes(a.aval) for a in of)
-        return found
+        return moved_bytes(equations(self.jaxpr))
 
 
 def split(

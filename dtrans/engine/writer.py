@@ -34,8 +34,10 @@ from dtrans._jax import (
     bodies,
     closed_with,
     equations,
+    equations_inside,
     facts_of,
     is_rearrangement,
+    linear_group,
     linear_operands,
     opened,
     origin_of,
@@ -57,7 +59,7 @@ from dtrans.engine.array_fns import (
 )
 from dtrans.engine.custom_rules import call_on_pieces
 from dtrans.engine.layout import PARTIAL, Gathered, Partial, Placed, Shards, nbytes, rows_only
-from dtrans.engine.loops import LoopPlan, WrittenBody, plan_loop
+from dtrans.engine.loops import LoopPlan, WrittenBody, moved_bytes, plan_loop
 from dtrans.engine.row_moves import Move
 from dtrans.engine.rules import Way, choose
 from dtrans.engine.turns import own_turns, with_padding
@@ -66,7 +68,7 @@ from dtrans.ir.array_fns import converted
 from dtrans.ir.display import short_type
 from dtrans.ir.inline import eliminate_dead, inline_calls
 from dtrans.ir.program import is_communication
-from dtrans.ops import all_gather_p, identity_of, trainer_index_p
+from dtrans.ops import identity_of, trainer_index_p
 from dtrans.rows.layout import SHARED, RowAxis
 from dtrans.step.capture import value_and_grad_p
 from dtrans.step.scopes import has_local_scope, in_local_scope
@@ -187,12 +189,9 @@ class SplitWriter(ShardValues):
         if is_mixed and eqn.outvars[0] not in self.terms:
             return None
         if eqn.outvars[0] in self.terms:
-            linear = linear_operands(eqn)
             if eqn.primitive.name == "scatter-add" and eqn.invars[2] not in self.terms:
                 return None
-            if any(set(opens) <= set(together) for together in linear):
-                return next(together for together in linear if set(opens) <= set(together))
-            return None
+            return linear_group(eqn, opens) or None
         name = eqn.primitive.name
         if any(self._uses[a] != 1 for i in opens if isinstance(a := eqn.invars[i], Var)):
             return None
@@ -374,13 +373,7 @@ class SplitWriter(ShardValues):
     @property
     def moved(self) -> int:
         """Bytes that are put into communication, and of gathers those that come out; bodies of loops count once."""
-        found = 0
-        for eqn in self.b.eqns:
-            for inner in (eqn, *(e for body in _bodies(eqn) for e in equations(body))):
-                if is_communication(inner) and inner.primitive is not trainer_index_p:
-                    atoms = inner.outvars if inner.primitive is all_gather_p else inner.invars
-                    found += sum(nbytes(a.aval) for a in atoms)
-        return found
+        return sum(moved_bytes(e for eqn in self.b.eqns for e in (eqn, *equations_inside(eqn))).values())
 
     def _with_loss(self, eqn: JaxprEqn, ins: Sequence[Placed]) -> None:
         """Write a loss that is still to be differentiated: each shard has a term of it, and of its gradients."""
@@ -453,12 +446,11 @@ class SplitWriter(ShardValues):
         """
         if eqn.primitive.name == _CUSTOM_VJP:
             return not self._with_rules(eqn, [SHARED] * len(eqn.invars))
-        return any(e.primitive.name == _CUSTOM_VJP for body in _bodies(eqn) for e in equations(body))
+        return any(e.primitive.name == _CUSTOM_VJP for e in equations_inside(eqn))
 
     def _may_not_end(self, eqn: JaxprEqn, row: RowAxis) -> bool:
         """Return True if turns of padding may not end, as a `while` in them is decided by their numbers."""
-        inside = (e.primitive.name for body in bodies(eqn) for e in equations(body))
-        return self.shards.pads(scan_length(eqn), row) and WHILE in inside
+        return self.shards.pads(scan_length(eqn), row) and any(e.primitive.name == WHILE for e in equations_inside(eqn))
 
     def _with_own_turns(self, eqn: JaxprEqn, row: RowAxis, added: Sequence[bool]) -> None:
         """Write a loop whose turns are divided among the shards."""
@@ -584,10 +576,6 @@ def _is_inexact(atom: Atom) -> bool:
 def _is_moved_or_cast(eqn: JaxprEqn) -> bool:
     """Return True if an equation changes no number of its one operand, but for rounding."""
     return is_rearrangement(eqn) or eqn.primitive.name == "convert_element_type"
-
-
-def _bodies(eqn: JaxprEqn) -> Sequence[Any]:
-    return bodies(eqn) if eqn.primitive.name in _WITH_BODIES else ()
 
 
 def _with_an_operand(jaxpr: ClosedJaxpr, operand: Atom) -> ClosedJaxpr:

@@ -74,6 +74,12 @@ def in_one(parts: jax.Array, axis: int) -> jax.Array:
     return back.reshape(*back.shape[:axis], -1, *back.shape[axis + 2 :])
 
 
+def sum_type(dtype: Any) -> Any:
+    """Return the type that arrays of a type are added up in: 16 bits may be too few for a sum."""
+    small = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+    return np.dtype(np.float32) if small else dtype
+
+
 @functools.cache  # a server asks in each step
 def is_key(dtype: Any) -> bool:
     """Whether it is that of keys of random generators."""

@@ -173,10 +173,10 @@ def combine(first: Any, second: Any) -> Any:
     return jax.tree.map(lambda a, b: b if a is None else a, first, second, is_leaf=lambda x: x is None)
 
 
-def both(first: TreeSpec, second: TreeSpec) -> TreeSpec:
-    """A pair."""
-    treedef = jax.tree_util.treedef_tuple([first.treedef, second.treedef])
-    return TreeSpec(treedef, (*first.leaves, *second.leaves))
+def tuple_of(*specs: TreeSpec) -> TreeSpec:
+    """Return the spec of a tuple of these."""
+    treedef = jax.tree_util.treedef_tuple([spec.treedef for spec in specs])
+    return TreeSpec(treedef, tuple(leaf for spec in specs for leaf in spec.leaves))
 
 
 def result_of(spec: TreeSpec, leaves: Sequence[Any]) -> tuple[Any, ...]:

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from dtrans._jax import COND, LOOPS, JaxprEqn, Var, has_bodies, linear_operands, same_operand, zeros_by
+from dtrans._jax import COND, LOOPS, JaxprEqn, Var, has_bodies, linear_group, same_operand, zeros_by
 from dtrans.ir.dataflow import propagate
 from dtrans.ir.interpret import ForwardAnalysis, forward_jaxpr
 from dtrans.step.cut import Cut, Gradient
@@ -92,7 +92,8 @@ def _term(eqn: JaxprEqn, ins: Sequence[_Term]) -> _Term:
     if has("linear") and not (has("old") or has("moving") or has("new") or has("other")):
         # the other operands of a group have to be zeros: x + 1 is not linear in x
         ours, zeros = set(has("linear")), set(has("zero"))
-        return _Term("linear" if any(ours <= set(g) <= ours | zeros for g in linear_operands(eqn)) else "other")
+        group = linear_group(eqn, ours)
+        return _Term("linear" if group and ours | zeros >= set(group) else "other")
     return functools.reduce(_join, map(_without_leaf, ins), _Term("fixed"))
 
 

@@ -24,6 +24,7 @@ from dtrans._jax import Atom, ClosedJaxpr
 from dtrans.data_parallel.options import REDUCED
 from dtrans.data_parallel.reducer import Reducer
 from dtrans.errors import ConfigError
+from dtrans.ir.array_fns import sum_type
 from dtrans.ir.builder import Builder
 from dtrans.ir.program import FORWARD, Program
 from dtrans.pipeline_parallel.options import PipelineOptions
@@ -89,10 +90,7 @@ def _merged(way: str, name: str, axis: int) -> Callable[..., Any]:
     """What becomes of what several micro-batches made; of rows they lie along `axis`."""
 
     def total(*parts: jax.Array) -> jax.Array:
-        x = parts[0]
-        small = jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits < 32
-        wide = [p.astype(jnp.float32) for p in parts] if small else list(parts)
-        return functools.reduce(jnp.add, wide)
+        return functools.reduce(jnp.add, [p.astype(sum_type(p.dtype)) for p in parts])
 
     def mean(*parts: jax.Array) -> jax.Array:
         return (total(*parts) / len(parts)).astype(parts[0].dtype)

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, ShapedArray, Var, closed_with, opened
-from dtrans.ir.array_fns import padded
+from dtrans.ir.array_fns import padded, sum_type
 from dtrans.ir.builder import Builder, extract_part
 from dtrans.ir.dataflow import backward_slice, propagate
 from dtrans.ir.program import BACKWARD, FORWARD, Program
@@ -284,7 +284,8 @@ class StageProgramWriter:
 
     def _sum_type(self, leaf: str) -> Any:
         """The type of the sum of a leaf's gradients."""
-        wide = _wide(self.forward.step.program.inputs[leaf])
+        param = self.forward.step.program.inputs[leaf]
+        wide = ShapedArray(param.shape, sum_type(param.dtype))
         return self.scatter[leaf].of_rank(wide) if leaf in self.scatter else wide
 
     def _scattered(self, b: Builder, grads: Mapping[str, Atom]) -> list[Atom]:
@@ -347,12 +348,6 @@ def _live(name: str, jaxpr: ClosedJaxpr, ins: Sequence[str], outs: Sequence[str]
     here = [(n, v) for n, v in zip(ins, inner.invars, strict=True) if v in used]
     live = extract_part(jaxpr, [v for _, v in here], [inner.eqns[i] for i in kept], inner.outvars)
     return program_of(name, live, [n for n, _ in here], outs, BACKWARD)
-
-
-def _wide(t: Any) -> Any:
-    """The type in which gradients are added up: 16 bits may be too few for a sum."""
-    small = jnp.issubdtype(t.dtype, jnp.floating) and jnp.finfo(t.dtype).bits < 32
-    return ShapedArray(t.shape, jnp.float32 if small else t.dtype)
 
 
 def _added(x: jax.Array, y: jax.Array) -> jax.Array:

@@ -34,7 +34,7 @@ from dtrans._jax import (
 )
 from dtrans.ir.builder import Builder, read_from
 from dtrans.ir.program import FORWARD, Program
-from dtrans.ir.pytree import TreeSpec
+from dtrans.ir.pytree import TreeSpec, tuple_of
 from dtrans.pipeline_parallel.forward_pass import ForwardPass
 from dtrans.rows.analysis import RowAnalysis, analyse
 from dtrans.rows.slices import Slice
@@ -355,17 +355,7 @@ def _step(step: Cut, rows: Mapping[str, tuple[StageRows, ...]], half: OptimizeHa
         assert not isinstance(out, Literal), n
         new |= {r.name: r.part.cut(b, out) for r in parts}
     results = TreeSpec.of({n: source.outputs[n] for n in step.results})
-    every = [*specs, results]
-    out_spec = TreeSpec(
-        jax.tree_util.treedef_tuple([s.treedef for s in every]), tuple(leaf for s in every for leaf in s.leaves)
-    )
-    program = Program(
-        source.name,
-        b.build([new[n] for n in out_spec.names]),
-        (*specs, *source.args[2:]),
-        out_spec,
-        tuple(b.roles),
-    )
+    program = Program.written(source.name, b, (*specs, *source.args[2:]), tuple_of(*specs, results), new)
     flat: Callable[[Sequence[str]], tuple[str, ...]] = lambda names: tuple(m for n in names for m in named(n))
     return dataclasses.replace(
         step,

@@ -23,7 +23,7 @@ from dtrans.errors import GradientError
 from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import backward_slice
 from dtrans.ir.program import FORWARD, OPTIMIZE, Program
-from dtrans.ir.pytree import TreeSpec, unused_name
+from dtrans.ir.pytree import TreeSpec, tuple_of, unused_name
 from dtrans.pipeline_parallel.balance import contiguous, part_of_each
 from dtrans.pipeline_parallel.options import PipelineOptions
 from dtrans.pipeline_parallel.split_stages import Cuts, split_update
@@ -215,17 +215,9 @@ def _step(
     found |= zip(half.out_names, b.inline(half.jaxpr, *atoms), strict=True)
     found |= {n: b.call(jnp.copy, a)[0] for n, a in found.items() if a in given.values()}  # state may be donated
     found |= _of_gradients(b, step, grads, rows, {vars_of[n]: given[n] for n in arguments})
-    state = (*source.args[:2], TreeSpec.of({n: source.outputs[n] for n in step.from_gradients}))
-    out = TreeSpec(
-        jax.tree_util.treedef_tuple([s.treedef for s in state]), tuple(leaf for s in state for leaf in s.leaves)
-    )
-    return Program(
-        f"update of {source.name}",
-        b.build([found[n] for n in out.names]),
-        (*source.args[:2], spec),
-        out,
-        tuple(b.roles),
-    )
+    results = TreeSpec.of({n: source.outputs[n] for n in step.from_gradients})
+    out = tuple_of(*source.args[:2], results)
+    return Program.written(f"update of {source.name}", b, (*source.args[:2], spec), out, found)
 
 
 def _means(

@@ -28,8 +28,7 @@ from dtrans._jax import (
     Atom,
     ClosedJaxpr,
     Var,
-    equations,
-    jaxprs_in_params,
+    equations_inside,
     new_identity,
     opened,
     scope_of,
@@ -122,7 +121,7 @@ def collected(jaxpr: ClosedJaxpr) -> dict[Var, str]:
     for eqn in opened(jaxpr).eqns:
         # what `jax.checkpoint` computes once more was seen the first time
         again = eqn.params.get("differentiated", False)
-        for inner in (e for sub in ([] if again else jaxprs_in_params(eqn.params)) for e in equations(sub)):
+        for inner in () if again else equations_inside(eqn):
             if inner.primitive is collect_p:
                 raise TraceError(
                     f"a value{_described(inner.outvars[0], scope_of(inner))} is collected under {inner.params['key']} "

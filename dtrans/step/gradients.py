@@ -21,6 +21,7 @@ equation that is made by differentiation, or is not (`derivatives`).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
@@ -32,10 +33,10 @@ from dtrans._jax import (
     JaxprEqn,
     Literal,
     Var,
-    equations,
+    equations_inside,
     has_bodies,
     jaxprs_in_params,
-    linear_operands,
+    linear_group,
     opened,
     scope_of,
 )
@@ -266,20 +267,18 @@ def sum_of(step: OpenStep, leaf: str, terms: Collection[Var], graded: Iterable[V
         read = {k for k, a in enumerate(eqn.invars) if has_terms(a)}
         if not read or not enters.keys().isdisjoint(eqn.outvars):
             continue
-        for together in linear_operands(eqn):
-            added = all(k in read or is_zero_array(eqn.invars[k], makers) for k in together)
-            others = [a for k, a in enumerate(eqn.invars) if k not in together]
-            if not (added and read <= set(together) and all(map(is_fixed, others))):
-                continue
-            bits = 0
-            for a in eqn.invars:
-                bits |= enters.get(a, 0) if isinstance(a, Var) else 0
-            enters.update(dict.fromkeys(eqn.outvars, bits))
-            positions.add(i)
-            (out, *more) = eqn.outvars
-            if bits == all_terms and not more and out.aval.shape == step.vars[leaf].aval.shape:
-                needed, _ = backward_slice(step.eqns, [out], terms)
-                return Total(out, frozenset(terms), frozenset(positions & set(needed)))
+        together = linear_group(eqn, read)
+        added = all(k in read or is_zero_array(eqn.invars[k], makers) for k in together)
+        others = [a for k, a in enumerate(eqn.invars) if k not in together]
+        if not (together and added and all(map(is_fixed, others))):
+            continue
+        bits = functools.reduce(operator.or_, (enters[a] for a in eqn.invars if isinstance(a, Var) and a in enters))
+        enters.update(dict.fromkeys(eqn.outvars, bits))
+        positions.add(i)
+        (out, *more) = eqn.outvars
+        if bits == all_terms and not more and out.aval.shape == step.vars[leaf].aval.shape:
+            needed, _ = backward_slice(step.eqns, [out], terms)
+            return Total(out, frozenset(terms), frozenset(positions & set(needed)))
     return None
 
 
@@ -454,8 +453,4 @@ def _is_derivative(eqn: JaxprEqn) -> bool:
         return True
     if eqn.primitive.name == "custom_linear_solve":  # it holds its own transpose, whether it was differentiated or not
         return False
-    return any(
-        e.primitive is mark_p or "transpose(" in scope_of(e)
-        for sub in jaxprs_in_params(eqn.params)
-        for e in equations(sub)
-    )
+    return any(e.primitive is mark_p or "transpose(" in scope_of(e) for e in equations_inside(eqn))

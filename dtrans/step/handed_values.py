@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection
 
-from dtrans._jax import LOOPS, Atom, JaxprEqn, Var, equations, jaxprs_in_params
+from dtrans._jax import LOOPS, Atom, JaxprEqn, Var, equations_inside
 from dtrans.ir.builder import extract_part
 from dtrans.ir.inline import eliminate_dead
 from dtrans.ir.program import FORWARD, OPTIMIZE, Program, is_communication
@@ -74,8 +74,7 @@ def _made_by_forward(step: Cut, parts: Collection[str], drawn: bool = False) -> 
 
 def _is_drawn(eqn: JaxprEqn) -> bool:
     """Return True if an equation makes another value on each trainer, or exchanges values."""
-    inside = (e for body in jaxprs_in_params(eqn.params) for e in equations(body))
-    return is_communication(eqn) or any(map(is_communication, inside))
+    return any(map(is_communication, (eqn, *equations_inside(eqn))))
 
 
 def _forward_of(step: Cut, made: set[Var]) -> Program:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -30,9 +29,9 @@ from dtrans._jax import (
     JaxprEqn,
     Var,
     equations,
+    equations_inside,
     host_function,
     is_ordered,
-    jaxprs_in_params,
     line_of,
     map_bodies,
     opened,
@@ -118,8 +117,7 @@ def observers_of(
             reads = UPDATE
         else:
             reads = GRADIENTS if bits & by_gradient else FORWARD if bits else STATE
-        bodies = map(equations, jaxprs_in_params(eqn.params))
-        inside = next((e for e in itertools.chain([eqn], *bodies) if e.primitive.name in CALLBACKS), None)
+        inside = next((e for e in (eqn, *equations_inside(eqn)) if e.primitive.name in CALLBACKS), None)
         found = inside or eqn
         line, rows = line_of(found) or line_of(eqn), bool(bits & by_batch)
         return Observer(i, found.primitive.name, line, reads, rows, i in in_update, inside is not None)

@@ -34,7 +34,7 @@ from urllib.parse import quote, unquote
 
 import jax
 
-from dtrans._jax import ClosedJaxpr, JaxprEqn, jaxprs_in_params, opened, scope_of
+from dtrans._jax import ClosedJaxpr, JaxprEqn, equations_inside, opened, scope_of
 from dtrans.checks import check_int, check_name
 from dtrans.errors import ConfigError
 
@@ -173,9 +173,7 @@ def in_local_scope(eqn: JaxprEqn) -> bool:
 
 def has_local_scope(eqn: JaxprEqn) -> bool:
     """Whether it was, or anything in its bodies."""
-    if in_local_scope(eqn):
-        return True
-    return any(has_local_scope(inner) for body in jaxprs_in_params(eqn.params) for inner in opened(body).eqns)
+    return any(map(in_local_scope, (eqn, *equations_inside(eqn))))
 
 
 @contextmanager
@@ -273,11 +271,9 @@ def scopes_within(jaxpr: ClosedJaxpr) -> tuple[Scope, ...]:
 
 
 def _scopes_of(eqn: JaxprEqn) -> Iterator[Scope]:
-    for kind, place, name, count in _TEXT.findall(scope_of(eqn)):
-        yield Scope(kind, place, unquote(name) or None, int(count) if count else None)
-    for body in jaxprs_in_params(eqn.params):
-        for inner in opened(body).eqns:
-            yield from _scopes_of(inner)
+    for inner in (eqn, *equations_inside(eqn)):
+        for kind, place, name, count in _TEXT.findall(scope_of(inner)):
+            yield Scope(kind, place, unquote(name) or None, int(count) if count else None)
 
 
 def _refuse_different(a: Scope, b: Scope) -> None:

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dtrans._jax import Atom, ClosedJaxpr, equations, jaxprs_in_params, new_kept, opened
+from dtrans._jax import Atom, ClosedJaxpr, equations_inside, new_kept, opened
 from dtrans.errors import ConfigError, TraceError
 from dtrans.step.collect import GLOBAL_CONCAT, GLOBAL_MEAN, merged
 
@@ -198,7 +198,7 @@ def summaries(jaxpr: ClosedJaxpr) -> list[Summary]:
     """
     found: dict[str, Summary] = {}
     for eqn in opened(jaxpr).eqns:
-        for inner in (e for sub in jaxprs_in_params(eqn.params) for e in equations(sub)):
+        for inner in equations_inside(eqn):
             if inner.primitive is summary_p:
                 raise TraceError(
                     f"the {inner.params['kind']} {inner.params['tag']} is inside {eqn.primitive.name}, and its value "

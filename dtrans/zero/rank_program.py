@@ -30,7 +30,7 @@ from dtrans.errors import ConfigError
 from dtrans.ir.array_fns import rows_from, times, together
 from dtrans.ir.builder import Builder
 from dtrans.ir.program import DIST, FORWARD, OPTIMIZE, Program, is_communication
-from dtrans.ir.pytree import both
+from dtrans.ir.pytree import tuple_of
 from dtrans.ops import all_gather_p, all_reduce_p, trainer_index_p
 from dtrans.rows.analysis import analyse
 from dtrans.rows.layout import RowAxis
@@ -249,7 +249,7 @@ class RankWriter:
             return rewritten(other, self.layout.for_update(self.step, other), self.gradients)
 
         if finite is not None:
-            out = both(out, scale_spec())
+            out = tuple_of(out, scale_spec())
         program = Program(
             f"rank of {self.source.name}",
             b.build([found[n] for n in out.names]),

@@ -12,7 +12,7 @@ A fabric that would rather have `split_byref` and `concat` computed than carried
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -27,15 +27,14 @@ from dtrans._jax import (
     Primitive,
     Var,
     constants,
-    equations,
+    equations_inside,
     jaxpr_as_fun,
-    jaxprs_in_params,
     map_bodies,
     opened,
     scope_of,
     small_jaxpr,
 )
-from dtrans.ir.builder import Builder
+from dtrans.ir.builder import extract_part
 from dtrans.ir.program import Program, is_communication
 from dtrans.ops import concat_p, send_p, send_rows_p, split_byref_p
 
@@ -195,13 +194,9 @@ def _piece(
     constants = set(opened(jaxpr).constvars)
     reads = [v for v in reads if v not in constants]
     makes = [v for e in eqns for v in e.outvars if last[v] > index or v in outs]
-    used = frozenset(x.primitive for e in eqns for x in (e, *_below(e)) if x.primitive in rules)
+    used = frozenset(x.primitive for e in eqns for x in (e, *equations_inside(e)) if x.primitive in rules)
     if not used:
-        b = Builder(jaxpr)
-        b.invars += reads
-        for e in eqns:
-            b.keep(e)
-        return Compute(jaxpr_as_fun(b.build(makes)), tuple(reads), tuple(makes))
+        return Compute(jaxpr_as_fun(extract_part(jaxpr, reads, eqns, makes)), tuple(reads), tuple(makes))
     values = dict(zip(opened(jaxpr).constvars, jaxpr.consts, strict=True))
 
     def run(*args: Any) -> list[Any]:
@@ -218,17 +213,11 @@ def interpret(eqns: Sequence[JaxprEqn], env: dict[Var, Any], outs: Sequence[Atom
         if e.primitive in rules:
             made = rules[e.primitive](*operands, **e.params)
         else:
-            params = _inside(e, rules) if any(x.primitive in rules for x in _below(e)) else e.params
+            params = _inside(e, rules) if any(x.primitive in rules for x in equations_inside(e)) else e.params
             with jax.named_scope(scope_of(e)):
                 made = e.primitive.bind(*operands, **e.primitive.get_bind_params(params))
         env.update(zip(e.outvars, made if e.primitive.multiple_results else [made], strict=True))
     return [read(a) for a in outs]
-
-
-def _below(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
-    """The equations in the bodies of a loop or a branch."""
-    for body in jaxprs_in_params(eqn.params):
-        yield from equations(body)
 
 
 def _inside(eqn: JaxprEqn, rules: Rules) -> dict[str, Any]:
