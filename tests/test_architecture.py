@@ -115,15 +115,10 @@ SAME_PART = {  # a file's name, and what such a file is in each folder that has 
 }
 
 
-OPEN_LOOPS = {  # files that look into a loop by themselves: shorten this list, and write `dtrans.ir.interpret.enter`
+OPEN_LOOPS = {  # files that count a loop's operands: write `dtrans.ir.interpret.enter`, or ask `dtrans._jax.wiring`
     "batch.scaled": "pairs the bodies of two loops",
-    "parameter_server.tables.lookups": "moves the numbers of rows out of loops",
-    "parameter_server.tables.trainer_rows": "writes a loop with more constants",
-    "pipeline_parallel.stage_scan": "writes a loop as several",
     "verification.evaluate": "takes the turns of a loop one by one",
-    "zero.layer_residuals": "writes a loop with other stacks",
     "zero.layer_scan": "writes a loop on slices",
-    "zero.mixed_precision": "writes a loop with products in 16 bits",
     "zero.prefetch": "writes a loop that gathers ahead",
     "zero.scatter_flow": "slices of gradients",
     "zero.slice_flow": "slices of leaves",
