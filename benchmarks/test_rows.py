@@ -14,7 +14,8 @@ from models import mlp, programs
 import dtrans
 from dtrans.parameter_server.placement import place
 from dtrans.rows.analysis import analyse
-from dtrans.slicing.server_update import ServerUpdateBuilder
+from dtrans.slicing.server_spec import analyse_update
+from dtrans.slicing.server_update import write_server
 from dtrans.step.cut import cut
 
 
@@ -55,8 +56,8 @@ def test_slicing_over_trace(benchmark, ratio, name, leaves):
     placement = place(analysis, types, ENDPOINTS, dtrans.BlockPlacement(min_block_size=8))
 
     def ours():
-        slicer = ServerUpdateBuilder(analysis, placement, trainers=2)
-        return sum(len(slicer.work(ep).blocks) for ep in ENDPOINTS)
+        spec = analyse_update(analysis, placement, trainers=2)
+        return sum(len(write_server(spec, ep).blocks) for ep in ENDPOINTS)
 
     compare = lambda: ratio(f"slicing / trace, {name}, {leaves} leaves", ours, trace, pairs(leaves))
     benchmark.extra_info["ratio"] = benchmark.pedantic(compare, rounds=1)

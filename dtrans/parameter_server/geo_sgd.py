@@ -51,11 +51,12 @@ from dtrans.parameter_server.tables.own_update import (
     write_update,
 )
 from dtrans.parameter_server.tables.touched_rows import of_tables, resized
-from dtrans.parameter_server.tables.trainer_rows import HalfOnRows, TableWriter, without_unused
+from dtrans.parameter_server.tables.trainer_rows import TableWriter, without_unused
 from dtrans.parameter_server.trainer_program import TrainerCommConfig, TrainerCommWriter, where_rows_are, write_start
 from dtrans.rows.analysis import analyse
 from dtrans.slicing.blocks import Placement, Unit
-from dtrans.slicing.server_update import ServerUpdateBuilder, ServerWork
+from dtrans.slicing.server_spec import analyse_update
+from dtrans.slicing.server_update import ServerWork
 from dtrans.step.cut import GRAD, Cut, Gradient, OptimizeHalf, cut
 from dtrans.step.forward_backward import write_trainer_half
 from dtrans.step.observers import callers_of
@@ -92,13 +93,13 @@ def plan_geo_sgd(
     placement = of_tables(place(analysis, types, endpoints, options, tables.buckets), tables.of)
     servers = ServerProgramWriter(
         adding,
-        ServerUpdateBuilder(analysis, placement, 1),
+        analyse_update(analysis, placement),
         startup,
         trainers,
         sync_mode=False,
         adapt=with_deltas,
         tables={n: on_servers(t, analysis) for n, t in tables.of.items()},
-        sized=lambda sizes: ServerUpdateBuilder(analysis, resized(placement, sizes), 1),
+        sized=lambda sizes: analyse_update(analysis, resized(placement, sizes)),
     )
     geo = _Geo(placement, tables, trainers, mode)
     return PServerPlan(
@@ -228,10 +229,10 @@ class _Geo:
         state = {n: {m: vars_of[m] for m in t.zero.state} for n, t in tables.of.items()}
         writers: list[TableWriter] = []
 
-        def writer(eqns: Sequence[JaxprEqn], roles: Sequence[str], ends: Any) -> HalfOnRows:
+        def writer(eqns: Sequence[JaxprEqn], roles: Sequence[str], ends: Any) -> TableWriter:
             of = {n: vars_of[n] for n in tables.of}
             writers.append(TableWriter(b, source.jaxpr, found, of, where, eqns, roles, state))
-            return HalfOnRows(writers[0])
+            return writers[0]
 
         made = write_trainer_half(b, step, step.results, gradients.__setitem__, writer)
         return writers[0], made

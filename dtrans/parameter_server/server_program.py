@@ -24,7 +24,8 @@ from dtrans.rows.slices import Slice
 from dtrans.rows.writer import RowSet
 from dtrans.slicing.blocks import Unit
 from dtrans.slicing.partial_init import makes_rows, write_parts, write_rows
-from dtrans.slicing.server_update import ServerUpdateBuilder, ServerVariable, ServerWork
+from dtrans.slicing.server_spec import UpdateSpec
+from dtrans.slicing.server_update import ServerVariable, ServerWork, write_server
 from dtrans.step.cut import Cut
 
 
@@ -33,31 +34,31 @@ class ServerProgramWriter:
 
     Args:
       step: what is to be done, with the optimize half that servers do.
-      slicer: of that.
+      spec: its analysis, divided among servers.
       startup: the init, with names as in the step.
       trainers, sync_mode, on_trainer_exit: as those of the plan.
       adapt: what else a server does with what it is sent, if anything.
       tables: leaves of which trainers look up rows.
-      sized: the same slicer, with other numbers of rows in blocks of tables.
+      sized: returns the same analysis with other numbers of rows in blocks of tables.
     """
 
     def __init__(
         self,
         step: Cut,
-        slicer: ServerUpdateBuilder,
+        spec: UpdateSpec,
         startup: Program,
         trainers: int,
         sync_mode: bool,
         on_trainer_exit: str = "drop",
         adapt: Callable[[ServerWork, Sequence[Unit]], ServerWork] | None = None,
         tables: Mapping[str, Table] | None = None,
-        sized: Callable[[Mapping[str, int]], ServerUpdateBuilder] | None = None,
+        sized: Callable[[Mapping[str, int]], UpdateSpec] | None = None,
     ) -> None:
         self.tables, self.sized = tables or {}, sized
         self.on_trainer_exit = on_trainer_exit
         self.adapt = adapt
         self.step = step
-        self.slicer = slicer
+        self.spec = spec
         self.startup = startup
         self.trainers = trainers
         self.sync_mode = sync_mode
@@ -71,13 +72,13 @@ class ServerProgramWriter:
 
     def work(self, endpoint: str) -> ServerWork:
         """What one server does and holds."""
-        work = self.slicer.work(endpoint)
-        return work if self.adapt is None else self.adapt(work, self.slicer.placement.units[endpoint])
+        work = write_server(self.spec, endpoint)
+        return work if self.adapt is None else self.adapt(work, self.spec.placement.units[endpoint])
 
     def main(self, endpoint: str, work: ServerWork) -> Program:
         """The program that serves."""
-        units = self.slicer.placement.units[endpoint]
-        asked = [n for n in self.slicer.asked if self.slicer.asked_of(n) == endpoint]
+        units = self.spec.placement.units[endpoint]
+        asked = [n for n in self.spec.requested if self.spec.holder_of(n) == endpoint]
         to_block = tuple(f"{n}:{block}" for n, block in work.grads.items())
         spec = TreeSpec.of({n: held.cut(self.types[held.of]) for n, held in work.held.items()})
         b = Builder(self.step.program.jaxpr)
@@ -106,9 +107,8 @@ class ServerProgramWriter:
         sized = self.sized
 
         def of_sizes(sizes: Mapping[str, int]) -> JaxprEqn:
-            slicer = sized(sizes)
             again = ServerProgramWriter(
-                self.step, slicer, self.startup, self.trainers, self.sync_mode, self.on_trainer_exit, self.adapt
+                self.step, sized(sizes), self.startup, self.trainers, self.sync_mode, self.on_trainer_exit, self.adapt
             )
             (eqn,) = again.main(endpoint, again.work(endpoint)).eqns
             return eqn.replace(params={**eqn.params, "tables": ServedTables({}, of_sizes)})
@@ -119,7 +119,7 @@ class ServerProgramWriter:
         """The blocks of tables of a server, by their names."""
         served, held = {}, work.held
         sent = {(g.leaf, g.index): g.sent for block in work.blocks for g in block.grads}
-        for b in (b for u in self.slicer.placement.units[endpoint] for b in u.blocks if b.is_table):
+        for b in (b for u in self.spec.placement.units[endpoint] for b in u.blocks if b.is_table):
             table = self.tables[b.leaf]
             assert b.span is not None
             beside = [n for n, x in held.items() if x.beside and (x.of, x.block) == (b.leaf, b.index)]

@@ -37,7 +37,7 @@ from dtrans.ops import (
 from dtrans.parameter_server.averaged_leaves import averaged
 from dtrans.parameter_server.exchange_rounds import TRAINERS, in_rounds
 from dtrans.parameter_server.tables.lookups import find_lookups
-from dtrans.parameter_server.tables.trainer_rows import HalfOnRows, TableWriter, without_unused
+from dtrans.parameter_server.tables.trainer_rows import TableWriter, without_unused
 from dtrans.slicing.blocks import Block, Placement, argument
 from dtrans.step.batch_numbers import BatchNumbers
 from dtrans.step.cut import GRAD, Cut, check_same_update, cut
@@ -197,7 +197,7 @@ class TrainerCommWriter:
             tables = {n: step.program.invars[n] for n in self.wiring.tables}
             where = {n: {**self._rows_of(n), "names": tuple(x.name for x in self.placement.blocks[n])} for n in tables}
             self._tables = TableWriter(self.b, step.program.jaxpr, found, tables, where, eqns, roles)
-            return HalfOnRows(self._tables)
+            return self._tables
 
         return writer
 

@@ -52,7 +52,8 @@ from dtrans.plan import with_recipe
 from dtrans.rows.analysis import analyse
 from dtrans.rows.layout import SHARED
 from dtrans.slicing.blocks import Placement, Unit
-from dtrans.slicing.server_update import ServerUpdateBuilder, ServerWork
+from dtrans.slicing.server_spec import UpdateSpec, analyse_update
+from dtrans.slicing.server_update import ServerWork
 from dtrans.step.batch_numbers import BatchNumbers, numbers_of_size
 from dtrans.step.batch_sharing import Batch
 from dtrans.step.cut import Cut, asks_for, check_same_update, cut
@@ -173,16 +174,16 @@ def pserver(
 
     exact = added_exactly(step, tables, trainers) if comm.sync_mode else ()
 
-    def updating(placed: Placement) -> ServerUpdateBuilder:
+    def updating(placed: Placement) -> UpdateSpec:
         asked = tuple(step.asked)
-        return ServerUpdateBuilder(analysis, placed, comm.gradients_per_update, summed, step.arguments, asked, exact)
+        return analyse_update(analysis, placed, comm.gradients_per_update, summed, step.arguments, asked, exact)
 
     update = updating(placed)
     comm = dataclasses.replace(
         comm,
         tables=tables.names,
-        told={n: update.told_to(n) for n in step.arguments},
-        asked={n: update.asked_of(n) for n in step.asked},
+        told={n: update.readers_of(n) for n in step.arguments},
+        asked={n: update.holder_of(n) for n in step.asked},
         calls_once=trainers == 1 or (shared is not None and isinstance(mode, Sync)),
     )
     servers = ServerProgramWriter(

@@ -40,7 +40,8 @@ from dtrans.rows.analysis import RowAnalysis, analyse
 from dtrans.rows.slices import Slice
 from dtrans.rows.writer import RowRange
 from dtrans.slicing.blocks import Block, Placement, Unit
-from dtrans.slicing.server_update import ServerUpdateBuilder
+from dtrans.slicing.server_spec import analyse_update
+from dtrans.slicing.server_update import inline_update, write_server
 from dtrans.step.cut import Cut, Gradient, Name, OptimizeHalf
 
 
@@ -297,25 +298,21 @@ def _half_of_blocks(
         elif group.leaves[0] == n:
             units.append(Unit(tuple(blocks[m][0] for m in group.leaves)))
     placement = Placement(("here",), blocks, {"here": tuple(units)}, {}, tuple(step.optimized))
-    work = ServerUpdateBuilder(analysis, placement, 1).work("here")
+    work = write_server(analyse_update(analysis, placement), "here")
     state: dict[str, list[StageRows]] = {}
     for name, h in work.held.items():
         if h.of in step.opt_state and h.part is not None:
             state.setdefault(h.of, []).append(StageRows(name, h.part))
     b = Builder(step.optimize.jaxpr)
-    # no block reads new state: its name stands for the state before the step
     held = {n: b.input(h.cut(types[h.of])) for n, h in work.held.items()}
     values: dict[str, Atom] = dict(held)
     name_of: dict[Var, Name] = {v: n for n, v in held.items()}
-    new: dict[str, Atom] = {}
     for block in work.blocks:
         given = block.invars
         for g in block.grads:
             values[g.name] = v = b.input(given[g.name].aval)
             name_of[v] = Gradient(rows[g.leaf][g.index].name if g.leaf in rows else g.leaf)
-        made = b.inline(block.jaxpr, *(values[n] for n in block.in_names))
-        new |= {n: a for n, a in zip(block.out_names, made, strict=True) if n in held}
-        values |= {n: a for n, a in zip(block.out_names, made, strict=True) if n not in held}
+    new = inline_update(b, work, values)
     half = OptimizeHalf(b.build(list(new.values())), tuple(name_of[v] for v in b.invars), tuple(new))
     return half, {n: tuple(sorted(rs, key=lambda r: r.part.first)) for n, rs in state.items()}
 

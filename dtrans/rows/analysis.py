@@ -76,6 +76,22 @@ class RowAnalysis:
         """The leaf, or the first leaf of the group that it is in."""
         return self.groups[leaf].leaves[0] if leaf in self.groups else leaf
 
+    @cached_property
+    def input_names(self) -> dict[Var, str]:
+        """The names of inputs other than gradients."""
+        return {v: n for n, v in self.inputs.items() if isinstance(n, str)}
+
+    @cached_property
+    def state_of(self) -> dict[str | None, tuple[str, ...]]:
+        """The optimizer's state by home; under None the state of no leaf: no row enters it, or only by reductions."""
+        new = set(self.outputs) - set(self.params)
+        found: dict[str | None, tuple[str, ...]] = {None: ()}
+        for var, name in self.input_names.items():
+            if name in new:
+                home = self.home(self.layout(var))
+                found[home] = (*found.get(home, ()), name)
+        return found
+
     def placed(self, whole: Collection[str]) -> RowAnalysis:
         """The same, once it is known which leaves are on one server: what they are reduced to is there already."""
         known = {*whole, *self.groups}
@@ -117,14 +133,9 @@ def analyse(half: OptimizeHalf, params: Sequence[str], axes: Mapping[str, int] |
 
 
 def leaves_of_state(half: OptimizeHalf, params: Sequence[str]) -> dict[str, str]:
-    """The leaf that each array of the optimizer's state lives with; those that no row enters live with none."""
-    analysis = analyse(half, params)
-    found: dict[str, str] = {}
-    for n, v in analysis.inputs.items():
-        leaf = analysis.home(analysis.layout(v))
-        if isinstance(n, str) and n not in params and leaf is not None:
-            found[n] = leaf
-    return found
+    """Return the leaf that each array of the optimizer's state lives with; those that no row enters live with none."""
+    state_of = analyse(half, params).state_of
+    return {n: leaf for leaf, names in state_of.items() if leaf is not None for n in names}
 
 
 def _settled(

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dtrans._jax import Atom
 from dtrans.ir.builder import Builder
 from dtrans.rows.layout import RowAxis
 from dtrans.rows.slices import Slice, Start
@@ -98,8 +99,12 @@ class DealtRows:
         return Slice(row.axis, self._start, self._rows.rows).widened(row.width)
 
     def inside(self, b: Builder) -> DealtRows:
-        """The same rows in a body."""
+        """Return the same rows in a body."""
         return DealtRows(self._rows)
+
+    def operands(self) -> Sequence[Atom]:
+        """Return nothing: a body makes their numbers."""
+        return ()
 
 
 @functools.cache

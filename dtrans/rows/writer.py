@@ -14,7 +14,7 @@ they run (`dtrans.zero.update`) or have rows of several leaves by their numbers
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -44,7 +44,10 @@ class BlockRows(Protocol):
         """Where they are along the axis of a value that has them: the same answer to the same question."""
 
     def inside(self, b: Builder) -> BlockRows:
-        """The same rows in a body, which `b` has begun to write."""
+        """Return the same rows in a body, which `b` has begun to write; its first inputs are `operands`."""
+
+    def operands(self) -> Sequence[Atom]:
+        """Return the values that a body needs to find them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,8 +67,12 @@ class RowRange:
         return Slice(row.axis, self.start * row.width, self.rows * row.width)
 
     def inside(self, b: Builder) -> RowRange:
-        """The same."""
+        """Return the same."""
         return self
+
+    def operands(self) -> Sequence[Atom]:
+        """Return nothing: they are known when programs are written."""
+        return ()
 
     def numbers(self) -> np.ndarray:
         """The numbers of these rows in the leaf, increasing."""
@@ -96,48 +103,44 @@ RowSet = RowRange | RowBuckets  # which rows of a leaf a part has
 
 
 class RowWriter:
-    """Writes the equations of one jaxpr for one block of rows.
+    """Writer of equations for one block of rows.
 
     Args:
-      jaxpr: that they are of.
-      flow: what the row analysis found in it.
-      rows: those of the block; None where it has whole leaves.
-      made_by: value to the equation that makes it, where that is known already: many blocks are of one jaxpr.
+      b: what it writes with.
+      flow: result of the row analysis of the equations.
+      rows: rows of the block; None where it has whole leaves.
+      made_by: the equations, by what they make. Without those of shared values that come from `outside` alone.
+      own: returns a value that the block has, and this writer has not made; None for a shared value.
+      outside: returns a shared value that comes from elsewhere; None for one to be made here.
+      special: writes an equation in a way of its own, here or in a body; None for any other equation.
+
+    Attributes:
+      env: values of the block's own.
+      wholes: shared values.
     """
 
     def __init__(
-        self, jaxpr: ClosedJaxpr, flow: Flow, rows: BlockRows | None, made_by: Mapping[Var, JaxprEqn] | None = None
+        self,
+        b: Builder,
+        flow: Flow,
+        rows: BlockRows | None,
+        made_by: Mapping[Var, JaxprEqn],
+        own: Callable[[Var], Atom | None] = lambda var: None,
+        outside: Callable[[Var], Atom | None] = lambda var: None,
+        special: Callable[[RowWriter, JaxprEqn, Step], list[Var] | None] = lambda w, eqn, step: None,
     ) -> None:
-        self.b = Builder(jaxpr)
+        self.b = b
         self.flow = flow
         self.rows = rows
-        self.made_by = made_by if made_by is not None else {v: e for e in opened(jaxpr).eqns for v in e.outvars}
-        self.env: dict[Var, Atom] = {}  # values of this block's own
-        self.wholes: dict[Var, Atom] = {}  # shared values
+        self.made_by = made_by
+        self._own, self._outside, self._special = own, outside, special
+        self.env: dict[Var, Atom] = {}
+        self.wholes: dict[Var, Atom] = {}
         self._parts: dict[tuple[Var, Slice], Atom] = {}  # rows of shared values
         self._types: dict[Any, Any] = {}
 
-    # -- what a writer of whole programs does otherwise ------------------------------------------
-
-    def own(self, var: Var) -> Atom | None:
-        """A value of this block's own; None for one that is not."""
-        return self.env.get(var)
-
-    def outside(self, var: Var) -> Atom | None:
-        """A shared value that comes from elsewhere; None for one that is made here."""
-        return None
-
-    def inside(self, jaxpr: ClosedJaxpr, flow: Flow) -> RowWriter:
-        """A writer of a body."""
-        return RowWriter(jaxpr, flow, self.rows)
-
-    def maker(self, var: Var) -> JaxprEqn | None:
-        """The equation that makes a shared value, of shared values only; None where it is not carried out here."""
-        eqn = self.made_by.get(var)
-        return eqn if eqn is not None and all(self.flow.layout(a) is SHARED for a in eqn.invars) else None
-
     def place(self, layout: Layout) -> dict[Var, Atom]:
-        """Where a value of a body is kept: beside rows of a block, everything that has no rows is shared."""
+        """Return where a value of a body is kept: beside rows of a block, everything without rows is shared."""
         return self.env if isinstance(layout, RowAxis) or (self.rows is None and layout is not SHARED) else self.wholes
 
     # -- operands --------------------------------------------------------------------------------
@@ -146,7 +149,8 @@ class RowWriter:
         """An operand, as rows or whole."""
         if isinstance(atom, Literal):
             return atom
-        own = self.own(atom)
+        own = self.env.get(atom)
+        own = self._own(atom) if own is None else own
         if own is not None:
             return own
         return self.part_of(atom, None if row is None or self.rows is None else self.rows.of(row))
@@ -156,8 +160,9 @@ class RowWriter:
         if isinstance(atom, Literal) or part is None or part.is_all(atom.aval):
             return self.whole(atom)
         if (atom, part) not in self._parts:
-            eqn = self.maker(atom)
-            recipe = None if eqn is None else recipe_of(eqn, eqn.outvars.index(atom), part)
+            eqn = self.made_by.get(atom)
+            shared = eqn is not None and all(self.flow.layout(a) is SHARED for a in eqn.invars)
+            recipe = recipe_of(eqn, eqn.outvars.index(atom), part) if eqn is not None and shared else None
             if recipe is None:
                 self._parts[atom, part] = part.cut(self.b, self.whole(atom))
             else:
@@ -169,7 +174,7 @@ class RowWriter:
         if isinstance(atom, Literal) or self.b.is_constant(atom):
             return atom
         if atom not in self.wholes:
-            given = self.outside(atom)
+            given = self._outside(atom)
             if given is not None:
                 self.wholes[atom] = given
             else:
@@ -190,25 +195,24 @@ class RowWriter:
         return self._types[key]
 
     def emit(self, eqn: JaxprEqn, step: Step) -> list[Var]:
-        """An equation with rows, on this block."""
+        """Write an equation with rows, on this block."""
+        if (made := self._special(self, eqn, step)) is not None:
+            return made
         atoms = [self.read(a, row) for a, row in zip(eqn.invars, step.operands, strict=True)]
         types = [self.cut(v.aval, x) for v, x in zip(eqn.outvars, step.outs, strict=True)]
         if self.rows is None:
             return self.b.copy(eqn, atoms, types)
         if step.bodies:
             new = list(map(self._body, bodies(eqn), step.bodies, step.ends))
-            return self.b.copy_with_bodies(eqn, new, atoms, types, self.inputs_of_bodies())
+            return self.b.copy_with_bodies(eqn, new, atoms, types, self.rows.operands())
         return self.b.copy(eqn, atoms, types, **(step.params(types) if step.params else {}))
 
-    def inputs_of_bodies(self) -> Sequence[Atom]:
-        """Return the values that `BlockRows.inside` takes as inputs of each body."""
-        return ()
-
     def _body(self, jaxpr: ClosedJaxpr, flow: Flow, outs: Sequence[Layout]) -> ClosedJaxpr:
-        """A body on this block, its outputs with the given layouts."""
+        """Return a body on this block, its outputs with the given layouts."""
         inner = opened(jaxpr)
-        w = self.inside(jaxpr, flow)
-        w.rows = None if self.rows is None else self.rows.inside(w.b)
+        b = Builder(jaxpr)
+        rows = None if self.rows is None else self.rows.inside(b)
+        w = RowWriter(b, flow, rows, {v: e for e in inner.eqns for v in e.outvars}, special=self._special)
         for v in inner.invars:
             layout = flow.layout(v)
             w.place(layout)[v] = w.b.input(self.cut(v.aval, layout))

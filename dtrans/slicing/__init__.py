@@ -2,7 +2,9 @@
 
 blocks          a block of a leaf, and where blocks live
 rounds          which values servers exchange, and when
-server_update   the work of each server
+unit_program    programs of a unit, by level
+server_spec     analysis: what each server holds, reads and computes
+server_update   the update of each server, as optimize blocks
 mean            the mean of what trainers send
 partial_init    some rows of what an init makes
 """

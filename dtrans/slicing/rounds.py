@@ -20,6 +20,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from dtrans._jax import Atom, JaxprEqn, Literal, Var
+from dtrans.ir.dataflow import propagate
 from dtrans.ops import EXACT
 from dtrans.ops.exact_sum import DIGITS, part_type
 from dtrans.rows.analysis import RowAnalysis
@@ -56,6 +57,7 @@ class ExchangeRounds:
     Attributes:
       crossings: by value.
       eqns_of: for each home, the positions of its equations, in order.
+      makers: the equations by what they make, without values that cross.
     """
 
     def __init__(self, analysis: RowAnalysis, exact: Collection[str] = ()) -> None:
@@ -75,6 +77,12 @@ class ExchangeRounds:
             self._note_crossings(i, eqn)
         for name, out in analysis.outputs.items():
             self._note_read(out, analysis.home(analysis.layout(analysis.inputs[name])))
+        self.makers = {v: self.eqns[i] for v, i in self.made_by.items() if v not in self.crossings}
+        self._dependent = propagate(self.eqns, dict.fromkeys(analysis.half.inner.invars, 1), {})
+
+    def depends(self, var: Var) -> bool:
+        """Return True if a value depends on an input; the others are constants, made where they are read."""
+        return bool(self._dependent.get(var))
 
     # -- where and when --------------------------------------------------------------------------
 

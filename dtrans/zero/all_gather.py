@@ -21,7 +21,7 @@ whole variables for each operator that reads them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -83,7 +83,7 @@ class Gatherer:
         self._maker = {v: i for i, e in enumerate(self.eqns) for v in e.outvars}
         self.same_on_all = {v: self.eqns[i] for v, i in self._maker.items() if v not in given.local}
         self._slices: dict[Var, Atom] = dict(given.slices)
-        self._writers: dict[str, _OnSlices] = {}
+        self._writers: dict[str, RowWriter] = {}
         self._gathered: dict[int, Atom] = {}  # by the identity of windows
         self._made: dict[tuple[Any, ...], Atom] = {}
         self._next = 0  # the window that is gathered next
@@ -161,9 +161,14 @@ class Gatherer:
         """A loop made the slice of a value."""
         self._slices[var] = made
 
-    def _on(self, row: RowAxis) -> _OnSlices:
+    def _on(self, row: RowAxis) -> RowWriter:
+        """Return the writer of equations on slices of a leaf."""
         if row.leaf not in self._writers:
-            self._writers[row.leaf] = _OnSlices(self, row.leaf)
+            rank = RankRows(self.b, self.how.leaves[row.leaf], self.how.axis_name)
+            own: Callable[[Var], Atom | None] = lambda v: self.slice_of(v) if v in self.flow.rows else None
+            outside: Callable[[Var], Atom] = lambda v: self.env.get(v, v)
+            writer = RowWriter(self.b, Flow({**self.flow.rows}), rank, self.same_on_all, own, outside)
+            self._writers[row.leaf] = writer
         return self._writers[row.leaf]
 
     def _emit_reduction(self, i: int) -> None:
@@ -172,7 +177,8 @@ class Gatherer:
         assert step.reduce is not None
         w = self._on(next(row for row in step.operands if row is not None))
         atoms = [w.read(a, row) for a, row in zip(eqn.invars, step.operands, strict=True)]
-        (part,) = b.copy(eqn, w.rank.without_padding(atoms, step), [eqn.outvars[0].aval])
+        assert isinstance(w.rows, RankRows)
+        (part,) = b.copy(eqn, w.rows.without_padding(atoms, step), [eqn.outvars[0].aval])
         role, b.role = b.role, DIST
         (self.env[eqn.outvars[0]],) = b.bind(
             all_reduce_p, part, op=step.reduce, name="slices", owners=(), over=(self.how.axis_name,)
@@ -310,18 +316,3 @@ class Gatherer:
     def _emit_loop(self, i: int) -> None:
         """Write a loop that is given slices, or makes some."""
         self.b.keep(*written_loop(self, i))
-
-
-class _OnSlices(RowWriter):
-    """Writes equations on slices of one leaf."""
-
-    def __init__(self, g: Gatherer, leaf: str) -> None:
-        self.rank = RankRows(g.b, g.how.leaves[leaf], g.how.axis_name)
-        super().__init__(g.like, Flow({**g.flow.rows}), self.rank, g.same_on_all)
-        self.g, self.b = g, g.b
-
-    def own(self, var: Var) -> Atom | None:
-        return self.g.slice_of(var) if var in self.g.flow.rows else None
-
-    def outside(self, var: Var) -> Atom | None:
-        return self.g.env.get(var, var)

@@ -43,6 +43,9 @@ class RankRows:
     def inside(self, b: Builder) -> RankRows:
         return RankRows(b, self.sliced, self.axis_name)
 
+    def operands(self) -> Sequence[Atom]:
+        return ()
+
     def without_padding(self, atoms: Sequence[Atom], step: Step) -> list[Atom]:
         """The operands of a reduction, with what changes nothing in the place of padding."""
         op = step.reduce or ""

@@ -17,7 +17,7 @@ from dtrans._jax import Atom, ClosedJaxpr, ShapedArray
 from dtrans.errors import ConfigError
 from dtrans.ir.builder import Builder
 from dtrans.ir.inline import eliminate_dead
-from dtrans.ir.program import LR_SCHED, OPTIMIZE, Program
+from dtrans.ir.program import Program
 from dtrans.ops import RowsProgram
 from dtrans.parameter_server.options import BlockPlacement
 from dtrans.parameter_server.placement import place
@@ -27,7 +27,8 @@ from dtrans.parameter_server.tables.touched_rows import of_tables, resized
 from dtrans.parameter_server.tables.zero_gradient import at_zero_gradient, find_waiting
 from dtrans.rows.analysis import RowAnalysis, analyse
 from dtrans.slicing.partial_init import makes_rows, write_rows
-from dtrans.slicing.server_update import ServerUpdateBuilder
+from dtrans.slicing.server_spec import analyse_update
+from dtrans.slicing.server_update import inline_update, write_server
 from dtrans.step.cut import Cut
 
 
@@ -95,16 +96,8 @@ def write_update(
     analysis = analyse(step.optimize, step.optimized)
     types = {n: step.program.inputs[n] for n in step.optimized}
     placed = of_tables(place(analysis, types, (HERE,), BlockPlacement()), sizes)
-    work = ServerUpdateBuilder(analysis, resized(placed, sizes), 1).work(HERE)
-    values, new = dict(read), dict[str, Atom]()
-    for block in work.blocks:
-        b.role = LR_SCHED if block.role == LR_SCHED else OPTIMIZE
-        values |= {g.name: gradients[g.leaf] for g in block.grads}
-        made = dict(zip(block.out_names, b.inline(block.jaxpr, *(values[n] for n in block.in_names)), strict=True))
-        # no block reads new state: its name stands for the state before the step
-        new |= {n: x for n, x in made.items() if n in work.held}
-        values |= {n: x for n, x in made.items() if n not in work.held}
-    return new
+    work = write_server(analyse_update(analysis, resized(placed, sizes)), HERE)
+    return inline_update(b, work, {**read, **{g.name: gradients[g.leaf] for x in work.blocks for g in x.grads}})
 
 
 def state_of_rows(startup: Program, state: Sequence[str]) -> RowsProgram:

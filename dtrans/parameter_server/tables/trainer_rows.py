@@ -24,7 +24,6 @@ from dtrans.ir.program import DIST, FORWARD, RPC, is_communication
 from dtrans.ops import geo_prefetch_p, prefetch_p, split_ids_p
 from dtrans.parameter_server.tables.lookups import Lookups, RowPick, TableLookups, numbers_first
 from dtrans.parameter_server.tables.wide_numbers import WideNumbers
-from dtrans.rows.flow import Flow
 from dtrans.rows.layout import RowAxis
 from dtrans.rows.rules import Step
 from dtrans.rows.slices import Slice, Start
@@ -52,44 +51,33 @@ class _TableRows:
     def inside(self, b: Builder) -> _TableRows:
         return _TableRows(self.sizes, {n: b.input(v.aval) for n, v in self.uniq.items()})
 
-
-class _LookedUp(RowWriter):
-    """Writes equations for the rows of tables that a step looks up, also in bodies."""
-
-    rows: _TableRows
-
-    def __init__(self, jaxpr: Any, flow: Flow, rows: _TableRows, made_by: Mapping[Var, JaxprEqn] | None = None) -> None:
-        super().__init__(jaxpr, flow, rows, made_by)
-        self._places: dict[tuple[Any, ...], Atom] = {}
-
-    def inside(self, jaxpr: Any, flow: Flow) -> _LookedUp:
-        return _LookedUp(jaxpr, flow, self.rows)
-
-    def emit(self, eqn: JaxprEqn, step: Step) -> list[Var]:
-        if isinstance(step, RowPick):
-            return self._pick(eqn, step)
-        return super().emit(eqn, step)
-
-    def inputs_of_bodies(self) -> Sequence[Atom]:
-        return list(self.rows.uniq.values())
-
-    def _pick(self, eqn: JaxprEqn, step: RowPick) -> list[Var]:
-        """What picks rows, or adds to rows, among those that are here."""
-        row = step.operands[0]
-        assert row is not None
-        atoms = [self.read(a, x) for a, x in zip(eqn.invars, step.operands, strict=True)]
-        numbers, uniq = atoms[step.numbers], self.rows.uniq[row.leaf]
-        key = numbers, step.component, row.leaf
-        if key not in self._places:
-            fn = _place_of if step.component is None else _placed(step.component)
-            (self._places[key],) = self.b.call(fn, numbers, uniq)
-        atoms[step.numbers] = self._places[key]
-        types = [self.cut(v.aval, x) for v, x in zip(eqn.outvars, step.outs, strict=True)]
-        return self.b.copy(eqn, atoms, types)
+    def operands(self) -> Sequence[Atom]:
+        return list(self.uniq.values())
 
 
-class TableWriter(_LookedUp):
-    """Writes a trainer's half for the rows of tables that it looks up (`dtrans.step.forward_backward.HalfWriter`).
+def _pick(places: dict[tuple[Any, ...], Atom], w: RowWriter, eqn: JaxprEqn, step: Step) -> list[Var] | None:
+    """Write what picks rows, or adds to rows, among those that are here; None for any other equation.
+
+    Args:
+      places: where rows are among sorted ones, by the numbers that they are picked by.
+    """
+    if not isinstance(step, RowPick):
+        return None
+    row = step.operands[0]
+    assert row is not None and isinstance(w.rows, _TableRows)
+    atoms = [w.read(a, x) for a, x in zip(eqn.invars, step.operands, strict=True)]
+    numbers, uniq = atoms[step.numbers], w.rows.uniq[row.leaf]
+    key = numbers, step.component, uniq
+    if key not in places:
+        fn = _place_of if step.component is None else _placed(step.component)
+        (places[key],) = w.b.call(fn, numbers, uniq)
+    atoms[step.numbers] = places[key]
+    types = [w.cut(v.aval, x) for v, x in zip(eqn.outvars, step.outs, strict=True)]
+    return w.b.copy(eqn, atoms, types)
+
+
+class TableWriter:
+    """Writer of a trainer's half for the rows of tables that it looks up (`dtrans.step.forward_backward.HalfWriter`).
 
     Args:
       b: what it is written with.
@@ -119,7 +107,10 @@ class TableWriter(_LookedUp):
         state: Mapping[str, Mapping[str, Var]] | None = None,
     ) -> None:
         rows = _TableRows({n: t.size for n, t in found.tables.items()}, {})
-        super().__init__(jaxpr, found.flow, rows, {v: e for e in eqns for v in e.outvars})
+        made_by = {v: e for e in eqns for v in e.outvars}
+        pick = functools.partial(_pick, {})
+        # everything is written in order: a shared value is there
+        self.writer = RowWriter(b, found.flow, rows, made_by, outside=lambda var: var, special=pick)
         self.b, self.uniq, self.sizes = b, rows.uniq, rows.sizes
         self._tables, self._where, self._state = found.tables, where, state
         self.held: dict[str, Var] = {}
@@ -134,36 +125,34 @@ class TableWriter(_LookedUp):
                 self._keep(e)
                 self._done.add(id(e))
             else:  # the part of a loop that makes numbers
-                made = b.copy(e, [self.whole(a) for a in e.invars], [v.aval for v in e.outvars])
-                self.wholes.update(zip(e.outvars, made, strict=True))
+                made = b.copy(e, [self.writer.whole(a) for a in e.invars], [v.aval for v in e.outvars])
+                self.writer.wholes.update(zip(e.outvars, made, strict=True))
         self._prefetch(tables)
 
     # -- as a writer of halves -------------------------------------------------------------------
 
-    def emit_half(self, eqn: JaxprEqn) -> None:
+    def emit(self, eqn: JaxprEqn) -> None:
         """Write the next equation."""
+        w = self.writer
         if id(eqn) in self._done:
             return
         plain, step = self._plain.get(id(eqn), (eqn, None))  # an exchange was not there when rows were looked for
         if step is None:
             self._keep(eqn)
         else:
-            for v, new in zip(eqn.outvars, self.emit(plain, step), strict=True):
-                self.place(self.flow.layout(v))[v] = new
+            for v, new in zip(eqn.outvars, w.emit(plain, step), strict=True):
+                w.place(w.flow.layout(v))[v] = new
 
     def result(self, atom: Atom, maker: int) -> Atom:
-        """A value that is wanted."""
-        layout = RowAxis("", 0) if isinstance(atom, Literal) else self.flow.layout(atom)
-        return self.read(atom, layout if isinstance(layout, RowAxis) and layout.leaf else None)
-
-    def outside(self, var: Var) -> Atom | None:
-        return var  # everything is written in order
+        """Return a value that is wanted."""
+        layout = RowAxis("", 0) if isinstance(atom, Literal) else self.writer.flow.layout(atom)
+        return self.writer.read(atom, layout if isinstance(layout, RowAxis) and layout.leaf else None)
 
     # -- equations -------------------------------------------------------------------------------
 
     def _keep(self, eqn: JaxprEqn) -> None:
-        self.b.keep(eqn, [self.whole(a) for a in eqn.invars])
-        self.wholes.update((v, v) for v in eqn.outvars)
+        self.b.keep(eqn, [self.writer.whole(a) for a in eqn.invars])
+        self.writer.wholes.update((v, v) for v in eqn.outvars)
 
     def _ids(self, table: TableLookups, wide: WideNumbers) -> list[Atom]:
         """The numbers of the rows of a table that a step looks up, as they were before JAX cut them."""
@@ -174,7 +163,7 @@ class TableWriter(_LookedUp):
         """Get the rows that a step looks up: those of all tables at once, nothing is computed in between."""
         b, found = self.b, self._tables
         b.role = FORWARD
-        wide = WideNumbers(b, self.made_by, self.whole)
+        wide = WideNumbers(b, self.writer.made_by, self.writer.whole)
         ids = {n: self._ids(t, wide) for n, t in found.items()}
         b.role = DIST
         for n, t in found.items():
@@ -187,17 +176,10 @@ class TableWriter(_LookedUp):
             here = {n: tables[n], **(self._state[n] if self._state else {})}
             types = tuple(v.aval.update(shape=(t.size, *v.aval.shape[1:])) for v in here.values())
             rows = dict(zip(here, b.bind(primitive, self.uniq[n], types=types, **self._where[n]), strict=True))
-            self.env[tables[n]] = rows[n]
+            self.writer.env[tables[n]] = rows[n]
             self.held |= rows
             b.labels.update((v, f"{name}@ROWS") for name, v in rows.items())
         b.role = FORWARD
-
-
-class HalfOnRows:
-    """A `TableWriter` as `dtrans.step.forward_backward.write_trainer_half` takes one."""
-
-    def __init__(self, writer: TableWriter) -> None:
-        self.emit, self.result = writer.emit_half, writer.result
 
 
 @functools.cache

@@ -36,7 +36,8 @@ from dtrans.rows.analysis import RowAnalysis
 from dtrans.rows.writer import RowRange
 from dtrans.slicing.blocks import Block, Placement, Unit
 from dtrans.slicing.rounds import CrossServerValue
-from dtrans.slicing.server_update import ServerUpdateBuilder
+from dtrans.slicing.server_spec import analyse_update
+from dtrans.slicing.server_update import write_server
 from dtrans.step.cut import Gradient, Name, OptimizeHalf
 from dtrans.zero.by_leaf.packing import Bins, free_name
 from dtrans.zero.options import ShardingOptions
@@ -68,22 +69,22 @@ class OwnerWriter:
     ) -> None:
         self.o = o
         self.ranks = ranks = o.degree
-        self.slicer = ServerUpdateBuilder(analysis, _placement(analysis, owner, ranks), 1)
-        self.analysis = a = self.slicer.analysis
-        self.crossings = self.slicer.levels.crossings
+        self.spec = analyse_update(analysis, _placement(analysis, owner, ranks))
+        self.analysis = a = self.spec.analysis
+        self.crossings = self.spec.rounds.crossings
         types: dict[str, Any] = {n: v.aval for n, v in a.inputs.items() if isinstance(n, str)}
         # a gradient may be of another type than its leaf
         graded = {n: a.inputs[Gradient(n)].aval for n in ready if n in owner and n in a.half.graded}
         self.grads = Bins.of(graded, owner, ranks, free_name("grads", types))
         changed = {n: types[n] for n in owner if a.outputs[n] is not a.inputs[n]}
         self.params = Bins.of(changed, owner, ranks, "params")
-        self.rank_of = {n: owner[home] for home, names in self.slicer.state_of.items() for n in names}
+        self.rank_of = {n: owner[home] for home, names in a.state_of.items() if home is not None for n in names}
         self.state = Bins.of({n: types[n] for n in self.rank_of}, self.rank_of, ranks, root)
-        endpoints = self.slicer.placement.endpoints
-        self.work = [[b for b in self.slicer.work(ep).blocks if b.role != DIST] for ep in endpoints]
+        endpoints = self.spec.placement.endpoints
+        self.work = [[b for b in write_server(self.spec, ep).blocks if b.role != DIST] for ep in endpoints]
         grads = (g for work in self.work for b in work for g in b.grads)
         self.graded = {g.name: g.leaf for g in grads if g.leaf in self.grads.places}
-        self.units = {u.name for units in self.slicer.placement.units.values() for u in units}
+        self.units = {u.name for units in self.spec.placement.units.values() for u in units}
         self.levels = sorted({b.level for work in self.work for b in work if self._is_unit(b)})
         self._outside()
         self.carried = {level: self._carried(level) for level in self.levels[:-1]}
@@ -98,10 +99,10 @@ class OwnerWriter:
 
     def _outside(self) -> None:
         """Find what makes new values of state that lives with no leaf, and which crossings it takes."""
-        eqns = self.slicer.levels.eqns
-        outs = [self.analysis.outputs[n] for n in self.slicer.shared_state]
+        eqns = self.spec.rounds.eqns
+        outs = [self.analysis.outputs[n] for n in self.spec.shared_state]
         self.outside, read = backward_slice(eqns, outs, self.crossings)
-        told = [c for v, c in self.crossings.items() if len(self.slicer.over(c)) > 1 or v in read]
+        told = [c for v, c in self.crossings.items() if len(self.spec.over[v]) > 1 or v in read]
         self.told: dict[int, list[CrossServerValue]] = {}
         for c in told:
             self.told.setdefault(c.level, []).append(c)
@@ -124,7 +125,7 @@ class OwnerWriter:
 
     def half(self) -> OptimizeHalf:
         """From bins of gradients (`grads/float32`), parameters and state, those in bins, to new ones."""
-        a, b = self.analysis, Builder(self.slicer.jaxpr)
+        a, b = self.analysis, Builder(self.analysis.half.jaxpr)
         binned = {*self.rank_of, *map(Gradient, self.grads.places)}
         alone = {n: b.input(v.aval) for n, v in a.inputs.items() if n not in binned}
         given: dict[str, Atom] = {str(n): x for n, x in alone.items()}
@@ -201,7 +202,7 @@ class OwnerWriter:
 
     def _shared(self, b: Builder, given: Mapping[str, Atom], known: Mapping[Var, Atom]) -> dict[str, Atom]:
         """Write the new values of state that lives with no leaf."""
-        a, eqns = self.analysis, self.slicer.levels.eqns
+        a, eqns = self.analysis, self.spec.rounds.eqns
         env: dict[Var, Atom] = {v: given[n] for n, v in a.inputs.items() if isinstance(n, str) and n in given} | dict(
             known
         )
@@ -210,7 +211,7 @@ class OwnerWriter:
         for i in self.outside:
             made = b.copy(eqns[i], [read(x) for x in eqns[i].invars], [v.aval for v in eqns[i].outvars])
             env |= {v: x for v, x in zip(eqns[i].outvars, made, strict=True) if v not in known}
-        return {n: read(a.outputs[n]) for n in self.slicer.shared_state}
+        return {n: read(a.outputs[n]) for n in self.spec.shared_state}
 
 
 def written(b: Builder, fn: Callable[..., Any], *atoms: Atom) -> list[Atom]:

@@ -1,0 +1,219 @@
+"""Analysis of an update that servers share: what each server holds, reads and computes.
+
+The units of all servers are written first (`dtrans.slicing.unit_program`), which shows the shared values that each
+reads. A server computes these by itself, unless they cross between servers (`dtrans.slicing.rounds`). State that no row
+enters, or only through reductions (Adafactor's column sums), is on each server that reads it, and on all servers if
+none does. All have the same values of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Collection, Iterable, Mapping, MutableMapping
+from functools import cached_property
+
+from dtrans._jax import Atom, Var
+from dtrans.errors import ConfigError
+from dtrans.rows.analysis import RowAnalysis
+from dtrans.slicing.blocks import Placement, Unit
+from dtrans.slicing.rounds import CrossServerValue, ExchangeRounds
+from dtrans.slicing.unit_program import UnitProgram, part_name, write_unit
+from dtrans.step.cut import Gradient
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ServerSpec:
+    """What one server updates, reads and computes.
+
+    Attributes:
+      units: its units, written.
+      computed: shared values that it computes.
+      crossings: values that it reads, and that cross between servers.
+      inputs: inputs of the update that it reads beside those of its units.
+      shared_state: state of no leaf that it holds.
+    """
+
+    units: tuple[UnitProgram, ...]
+    computed: frozenset[Var]
+    crossings: frozenset[Var]
+    inputs: frozenset[str]
+    shared_state: frozenset[str]
+
+    @cached_property
+    def _units_of(self) -> dict[str, list[Unit]]:
+        found: dict[str, list[Unit]] = {}
+        for u in self.units:
+            found.setdefault(u.home, []).append(u.unit)
+        return found
+
+    def parts_of(self, crossing: CrossServerValue) -> list[str]:
+        """Return the names of this server's parts of a value that crosses."""
+        return [part_name(unit, crossing) for unit in self._units_of.get(crossing.home, ())]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class UpdateSpec:
+    """An optimize half, divided among servers.
+
+    Attributes:
+      rounds: its equations, and the level at which each value is known.
+      placement: of the leaves.
+      trainers: number of gradients that each leaf gets.
+      arguments: arguments of the step that the update reads; trainers send them.
+      requested: state of no leaf that trainers request before a step.
+      exact: leaves whose sums over rows have the same bits however they are cut.
+      names: what each name of the update stands for.
+      owners: by home, the servers that have parts of what crosses.
+      servers: by endpoint, for servers that update something.
+      over: by value that crosses, the servers that have parts of it or read it.
+    """
+
+    rounds: ExchangeRounds
+    placement: Placement
+    trainers: int
+    arguments: frozenset[str]
+    requested: tuple[str, ...]
+    exact: frozenset[str]
+    names: Mapping[str, str]
+    owners: Mapping[str, tuple[str, ...]]
+    servers: Mapping[str, ServerSpec]
+    over: Mapping[Var, tuple[str, ...]]
+
+    @property
+    def analysis(self) -> RowAnalysis:
+        """The row analysis, with leaves as they are placed."""
+        return self.rounds.analysis
+
+    @property
+    def shared_state(self) -> tuple[str, ...]:
+        """The state of no leaf."""
+        return self.analysis.state_of[None]
+
+    def stays(self, crossing: CrossServerValue) -> bool:
+        """Return True if one server alone takes part, so that there is no exchange.
+
+        Exact sums are exchanged even then: XLA rounds otherwise where it compiles more at once, and bits may not depend
+        on the number of servers.
+        """
+        return len(self.over[crossing.var]) == 1 and not self.exact
+
+    def holder_of(self, name: str) -> str:
+        """Return the server that is asked for an array of shared state: the first that has it."""
+        return next(ep for ep, server in self.servers.items() if name in server.shared_state)
+
+    def readers_of(self, name: str) -> tuple[str, ...]:
+        """Return the servers that read an argument of the step."""
+        return tuple(ep for ep, server in self.servers.items() if name in server.inputs)
+
+
+def analyse_update(
+    analysis: RowAnalysis,
+    placement: Placement,
+    trainers: int = 1,
+    summed: Collection[str] = (),
+    arguments: Collection[str] = (),
+    requested: Collection[str] = (),
+    exact: Collection[str] = (),
+) -> UpdateSpec:
+    """Divide an optimize half among servers.
+
+    Args:
+      analysis: of the optimize half.
+      placement: of the leaves.
+      trainers: number of gradients that each leaf gets; its update reads their mean.
+      summed: leaves whose update reads the sum instead.
+      arguments: arguments of the step that the update reads; trainers send them to the servers that read them.
+      requested: state of no leaf that trainers request before a step.
+      exact: leaves whose sums over rows have the same bits however they are cut.
+
+    Raises:
+      ConfigError: a leaf has the name of a block, a gradient or another value.
+    """
+    endpoints_of: dict[str, set[str]] = {}
+    for b in placement.table:
+        endpoints_of.setdefault(b.leaf, set()).add(b.endpoint)
+    alone = [blocks[0] for blocks in placement.blocks.values() if len(blocks) == 1]
+    analysis = analysis.placed([b.leaf for b in alone if not b.is_table and b.leaf not in exact])
+    rounds = ExchangeRounds(analysis, exact)
+
+    names = dict.fromkeys(analysis.input_names.values(), "an array of the optimizer's state")
+    names |= dict.fromkeys(placement.blocks, "a leaf")
+    for crossing in rounds.crossings.values():
+        claim(names, crossing.name)
+
+    def write(unit: Unit) -> UnitProgram:
+        leaves = [b for b in unit.blocks if Gradient(b.leaf) in analysis.inputs]
+        gradients = [b.gradients(trainers, "sum" if b.leaf in summed else "mean") for b in leaves]
+        program = write_unit(rounds, unit, gradients)
+        first = unit.blocks[0]
+        if first.count > 1:
+            for base, name in program.held.items():
+                claim(names, name, f"block {first.index} of {base}")
+        for grad in gradients:
+            claim(names, grad.name, f"a gradient of {grad.leaf}")
+        for name in {n for p in program.levels.values() for n in p.out_names} - set(program.held.values()):
+            claim(names, name)
+        return program
+
+    units = {ep: tuple(map(write, of)) for ep, of in placement.units.items() if of}
+    every = _server_spec(rounds, tuple(itertools.chain(*units.values())))
+    idle = set(analysis.state_of[None]) - every.shared_state  # as a count of steps that no unit reads
+    servers = {ep: _server_spec(rounds, of, idle) for ep, of in units.items()}
+
+    owners: dict[str, tuple[str, ...]] = {}
+    for leaf, of in endpoints_of.items():
+        owners[analysis.home_of(leaf)] = tuple(ep for ep in placement.endpoints if ep in of)
+    over: dict[Var, tuple[str, ...]] = {}
+    for var, crossing in rounds.crossings.items():
+        takes_part = {*owners[crossing.home], *(ep for ep, server in servers.items() if var in server.crossings)}
+        over[var] = tuple(ep for ep in placement.endpoints if ep in takes_part)
+    return UpdateSpec(
+        rounds,
+        placement,
+        trainers,
+        frozenset(arguments),
+        tuple(requested),
+        frozenset(exact),
+        names,
+        owners,
+        servers,
+        over,
+    )
+
+
+def claim(names: MutableMapping[str, str], name: str, what: str = "a value that the optimizer makes") -> str:
+    """Return a name for a value. Raises ConfigError if something else has it."""
+    other = names.setdefault(name, what)
+    if other != what:
+        raise ConfigError(f"{name} is {other}, and would be the name of {what}: rename a leaf")
+    return name
+
+
+def _server_spec(rounds: ExchangeRounds, units: tuple[UnitProgram, ...], state: Iterable[str] = ()) -> ServerSpec:
+    """Find all that the shared values are computed from which units read.
+
+    Args:
+      state: state of no leaf that the server holds in any case.
+    """
+    analysis = rounds.analysis
+    computed, crossings = set[Var](), set[Var]()
+    inputs, held, new = set[str](), set[str](), set(state)
+    ahead: list[Atom] = [v for u in units for v in u.shared]
+    while ahead or new:
+        held |= new
+        ahead += [analysis.outputs[n] for n in new]
+        while ahead:
+            var = ahead.pop()
+            if not isinstance(var, Var) or var in computed or var in crossings:
+                continue
+            if var in rounds.crossings:
+                crossings.add(var)
+            elif var in rounds.made_by:
+                eqn = rounds.eqns[rounds.made_by[var]]
+                computed.update(eqn.outvars)
+                ahead += eqn.invars
+            elif var in analysis.input_names:
+                inputs.add(analysis.input_names[var])
+        new = inputs.intersection(analysis.state_of[None]) - held  # what is read is there, and has a new value
+    return ServerSpec(units, frozenset(computed), frozenset(crossings), frozenset(inputs), frozenset(held))
