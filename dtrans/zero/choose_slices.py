@@ -109,7 +109,14 @@ class Slices:
 
 
 def slices_of(
-    step: Cut, degree: int, *, least: int, in_layers: bool, sliced_in_use: bool, differing: Collection[Name] = ()
+    step: Cut,
+    degree: int,
+    *,
+    least: int,
+    in_layers: bool,
+    sliced_in_use: bool,
+    differing: Collection[Name] = (),
+    planned: Slices | None = None,
 ) -> Slices:
     """Decide which leaves are cut, and how.
 
@@ -120,10 +127,13 @@ def slices_of(
       in_layers: whether it matters which layers of a leaf are read together.
       sliced_in_use: whether leaves are sliced in the forward pass too (stage 3).
       differing: inputs of the update that differ from rank to rank.
+      planned: the decision for another batch size: leaves are cut along its dimensions.
     """
     types = {n: step.program.inputs[n] for n in step.params}
     axes = {n: axis for n in step.params if (axis := _axis(types[n].shape, degree)) is not None}
-    if in_layers:
+    if planned is not None:
+        axes |= {n: sliced.axis for n, sliced in planned.leaves.items()}
+    elif in_layers:
         axes = _read_as_layers(step, axes, degree)
     with warnings.catch_warnings():
         # the engine warns of an unknown primitive, whose operands it gathers: no leaf is whole for it

@@ -88,8 +88,8 @@ class RankLayout:
     sums: Mapping[str, Sliced] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def of(cls, step: Cut, o: ShardingOptions, merges: Mapping[str, str]) -> RankLayout:
-        """Decide."""
+    def of(cls, step: Cut, o: ShardingOptions, merges: Mapping[str, str], planned: Slices | None = None) -> RankLayout:
+        """Return the layout of a step; with `planned`, slices of the state that is held already."""
         if o.degree == 1:
             wholes = dict.fromkeys(step.params, "degree is 1")
             return cls(o, merges, Slices(analyse(step.optimize, step.params), {}, {}, wholes), step.optimize)
@@ -109,6 +109,7 @@ class RankLayout:
             in_layers=o.stage > 1,
             sliced_in_use=o.stage == 3,
             differing=differing,
+            planned=planned,
         )
         half, gathers = sliced_half(slices.analysis.half, slices.cuts, o.degree, o.axis_name)
         return cls(o, merges, slices, half, gathers)
@@ -121,7 +122,7 @@ class RankLayout:
         """
         if not planned.handed and not planned.optimize.unlike(again.optimize):
             return self
-        made = RankLayout.of(again, self.o, self.merges)
+        made = RankLayout.of(again, self.o, self.merges, self.slices)
         owners = [None if x.owned is None else x.owned.owner for x in (self, made)]
         if made.cuts != self.cuts or owners[0] != owners[1]:
             check_same_update(planned, again)

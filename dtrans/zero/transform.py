@@ -31,6 +31,7 @@ from dtrans.checks import check_int, check_type
 from dtrans.data_parallel.merge_rules import merges_of
 from dtrans.data_parallel.options import Reduce
 from dtrans.data_parallel.transform import callers, check_names, refuse_collectives, shared_by
+from dtrans.errors import BatchError
 from dtrans.ir.program import Program
 from dtrans.plan import with_recipe
 from dtrans.step.batch_sharing import Batch
@@ -157,16 +158,28 @@ def plan_sharding(main: Program, startup: Program, options: ShardingOptions) -> 
         gathers=layout.gathers,
         owned=layout.owned,
         shared=shared,
-        for_whole=None if shared is None or options.splits_evenly else partial(_of_whole, shared, options),
+        for_whole=None if shared is None or options.splits_evenly else partial(_of_whole, shared, options, layout),
     )
 
 
-def _of_whole(shared: SharedStep, options: ShardingOptions, types: Sequence[jax.ShapeDtypeStruct]) -> Program:
-    """The program of a rank for a batch that ranks do not divide."""
+def _of_whole(
+    shared: SharedStep, options: ShardingOptions, planned: RankLayout, types: Sequence[jax.ShapeDtypeStruct]
+) -> Program:
+    """Return a rank's program for a batch that ranks do not divide, on the slices that were planned.
+
+    Raises:
+      BatchError: the padded step would need other slices.
+    """
     other = shared.whole(types)
     of_other = options.of(other)
     step = with_forward_values(other.step, of_other)
-    return rewritten(step, RankLayout.of(step, of_other, other.merges))
+    layout = RankLayout.of(step, of_other, other.merges, planned.slices)
+    if layout.cuts != planned.cuts:
+        raise BatchError(
+            f"{step.program.name} needs other slices of the state for a batch that {options.trainers} ranks do not "
+            "divide; pass a batch that they divide"
+        )
+    return rewritten(step, layout)
 
 
 def in_precision(plain: Cut, main: Program, precision: Precision) -> Cut:

@@ -19,8 +19,10 @@ import numpy as np
 import optax
 from hypothesis import strategies as st
 from jax import lax
+from jaxpr_edits import Edits, run_with_edits, without_dead_equations
 
 import dtrans
+from dtrans._jax import equations, evaluate, opened
 
 
 WIDTH, LAYERS, CLASSES = 4, 3, 7
@@ -469,6 +471,7 @@ class RandomStep:
         that a first one moved), `by row` (a mean of gradients of rows, clipped).
       one_state: parameters and state are one pytree.
       anchored: every parameter enters the loss; else a step may be refused, since it has no gradient.
+      edits: of the jaxpr of forward, by which a failure is reduced.
     """
 
     leaves: tuple[str, ...]
@@ -479,6 +482,7 @@ class RandomStep:
     gradient: str
     one_state: bool
     anchored: bool = False
+    edits: Edits = ()
 
     def init(self) -> Any:
         """Return the first state."""
@@ -489,6 +493,12 @@ class RandomStep:
 
     def forward(self, params: Any, *batch: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
         """Return the loss, and the values that the update reads."""
+        if self.edits:
+            whole, out = self._whole_forward(params, *batch)
+            run = lambda *leaves: run_with_edits(whole, dict(self.edits), (), leaves)
+            short = without_dead_equations(run, [v.aval for v in opened(whole).invars])
+            made = evaluate(short, *jax.tree.leaves((params, batch)))
+            return jax.tree.unflatten(jax.tree.structure(out), made)
         writer = Writer(params, batch)
         for instruction in self.instructions:
             writer.run(instruction)
@@ -499,6 +509,15 @@ class RandomStep:
             loss += 0.1 * sum(jnp.sum(jnp.sin(p)) for name, p in params.items() if name != "w")
         read = [writer.pick(r.source, r.number) for r in self.readings if r.source in KINDS]
         return loss, read
+
+    def _whole_forward(self, *args: Any) -> tuple[Any, Any]:
+        """Return the jaxpr of forward without edits, and the types of its outputs."""
+        return jax.make_jaxpr(dataclasses.replace(self, edits=()).forward, return_shape=True)(*args)
+
+    def editable(self, rows: int) -> tuple[Any, int]:
+        """Return the jaxpr that edits are of, and how many outputs they may replace."""
+        first = jax.eval_shape(self.init)
+        return self._whole_forward(first["params"] if self.one_state else first[0], *make_batch(rows))[0], 0
 
     def take_gradient(self, params: Any, *batch: jax.Array) -> tuple[Any, Any]:
         """Return (loss, values) and gradients."""
@@ -564,9 +583,20 @@ class RandomStep:
 
     def trace(self, rows: int) -> tuple[Any, Any]:
         """Return the traced step and the traced init."""
+        return dtrans.trace(self.step(), *self.arguments(rows)), dtrans.trace(self.init)
+
+    def arguments(self, rows: int) -> tuple[Any, ...]:
+        """Return the types of the step's arguments."""
         first = jax.eval_shape(self.init)
-        alone = (first,) if self.one_state else first
-        return dtrans.trace(self.step(), *alone, *make_batch(rows)), dtrans.trace(self.init)
+        return (*((first,) if self.one_state else first), *make_batch(rows))
+
+    def short(self, rows: int) -> Any:
+        """Return the jaxpr of the step."""
+        return jax.make_jaxpr(self.step())(*self.arguments(rows))
+
+    def length(self, rows: int) -> int:
+        """Return the number of equations of the step, those in bodies included."""
+        return len(list(equations(self.short(rows))))
 
 
 def draw_steps(*, longest: int = 6, marked: bool = False, most_readings: int = 2) -> st.SearchStrategy[RandomStep]:

@@ -5,24 +5,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import functools
+import importlib
+import inspect
 import os
-import random
 import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
-from hypothesis import find, given, seed, settings, strategies as st
+from hypothesis import Phase, given, seed, settings, strategies as st
 from random_steps import RandomStep, Reading, draw_steps, make_batch
+from short_steps import ShortStep, shrink
 
 import dtrans
-from dtrans._jax import equations
-from dtrans.engine.layout import Shards
 from dtrans.errors import DtransError
+from dtrans.ir import builder
 from dtrans.verification.check import STEPS
 
 
@@ -43,7 +45,8 @@ class Strategy:
       plan: of a traced step, a traced init and a number of ranks.
       share: of all examples, in percent.
       parts: in how many parts each rank takes its rows; other strategies take any number of rows.
-      narrow: it refuses gradients that are not marked, and most values that an update reads.
+      narrow: it differentiates anew, so that it refuses gradients that are not marked, and most values that an
+        update reads.
     """
 
     plan: Callable[[Any, Any, int], Any]
@@ -93,7 +96,7 @@ class Case:
       wide: numbers have 64 bits.
     """
 
-    step: RandomStep
+    step: RandomStep | ShortStep
     strategy: str
     ranks: int
     rows: int
@@ -103,8 +106,8 @@ class Case:
     def verify(self) -> str:
         """Verify the plan. Return `equal`, `incomplete` or `refused`."""
         with jax.enable_x64(self.wide):
-            main, startup = self.step.trace(self.rows)
             try:
+                main, startup = self.step.trace(self.rows)
                 plan = STRATEGIES[self.strategy].plan(main, startup, self.ranks)
                 report = plan.verify(*make_batch(self.given), points=POINTS)
             except DtransError as error:
@@ -133,6 +136,14 @@ KEPT = {
     "a result that is an array of a batch: padded rows were handed out": Case(
         dataclasses.replace(MINIMAL, readings=(Reading("vector", 0, 0, "each"),)), "pserver", 3, 35, 35, wide=True
     ),
+    "a loop of the padded step reads all of a leaf: other slices of it were taken than ranks hold": Case(
+        dataclasses.replace(MINIMAL, leaves=("layers",), instructions=(("loop", 0, 0, 33),), anchored=True),
+        "stage 3",
+        2,
+        35,
+        35,
+        wide=False,
+    ),
 }
 
 
@@ -141,37 +152,148 @@ def test_faults_stay_mended(fault: str) -> None:
     assert KEPT[fault].verify() == "equal"
 
 
+def name_failure(case: Case) -> str:
+    """Return the type of the error that a case raises; nothing where it raises none."""
+    try:
+        case.verify()
+    except Exception as error:  # whatever it is, a user would see it
+        return type(error).__name__
+    return ""
+
+
+def describe(case: Case) -> str:
+    """Return a text that has the short step of a case, and what makes it."""
+    return f"{case.step.length(case.rows)} equations: {case.step.short(case.rows)}\n{case}"
+
+
 @pytest.mark.timeout(0 if EXAMPLES else 300)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_plans_of_random_steps_compute_them(name: str) -> None:
     found: Counter[str] = Counter()
+    failures: list[Case] = []
 
-    @settings(max_examples=(EXAMPLES or BY_DAY) * STRATEGIES[name].share // 100)
+    @settings(max_examples=(EXAMPLES or BY_DAY) * STRATEGIES[name].share // 100, phases=[Phase.generate])
     @given(draw_cases(name))
     def check(case: Case) -> None:
-        found[case.verify()] += 1
+        try:
+            found[case.verify()] += 1
+        except Exception:
+            failures.append(case)
+            raise
 
     if not EXAMPLES:
         check = seed(zlib.crc32(name.encode()))(check)
-    check()
+    try:
+        check()
+    except Exception as error:
+        if failures:
+            failure = name_failure(failures[0])
+            fails = lambda case: name_failure(case) == failure
+            error.add_note(describe(shrink(failures[0], fails, whole=not STRATEGIES[name].narrow)))
+        raise
     print(f"{name}: " + ", ".join(f"{count} {outcome}" for outcome, count in sorted(found.items())))
     assert found["equal"] >= found["refused"], "most steps are refused, which says little"
 
 
-@pytest.mark.soak
-def test_a_fault_of_the_rewriter_is_shrunk_to_a_short_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of padding are counted: the shortest step that shows it has eleven equations."""
-    monkeypatch.setattr(Shards, "pads", lambda self, size, row: False)
+# -- shrinking -------------------------------------------------------------------------------------
 
-    @functools.cache
-    def differs(case: Case) -> bool:
-        try:
-            case.verify()
-        except AssertionError:
-            return True
-        return False
+BUSY = RandomStep(
+    leaves=("bias", "layers"),
+    instructions=(
+        ("loop", 0, 0, 0),
+        ("normalise", 0, 0, 0),
+        ("noise", 0, 1, 0),
+        ("custom", 0, 0, 4),
+        ("mask", 0, 0, 0),
+        ("combine", 0, 0, 2),
+    ),
+    loss=("masked", 0),
+    optimizer="adamw",
+    readings=(Reading("rows", 0, 1, "mean"), Reading("vector", 0, 0, "each")),
+    gradient="plain",
+    one_state=True,
+    anchored=True,
+)
+# without statistics of the batch, which micro-batches cannot exchange
+BUSY_IN_PARTS = dataclasses.replace(
+    BUSY, instructions=BUSY.instructions[::3], loss=("error", 0), readings=(), gradient="marked"
+)
+# a strategy, a file, its text and what a fault puts in its place
+PLANTED = {
+    "each trainer normalises by its own statistics": (
+        "nccl2", "engine/writer.py", "self._define(eqn, [PARTIAL] * len(eqn.outvars), made)",
+        "self._define(eqn, way.outs, made)",
+    ),
+    "trainers draw the same mask": (
+        "nccl2", "engine/pieces.py", "b.call(times(local), self.index())", "b.call(times(0), self.index())"
+    ),
+    "a replicated value is added up": (
+        "stage 1", "engine/values.py", "(made,) = self.b.call(on_first, value, self.pieces.index())", "made = value"
+    ),
+    "what ranks gather is doubled": (
+        "stage 3", "zero/all_gather.py", "sent.append(x)", "sent += b.call(times(2), x)"
+    ),
+    "groups add up nothing": (
+        "groups", "zero/reduce_scatter.py",
+        "return self._sum(bucket.name, mine, (o.slices.replica_axis_name,)) if o.replicas > 1 else mine", "return mine",
+    ),
+    "a trainer's gradients are left out": (
+        "pserver", "slicing/mean.py", "functools.reduce(jax.lax.add, grads)",
+        "functools.reduce(jax.lax.add, grads[1:])",
+    ),
+    "a micro-batch counts twice": (
+        "pipeline", "pipeline_parallel/stage_programs.py", "return x + y.astype(x.dtype)\n",
+        "return x + 2 * y.astype(x.dtype)\n",
+    ),
+}  # fmt: skip
 
-    limits = settings(max_examples=BY_DAY, database=None)
-    case = find(draw_cases("nccl2"), differs, settings=limits, random=random.Random(0))
-    main, _ = case.step.trace(case.rows)
-    assert len(list(equations(main.jaxpr))) < 15, main.jaxpr
+
+@contextlib.contextmanager
+def plant(file: str, old: str, new: str) -> Iterator[None]:
+    """Let a function of a module run a changed text, wherever it was imported."""
+    name = f"dtrans.{file.removesuffix('.py').replace('/', '.')}"
+    module = importlib.import_module(name)
+    path = str(module.__file__)
+    source = Path(path).read_text()
+    assert source.count(old) == 1
+    changed = {**vars(module)}
+    exec(compile(source.replace(old, new), path, "exec"), changed)
+    pairs = _pairs_of_functions(name, vars(module), changed)
+    ((now, other),) = [pair for pair in pairs if pair[0].__code__ != pair[1].__code__]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(now, "__code__", other.__code__)
+        _forget_traces()
+        yield
+    _forget_traces()
+
+
+def _forget_traces() -> None:
+    """Clear the caches of traced functions, whose keys do not change with the text of a function."""
+    jax.clear_caches()
+    builder._traced.cache_clear()
+
+
+def _pairs_of_functions(module: str, names: Mapping[str, Any], changed: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
+    """Yield the functions and methods of a module, each with the changed one."""
+    for name, value in list(names.items()):
+        now, other = (inspect.unwrap(getattr(x, "__func__", x)) for x in (value, changed.get(name)))
+        if getattr(now, "__module__", None) != module or now is other:
+            continue
+        if inspect.isfunction(now):
+            yield now, other
+        elif inspect.isclass(now):
+            yield from _pairs_of_functions(module, vars(now), vars(other))
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("fault", PLANTED)
+def test_a_fault_is_shrunk_to_a_short_step(fault: str) -> None:
+    strategy, *texts = PLANTED[fault]
+    step = BUSY_IN_PARTS if STRATEGIES[strategy].narrow else BUSY
+    case = Case(step, strategy, 3, 36, 36, wide=True)
+    with plant(*texts):
+        assert name_failure(case) == "AssertionError"
+        fails = lambda other: name_failure(other) == "AssertionError"
+        case = shrink(case, fails, whole=not STRATEGIES[strategy].narrow)
+    assert case.step.length(case.rows) < 15, describe(case)
+    assert name_failure(case) == "", "the step fails without the fault"
