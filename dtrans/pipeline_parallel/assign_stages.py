@@ -43,6 +43,7 @@ from typing import TypeAlias
 from dtrans._jax import ClosedJaxpr, JaxprEqn, Var, facts_of, jaxprs_in_params
 from dtrans.errors import ConfigError
 from dtrans.ir.cost import flops, nbytes
+from dtrans.ir.dataflow import propagate
 from dtrans.pipeline_parallel.balance import SLACK, balanced, contiguous, part_of_each, partition_balance
 from dtrans.pipeline_parallel.repeated_blocks import Blocks, repeated_blocks
 from dtrans.step.scopes import Scope, scopes_of
@@ -241,11 +242,8 @@ def _reads(eqn: JaxprEqn) -> list[Var]:
 
 def _of_batch(forward: ClosedJaxpr, batch: Collection[Var] | None) -> set[Var]:
     """The values that depend on a micro-batch, inputs included."""
-    found = set(forward.jaxpr.invars if batch is None else batch)
-    for eqn in forward.jaxpr.eqns:
-        if any(a in found for a in _reads(eqn)):
-            found.update(eqn.outvars)
-    return found
+    inputs = forward.jaxpr.invars if batch is None else batch
+    return set(propagate(forward.jaxpr.eqns, dict.fromkeys(inputs, 1), {}))
 
 
 def _orders(forward: ClosedJaxpr, costs: Sequence[int], batch: Collection[Var] | None) -> list[list[int]]:

@@ -31,10 +31,9 @@ from dtrans._jax import (
     line_of,
     linear_solve,
     opened,
-    scan_counts,
     scan_length,
     shard_map_of,
-    while_counts,
+    wiring,
 )
 from dtrans.verification import field_values as values
 from dtrans.verification.complex_rules import COMPLEX, is_of_complex
@@ -287,22 +286,21 @@ class World:
     # -- loops and branches ----------------------------------------------------------------------
 
     def _scan(self, eqn: JaxprEqn, operands: list[Ranked]) -> list[Ranked]:
-        consts, carried = scan_counts(eqn)
-        (body,), length = bodies(eqn), scan_length(eqn)
-        fixed, carry, taken = operands[:consts], operands[consts : consts + carried], operands[consts + carried :]
+        (body,), wires, now = bodies(eqn), wiring(eqn), list(operands)
         turns: list[list[Ranked]] = []
-        for t in range(length)[:: -1 if is_reversed(eqn) else 1]:
-            rows = [self._noted(eqn, [x], [self._row(x, t)])[0] for x in taken]
-            outs = self.run(body, [*fixed, *carry, *rows])
-            carry = outs[:carried]
-            turns.append(outs[carried:])
+        for t in range(scan_length(eqn))[:: -1 if is_reversed(eqn) else 1]:
+            for i in wires.slices:
+                now[i] = self._noted(eqn, [operands[i]], [self._row(operands[i], t)])[0]
+            turns.append(self.run(body, now))
+            for i, j in wires.carried.items():
+                now[i] = turns[-1][j]
         if is_reversed(eqn):
             turns.reverse()
-        stacks = []
-        for i, v in enumerate(eqn.outvars[carried:]):
-            rows = [turn[i] for turn in turns]
-            stacks += self._noted(eqn, rows, [self._stacked(rows, v.aval)])
-        return [*carry, *stacks]
+        outs = [now[i] for i in wires.carried]
+        for j in wires.stacks:
+            rows = [turn[j] for turn in turns]
+            outs += self._noted(eqn, rows, [self._stacked(rows, eqn.outvars[j].aval)])
+        return outs
 
     def _stacked(self, rows: Sequence[Ranked], aval: Any) -> Ranked:
         if not rows:
@@ -344,21 +342,20 @@ class World:
         return tuple(made[id(v)] for v in x)
 
     def _while(self, eqn: JaxprEqn, operands: list[Ranked]) -> list[Ranked]:
-        n, m = while_counts(eqn)
-        condition, body = bodies(eqn)
-        carry = list(operands[n + m :])
+        (condition, body), wires, now = bodies(eqn), wiring(eqn), list(operands)
         while True:
-            (goes_on,) = self.run(condition, [*operands[:n], *carry])
+            (goes_on,) = self.run(condition, [now[i] for i in wires.ins[0]])
             if any(isinstance(g, Unknown) for g in goes_on):
                 return [self.everywhere(_first_unknown(goes_on)) for _ in eqn.outvars]
             if not any(map(bool, goes_on)):
-                return carry
+                return [now[i] for i in wires.carried]
             if self._made > MOST_EQUATIONS:
                 return self._unknown(eqn, "the loop is too long")
-            new = self.run(body, [*operands[n : n + m], *carry])
+            new = self.run(body, [now[i] for i in wires.ins[1]])
             if not all(map(bool, goes_on)) and _communicates(body):
                 raise NotImplementedError("ranks leave a loop that communicates at different turns")
-            carry = [_chosen(goes_on, a, b) for a, b in zip(new, carry, strict=True)]
+            for i, j in wires.carried.items():
+                now[i] = _chosen(goes_on, new[j], now[i])
 
     def _cond(self, eqn: JaxprEqn, operands: list[Ranked]) -> list[Ranked]:
         which, given = operands[0], operands[1:]
