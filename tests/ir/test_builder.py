@@ -13,9 +13,9 @@ import optax
 import pytest
 from helpers import closes_remat, distance, evaluate, mlp_batch, mlp_loss, mlp_params, plain_step, quick
 
-from dtrans._jax import Literal, equations, lowered_jaxpr, opened, scope_of
-from dtrans.ir.builder import Builder
-from dtrans.ir.dataflow import backward_slice
+from dtrans._jax import Literal, bodies, closed_with, equations, has_bodies, lowered_jaxpr, opened, scope_of
+from dtrans.ir.builder import Builder, extract_part, read_from
+from dtrans.ir.dataflow import backward_slice, free_variables
 from dtrans.ir.inline import eliminate_dead, inline_calls
 
 
@@ -312,3 +312,69 @@ def test_a_function_that_closes_over_an_array_cannot_be_called_in():
     x = b.input(jaxpr.jaxpr.invars[0].aval)
     with pytest.raises(AssertionError, match="closes over an array"):
         b.call(partial(jnp.multiply, jnp.arange(3.0)), x)
+
+
+def scaled_bodies(k, x):
+    """A loop of each kind, a branch and a body of remat: what each makes is multiplied by `k` in all bodies."""
+    table = jnp.asarray(TABLE)
+    carried, stack = jax.lax.scan(lambda c, row: ((c + row) * k, c * k), x, jnp.stack([x, table]))
+    ended = jax.lax.while_loop(lambda s: jnp.sum(s) * k < 900, lambda s: (s + table) * k, jnp.abs(x) + 1)
+    chosen = jax.lax.cond(x[0] > 0, lambda y: (y * table) * k, lambda y: (y - 1) * k, x)
+    again = jax.checkpoint(lambda y: (jnp.sin(y) + table) * k)(x)
+    return carried, stack, ended, chosen, again
+
+
+def plain_bodies(x):
+    table = jnp.asarray(TABLE)
+    carried, stack = jax.lax.scan(lambda c, row: (c + row, c), x, jnp.stack([x, table]))
+    ended = jax.lax.while_loop(lambda s: jnp.sum(s) < 900, lambda s: s + table, jnp.abs(x) + 1)
+    chosen = jax.lax.cond(x[0] > 0, lambda y: y * table, lambda y: y - 1, x)
+    again = jax.checkpoint(lambda y: jnp.sin(y) + table)(x)
+    return carried, stack, ended, chosen, again
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_bodies_take_operands_in_front_of_theirs(sign):
+    """Each body is multiplied by an operand that it did not have; remat's constants become operands."""
+    x = sign * jnp.arange(1.0, 4.0)
+    old = inline_calls(jax.make_jaxpr(plain_bodies)(x))
+    b = Builder(old)
+    factor = b.input(jax.typeof(jnp.float32(0)))
+    b.invars += old.jaxpr.invars
+    env = {}
+
+    def scaled(body):
+        inside = Builder(closed_with(body))
+        first = inside.input(factor.aval)
+        outs = inside.inline(closed_with(body), *(inside.input(v.aval) for v in opened(body).invars))
+        if [a.aval.dtype for a in outs] == [np.bool_]:  # the condition of the `while`
+            total, limit = inside.eqns[-1].invars
+            (product,) = inside.call(jnp.multiply, total, first)
+            return inside.build(inside.call(jnp.less, product, limit))
+        return inside.build([inside.call(jnp.multiply, a, first)[0] for a in outs])
+
+    for eqn in old.jaxpr.eqns:
+        atoms = read_from(env, eqn.invars)
+        if not has_bodies(eqn):
+            b.keep(eqn, atoms)
+            continue
+        made = b.copy_with_bodies(eqn, list(map(scaled, bodies(eqn))), atoms, [v.aval for v in eqn.outvars], [factor])
+        env |= zip(eqn.outvars, made, strict=True)
+    jaxpr = checked(b.build(read_from(env, old.jaxpr.outvars)))
+    assert {"scan", "while", "cond"} < set(kinds(jaxpr))
+    same(jaxpr, scaled_bodies, jnp.float32(1.5), x)
+
+
+def test_a_part_of_a_jaxpr_has_the_constants_that_it_reads():
+    old = inline_calls(jax.make_jaxpr(lambda x, y: (jnp.sin(x) * TABLE, y - np.arange(9.0)[:3]))(*[jnp.ones(3)] * 2))
+    (x, y), (wanted, other) = old.jaxpr.invars, old.jaxpr.outvars
+    eqns = [old.jaxpr.eqns[i] for i in backward_slice(old.jaxpr.eqns, [wanted])[0]]
+    assert free_variables(eqns) == [x, *(v for v in old.jaxpr.constvars if v in free_variables(eqns))]
+    part = checked(extract_part(old, [x], eqns, [wanted]))
+    same(part, lambda x: jnp.sin(x) * TABLE, jnp.arange(3.0))
+
+    b = Builder(part)
+    given = b.input(y.aval)
+    made = b.inline_part(old, {x: given}, eqns, [wanted])
+    same(checked(b.build(made)), lambda x: jnp.sin(x) * TABLE, jnp.arange(3.0))
+    assert other not in b.eqns[-1].outvars
