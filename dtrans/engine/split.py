@@ -23,9 +23,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
-
 from dtrans._jax import Atom, ClosedJaxpr, equations, opened
 from dtrans.engine.layout import Gathered, Placed, Shards, cut_along
 from dtrans.engine.loops import moved_bytes
@@ -137,35 +134,3 @@ def _check(option: str, what: str, cuts: Mapping[int, int | None], values: Any) 
         if axis is not None and not (0 <= axis < aval.ndim and aval.shape[axis]):
             lacks = "entries there" if 0 <= axis < aval.ndim else "such dimension"
             raise ConfigError(f"{option} has {what} {i} along dimension {axis}: {short_type(aval)} has no {lacks}")
-
-
-def pieces_of(x: Any, axis: int, shards: int) -> Any:
-    """The pieces of an array, padded with zeros, stacked along a new first dimension: what `jax.vmap` gives shards.
-
-    They are of the kind that the array is: NumPy's, or JAX's.
-
-    Example:
-      >>> import numpy as np
-      >>> from dtrans.engine.split import pieces_of
-      >>> pieces_of(np.arange(1, 8), 0, 4).tolist()
-      [[1, 2], [3, 4], [5, 6], [7, 0]]
-    """
-    local = Shards(shards, ()).local(x.shape[axis], cut_along(axis))
-    behind = [(0, local * shards - n if d == axis else 0) for d, n in enumerate(x.shape)]
-    np_ = np if isinstance(x, np.ndarray) else jnp
-    wide = np_.pad(x, behind).reshape(*x.shape[:axis], shards, local, *x.shape[axis + 1 :])
-    return np_.moveaxis(wide, axis, 0)
-
-
-def whole_of(pieces: Any, axis: int, size: int) -> Any:
-    """The array that stacked pieces are of: `size` entries along `axis`, without their padding.
-
-    Example:
-      >>> import numpy as np
-      >>> from dtrans.engine.split import pieces_of, whole_of
-      >>> whole_of(pieces_of(np.arange(1, 8), 0, 4), 0, 7).tolist()
-      [1, 2, 3, 4, 5, 6, 7]
-    """
-    back = (np if isinstance(pieces, np.ndarray) else jnp).moveaxis(pieces, 0, axis)
-    wide = back.reshape(*back.shape[:axis], -1, *back.shape[axis + 2 :])
-    return wide[(slice(None),) * axis + (slice(size),)]

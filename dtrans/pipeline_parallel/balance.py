@@ -1,9 +1,9 @@
-"""Cutting a row of units into consecutive parts: two exact answers, and EPL's two rules by name.
+"""Cuts of a row of units into consecutive parts: two exact answers, and EPL's balance of op counts.
 
 Everything here is about numbers alone; what the units are, and what crosses between them, is for
 `dtrans.pipeline_parallel.assign_stages` to say. All functions answer with where the parts start: `(0, 3, 5)` are the
 units 0 to 2, 3 to 4, and 5 to the end. They give exactly as many parts as asked for, none of them empty, or an error:
-EPL's originals lose stages silently (six equal units in four stages become three), and leave a device idle.
+EPL's original loses stages silently (six equal units in four stages become three), and leaves a device idle.
 """
 
 from __future__ import annotations
@@ -180,42 +180,6 @@ def partition_balance(weights: Sequence[int], parts: int) -> tuple[int, ...]:
         else:
             low = size + 1
     return tuple(filled(low))
-
-
-def partition_stages(weights: Sequence[int], parts: int) -> tuple[int, ...]:
-    """EPL's rule for owners and groups of variables: close a part once it holds a threshold, the last takes the rest.
-
-    The threshold is the largest integer, at most the mean, that leaves something for every part. What is too much ends
-    up in the last part, as in EPL: six equal units in four are 1, 1, 1 and 3. `contiguous` balances better.
-    (epl/parallel/partitioner.py, `partition_stages`)
-
-    Raises:
-      ConfigError: there are fewer units than parts, or a weight is negative.
-
-    Example:
-      >>> from dtrans.pipeline_parallel.balance import partition_stages
-      >>> partition_stages([1] * 6, 4)
-      (0, 1, 2, 3)
-    """
-    _check(weights, parts)
-
-    def closed(threshold: int) -> list[int]:
-        starts, held = [0], 0
-        for unit, weight in enumerate(weights):
-            held += weight
-            if held >= threshold and len(starts) < parts and unit + 1 < len(weights):
-                starts.append(unit + 1)
-                held = 0
-        return starts
-
-    low, high = 0, sum(weights) // parts  # with 0 every unit closes a part, so that there are enough
-    while low < high:
-        threshold = (low + high + 1) // 2
-        if len(closed(threshold)) == parts:
-            low = threshold
-        else:
-            high = threshold - 1
-    return tuple(closed(low))
 
 
 def part_of_each(starts: Sequence[int], units: int) -> tuple[int, ...]:

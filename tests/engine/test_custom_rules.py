@@ -8,11 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from shard_programs import AXIS, floats, quick
+from shard_programs import AXIS, floats, pieces_of, quick
 
 from dtrans._jax import equations, evaluate, opened
 from dtrans.engine.layout import PARTIAL, Shards, cut_along
-from dtrans.engine.split import pieces_of
 from dtrans.engine.writer import SplitWriter, linear_terms, written
 from dtrans.ir.inline import eliminate_dead, inline_calls
 from dtrans.rows.layout import SHARED

@@ -15,11 +15,25 @@ import optax
 import pytest
 from hypothesis import assume, given, settings, strategies as st
 from jax import lax
-from shard_programs import AXIS, checked, deep, floats, kinds, labels, loops, on_shards, one_shard, quick, traced
+from shard_programs import (
+    AXIS,
+    checked,
+    deep,
+    floats,
+    kinds,
+    labels,
+    loops,
+    on_shards,
+    one_shard,
+    pieces_of,
+    quick,
+    traced,
+    whole_of,
+)
 
 from dtrans._jax import equations
 from dtrans.data_parallel.plan import collectives
-from dtrans.engine.split import pieces_of, split, whole_of
+from dtrans.engine.split import split
 from dtrans.errors import ConfigError
 from dtrans.ir.program import is_communication
 from dtrans.ops import all_gather_p, all_reduce_p

@@ -27,7 +27,6 @@ from dtrans.pipeline_parallel.balance import (
     contiguous,
     part_of_each,
     partition_balance,
-    partition_stages,
 )
 from dtrans.pipeline_parallel.repeated_blocks import repeated_blocks
 from dtrans.step.scopes import replicate, split
@@ -158,10 +157,6 @@ SIZES = {
     "balance of 49": (partition_balance, [1] * 49, 2, [25, 24]),
     "balance of 49 in 3": (partition_balance, [1] * 49, 3, [17, 17, 15]),
     "balance of large numbers": (partition_balance, [10**15, 1, 10**15, 1], 2, [2, 2]),
-    "stages of 6": (partition_stages, [1] * 6, 4, [1, 1, 1, 3]),
-    "stages of 7": (partition_stages, [1] * 7, 4, [1, 1, 1, 4]),
-    "stages of 8": (partition_stages, [1] * 8, 4, [2, 2, 2, 2]),
-    "stages, one large": (partition_stages, [1, 1, 9, 1, 1], 3, [2, 1, 2]),
     "exact, the evenest": (lambda w, n: contiguous(w, [0] * len(w), n), [4, 1, 1, 1, 1], 3, [1, 2, 2]),
     "exact 6": (lambda w, n: contiguous(w, [0] * len(w), n), [1] * 6, 4, [2, 2, 1, 1]),
 }
@@ -171,7 +166,7 @@ SIZES = {
 def test_rules_by_their_golden_rows(rule, weights, parts, want):
     stage = part_of_each(rule(weights, parts), len(weights))
     sizes = [stage.count(k) for k in range(parts)]
-    assert sorted(sizes) == sorted(want) if rule not in (partition_balance, partition_stages) else sizes == want
+    assert sorted(sizes) == sorted(want) if rule is not partition_balance else sizes == want
 
 
 @given(st.data())
@@ -189,14 +184,10 @@ def test_balanced_is_optimal_in_all_four(data):
     assert key(starts) == min(key(c) for c, w in works.items() if max(w) <= most and min(w) >= least)
 
 
-@given(
-    st.sampled_from([partition_balance, partition_stages]),
-    st.lists(st.integers(0, 50), min_size=1, max_size=30),
-    st.data(),
-)
-def test_rules_never_lose_a_part(rule, weights, data):
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=30), st.data())
+def test_balance_never_loses_a_part(weights, data):
     parts = data.draw(st.integers(1, len(weights)))
-    starts = rule(weights, parts)
+    starts = partition_balance(weights, parts)
     assert len(starts) == parts and list(starts) == sorted(set(starts)) and starts[0] == 0 and starts[-1] < len(weights)
 
 
@@ -204,7 +195,6 @@ def test_rules_never_lose_a_part(rule, weights, data):
     "rule",
     [
         partition_balance,
-        partition_stages,
         lambda w, n: contiguous(w, [0] * len(w), n),
         lambda w, n: balanced(w, [0] * len(w), n),
     ],

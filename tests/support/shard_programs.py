@@ -9,7 +9,8 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 
 from dtrans._jax import equations, lowered_jaxpr
-from dtrans.engine.split import pieces_of, split, whole_of
+from dtrans.engine.layout import Shards, cut_along
+from dtrans.engine.split import split
 from dtrans.ir.program import is_communication
 from dtrans.ops.all_to_all import all_to_all_p
 from dtrans.run.base.lowering import OVER_AXIS
@@ -40,6 +41,22 @@ def one_shard(program):
         return interpret(inner.eqns, env, inner.outvars, RULES)
 
     return run
+
+
+def pieces_of(x, axis, shards):
+    """The pieces of an array, padded with zeros, on a new first dimension: what `jax.vmap` gives shards."""
+    local = Shards(shards, ()).local(x.shape[axis], cut_along(axis))
+    behind = [(0, local * shards - n if d == axis else 0) for d, n in enumerate(x.shape)]
+    np_ = np if isinstance(x, np.ndarray) else jnp
+    wide = np_.pad(x, behind).reshape(*x.shape[:axis], shards, local, *x.shape[axis + 1 :])
+    return np_.moveaxis(wide, axis, 0)
+
+
+def whole_of(pieces, axis, size):
+    """The array that stacked pieces are of: `size` entries along `axis`, without their padding."""
+    back = (np if isinstance(pieces, np.ndarray) else jnp).moveaxis(pieces, 0, axis)
+    wide = back.reshape(*back.shape[:axis], -1, *back.shape[axis + 2 :])
+    return wide[(slice(None),) * axis + (slice(size),)]
 
 
 def on_shards(program, types, args, noise=False):
