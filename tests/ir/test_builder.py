@@ -316,18 +316,18 @@ def test_a_function_that_closes_over_an_array_cannot_be_called_in():
 
 def scaled_bodies(k, x):
     """A loop of each kind, a branch and a body of remat: what each makes is multiplied by `k` in all bodies."""
-    table = jnp.asarray(TABLE)
+    table, limit = jnp.asarray(TABLE), 900 + x[1]
     carried, stack = jax.lax.scan(lambda c, row: ((c + row) * k, c * k), x, jnp.stack([x, table]))
-    ended = jax.lax.while_loop(lambda s: jnp.sum(s) * k < 900, lambda s: (s + table) * k, jnp.abs(x) + 1)
+    ended = jax.lax.while_loop(lambda s: jnp.sum(s) * k < limit, lambda s: (s + table) * k, jnp.abs(x) + 1)
     chosen = jax.lax.cond(x[0] > 0, lambda y: (y * table) * k, lambda y: (y - 1) * k, x)
     again = jax.checkpoint(lambda y: (jnp.sin(y) + table) * k)(x)
     return carried, stack, ended, chosen, again
 
 
 def plain_bodies(x):
-    table = jnp.asarray(TABLE)
+    table, limit = jnp.asarray(TABLE), 900 + x[1]
     carried, stack = jax.lax.scan(lambda c, row: (c + row, c), x, jnp.stack([x, table]))
-    ended = jax.lax.while_loop(lambda s: jnp.sum(s) < 900, lambda s: s + table, jnp.abs(x) + 1)
+    ended = jax.lax.while_loop(lambda s: jnp.sum(s) < limit, lambda s: s + table, jnp.abs(x) + 1)
     chosen = jax.lax.cond(x[0] > 0, lambda y: y * table, lambda y: y - 1, x)
     again = jax.checkpoint(lambda y: jnp.sin(y) + table)(x)
     return carried, stack, ended, chosen, again
