@@ -279,7 +279,8 @@ class Plan(abc.ABC):
           A report: `report.equal`, `report.complete`, and the names of outputs that differ.
 
         Raises:
-          ConfigError: the plan has tables whose trainers are asynchronous, or whose lazy update no device makes.
+          ConfigError: the plan has rows that may be stale (`dtrans.Rows(staleness=...)`), or local steps whose results
+            are merged in a way that has no replay.
 
         Example:
           >>> import jax.numpy as jnp, optax, dtrans

@@ -28,7 +28,7 @@ Source of the behaviour: `RunAsyncLoop` in paddle/fluid/operators/distributed_op
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -47,6 +47,47 @@ from dtrans.protocol.tables.row_requests import RowRequests
 
 
 @dataclasses.dataclass
+class StepUpdates:
+    """Updates by the gradients of one step of a trainer, each block once.
+
+    Attributes:
+      values: the outputs of the lr_sched block for this step; None before its first whole gradient.
+      used: the blocks that are updated.
+    """
+
+    values: Mapping[str, Any] | None = None
+    used: set[str] = dataclasses.field(default_factory=set)
+
+    def take(
+        self,
+        blocks: BlockUpdate,
+        state: dict[str, Any],
+        arrived: Collection[str],
+        given: Mapping[str, Any],
+        steps: int = 1,
+    ) -> list[str]:
+        """Update the blocks whose gradients have all come, and return their names.
+
+        Args:
+          blocks: makes new state.
+          state: name to array; brought up to date in place.
+          arrived: the gradients that are whole.
+          given: these by name, and the parameters that the trainer received, where updates read them.
+          steps: the number of steps whose gradients are merged.
+        """
+        ready = blocks.ready(arrived, self.used)
+        if ready and self.values is None:
+            for _ in range(steps):  # a count is of steps, also where their gradients are merged
+                made, self.values = blocks.begin(state)
+                state |= made
+        for block in ready:
+            assert self.values is not None
+            state |= blocks.apply(block, given, state, self.values)
+            self.used.add(block)
+        return ready
+
+
+@dataclasses.dataclass
 class _Step:
     """What a trainer has sent of the step it is at."""
 
@@ -55,8 +96,7 @@ class _Step:
     made: int = 0  # steps; a message may have the gradients of several
     read: int = 0  # steps of other trainers in the parameters that it received last
     staleness: int | None = None  # steps of other trainers that its last gradients lacked
-    values: Mapping[str, Any] | None = None  # what the lr_sched block made for it
-    used: set[str] = dataclasses.field(default_factory=set)  # blocks that are updated
+    updates: StepUpdates = dataclasses.field(default_factory=StepUpdates)
 
 
 class AsyncServer:
@@ -136,20 +176,12 @@ class AsyncServer:
             raise WireError(f"gradients of {steps} steps, which must be a number from 1 to {MAX_MERGED}")
         step.grads.take(message)
         full = step.grads.memory.keys() - step.grads.missing()
-        ready = self._blocks.ready(full, step.used)
-        if ready and step.values is None:
-            for _ in range(steps):  # a count is of steps, also where their gradients are merged
-                made, step.values = self._blocks.begin(self.state)
-                self.state |= made
         given = {
             **self._requests.gradients(k, step.grads),
             **self._requests.backups(k),
             **{n + BACKUP: self.state[backup_of(n, k)] for n in self._served.backed},
         }
-        for block in ready:
-            assert step.values is not None
-            self.state |= self._blocks.apply(block, given, self.state, step.values)
-            step.used.add(block)
+        for block in step.updates.take(self._blocks, self.state, full, given, steps):
             if block in self._changed.tables:
                 self._changed.changed(k, block, given[self._served.tables[block].gradients[k]].ids)
         if len(full) == len(step.grads.memory):
@@ -159,7 +191,7 @@ class AsyncServer:
             self._made += steps
             step.grads.clear()
             self._requests.used(k, step.grads)
-            step.values, step.used = None, set()
+            step.updates = StepUpdates()
 
     def send_barrier(self, k: int, message: wire.Message) -> None:
         """Refuse what only synchronous trainers say."""

@@ -21,9 +21,12 @@ from dtrans.ir.program import FORWARD, Program
 from dtrans.ir.pytree import TreeSpec, is_under
 from dtrans.parameter_server.options import Async, HalfAsync
 from dtrans.parameter_server.plan import PServerPlan
+from dtrans.parameter_server.tables.choose import Table
+from dtrans.parameter_server.tables.lookups import find_lookups, numbers_first
 from dtrans.run.parameter_server.ordered_job import (
     RecordedOrder,
     Turn,
+    kept_at_start,
     part_axes,
     part_of_trainer,
     stacked_type,
@@ -132,7 +135,7 @@ _WAYS: Mapping[str, Callable[[Sequence[Sequence[Any]], list[Any]], Any]] = {
 # -- asynchronous parameter servers ----------------------------------------------------------------
 
 
-def replay_turns(plan: PServerPlan, batch: Values) -> Program:
+def replay_turns(plan: PServerPlan, batch: Values, begins: Sequence[Any] = ()) -> Program:
     """Return a program in which one device takes all turns of an asynchronous job, one after the other.
 
     Its batch has the batches of the order behind each other, along a new first dimension. Its outputs are the state of
@@ -140,6 +143,7 @@ def replay_turns(plan: PServerPlan, batch: Values) -> Program:
 
     Args:
       batch: name to type of the arrays of one batch: of all trainers, or with GEO-SGD of each.
+      begins: arguments of the init, which makes the state of rows that trainers of GEO-SGD look up for the first time.
     """
     order, axes, trainers = RecordedOrder.for_plan(plan), part_axes(plan), plan.trainers
     state_types = {n: plan.main.inputs[n] for spec in plan.main.args[:2] for n in spec.names}
@@ -148,20 +152,25 @@ def replay_turns(plan: PServerPlan, batch: Values) -> Program:
     }
     typed = lambda t: jax.ShapeDtypeStruct(t.shape, t.dtype)
     own = plan.main.specialize_flat([*map(typed, [*state_types.values(), *part_types.values()])])
-    device = _GeoDevice(plan, own) if plan.push_every else _AsyncDevice(plan, own)
+    device = _GeoDevice(plan, own, begins) if plan.push_every else _AsyncDevice(plan, own)
 
     def replay(*arrays: Any) -> dict[str, Any]:
         given = dict(zip(own.in_names, arrays, strict=True))
         device.begin({n: given[n] for n in state_types})
         results: dict[str, Any] = {}
-        for turn in order.turns:
-            part = {n: part_of_trainer(given[n][turn.batch], axes.get(n), turn.trainer, trainers) for n in batch}
-            found = device.take(turn, part)
+        for turn, ends in order.halves:
+            if not ends:
+                part = {n: part_of_trainer(given[n][turn.batch], axes.get(n), turn.trainer, trainers) for n in batch}
+                device.begin_turn(turn, part)
+                continue
+            found = device.end_turn(turn)
             results |= {turn.named(n): x for n, x in found.items() if turn.reports}
         for k in range(trainers):
-            kept = [n for n in device.trainers[k] if k or n in device.served]
-            results |= {f"trainer {k}/{n}": device.trainers[k][n] for n in kept}
-        first = {n: x for n, x in device.trainers[0].items() if n not in device.served}
+            of_rows = device.rows_kept(k)
+            kept = [n for n in device.trainers[k] if n in of_rows or n not in plan.tables.of]
+            kept = [n for n in kept if k or n in device.served]
+            results |= {f"trainer {k}/{n}": (device.trainers[k] | of_rows)[n] for n in kept}
+        first = {n: x for n, x in (device.trainers[0] | device.rows_kept(0)).items() if n not in device.served}
         return {**first, **{n: device.servers[n] for n in device.served}, **device.rest, **results}
 
     types = [*state_types.values(), *(stacked_type(t, order.batches) for t in batch.values())]
@@ -173,6 +182,91 @@ def replay_turns(plan: PServerPlan, batch: Values) -> Program:
 
     jaxpr: Any = jax.make_jaxpr(in_order)(*map(typed, types))
     return _replaying(own, jaxpr, out=out)
+
+
+class LazyRows:
+    """Definition of a lazy update: rows that a step does not look up are not changed by it.
+
+    That holds for rows of the table, and of each array of the optimizer's state that has a row for each of them.
+
+    Args:
+      tables: those whose updates are lazy.
+      step: of one device, for the batch of one update.
+    """
+
+    def __init__(self, tables: Mapping[str, Table], step: Program) -> None:
+        self._tables = tables
+        self._inputs = step.in_names
+        if not self._tables:
+            return
+        found = find_lookups(cut(step), [*self._tables])
+        picked = {n: found.tables[n].ids for n in self._tables}
+        numbers = [atom for ids in picked.values() for atom, _ in ids]
+        eqns = numbers_first([*found.eqns, *found.numbering], numbers, step.jaxpr)
+        inner = step.inner
+        self._numbers = closed(inner.constvars, constants(step.jaxpr), inner.invars, numbers, eqns, step.jaxpr)
+        self._components = {n: [component for _, component in ids] for n, ids in picked.items()}
+
+    def __call__(self, new: Values, old: Values, inputs: Values) -> dict[str, Any]:
+        """Return a new state whose rows are the old ones where the step with these inputs looks no row up."""
+        left = dict(new)
+        for table, touched in self.touched(inputs).items():
+            for n in (table, *self._tables[table].zero.state):
+                left[n] = _chosen(touched, new[n], old[n])
+        return left
+
+    def beside(self, new: Values, old: Values, inputs: Values) -> dict[str, Any]:
+        """Return arrays that have the shape of their table, by the name of the table: as `__call__` does."""
+        touched = self.touched(inputs) if new else {}
+        zeros = {n: old.get(n, jnp.zeros_like(x)) for n, x in new.items()}
+        return {n: _chosen(touched[n], x, zeros[n]) if n in touched else x for n, x in new.items()}
+
+    def touched(self, inputs: Values) -> dict[str, Any]:
+        """Return for each lazy table which of its rows a step looks up."""
+        if not self._tables:
+            return {}
+        made = iter(evaluate(self._numbers, *(inputs[n] for n in self._inputs)))
+        found = {}
+        for n, components in self._components.items():
+            looked_up = jnp.zeros(self._tables[n].lookups.rows, jnp.int32)
+            for component in components:
+                ids = next(made)
+                looked_up = looked_up.at[jnp.ravel(ids if component is None else ids[..., component])].set(1)
+            found[n] = looked_up > 0
+        return found
+
+
+def _chosen(rows: Any, new: Any, old: Any) -> Any:
+    return jnp.where(rows.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+
+
+def lazy_tables(plan: PServerPlan) -> dict[str, Table]:
+    """Return the tables whose update leaves rows unmoved that one device moves, by name."""
+    leaves = lambda t: t.zero.moves and not (t.catches_up or t.whole)
+    return {n: t for n, t in plan.tables.of.items() if leaves(t)}
+
+
+def replay_lazy(plan: PServerPlan, batch: Sequence[Any]) -> Program | None:
+    """Return the step of one device with lazy updates of tables; None if no table has one.
+
+    Args:
+      batch: types of the arrays of the whole batch.
+    """
+    if not lazy_tables(plan):
+        return None
+    state = {n: plan.main.inputs[n] for spec in plan.main.args[:2] for n in spec.names}
+    whole = plan.main.specialize_flat([*state.values(), *batch])
+    leave = LazyRows(lazy_tables(plan), whole)
+
+    def step(*arrays: Any) -> list[Any]:
+        inputs = dict(zip(whole.in_names, arrays, strict=True))
+        new = dict(zip(whole.out_names, evaluate(whole.jaxpr, *arrays), strict=True))
+        left = leave(new, inputs, inputs)
+        return [left[n] for n in whole.out_names]
+
+    types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in whole.inputs.values()]
+    jaxpr: Any = jax.make_jaxpr(step)(*types)
+    return _replaying(whole, jaxpr)
 
 
 class _ReplayedDevice:
@@ -199,9 +293,17 @@ class _ReplayedDevice:
         self.rest = {n: x for n, x in state.items() if n not in own}
         self.trainers = [{n: x for n, x in state.items() if n in own} for _ in range(self.plan.trainers)]
 
-    def take(self, turn: Turn, batch: Values) -> Values:
-        """Take one turn: results."""
+    def begin_turn(self, turn: Turn, batch: Values) -> None:
+        """Let a trainer compute its step from the parameters that it has."""
         raise NotImplementedError
+
+    def end_turn(self, turn: Turn) -> Values:
+        """Let servers have what the trainer's step has computed; return its results."""
+        raise NotImplementedError
+
+    def rows_kept(self, trainer: int) -> dict[str, Any]:
+        """Return tables as a trainer keeps rows of them, by name; nothing where it keeps none."""
+        return {}
 
     def run(self, inputs: Values) -> dict[str, Any]:
         """Take the step of one device; return its outputs by name."""
@@ -224,32 +326,42 @@ class _AsyncDevice(_ReplayedDevice):
         inner = source.inner
         outs = [*leaves.values()]
         self._backward = closed(inner.constvars, constants(source.jaxpr), inner.invars, outs, inner.eqns, source.jaxpr)
+        self._leave = LazyRows(lazy_tables(plan), step)
         mode = plan.options["mode"]
         self._delay = mode.delay if isinstance(mode, Async | HalfAsync) else None
-        self._squares: dict[str, Any] = {}
-        self._is_first = True
 
     def begin(self, state: Values) -> None:
         super().begin(state)
-        self._squares, self._is_first = {}, True
+        self._squares: dict[str, Any] = {}
+        self._is_first = True
+        self._computed: dict[int, tuple[Values, Values, Sequence[Any]]] = {}  # by trainer
 
-    def take(self, turn: Turn, batch: Values) -> Values:
-        received = self.trainers[turn.trainer]
+    def begin_turn(self, turn: Turn, batch: Values) -> None:
+        # a trainer has no table: it looks rows up where its step begins
+        received = self.trainers[turn.trainer] | {n: self.servers[n] for n in self.plan.tables.of}
         inputs = {**received, **self.rest, **batch}
-        outs = self.run(inputs)
-        new = {n: outs[n] for n in (*self.served, *self.rest)}
         grads = evaluate(self._backward, *(inputs[n] for n in self.step.in_names))
-        compensated = {
-            n: self._compensated(n, g, received[n]) for n, g in zip(self._halves.gradients, grads, strict=True)
-        }
+        self._computed[turn.trainer] = inputs, self.run(inputs), grads
+
+    def end_turn(self, turn: Turn) -> Values:
+        inputs, outs, grads = self._computed.pop(turn.trainer)
+        held = {**self.servers, **self.rest}
+        new = {n: outs[n] for n in held}
+        given: dict[str, Any] = {}
+        squares = dict(self._squares)
+        for n, g in zip(self._halves.gradients, grads, strict=True):
+            given[n] = self._compensated(n, g, inputs[n])
         if not self._is_first:  # the first turn is a step of one device
             half = self._halves.optimize
-            known = {**inputs, **self.servers}
-            given = [compensated[n.leaf] if isinstance(n, Gradient) else known[n] for n in half.in_names]
-            new |= zip(half.out_names, evaluate(half.jaxpr, *given), strict=True)
+            known = {**inputs, **held}
+            operands = [given[n.leaf] if isinstance(n, Gradient) else known[n] for n in half.in_names]
+            new |= zip(half.out_names, evaluate(half.jaxpr, *operands), strict=True)
         self._is_first = False
+        new = self._leave(new, held, inputs)
+        self._squares = self._leave.beside(self._squares, squares, inputs)
         self.servers = {n: new[n] for n in self.served}
         self.rest = {n: new[n] for n in self.rest}
+        received = self.trainers[turn.trainer]
         self.trainers[turn.trainer] = {n: self.servers.get(n, outs[n]) for n in received}
         return {n: x for n, x in outs.items() if n not in received and n not in self.rest}
 
@@ -271,34 +383,100 @@ class _GeoDevice(_ReplayedDevice):
 
     What has come back is in the results of the next step: local + (server - old). `old` is what a trainer and the
     servers agreed on last.
+
+    Of a table the same holds row by row. A trainer keeps the rows that its steps have looked up. At its first lookup a
+    row is as the servers have it, and its state as the init makes it. A push has the rows that were looked up since the
+    last one. The answer has the rows that the trainer keeps and that others have pushed since its last answer.
+
+    Args:
+      begins: arguments of the init.
     """
+
+    def __init__(self, plan: PServerPlan, step: Program, begins: Sequence[Any]) -> None:
+        super().__init__(plan, step)
+        self.tables = plan.tables.of
+        self._lookups = LazyRows(self.tables, step)
+        made = evaluate(plan.startup.jaxpr, *begins) if self.tables else ()
+        self._init = dict(zip(plan.startup.out_names, made, strict=bool(made)))
 
     def begin(self, state: Values) -> None:
         super().begin(state)
         self._old = [dict(self.servers) for _ in self.trainers]
         self._steps = [0 for _ in self.trainers]
         self._answers: list[Values | None] = [None for _ in self.trainers]
+        self._outs: dict[int, Values] = {}  # of the step that each trainer is at
+        # for each trainer which rows of a table it keeps, owes to servers, and is to be told of; and what it is told of
+        none = {n: jnp.zeros(t.lookups.rows, bool) for n, t in self.tables.items()}
+        start = lambda k, rows: jnp.zeros(rows, bool).at[kept_at_start(rows, k)].set(True)
+        self._kept = [{n: start(k, len(x)) for n, x in none.items()} for k in range(self.plan.trainers)]
+        self._owed, self._news, self._told = ([dict(none) for _ in self.trainers] for _ in range(3))
+        for k in range(self.plan.trainers):
+            self._look_up(k, {n: ~rows for n, rows in self._kept[k].items()})
 
-    def take(self, turn: Turn, batch: Values) -> Values:
+    def begin_turn(self, turn: Turn, batch: Values) -> None:
+        k = turn.trainer
+        touched = self._lookups.touched({**self.trainers[k], **batch})
+        self._look_up(k, {n: rows & ~self._kept[k][n] for n, rows in touched.items()})
+        before = self.trainers[k]
+        outs = self.run({**before, **batch})
+        self._outs[k] = self._lookups(outs, before, {**before, **batch})
+        for n, rows in touched.items():
+            self._kept[k][n] |= rows
+            self._owed[k][n] |= rows
+
+    def end_turn(self, turn: Turn) -> Values:
         k, trainers = turn.trainer, self.plan.trainers
-        outs = self.run({**self.trainers[k], **batch})
+        outs = self._outs[k]
         self.trainers[k] = {n: outs[n] for n in self.trainers[k]}
         self._pull(k)
         self._steps[k] += 1
         if self._steps[k] == self.plan.push_every:
             local, old = self.trainers[k], self._old[k]
             deltas = {n: (local[n] - old[n]) / trainers for n in self.served}
+            for n, rows in self._owed[k].items():
+                deltas[n] = _chosen(rows, deltas[n], jnp.zeros_like(deltas[n]))
             self.servers = {n: x + deltas[n] for n, x in self.servers.items()}
             self._old[k] = {n: old[n] + deltas[n] for n in self.served}
+            self._tell_others(k)
             self._answers[k], self._steps[k] = self.servers, 0
             if self.plan.options["mode"].block_on_pull:
                 self._pull(k)
         return {n: x for n, x in outs.items() if n not in self.trainers[k]}
 
+    def rows_kept(self, trainer: int) -> dict[str, Any]:
+        """Return tables and the state of their rows as a trainer keeps them: zeros and new state elsewhere."""
+        found = {}
+        for table, t in self.tables.items():
+            rows, local = self._kept[trainer][table], self.trainers[trainer]
+            found[table] = _chosen(rows, local[table], jnp.zeros_like(local[table]))
+            found |= {n: _chosen(rows, local[n], self._init[n]) for n in t.zero.state}
+        return found
+
+    def _look_up(self, trainer: int, new: Mapping[str, Any]) -> None:
+        """Let a trainer have rows of tables that it does not keep."""
+        local, old = self.trainers[trainer], self._old[trainer]
+        for table, rows in new.items():
+            local[table] = _chosen(rows, self.servers[table], local[table])
+            old[table] = _chosen(rows, self.servers[table], old[table])
+            local |= {n: _chosen(rows, self._init[n], local[n]) for n in self.tables[table].zero.state}
+
+    def _tell_others(self, trainer: int) -> None:
+        """Note which rows others are to be told of that a trainer has pushed, and what it is told of itself."""
+        for n, rows in self._owed[trainer].items():
+            for k in range(self.plan.trainers):
+                if k != trainer:
+                    self._news[k][n] |= rows & self._kept[k][n]
+            self._owed[trainer][n] = jnp.zeros_like(rows)
+        self._told[trainer] = self._news[trainer]
+        self._news[trainer] = {n: jnp.zeros_like(rows) for n, rows in self._told[trainer].items()}
+
     def _pull(self, trainer: int) -> None:
         """Take in the answer to the last push."""
         answer, self._answers[trainer] = self._answers[trainer], None
-        if answer is not None:
-            local, old = self.trainers[trainer], self._old[trainer]
-            local |= {n: local[n] + (answer[n] - old[n]) for n in self.served}
-            self._old[trainer] = dict(answer)
+        if answer is None:
+            return
+        local, old, told = self.trainers[trainer], self._old[trainer], self._told[trainer]
+        for n in self.served:
+            pulled = local[n] + (answer[n] - old[n])
+            local[n] = _chosen(told[n], pulled, local[n]) if n in told else pulled
+            old[n] = _chosen(told[n], answer[n], old[n]) if n in told else answer[n]

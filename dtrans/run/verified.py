@@ -12,7 +12,6 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from dtrans.data_parallel.plan import CollectivePlan
-from dtrans.errors import ConfigError
 from dtrans.ir.program import Program
 from dtrans.parameter_server.options import Async
 from dtrans.parameter_server.plan import PServerPlan
@@ -22,7 +21,8 @@ from dtrans.run.collective.job import CollectiveJob, StepFunction, StepLayout
 from dtrans.run.collective.mesh import MeshTrainers
 from dtrans.run.parameter_server.mesh import LateRowsJob
 from dtrans.run.parameter_server.ordered_job import OrderedJob
-from dtrans.run.replays import replay_local_steps, replay_turns
+from dtrans.run.replays import replay_lazy, replay_local_steps, replay_turns
+from dtrans.verification.check import random_arguments
 from dtrans.verification.state_placement import TracedStep
 
 
@@ -78,41 +78,29 @@ def traced_on_mesh(plan: CollectivePlan, batch: Sequence[Any]) -> TracedStep:
 
 @realises(PServerPlan, "verify")
 def traced_servers(plan: PServerPlan, batch: Sequence[Any]) -> TracedStep:
-    """Trace the step of a job of parameter servers: simulated, or of asynchronous roles in a recorded order.
-
-    Raises:
-      ConfigError: tables of asynchronous trainers, or with an update that no device makes.
-    """
+    """Trace the step of a job of parameter servers: simulated, or of asynchronous roles in a recorded order."""
     of = plan.tables.of
-    lazy = [n for n, t in of.items() if t.zero.moves and not (t.catches_up or t.whole)]
-    if of and not plan.sync_mode:
-        raise ConfigError(
-            f"plan.verify(): asynchronous trainers look up rows of {', '.join(of)}, which its recorded order does not; "
-            "verify the plan without sparse=, or with mode=dtrans.Sync()"
-        )
-    if lazy:
-        raise ConfigError(
-            f"plan.verify(): a lazy update leaves rows of {', '.join(lazy)} that nobody looks up as they are, and one "
-            "device moves them; verify the plan with dtrans.Rows('dense')"
-        )
-    if not plan.sync_mode:
-        return traced_turns(plan, batch)
     rows = min((t.lookups.rows for t in of.values()), default=0)
-    traced = dataclasses.replace(traced_simulation(plan, batch), rows=rows)
+    if not plan.sync_mode:
+        return dataclasses.replace(traced_turns(plan, batch), rows=rows)
+    types = [t for spec, b in zip(plan.main.args[2:], batch, strict=True) for t in spec.flatten(b)]
+    replay = replay_lazy(plan, types)
+    traced = dataclasses.replace(traced_simulation(plan, batch), rows=rows, replay=replay)
     if not any(t.catches_up for t in of.values()):
         return traced
-    late = dataclasses.replace(traced_step(LateRowsJob(plan), batch), rows=rows, init=None)
+    late = dataclasses.replace(traced_step(LateRowsJob(plan), batch), rows=rows, init=None, replay=replay)
     return dataclasses.replace(traced, also=(late,))
 
 
 def traced_turns(plan: PServerPlan, batch: Sequence[Any]) -> TracedStep:
     """Trace the turns of an asynchronous job, and their sequential replay."""
-    job = OrderedJob(plan)
+    begins = random_arguments(plan.startup.inputs, 0) if plan.tables.of else []
+    job = OrderedJob(plan, begins)
     specs = plan.main.args[2:]
     named = [
         pair for spec, b in zip(specs, batch, strict=True) for pair in zip(spec.names, spec.flatten(b), strict=True)
     ]
-    replay = replay_turns(plan, dict(named))
+    replay = replay_turns(plan, dict(named), begins)
     stacked = [spec.unflatten([replay.inputs[n] for n in spec.names]) for spec in specs]
     return dataclasses.replace(traced_step(job, stacked), replay=replay, unfollowed=unmerged(plan))
 

@@ -85,10 +85,11 @@ class Meanings:
 
     Args:
       values: of the step.
+      moved: rows are moved by their numbers: arrays may have rows of a value in any order.
     """
 
-    def __init__(self, values: StepValues) -> None:
-        self._values = values
+    def __init__(self, values: StepValues, *, moved: bool = False) -> None:
+        self._values, self._moved = values, moved
         self._found: dict[tuple[int, ...], Meaning] = {}
         self._kept: list[Any] = []  # whose identities are keys
 
@@ -138,7 +139,14 @@ class Meanings:
         # a partial sum that all ranks have will never be reduced
         if found is None and alone:
             found = self._of_rows(x)
-        return found or self._of_stack(x) or NOTHING
+        return found or self._of_stack(x) or (self._of_moved(x) if alone and self._moved else None) or NOTHING
+
+    def _of_moved(self, x: Array) -> Meaning | None:
+        """Return the meaning of an array that has rows of one value."""
+        if not x.ndim or not len(x):
+            return None
+        value = self._values.value_with_rows(x)
+        return None if value is None else _meaning(Kind.EXACT, f"rows of {value.title}", value, Fraction(1))
 
     def _of_value(self, x: Array, *, whole: bool = False) -> Meaning | None:
         """Return the meaning of an array that is a copy or, unless all of it is asked for, a piece of a value."""

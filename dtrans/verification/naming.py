@@ -66,7 +66,8 @@ def find_causes(
         made = World(log=job_log).run(job_jaxpr, [(x,) for x in arguments])
         if step_log.overflows or job_log.overflows:
             return dict.fromkeys(outputs)
-        walk = _Walk(job_log, Meanings(StepValues(inputs, step_log)))
+        moved = any(x.name == "move_rows" for x in job_log.computations)
+        walk = _Walk(job_log, Meanings(StepValues(inputs, step_log), moved=moved))
         return {k: walk.cause(made[k]) for k in outputs}
 
 

@@ -152,6 +152,22 @@ class StepValues:
                 found += [] if match is None else [match]
         return found
 
+    def value_with_rows(self, x: Array) -> StepValue | None:
+        """Return the value that has all rows of an array, in any order; None if there is none.
+
+        Rows of constants are room that an array has for more, and so are equal rows of one number at its end.
+        """
+        rows = x.reshape(len(x), -1)
+        is_room = (rows == rows[-1]).all(1) & (rows == rows[:, :1]).all(1)
+        there = telling(rows).any(1)
+        for kept in (there, there & ~is_room):
+            for value in self._candidates(rows[kept][:1]):
+                if value.rows is None and value.elements.shape[1:] == x.shape[1:] and value.elements.ndim == x.ndim:
+                    known = {row.tobytes() for row in value.elements}
+                    if all(row.tobytes() in known for row in rows[kept]):
+                        return value
+        return None
+
     def have(self, elements: Array) -> Array:
         """Return which elements some value has."""
         places = np.searchsorted(self._elements, elements, "left")

@@ -10,13 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from table_jobs import DENSE, LAZY, OPTIMIZERS
+from table_jobs import DENSE, OPTIMIZERS
 
 import dtrans
-from dtrans.errors import ConfigError
 from dtrans.rows.writer import RowRange
-from dtrans.run.parameter_server import mesh
-from dtrans.run.parameter_server.tables import mesh_tables, missed_steps
+from dtrans.run.parameter_server.tables import mesh_tables, missed_steps, traced_tables
 
 
 ROWS, COUNT, WIDTH = 12, 11, 3
@@ -63,19 +61,6 @@ def test_rows_in_buckets(trainers: int) -> None:
     assert (report := _plan(tx, sparse, trainers).verify()), str(report)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"mode": dtrans.Async()}, r"plan.verify\(\): asynchronous trainers look up rows of params/emb.*sparse="),
-        ({"sparse": LAZY}, r"plan.verify\(\): a lazy update leaves rows of params/emb .*Rows\('dense'\)"),
-    ],
-)
-def test_what_no_device_makes_is_refused(options: Any, words: str) -> None:
-    tx = optax.adam(0.1) if "sparse" in options else optax.sgd(0.1)
-    with pytest.raises(ConfigError, match=words):
-        _plan(tx, **{"sparse": DENSE, **options}).verify()
-
-
 def test_a_row_that_is_not_there_is_not_followed() -> None:
     report = _plan(optax.sgd(0.1)).verify(jnp.full((ROWS, 2), COUNT), jnp.ones(ROWS))
     assert report.equal and not report.complete
@@ -98,7 +83,7 @@ def _without_the_last(ids: np.ndarray, size: int, gradient: Any) -> np.ndarray:
     return found
 
 
-_AMONG = mesh_tables.among
+_AMONG = traced_tables.among
 
 
 def _left(table: Any, at: Any, made: Any, state: Any) -> Any:
@@ -107,10 +92,10 @@ def _left(table: Any, at: Any, made: Any, state: Any) -> Any:
 
 FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "a lookup has the rows of its neighbours": lambda m: m.setattr(mesh_tables, "rows_from", _shifted),
-    "the gradient of a row is dropped": lambda m: m.setattr(mesh_tables, "among", _without_the_last),
+    "the gradient of a row is dropped": lambda m: m.setattr(traced_tables, "among", _without_the_last),
     "a block begins elsewhere": lambda m: m.setattr(RowRange, "local", lambda self, ids: ids - self.start // 2),
-    "rows are not put back": lambda m: m.setattr(mesh, "put_at", _left),
-    "only the first trainer's rows count": lambda m: m.setattr(mesh_tables, "all_ids", _ids_of_the_first),
+    "rows are not put back": lambda m: m.setattr(traced_tables, "put_at", _left),
+    "only the first trainer's rows count": lambda m: m.setattr(traced_tables, "all_ids", _ids_of_the_first),
 }
 
 

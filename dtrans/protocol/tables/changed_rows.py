@@ -77,6 +77,16 @@ class UnseenChanges:
         self._has[k, name][ids] = KEPT
         return ids
 
+    def has(self, name: str) -> np.ndarray:
+        """Return for each trainer what it has of each row of a block: `KEPT`, `CHANGED`, or 0."""
+        return np.stack([self._has[k, name] for k in range(self._trainers)])
+
+    def restore(self, name: str, has: np.ndarray) -> None:
+        """Go on from what `has` returned."""
+        for k, rows in enumerate(has):
+            self._has[k, name] = rows.astype(np.uint8)
+            self._news[k, name] = [np.flatnonzero(rows == CHANGED)]
+
     def forget(self, k: int) -> None:
         """Trainer k has no rows."""
         for n, rows in self._rows.items():

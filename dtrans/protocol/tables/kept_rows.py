@@ -65,8 +65,12 @@ class KeptRows:
         """Those of some numbers whose rows are not here."""
         return ids[self._slots.find(ids) < 0]
 
-    def add(self, ids: np.ndarray, rows: np.ndarray) -> None:
-        """Keep rows that were not here, as servers have them."""
+    def add(self, ids: np.ndarray, rows: np.ndarray, state: Sequence[np.ndarray] | None = None) -> None:
+        """Keep rows that were not here, as servers have them.
+
+        Args:
+          state: of these rows; by default as the init makes it.
+        """
         if not len(ids):
             return
         at = slice(len(self), len(self) + len(ids))
@@ -76,7 +80,7 @@ class KeptRows:
             *self._held, self._old = (_longer(x, size) for x in (*self._held, self._old))
             self._is_touched = _longer(self._is_touched, size)
         self._is_touched[at] = False
-        begun = [] if self._state is None else self._state(ids)
+        begun = state if state is not None else [] if self._state is None else self._state(ids)
         for held, made in zip(self._held, (rows, *begun), strict=True):
             held[at] = made
         self._old[at] = rows
@@ -100,20 +104,67 @@ class KeptRows:
 
     def pushed(self, trainers: int) -> RowGradient:
         """What a push sends."""
-        slots = np.concatenate([np.empty(0, np.int32), *self._touched])
-        self._is_touched[slots], self._touched = False, []
-        slots = slots[np.argsort(self._slots.ids[slots])]
-        old = self._old[slots]
-        deltas = (self._held[0][slots] - old) / np.asarray(trainers, old.dtype)
-        self._old[slots] = old + deltas
-        return RowGradient(self._slots.ids[slots], deltas)
+        ids, local, old = self._unpushed()
+        deltas = (local - old) / np.asarray(trainers, old.dtype)
+        self._agree(ids, None, old + deltas)
+        return RowGradient(ids, deltas)
 
     def pulled(self, server: RowGradient) -> None:
         """Take in rows that others have changed."""
+        ids, rows, local, old = self._known(server)
+        self._agree(ids, local + (rows - old), rows)
+
+    # Rows move here, and floats are computed above: where a step is traced, the two are apart.
+
+    def _unpushed(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the rows that were looked up since the last push: their numbers, local and old rows."""
+        slots = np.concatenate([np.empty(0, np.int32), *self._touched])
+        self._is_touched[slots], self._touched = False, []
+        slots = slots[np.argsort(self._slots.ids[slots])]
+        return self._slots.ids[slots], self._held[0][slots], self._old[slots]
+
+    def _known(self, server: RowGradient) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Return the numbers of those of some rows that are here: these rows, local and old ones."""
         slots = self._slots.find(server.ids)
-        slots, rows = slots[slots >= 0], server.rows[slots >= 0]
-        self._held[0][slots] += rows - self._old[slots]
-        self._old[slots] = rows
+        is_here = slots >= 0
+        slots = slots[is_here]
+        return server.ids[is_here], server.rows[is_here], self._held[0][slots], self._old[slots]
+
+    def _agree(self, ids: np.ndarray, local: np.ndarray | None, old: np.ndarray) -> None:
+        """Write what local rows and the servers' agree on, and local rows where they change."""
+        slots = self._slots.find(ids)
+        self._old[slots] = old
+        if local is not None:
+            self._held[0][slots] = local
+
+    # -- as arrays -------------------------------------------------------------------------------
+
+    def arrays(self, size: int) -> list[np.ndarray]:
+        """Return the numbers of rows, which of them a push owes, local rows, their state, and old rows.
+
+        Args:
+          size: of each array; it is the number of no row.
+        """
+        count = len(self)
+        parts = [x[:count] for x in (self._is_touched.astype(np.int32), *self._held, self._old)]
+        behind = size - count
+        zeros = [np.concatenate([x, np.zeros((behind, *x.shape[1:]), x.dtype)]) for x in parts]
+        return [np.concatenate([self.ids, np.full(behind, size, np.int32)]), *zeros]
+
+    @classmethod
+    def from_arrays(cls, ids: np.ndarray, is_touched: np.ndarray, *rows: np.ndarray) -> KeptRows:
+        """Return what `arrays` were made of.
+
+        Args:
+          rows: local rows, their state, and old rows.
+        """
+        size = len(ids)
+        kept = cls(rows[:-1])
+        kept._slots.add(ids[ids < size])
+        *kept._held, kept._old = rows
+        kept._is_touched = is_touched.astype(bool)
+        kept._touched = [np.flatnonzero(kept._is_touched).astype(np.int32)]
+        return kept
 
 
 def _longer(x: np.ndarray, size: int) -> np.ndarray:

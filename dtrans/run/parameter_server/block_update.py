@@ -14,14 +14,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from dtrans._jax import evaluate
+from dtrans._jax import evaluate, is_traced
 from dtrans.errors import ConfigError
 from dtrans.ir.display import without_addresses
 from dtrans.ir.program import DIST, LR_SCHED
 from dtrans.ops import BACKUP, OptimizeBlock
-from dtrans.parameter_server.tables.touched_rows import room_for
 from dtrans.run.parameter_server.tables.server_tables import ServerTables
-from dtrans.run.parameter_server.tables.table_memory import among, memory_of
+from dtrans.run.parameter_server.tables.table_memory import memory_of
+from dtrans.run.parameter_server.tables.traced_tables import gradients_with_room
 from dtrans.run.parameter_server.update import ServerUpdate
 
 
@@ -34,6 +34,8 @@ class BlockUpdates:
     Args:
       update: of the server.
       state: name to array; the initial values.
+      memory: by name, blocks of tables of which an update is of some rows alone, as `TableMemory` has them; by default
+        in memory of their own.
 
     Attributes:
       grads: the gradients that each block reads, by its name.
@@ -46,9 +48,9 @@ class BlockUpdates:
       ConfigError: blocks that reduce over rows with other servers, which takes the gradients of all at once.
     """
 
-    def __init__(self, update: ServerUpdate, state: Mapping[str, Any]) -> None:
+    def __init__(self, update: ServerUpdate, state: State, memory: Mapping[str, Any] | None = None) -> None:
         self.update = update
-        self._memory = memory_of(update, state)
+        self._memory = memory_of(update, state) if memory is None else memory
         self._whole_updates = collections.Counter[str]()  # of tables each of whose updates is of all rows
         steps = lambda name: self._whole_updates[name]
         self.held = ServerTables(update.endpoint, update.tables, self._memory, lambda: self.state, steps)
@@ -105,19 +107,18 @@ class BlockUpdates:
             return self._made(block, run, grads, state, values)
         table = self._tables[rows]
         given = {n: grads[n] for n in (rows, table.name + BACKUP) if n in grads}
+        ids, laid_out = gradients_with_room(table, given)
         if table.whole:
-            dense = {n: among(np.arange(table.rows), table.rows, x) for n, x in given.items()}
             self._whole_updates[table.name] += 1
-            return self._made(block, run, {**grads, **dense}, state, values)
-        memory, ids = self._memory[table.name], given[rows].ids
-        size = room_for(len(ids))
+            return self._made(block, run, {**grads, **laid_out}, state, values)
+        memory, size = self._memory[table.name], len(laid_out[rows])
         if (block, size) not in self._sized:
             (sized,) = (b for b in self.update.sized({table.name: size}).blocks if b.name == block)
             self._sized[block, size] = self._compile(sized)
         read = {**state, **memory.take(ids, size)}
-        seen = {n: np.asarray(x) for n, x in _picked(memory.reads, values, state).items()}
-        padded = {n: among(ids, size, x) for n, x in given.items()}
-        made = self._made(block, self._sized[block, size], {**grads, **padded}, read, values)
+        read_beside = _picked(memory.reads, values, state)
+        seen = {n: x if is_traced(x) else np.asarray(x) for n, x in read_beside.items()}
+        made = self._made(block, self._sized[block, size], {**grads, **laid_out}, read, values)
         return {**made, **memory.put(ids, made, seen)}
 
     def rows(self, name: str, ids: np.ndarray, state: State, *, train: bool) -> np.ndarray:

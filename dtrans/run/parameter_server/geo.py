@@ -8,15 +8,32 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
 from dtrans.errors import StateError
 from dtrans.protocol.geo_steps import GeoSteps, Values, Waits
 from dtrans.protocol.tables.kept_rows import KeptRows
-from dtrans.protocol.traffic import Leaf
-from dtrans.run.parameter_server.communicator import Communicator
+from dtrans.protocol.traffic import Group, Leaf
+
+
+class PushQueue(Protocol):
+    """What a trainer of GEO-SGD pushes to (`Communicator`)."""
+
+    name: str
+
+    def put(self, group: Group, /) -> None:
+        """Let a push be sent."""
+
+    def newest(self) -> Mapping[str, Any]:
+        """Return what was received last: parameters by their position, and rows of tables that others have changed."""
+
+    def received(self) -> int:
+        """Return how many pushes are in what was received last."""
+
+    def barrier(self) -> None:
+        """Wait until all pushes are in what was received last."""
 
 
 class GeoTrainer:
@@ -32,7 +49,7 @@ class GeoTrainer:
 
     def __init__(
         self,
-        communicator: Communicator,
+        communicator: PushQueue,
         leaves: Sequence[Leaf],
         trainers: int,
         values: Sequence[Any],

@@ -60,11 +60,11 @@ from dtrans.run.parameter_server.tables.mesh_tables import (
     rows_from,
     sent_rows,
     split_ids,
-    traced_rows,
 )
 from dtrans.run.parameter_server.tables.missed_steps import MissedSteps
 from dtrans.run.parameter_server.tables.row_lookup import looked_up
-from dtrans.run.parameter_server.tables.row_updates import RowUpdates, put_at, put_there, taken_at, taken_there
+from dtrans.run.parameter_server.tables.row_updates import RowUpdates, put_there, taken_there
+from dtrans.run.parameter_server.tables.traced_tables import TracedMemory, gradients_with_room
 from dtrans.run.parameter_server.update import CompiledUpdate, ServerUpdate, own_buffers
 from dtrans.step_meter import metered
 
@@ -507,27 +507,17 @@ class _MeshServer:
         """Make a step whose numbers of rows are not known: as `RowUpdates.run`, with room for all of them."""
         given = {n: x for n, x in grads.items() if not isinstance(x, RowGradient)}
         read, numbers = dict(state), dict[str, Any]()
+        memory = {n: TracedMemory(t, self._missed.get(n), state) for n, t in self._tables.items() if not t.whole}
         for n, t in self._tables.items():
-            at, each = traced_rows(t, [grads[t.gradients[k]] for k in range(self._trainers)])
-            given |= {t.gradients[k]: x for k, x in enumerate(each)}
+            at, each = gradients_with_room(t, {g: grads[g] for g in t.gradients.values()})
+            given |= each
             if not t.whole:
                 numbers[n] = at
-                read |= taken_at(t, at, state)
+                read |= memory[n].take(at, len(at))
         watched: dict[str, Any] = {}
         made = yield from self._sized({n: len(at) for n, at in numbers.items()}).run(given, read, watched)
         for n, at in numbers.items():
-            made |= put_at(self._tables[n], at, made, self._caught_up(n, at, state, watched))
-        return made
-
-    def _caught_up(self, name: str, at: Any, state: Mapping[str, Any], read: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a block, and its state, whose rows have made this step; those at some numbers are as they were."""
-        if name not in self._missed:
-            return state
-        table, missed = self._tables[name], self._missed[name]
-        seen = jnp.zeros(table.rows, jnp.int32).at[at].set(1, mode="drop")
-        records = {n: jnp.asarray(read[n])[None] for n in missed.reads}
-        rows = {n: state[n] for n in table.held}
-        made: Mapping[str, Any] = missed.catching_up(table.rows)(rows, seen, records, 0, 1)
+            made |= memory[n].put(at, made, watched)
         return made
 
     def _sized(self, sizes: Mapping[str, int]) -> CompiledUpdate:

@@ -8,7 +8,8 @@ A table is on the device of its server, and nowhere else. Trainers get rows of a
 between processes.
 
 Where a step is traced (`plan.verify()`), numbers of rows are not known. Then each of these is an equation that calls
-the same functions (`dtrans.ops.moved_rows`), and an update has room for all rows that trainers may look up.
+the same functions (`dtrans.run.parameter_server.tables.traced_tables`), and an update has room for all rows that
+trainers may look up.
 """
 
 from __future__ import annotations
@@ -21,11 +22,10 @@ import numpy as np
 from dtrans._jax import JaxprEqn, is_traced
 from dtrans.ops.moved_rows import trace_move
 from dtrans.parameter_server.plan import PServerPlan
-from dtrans.parameter_server.tables.touched_rows import TableBlock, room_for
 from dtrans.protocol.served import RowGradient
-from dtrans.protocol.tables.table_rows import BlockRowSet, unique_ids
-from dtrans.run.parameter_server.tables.row_updates import all_ids, fetched, room_after
-from dtrans.run.parameter_server.tables.table_memory import among
+from dtrans.protocol.tables.table_rows import unique_ids
+from dtrans.run.parameter_server.tables.row_updates import fetched
+from dtrans.run.parameter_server.tables.traced_tables import part_of_block
 
 
 Servers = Mapping[str, Mapping[str, Any]]
@@ -94,34 +94,6 @@ def sent_rows(
     for k, (mine, gradient) in enumerate(zip(ids, gradients, strict=True)):
         for b in blocks:
             assert b.span is not None
-            whole = RowGradient(mine, gradient)
-            part = whole if is_traced(mine) or is_traced(gradient) else part_of_block(b.span, whole)
+            part = part_of_block(b.span, RowGradient(mine, gradient))
             sent.setdefault(b.endpoint, {})[b.gradient(k, plan.trainers)] = part
     return sent
-
-
-def part_of_block(span: BlockRowSet, whole: RowGradient) -> RowGradient:
-    """Return the part of a gradient of rows of a table that a block has, by the numbers of rows in it."""
-    at = span.among(whole.ids)
-    return RowGradient(span.local(whole.ids[at]), whole.rows[at])
-
-
-def traced_rows(table: TableBlock, sent: Sequence[RowGradient]) -> tuple[Any, list[Any]]:
-    """Trace how gradients of rows are put together: the numbers of rows, as `room_after` gives them, and each gradient.
-
-    Args:
-      sent: of each trainer, of all rows of the table that it has looked up.
-    """
-    size = table.rows if table.whole else room_for(sum(len(x.ids) for x in sent))
-    row = sent[0].rows.shape[1:]
-
-    def put_together(numbers: Sequence[Any], rows: Sequence[Any]) -> list[np.ndarray]:
-        names = [table.gradients[k] for k in range(len(sent))]
-        parts = [part_of_block(table.span, RowGradient(*pair)) for pair in zip(numbers, rows, strict=True)]
-        grads = dict(zip(names, parts, strict=True))
-        ids = np.arange(table.rows) if table.whole else all_ids(table, grads, range(len(sent)))
-        return [room_after(ids, size, table.rows), *(among(ids, size, grads[n]) for n in names)]
-
-    types = [((size,), np.int32), *(((size, *row), x.rows.dtype) for x in sent)]
-    ids, *each = trace_move(put_together, [x.ids for x in sent], [x.rows for x in sent], types)
-    return ids, each
