@@ -98,6 +98,7 @@ def test_public_classes_have_names_of_their_own(architecture):
 
 
 SAME_PART = {  # a file's name, and what such a file is in each folder that has one
+    "all_gather": "the collective, and where sharding writes it",
     "array_fns": "small functions of arrays that equations are written with",
     "cluster": "the job as processes",
     "config": "options as the original has them",
@@ -106,6 +107,7 @@ SAME_PART = {  # a file's name, and what such a file is in each folder that has 
     "mesh": "the job in this process",
     "options": "what may be asked of a strategy",
     "plan": "the plan of a strategy",
+    "reduce_scatter": "the collective, and where sharding writes it",
     "rules": "what each primitive does",
     "startup": "programs that run before the first step",
     "state": "what a job hands from step to step",

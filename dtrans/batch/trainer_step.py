@@ -23,9 +23,9 @@ from dtrans.engine.writer import SplitWriter, linear_terms, written
 from dtrans.errors import BatchError
 from dtrans.ir.dataflow import backward_slice, propagate
 from dtrans.ir.inline import eliminate_dead
-from dtrans.ir.program import FORWARD, Program, is_communication
+from dtrans.ir.program import FORWARD, Program
 from dtrans.ir.pytree import TreeSpec
-from dtrans.ops import trainer_index_p
+from dtrans.ops import collective_of, moved_values
 from dtrans.rows.layout import SHARED, RowAxis
 from dtrans.step.cut import Cut
 from dtrans.step.marks import mark_p
@@ -200,6 +200,5 @@ def _merge(layout: Placed) -> str | int:
 
 def _exchanged(jaxpr: Any) -> Iterator[Exchanged]:
     for eqn in equations(jaxpr):
-        if is_communication(eqn) and eqn.primitive is not trainer_index_p:
-            moved = eqn.outvars if eqn.primitive.name == "all_gather" else eqn.invars
-            yield Exchanged(eqn.primitive.name, line_of(eqn), sum(nbytes(a.aval) for a in moved))
+        if collective_of(eqn) is not None:
+            yield Exchanged(eqn.primitive.name, line_of(eqn), sum(nbytes(a.aval) for a in moved_values(eqn)))

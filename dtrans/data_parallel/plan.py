@@ -13,7 +13,7 @@ from dtrans._jax import SCAN, JaxprEqn, is_varying, jaxprs_in_params, opened, sc
 from dtrans.errors import ConfigError
 from dtrans.ir.cost import nbytes
 from dtrans.ir.program import Program
-from dtrans.ops import all_gather_p, all_reduce_p, all_to_all_p, reduce_scatter_p
+from dtrans.ops import collective_of
 from dtrans.plan import Costs, Plan, RoleCost, program_flops, realiser
 
 
@@ -40,9 +40,9 @@ class Bucket:
 
 
 def collectives(jaxpr: Any, times: int = 1) -> Iterator[tuple[JaxprEqn, int]]:
-    """The reductions and gathers of a jaxpr, and how often each is carried out: in loops as often as they turn."""
+    """Yield the collectives of a jaxpr, each with the number of times that a step carries it out."""
     for eqn in opened(jaxpr).eqns:
-        if eqn.primitive in (all_reduce_p, reduce_scatter_p, all_gather_p, all_to_all_p):
+        if collective_of(eqn) is not None:
             yield eqn, times
         turns = times * (scan_length(eqn) if eqn.primitive.name == SCAN else 1)
         for body in jaxprs_in_params(eqn.params):

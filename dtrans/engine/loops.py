@@ -32,7 +32,7 @@ from dtrans._jax import (
 from dtrans.engine.layout import PARTIAL, Gathered, Partial, Placed, nbytes, rows_only
 from dtrans.ir.interpret import ForwardAnalysis, enter
 from dtrans.ir.program import is_communication
-from dtrans.ops import all_gather_p, trainer_index_p
+from dtrans.ops import collective_of, moved_values
 from dtrans.rows.layout import SHARED, RowAxis, Shared
 
 
@@ -66,9 +66,10 @@ def moved_bytes(eqns: Iterable[JaxprEqn]) -> dict[str, int]:
     """Return the bytes that one shard puts into communication, by primitive; of a gather, what comes out of it."""
     found: dict[str, int] = {}
     for eqn in eqns:
-        if is_communication(eqn) and eqn.primitive is not trainer_index_p:
-            atoms = eqn.outvars if eqn.primitive is all_gather_p else eqn.invars
-            found[eqn.primitive.name] = found.get(eqn.primitive.name, 0) + sum(nbytes(a.aval) for a in atoms)
+        if collective_of(eqn) is not None:
+            found[eqn.primitive.name] = found.get(eqn.primitive.name, 0) + sum(
+                nbytes(a.aval) for a in moved_values(eqn)
+            )
     return found
 
 

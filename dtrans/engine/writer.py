@@ -67,8 +67,7 @@ from dtrans.engine.values import ShardValues
 from dtrans.ir.array_fns import converted
 from dtrans.ir.display import short_type
 from dtrans.ir.inline import eliminate_dead, inline_calls
-from dtrans.ir.program import is_communication
-from dtrans.ops import identity_of, trainer_index_p
+from dtrans.ops import collective_of, identity_of
 from dtrans.rows.layout import SHARED, RowAxis
 from dtrans.step.capture import value_and_grad_p
 from dtrans.step.scopes import has_local_scope, in_local_scope
@@ -419,7 +418,7 @@ class SplitWriter(ShardValues):
                 return eliminate_dead(w.b.build(made)), layouts
 
             (made, layouts), _ = _written(flat, self.shards, write, self._said(eqn), self.orders)
-            exchanged = [e for e in equations(made) if is_communication(e) and e.primitive is not trainer_index_p]
+            exchanged = [e for e in equations(made) if collective_of(e) is not None]
             return None if exchanged else (made, layouts)
 
         def rule_on_pieces(whole: Any, given: Sequence[Placed], wanted: Sequence[Placed]) -> ClosedJaxpr | None:

@@ -1,35 +1,48 @@
 """Communication as equations.
 
-Each primitive here has a type and no lowering: it can be read, counted, costed, moved and tested, and a
-program that holds one cannot run until a realiser (`dtrans.run`) carries it out. One file per family:
+Each primitive here has a type: it can be read, counted, costed, moved and tested, and a program that holds one cannot
+run until a realiser (`dtrans.run`) carries it out. One file for each collective among trainers, and for each other
+family:
 
     rpc               send, recv and their barriers: the parameter-server wire as a trainer sees it
     lookup            split_ids, prefetch, send_rows, fake_init, init_on_use: tables of which trainers have some rows
     split_concat      split_byref and concat: a leaf to its blocks and back
     listen_and_serv   a whole parameter server as one equation
     bootstrap         gen_nccl_id, broadcast: how trainers become a group, and start equal
-    collectives       all_reduce, reduce_scatter, all_gather: what servers, or trainers on an axis, make together
-    exact_sum         sums whose bits do not depend on how their parts are dealt out
+    collective        record of a collective: its type, its lowering, its meaning in NumPy, its way through servers
+    all_reduce        parts of a value, combined: among servers, or trainers on an axis
+    reduce_scatter    a sum of which each trainer gets a piece
+    all_gather        parts of all trainers, one behind the other
     all_to_all        rows exchanged among shards
+    after             an array, once another is there
+    trainer_index     number of a trainer
+    exact_sum         sums whose bits do not depend on how their parts are dealt out
     moved_rows        rows that the host moves by their numbers, in steps that are traced to be verified
 
-A new family is a new file, built with `communication`; a realiser that does not know one of its
-primitives refuses by name.
+A new collective is a new file, built with `new_collective`; any other new family one built with `communication`. A realiser
+that does not know one of its primitives refuses by name.
 """
 
-from dtrans.ops.all_to_all import all_to_all_p as all_to_all_p
-from dtrans.ops.bootstrap import broadcast_p as broadcast_p, gen_nccl_id_p as gen_nccl_id_p
-from dtrans.ops.collectives import (
+from dtrans.ops.after import after_p as after_p
+from dtrans.ops.all_gather import all_gather_p as all_gather_p
+from dtrans.ops.all_reduce import (
     COMBINE as COMBINE,
     EXACT as EXACT,
     LAYERS as LAYERS,
-    after_p as after_p,
-    all_gather_p as all_gather_p,
     all_reduce_p as all_reduce_p,
     combine as combine,
     identity_of as identity_of,
-    reduce_scatter_p as reduce_scatter_p,
-    trainer_index_p as trainer_index_p,
+)
+from dtrans.ops.all_to_all import all_to_all_p as all_to_all_p
+from dtrans.ops.bootstrap import broadcast_p as broadcast_p, gen_nccl_id_p as gen_nccl_id_p
+from dtrans.ops.collective import (
+    COLLECTIVES as COLLECTIVES,
+    Collective as Collective,
+    collective_of as collective_of,
+    is_way as is_way,
+    moved_values as moved_values,
+    new_collective as new_collective,
+    way_of as way_of,
 )
 from dtrans.ops.listen_and_serv import (
     BACKUP as BACKUP,
@@ -49,7 +62,13 @@ from dtrans.ops.lookup import (
     send_rows_p as send_rows_p,
     split_ids_p as split_ids_p,
 )
-from dtrans.ops.primitive import communication as communication, token as token
+from dtrans.ops.primitive import (
+    OVER_AXIS as OVER_AXIS,
+    UNDER_VMAP as UNDER_VMAP,
+    communication as communication,
+    token as token,
+)
+from dtrans.ops.reduce_scatter import reduce_scatter_p as reduce_scatter_p
 from dtrans.ops.rpc import (
     DELTA as DELTA,
     MAX_MERGED as MAX_MERGED,
@@ -63,3 +82,4 @@ from dtrans.ops.rpc import (
     send_p as send_p,
 )
 from dtrans.ops.split_concat import concat_p as concat_p, split_byref_p as split_byref_p
+from dtrans.ops.trainer_index import trainer_index_p as trainer_index_p

@@ -1,4 +1,4 @@
-"""Exchange of rows among shards.
+"""All-to-all: rows exchanged among shards.
 
     x... = all_to_all x...       [name, over, size, cut, joined]
 
@@ -14,13 +14,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dtrans.ops.primitive import communication
+import jax
+
+from dtrans._jax import resized
+from dtrans.ops.collective import are_dimensions, new_collective
 
 
-def _all_to_all(*xs: Any, name: str, over: Sequence[str], size: int, cut: int, joined: int) -> list[Any]:
-    assert cut != joined and all(x.shape[cut] % size == 0 for x in xs), (name, xs)
-    sizes = lambda x: [n // size if d == cut else n * size if d == joined else n for d, n in enumerate(x.shape)]
-    return [x.update(shape=tuple(sizes(x))) for x in xs]
+def _type_of(x: Any, size: int, cut: int, joined: int) -> Any:
+    assert cut != joined and x.shape[cut] % size == 0, (x, cut, joined, size)
+    return resized(resized(x, cut, x.shape[cut] // size), joined, x.shape[joined] * size)
 
 
-all_to_all_p = communication("all_to_all", _all_to_all)
+def _fits(shape: Sequence[int], trainers: int, cut: Any, joined: Any) -> bool:
+    return are_dimensions(shape, cut, joined) and cut != joined and shape[cut] % trainers == 0
+
+
+def _over_axis(*xs: Any, over: tuple[str, ...], cut: int, joined: int, **_: Any) -> Sequence[Any]:
+    return [jax.lax.all_to_all(x, over, cut, joined, tiled=True) for x in xs]
+
+
+all_to_all_p = new_collective(
+    "all_to_all",
+    params=("cut", "joined"),
+    type_of=_type_of,
+    fits=_fits,
+    result=lambda parts, mine, xp, cut, joined: xp.concatenate([mine(x, cut) for x in parts], joined),
+    over_axis=_over_axis,
+)

@@ -1,4 +1,7 @@
-"""What all communication primitives share: a type, no lowering, and an error that says so.
+"""Communication primitives: each has a type, and an error for a function that calls it.
+
+Those among trainers also have a lowering over named axes of JAX. A realiser uses it where it maps a program over them;
+everywhere else the primitive has no lowering.
 
 Order is by data: what must come after something takes its *token*, an empty boolean array. (Unordered host
 callbacks would be reordered by XLA, and the job dead-locks.)
@@ -7,7 +10,7 @@ callbacks would be reordered by XLA, and the job dead-locks.)
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import jax.numpy as jnp
 
@@ -20,8 +23,25 @@ def token() -> ShapedArray:
     return ShapedArray((0,), jnp.bool_)
 
 
-def communication(name: str, abstract_eval: Callable[..., Sequence[Any]]) -> Primitive:
-    """A primitive that only a realiser can carry out. `abstract_eval` gives its output types."""
+Lowering: TypeAlias = Callable[..., Sequence[Any]]  # of operands and parameters, to results
+OVER_AXIS: dict[Primitive, Lowering] = {}
+UNDER_VMAP: dict[Primitive, Lowering] = {}  # those that vmap needs in place of `OVER_AXIS`
+
+
+def communication(
+    name: str,
+    abstract_eval: Callable[..., Sequence[Any]],
+    *,
+    over_axis: Lowering | None = None,
+    under_vmap: Lowering | None = None,
+) -> Primitive:
+    """Return a primitive that only a realiser can carry out.
+
+    Args:
+      abstract_eval: returns the types of its results.
+      over_axis: the same in JAX, where a program is mapped over named axes.
+      under_vmap: the same where `vmap` maps it, if `over_axis` does not suit that.
+    """
 
     def refuse(*args: Any, **params: Any) -> NoReturn:
         raise NotRealisedError(
@@ -32,4 +52,8 @@ def communication(name: str, abstract_eval: Callable[..., Sequence[Any]]) -> Pri
 
     primitive = new_primitive(name, types=abstract_eval, impl=refuse, lower=refuse, multiple_results=True)
     primitive.communicates = True  # type: ignore[attr-defined]
+    if over_axis is not None:
+        OVER_AXIS[primitive] = over_axis
+    if under_vmap is not None:
+        UNDER_VMAP[primitive] = under_vmap
     return primitive

@@ -25,9 +25,9 @@ with the number of arrays, it has the numbers of the rows that the step has look
 changed them, and their state; the trainer keeps these (`dtrans.ops.lookup`).
 
 `exchange` is what trainers tell each other in the middle of a synchronous step, through one of the servers: each
-operand is a part of a value that all have parts of, and `how` says what each becomes, as the collectives among trainers
-do: ("all_reduce", op), ("all_gather", axis), ("reduce_scatter", axis) or ("all_to_all", cut, joined). The rounds of a
-step are numbered.
+operand is a part of a value that all have parts of, and `how` says what each becomes: the name of a collective and its
+parameters, such as ("all_reduce", op) or ("all_gather", axis) (`dtrans.ops.collective`). The rounds of a step are
+numbered.
 
 Source: paddle/fluid/operators/distributed_ops/{send,recv,send_barrier,fetch_barrier}_op.cc; `exchange` has none there.
 """
@@ -42,7 +42,7 @@ import jax.numpy as jnp
 
 from dtrans.checks import check_flag, check_int, check_one_of
 from dtrans.errors import ConfigError
-from dtrans.ops.collectives import combine
+from dtrans.ops.collective import COLLECTIVES
 from dtrans.ops.primitive import communication, token
 
 
@@ -132,33 +132,18 @@ def _geo_send(
 
 def _exchange(*parts: Any, how: Sequence[tuple[Any, ...]], trainers: int, **_: Any) -> list[Any]:
     assert len(parts) == len(how)
-    return [_exchanged(x, *way, trainers) for x, way in zip(parts, how, strict=True)]
+    return [COLLECTIVES[name].type_of(x, trainers, *values) for x, (name, *values) in zip(parts, how, strict=True)]
 
 
 def exchanged(way: Sequence[Any], parts: Sequence[Any], mine: Callable[[Any, int], Any], xp: Any = jnp) -> Any:
-    """What a trainer gets in an `exchange` in this way, from the parts of all, in the order of trainers.
+    """Return what a trainer gets in an `exchange` in this way, from the parts of all, in the order of trainers.
 
     Args:
       mine: this trainer's piece of an array, of as many as there are trainers, along a dimension.
       xp: `jnp`, or `np` for arrays of NumPy.
     """
-    op, *where = way
-    if op == "all_reduce":
-        return combine(where[0], parts, xp)
-    if op == "all_gather":
-        return xp.concatenate(parts, where[0])
-    pieces = [mine(x, where[0]) for x in parts]
-    return combine("sum", pieces, xp) if op == "reduce_scatter" else xp.concatenate(pieces, where[1])
-
-
-def _exchanged(x: Any, op: str, *where: Any) -> Any:
-    *axes, trainers = where
-    shape = list(x.shape)
-    if op in ("reduce_scatter", "all_to_all"):
-        shape[axes[0]] //= trainers
-    if op in ("all_gather", "all_to_all"):
-        shape[axes[-1]] *= trainers
-    return x.update(shape=tuple(shape))
+    name, *values = way
+    return COLLECTIVES[name].result(parts, mine, xp, *values)
 
 
 send_p = communication("send", _send)

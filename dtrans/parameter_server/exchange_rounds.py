@@ -15,7 +15,7 @@ numbers of one device.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from dtrans._jax import REMAT, Atom, JaxprEqn, Var, bodies, equations, jaxprs_in_params, line_of
@@ -23,26 +23,12 @@ from dtrans.batch.trainer_step import TrainerStep
 from dtrans.errors import ConfigError
 from dtrans.ir.builder import Builder
 from dtrans.ir.inline import inline_calls
-from dtrans.ir.program import RPC, is_communication
-from dtrans.ops import (
-    all_gather_p,
-    all_reduce_p,
-    all_to_all_p,
-    exchange_p,
-    reduce_scatter_p,
-    trainer_index_p,
-)
+from dtrans.ir.program import RPC
+from dtrans.ops import all_reduce_p, collective_of, exchange_p, way_of
 from dtrans.step.forward_backward import Arrange
 
 
 TRAINERS = ("trainers",)  # the axis that trainers are on
-
-HOW: dict[Any, Callable[[JaxprEqn], tuple[Any, ...]]] = {
-    all_reduce_p: lambda e: ("all_reduce", e.params["op"]),
-    all_gather_p: lambda e: ("all_gather", e.params["axis"]),
-    reduce_scatter_p: lambda e: ("reduce_scatter", e.params["axis"]),
-    all_to_all_p: lambda e: ("all_to_all", e.params["cut"], e.params["joined"]),
-}
 
 
 def told_to_all(part: TrainerStep) -> TrainerStep:
@@ -112,7 +98,7 @@ def in_rounds(endpoints: Sequence[str], trainer_id: int, trainers: int) -> Arran
 
 def _round(eqns: Sequence[JaxprEqn], params: dict[str, Any]) -> JaxprEqn:
     """Several equations as one."""
-    how = tuple(HOW[e.primitive](e) for e in eqns for _ in e.invars)
+    how = tuple(way_of(e) for e in eqns for _ in e.invars)
     return eqns[0].replace(
         primitive=exchange_p,
         invars=[a for e in eqns for a in e.invars],
@@ -122,7 +108,7 @@ def _round(eqns: Sequence[JaxprEqn], params: dict[str, Any]) -> JaxprEqn:
 
 
 def _is_told(eqn: JaxprEqn) -> bool:
-    return is_communication(eqn) and eqn.primitive is not trainer_index_p
+    return collective_of(eqn) is not None
 
 
 def _communicating_remat(eqn: JaxprEqn) -> Any:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 
 from dtrans.errors import WireError
-from dtrans.ops import COMBINE, exchanged
+from dtrans.ops import COLLECTIVES, exchanged, is_way
 from dtrans.protocol import wire
 from dtrans.protocol.inbox import Inbox
 
@@ -111,7 +111,7 @@ class TrainerRounds:
             made = [exchanged(v.way, xs, mine, np) for v, xs in zip(values, each, strict=True)]
             return [np.asarray(x, v.dtype) for x, v in zip(made, values, strict=True)]
 
-        if all(v.way[0] in ("all_reduce", "all_gather") for v in values):
+        if all(COLLECTIVES[v.way[0]].same_for_all for v in values):
             return dict.fromkeys(order, answer(0))
         return {k: answer(i) for i, k in enumerate(order)}
 
@@ -121,7 +121,7 @@ def values_of(table: Any, trainers: int) -> tuple[RoundValue, ...]:
     rows = table if isinstance(table, list) and table else [None]
     found = []
     for row in rows:
-        if not (isinstance(row, list) and len(row) == 3 and _is_type(*row[:2]) and _is_way(row[2], row[1], trainers)):
+        if not (isinstance(row, list) and len(row) == 3 and _is_type(*row[:2]) and is_way(row[2], row[1], trainers)):
             raise WireError(f"an exchange of {wire.brief(row)}, which is not [dtype, shape, way]")
         found.append(RoundValue(row[0], tuple(row[1]), tuple(row[2])))
     if sum(math.prod(v.shape) * np.dtype(v.dtype).itemsize for v in found) > LARGEST:
@@ -135,14 +135,3 @@ def _is_type(dtype: Any, shape: Any) -> bool:
     except TypeError:
         return False
     return known and isinstance(shape, list) and all(type(n) is int and 0 <= n <= LARGEST for n in shape)
-
-
-def _is_way(way: Any, shape: Sequence[int], trainers: int) -> bool:
-    if not isinstance(way, list) or not way:
-        return False
-    op, *where = way
-    if op == "all_reduce":
-        return len(where) == 1 and isinstance(where[0], str) and where[0] in COMBINE
-    count = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 2}.get(op if isinstance(op, str) else "")
-    known = len(where) == count and all(type(axis) is int and 0 <= axis < len(shape) for axis in where)
-    return known and (op == "all_gather" or shape[where[0]] % trainers == 0)

@@ -15,19 +15,16 @@ from collections.abc import Collection
 import jax
 import jax.numpy as jnp
 
-from dtrans._jax import Atom, Literal, Var, origin_of
+from dtrans._jax import Atom, Literal, Primitive, Var, origin_of
 from dtrans.data_parallel.options import Options
 from dtrans.ir.pytree import is_under
-from dtrans.ops import all_gather_p, all_reduce_p
+from dtrans.ops import COLLECTIVES
 from dtrans.rows.analysis import RowAnalysis
 from dtrans.rows.layout import Whole, leaves_of
 from dtrans.step.cut import Cut, Name
 from dtrans.step.handed_values import hand_over
 from dtrans.zero.options import ShardingOptions
 from dtrans.zero.slice_flow import local_values
-
-
-COMPLETED = (all_reduce_p, all_gather_p)  # their results are the same on every rank
 
 
 def with_forward_values(step: Cut, o: ShardingOptions) -> Cut:
@@ -55,7 +52,7 @@ def differing_batch(step: Cut, o: Options) -> set[str]:
 def differing_values(step: Cut, o: Options) -> set[Var]:
     """Return the values of the step that differ from rank to rank, before gradients are reduced."""
     seeds = [step.program.invars[n] for n in differing_batch(step, o)]
-    return local_values(step.program.inner.eqns, seeds, completed=COMPLETED)
+    return local_values(step.program.inner.eqns, seeds, completed=_completed())
 
 
 def differing_inputs(step: Cut, o: Options) -> set[str]:
@@ -73,7 +70,7 @@ def leaves_that_meet_the_batch(analysis: RowAnalysis, differing: Collection[Name
       differing: its inputs that differ from rank to rank.
     """
     eqns = analysis.half.eqns
-    local = local_values(eqns, [analysis.inputs[n] for n in differing], completed=COMPLETED)
+    local = local_values(eqns, [analysis.inputs[n] for n in differing], completed=_completed())
     found: dict[str, str] = {}
     for i, eqn in enumerate(eqns):
         if local.isdisjoint(_vars(eqn.invars)):
@@ -86,6 +83,11 @@ def leaves_that_meet_the_batch(analysis: RowAnalysis, differing: Collection[Name
         why = f"its update mixes it with each rank's rows of the batch ({origin_of(eqn)})"
         found.update(dict.fromkeys(met - found.keys(), why))
     return found
+
+
+def _completed() -> set[Primitive]:
+    """Return the collectives whose results are the same on every rank."""
+    return {record.primitive for record in COLLECTIVES.values() if record.same_for_all}
 
 
 def _vars(atoms: Collection[Atom]) -> list[Var]:

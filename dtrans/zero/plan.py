@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dtrans.data_parallel.plan import CollectivePlan, collectives
 from dtrans.errors import ConfigError
 from dtrans.ir.cost import nbytes
-from dtrans.ops import all_gather_p
+from dtrans.ops import moved_values
 from dtrans.zero.mixed_precision import scale_types
 
 
@@ -90,8 +90,7 @@ class ShardingPlan(CollectivePlan):
         found: dict[tuple[str, str], int] = {}
         for eqn, times in collectives(self.program.jaxpr):
             key = (eqn.primitive.name, " and ".join(eqn.params["over"]))
-            moved = eqn.outvars if eqn.primitive is all_gather_p else eqn.invars
-            found[key] = found.get(key, 0) + times * sum(nbytes(a.aval) for a in moved)
+            found[key] = found.get(key, 0) + times * sum(nbytes(a.aval) for a in moved_values(eqn))
         return found
 
     # -- showing ---------------------------------------------------------------------------------

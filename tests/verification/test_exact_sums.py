@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dtrans.ops import identity_of
-from dtrans.ops.collectives import EXACT
+from dtrans.ops import EXACT, identity_of
 from dtrans.ops.exact_sum import joined, part_of, part_type, sum_of
 from dtrans.verification import field
 from dtrans.verification.evaluate import World

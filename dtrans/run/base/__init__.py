@@ -2,6 +2,6 @@
 
 segments   a program, cut at the equations that its fabric must carry out
 batch      how trainers share a batch
-lowering   communication over a named axis, as what JAX has for it
+lowering   a program as a function of one trainer on a named axis
 platforms  what one platform alone needs
 """

@@ -26,7 +26,7 @@ import numpy as np
 
 from dtrans.checks import check_one_of
 from dtrans.errors import NonfiniteError, NonfiniteWarning
-from dtrans.ops import LAYERS, all_reduce_p, reduce_scatter_p
+from dtrans.ops import COLLECTIVES, LAYERS
 from dtrans.run.base.segments import Rules
 
 
@@ -118,7 +118,8 @@ class GradientWatch:
 
             return run
 
-        return {**rules, **{p: looking(rules[p]) for p in (all_reduce_p, reduce_scatter_p)}}
+        reductions = [record.primitive for record in COLLECTIVES.values() if record.reduces]
+        return {**rules, **{p: looking(rules[p]) for p in reductions}}
 
     def _look_inside(self, xs: Sequence[Any], leaves: Sequence[str], over: Sequence[str]) -> None:
         each = [x for x in xs if jnp.issubdtype(x.dtype, jnp.inexact)]

@@ -1,20 +1,14 @@
-"""What one platform alone needs: all differences between them that are carried out, or planned, by dtrans.
+"""Differences between platforms that plans and compilations heed; those of a collective are in its file of `ops`.
 
-XLA on CPUs gathers nothing beside computation, scatters wrongly over Gloo before JAX 0.12, drops barriers early, and
-divides by a number in another way where nothing else reads that.
+XLA on CPUs gathers nothing beside computation, and divides by a number in another way where nothing else reads that.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from functools import partial
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from dtrans._jax import gloo_scatters_wrongly
 from dtrans.data_parallel.plan import CollectivePlan
 from dtrans.zero.plan import ShardingPlan
 
@@ -37,28 +31,6 @@ def as_run_on(plan: CollectivePlan, platform: str = "") -> CollectivePlan:
     return replanned
 
 
-def reduce_scatter(*xs: Any, over: tuple[str, ...], axis: int, **_: Any) -> Sequence[Any]:
-    """A reduce-scatter; over Gloo one that is right."""
-    scatter = partial(jax.lax.psum_scatter, axis_name=over, scatter_dimension=axis, tiled=True)
-    if not gloo_scatters_wrongly():
-        return [scatter(x) for x in xs]
-    reduce = partial(_reduce_and_slice, over=over, axis=axis)
-    return [jax.lax.platform_dependent(x, cpu=reduce, default=scatter) for x in xs]
-
-
-def _reduce_and_slice(x: jax.Array, *, over: tuple[str, ...], axis: int) -> jax.Array:
-    """A reduce-scatter as an all-reduce, of which each trainer takes its part."""
-    part = x.shape[axis] // jax.lax.axis_size(over)
-    start = jax.lax.axis_index(over) * part
-    made: jax.Array = jax.lax.dynamic_slice_in_dim(jax.lax.psum(x, over), start, part, axis)
-    return made
-
-
-def after(x: jax.Array, y: jax.Array) -> Sequence[Any]:
-    """XLA keeps to `optimization_barrier`, except for CPUs: there it goes before equal equations are made one."""
-    return [jax.lax.platform_dependent(x, y, cpu=_after_on_cpu, default=_after_elsewhere)]
-
-
 def as_written() -> dict[str, str] | None:
     """Options to compile a function with whose bits may not depend on what is compiled beside it.
 
@@ -67,14 +39,3 @@ def as_written() -> dict[str, str] | None:
     is no slower then.
     """
     return {"xla_disable_hlo_passes": "algsimp"} if jax.default_backend() == "cpu" else None
-
-
-def _after_on_cpu(x: jax.Array, y: jax.Array) -> jax.Array:
-    """`x`, by a choice that is always the same; XLA does not know that, for it looks at `y`."""
-    one = jax.lax.slice(y, (0,) * y.ndim, (1,) * y.ndim).reshape(()).astype(jnp.float32)
-    return jnp.where(jnp.logical_or(one == one, one != one), x, jnp.zeros_like(x))
-
-
-def _after_elsewhere(x: jax.Array, y: jax.Array) -> jax.Array:
-    made: jax.Array = jax.lax.optimization_barrier((x, y))[0]
-    return made

@@ -32,16 +32,7 @@ from dtrans.data_parallel.state import CollectiveState
 from dtrans.errors import ConfigError, PeerError, StateError
 from dtrans.ir import fingerprint
 from dtrans.ir.program import Program
-from dtrans.ops import (
-    all_gather_p,
-    all_reduce_p,
-    broadcast_p,
-    exchange_p,
-    recv_p,
-    reduce_scatter_p,
-    send_p,
-    trainer_index_p,
-)
+from dtrans.ops import broadcast_p, collective_of, exchange_p, recv_p, send_p, trainer_index_p
 from dtrans.plan import Job, realises
 from dtrans.run.base.batch import Share
 from dtrans.run.base.lowering import per_trainer
@@ -65,7 +56,6 @@ from dtrans.step_meter import metered
 from dtrans.zero.plan import ShardingPlan
 
 
-OVER_AXES = (all_reduce_p, reduce_scatter_p, all_gather_p, trainer_index_p)
 logger = logging.getLogger(__name__)
 
 
@@ -318,7 +308,7 @@ def axes_of(program: Program, trainers: int) -> dict[str, int]:
     Raises:
       StateError: it is for another number of trainers.
     """
-    eqns = [e for e in program.eqns if e.primitive in OVER_AXES]
+    eqns = [e for e in program.eqns if _is_over_trainers(e)]
     names = max((tuple(e.params["over"]) for e in eqns), key=len)
     known = {e.params["over"][0]: e.params["size"] for e in eqns if "size" in e.params}
     free = [n for n in names if n not in known]
@@ -331,4 +321,9 @@ def axes_of(program: Program, trainers: int) -> dict[str, int]:
 def is_of_cluster(program: Program) -> bool:
     """Whether a program communicates over trainers alone, and so is compiled as a whole."""
     kinds = {e.primitive for e in program.eqns}
-    return not kinds.isdisjoint(OVER_AXES) and kinds.isdisjoint((send_p, recv_p, exchange_p))
+    return any(map(_is_over_trainers, program.eqns)) and kinds.isdisjoint((send_p, recv_p, exchange_p))
+
+
+def _is_over_trainers(eqn: JaxprEqn) -> bool:
+    """Return True if an equation has the axes that trainers are on."""
+    return collective_of(eqn) is not None or eqn.primitive is trainer_index_p

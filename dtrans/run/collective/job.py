@@ -39,6 +39,7 @@ from dtrans.errors import ConfigError, StateError
 from dtrans.ir.array_fns import padded_to
 from dtrans.ir.program import Program
 from dtrans.ir.pytree import is_under, result_of, without
+from dtrans.ops import OVER_AXIS
 from dtrans.plan import Job
 from dtrans.run.base.batch import (
     Share,
@@ -52,7 +53,6 @@ from dtrans.run.base.batch import (
     share_of,
     uneven_rows,
 )
-from dtrans.run.base.lowering import OVER_AXIS
 from dtrans.run.base.nonfinite import GradientWatch
 from dtrans.run.base.segments import Rules
 from dtrans.run.base.state import check_arrays, check_kind, check_types

@@ -16,11 +16,10 @@ from dtrans.checkpoint.runs import THIS_PROCESS
 from dtrans.data_parallel.plan import CollectivePlan
 from dtrans.ir.array_fns import parts_of
 from dtrans.ir.program import Program
-from dtrans.ops import after_p, all_gather_p
+from dtrans.ops import UNDER_VMAP
 from dtrans.plan import realises
 from dtrans.run.base.batch import Share, on_one_device
 from dtrans.run.base.lowering import per_trainer
-from dtrans.run.base.segments import Rules
 from dtrans.run.collective.job import CollectiveJob, StepFunction, StepLayout, Trainers
 
 
@@ -44,7 +43,7 @@ class SimulatedTrainers(Trainers):
     def mapped(self, program: Program, layout: StepLayout) -> StepFunction:
         axes, sliced, ways = layout.axes, layout.sliced, layout.ways
         sizes = [size for _, size in axes]
-        one = per_trainer(program, lambda: {**layout.rules(), **_UNDER_VMAP})
+        one = per_trainer(program, lambda: {**layout.rules(), **UNDER_VMAP})
         split = [None if isinstance(s, str) else 0 for s in layout.shares]
 
         def step(held: Sequence[Any], batch: Sequence[Any]) -> list[Any]:
@@ -63,21 +62,6 @@ class SimulatedTrainers(Trainers):
             return [_joined(x, way, axis, len(axes)) for x, (way, axis) in zip(made, ways, strict=True)]
 
         return step
-
-
-def _all_gather(*xs: Any, over: tuple[str, ...], axis: int, **_: Any) -> Sequence[Any]:
-    """Gather over one axis after the other, the innermost first: vmap refuses a gather over several."""
-    made = list(xs)
-    for name in reversed(over):
-        made = [jax.lax.all_gather(x, name, axis=axis, tiled=True) for x in made]
-    return made
-
-
-_UNDER_VMAP: Rules = {
-    all_gather_p: _all_gather,
-    # a barrier would give a slice, which all groups have, an axis for each group of what it waits for
-    after_p: lambda x, y: [x],
-}
 
 
 def _parts(x: jax.Array, axis: int, sizes: Sequence[int]) -> jax.Array:

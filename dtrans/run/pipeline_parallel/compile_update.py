@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from dtrans._jax import Literal, Var, constants
-from dtrans.ops import all_gather_p, all_reduce_p, trainer_index_p
+from dtrans.ops import OVER_AXIS, collective_of, trainer_index_p
 from dtrans.pipeline_parallel.results import micro_name
 from dtrans.pipeline_parallel.update_by_stage import StagePart
-from dtrans.run.base.lowering import OVER_AXIS, per_trainer
+from dtrans.run.base.lowering import per_trainer
 from dtrans.run.base.segments import interpret
 from dtrans.run.pipeline_parallel.deployment import Deployment
 from dtrans.run.pipeline_parallel.draft import Draft
@@ -206,7 +206,8 @@ def _kinds(at: Deployment, name_of: Mapping[Var, str]) -> dict[Any, StageShardin
     inner = program.inner
     kinds: dict[Any, StageSharding] = {v: at.update_kind(n) for v, n in name_of.items()}
     for eqn in inner.eqns:
-        whole = eqn.primitive in (all_gather_p, all_reduce_p)
+        record = collective_of(eqn)
+        whole = record is not None and record.same_for_all
         own = any(isinstance(a, Var) and _varies(kinds.get(a, SAME)) for a in eqn.invars)
         own = own or eqn.primitive is trainer_index_p
         kinds |= dict.fromkeys(eqn.outvars, EACH if own and not whole else SAME)

@@ -1,0 +1,39 @@
+"""All-gather: the parts of all trainers of an axis, one behind the other along a dimension.
+
+x... = all_gather x...   [name, over, size, axis]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from dtrans._jax import resized
+from dtrans.ops.collective import are_dimensions, new_collective
+
+
+def _over_axis(*xs: Any, over: tuple[str, ...], axis: int, **_: Any) -> Sequence[Any]:
+    return [jax.lax.all_gather(x, over, axis=axis, tiled=True) for x in xs]
+
+
+def _under_vmap(*xs: Any, over: tuple[str, ...], axis: int, **_: Any) -> Sequence[Any]:
+    """Gather over one axis after the other, the innermost first: vmap refuses a gather over several."""
+    made = list(xs)
+    for name in reversed(over):
+        made = [jax.lax.all_gather(x, name, axis=axis, tiled=True) for x in made]
+    return made
+
+
+all_gather_p = new_collective(
+    "all_gather",
+    params=("axis",),
+    type_of=lambda x, size, axis: resized(x, axis, x.shape[axis] * size),
+    fits=lambda shape, trainers, axis: are_dimensions(shape, axis),
+    result=lambda parts, mine, xp, axis: xp.concatenate(parts, axis),
+    over_axis=_over_axis,
+    under_vmap=_under_vmap,
+    same_for_all=True,
+    counts_results=True,
+)

@@ -1,0 +1,111 @@
+"""All-reduce: parts of a value, combined.
+
+    x... = all_reduce x...   [op, name, owners, over]
+
+Among servers `over` is their endpoints: each of them has this equation, with one operand, under the same `name`, and
+gets the same result: the operands of `owners`, combined by `op` in the order of `owners`. A server that is not an
+owner has no rows of what is reduced; its operand is the identity of `op`, or anything: nothing reads it. A single
+owner makes it a broadcast.
+
+Among trainers `over` is the names of the axes that they are on, and `owners` is empty: all have parts.
+
+Source: the all-reduce of MPI; in Paddle, `c_allreduce_{sum,prod,max,min}` (paddle/fluid/operators/collective).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dtrans.ops.collective import new_collective
+from dtrans.ops.exact_sum import joined
+
+
+LAYERS = "layers"  # the name of reductions of gradients in a loop, layer by layer
+
+# how two parts are made one, by the name of the operation: a function of `jnp` and of `np`
+COMBINE: Mapping[str, str] = {
+    "sum": "add",
+    "prod": "multiply",
+    "max": "maximum",
+    "min": "minimum",
+    "and": "bitwise_and",
+    "or": "bitwise_or",
+    "xor": "bitwise_xor",
+}
+EXACT = "exact_sum"  # of parts as `dtrans.ops.exact_sum` makes them
+
+
+def combine(op: str, parts: Sequence[Any], xp: Any = jnp) -> Any:
+    """The parts of a reduction, made one in their order; arrays of `xp`."""
+    if op == EXACT:
+        return functools.reduce(joined, parts)
+    return functools.reduce(getattr(xp, COMBINE[op]), parts)
+
+
+@functools.cache
+def identity_of(op: str, shape: tuple[int, ...], dtype: Any) -> Callable[[], jax.Array]:
+    """What changes nothing when it takes part in a reduction."""
+
+    kind = np.dtype(dtype)
+    if op in ("max", "min"):
+        if jnp.issubdtype(kind, np.inexact):
+            low, high = -np.inf, np.inf
+        else:
+            low, high = (False, True) if kind.kind == "b" else (jnp.iinfo(kind).min, jnp.iinfo(kind).max)
+        value: Any = low if op == "max" else high
+    elif op == "and":
+        value = np.invert(np.zeros((), kind))  # all bits
+    else:
+        value = 1 if op == "prod" else 0
+
+    def fn() -> jax.Array:
+        return jnp.full(shape, value, dtype)
+
+    return fn
+
+
+_REDUCE: dict[str, Callable[..., Any]] = {"sum": jax.lax.psum, "max": jax.lax.pmax, "min": jax.lax.pmin}
+
+
+def _type_of(x: Any, size: int, op: str) -> Any:
+    assert op in COMBINE or op == EXACT, op
+    return x
+
+
+def _check(*xs: Any, op: str, name: str, owners: Sequence[str], over: Sequence[str]) -> None:
+    assert not owners or (len(xs) == 1 and set(owners) <= set(over)), (name, owners, over)
+
+
+def _fits(shape: Sequence[int], trainers: int, op: Any) -> bool:
+    return isinstance(op, str) and op in COMBINE
+
+
+def _over_axis(*xs: Any, op: str, over: tuple[str, ...], **_: Any) -> Sequence[Any]:
+    if op in _REDUCE:
+        reduced: Sequence[Any] = _REDUCE[op](xs, over)
+        return reduced
+    # products and bits: XLA has no collective for them that all backends carry out; what is so reduced is small
+    # one axis after the other: vmap refuses a gather over several
+    made: Sequence[Any] = xs
+    for name in reversed(over):
+        made = [combine(op, list(jax.lax.all_gather(x, name))) for x in made]
+    return made
+
+
+all_reduce_p = new_collective(
+    "all_reduce",
+    params=("op",),
+    type_of=_type_of,
+    fits=_fits,
+    result=lambda parts, mine, xp, op: combine(op, parts, xp),
+    over_axis=_over_axis,
+    check=_check,
+    same_for_all=True,
+    reduces=True,
+)

@@ -1,0 +1,51 @@
+"""Reduce-scatter: the sum of the parts of all trainers of an axis, of which each trainer gets a piece.
+
+    x... = reduce_scatter x...   [name, over, size, axis]
+
+Dimension `axis` is a multiple of `size`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+
+from dtrans._jax import gloo_scatters_wrongly, resized
+from dtrans.ops.all_reduce import combine
+from dtrans.ops.collective import are_dimensions, new_collective
+
+
+def _type_of(x: Any, size: int, axis: int) -> Any:
+    assert x.shape[axis] % size == 0, (x, axis, size)
+    return resized(x, axis, x.shape[axis] // size)
+
+
+def _over_axis(*xs: Any, over: tuple[str, ...], axis: int, **_: Any) -> Sequence[Any]:
+    """Scatter sums; over Gloo, which scatters wrongly before JAX 0.12, slice them."""
+    scatter = partial(jax.lax.psum_scatter, axis_name=over, scatter_dimension=axis, tiled=True)
+    if not gloo_scatters_wrongly():
+        return [scatter(x) for x in xs]
+    reduce = partial(_reduce_and_slice, over=over, axis=axis)
+    return [jax.lax.platform_dependent(x, cpu=reduce, default=scatter) for x in xs]
+
+
+def _reduce_and_slice(x: jax.Array, *, over: tuple[str, ...], axis: int) -> jax.Array:
+    """Return this trainer's piece of an all-reduce."""
+    part = x.shape[axis] // jax.lax.axis_size(over)
+    start = jax.lax.axis_index(over) * part
+    made: jax.Array = jax.lax.dynamic_slice_in_dim(jax.lax.psum(x, over), start, part, axis)
+    return made
+
+
+reduce_scatter_p = new_collective(
+    "reduce_scatter",
+    params=("axis",),
+    type_of=_type_of,
+    fits=lambda shape, trainers, axis: are_dimensions(shape, axis) and shape[axis] % trainers == 0,
+    result=lambda parts, mine, xp, axis: combine("sum", [mine(x, axis) for x in parts], xp),
+    over_axis=_over_axis,
+    reduces=True,
+)
