@@ -19,7 +19,7 @@ family:
     exact_sum         sums whose bits do not depend on how their parts are dealt out
     moved_rows        rows that the host moves by their numbers, in steps that are traced to be verified
 
-A new collective is a new file, built with `new_collective`; any other new family one built with `communication`. A realiser
+A new collective is a new file, built with `new_collective`; any other family one built with `communication`. A realiser
 that does not know one of its primitives refuses by name.
 """
 

@@ -4,8 +4,8 @@
 
 `over` is the names of the axes that trainers are on. An equation takes several operands, each by itself; `size`, the
 number of trainers, is there where types depend on it, and PARAMS say what becomes of an operand. A new collective is a
-file of this folder that calls `new_collective`, and a line in `__init__`: programs are then lowered, counted, verified and
-sent through parameter servers without another word of it.
+file of this folder that calls `new_collective`, and a line in `__init__`: programs that have it are then lowered,
+counted and verified, and parameter servers carry it out.
 """
 
 from __future__ import annotations
