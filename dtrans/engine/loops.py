@@ -67,9 +67,8 @@ def moved_bytes(eqns: Iterable[JaxprEqn]) -> dict[str, int]:
     found: dict[str, int] = {}
     for eqn in eqns:
         if collective_of(eqn) is not None:
-            found[eqn.primitive.name] = found.get(eqn.primitive.name, 0) + sum(
-                nbytes(a.aval) for a in moved_values(eqn)
-            )
+            name = eqn.primitive.name
+            found[name] = found.get(name, 0) + sum(nbytes(a.aval) for a in moved_values(eqn))
     return found
 
 
