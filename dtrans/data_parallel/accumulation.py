@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dtrans._jax import Atom, ClosedJaxpr, jaxpr_as_fun, opened, small_jaxpr
+from dtrans._jax import Atom, ClosedJaxpr, closed_with, jaxpr_as_fun, opened, small_jaxpr
 from dtrans.batch.given_micro_steps import GivenMicroSteps
 from dtrans.data_parallel.options import Options
 from dtrans.data_parallel.reducer import clipped
@@ -147,12 +147,9 @@ def write_local_steps(b: Builder, step: Cut, window: MicroSteps) -> dict[str, At
     ways = {n: window.ways[n] for n in step.results}
     outs = [*ways, *state]
     outs_of = micro.outvars
-    inner = Builder(micro.jaxpr)
-    inner.invars += micro.inner.invars
-    for eqn in micro.eqns:
-        inner.keep(eqn)
     names = list(micro.in_names)
-    return _scanned(b, step, names, _Body(inner.build([outs_of[n] for n in outs]), names, outs), ways, state, window)
+    body = _Body(closed_with(micro.jaxpr, outvars=[outs_of[n] for n in outs]), names, outs)
+    return _scanned(b, step, names, body, ways, state, window)
 
 
 def _micro_program(source: Program, window: MicroSteps) -> Program:

@@ -16,16 +16,15 @@ def joining_startup(plan: CollectivePlan, trainer_id: int, endpoints: Sequence[s
     Source: `DistributeTranspiler._transpile_nccl2`, and `ParallelExecutor::BCastParamsToDevices` (Paddle).
     """
     startup = plan.startup
-    inner = startup.inner
     b = Builder(startup.jaxpr)
-    b.invars += inner.invars
+    b.invars += startup.inner.invars
     b.role = RPC
     (met,) = b.bind(gen_nccl_id_p, trainer_id=trainer_id, endpoints=tuple(endpoints))
     b.role = FORWARD
-    for eqn in inner.eqns:
+    for eqn in startup.eqns:
         b.keep(eqn)
     b.role = DIST
-    shared = b.bind(broadcast_p, met, *inner.outvars, root=0, over=plan.axis_names) if inner.outvars else []
-    return Program(
-        f"startup of trainer {trainer_id}", b.build(shared), startup.args, startup.out, tuple(b.roles), b.labels
-    )
+    outs = startup.outvars
+    shared = b.bind(broadcast_p, met, *outs.values(), root=0, over=plan.axis_names) if outs else []
+    values = dict(zip(outs, shared, strict=True))
+    return Program.written(f"startup of trainer {trainer_id}", b, startup.args, startup.out, values)

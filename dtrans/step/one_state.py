@@ -69,7 +69,7 @@ def has_one_state(program: Program, startup: Program) -> bool:
     if not second:  # an optimizer without state
         return False
     types = program.args[0].unflatten([program.inputs[n] for n in first])
-    if _types(types) != _types(startup.out.unflatten([startup.outputs[n] for n in startup.out_names])):
+    if leaf_types(types) != leaf_types(startup.out.unflatten([startup.outputs[n] for n in startup.out_names])):
         return False
     step = OpenStep(program, inline_calls(program.jaxpr))
     gradients = marked(step)
@@ -216,7 +216,7 @@ def startup_in_two_parts(main: Program, startup: Program) -> Program:
     """
     state = combine(*(spec.unflatten([main.inputs[n] for n in spec.names]) for spec in main.args[:2]))
     made = startup.out.unflatten([startup.outputs[n] for n in startup.out_names])
-    wanted, have = (_types(tree) for tree in (state, made))
+    wanted, have = (leaf_types(tree) for tree in (state, made))
     if wanted != have:
         path = next(p for p in [*wanted, *have] if wanted.get(p) != have.get(p))
         root = main.in_names[0].split("/")[0]
@@ -234,9 +234,9 @@ def startup_in_two_parts(main: Program, startup: Program) -> Program:
     return startup.returning(out, out.names)
 
 
-def _types(tree: Any) -> Mapping[str, str]:
-    """Path below the root to type, of each array."""
-    arrays = [x for x in jax.tree.leaves(tree) if hasattr(x, "dtype")]
+def leaf_types(tree: Any) -> dict[str, str]:
+    """Return the type of each array of a pytree, by its path below the root."""
+    arrays = [x for x in jax.tree.leaves(tree) if is_array(x)]
     return {n: f"{x.dtype}{list(x.shape)}" for n, x in zip(TreeSpec.of(tree).names, arrays, strict=True)}
 
 

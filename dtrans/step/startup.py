@@ -10,16 +10,14 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
-
 from dtrans._jax import opened
 from dtrans.errors import ConfigError, TraceError
 from dtrans.ir.inline import inline_calls
 from dtrans.ir.program import FORWARD, Program
-from dtrans.ir.pytree import Static, TreeSpec, is_array
+from dtrans.ir.pytree import Static, TreeSpec
 from dtrans.step.cut import Cut
 from dtrans.step.frozen import hands_on_what_is_still
-from dtrans.step.one_state import has_one_state, in_two_parts, startup_in_two_parts
+from dtrans.step.one_state import has_one_state, in_two_parts, leaf_types, startup_in_two_parts
 from dtrans.step.trace import children
 
 
@@ -70,11 +68,11 @@ def match_startup(step: Cut, startup: Program) -> Program:
       TraceError: it makes something else; the message names the first leaf that differs.
     """
     state = step.program.args[:2]
-    wanted = [_leaves(_typed(spec, step.program.inputs)) for spec in state]
+    wanted = [leaf_types(_typed(spec, step.program.inputs)) for spec in state]
     names = [spec.names for spec in state]
     result = _typed(startup.out, startup.outputs)
     parts = children(result) or []
-    made = {key: _leaves(part) for key, part in parts}
+    made = {key: leaf_types(part) for key, part in parts}
     roots = [spec.root or default for spec, default in zip(state, ("params", "opt_state"), strict=True)]
     if len(parts) != 2:
         order: list[Any] = []
@@ -86,7 +84,7 @@ def match_startup(step: Cut, startup: Program) -> Program:
         keys = list(made)
         order = next((o for o in (keys, keys[::-1]) if [made[k] for k in o] == wanted), keys)
     if not order or [made[k] for k in order] != wanted:
-        if _leaves(result) == wanted[0]:
+        if leaf_types(result) == wanted[0]:
             reason = f"it returns {roots[0]} alone, expected ({roots[0]}, {roots[1]})"
         else:
             reason = _mismatch(order, made, wanted, roots)
@@ -105,12 +103,6 @@ def match_startup(step: Cut, startup: Program) -> Program:
 def _typed(spec: TreeSpec, types: Mapping[str, Any]) -> Any:
     """The pytree of a spec, with types for arrays."""
     return spec.unflatten([types[n] for n in spec.names])
-
-
-def _leaves(tree: Any) -> dict[str, str]:
-    """Path below the root to type, of each array."""
-    arrays = [x for x in jax.tree.leaves(tree) if is_array(x)]
-    return {n: f"{x.dtype}{list(x.shape)}" for n, x in zip(TreeSpec.of(tree).names, arrays, strict=True)}
 
 
 def _mismatch(

@@ -24,13 +24,13 @@ from typing import Any
 
 import jax
 
-from dtrans._jax import Atom, ShapedArray, Var
+from dtrans._jax import Atom, ShapedArray, Var, closed_with
 from dtrans.data_parallel.plan import Bucket
 from dtrans.data_parallel.reducer import buckets_of
 from dtrans.errors import ConfigError
 from dtrans.ir.builder import Builder
 from dtrans.ir.program import DIST, FORWARD, Program
-from dtrans.ir.pytree import TreeSpec, without
+from dtrans.ir.pytree import TreeSpec, tuple_of, without
 from dtrans.rows.analysis import analyse
 from dtrans.step.cut import GRAD, Cut, OptimizeHalf
 from dtrans.step.forward_backward import ready_order
@@ -93,7 +93,7 @@ class Owned:
             Slices(analysis, {}, {}, wholes),
             writer.half(),
             (params, held, *step.program.args[2:]),
-            _together(params, held, rest),
+            tuple_of(params, held, rest),
         )
 
     @property
@@ -158,7 +158,7 @@ class Owned:
         b.role = DIST
         if self.state.types:
             found |= packed(b, self.state, found)
-        out = _together(*self.args[:2])
+        out = tuple_of(*self.args[:2])
         return Program(
             startup.name, b.build([found[n] for n in out.names]), startup.args, out, tuple(b.roles), startup.labels
         )
@@ -263,16 +263,7 @@ def _updating_what_is_read(step: Cut) -> tuple[list[str], OptimizeHalf]:
     inner = half.inner
     inputs = half.invars
     new = {n: Var(step.program.inputs[n]) for n in more if n not in inputs}
-    b = Builder(half.jaxpr)
-    b.invars += [*inner.invars, *new.values()]
-    for eqn in inner.eqns:
-        b.keep(eqn)
-    jaxpr = b.build([*inner.outvars, *((inputs | new)[n] for n in more)])
+    outvars = [*inner.outvars, *((inputs | new)[n] for n in more)]
+    jaxpr = closed_with(half.jaxpr, invars=[*inner.invars, *new.values()], outvars=outvars)
     leaves = [n for n in step.params if n in more or n in step.optimized]
     return leaves, OptimizeHalf(jaxpr, (*half.in_names, *new), (*half.out_names, *more))
-
-
-def _together(*specs: TreeSpec) -> TreeSpec:
-    """Several specs as that of a tuple."""
-    treedef = jax.tree_util.treedef_tuple([s.treedef for s in specs])
-    return TreeSpec(treedef, tuple(x for s in specs for x in s.leaves))
