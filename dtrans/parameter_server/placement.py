@@ -23,10 +23,7 @@ from dtrans.parameter_server.options import BlockPlacement
 from dtrans.rows.analysis import Group, RowAnalysis
 from dtrans.rows.row_buckets import RowBuckets
 from dtrans.rows.writer import RowRange
-from dtrans.slicing.blocks import Block, Placement, Unit
-
-
-TIED = "its update needs another leaf"
+from dtrans.slicing.blocks import TIED, Block, Placement, Unit
 
 
 def place(
@@ -61,14 +58,8 @@ def place(
         np.random.RandomState(options.seed).shuffle(free)
     parts = len(endpoints) if options.slice_var_up else 1
     blocks = [b for n in free for b in _cut(n, leaves[n], parts, options.min_block_size)]
-    tied = [Unit(tuple(_whole(m, leaves[m]) for m in bound[n].leaves)) for n in leaves if _leads(n, bound)]
-    nowhere = Placement(
-        tuple(endpoints),
-        dict.fromkeys(leaves, ()),
-        {},
-        {n: g.reason or TIED for n, g in bound.items()},
-        tuple(free),
-    )
+    tied = [Unit(tuple(Block.whole(m, leaves[m]) for m in bound[n].leaves)) for n in leaves if _leads(n, bound)]
+    nowhere = Placement(tuple(endpoints), dict.fromkeys(leaves, ()), bound, tuple(free))
     dealt = [b for n, count in buckets.items() for b in _dealt(n, leaves[n], count, endpoints)]
     return _placed(nowhere, options.split_method, blocks, tied, dealt)
 
@@ -126,20 +117,7 @@ def _placed(
             balanced.give(b.nbytes, endpoint)
     if balanced is not dispatcher:
         give_tied()
-
-    units: dict[str, list[Unit]] = {ep: [] for ep in old.endpoints}
-    together = {u.name: [b.leaf for b in u.blocks] for u in tied}
-    for leaf, parts in at.items():
-        if leaf in together:
-            units[parts[0].endpoint].append(Unit(tuple(at[n][0] for n in together[leaf])))
-        elif leaf not in old.whole:
-            for b in parts:
-                units[b.endpoint].append(Unit((b,)))
-    return dataclasses.replace(
-        old,
-        blocks={n: tuple(parts) for n, parts in at.items()},
-        units={ep: tuple(us) for ep, us in units.items()},
-    )
+    return dataclasses.replace(old, blocks={n: tuple(parts) for n, parts in at.items()})
 
 
 def _check_again(
@@ -172,11 +150,6 @@ def _answer(dispatcher: PSDispatcher, blocks: Sequence[Block], endpoints: Sequen
     return answers
 
 
-def _whole(name: str, aval: Any) -> Block:
-    """One leaf as one block."""
-    return _cut(name, aval, 1, 1)[0]
-
-
 def _dealt(name: str, aval: Any, count: int, endpoints: Sequence[str]) -> list[Block]:
     """The blocks of a leaf whose rows are dealt out by their numbers: a run of buckets for each server."""
     rows, *row = aval.shape
@@ -188,14 +161,14 @@ def _dealt(name: str, aval: Any, count: int, endpoints: Sequence[str]) -> list[B
 
 
 def _cut(name: str, aval: Any, slice_count: int, min_block_size: int) -> list[Block]:
-    """The blocks of one leaf, by Paddle's rule, as rows."""
+    """Return the blocks of one leaf, by Paddle's rule, as rows."""
     shape = tuple(aval.shape)
     if not shape:
-        return [Block(name, 0, 1, None, (), aval.dtype)]
+        return [Block.whole(name, aval)]
     sizes = [b.size for b in slice_variable([SimpleNamespace(name=name, shape=shape)], slice_count, min_block_size)]
     width = math.prod(shape[1:])
     if not width or len(sizes) == 1:
-        return [Block(name, 0, 1, RowRange(0, shape[0]), shape, aval.dtype)]
+        return [Block.whole(name, aval)]
     blocks, start = [], 0
     for i, size in enumerate(sizes):
         rows = size // width

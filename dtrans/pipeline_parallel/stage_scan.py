@@ -39,7 +39,7 @@ from dtrans.pipeline_parallel.forward_pass import ForwardPass
 from dtrans.rows.analysis import RowAnalysis, analyse
 from dtrans.rows.slices import Slice
 from dtrans.rows.writer import RowRange
-from dtrans.slicing.blocks import Block, Placement, Unit
+from dtrans.slicing.blocks import Block, Placement
 from dtrans.slicing.server_spec import analyse_update
 from dtrans.slicing.server_update import inline_update, write_server
 from dtrans.step.cut import Cut, Gradient, Name, OptimizeHalf
@@ -289,15 +289,8 @@ def _half_of_blocks(
                 Block(n, k, len(spans), x, (x.rows, *t.shape[1:]), t.dtype, "here", word) for k, x in enumerate(spans)
             )
         else:
-            blocks[n] = (Block(n, 0, 1, RowRange(0, t.shape[0]) if t.ndim else None, t.shape, t.dtype, "here"),)
-    units: list[Unit] = []
-    for n in step.optimized:
-        group = analysis.groups.get(n)
-        if group is None:
-            units += [Unit((b,)) for b in blocks[n]]
-        elif group.leaves[0] == n:
-            units.append(Unit(tuple(blocks[m][0] for m in group.leaves)))
-    placement = Placement(("here",), blocks, {"here": tuple(units)}, {}, tuple(step.optimized))
+            blocks[n] = (Block.whole(n, t, "here"),)
+    placement = Placement(("here",), blocks, analysis.groups)
     work = write_server(analyse_update(analysis, placement), "here")
     state: dict[str, list[StageRows]] = {}
     for name, h in work.held.items():

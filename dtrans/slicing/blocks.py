@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from dtrans.ops import BlockGradient
-from dtrans.rows.writer import RowSet
+from dtrans.rows.analysis import Group
+from dtrans.rows.writer import RowRange, RowSet
 from dtrans.step.cut import GRAD
 
 
 ARG = "@ARG"  # what follows the name of an argument of the step where it is sent
+TIED = "its update needs another leaf"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +45,14 @@ class Block:
     word: str = "block"
     is_table: bool = False
 
+    @classmethod
+    def whole(cls, leaf: str, aval: Any, endpoint: str = "") -> Block:
+        """Return all of a leaf as one block."""
+        span = RowRange(0, aval.shape[0]) if aval.ndim else None
+        return cls(leaf, 0, 1, span, tuple(aval.shape), aval.dtype, endpoint)
+
     def named(self, base: str) -> str:
-        """The name of something that is cut as this block is: `opt_state/0/mu/w` to `opt_state/0/mu/w.block0`."""
+        """Return the name of an array that is cut as this block is: `opt_state/0/mu/w` to `opt_state/0/mu/w.block0`."""
         return base if self.count == 1 else f"{base}.{self.word}{self.index}"
 
     @property
@@ -110,23 +118,42 @@ class Unit:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Every block and where it lives.
+    """Every block and its server.
 
     Attributes:
       endpoints: the servers, in order.
       blocks: leaf to its blocks.
-      units: server to what it updates, in leaf order.
-      whole: leaf to the reason why it was not cut, for those that could have been.
+      groups: leaf to its group, for leaves that cannot be cut.
       order: the other leaves, in the order in which they were dispatched.
     """
 
     endpoints: tuple[str, ...]
     blocks: Mapping[str, tuple[Block, ...]]
-    units: Mapping[str, tuple[Unit, ...]]
-    whole: Mapping[str, str]
-    order: tuple[str, ...]
+    groups: Mapping[str, Group]
+    order: tuple[str, ...] = ()
+
+    @cached_property
+    def units(self) -> dict[str, tuple[Unit, ...]]:
+        """The units of each server, in leaf order."""
+        found: dict[str, list[Unit]] = {ep: [] for ep in self.endpoints}
+        for leaf, blocks in self.blocks.items():
+            if leaf not in self.groups:
+                for b in blocks:
+                    found[b.endpoint].append(Unit((b,)))
+            elif self.groups[leaf].leaves[0] == leaf:
+                found[blocks[0].endpoint].append(Unit(tuple(self.blocks[n][0] for n in self.groups[leaf].leaves)))
+        return {ep: tuple(units) for ep, units in found.items()}
+
+    @cached_property
+    def whole(self) -> dict[str, str]:
+        """The leaves that cannot be cut, and the reason."""
+        return {n: g.reason or TIED for n, g in self.groups.items()}
 
     @cached_property
     def table(self) -> tuple[Block, ...]:
         """All blocks, in leaf order."""
         return tuple(b for blocks in self.blocks.values() for b in blocks)
+
+    def map(self, fn: Callable[[Block], Block]) -> Placement:
+        """Return the placement of changed blocks."""
+        return dataclasses.replace(self, blocks={n: tuple(map(fn, of)) for n, of in self.blocks.items()})

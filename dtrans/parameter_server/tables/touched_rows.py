@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from dtrans.rows.writer import RowRange, RowSet
-from dtrans.slicing.blocks import Block, Placement, Unit
+from dtrans.slicing.blocks import Block, Placement
 
 
 LEAST = 16  # rows that a program has room for at least
@@ -98,21 +98,16 @@ def rooms(count: int) -> Iterator[tuple[int, int, int]]:
 
 
 def resized(placement: Placement, sizes: Mapping[str, int]) -> Placement:
-    """A placement whose blocks of tables have other numbers of rows, by their names."""
+    """Return a placement whose blocks of tables have other numbers of rows, by their names."""
 
     def block(b: Block) -> Block:
         if b.name not in sizes:
             return b
         return dataclasses.replace(b, span=RowRange(0, sizes[b.name]), shape=(sizes[b.name], *b.shape[1:]))
 
-    blocks = {n: tuple(map(block, of)) for n, of in placement.blocks.items()}
-    units = {ep: tuple(Unit(tuple(map(block, u.blocks))) for u in of) for ep, of in placement.units.items()}
-    return dataclasses.replace(placement, blocks=blocks, units=units)
+    return placement.map(block)
 
 
 def of_tables(placement: Placement, tables: Mapping[str, Any]) -> Placement:
-    """The same, where blocks of tables are written as runs of rows, also where one has all of them."""
-    mark: Callable[[Block], Block] = lambda b: dataclasses.replace(b, is_table=True) if b.leaf in tables else b
-    blocks = {n: tuple(map(mark, of)) for n, of in placement.blocks.items()}
-    units = {ep: tuple(Unit(tuple(map(mark, u.blocks))) for u in of) for ep, of in placement.units.items()}
-    return dataclasses.replace(placement, blocks=blocks, units=units)
+    """Return the placement with blocks of tables written as runs of rows, also a block that has all of them."""
+    return placement.map(lambda b: dataclasses.replace(b, is_table=True) if b.leaf in tables else b)

@@ -33,8 +33,7 @@ from dtrans.ir.inline import eliminate_dead, inline_calls
 from dtrans.ir.program import DIST, LR_SCHED, OPTIMIZE
 from dtrans.ops import OptimizeBlock, all_gather_p, all_reduce_p, identity_of, trainer_index_p
 from dtrans.rows.analysis import RowAnalysis
-from dtrans.rows.writer import RowRange
-from dtrans.slicing.blocks import Block, Placement, Unit
+from dtrans.slicing.blocks import Block, Placement
 from dtrans.slicing.rounds import CrossServerValue
 from dtrans.slicing.server_spec import analyse_update
 from dtrans.slicing.server_update import write_server
@@ -264,16 +263,7 @@ def _apart(shapes: Sequence[tuple[int, ...]], x: Any) -> list[Any]:
 
 
 def _placement(analysis: RowAnalysis, owner: Mapping[str, int], ranks: int) -> Placement:
-    """Whole leaves on ranks, as a placement of parameter servers."""
-    endpoints = tuple(f"rank {k}" for k in range(ranks))
-    blocks: dict[str, tuple[Block, ...]] = {}
-    units: dict[str, list[Unit]] = {ep: [] for ep in endpoints}
-    for n in analysis.params:
-        t = analysis.inputs[n].aval
-        span = RowRange(0, t.shape[0]) if t.ndim else None
-        blocks[n] = (Block(n, 0, 1, span, tuple(t.shape), t.dtype, endpoints[owner[n]]),)
-    for n in analysis.params:
-        if analysis.home_of(n) == n:
-            together = analysis.groups[n].leaves if n in analysis.groups else (n,)
-            units[endpoints[owner[n]]].append(Unit(tuple(blocks[m][0] for m in together)))
-    return Placement(endpoints, blocks, {ep: tuple(us) for ep, us in units.items()}, {}, ())
+    """Return the placement of whole leaves on ranks, as on parameter servers."""
+    endpoints = [f"rank {k}" for k in range(ranks)]
+    blocks = {n: (Block.whole(n, analysis.inputs[n].aval, endpoints[owner[n]]),) for n in analysis.params}
+    return Placement(tuple(endpoints), blocks, analysis.groups)
