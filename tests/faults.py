@@ -152,6 +152,18 @@ FAULTS = (
         ("slicing/test_server_update.py", "run/parameter_server/test_exchange.py"),
     ),
     Fault(
+        "slicing/server_spec.py",
+        "idle = set(analysis.state_of[None]) - every.shared_state",
+        "idle = set[str]()",
+        ("slicing/test_server_update.py",),
+    ),
+    Fault(
+        "slicing/unit_program.py",
+        "min(levels.of.get(",
+        "max(levels.of.get(",
+        ("slicing/test_server_update.py",),
+    ),
+    Fault(
         "slicing/server_update.py",
         "parts if len(parts) == 1 else b.call(_combined(c.op), *parts)",
         "parts[:1]",
