@@ -74,10 +74,10 @@ FAULTS = (
         ("batch/test_local_scope.py",),
     ),
     Fault(
-        "zero/slice_flow.py",
+        "zero/rank_values.py",
         "eqn.primitive is trainer_index_p or any(ins)",
         "any(ins)",
-        ("zero/test_slice_flow.py",),
+        ("zero/test_rank_values.py",),
     ),
     Fault(
         "_jax/equation_params.py",
@@ -95,7 +95,7 @@ FAULTS = (
         "ir/interpret.py",
         "joined = [join(x, made[carried[i]]) if i in carried else x for i, x in enumerate(start)]",
         "joined = list(start)",
-        ("ir/test_interpret.py", "zero/test_slice_flow.py"),
+        ("ir/test_interpret.py", "zero/test_rank_values.py"),
     ),
     Fault(  # zero minus a value is that value
         "ir/folding.py",
@@ -242,15 +242,15 @@ FAULTS = (
         ("zero/test_plan.py", "zero/test_layer_scan.py", "zero/test_transform.py"),
     ),
     Fault(
-        "zero/slice_flow.py",
-        "if eqn.primitive.name == COND and not flow.is_same(eqn.invars[0]):",
+        "zero/slice_writer.py",
+        "if eqn.primitive.name == COND and (eqn.invars[0] in self.local or self._row(eqn.invars[0])):",
         "if False:",
         ("zero/test_loop_shapes.py",),
     ),
     Fault(
-        "zero/all_gather.py",
-        "self.b.call(times(self.how.degree), slice_)[0]",
-        "slice_",
+        "zero/slice_writer.py",
+        "self.b.call(times(self.how.degree), piece)[0]",
+        "piece",
         ("zero/test_loop_shapes.py",),
     ),
     Fault(

@@ -119,10 +119,8 @@ SAME_PART = {  # a file's name, and what such a file is in each folder that has 
 
 OPEN_LOOPS = {  # files that count a loop's operands: write `dtrans.ir.interpret.enter`, or ask `dtrans._jax.wiring`
     "batch.scaled": "pairs the bodies of two loops",
-    "zero.layer_scan": "writes a loop on slices",
     "zero.prefetch": "writes a loop that gathers ahead",
     "zero.scatter_flow": "slices of gradients",
-    "zero.slice_flow": "slices of leaves",
 }
 
 

@@ -16,6 +16,7 @@ file imports only those above it.
 
 from dtrans._jax.equation_params import (
     CALLBACKS as CALLBACKS,
+    Wiring as Wiring,
     axes_of as axes_of,
     bodies as bodies,
     call_body as call_body,

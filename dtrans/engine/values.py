@@ -193,7 +193,7 @@ class ShardValues(abc.ABC):
     def _scattered(self, term: Atom, row: RowAxis) -> Atom:
         whole = self.shards.whole(term.aval.shape[row.axis], row)
         (wide,) = self.b.call(padded(row.axis, whole), term)
-        return self.b.bind(reduce_scatter_p, wide, name=self.shards.label, axis=row.axis, **self._among())[0]
+        return self.b.bind(reduce_scatter_p, wide, name=self.shards.label, **self._among(), axis=row.axis)[0]
 
     def _gathered(self, var: Var, had: RowAxis) -> Atom:
         if self.in_local:

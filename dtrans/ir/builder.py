@@ -182,14 +182,25 @@ class Builder:
           atoms, types: its operands, and the types of its outputs.
           first: operands that all bodies take in front of theirs.
         """
+        made = self.with_bodies(eqn, new, atoms, [Var(t) for t in types], first)
+        return self.copy(made, made.invars, types, **params)
+
+    def with_bodies(
+        self,
+        eqn: JaxprEqn,
+        new: Iterable[Any],
+        atoms: Sequence[Atom],
+        outvars: Sequence[Var],
+        first: Sequence[Atom] = (),
+    ) -> JaxprEqn:
+        """Return a loop, a branch or a call with other bodies, operands and outputs; arguments as above."""
         if eqn.primitive.name in REMAT:  # its body has no constants of its own
             (body,) = new
             inner, held = opened(body), [self.constant(c) for c in constants(body)]
             first = [*held, *first]
             invars = [*inner.constvars, *inner.invars]
             new = [opened(closed((), (), invars, inner.outvars, inner.eqns, body))]
-        made = rebuilt(eqn, new, atoms, [Var(t) for t in types], first)
-        return self.copy(made, made.invars, types, **params)
+        return rebuilt(eqn, new, atoms, outvars, first)
 
     def keep(self, eqn: JaxprEqn, invars: Sequence[Atom] | None = None) -> None:
         """An equation of the old jaxpr with its own output variables."""

@@ -6,9 +6,8 @@ through the equations that make it until it reaches scalars, counters and keys, 
 made where there are some of its rows. Only what needs its whole operands is made whole and then sliced. Bodies of loops
 and branches are written in the same way.
 
-Which rows a block has is said by one value: `RowRange` where that is known, and others for those who know it only when
-they run (`dtrans.zero.update`) or have rows of several leaves by their numbers
-(`dtrans.parameter_server.tables.trainer_rows`).
+One value says which rows a block has: `RowRange` where that is known, and others where a block has rows of several
+leaves by their numbers (`dtrans.parameter_server.tables.trainer_rows`).
 """
 
 from __future__ import annotations

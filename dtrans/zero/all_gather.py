@@ -1,19 +1,19 @@
 """Stage 3: parameters are slices, gathered where they are read.
 
-    x = after w.slice, h        once what is computed before is there
+    x = after w.slice, h        once the values before it are there
     w = all_gather x
     y = dot_general h w         the first use of a window (`dtrans.zero.live_ranges`)
 
 The gathered leaf is read in its window and nowhere else; the backward pass gathers again. Gradients were taken before
-this rewrite, so nothing keeps a gathered leaf as a residual but the equations themselves; `after` keeps XLA from
-making two gathers of one slice one, and from beginning all of them at once. With a prefetch of k, a leaf is gathered
-while what is k windows before it is computed.
+this rewrite, so that only the equations themselves keep a gathered leaf as a residual. `after` keeps XLA from merging
+two gathers of one slice, and from beginning all of them at once. With a prefetch of k, a leaf is gathered while the
+equations k windows before it are computed.
 
-What can be had as slices is made of slices (`dtrans.zero.slice_flow`): a loop over layers takes a stack of them apart,
-or picks one, gathers it in its body, and hands on what it makes of it as a slice; a penalty is a sum over slices.
-Gradients of layers are scattered in the loop that makes them (`dtrans.zero.scatter_flow`): neither the stack of
-gathered layers, nor that of whole gradients, is ever made. With a prefetch, the first leaf of the next layer is
-gathered while one is computed (`dtrans.zero.prefetch`).
+Values that can be computed as slices are (`dtrans.zero.slice_writer`): a loop over layers scans over slices of their
+stack, or picks one, gathers it in its body, and hands on its results as slices; a penalty is a sum over slices.
+Gradients of layers are scattered in the loop that computes them (`dtrans.zero.scatter_flow`): neither the stack of
+gathered layers, nor that of whole gradients, ever exists. With a prefetch, the first leaf of the next layer is gathered
+while one is computed (`dtrans.zero.prefetch`).
 
 Source: stage 3 of ZeRO (arXiv 1910.02054); in Paddle, `_shard_parameter` of auto_parallel_sharding.py, which broadcasts
 whole variables for each operator that reads them.
@@ -21,224 +21,131 @@ whole variables for each operator that reads them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
-from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, linear_operands
-from dtrans.ir.array_fns import converted, padded, times
-from dtrans.ir.builder import Builder
-from dtrans.ir.dataflow import is_zero_array
-from dtrans.ir.program import DIST
-from dtrans.ops import LAYERS, after_p, all_gather_p, all_reduce_p, reduce_scatter_p
-from dtrans.rows.flow import Flow
+from dtrans._jax import (
+    Atom,
+    ClosedJaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    Wiring,
+    wiring,
+)
+from dtrans.ir.array_fns import converted
+from dtrans.ops import after_p, all_gather_p
 from dtrans.rows.layout import RowAxis
-from dtrans.rows.writer import RowWriter
-from dtrans.zero.gathering import Gathering, Given
-from dtrans.zero.layer_scan import written_loop
 from dtrans.zero.live_ranges import LiveRange, LiveRanges, is_cast
-from dtrans.zero.scatter_flow import scatter_flow
-from dtrans.zero.slice_flow import flat_bodies, slice_flow
-from dtrans.zero.update import RankRows
+from dtrans.zero.prefetch import prefetched
+from dtrans.zero.slice_writer import SliceWriter
 
 
-class Gatherer:
-    """Writes equations that read leaves, where there are slices of them.
+Ahead = tuple[Callable[[Any], Any], int]  # how a layer is gathered, and the scanned operand that it is a slice of
 
-    Args:
-      b: that they are written with.
-      like: the jaxpr that they are of.
-      eqns: in order.
-      roles: of each.
-      given: what is there, and wanted, as slices.
-      ends: values that are wanted beside those that equations read, with the position of what makes each.
+
+class Gatherer(SliceWriter):
+    """Writes equations that read leaves, and the gathers of these.
+
+    `begin` comes first, then `emit` with each equation in order.
+
+    Attributes:
+      taken: results that are read as slices.
+      uses: windows in which leaves are gathered.
     """
 
-    def __init__(
-        self,
-        b: Builder,
-        like: ClosedJaxpr,
-        eqns: Sequence[JaxprEqn],
-        roles: Sequence[str],
-        given: Given,
-        how: Gathering,
-        ends: Sequence[tuple[int, Atom]] = (),
-    ) -> None:
-        self.b = b
-        self.like = like
-        self.eqns = flat_bodies(eqns)
-        self.roles = roles
-        self.given = given
-        self.how = how
-        self.env: dict[Var, Atom] = dict(given.summed)  # what stands for values of the step that are made otherwise
-        wanted = [a for _, a in ends]
-        self.scattering = s = scatter_flow(self.eqns, given.wanted, given.local, wanted, given.summed)
-        self.flow = slice_flow(self.eqns, given.rows, given.local, (), s.operands(self.eqns), in_loops=not how.once)
-        self._taken = {v for v, row in given.taken.items() if self.flow.rows.get(v) == row}
-        ends = [(i, a) for i, a in ends if not (isinstance(a, Var) and a in self._taken)]
-        self.flow.read_whole(a for _, a in ends)
-        self.uses = LiveRanges(self.flow, roles, ends, once=how.once)
-        self._position = {id(e): i for i, e in enumerate(eqns)}
-        self._maker = {v: i for i, e in enumerate(self.eqns) for v in e.outvars}
-        self.same_on_all = {v: self.eqns[i] for v, i in self._maker.items() if v not in given.local}
-        self._slices: dict[Var, Atom] = dict(given.slices)
-        self._writers: dict[str, RowWriter] = {}
-        self._gathered: dict[int, Atom] = {}  # by the identity of windows
-        self._made: dict[tuple[Any, ...], Atom] = {}
+    taken: Collection[Var]
+    uses: LiveRanges
+
+    def begin(self, ends: Sequence[tuple[int, Atom]], taken: Collection[Var]) -> None:
+        """Plan the windows.
+
+        Args:
+          ends: values that are read beside those that equations read, each with the position of its equation.
+          taken: those of them that are read as slices.
+        """
+        self.taken = taken
+        ends = [(i, a) for i, a in ends if not (isinstance(a, Var) and a in taken)]
+        self.read_whole(a for _, a in ends)
+        self.uses = LiveRanges(self.eqns, self.roots, self.reads, self.roles, ends, once=self.how.once)
+        self._wide: dict[int, Atom] = {}  # by the identity of windows
+        self._wholes: dict[tuple[Any, ...], Atom] = {}
+        self._emitted = 0  # how many equations have come
+        self._at = 0  # position of the equation that reads values
         self._next = 0  # the window that is gathered next
         self._begun = 0  # how many windows have begun
-        self._anchors: list[Var | None] = []
-        self._last: Var | None = None  # what was made last that may be waited for
-        self.late: Var | None = None  # a scattered gradient, if one was made since
+        self._anchors: list[Atom | None] = []
+        self._last: Atom | None = None  # the last value that a gather may wait for
 
-    # -- what the writer of a half calls -----------------------------------------------------------
+    # -- equations ---------------------------------------------------------------------------------
 
     def emit(self, eqn: JaxprEqn) -> None:
-        """Write one equation; what has slices is written where it is read."""
-        i = self._position[id(eqn)]
-        if i in self.flow.steps and not self.flow.steps[i].reduce:
-            return
+        """Write the next equation; values with slices are written where they are read.
+
+        Args:
+          eqn: the equation as the program has it, calls in its bodies included.
+        """
+        i, self._emitted = self._emitted, self._emitted + 1
         if i in self.scattering.steps:
-            self._emit_on_rows(i)
-            return
-        if i in self.flow.reductions:
-            self._emit_reduction(i)
-            return
+            if self.roots_of(self.reads.get(i, ())):
+                self._gather_for(i, eqn)
+            self.write_on_rows(i)
+        elif i not in self.ways:
+            self._write(i, eqn)
+        elif self.ways[i].reduce:
+            self.write_reduction(i)
+
+    def _write(self, i: int, eqn: JaxprEqn) -> None:
+        """Write an equation that reads whole values."""
         self._gather_for(i, eqn)
-        if i in self.flow.passed or i in self.scattering.loops:
-            self._emit_loop(i)
+        if i in self.entered:
+            self._write_bodies(i)
         else:
-            self.b.keep(eqn, [self.read(a, i) for a in eqn.invars])
+            self.b.keep(eqn, [self.read(a, None) for a in eqn.invars])
         for v in eqn.outvars:
             if v in self.scattering.rows and v not in self.env:
                 self.env[v] = self.scattered(v, self.scattering.rows[v])
             if self._can_be_waited_for(v):
                 self._last = v
 
-    def read(self, atom: Atom, at: int) -> Atom:
-        """A value, for the equation at a position; what is made of leaves is made of the gathered ones."""
-        if isinstance(atom, Literal) or atom not in self.uses.roots:
-            return self.env.get(atom, atom) if isinstance(atom, Var) else atom
-        windows = tuple(id(self.uses.window(leaf, at)) for leaf in sorted(self.uses.roots[atom], key=id))
-        key = (atom, *windows)
-        if key not in self._made:
-            self._made[key] = self._read(atom, at)
-        return self._made[key]
-
-    def given_already(self, whole: Atom) -> None:
-        """Take what the first window needs as gathered."""
-        self._gathered[id(self.uses.windows[0])] = whole
-        self._next = 1
-
     def result(self, atom: Atom, maker: int) -> Atom:
-        """A value that is wanted, once the equation at `maker` is written."""
-        if isinstance(atom, Var) and atom in self._taken:
+        """Return a value that is wanted, once the equation at `maker` is written."""
+        if isinstance(atom, Var) and atom in self.taken:
             return self.slice_of(atom)
-        if isinstance(atom, Var) and atom in self.uses.roots:
+        if isinstance(atom, Var) and atom in self.roots:
             self._gather_for(maker, None)
-        return self.read(atom, maker)
+        self._at = maker
+        return self.read(atom, None)
 
-    # -- slices ------------------------------------------------------------------------------------
+    # -- whole values ------------------------------------------------------------------------------
 
-    def slice_of(self, var: Var) -> Atom:
-        """The slice of a value that has one."""
-        if var not in self._slices:
-            i = self._maker[var]
-            (self._slices[var],) = self._on(self.flow.rows[var]).emit(self.eqns[i], self.flow.steps[i])
-        return self._slices[var]
+    def read(self, atom: Atom, row: RowAxis | None) -> Atom:
+        if row is not None or isinstance(atom, Literal) or atom not in self.roots:
+            return super().read(atom, row)
+        windows = (id(self.uses.window(leaf, self._at)) for leaf in sorted(self.roots[atom], key=id))
+        key = (atom, *windows)
+        if key not in self._wholes:
+            self._wholes[key] = self._whole(atom)
+        return self._wholes[key]
 
-    def _is_there(self, var: Var, i: int) -> bool:
-        """Whether a slice can be made before equation `i`."""
-        if var in self._slices or var not in self._maker:
-            return True
-        at = self._maker[var]
-        if at not in self.flow.steps:
-            return var not in self.flow.rows and at < i
-        return all(self._is_there(a, i) for a in self.eqns[at].invars if isinstance(a, Var))
-
-    def handed_on(self, var: Var, made: Atom) -> None:
-        """A loop made the slice of a value."""
-        self._slices[var] = made
-
-    def _on(self, row: RowAxis) -> RowWriter:
-        """Return the writer of equations on slices of a leaf."""
-        if row.leaf not in self._writers:
-            rank = RankRows(self.b, self.how.leaves[row.leaf], self.how.axis_name)
-            own: Callable[[Var], Atom | None] = lambda v: self.slice_of(v) if v in self.flow.rows else None
-            outside: Callable[[Var], Atom] = lambda v: self.env.get(v, v)
-            writer = RowWriter(self.b, Flow({**self.flow.rows}), rank, self.same_on_all, own, outside)
-            self._writers[row.leaf] = writer
-        return self._writers[row.leaf]
-
-    def _emit_reduction(self, i: int) -> None:
-        """A reduction over slices, and over ranks."""
-        eqn, step, b = self.eqns[i], self.flow.steps[i], self.b
-        assert step.reduce is not None
-        w = self._on(next(row for row in step.operands if row is not None))
-        atoms = [w.read(a, row) for a, row in zip(eqn.invars, step.operands, strict=True)]
-        assert isinstance(w.rows, RankRows)
-        (part,) = b.copy(eqn, w.rows.without_padding(atoms, step), [eqn.outvars[0].aval])
-        role, b.role = b.role, DIST
-        (self.env[eqn.outvars[0]],) = b.bind(
-            all_reduce_p, part, op=step.reduce, name="slices", owners=(), over=(self.how.axis_name,)
-        )
-        b.role = role
-
-    # -- gradients ---------------------------------------------------------------------------------
-
-    def scattered(self, var: Var, row: RowAxis) -> Atom:
-        """A rank's slice of the sum of what all ranks have of a gradient."""
-        b, s, grad, own = self.b, self.how.cut(row), self.env.get(var, var), var.aval.dtype
-        dtype = self.how.dtypes.get(row.leaf, own)
-        role, b.role = b.role, DIST
-        if own != dtype:
-            (grad,) = b.call(converted(jnp.dtype(dtype)), grad)
-        (whole,) = b.call(padded(s.axis, s.padded), grad)
-        (made,) = b.bind(reduce_scatter_p, whole, name=LAYERS, over=(self.how.axis_name,), size=s.degree, axis=s.axis)
-        b.role = role
-        self.late = made
-        return made if own == dtype else b.call(converted(jnp.dtype(own)), made)[0]
-
-    def wanted_slice(self, atom: Atom, row: RowAxis) -> Atom:
-        """The slice of what is a term of a gradient: of what all ranks have, as often as there are ranks."""
-        if isinstance(atom, Var) and atom in self.scattering.rows:
-            return self.env[atom]
-        if isinstance(atom, Var) and atom in self.flow.local:
-            return self.scattered(atom, row)
-        slice_ = self._on(row).read(atom, row)
-        return slice_ if is_zero_array(atom, self.same_on_all) else self.b.call(times(self.how.degree), slice_)[0]
-
-    def _emit_on_rows(self, i: int) -> None:
-        """An equation that is linear in gradients, on slices of these."""
-        eqn, step = self.eqns[i], self.scattering.steps[i]
-        (row,) = step.outs
-        assert isinstance(row, RowAxis)
-        terms = {k for k, a in enumerate(eqn.invars) if isinstance(a, Var) and a in self.flow.local}
-        together = next(ks for ks in linear_operands(eqn) if terms <= set(ks))
-        w = self._on(row)
-        atoms = [
-            self.wanted_slice(a, r) if r is not None and k in together else w.read(a, r)
-            for k, (a, r) in enumerate(zip(eqn.invars, step.operands, strict=True))
-        ]
-        types = [w.cut(v.aval, row) for v in eqn.outvars]
-        (self.env[eqn.outvars[0]],) = self.b.copy(eqn, atoms, types, **(step.params(types) if step.params else {}))
-
-    # -- gathers -----------------------------------------------------------------------------------
-
-    def _read(self, atom: Var, at: int) -> Atom:
+    def _whole(self, atom: Var) -> Atom:
+        """Return a value computed from leaves that are gathered."""
         if atom not in self.uses.derived:
-            return self._gathered[id(self.uses.window(atom, at))]
+            return self._wide[id(self.uses.window(atom, self._at))]
         eqn = self.uses.derived[atom]
         operand = eqn.invars[0]
-        if is_cast(eqn) and operand not in self.uses.derived:
-            window = self.uses.window(operand, at)  # type: ignore[arg-type]
+        if is_cast(eqn) and isinstance(operand, Var) and operand not in self.uses.derived:
+            window = self.uses.window(operand, self._at)
             if window.dtype == atom.aval.dtype:
-                return self._gathered[id(window)]
-        return self.b.copy(eqn, [self.read(a, at) for a in eqn.invars], [atom.aval])[0]
+                return self._wide[id(window)]
+        return self.b.copy(eqn, [self.read(a, None) for a in eqn.invars], [atom.aval])[0]
 
     def _gather_for(self, i: int, eqn: JaxprEqn | None) -> None:
         """Gather the leaves whose windows begin at a position, and those that are to be there ahead of time."""
+        self._at = i
         windows = self.uses.windows
         while self._begun < len(windows) and windows[self._begun].first <= i:
             self._anchors.append(self._anchor(eqn))
@@ -251,68 +158,129 @@ class Gatherer:
             anchor = self._anchors[max(0, before)] if self._anchors else self._last
             if self.how.prefetch == 0 and self.late is not None:
                 anchor, self.late = self.late, None
-            self._gather(together, anchor)
+            with self.communicating():
+                self._gather(together, anchor)
             self._next += len(together)
 
-    def _anchor(self, eqn: JaxprEqn | None) -> Var | None:
-        """What an equation reads beside leaves, and is there just before it."""
+    def _anchor(self, eqn: JaxprEqn | None) -> Atom | None:
+        """Return an operand of an equation, no leaf, that is there just before it."""
         for a in reversed(eqn.invars if eqn else ()):
-            if isinstance(a, Var) and a not in self.uses.roots and self._can_be_waited_for(a):
+            if isinstance(a, Var) and a not in self.roots and self._can_be_waited_for(a):
                 return a
         return self._last
 
     def _can_be_waited_for(self, v: Var) -> bool:
-        """Whether a value of the step is there under its name, and is a number."""
-        is_made = v not in self.env and v not in self.flow.rows and not self.b.is_constant(v)
-        return is_made and bool(v.aval.size) and bool(jnp.issubdtype(v.aval.dtype, jnp.floating))
+        """Return True if a value of the step is there under its name, and is a number."""
+        exists = v not in self.env and v not in self.rows and not self.b.is_constant(v)
+        return exists and bool(v.aval.size) and bool(jnp.issubdtype(v.aval.dtype, jnp.floating))
 
     def _segment(self, start: int, i: int) -> list[LiveRange]:
-        """A window, and those behind it that are gathered with it, before equation `i`: none, where it is too early."""
-        windows, total = self.uses.windows, 0
+        """Return a window, and those gathered with it, before equation `i`; none if it is too early."""
+        total = 0
         found: list[LiveRange] = []
-        for w in windows[start:]:
-            total += w.leaf.aval.size * jnp.dtype(w.dtype).itemsize
-            if found and (total > self.how.segment or w.role != found[0].role):
+        for window in self.uses.windows[start:]:
+            total += window.leaf.aval.size * jnp.dtype(window.dtype).itemsize
+            if found and (total > self.how.segment or window.role != found[0].role):
                 break
-            if not self._is_there(w.leaf, i):
+            if not self.is_there(window.leaf, i):
                 break
-            found.append(w)
+            found.append(window)
         return found
 
-    def _gather(self, windows: Sequence[LiveRange], anchor: Var | None) -> None:
-        b, role = self.b, self.b.role
-        b.role = DIST
+    def _gather(self, windows: Sequence[LiveRange], anchor: Atom | None) -> None:
+        """Write the gathers of windows, one for each type and dimension."""
+        b = self.b
         kinds: dict[tuple[Any, int], list[LiveRange]] = {}
-        for w in windows:
-            kinds.setdefault((w.dtype, self.flow.rows[w.leaf].axis), []).append(w)
+        for window in windows:
+            kinds.setdefault((window.dtype, self.rows[window.leaf].axis), []).append(window)
         for (dtype, axis), group in kinds.items():
             sent: list[Atom] = []
-            for w in group:
-                x = self.slice_of(w.leaf)
-                if dtype != w.leaf.aval.dtype:
+            for window in group:
+                x = self.slice_of(window.leaf)
+                if dtype != window.leaf.aval.dtype:
                     x = self._cast(x, dtype)
                 if anchor is not None:
                     (x,) = b.bind(after_p, x, anchor)
                 sent.append(x)
-            names = [self.flow.rows[w.leaf].leaf for w in group]
-            made = b.bind(
-                all_gather_p, *sent, name=names[0], over=(self.how.axis_name,), size=self.how.degree, axis=axis
-            )
-            for w, name, x in zip(group, names, made, strict=True):
-                s = self.how.cut(self.flow.rows[w.leaf])
+            names = [self.rows[window.leaf].leaf for window in group]
+            wide = b.bind(all_gather_p, *sent, name=names[0], **self._among(), axis=axis)
+            for window, name, x in zip(group, names, wide, strict=True):
                 b.labels[x] = f"{name}.gathered"
-                self._gathered[id(w)] = x if s.padded == s.size else b.part(x, s.axis, 0, s.size)
-        b.role = role
+                self._wide[id(window)] = self._without_end(x, axis, window.leaf.aval.shape[axis])
 
     def _cast(self, x: Atom, dtype: Any) -> Atom:
-        """A slice in another type, made once."""
+        """Return a slice in another type, cast once."""
         key = (x, jnp.dtype(dtype))
-        if key not in self._made:
-            self._made[key] = self.b.call(converted(jnp.dtype(dtype)), x)[0]
-        return self._made[key]
+        if key not in self._wholes:
+            self._wholes[key] = self.b.call(converted(jnp.dtype(dtype)), x)[0]
+        return self._wholes[key]
 
     # -- loops -------------------------------------------------------------------------------------
 
-    def _emit_loop(self, i: int) -> None:
-        """Write a loop that is given slices, or makes some."""
-        self.b.keep(*written_loop(self, i))
+    def _write_bodies(self, i: int) -> None:
+        """Write a loop, or another equation with bodies, on slices."""
+        eqn, entered = self.eqns[i], self.entered[i]
+        wires, wanted = wiring(eqn), entered.wanted
+        atoms: list[Atom] = []
+        for k, a in enumerate(eqn.invars):
+            if k in entered.passed:
+                atoms.append(self.read(a, entered.passed[k]))
+            elif wires.carried.get(k) in wanted:
+                atoms.append(self.wanted_slice(a, wanted[wires.carried[k]]))
+            else:
+                atoms.append(self.read(a, None))
+
+        outvars: list[Var] = []
+        for k, v in enumerate(eqn.outvars):
+            row = self.scattering.rows[v] if k in wanted else self.rows.get(v)
+            outvars.append(v if row is None else Var(self._of_rank(v, row)))
+            if k in wanted:
+                self.env[v] = self.late = outvars[-1]
+            elif row is not None:
+                self._made[v, self.layouts[v]] = outvars[-1]
+
+        handed_on = {k for k, v in enumerate(eqn.outvars) if k not in wanted and v in self.rows}
+        written = [body.written(handed_on, wires) for body in entered.bodies]
+        (body, ahead), *_ = written
+        if ahead is None:
+            loop = self.b.with_bodies(eqn, [body for body, _ in written], atoms, outvars)
+            self.b.keep(loop, loop.invars)
+        else:
+            gather, stack = ahead
+            self.b.keep(prefetched(eqn, body, gather, stack, [a.aval for a in atoms], outvars), atoms)
+
+    def written(self, handed_on: Collection[int], wires: Wiring) -> tuple[ClosedJaxpr, Ahead | None]:
+        """Write all equations of a body.
+
+        Args:
+          handed_on: outputs that are slices.
+          wires: of the equation of the body.
+
+        Returns:
+          The body, and how its first layer is gathered ahead of time.
+        """
+        ends = [(self.position_of(a), a) for a in self.inner.outvars]
+        self.begin(ends, {a for k in handed_on if isinstance(a := self.inner.outvars[k], Var)})
+        ahead = None
+        if self.how.prefetch and not self.how.once:
+            ahead = self._first_ahead([self.inner.invars[k] for k in wires.slices])
+        for eqn in self.eqns:
+            self.emit(eqn)
+        return self.b.build([self.result(a, place) for place, a in ends]), ahead
+
+    def _first_ahead(self, parts: Sequence[Var]) -> Ahead | None:
+        """Pass the value of the first window into the body as an input, if that is one of the scanned layers."""
+        windows, shards = self.uses.windows, self.shards
+        if not windows or windows[0].leaf not in self.given.slices or windows[0].leaf not in parts:
+            return None
+        leaf, dtype, row = windows[0].leaf, windows[0].dtype, self.rows[windows[0].leaf]
+        self._wide[id(windows[0])] = self.b.input(leaf.aval.update(dtype=jnp.dtype(dtype)))
+        self._next = 1
+
+        def gather(x: Any) -> Any:
+            (whole,) = all_gather_p.bind(
+                x.astype(dtype), name=row.leaf, over=shards.over, size=shards.count, axis=row.axis
+            )
+            return jax.lax.slice_in_dim(whole, 0, leaf.aval.shape[row.axis], axis=row.axis)
+
+        return gather, parts.index(leaf)

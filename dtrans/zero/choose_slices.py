@@ -30,14 +30,15 @@ from typing import Any
 from dtrans._jax import JaxprEqn, Literal, Var, resized
 from dtrans.engine.layout import cut_along
 from dtrans.errors import UnknownPrimitiveWarning
+from dtrans.ir.builder import Builder
 from dtrans.ir.program import BACKWARD, FORWARD
 from dtrans.rows.analysis import RowAnalysis, analyse
 from dtrans.rows.layout import SHARED, RowAxis, leaves_of
 from dtrans.step.cut import Cut, Gradient, Name
 from dtrans.step.marks import mark_p
 from dtrans.zero.forward_values import leaves_that_meet_the_batch
-from dtrans.zero.scatter_flow import scatter_flow
-from dtrans.zero.slice_flow import flat_bodies, local_values, slice_flow
+from dtrans.zero.rank_values import flat_bodies, local_values
+from dtrans.zero.slice_writer import Gathering, Given, SliceWriter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,7 +235,8 @@ def _read_as_layers(step: Cut, axes: Mapping[str, int], degree: int) -> dict[str
     Args:
       axes: where nothing else is known.
     """
-    eqns, _ = trainer_equations(step)
+    eqns, roles = trainer_equations(step)
+    jaxpr = step.program.jaxpr
     vars_of = step.program.invars
     local = local_values(eqns, [vars_of[n] for n in step.batch])
     gradients = summed_gradients(step, eqns, axes)
@@ -242,9 +244,12 @@ def _read_as_layers(step: Cut, axes: Mapping[str, int], degree: int) -> dict[str
     least: dict[str, int] = {}
     ahead = dict(axes)
     for first in range(1, 1 + max((vars_of[n].aval.ndim for n in axes), default=0)):
-        scattering = scatter_flow(eqns, {g: RowAxis(n, ahead[n]) for g, n in gradients.items() if n in ahead}, local)
-        rows = {vars_of[n]: RowAxis(n, axis) for n, axis in ahead.items()}
-        found = slice_flow(eqns, rows, local, (), scattering.operands(eqns)).largest()
+        given = Given(
+            rows={vars_of[n]: RowAxis(n, axis) for n, axis in ahead.items()},
+            local=local,
+            wanted={g: RowAxis(n, ahead[n]) for g, n in gradients.items() if n in ahead},
+        )
+        found = SliceWriter(Builder(jaxpr), jaxpr, eqns, roles, given, Gathering("", degree)).largest()
         for n, axis in ahead.items():
             if found.get(n, 0) < least.get(n, math.inf):
                 best[n], least[n] = axis, found.get(n, 0)

@@ -24,7 +24,7 @@ from dtrans.rows.layout import Whole, leaves_of
 from dtrans.step.cut import Cut, Name
 from dtrans.step.handed_values import hand_over
 from dtrans.zero.options import ShardingOptions
-from dtrans.zero.slice_flow import local_values
+from dtrans.zero.rank_values import local_values
 
 
 def with_forward_values(step: Cut, o: ShardingOptions) -> Cut:

@@ -25,10 +25,10 @@ from dtrans._jax import (
     wiring,
     with_bodies,
 )
-from dtrans.zero.slice_flow import SliceFlow, is_cheap
+from dtrans.zero.slice_writer import SliceWriter, is_cheap
 
 
-def remade(flow: SliceFlow, wanted: Collection[Atom]) -> list[JaxprEqn]:
+def remade(flow: SliceWriter, wanted: Collection[Atom]) -> list[JaxprEqn]:
     """Equations, of which loops hand on nothing that is made of layers alone.
 
     Args:
@@ -37,8 +37,8 @@ def remade(flow: SliceFlow, wanted: Collection[Atom]) -> list[JaxprEqn]:
     """
     eqns = list(flow.eqns)
     for i, eqn in enumerate(eqns):
-        if eqn.primitive.name in REMAT and i in flow.inside:
-            (body,), (inside,) = map(opened, bodies(eqn)), flow.inside[i]
+        if eqn.primitive.name in REMAT and i in flow.entered:
+            (body,), (inside,) = map(opened, bodies(eqn)), flow.entered[i].bodies
             new = closed_with(body, eqns=remade(inside, body.outvars))
             eqns[i] = eqn.replace(params={**eqn.params, **with_bodies(eqn, [opened(new)])})
     readers: dict[Var, list[tuple[int, int]]] = {}
@@ -66,10 +66,10 @@ def remade(flow: SliceFlow, wanted: Collection[Atom]) -> list[JaxprEqn]:
     return eqns
 
 
-def _made_of_layers(flow: SliceFlow, eqn: JaxprEqn, body: Jaxpr) -> Iterator[tuple[int, int, Sequence[JaxprEqn]]]:
+def _made_of_layers(flow: SliceWriter, eqn: JaxprEqn, body: Jaxpr) -> Iterator[tuple[int, int, Sequence[JaxprEqn]]]:
     """The outputs that a loop stacks and makes of one of its layers: which, of which operand, and how."""
     wires = wiring(eqn)
-    layers = {body.invars[k]: k for k in wires.slices if flow.row(eqn.invars[k]) is not None}
+    layers = {body.invars[k]: k for k in wires.slices if eqn.invars[k] in flow.roots}
     start: dict[Var, int] = dict(layers)
     chains: dict[Var, tuple[JaxprEqn, ...]] = dict.fromkeys(layers, ())
     for e in body.eqns:

@@ -15,13 +15,12 @@ window and the type is smaller.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
 from dtrans._jax import Atom, JaxprEqn, Literal, Var
-from dtrans.zero.slice_flow import SliceFlow
 
 
 KEPT_WINDOWS = 8  # a leaf stays gathered between two uses while no more others than this are gathered
@@ -58,7 +57,9 @@ class LiveRanges:
     """What equations read of leaves, and of their parts.
 
     Args:
-      flow: what of the equations has slices, and what is read whole.
+      eqns: equations.
+      roots: leaves and parts that a value with slices is computed from, by its variable.
+      reads: by position, the values with slices that an equation reads whole.
       roles: of each equation.
       ends: values that are wanted beside those that equations read: position of what makes it, and the value.
       once: whether a leaf has one window, from its first use to its last.
@@ -69,10 +70,17 @@ class LiveRanges:
     """
 
     def __init__(
-        self, flow: SliceFlow, roles: Sequence[str], ends: Sequence[tuple[int, Atom]] = (), *, once: bool = False
+        self,
+        eqns: Sequence[JaxprEqn],
+        roots: Mapping[Var, frozenset[Var]],
+        reads: Mapping[int, Sequence[Atom]],
+        roles: Sequence[str],
+        ends: Sequence[tuple[int, Atom]] = (),
+        *,
+        once: bool = False,
     ) -> None:
         self._once = once
-        self.roots = flow.roots
+        self.roots = roots
         self.derived: dict[Var, JaxprEqn] = {}
         self.windows: list[LiveRange] = []
         self._types: dict[Var, frozenset[tuple[Var, Any]]] = {}
@@ -81,14 +89,14 @@ class LiveRanges:
         wanted: dict[int, list[Atom]] = {}
         for i, atom in ends:
             wanted.setdefault(i, []).append(atom)
-        for i, eqn in enumerate(flow.eqns):
-            out = eqn.outvars[0] if eqn.outvars else None
-            if out in self.roots and self.roots[out] != {out}:
-                self.derived[out] = eqn
-            for a in (*flow.reads.get(i, ()), *wanted.get(i, ())):
+        for i, eqn in enumerate(eqns):
+            for out in eqn.outvars[:1]:
+                if self.roots.get(out, {out}) != {out}:
+                    self.derived[out] = eqn
+            for a in (*reads.get(i, ()), *wanted.get(i, ())):
                 self._use(a, i, roles[i])
-        for a in wanted.get(len(flow.eqns), ()):
-            self._use(a, len(flow.eqns), roles[-1] if roles else "")
+        for a in wanted.get(len(eqns), ()):
+            self._use(a, len(eqns), roles[-1] if roles else "")
 
     def window(self, leaf: Var, at: int) -> LiveRange:
         """The window in which a leaf is read at a position."""

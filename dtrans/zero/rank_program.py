@@ -42,7 +42,6 @@ from dtrans.zero.all_gather import Gatherer
 from dtrans.zero.by_leaf.layout import Owned
 from dtrans.zero.choose_slices import Sliced, Slices, slices_of, summed_gradients, trainer_equations
 from dtrans.zero.forward_values import differing_inputs, differing_values, with_forward_values
-from dtrans.zero.gathering import Gathering, Given
 from dtrans.zero.gradient_results import GradientResults
 from dtrans.zero.layer_residuals import remade
 from dtrans.zero.mixed_precision import (
@@ -57,9 +56,10 @@ from dtrans.zero.mixed_precision import (
     unscaled,
 )
 from dtrans.zero.options import ShardingOptions
+from dtrans.zero.rank_values import flat_bodies, local_values
 from dtrans.zero.reduce_scatter import Scatterer, ScatterSpec, scatter_specs
 from dtrans.zero.scatter_flow import makers_of, scatter_flow
-from dtrans.zero.slice_flow import flat_bodies, local_values, slice_flow
+from dtrans.zero.slice_writer import Gathering, Given, SliceWriter
 from dtrans.zero.update import sliced_half
 
 
@@ -286,7 +286,7 @@ class RankWriter:
 
     def _arranged(self, step: Cut) -> Arrange:
         """How the equations are ordered, and what loops need not hand on."""
-        vars_of = step.program.invars
+        o, jaxpr, vars_of = self.o, step.program.jaxpr, step.program.invars
         rows = {vars_of[n]: RowAxis(n, s.axis) for n, s in self.leaves.items() if self.o.stage == 3}
 
         def arrange(
@@ -294,9 +294,11 @@ class RankWriter:
         ) -> tuple[list[JaxprEqn], list[str]]:
             eqns, roles = straightened(eqns, roles, wanted)
             if rows:
-                flat = flat_bodies(eqns)
-                local = local_values(flat, [vars_of[n] for n in step.batch])
-                eqns = remade(slice_flow(flat, rows, local), {a for a in wanted if isinstance(a, Var)})
+                eqns = flat_bodies(eqns)
+                local = local_values(eqns, [vars_of[n] for n in step.batch])
+                given, how = Given(rows, local, wanted={}), Gathering(o.axis_name, o.degree)
+                flow = SliceWriter(Builder(jaxpr), jaxpr, eqns, roles, given, how)
+                eqns = remade(flow, {a for a in wanted if isinstance(a, Var)})
             return eqns, roles
 
         return arrange
@@ -310,18 +312,20 @@ class RankWriter:
         segment = (o.slices.gather_bucket_MB if o.stage == 3 else o.reduce.bucket_MB) * 2**20
         in_loops = o.prefetch if o.prefetches_in_loops else 0
         dtypes = {n: dtype if n in low else g.aval.dtype for g, n in layers.items()}
-        how = Gathering(o.axis_name, o.degree, self.leaves, dtypes, o.prefetch, in_loops, segment, once=o.stage < 3)
+        how = Gathering(o.axis_name, o.degree, dtypes, o.prefetch, in_loops, segment, once=o.stage < 3)
 
         def writer(eqns: Sequence[JaxprEqn], roles: Sequence[str], ends: Sequence[tuple[int, Atom]]) -> HalfWriter:
             given = Given(
-                {vars_of[n]: local[n] for n in held},
                 {vars_of[n]: RowAxis(n, s.axis) for n, s in held.items()},
                 local_values(eqns, [vars_of[n] for n in step.batch]),
                 {g: RowAxis(n, self.leaves[n].axis) for g, n in layers.items()},
-                taken={g: RowAxis(n, self.leaves[n].axis) for n in self.layout.unreduced
-                       if n in self.leaves and isinstance(g := step.gradients.get(n), Var)},
-            )  # fmt: skip
-            return Gatherer(b, step.program.jaxpr, eqns, roles, given, how, ends)
+                {vars_of[n]: local[n] for n in held},
+            )
+            gatherer = Gatherer(b, step.program.jaxpr, flat_bodies(eqns), roles, given, how, [a for _, a in ends])
+            unreduced = {n: g for n, g in step.gradients.items() if n in self.leaves and n in self.layout.unreduced}
+            gatherer.begin(ends, {g for n, g in unreduced.items() if isinstance(g, Var)
+                                  and gatherer.rows.get(g) == RowAxis(n, self.leaves[n].axis)})  # fmt: skip
+            return gatherer
 
         return writer
 

@@ -18,10 +18,10 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from dtrans._jax import REMAT, SCAN, Atom, JaxprEqn, Var, bodies, linear_operands, opened, scan_counts
+from dtrans._jax import REMAT, SCAN, Atom, JaxprEqn, Var, bodies, linear_group, opened, scan_counts
 from dtrans.rows.layout import RowAxis
 from dtrans.rows.rules import Step, rows_of_operands
-from dtrans.zero.slice_flow import local_inside
+from dtrans.zero.rank_values import local_inside
 
 
 @dataclasses.dataclass(eq=False)
@@ -32,13 +32,11 @@ class ScatterFlow:
       rows: the rows that are wanted of a value.
       steps: by position, how an equation is carried out on rows.
       loops: by position, the outputs of a loop that it is to make as slices, and their rows inside.
-      inside: by position, the same of its body.
     """
 
     rows: dict[Var, RowAxis]
     steps: dict[int, Step] = dataclasses.field(default_factory=dict)
     loops: dict[int, dict[int, RowAxis]] = dataclasses.field(default_factory=dict)
-    inside: dict[int, ScatterFlow] = dataclasses.field(default_factory=dict)
 
     def operands(self, eqns: Sequence[JaxprEqn]) -> dict[int, Collection[int]]:
         """By position, the operands of an equation that are read as slices."""
@@ -151,7 +149,7 @@ def _prune(
 def _on_rows(eqn: JaxprEqn, row: RowAxis, local: Collection[Var]) -> Step | None:
     """How an equation that is linear in what ranks add up is carried out on rows of its output."""
     summed = {k for k, a in enumerate(eqn.invars) if isinstance(a, Var) and a in local}
-    if not any(summed <= set(together) for together in linear_operands(eqn)):
+    if not linear_group(eqn, summed):
         return None
     step = rows_of_operands(eqn, row)
     return step if step is not None and all(step.operands[k] is not None for k in summed) else None
@@ -179,7 +177,7 @@ def _into(
             break
         inside = {k: row for k, row in inside.items() if k not in bad}
     if inside:
-        flow.loops[i], flow.inside[i] = inside, inner
+        flow.loops[i] = inside
         for k in inside:
             if k < carried:
                 want(eqn.invars[consts + k], inside[k])

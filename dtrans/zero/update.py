@@ -7,50 +7,16 @@ all-reduce. Independent all-reduces are one equation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from dtrans._jax import Atom, opened
+from dtrans._jax import opened
 from dtrans.engine.layout import Gathered, Placed, Shards
 from dtrans.engine.merged_reductions import merge_reductions
-from dtrans.engine.pieces import Pieces
 from dtrans.engine.writer import SplitWriter, written
-from dtrans.ir.builder import Builder
 from dtrans.ir.inline import eliminate_dead, inline_calls
-from dtrans.rows.layout import SHARED, RowAxis
-from dtrans.rows.rules import Step
-from dtrans.rows.slices import Slice
+from dtrans.rows.layout import SHARED
 from dtrans.step.cut import Name, OptimizeHalf
 from dtrans.zero.choose_slices import Sliced
-
-
-class RankRows:
-    """A rank's rows of one leaf (`dtrans.rows.writer.BlockRows`).
-
-    Args:
-      b: writes the program, or the body, in which they are wanted.
-      sliced: how the leaf is cut.
-      axis_name: the axis that the ranks are on.
-    """
-
-    def __init__(self, b: Builder, sliced: Sliced, axis_name: str) -> None:
-        self.sliced = sliced
-        self.axis_name = axis_name
-        self._pieces = Pieces(b, Shards(sliced.degree, (axis_name,)))
-
-    def of(self, row: RowAxis) -> Slice:
-        return self._pieces.of(self.sliced.size * row.width, row)
-
-    def inside(self, b: Builder) -> RankRows:
-        return RankRows(b, self.sliced, self.axis_name)
-
-    def operands(self) -> Sequence[Atom]:
-        return ()
-
-    def without_padding(self, atoms: Sequence[Atom], step: Step) -> list[Atom]:
-        """The operands of a reduction, with what changes nothing in the place of padding."""
-        op = step.reduce or ""
-        return [a if row is None else self._pieces.without_padding(a, self.sliced.size * row.width, row, op)
-                for a, row in zip(atoms, step.operands, strict=True)]  # fmt: skip
 
 
 def sliced_half(

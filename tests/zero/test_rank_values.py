@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from dtrans.ops import trainer_index_p
-from dtrans.zero.slice_flow import local_values
+from dtrans.zero.rank_values import local_values
 
 
 def test_what_a_loop_makes_of_its_rank_differs() -> None:
