@@ -720,3 +720,10 @@ def agrees(names, shape, axes, shards, gradient, seed):
         assume(all(float(np.abs(a).max()) < 1e6 for a in expected))  # nor NaN
         cuts = {i: d for i, d in enumerate(axes) if d is not None}
         checked(grads if gradient else fn, args, cuts, shards)
+
+
+def test_a_carried_sum_that_a_turn_reads_whole_is_reduced_before_the_loop():
+    """Left open, it would be reduced in each turn."""
+    sines = lambda x: lax.fori_loop(0, 3, lambda i, c: jnp.sin(c), x.sum(0))
+    program = checked(sines, [floats(8, 4)], {0: 0}, 4)
+    assert [(e.primitive, times) for e, times in collectives(program.jaxpr)] == [(all_reduce_p, 1)]
