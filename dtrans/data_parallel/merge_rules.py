@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from dtrans._jax import Atom, JaxprEqn, Literal, Var
+from dtrans.batch.shared import grown
 from dtrans.data_parallel.options import Options
 from dtrans.errors import ConfigError
 from dtrans.ir.dataflow import propagate
@@ -133,12 +133,7 @@ def _of_all(step: Cut, o: Options, parts: int, asked: Sequence[str]) -> Program 
             f"{', '.join(asked)} may grow with the batch, whose arrays are split over the {o.noun}s on dim 0, but "
             f"{listed} rows; name what every {o.noun} needs whole in unsplit_inputs=(...)"
         )
-    return program.specialize_flat(
-        [
-            jax.ShapeDtypeStruct((t.shape[0] * parts, *t.shape[1:]) if n in split else t.shape, t.dtype)
-            for n, t in program.inputs.items()
-        ]
-    )
+    return program.specialize_flat([grown(t, 0 if n in split else None, parts) for n, t in program.inputs.items()])
 
 
 def _of_rows(step: Cut, whole: Program) -> dict[Var, int]:
