@@ -1,6 +1,7 @@
 """Updates that have a number of the size of the batch: a step traced with the whole batch, and given whole batches.
 
-In 64 bits, within 1e-12 of one device; batches of other sizes than the traced one too, which trainers need not divide.
+Batches have other sizes than the traced one too, which trainers need not divide. Plans are verified; jobs of some cases
+run in 64 bits, within 1e-12 of one device.
 """
 
 from __future__ import annotations
@@ -85,11 +86,17 @@ def check(job: Any, step: Any, batches: Sequence[Sequence[jax.Array]]) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12), found, tuple(alone))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("traced", [4, 12, 13])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_step_is_given_the_batch_that_it_was_traced_with_and_others(mode: str, traced: int) -> None:
-    job = planned(mode, counted, rows(traced)).simulate()
+def test_a_plan_takes_the_batch_that_it_was_traced_with_and_others(mode: str, traced: int) -> None:
+    plan = planned(mode, counted, rows(traced))
+    for count in (12, 13, 6):
+        assert (report := plan.verify(rows(count), points=(0, 1))), str(report)
+
+
+def test_a_job_is_given_batches_of_other_sizes() -> None:
+    job = planned("sharding 1", counted, rows(12)).simulate()
     check(job, counted, [(rows(n, n),) for n in (12, 13, 6)])
 
 
@@ -112,7 +119,9 @@ def test_a_server_of_local_trainers_has_the_number_of_a_part(trainers: int) -> N
 @pytest.mark.parametrize("mode", ["nccl2", "sharding 1", "owners", "pserver"])
 def test_a_count_of_a_mask_behind_the_gradient(mode: str) -> None:
     batches = [(rows(n, n), (jnp.arange(n) % 3 > 0) * 1.0) for n in (12, 13)]
-    check(planned(mode, masked, *batches[0]).simulate(), masked, batches)
+    plan = planned(mode, masked, *batches[0])
+    for batch in batches:
+        assert (report := plan.verify(*batch, points=(0, 1))), str(report)
 
 
 @pytest.mark.parametrize("mode", ["nccl2", "sharding 1"])

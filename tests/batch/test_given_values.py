@@ -58,27 +58,17 @@ def planned(loss: Any, parts: int) -> tuple[Any, Any, Any]:
     return plan, step, start
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("parts", [2, 3])
 @pytest.mark.parametrize("name", TAKEN)
 def test_what_no_parameter_enters_is_given_whole_or_in_portions(name: str, parts: int) -> None:
     loss, portions = TAKEN[name]
-    plan, step, alone = planned(loss, parts)
+    plan, *_ = planned(loss, parts)
     assert plan.shared.reduce == ("mean" if portions else "sum")
     divided = [e.invars[1].val for e in plan.values.eqns if e.primitive.name == "div" and not e.invars[0].aval.ndim]
     assert divided.count(parts) == len(portions)
-    job = plan.simulate()
-    state = job.init()
-    for seed in range(3):
-        rng = np.random.default_rng(seed)
-        batch = rng.normal(size=(12, 4)), (np.arange(12) % (seed + 2) == 0) + rng.random(12)
-        state, loss_of_all = job.step(state, *batch)
-        params, opt_state, wanted = step(*alone, *batch)
-        alone = params, opt_state
-        np.testing.assert_allclose(loss_of_all, wanted, rtol=1e-12, atol=1e-12)
-        for n, leaf in job.params(state).items():
-            np.testing.assert_allclose(leaf, params[n], rtol=1e-12, atol=1e-12)
+    assert (report := plan.verify(points=(0, 1))), str(report)
 
 
 @pytest.mark.usefixtures("x64")
@@ -123,10 +113,19 @@ def mask_in_checkpoint(p: Any, x: Any, key: Any) -> Any:
     return (jax.checkpoint(lambda h, w: dropped(h, w, drawn(key, *h.shape)))(x, p["s"][0]) @ p["v"]).mean()
 
 
+MASKED = [mask_before_the_loop, mask_before_checkpoint, mask_in_the_loop, mask_in_checkpoint]
+
+
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("loss", [mask_before_the_loop, mask_before_checkpoint, mask_in_the_loop, mask_in_checkpoint])
-def test_a_mask_is_one_devices(loss: Any) -> None:
-    plan, step, alone = of_layers(loss)
+@pytest.mark.parametrize("loss", MASKED)
+def test_plans_with_a_mask_compute_the_step(loss: Any) -> None:
+    plan, *_ = of_layers(loss)
+    assert (report := plan.verify(points=(0, 1))), str(report)
+
+
+@pytest.mark.usefixtures("x64")
+def test_a_mask_is_one_devices() -> None:
+    plan, step, alone = of_layers(mask_in_the_loop)
     job = plan.simulate()
     state = job.init()
     for seed in range(2):

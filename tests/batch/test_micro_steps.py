@@ -32,26 +32,32 @@ def planned(name: str, mode: str, trainers: int, **options: Any) -> Any:
     return dtrans.sharding(*given, degree=trainers, stage=int(mode), slices=slices, **options)
 
 
+PLANS = [
+    ("sum_loss", "nccl2", 1),
+    ("rnn_time_major", "nccl2", 2),  # rows on the second dimension
+    ("masked_mean", "nccl2", 2),
+    ("metrics_counts", "nccl2", 1),
+    ("dropout_key_in_opt_state", "1", 2),
+    ("mixup", "2", 2),
+    ("dropout_key_in_params", "3", 2),
+]
+
+
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize(
-    ("name", "mode", "trainers"),
-    [
-        ("sum_loss", "nccl2", 1),
-        ("rnn_time_major", "nccl2", 2),  # rows on the second dimension
-        ("masked_mean", "nccl2", 2),
-        ("metrics_counts", "nccl2", 1),
-        ("dropout_key_in_opt_state", "1", 2),
-        ("mixup", "2", 2),
-        ("dropout_key_in_params", "3", 2),
-    ],
-)
-@pytest.mark.sampled(1)
-def test_micro_steps_give_the_numbers_of_one_device(name: str, mode: str, trainers: int) -> None:
-    case = step_zoo.by_name(name)
+@pytest.mark.parametrize(("name", "mode", "trainers"), PLANS)
+def test_plans_in_micro_steps_compute_the_step(name: str, mode: str, trainers: int) -> None:
+    report = planned(name, mode, trainers).verify(*step_zoo.by_name(name).batch(12), points=(0, 1))
+    assert report, str(report)
+
+
+@pytest.mark.usefixtures("x64")
+def test_micro_steps_give_the_numbers_of_one_device() -> None:
+    case = step_zoo.by_name("masked_mean")
     with compiled_quickly():
-        job, step = planned(name, mode, trainers).simulate(), jax.jit(case.step)
+        job, step = planned("masked_mean", "nccl2", 2).simulate(), jax.jit(case.step)
         state, alone = job.init(KEY), case.init(KEY)
-        for rows in (12, 8) if name == "masked_mean" else (12,):
+        for rows in (12, 8):
             state, *results = job.step(state, *case.batch(rows))
             params, opt_state, *wanted = step(*alone, *case.batch(rows))
             alone = params, opt_state

@@ -51,25 +51,38 @@ def planned(of: Any, make: Any, **options: Any) -> Any:
     return make(dtrans.trace(step, *init(None), x, y), dtrans.trace(init, jax.random.key(0)), **options)
 
 
-@pytest.mark.parametrize("name", TOLD)
-@pytest.mark.parametrize(("trainers", "way"), [(2, "on_mesh"), (3, "simulate")])
-def test_nccl2_gives_the_numbers_of_one_device(x64: None, name: str, trainers: int, way: str) -> None:
-    of = step, init, x, y = case(name, dtrans.value_and_grad if trainers == 2 else jax.value_and_grad)
-    job = getattr(planned(of, dtrans.nccl2, trainers=trainers), way)()
-    state, want, one = job.init(jax.random.key(0)), init(None), jax.jit(step)
-    for _ in range(3):
-        state, value = job.step(state, x, y)
-        *want, expected = one(*want, x, y)
-        tree_close((job.params(state), job.opt_state(state), value), (*want, expected), 1e-10)
-
-
-@pytest.mark.parametrize("name", TOLD)
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.sampled(7)
-def test_sharding_gives_the_numbers_of_one_device(x64: None, stage: int, name: str) -> None:
-    of = step, init, x, y = case(name, dtrans.value_and_grad if stage == 2 else jax.value_and_grad)
+def planned_for(name: str, strategy: str) -> tuple[Any, Any]:
+    """Return a plan, and what `case` returns: two and three ranks, gradients that are marked and that are not."""
+    ranks = {"nccl2": 2, "nccl2, 3": 3, "stage 1": 2, "stage 2": 2, "stage 3": 3}[strategy]
+    of = case(name, dtrans.value_and_grad if strategy in ("nccl2", "stage 2") else jax.value_and_grad)
+    if strategy.startswith("nccl2"):
+        return planned(of, dtrans.nccl2, trainers=ranks), of
     slices = dtrans.Slicing(min_slice_size=0)
-    job = planned(of, dtrans.sharding, degree=3 if stage == 3 else 2, stage=stage, slices=slices).simulate()
+    return planned(of, dtrans.sharding, degree=ranks, stage=int(strategy[-1]), slices=slices), of
+
+
+STRATEGIES = ["nccl2", "nccl2, 3", "stage 1", "stage 2", "stage 3"]
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", TOLD)
+def test_plans_compute_the_step(x64: None, name: str, strategy: str) -> None:
+    plan, _ = planned_for(name, strategy)
+    assert (report := plan.verify()), str(report)
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy", "way"),
+    [
+        ("reduce_on_plateau", "nccl2", "on_mesh"),
+        ("lbfgs, zoom", "nccl2, 3", "simulate"),
+        ("lbfgs, backtracking", "stage 3", "simulate"),
+    ],
+)
+def test_a_job_gives_the_numbers_of_one_device(x64: None, name: str, strategy: str, way: str) -> None:
+    plan, (step, init, x, y) = planned_for(name, strategy)
+    job = getattr(plan, way)()
     state, want, one = job.init(jax.random.key(0)), init(None), jax.jit(step)
     for _ in range(3):
         state, value = job.step(state, x, y)

@@ -73,10 +73,13 @@ def planned(of, num_stages=2, num_micro_batch=2, flops_per_byte=0, **options):
     )
 
 
-def check(of, way="simulate", **options):
-    """Compare with one device after three steps; the plan."""
+def check(of, way="verify", **options):
+    """Return the plan, verified, or of a job that has the numbers of one device after three steps."""
     plan = planned(of, **options)
-    tree_close(of.of(getattr(plan, way)()), of.on_one_device(), 1e-12)
+    if way == "verify":
+        assert (report := plan.verify()), str(report)
+    else:
+        tree_close(of.of(getattr(plan, way)()), of.on_one_device(), 1e-12)
     return plan
 
 
