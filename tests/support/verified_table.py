@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 import optax.contrib
 from paths import DOCS
@@ -20,6 +21,7 @@ if __name__ == "__main__":
 
 import optimizer_zoo
 import step_zoo
+import table_jobs
 from step_zoo import StepCase
 
 import dtrans
@@ -49,6 +51,16 @@ REPLAYED: Mapping[str, Callable[..., Any]] = {
     ),
 }
 COLUMNS = (*STRATEGIES, *REPLAYED)
+# modes of parameter servers with a table, and the update of rows that nobody looks up
+ADAPTIVE = dtrans.DelayCompensation(0.5, decay=0.9)
+TABLES: Mapping[str, tuple[Any, str]] = {
+    "sync": (dtrans.Sync(), "dense"),
+    "sync, lazy": (dtrans.Sync(), "lazy"),
+    "async": (dtrans.Async(), "dense"),
+    "async, lazy": (dtrans.Async(), "lazy"),
+    "compensated": (dtrans.Async(delay=ADAPTIVE), "dense"),
+    "GEO, lazy": (dtrans.Geo(push_every=2), "lazy"),
+}
 # the steps that every optimizer of the zoo takes: a mask, statistics of the batch, a loop over time
 STEPS = ("masked_mean_and_penalty", "batch_norm_by_hand", "rnn_time_major")
 # one optimizer of each class, for all losses of the zoo
@@ -94,6 +106,8 @@ IN_SHORT: Mapping[str, str] = {
     "which belongs to the optimizer": "forward reads the optimizer's state",
     "which only the trainers have": "the update reads an argument",
     "reduces over rows of several blocks": "the optimizer needs all gradients at once",
+    "reduces over all rows": "the optimizer needs all rows at once",
+    "an update is of all rows": "the optimizer needs all rows at once",
 }
 
 
@@ -111,6 +125,39 @@ def verify(case: StepCase, strategy: str) -> Outcome:
     except DtransError as error:
         return Outcome(None, str(error))
     return Outcome(plan.verify(points=(0,)) if strategy in REPLAYED else plan.verify())
+
+
+def verify_table(optimizer: optimizer_zoo.Case, column: str) -> Outcome:
+    """Verify the plan of a step with a table of 11 rows, at one point."""
+    mode, update = TABLES[column]
+    key, ids = jax.random.key(0), jnp.zeros((ROWS, 2), int)
+
+    def init(key: jax.Array) -> tuple[Any, Any]:
+        params: Any = {"emb": jax.random.normal(key, (11, 3)), "w": jnp.linspace(0.5, 2.0, 6)}
+        params = optax.LookaheadParams.init_synced(params) if optimizer.pair else params
+        return params, optimizer.make().init(params)
+
+    leaf = "params/fast/emb" if optimizer.pair else "params/emb"
+    try:
+        main = dtrans.trace(optimizer.step(_lookup_loss), *jax.eval_shape(init, key), ids)
+        plan = dtrans.pserver(
+            main,
+            dtrans.trace(init, key),
+            pservers=SERVERS,
+            trainers=RANKS,
+            mode=mode,
+            placement=dtrans.BlockPlacement(min_block_size=1),
+            sparse={leaf: dtrans.Rows(update)},
+        )
+    except DtransError as error:
+        return Outcome(None, str(error))
+    return Outcome(plan.verify(points=(0,)))
+
+
+def _lookup_loss(params: Any, ids: jax.Array) -> jax.Array:
+    """Two features on one table: the one by index, the other by `jnp.take`."""
+    x = jnp.concatenate([params["emb"][ids[:, 0]], jnp.take(params["emb"], ids[:, 1], axis=0)], 1)
+    return jnp.mean((jnp.tanh(x) @ params["w"] - 1) ** 2)
 
 
 def train(case: StepCase, optimizer: optimizer_zoo.Case) -> StepCase:
@@ -142,15 +189,35 @@ rows. The page is made by the tests (`make docs`). A pipeline refuses statistics
 """
 
 
+TABLES_HEAD = f"""
+## Tables of embeddings
+
+A step looks up rows of a table by two features of a batch, with repetitions. Servers update it in the modes below.
+*Lazy* is `dtrans.Rows("lazy")`, else `dtrans.Rows("dense")`; *compensated* is `dtrans.Async` with an adaptive
+`dtrans.DelayCompensation`. Each plan is compared at one point.
+
+| optimizer | {" | ".join(TABLES)} |
+|{" --- |" * (1 + len(TABLES))}
+"""
+
+
 def row(case: StepCase) -> str:
     """Return the row of a step."""
     cells = [str(verify(case, strategy)) for strategy in COLUMNS]
     return f"| {case.name} | {' | '.join(cells)} |\n"
 
 
+def table_row(name: str) -> str:
+    """Return the row of an optimizer that updates a table."""
+    case = optimizer_zoo.Case(lambda: table_jobs.OPTIMIZERS[name])
+    cells = [str(verify_table(case, column)) for column in TABLES]
+    return f"| {name} | {' | '.join(cells)} |\n"
+
+
 def page() -> str:
     """Return the page."""
-    return HEAD + "".join(map(row, step_zoo.CASES))
+    steps, optimizers = map(row, step_zoo.CASES), map(table_row, table_jobs.OPTIMIZERS)
+    return "".join([HEAD, *steps, TABLES_HEAD, *optimizers])
 
 
 if __name__ == "__main__":

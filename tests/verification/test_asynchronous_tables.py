@@ -10,9 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+import optimizer_zoo
 import pytest
+import verified_table
 from jaxpr_surgery import Surgery
 from table_jobs import OPTIMIZERS
+from table_losses import LOOPS, READ, D, V
 
 import dtrans
 from dtrans.protocol.served import RowGradient
@@ -103,6 +107,38 @@ def test_turns_are_those_of_the_replay(mode: str, optimizer: str, update: str) -
 def test_synchronous_lazy_updates_leave_rows(optimizer: str) -> None:
     report = _plan("sync", optimizer, "lazy").verify(points=(0, 2))
     assert report, str(report)
+
+
+LOSSES = {name: (loss, ["params/emb"]) for name, (loss, _) in READ.items()}
+LOSSES |= {name: (loss, [*sizes]) for name, (loss, sizes) in LOOPS.items()}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("mode", ["sync", "compensated", "geo"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_rows_that_losses_look_up(name: str, mode: str) -> None:
+    """Also in loops and branches, which look rows up before them."""
+    loss, leaves = LOSSES[name]
+    params = {n: jnp.ones(shape) for n, shape in (("emb", (V, D)), ("w", (D, D)), ("table", (V, D)))}
+    tx, ids = optax.sgd(0.1, 0.9), jnp.zeros((4, 2), int)
+    sparse = {n: dtrans.Rows("lazy") for n in leaves}
+    main = dtrans.trace(dtrans.make_train_step(loss, tx), params, tx.init(params), ids)
+    how: Any = {"mode": MODES[mode], "sparse": sparse, "placement": dtrans.BlockPlacement(min_block_size=1)}
+    how |= {} if mode == "sync" else {"batch": "local"}
+    startup = dtrans.trace(lambda: (params, tx.init(params)))
+    plan = dtrans.pserver(main, startup, pservers=SERVERS, trainers=2, **how)
+    report = plan.verify(points=(0,))
+    assert report, str(report)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("column", verified_table.TABLES)
+@pytest.mark.parametrize("optimizer", optimizer_zoo.CASES)
+def test_every_optimizer_updates_a_table(optimizer: str, column: str) -> None:
+    found = verified_table.verify_table(optimizer_zoo.CASES[optimizer], column)
+    if found.report is None:
+        pytest.skip(f"refused: {found.refusal}")
+    assert found.report, str(found.report)
 
 
 # -- faults ----------------------------------------------------------------------------------------

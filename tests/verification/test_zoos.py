@@ -5,6 +5,7 @@ from __future__ import annotations
 import optimizer_zoo
 import pytest
 import step_zoo
+import table_jobs
 import verified_table
 from verified_table import CLASSES, STEPS, STRATEGIES, Outcome, train, verify
 
@@ -29,8 +30,17 @@ def test_the_page_says_what_is_found_for_each_step(name: str) -> None:
 def test_the_page_has_every_step() -> None:
     text = verified_table.PAGE.read_text()
     assert text.startswith(verified_table.HEAD)
-    rows = text.removeprefix(verified_table.HEAD).splitlines()
-    assert [row.split(" | ")[0][2:] for row in rows] == [case.name for case in step_zoo.CASES]
+    steps, _, tables = text.removeprefix(verified_table.HEAD).partition(verified_table.TABLES_HEAD)
+    names = lambda rows: [row.split(" | ")[0][2:] for row in rows.splitlines()]
+    assert names(steps) == [case.name for case in step_zoo.CASES]
+    assert names(tables) == [*table_jobs.OPTIMIZERS]
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("optimizer", table_jobs.OPTIMIZERS)
+def test_the_page_says_what_is_found_for_each_table(optimizer: str) -> None:
+    lines = verified_table.PAGE.read_text().splitlines(keepends=True)
+    assert verified_table.table_row(optimizer) in lines, "write it anew with `make docs`"
 
 
 @pytest.mark.sampled(4)

@@ -292,7 +292,7 @@ class OrderedJob:
                 RowGradient(np.arange(b.rows, dtype=np.int32), servers[b.endpoint].state[b.name]) for b in blocks
             ]
             spans = [b.span for b in blocks if b.span is not None]
-            found = rows_of_table(spans, of_blocks, types[n].shape[0])
+            found = rows_of_table(spans, of_blocks)
             whole = jnp.zeros(types[n].shape, types[n].dtype).at[found.ids].set(found.rows)
             ids = kept_at_start(types[n].shape[0], number)
             kept[n] = TracedKeptRows(ids, [whole, *(state["own"][m] for m in names)])
@@ -521,7 +521,7 @@ class _OrderedTrainer:
         for table, (leaf, _) in self._tables.items():
             blocks = self._job.plan.placement.blocks[table]
             parts = [self._servers[b.endpoint].give_changes(self._number, b.name) for b in blocks]
-            self._answer[table] = rows_of_table(leaf.spans, parts, leaf.shape[0])
+            self._answer[table] = rows_of_table(leaf.spans, parts)
         self._pushes += 1
 
     def received(self) -> int:

@@ -6,12 +6,12 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from table_losses import LOOPS, READ, D, V
 
 import dtrans
 from dtrans._jax import equations
@@ -22,7 +22,6 @@ from dtrans.rows.analysis import analyse
 from dtrans.step.cut import cut
 
 
-V, D = 40, 3
 PARAMS = {"emb": np.ones((V, D), np.float32), "w": np.ones((D, D), np.float32), "table": np.ones((V, D), np.float32)}
 SGD = optax.sgd(0.1)
 IDS = np.zeros((4, 2), np.int32)
@@ -35,20 +34,6 @@ def step_of(loss: Callable[..., Any], tx: Any = SGD, params: Any = PARAMS, *, ha
 
 def found(loss: Callable[..., Any], **options: Any) -> Any:
     return find_lookups(cut(step_of(loss, **options)))
-
-
-EMBED = nn.Embed(V, D, dtype=jnp.bfloat16)
-
-READ = {
-    "by index": (lambda p, ids: jnp.mean((p["emb"][ids] @ p["w"]) ** 2), 8),
-    "jnp.take": (lambda p, ids: jnp.mean(jnp.take(p["emb"], ids[:, 0], axis=0) @ p["w"]), 4),
-    "one row": (lambda p, ids: jnp.mean(p["emb"][ids[0, 0]] @ p["w"]), 1),
-    "vmap of one row": (lambda p, ids: jnp.mean(jax.vmap(lambda i: p["emb"][i] @ p["w"])(ids[:, 0])), 4),
-    "after a cast and a factor": (lambda p, ids: jnp.mean((p["emb"].astype(jnp.bfloat16) * 2)[ids[:, 0]]), 4),
-    "twice": (lambda p, ids: jnp.mean(p["emb"][ids[:, 0]] * p["emb"][ids[:, 1]]), 8),
-    "times a constant row": (lambda p, ids: jnp.mean((p["emb"] * jnp.arange(3.0))[ids[:, 0]]), 4),
-    "flax.linen.Embed": (lambda p, ids: jnp.mean(EMBED.apply({"params": {"embedding": p["emb"]}}, ids)), 8),
-}
 
 
 @pytest.mark.parametrize("how", READ)
@@ -68,64 +53,6 @@ def test_two_tables_and_a_row_number_that_a_step_draws() -> None:
 
     lookups = found(loss)
     assert {n: t.size for n, t in lookups.tables.items()} == {"params/emb": 4, "params/table": 5}
-
-
-def turns(p: Any, ids: jax.Array, f: Any) -> jax.Array:
-    """A recurrence over rows that each turn looks up."""
-    return jax.lax.scan(lambda h, i: (jnp.tanh(h @ p["w"] + f(p, i)), None), jnp.zeros(D), ids)[0].sum()
-
-
-def drawn(p: Any, ids: jax.Array) -> jax.Array:
-    """Rows that keys choose, which the loop carries; of two tables."""
-
-    def turn(carry: Any, i: jax.Array) -> Any:
-        key, h = carry
-        key, mine = jax.random.split(key)
-        noise = jax.random.randint(mine, (2,), 0, V)
-        return (key, h + p["emb"][i] @ p["table"][noise].T), None
-
-    return jnp.sum(jax.lax.scan(turn, (jax.random.key(0), jnp.zeros(2)), ids[:, 0])[0][1] ** 2)
-
-
-def branched(p: Any, ids: jax.Array) -> jax.Array:
-    return jax.lax.cond(ids[0, 0] > 3, lambda i: p["emb"][i].sum(), lambda i: (p["emb"][i + 1] ** 2).sum(), ids[:, 0])
-
-
-def again(p: Any, ids: jax.Array) -> jax.Array:
-    return jax.checkpoint(lambda p, i: jnp.sin(p["emb"][i] @ p["w"]).sum())(p, ids[:, 0])
-
-
-LOOPS = {
-    "a turn": (lambda p, ids: turns(p, ids[:, 0], lambda p, i: p["emb"][i]), {"params/emb": 4}),
-    "rows a turn": (lambda p, ids: turns(p, ids, lambda p, i: jnp.take(p["emb"], i, 0).sum(0)), {"params/emb": 8}),
-    "a cast in a turn": (
-        lambda p, ids: turns(p, ids[:, 0], lambda p, i: p["emb"].astype(jnp.bfloat16)[i].astype(jnp.float32)),
-        {"params/emb": 4},
-    ),
-    "a loop in a loop": (
-        lambda p, ids: turns(p, ids, lambda p, i: turns(p, i, lambda p, j: p["emb"][j]) * p["emb"][i[0]]),
-        {"params/emb": 12},
-    ),
-    "beside a loop": (
-        lambda p, ids: turns(p, ids[:, 0], lambda p, i: p["emb"][i]) + p["emb"][ids[:, 1]].sum(),
-        {"params/emb": 8},
-    ),
-    "a row that all turns read": (
-        lambda p, ids: turns(p, ids[:, 0], lambda p, i: p["emb"][ids[0, 0]]),
-        {"params/emb": 1},
-    ),
-    "vmap of a loop": (
-        lambda p, ids: jax.vmap(lambda i: turns(p, i, lambda p, j: p["emb"][j]))(ids).sum(),
-        {"params/emb": 8},
-    ),
-    "numbers that are drawn": (drawn, {"params/emb": 4, "params/table": 8}),
-    "branches": (branched, {"params/emb": 8}),
-    "computed again": (again, {"params/emb": 4}),
-    "layers computed again": (
-        lambda p, ids: turns(p, ids[:, 0], lambda p, i: jax.checkpoint(lambda w: jnp.sin(w[i]))(p["emb"])),
-        {"params/emb": 4},
-    ),
-}
 
 
 @pytest.mark.parametrize("how", LOOPS)

@@ -193,12 +193,9 @@ class TracedChanges:
         return told
 
 
-def rows_of_table(spans: Sequence[BlockRowSet], parts: Sequence[RowGradient], rows: int) -> RowGradient:
-    """Return rows of all blocks of a table, by their numbers in it.
-
-    Args:
-      rows: how many the table has.
-    """
+def rows_of_table(spans: Sequence[BlockRowSet], parts: Sequence[RowGradient]) -> RowGradient:
+    """Return rows of all blocks of a table, by their numbers in it."""
+    rows = sum(span.rows for span in spans)
 
     def host(numbers: Sequence[Any], found: Sequence[Any]) -> list[np.ndarray]:
         counts = [int(np.searchsorted(ids, span.rows)) for ids, span in zip(numbers, spans, strict=True)]
