@@ -51,7 +51,7 @@ class Fault:
         return text.replace(self.old, self.new)
 
 
-BATCHES = ("batch/test_step_zoo.py",)
+BATCHES = ("verification/test_random_steps.py", "batch/test_step_zoo.py")
 TABLES = ("run/parameter_server/test_table_zoo.py",)
 
 FAULTS = (

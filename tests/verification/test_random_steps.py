@@ -193,6 +193,8 @@ def test_plans_of_random_steps_compute_them(name: str) -> None:
         raise
     print(f"{name}: " + ", ".join(f"{count} {outcome}" for outcome, count in sorted(found.items())))
     assert found["equal"] >= found["refused"], "most steps are refused, which says little"
+    # a plan that differs where ties decide is no more than incomplete
+    assert EXAMPLES or not found["incomplete"]
 
 
 # -- shrinking -------------------------------------------------------------------------------------
@@ -285,7 +287,7 @@ def _pairs_of_functions(module: str, names: Mapping[str, Any], changed: Mapping[
             yield from _pairs_of_functions(module, vars(now), vars(other))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fault", PLANTED)
 def test_a_fault_is_shrunk_to_a_short_step(fault: str) -> None:
     strategy, *texts = PLANTED[fault]
