@@ -18,7 +18,19 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from dtrans._jax import REMAT, SCAN, Atom, JaxprEqn, Var, bodies, linear_group, opened, scan_counts
+from dtrans._jax import (
+    REMAT,
+    SCAN,
+    Atom,
+    Jaxpr,
+    JaxprEqn,
+    Var,
+    Wiring,
+    bodies,
+    linear_group,
+    opened,
+    wiring,
+)
 from dtrans.rows.layout import RowAxis
 from dtrans.rows.rules import Step, rows_of_operands
 from dtrans.zero.rank_values import local_inside
@@ -45,10 +57,7 @@ class ScatterFlow:
     def _operands(self, i: int, eqn: JaxprEqn) -> Collection[int]:
         if i in self.steps:
             return [k for k, row in enumerate(self.steps[i].operands) if row is not None]
-        if i in self.loops and eqn.primitive.name == SCAN:
-            consts, carried = scan_counts(eqn)
-            return [consts + k for k in self.loops[i] if k < carried]
-        return ()
+        return [k for k, out in wiring(eqn).carried.items() if out in self.loops[i]]
 
     def ends_of(self, v: Var, makers: Mapping[Var, tuple[int, JaxprEqn]]) -> tuple[int, bool]:
         """The elements of the largest value that is scattered for one that is wanted, and whether loops make some.
@@ -158,39 +167,38 @@ def _on_rows(eqn: JaxprEqn, row: RowAxis, local: Collection[Var]) -> Step | None
 def _into(
     flow: ScatterFlow, i: int, eqn: JaxprEqn, found: Mapping[int, RowAxis], local: Collection[Var], want: Any
 ) -> None:
-    """A loop, or a body that is computed twice."""
-    body = opened(*bodies(eqn))
-    consts, carried = scan_counts(eqn) if eqn.primitive.name == SCAN else (0, 0)
-    less = int(eqn.primitive.name == SCAN)
+    """Follow gradients into a loop, or into a body that is computed twice."""
+    body, wires = opened(*bodies(eqn)), wiring(eqn)
+    carried = {out: body.invars[k] for k, out in wires.carried.items()}
     inside = {
-        k: row if k < carried else dataclasses.replace(row, axis=row.axis - less)
+        k: dataclasses.replace(row, axis=row.axis - (k in wires.stacks))
         for k, row in found.items()
-        if k < carried or row.axis >= less
+        if row.axis or k not in wires.stacks
     }
     (within,) = local_inside(eqn, local)
     while inside:
         targets = {a: row for k, row in inside.items() if isinstance(a := body.outvars[k], Var)}
-        inputs = {body.invars[consts + k] for k in inside if k < carried}
+        inputs = {carried[k] for k in inside if k in carried}
         inner = scatter_flow(body.eqns, targets, within, body.outvars, inputs)
-        bad = {k for k in inside if not _pays(inner, eqn, body, k, consts, carried)}
-        if not bad:
+        paid = {k: row for k, row in inside.items() if _pays(inner, body, k, wires, carried.get(k))}
+        if paid == inside:
+            flow.loops[i] = inside
             break
-        inside = {k: row for k, row in inside.items() if k not in bad}
-    if inside:
-        flow.loops[i] = inside
-        for k in inside:
-            if k < carried:
-                want(eqn.invars[consts + k], inside[k])
+        inside = paid
+    for k, out in wires.carried.items():
+        want(eqn.invars[k], inside.get(out))
 
 
-def _pays(inner: ScatterFlow, eqn: JaxprEqn, body: Any, k: int, consts: int, carried: int) -> bool:
-    """Whether a loop makes one of its outputs as slices with less that is whole at a time."""
+def _pays(inner: ScatterFlow, body: Jaxpr, k: int, wires: Wiring, carried: Var | None) -> bool:
+    """Return True if a body gives one of its outputs as slices with less that is whole at a time.
+
+    Args:
+      carried: input of the body, for an output that goes from turn to turn.
+    """
     out = body.outvars[k]
     if not isinstance(out, Var) or out in body.invars:
         return False
-    if eqn.primitive.name == SCAN and k >= carried:
+    if k in wires.stacks:
         return True
     whole, loops = inner.ends_of(out, makers_of(body.eqns))
-    if eqn.primitive.name in REMAT:
-        return loops
-    return body.invars[consts + k] in inner.rows and 2 * whole <= int(out.aval.size)
+    return loops if carried is None else carried in inner.rows and 2 * whole <= int(out.aval.size)
