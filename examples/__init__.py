@@ -20,6 +20,7 @@
     clicks, click_job       clicks with a planted truth, learnt in tables on parameter servers
     table_job           what jobs with tables share
     settings            settings as arguments of a command, since roles are processes
+    compare             devices for a job, and its difference from one device
     report              what jobs show: tables, progress and the plot
     libraries/          steps of Flax, nnx and Equinox: a model and its step in each file
 

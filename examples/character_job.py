@@ -28,7 +28,7 @@ from dtrans.run.pipeline_parallel.job import PipelineJob
 from dtrans.run.pipeline_parallel.profile import Measured, measured, timed
 from dtrans.run.pipeline_parallel.state import PipelineState
 from examples import characters, report
-from examples.digits_job import bound, difference, virtual_devices
+from examples.compare import bound, difference, virtual_devices
 
 
 ENGINES = ("mesh", "simulate")
@@ -59,13 +59,13 @@ class CharactersSettings:
 
     @property
     def key(self) -> jax.Array:
-        """The key of the first parameters."""
+        """Return the key of the first parameters."""
         return jax.random.key(self.seed)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Trained:
-    """What training came to.
+    """Outcome of training on characters.
 
     Attributes:
       losses: one per step.
@@ -78,13 +78,13 @@ class Trained:
     seconds: float
 
     def speed(self, batch_size: int) -> float:
-        """Characters per second, of the steps after the first."""
+        """Return characters per second, of the steps after the first."""
         return (len(self.losses) - 1) * batch_size * characters.LENGTH / self.seconds
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Watched:
-    """What a pipeline did, beside what was planned.
+    """Schedule of a pipeline, as planned and as it ran.
 
     Attributes:
       planned: the schedule with the planner's costs; seconds, where it also `ran`.
@@ -127,7 +127,7 @@ def train(settings: CharactersSettings, *, plot: Path | None = None, check: bool
 
 
 def plan_characters(settings: CharactersSettings, text: characters.Text) -> dtrans.PipelinePlan:
-    """The plan."""
+    """Return the plan."""
     step, init = training()
     program = dtrans.trace(step, *jax.eval_shape(init, settings.key), batch(settings, text, 0))
     return dtrans.pipeline(
@@ -142,7 +142,7 @@ def plan_characters(settings: CharactersSettings, text: characters.Text) -> dtra
 
 
 def training() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The user's side of the job: one training step for one device, and init."""
+    """Return one training step for one device, and init."""
     tx = characters.optimizer()
 
     def init(key: jax.Array) -> tuple[Any, Any]:
@@ -153,12 +153,12 @@ def training() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def batch(settings: CharactersSettings, text: characters.Text, step: int) -> np.ndarray:
-    """The global batch of a step."""
+    """Return the global batch of a step."""
     return characters.batch(text, settings.seed, step, settings.batch_size)
 
 
 def single_device(settings: CharactersSettings, text: characters.Text) -> Trained:
-    """The same training on one device: the plain step, jitted, on whole batches."""
+    """Train on one device: the plain step, jitted, on whole batches."""
     step, init = training()
     jitted = jax.jit(step)
 
@@ -184,7 +184,7 @@ def watch(settings: CharactersSettings, job: PipelineJob, state: PipelineState, 
 
 
 def planned_play(plan: dtrans.PipelinePlan, work: float = 1.0) -> Play:
-    """The plan's schedule, at what its stages cost by their operations.
+    """Return the plan's schedule, at what its stages cost by their operations.
 
     Args:
       work: how long all tasks take together.
@@ -234,7 +234,7 @@ def _trained(
     text: characters.Text,
     where: str,
 ) -> tuple[Any, np.ndarray, float]:
-    """All steps: the last state, the losses, and the seconds that steps after the first took."""
+    """Train, and return the last state, the losses, and the seconds that steps after the first took."""
     losses: list[float] = []
     start = 0.0
     with report.progress_of_steps(settings.steps, where) as advance:
@@ -259,7 +259,7 @@ def _pipelined(job: PipelineJob, settings: CharactersSettings, text: characters.
 
 
 def _panels(plan: dtrans.PipelinePlan, watched: Watched) -> list[tuple[str, Play]]:
-    """What is drawn, in milliseconds."""
+    """Return the panels of the drawing, in milliseconds."""
     assert watched.ran is not None
     return [
         (
@@ -301,7 +301,7 @@ def _compare(
 
 
 def _of_schedule(plan: dtrans.PipelinePlan, watched: Watched) -> list[tuple[str, ...]]:
-    """What was planned, and what was measured."""
+    """Return the rows of the table of the schedule: planned, and measured."""
     by_device = lambda numbers: " ".join(map(str, numbers))
     ran = watched.ran
     rows: list[tuple[str, ...]] = [
@@ -322,7 +322,7 @@ def _of_schedule(plan: dtrans.PipelinePlan, watched: Watched) -> list[tuple[str,
 
 
 def _shares(play: Play) -> list[int]:
-    """How much of all work each device does, in percent."""
+    """Return the share of all work that each device does, in percent."""
     work = [sum(t.end - t.start for t in play if t.device == d) for d in range(play.num_devices)]
     return [round(100 * w / sum(work)) for w in work]
 

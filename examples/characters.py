@@ -54,7 +54,7 @@ class Text:
 
 
 def load(library: Path | None = None) -> Text:
-    """The standard library's first 1,000,000 characters, of which the last 50,000 are held out.
+    """Return the standard library's first 1,000,000 characters, of which the last 50,000 are held out.
 
     Args:
       library: the directory that has it; that of the running Python by default.
@@ -86,7 +86,7 @@ def load(library: Path | None = None) -> Text:
 
 
 def modules(library: Path) -> Iterator[Path]:
-    """The library's modules that are one file of source, in the order of their names.
+    """Return the library's modules that are one file of source, in the order of their names.
 
     Python says which names are its own: what a distribution, or the build, put beside them is not taken.
     """
@@ -94,7 +94,7 @@ def modules(library: Path) -> Iterator[Path]:
 
 
 def encode(text: str) -> np.ndarray:
-    """The tokens of a text, uint8.
+    """Return the tokens of a text, uint8.
 
     Example:
       >>> from examples.characters import decode, encode
@@ -110,12 +110,12 @@ def encode(text: str) -> np.ndarray:
 
 
 def decode(tokens: np.ndarray) -> str:
-    """The text of tokens."""
+    """Return the text of tokens."""
     return "".join((PRINTABLE + "\N{REPLACEMENT CHARACTER}")[i] for i in tokens)
 
 
 def batch(text: Text, seed: int, step: int, rows: int) -> np.ndarray:
-    """The global batch of a step: rows of LENGTH + 1 tokens from anywhere in the training text, int32.
+    """Return the global batch of a step: rows of LENGTH + 1 tokens from anywhere in the training text, int32.
 
     Raises:
       BatchError: no rows.
@@ -127,13 +127,13 @@ def batch(text: Text, seed: int, step: int, rows: int) -> np.ndarray:
 
 
 def held_out_rows(text: Text) -> np.ndarray:
-    """The held-out text as rows of LENGTH + 1 tokens, each of which begins with the last token of the one before."""
+    """Return the held-out text as rows of LENGTH + 1 tokens; each begins with the last token of the one before."""
     rows = (len(text.held_out) - 1) // LENGTH
     return text.held_out[np.arange(rows)[:, None] * LENGTH + np.arange(LENGTH + 1)].astype(np.int32)
 
 
 def entropy(tokens: np.ndarray) -> float:
-    """The loss (nats) of knowing how often each character comes, and nothing about those before it."""
+    """Return the loss (nats) of knowing how often each character comes, and nothing about those before it."""
     share = np.bincount(tokens, minlength=VOCABULARY) / len(tokens)
     seen = share[share > 0]
     return float(-np.sum(seen * np.log(seen)))
@@ -143,7 +143,7 @@ def entropy(tokens: np.ndarray) -> float:
 
 
 def init(key: jax.Array) -> Params:
-    """First parameters of the transformer, which tell next to nothing: the loss is about log(VOCABULARY)."""
+    """Return first parameters of the transformer, which tell next to nothing: the loss is about log(VOCABULARY)."""
     keys = jax.random.split(key, LAYERS + 2)
     return {
         # with smaller ones the loss stays long on a plateau, and leaves it in a way that amplifies rounding
@@ -177,7 +177,7 @@ def _norm() -> Params:
 
 
 def logits(params: Params, tokens: jax.Array) -> jax.Array:
-    """Scores of the next token, (rows, length, VOCABULARY), after each of (rows, length) tokens.
+    """Return scores of the next token, (rows, length, VOCABULARY), after each of (rows, length) tokens.
 
     A decoder-only transformer with the norms before the layers; its embedding is also its last layer.
     """
@@ -194,7 +194,7 @@ def _normed(norm: Params, x: jax.Array) -> jax.Array:
 
 
 def _attention(block: Params, x: jax.Array) -> jax.Array:
-    """Each token reads itself and those before it."""
+    """Let each token read itself and those before it."""
     rows, length, width = x.shape
     q, k, v = (a.reshape(rows, length, HEADS, -1) for a in jnp.split(x @ block["qkv"], 3, -1))
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(width // HEADS)
@@ -204,17 +204,17 @@ def _attention(block: Params, x: jax.Array) -> jax.Array:
 
 
 def loss_fn(params: Params, tokens: jax.Array) -> jax.Array:
-    """The mean cross entropy (nats per character) of telling each token of a row from those before it."""
+    """Return the mean cross entropy (nats per character) of telling each token of a row from those before it."""
     scores = logits(params, tokens[:, :-1])
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(scores, tokens[:, 1:]))
 
 
 def optimizer() -> Any:
-    """AdamW, its learning rate warmed up in a line."""
+    """Return AdamW, its learning rate warmed up in a line."""
     rate = optax.linear_schedule(LEARNING_RATE / WARM_UP, LEARNING_RATE, WARM_UP)
     return optax.adamw(rate, b2=0.99, weight_decay=0.01)
 
 
 def validation_loss(params: Params, text: Text) -> float:
-    """The loss on the held-out text."""
+    """Return the loss on the held-out text."""
     return float(jax.jit(loss_fn)(params, held_out_rows(text)))

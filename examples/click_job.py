@@ -58,7 +58,7 @@ def train(settings: ClickSettings, *, trainers: int, pservers: int, check: bool 
 
 
 def single_device(settings: ClickSettings) -> np.ndarray:
-    """The losses of the first batches on one device.
+    """Train on one device with the first batches, and return the losses.
 
     It has the rows that these look up: Adagrad leaves others as they are.
     """
@@ -86,7 +86,7 @@ def single_device(settings: ClickSettings) -> np.ndarray:
 
 
 def _scores(job: Any, state: Any, settings: ClickSettings) -> np.ndarray:
-    """The model's logits of the test set, from rows that are looked up."""
+    """Return the model's logits of the test set, from rows that are looked up."""
     ids, _ = clicks.test_set(settings)
     weights, score = state[0]["weights"], jax.jit(scores)
     found = []

@@ -73,17 +73,17 @@ class ClickSettings:
         check_number("rows", self.rows, f"{ROWS} or more", lambda x: x >= ROWS)
 
     def arguments(self) -> list[str]:
-        """The settings as command-line arguments."""
+        """Return the settings as command-line arguments."""
         return as_arguments(self)
 
     @classmethod
     def parse(cls, arguments: list[str]) -> ClickSettings:
-        """The settings that `arguments` wrote."""
+        """Parse the settings that `arguments` wrote."""
         return from_arguments(cls, arguments)
 
     @property
     def sizes(self) -> np.ndarray:
-        """How many rows each table has."""
+        """Return the number of rows of each table."""
         return np.array([self.rows, *[ROWS] * (TABLES - 1)])
 
 
@@ -91,7 +91,7 @@ class ClickSettings:
 
 
 def vectors(seed: int, table: int, ids: np.ndarray) -> np.ndarray:
-    """The hidden vectors of features: (*ids.shape, `HIDDEN`), independent and normal."""
+    """Return the hidden vectors of features: (*ids.shape, `HIDDEN`), independent and normal."""
     with np.errstate(over="ignore"):  # numbers of 64 bits wrap
         of_table = _mixed(np.array([seed * TABLES + table], np.uint64))
         words = ids.astype(np.uint64)[..., None] * np.uint64(HIDDEN // 2) + np.arange(HIDDEN // 2, dtype=np.uint64)
@@ -102,7 +102,7 @@ def vectors(seed: int, table: int, ids: np.ndarray) -> np.ndarray:
 
 
 def _mixed(x: np.ndarray) -> np.ndarray:
-    """Numbers of 64 bits that look random, one for each (SplitMix64: Steele et al., 2014)."""
+    """Return numbers of 64 bits that look random, one for each (SplitMix64: Steele et al., 2014)."""
     x = x * np.uint64(0x9E3779B97F4A7C15) + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -110,7 +110,7 @@ def _mixed(x: np.ndarray) -> np.ndarray:
 
 
 def logits(seed: int, ids: np.ndarray) -> np.ndarray:
-    """The true logits of impressions.
+    """Return the true logits of impressions.
 
     Args:
       ids: (impressions, tables).
@@ -120,7 +120,7 @@ def logits(seed: int, ids: np.ndarray) -> np.ndarray:
 
 
 def _drawn(rng: np.random.Generator, settings: ClickSettings, count: int) -> np.ndarray:
-    """Features of impressions: the rank of each is a number between 1 and rows + 1 whose density is a power."""
+    """Draw features of impressions: the rank of each is a number between 1 and rows + 1 whose density is a power."""
     most = (settings.sizes + 1.0) ** (1 - EXPONENT)
     ranks = (1 - rng.random((count, TABLES)) * (1 - most)) ** (1 / (1 - EXPONENT))
     places = np.minimum(ranks.astype(np.int64) - 1, settings.sizes - 1)
@@ -135,17 +135,17 @@ def _impressions(settings: ClickSettings, count: int, *number: int) -> tuple[np.
 
 
 def batch(settings: ClickSettings, step: int) -> tuple[np.ndarray, np.ndarray]:
-    """The global batch of a step: features, (impressions, tables), and which are clicked, 1 or 0."""
+    """Return the global batch of a step: features, (impressions, tables), and which are clicked, 1 or 0."""
     return _impressions(settings, settings.batch_size, 1, step)
 
 
 def test_set(settings: ClickSettings) -> tuple[np.ndarray, np.ndarray]:
-    """Impressions that are in no batch."""
+    """Return impressions that are in no batch."""
     return _impressions(settings, TEST, 0)
 
 
 def auc(scores: np.ndarray, clicked: np.ndarray) -> float:
-    """The area under the receiver operating characteristic: how often a click is scored above what is none.
+    """Return the area under the receiver operating characteristic: how often a click is scored above what is none.
 
     Example:
       >>> import numpy as np
@@ -164,12 +164,12 @@ def auc(scores: np.ndarray, clicked: np.ndarray) -> float:
 
 
 def names() -> list[str]:
-    """Of the tables."""
+    """Return the names of the tables."""
     return [f"table{t:02}" for t in range(TABLES)]
 
 
 def scores(weights: Any, rows: Any) -> jax.Array:
-    """Logits of the model: a bias, and the products of all pairs of rows, each pair of tables with its weight.
+    """Return logits of the model: a bias, and the products of all pairs of rows, each pair of tables with its weight.
 
     Args:
       weights: what is no table.
@@ -180,7 +180,7 @@ def scores(weights: Any, rows: Any) -> jax.Array:
 
 
 def training(settings: ClickSettings) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The user's side of the job: one training step for one device, and init."""
+    """Return one training step for one device, and init."""
     tx = optax.adagrad(LEARNING_RATE)
 
     def init(key: jax.Array) -> tuple[Any, Any]:

@@ -42,7 +42,7 @@ class Digits:
 
 
 def load(seed: int = 0) -> Digits:
-    """The digits, split into 1,437 and 360 by a permutation that depends on the seed alone.
+    """Return the digits, split into 1,437 and 360 by a permutation that depends on the seed alone.
 
     Images are of JAX's default floating-point type: float32, or float64 with `JAX_ENABLE_X64`.
 
@@ -60,13 +60,13 @@ def load(seed: int = 0) -> Digits:
 
 
 def check_installed() -> None:
-    """Raises ConfigError when scikit-learn is not there."""
+    """Raise ConfigError when scikit-learn is not there."""
     if importlib.util.find_spec("sklearn") is None:
         raise not_installed("the digits come with scikit-learn", "examples")
 
 
 def batches(data: Digits, seed: int, epoch: int, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The global batches of one epoch: a new permutation for each, without the incomplete last batch.
+    """Return the global batches of one epoch: a new permutation for each, without the incomplete last batch.
 
     Raises:
       BatchError: a size that no batch of these data can have.
@@ -80,7 +80,7 @@ def batches(data: Digits, seed: int, epoch: int, size: int) -> Iterator[tuple[np
 
 
 def shard(batch: tuple[np.ndarray, np.ndarray], trainer: int, trainers: int) -> tuple[np.ndarray, np.ndarray]:
-    """The rows of a global batch that one trainer takes.
+    """Return the rows of a global batch that one trainer takes.
 
     Raises:
       BatchError: a batch that the trainers do not divide.
@@ -95,7 +95,7 @@ def shard(batch: tuple[np.ndarray, np.ndarray], trainer: int, trainers: int) -> 
 
 
 def init(key: jax.Array) -> Params:
-    """First parameters of a 64-512-10 perceptron: wide enough to be cut over servers."""
+    """Return first parameters of a 64-512-10 perceptron: wide enough to be cut over servers."""
     k1, k2 = jax.random.split(key)
     return {
         "hidden": {"w": jax.random.normal(k1, (PIXELS, HIDDEN)) * np.sqrt(2 / PIXELS), "b": jnp.zeros(HIDDEN)},
@@ -104,7 +104,7 @@ def init(key: jax.Array) -> Params:
 
 
 def logits(params: Params, x: jax.Array) -> jax.Array:
-    """One row of ten scores per image."""
+    """Return one row of ten scores per image."""
     # tanh, not relu: where two runs round a pre-activation to different sides of a kink, the gradient jumps, and
     # optimizers that divide by its size carry that into the parameters (1e-4 after 12 epochs of adam, against 1e-6)
     h = jnp.tanh(x @ params["hidden"]["w"] + params["hidden"]["b"])
@@ -112,11 +112,11 @@ def logits(params: Params, x: jax.Array) -> jax.Array:
 
 
 def loss_fn(params: Params, x: jax.Array, y: jax.Array) -> jax.Array:
-    """The mean cross entropy of a batch."""
+    """Return the mean cross entropy of a batch."""
     scores = jax.nn.log_softmax(logits(params, x))
     return -jnp.mean(jnp.take_along_axis(scores, y[:, None], axis=1))
 
 
 def accuracy(params: Params, x: np.ndarray, y: np.ndarray) -> float:
-    """The share of images whose highest score is that of their label."""
+    """Return the share of images whose highest score is that of their label."""
     return float(jnp.mean(jnp.argmax(logits(params, jnp.asarray(x)), axis=1) == y))

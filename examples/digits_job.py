@@ -25,6 +25,7 @@ import dtrans
 from dtrans.errors import BatchError, ConfigError
 from dtrans.run.distributed.launcher import launch
 from examples import digits, report, role_path
+from examples.compare import bound, difference, virtual_devices
 from examples.digits_training import DigitsSettings, Outcome, train as run, training
 
 
@@ -77,7 +78,7 @@ def train(
 
 
 def single_device(settings: DigitsSettings) -> Outcome:
-    """The same training on one device: the plain step, jitted, on whole batches."""
+    """Train on one device: the plain step, jitted, on whole batches."""
     data = digits.load(settings.seed)
     step, init = training(settings)
     jitted = jax.jit(step)
@@ -88,24 +89,6 @@ def single_device(settings: DigitsSettings) -> Outcome:
             params, opt_state, loss = jitted(params, opt_state, x, y)
             losses.append(loss)
     return Outcome(np.array(losses), params)
-
-
-def difference(a: Any, b: Any) -> float:
-    """The largest max|a - b| / max|b| over all leaves, in float64; max|a - b| for a leaf of zeros.
-
-    Not a number when any element of either is not.
-    """
-    found = []
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        wide, reference = np.asarray(x, np.float64), np.asarray(y, np.float64)
-        found.append(np.abs(wide - reference).max() / (np.abs(reference).max() or 1.0))
-    # np.max, unlike max, does not lose a NaN
-    return float(np.max(found))
-
-
-def bound() -> float:
-    """What the difference may be: rounding, amplified by some hundred steps."""
-    return 1e-10 if jax.config.read("jax_enable_x64") else 1e-5
 
 
 def _check(settings: DigitsSettings, engine: str, mode: str, trainers: int, pservers: int | None) -> None:
@@ -133,7 +116,7 @@ def _check(settings: DigitsSettings, engine: str, mode: str, trainers: int, pser
 
 
 def _plan(settings: DigitsSettings, mode: str, main: Any, startup: Any, trainers: int, pservers: int) -> Any:
-    """The plan of a mode, for roles that are all in this process."""
+    """Return the plan of a mode, for roles that are all in this process."""
     if mode == "sharding":
         return dtrans.sharding(main, startup, degree=trainers, stage=settings.sharding_stage)
     # names only: nothing listens there
@@ -160,17 +143,6 @@ def _on_mesh(settings: DigitsSettings, mode: str, trainers: int, pservers: int) 
     batches = lambda epoch: digits.batches(data, settings.seed, epoch, settings.batch_size)
     with report.progress(settings) as advance:
         return run(plan.on_mesh(), settings, batches, advance)
-
-
-def virtual_devices(count: int) -> None:
-    """Ask for that many CPU devices at least, if JAX has not started yet; it concerns no other platform."""
-    if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
-        return  # the user has said how many
-    try:
-        jax.config.update("jax_num_cpu_devices", max(count, jax.config.values["jax_num_cpu_devices"]))
-    except RuntimeError:
-        # JAX has started, with the devices it has; roles share them, which changes no number
-        return
 
 
 def _as_processes(settings: DigitsSettings, trainers: int, pservers: int) -> Outcome:

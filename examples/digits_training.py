@@ -1,4 +1,4 @@
-"""What every role of the digits job has to agree on, and what one hands back."""
+"""Settings that every role of the digits job has to agree on, and the outcome of a trainer."""
 
 from __future__ import annotations
 
@@ -49,27 +49,27 @@ class DigitsSettings:
     stages: int = 0
 
     def arguments(self) -> list[str]:
-        """The settings as command-line arguments."""
+        """Return the settings as command-line arguments."""
         return as_arguments(self)
 
     @classmethod
     def parse(cls, arguments: Sequence[str]) -> DigitsSettings:
-        """The settings that `arguments` wrote."""
+        """Parse the settings that `arguments` wrote."""
         return from_arguments(cls, arguments)
 
     @property
     def key(self) -> jax.Array:
-        """The key of the first parameters."""
+        """Return the key of the first parameters."""
         return jax.random.key(self.seed)
 
     @property
     def steps_per_epoch(self) -> int:
-        """How many whole batches the training images make."""
+        """Return the number of whole batches that the training images make."""
         return digits.TRAIN_IMAGES // self.batch_size
 
 
 def training(settings: DigitsSettings) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The user's side of the job: one training step for one device, and init.
+    """Return one training step for one device, and init.
 
     Raises:
       ConfigError: no optimizer has that name.
@@ -107,7 +107,7 @@ def train(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Outcome:
-    """What training came to.
+    """Outcome of training on digits.
 
     Attributes:
       losses: one per step; those of one trainer, or of all.

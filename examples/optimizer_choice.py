@@ -29,7 +29,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 
 
 def make_optimizer(name: str) -> Any:
-    """The optax optimizer of that name.
+    """Return the optax optimizer of that name.
 
     Raises:
       ConfigError: there is none.

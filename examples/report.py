@@ -1,4 +1,4 @@
-"""What jobs show: tables of plans and of results, progress bars, and the plot of the loss."""
+"""Reports of jobs: tables of plans and of results, progress bars, and the plot of the loss."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def show_stages(plan: PipelinePlan, where: str) -> None:
 
 
 def _layers(names: Iterable[str]) -> list[str]:
-    """The layers that have these parameters: `params/blocks/0/up` is in blocks/0."""
+    """Return the layers that have these parameters: `params/blocks/0/up` is in blocks/0."""
     parts = [name.split("/")[1:] for name in names]
     return list(dict.fromkeys("/".join(p[: 1 + (len(p) > 1 and p[1].isdigit())]) for p in parts))
 
@@ -85,7 +85,7 @@ def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]
 
 @contextlib.contextmanager
 def progress_of_steps(steps: int, what: str, shown: bool = True) -> Iterator[Callable[[float], None]]:
-    """Progress over steps. Yields what is to be called after each, with the loss."""
+    """Show progress over steps. Yields the function to call after each, with the loss."""
     with _progress(steps, f"{what:10}", shown) as advance:
         yield lambda loss: advance(f"loss {loss:.4f}")
 
@@ -94,7 +94,7 @@ def progress_of_steps(steps: int, what: str, shown: bool = True) -> Iterator[Cal
 def progress(
     settings: DigitsSettings, *, what: str = "loss", shown: bool = True
 ) -> Iterator[Callable[[int, float], None]]:
-    """Progress over all steps. Yields what is to be called after each, with the epoch and the loss.
+    """Show progress over all steps. Yields the function to call after each, with the epoch and the loss.
 
     Args:
       what: the loss it is.
@@ -110,7 +110,7 @@ LINES = 10  # of progress, where no terminal shows a bar
 
 @contextlib.contextmanager
 def _progress(steps: int, what: str, shown: bool = True) -> Iterator[Callable[[str], None]]:
-    """A bar in a terminal; elsewhere a line now and then. Yields what takes the news of a step."""
+    """Show a bar in a terminal; elsewhere a line now and then. Yields the function that takes the news of a step."""
     console = Console(soft_wrap=True, highlight=False)
     if shown and not console.is_terminal:
         done = itertools.count(1)

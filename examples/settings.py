@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def as_arguments(settings: Any) -> list[str]:
-    """The fields of a dataclass as command-line arguments.
+    """Return the fields of a dataclass as command-line arguments.
 
     Example:
       >>> import dataclasses
@@ -27,7 +27,7 @@ def as_arguments(settings: Any) -> list[str]:
 
 
 def from_arguments(kind: type[T], arguments: Sequence[str]) -> T:
-    """The settings that `as_arguments` wrote. All fields have defaults."""
+    """Parse the settings that `as_arguments` wrote. All fields have defaults."""
     parser = argparse.ArgumentParser()
     fields: Any = dataclasses.fields(kind)  # type: ignore[arg-type]
     for field in fields:

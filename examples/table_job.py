@@ -108,7 +108,7 @@ def be_role(
 def single_device(
     settings: Any, step: Callable[..., Any], state: tuple[Any, Any], batch: Batch, steps: int
 ) -> np.ndarray:
-    """The losses of the same training on one device, which begins with (params, opt_state); they are donated."""
+    """Train on one device from (params, opt_state), which are donated, and return the losses."""
     jitted = jax.jit(step, donate_argnums=(0, 1))
     (params, opt_state), losses = state, []
     for i in range(steps):
@@ -129,12 +129,12 @@ def losses_agree(console: Console, losses: np.ndarray, single: np.ndarray) -> bo
 
 
 def _left(directory: str, trainer_id: int) -> Path:
-    """The file that a trainer leaves."""
+    """Return the file that a trainer leaves."""
     return Path(directory) / f"trainer-{trainer_id}.npz"
 
 
 def _peak() -> float:
-    """The most memory that this process has had, in MB; 0 where the system does not say."""
+    """Return the most memory that this process has had, in MB; 0 where the system does not say."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:

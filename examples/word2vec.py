@@ -91,12 +91,12 @@ class WordSettings:
         check_one_of("loss", self.loss, LOSSES)
 
     def arguments(self) -> list[str]:
-        """The settings as command-line arguments."""
+        """Return the settings as command-line arguments."""
         return as_arguments(self)
 
     @classmethod
     def parse(cls, arguments: Sequence[str]) -> WordSettings:
-        """The settings that `arguments` wrote."""
+        """Parse the settings that `arguments` wrote."""
         return from_arguments(cls, arguments)
 
 
@@ -129,13 +129,13 @@ class Words:
             return cls(**{n: file[n] for n in file.files})
 
     def batch(self, settings: WordSettings, step: int) -> tuple[np.ndarray, np.ndarray, jax.Array]:
-        """The global batch of a step: pairs from anywhere in the text, and the key that its noise is drawn with."""
+        """Return the global batch of a step: pairs from anywhere in the text, and the key of its noise."""
         chosen = np.random.default_rng((settings.seed, step)).integers(len(self.centers), size=settings.batch_size)
         return self.centers[chosen], self.contexts[chosen], jax.random.key(step)
 
 
 def read(seed: int = 0, library: Path | None = None) -> Words:
-    """The words of the standard library, without its tests.
+    """Return the words of the standard library, without its tests.
 
     Args:
       library: the directory that has it; that of the running Python by default.
@@ -172,7 +172,7 @@ def _sources(library: Path) -> Iterator[str]:
 
 
 def training(settings: WordSettings, counts: np.ndarray) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The user's side of the job: one training step for one device, and init."""
+    """Return one training step for one device, and init."""
     tx, size = optax.adagrad(LEARNING_RATE), len(counts)
     sampler = nn.custom_sampler(counts**0.75)
     tree = nn.huffman_tree(counts) if settings.loss == "tree" else None
@@ -196,7 +196,7 @@ def training(settings: WordSettings, counts: np.ndarray) -> tuple[Callable[..., 
 
 
 def nearest(words: Words, vectors: np.ndarray, word: str, count: int = NEAREST) -> list[str]:
-    """The words whose vectors have the smallest angles to that of a word.
+    """Return the words whose vectors have the smallest angles to that of a word.
 
     Raises:
       ConfigError: a word that the vocabulary does not have.
@@ -210,6 +210,6 @@ def nearest(words: Words, vectors: np.ndarray, word: str, count: int = NEAREST) 
 
 
 def with_partners(words: Words, vectors: np.ndarray) -> dict[str, list[str]]:
-    """The words of `PARTNERS` that have one of theirs among the nearest, with these."""
+    """Return the words of `PARTNERS` that have one of theirs among the nearest, with these."""
     found = {w: nearest(words, vectors, w) for w in PARTNERS}
     return {w: near for w, near in found.items() if PARTNERS[w].intersection(near)}

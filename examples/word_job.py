@@ -63,7 +63,7 @@ def train(
 
 
 def single_device(settings: WordSettings, words: Words) -> np.ndarray:
-    """The losses of the same training on one device."""
+    """Train on one device, and return the losses."""
     step, init = training(settings, words.counts)
     state = jax.jit(init)(jax.random.key(settings.seed))
     return table_job.single_device(settings, step, state, lambda i: words.batch(settings, i), settings.steps)

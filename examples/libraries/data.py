@@ -14,14 +14,14 @@ ROWS, TEXT_ROWS = 64, 16
 
 
 def images(step: int) -> tuple[np.ndarray, np.ndarray]:
-    """Images of handwritten digits, (64, 8, 8, 1), and their labels, (64,)."""
+    """Return images of handwritten digits, (64, 8, 8, 1), and their labels, (64,)."""
     data = _digits(bool(jax.config.read("jax_enable_x64")))
     rows = np.random.default_rng((0, step)).choice(len(data.x), ROWS, replace=False)
     return data.x[rows].reshape(ROWS, 8, 8, 1), data.y[rows]
 
 
 def text(step: int) -> np.ndarray:
-    """Rows of the standard library's source, (16, 65) characters as numbers."""
+    """Return rows of the standard library's source, (16, 65) characters as numbers."""
     return characters.batch(_text(), 0, step, TEXT_ROWS)
 
 

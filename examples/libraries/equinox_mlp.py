@@ -16,19 +16,19 @@ optim = optax.adam(3e-3)
 
 
 def init(key: jax.Array) -> tuple[Any, Any]:
-    """The first model, and its optimizer's state."""
+    """Return the first model, and its optimizer's state."""
     model = eqx.nn.MLP(in_size=64, out_size=10, width_size=128, depth=2, key=key)
     return model, optim.init(eqx.filter(model, eqx.is_array))
 
 
 def loss(model: Any, x: jax.Array, y: jax.Array) -> jax.Array:
-    """The mean cross entropy."""
+    """Return the mean cross entropy."""
     logits = jax.vmap(model)(x)
     return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
 
 
 def training(value_and_grad: Any = eqx.filter_value_and_grad) -> Callable[..., Any]:
-    """The step."""
+    """Return the step."""
 
     @eqx.filter_jit
     def make_step(model: Any, opt_state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, Any, jax.Array]:
@@ -40,6 +40,6 @@ def training(value_and_grad: Any = eqx.filter_value_and_grad) -> Callable[..., A
 
 
 def batch(step: int) -> tuple[Any, ...]:
-    """The batch of a step."""
+    """Return the batch of a step."""
     image, label = data.images(step)
     return image.reshape(len(image), -1), label

@@ -72,20 +72,20 @@ class Transformer(eqx.Module):
 
 
 def init(key: jax.Array) -> tuple[Any, Any]:
-    """The first model, and its optimizer's state."""
+    """Return the first model, and its optimizer's state."""
     model = Transformer(key)
     return model, optim.init(eqx.filter(model, eqx.is_array))
 
 
 def compute_loss(model: Transformer, tokens: jax.Array, key: jax.Array) -> jax.Array:
-    """The mean cross entropy; each row has a key of its own."""
+    """Return the mean cross entropy; each row has a key of its own."""
     keys = jax.random.split(key, len(tokens))
     logits = jax.vmap(model)(tokens[:, :-1], keys)
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
 
 def training(value_and_grad: Any = eqx.filter_value_and_grad) -> Callable[..., Any]:
-    """The step."""
+    """Return the step."""
 
     @eqx.filter_jit
     def make_step(model: Any, opt_state: Any, tokens: jax.Array, key: jax.Array) -> tuple[Any, Any, jax.Array]:
@@ -97,5 +97,5 @@ def training(value_and_grad: Any = eqx.filter_value_and_grad) -> Callable[..., A
 
 
 def batch(step: int) -> tuple[Any, ...]:
-    """The batch of a step, and its key."""
+    """Return the batch of a step, and its key."""
     return data.text(step), jax.random.key(step)

@@ -29,14 +29,14 @@ class CNN(nn.Module):
 
 
 def init(key: jax.Array) -> TrainState:
-    """The first state."""
+    """Return the first state."""
     cnn = CNN()
     params = cnn.init(key, jnp.ones((1, 8, 8, 1)))["params"]
     return TrainState.create(apply_fn=cnn.apply, params=params, tx=optax.sgd(0.1, momentum=0.9))
 
 
 def training(value_and_grad: Any = jax.value_and_grad) -> Callable[..., Any]:
-    """The step."""
+    """Return the step."""
 
     @jax.jit
     def train_step(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -53,6 +53,6 @@ def training(value_and_grad: Any = jax.value_and_grad) -> Callable[..., Any]:
 
 
 def batch(step: int) -> tuple[Any, ...]:
-    """The batch of a step."""
+    """Return the batch of a step."""
     image, label = data.images(step)
     return ({"image": image, "label": label},)

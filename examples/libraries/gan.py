@@ -40,7 +40,7 @@ class Discriminator(nn.Module):
 
 
 def init(key: jax.Array) -> dict[str, Any]:
-    """Both states, and the key of the noise."""
+    """Return both states, and the key of the noise."""
 
     def create(model: nn.Module, key: jax.Array, inputs: int) -> TrainState:
         params = model.init(key, jnp.ones((1, inputs)))["params"]
@@ -55,7 +55,7 @@ def init(key: jax.Array) -> dict[str, Any]:
 
 
 def training(value_and_grad: Any = jax.value_and_grad) -> Callable[..., Any]:
-    """The step."""
+    """Return the step."""
     cross_entropy = optax.sigmoid_binary_cross_entropy
 
     @jax.jit
@@ -87,6 +87,6 @@ def training(value_and_grad: Any = jax.value_and_grad) -> Callable[..., Any]:
 
 
 def batch(step: int) -> tuple[Any, ...]:
-    """The batch of a step."""
+    """Return the batch of a step."""
     image, _ = data.images(step)
     return (image.reshape(len(image), -1),)

@@ -40,28 +40,28 @@ class LoRALinear(eqx.Module):
 
 
 def adapted(model: Any, key: jax.Array) -> Any:
-    """A perceptron whose layers have adapters."""
+    """Return a perceptron whose layers have adapters."""
     keys = jax.random.split(key, len(model.layers))
     layers = tuple(LoRALinear(layer, k) for layer, k in zip(model.layers, keys, strict=True))
     return eqx.tree_at(lambda m: m.layers, model, layers)
 
 
 def trainable(model: Any) -> Any:
-    """Which leaves are trained: the adapters'."""
+    """Mark the leaves that are trained: the adapters'."""
     nothing = jax.tree.map(lambda _: False, model)
     adapters = lambda m: [x for layer in m.layers for x in (layer.a, layer.b)]
     return eqx.tree_at(adapters, nothing, replace_fn=lambda _: True)
 
 
 def init(key: jax.Array) -> tuple[Any, Any]:
-    """The first model, and its optimizer's state."""
+    """Return the first model, and its optimizer's state."""
     one, two = jax.random.split(key)
     model = adapted(eqx.nn.MLP(in_size=64, out_size=10, width_size=128, depth=1, key=one), two)
     return model, optim.init(eqx.filter(model, trainable(model)))
 
 
 def training(value_and_grad: Any = eqx.filter_value_and_grad) -> Callable[..., Any]:
-    """The step."""
+    """Return the step."""
 
     @eqx.filter_jit
     def make_step(model: Any, opt_state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, Any, jax.Array]:
@@ -78,6 +78,6 @@ def training(value_and_grad: Any = eqx.filter_value_and_grad) -> Callable[..., A
 
 
 def batch(step: int) -> tuple[Any, ...]:
-    """The batch of a step."""
+    """Return the batch of a step."""
     image, label = data.images(step)
     return image.reshape(len(image), -1), label

@@ -46,7 +46,7 @@ class GPT(nn.Module):
 
 
 def configure_optimizer() -> optax.GradientTransformation:
-    """AdamW, clipped and scheduled; vectors do not decay."""
+    """Return AdamW, clipped and scheduled; vectors do not decay."""
     schedule = optax.warmup_cosine_decay_schedule(0.0, 6e-3, warmup_steps=10, decay_steps=200, end_value=6e-4)
     matrices = lambda params: jax.tree.map(lambda p: p.ndim >= 2, params)
     adamw = optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=0.1, mask=matrices)
@@ -54,14 +54,14 @@ def configure_optimizer() -> optax.GradientTransformation:
 
 
 def init(key: jax.Array) -> TrainState:
-    """The first state."""
+    """Return the first state."""
     model = GPT()
     params = model.init(key, jnp.zeros((1, LENGTH), int))["params"]
     return TrainState.create(apply_fn=model.apply, params=params, tx=configure_optimizer())
 
 
 def training(value_and_grad: Any = jax.value_and_grad) -> Callable[..., Any]:
-    """The step."""
+    """Return the step."""
 
     @jax.jit
     def train_step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, jax.Array]:
@@ -76,5 +76,5 @@ def training(value_and_grad: Any = jax.value_and_grad) -> Callable[..., Any]:
 
 
 def batch(step: int) -> tuple[Any, ...]:
-    """The batch of a step."""
+    """Return the batch of a step."""
     return (data.text(step),)

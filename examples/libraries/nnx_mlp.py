@@ -32,7 +32,7 @@ class MLP(nnx.Module):
 
 
 def build(key: jax.Array) -> tuple[MLP, nnx.Optimizer, nnx.MultiMetric]:
-    """All that the step changes."""
+    """Build all that the step changes."""
     model = MLP(64, 128, 10, rngs=nnx.Rngs(key))
     optimizer = nnx.Optimizer(model, optax.adamw(5e-3), wrt=nnx.Param)
     metrics = nnx.MultiMetric(accuracy=nnx.metrics.Accuracy(), loss=nnx.metrics.Average("loss"))
@@ -40,12 +40,12 @@ def build(key: jax.Array) -> tuple[MLP, nnx.Optimizer, nnx.MultiMetric]:
 
 
 def init(key: jax.Array) -> Any:
-    """The first state."""
+    """Return the first state."""
     return nnx.state(build(key))
 
 
 def training(value_and_grad: Any = nnx.value_and_grad) -> Callable[..., Any]:
-    """The step, in nnx's functional form."""
+    """Return the step, in nnx's functional form."""
 
     def loss_fn(model: MLP, x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
         logits = model(x)
@@ -69,6 +69,6 @@ def training(value_and_grad: Any = nnx.value_and_grad) -> Callable[..., Any]:
 
 
 def batch(step: int) -> tuple[Any, ...]:
-    """The batch of a step."""
+    """Return the batch of a step."""
     image, label = data.images(step)
     return image.reshape(len(image), -1), label

@@ -19,7 +19,7 @@ import dtrans
 from dtrans.checks import did_you_mean
 from dtrans.errors import ConfigError, not_installed
 from dtrans.plan import Plan
-from examples.digits_job import difference, virtual_devices
+from examples.compare import difference, virtual_devices
 from examples.libraries import EXAMPLES
 
 
@@ -73,7 +73,7 @@ def run(
 
 
 def load(name: str) -> Any:
-    """The module of an example.
+    """Return the module of an example.
 
     Raises:
       ConfigError: there is none of this name, or a library that it needs is missing.
@@ -87,7 +87,7 @@ def load(name: str) -> Any:
 
 
 def planned(example: Any, mode: str, trainers: int, stage: int = 3) -> Plan:
-    """The plan of an example. A pipeline has `dtrans.value_and_grad` for the library's, and is for whole batches."""
+    """Return the plan of an example. A pipeline takes `dtrans.value_and_grad` for the library's, and whole batches."""
     init, key = _in_default_precision(example.init), jax.random.key(0)
     startup = dtrans.trace(init, key)
     if mode == "pipeline":
@@ -104,7 +104,7 @@ def planned(example: Any, mode: str, trainers: int, stage: int = 3) -> Plan:
 
 
 def one_device(example: Any) -> Callable[..., tuple[Any, ...]]:
-    """The step on one device, from a state to the next: what a job's `step` is."""
+    """Return the step on one device, from a state to the next, as a job's `step` is."""
     step = example.training()
 
     def from_state(state: Any, *batch: Any) -> tuple[Any, ...]:
@@ -115,7 +115,7 @@ def one_device(example: Any) -> Callable[..., tuple[Any, ...]]:
 
 
 def train(example: Any, state: Any, step: Callable[..., tuple[Any, ...]], steps: int, *, show: bool) -> Any:
-    """The state after some steps, whose results are printed now and then."""
+    """Train for some steps, print their results now and then, and return the state."""
     for i in range(steps):
         state, *results = step(state, *example.batch(i))
         if show and (i % max(1, steps // LINES) == 0 or i == steps - 1):
@@ -124,12 +124,12 @@ def train(example: Any, state: Any, step: Callable[..., tuple[Any, ...]], steps:
 
 
 def _parts(state: Any) -> tuple[Any, ...]:
-    """The first arguments of a step: one state, or a model and its optimizer's state."""
+    """Return the first arguments of a step: one state, or a model and its optimizer's state."""
     return state if isinstance(state, tuple) else (state,)
 
 
 def _in_default_precision(init: Callable[[jax.Array], Any]) -> Callable[[jax.Array], Any]:
-    """A function that makes a state, in 64 bits where these are JAX's default; Flax makes it in 32 wherever."""
+    """Return a function that makes a state in JAX's default precision; Flax makes it in 32 bits wherever."""
     cast = lambda a: jnp.asarray(a, float) if getattr(a, "dtype", None) == jnp.float32 else a
 
     def wide(key: jax.Array) -> Any:
@@ -143,13 +143,13 @@ def _on_one_device(x: Any) -> Any:
 
 
 def _named(results: Any) -> list[tuple[str, Any]]:
-    """Numbers that a step returns, with their names."""
+    """Return numbers that a step returns, with their names."""
     found = jax.tree.leaves_with_path(results)
     return [(getattr(path[-1], "key", "loss"), x) for path, x in found]
 
 
 def _numbers(tree: Any) -> list[Any]:
-    """The arrays of a state."""
+    """Return the arrays of a state."""
     arrays = [jnp.asarray(x) for x in jax.tree.leaves(tree) if hasattr(x, "dtype") or isinstance(x, (int, float))]
     is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     return [jax.random.key_data(x) if is_key(x) else x for x in arrays]

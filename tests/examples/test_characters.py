@@ -271,7 +271,7 @@ def test_devices_that_were_asked_for_stay() -> None:
     """Before JAX starts, a job asks for more devices and never for fewer; after that they are what they are."""
     code = """
         import jax
-        from examples.digits_job import virtual_devices
+        from examples.compare import virtual_devices
         virtual_devices(3), virtual_devices(2)
         print(len(jax.devices("cpu")))
         virtual_devices(5)

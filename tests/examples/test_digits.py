@@ -13,7 +13,7 @@ from helpers import distance
 
 from dtrans.errors import BatchError, ConfigError
 from examples import digits
-from examples.digits_job import difference
+from examples.compare import difference
 from examples.digits_training import DigitsSettings, Outcome, training
 from examples.optimizer_choice import OPTIMIZERS, make_optimizer
 
