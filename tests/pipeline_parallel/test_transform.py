@@ -424,6 +424,15 @@ def test_optimizers(name):
     check(of, num_stages=3, replicas=1)
 
 
+def test_a_state_whose_new_value_is_a_constant_is_held():
+    """JAX keeps a constant schedule's array as a constant of the jaxpr, which no stage's update makes."""
+    tx = optax.inject_hyperparams(optax.sgd)(learning_rate=optax.constant_schedule(0.1))
+    of = job_of(square, PARAMS, rows(), tx)
+    job = check(of, replicas=1).simulate()
+    state, _ = job.step(job.init(jax.random.key(0)), *of.batch)
+    assert job.opt_state(state).hyperparams["learning_rate"] == 0.1
+
+
 def test_a_clip_in_the_optimizer_is_of_reduced_gradients_and_one_before_of_each_replicas():
     """EPL's numbers: gradients (3, 0) and (0, 4) of two replicas, both clipped to 1."""
     params = {"w": jnp.zeros(2), "v": jnp.zeros(())}

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property
 from typing import Any, TypeAlias
 
-from dtrans._jax import Literal, Var, constants
+import numpy as np
+
+from dtrans._jax import Atom, Literal, Var, constants
 from dtrans.ops import OVER_AXIS, collective_of, trainer_index_p
 from dtrans.pipeline_parallel.results import micro_name
 from dtrans.pipeline_parallel.update_by_stage import StagePart
@@ -35,6 +38,16 @@ class _UpdateValues:
     d: Draft
     name_of: Mapping[Var, str]
     kinds: Mapping[Any, StageSharding]
+
+    @cached_property
+    def _constants(self) -> dict[Var, Any]:
+        """The constants of the update, which no part of it makes."""
+        program = self.d.at.plan.update.placed.program
+        return dict(zip(program.inner.constvars, constants(program.jaxpr), strict=True))
+
+    def constant(self, a: Atom) -> Any | None:
+        """Return the value of an output that is a constant; None for any other."""
+        return np.asarray(a.val, a.aval.dtype) if isinstance(a, Literal) else self._constants.get(a)
 
     def slot(self, v: Var, stage: int) -> int:
         """The slot of a value where a stage has it."""
@@ -149,9 +162,10 @@ def _new_state(values: _UpdateValues) -> StateSlots:
         home, a = placed.home[n], outs[n]
         for k in range(plan.options.model_stages) if home is None else [home]:
             place = at.place(n, k)
-            if isinstance(a, Literal):
-                found[place, n] = slots.literal(a, k, n)
+            if (constant := values.constant(a)) is not None:
+                found[place, n] = slots.constant(constant, k, n)
                 continue
+            assert isinstance(a, Var)
             held = slots.state(place, n)
             made_before = n in plan.merges and n in plan.homes  # by the forward pass
             found[place, n] = held if made_before else values.slot(a, k)
@@ -164,8 +178,11 @@ def _made_by_update(values: _UpdateValues) -> ResultSlots:
     for n, a in program.outvars.items():
         if n not in plan.state:
             stage = plan.update.placed.out_at[n] or 0
-            slot = values.slot(a, stage) if isinstance(a, Var) else values.d.slots.literal(a, 0, n)
-            found[n] = (slot, SAME, stage)
+            if (constant := values.constant(a)) is not None:
+                found[n] = (values.d.slots.constant(constant, 0, n), SAME, stage)
+                continue
+            assert isinstance(a, Var)
+            found[n] = (values.slot(a, stage), SAME, stage)
     return found
 
 

@@ -73,10 +73,10 @@ class Slots:
             self.fixed[found] = self._at.places.put(np.int32(m), stage, SAME)
         return found
 
-    def literal(self, a: Any, stage: int, name: str) -> int:
-        """An output of the update that is a constant."""
-        found = self.of(SAME, "literal", stage, name)
-        self.fixed[found] = self._at.at_rest.put(np.asarray(a.val, a.aval.dtype), stage, SAME)
+    def constant(self, value: Any, stage: int, name: str) -> int:
+        """Return the slot of an output of the update that is a constant."""
+        found = self.of(SAME, "constant", stage, name)
+        self.fixed[found] = self._at.at_rest.put(value, stage, SAME)
         return found
 
     # -- what a micro-batch makes ----------------------------------------------------------------
