@@ -295,6 +295,18 @@ FAULTS = (
         "due = step",
         ("run/parameter_server/test_rows_ahead.py",),
     ),
+    Fault(  # what a trainer and the servers agree on lags one pull behind
+        "protocol/tables/kept_rows.py",
+        "self._agree(ids, local + (rows - old), rows)",
+        "self._agree(ids, local + (rows - old), old)",
+        ("verification/test_asynchronous_tables.py",),
+    ),
+    Fault(  # a trainer is told of its own changes, and others are not
+        "protocol/tables/changed_rows.py",
+        "if other != k and len(news):",
+        "if other == k and len(news):",
+        ("verification/test_asynchronous_tables.py",),
+    ),
     Fault(
         "protocol/wire.py",
         "if offset != before:",

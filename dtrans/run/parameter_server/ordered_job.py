@@ -117,8 +117,9 @@ class RecordedOrder:
         turns = []
         for number in range(rounds):
             trainers = range(plan.trainers)[:: -1 if number % 2 else 1]
-            of = lambda k: (k + number) % plan.trainers if plan.push_every else number  # noqa: B023
-            turns += [Turn(k, of(k), number == rounds - 1) for k in trainers]
+            for k in trainers:
+                batch = (k + number) % plan.trainers if plan.push_every else number
+                turns.append(Turn(k, batch, number == rounds - 1))
         if not plan.push_every:
             turns = [dataclasses.replace(turn, reports=True) for turn in turns]
         return cls(tuple(turns), plan.trainers if plan.push_every else rounds)
