@@ -70,8 +70,7 @@ def parts_of(x: jax.Array, axis: int, count: int) -> jax.Array:
 
 def in_one(parts: jax.Array, axis: int) -> jax.Array:
     """The inverse of `parts_of`."""
-    back = jnp.moveaxis(parts, 0, axis)
-    return back.reshape(*back.shape[:axis], -1, *back.shape[axis + 2 :])
+    return jax.lax.collapse(jnp.moveaxis(parts, 0, axis), axis, axis + 2)
 
 
 def sum_type(dtype: Any) -> Any:

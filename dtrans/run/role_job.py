@@ -29,6 +29,7 @@ from dtrans.parameter_server.plan import PServerPlan
 from dtrans.plan import Job, realises
 from dtrans.run.base.batch import Share, batch_arrays, check_uneven, resized, uneven_rows
 from dtrans.run.base.lowered import LoweredStep, recording
+from dtrans.run.base.merge import Merge
 from dtrans.run.distributed.multihost import PARTS_DIFFER
 from dtrans.run.distributed.role import Role
 from dtrans.run.executor import Executor
@@ -228,8 +229,8 @@ class TrainerJob(RoleJob):
                 "unequal parts: go on from a checkpoint, with job.shard_batch(*batch)"
             )
         for (n, way), x in zip(ways.items(), found, strict=True):
-            if way == "concat" and whole:
-                x = jax.lax.slice_in_dim(x, 0, whole, axis=shared.joined[n])
+            if way == "concat":
+                x = Merge("joined", shared.joined[n], whole or None)(x)
             values[n] = x / len(given) if way == "mean" else x  # trainers may have left: those who are here are counted
         return out.unflatten([values[n] for n in out.names])
 

@@ -17,7 +17,8 @@ from dtrans.parameter_server.options import Async
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.plan import Job, Plan, realises
 from dtrans.run.base.platforms import as_run_on
-from dtrans.run.collective.job import CollectiveJob, StepFunction, StepLayout
+from dtrans.run.base.spmd import Function
+from dtrans.run.collective.job import CollectiveJob, StepLayout
 from dtrans.run.collective.mesh import MeshTrainers
 from dtrans.run.parameter_server.mesh import LateRowsJob
 from dtrans.run.parameter_server.ordered_job import OrderedJob
@@ -46,17 +47,14 @@ class _AbstractTrainers(MeshTrainers):
     def batch(self, arrays: Sequence[Any], shares: Sequence[Any]) -> list[Any]:
         return list(arrays)
 
-    def told(self, x: Any, way: str, axis: int | None) -> Any:
-        return jnp.asarray(x)[None] if way == "each" else x
-
-    def mapped(self, program: Program, layout: StepLayout) -> StepFunction:
+    def mapped(self, program: Program, layout: StepLayout) -> Function:
         # of what only the first rank has right, every rank gives a row: other outputs must agree
         ways = tuple(("each", None) if way == "first" else (way, axis) for way, axis in layout.ways)
         run = super().mapped(program, dataclasses.replace(layout, ways=ways))
 
-        def step(held: Sequence[Any], batch: Sequence[Any]) -> list[Any]:
-            made = run(held, batch)
-            return [x[0] if way == "first" else x for x, (way, _) in zip(made, layout.ways, strict=True)]
+        def step(*args: Any) -> list[Any]:
+            found = run(*args)
+            return [x[0] if way == "first" else x for x, (way, _) in zip(found, layout.ways, strict=True)]
 
         return step
 

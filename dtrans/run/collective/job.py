@@ -53,14 +53,13 @@ from dtrans.run.base.batch import (
     share_of,
     uneven_rows,
 )
+from dtrans.run.base.merge import Merge
 from dtrans.run.base.nonfinite import GradientWatch
 from dtrans.run.base.segments import Rules
+from dtrans.run.base.spmd import AxisSharding, Function
 from dtrans.run.base.state import check_arrays, check_kind, check_types
 from dtrans.step.batch_sharing import without_parts
 from dtrans.step_meter import metered
-
-
-StepFunction = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +80,43 @@ class StepLayout:
     shares: tuple[Share, ...]
     ways: tuple[tuple[str, int | None], ...]
     rules: Callable[[], Rules] = lambda: OVER_AXIS
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of all axes."""
+        return tuple(name for name, _ in self.axes)
+
+    @property
+    def ins(self) -> list[AxisSharding]:
+        """Return the shardings of the state's arrays and the batch's."""
+        state = [slices_along(axis, self.names) for axis in self.sliced]
+        return [*state, *(parts_along(share, self.names) for share in self.shares)]
+
+    @property
+    def outs(self) -> list[AxisSharding]:
+        """Return the shardings of the outputs."""
+        return [self._out(way, axis) for way, axis in self.ways]
+
+    def _out(self, way: str, axis: int | None) -> AxisSharding:
+        if way == "slice":
+            return slices_along(axis, self.names)
+        if way == "concat":
+            return parts_along(axis or 0, self.names)
+        if way == "each":
+            return AxisSharding(own=self.names)
+        return AxisSharding(first=self.names if way == "first" else ())
+
+
+@functools.cache
+def slices_along(axis: int | None, names: tuple[str, ...]) -> AxisSharding:
+    """Return the sharding of an array of the state: slices over the last axis, the same in all groups."""
+    return AxisSharding().cut_along(axis, names[-1])
+
+
+@functools.cache
+def parts_along(share: Share, names: tuple[str, ...]) -> AxisSharding:
+    """Return the sharding of an array of the batch: parts for all trainers, or the whole for each."""
+    return AxisSharding() if isinstance(share, str) else AxisSharding().cut_along(share, *names)
 
 
 class Trainers(abc.ABC):
@@ -135,8 +171,8 @@ class Trainers(abc.ABC):
         return contextlib.nullcontext()
 
     @abc.abstractmethod
-    def mapped(self, program: Program, layout: StepLayout) -> StepFunction:
-        """A program for all trainers, as a function of (state, batch) that gives its outputs, merged."""
+    def mapped(self, program: Program, layout: StepLayout) -> Function:
+        """Return a program for all trainers: a function of the arrays of state and batch that gives merged outputs."""
 
 
 class CollectiveJob(Job):
@@ -358,11 +394,11 @@ class CollectiveJob(Job):
         sliced = tuple(self.slice_axis(n) for n in self._held_names)
         ways = tuple(self._way(n) for n in program.out_names)
         layout = StepLayout(self.plan.axes, sliced, tuple(self._shares), ways, self._rules)
-        made = self.trainers.mapped(program, layout)(self._held(state), arrays)
+        made = self.trainers.mapped(program, layout)(*self._held(state), *arrays)
         values = dict(zip(program.out_names, made, strict=True))
         for (way, axis), name in zip(ways, program.out_names, strict=True):
             if way == "concat" and types is not None:
-                values[name] = jax.lax.slice_in_dim(values[name], 0, types[name].shape[axis or 0], axis=axis or 0)
+                values[name] = Merge("joined", axis or 0, types[name].shape[axis or 0])(values[name])
         new = CollectiveState(*({n: values[n] for n in names} for names in self._state))
         return new, [values[n] for n in self._rest.names]
 

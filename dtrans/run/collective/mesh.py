@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding
 
 from dtrans.checkpoint.runs import THIS_PROCESS
 from dtrans.data_parallel.plan import CollectivePlan
@@ -17,7 +17,8 @@ from dtrans.plan import realises
 from dtrans.run.base.batch import Share
 from dtrans.run.base.lowering import per_trainer
 from dtrans.run.base.platforms import as_run_on
-from dtrans.run.collective.job import CollectiveJob, StepFunction, StepLayout, Trainers
+from dtrans.run.base.spmd import Function, on_mesh as on_mesh_axes
+from dtrans.run.collective.job import CollectiveJob, StepLayout, Trainers, parts_along, slices_along
 from dtrans.zero.plan import ShardingPlan
 
 
@@ -29,17 +30,17 @@ class MeshTrainers(Trainers):
     """
 
     run_id = THIS_PROCESS
+    gathers = False  # whether every device gets results of several trainers whole
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh: Mesh = mesh
         self.here = mesh.size
-        self._everywhere = NamedSharding(mesh, P())
 
     def at(self, axis: int | None) -> NamedSharding:
-        return self._everywhere if axis is None else NamedSharding(self.mesh, self._sliced(axis))
+        return NamedSharding(self.mesh, slices_along(axis, self.mesh.axis_names).spec)
 
     def everywhere(self, xs: Sequence[Any]) -> list[Any]:
-        return list(jax.device_put(list(xs), self._everywhere))
+        return list(jax.device_put(list(xs), self.at(None)))
 
     def state(self, x: Any, axis: int | None) -> Any:
         return jax.device_put(x, self.at(axis))
@@ -48,33 +49,12 @@ class MeshTrainers(Trainers):
         return [_put(x, self.of_batch(share)) for x, share in zip(arrays, shares, strict=True)]
 
     def of_batch(self, share: Share) -> NamedSharding:
-        """Where an array of the batch is."""
-        return self._everywhere if isinstance(share, str) else NamedSharding(self.mesh, self._parts(share))
+        """Return the sharding of an array of the batch."""
+        return NamedSharding(self.mesh, parts_along(share, self.mesh.axis_names).spec)
 
-    def mapped(self, program: Program, layout: StepLayout) -> StepFunction:
-        one = per_trainer(program, layout.rules)
-
-        def trainer(held: Sequence[Any], batch: Sequence[Any]) -> list[Any]:
-            return [self.told(x, way, axis) for x, (way, axis) in zip(one(*held, *batch), layout.ways, strict=True)]
-
-        specs = [self._sliced(a) for a in layout.sliced], [self.of_batch(s).spec for s in layout.shares]
-        outs = [self._sliced(axis) if way == "slice" else self.spec(way, axis) for way, axis in layout.ways]
-        # check_vma: the equations were traced without varying types, and replay only without the check
-        return jax.shard_map(trainer, mesh=self.mesh, in_specs=specs, out_specs=outs, check_vma=False)
-
-    def told(self, x: Any, way: str, axis: int | None) -> Any:
-        """What a trainer gives of an output."""
-        return x[None] if way == "each" else x
-
-    def spec(self, way: str, axis: int | None) -> P:
-        """Where that is of the output of all."""
-        return self._parts(axis or 0) if way in ("concat", "each") else P()
-
-    def _parts(self, axis: int) -> P:
-        return P(*[None] * axis, self.mesh.axis_names)
-
-    def _sliced(self, axis: int | None) -> P:
-        return P() if axis is None else P(*[None] * axis, self.mesh.axis_names[-1])
+    def mapped(self, program: Program, layout: StepLayout) -> Function:
+        gathered = [k for k, (way, _) in enumerate(layout.ways) if self.gathers and way in ("concat", "each")]
+        return on_mesh_axes(per_trainer(program, layout.rules), self.mesh, layout.ins, layout.outs, gathered)
 
 
 @realises(CollectivePlan, "mesh")

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec as P
+from jax.sharding import Mesh
 
 from dtrans._jax import Var, is_traced
 from dtrans.errors import BatchError
@@ -29,7 +29,9 @@ from dtrans.ops import exchange_p, exchanged, prefetch_p, split_ids_p, trainer_i
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.run.base.batch import Share, part_types
 from dtrans.run.base.lowered import called
+from dtrans.run.base.merge import Merge
 from dtrans.run.base.segments import COMPUTED, Compute, Rules, cut_program
+from dtrans.run.base.spmd import AxisSharding, on_mesh, on_one_device
 
 
 AXIS, TURN = "trainers", "turn"  # the devices, and the trainers that one of them stands for
@@ -56,32 +58,13 @@ def _exchange(*parts: Any, how: Sequence[tuple[Any, ...]], **_: Any) -> list[Any
 
 OF_ROWS = frozenset({split_ids_p, prefetch_p})  # what each trainer does with the rows that it looks up
 
+_TURN_OF = {
+    None: AxisSharding(),
+    "split": AxisSharding().cut_along(0, TURN),
+    "stacked": AxisSharding(own=(TURN,)),
+}  # kinds of values among the trainers of one device
+
 AMONG_TRAINERS: Rules = {exchange_p: _exchange, trainer_index_p: lambda *, over: [_index()]}
-
-
-@dataclasses.dataclass(frozen=True)
-class Merge:
-    """Way in which the results of all trainers become one.
-
-    Attributes:
-      way: "mean", "sum", "same", "concat", or "joined" for rows of the batch, which lie behind each other already.
-      axis: the dimension along which they are joined.
-      rows: how many of all are real ones; None where all are.
-    """
-
-    way: str
-    axis: int = 0
-    rows: int | None = None
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        if self.way in ("concat", "joined"):
-            joined = x
-            if self.way == "concat":
-                joined = jax.lax.collapse(jnp.moveaxis(x, 0, self.axis), self.axis, self.axis + 2)
-            return joined if self.rows is None else jax.lax.slice_in_dim(joined, 0, self.rows, axis=self.axis)
-        if self.way == "same":
-            return x[0]
-        return jnp.mean(x, 0) if self.way == "mean" else jnp.sum(x, 0, dtype=x.dtype)
 
 
 def shared_program(
@@ -185,33 +168,19 @@ class MeshTrainerPrograms:
         return made
 
     def _compile(self, piece: Compute) -> Callable[..., Sequence[Any]]:
-        kinds = [self.kinds.get(v) for v in piece.reads]
         if not self._differs(piece):
             return piece.jitted
-        told = not AMONG_TRAINERS.keys().isdisjoint(piece.rules)
+        communicates = not AMONG_TRAINERS.keys().isdisjoint(piece.rules)
         each = self.plan.trainers // self.mesh.size
+        kinds = [self.kinds.get(v) for v in piece.reads]
+        ins = [_TURN_OF[kind] for kind in kinds]
+        outs = [_TURN_OF["stacked"]] * len(piece.makes)
 
-        def on_device(*values: Any) -> list[Any]:
-            # the values of the trainers of one device, with a leading axis, beside what all share
-            own = [
-                x.reshape(each, -1, *x.shape[1:]) if k == "split" else x
-                for k, x in zip(kinds, values, strict=True)
-                if k
-            ]
-
-            def one(mine: Sequence[Any]) -> list[Any]:
-                it = iter(mine)
-                return list(piece.fn(*(next(it) if k else x for k, x in zip(kinds, values, strict=True))))
-
-            if told:
-                return jax.vmap(lambda _, mine: one(mine), axis_name=TURN)(jnp.arange(each), own)
-            if each == 1:
-                return [x[None] for x in one([x[0] for x in own])]
-            return jax.lax.map(one, own)
-
-        specs = tuple(P(AXIS) if k else P() for k in kinds)
-        # check_vma: the equations were traced without varying types, and replay only without the check
-        return jax.jit(jax.shard_map(on_device, mesh=self.mesh, in_specs=specs, out_specs=P(AXIS), check_vma=False))
+        # one device stands for several trainers; each is a turn of its own if they need nothing of each other
+        on_device = on_one_device(piece.fn, [(TURN, each)], ins, outs, in_turn=not communicates)
+        over_devices = [AxisSharding().cut_along(0, AXIS) if kind else AxisSharding() for kind in kinds]
+        stacked = [AxisSharding().cut_along(0, AXIS)] * len(outs)
+        return jax.jit(on_mesh(on_device, self.mesh, over_devices, stacked))
 
     def _merger(
         self, batch: Sequence[Any], merges: Mapping[str, Merge] | None

@@ -29,6 +29,7 @@ from dtrans.plan import realises
 from dtrans.protocol import wire
 from dtrans.protocol.arrivals import ValueType
 from dtrans.run.base.batch import Share, share_of, whole_types
+from dtrans.run.base.spmd import AxisSharding, Function
 from dtrans.run.distributed.connect import connected
 from dtrans.run.distributed.membership import Membership
 from dtrans.run.distributed.multihost import PARTS_DIFFER, check_consistent
@@ -37,7 +38,7 @@ from dtrans.run.pipeline_parallel.instructions import StepProgram, Transfer
 from dtrans.run.pipeline_parallel.job import PipelineJob
 from dtrans.run.pipeline_parallel.p2p import P2PChannels, on_host
 from dtrans.run.pipeline_parallel.processes import OneProcess
-from dtrans.run.pipeline_parallel.stage_devices import Function, OnDevices, OneDevice, Places, StageSharding
+from dtrans.run.pipeline_parallel.stage_devices import OnDevices, OneDevice, Places
 from dtrans.run.pipeline_parallel.state import StateLayout
 from dtrans.run.pipeline_parallel.value_types import of_value, value_types
 
@@ -281,7 +282,7 @@ class _Local(Places):
         at = stage % self._stages - self._first
         return at if 0 <= at < self._each else None
 
-    def put(self, x: Any, stage: int, kind: StageSharding) -> Any:
+    def put(self, x: Any, stage: int, kind: AxisSharding) -> Any:
         at = self._local(stage)
         return x if at is None else self._on.put(x, at, kind)
 
@@ -294,8 +295,8 @@ class _Local(Places):
         self,
         fn: Function,
         stage: int,
-        ins: Sequence[StageSharding],
-        outs: Sequence[StageSharding],
+        ins: Sequence[AxisSharding],
+        outs: Sequence[AxisSharding],
         donated: Sequence[int] = (),
     ) -> Function:
         at = self._local(stage)

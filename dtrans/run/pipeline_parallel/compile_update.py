@@ -11,18 +11,20 @@ import numpy as np
 
 from dtrans._jax import Atom, Literal, Var, constants
 from dtrans.ops import OVER_AXIS, collective_of, trainer_index_p
+from dtrans.pipeline_parallel.options import AXIS, SPLIT
 from dtrans.pipeline_parallel.results import micro_name
 from dtrans.pipeline_parallel.update_by_stage import StagePart
 from dtrans.run.base.lowering import per_trainer
 from dtrans.run.base.segments import interpret
+from dtrans.run.base.spmd import AxisSharding
 from dtrans.run.pipeline_parallel.deployment import Deployment
 from dtrans.run.pipeline_parallel.draft import Draft
 from dtrans.run.pipeline_parallel.instructions import Transfer
-from dtrans.run.pipeline_parallel.stage_devices import EACH, SAME, StageSharding
+from dtrans.run.pipeline_parallel.stage_devices import EACH, SAME
 
 
 StateSlots: TypeAlias = dict[tuple[int, str], int]  # by (place, name)
-ResultSlots: TypeAlias = dict[str, tuple[int, StageSharding, int]]  # slot, kind, and the stage that makes it
+ResultSlots: TypeAlias = dict[str, tuple[int, AxisSharding, int]]  # slot, kind, and the stage that makes it
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -37,7 +39,7 @@ class _UpdateValues:
 
     d: Draft
     name_of: Mapping[Var, str]
-    kinds: Mapping[Any, StageSharding]
+    kinds: Mapping[Any, AxisSharding]
 
     @cached_property
     def _constants(self) -> dict[Var, Any]:
@@ -54,7 +56,7 @@ class _UpdateValues:
         at, slots = self.d.at, self.d.slots
         plan, placed, n = at.plan, at.plan.update.placed, self.name_of.get(v)
         if n is None:
-            return slots.of(self.kinds[v].cut(placed.cuts.get(v)), "update", stage, v)
+            return slots.of(self.kinds[v].cut_along(placed.cuts.get(v), SPLIT), "update", stage, v)
         home = placed.home[n]
         if n in plan.update.arguments:
             if at.host is None:
@@ -206,7 +208,7 @@ def write_results(d: Draft) -> tuple[ResultSlots, StateSlots]:
     return found, state
 
 
-def _to_home(d: Draft, name: str, slot: int, kind: StageSharding, stage: int) -> int:
+def _to_home(d: Draft, name: str, slot: int, kind: AxisSharding, stage: int) -> int:
     """The slot of a parameter that the forward pass makes, where it is held."""
     plan = d.at.plan
     home = plan.homes[name]
@@ -217,23 +219,18 @@ def _to_home(d: Draft, name: str, slot: int, kind: StageSharding, stage: int) ->
     return target
 
 
-def _kinds(at: Deployment, name_of: Mapping[Var, str]) -> dict[Any, StageSharding]:
+def _kinds(at: Deployment, name_of: Mapping[Var, str]) -> dict[Any, AxisSharding]:
     """How replicas have each value of the update: what is made of what they have for themselves is their own."""
     program = at.plan.update.placed.program
     inner = program.inner
-    kinds: dict[Any, StageSharding] = {v: at.update_kind(n) for v, n in name_of.items()}
+    kinds: dict[Any, AxisSharding] = {v: at.update_kind(n) for v, n in name_of.items()}
     for eqn in inner.eqns:
         record = collective_of(eqn)
         whole = record is not None and record.same_for_all
-        own = any(isinstance(a, Var) and _varies(kinds.get(a, SAME)) for a in eqn.invars)
+        own = any(isinstance(a, Var) and AXIS in kinds.get(a, SAME).varies for a in eqn.invars)
         own = own or eqn.primitive is trainer_index_p
         kinds |= dict.fromkeys(eqn.outvars, EACH if own and not whole else SAME)
     for n, a in program.outvars.items():
         if isinstance(a, Var):  # state that is not cut is the same in all replicas, and so are results
             kinds[a] = at.state_kind(n)
     return kinds
-
-
-def _varies(kind: StageSharding) -> bool:
-    """Whether replicas have something else each."""
-    return kind.own or kind.rows or kind.axis is not None

@@ -14,10 +14,12 @@ import jax
 import jax.numpy as jnp
 
 from dtrans.ir.pytree import is_under
+from dtrans.pipeline_parallel.options import SPLIT
 from dtrans.pipeline_parallel.plan import PipelinePlan
 from dtrans.pipeline_parallel.results import is_whole
+from dtrans.run.base.spmd import AxisSharding
 from dtrans.run.pipeline_parallel.instructions import Transfer
-from dtrans.run.pipeline_parallel.stage_devices import EACH, FIRST, ROWS, SAME, Host, Places, StageSharding, cut_along
+from dtrans.run.pipeline_parallel.stage_devices import EACH, FIRST, ROWS, SAME, Host, Places, cut_along
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -61,28 +63,28 @@ class Deployment:
         home = self.plan.home(name)
         return 0 if home is None else self.place(name, home)
 
-    def state_kind(self, name: str) -> StageSharding:
+    def state_kind(self, name: str) -> AxisSharding:
         """How the replicas and shards of a stage have an array of its state."""
         axis = self.plan.update.slice_axis(name) if self.plan.options.replicas > 1 else None
-        return (SAME if axis is None else cut_along(axis)).cut(self.plan.cuts.state.get(name))
+        return (SAME if axis is None else cut_along(axis)).cut_along(self.plan.cuts.state.get(name), SPLIT)
 
     # -- what a step makes -----------------------------------------------------------------------
 
     @property
-    def own(self) -> StageSharding:
+    def own(self) -> AxisSharding:
         """The kind of what each replica has for itself."""
         return EACH if self.plan.options.replicas > 1 else SAME
 
-    def sum_kind(self, leaf: str) -> StageSharding:
+    def sum_kind(self, leaf: str) -> AxisSharding:
         """How replicas have the sum of a leaf's gradients."""
-        return self.own.cut(self.plan.cuts.state.get(leaf))
+        return self.own.cut_along(self.plan.cuts.state.get(leaf), SPLIT)
 
-    def update_kind(self, name: str) -> StageSharding:
+    def update_kind(self, name: str) -> AxisSharding:
         """How replicas have an input of the update."""
         found = self.plan.update.sums.get(name)
         return self.state_kind(name) if found is None else self.sum_kind(found[0])
 
-    def result_kind(self, name: str) -> StageSharding:
+    def result_kind(self, name: str) -> AxisSharding:
         """How replicas have a result, merged over micro-batches."""
         if is_whole(self.plan.merges[name]) or self.plan.options.replicas == 1:
             return SAME
@@ -99,6 +101,6 @@ class Deployment:
         is_one = not x.shape and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
         return is_one and not is_under(name, self.plan.options.batch.unsplit_inputs)
 
-    def batch_kind(self, name: str, x: Any) -> StageSharding:
+    def batch_kind(self, name: str, x: Any) -> AxisSharding:
         """How replicas have an array of the batch."""
         return ROWS if self.is_split(name, x) and self.plan.options.replicas > 1 else SAME

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from dtrans.ir.program import Program
 from dtrans.pipeline_parallel.task import Task
-from dtrans.run.pipeline_parallel.stage_devices import StageSharding
+from dtrans.run.base.spmd import AxisSharding
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -50,7 +50,7 @@ class Transfer:
     target: int
     origin: int
     stage: int
-    kind: StageSharding
+    kind: AxisSharding
     what: str
     to_host: bool = False
 
@@ -87,7 +87,7 @@ class StepProgram:
     given: dict[tuple[int, str], int]
     fixed: dict[int, Any]
     state: dict[tuple[int, str], int]
-    results: dict[str, tuple[int, StageSharding, int]]
+    results: dict[str, tuple[int, AxisSharding, int]]
     kept: dict[tuple[int, int], tuple[int, ...]]
     passing: dict[int, int]
     values: Program | None = None

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 
 from dtrans.checkpoint.pserver_state import arrays_of
-from dtrans.ir.array_fns import in_one
 from dtrans.ir.pytree import TreeSpec, is_under, result_of, without
 from dtrans.pipeline_parallel.forward_pass import summary_name
 from dtrans.pipeline_parallel.plan import PipelinePlan
@@ -20,11 +19,13 @@ from dtrans.pipeline_parallel.results import STACK
 from dtrans.plan import Job, realises
 from dtrans.run.base.batch import batch_arrays
 from dtrans.run.base.lowered import LoweredStep, called, recording
+from dtrans.run.base.merge import Merge
+from dtrans.run.base.spmd import AxisSharding
 from dtrans.run.pipeline_parallel.compile_step import compile_step
 from dtrans.run.pipeline_parallel.deployment import Deployment
 from dtrans.run.pipeline_parallel.instructions import Instruction, StepProgram, Transfer
 from dtrans.run.pipeline_parallel.processes import OneProcess
-from dtrans.run.pipeline_parallel.stage_devices import OnDevices, OneDevice, Places, StageSharding
+from dtrans.run.pipeline_parallel.stage_devices import OnDevices, OneDevice, Places
 from dtrans.run.pipeline_parallel.state import PipelineState, StateLayout, tree_of
 from dtrans.step.summary import merge
 from dtrans.step_meter import metered
@@ -203,14 +204,13 @@ class PipelineJob(Job):
         self._shown = {n: env[slot] for n, (slot, _, _) in tape.results.items() if self.plan.merges.get(n) == STACK}
         return (new, *result_of(self._rest, [values[n] for n in self._rest.names]))
 
-    def _result(self, name: str, x: Any, kind: StageSharding) -> Any:
-        """A result as the user gets it: of what replicas have for themselves, all rows, all values, or the first."""
+    def _result(self, name: str, x: Any, kind: AxisSharding) -> Any:
+        """Return a result as the user gets it: of values that replicas have for themselves, rows, all, or the first."""
         if not kind.own:
             return x
-        way = self.plan.merges[name]
-        if way in ("concat", "GLOBAL_CONCAT"):
-            return in_one(x, self.plan.options.joined.get(name, 0))
-        return x.reshape(-1, *x.shape[1:]) if way == "each" else x[0]
+        way = {"GLOBAL_CONCAT": "concat"}.get(self.plan.merges[name], self.plan.merges[name])
+        way = way if way in ("concat", "each") else "same"
+        return Merge(way, self.plan.options.joined.get(name, 0))(x)
 
     @cached_property
     def _rest(self) -> TreeSpec:

@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from dtrans.pipeline_parallel.options import SPLIT
 from dtrans.pipeline_parallel.plan import StepPrograms
 from dtrans.pipeline_parallel.stage_programs import StagePrograms
+from dtrans.run.base.spmd import AxisSharding
 from dtrans.run.pipeline_parallel.deployment import Deployment
 from dtrans.run.pipeline_parallel.instructions import Instruction
-from dtrans.run.pipeline_parallel.stage_devices import SAME, StageSharding
+from dtrans.run.pipeline_parallel.stage_devices import SAME
 
 
 class Slots:
@@ -23,7 +25,7 @@ class Slots:
     """
 
     def __init__(self, at: Deployment, programs: StepPrograms, batch: Mapping[str, Any]) -> None:
-        self.kinds: dict[int, StageSharding] = {}
+        self.kinds: dict[int, AxisSharding] = {}
         self.given: dict[tuple[int, str], int] = {}
         self.fixed: dict[int, Any] = {}
         self._at, self._programs, self._batch = at, programs, batch
@@ -32,7 +34,7 @@ class Slots:
     def __len__(self) -> int:
         return len(self._numbers)
 
-    def of(self, kind: StageSharding, *key: Any) -> int:
+    def of(self, kind: AxisSharding, *key: Any) -> int:
         """The slot of a value."""
         found = self._numbers.setdefault(key, len(self._numbers))
         self.kinds[found] = kind
@@ -83,7 +85,7 @@ class Slots:
 
     def value(self, stage: int, name: str, m: int) -> int:
         """A value of the forward pass."""
-        return self.of(self._at.own.cut(self._programs.cuts.get((stage, name))), "value", stage, name, m)
+        return self.of(self._at.own.cut_along(self._programs.cuts.get((stage, name)), SPLIT), "value", stage, name, m)
 
     def sum_of(self, stage: int, leaf: str, m: int | None) -> int:
         """The sum of a leaf's gradients that a stage makes; where each micro-batch is clipped, the gradient of one."""

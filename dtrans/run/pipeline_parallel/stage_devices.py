@@ -1,66 +1,42 @@
-"""Where a stage is: the devices of its replicas and their shards, or one device on which these are simulated.
+"""Devices of a pipeline's stages: those of each stage's replicas and shards, or one device that stands for all.
 
-A value of a stage is of one of these kinds:
+A value of a stage has one of these shardings:
 
-    SAME             every replica has the same
-    EACH             every replica has its own: behind a leading axis of the size of the replicas
-    ROWS             of the batch: rows 0 to B/R are replica 0's, and so on
-    cut_along(axis)  slices of one array along a dimension, replica by replica
-    kind.cut(dim)    the same in pieces, where a stage is split
+    SAME             one value for all replicas
+    EACH             each replica has a value of its own, stacked on a leading dimension
+    ROWS             rows of the batch: rows 0 to B/R belong to replica 0, and so on
+    FIRST            replicas compute equal values, and the first one's is taken
+    cut_along(axis)  slices of one array along a dimension, one for each replica
 
-With one replica and one shard there are no axes, and programs are compiled as they are.
+Of a split stage each of them may also be cut along a dimension over SPLIT, one piece for each shard. With one replica
+and one shard there are no axes, and programs are compiled as they are.
 """
 
 from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from dtrans._jax import ClosedJaxpr, jaxpr_as_fun
-from dtrans.ir.array_fns import in_one, parts_of
 from dtrans.pipeline_parallel.options import AXIS, SPLIT
-from dtrans.run.base.batch import on_one_device
+from dtrans.run.base.batch import on_one_device as put_on_one_device
+from dtrans.run.base.spmd import AxisSharding, Function, on_mesh, on_one_device
 
 
-@dataclasses.dataclass(frozen=True)
-class StageSharding:
-    """How the replicas of a stage, and their shards, have a value; see the module.
-
-    Attributes:
-      own: each replica has its own.
-      rows: each replica has its rows.
-      axis: the dimension along which replicas have slices.
-      split: the dimension along which shards have pieces, not counting the axis of replicas.
-      first: of what is made: replicas make the same, each by itself, and the first one's is taken.
-    """
-
-    own: bool = False
-    rows: bool = False
-    axis: int | None = None
-    split: int | None = None
-    first: bool = False
-
-    def cut(self, split: int | None) -> StageSharding:
-        """The same, in pieces of shards."""
-        return self if split is None else dataclasses.replace(self, split=split)
+SAME, EACH = AxisSharding(), AxisSharding(own=(AXIS,))
+ROWS, FIRST = AxisSharding().cut_along(0, AXIS), AxisSharding(first=(AXIS,))
 
 
-SAME, EACH, ROWS, FIRST = StageSharding(), StageSharding(own=True), StageSharding(rows=True), StageSharding(first=True)
-
-
-def cut_along(axis: int) -> StageSharding:
-    """Slices along a dimension."""
-    return StageSharding(axis=axis)
-
-
-Function = Callable[..., Sequence[Any]]
+def cut_along(axis: int) -> AxisSharding:
+    """Return the sharding of slices along a dimension, one for each replica."""
+    return SAME.cut_along(axis, AXIS)
 
 
 class Places(abc.ABC):
@@ -76,7 +52,7 @@ class Places(abc.ABC):
         self.known: dict[Any, Function] = {}
 
     @abc.abstractmethod
-    def put(self, x: Any, stage: int, kind: StageSharding) -> Any:
+    def put(self, x: Any, stage: int, kind: AxisSharding) -> Any:
         """A value where a stage has it."""
 
     @abc.abstractmethod
@@ -88,8 +64,8 @@ class Places(abc.ABC):
         self,
         fn: Function,
         stage: int,
-        ins: Sequence[StageSharding],
-        outs: Sequence[StageSharding],
+        ins: Sequence[AxisSharding],
+        outs: Sequence[AxisSharding],
         donated: Sequence[int] = (),
     ) -> Function:
         """A function of one replica, compiled for those of a stage.
@@ -110,21 +86,21 @@ class OnDevices(Places):
     def __init__(self, grids: Sequence[Any]) -> None:
         super().__init__(len(grids[0]))
         self._meshes = [Mesh(np.array(grid), (AXIS, SPLIT)) for grid in grids]
-        self._where: dict[tuple[int, StageSharding], Any] = {}
+        self._where: dict[tuple[int, AxisSharding], Any] = {}
 
-    def put(self, x: Any, stage: int, kind: StageSharding) -> Any:
+    def put(self, x: Any, stage: int, kind: AxisSharding) -> Any:
         where = self.where(stage, kind)
         # device_put takes 65 microseconds to find out that there is nothing to do
         return x if isinstance(x, jax.Array) and x.sharding == where else jax.device_put(x, where)
 
-    def where(self, stage: int, kind: StageSharding) -> Any:
+    def where(self, stage: int, kind: AxisSharding) -> Any:
         """The sharding of a value of a stage."""
         place = stage % len(self._meshes)
         known = self._where.get((place, kind))
         if known is None:
             mesh = self._meshes[place]
             alone = mesh.size == 1
-            known = SingleDeviceSharding(mesh.devices.item()) if alone else NamedSharding(mesh, _spec(kind))
+            known = SingleDeviceSharding(mesh.devices.item()) if alone else NamedSharding(mesh, kind.spec)
             self._where[place, kind] = known
         return known
 
@@ -135,35 +111,14 @@ class OnDevices(Places):
         self,
         fn: Function,
         stage: int,
-        ins: Sequence[StageSharding],
-        outs: Sequence[StageSharding],
+        ins: Sequence[AxisSharding],
+        outs: Sequence[AxisSharding],
         donated: Sequence[int] = (),
     ) -> Function:
         mesh = self._meshes[stage % len(self._meshes)]
         if mesh.size == 1:
             return jax.jit(fn, donate_argnums=tuple(donated), out_shardings=self.where(stage, SAME))
-
-        def one(*args: Any) -> list[Any]:
-            made = fn(*(x[0] if k.own else x for x, k in zip(args, ins, strict=True)))
-            return [jnp.asarray(x)[None] if k.own else x for x, k in zip(made, outs, strict=True)]
-
-        # check_vma: the equations were traced without varying types, and replay only without the check
-        mapped = jax.shard_map(
-            one, mesh=mesh, in_specs=tuple(map(_spec, ins)), out_specs=list(map(_spec, outs)), check_vma=False
-        )
-        return jax.jit(mapped, donate_argnums=tuple(donated))
-
-
-def _spec(kind: StageSharding) -> P:
-    """Which axis is along which dimension."""
-    along: dict[int, str] = {}
-    if kind.own or kind.rows:
-        along[0] = AXIS
-    if kind.axis is not None:
-        along[kind.axis] = AXIS
-    if kind.split is not None:
-        along[kind.split + kind.own] = SPLIT
-    return P(*(along.get(d) for d in range(max(along, default=-1) + 1)))
+        return jax.jit(on_mesh(fn, mesh, ins, outs), donate_argnums=tuple(donated))
 
 
 class OneDevice(Places):
@@ -178,8 +133,8 @@ class OneDevice(Places):
         super().__init__(replicas)
         self._shards = tuple(shards)
 
-    def put(self, x: Any, stage: int, kind: StageSharding) -> Any:
-        return on_one_device(x) if isinstance(x, jax.Array) else jnp.asarray(x)
+    def put(self, x: Any, stage: int, kind: AxisSharding) -> Any:
+        return put_on_one_device(x) if isinstance(x, jax.Array) else jnp.asarray(x)
 
     def startup(self, jaxpr: ClosedJaxpr, stage: int) -> Function:
         return jax.jit(jaxpr_as_fun(jaxpr))
@@ -188,54 +143,15 @@ class OneDevice(Places):
         self,
         fn: Function,
         stage: int,
-        ins: Sequence[StageSharding],
-        outs: Sequence[StageSharding],
+        ins: Sequence[AxisSharding],
+        outs: Sequence[AxisSharding],
         donated: Sequence[int] = (),
     ) -> Function:
-        shards = self._shards[stage % len(self._shards)]
-        mapped: Function = lambda *args: list(fn(*args))
-        if self.replicas > 1:
-            of: Callable[[StageSharding], int | None] = lambda k: (
-                0 if k.own or k.rows or k.first or k.axis is not None else None
-            )
-            outs_of = [of(k) for k in outs]  # None refuses what is not the same in all replicas
-            mapped = jax.vmap(
-                mapped, in_axes=tuple(map(of, ins)), out_axes=outs_of, axis_name=AXIS, axis_size=self.replicas
-            )
-            mapped = _around(mapped, ins, outs, self._of_replicas)
-        if shards > 1:
-            parts = tuple(None if k.split is None else 0 for k in ins)
-            mapped = jax.vmap(mapped, in_axes=parts, out_axes=0, axis_name=SPLIT, axis_size=shards)
-            mapped = _around(mapped, ins, outs, lambda x, k, back: _of_shards(x, k, back, shards))
-        return jax.jit(mapped)
-
-    def _of_replicas(self, x: jax.Array, kind: StageSharding, back: bool) -> jax.Array:
-        """What replicas have of a value along a leading axis, or back."""
-        if kind.first:
-            return x[0] if back else x
-        if kind.axis is not None:
-            return in_one(x, kind.axis) if back else parts_of(x, kind.axis, self.replicas)
-        return x.reshape(self.replicas, -1, *x.shape[1:]) if kind.rows and not back else x
-
-
-def _around(
-    fn: Function, ins: Sequence[StageSharding], outs: Sequence[StageSharding], change: Callable[..., Any]
-) -> Function:
-    """A function of values as they are kept, by one of values as they are mapped over."""
-
-    def around(*args: Any) -> list[Any]:
-        made = fn(*(change(x, k, False) for x, k in zip(args, ins, strict=True)))
-        return [change(x, k, True) for x, k in zip(made, outs, strict=True)]
-
-    return around
-
-
-def _of_shards(x: jax.Array, kind: StageSharding, back: bool, shards: int) -> jax.Array:
-    """What shards have of a value along a leading axis, or back; of what is whole, the first one's."""
-    if kind.split is None:
-        return x[0] if back else x
-    at = kind.split + kind.own
-    return in_one(x, at) if back else parts_of(x, at, shards)
+        sizes = ((AXIS, self.replicas), (SPLIT, self._shards[stage % len(self._shards)]))
+        axes = [(name, size) for name, size in sizes if size > 1]
+        # shards compute whole values each for itself
+        firsts = [k if SPLIT in k.varies else dataclasses.replace(k, first=(*k.first, SPLIT)) for k in outs]
+        return jax.jit(on_one_device(fn, axes, ins, firsts))
 
 
 class Host(OneDevice):
@@ -245,5 +161,5 @@ class Host(OneDevice):
         super().__init__(replicas)
         self._device = jax.local_devices(backend="cpu")[0]
 
-    def put(self, x: Any, stage: int, kind: StageSharding) -> Any:
+    def put(self, x: Any, stage: int, kind: AxisSharding) -> Any:
         return jax.device_put(x, self._device)
