@@ -1,60 +1,61 @@
-"""A step that adds up once its parts are given values of the whole batch: who is given what, and the proof.
+"""Parts of a batch that exchange nothing: micro-batches of a pipeline and micro-steps of trainers.
 
-Micro-batches of a pipeline, and micro-steps of trainers, exchange nothing. What no parameter enters is made of the
-whole batch before they go (`dtrans.batch.given_values`): in a pipeline by a program of its own, on trainers in front of
-the micro-steps, where each has its rows of the batch and what crosses it communicates.
+The engine writes the step of a part (`dtrans.batch.written_parts`), and that is the proof: it communicates nothing.
+What it is given is made before: in a pipeline by a program of its own, on trainers in front of the micro-steps, where
+each has its rows of the batch and what crosses it communicates.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 
 from dtrans._jax import ClosedJaxpr
-from dtrans.batch.given_values import ROOT, GivenValues, given_values
-from dtrans.batch.shared import SharedStep, grown, share
-from dtrans.batch.written_parts import WrittenParts, silent, written_parts
+from dtrans.batch.shared import SharedStep, grown, rows_of
+from dtrans.batch.written_parts import WrittenParts, adds_up, written_parts
 from dtrans.engine.layout import Shards, cut_along
 from dtrans.engine.writer import SplitWriter, written
 from dtrans.ir.inline import eliminate_dead, inline_calls
 from dtrans.ir.program import FORWARD, Program
 from dtrans.rows.layout import SHARED
-from dtrans.step.batch_sharing import Batch
 from dtrans.step.capture import differentiated
-from dtrans.step.cut import Cut, cut
+from dtrans.step.cut import cut
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GivenMicroSteps:
-    """Micro-steps that are given values of the whole batch.
+    """Micro-steps that the engine writes, and what they are given of the whole batch.
 
     Attributes:
-      captured: the step with its loss as one equation, of any batch.
+      whole: the step of the whole batch, with its loss as one equation if it has one.
       values: what they are given.
       axes: the dimension along which each array of the batch is cut.
       trainers, over: how many there are, and the named axes that they are on.
     """
 
-    captured: Program
-    values: GivenValues | WrittenParts
+    whole: Program
+    values: WrittenParts
     axes: Mapping[str, int]
     trainers: int
     over: tuple[str, ...]
 
     def micro_step(self, types: Sequence[jax.ShapeDtypeStruct]) -> Program:
-        """The step of one of them, from the types of the step's inputs; what it is given are its last arguments."""
-        return differentiated(self.values.taken_by(self.captured.specialize_flat(types)))
+        """Return the step of one of them; what it is given are its last arguments.
+
+        Args:
+          types: of the step's inputs, with a micro-step's part of the batch.
+        """
+        return differentiated(self.values.part_of(self._of(types, self.values.parts)))
 
     def of_trainer(self, types: Sequence[jax.ShapeDtypeStruct]) -> Program:
-        """What makes a trainer's rows of what they are given, or all of it, from its part of the batch.
+        """Return what makes a trainer's rows of what they are given, or all of it, from its part of the batch.
 
         Args:
           types: of the step's inputs, with a trainer's part of the batch.
         """
-        whole = [grown(t, self.axes.get(n), self.trainers) for n, t in zip(self.captured.in_names, types, strict=True)]
-        made = self.values.made_by(self.captured.specialize_flat(whole))
+        made = self.values.made_by(self._of(types, self.trainers))
         if self.trainers == 1:
             return made
         flat = inline_calls(made.jaxpr)
@@ -70,85 +71,59 @@ class GivenMicroSteps:
         roles = (FORWARD,) * len(jaxpr.jaxpr.eqns)
         return dataclasses.replace(made, jaxpr=jaxpr, roles=roles, labels={}, specializer=None)
 
-
-def share_given(
-    step: Cut,
-    part: Program,
-    types: Sequence[jax.ShapeDtypeStruct],
-    held: Callable[[], Sequence[str]],
-    batch: Batch,
-    parts: int,
-    over: Sequence[str],
-    noun: str,
-) -> tuple[SharedStep, GivenValues | WrittenParts | None]:
-    """How parts share a step that exchange nothing, and what they are given for that.
-
-    Args:
-      step: of a part, which tells nothing (`silent`).
-      part: the same, captured.
-      types: of the step's inputs, with the whole batch.
-      held: names the state that all parts have, and that values may be made of; it is called where they are sought.
-      batch: which arrays are cut, on dim 0.
-      parts: how many there are.
-      over: the named axes that they would be on.
-      noun: what one of those that share the batch is called in errors.
-
-    Returns:
-      How they share it, and values that prove it; without a proof, what is in the way.
-    """
-    shared = share(step, batch, parts, over, open_state=True, noun=noun)
-    if shared.proven:
-        return shared, None
-    whole, still = part.specialize_flat(types), held()
-    given = given_values(whole, part, parts, still)
-    again = shared
-    rows = {part.inputs[n].shape[0] for n in shared.axes} if given.spots and not any(shared.axes.values()) else set()
-    for way in given.by_portions(whole) if given.spots else ():
-        of_part = way.taken_by(part)
-        with_rows = [n for n in of_part.in_names if n.startswith(ROOT) and n not in way.whole]
-        if not {of_part.inputs[n].shape[0] for n in with_rows} <= rows:
-            break  # rows of something else, whose parts are not those of the batch
-        taken = cut(silent(differentiated(of_part))).with_reported()
-        given_to_all = dataclasses.replace(batch, unsplit_inputs=(*batch.unsplit_inputs, *way.whole))
-        again = share(taken, given_to_all, parts, over, open_state=True, portions=way.portions, noun=noun)
-        if again.proven:
-            return again, way
-    by_terms, found = _share_written(shared, whole, part, still, parts, over, noun)
-    if by_terms.proven:
-        return by_terms, found
-    return next((x for x in (again, shared) if x.part.exchanged), by_terms), None
+    def _of(self, types: Sequence[jax.ShapeDtypeStruct], parts: int) -> Program:
+        """Return the step of the whole batch, of which each of so many parts has inputs of these types."""
+        names = self.whole.in_names
+        return self.whole.specialize_flat(
+            [grown(t, self.axes.get(n), parts) for n, t in zip(names, types, strict=True)]
+        )
 
 
-def _share_written(
-    shared: SharedStep,
+def share_by_parts(
     whole: Program,
-    part: Program,
+    axes: Mapping[str, int],
     held: Sequence[str],
     parts: int,
     over: Sequence[str],
     noun: str,
-) -> tuple[SharedStep, WrittenParts | None]:
-    """Return how parts share a step that take the loss that the engine writes for them, and what they are given.
+    part: Program | None = None,
+) -> tuple[SharedStep, WrittenParts]:
+    """Share a step by parts that exchange nothing.
 
-    If they exchange more, that is in the step of a part, which proves nothing.
+    Args:
+      whole: the step of the whole batch, with its loss as one equation if it has one.
+      axes: the dimension along which each array of the batch is cut.
+      held: the state that all parts have, and that values may be made of.
+      parts: how many there are.
+      over: the named axes that they would be on.
+      noun: what one of those that share the batch is called in errors.
+      part: the step of a part of the batch, as it was traced, if its update is to be the same for all sizes.
+
+    Returns:
+      The shared step, and what parts are given. Without a proof, the step of a part says what they would exchange.
     """
-    if any(shared.axes.values()) or not shared.axes:
-        return shared, None
-    found, step = written_parts(whole, shared.axes, parts, held, over, noun)
-    if step.exchanged or step.gathers or step.local:
-        return dataclasses.replace(shared, part=step), None
-    program = found.taken_by(part)
-    known = {n: "concat" if isinstance(way, int) else way for n, way in step.merges.items()}
-    joined = {n: way for n, way in step.merges.items() if isinstance(way, int)}
-    rows = {n: 0 for n in program.in_names if n.startswith(ROOT) and n not in found.whole}
-    taken = dataclasses.replace(
-        shared,
-        step=cut(program).with_reported(),
-        reduce="sum",
-        merges=known,
-        joined=joined,
-        axes={**shared.axes, **rows},
-        part=step,
-        proven=True,
-    )
-    return taken, found
+    return whole.once(_Sharing(tuple(axes.items()), tuple(held), parts, tuple(over), noun, part))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sharing:
+    """A way to share a step, which the step keeps: other plans write nothing again."""
+
+    axes: tuple[tuple[str, int], ...]
+    held: tuple[str, ...]
+    parts: int
+    over: tuple[str, ...]
+    noun: str
+    part: Program | None
+
+    def __call__(self, whole: Program) -> tuple[SharedStep, WrittenParts]:
+        axes = dict(self.axes)
+        rows = rows_of(whole, axes, self.noun)
+        found, made = written_parts(whole, axes, self.parts, self.held, self.over, self.noun, self.part)
+        proven = adds_up(made)
+        program = found.part_of(whole, made) if proven else made.program
+        merges = {n: "concat" if isinstance(way, int) else way for n, way in made.merges.items()}
+        joined = {n: way for n, way in made.merges.items() if isinstance(way, int)}
+        step = cut(program).with_reported()
+        again = lambda types: self(whole.specialize_flat(types))[0]
+        return SharedStep(step, "sum", merges, joined, {**axes, **found.rows}, rows, made, proven, again), found

@@ -63,12 +63,13 @@ class SharedStep:
     @property
     def reason(self) -> str:
         """What is of the whole batch, where the step is not that of its parts."""
-        if self.part.gathers and not self.part.exchanged:
-            return self.part.gathers[0].reason
-        if not self.part.exchanged:
+        if self.part.exchanged:
+            what, line = self.part.exchanged[0].op, self.part.exchanged[0].line
+        elif self.part.gathers:
+            what, line = self.part.gathers[0].reason, self.part.gathers[0].line
+        else:
             return "numbers of the size of the batch, or random numbers with its rows"
-        x = self.part.exchanged[0]
-        return f"{x.op}" + (f" for {x.line}" if x.line else "")
+        return what + (f" for {line}" if line else "")
 
     @property
     def notes(self) -> list[str]:

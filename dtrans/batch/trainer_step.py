@@ -64,6 +64,7 @@ class TrainerStep:
         (`dtrans.engine.values`).
       local: whether some reductions are of each trainer's own rows, since the user said so.
       takes_index: whether the last argument of the program is the number of the trainer.
+      sliced: the dimension along which trainers read rows alone of an input that they have whole.
     """
 
     program: Program
@@ -73,6 +74,7 @@ class TrainerStep:
     scaled: Mapping[Var, tuple[Atom, int]]
     local: bool
     takes_index: bool = False
+    sliced: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 def trainer_step(
@@ -168,7 +170,8 @@ def trainer_step(
         program = Program(f"part of {source.name}", jaxpr, args, source.out, roles)
         merges = {n: _merge(how.get(n, SHARED)) for n in ours}
         exchanged = tuple(_exchanged(jaxpr))
-        return TrainerStep(program, merges, exchanged, tuple(w.gathers), w.scaled, local, numbered)
+        sliced = {n: int(row.axis) for n, v in ins.items() if isinstance(row := w.sliced.get(v), RowAxis)}
+        return TrainerStep(program, merges, exchanged, tuple(w.gathers), w.scaled, local, numbered, sliced)
 
     # what takes the index is a loss that is still to be differentiated
     return written(inner, shards, write)
@@ -199,6 +202,10 @@ def _merge(layout: Placed) -> str | int:
 
 
 def _exchanged(jaxpr: Any) -> Iterator[Exchanged]:
+    lines: dict[Any, str] = {}  # of values: what has no line of its own has that of an operand
     for eqn in equations(jaxpr):
+        around = (lines.get(a, "") for a in eqn.invars if isinstance(a, Var))
+        line = line_of(eqn) or next(filter(None, around), "")
+        lines |= dict.fromkeys(eqn.outvars, line)
         if collective_of(eqn) is not None:
-            yield Exchanged(eqn.primitive.name, line_of(eqn), sum(nbytes(a.aval) for a in moved_values(eqn)))
+            yield Exchanged(eqn.primitive.name, line, sum(nbytes(a.aval) for a in moved_values(eqn)))

@@ -1,14 +1,15 @@
-"""A step whose loss is written for parts of the batch: its terms add up without any exchange.
+"""A step that is written for parts of the batch: their terms add up without any exchange.
 
-Where the step of a part is not a multiple of its term of the whole (a last bias, whose gradient is the same number
-whatever the rows are), parts take the loss that the engine writes for them, before it is differentiated:
+Micro-batches of a pipeline, and micro-steps of trainers, exchange nothing. They take the step that the engine writes
+for them, from the step of the whole batch. A loss that is one equation is written before it is differentiated:
 
     loss(params, batch)                     the user's
     term(params, part, given, number)       a part's term of it; the sum of all terms is the loss
 
-The gradient of the loss is then the sum of gradients of terms. Terms exchange nothing. What would be exchanged, and no
-trained parameter enters, is given: it is made of the whole batch before. The number of the part, which a penalty and a
-slice of a constant need, is given with its rows.
+The gradient of the loss is then the sum of gradients of terms. Gradients that the step takes by itself are written as
+terms. What would be exchanged, and no trained parameter enters, is given: it is computed from the whole batch before
+(`dtrans.batch.given_values`). So is what has the rows of the batch, and depends on their numbers: a dropout mask. If
+the remainder depends on the number of the part, as a slice of a parameter does, parts are given that with their rows.
 """
 
 from __future__ import annotations
@@ -21,28 +22,31 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, closed, constants, opened
+from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, closed, opened
 from dtrans.batch.given_values import ROOT, FlatStep, GivenValues, Spot
+from dtrans.batch.shared import grown
 from dtrans.batch.trainer_step import TrainerStep, trainer_step
-from dtrans.engine.layout import Placed, Shards, cut_along
+from dtrans.engine.layout import Partial, Placed, Shards, cut_along
 from dtrans.engine.writer import SplitWriter, written
 from dtrans.errors import BatchError
 from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import backward_slice, propagate
+from dtrans.ir.fingerprint import of_values
 from dtrans.ir.inline import eliminate_dead
 from dtrans.ir.program import FORWARD, Program, is_communication
-from dtrans.ir.pytree import TreeSpec
-from dtrans.rows.layout import SHARED, RowAxis
+from dtrans.ir.pytree import TreeSpec, is_under
+from dtrans.rows.layout import SHARED
+from dtrans.step.capture import captured
 from dtrans.step.cut import cut
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class WrittenParts:
-    """The parts of a captured step, as the engine writes them.
+    """The parts of a step, as the engine writes them.
 
     Attributes:
       values: what parts are given, beside their number.
-      axes: the arrays of the batch that are cut, all on dim 0.
+      axes: the dimension along which each array of the batch is cut.
       parts: how many there are.
       over: the named axes that they would be on.
       noun: what one of them is called in errors.
@@ -57,151 +61,176 @@ class WrittenParts:
     numbered: bool = True
 
     @property
-    def spots(self) -> tuple[Spot, ...]:
-        """Return the places in the step at which values are made that parts are given."""
-        return self.values.spots
-
-    @property
     def whole(self) -> tuple[str, ...]:
         """Return the names of the values that every part is given whole."""
         return self.values.whole
 
     @property
+    def rows(self) -> dict[str, int]:
+        """Return the dimension along which each value is cut of which parts are given rows."""
+        count = len(self.values.spots) + self.numbered
+        return {n: 0 for i in range(count) if (n := f"{ROOT}/{i}") not in self.whole}
+
+    @property
     def _number(self) -> str:
         return f"{ROOT}/{len(self.values.spots)}"
 
-    @property
-    def _number_spec(self) -> TreeSpec:
-        return TreeSpec(jax.tree.structure((0,)), (self._number,))
-
-    def step_of(self, captured: Program) -> TrainerStep:
-        """Write the step of a part; it takes its number last, if it reads it.
-
-        Args:
-          captured: the step of the whole batch.
-        """
-        taken = self.values.taken_by(captured) if self.values.spots else captured
-        rows = {f"{ROOT}/{i}" for i in range(len(self.values.spots))} - {*self.values.whole}
+    def step_of(self, whole: Program) -> TrainerStep:
+        """Write the step of a part, from that of the whole batch; it takes its number last, if it reads it."""
+        taken = self.values.taken_by(whole) if self.values.spots else whole
         step = cut(silent(taken)).with_reported()
-        axes = {**self.axes, **dict.fromkeys(rows, 0)}
+        axes = {**self.axes, **{n: axis for n, axis in self.rows.items() if n in step.program.inputs}}
         return trainer_step(step, axes, self.parts, self.over, open_state=True, noun=self.noun, takes_index=True)
 
-    def taken_by(self, captured: Program) -> Program:
+    def part_of(self, whole: Program, found: TrainerStep | None = None) -> Program:
         """Return the step of a part, whose last arguments are what it is given.
 
         Args:
-          captured: the step of a batch with a part's rows.
+          whole: the step of the whole batch.
+          found: the same as `step_of` writes it, where that is known.
 
         Raises:
-          BatchError: the step has other equations for this batch.
+          BatchError: parts of a batch of this size would exchange something.
         """
-        types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in captured.inputs.values()]
-        whole = [_grown(t, self.parts) if n in self.axes else t
-                 for n, t in zip(captured.in_names, types, strict=True)]  # fmt: skip
-        found = self.step_of(captured.specialize_flat(whole))
-        if found.exchanged or found.takes_index > self.numbered:
+        found = self.step_of(whole) if found is None else found
+        if not adds_up(found) or found.takes_index > self.numbered:
             raise BatchError(
-                f"{captured.name} needs an exchange across a batch of these shapes, and none for the one that it was "
+                f"{whole.name} needs an exchange across a batch of these shapes, and none for the one that it was "
                 "planned for: plan it for this batch"
             )
-        program = found.program
-        b = Builder(program.jaxpr)
-        args = program.args[:-1] if found.takes_index else program.args
-        types_of_part = [v.aval for v in program.inner.invars][: len(program.in_names) - found.takes_index]
+        made = found.program
+        b = Builder(made.jaxpr)
+        args = made.args[:-1] if found.takes_index else made.args
+        types_of_part = [v.aval for v in made.inner.invars][: len(made.in_names) - found.takes_index]
         operands: list[Atom] = [b.input(t) for t in types_of_part]
         if self.numbered:
-            rows = b.input(_number_type(program, self.axes))
-            args = (*args, self._number_spec)
+            rows = b.input(_numbers_type(_rows(made, self.axes)))
+            args = (*args, TreeSpec(jax.tree.structure((0,)), (self._number,)))
             operands = [*operands, *b.call(_first, rows)] if found.takes_index else operands
-        jaxpr = b.build(b.inline(program.jaxpr, *operands))
+        jaxpr = b.build(b.inline(made.jaxpr, *operands))
         roles = (FORWARD,) * len(b.eqns)
-        made = dataclasses.replace(program, name=captured.name, jaxpr=jaxpr, args=args, roles=roles, labels={})
-        return captured.rewritten(self.taken_by, made=made)
+        made = dataclasses.replace(made, name=whole.name, jaxpr=jaxpr, args=args, roles=roles, labels={})
+        return whole.rewritten(self.part_of, self._whole_types, made=made)
 
-    def made_by(self, captured: Program) -> Program:
+    def _whole_types(self, types: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return the types of the step's inputs, from those of the inputs of a part."""
+        return {n: grown(t, self.axes.get(n), self.parts) for n, t in types.items() if not is_under(n, [ROOT])}
+
+    def made_by(self, whole: Program) -> Program:
         """Return the program that computes the values given to parts, from the step of the whole batch."""
-        made = self.values.made_by(captured)
+        made = self.values.made_by(whole)
         if not self.numbered:
             return made
         b = Builder(made.jaxpr)
         outs = b.inline(made.jaxpr, *(b.input(v.aval) for v in made.inner.invars))
-        rows = _number_type(captured, self.axes).shape[0]
-        outs += b.call(_numbers(rows, self.parts))
+        outs += b.call(_numbers(_rows(whole, self.axes), self.parts))
         jaxpr = b.build(outs)
         names = (*made.out_names, self._number)
         out = TreeSpec(jax.tree.structure(names), names)
         made = dataclasses.replace(made, jaxpr=jaxpr, out=out, roles=(FORWARD,) * len(b.eqns))
-        return captured.rewritten(self.made_by, made=made)
+        return whole.rewritten(self.made_by, made=made)
+
+
+def adds_up(part: TrainerStep) -> bool:
+    """Return True if the steps of parts add up to that of the whole batch, and exchange nothing."""
+    return not (part.exchanged or part.gathers)
 
 
 def written_parts(
-    captured: Program, axes: Mapping[str, int], parts: int, held: Sequence[str], over: Sequence[str], noun: str
+    whole: Program,
+    axes: Mapping[str, int],
+    parts: int,
+    held: Sequence[str],
+    over: Sequence[str],
+    noun: str,
+    part: Program | None = None,
 ) -> tuple[WrittenParts, TrainerStep]:
-    """Write the parts of a captured step, and find what they are given.
+    """Write the parts of a step, and find what they are given.
 
     Args:
-      captured: the step of the whole batch.
-      axes: the arrays of the batch that are cut, all on dim 0.
+      whole: the step of the whole batch, captured if its loss can be.
+      axes: the dimension along which each array of the batch is cut.
       parts: how many there are.
       held: state that all parts have, and that is not trained.
       over: the named axes that they would be on.
       noun: what one of them is called in errors.
+      part: the step of a part of the batch, as it was traced, if its update is to be the same for all sizes.
 
     Returns:
       The parts, and the step of one. What it exchanges shows that parts do not add up.
     """
-    flat = FlatStep(captured)
-    spots, whole = _exchanged(flat, axes, Shards(parts, tuple(over), noun), held)
-    names = {s: f"{ROOT}/{i}" for i, s in enumerate(spots)}
-    values = GivenValues(
-        tuple(spots), tuple(names[s] for s in spots if s in whole), tuple(held), parts, (), flat.primitives
-    )
-    found = WrittenParts(values, axes, parts, tuple(over), noun)
-    step = found.step_of(captured)
+    flat = FlatStep(whole)
+    ways = _ways(flat, axes, Shards(parts, tuple(over), noun), held, part)
+
+    def of(ways: Mapping[Spot, bool]) -> tuple[WrittenParts, TrainerStep]:
+        shared = tuple(f"{ROOT}/{i}" for i, is_rows in enumerate(ways.values()) if not is_rows)
+        values = GivenValues(tuple(ways), shared, tuple(held), flat.primitives)
+        found = WrittenParts(values, axes, parts, tuple(over), noun)
+        return found, found.step_of(whole)
+
+    given = {spot: bool(is_rows) for spot, is_rows in ways.items() if is_rows is not None}
+    if len(given) < len(ways):  # those that a part reads rows of are given as well
+        _, step = of({spot: bool(is_rows) for spot, is_rows in ways.items()})
+        read = dict(zip(ways, (f"{ROOT}/{i}" for i in range(len(ways))), strict=True))
+        given = {spot: bool(is_rows) or step.sliced.get(read[spot]) == 0 for spot, is_rows in ways.items()
+                 if is_rows is not None or step.sliced.get(read[spot]) == 0}  # fmt: skip
+    found, step = of(given)
     return dataclasses.replace(found, numbered=step.takes_index), step
 
 
-def _exchanged(
-    flat: FlatStep, axes: Mapping[str, int], shards: Shards, held: Collection[str]
-) -> tuple[list[Spot], set[Spot]]:
-    """Return where values are made that no trained parameter enters, and that take an exchange; and which are whole."""
+def _ways(
+    flat: FlatStep, axes: Mapping[str, int], shards: Shards, held: Collection[str], part: Program | None
+) -> dict[Spot, bool | None]:
+    """Return the places of values that no trained parameter enters, and True if a part is given rows, False if all.
+
+    A part is given what it would make by an exchange, or by its number. None stands for a value that it makes whole and
+    that has as many rows as the batch: the part may read its own rows of it alone. An update that has no number of the
+    rows, but reads one that is given, is the same for batches of all sizes.
+    """
     spots = _free(flat, held)
-    body, inner = opened(flat.body), flat.inner
-    operand = dict(zip(body.invars, flat.loss.invars, strict=True))
-    read: Callable[[Atom], Atom] = lambda a: operand.get(a, a) if isinstance(a, Var) else a
-    inlined = [e.replace(invars=[read(a) for a in e.invars]) for e in body.eqns]
-    eqns = [*inner.eqns[: flat.at], *inlined, *inner.eqns[flat.at + 1 :]]
-    outs = [flat.value(s) for s in spots]
-    kept, _ = backward_slice(eqns, outs)
-    jaxpr = closed(
-        [*inner.constvars, *body.constvars],
-        [*flat.constants, *constants(flat.body)],
-        inner.invars,
-        outs,
-        [eqns[i] for i in kept],
-        inner,
-    )
+    jaxpr, _ = flat.without_loss([flat.value(s) for s in spots])
+    rows = _rows(flat.program, axes)
+    has_rows = [flat.value(s).aval.shape[:1] == (rows,) for s in spots]
+    made_whole = set()
 
-    def write(w: SplitWriter) -> tuple[ClosedJaxpr, list[Placed]]:
+    def lies(i: int, layout: Placed) -> Placed:
+        if layout is SHARED and has_rows[i]:
+            made_whole.add(i)
+            return cut_along(0)
+        return layout
+
+    def write(w: SplitWriter) -> tuple[ClosedJaxpr, list[Placed], bool]:
         w.pieces.takes_index = True
-        for n, v in zip(flat.program.in_names, inner.invars, strict=True):
+        for n, v in zip(flat.program.in_names, flat.inner.invars, strict=True):
             w.take(v, cut_along(axes[n]) if n in axes else SHARED, is_input=True)
-        made, layouts = w.write(opened(jaxpr), lambda i, x: x)
-        return eliminate_dead(w.b.build(made)), layouts
+        made, layouts = w.write(opened(jaxpr), lies)
+        return eliminate_dead(w.b.build(made)), layouts, w.pieces.reads_index
 
-    jaxpr_of_part, layouts = written(jaxpr, shards, write)
+    jaxpr_of_part, layouts, is_numbered = written(jaxpr, shards, write)
     made = opened(jaxpr_of_part)
-    given, whole = [], set()
-    rows = next(flat.program.inputs[n].shape[0] for n in axes)
-    for spot, a, layout in zip(spots, made.outvars, layouts, strict=True):
-        needed, _ = backward_slice(made.eqns, [a])
-        is_rows = isinstance(layout, RowAxis)
-        if (is_rows or layout is SHARED) and not any(is_communication(made.eqns[i]) for i in needed):
-            continue
-        given.append(spot)
-        if layout != cut_along(0) or flat.value(spot).aval.shape[0] != rows:
-            whole.add(spot)
-    return given, whole
+    index = set(made.invars[:1]) if is_numbered else set()
+    of_update = [s for s in spots if not s.in_loss]
+    sized = _sized(flat, part, of_update) if part is not None and of_update else ()
+    found: dict[Spot, bool | None] = {}
+    for i, (spot, a, layout) in enumerate(zip(spots, made.outvars, layouts, strict=True)):
+        needed, read = backward_slice(made.eqns, [a])
+        is_exchanged = any(is_communication(made.eqns[k]) for k in needed)
+        if isinstance(layout, Partial) or is_exchanged or not index.isdisjoint(read):
+            found[spot] = None if i in made_whole else has_rows[i] and layout == cut_along(0)
+        elif spot in sized:
+            found[spot] = False
+    return found
+
+
+def _sized(flat: FlatStep, part: Program, spots: Sequence[Spot]) -> set[Spot]:
+    """Return the places outside of the loss at which a step makes something else for a batch of another size.
+
+    Args:
+      part: the same step, of a part of the batch.
+    """
+    mine, theirs = (of_values(x.jaxpr, x.program.in_names) for x in (flat, FlatStep(captured(part))))
+    known = {*theirs.values()}
+    return {s for s in spots if mine[flat.value(s)] not in known}
 
 
 def _free(flat: FlatStep, held: Collection[str]) -> list[Spot]:
@@ -211,10 +240,11 @@ def _free(flat: FlatStep, held: Collection[str]) -> list[Spot]:
     trained = {v: 1 for n, v in zip(p.in_names, flat.inner.invars, strict=True) if n not in batch and n not in held}
     around = propagate(flat.inner.eqns, trained, {})
     body = opened(flat.body)
-    seeds = {v: 1 for v, a in zip(body.invars, flat.loss.invars, strict=True) if isinstance(a, Var) and around.get(a)}
+    operand = flat.operands
+    seeds = {v: 1 for v, a in operand.items() if isinstance(a, Var) and around.get(a)}
     inside = propagate(body.eqns, seeds, {})
-    operand = dict(zip(body.invars, flat.loss.invars, strict=True))
     where: dict[Var, Spot] = {}
+    made_by = {v: e for e in (*flat.inner.eqns, *body.eqns) for v in e.outvars}
     for in_loss, eqns in ((False, flat.inner.eqns), (True, body.eqns)):
         for i, eqn in enumerate(eqns):
             where |= {v: Spot(in_loss, i, k) for k, v in enumerate(eqn.outvars)}
@@ -224,6 +254,8 @@ def _free(flat: FlatStep, held: Collection[str]) -> list[Spot]:
         for a in atoms:
             a = operand.get(a, a) if isinstance(a, Var) else a
             is_bound = isinstance(a, Literal) or around.get(a) or inside.get(a)
+            while not is_bound and isinstance(a, Var) and (maker := made_by.get(a)) and _moves_rows(maker):
+                a = maker.invars[0]
             if not is_bound and a in where and not jnp.issubdtype(a.aval.dtype, jax.dtypes.extended):
                 found[where[a]] = None
 
@@ -241,8 +273,16 @@ def _free(flat: FlatStep, held: Collection[str]) -> list[Spot]:
     return list(found)
 
 
-def _number_type(program: Program, axes: Mapping[str, int]) -> Any:
-    rows = next(program.inputs[n].shape[0] for n in axes)
+def _moves_rows(eqn: JaxprEqn) -> bool:
+    """Return True for a transpose whose result has other rows on dim 0: a part turns what it is given by itself."""
+    return eqn.primitive.name == "transpose" and eqn.params["permutation"][0] != 0
+
+
+def _rows(program: Program, axes: Mapping[str, int]) -> int:
+    return next((int(program.inputs[n].shape[axis]) for n, axis in axes.items()), 0)
+
+
+def _numbers_type(rows: int) -> Any:
     return jax.typeof(jnp.zeros(rows, jnp.int32))
 
 
@@ -258,10 +298,6 @@ def _without_effects(program: Program) -> Program:
         return program
     jaxpr = closed(inner.constvars, program.jaxpr.consts, inner.invars, inner.outvars, eqns, inner)
     return dataclasses.replace(program, jaxpr=jaxpr, roles=("",) * len(eqns), labels={})
-
-
-def _grown(t: Any, parts: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((t.shape[0] * parts, *t.shape[1:]), t.dtype)
 
 
 def _first(rows: jax.Array) -> jax.Array:

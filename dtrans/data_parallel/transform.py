@@ -32,9 +32,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dtrans._jax import Atom, axes_of, equations, without_mesh
-from dtrans.batch.given_micro_steps import GivenMicroSteps, share_given
+from dtrans.batch.given_micro_steps import GivenMicroSteps, share_by_parts
 from dtrans.batch.shared import SharedStep, batch_axes, grown, share
-from dtrans.batch.written_parts import silent
 from dtrans.data_parallel.accumulation import MicroSteps, micro_types, write_local_steps, write_micro_steps
 from dtrans.data_parallel.merge_rules import check_merge, merges_of
 from dtrans.data_parallel.options import Options, OptionsT, Reduce
@@ -213,40 +212,45 @@ def shared_by(plain: Cut, options: OptionsT, main: Program | None) -> tuple[Cut,
         raise ConfigError(
             f"num_micro_batch={options.num_micro_batch} takes rows of the batch one after the other, and "
             f"{plain.program.name} has values of all of them ({shared.reason}). Those that no parameter enters are "
-            "made before, where gradients are taken with dtrans.value_and_grad, rows are on dim 0 and types those of "
-            "the step. Say batch='local', for values of each part alone, or leave num_micro_batch out"
+            "made before. Say batch='local', for values of each part alone, or leave num_micro_batch out"
         )
     step = shared.step if options.num_micro_batch == 1 else plain
     return step, dataclasses.replace(options.of(shared), given=given), shared
 
 
 def _by_micro_steps(step: Cut, o: Options, main: Program | None) -> tuple[SharedStep, GivenMicroSteps | None]:
-    """How the micro-steps of all trainers share the batch, and what they are given of the whole of it for that."""
+    """Return how the micro-steps of all trainers share the batch, and how they are written."""
     axes, parts = batch_axes(step, o.batch), o.trainers * o.num_micro_batch
-    types = micro_types(step.program, axes, o.num_micro_batch, o.noun)
-    for n, axis in axes.items():  # two rows at least: in shapes, one row looks like none
-        shape = types[n].shape
-        if shape[axis] == 1:
-            types[n] = jax.ShapeDtypeStruct((*shape[:axis], 2, *shape[axis + 1 :]), types[n].dtype)
-    part = step.program.specialize_flat([*types.values()])
-    parted = cut(part).with_reported()
-    shared = share(parted, o.batch, parts, o.over, noun=o.noun)
-    captured = None if shared.proven or main is None or any(axes.values()) else captured_if_marked(part)
-    # forward is given values of the whole batch; an update that reads the batch has one trainer's rows
-    reads_batch = not axes.keys().isdisjoint(step.optimize.in_names) or step.optimize.unlike(parted.optimize)
-    if captured is None or reads_batch:
-        return shared, None
-    whole = [grown(t, axes.get(n), parts) for n, t in types.items()]
-    batch = dataclasses.replace(o.batch, axes=0, unsplit_inputs=tuple(n for n in step.batch if n not in axes))
-    of_part = cut(silent(part)).with_reported()
+    of_part = micro_types(step.program, axes, o.num_micro_batch, o.noun)
+    if o.reduce.clip_local_norm is not None:  # it clips what the user's own step makes of a part
+        part = step.program.specialize_flat([*of_part.values()])
+        return share(cut(part).with_reported(), o.batch, parts, o.over, noun=o.noun), None
+    whole = step.program.specialize_flat([grown(t, axes.get(n), parts) for n, t in of_part.items()])
+    _refuse_sized(step, cut(whole).with_reported(), o)
+    captured = None if main is None else captured_if_marked(whole)
+    leaves = leaves_of_state(step.optimize, step.params) if step.asked else {}
+    held = (*step.frozen, *(n for n in step.asked if n not in leaves))
+    written = whole if captured is None else captured
+    shared, values = share_by_parts(written, axes, held, parts, o.over, o.noun)
+    return shared, GivenMicroSteps(written, values, axes, o.trainers, o.over)
 
-    def held() -> tuple[str, ...]:
-        leaves = leaves_of_state(step.optimize, step.params) if step.asked else {}
-        return (*step.frozen, *(n for n in step.asked if n not in leaves))
 
-    again, values = share_given(of_part, captured, whole, held, batch, parts, o.over, o.noun)
-    given = None if values is None else GivenMicroSteps(captured, values, axes, o.trainers, o.over)
-    return again, given
+def _refuse_sized(step: Cut, whole: Cut, o: Options) -> None:
+    """Refuse an update, or a result of gradients, that reads rows of the batch or a number of them.
+
+    Each trainer carries it out once, behind its micro-steps, and has its own rows.
+
+    Args:
+      step: with a trainer's part of the batch.
+      whole: the same with the whole batch.
+    """
+    if o.trainers > 1 and (found := step.first_unlike(whole)) is not None:
+        name, line = found
+        raise ConfigError(
+            f"num_micro_batch={o.num_micro_batch}: {name} of {step.program.name} is made of gradients and of rows of "
+            f"the batch, or of their number ({line}), and each {o.noun} has rows of its own; divide inside of the loss "
+            "function, or leave num_micro_batch out"
+        )
 
 
 # -- what is refused -------------------------------------------------------------------------------

@@ -53,28 +53,30 @@ class _Call:
     def types(self) -> list[Any]:
         return _in_types(self.jaxpr)
 
-    def of_floats(self, operands: Sequence[Any]) -> Callable[..., list[Any]]:
-        """Return the outputs that have derivatives, as a function of the operands that have."""
+    def _outs(self, operands: Sequence[Any]) -> Callable[..., list[Any]]:
+        """Return the outputs as a function of the operands that have derivatives."""
 
         def fn(*floats: Any) -> list[Any]:
             args = list(operands)
             for i, x in zip(self.floats, floats, strict=True):
                 args[i] = x
-            outs = evaluate(self.jaxpr, *args)
-            return [outs[i] for i in self.made]
+            return evaluate(self.jaxpr, *args)
 
         return fn
 
     def jvp(self, *args: Any) -> list[Any]:
-        """Return the tangents of outputs, from all operands and the tangents of those that have them."""
+        """Return the outputs and their tangents, from all operands and the tangents of those that have them."""
         operands, tangents = args[: len(self.types)], args[len(self.types) :]
-        return list(jax.jvp(self.of_floats(operands), [operands[i] for i in self.floats], list(tangents))[1])
+        outs, found = jax.jvp(self._outs(operands), [operands[i] for i in self.floats], list(tangents))
+        return [*outs, *(found[i] for i in self.made)]
 
     def vjp(self, *args: Any) -> list[Any]:
         """Return the cotangents of operands, from all operands and the cotangents of outputs."""
         operands, cotangents = args[: len(self.types)], args[len(self.types) :]
-        _, pull = jax.vjp(self.of_floats(operands), *(operands[i] for i in self.floats))
-        return list(pull(list(cotangents)))
+        outs, pull = jax.vjp(self._outs(operands), *(operands[i] for i in self.floats))
+        given = iter(cotangents)
+        zeros = lambda x: np.zeros(np.shape(x), jax.dtypes.float0)
+        return list(pull([next(given) if i in self.made else zeros(x) for i, x in enumerate(outs)]))
 
 
 def _floats(values: Sequence[Any]) -> tuple[int, ...]:
@@ -101,7 +103,7 @@ def call_on_pieces(
     if is_jvp:
         whole = small_jaxpr(call.jvp, [*call.types, *(call.types[i] for i in call.floats)])
         given = [*ins, *(ins[i] for i in call.floats)]
-        rule = write(whole, given, [outs[i] for i in call.made])
+        rule = write(whole, given, [*outs, *(outs[i] for i in call.made)])
     else:
         whole = small_jaxpr(call.vjp, [*call.types, *(made[i] for i in call.made)])
         given = [*ins, *(_cotangent(outs[i]) for i in call.made)]
@@ -136,11 +138,11 @@ def _with_jvp(
 
     @fn.defjvp
     def apply_rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-        outs = fn(*primals)
-        made = iter(rule(*primals, *(tangents[skipped + i] for i in call.floats)))
-        each = [next(made) if i in call.made else None for i in range(len(outs))]
+        found = rule(*primals, *(tangents[skipped + i] for i in call.floats))
+        count = len(found) - len(call.made)
+        outs, made = found[:count], iter(found[count:])
         none = [np.zeros(np.shape(x), jax.dtypes.float0) for x in outs]
-        return outs, [zero if t is None else t for t, zero in zip(each, none, strict=True)]
+        return outs, [next(made) if i in call.made else zero for i, zero in enumerate(none)]
 
     return fn
 

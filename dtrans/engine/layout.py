@@ -146,9 +146,11 @@ class Gathered:
       shape, dtype: of the whole.
       nbytes: of the whole.
       reason: what needs it whole: `sort of f32[8,10] (model/head)`, or which output.
+      line: the user's line that needs it, `model.py:12`; empty where that is not known.
     """
 
     shape: tuple[int, ...]
     dtype: Any
     nbytes: int
     reason: str
+    line: str = ""

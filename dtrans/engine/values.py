@@ -24,7 +24,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, opened
+from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, line_of, opened
 from dtrans.engine.array_fns import on_first, taken
 from dtrans.engine.layout import PARTIAL, Gathered, Partial, Placed, Shards, cut_along, nbytes, rows_or_none
 from dtrans.engine.pieces import Pieces
@@ -151,6 +151,8 @@ class ShardValues(abc.ABC):
                     "has no mean; make it outside of the scope"
                 )
             (made,) = self.b.call(times(1 / self.shards.count), value)
+        elif self.pieces.takes_index and jnp.issubdtype(atom.aval.dtype, jnp.inexact):
+            (made,) = self.b.call(times(1 / self.shards.count), value)
         else:
             (made,) = self.b.call(on_first, value, self.pieces.index())
         if isinstance(made, Var) and made is not value:  # it is, where it has no entries
@@ -202,7 +204,9 @@ class ShardValues(abc.ABC):
                 f"maximum, and cannot be of each {self.shards.noun}'s own rows alone; leave it outside of the "
                 "scope, or say batch='local'"
             )
-        self.gathers.append(Gathered(var.aval.shape, var.aval.dtype, nbytes(var.aval), self._reason()))
+        eqn = self.b.source or self._made_by.get(var)
+        line = "" if eqn is None else line_of(eqn)
+        self.gathers.append(Gathered(var.aval.shape, var.aval.dtype, nbytes(var.aval), self._reason(), line))
         (wide,) = self.b.bind(
             all_gather_p, self._made[var, had], name=self.shards.label, axis=had.axis, **self._among()
         )
@@ -279,6 +283,8 @@ class ShardValues(abc.ABC):
         recipe = recipe_of(eqn, 0, self.pieces.of(eqn.outvars[0].aval.shape[axis], cut_along(axis)))
         if recipe is None or name in ("broadcast_in_dim", "random_bits"):  # which make more than they read
             return recipe is not None
+        if name == "gather" and eqn.invars[1] in self.sliced:  # what it picks is larger than what names it
+            return True
         along = [(a, part.axis) for a, part in recipe.needs if part is not None]
         return all(self._is_counted(a, at) for a, at in along)
 

@@ -37,6 +37,7 @@ from dtrans._jax import (
     equations_inside,
     facts_of,
     is_rearrangement,
+    line_of,
     linear_group,
     linear_operands,
     opened,
@@ -129,7 +130,7 @@ class SplitWriter(ShardValues):
         elif self.keeps_rules and self._needs_whole_cotangents(eqn):
             aval = eqn.outvars[0].aval
             reason = f"the derivative rule of {self._said(eqn)}"
-            self.gathers.append(Gathered(aval.shape, aval.dtype, nbytes(aval), reason))
+            self.gathers.append(Gathered(aval.shape, aval.dtype, nbytes(aval), reason, line_of(eqn)))
         if has_rule:  # its rule is one for whole values
             ins = [SHARED] * len(ins)
         if all(x is SHARED for x in ins):
@@ -383,6 +384,9 @@ class SplitWriter(ShardValues):
         added = [0, *(i for i, v in enumerate(eqn.outvars[1:number], 1) if v in self.terms)]
         rules, self.keeps_rules = self.keeps_rules, True
         body = self._body(eqn, loss, given, None, added, said, inputs)
+        if sliced := {i: row for i, row in body.sliced.items() if i >= count}:
+            given = [sliced.get(i, x) for i, x in enumerate(given)]
+            body = self._body(eqn, loss, given, None, added, said, inputs)
         if not isinstance(body.outs[0], Partial):
             body = self._body(eqn, loss, given, [PARTIAL, *body.outs[1:]], added, said, inputs)
         self.keeps_rules = rules

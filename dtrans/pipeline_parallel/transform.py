@@ -19,9 +19,9 @@ from typing import Literal
 import jax
 
 from dtrans._jax import Var, closed, equations, name_given, without_mesh
-from dtrans.batch.given_micro_steps import share_given
-from dtrans.batch.given_values import GivenValues, with_rows_first
-from dtrans.batch.shared import SharedStep, batch_axes, not_made_of_parts
+from dtrans.batch.given_micro_steps import share_by_parts
+from dtrans.batch.given_values import with_rows_first
+from dtrans.batch.shared import SharedStep, batch_axes, not_made_of_parts, share
 from dtrans.batch.written_parts import WrittenParts, silent
 from dtrans.checks import check_type
 from dtrans.data_parallel.merge_rules import merges_of
@@ -212,25 +212,24 @@ def plan_pipeline(
         shared_ones = tuple(n for n in as_given.batch if n not in axes)
         o = dataclasses.replace(o, batch=dataclasses.replace(o.batch, axes=0, unsplit_inputs=shared_ones))
         main = with_rows_first(main, axes)
-    types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in main.inputs.values()]
     try:
-        traced = micro_batch_of(main, o, types)
+        traced = micro_batch_of(main, o, _types(main))
     except DtransError:
         captured(main)  # a loop over micro-batches has no rows of a smaller one: it is refused as a loop
         raise
-    part = captured(traced)
     plain = cut(traced).with_reported()  # for what results are made of
     refuse_across(plain, STAGES_HAVE, told=True)
-    refuse_loss_in_update(part)
+    refuse_loss_in_update(captured(main if o.batch.exact else traced))
     _check_told(plain, o)
-    shared, given = shared_by(main, o, types)
+    shared, given = shared_by(main, traced, o, dict.fromkeys(axes, 0))
     o = o.local if shared is None else o.of(shared)
     values = None
-    if given is not None:
-        made = given.made_by(part.specialize_flat(types))
+    if shared is None or given is None:
+        step = cut(captured(traced)).with_reported()
+    else:
+        made, step = given.made_by(captured(main)), shared.step
         values = made if made.out_names else None
-        part = given.taken_by(part)
-    step = cut(part).with_reported()
+    part = step.program
     _check_told(step, o)
     check_names(step, o.of_parts)
     startup = match_startup(step, startup)
@@ -241,7 +240,8 @@ def plan_pipeline(
         o, timetable = auto_stages(forward, o)
     _check_names(forward, o)
     merges = _merges(plain, part, forward, o, shared=shared is not None)
-    check_state(merges, step.params, o)
+    if shared is None:
+        check_state(merges, step.params, o)
     forward, found, turns, rows = _planned_stages(forward, o)
     step = forward.step  # loops over layers are in parts now
     stages = _stages(forward, found, o)
@@ -309,30 +309,37 @@ def _check_told(step: Cut, o: PipelineOptions) -> None:
 
 
 def shared_by(
-    main: Program, o: PipelineOptions, types: Sequence[jax.ShapeDtypeStruct]
-) -> tuple[SharedStep | None, GivenValues | WrittenParts | None]:
-    """Return how micro-batches share the batch, and their values of the whole; None where each takes the step alone.
+    main: Program, part: Program, o: PipelineOptions, axes: Mapping[str, int]
+) -> tuple[SharedStep | None, WrittenParts | None]:
+    """Return how micro-batches share the batch, and what they are given; None where each takes the step alone.
 
     Args:
-      main: the step of the whole batch, of these types.
+      main: the step of the whole batch.
+      part: the step of a micro-batch, as it was traced.
+      axes: the dimension along which each array of the batch is cut, which is 0.
 
     Raises:
       ConfigError: a step that is not made of its parts, with what no parameter enters given.
     """
     if not o.batch.exact or o.parts == 1:
         return None, None
-    types = of_two_rows(main, o, types)
-    part = micro_batch_of(main, o, types)
-    plain = cut(silent(part)).with_reported()
-
-    def held() -> tuple[str, ...]:
-        leaves = leaves_of_state(plain.optimize, plain.params)
-        return (*plain.frozen, *(n for n in plain.opt_state if n in plain.asked or n not in leaves))
-
-    shared, given = share_given(plain, captured(part), types, held, o.batch, o.parts, PARTS, "micro-batch")
+    if o.reduce.clip_local_norm is not None:  # it clips what the user's own step makes of a part
+        alone = share(cut(silent(part)).with_reported(), o.batch, o.parts, PARTS, open_state=True, noun="micro-batch")
+        if alone.proven:
+            return alone, None
+    plain = cut(main).with_reported()
+    leaves = leaves_of_state(plain.optimize, plain.params)
+    held = (*plain.frozen, *(n for n in plain.opt_state if n in plain.asked or n not in leaves))
+    is_sized = plain.unlike(cut(part).with_reported())  # the update is written once, for all sizes of the batch
+    sized = part if is_sized else None
+    shared, given = share_by_parts(captured(main), axes, held, o.parts, PARTS, "micro-batch", sized)
     if shared.proven:
         return shared, given
     raise not_made_of_parts(plain, shared, "micro-batches", "micro")
+
+
+def _types(program: Program) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in program.inputs.values()]
 
 
 def _planned_stages(
@@ -428,18 +435,6 @@ def _collected_outside(part: Program, step: Cut) -> dict[str, str]:
         if n in step.from_gradients or n in step.opt_state or n in step.optimized:
             raise ConfigError(f"{n} is collected under {key}; there is one of it, made of the gradients of all")
     return found
-
-
-def of_two_rows(
-    whole: Program, o: PipelineOptions, types: Sequence[jax.ShapeDtypeStruct]
-) -> list[jax.ShapeDtypeStruct]:
-    """The types of a batch of which micro-batches have two rows at least: in shapes, one row looks like none."""
-    batch = {n for spec in whole.args[2:] for n in spec.names}
-    split = [n in batch and t.shape and not is_under(n, o.batch.unsplit_inputs)
-             for n, t in zip(whole.in_names, types, strict=True)]  # fmt: skip
-    twice = any(is_split and t.shape[0] == o.parts for is_split, t in zip(split, types, strict=True))
-    more = lambda t, is_split: (2 * t.shape[0], *t.shape[1:]) if twice and is_split else t.shape
-    return [jax.ShapeDtypeStruct(more(t, is_split), t.dtype) for t, is_split in zip(types, split, strict=True)]
 
 
 def micro_batch_of(step: Program, o: PipelineOptions, types: Sequence[jax.ShapeDtypeStruct]) -> Program:

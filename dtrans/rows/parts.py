@@ -251,7 +251,17 @@ def _random_bits(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
     return Recipe(((keys, None),), write)
 
 
+def _gather(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
+    """Slices of some of the indices, from all of the operand."""
+    (operand, indices), numbers = eqn.invars, eqn.params["dimension_numbers"]
+    if part.axis in numbers.offset_dims or numbers.operand_batching_dims:
+        return None
+    axis = part.axis - sum(d < part.axis for d in numbers.offset_dims)
+    return _copied(eqn, part, [(operand, None), (indices, part.along(axis))])
+
+
 RULES: Mapping[str, Callable[[JaxprEqn, int, Slice], Recipe | None]] = {
+    "gather": _gather,
     "broadcast_in_dim": _broadcast_in_dim,
     "iota": _iota,
     "concatenate": _concatenate,

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, NamedJaxpr, Var, origin_of
+from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, NamedJaxpr, Var, line_of, origin_of
 from dtrans.errors import BatchError, GradientError, OptimizerError
 from dtrans.ir.builder import extract_part
 from dtrans.ir.dataflow import backward_slice, propagate
@@ -143,6 +143,18 @@ class Cut:
         mine, theirs = (_results_half(x, self.from_gradients) for x in (self, other))
         return [*self.optimize.unlike(other.optimize), *mine.unlike(theirs)]
 
+    def first_unlike(self, other: Cut) -> tuple[str, str] | None:
+        """Return an output that another batch makes of gradients in another way, and the line; None without one.
+
+        Values that callbacks read count as outputs.
+        """
+        results = [_results_half(x, self.from_gradients) for x in (self, other)]
+        observed = [x.observed for x in (self, other)]
+        for mine, theirs in ([self.optimize, other.optimize], results, observed):
+            for n in mine.unlike(theirs):
+                return "what a callback reads" if mine is observed[0] else n, mine.unlike_line(theirs, n)
+        return None
+
     def with_reported(self) -> Cut:
         """The same, with all gradients that anything uses as `gradients`."""
         return dataclasses.replace(self, gradients={**self.gradients, **self.reported})
@@ -167,6 +179,15 @@ class OptimizeHalf(NamedJaxpr):
         written = lambda digests, a: number(a) if isinstance(a, Literal) else digests[a]
         new = {n: written(theirs, a) for n, a in other.outvars.items()}
         return [n for n, a in self.outvars.items() if written(mine, a) != new.get(n)]
+
+    def unlike_line(self, other: OptimizeHalf, name: str) -> str:
+        """Return the line of the first equation for an output that the step makes in another way for another batch."""
+        mine, theirs = (of_values(half.jaxpr, half.in_names) for half in (self, other))
+        known = {*theirs.values()}
+        eqns = self.jaxpr.jaxpr.eqns
+        needed, _ = backward_slice(eqns, [self.outvars[name]])
+        lines = (line_of(eqns[i]) for i in needed if any(mine[v] not in known for v in eqns[i].outvars))
+        return next(filter(None, lines), "an unknown line")
 
 
 def _beside(eqn: JaxprEqn, inputs: Collection[Var]) -> JaxprEqn:

@@ -180,7 +180,18 @@ def plans_of(loss: Callable[..., Any]) -> dict[str, Callable[[], Any]]:
 @pytest.mark.parametrize("mode", ["nccl2", "asynchronous", "pipeline"])
 def test_where_nothing_leaves_it_the_step_is_the_mean_of_its_parts(mode: str) -> None:
     plan = plans_of(without_state)[mode]()
-    assert "exact: mean over 12 rows, with dtrans.local() of each trainer's own" in "\n".join(plan.notes)
+    way = "sum" if mode == "pipeline" else "mean"
+    assert f"exact: {way} over 12 rows, with dtrans.local() of each trainer's own" in "\n".join(plan.notes)
+
+
+@pytest.mark.usefixtures("x64")
+def test_micro_batches_have_statistics_of_their_own_as_trainers_have() -> None:
+    found = []
+    for mode in ("nccl2", "pipeline"):
+        job = plans_of(without_state)[mode]().simulate()
+        state, loss = job.step(job.init(), data(12)[0])
+        found.append((loss, job.params(state)))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-12), *found)
 
 
 @pytest.mark.usefixtures("x64")

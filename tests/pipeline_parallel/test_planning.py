@@ -62,22 +62,22 @@ class Calls:
 
 
 def test_a_plan_traces_and_cuts_each_step_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step of a micro-batch, as it is and with its loss as one equation; the whole was traced before."""
+    """The step of a micro-batch as it is, and the whole with its loss as one equation."""
     given, calls = traced(mean_loss, X), Calls(monkeypatch)
     dtrans.pipeline(*given, num_stages=2, num_micro_batch=4)
-    assert sorted(calls.traces) == [((2, 4), False), ((2, 4), True)]
-    # of the whole, of a micro-batch in both ways, and of the update
-    assert len(calls.cuts) == len(set(calls.cuts)) == 4
+    assert sorted(calls.traces) == [((2, 4), False), ((8, 4), True)]
+    # of the whole in both ways, of a micro-batch as it is and as it is written, and of the update
+    assert len(calls.cuts) == len(set(calls.cuts)) == 5
 
 
 def test_a_plan_with_values_of_the_whole_batch_does_so_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The captured whole step makes the count; the cut ones that are given it are differentiated, not traced."""
+    """The captured whole step makes the count, and the parts that are given it are written from it."""
     given, calls = traced(masked_mean, X, MASK), Calls(monkeypatch)
     plan = dtrans.pipeline(*given, num_stages=2, num_micro_batch=4)
     assert plan.values is not None
-    assert sorted(calls.traces) == [((2,), False), ((2,), True), ((8,), True)]
-    # of the whole and of a micro-batch as they are, both with the count as an argument, captured, and of the update
-    assert len(calls.cuts) == len(set(calls.cuts)) == 6
+    assert sorted(calls.traces) == [((2,), False), ((8,), True)]
+    # of the whole and of a micro-batch as they are, both with the count as an argument, and of the update
+    assert len(calls.cuts) == len(set(calls.cuts)) == 5
 
 
 def test_another_plan_of_a_step_traces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
