@@ -14,7 +14,7 @@ Nothing is assumed where equations do not pair, or powers do not fit.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ from dtrans._jax import (
     closed,
     constants,
     facts_of,
+    line_of,
     opened,
     scaling_operands,
     scan_counts,
@@ -43,6 +44,7 @@ from dtrans.ir.dataflow import backward_slice
 from dtrans.ir.display import without_addresses
 from dtrans.ir.inline import eliminate_dead, inline_calls
 from dtrans.ir.program import Program
+from dtrans.step.capture import value_and_grad_p
 from dtrans.step.cut import Cut
 from dtrans.step.marks import mark_p
 
@@ -64,21 +66,24 @@ _ZERO = None  # of a value that is nothing but zeros: any power fits
 Power = int | None
 
 
+CUSTOM_JVP = "custom_jvp_call"
+
+
 class _NoScaleError(Exception):
-    """Equations that do not pair, or powers that do not fit."""
+    """Equations that do not pair, or powers that do not fit; with the user's line."""
 
 
-def scale_of_parts(step: Cut, part: TrainerStep, trainers: int, portions: Collection[str] = ()) -> PartScale | None:
-    """The powers of a step; None where its parts do not add up to it by themselves.
+def scale_of_parts(step: Cut, part: TrainerStep, trainers: int) -> tuple[PartScale | None, str]:
+    """Return the powers of a step; if parts of it do not add up to it by themselves, None and the user's line.
 
     Args:
-      step: traced on a trainer's part.
+      step: traced on a trainer's part. If it is captured, its loss is paired before it is differentiated: gradients
+        have the power of the loss. A gradient that no row enters pairs in no other way.
       part: what was written from the step on the whole.
       trainers: how many there are.
-      portions: the inputs of which each has an equal portion, where the step on the whole has all.
     """
     if part.exchanged or trainers < 2:
-        return None
+        return None, ""
     marks = {e.params["leaf"]: e.invars[0] for e in part.program.eqns if e.primitive is mark_p}
     results = [n for n in step.results if n not in step.from_gradients]
     asked = [n for n in (*results, *step.frozen) if n in part.merges]
@@ -90,18 +95,17 @@ def scale_of_parts(step: Cut, part: TrainerStep, trainers: int, portions: Collec
         )
     ]
     try:
-        ins = [-1 if n in portions else 0 for n in step.program.in_names]
-        powers = _Pairing(trainers, part.scaled).powers(halves, ins)
-    except _NoScaleError:
-        return None
+        powers = _Pairing(trainers, part.scaled).powers(halves, [0] * len(step.program.in_names))
+    except _NoScaleError as e:
+        return None, str(e)
     graded, made = powers[: len(step.gradients)], dict(zip(asked, powers[len(step.gradients) :], strict=True))
     of_gradients = {p for p in graded if p is not _ZERO}
     if not of_gradients <= {0} and not of_gradients <= {1}:
-        return None
+        return None, ""
     for n, way in part.merges.items():
         if n in made and (made[n] or 0) not in ((0, 1) if way == "sum" else (0,)):
-            return None
-    return PartScale(max(of_gradients, default=0), {n: made.get(n) or 0 for n in part.merges})
+            return None, ""
+    return PartScale(max(of_gradients, default=0), {n: made.get(n) or 0 for n in part.merges}), ""
 
 
 def _half(program: Program, outs: Sequence[Atom]) -> ClosedJaxpr:
@@ -157,15 +161,18 @@ class _Pairing:
                 continue
             (x, i), (y, k) = made_by[0][a], made_by[1][b]  # type: ignore[index]
             if x.primitive is not y.primitive or i != k or len(x.invars) != len(y.invars):
-                raise _NoScaleError
+                raise _NoScaleError(line_of(x))
             pairs = list(zip(x.invars, y.invars, strict=True))
             if any(is_made(p, 0) != is_made(q, 1) and not is_scaled(q) for p, q in pairs):
-                raise _NoScaleError
+                raise _NoScaleError(line_of(x))
             missing = [p for p in pairs if is_made(p[1], 1) and of(*p) not in known]
             if missing:
                 waiting += missing
                 continue
-            made = self.of_equation(x, y, [power(*p) for p in pairs])
+            try:
+                made = self.of_equation(x, y, [power(*p) for p in pairs])
+            except _NoScaleError as e:
+                raise _NoScaleError(str(e) or line_of(x)) from None
             known.update(zip(map(of, x.outvars, y.outvars), made, strict=True))
         return [power(*p) for p in outs]
 
@@ -185,6 +192,10 @@ class _Pairing:
         name, count = x.primitive.name, len(x.outvars)
         if name in (SCAN, WHILE, COND, *REMAT):
             return self.of_bodies(x, y, ins)
+        if x.primitive is value_and_grad_p:
+            return self.of_loss(x, y, ins)
+        if name == CUSTOM_JVP:
+            return self.of_rule(x, y, ins)
         if not _alike(x, y):
             raise _NoScaleError
         if groups := scaling_operands(x):
@@ -209,10 +220,24 @@ class _Pairing:
         powers = [_together([[ins[i]] for i in group])[0] for group in groups]
         return _ZERO if _ZERO in powers else sum(p for p in powers if p is not _ZERO) - sum(others)
 
+    def of_loss(self, x: JaxprEqn, y: JaxprEqn, ins: Sequence[Power]) -> list[Power]:
+        """Return the powers of a loss, and of its gradients."""
+        if any(ins):
+            raise _NoScaleError
+        losses = [inline_calls(e.params["loss"], rules=True) for e in (x, y)]
+        made = self.powers(losses, ins)
+        return [*made, *(made[0] for _ in range(x.params["count"]))]
+
+    def of_rule(self, x: JaxprEqn, y: JaxprEqn, ins: Sequence[Power]) -> list[Power]:
+        """Return the powers of a call with a rule that is linear in tangents; others are no equations of a pair."""
+        if any(ins):
+            raise _NoScaleError
+        return self.powers([inline_calls(_closed(bodies(e)[0])) for e in (x, y)], ins)
+
     def of_bodies(self, x: JaxprEqn, y: JaxprEqn, ins: Sequence[Power]) -> list[Power]:
         """The powers of what a loop, a branch or a body of remat makes."""
         name = x.primitive.name
-        flat = [[inline_calls(_closed(b)) for b in bodies(e)] for e in (x, y)]
+        flat = [[inline_calls(_closed(b), rules=True) for b in bodies(e)] for e in (x, y)]
         if len(flat[0]) != len(flat[1]) or not _alike(x, y, without=bodies):
             raise _NoScaleError
         pairs = list(zip(*flat, strict=True))

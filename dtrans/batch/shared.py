@@ -11,7 +11,7 @@ the sum, of what trainers make of their parts.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ from dtrans.errors import BatchError, ConfigError
 from dtrans.ir.program import Program
 from dtrans.ir.pytree import is_under
 from dtrans.step.batch_sharing import Batch
+from dtrans.step.capture import captured_if_marked
 from dtrans.step.cut import Cut, cut
 
 
@@ -40,6 +41,7 @@ class SharedStep:
       proven: whether it is the step itself: its parts add up without any communication.
       whole: the same for another batch, from the types of its inputs, which trainers need not divide: parts have
         `ceil(rows / trainers)` rows.
+      unpaired: the user's line of an equation that is another one in the step of a part; empty if there is none.
     """
 
     step: Cut
@@ -51,6 +53,7 @@ class SharedStep:
     part: TrainerStep
     proven: bool
     whole: Callable[[Sequence[jax.ShapeDtypeStruct]], SharedStep]
+    unpaired: str = ""
 
     @property
     def local_note(self) -> str:
@@ -68,7 +71,7 @@ class SharedStep:
         elif self.part.gathers:
             what, line = self.part.gathers[0].reason, self.part.gathers[0].line
         else:
-            return "numbers of the size of the batch, or random numbers with its rows"
+            what, line = "numbers of the size of the batch, or random numbers with its rows", self.unpaired
         return what + (f" for {line}" if line else "")
 
     @property
@@ -95,7 +98,6 @@ def share(
     adapt: Callable[[TrainerStep], TrainerStep] = lambda part: part,
     alone: Callable[[Mapping[str, str]], bool] = lambda merges: True,
     open_state: bool = False,
-    portions: Collection[str] = (),
     noun: str = "trainer",
 ) -> SharedStep:
     """Share the batch of a step exactly.
@@ -108,8 +110,6 @@ def share(
       adapt: makes another of a trainer's step that is not the step itself.
       alone: whether trainers can take the step itself, where parts add up and their outputs are merged in these ways.
       open_state: whether parameters that trainers make are merged as results are.
-      portions: arrays of which each trainer has a portion: all entries, divided by the number of trainers. Only a step
-        that is proven takes them.
       noun: what a trainer is called in errors.
     """
     source = step.program
@@ -132,17 +132,19 @@ def share(
         if scale is not None:
             known |= {n: "mean" for n, way in known.items() if way == "sum" and scale.results[n]}
         reduce = "mean" if scale is not None and scale.gradients else "sum"
-        return SharedStep(step, reduce, known, joined, axes, trainers * rows, part, scale is not None, whole)
+        proven = scale is not None
+        return SharedStep(step, reduce, known, joined, axes, trainers * rows, part, proven, whole, unpaired)
 
     def whole(types: Sequence[jax.ShapeDtypeStruct]) -> SharedStep:
         part = adapt(written(cut_of(types)))
         return shared(part, cut(part.program).with_reported(), None)
 
+    unpaired = ""
     together = cut_of([*all_grown(source.inputs).values()])
     part = written(together)
     # the update, what is reported of gradients, or a callback reads a number of rows: of all, and not of a part
     sized = step.unlike(together) or step.observed.unlike(together.observed)
-    scale = None if sized else scale_of_parts(step, part, trainers, portions)
+    scale, unpaired = (None, "") if sized else scale_of_parts(step, part, trainers)
     if scale is not None and alone((proven := shared(part, step, scale)).merges):
         return proven
     if open_state:  # parts exchange nothing: nobody carries out the step that does
@@ -164,9 +166,14 @@ def share_alone(step: Cut, batch: Batch, parts: int, name: str) -> SharedStep:
       ConfigError: one device's numbers would take an exchange.
     """
     shared = share(step, batch, parts, ("parts",), noun="part")
-    if not shared.proven:
-        raise not_made_of_parts(step, shared, name)
-    return shared
+    if shared.proven:
+        return shared
+    own = None if shared.part.exchanged else captured_if_marked(step.program)
+    if own is not None:
+        by_loss = share(cut(own).with_reported(), batch, parts, ("parts",), noun="part")
+        if by_loss.proven:
+            return dataclasses.replace(by_loss, step=step)
+    raise not_made_of_parts(step, shared, name)
 
 
 def not_made_of_parts(step: Cut, shared: SharedStep, name: str, kind: str = "local") -> ConfigError:

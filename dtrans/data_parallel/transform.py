@@ -222,9 +222,13 @@ def _by_micro_steps(step: Cut, o: Options, main: Program | None) -> tuple[Shared
     """Return how the micro-steps of all trainers share the batch, and how they are written."""
     axes, parts = batch_axes(step, o.batch), o.trainers * o.num_micro_batch
     of_part = micro_types(step.program, axes, o.num_micro_batch, o.noun)
-    if o.reduce.clip_local_norm is not None:  # it clips what the user's own step makes of a part
+    # The user's own step, if parts may take it: a norm clips its gradients, and a scale keeps them in the range of 16
+    # bits. Terms are smaller.
+    if o.reduce.clip_local_norm is not None or main is None:
         part = step.program.specialize_flat([*of_part.values()])
-        return share(cut(part).with_reported(), o.batch, parts, o.over, noun=o.noun), None
+        alone = share(cut(part).with_reported(), o.batch, parts, o.over, noun=o.noun)
+        if alone.proven or o.reduce.clip_local_norm is not None:
+            return alone, None
     whole = step.program.specialize_flat([grown(t, axes.get(n), parts) for n, t in of_part.items()])
     _refuse_sized(step, cut(whole).with_reported(), o)
     captured = None if main is None else captured_if_marked(whole)

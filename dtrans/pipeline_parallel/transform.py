@@ -323,7 +323,9 @@ def shared_by(
     """
     if not o.batch.exact or o.parts == 1:
         return None, None
-    if o.reduce.clip_local_norm is not None:  # it clips what the user's own step makes of a part
+    # The user's own step, if parts may take it: a norm clips its gradients, and a scale keeps them in the range of 16
+    # bits. Terms are smaller.
+    if o.reduce.clip_local_norm is not None or o.precision.scaling is not None:
         alone = share(cut(silent(part)).with_reported(), o.batch, o.parts, PARTS, open_state=True, noun="micro-batch")
         if alone.proven:
             return alone, None

@@ -179,3 +179,22 @@ def test_what_cannot_be():
     half = job_of(lambda p, x, y: layers(p, x, y).astype(jnp.float16), list(STACK))
     with pytest.raises(ConfigError, match="loss_scaling=100000.0 is infinite in float16, the type of the loss of step"):
         planned(half, dtrans.Precision("fp16", loss_scaling=1e5))
+
+
+def test_scales_keep_what_terms_would_lose():
+    """Cotangents of a mean over a micro-batch are normal numbers in 16 bits; those of its term would be none."""
+    small = lambda params, x: jnp.mean(x @ params[0] @ params[1]) * 2.0**-32
+    of = Job(
+        dtrans.make_train_step(small, optax.sgd(2.0**32)),
+        lambda key: ([jnp.ones((4, 4)), jnp.ones((4, 1))], optax.sgd(1.0).init(0)),
+        (np.ones((16, 4), np.float32),),
+    )
+    precision = dtrans.Precision("fp16", loss_scaling=1024)
+    for plan in (
+        planned(of, precision, num_micro_batch=8),
+        dtrans.sharding(*of.traced(), degree=1, num_micro_batch=8, precision=precision),
+    ):
+        assert plan.shared.reduce == "mean"
+        job = plan.simulate()
+        state, _ = job.step(job.init(jax.random.key(0)), *of.batch)
+        np.testing.assert_array_equal(job.params(state)[0], np.zeros((4, 4)))
