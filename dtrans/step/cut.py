@@ -184,7 +184,7 @@ class OptimizeHalf(NamedJaxpr):
         """Return the line of the first equation for an output that the step makes in another way for another batch."""
         mine, theirs = (of_values(half.jaxpr, half.in_names) for half in (self, other))
         known = {*theirs.values()}
-        eqns = self.jaxpr.jaxpr.eqns
+        eqns = self.eqns
         needed, _ = backward_slice(eqns, [self.outvars[name]])
         lines = (line_of(eqns[i]) for i in needed if any(mine[v] not in known for v in eqns[i].outvars))
         return next(filter(None, lines), "an unknown line")
