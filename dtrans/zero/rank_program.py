@@ -162,8 +162,12 @@ class RankLayout:
 
     @property
     def unreduced(self) -> Collection[str]:
-        """Leaves whose gradients are the same on all ranks, and stay it: not where each weights or clips its own."""
-        return () if self._weights_or_clips else self.slices.unreduced
+        """Return the leaves whose gradients are the same on all ranks: not where each weights or clips its own.
+
+        Where micro-steps add up, a term that no row enters is the first micro-step's of the first rank alone.
+        """
+        terms = self.o.num_micro_batch > 1 and self.o.reduce.op == "sum"
+        return () if self._weights_or_clips or terms else self.slices.unreduced
 
     @property
     def _weights_or_clips(self) -> bool:

@@ -136,6 +136,14 @@ KEPT = {
     "a result that is an array of a batch: padded rows were handed out": Case(
         dataclasses.replace(MINIMAL, readings=(Reading("vector", 0, 0, "each"),)), "pserver", 3, 35, 35, wide=True
     ),
+    "a penalty that the first micro-step has alone: it was taken for a gradient that every rank has": Case(
+        dataclasses.replace(MINIMAL, leaves=("scale",), loss=("sum", 0), anchored=True),
+        "micro-steps",
+        3,
+        18,
+        18,
+        wide=False,
+    ),
     "a loop of the padded step reads all of a leaf: other slices of it were taken than ranks hold": Case(
         dataclasses.replace(MINIMAL, leaves=("layers",), instructions=(("loop", 0, 0, 33),), anchored=True),
         "stage 3",
