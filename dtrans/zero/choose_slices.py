@@ -34,10 +34,11 @@ from dtrans.ir.builder import Builder
 from dtrans.ir.program import BACKWARD, FORWARD
 from dtrans.rows.analysis import RowAnalysis, analyse
 from dtrans.rows.layout import SHARED, RowAxis, leaves_of
+from dtrans.rows.normalize import inline_inside
 from dtrans.step.cut import Cut, Gradient, Name
 from dtrans.step.marks import mark_p
 from dtrans.zero.forward_values import leaves_that_meet_the_batch
-from dtrans.zero.rank_values import flat_bodies, local_values
+from dtrans.zero.rank_values import local_values
 from dtrans.zero.slice_writer import Gathering, Given, SliceWriter
 
 
@@ -275,4 +276,4 @@ def trainer_equations(step: Cut) -> tuple[list[JaxprEqn], list[str]]:
     """The equations of forward and backward, calls in their loops inlined, and their roles; no marks."""
     pairs = [(e, role) for e, role in zip(step.program.eqns, step.program.roles, strict=True)
              if role in (FORWARD, BACKWARD) and e.primitive is not mark_p]  # fmt: skip
-    return flat_bodies([e for e, _ in pairs]), [role for _, role in pairs]
+    return [inline_inside(e) for e, _ in pairs], [role for _, role in pairs]

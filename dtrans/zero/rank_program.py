@@ -34,6 +34,7 @@ from dtrans.ir.pytree import tuple_of
 from dtrans.ops import all_gather_p, all_reduce_p, trainer_index_p
 from dtrans.rows.analysis import analyse
 from dtrans.rows.layout import RowAxis
+from dtrans.rows.normalize import inline_inside
 from dtrans.step.cut import GRAD, Cut, Gradient, Name, OptimizeHalf, check_same_update, cut
 from dtrans.step.forward_backward import Arrange, HalfWriter, ready_order, write_trainer_half
 from dtrans.step.observers import call_once
@@ -56,7 +57,7 @@ from dtrans.zero.mixed_precision import (
     unscaled,
 )
 from dtrans.zero.options import ShardingOptions
-from dtrans.zero.rank_values import flat_bodies, local_values
+from dtrans.zero.rank_values import local_values
 from dtrans.zero.reduce_scatter import Scatterer, ScatterSpec, scatter_specs
 from dtrans.zero.scatter_flow import makers_of, scatter_flow
 from dtrans.zero.slice_writer import Gathering, Given, SliceWriter
@@ -298,7 +299,7 @@ class RankWriter:
         ) -> tuple[list[JaxprEqn], list[str]]:
             eqns, roles = straightened(eqns, roles, wanted)
             if rows:
-                eqns = flat_bodies(eqns)
+                eqns = list(map(inline_inside, eqns))
                 local = local_values(eqns, [vars_of[n] for n in step.batch])
                 given, how = Given(rows, local, wanted={}), Gathering(o.axis_name, o.degree)
                 flow = SliceWriter(Builder(jaxpr), jaxpr, eqns, roles, given, how)
@@ -325,7 +326,8 @@ class RankWriter:
                 {g: RowAxis(n, self.leaves[n].axis) for g, n in layers.items()},
                 {vars_of[n]: local[n] for n in held},
             )
-            gatherer = Gatherer(b, step.program.jaxpr, flat_bodies(eqns), roles, given, how, [a for _, a in ends])
+            plain = list(map(inline_inside, eqns))
+            gatherer = Gatherer(b, step.program.jaxpr, plain, roles, given, how, [a for _, a in ends])
             unreduced = {n: g for n, g in step.gradients.items() if n in self.leaves and n in self.layout.unreduced}
             gatherer.begin(ends, {g for n, g in unreduced.items() if isinstance(g, Var)
                                   and gatherer.rows.get(g) == RowAxis(n, self.leaves[n].axis)})  # fmt: skip

@@ -7,25 +7,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
 
-from dtrans._jax import (
-    COND,
-    REMAT,
-    SCAN,
-    JaxprEqn,
-    Primitive,
-    Var,
-    bodies,
-    closed_with,
-    constants,
-    equations,
-    has_bodies,
-    jaxprs_in_params,
-    opened,
-    with_bodies,
-)
-from dtrans.ir.inline import inline_calls
+from dtrans._jax import JaxprEqn, Primitive, Var, equations_inside, has_bodies
 from dtrans.ir.interpret import ForwardAnalysis, forward
 from dtrans.ops import trainer_index_p
 
@@ -66,20 +49,4 @@ def _differing(completed: Collection[Primitive]) -> ForwardAnalysis[bool]:
 
 def _asks_rank(eqn: JaxprEqn) -> bool:
     """Return True if a nested jaxpr asks for the rank, as where rows of random numbers are drawn."""
-    return any(e.primitive is trainer_index_p for body in jaxprs_in_params(eqn.params) for e in equations(body))
-
-
-def flat_bodies(eqns: Iterable[JaxprEqn]) -> list[JaxprEqn]:
-    """Return the equations with calls inlined in the bodies of loops and branches."""
-    return [_flat(e) if e.primitive.name in (SCAN, COND, *REMAT) else e for e in eqns]
-
-
-def _flat(eqn: JaxprEqn) -> JaxprEqn:
-    found: list[Any] = []
-    for body in bodies(eqn):
-        plain = inline_calls(closed_with(body))
-        new = closed_with(plain, eqns=flat_bodies(opened(plain).eqns))
-        if eqn.primitive.name in REMAT and constants(new):  # its body can have none
-            return eqn
-        found.append(opened(new) if eqn.primitive.name in REMAT else new)
-    return eqn.replace(params={**eqn.params, **with_bodies(eqn, found)})
+    return any(e.primitive is trainer_index_p for e in equations_inside(eqn))
