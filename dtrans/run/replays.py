@@ -396,11 +396,13 @@ class _GeoDevice(_ReplayedDevice):
         super().__init__(plan, step)
         self.tables = plan.tables.of
         self._lookups = LazyRows(self.tables, step)
-        made = evaluate(plan.startup.jaxpr, *begins) if self.tables else ()
-        self._init = dict(zip(plan.startup.out_names, made, strict=bool(made)))
+        self._begins = begins
 
     def begin(self, state: Values) -> None:
         super().begin(state)
+        # traced with the turns: what a device rounds here would not be what the job's init computes
+        made = evaluate(self.plan.startup.jaxpr, *self._begins) if self.tables else ()
+        self._init = dict(zip(self.plan.startup.out_names, made, strict=bool(made)))
         self._old = [dict(self.servers) for _ in self.trainers]
         self._steps = [0 for _ in self.trainers]
         self._answers: list[Values | None] = [None for _ in self.trainers]
