@@ -54,7 +54,7 @@ class Text:
 
 
 def load(library: Path | None = None) -> Text:
-    """Return the standard library's first 1,000,000 characters, of which the last 50,000 are held out.
+    """Return the standard library's first 1,000,000 characters; the last 50,000 are held out.
 
     Args:
       library: the directory that has it; that of the running Python by default.

@@ -121,7 +121,7 @@ class Wiring(NamedTuple):
       ins: for each body, the operands that it takes.
       outs: for each body, the outputs that it gives; None for the condition of a `while`.
       carried: operand to output, for values that go from turn to turn.
-      slices: operands of which each turn takes a slice.
+      slices: operands that each turn reads one slice of.
       stacks: outputs that are stacks of all turns.
     """
 
@@ -148,7 +148,7 @@ def wiring(eqn: JaxprEqn) -> Wiring:
 
 
 def scan_with(eqn: JaxprEqn, body: ClosedJaxpr, invars: Sequence[Atom], outvars: Sequence[Var]) -> JaxprEqn:
-    """A `scan` with another body, which takes apart and makes other stacks; its constants and what it carries stay."""
+    """Return a `scan` with another body and other stacks; constants and carried values stay."""
     return rebuilt(eqn, [body], invars, outvars)
 
 

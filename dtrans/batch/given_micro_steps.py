@@ -72,7 +72,7 @@ class GivenMicroSteps:
         return dataclasses.replace(made, jaxpr=jaxpr, roles=roles, labels={}, specializer=None)
 
     def _of(self, types: Sequence[jax.ShapeDtypeStruct], parts: int) -> Program:
-        """Return the step of the whole batch, of which each of so many parts has inputs of these types."""
+        """Return the step of the whole batch, from the number of parts and the input types of one part."""
         names = self.whole.in_names
         return self.whole.specialize_flat(
             [grown(t, self.axes.get(n), parts) for n, t in zip(names, types, strict=True)]

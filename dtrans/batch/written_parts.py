@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, closed, opened
+from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, closed, equations_inside, opened
 from dtrans.batch.given_values import ROOT, FlatStep, GivenValues, Spot
 from dtrans.batch.shared import grown
 from dtrans.batch.trainer_step import TrainerStep, trainer_step
@@ -35,7 +36,7 @@ from dtrans.ir.fingerprint import of_values
 from dtrans.ir.inline import eliminate_dead
 from dtrans.ir.program import FORWARD, Program, is_communication
 from dtrans.ir.pytree import TreeSpec, is_under
-from dtrans.rows.layout import SHARED
+from dtrans.rows.layout import SHARED, RowAxis
 from dtrans.step.capture import captured
 from dtrans.step.cut import cut
 
@@ -67,7 +68,7 @@ class WrittenParts:
 
     @property
     def rows(self) -> dict[str, int]:
-        """Return the dimension along which each value is cut of which parts are given rows."""
+        """Return the dimension of the rows of each value whose rows are given to parts."""
         count = len(self.values.spots) + self.numbered
         return {n: 0 for i in range(count) if (n := f"{ROOT}/{i}") not in self.whole}
 
@@ -214,9 +215,13 @@ def _ways(
     found: dict[Spot, bool | None] = {}
     for i, (spot, a, layout) in enumerate(zip(spots, made.outvars, layouts, strict=True)):
         needed, read = backward_slice(made.eqns, [a])
-        is_exchanged = any(is_communication(made.eqns[k]) for k in needed)
-        if isinstance(layout, Partial) or is_exchanged or not index.isdisjoint(read):
-            found[spot] = None if i in made_whole else has_rows[i] and layout == cut_along(0)
+        inside = itertools.chain.from_iterable(equations_inside(made.eqns[k]) for k in needed)
+        is_exchanged = any(map(is_communication, (*(made.eqns[k] for k in needed), *inside)))
+        # a part has other rows of its own of a value whose rows are in another order
+        in_order = not isinstance(layout, RowAxis) or layout.order is None
+        if isinstance(layout, Partial) or is_exchanged or not in_order or not index.isdisjoint(read):
+            is_cut = layout == cut_along(0) or (not in_order and layout.axis == 0)
+            found[spot] = None if i in made_whole else has_rows[i] and is_cut
         elif spot in sized:
             found[spot] = False
     return found

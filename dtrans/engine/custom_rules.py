@@ -47,7 +47,10 @@ class _Call:
     def of(cls, eqn: JaxprEqn) -> _Call:
         ins, outs = [Var(a.aval) for a in eqn.invars], [Var(v.aval) for v in eqn.outvars]
         jaxpr = closed([], [], ins, outs, [eqn.replace(invars=ins, outvars=outs)], bodies(eqn)[0])
-        return cls(jaxpr, _floats(ins), _floats(outs))
+        # JAX refuses derivatives of values that a `custom_vjp` closes over
+        closes_over = eqn.params["num_consts"] if eqn.primitive.name == "custom_vjp_call" else 0
+        floats = tuple(i for i in _floats(ins) if i >= closes_over)
+        return cls(jaxpr, floats, _floats(outs))
 
     @property
     def types(self) -> list[Any]:

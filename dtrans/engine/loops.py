@@ -115,7 +115,7 @@ def plan_loop(eqn: JaxprEqn, ins: Sequence[Placed], write: Write, *, shares_work
 
 
 def _cut_before(eqn: JaxprEqn, plan: LoopPlan) -> dict[int, RowAxis]:
-    """Return operands that are whole and of which the body reads pieces alone: they are cut before it."""
+    """Return whole operands that the body reads in pieces only: they are sharded before the loop."""
     wires = wiring(eqn)
     rows = {i: row for i, row in plan.bodies[0].sliced.items() if i not in wires.carried}
     return {i: _moved(row, 1) if i in wires.slices else row for i, row in rows.items()}
@@ -148,7 +148,7 @@ def _plan(eqn: JaxprEqn, ins: Sequence[Placed], write: Write) -> LoopPlan:
 
 
 class _Closed(Shared):
-    """A carried value that a turn reads whole: it is no term of a sum in any turn."""
+    """A carried value that a turn reads whole: it is a partial sum in no turn."""
 
 
 _CLOSED: Final = _Closed()
@@ -166,7 +166,7 @@ def _join(one: Placed, other: Placed) -> Placed:
 
 
 def _join_turns(carried: Placed, made: Placed) -> Placed:
-    """Return the layout of a carried value, of which a turn makes another."""
+    """Return the layout of a carried value whose layout changes in a turn."""
     is_whole = carried is _CLOSED or (isinstance(carried, Partial) and not isinstance(made, Partial))
     return _CLOSED if is_whole and not isinstance(made, RowAxis) else _join(carried, made)
 

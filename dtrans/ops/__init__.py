@@ -11,7 +11,7 @@ family:
     bootstrap         gen_nccl_id, broadcast: how trainers become a group, and start equal
     collective        record of a collective: its type, its lowering, its meaning in NumPy, its way through servers
     all_reduce        parts of a value, combined: among servers, or trainers on an axis
-    reduce_scatter    a sum of which each trainer gets a piece
+    reduce_scatter    a sum; each trainer gets a piece
     all_gather        parts of all trainers, one behind the other
     all_to_all        rows exchanged among shards
     after             an array, once another is there

@@ -1,4 +1,4 @@
-"""Reduce-scatter: the sum of the parts of all trainers of an axis, of which each trainer gets a piece.
+"""Reduce-scatter: the sum of the parts of all trainers of an axis. Each trainer gets a piece.
 
     x... = reduce_scatter x...   [name, over, size, axis]
 

@@ -77,7 +77,7 @@ class StepUpdates:
         """
         ready = blocks.ready(arrived, self.used)
         if ready and self.values is None:
-            for _ in range(steps):  # a count is of steps, also where their gradients are merged
+            for _ in range(steps):  # schedules count steps, also where gradients of several are merged
                 made, self.values = blocks.begin(state)
                 state |= made
         for block in ready:

@@ -24,7 +24,7 @@ from dtrans.step.cut import Gradient
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ServerSpec:
-    """What one server updates, reads and computes.
+    """Work of one server: the blocks that it updates, and the values that it reads and computes.
 
     Attributes:
       units: its units, written.

@@ -54,7 +54,8 @@ def remade(flow: SliceWriter, wanted: Collection[Atom]) -> list[JaxprEqn]:
         for out, start, chain in _made_of_layers(flow, eqn, body):
             v = eqn.outvars[out]
             by = readers.get(v, [])
-            if v in wanted or not by or not all(k in wiring(eqns[j]).slices for j, k in by):
+            in_slices = (eqns[j].primitive.name == SCAN and k in wiring(eqns[j]).slices for j, k in by)
+            if v in wanted or not by or not all(in_slices):
                 continue
             left_out.add(out)
             for j in {j for j, _ in by}:
@@ -79,7 +80,7 @@ def _made_of_layers(flow: SliceWriter, eqn: JaxprEqn, body: Jaxpr) -> Iterator[t
             start[e.outvars[0]] = start[ins[0]]
             chains[e.outvars[0]] = _joined([chains[a] for a in ins], e)
     for k in wires.stacks:
-        if (a := body.outvars[k]) in start:
+        if isinstance(a := body.outvars[k], Var) and a in start:
             yield k, start[a], chains[a]
 
 

@@ -122,7 +122,7 @@ class BodiesOnSlices:
 
 
 class SliceWriter(SplitWriter):
-    """Writes equations that read leaves of which each rank has a slice.
+    """Writer of equations that read sliced leaves: each rank holds one slice.
 
     Args:
       b: the builder to write with.
@@ -285,7 +285,8 @@ class SliceWriter(SplitWriter):
     def _passable(self, eqn: JaxprEqn, wires: Wiring) -> dict[int, RowAxis]:
         """Return the operands that bodies may take as slices, and their rows inside."""
         found: dict[int, RowAxis] = {}
-        if eqn.primitive.name == COND and (eqn.invars[0] in self.local or self._row(eqn.invars[0])):
+        picks = eqn.invars[0]
+        if eqn.primitive.name == COND and isinstance(picks, Var) and (picks in self.local or self._row(picks)):
             return found  # ranks are in different branches
         for k in wires.ins[0]:
             row, less = self._row(eqn.invars[k]), int(k in wires.slices)

@@ -139,5 +139,8 @@ def test_one_that_picks_from_other_rows_is_not(name: str, loss: Any) -> None:
         plan = planned(case, trainers, "nccl2")
         assert not plan.shared.proven and plan.shared.part.exchanged, name
         trained(case, plan, 6 * trainers)
-    with pytest.raises(ConfigError, match="values of the whole batch"):
-        planned(case, 2, "pipeline")
+    if name in ("shorter", "fixed"):  # slices of rows, which micro-batches find by their numbers
+        trained(case, planned(case, 2, "pipeline"), 12)
+    else:
+        with pytest.raises(ConfigError, match="values of the whole batch"):
+            planned(case, 2, "pipeline")

@@ -566,7 +566,8 @@ def test_a_result_that_every_micro_step_makes_must_be_merged_by_the_user():
     with pytest.raises(ConfigError, match="aux is int32.*made in each of 2 micro-steps: say how to merge it"):
         planned(*given, trainers=2, num_micro_batch=2, kind="local")
     plan = planned(*given, trainers=2, num_micro_batch=2)[1]
-    assert plan.merges == {"loss": "mean", "aux": "sum"}
+    assert plan.merges == {"loss": "sum", "aux": "same"}  # a count that no parameter enters is made once
+    assert plan.verify(jnp.ones((8, 2))).complete
 
 
 @pytest.mark.usefixtures("x64")

@@ -196,7 +196,9 @@ def test_a_host_that_ssh_loses(hosts: Namespaces, tmp_path: Path) -> None:
         command = [*near, sys.executable, "-c", DRIVER, rsh, str(script), hosts.address(0)]
         with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
             assert job.stdout is not None
-            assert sorted(job.stdout.readline() for _ in range(2)) == ["[pserver 0] here\n", "[trainer 0] here\n"]
+            lines = sorted(job.stdout.readline() for _ in range(2))
+            assert job.stderr is not None
+            assert lines == ["[pserver 0] here\n", "[trainer 0] here\n"], all(lines) or job.stderr.read()
             assert sum(str(script) in line for line in hosts.processes()) > 2
             hosts.cut(0)
             _, err = job.communicate(timeout=PATIENCE)

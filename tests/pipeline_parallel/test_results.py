@@ -520,3 +520,19 @@ def test_rows_of_a_result_are_joined_along_the_dimension_that_has_them(micro, re
     _, value, found = job.step(job.init(), x)
     *_, wanted, aux = step(*started(tx), x)
     tree_close((value, found), (wanted, aux), 1e-12)
+
+
+@pytest.mark.parametrize("way", ["simulate", "on_mesh"])
+def test_each_replica_has_a_row(way):
+    """Of a vector as of a number; nccl2 gives them in this form too."""
+
+    def loss(params, x, y, rows):
+        out = predicted(params, x)
+        return jnp.mean((out - y) ** 2), {"vector": jnp.sum(out, 0), "number": jnp.sum(out)}
+
+    of = job_of(loss)
+    plan = planned(of, 1, 2, merge={"aux/vector": "each", "aux/number": "each"})
+    _, (_, found) = ran(of, plan, way)
+    expected = flat(by_hand(lambda params, *batch: loss(params, *batch)[1], of, 1, 2))
+    for name in ("vector", "number"):
+        tree_close(found[name], jnp.stack([part[name] for part in expected]), 1e-12)

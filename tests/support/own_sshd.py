@@ -53,23 +53,19 @@ def own_sshd(folder: Path, host: str = "127.0.0.1", wrap: Sequence[str] = ()) ->
         "StrictModes no\nUsePAM no\nPermitRootLogin prohibit-password\nPasswordAuthentication no\n"
         "KbdInteractiveAuthentication no\n"
     )
-    made = not SEPARATION.exists()
+    # it stays at the end: the servers of other tests, in other processes, need it for each connection
     SEPARATION.mkdir(exist_ok=True)
     server = subprocess.Popen(
         [*wrap, sshd() or "sshd", "-D", "-e", "-f", folder / "config"], stderr=subprocess.PIPE, text=True
     )
-    try:
-        with server:
-            assert server.stderr is not None
-            said = [server.stderr.readline()]
-            assert "Server listening" in said[0], said
-            try:
-                yield (
-                    f"ssh -F none -p {port} -i {folder}/user -o IdentitiesOnly=yes -o StrictHostKeyChecking=yes "
-                    f"-o UserKnownHostsFile={folder}/known_hosts"
-                )
-            finally:
-                server.kill()
-    finally:
-        if made:
-            SEPARATION.rmdir()
+    with server:
+        assert server.stderr is not None
+        said = [server.stderr.readline()]
+        assert "Server listening" in said[0], said
+        try:
+            yield (
+                f"ssh -F none -p {port} -i {folder}/user -o IdentitiesOnly=yes -o StrictHostKeyChecking=yes "
+                f"-o UserKnownHostsFile={folder}/known_hosts"
+            )
+        finally:
+            server.kill()

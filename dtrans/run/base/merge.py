@@ -36,7 +36,7 @@ class Merge:
             joined = in_one(x, self.axis) if self.way == "concat" else x
             return joined if self.rows is None else jax.lax.slice_in_dim(joined, 0, self.rows, axis=self.axis)
         if self.way == "each":
-            return jax.lax.collapse(x, 0, 2)
+            return x
         if self.way == "same":
             return x[0]
         return jnp.mean(x, 0) if self.way == "mean" else jnp.sum(x, 0, dtype=x.dtype)

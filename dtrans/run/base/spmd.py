@@ -128,7 +128,7 @@ def on_one_device(
     ins, outs = [s.restrict_to(names) for s in ins], [s.restrict_to(names) for s in outs]
 
     def all_trainers(*args: Any) -> list[Any]:
-        mapped: Function = lambda *parts: list(fn(*parts))
+        mapped: Function = lambda *parts: [jnp.asarray(x) for x in fn(*parts)]
         for name, size in reversed(axes):
             in_axes = tuple(0 if name in sharding.varies else None for sharding in ins)
             # None refuses values that differ

@@ -34,7 +34,7 @@ class BlockUpdates:
     Args:
       update: of the server.
       state: name to array; the initial values.
-      memory: by name, blocks of tables of which an update is of some rows alone, as `TableMemory` has them; by default
+      memory: by name, blocks of tables that an update changes a few rows of, as `TableMemory` has them; by default
         in memory of their own.
 
     Attributes:

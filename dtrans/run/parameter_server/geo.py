@@ -19,7 +19,7 @@ from dtrans.protocol.traffic import Group, Leaf
 
 
 class PushQueue(Protocol):
-    """What a trainer of GEO-SGD pushes to (`Communicator`)."""
+    """Destination of the pushes of a GEO-SGD trainer (`Communicator`)."""
 
     name: str
 

@@ -213,7 +213,7 @@ class OrderedJob:
 
     @cached_property
     def state_of_rows(self) -> dict[str, tuple[str, ...]]:
-        """For each table of GEO-SGD, the arrays of the optimizer's state of which trainers keep rows."""
+        """Return the arrays of optimizer state whose rows trainers keep, for each table of GEO-SGD."""
         return {n: t.zero.state for n, t in self.plan.tables.of.items() if t.kept}
 
     @property

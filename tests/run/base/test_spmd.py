@@ -100,7 +100,7 @@ def test_a_dimension_is_cut_anew_and_not_twice() -> None:
         (Merge("mean"), [[2.0, 3.0]]),
         (Merge("sum"), [[4.0, 6.0]]),
         (Merge("same"), [[1.0, 2.0]]),
-        (Merge("each"), [[1.0, 2.0], [3.0, 4.0]]),
+        (Merge("each"), [[[1.0, 2.0]], [[3.0, 4.0]]]),
         (Merge("concat", 1), [[1.0, 2.0, 3.0, 4.0]]),
         (Merge("concat", 1, rows=3), [[1.0, 2.0, 3.0]]),
     ],

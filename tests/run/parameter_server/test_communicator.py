@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import flat_options
@@ -651,13 +651,20 @@ def test_an_answer_that_is_here_is_not_late(role_threads: RoleThreads, monkeypat
     params, batches = mlp_params(dtype=jnp.float64), batches_of(4)
     plan = plan_for(1, 1, optax.sgd(0.1))
     (ep,) = plan.servers
-    ahead = [0.0]
+    ahead, sent = [0.0], threading.Event()
     clock = type("Clock", (), {"monotonic": staticmethod(lambda: time.monotonic() + ahead[0])})
     monkeypatch.setattr(module, "time", clock)
     send = Communicator._send
 
+    def one_and_then_others() -> Iterator[Any]:
+        """Yield the batches; those behind the first are not merged with it."""
+        yield batches[0]
+        assert sent.wait(HANG)
+        yield from batches[1:]
+
     def slow(self: Communicator, groups: Any) -> None:
         send(self, groups)
+        sent.set()
         (line,) = self._lines.values()
         if line.line.step > 1:  # what was asked for after the first is on its way
             assert line.sockets[0].poll(HANG * 1000)
@@ -665,7 +672,7 @@ def test_an_answer_that_is_here_is_not_late(role_threads: RoleThreads, monkeypat
 
     monkeypatch.setattr(Communicator, "_send", slow)
     role_threads.start(ep, serve, plan, ep, params)
-    train(plan, 0, batches, params)
+    train(plan, 0, one_and_then_others(), params)
     assert not isinstance(role_threads.end(ep), BaseException)
     assert ahead[0] > 0
 
