@@ -243,7 +243,7 @@ FAULTS = (
     ),
     Fault(
         "zero/slice_writer.py",
-        "if eqn.primitive.name == COND and (eqn.invars[0] in self.local or self._row(eqn.invars[0])):",
+        "if eqn.primitive.name == COND and isinstance(picks, Var) and (picks in self.local or self._row(picks)):",
         "if False:",
         ("zero/test_loop_shapes.py",),
     ),

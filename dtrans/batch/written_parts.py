@@ -217,10 +217,10 @@ def _ways(
         needed, read = backward_slice(made.eqns, [a])
         inside = itertools.chain.from_iterable(equations_inside(made.eqns[k]) for k in needed)
         is_exchanged = any(map(is_communication, (*(made.eqns[k] for k in needed), *inside)))
-        # a part has other rows of its own of a value whose rows are in another order
-        in_order = not isinstance(layout, RowAxis) or layout.order is None
-        if isinstance(layout, Partial) or is_exchanged or not in_order or not index.isdisjoint(read):
-            is_cut = layout == cut_along(0) or (not in_order and layout.axis == 0)
+        # rows in another order are not the part's own
+        turned = isinstance(layout, RowAxis) and layout.order is not None
+        if isinstance(layout, Partial) or is_exchanged or turned or not index.isdisjoint(read):
+            is_cut = isinstance(layout, RowAxis) and layout.axis == 0 and (turned or layout == cut_along(0))
             found[spot] = None if i in made_whole else has_rows[i] and is_cut
         elif spot in sized:
             found[spot] = False
