@@ -20,6 +20,7 @@ from dtrans._jax.equation_params import (
     axes_of as axes_of,
     bodies as bodies,
     call_body as call_body,
+    closed_over as closed_over,
     combiner_of as combiner_of,
     has_bodies as has_bodies,
     host_function as host_function,

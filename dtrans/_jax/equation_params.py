@@ -109,6 +109,12 @@ def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
     return int(param(eqn, "num_consts")), int(param(eqn, "num_carry"))
 
 
+def closed_over(eqn: JaxprEqn) -> int:
+    """Return the number of leading operands that a `custom_vjp` closes over, which JAX refuses derivatives of."""
+    _, takes_cotangents = CUSTOM_RULES
+    return int(eqn.params.get("num_consts", 0)) if eqn.primitive.name == takes_cotangents else 0
+
+
 def while_counts(eqn: JaxprEqn) -> tuple[int, int]:
     """Return the numbers of constants of a `while`'s condition and of its body; the remainder is carried."""
     return int(param(eqn, "cond_nconsts")), int(param(eqn, "body_nconsts"))

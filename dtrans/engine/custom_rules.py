@@ -20,7 +20,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dtrans._jax import ClosedJaxpr, JaxprEqn, ShapedArray, Var, bodies, closed, evaluate, opened, small_jaxpr
+from dtrans._jax import (
+    ClosedJaxpr,
+    JaxprEqn,
+    ShapedArray,
+    Var,
+    bodies,
+    closed,
+    closed_over,
+    evaluate,
+    opened,
+    small_jaxpr,
+)
 from dtrans.engine.layout import PARTIAL, Placed
 from dtrans.rows.layout import RowAxis
 
@@ -47,9 +58,7 @@ class _Call:
     def of(cls, eqn: JaxprEqn) -> _Call:
         ins, outs = [Var(a.aval) for a in eqn.invars], [Var(v.aval) for v in eqn.outvars]
         jaxpr = closed([], [], ins, outs, [eqn.replace(invars=ins, outvars=outs)], bodies(eqn)[0])
-        # JAX refuses derivatives of values that a `custom_vjp` closes over
-        closes_over = eqn.params["num_consts"] if eqn.primitive.name == "custom_vjp_call" else 0
-        floats = tuple(i for i in _floats(ins) if i >= closes_over)
+        floats = tuple(i for i in _floats(ins) if i >= closed_over(eqn))
         return cls(jaxpr, floats, _floats(outs))
 
     @property
