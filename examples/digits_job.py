@@ -100,7 +100,7 @@ def _check(settings: DigitsSettings, engine: str, mode: str, trainers: int, pser
     if mode != "pserver" and pservers is not None:
         raise ConfigError(f"there are no pservers in {mode} mode; leave out --pservers {pservers}")
     if mode != "sharding" and settings.sharding_stage:
-        raise ConfigError(f"--sharding-stage is of sharding mode; with --mode {mode} leave it out")
+        raise ConfigError(f"--sharding-stage needs --mode sharding, and --mode is {mode}; leave --sharding-stage out")
     if trainers < 1 or settings.batch_size % trainers:
         raise BatchError(
             f"a batch of {settings.batch_size} images cannot be divided among {trainers} trainers: "

@@ -298,7 +298,7 @@ class _ReplayedDevice:
         raise NotImplementedError
 
     def end_turn(self, turn: Turn) -> Values:
-        """Let servers have what the trainer's step has computed; return its results."""
+        """Apply the gradients of a trainer's step on the servers; return the results of the step."""
         raise NotImplementedError
 
     def rows_kept(self, trainer: int) -> dict[str, Any]:

@@ -39,7 +39,10 @@ def pipeline(command: Any) -> Any:
         (["--mode", "nccl"], "there is no mode 'nccl'; it is one of pserver, nccl2, sharding"),
         (["--mode", "nccl2", "--pservers", "2"], "there are no pservers in nccl2 mode; leave out --pservers 2"),
         (["--mode", "sharding", "--pservers", "2"], "there are no pservers in sharding mode; leave out --pservers 2"),
-        (["--mode", "nccl2", "--sharding-stage", "2"], "--sharding-stage is of sharding mode; with --mode nccl2 leave"),
+        (
+            ["--mode", "nccl2", "--sharding-stage", "2"],
+            "--sharding-stage needs --mode sharding, and --mode is nccl2; leave",
+        ),
         (["--optimizer", "adm"], "there is no optimizer 'adm'; did you mean adam?"),
         (
             ["--batch-size", "63"],

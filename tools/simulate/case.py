@@ -84,12 +84,12 @@ class Case:
 
     @property
     def sync_mode(self) -> bool:
-        """Whether an update is of all trainers."""
+        """Return True if an update combines the gradients of all trainers."""
         return self.mode in ("sync", "exchange")
 
     @property
     def sends(self) -> tuple[int, ...]:
-        """How often each trainer sends something."""
+        """Return the number of messages that each trainer sends."""
         return tuple(-(-n // self.every) for n in self.steps)
 
     @property
@@ -105,7 +105,7 @@ class Case:
 
     @property
     def trainers(self) -> int:
-        """How many there are."""
+        """Return the number of trainers."""
         return len(self.steps)
 
     @property
@@ -115,7 +115,7 @@ class Case:
 
     @property
     def harmless(self) -> bool:
-        """Whether nothing happens that the job may notice: all pauses together are far from its deadlines."""
+        """Return True if the job can notice no event: all pauses together end before its deadlines."""
         spans = sum(e.seconds for e in self.events)
         most = min([self.deadline / 2] + [self.patience / 2 for e in self.events if e.kind != "pause"])
         return all(e.kind in ("pause", "stop", "hold", "outage") for e in self.events) and spans < most

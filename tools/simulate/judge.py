@@ -1,4 +1,4 @@
-"""What a job must have done.
+"""Checks of a job that has ended.
 
 - Every role ends in time: well, or with an error of dtrans.
 - Where nothing happens that a job may notice, all end well, and whoever leaves early does as `on_trainer_exit` says. A
@@ -48,7 +48,7 @@ from tools.simulate.updates import (
 
 
 def faults(case: Case, servers: Mapping[str, SimulatedServer], trainers: list[SimulatedTrainer]) -> Iterator[str]:
-    """What a job did that it must not have done."""
+    """Yield the promises that a job violated."""
     for role in (*servers.values(), *trainers):
         yield from _of_role(role)
     uneven = len(set(case.steps)) > 1 and case.sync_mode and case.on_trainer_exit == "error"
@@ -264,7 +264,7 @@ def _of_geo(case: Case, servers: Mapping[str, SimulatedServer]) -> Iterator[str]
 
 
 def _steps_in(case: Case, t: SimulatedTrainer, block: str, since: int, found: bytes) -> int:
-    """How many steps of a trainer, from one on, a gradient is the sum of; 0 where it is of none of its."""
+    """Return the number of steps, from one on, whose gradients a trainer's gradient sums; 0 for another trainer's."""
     sent = t.pushed.get(block, [])[since:]
     most = case.communicator.max_merge_var_num if case.mode in COMMUNICATING else 1
     total = None

@@ -22,7 +22,7 @@ class Actor(Protocol):
 
     @property
     def there(self) -> bool:
-        """Whether it still runs."""
+        """Return True while it runs."""
 
     def deliver(self, event: tuple[Any, ...]) -> None:
         """Let it take an event when it comes to it."""

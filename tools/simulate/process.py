@@ -34,17 +34,17 @@ class Process:
 
     @property
     def there(self) -> bool:
-        """Whether it runs."""
+        """Return True while it runs."""
         return self.begun and not self.killed and self.ended is None
 
     @property
     def over(self) -> bool:
-        """Whether it has run, and does not any more."""
+        """Return True if it ran and has ended."""
         return self.killed or self.ended is not None
 
     @property
     def paused(self) -> bool:
-        """Whether it computes or pauses."""
+        """Return True while it computes or pauses."""
         return self.clock.now < self._free
 
     def deliver(self, event: tuple[Any, ...]) -> None:

@@ -242,7 +242,7 @@ class SimulatedTrainer(Process):
             self._listen(self._waits)
 
     def _listen(self, line: _Line) -> None:
-        """What the loop of a connection does: messages first, then what happened to it, then the clock."""
+        """Run one turn of a connection's loop: messages first, then events of the connection, then the clock."""
         now = self.clock.now
         try:
             while self._waits is line:
@@ -419,7 +419,7 @@ class CommunicatingTrainer(SimulatedTrainer):
             self._go_on(None)
 
     def _turn(self, traffic: Traffic) -> None:
-        """What the loop of a communicator does."""
+        """Run one turn of a communicator's loop."""
         now = self.clock.now
         for ep, line in self._lines.items():
             while line.events:
@@ -480,7 +480,7 @@ class GeoSgdTrainer(CommunicatingTrainer):
             yield lambda: self.received() >= self._put
 
     def _change_rows(self, step: int) -> Answer:
-        """What a step makes of the rows that it looks up."""
+        """Return the result of a step from the rows that it looks up."""
         if not self.case.tables:
             return
         traffic, kept, ids = self._traffic, self._kept, looked_up(self.case, self.k, step)

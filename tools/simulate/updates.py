@@ -1,4 +1,4 @@
-"""What simulated servers compute: a decay, a mean of gradients in the order of trainers, and parts of a norm.
+"""Updates of simulated servers: a decay, a mean of gradients in the order of trainers, and parts of a norm.
 
 Numbers are of 32 bits, so that another order of a sum, or a gradient more or less, has other bits.
 """
@@ -38,7 +38,7 @@ def gradient_name(block: str, k: int) -> str:
 
 
 def initial(block: str, size: int) -> np.ndarray:
-    """What a block begins with."""
+    """Return the first value of a block."""
     return _numbers(size, f"initial {block}")
 
 
@@ -66,7 +66,7 @@ def announced(case: Case, k: int, step: int) -> int | None:
 
 
 def updates_in(case: Case, k: int, step: int) -> int:
-    """How many updates are in the rows that trainer k looks up in this step."""
+    """Return the number of updates in the rows that trainer k looks up in this step."""
     at = announced(case, k, step)
     return step if at is None else max(at, step - case.staleness)
 
@@ -77,7 +77,7 @@ def row_gradient(rows: np.ndarray, k: int, step: int) -> np.ndarray:
 
 
 def round_part(k: int, step: int, number: int) -> np.ndarray:
-    """What trainer k gives to a round."""
+    """Return the contribution of trainer k to a round."""
     return _numbers(2, f"round {k} {step} {number}")
 
 
@@ -160,7 +160,7 @@ class InNumpy:
 
 
 def served(case: Case, endpoint: str) -> ServedBlocks:
-    """What a simulated server's protocol is about."""
+    """Blocks, tables and rounds that a simulated server serves."""
     sizes = case.servers[case.endpoints.index(endpoint)]
     blocks = {block_name(endpoint, i): ArrayType(n) for i, n in enumerate(sizes)}
     sync = case.sync_mode

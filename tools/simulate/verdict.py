@@ -19,7 +19,7 @@ from tools.simulate.trainer_role import CommunicatingTrainer, GeoSgdTrainer, Sim
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What became of a case.
+    """Result of a simulated case.
 
     Attributes:
       case: that it is of.

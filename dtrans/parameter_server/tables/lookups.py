@@ -222,7 +222,7 @@ def numbers_first(eqns: Sequence[JaxprEqn], numbers: Iterable[Atom], like: Any) 
 
 
 def _is_picked(eqns: Sequence[JaxprEqn], var: Var) -> bool:
-    """Return True if rows of a value are picked, or of what is made of each of them."""
+    """Return True if rows of a value, or of a row-wise function of it, are picked."""
     picks: list[JaxprEqn] = []
 
     def rule(eqn: JaxprEqn, ins: Sequence[bool]) -> list[bool] | None:

@@ -281,7 +281,7 @@ class OrderedJob:
         return self._state(own, held, [newest] * plan.trainers), results
 
     def _trainer(self, number: int, servers: Mapping[str, _OrderedServer], state: OrderedState) -> _OrderedTrainer:
-        """Return a trainer as it is at the start of a step: with no row of a table, but those that it keeps."""
+        """Return a trainer at the start of a step. It has only the table rows that it keeps."""
         types = table_types(self.plan)
         types |= {n: self.plan.main.inputs[n] for names in self.state_of_rows.values() for n in names}
         none_of = {n: jnp.zeros((0, *t.shape[1:]), t.dtype) for n, t in types.items()}
@@ -362,7 +362,7 @@ class _OrderedServer:
         return rows
 
     def give_changes(self, trainer: int, name: str) -> RowGradient:
-        """Return the rows of a block that a trainer keeps, and that others have changed since it was told last."""
+        """Return the rows that a trainer keeps and others have changed since its last answer."""
         ids = self._changed.take(trainer, name)
         rows: Any = jnp.take(self.state[name], ids, 0, mode="fill", fill_value=0)
         return RowGradient(ids, rows)

@@ -105,7 +105,7 @@ class TracedKeptRows(KeptRows):
     def _move(
         self, fn: Move, numbers: Sequence[Any], rows: Sequence[Any], counts: Sequence[int], types: Sequence[Any]
     ) -> list[Any]:
-        """Let a function move rows, and go on from what is kept then; return its outputs with room behind them.
+        """Apply a function that moves rows, and keep its result; return its outputs, padded.
 
         Args:
           fn: takes what is kept, numbers without those of no row, and rows.
@@ -130,7 +130,7 @@ class TracedKeptRows(KeptRows):
 
 
 def _begun(ids: np.ndarray, rows: Sequence[Any]) -> KeptRows:
-    """Return what a trainer keeps that has looked rows up, and nothing else was done to them."""
+    """Return the rows that a trainer keeps directly after a lookup."""
     size = len(ids)
     ids = ids[ids < size]
     kept = KeptRows(rows)
@@ -171,7 +171,7 @@ class TracedChanges:
         self._note(name, ids, lambda notes, ids: notes.changed(k, name, ids))
 
     def take(self, k: int, name: str) -> Any:
-        """Return the numbers of the rows that a trainer is to be told of, and that of no row behind them."""
+        """Return the numbers of the rows to send to a trainer, padded with the number of no row."""
         return self._note(name, np.zeros(0, np.int32), lambda notes, ids: notes.take(k, name))
 
     def _note(self, name: str, ids: Any, fn: Callable[[UnseenChanges, np.ndarray], np.ndarray | None]) -> Any:
