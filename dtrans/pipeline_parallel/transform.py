@@ -224,9 +224,11 @@ def plan_pipeline(
     shared, given = shared_by(main, traced, o, dict.fromkeys(axes, 0))
     o = o.local if shared is None else o.of(shared)
     values = None
-    user_part = captured(traced)  # with its collections, which the parts that are written do not have
-    part, step = user_part, cut(user_part).with_reported()
-    if shared is not None and given is not None:
+    if shared is None or given is None:
+        collecting = part = captured(traced)
+        step = cut(part).with_reported()
+    else:
+        collecting = captured(main)  # parts that are written have no collections outside of the loss
         made, step = given.made_by(captured(main)), shared.step
         part, values = step.program, made if made.out_names else None
     _check_told(step, o)
@@ -238,7 +240,7 @@ def plan_pipeline(
     if auto:
         o, timetable = auto_stages(forward, o)
     _check_names(forward, o)
-    merges = _merges(plain, user_part, forward, o, shared=shared is not None)
+    merges = _merges(plain, collecting, forward, o, shared=shared is not None)
     if shared is None:
         check_state(merges, step.params, o)
     forward, found, turns, rows = _planned_stages(forward, o)

@@ -267,6 +267,8 @@ def test_collections_outside_of_the_loss(wrap):
     of = collecting_outside(lambda value, grads, x: 2 * value + jnp.sum(x), wrap)
     _, (found,) = ran(of, planned(of))
     tree_close(found["more"], 4 * 2 * found["loss"] + jnp.sum(of.batch[0]), 1e-12)
+    with pytest.raises(ConfigError, match="more is collected under GLOBAL_SUM, which says how .* is for batch='micro'"):
+        planned(of, kind="exact")
     with pytest.raises(ConfigError, match="more is collected under GLOBAL_SUM; there is one of it, made of the gradie"):
         planned(collecting_outside(lambda value, grads, x: norm(grads)))
 
