@@ -28,6 +28,7 @@ from dtrans._jax.equation_params import (
     is_reversed as is_reversed,
     linear_solve as linear_solve,
     name_given as name_given,
+    params_besides_bodies as params_besides_bodies,
     rebuilt as rebuilt,
     scan_counts as scan_counts,
     scan_length as scan_length,
@@ -89,7 +90,9 @@ from dtrans._jax.own import (
 )
 from dtrans._jax.primitives import (
     COND as COND,
+    CUSTOM_JVP as CUSTOM_JVP,
     CUSTOM_RULES as CUSTOM_RULES,
+    CUSTOM_VJP as CUSTOM_VJP,
     FACTS as FACTS,
     LOOPS as LOOPS,
     REMAT as REMAT,

@@ -16,7 +16,7 @@ import jax
 
 from dtrans._jax.imports import Atom, ClosedJaxpr, JaxprEqn, Var
 from dtrans._jax.jaxprs import opened
-from dtrans._jax.primitives import CALLS, COND, CUSTOM_RULES, JIT, REMAT, SCAN, WHILE
+from dtrans._jax.primitives import CALLS, COND, CUSTOM_RULES, CUSTOM_VJP, JIT, REMAT, SCAN, WHILE
 from dtrans.errors import TraceError
 
 
@@ -111,8 +111,20 @@ def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
 
 def closed_over(eqn: JaxprEqn) -> int:
     """Return the number of leading operands that a `custom_vjp` closes over, which JAX refuses derivatives of."""
-    _, takes_cotangents = CUSTOM_RULES
-    return int(eqn.params.get("num_consts", 0)) if eqn.primitive.name == takes_cotangents else 0
+    return int(eqn.params.get("num_consts", 0)) if eqn.primitive.name == CUSTOM_VJP else 0
+
+
+def params_besides_bodies(eqn: JaxprEqn) -> dict[str, Any]:
+    """Return the parameters of an equation without its bodies.
+
+    Of a `scan`, the numbers of its operands stand for their trees. From JAX 0.11 equal loops may have different trees:
+    a tree says how JAX made the operands.
+    """
+    found = {key: value for key, value in eqn.params.items() if "jaxpr" not in key and key != "branches"}
+    if eqn.primitive.name != SCAN:
+        return found
+    trees = ("ft_in", "ft_out", "num_consts", "num_carry")
+    return {key: value for key, value in found.items() if key not in trees} | {"counts": scan_counts(eqn)}
 
 
 def while_counts(eqn: JaxprEqn) -> tuple[int, int]:

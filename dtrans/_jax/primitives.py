@@ -33,7 +33,7 @@ SCAN, WHILE, COND = "scan", "while", "cond"
 LOOPS = (SCAN, WHILE)
 REMAT = ("remat2", "remat", "checkpoint")  # as JAX calls, or has called, `jax.checkpoint`
 CALLS = ("closed_call", "core_call", "eval_jaxpr")  # the last from 0.11, in the place of the two before
-CUSTOM_RULES = ("custom_jvp_call", "custom_vjp_call")
+CUSTOM_JVP, CUSTOM_VJP = CUSTOM_RULES = ("custom_jvp_call", "custom_vjp_call")
 JIT = ("jit", "pjit")
 
 

@@ -1,8 +1,8 @@
 """Parts of a batch that exchange nothing: micro-batches of a pipeline and micro-steps of trainers.
 
 The engine writes the step of a part (`dtrans.batch.written_parts`), and that is the proof: it communicates nothing.
-What it is given is made before: in a pipeline by a program of its own, on trainers in front of the micro-steps, where
-each has its rows of the batch and what crosses it communicates.
+The values that it is given are computed first. A pipeline has a program for them. Trainers compute them in front of the
+micro-steps, from their rows of the batch, and communicate what crosses the batch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Values of the whole batch that no trained parameter enters, computed before its parts.
 
 How many entries a mask has, a dropout mask, which rows are mixed: such values belong to the whole batch, and need no
-part of it. A program of its own computes them first, from the batch alone, by the equations of one device. Parts are
+part of it. One program computes them first, from the batch alone, by the equations of one device. Parts are
 given their rows of them, or all of them. The remainder may add up where the step as it was written does not: a masked
 mean is a sum over rows, once the number that it is divided by is known.
 

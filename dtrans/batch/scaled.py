@@ -1,12 +1,13 @@
-"""Whether one device's step is the mean, or the sum, of the same step on the trainers' parts.
+"""Proof that one device's step is the mean, or the sum, of the same step on the trainers' parts.
 
-A trainer's step is written from the step on the whole batch (`dtrans.batch.trainer_step`). Where nothing crosses the
-batch it has the same equations as the user's step traced on the part alone, and differs in numbers only: those that are
-made of the size of the batch, as 1 / B is. Equations are paired from the outputs back, so that each value of the one is
-a power of the number of trainers times that of the other. The power follows from the numbers that differ, equation by
-equation: products add powers, sums keep what all their terms have, and what is neither takes what has none. What all
-trainers have whole (a penalty of parameters) is a term of the first one alone, and is the mean of what they have: that
-is the power one. A gradient with the power one is averaged, one without is added up.
+A trainer's step is written from the step on the whole batch (`dtrans.batch.trainer_step`). If
+nothing crosses the batch, it has the same equations as the user's step traced on the part alone.
+Only numbers made of the size of the batch differ, such as 1 / B. Equations are paired from the
+outputs back, so that each value of one step is a power of the number of trainers times that of the
+other. The power follows from the numbers that differ: products add powers, and sums keep the power
+that all their terms have. A value that every trainer has whole, such as a penalty of parameters, is
+a term of the first trainer alone. It is the mean of the trainers' values, and has the power one.
+Gradients with the power one are averaged; gradients without a power are added up.
 
 Nothing is assumed where equations do not pair, or powers do not fit.
 """
@@ -14,13 +15,14 @@ Nothing is assumed where equations do not pair, or powers do not fit.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from dtrans._jax import (
     COND,
+    CUSTOM_JVP,
     REMAT,
     SCAN,
     WHILE,
@@ -35,6 +37,7 @@ from dtrans._jax import (
     facts_of,
     line_of,
     opened,
+    params_besides_bodies,
     scaling_operands,
     scan_counts,
     while_counts,
@@ -51,11 +54,11 @@ from dtrans.step.marks import mark_p
 
 @dataclasses.dataclass(frozen=True)
 class PartScale:
-    """By which power of the number of trainers what a part makes is larger than its term of the whole.
+    """Scaling exponents: a part's output equals its term of the whole times trainers**exponent.
 
     Attributes:
-      gradients: of all gradients: 0 or 1.
-      results: of each result that is a sum over parts.
+      gradients: exponent of all gradients, 0 or 1.
+      results: exponent of each result that is a sum over parts.
     """
 
     gradients: int
@@ -64,9 +67,6 @@ class PartScale:
 
 _ZERO = None  # of a value that is nothing but zeros: any power fits
 Power = int | None
-
-
-CUSTOM_JVP = "custom_jvp_call"
 
 
 class _NoScaleError(Exception):
@@ -196,7 +196,7 @@ class _Pairing:
             return self.of_loss(x, y, ins)
         if name == CUSTOM_JVP:
             return self.of_rule(x, y, ins)
-        if not _alike(x, y):
+        if not _alike(x, y, lambda e: e.params):
             raise _NoScaleError
         if groups := scaling_operands(x):
             return [self.of_product(x, groups, ins)] * count
@@ -238,7 +238,7 @@ class _Pairing:
         """The powers of what a loop, a branch or a body of remat makes."""
         name = x.primitive.name
         flat = [[inline_calls(_closed(b), rules=True) for b in bodies(e)] for e in (x, y)]
-        if len(flat[0]) != len(flat[1]) or not _alike(x, y, without=bodies):
+        if len(flat[0]) != len(flat[1]) or not _alike(x, y, params_besides_bodies):
             raise _NoScaleError
         pairs = list(zip(*flat, strict=True))
         if name in REMAT:
@@ -285,14 +285,10 @@ def _closed(body: Any) -> ClosedJaxpr:
     return closed(inner.constvars, constants(body), inner.invars, inner.outvars, inner.eqns, inner)
 
 
-def _alike(x: JaxprEqn, y: JaxprEqn, without: Any = None) -> bool:
-    """Whether two equations of one primitive have the same parameters; bodies are compared elsewhere."""
-    if x.params.keys() != y.params.keys():
+def _alike(x: JaxprEqn, y: JaxprEqn, params: Callable[[JaxprEqn], Mapping[str, Any]]) -> bool:
+    """Return True if two equations of one primitive have the same parameters."""
+    here, there = params(x), params(y)
+    if here.keys() != there.keys():
         return False
-    if x.primitive.name == SCAN and scan_counts(x) != scan_counts(y):
-        return False
-    # the trees of operands and outputs, from JAX 0.11, say how they were made; their counts are compared
-    of_bodies = lambda key: "jaxpr" in key or key in ("branches", "ft_in", "ft_out")
-    skipped = set() if without is None else set(filter(of_bodies, x.params))
-    text = lambda e: without_addresses(str({k: v for k, v in e.params.items() if k not in skipped}))
-    return all(x.params[k] is y.params[k] for k in x.params if k not in skipped) or text(x) == text(y)
+    text = lambda found: without_addresses(str(dict(found)))
+    return all(here[key] is there[key] for key in here) or text(here) == text(there)

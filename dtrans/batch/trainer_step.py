@@ -202,7 +202,7 @@ def _merge(layout: Placed) -> str | int:
 
 
 def _exchanged(jaxpr: Any) -> Iterator[Exchanged]:
-    lines: dict[Any, str] = {}  # of values: what has no line of its own has that of an operand
+    lines: dict[Any, str] = {}  # by value; a value without a line has that of an operand
     for eqn in equations(jaxpr):
         around = (lines.get(a, "") for a in eqn.invars if isinstance(a, Var))
         line = line_of(eqn) or next(filter(None, around), "")

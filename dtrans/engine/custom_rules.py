@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dtrans._jax import (
+    CUSTOM_JVP,
     ClosedJaxpr,
     JaxprEqn,
     ShapedArray,
@@ -111,7 +112,7 @@ def call_on_pieces(
     """
     call = _Call.of(eqn)
     made = [v.aval for v in eqn.outvars]
-    is_jvp = eqn.primitive.name == "custom_jvp_call"
+    is_jvp = eqn.primitive.name == CUSTOM_JVP
     if is_jvp:
         whole = small_jaxpr(call.jvp, [*call.types, *(call.types[i] for i in call.floats)])
         given = [*ins, *(ins[i] for i in call.floats)]

@@ -22,6 +22,7 @@ import numpy as np
 from dtrans._jax import (
     COND,
     CUSTOM_RULES,
+    CUSTOM_VJP,
     REMAT,
     SCAN,
     WHILE,
@@ -77,7 +78,6 @@ from dtrans.step.scopes import has_local_scope, in_local_scope
 # Where these make more entries than the operand has, terms are added up before. Not so `pad`: gradients of several
 # slices of one parameter are added up in one reduction.
 _GROWS: Mapping[str, int] = {"broadcast_in_dim": 0, "scatter-add": 2}
-_CUSTOM_VJP = "custom_vjp_call"
 _WITH_BODIES = frozenset({*REMAT, SCAN, WHILE, COND})
 
 
@@ -447,9 +447,9 @@ class SplitWriter(ShardValues):
 
         Cotangents of what all shards have are terms of a sum.
         """
-        if eqn.primitive.name == _CUSTOM_VJP:
+        if eqn.primitive.name == CUSTOM_VJP:
             return not self._with_rules(eqn, [SHARED] * len(eqn.invars))
-        return any(e.primitive.name == _CUSTOM_VJP for e in equations_inside(eqn))
+        return any(e.primitive.name == CUSTOM_VJP for e in equations_inside(eqn))
 
     def _may_not_end(self, eqn: JaxprEqn, row: RowAxis) -> bool:
         """Return True if turns of padding may not end, as a `while` in them is decided by their numbers."""

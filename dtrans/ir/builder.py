@@ -194,7 +194,7 @@ class Builder:
         first: Sequence[Atom] = (),
     ) -> JaxprEqn:
         """Return a loop, a branch or a call with other bodies, operands and outputs; arguments as above."""
-        if eqn.primitive.name in REMAT:  # its body has no constants of its own
+        if eqn.primitive.name in REMAT:  # the body of remat cannot have constants
             (body,) = new
             inner, held = opened(body), [self.constant(c) for c in constants(body)]
             first = [*held, *first]

@@ -111,7 +111,7 @@ class RowWriter:
       made_by: the equations, by what they make. Without those of shared values that come from `outside` alone.
       own: returns a value that the block has, and this writer has not made; None for a shared value.
       outside: returns a shared value that comes from elsewhere; None for one to be made here.
-      special: writes an equation in a way of its own, here or in a body; None for any other equation.
+      special: writes certain equations, here or in a body; returns None for all others.
 
     Attributes:
       env: values of the block's own.

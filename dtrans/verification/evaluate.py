@@ -38,7 +38,7 @@ from dtrans._jax import (
 from dtrans.verification import field_values as values
 from dtrans.verification.complex_rules import COMPLEX, is_of_complex
 from dtrans.verification.exact_rules import EXACT_SUMS
-from dtrans.verification.field_values import Complex, Real, Replicas, Unknown, same
+from dtrans.verification.field_values import Complex, Real, Replicas, UnfollowedError, Unknown, same
 from dtrans.verification.matrix_rules import MATRICES
 from dtrans.verification.rank_collectives import GROUPS, groups_of, joined, mapped
 from dtrans.verification.rules import REAL, move_rows, plain
@@ -135,7 +135,7 @@ class World:
             if name in CALLS:
                 return self.run(*_opened_call(eqn, operands))
             return self._noted(eqn, operands, self.each(eqn, operands))
-        except NotImplementedError as e:
+        except UnfollowedError as e:
             return self._unknown(eqn, f"{name}: {e}")
 
     def _noted(self, eqn: JaxprEqn, operands: Sequence[Ranked], made: list[Ranked]) -> list[Ranked]:
@@ -160,9 +160,9 @@ class World:
         if is_identity(eqn):
             return operands[:1]
         if getattr(eqn.primitive, "communicates", False):
-            raise NotImplementedError("nothing carries it out here")
+            raise UnfollowedError("nothing carries it out here")
         if eqn.primitive.name in NOT_REPEATABLE:
-            raise NotImplementedError("it gives other numbers each time")
+            raise UnfollowedError("it gives other numbers each time")
         if eqn.primitive.name == "move_rows":
             return move_rows(eqn, operands)
         if eqn.primitive.name in EXACT_SUMS:
@@ -174,10 +174,10 @@ class World:
         if eqn.primitive.name in MATRICES:
             return MATRICES[eqn.primitive.name](eqn, operands)
         if is_of_complex(eqn, operands):
-            raise NotImplementedError("no rule follows complex numbers through it")
+            raise UnfollowedError("no rule follows complex numbers through it")
         rule = REAL.get(eqn.primitive.name)
         if rule is None:
-            raise NotImplementedError("no rule follows floats through it")
+            raise UnfollowedError("no rule follows floats through it")
         return rule(eqn, operands)
 
     def _plain(self, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
@@ -200,7 +200,7 @@ class World:
     def _collective(self, eqn: JaxprEqn, operands: list[Ranked]) -> list[Ranked]:
         within = [a for a in axes_of(eqn) if not isinstance(a, str)]
         if within:
-            raise NotImplementedError("axes of the mesh and of the array at once")
+            raise UnfollowedError("axes of the mesh and of the array at once")
         rule, groups = GROUPS[eqn.primitive.name], groups_of(self.axes, self._over(eqn))
         if (parts := eqn.params.get("axis_index_groups")) is not None:
             groups = [[ranks[k] for k in part] for ranks in groups for part in parts]
@@ -227,7 +227,7 @@ class World:
 
     def _shard_map(self, eqn: JaxprEqn, operands: list[Ranked]) -> list[Ranked]:
         if self.count != 1:
-            raise NotImplementedError("a shard_map within another")
+            raise UnfollowedError("a shard_map within another")
         found = shard_map_of(eqn)
         # over other axes XLA shards what has one meaning for all of their ranks
         world = self.inner({name: size for name, size in found.axes.items() if name in found.manual})
@@ -353,7 +353,7 @@ class World:
                 return self._unknown(eqn, "the loop is too long")
             new = self.run(body, [now[i] for i in wires.ins[1]])
             if not all(map(bool, goes_on)) and _communicates(body):
-                raise NotImplementedError("ranks leave a loop that communicates at different turns")
+                raise UnfollowedError("ranks leave a loop that communicates at different turns")
             for i, j in wires.carried.items():
                 now[i] = _chosen(goes_on, new[j], now[i])
 
@@ -364,7 +364,7 @@ class World:
         branches = bodies(eqn)
         taken = [int(np.clip(int(w), 0, len(branches) - 1)) for w in which]
         if len({*taken}) > 1 and any(_communicates(b) for b in branches):
-            raise NotImplementedError("ranks take different branches, which communicate")
+            raise UnfollowedError("ranks take different branches, which communicate")
         made: list[list[Any]] = [[None] * self.count for _ in eqn.outvars]
         for k in sorted({*taken}):
             ranks = [r for r, t in enumerate(taken) if t == k]

@@ -31,6 +31,10 @@ from dtrans.verification.rationals import elements_of, exact_elements
 NEAR = 1e-9  # relative distance of two shadows that rounding may have parted
 
 
+class UnfollowedError(Exception):
+    """An equation that no rule follows through the field; the report lists it, with the reason."""
+
+
 class NearTie(Exception):
     """A decision between two values that differ, but not by more than rounding."""
 

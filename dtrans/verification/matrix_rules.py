@@ -14,7 +14,7 @@ import numpy as np
 from dtrans._jax import JaxprEqn
 from dtrans.verification import field, field_values as values
 from dtrans.verification.field import Array
-from dtrans.verification.field_values import Complex, real
+from dtrans.verification.field_values import Complex, UnfollowedError, real
 from dtrans.verification.rules import Rule, by_jax, elements_in, shadow_of
 
 
@@ -63,7 +63,7 @@ def _triangular_solve(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     """Solve a triangular system, row by row."""
     a, b = operands
     if isinstance(a, Complex) or isinstance(b, Complex):
-        raise NotImplementedError("complex systems")
+        raise UnfollowedError("complex systems")
     (shadow,) = by_jax(eqn, [shadow_of(x) for x in operands])
     p, turned = eqn.params, lambda x: np.swapaxes(x, -1, -2)
     left, right, lower = elements_in(a), elements_in(b), bool(p["lower"])
@@ -97,7 +97,7 @@ def _forward(lower: Array, right: Array) -> Array:
 def _tridiagonal_solve(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     """Solve a tridiagonal system: each row is freed of the number below the diagonal (Thomas)."""
     if any(isinstance(x, Complex) for x in operands):
-        raise NotImplementedError("complex systems")
+        raise UnfollowedError("complex systems")
     (shadow,) = by_jax(eqn, [shadow_of(x) for x in operands])
     below, diagonal, above, right = (elements_in(x) for x in operands)
     count = diagonal.shape[-1]
@@ -126,7 +126,7 @@ def _ragged_dot(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         p.rhs_group_dimensions,
     )
     if any(map(len, batch)) or np.ndim(sizes) != 1 or len(ragged) != 1 or len(contract[0]) != 1:
-        raise NotImplementedError("ragged products of batches")
+        raise UnfollowedError("ragged products of batches")
     (shadow,) = by_jax(eqn, [shadow_of(a) for a in operands], preferred_element_type=np.dtype(np.float64))
     (row,), ends = ragged, np.cumsum(sizes)
     starts = ends - sizes

@@ -21,7 +21,16 @@ from dtrans._jax import JaxprEqn, is_reversed
 from dtrans.errors import BatchError
 from dtrans.verification import field, field_values as values
 from dtrans.verification.field import Array
-from dtrans.verification.field_values import Complex, NearTie, Real, choose, from_integers, parted, real
+from dtrans.verification.field_values import (
+    Complex,
+    NearTie,
+    Real,
+    UnfollowedError,
+    choose,
+    from_integers,
+    parted,
+    real,
+)
 from dtrans.verification.numpy_rules import ELEMENTWISE, OTHERS, gather_places, threefry_bits
 from dtrans.verification.rationals import elements_of
 
@@ -47,7 +56,10 @@ def by_jax(eqn: JaxprEqn, operands: Sequence[Any], **params: Any) -> list[Any]:
     """Carry out a primitive with JAX, in 64 bits where operands are shadows."""
     with jax.enable_x64(True):
         bound = eqn.primitive.get_bind_params({**eqn.params, **params})
-        out = eqn.primitive.bind(*operands, **bound)
+        try:
+            out = eqn.primitive.bind(*operands, **bound)
+        except NotImplementedError as error:  # of JAX, for this host
+            raise UnfollowedError(str(error)) from error
         made = list(out) if eqn.primitive.multiple_results else [out]
         return [x if values.is_key(x) else np.asarray(x) for x in made]
 
@@ -201,11 +213,11 @@ def move_rows(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     """Let a function of the host move the places of entries instead of entries; place 0 has zero.
 
     Raises:
-      NotImplementedError: a number of a row that there is not, or rows of integers.
+      UnfollowedError: a number of a row that there is not, or rows of integers.
     """
     numbers, rows = operands[: eqn.params["count"]], operands[eqn.params["count"] :]
     if not all(isinstance(x, Real) for x in rows):
-        raise NotImplementedError("rows of integers")
+        raise UnfollowedError("rows of integers")
     ends = np.cumsum([1, *(x.shadow.size for x in rows)])
     places = [np.arange(end - x.shadow.size, end).reshape(x.shape) for x, end in zip(rows, ends[1:], strict=True)]
     zero = Real(np.zeros(1, np.uint64), np.zeros(1))
@@ -214,7 +226,7 @@ def move_rows(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     try:
         found = eqn.params["fn"](numbers, places)
     except BatchError as error:
-        raise NotImplementedError(str(error)) from error
+        raise UnfollowedError(str(error)) from error
     outs = zip(found, eqn.outvars, strict=True)
     return [values.take(flat, x) if values.is_float(v.aval.dtype) else np.asarray(x) for x, v in outs]
 
@@ -261,7 +273,7 @@ def _settled(x: Real) -> Real:
 def _bitcast(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     (x,), out = operands, eqn.outvars[0].aval
     if isinstance(x, Real):
-        raise NotImplementedError("the bits of a float")
+        raise UnfollowedError("the bits of a float")
     same_width = x.dtype != bool and x.dtype.itemsize == np.dtype(out.dtype).itemsize
     made = x.view(np.dtype(out.dtype)) if same_width else by_jax(eqn, [x])[0]
     # millions of random bits become floats: their fractions would take too long to look for
@@ -347,7 +359,7 @@ def _windows(eqn: JaxprEqn, shape: Sequence[int]) -> Array:
     dims, strides, padding = p["window_dimensions"], p["window_strides"], p["padding"]
     dilated = [p.get(k) or (1,) * len(shape) for k in ("base_dilation", "window_dilation")]
     if any(d != 1 for ds in dilated for d in ds):
-        raise NotImplementedError("dilated windows")
+        raise UnfollowedError("dilated windows")
     places = np.arange(int(np.prod(shape)), dtype=np.int64).reshape(shape)
     padded = np.pad(places, [(int(a), int(b)) for a, b in padding], constant_values=-1)
     windows = np.lib.stride_tricks.sliding_window_view(padded, tuple(dims))
@@ -392,7 +404,7 @@ def _select_and_scatter_add(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     source, x = operands
     name = eqn.params["select_prim"].name
     if name not in ("ge", "le"):
-        raise NotImplementedError(f"windows that are selected by {name}")
+        raise UnfollowedError(f"windows that are selected by {name}")
     where = _best_in_window(eqn, x, 1 if name == "ge" else -1).ravel()
     size = x.shadow.size
     sums = field.add_at(size, where, source.elements.ravel()).reshape(x.shape)
@@ -424,7 +436,7 @@ def _total_order(name: str) -> Rule:
 
     def rule(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         if any(np.isnan(shadow_of(x)).any() for x in operands):
-            raise NotImplementedError("the place of NaN in an order")
+            raise UnfollowedError("the place of NaN in an order")
         return REAL[name](eqn, operands)
 
     return rule

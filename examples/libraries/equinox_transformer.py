@@ -78,7 +78,7 @@ def init(key: jax.Array) -> tuple[Any, Any]:
 
 
 def compute_loss(model: Transformer, tokens: jax.Array, key: jax.Array) -> jax.Array:
-    """Return the mean cross entropy; each row has a key of its own."""
+    """Return the mean cross entropy, with one key for each row."""
     keys = jax.random.split(key, len(tokens))
     logits = jax.vmap(model)(tokens[:, :-1], keys)
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()

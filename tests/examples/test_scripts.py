@@ -185,7 +185,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def cells(out: str, row: str) -> list[str]:
-    """What a row of a table has, after its first column."""
+    """Return the columns of a table's row behind the first."""
     lines = ([cell.strip() for cell in line.strip("│").split("│")] for line in out.splitlines())
     (found,) = (rest for first, *rest in lines if first == row)
     return found
@@ -209,7 +209,7 @@ def test_in_stages(pipeline: Any, capsys: pytest.CaptureFixture[str], tmp_path: 
     assert cells(out, "bubble of equal stages") == ["20.0%", ""]
     planned, measured = (float(x.rstrip("%")) for x in cells(out, "bubble"))
     assert 10 < planned < 50 and 0 < measured < 100
-    # the same work, of which each device does a part
+    # the same work, divided among the devices
     assert all(98 <= sum(map(int, x.split())) <= 102 for x in cells(out, "work by device, %"))
     assert "on the same 3 global batches" in out and difference_in(out) < 1e-5
     assert plot.read_bytes().startswith(b"\x89PNG")

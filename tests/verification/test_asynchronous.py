@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from asynchronous_modes import ASYNCHRONOUS, SERVERS
 
 import dtrans
 from dtrans.ops import split_byref_p
@@ -18,19 +19,6 @@ from dtrans.protocol import traffic
 from dtrans.run.base.segments import COMPUTED
 from dtrans.run.parameter_server import geo
 from dtrans.run.parameter_server.block_update import BlockUpdates
-
-
-SERVERS = "127.0.0.1:1,127.0.0.1:2"
-DELAY = dtrans.DelayCompensation(0.5)
-MODES: dict[str, Any] = {
-    "async": dtrans.Async(),
-    "compensated": dtrans.Async(delay=DELAY),
-    "adaptive": dtrans.Async(delay=dtrans.DelayCompensation(0.5, decay=0.9)),
-    "half": dtrans.HalfAsync(delay=DELAY),
-    "communicator": dtrans.Async(communicator=dtrans.CommunicatorConfig(max_merge_var_num=1)),
-    "geo": dtrans.Geo(push_every=2),
-    "geo that waits": dtrans.Geo(push_every=1, block_on_pull=True),
-}
 
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -76,9 +64,9 @@ def _plan(mode: Any, tx: Any, factor: float = 1.0, **options: Any) -> dtrans.PSe
 SGD = optax.sgd(optax.linear_schedule(0.1, 0.01, 10))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ASYNCHRONOUS)
 def test_turns_are_those_of_the_replay(mode: str) -> None:
-    report = _plan(MODES[mode], SGD).verify()
+    report = _plan(ASYNCHRONOUS[mode], SGD).verify()
     assert report, str(report)
     compared = {*report.compared}
     assert {"trainer 1/params/seen", "trainer 2/params/w1", "init/trainers/1/params/w1"} <= compared
@@ -87,7 +75,7 @@ def test_turns_are_those_of_the_replay(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["adaptive", "geo"])
 def test_state_of_the_optimizer_is_compared(mode: str) -> None:
-    report = _plan(MODES[mode], optax.adamw(1e-2)).verify()
+    report = _plan(ASYNCHRONOUS[mode], optax.adamw(1e-2)).verify()
     assert report, str(report)
     assert any("mu/w1" in n for n in report.compared)
 
@@ -95,7 +83,7 @@ def test_state_of_the_optimizer_is_compared(mode: str) -> None:
 @pytest.mark.parametrize("merge", ["own", "mean"])
 def test_a_leaf_that_trainers_make(merge: str) -> None:
     """The newest counts where servers have it."""
-    plan = _plan(MODES["async"], SGD, batch=dtrans.Batch("local", merge={"params/seen": merge}))
+    plan = _plan(ASYNCHRONOUS["async"], SGD, batch=dtrans.Batch("local", merge={"params/seen": merge}))
     assert (report := plan.verify()), str(report)
     assert any("servers" in n and "seen" in n for n in report.compared) == (merge == "mean")
 
@@ -174,13 +162,13 @@ FAULTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
 def test_a_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mode, plant = FAULTS[fault]
     plant(monkeypatch)
-    report = _plan(MODES[mode], SGD).verify(points=(0,))
+    report = _plan(ASYNCHRONOUS[mode], SGD).verify(points=(0,))
     assert not report.equal, str(report)
     assert any("params/" in d.output for d in report.differences)
 
 
 @pytest.mark.parametrize("mode", ["async", "geo"])
 def test_the_plan_of_another_step_is_seen(mode: str) -> None:
-    wrong = _plan(MODES[mode], SGD, factor=3.0)
-    report = dataclasses.replace(wrong, main=_plan(MODES[mode], SGD).main).verify(points=(0,))
+    wrong = _plan(ASYNCHRONOUS[mode], SGD, factor=3.0)
+    report = dataclasses.replace(wrong, main=_plan(ASYNCHRONOUS[mode], SGD).main).verify(points=(0,))
     assert any("params/w1" in d.output for d in report.differences), str(report)

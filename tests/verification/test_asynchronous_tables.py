@@ -14,6 +14,7 @@ import optax
 import optimizer_zoo
 import pytest
 import verified_table
+from asynchronous_modes import ASYNCHRONOUS, SERVERS
 from jaxpr_surgery import Surgery
 from table_jobs import OPTIMIZERS
 from table_losses import LOOPS, READ, D, V
@@ -30,19 +31,8 @@ from dtrans.verification.outcome import Report
 
 
 ROWS, COUNT, WIDTH = 12, 31, 3
-SERVERS = "127.0.0.1:1,127.0.0.1:2"
 PADDING = 0  # the row that stands for no word
-DELAY = dtrans.DelayCompensation(0.5)
-MODES: dict[str, Any] = {
-    "sync": dtrans.Sync(),
-    "async": dtrans.Async(),
-    "compensated": dtrans.Async(delay=DELAY),
-    "adaptive": dtrans.Async(delay=dtrans.DelayCompensation(0.5, decay=0.9)),
-    "half": dtrans.HalfAsync(delay=DELAY),
-    "communicator": dtrans.Async(communicator=dtrans.CommunicatorConfig(max_merge_var_num=1)),
-    "geo": dtrans.Geo(push_every=2),
-    "geo that waits": dtrans.Geo(push_every=1, block_on_pull=True),
-}
+MODES = {"sync": dtrans.Sync(), **ASYNCHRONOUS}
 
 
 pytestmark = pytest.mark.usefixtures("x64")

@@ -307,7 +307,7 @@ def _in_scan(
         stacks = [Var(a.aval.update(shape=(scan_length(eqn), *a.aval.shape))) for a in wanted]
         turns = rebuilt(eqn, [new], eqn.invars, [*(Var(v.aval) for v in eqn.outvars[:carried]), *stacks])
         (turns,) = numbers_first([turns], stacks, jaxpr)
-        if wiring(turns).carried:  # it goes on from turn to turn: backward is another
+        if wiring(turns).carried:  # forward and backward carry other values, and share no loop
             extra.append(turns)
             env |= dict(zip(wanted, stacks, strict=True))
         else:

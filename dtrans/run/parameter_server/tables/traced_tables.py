@@ -61,7 +61,7 @@ class TracedMemory:
         return self.held
 
     def _caught_up(self, ids: Any, values: Rows) -> Rows:
-        """Return all arrays, where rows without a gradient have made one step; those with these numbers have not."""
+        """Return all arrays after one step without a gradient of every row, but those with these numbers."""
         if self._missed is None:
             return self.held
         seen = jnp.zeros(self._table.rows, jnp.int32).at[ids].set(1, mode="drop")
