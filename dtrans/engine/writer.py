@@ -189,7 +189,8 @@ class SplitWriter(ShardValues):
         if is_mixed and eqn.outvars[0] not in self.terms:
             return None
         if eqn.outvars[0] in self.terms:
-            if eqn.primitive.name == "scatter-add" and eqn.invars[2] not in self.terms:
+            added = eqn.invars[2] if eqn.primitive.name == "scatter-add" else eqn.outvars[0]
+            if not isinstance(added, Var) or added not in self.terms:
                 return None
             return linear_group(eqn, opens) or None
         name = eqn.primitive.name

@@ -14,6 +14,7 @@ from flat_options import nccl2, pipeline, sharding
 from jax import lax
 
 import dtrans
+from dtrans.errors import ConfigError
 
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -87,9 +88,8 @@ LOSSES = [
 ]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
-def test_each_strategy_computes_it(loss: Loss, strategy: str) -> None:
+def verify(loss: Loss, strategy: str) -> None:
+    """Verify a plan of a step with this loss."""
     rng, tx = np.random.default_rng(0), optax.adam(0.1)
     params = {"w": jnp.asarray(rng.normal(size=(4, 3))), "v": jnp.asarray(rng.normal(size=3))}
     batch = jnp.asarray(rng.normal(size=(8, 4))), jnp.asarray(rng.normal(size=8))
@@ -98,3 +98,24 @@ def test_each_strategy_computes_it(loss: Loss, strategy: str) -> None:
     plan = STRATEGIES[strategy](dtrans.trace(step, *init(), *batch), dtrans.trace(init))
     report = plan.verify(*batch, points=(0, 1))
     assert report.equal and report.complete, report
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
+def test_each_strategy_computes_it(loss: Loss, strategy: str) -> None:
+    verify(loss, strategy)
+
+
+def a_number_is_added_to_a_sum_over_rows(p: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+    total = jnp.sum(jnp.tanh(x @ p["w"]), 0).at[1].add(1.0)
+    return jnp.sum(total) / len(x) + jnp.mean((predicted(p, x) - y) ** 2)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_entry_of_a_sum_is_changed_once(strategy: str) -> None:
+    """The number is a literal, and is in no part's term: parts that exchange nothing are refused by its line."""
+    if strategy in ("nccl2", "stage 3"):
+        verify(a_number_is_added_to_a_sum_over_rows, strategy)
+    else:
+        with pytest.raises(ConfigError, match="test_odd_steps.py:"):
+            verify(a_number_is_added_to_a_sum_over_rows, strategy)
