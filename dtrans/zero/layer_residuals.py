@@ -28,17 +28,17 @@ from dtrans._jax import (
 from dtrans.zero.slice_writer import SliceWriter, is_cheap
 
 
-def remade(flow: SliceWriter, wanted: Collection[Atom]) -> list[JaxprEqn]:
-    """Equations, of which loops hand on nothing that is made of layers alone.
+def remade(writer: SliceWriter, wanted: Collection[Atom]) -> list[JaxprEqn]:
+    """Return the equations, with loops that hand on no value computed from layers alone.
 
     Args:
-      flow: what has slices among them.
-      wanted: what is read beside what these equations read.
+      writer: the analysis of the equations: values that are slices, and bodies that take slices.
+      wanted: values that are read behind these equations.
     """
-    eqns = list(flow.eqns)
+    eqns = list(writer.eqns)
     for i, eqn in enumerate(eqns):
-        if eqn.primitive.name in REMAT and i in flow.entered:
-            (body,), (inside,) = map(opened, bodies(eqn)), flow.entered[i].bodies
+        if eqn.primitive.name in REMAT and i in writer.entered:
+            (body,), (inside,) = map(opened, bodies(eqn)), writer.entered[i].bodies
             new = closed_with(body, eqns=remade(inside, body.outvars))
             eqns[i] = eqn.replace(params={**eqn.params, **with_bodies(eqn, [opened(new)])})
     readers: dict[Var, list[tuple[int, int]]] = {}
@@ -51,7 +51,7 @@ def remade(flow: SliceWriter, wanted: Collection[Atom]) -> list[JaxprEqn]:
             continue
         body = opened(*bodies(eqn))
         left_out: set[int] = set()
-        for out, start, chain in _made_of_layers(flow, eqn, body):
+        for out, start, chain in _made_of_layers(writer, eqn, body):
             v = eqn.outvars[out]
             by = readers.get(v, [])
             in_slices = (eqns[j].primitive.name == SCAN and k in wiring(eqns[j]).slices for j, k in by)
@@ -67,10 +67,10 @@ def remade(flow: SliceWriter, wanted: Collection[Atom]) -> list[JaxprEqn]:
     return eqns
 
 
-def _made_of_layers(flow: SliceWriter, eqn: JaxprEqn, body: Jaxpr) -> Iterator[tuple[int, int, Sequence[JaxprEqn]]]:
+def _made_of_layers(writer: SliceWriter, eqn: JaxprEqn, body: Jaxpr) -> Iterator[tuple[int, int, Sequence[JaxprEqn]]]:
     """The outputs that a loop stacks and makes of one of its layers: which, of which operand, and how."""
     wires = wiring(eqn)
-    layers = {body.invars[k]: k for k in wires.slices if eqn.invars[k] in flow.roots}
+    layers = {body.invars[k]: k for k in wires.slices if eqn.invars[k] in writer.roots}
     start: dict[Var, int] = dict(layers)
     chains: dict[Var, tuple[JaxprEqn, ...]] = dict.fromkeys(layers, ())
     for e in body.eqns:

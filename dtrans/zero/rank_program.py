@@ -302,8 +302,8 @@ class RankWriter:
                 eqns = list(map(inline_inside, eqns))
                 local = local_values(eqns, [vars_of[n] for n in step.batch])
                 given, how = Given(rows, local, wanted={}), Gathering(o.axis_name, o.degree)
-                flow = SliceWriter(Builder(jaxpr), jaxpr, eqns, roles, given, how)
-                eqns = remade(flow, {a for a in wanted if isinstance(a, Var)})
+                writer = SliceWriter(Builder(jaxpr), jaxpr, eqns, roles, given, how)
+                eqns = remade(writer, {a for a in wanted if isinstance(a, Var)})
             return eqns, roles
 
         return arrange
