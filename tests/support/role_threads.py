@@ -3,6 +3,7 @@ says whatever it is told to."""
 
 from __future__ import annotations
 
+import atexit
 import sys
 import threading
 import time
@@ -29,6 +30,7 @@ HANG = 25.0  # seconds; longer than anything here takes on a busy machine
 
 
 RESERVED = ReservedEndpoints()  # closed at the end of a test with the fixture `folder`
+atexit.register(RESERVED.close)
 
 
 def free_endpoints(count: int) -> tuple[str, ...]:
