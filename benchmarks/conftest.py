@@ -1,10 +1,10 @@
 """What all benchmarks share: CPU devices to stand for a mesh, and ratios measured in pairs.
 
-Machines drift, so a figure alone says little. `ratio` times two things in turn, A B A B ..., and keeps the
-median of A/B; the ratios are listed last, after the table.
+Machines drift, so a figure alone says little. `ratio` times two things in turn, A B A B ..., and
+keeps the median of A/B; the ratios are listed last, after the table.
 
-Without `--benchmark-enable` all this is a smoke test (`make bench-smoke`): every benchmark runs once, for one round, of
-the smallest of its sizes. Its figures mean nothing, and are not listed.
+Without `--benchmark-enable` all this is a smoke test (`make bench-smoke`): every benchmark runs
+once, for one round, of the smallest of its sizes. Its figures mean nothing, and are not listed.
 """
 
 from __future__ import annotations
@@ -20,8 +20,22 @@ import pytest
 
 jax.config.update("jax_num_cpu_devices", 4)
 
-SIZES = {"delay", "devices", "drawn", "leaves", "model", "parameters", "rows", "trainers"}  # parameters, small to large
-ROUNDS = ("ROUNDS", "STEPS", "WARM", "WINDOWS")  # constants of modules that say how often something is timed
+SIZES = {
+    "delay",
+    "devices",
+    "drawn",
+    "leaves",
+    "model",
+    "parameters",
+    "rows",
+    "trainers",
+}  # parameters, small to large
+ROUNDS = (
+    "ROUNDS",
+    "STEPS",
+    "WARM",
+    "WINDOWS",
+)  # constants of modules that say how often something is timed
 
 _ratios: list[tuple[str, float, float, float]] = []
 _rates: list[tuple[str, float, float, float]] = []
@@ -57,9 +71,12 @@ def one_round(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.fixture
 def ratio(request: pytest.FixtureRequest) -> Callable[..., float]:
-    """`ratio(name, ours, theirs, pairs=15)`: the median of the time of `ours` over that of `theirs`."""
+    """`ratio(name, ours, theirs, pairs=15)`: the median of the time of `ours` over that of
+    `theirs`."""
 
-    def measure(name: str, ours: Callable[[], Any], theirs: Callable[[], Any], pairs: int = 15) -> float:
+    def measure(
+        name: str, ours: Callable[[], Any], theirs: Callable[[], Any], pairs: int = 15
+    ) -> float:
         def seconds(fn: Callable[[], Any]) -> float:
             start = time.perf_counter()
             jax.block_until_ready(fn())
@@ -78,7 +95,8 @@ def ratio(request: pytest.FixtureRequest) -> Callable[..., float]:
 
 @pytest.fixture
 def report() -> Callable[[str, float, float, float], None]:
-    """`report(name, ratio, ours, theirs)`: list a ratio that was measured otherwise, with two rates per second."""
+    """`report(name, ratio, ours, theirs)`: list a ratio that was measured otherwise, with two rates
+    per second."""
     return lambda *row: _rates.append(row)
 
 
@@ -90,8 +108,12 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Ite
     if _ratios:
         terminalreporter.write_sep("-", "ratios: median over pairs, and the two medians in ms")
         for name, median, a, b in _ratios:
-            terminalreporter.write_line(f"{name:<62} {median:6.2f}  {a * 1e3:10.3f} / {b * 1e3:.3f}")
+            terminalreporter.write_line(
+                f"{name:<62} {median:6.2f}  {a * 1e3:10.3f} / {b * 1e3:.3f}"
+            )
     if _rates:
-        terminalreporter.write_sep("-", "ratios of rates: median over pairs, and the two medians per second")
+        terminalreporter.write_sep(
+            "-", "ratios of rates: median over pairs, and the two medians per second"
+        )
         for name, median, a, b in _rates:
             terminalreporter.write_line(f"{name:<62} {median:6.2f}  {a:10.0f} / {b:.0f}")

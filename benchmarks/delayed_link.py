@@ -1,7 +1,7 @@
 """A link with a delay, as a process: `python delayed_link.py SECONDS FROM,ENDPOINTS TO,ENDPOINTS`.
 
-Whatever comes by a connection to one of the first endpoints leaves for the other so many seconds later, and back. It
-has no limit of bytes a second, and knows nothing of what passes.
+Whatever comes by a connection to one of the first endpoints leaves for the other so many seconds
+later, and back. It has no limit of bytes a second, and knows nothing of what passes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import contextlib
 import sys
 
 
-async def passed_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, delay: float) -> None:
+async def passed_on(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, delay: float
+) -> None:
     """Pass on what comes, when it is due."""
     due: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
     clock = asyncio.get_running_loop().time

@@ -1,9 +1,10 @@
-"""An exact step beside `jax.jit` with `NamedSharding`, on virtual devices of this process: numbers, bytes and time.
+"""An exact step beside `jax.jit` with `NamedSharding`, on virtual devices of this process: numbers,
+bytes and time.
 
     python benchmarks/exact.py 2        four layers with batch norm and dropout, on two devices
 
-Both take the same steps in turn. Printed are the bytes of collectives in what XLA compiled, the loss of the first step,
-and the median of the ratios of pairs.
+Both take the same steps in turn. Printed are the bytes of collectives in what XLA compiled, the
+loss of the first step, and the median of the ratios of pairs.
 """
 
 from __future__ import annotations
@@ -47,20 +48,31 @@ def loss(params: Any, x: jax.Array, y: jax.Array, key: jax.Array) -> jax.Array:
 
 def moved(text: str) -> int:
     """Bytes that the collectives of a compiled program make."""
-    shapes = [s for m in COLLECTIVE.finditer(text) for s in re.findall(r"(\w+)\[([\d,]*)\]", m[1]) if s[0] in SIZES]
-    return sum(SIZES[kind] * int(np.prod([int(d) for d in dims.split(",") if d] or [1])) for kind, dims in shapes)
+    shapes = [
+        s
+        for m in COLLECTIVE.finditer(text)
+        for s in re.findall(r"(\w+)\[([\d,]*)\]", m[1])
+        if s[0] in SIZES
+    ]
+    return sum(
+        SIZES[kind] * int(np.prod([int(d) for d in dims.split(",") if d] or [1]))
+        for kind, dims in shapes
+    )
 
 
 def main(devices: int) -> None:
     tx, key = optax.adam(1e-3), jax.random.key(0)
     params = {
-        f"w{i}": jax.random.normal(jax.random.fold_in(key, i), (WIDTH, WIDTH)) / WIDTH**0.5 for i in range(LAYERS)
+        f"w{i}": jax.random.normal(jax.random.fold_in(key, i), (WIDTH, WIDTH)) / WIDTH**0.5
+        for i in range(LAYERS)
     }
     x = np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype(np.float32)
     y = x[:, 0].copy()
     step, init = dtrans.make_train_step(loss, tx), lambda p: (p, tx.init(p))
     part = x[: ROWS // devices], y[: ROWS // devices], key
-    plan = dtrans.nccl2(dtrans.trace(step, *init(params), *part), dtrans.trace(init, params), trainers=devices)
+    plan = dtrans.nccl2(
+        dtrans.trace(step, *init(params), *part), dtrans.trace(init, params), trainers=devices
+    )
     print(plan)
 
     mesh = Mesh(np.array(jax.devices()[:devices]), ("trainers",))
@@ -70,7 +82,8 @@ def main(devices: int) -> None:
     state, other = job.init(params), jax.device_put(init(jax.tree.map(jnp.copy, params)), whole)
     jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=(whole, whole, whole))
     bytes_of = [
-        moved(lowered.compile().as_text()) for lowered in (job.lower(state, *batch), jitted.lower(*other, *batch))
+        moved(lowered.compile().as_text())
+        for lowered in (job.lower(state, *batch), jitted.lower(*other, *batch))
     ]
     print(f"bytes of collectives: {bytes_of[0]:,}, with NamedSharding {bytes_of[1]:,}")
     ratios = []
@@ -86,7 +99,8 @@ def main(devices: int) -> None:
             print(f"first loss: {float(ours)}, with NamedSharding {float(theirs)}")
     load = os.getloadavg()[0]
     print(
-        f"time of a step: {statistics.median(ratios[5:]):.2f} of NamedSharding's (median of {PAIRS} pairs, "
+        f"time of a step: {statistics.median(ratios[5:]):.2f} of NamedSharding's (median of "
+        f"{PAIRS} pairs, "
         f"load {load:.1f})"
     )
 

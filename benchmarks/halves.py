@@ -1,4 +1,5 @@
-"""Models as two halves, and the ways to take a step with one: what benchmarks of pipelines step in turn.
+"""Models as two halves, and the ways to take a step with one: what benchmarks of pipelines step in
+turn.
 
     ours      `dtrans.pipeline(main, startup, num_stages=2, num_micro_batch=8).on_mesh()`
     plain     the jitted step on one device, on the whole batch; its state is donated
@@ -6,12 +7,13 @@
               of gradients and the halves of the state donated
     fused     the same, with forward and backward of the last half in one jitted function, as 1F1B lets one write it
 
-All must give the same losses. The loops by hand have the batch where they read it; ours is given all of it on the first
-device. A model is written as two halves, so that the loops have the same equations as ours, whose cut is found by the
-planner.
+All must give the same losses. The loops by hand have the batch where they read it; ours is given
+all of it on the first device. A model is written as two halves, so that the loops have the same
+equations as ours, whose cut is found by the planner.
 
-Virtual CPU devices share the cores of the machine, and a step on one device has all of them: that a pipeline on two is
-as fast says that its work is no more, and nothing about what a second device gains.
+Virtual CPU devices share the cores of the machine, and a step on one device has all of them: that a
+pipeline on two is as fast says that its work is no more, and nothing about what a second device
+gains.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ class Case:
     Attributes:
       params: of a key, the parameters {"first": ..., "second": ...}.
       first: (parameters of the first half, inputs) -> what goes on.
-      second: (parameters of the second half, those that it shares with the first, what came, targets) -> loss.
+      second: (parameters of the second half, those that it shares with the first, what came,
+        targets) -> loss.
       shared: names of parameters of the first half that the second reads, too.
       batch: (inputs, targets).
     """
@@ -60,7 +63,9 @@ class Case:
 
         def loss_fn(params: Any, inputs: jax.Array, targets: jax.Array) -> jax.Array:
             first, second = params["first"], params["second"]
-            return self.second(second, {n: first[n] for n in self.shared}, self.first(first, inputs), targets)
+            return self.second(
+                second, {n: first[n] for n in self.shared}, self.first(first, inputs), targets
+            )
 
         return Model(loss_fn, self.params, self.batch)
 
@@ -84,10 +89,14 @@ def mlp_case(width: int, layers: int, rows: int) -> Case:
         return {"first": made[: layers // 2], "second": made[layers // 2 :]}
 
     x = jax.random.normal(jax.random.key(1), (2, rows, width))
-    return Case(params, through, lambda p, _, h, y: jnp.mean((through(p, h) - y) ** 2), (x[0], x[1]))
+    return Case(
+        params, through, lambda p, _, h, y: jnp.mean((through(p, h) - y) ** 2), (x[0], x[1])
+    )
 
 
-def transformer_case(vocabulary: int, width: int, blocks: int, length: int, rows: int, heads: int = 4) -> Case:
+def transformer_case(
+    vocabulary: int, width: int, blocks: int, length: int, rows: int, heads: int = 4
+) -> Case:
     """A decoder-only language model, whose embedding is its last layer, too."""
 
     def norm(x: jax.Array) -> jax.Array:
@@ -106,9 +115,14 @@ def transformer_case(vocabulary: int, width: int, blocks: int, length: int, rows
     def params(key: jax.Array) -> Any:
         shapes = [(width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)]
         first, *rest = jax.random.split(key, blocks + 1)
-        made = [dict(zip(("qkv", "out", "up", "down"), matrices(k, shapes), strict=True)) for k in rest]
+        made = [
+            dict(zip(("qkv", "out", "up", "down"), matrices(k, shapes), strict=True)) for k in rest
+        ]
         embedding = 0.02 * jax.random.normal(first, (vocabulary, width))
-        return {"first": {"embedding": embedding, "blocks": made[: blocks // 2]}, "second": made[blocks // 2 :]}
+        return {
+            "first": {"embedding": embedding, "blocks": made[: blocks // 2]},
+            "second": made[blocks // 2 :],
+        }
 
     def second(p: Any, shared: Any, h: jax.Array, targets: jax.Array) -> jax.Array:
         logits = norm(through(p, h)) @ shared["embedding"].T
@@ -137,7 +151,8 @@ Runner = Callable[[], tuple[Any, jax.Array]]
 def planned(case: Case, **options: Any) -> dtrans.PipelinePlan:
     """The plan of a model; 1F1B in two stages of eight micro-batches if nothing else is said."""
     return dtrans.pipeline(
-        *programs(*training(case.model)), **{"num_stages": STAGES, "num_micro_batch": MICRO, **options}
+        *programs(*training(case.model)),
+        **{"num_stages": STAGES, "num_micro_batch": MICRO, **options},
     )
 
 
@@ -201,7 +216,10 @@ def by_hand(case: Case, *, fused: bool = False, micro: int = MICRO) -> Runner:
         updates, state = tx.update(jax.tree.map(lambda g: g / micro, sums), state, p)
         return optax.apply_updates(p, updates), state
 
-    backward_one, backward_two = jax.jit(backward_one, donate_argnums=2), jax.jit(backward_two, donate_argnums=1)
+    backward_one, backward_two = (
+        jax.jit(backward_one, donate_argnums=2),
+        jax.jit(backward_two, donate_argnums=1),
+    )
     both_two, update = jax.jit(both_two, donate_argnums=5), jax.jit(update, donate_argnums=(0, 1))
     mean = jax.jit(lambda losses: jnp.mean(jnp.stack(losses)))
 

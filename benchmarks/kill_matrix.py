@@ -1,11 +1,13 @@
-"""What a job does when one of its processes ends: who notices, how soon, what it says, and what is left behind.
+"""What a job does when one of its processes ends: who notices, how soon, what it says, and what is
+left behind.
 
     python benchmarks/kill_matrix.py                        the table, as it comes
     python benchmarks/kill_matrix.py docs/reliability.md    the same, between the marks of that page
 
-Each row is a job of processes on this host. One of them is sent a signal when it has come to a moment. `known` is the
-seconds from the signal until the last of the others has said what has happened, `ended` those until the last has ended,
-with XLA's and Python's own ends; of asynchronous jobs, whose others go on, the servers say that they do.
+Each row is a job of processes on this host. One of them is sent a signal when it has come to a
+moment. `known` is the seconds from the signal until the last of the others has said what has
+happened, `ended` those until the last has ended, with XLA's and Python's own ends; of asynchronous
+jobs, whose others go on, the servers say that they do.
 """
 
 from __future__ import annotations
@@ -36,12 +38,14 @@ PATIENCE = 60.0  # seconds
 SILENCE = 3.5  # seconds after which the processes of a job take a silent one for dead
 # a line in which a process says that another has ended
 KNOWS = re.compile(
-    r"has ended|has left|went away|goes on without|ended without a goodbye|PeerError|DeadlineError|detected fatal"
+    r"has ended|has left|went away|goes on without|ended without a "
+    r"goodbye|PeerError|DeadlineError|detected fatal"
 )
 BEGIN, END = "<!-- kill matrix -->", "<!-- end of the kill matrix -->"
 
 
-# -- a process of a job ------------------------------------------------------------------------------
+# -- a process of a job
+# ------------------------------------------------------------------------------
 
 
 def loss(params, x, y):
@@ -69,21 +73,26 @@ def work(mode: str) -> None:
         plan = dtrans.pipeline(main, startup, num_stages=role.trainers, num_micro_batch=2)
     else:
         kind = dtrans.Sync() if mode == "sync" else dtrans.Async()
-        plan = dtrans.pserver(main, startup, pservers=role.pservers, trainers=role.trainers, mode=kind)
+        plan = dtrans.pserver(
+            main, startup, pservers=role.pservers, trainers=role.trainers, mode=kind
+        )
     with plan.on_cluster(**({} if cluster else {"deadline": 60, "patience": SILENCE})) as job:
         state = job.init(key)
         print("ready", flush=True)
         if role.is_pserver:
             job.serve(state)
             return
-        own = slice(role.trainer_id * 8 // role.trainers, (role.trainer_id + 1) * 8 // role.trainers)
+        own = slice(
+            role.trainer_id * 8 // role.trainers, (role.trainer_id + 1) * 8 // role.trainers
+        )
         for i in range(STEPS):
             state, value = job.step(state, x[own], y[own])
             jax.block_until_ready(value)
             print(f"step {i}", flush=True)
 
 
-# -- one row -----------------------------------------------------------------------------------------
+# -- one row
+# -----------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -102,7 +111,10 @@ class Row:
     def __str__(self) -> str:
         said = "<br>".join(f"{name}: {what}" for name, what in self.said.items())
         seconds = f"{self.known} | {self.ended}"
-        return f"| {self.mode} | {self.victim} | {self.how} | {self.moment} | {seconds} | {said} | {self.left} |"
+        return (
+            f"| {self.mode} | {self.victim} | {self.how} | {self.moment} | {seconds} | {said} "
+            f"| {self.left} |"
+        )
 
 
 ENDPOINTS = ReservedEndpoints()  # of all jobs, until this process ends
@@ -158,7 +170,9 @@ class Job:
     def last_words(self, name: str) -> str:
         """The error that a process ended with, or what its server said."""
         own = [
-            x for x in self.lines[name] if not re.match(r"step \d+$|ready$", x) and x.strip(" @*")[:2] not in ("", "0x")
+            x
+            for x in self.lines[name]
+            if not re.match(r"step \d+$|ready$", x) and x.strip(" @*")[:2] not in ("", "0x")
         ]
         named = [x for x in own if re.match(r"dtrans\.\S*Error\b|SystemExit", x)] or [
             x for x in own if "has ended" in x
@@ -184,7 +198,9 @@ def row(mode: str, victim: str, how: signal.Signals, moment: str) -> Row:
         try:
             others = [n for n in job.processes if n != victim]
             if victim.startswith("pserver"):  # servers print no steps
-                told = lambda: all(MOMENTS[moment] in job.lines[n] for n in others if n.startswith("trainer"))
+                told = lambda: all(
+                    MOMENTS[moment] in job.lines[n] for n in others if n.startswith("trainer")
+                )
             else:
                 told = lambda: MOMENTS[moment] in job.lines[victim]
             if not job.follow(told):
@@ -241,7 +257,9 @@ def main(page: Path | None) -> None:
     if page is not None:
         text = page.read_text()
         before, rest = text.split(BEGIN)
-        page.write_text(before + BEGIN + "\n\n" + "\n".join([HEAD, *made]) + "\n\n" + END + rest.split(END)[1])
+        page.write_text(
+            before + BEGIN + "\n\n" + "\n".join([HEAD, *made]) + "\n\n" + END + rest.split(END)[1]
+        )
 
 
 if __name__ == "__main__":

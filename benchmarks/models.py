@@ -1,4 +1,5 @@
-"""The models that benchmarks train: MLPs of a given shape, and of a given number of leaves, and a transformer.
+"""The models that benchmarks train: MLPs of a given shape, and of a given number of leaves, and a
+transformer.
 
 `pin` is put around activations: a step with annotations says there how they are sharded.
 """
@@ -76,19 +77,26 @@ def transformer_model(
     pin: Pin = as_is,
     scanned: bool = False,
 ) -> Model:
-    """A decoder-only language model: pre-norm blocks, learned positions, one embedding for tokens in and out.
+    """A decoder-only language model: pre-norm blocks, learned positions, one embedding for tokens
+    in and out.
 
-    Parameters and activations are of `dtype`; norms and the cross-entropy are computed in float32. With `scanned`
-    the blocks are one stack that a loop goes through.
+    Parameters and activations are of `dtype`; norms and the cross-entropy are computed in float32.
+    With `scanned` the blocks are one stack that a loop goes through.
     """
 
     def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32)
-        return (wide * jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-6)).astype(x.dtype) * scale
+        return (wide * jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-6)).astype(
+            x.dtype
+        ) * scale
 
     def block(p: Any, x: jax.Array) -> jax.Array:
-        q, k, v = jnp.moveaxis((norm(x, p["norm1"]) @ p["qkv"]).reshape(*x.shape[:2], 3, heads, -1), 2, 0)
-        x = pin(x + jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape) @ p["out"])
+        q, k, v = jnp.moveaxis(
+            (norm(x, p["norm1"]) @ p["qkv"]).reshape(*x.shape[:2], 3, heads, -1), 2, 0
+        )
+        x = pin(
+            x + jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape) @ p["out"]
+        )
         return pin(x + jax.nn.gelu(norm(x, p["norm2"]) @ p["up"]) @ p["down"])
 
     def loss_fn(params: Any, tokens: jax.Array) -> jax.Array:
@@ -99,7 +107,9 @@ def transformer_model(
             for p in params["blocks"]:
                 x = block(p, x)
         logits = pin(norm(x, params["norm"]) @ params["embedding"].T)
-        return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), tokens[:, 1:]).mean()
+        return optax.softmax_cross_entropy_with_integer_labels(
+            logits.astype(jnp.float32), tokens[:, 1:]
+        ).mean()
 
     def matrices(key: jax.Array, **shapes: tuple[int, int]) -> dict[str, jax.Array]:
         keys = jax.random.split(key, len(shapes))
@@ -112,18 +122,29 @@ def transformer_model(
         scale = lambda: jnp.ones(width, dtype)  # made anew each time: a buffer can be donated once
         first, *rest = jax.random.split(key, blocks + 1)
         blocks_of = lambda each: jax.tree.map(lambda *xs: jnp.stack(xs), *each) if scanned else each
-        each = dict(qkv=(width, 3 * width), out=(width, width), up=(width, 4 * width), down=(4 * width, width))
+        each = dict(
+            qkv=(width, 3 * width),
+            out=(width, width),
+            up=(width, 4 * width),
+            down=(4 * width, width),
+        )
         return {
             "embedding": 0.02 * jax.random.normal(first, (vocabulary, width), dtype),
             "positions": jnp.zeros((length, width), dtype),
-            "blocks": blocks_of([{"norm1": scale(), "norm2": scale(), **matrices(k, **each)} for k in rest]),
+            "blocks": blocks_of(
+                [{"norm1": scale(), "norm2": scale(), **matrices(k, **each)} for k in rest]
+            ),
             "norm": scale(),
         }
 
-    return Model(loss_fn, params, (jax.random.randint(jax.random.key(1), (rows, length + 1), 0, vocabulary),))
+    return Model(
+        loss_fn, params, (jax.random.randint(jax.random.key(1), (rows, length + 1), 0, vocabulary),)
+    )
 
 
-def training(model: Model, tx: Any = tx) -> tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]:
+def training(
+    model: Model, tx: Any = tx
+) -> tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]:
     """(step, init, one batch) of a model, with Adam if nothing else is said."""
 
     def init(key: jax.Array) -> Any:

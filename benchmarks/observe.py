@@ -1,6 +1,8 @@
-"""The observer of `test_status.py`: `python observe.py ENDPOINT...`, and on its input `on` or `off`.
+"""The observer of `test_status.py`: `python observe.py ENDPOINT...`, and on its input `on` or
+`off`.
 
-After `on` it asks the servers ten times a second, and after `off` it prints how often they answered.
+After `on` it asks the servers ten times a second, and after `off` it prints how often they
+answered.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""What is counted of pipelines, for docs/pipeline.md: `python benchmarks/pipeline.py`; `--write` writes it there.
+"""What is counted of pipelines, for docs/pipeline.md: `python benchmarks/pipeline.py`; `--write`
+writes it there.
 
-Tick tables, makespans and bytes in buffers are the same on any machine, and so is what the code of the page prints:
-`--write` runs it. What is timed is in `test_pipeline.py`; `--process` is for that.
+Tick tables, makespans and bytes in buffers are the same on any machine, and so is what the code of
+the page prints: `--write` runs it. What is timed is in `test_pipeline.py`; `--process` is for that.
 """
 
 from __future__ import annotations
@@ -29,7 +30,13 @@ from dtrans.run.pipeline_parallel.profile import Measured, measured
 
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-SCHEDULES = ("PreferForward", "PreferBackward", "PreferBackwardOptimizer", "Interleaved", "ZeroBubble")
+SCHEDULES = (
+    "PreferForward",
+    "PreferBackward",
+    "PreferBackwardOptimizer",
+    "Interleaved",
+    "ZeroBubble",
+)
 RECOMPUTED = "PreferBackward, gradient_checkpoint='auto'"
 DEVICES = 4
 
@@ -38,7 +45,8 @@ DEVICES = 4
 
 
 def instructions(job: PipelineJob, case: Case, count: int) -> dict[str, tuple[float, float]]:
-    """Where the thread that dispatches spends a step: by kind of work, how many there are, and microseconds of each."""
+    """Where the thread that dispatches spends a step: by kind of work, how many there are, and
+    microseconds of each."""
     state = job.init(jax.random.key(0))
     found: dict[str, list[float]] = defaultdict(list)
     for _ in range(count):
@@ -53,7 +61,13 @@ def instructions(job: PipelineJob, case: Case, count: int) -> dict[str, tuple[fl
         note("before the first task")
 
         def look(ins: Instruction, note: Callable[[str], None] = note) -> None:
-            note("moves" if isinstance(ins, Transfer) else "tasks" if ins.task else "zeros, update, results")
+            note(
+                "moves"
+                if isinstance(ins, Transfer)
+                else "tasks"
+                if ins.task
+                else "zeros, update, results"
+            )
 
         job.play(tape, env, look)
         state, _ = job.answer(tape, env)
@@ -79,29 +93,39 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *rows))
 
 
-def schedules_of(stages: int = 4, micro: int = 8, transfers: Sequence[float] = (0, 0.5, 1, 2)) -> str:
+def schedules_of(
+    stages: int = 4, micro: int = 8, transfers: Sequence[float] = (0, 0.5, 1, 2)
+) -> str:
     """The table of schedules, before anything runs."""
     rows = []
     for name in SCHEDULES:
         s = schedule(name, stages, micro)
         spans = [s.makespan(transfer=c) for c in transfers]
-        rows.append([name, str(s.bubble), " ".join(map(str, s.peak)), *(f"{float(x):g}" for x in spans)])
+        rows.append(
+            [name, str(s.bubble), " ".join(map(str, s.peak)), *(f"{float(x):g}" for x in spans)]
+        )
     return table(("schedule", "bubble", "peak", *(f"transfer {c:g}" for c in transfers)), rows)
 
 
 def memory_of() -> str:
-    """The table of what is kept from forward to backward, of the transformer in sixteen micro-batches."""
+    """The table of what is kept from forward to backward, of the transformer in sixteen
+    micro-batches."""
     case = CASES["transformer, 4 blocks of 128"]()
     rows: list[list[str]] = []
     whole = 0
     for name in (*SCHEDULES, RECOMPUTED):
         how, _, rest = name.partition(", ")
-        found = kept(case, num_micro_batch=16, schedule=how, gradient_checkpoint="auto" if rest else "")
+        found = kept(
+            case, num_micro_batch=16, schedule=how, gradient_checkpoint="auto" if rest else ""
+        )
         most = max(found.peak_bytes)
         whole = whole or most  # PreferForward is the first
         sizes = [f"{n / 2**20:.2f}" for n in found.peak_bytes]
         rows.append([name, " ".join(map(str, found.peak)), *sizes, f"{most / whole:.2f}"])
-    return table(("schedule", "micro-batches kept", "MiB, device 0", "MiB, device 1", "of PreferForward"), rows)
+    return table(
+        ("schedule", "micro-batches kept", "MiB, device 0", "MiB, device 1", "of PreferForward"),
+        rows,
+    )
 
 
 def chart(path: Path) -> None:
@@ -133,7 +157,9 @@ def ran(page: str) -> str:
         out = io.StringIO()
         with contextlib.redirect_stdout(out):
             exec(compile(m[1], "page", "exec"), names)
-        assert bool(out.getvalue()) == bool(m[2]), f"there must be a block of text behind what prints:\n{m[1]}"
+        assert bool(out.getvalue()) == bool(m[2]), (
+            f"there must be a block of text behind what prints:\n{m[1]}"
+        )
         return f"```python\n{m[1]}```\n" + (f"\n```text\n{out.getvalue()}```\n" if m[2] else "")
 
     return re.sub(r"```python\n(.*?)```\n(\n```text\n.*?```\n)?", printed, page, flags=re.S)
@@ -161,8 +187,12 @@ def process(name: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--write", action="store_true", help="write tables, what code prints, and the picture")
-    parser.add_argument("--process", metavar="MODEL", help="be one of the two processes of test_pipeline.py")
+    parser.add_argument(
+        "--write", action="store_true", help="write tables, what code prints, and the picture"
+    )
+    parser.add_argument(
+        "--process", metavar="MODEL", help="be one of the two processes of test_pipeline.py"
+    )
     args = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 1 if args.process else DEVICES)
     if args.process:

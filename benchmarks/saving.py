@@ -1,12 +1,13 @@
-"""Cost of a checkpoint that a server writes during its steps: the stall of steps, memory, time and disk.
+"""Cost of a checkpoint that a server writes during its steps: the stall of steps, memory, time and
+disk.
 
     python saving.py [PARAMETERS]     a dense leaf with Adam
     python saving.py rows [ROWS...]   a table of 4,000,000 rows of 16 floats with Adam; ROWS of them are made
 
-One trainer and one server, as processes, train and save. Steps while a save runs are counted until its piece has its
-name. The stall is the time of these steps and of `job.save(wait=False)`, less as many median steps of the window
-before. It is compared with one copy of the server's state in memory. Memory is the most that the server has had during
-a save (VmHWM), over what it had before.
+One trainer and one server, as processes, train and save. Steps while a save runs are counted until
+its piece has its name. The stall is the time of these steps and of `job.save(wait=False)`, less as
+many median steps of the window before. It is compared with one copy of the server's state in
+memory. Memory is the most that the server has had during a save (VmHWM), over what it had before.
 """
 
 from __future__ import annotations
@@ -30,7 +31,11 @@ import dtrans
 
 
 STEPS, SAVES = 8, 6  # steps between two saves, and how many saves there are
-VIRTUAL, WIDTH, IDS = 4_000_000, 16, 8192  # rows of the table, floats of each, rows that a step looks up
+VIRTUAL, WIDTH, IDS = (
+    4_000_000,
+    16,
+    8192,
+)  # rows of the table, floats of each, rows that a step looks up
 FOLDER, LONGEST = "SAVING_FOLDER", 200.0  # seconds that a save may take
 
 
@@ -57,7 +62,9 @@ class ServerMemory:
         return self._field("VmHWM")
 
     def _field(self, name: str) -> float:
-        (line,) = (x for x in (self._place / "status").read_text().splitlines() if x.startswith(name))
+        (line,) = (
+            x for x in (self._place / "status").read_text().splitlines() if x.startswith(name)
+        )
         return int(line.split()[1]) / 1024
 
 
@@ -72,7 +79,9 @@ def save_and_step(job: Any, name: str, folder: Path, one: Callable[[], Any]) -> 
     return [saving + times[0], *times[1:]]
 
 
-def serve_or_train(plan: Any, role: Any, key: Any, train: Callable[[Any, Path], Iterator[str]]) -> None:
+def serve_or_train(
+    plan: Any, role: Any, key: Any, train: Callable[[Any, Path], Iterator[str]]
+) -> None:
     """Be a role; print what training tells."""
     folder = Path(os.environ[FOLDER])
     with plan.on_cluster(deadline=120) as job:
@@ -91,7 +100,9 @@ def run_dense(parameters: int) -> None:
     step = dtrans.make_train_step(lambda p, x: jnp.mean((x @ p["w"]) ** 2), tx)
     x, role = jnp.ones((4, size)), dtrans.Role.from_env()
     main = dtrans.trace(step, *jax.eval_shape(init, key), x)
-    plan = dtrans.pserver(main, dtrans.trace(init, key), pservers=role.pservers, trainers=role.trainers)
+    plan = dtrans.pserver(
+        main, dtrans.trace(init, key), pservers=role.pservers, trainers=role.trainers
+    )
 
     def train(job: Any, folder: Path) -> Iterator[str]:
         state = job.init(key)
@@ -103,7 +114,14 @@ def run_dense(parameters: int) -> None:
 
         for _ in range(3):
             one()
-        memory, plain, stalls, firsts, counts, most = ServerMemory(folder), list[float](), [], [], [], []
+        memory, plain, stalls, firsts, counts, most = (
+            ServerMemory(folder),
+            list[float](),
+            [],
+            [],
+            [],
+            [],
+        )
         for at in range(SAVES):
             window = [seconds(one) for _ in range(STEPS)]
             before = memory.now()
@@ -116,16 +134,24 @@ def run_dense(parameters: int) -> None:
         held = [np.ones((size, size), np.float32) for _ in range(3)]
         copy = statistics.median(seconds(lambda: [a.copy() for a in held]) for _ in range(5))
         in_copies = lambda x: f"{x * 1e3:.0f} ms, {x / copy:.2f} of a copy"
-        yield f"{sum(a.nbytes for a in held) / 1e6:.0f} MB of state ({size * size:,} parameters, Adam), load {_load()}"
-        yield f"a copy of the state {copy * 1e3:.0f} ms; median step {statistics.median(plain) * 1e3:.0f} ms, " + (
-            f"{min(plain) * 1e3:.0f} to {max(plain) * 1e3:.0f}"
+        yield (
+            f"{sum(a.nbytes for a in held) / 1e6:.0f} MB of state ({size * size:,} parameters, "
+            f"Adam), load {_load()}"
         )
-        yield f"stall of a save: {in_copies(statistics.median(stalls))} (median of {SAVES}; the first save " + (
-            f"{in_copies(stalls[0])}), over {statistics.median(counts):g} steps"
+        yield (
+            f"a copy of the state {copy * 1e3:.0f} ms; median step "
+            f"{statistics.median(plain) * 1e3:.0f} ms, "
+            + (f"{min(plain) * 1e3:.0f} to {max(plain) * 1e3:.0f}")
+        )
+        yield (
+            f"stall of a save: {in_copies(statistics.median(stalls))} (median of {SAVES}; the "
+            "first save " + (f"{in_copies(stalls[0])}), over {statistics.median(counts):g} steps")
         )
         yield f"its first step, behind job.save: {in_copies(statistics.median(firsts))}"
         peak, before = max(most)
-        yield f"memory of the server: {before:.0f} MB before a save, {peak:.0f} MB at most during it"
+        yield (
+            f"memory of the server: {before:.0f} MB before a save, {peak:.0f} MB at most during it"
+        )
 
     serve_or_train(plan, role, key, train)
 
@@ -159,7 +185,13 @@ def run_rows(made: int) -> None:
 
         for at in range(0, made, IDS):
             one(np.resize(rows[at : at + IDS], IDS))
-        memory, times, ratios, rates, longest = ServerMemory(folder), list[float](), [], [], list[float]()
+        memory, times, ratios, rates, longest = (
+            ServerMemory(folder),
+            list[float](),
+            [],
+            [],
+            list[float](),
+        )
         for at in range(SAVES):
             median = statistics.median(seconds(one) for _ in range(STEPS))
             before = memory.now()
@@ -171,9 +203,12 @@ def run_rows(made: int) -> None:
         disk = sum(f.stat().st_size for f in (folder / "0").rglob("*") if f.is_file())
         took = statistics.median(times)
         yield (
-            f"{made:>9,} rows made: {took * 1e3:.0f} ms ({took / made * 1e6:.2f} us a row), {disk / 1e6:.1f} MB of "
-            f"disk ({disk / made:.0f} bytes a row), memory {max(ratios):.2f} of the server's before; steps meanwhile "
-            f"{statistics.median(rates):.2f} of the usual rate, the longest {statistics.median(longest):.1f} of the "
+            f"{made:>9,} rows made: {took * 1e3:.0f} ms ({took / made * 1e6:.2f} us a row), "
+            f"{disk / 1e6:.1f} MB of "
+            f"disk ({disk / made:.0f} bytes a row), memory {max(ratios):.2f} of the server's "
+            "before; steps meanwhile "
+            f"{statistics.median(rates):.2f} of the usual rate, the longest "
+            f"{statistics.median(longest):.1f} of the "
             f"median one; load {_load()}"
         )
 
@@ -186,7 +221,18 @@ def _load() -> str:
 
 def launch(*arguments: str) -> int:
     """Run a job, and return its exit status."""
-    roles = [sys.executable, "-m", "dtrans.cli", "launch", "--trainers", "1", "--pservers", "1", __file__, *arguments]
+    roles = [
+        sys.executable,
+        "-m",
+        "dtrans.cli",
+        "launch",
+        "--trainers",
+        "1",
+        "--pservers",
+        "1",
+        __file__,
+        *arguments,
+    ]
     with tempfile.TemporaryDirectory() as folder:
         return subprocess.call(roles, env={**os.environ, FOLDER: folder})
 
@@ -195,6 +241,8 @@ if __name__ == "__main__":
     if "DTRANS_ROLE" in os.environ:
         run_rows(int(sys.argv[2])) if sys.argv[1] == "rows" else run_dense(int(sys.argv[1]))
     elif sys.argv[1:2] == ["rows"]:
-        sys.exit(max(launch("rows", rows) for rows in sys.argv[2:] or ("10000", "100000", "1000000")))
+        sys.exit(
+            max(launch("rows", rows) for rows in sys.argv[2:] or ("10000", "100000", "1000000"))
+        )
     else:
         sys.exit(launch(*(sys.argv[1:] or ["25000000"])))

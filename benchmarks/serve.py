@@ -1,4 +1,5 @@
-"""One parameter server of the endpoint benchmark: `python serve.py ENDPOINT ALL,ENDPOINTS PARAMETERS MODE`."""
+"""One parameter server of the endpoint benchmark: `python serve.py ENDPOINT ALL,ENDPOINTS
+PARAMETERS MODE`."""
 
 from __future__ import annotations
 

@@ -1,15 +1,17 @@
-"""Sharding beside what JAX users write today: `python benchmarks/sharding.py`; `--write` puts it into docs/sharding.md.
+"""Sharding beside what JAX users write today: `python benchmarks/sharding.py`; `--write` puts it
+into docs/sharding.md.
 
     ours        `dtrans.sharding(main, startup, stage=1|2|3, degree=N).on_mesh()`
     annotated   jax.jit of the step for one device with NamedShardings: the optimizer's state is cut (stage 1),
-                gradients are constrained to be (2), and so are parameters (3). Activations are held to the axis of the
-                batch
+                gradients are constrained to be (2), and so are parameters (3). Activations are held
+                to the axis of the batch
 
-Both keep a leaf of fewer than `LEAST` elements whole and cut others along the same dimension, donate their state, and
-get a batch that is there already. Both are stepped in turn, in one process, and must give the same losses.
+Both keep a leaf of fewer than `LEAST` elements whole and cut others along the same dimension,
+donate their state, and get a batch that is there already. Both are stepped in turn, in one process,
+and must give the same losses.
 
-Virtual CPU devices share the cores of the machine: a ratio of times here says what the programs cost in work and in
-waiting for each other, and nothing about links.
+Virtual CPU devices share the cores of the machine: a ratio of times here says what the programs
+cost in work and in waiting for each other, and nothing about links.
 """
 
 from __future__ import annotations
@@ -29,7 +31,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from models import Model, Pin, as_is, mlp_model, programs, scanned_model, training, transformer_model, tx
+from models import (
+    Model,
+    Pin,
+    as_is,
+    mlp_model,
+    programs,
+    scanned_model,
+    training,
+    transformer_model,
+    tx,
+)
 
 import dtrans
 
@@ -55,7 +67,8 @@ class Case:
 
     Attributes:
       make: the model, of what holds activations to the axis of the batch.
-      axis: the dimension along which its large leaves are cut: the second where the first is that of layers.
+      axis: the dimension along which its large leaves are cut: the second where the first is that
+        of layers.
     """
 
     make: Callable[[Pin], Model]
@@ -65,7 +78,9 @@ class Case:
 CASES = {
     "MLP, 4 of 512 x 512": Case(lambda pin: mlp_model([512] * 5, 256, pin)),
     "MLP, a scan over 16 of 512 x 512": Case(lambda pin: scanned_model(16, 512, 64, pin), axis=1),
-    "transformer, 4 blocks of 128": Case(lambda pin: transformer_model(512, 128, 4, 4, 64, 16, pin=pin)),
+    "transformer, 4 blocks of 128": Case(
+        lambda pin: transformer_model(512, 128, 4, 4, 64, 16, pin=pin)
+    ),
 }
 
 
@@ -163,14 +178,16 @@ def ours(case: Case, options: dict[str, Any], mesh: Mesh) -> tuple[Side, dtrans.
 
 
 def sides(name: str, devices: int, stage: str) -> tuple[Side, Side, dtrans.ShardingPlan]:
-    """(ours, annotated, our plan), three steps on; the losses of these agree, and so do parameters."""
+    """(ours, annotated, our plan), three steps on; the losses of these agree, and so do
+    parameters."""
     mesh = Mesh(np.array(jax.devices()[:devices]), ("shard",))
     mine, plan = ours(CASES[name], STAGES[stage], mesh)
     theirs = annotated(CASES[name], STAGES[stage]["stage"], mesh)
     a, b = ([float(side.run()) for _ in range(3)] for side in (mine, theirs))
     np.testing.assert_allclose(a, b, rtol=1e-5)
     pairs = zip(jax.tree.leaves(mine.params()), jax.tree.leaves(theirs.params()), strict=True)
-    # Adam divides by the size of a gradient: where that is next to nothing, its sign is a matter of rounding
+    # Adam divides by the size of a gradient: where that is next to nothing, its sign is a matter of
+    # rounding
     assert max(float(jnp.mean(jnp.abs(x - y))) for x, y in pairs) < 1e-5
     return mine, theirs, plan
 
@@ -260,10 +277,19 @@ def times_of(results: Results) -> str:
     """The table of ratios."""
     rows = [
         [name, str(n), stage, f"{'**' * (f.ratio <= TARGET)}{f.ratio:.2f}{'**' * (f.ratio <= TARGET)}",
-         f"{f.quartiles[0]:.2f} to {f.quartiles[2]:.2f}", f"{f.work:.2f}", f"{f.wall[0]:.1f} / {f.wall[1]:.1f}"]
+         f"{f.quartiles[0]:.2f} to {f.quartiles[2]:.2f}", f"{f.work:.2f}", f"{f.wall[0]:.1f} / "
+f"{f.wall[1]:.1f}"]
         for (name, n, stage), f in results.items()
     ]  # fmt: skip
-    header = ("model", "devices", "stage", "time, ours / annotated", "quartiles", "processor time", "ms")
+    header = (
+        "model",
+        "devices",
+        "stage",
+        "time, ours / annotated",
+        "quartiles",
+        "processor time",
+        "ms",
+    )
     return table(header, rows)
 
 
@@ -275,7 +301,17 @@ def memory_of(results: Results) -> str:
          f"{'**' * (f.peak[0] <= f.peak[1])}{f.peak[0] / f.peak[1]:.3f}{'**' * (f.peak[0] <= f.peak[1])}"]
         for (name, n, stage), f in results.items()
     ]  # fmt: skip
-    header = ("model", "devices", "stage", "state", "annotated", "formula", "step", "annotated", "ours / annotated")
+    header = (
+        "model",
+        "devices",
+        "stage",
+        "state",
+        "annotated",
+        "formula",
+        "step",
+        "annotated",
+        "ours / annotated",
+    )
     return table(header, rows)
 
 
@@ -287,21 +323,31 @@ def traffic_of(results: Results) -> str:
     for (name, n, stage), f in results.items():
         if n == most:
             of = [f.traffic.get(k, 0) / f.psi for k in kinds]
-            told = [", ".join(f"{count} {kind}" for kind, count in sorted(c.items())) for c in f.collectives]
+            told = [
+                ", ".join(f"{count} {kind}" for kind, count in sorted(c.items()))
+                for c in f.collectives
+            ]
             rows.append([name, stage, *(f"{x:.2f}" for x in of), f"{sum(of):.2f}", *told])
     return table(("model", "stage", *kinds, "together", "in our program", "in the annotated"), rows)
 
 
 def figures(results: Results) -> dict[str, str]:
     """What the page has between its markers, by name."""
-    return {"times": times_of(results), "memory": memory_of(results), "traffic": traffic_of(results)}
+    return {
+        "times": times_of(results),
+        "memory": memory_of(results),
+        "traffic": traffic_of(results),
+    }
 
 
 def written(page: str, parts: dict[str, str]) -> str:
     """The page with other figures between `<!-- name -->` and `<!-- /name -->`."""
     for name, text in parts.items():
         page, count = re.subn(
-            rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", lambda m, t=text: f"{m[1]}\n{t}\n\n{m[2]}", page, flags=re.S
+            rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)",
+            lambda m, t=text: f"{m[1]}\n{t}\n\n{m[2]}",
+            page,
+            flags=re.S,
         )
         assert count == 1, f"docs/sharding.md has {count} places for {name}"
     return page
@@ -309,7 +355,9 @@ def written(page: str, parts: dict[str, str]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--write", action="store_true", help="write the figures into docs/sharding.md")
+    parser.add_argument(
+        "--write", action="store_true", help="write the figures into docs/sharding.md"
+    )
     parser.add_argument("--rounds", type=int, default=30, help="of each case")
     parser.add_argument("--only", default="", help="models whose name has this in it")
     args = parser.parse_args()
@@ -321,7 +369,8 @@ def main() -> None:
                 if args.only in name:
                     f = results[name, n, stage] = measured(name, n, stage, args.rounds)
                     print(
-                        f"{name}, {n} devices, stage {stage}: {f.ratio:.2f}, memory {f.peak[0] / f.peak[1]:.3f}",
+                        f"{name}, {n} devices, stage {stage}: {f.ratio:.2f}, memory "
+                        f"{f.peak[0] / f.peak[1]:.3f}",
                         flush=True,
                     )
     parts = figures(results)

@@ -1,9 +1,10 @@
-"""Memory of stage 3 on many shapes of loops: `python benchmarks/sharding_shapes.py`; `--write` puts it into
-docs/sharding.md.
+"""Memory of stage 3 on many shapes of loops: `python benchmarks/sharding_shapes.py`; `--write` puts
+it into docs/sharding.md.
 
-Temporaries of the compiled step (`compile().memory_analysis()`) on eight devices, with the state donated, in units of
-Psi, the bytes of all parameters; beside them those of `jax.jit` with NamedShardings that cut the same leaves along the
-same dimensions. Nothing is run: what XLA says is the same on a busy machine.
+Temporaries of the compiled step (`compile().memory_analysis()`) on eight devices, with the state
+donated, in units of Psi, the bytes of all parameters; beside them those of `jax.jit` with
+NamedShardings that cut the same leaves along the same dimensions. Nothing is run: what XLA says is
+the same on a busy machine.
 """
 
 from __future__ import annotations
@@ -47,7 +48,10 @@ def measured(shape: Shape) -> tuple[float, float, int]:
     types = jax.eval_shape(init)
     x = jnp.zeros((ROWS, WIDTH))
     plan = dtrans.sharding(
-        dtrans.trace(dtrans.make_train_step(shape.loss, ADAM), *types, x), dtrans.trace(init), stage=3, degree=DEVICES
+        dtrans.trace(dtrans.make_train_step(shape.loss, ADAM), *types, x),
+        dtrans.trace(init),
+        stage=3,
+        degree=DEVICES,
     )
     job = plan.on_mesh()
     ours = job.lower(job.init(), x).compile()
@@ -64,7 +68,9 @@ def measured(shape: Shape) -> tuple[float, float, int]:
         return optax.apply_updates(p, updates), s, loss
 
     shardings = (params, state, rows), (params, state, whole)
-    annotated = jax.jit(step, in_shardings=shardings[0], out_shardings=shardings[1], donate_argnums=(0, 1))
+    annotated = jax.jit(
+        step, in_shardings=shardings[0], out_shardings=shardings[1], donate_argnums=(0, 1)
+    )
     psi = sum(t.size * t.dtype.itemsize for t in jax.tree.leaves(types[0]))
     return temporaries(ours) / psi, temporaries(annotated.lower(*types, x).compile()) / psi, axis
 
@@ -72,7 +78,9 @@ def measured(shape: Shape) -> tuple[float, float, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default="", help="shapes whose name has this in it")
-    parser.add_argument("--write", action="store_true", help="write the table into docs/sharding.md")
+    parser.add_argument(
+        "--write", action="store_true", help="write the table into docs/sharding.md"
+    )
     args = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", DEVICES)
     rows: list[list[str]] = []
@@ -81,11 +89,25 @@ def main() -> None:
             continue
         ours, annotated, axis = measured(shape)
         mark = "**" * (ours <= 1.05 * annotated)
-        rows.append([name, str(axis), f"{ours:.3f}", f"{annotated:.3f}", f"{mark}{ours / annotated:.2f}{mark}"])
+        rows.append(
+            [
+                name,
+                str(axis),
+                f"{ours:.3f}",
+                f"{annotated:.3f}",
+                f"{mark}{ours / annotated:.2f}{mark}",
+            ]
+        )
         print(*rows[-1], sep="\t", flush=True)
     if args.write:
         page = DOCS / "sharding.md"
-        head = ("how the model comes to its layers", "cut along", "ours", "annotated", "ours / annotated")
+        head = (
+            "how the model comes to its layers",
+            "cut along",
+            "ours",
+            "annotated",
+            "ours / annotated",
+        )
         page.write_text(written(page.read_text(), {"shapes": table(head, rows)}))
 
 

@@ -2,11 +2,12 @@
 
     python tables.py pserver SHAPE ENDPOINT ALL,ENDPOINTS    serves
     python tables.py trainer SHAPE ALL,ENDPOINTS             the last trainer: for each number on its input, as many
-                                                             steps; then the seconds that they took, and the most memory
-                                                             that it had, in MB, less that after import
+                                                             steps; then the seconds that they took,
+                                                             and the most memory that it had, in MB,
+                                                             less that after import
 
-A step looks up rows of a table by their numbers, and updates with Adagrad, which leaves other rows as they are. SHAPE
-is a `Shape` as text.
+A step looks up rows of a table by their numbers, and updates with Adagrad, which leaves other rows
+as they are. SHAPE is a `Shape` as text.
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ class Shape:
             ids = rng.integers(0, self.rows, self.ids)
         else:
             most = (self.rows + 1.0) ** (1 - EXPONENT)
-            rank = ((1 - rng.random(self.ids) * (1 - most)) ** (1 / (1 - EXPONENT))).astype(np.int64) - 1
+            rank = ((1 - rng.random(self.ids) * (1 - most)) ** (1 / (1 - EXPONENT))).astype(
+                np.int64
+            ) - 1
             ids = np.minimum(rank, self.rows - 1) * STRIDE % self.rows
         return ids.astype(np.int32), np.ones(self.ids, np.float32)
 
@@ -123,8 +126,13 @@ def stepping(exe: dtrans.Executor, shape: Shape, plan: dtrans.PServerPlan, train
 
 
 def announcing(exe: dtrans.Executor, shape: Shape, plan: dtrans.PServerPlan) -> tuple[Steps, Steps]:
-    """The steps of a sole trainer, whose rows are asked for beside the step before; and those that wait for them."""
-    box, rng, program = [exe.run(plan.trainer_startup_program(0))], np.random.default_rng(0), plan.trainer_program(0)
+    """The steps of a sole trainer, whose rows are asked for beside the step before; and those that
+    wait for them."""
+    box, rng, program = (
+        [exe.run(plan.trainer_startup_program(0))],
+        np.random.default_rng(0),
+        plan.trainer_program(0),
+    )
 
     def steps(count: int, *, ahead: bool) -> float:
         start = time.perf_counter()
@@ -157,18 +165,24 @@ def dense_steps(shape: Shape) -> Steps:
 
 
 def row_steps(shape: Shape) -> Steps:
-    """The same steps, as nobody writes them: `jnp.take` of the rows that are looked up, and an update of these."""
+    """The same steps, as nobody writes them: `jnp.take` of the rows that are looked up, and an
+    update of these."""
     params, _ = init_of(shape)()
     box: list[Any] = [params, jax.tree.map(lambda x: jnp.full_like(x, 0.1), params)]
     rng = np.random.default_rng(0)
 
     def by_rows(params: Any, sums: Any, uniq: jax.Array, at: jax.Array, y: jax.Array) -> Any:
         rows = lambda tree: {"emb": jnp.take(tree["emb"], uniq, 0, mode="clip"), "w": tree["w"]}
-        back = lambda tree, new: {"emb": tree["emb"].at[uniq].set(new["emb"], mode="drop"), "w": new["w"]}
+        back = lambda tree, new: {
+            "emb": tree["emb"].at[uniq].set(new["emb"], mode="drop"),
+            "w": new["w"],
+        }
         here = rows(params)
         value, g = jax.value_and_grad(loss)(here, at, y)
         new = jax.tree.map(lambda s, g: s + g * g, rows(sums), g)
-        moved = jax.tree.map(lambda x, g, s: x - LEARNING_RATE * g * jax.lax.rsqrt(s + 1e-7), here, g, new)
+        moved = jax.tree.map(
+            lambda x, g, s: x - LEARNING_RATE * g * jax.lax.rsqrt(s + 1e-7), here, g, new
+        )
         return back(params, moved), back(sums, new), value
 
     jitted = jax.jit(by_rows, donate_argnums=(0, 1))
@@ -188,13 +202,20 @@ def row_steps(shape: Shape) -> Steps:
 
 def peak() -> float:
     """The most memory that this process has had, in MB."""
-    (line,) = (x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM"))
+    (line,) = (
+        x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM")
+    )
     return int(line.split()[1]) / 1024
 
 
 def main() -> None:
     """Be a role."""
-    before, what, shape, *where, every = peak(), sys.argv[1], Shape.parse(sys.argv[2]), *sys.argv[3:]
+    before, what, shape, *where, every = (
+        peak(),
+        sys.argv[1],
+        Shape.parse(sys.argv[2]),
+        *sys.argv[3:],
+    )
     plan = plan_for(shape, every)
     with dtrans.Executor(deadline=200) as exe:
         if what == "pserver":

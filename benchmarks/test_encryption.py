@@ -1,7 +1,7 @@
 """The cost of encryption: a step of one trainer and one server, with it and without.
 
-By TCP, as between hosts, and by a Unix socket, which only `transport_encryption="required"` encrypts. Both ends encrypt
-and decrypt on this machine, whose cores they share with the update.
+By TCP, as between hosts, and by a Unix socket, which only `transport_encryption="required"`
+encrypts. Both ends encrypt and decrypt on this machine, whose cores they share with the update.
 """
 
 from __future__ import annotations
@@ -27,5 +27,8 @@ def test_encrypted_step(benchmark, ratio, monkeypatch, tmp_path, parameters, way
         endpoint_step(parameters, "sync", 1, "disabled", **environment) as plain,
     ):
         benchmark.pedantic(lambda: jax.block_until_ready(encrypted()), rounds=5, warmup_rounds=3)
-        name = f"encrypted step / plain step by {way}, {parameters} parameters (load {os.getloadavg()[0]:.1f})"
+        name = (
+            f"encrypted step / plain step by {way}, {parameters} parameters (load "
+            f"{os.getloadavg()[0]:.1f})"
+        )
         benchmark.extra_info["over plain"] = ratio(name, encrypted, plain, 30)

@@ -1,7 +1,7 @@
 """What a step over endpoints costs: one trainer here, two pservers as processes on this host.
 
-The peers are the plain jitted step, and the least that moving the bytes could cost: copying the gradients
-and the parameters once each in memory.
+The peers are the plain jitted step, and the least that moving the bytes could cost: copying the
+gradients and the parameters once each in memory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ def free_endpoints(count: int) -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def endpoint_step(parameters: str, mode: str, count: int = 2, encryption: str = "auto", **environment: str):
+def endpoint_step(
+    parameters: str, mode: str, count: int = 2, encryption: str = "auto", **environment: str
+):
     """A function that makes one step over servers, synchronous ones or not.
 
     Args:
@@ -47,7 +49,8 @@ def endpoint_step(parameters: str, mode: str, count: int = 2, encryption: str = 
     script = Path(__file__).with_name("serve.py")
     every = ",".join(endpoints)
     servers = [
-        subprocess.Popen([sys.executable, str(script), ep, every, parameters, mode], env=env) for ep in endpoints
+        subprocess.Popen([sys.executable, str(script), ep, every, parameters, mode], env=env)
+        for ep in endpoints
     ]
     try:
         t = dtrans.DistributeTranspiler()
@@ -87,4 +90,6 @@ def test_endpoint_step(benchmark, ratio, parameters, mode):
         name = f"{mode} endpoint step / plain step, {parameters} parameters"
         benchmark.extra_info["over plain"] = ratio(name, run, plain, 30)
         name = f"{mode} endpoint step / memcpy of its bytes, {parameters} parameters"
-        benchmark.extra_info["over memcpy"] = ratio(name, run, lambda: np.copyto(target, source), 30)
+        benchmark.extra_info["over memcpy"] = ratio(
+            name, run, lambda: np.copyto(target, source), 30
+        )

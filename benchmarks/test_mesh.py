@@ -1,7 +1,7 @@
 """What a step on the mesh costs beside the plain jitted step, on one trainer and one pserver.
 
-Both run on one device, so that what differs is the second dispatch, gradients that are written out between
-the two halves, and Python. Both donate the optimizer state.
+Both run on one device, so that what differs is the second dispatch, gradients that are written out
+between the two halves, and Python. Both donate the optimizer state.
 """
 
 from __future__ import annotations
@@ -55,5 +55,7 @@ def test_plain_step(benchmark, parameters):
 @pytest.mark.parametrize("parameters", SIZES)
 def test_mesh_over_plain(benchmark, ratio, parameters):
     mesh, plain = runners(parameters)
-    measure = lambda: ratio(f"mesh step / plain step, {parameters} parameters", mesh, plain, pairs=60)
+    measure = lambda: ratio(
+        f"mesh step / plain step, {parameters} parameters", mesh, plain, pairs=60
+    )
     benchmark.extra_info["ratio"] = benchmark.pedantic(measure, rounds=1)

@@ -1,10 +1,11 @@
-"""What a step of nccl2 mode costs beside what an expert writes by hand, on two and four CPU devices.
+"""What a step of nccl2 mode costs beside what an expert writes by hand, on two and four CPU
+devices.
 
     by hand       jit(shard_map) of the step with `pmean` of the tree of gradients, and of the loss; state is donated
     annotated     jit of the step for one device, on state that is replicated and a batch that is split (NamedSharding)
 
-All three keep the same state on the same mesh, and get a batch that is there already. With one trainer, on one device
-of any kind, nothing is reduced, and the peer is the plain jitted step.
+All three keep the same state on the same mesh, and get a batch that is there already. With one
+trainer, on one device of any kind, nothing is reduced, and the peer is the plain jitted step.
 """
 
 from __future__ import annotations
@@ -29,8 +30,12 @@ MODELS = {
     "transformer 0.9 M": lambda: transformer_model(512, 128, 4, 4, length=64, rows=8),
 }
 ONE_DEVICE = {
-    "transformer 0.9 M": lambda: transformer_model(512, 128, 4, 4, length=64, rows=8, dtype=jnp.bfloat16),
-    "transformer 110 M": lambda: transformer_model(32768, 768, 12, 12, length=512, rows=8, dtype=jnp.bfloat16),
+    "transformer 0.9 M": lambda: transformer_model(
+        512, 128, 4, 4, length=64, rows=8, dtype=jnp.bfloat16
+    ),
+    "transformer 110 M": lambda: transformer_model(
+        32768, 768, 12, 12, length=512, rows=8, dtype=jnp.bfloat16
+    ),
 }
 
 
@@ -65,9 +70,14 @@ def runners(model: Model, trainers: int) -> Sequence[Callable[[], Any]]:
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, value
 
-    # without check_vma, under which pmean of a gradient that shard_map has summed already is another value
+    # without check_vma, under which pmean of a gradient that shard_map has summed already is
+    # another value
     mapped = jax.shard_map(
-        by_hand, mesh=mesh, in_specs=(P(), P(), *(P("trainers") for _ in batch)), out_specs=P(), check_vma=False
+        by_hand,
+        mesh=mesh,
+        in_specs=(P(), P(), *(P("trainers") for _ in batch)),
+        out_specs=P(),
+        check_vma=False,
     )
     hand = jax.jit(mapped, donate_argnums=(0, 1))
     annotated = jax.jit(
@@ -78,8 +88,13 @@ def runners(model: Model, trainers: int) -> Sequence[Callable[[], Any]]:
     )
     job = dtrans.nccl2(*programs(step, init, batch), trainers=trainers).on_mesh()
     key = jax.random.key(0)
-    theirs = [stepper(lambda *s, f=f: f(*s, *batch), *jax.device_put(init(key), everywhere)) for f in (hand, annotated)]
-    return agreeing([stepper(lambda state: job.step(state, *batch), job.init(key)), *theirs], rtol=1e-5)
+    theirs = [
+        stepper(lambda *s, f=f: f(*s, *batch), *jax.device_put(init(key), everywhere))
+        for f in (hand, annotated)
+    ]
+    return agreeing(
+        [stepper(lambda state: job.step(state, *batch), job.init(key)), *theirs], rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("trainers", [2, 4])
@@ -112,4 +127,6 @@ def test_nccl2_step_over_plain(benchmark, ratio, model):
         rtol=1e-3,
     )
     name = f"nccl2 step / plain step, {model}, bfloat16, 1 {backend}"
-    benchmark.extra_info["ratio"] = benchmark.pedantic(lambda: ratio(name, ours, theirs, pairs=100), rounds=1)
+    benchmark.extra_info["ratio"] = benchmark.pedantic(
+        lambda: ratio(name, ours, theirs, pairs=100), rounds=1
+    )

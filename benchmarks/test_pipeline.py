@@ -1,7 +1,7 @@
 """What a step of a pipeline costs: beside one device, beside a loop written by hand, and per tick.
 
-What it is compared with, and the models, are in `halves.py`. Two stages, eight micro-batches, 1F1B, if nothing else
-is said. Sizes of buffers are not timed: `pipeline.py --write` has them.
+What it is compared with, and the models, are in `halves.py`. Two stages, eight micro-batches, 1F1B,
+if nothing else is said. Sizes of buffers are not timed: `pipeline.py --write` has them.
 """
 
 from __future__ import annotations
@@ -34,12 +34,15 @@ ROUNDS = 300  # steps, by which a tick is timed
 def test_step_over_others(benchmark, ratio, model, peer):
     case = MODELS[model]()
     runs = agreeing(ours(case), PEERS[peer](case))
-    measure = lambda: ratio(f"pipeline / {peer}, {model}", *runs, pairs=100 if model in TINY else 20)
+    measure = lambda: ratio(
+        f"pipeline / {peer}, {model}", *runs, pairs=100 if model in TINY else 20
+    )
     benchmark.extra_info["ratio"] = benchmark.pedantic(measure, rounds=1)
 
 
 def test_tick_over_what_it_may_cost(benchmark, report):
-    """Of a model that computes next to nothing: all of a step, the update too, by the ticks of its schedule."""
+    """Of a model that computes next to nothing: all of a step, the update too, by the ticks of its
+    schedule."""
     case = TINY[NOTHING]()
     plan = planned(case)
     job = plan.on_mesh()
@@ -52,10 +55,20 @@ def test_tick_over_what_it_may_cost(benchmark, report):
         return
     tick = benchmark.stats.stats.median / ticks
     benchmark.extra_info["microseconds of a tick"] = 1e6 * tick
-    report(f"ticks/s of {NOTHING} ({ticks} of a step) / what is asked for", TICK / tick, 1 / tick, 1 / TICK)
+    report(
+        f"ticks/s of {NOTHING} ({ticks} of a step) / what is asked for",
+        TICK / tick,
+        1 / tick,
+        1 / TICK,
+    )
     whole = sum(count * each for count, each in parts.values())
     for what, (count, each) in parts.items():
-        report(f"    {what}, {count:g} of a step: share of it", count * each / whole, 1e6 / each, 1e6 / whole)
+        report(
+            f"    {what}, {count:g} of a step: share of it",
+            count * each / whole,
+            1e6 / each,
+            1e6 / whole,
+        )
 
 
 @pytest.mark.parametrize("schedule", [s for s in SCHEDULES if s != "PreferBackward"])
@@ -83,7 +96,9 @@ def test_options(benchmark, ratio, model, options):
         pytest.skip("needs 4 devices")
     case = CASES[model]()
     runs = agreeing(ours(case, **options), ours(case))
-    measure = lambda: ratio(f"{', '.join(f'{k}={v!r}' for k, v in options.items())} / without, {model}", *runs)
+    measure = lambda: ratio(
+        f"{', '.join(f'{k}={v!r}' for k, v in options.items())} / without, {model}", *runs
+    )
     benchmark.extra_info["ratio"] = benchmark.pedantic(measure, rounds=1)
 
 
@@ -92,10 +107,16 @@ def test_two_processes_over_one(benchmark, report, model):
     """Windows of steps in turn; the processes wait for their input meanwhile."""
     case = MODELS[model]()
     command = [sys.executable, str(Path(__file__).with_name("pipeline.py")), "--process", model]
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("DTRANS_", "JAX_"))} | {"JAX_PLATFORMS": "cpu"}
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("DTRANS_", "JAX_"))} | {
+        "JAX_PLATFORMS": "cpu"
+    }
     processes = [
         subprocess.Popen(
-            command, env=env | role.environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command,
+            env=env | role.environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for role in trainer_roles(free_endpoints(2))
     ]

@@ -1,6 +1,8 @@
-"""What a job of processes makes on this host: two trainers and two pservers, beside the plain jitted step.
+"""What a job of processes makes on this host: two trainers and two pservers, beside the plain
+jitted step.
 
-Windows of steps of both trainers alternate with windows of the plain step, during which all processes of the job wait.
+Windows of steps of both trainers alternate with windows of the plain step, during which all
+processes of the job wait.
 """
 
 from __future__ import annotations
@@ -25,13 +27,19 @@ STEPS, WINDOWS = 100, 9
 
 @contextlib.contextmanager
 def running_job(mode):
-    """Yield the endpoints of a running job, and a function: the mean of both trainers' seconds for some steps."""
+    """Yield the endpoints of a running job, and a function: the mean of both trainers' seconds for
+    some steps."""
     script = str(Path(__file__).with_name("two_by_two.py"))
     endpoints = free_endpoints(2)
     every = ",".join(endpoints)
-    servers = [subprocess.Popen([sys.executable, script, "pserver", mode, ep, every]) for ep in endpoints]
+    servers = [
+        subprocess.Popen([sys.executable, script, "pserver", mode, ep, every]) for ep in endpoints
+    ]
     other = subprocess.Popen(
-        [sys.executable, script, "trainer", mode, every], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, script, "trainer", mode, every],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     try:
         with dtrans.Executor(deadline=120) as exe:

@@ -1,7 +1,9 @@
-"""What it costs that servers hear from each other: a step of two pservers on the mesh with optimizers that need
-none, one and three rounds, beside the plain jitted step with the same optimizer.
+"""What it costs that servers hear from each other: a step of two pservers on the mesh with
+optimizers that need none, one and three rounds, beside the plain jitted step with the same
+optimizer.
 
-Trainer and pservers are on one device, so that what differs is dispatch, Python, and what the rounds move.
+Trainer and pservers are on one device, so that what differs is dispatch, Python, and what the
+rounds move.
 """
 
 from __future__ import annotations
@@ -42,4 +44,6 @@ def test_mesh_step_with_rounds_over_plain(benchmark, ratio, optimizer, parameter
         return state, loss
 
     name = f"mesh step / plain step, {optimizer} ({len(plan.rounds)} rounds), {parameters}"
-    benchmark.extra_info["ratio"] = benchmark.pedantic(lambda: ratio(name, mesh, plain, pairs=40), rounds=1)
+    benchmark.extra_info["ratio"] = benchmark.pedantic(
+        lambda: ratio(name, mesh, plain, pairs=40), rounds=1
+    )

@@ -1,7 +1,9 @@
-"""What the slicing of an optimizer costs: the row analysis, and writing the servers' blocks, beside tracing the step.
+"""What the slicing of an optimizer costs: the row analysis, and writing the servers' blocks, beside
+tracing the step.
 
-For Adam, which is elementwise, and for LAMB after a clip by global norm, whose norms cross between servers in three
-rounds. Both parts should grow linearly, and the analysis should cost less than the trace.
+For Adam, which is elementwise, and for LAMB after a clip by global norm, whose norms cross between
+servers in three rounds. Both parts should grow linearly, and the analysis should cost less than the
+trace.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ def pairs(leaves: int) -> int:
 def test_analysis_over_trace(benchmark, ratio, name, leaves):
     trace, step = deep(name, leaves)
     ours = lambda: len(analyse(step.optimize, step.optimized).groups)
-    compare = lambda: ratio(f"analysis / trace, {name}, {leaves} leaves", ours, trace, pairs(leaves))
+    compare = lambda: ratio(
+        f"analysis / trace, {name}, {leaves} leaves", ours, trace, pairs(leaves)
+    )
     benchmark.extra_info["ratio"] = benchmark.pedantic(compare, rounds=1)
 
 

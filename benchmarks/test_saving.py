@@ -1,4 +1,5 @@
-"""Cost of a checkpoint that a server writes during its steps (`saving.py`, which prints its figures)."""
+"""Cost of a checkpoint that a server writes during its steps (`saving.py`, which prints its
+figures)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """What a step of sharding costs beside the same step with annotations, on two and four CPU devices.
 
-Which two they are is in `sharding.py`, which has the same on eight devices, with memory and traffic.
+Which two they are is in `sharding.py`, which has the same on eight devices, with memory and
+traffic.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ def test_sharded_step_over_annotated(benchmark, ratio, model, devices, stage):
         pytest.skip(f"needs {devices} devices")
     ours, annotated, _ = sides(model, devices, stage)
     steps = [lambda side=side: (side.run(), side.state()) for side in (ours, annotated)]
-    measure = lambda: ratio(f"stage {stage} / annotated, {model}, {devices} devices", *steps, pairs=30)
+    measure = lambda: ratio(
+        f"stage {stage} / annotated, {model}, {devices} devices", *steps, pairs=30
+    )
     benchmark.extra_info["ratio"] = benchmark.pedantic(measure, rounds=1)
     benchmark.extra_info["memory"] = ours.peak / annotated.peak

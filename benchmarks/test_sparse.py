@@ -1,11 +1,13 @@
-"""What a table on two pservers costs, as processes of this host, beside one device that has all of it.
+"""What a table on two pservers costs, as processes of this host, beside one device that has all of
+it.
 
-Windows of steps of the job alternate with windows of one device, during which all processes of the job wait. One device
-takes the step as it is written, where Adagrad updates all rows, and one that takes and updates the rows that are looked
-up alone, which is the limit. Steps begin to be counted when most rows are made.
+Windows of steps of the job alternate with windows of one device, during which all processes of the
+job wait. One device takes the step as it is written, where Adagrad updates all rows, and one that
+takes and updates the rows that are looked up alone, which is the limit. Steps begin to be counted
+when most rows are made.
 
-Where PyTorch is installed, or DTRANS_TORCH names an interpreter that has it, the same job behind its RPC takes turns
-with ours (`torch_tables.py`).
+Where PyTorch is installed, or DTRANS_TORCH names an interpreter that has it, the same job behind
+its RPC takes turns with ours (`torch_tables.py`).
 """
 
 from __future__ import annotations
@@ -35,11 +37,15 @@ def job(shape: Shape) -> Iterator[Steps]:
     script = str(Path(__file__).with_name("tables.py"))
     endpoints = free_endpoints(2)
     every = ",".join(endpoints)
-    start = lambda *arguments, **pipes: subprocess.Popen([sys.executable, script, *arguments], **pipes)
+    start = lambda *arguments, **pipes: subprocess.Popen(
+        [sys.executable, script, *arguments], **pipes
+    )
     processes = [start("pserver", str(shape), ep, every) for ep in endpoints]
     other = None
     if shape.trainers == 2:
-        other = start("trainer", str(shape), every, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        other = start(
+            "trainer", str(shape), every, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         processes.append(other)
     try:
         with dtrans.Executor(deadline=200) as exe:
@@ -66,12 +72,16 @@ def job(shape: Shape) -> Iterator[Steps]:
 @contextlib.contextmanager
 def torch_job(shape: Shape) -> Iterator[dict[str, Steps]]:
     """Steps of the same job with PyTorch; nothing where that is not installed."""
-    if subprocess.run([TORCH, "-c", "import torch"], stderr=subprocess.DEVNULL, check=False).returncode:
+    if subprocess.run(
+        [TORCH, "-c", "import torch"], stderr=subprocess.DEVNULL, check=False
+    ).returncode:
         yield {}
         return
     script = str(Path(__file__).with_name("torch_tables.py"))
     port = free_endpoints(1)[0].rpartition(":")[2]
-    start = lambda what, rank, **pipes: subprocess.Popen([TORCH, script, what, str(rank), port, str(shape)], **pipes)
+    start = lambda what, rank, **pipes: subprocess.Popen(
+        [TORCH, script, what, str(rank), port, str(shape)], **pipes
+    )
     servers = [start("pserver", rank) for rank in range(2)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     trainers = [start("trainer", rank, **pipes) for rank in range(shape.trainers)]
@@ -98,7 +108,10 @@ def beside(steps: Steps, others: Sequence[Steps]) -> list[tuple[float, float, fl
         fn(WARM)
     times = [[fn(STEPS) for fn in (steps, *others)] for _ in range(WINDOWS)]
     rate = lambda i: STEPS / statistics.median(t[i] for t in times)
-    return [(statistics.median(t[i] / t[0] for t in times), rate(0), rate(i)) for i in range(1, 1 + len(others))]
+    return [
+        (statistics.median(t[i] / t[0] for t in times), rate(0), rate(i))
+        for i in range(1, 1 + len(others))
+    ]
 
 
 def load() -> str:
@@ -112,7 +125,11 @@ def test_steps(benchmark, report: Callable[..., None], sparse: bool) -> None:
         peers |= {"dense step": dense_steps(shape), "rows alone": row_steps(shape)}
         for what, found in zip(peers, beside(steps, [*peers.values()]), strict=True):
             benchmark.extra_info[f"of the {what}"] = found[0]
-            report(f"{'table' if sparse else 'dense'} 100k x 64, 2 x 512 ids: steps/s / {what}, {load()}", *found)
+            report(
+                f"{'table' if sparse else 'dense'} 100k x 64, 2 x 512 ids: steps/s / {what}, "
+                f"{load()}",
+                *found,
+            )
         benchmark.pedantic(lambda: steps(STEPS), rounds=1)
 
 
@@ -133,7 +150,9 @@ def test_rows_a_second(benchmark, report: Callable[..., None], drawn: str) -> No
     shape = Shape(1_000_000, 64, 4096, drawn, trainers=1)
     with job(shape) as steps, torch_job(shape) as peers:
         peers |= {"`take` and update here": row_steps(shape)}
-        for what, (share, ours, theirs) in zip(peers, beside(steps, [*peers.values()]), strict=True):
+        for what, (share, ours, theirs) in zip(
+            peers, beside(steps, [*peers.values()]), strict=True
+        ):
             benchmark.extra_info[f"of {what}"] = share
             name = f"1M x 64, {drawn}: rows/s over endpoints / {what}, {load()}"
             report(name, share, ours * shape.ids, theirs * shape.ids)
@@ -142,14 +161,18 @@ def test_rows_a_second(benchmark, report: Callable[..., None], drawn: str) -> No
 
 @contextlib.contextmanager
 def linked_job(shape: Shape, delay: float, folder: Path) -> Iterator[tuple[Steps, Steps]]:
-    """Steps of a sole trainer that every byte reaches after so many seconds: with rows asked for ahead, and without."""
+    """Steps of a sole trainer that every byte reaches after so many seconds: with rows asked for
+    ahead, and without."""
     files = {n: str(Path(__file__).with_name(f"{n}.py")) for n in ("tables", "delayed_link")}
     here, there = (",".join(free_endpoints(2)) for _ in range(2))
-    # where the path of a Unix socket is too long there is none, and roles of one host stay with their connection
+    # where the path of a Unix socket is too long there is none, and roles of one host stay with
+    # their connection
     folder = folder / ("long" * 25)
     folder.mkdir()
     env = {**os.environ, "TMPDIR": str(folder)}
-    start = lambda name, *arguments: subprocess.Popen([sys.executable, files[name], *arguments], env=env)
+    start = lambda name, *arguments: subprocess.Popen(
+        [sys.executable, files[name], *arguments], env=env
+    )
     servers = [start("tables", "pserver", str(shape), ep, there) for ep in there.split(",")]
     link = start("delayed_link", str(delay), here, there)
     try:
@@ -164,14 +187,17 @@ def linked_job(shape: Shape, delay: float, folder: Path) -> Iterator[tuple[Steps
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.002, 0.01], ids="{} s".format)
-def test_rows_asked_for_ahead(benchmark, report: Callable[..., None], tmp_path: Path, delay: float) -> None:
+def test_rows_asked_for_ahead(
+    benchmark, report: Callable[..., None], tmp_path: Path, delay: float
+) -> None:
     """A step that waits for its rows makes two ways there and back, the other one."""
     with linked_job(Shape(100_000, 64, 512, trainers=1), delay, tmp_path) as (ahead, waiting):
         ((share, ours, theirs),) = beside(ahead, [waiting])
         benchmark.pedantic(lambda: ahead(STEPS), rounds=1)
     benchmark.extra_info["of steps that wait"] = share
     report(
-        f"100k x 64, 512 ids, {2 * delay:g} s there and back: steps/s asking ahead / waiting, {load()}",
+        f"100k x 64, 512 ids, {2 * delay:g} s there and back: steps/s asking ahead / waiting, "
+        f"{load()}",
         share,
         ours,
         theirs,
@@ -180,10 +206,14 @@ def test_rows_asked_for_ahead(benchmark, report: Callable[..., None], tmp_path: 
 
 @pytest.mark.parametrize("rows", [100_000, 1_000_000, 10_000_000])
 def test_a_trainer_has_no_table(benchmark, rows: int) -> None:
-    """The memory of a trainer, less that after import; and steps a second, which do not depend on the table's rows."""
+    """The memory of a trainer, less that after import; and steps a second, which do not depend on
+    the table's rows."""
     with job(Shape(rows, 16, 512)) as steps:
         steps(STEPS)
         took = statistics.median(steps(STEPS) for _ in range(WINDOWS))
         benchmark.pedantic(lambda: steps(STEPS), rounds=1)
         benchmark.extra_info["MB after import"] = steps.held
-    print(f"\n{rows:,} x 16: {STEPS / took:.1f} steps/s, a trainer has {steps.held:.0f} MB after import; {load()}")
+    print(
+        f"\n{rows:,} x 16: {STEPS / took:.1f} steps/s, a trainer has {steps.held:.0f} MB after "
+        f"import; {load()}"
+    )

@@ -1,7 +1,7 @@
 """The cost of an observer that asks a job's servers for their status ten times a second.
 
-A window of steps with it stands between two in which it is silent; the ratio of these two is the noise. It runs on the
-same machine: its own work is a part of the ratio.
+A window of steps with it stands between two in which it is silent; the ratio of these two is the
+noise. It runs on the same machine: its own work is a part of the ratio.
 """
 
 from __future__ import annotations
@@ -55,7 +55,12 @@ def test_steps_while_somebody_watches(benchmark, report):
     among = f"{polls:.0f} polls a window, half of windows {spread(shares)}, {load}"
     report(f"sync: steps/s watched / not ({among})", share, STEPS / seen, STEPS / after)
     among = f"half of windows {spread(noises)}, {load}"
-    report(f"sync: steps/s not watched / the same again ({among})", noise, STEPS / after, STEPS / before)
+    report(
+        f"sync: steps/s not watched / the same again ({among})",
+        noise,
+        STEPS / after,
+        STEPS / before,
+    )
 
 
 def spread(ratios: Sequence[float]) -> str:

@@ -24,7 +24,11 @@ def deep(leaves: int):
 
 def transform(main: dtrans.Program, startup: dtrans.Program):
     plan = dtrans.pserver(
-        main, startup, pservers=PSERVERS, trainers=2, placement=dtrans.BlockPlacement(min_block_size=64)
+        main,
+        startup,
+        pservers=PSERVERS,
+        trainers=2,
+        placement=dtrans.BlockPlacement(min_block_size=64),
     )
     return [len(p.jaxpr.jaxpr.eqns) for p in (plan.trainer, plan.trainer_startup)]
 
@@ -48,8 +52,14 @@ def test_transform_over_trace(benchmark, ratio, leaves):
     main, startup = programs(step, init, batch)
 
     def compare():
-        # Python's collector strikes either side at random, for as long as a small transform takes: many pairs
+        # Python's collector strikes either side at random, for as long as a small transform takes:
+        # many pairs
         pairs = max(5, 2000 // leaves)
-        return ratio(f"transform / trace, {leaves} leaves", lambda: transform(main, startup), trace, min(pairs, 25))
+        return ratio(
+            f"transform / trace, {leaves} leaves",
+            lambda: transform(main, startup),
+            trace,
+            min(pairs, 25),
+        )
 
     benchmark.extra_info["ratio"] = benchmark.pedantic(compare, rounds=1)

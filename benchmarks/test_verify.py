@@ -1,7 +1,8 @@
-"""Cost of `plan.verify()`: a loop over 8 transformer blocks with Adam, at 40,000 and 400,000 parameters.
+"""Cost of `plan.verify()`: a loop over 8 transformer blocks with Adam, at 40,000 and 400,000
+parameters.
 
-The table has seconds of one verification, without the trace of the step and the plan itself. It should take 5 s and
-20 s on two cores.
+The table has seconds of one verification, without the trace of the step and the plan itself. It
+should take 5 s and 20 s on two cores.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ STRATEGIES: dict[str, Callable[..., Any]] = {
     "nccl2": lambda *of: dtrans.nccl2(*of, trainers=2),
     "stage 1": lambda *of: dtrans.sharding(*of, degree=2, stage=1),
     "stage 3": lambda *of: dtrans.sharding(*of, degree=2, stage=3),
-    "pserver": lambda *of: dtrans.pserver(*of, pservers="127.0.0.1:6174,127.0.0.1:6175", trainers=2),
+    "pserver": lambda *of: dtrans.pserver(
+        *of, pservers="127.0.0.1:6174,127.0.0.1:6175", trainers=2
+    ),
     "pipeline": lambda *of: dtrans.pipeline(*of, num_stages=2, num_micro_batch=2),
 }
 

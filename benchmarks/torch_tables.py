@@ -1,12 +1,13 @@
-"""The job of `tables.py` as people write it with PyTorch: rows on two servers behind its RPC, with sparse gradients.
+"""The job of `tables.py` as people write it with PyTorch: rows on two servers behind its RPC, with
+sparse gradients.
 
     python torch_tables.py pserver RANK PORT SHAPE    serves its half of the rows
     python torch_tables.py trainer RANK PORT SHAPE    for each number on its input, as many steps; then their seconds
 
-A step is two calls of each server: for the rows, and with their gradients; the second returns when all trainers' have
-come and the update is made (`rpc.functions.async_execution`, as in PyTorch's tutorial on batched RPC). Servers have
-`EmbeddingBag(sparse=True)`, and Adagrad, which takes sparse gradients. RPC takes shared memory between processes of one
-host.
+A step is two calls of each server: for the rows, and with their gradients; the second returns when
+all trainers' have come and the update is made (`rpc.functions.async_execution`, as in PyTorch's
+tutorial on batched RPC). Servers have `EmbeddingBag(sparse=True)`, and Adagrad, which takes sparse
+gradients. RPC takes shared memory between processes of one host.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ class Server:
         self.emb.weight.data.normal_(0, 0.01)
         self.w = torch.nn.Parameter(torch.ones(width)) if rank == 0 else None
         params = [self.emb.weight, *([] if self.w is None else [self.w])]
-        self.updates = [torch.optim.Adagrad([x], lr=LEARNING_RATE, initial_accumulator_value=0.1) for x in params]
+        self.updates = [
+            torch.optim.Adagrad([x], lr=LEARNING_RATE, initial_accumulator_value=0.1)
+            for x in params
+        ]
         self.lock, self.made, self.arrived = threading.Lock(), torch.futures.Future(), list[Any]()
 
     @staticmethod
@@ -63,7 +67,9 @@ class Server:
         """Make the step of what has arrived."""
         arrived, self.arrived = self.arrived, []
         ids, rows = (torch.cat([x[i] for x in arrived]) for i in range(2))
-        self.emb.weight.grad = torch.sparse_coo_tensor(ids[None], rows / self.trainers, self.emb.weight.shape)
+        self.emb.weight.grad = torch.sparse_coo_tensor(
+            ids[None], rows / self.trainers, self.emb.weight.shape
+        )
         if self.w is not None:
             self.w.grad = sum(x[2] for x in arrived) / self.trainers
         for update in self.updates:
@@ -83,7 +89,9 @@ class Trainer:
         if self.drawn == "uniform":
             return self.rng.integers(0, self.rows, self.ids)
         most = (self.rows + 1.0) ** (1 - EXPONENT)
-        rank = ((1 - self.rng.random(self.ids) * (1 - most)) ** (1 / (1 - EXPONENT))).astype(np.int64) - 1
+        rank = ((1 - self.rng.random(self.ids) * (1 - most)) ** (1 / (1 - EXPONENT))).astype(
+            np.int64
+        ) - 1
         return np.minimum(rank, self.rows - 1) * STRIDE % self.rows
 
     def step(self) -> None:
@@ -92,8 +100,13 @@ class Trainer:
         cut = int(np.searchsorted(uniq, self.half))
         parts = [torch.from_numpy(uniq[:cut].copy()), torch.from_numpy(uniq[cut:] - self.half)]
         coming = [rpc.rpc_async(f"pserver{i}", Server.rows, args=(x,)) for i, x in enumerate(parts)]
-        rows, w = torch.cat([x.wait() for x in coming]).requires_grad_(), self.w.detach().requires_grad_()
-        loss = ((torch.nn.functional.embedding(torch.from_numpy(at), rows) @ w - self.y) ** 2).mean()
+        rows, w = (
+            torch.cat([x.wait() for x in coming]).requires_grad_(),
+            self.w.detach().requires_grad_(),
+        )
+        loss = (
+            (torch.nn.functional.embedding(torch.from_numpy(at), rows) @ w - self.y) ** 2
+        ).mean()
         loss.backward()
         sent = zip(parts, (rows.grad[:cut], rows.grad[cut:]), (w.grad, None), strict=True)
         made = [rpc.rpc_async(f"pserver{i}", Server.push, args=x) for i, x in enumerate(sent)]
@@ -108,12 +121,19 @@ def main() -> None:
     torch.set_num_threads(1)
     serves, half = what == "pserver", -(-int(rows) // SERVERS)
     if serves:
-        Server.here = Server(rank, half if rank == 0 else int(rows) - half, int(width), int(trainers))
+        Server.here = Server(
+            rank, half if rank == 0 else int(rows) - half, int(width), int(trainers)
+        )
     options = rpc.TensorPipeRpcBackendOptions(
         num_worker_threads=4, rpc_timeout=200, init_method=f"tcp://127.0.0.1:{port}"
     )
     number = rank if serves else SERVERS + rank
-    rpc.init_rpc(f"{what}{rank}", rank=number, world_size=SERVERS + int(trainers), rpc_backend_options=options)
+    rpc.init_rpc(
+        f"{what}{rank}",
+        rank=number,
+        world_size=SERVERS + int(trainers),
+        rpc_backend_options=options,
+    )
     if not serves:
         trainer = Trainer(rank, int(rows), int(width), int(ids), drawn)
         for line in sys.stdin:

@@ -1,10 +1,12 @@
-"""The job of `test_processes.py`: two trainers and two pservers, of which this file is three processes.
+"""The job of `test_processes.py`: two trainers and two pservers, of which this file is three
+processes.
 
     python two_by_two.py pserver MODE ENDPOINT ALL,ENDPOINTS    serves
     python two_by_two.py trainer MODE ALL,ENDPOINTS             trainer 1: for each number on its input, as many steps;
                                                                 then the seconds that they took
 
-The model is that on which Paddle's parameter servers were measured: an MLP 784-256-10 with SGD, 32 rows a trainer.
+The model is that on which Paddle's parameter servers were measured: an MLP 784-256-10 with SGD, 32
+rows a trainer.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ MODES: dict[str, Any] = {
 def loss(params: Any, x: jax.Array, label: jax.Array) -> jax.Array:
     """The cross entropy of an MLP."""
     hidden = jax.nn.relu(x @ params["w1"] + params["b1"])
-    return optax.softmax_cross_entropy_with_integer_labels(hidden @ params["w2"] + params["b2"], label).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(
+        hidden @ params["w2"] + params["b2"], label
+    ).mean()
 
 
 def init(key: jax.Array) -> Any:

@@ -1,10 +1,12 @@
-"""What the code itself says of its architecture: which folder imports which, and the way of a value through the files.
+"""What the code itself says of its architecture: which folder imports which, and the way of a value
+through the files.
 
     python docs/architecture.py docs     writes docs/architecture.md and its drawing anew (`make architecture`)
 
-Arrows are imports of any kind, lazy and type-checking ones too. A walk is recorded by a profiler hook while a plan is
-made and takes a step: each function that is entered from another file, the first time that the value goes through it.
-The value is known by its name, and by a size that nothing else has.
+Arrows are imports of any kind, lazy and type-checking ones too. A walk is recorded by a profiler
+hook while a plan is made and takes a step: each function that is entered from another file, the
+first time that the value goes through it. The value is known by its name, and by a size that
+nothing else has.
 """
 
 from __future__ import annotations
@@ -61,7 +63,8 @@ RUN_LAYERS = (
 
 
 def modules() -> dict[str, Path]:
-    """Every module of the package, by its dotted name without `dtrans.`; that of the package itself is empty."""
+    """Every module of the package, by its dotted name without `dtrans.`; that of the package itself
+    is empty."""
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE).with_suffix("").parts
@@ -71,7 +74,8 @@ def modules() -> dict[str, Path]:
 
 @functools.cache
 def nodes(path: Path) -> list[ast.AST]:
-    """Return the nodes of a file that may import: a parse takes most of the time of what asks for imports."""
+    """Return the nodes of a file that may import: a parse takes most of the time of what asks for
+    imports."""
     kinds = ast.ImportFrom | ast.Import | ast.Call
     return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds)]
 
@@ -79,13 +83,19 @@ def nodes(path: Path) -> list[ast.AST]:
 def imports(path: Path, known: Mapping[str, Path]) -> Iterator[str]:
     """The modules of the package that a file imports, wherever in it the import stands."""
     for node in nodes(path):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "dtrans":
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.module
+            and node.module.split(".")[0] == "dtrans"
+        ):
             base = node.module.removeprefix("dtrans").lstrip(".")
             for name in node.names:
                 inner = f"{base}.{name.name}".lstrip(".")
                 yield inner if inner in known else base
         elif isinstance(node, ast.Import):
-            yield from (a.name.removeprefix("dtrans.") for a in node.names if a.name.startswith("dtrans."))
+            yield from (
+                a.name.removeprefix("dtrans.") for a in node.names if a.name.startswith("dtrans.")
+            )
         elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "import_module":
             for a in node.args[:1]:
                 if isinstance(a, ast.Constant) and str(a.value).startswith("dtrans."):
@@ -95,7 +105,9 @@ def imports(path: Path, known: Mapping[str, Path]) -> Iterator[str]:
 def arrows() -> dict[str, set[str]]:
     """Module to the modules that it imports."""
     known = modules()
-    return {m: {t for t in imports(path, known) if t != m and t in known} for m, path in known.items()}
+    return {
+        m: {t for t in imports(path, known) if t != m and t in known} for m, path in known.items()
+    }
 
 
 def rank(module: str) -> tuple[int, int]:
@@ -103,7 +115,9 @@ def rank(module: str) -> tuple[int, int]:
     first, _, rest = module.partition(".")
     outer = next(i for i, layer in enumerate(LAYERS) if first in layer)
     inner = rest.split(".")[0]
-    return outer, next((i for i, layer in enumerate(RUN_LAYERS) if first == "run" and inner in layer), -1)
+    return outer, next(
+        (i for i, layer in enumerate(RUN_LAYERS) if first == "run" and inner in layer), -1
+    )
 
 
 def climbs() -> list[str]:
@@ -133,7 +147,9 @@ def between_folders(inside: str = "") -> list[tuple[str, str]]:
     for module, targets in arrows().items():
         for target in targets:
             names = module.split("."), target.split(".")
-            deep = min(map(len, names)) > depth and all(n[:depth] == [inside][:depth] for n in names)
+            deep = min(map(len, names)) > depth and all(
+                n[:depth] == [inside][:depth] for n in names
+            )
             if module and target and deep and (module, target) != ("plan", "run.realisers"):
                 found.add((names[0][depth], names[1][depth]))
     return sorted(pair for pair in found if pair[0] != pair[1])
@@ -174,7 +190,9 @@ def drawn(edges: Sequence[tuple[str, str]], width: int) -> tuple[list[str], int]
         return max((height(b) + 1 for b in below[box]), default=0)
 
     level = {box: height(box) for box in below}
-    rows: list[list[str]] = [sorted(b for b in below if level[b] == i) for i in range(max(level.values()) + 1)]
+    rows: list[list[str]] = [
+        sorted(b for b in below if level[b] == i) for i in range(max(level.values()) + 1)
+    ]
     ways: list[list[str]] = []
     for a, b in edges:
         bends = [f"{a}>{b}@{i}" for i in range(level[a] - 1, level[b], -1)]
@@ -203,16 +221,22 @@ def drawn(edges: Sequence[tuple[str, str]], width: int) -> tuple[list[str], int]
         y = top[level[a]] + HIGH
         for n in way[1:]:
             to = top[level[a] - way.index(n)]
-            path += f" C{x[way[way.index(n) - 1]]:.0f} {y + 18} {x[n]:.0f} {to - 18} {x[n]:.0f} {to}"
+            path += (
+                f" C{x[way[way.index(n) - 1]]:.0f} {y + 18} {x[n]:.0f} {to - 18} {x[n]:.0f} {to}"
+            )
             y = to
             if n != b:
                 y = to + HIGH
                 path += f" L{x[n]:.0f} {y}"
-        lines.append(f'<path d="{path}" fill="none" stroke="#57606a" stroke-width="1.3" marker-end="url(#a)"/>')
+        lines.append(
+            f'<path d="{path}" fill="none" stroke="#57606a" stroke-width="1.3" '
+            'marker-end="url(#a)"/>'
+        )
     for box in sorted(below):
         left, y = x[box] - WIDE / 2, top[level[box]]
         lines.append(
-            f'<rect x="{left:.0f}" y="{y}" width="{WIDE}" height="{HIGH}" rx="6" fill="#ddf4ff" stroke="#1f6feb"/>'
+            f'<rect x="{left:.0f}" y="{y}" width="{WIDE}" height="{HIGH}" rx="6" fill="#ddf4ff" '
+            'stroke="#1f6feb"/>'
         )
         lines.append(f'<text x="{x[box]:.0f}" y="{y + 25}" text-anchor="middle">{box}</text>')
     return lines, len(rows) * STEP - STEP + HIGH + 20
@@ -227,12 +251,14 @@ def drawing() -> str:
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {high}" '
             'font-family="Menlo, Consolas, monospace" font-size="13" fill="#24292f">',
-            '<defs><marker id="a" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
+            '<defs><marker id="a" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" '
+            'markerHeight="7" '
             'orient="auto"><path d="M0 0L8 4L0 8z" fill="#57606a"/></marker></defs>',
             f'<rect width="{width}" height="{high}" fill="#ffffff"/>',
             *outer,
             f'<g transform="translate(810 {high - inside - 20})">',
-            f'<rect x="-4" y="-24" width="408" height="{inside + 34}" rx="8" fill="#f6f8fa" stroke="#8c959f"/>',
+            f'<rect x="-4" y="-24" width="408" height="{inside + 34}" rx="8" fill="#f6f8fa" '
+            'stroke="#8c959f"/>',
             '<text x="10" y="-4" font-weight="bold">inside run</text>',
             *inner,
             "</g>",
@@ -288,7 +314,9 @@ def folders() -> str:
         for name in (n for layer in reversed(layers) for n in layer):
             full = f"{inside}.{name}".strip(".")
             targets = ", ".join(b for a, b in pairs if a == name)
-            path = f"{full.replace('.', '/')}" + ("" if known[full].name == full.split(".")[-1] + ".py" else "/")
+            path = f"{full.replace('.', '/')}" + (
+                "" if known[full].name == full.split(".")[-1] + ".py" else "/"
+            )
             rows.append(f"| `{path}` | {first_line(full, known)} | {targets or 'none'} |")
     return "\n".join(rows)
 

@@ -1,9 +1,11 @@
-"""The way of a value through the files of dtrans, recorded by a profiler hook while a plan is made and takes a step.
+"""The way of a value through the files of dtrans, recorded by a profiler hook while a plan is made
+and takes a step.
 
-A station is a function that is entered from another file with the value, or with something that has it one level down:
-an element of a container, an operand of an equation. It counts the first time. The value is known by its name, or by a
-size that nothing else in the step has. `_jax`, `errors`, `ir` and `ops` are no stations: they are the language that the
-others speak, and every file speaks it all the time.
+A station is a function that is entered from another file with the value, or with something that has
+it one level down: an element of a container, an operand of an equation. It counts the first time.
+The value is known by its name, or by a size that nothing else in the step has. `_jax`, `errors`,
+`ir` and `ops` are no stations: they are the language that the others speak, and every file speaks
+it all the time.
 """
 
 from __future__ import annotations
@@ -73,7 +75,9 @@ class Walk:
             code = frame.f_code
             if event != "call" or code in seen or code.co_name.startswith("<") or not _ours(frame):
                 return
-            if not any(self._has(frame.f_locals.get(v), 1) for v in code.co_varnames[: _arguments(code)]):
+            if not any(
+                self._has(frame.f_locals.get(v), 1) for v in code.co_varnames[: _arguments(code)]
+            ):
                 return
             before = frame.f_back
             while before is not None and not _ours(before):
@@ -104,7 +108,9 @@ class Walk:
         if depth and isinstance(v, (tuple, list)):
             return any(self._has(a, depth - 1) for a in v)
         if depth and isinstance(v, dict):
-            return any(self._has(a, 0) for a in v) or any(self._has(a, depth - 1) for a in v.values())
+            return any(self._has(a, 0) for a in v) or any(
+                self._has(a, depth - 1) for a in v.values()
+            )
         return False
 
 
@@ -139,7 +145,10 @@ def _programs() -> tuple[dtrans.Program, dtrans.Program]:
 
     def init(key: jax.Array) -> tuple[Any, Any]:
         one, two = jax.random.split(key)
-        params = {"w1": jax.random.normal(one, (WIDTH, HIDDEN)), "w2": jax.random.normal(two, (HIDDEN, 2))}
+        params = {
+            "w1": jax.random.normal(one, (WIDTH, HIDDEN)),
+            "w2": jax.random.normal(two, (HIDDEN, 2)),
+        }
         return params, tx.init(params)
 
     step = dtrans.make_train_step(loss, tx)
@@ -154,7 +163,12 @@ def _stepped(plan: Any) -> object:
 def _pserver() -> object:
     pservers = "127.0.0.1:1,127.0.0.1:2"
     return _stepped(
-        dtrans.pserver(*_programs(), pservers=pservers, trainers=2, placement=dtrans.BlockPlacement(min_block_size=16))
+        dtrans.pserver(
+            *_programs(),
+            pservers=pservers,
+            trainers=2,
+            placement=dtrans.BlockPlacement(min_block_size=16),
+        )
     )
 
 
@@ -169,7 +183,11 @@ WALKS = (
     Walk(
         "A parameter of which each rank has a slice",
         "`dtrans.sharding(stage=3)` with two ranks, `params/w1`",
-        lambda: _stepped(dtrans.sharding(*_programs(), stage=3, degree=2, slices=dtrans.Slicing(min_slice_size=0))),
+        lambda: _stepped(
+            dtrans.sharding(
+                *_programs(), stage=3, degree=2, slices=dtrans.Slicing(min_slice_size=0)
+            )
+        ),
         "params/w1",
         HIDDEN,
     ),

@@ -2,8 +2,9 @@
 
     step (one jaxpr)  --transform-->  a plan: one jaxpr per role  --realise-->  a running job
 
-Trace a step (`trace`), plan it (`pserver`, `nccl2`, `sharding`, `pipeline`, or `DistributeTranspiler` as Paddle wrote
-it), run it in this process (`plan.on_mesh()`) or as processes (`Executor`, `plan.on_cluster()`, `dtrans launch`).
+Trace a step (`trace`), plan it (`pserver`, `nccl2`, `sharding`, `pipeline`, or
+`DistributeTranspiler` as Paddle wrote it), run it in this process (`plan.on_mesh()`) or as
+processes (`Executor`, `plan.on_cluster()`, `dtrans launch`).
 """
 
 from dtrans import checkpoint, epl, errors, nn, optimizers, paddle
@@ -16,8 +17,22 @@ from dtrans.ir.program import Op, Program
 from dtrans.ops import CommunicatorConfig
 from dtrans.paddle.config import DistributeTranspilerConfig
 from dtrans.paddle.transpiler import DistributeTranspiler, GeoSgdTranspiler
-from dtrans.parameter_server.dispatch import HashName, PSDispatcher, RoundRobin, SizeBalanced, VarBlock, slice_variable
-from dtrans.parameter_server.options import Async, BlockPlacement, DelayCompensation, Geo, HalfAsync, Sync
+from dtrans.parameter_server.dispatch import (
+    HashName,
+    PSDispatcher,
+    RoundRobin,
+    SizeBalanced,
+    VarBlock,
+    slice_variable,
+)
+from dtrans.parameter_server.options import (
+    Async,
+    BlockPlacement,
+    DelayCompensation,
+    Geo,
+    HalfAsync,
+    Sync,
+)
 from dtrans.parameter_server.overview import VarDistributed, VarsDistributed
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.parameter_server.tables.options import Rows

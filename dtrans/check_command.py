@@ -57,12 +57,14 @@ def _report(name: str, found: Any, seed: int) -> Report:
         return made.verify(seed=seed)
     if not (isinstance(made, tuple) and len(made) == 3 and callable(made[0]) and callable(made[1])):
         raise ConfigError(
-            f"{name} gives a {type(made).__name__}; let it return a plan, or (distributed_step, step, args)"
+            f"{name} gives a {type(made).__name__}; let it return a plan, or (distributed_step, "
+            "step, args)"
         )
     distributed_step, step, args = made
     if not isinstance(args, (tuple, list)):
         raise ConfigError(
-            f"{name} gives args of type {type(args).__name__}; let args be a tuple with the arguments of both steps"
+            f"{name} gives args of type {type(args).__name__}; let args be a tuple with the "
+            "arguments of both steps"
         )
     return verify(distributed_step, step, *args, seed=seed)
 
@@ -70,7 +72,11 @@ def _report(name: str, found: Any, seed: int) -> Report:
 def show(report: Report, *, as_json: bool) -> None:
     """Print a report: as text with its verdict in colour, or as JSON."""
     if as_json:
-        print(json.dumps({"equal": report.equal, "complete": report.complete, **dataclasses.asdict(report)}))
+        print(
+            json.dumps(
+                {"equal": report.equal, "complete": report.complete, **dataclasses.asdict(report)}
+            )
+        )
         return
     text = Text(str(report))
     verdict = "green" if report else "yellow" if report.equal else "red"
@@ -79,7 +85,8 @@ def show(report: Report, *, as_json: bool) -> None:
 
 
 def exit_code(report: Report) -> int:
-    """Return 0 if the step is computed, 1 if an output differs, 2 if not everything was compared."""
+    """Return 0 if the step is computed, 1 if an output differs, 2 if not everything was
+    compared."""
     if not report.equal:
         return DIFFERS
     return EQUAL if report.complete else INCOMPLETE

@@ -1,7 +1,8 @@
 """Small checks of options, and records of options.
 
-A check names the option, says what it must be and what it is. Records (frozen dataclasses, one for each concern) check
-themselves when they are made; what several options say together is checked by the strategy that takes them.
+A check names the option, says what it must be and what it is. Records (frozen dataclasses, one for
+each concern) check themselves when they are made; what several options say together is checked by
+the strategy that takes them.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ def check_int(
     name: str, given: Any, what: str = "a positive number", *, least: float = 1, most: float = float("inf"),
     or_none: bool = False,
 ) -> None:  # fmt: skip
-    """Raise ConfigError unless an option is an integer from `least` to `most`, or None where it may be."""
+    """Raise ConfigError unless an option is an integer from `least` to `most`, or None where it may
+    be."""
     if not (is_int(given) and least <= given <= most) and not (or_none and given is None):
         _refuse(name, f"{what}, or None" if or_none else what, given)
 
 
-def check_number(name: str, given: Any, what: str, fits: Callable[[float], bool], *, or_none: bool = False) -> None:
+def check_number(
+    name: str, given: Any, what: str, fits: Callable[[float], bool], *, or_none: bool = False
+) -> None:
     """Raise ConfigError unless an option is a number that fits, or None where it may be."""
     if not (is_number(given) and fits(given)) and not (or_none and given is None):
         _refuse(name, f"{what}, or None" if or_none else what, given)
@@ -61,7 +65,8 @@ def check_name(name: str, given: Any, what: str) -> None:
 
 
 def check_together(options: Mapping[str, bool], why: str, beside: str) -> None:
-    """Raise ConfigError for the first of these options that is asked for; none goes with the one that it is beside."""
+    """Raise ConfigError for the first of these options that is asked for; none goes with the one
+    that it is beside."""
     for other, asked in options.items():
         if asked:
             raise ConfigError(f"{beside} and {other}: {why}")
@@ -85,7 +90,11 @@ def did_you_mean(name: Any, known: Iterable[str], otherwise: str) -> str:
 
 
 def check_known(
-    who: str, given: Mapping[str, Any], known: Iterable[str], records: Mapping[str, Any], renamed: Mapping[str, str]
+    who: str,
+    given: Mapping[str, Any],
+    known: Iterable[str],
+    records: Mapping[str, Any],
+    renamed: Mapping[str, str],
 ) -> None:
     """Raise ConfigError for options that an interface over a strategy does not have.
 
@@ -95,16 +104,25 @@ def check_known(
       records: as for `grouped`.
       renamed: options of the strategy that have other names in the interface.
     """
-    fields = {name: [f.name for f in dataclasses.fields(record)] for name, record in records.items()}
+    fields = {
+        name: [f.name for f in dataclasses.fields(record)] for name, record in records.items()
+    }
     known = [*known, *records, *(name for names in fields.values() for name in names)]
     for name, value in given.items():
         if name in renamed:
             raise ConfigError(f"{name} is {renamed[name]} in {who}")
-        theirs = [renamed[n] for n in fields.get(name, ()) if n in renamed and not isinstance(value, str)]
+        theirs = [
+            renamed[n] for n in fields.get(name, ()) if n in renamed and not isinstance(value, str)
+        ]
         if theirs:
-            raise ConfigError(f"{name}={value!r}: {who} says {', '.join(theirs)} by its names; give others one by one")
+            raise ConfigError(
+                f"{name}={value!r}: {who} says {', '.join(theirs)} by its names; give others one "
+                "by one"
+            )
         if name not in known:
-            raise ConfigError(f"{name} is no option of {who}; {did_you_mean(name, known, 'its options are')}")
+            raise ConfigError(
+                f"{name} is no option of {who}; {did_you_mean(name, known, 'its options are')}"
+            )
 
 
 def grouped(options: Mapping[str, Any], records: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,18 +131,26 @@ def grouped(options: Mapping[str, Any], records: Mapping[str, Any]) -> dict[str,
     An interface with a flat list of options becomes that of a strategy so.
 
     Args:
-      records: the names of arguments that are records, each with its default. One that is given is the record whose
-        fields are replaced.
+      records: the names of arguments that are records, each with its default. One that is given is
+        the record whose fields are replaced.
     """
     found = dict(options)
     for argument, default in records.items():
         names = [f.name for f in dataclasses.fields(default) if f.name in options]
         if names:
             given = found.get(argument)
-            base = default if given is None else type(default)(given) if isinstance(given, str) else given
+            base = (
+                default
+                if given is None
+                else type(default)(given)
+                if isinstance(given, str)
+                else given
+            )
             found[argument] = dataclasses.replace(base, **{n: found.pop(n) for n in names})
     return found
 
 
 def _refuse(name: str, what: str, given: Any, mark: str = "") -> NoReturn:
-    raise ConfigError(f"{name} must be {what}{mark or (';' if ',' in what else ',')} it is {given!r}")
+    raise ConfigError(
+        f"{name} must be {what}{mark or (';' if ',' in what else ',')} it is {given!r}"
+    )

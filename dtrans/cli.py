@@ -1,7 +1,7 @@
 """The command line: `dtrans launch`, `dtrans roles`, `dtrans status`, `dtrans check` and others.
 
-Errors of the package come out as one message without a traceback and exit code 1, usage errors with 2, and a
-failed role with that role's own exit code. `dtrans check` has exit codes of its own.
+Errors of the package come out as one message without a traceback and exit code 1, usage errors with
+2, and a failed role with that role's own exit code. `dtrans check` has exit codes of its own.
 """
 
 from __future__ import annotations
@@ -26,9 +26,13 @@ from dtrans.errors import ConfigError, DtransError, LaunchError
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 
 Trainers = Annotated[int, typer.Option(min=1, help="How many trainers.")]
-PServers = Annotated[int | None, typer.Option(min=1, help="How many parameter servers; none in nccl2 mode.")]
+PServers = Annotated[
+    int | None, typer.Option(min=1, help="How many parameter servers; none in nccl2 mode.")
+]
 RAY, HOSTS = "On a Ray cluster", "On several hosts"
-Mode = Annotated[str, typer.Option(help="`pserver`, or `nccl2`: trainers only, also for sharding and pipelines.")]
+Mode = Annotated[
+    str, typer.Option(help="`pserver`, or `nccl2`: trainers only, also for sharding and pipelines.")
+]
 
 
 def main() -> None:
@@ -50,7 +54,9 @@ def run_command(command: Callable[[], None]) -> None:
 
 def _fail(error: DtransError) -> None:
     # markup off: messages may hold brackets, shapes for instance
-    Console(stderr=True, soft_wrap=True).print(f"dtrans: {error}", style="red", markup=False, highlight=False)
+    Console(stderr=True, soft_wrap=True).print(
+        f"dtrans: {error}", style="red", markup=False, highlight=False
+    )
 
 
 def _version(wanted: bool) -> None:
@@ -72,21 +78,35 @@ def options(
 @app.command(name="launch", context_settings={"allow_interspersed_args": False})
 def launch_command(
     context: typer.Context,
-    script: Annotated[str, typer.Argument(help="The script that every role runs.", metavar="SCRIPT")],
-    arguments: Annotated[list[str] | None, typer.Argument(help="Its arguments, verbatim.", metavar="ARGS...")] = None,
+    script: Annotated[
+        str, typer.Argument(help="The script that every role runs.", metavar="SCRIPT")
+    ],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="Its arguments, verbatim.", metavar="ARGS...")
+    ] = None,
     trainers: Trainers = 1,
     pservers: PServers = None,
     mode: Mode = "pserver",
     on_trainer_loss: Annotated[
-        str, typer.Option(help="`abort`; or `drop`: go on without a trainer that fails (nccl2 and asynchronous jobs).")
+        str,
+        typer.Option(
+            help="`abort`; or `drop`: go on without a trainer that fails (nccl2 and asynchronous "
+            "jobs)."
+        ),
     ] = "abort",
-    module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as in `python -m`.")] = False,
+    module: Annotated[
+        bool, typer.Option("--module", "-m", help="SCRIPT is a module, as in `python -m`.")
+    ] = False,
     time_limit: Annotated[
         float | None, typer.Option(min=0, help="End the job when it takes more seconds than this.")
     ] = None,
     on: Annotated[
         str | None,
-        typer.Option(help="`ray`: on the nodes of a Ray cluster.", show_default="this host", rich_help_panel=RAY),
+        typer.Option(
+            help="`ray`: on the nodes of a Ray cluster.",
+            show_default="this host",
+            rich_help_panel=RAY,
+        ),
     ] = None,
     ray_address: Annotated[
         str | None,
@@ -97,53 +117,72 @@ def launch_command(
         ),
     ] = None,
     trainers_on: Annotated[
-        str, typer.Option(help="`PACK`: on few nodes. `SPREAD`: on different ones.", rich_help_panel=RAY)
+        str,
+        typer.Option(
+            help="`PACK`: on few nodes. `SPREAD`: on different ones.", rich_help_panel=RAY
+        ),
     ] = "PACK",
     trainer_resources: Annotated[
         str, typer.Option(help="For each trainer, such as `CPU=4,GPU=1`.", rich_help_panel=RAY)
     ] = "CPU=1",
-    server_resources: Annotated[str, typer.Option(help="For each server.", rich_help_panel=RAY)] = "CPU=1",
+    server_resources: Annotated[
+        str, typer.Option(help="For each server.", rich_help_panel=RAY)
+    ] = "CPU=1",
     hosts: Annotated[
         str | None,
         typer.Option(
-            help="A file with a host on each line, or a list such as `gpu1:2,gpu2:2`: start the roles there, by ssh.",
+            help="A file with a host on each line, or a list such as `gpu1:2,gpu2:2`: start the "
+            "roles there, by ssh.",
             show_default="this host",
             rich_help_panel=HOSTS,
         ),
     ] = None,
     rsh: Annotated[
-        str, typer.Option(help="The command that reaches a host, such as `ssh -p 2222`.", rich_help_panel=HOSTS)
+        str,
+        typer.Option(
+            help="The command that reaches a host, such as `ssh -p 2222`.", rich_help_panel=HOSTS
+        ),
     ] = "ssh",
     python: Annotated[
         str | None,
-        typer.Option(help="Python of the hosts.", show_default="the path of this one", rich_help_panel=HOSTS),
+        typer.Option(
+            help="Python of the hosts.", show_default="the path of this one", rich_help_panel=HOSTS
+        ),
     ] = None,
     env: Annotated[
         list[str] | None,
         typer.Option(
-            help="A variable of this environment that roles get too, beside DTRANS_*, JAX_*, XLA_*, NCCL_* and such.",
+            help="A variable of this environment that roles get too, beside DTRANS_*, JAX_*, "
+            "XLA_*, NCCL_* and such.",
             metavar="NAME",
             rich_help_panel=HOSTS,
         ),
     ] = None,
     log_dir: Annotated[
-        Path | None, typer.Option(help="Write what roles print into files of this folder too, one for each.")
+        Path | None,
+        typer.Option(help="Write what roles print into files of this folder too, one for each."),
     ] = None,
     emit: Annotated[
         str | None,
-        typer.Option(help="Start nothing; print the job for `slurm`, `jobset`, `torchx`, or `hosts` (ssh)."),
+        typer.Option(
+            help="Start nothing; print the job for `slurm`, `jobset`, `torchx`, or `hosts` (ssh)."
+        ),
     ] = None,
     nodes: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="With --emit slurm: servers and trainers share this number of nodes, in one allocation.",
+            help="With --emit slurm: servers and trainers share this number of nodes, in one "
+            "allocation.",
             show_default="a node for each process",
         ),
     ] = None,
-    output: Annotated[Path | None, typer.Option(help="Write what --emit prints to this file.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Write what --emit prints to this file.")
+    ] = None,
 ) -> None:
-    """Start the roles of a job and wait for them: on this host, with `--hosts` on others, or with `--on ray`.
+    """Start the roles of a job and wait for them: on this host, with `--hosts` on others, or with
+    `--on ray`.
 
     With `--emit` nothing is started: the job is printed for what starts it.
 
@@ -180,10 +219,14 @@ def launch_command(
     if hosts is None:
         _refuse_options(context, HOSTS, "--hosts")
     elif on is not None:
-        raise ConfigError("--hosts and --on ray are two ways to reach other hosts; give one of them")
+        raise ConfigError(
+            "--hosts and --on ray are two ways to reach other hosts; give one of them"
+        )
     if hosts is not None:
         where = read_hosts(hosts)
-        launch_on_hosts(command, where, rsh=rsh, python=python or sys.executable, carried=env or (), **options)
+        launch_on_hosts(
+            command, where, rsh=rsh, python=python or sys.executable, carried=env or (), **options
+        )
         return
     if on is None:
         launch(command, **options)
@@ -228,7 +271,9 @@ def _emit(context: typer.Context, name: str, arguments: list[str]) -> None:
     shared: dict[str, int] = {}
     if values["nodes"] is not None:
         if name != "slurm":
-            raise ConfigError(f"--nodes is an option of --emit slurm; leave it out with --emit {name}")
+            raise ConfigError(
+                f"--nodes is an option of --emit slurm; leave it out with --emit {name}"
+            )
         shared = {"nodes": values["nodes"]}
     text = EMITTERS[name](table, **shared)
     if values["output"] is None:
@@ -250,45 +295,68 @@ def _refuse_options(context: typer.Context, panel: str, way: str) -> None:
 def status(
     endpoints: Annotated[
         list[str],
-        typer.Argument(help="Where the job answers, as `dtrans launch` prints it.", metavar="ENDPOINT..."),
+        typer.Argument(
+            help="Where the job answers, as `dtrans launch` prints it.", metavar="ENDPOINT..."
+        ),
     ],
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Ask again and again, until Ctrl-C.")] = False,
-    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two requests of --watch.")] = 1.0,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that a server may take to answer.")] = 5.0,
-    json: Annotated[bool, typer.Option("--json", help="Print a JSON document; with --watch one on each line.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="Ask again and again, until Ctrl-C.")
+    ] = False,
+    interval: Annotated[
+        float, typer.Option(min=0.1, help="Seconds between two requests of --watch.")
+    ] = 1.0,
+    timeout: Annotated[
+        float, typer.Option(min=0.1, help="Seconds that a server may take to answer.")
+    ] = 5.0,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print a JSON document; with --watch one on each line.")
+    ] = False,
     prometheus: Annotated[
         str | None,
-        typer.Option(help="Serve metrics at this port of loopback, or at HOST:PORT; each scrape asks the job."),
+        typer.Option(
+            help="Serve metrics at this port of loopback, or at HOST:PORT; each scrape asks the "
+            "job."
+        ),
     ] = None,
 ) -> None:
     """Show a running job: its servers, its trainers, and what each does.
 
-    `dtrans launch` prints where its job answers. Parameter servers answer at their endpoints; with collectives trainer
-    0 answers, at the host:port that DTRANS_STATUS_ENDPOINT names in its environment. DTRANS_TOKEN, or
-    DTRANS_TOKEN_FILE, must be that of the job. It is not needed for your own jobs on this host. The exit code is 1
-    if one does not answer.
+    `dtrans launch` prints where its job answers. Parameter servers answer at their endpoints; with
+    collectives trainer 0 answers, at the host:port that DTRANS_STATUS_ENDPOINT names in its
+    environment. DTRANS_TOKEN, or DTRANS_TOKEN_FILE, must be that of the job. It is not needed for
+    your own jobs on this host. The exit code is 1 if one does not answer.
     """
     from dtrans.run.status.show_status import show_metrics, show_status
 
     servers = parse_endpoints(",".join(endpoints))
     if prometheus is not None:
         if json or watch:
-            raise ConfigError("--prometheus asks the job at each scrape; leave out --watch and --json")
+            raise ConfigError(
+                "--prometheus asks the job at each scrape; leave out --watch and --json"
+            )
         show_metrics(servers, prometheus, timeout=timeout)
-    elif not show_status(servers, timeout=timeout, interval=interval if watch else None, as_json=json):
+    elif not show_status(
+        servers, timeout=timeout, interval=interval if watch else None, as_json=json
+    ):
         raise typer.Exit(1)
 
 
 @app.command()
 def keygen(
-    folder: Annotated[Path | None, typer.Argument(help="Write keys into this folder.", metavar="DIR")] = None,
+    folder: Annotated[
+        Path | None, typer.Argument(help="Write keys into this folder.", metavar="DIR")
+    ] = None,
     trainers: Annotated[int, typer.Option(min=0, help="How many trainers get a separate key.")] = 0,
-    token: Annotated[bool, typer.Option("--token", help="Print a token for DTRANS_TOKEN instead.")] = False,
+    token: Annotated[
+        bool, typer.Option("--token", help="Print a token for DTRANS_TOKEN instead.")
+    ] = False,
 ) -> None:
-    """Make the secrets of a job: one token for all of its processes, or separate keys that can be revoked.
+    """Make the secrets of a job: one token for all of its processes, or separate keys that can be
+    revoked.
 
-    With DIR: keys of servers, of each trainer, and of `dtrans status`, in files of mode 0600. Keys that are there stay.
-    Processes find them by DTRANS_KEYS=DIR. Remove a file of DIR/clients to revoke a key.
+    With DIR: keys of servers, of each trainer, and of `dtrans status`, in files of mode 0600. Keys
+    that are there stay. Processes find them by DTRANS_KEYS=DIR. Remove a file of DIR/clients to
+    revoke a key.
     """
     if token == (folder is not None):
         raise ConfigError("dtrans keygen takes --token, or the folder of the keys")
@@ -306,16 +374,29 @@ def keygen(
 @app.command(name="roles", context_settings={"allow_interspersed_args": False})
 def roles_command(
     context: typer.Context,
-    script: Annotated[str, typer.Argument(help="The script that every process runs.", metavar="SCRIPT")] = "",
-    arguments: Annotated[list[str] | None, typer.Argument(help="Its arguments, verbatim.", metavar="ARGS...")] = None,
+    script: Annotated[
+        str, typer.Argument(help="The script that every process runs.", metavar="SCRIPT")
+    ] = "",
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="Its arguments, verbatim.", metavar="ARGS...")
+    ] = None,
     trainers: Trainers = 1,
     pservers: PServers = None,
-    mode: Annotated[str, typer.Option(help="`pserver`, `nccl2`, `sharding` or `pipeline`.")] = "pserver",
+    mode: Annotated[
+        str, typer.Option(help="`pserver`, `nccl2`, `sharding` or `pipeline`.")
+    ] = "pserver",
     plan: Annotated[
-        str | None, typer.Option(help="`module:plan`: a plan, or a function that returns one; in place of counts.")
+        str | None,
+        typer.Option(
+            help="`module:plan`: a plan, or a function that returns one; in place of counts."
+        ),
     ] = None,
-    module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as in `python -m`.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON, with commands and variables.")] = False,
+    module: Annotated[
+        bool, typer.Option("--module", "-m", help="SCRIPT is a module, as in `python -m`.")
+    ] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print JSON, with commands and variables.")
+    ] = False,
 ) -> None:
     """Show the processes of a job: role, endpoint, memory and bytes per step.
 
@@ -338,20 +419,25 @@ def roles_command(
 
 @app.command(name="check")
 def check_command(
-    target: Annotated[str, typer.Argument(help="`module:function`, or `file.py:function`.", metavar="MODULE:FUNCTION")],
+    target: Annotated[
+        str,
+        typer.Argument(help="`module:function`, or `file.py:function`.", metavar="MODULE:FUNCTION"),
+    ],
     seed: Annotated[int, typer.Option(min=0, help="Of the random points.")] = 0,
     devices: Annotated[
-        int | None, typer.Option(min=1, help="CPU devices for the meshes of the module.", show_default="JAX's")
+        int | None,
+        typer.Option(min=1, help="CPU devices for the meshes of the module.", show_default="JAX's"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Check without a tolerance that a plan, or a step written with shard_map, computes the one-device step.
+    """Check without a tolerance that a plan, or a step written with shard_map, computes the
+    one-device step.
 
-    The function takes no arguments. It returns a plan, or `(distributed_step, step, args)` as `dtrans.verify`
-    takes them.
+    The function takes no arguments. It returns a plan, or `(distributed_step, step, args)` as
+    `dtrans.verify` takes them.
 
-    The exit code is 0 if everything was compared and is equal, 1 if an output differs. It is 2 if something could not
-    be compared, if the check is refused, or if the module fails.
+    The exit code is 0 if everything was compared and is equal, 1 if an output differs. It is 2 if
+    something could not be compared, if the check is refused, or if the module fails.
     """
     from dtrans.check_command import INCOMPLETE, check, exit_code, show
 
@@ -369,23 +455,31 @@ def check_command(
 
 @app.command(context_settings={"allow_interspersed_args": False})
 def example(
-    name: Annotated[str | None, typer.Argument(help="Which; without it all are listed.", metavar="NAME")] = None,
-    arguments: Annotated[list[str] | None, typer.Argument(help="Its arguments, verbatim.", metavar="ARGS...")] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="Which; without it all are listed.", metavar="NAME")
+    ] = None,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="Its arguments, verbatim.", metavar="ARGS...")
+    ] = None,
 ) -> None:
-    """Train an example of the repository distributed, and compare with one device on the same batches.
+    """Train an example of the repository distributed, and compare with one device on the same
+    batches.
 
-    `dtrans example NAME --help` lists its options. An installed package has no examples: they are in the folder
-    examples/ of a checkout.
+    `dtrans example NAME --help` lists its options. An installed package has no examples: they are
+    in the folder examples/ of a checkout.
     """
     root = Path(dtrans.__file__).parents[1]
     # other packages may have put a folder `examples` beside an installed dtrans
     if not all((root / file).is_file() for file in ("pyproject.toml", "examples/__main__.py")):
         raise ConfigError(
-            "the examples are not installed with the package, they are in the folder examples/ of dtrans's "
+            "the examples are not installed with the package, they are in the folder examples/ of "
+            "dtrans's "
             "repository; run `python -m dtrans example` in a checkout of it"
         )
     sys.path.insert(0, str(root))
-    importlib.import_module("examples.__main__").main(["--help"] if name is None else [name, *(arguments or [])])
+    importlib.import_module("examples.__main__").main(
+        ["--help"] if name is None else [name, *(arguments or [])]
+    )
 
 
 if __name__ == "__main__":

@@ -35,33 +35,40 @@ def parse_endpoints(endpoints: str | Sequence[str], of: str = "pserver") -> tupl
       of: whose they are, for errors.
 
     Raises:
-      ConfigError: none at all, one that is not host:port or that nobody can reach, or the same one twice.
+      ConfigError: none at all, one that is not host:port or that nobody can reach, or the same one
+        twice.
     """
     if not isinstance(endpoints, (str, Sequence)):
         raise ConfigError(
-            f"{of}s must be endpoints, such as '127.0.0.1:6174,127.0.0.1:6175', or a list of them; it is {endpoints!r}"
+            f"{of}s must be endpoints, such as '127.0.0.1:6174,127.0.0.1:6175', or a list of them; "
+            f"it is {endpoints!r}"
         )
     given = endpoints.split(",") if isinstance(endpoints, str) else list(endpoints)
     parsed = tuple(e.strip() for e in given)
     if not parsed or parsed == ("",):
-        raise ConfigError(f"no {of} endpoints were given: write e.g. {of}s='127.0.0.1:6174,127.0.0.1:6175'")
+        raise ConfigError(
+            f"no {of} endpoints were given: write e.g. {of}s='127.0.0.1:6174,127.0.0.1:6175'"
+        )
     for e in parsed:
         host, _ = split_endpoint(e)
         if host in ANY_ADDRESS:
             raise ConfigError(
-                f"{e!r} is every address of a host, which nobody else can reach: write the one at which the others "
+                f"{e!r} is every address of a host, which nobody else can reach: write the one at "
+                "which the others "
                 "reach it"
             )
     twice = sorted({e for e in parsed if parsed.count(e) > 1})
     if twice:
         raise ConfigError(
-            f"the endpoint {twice[0]} is listed {parsed.count(twice[0])} times; each {of} needs one of its own"
+            f"the endpoint {twice[0]} is listed {parsed.count(twice[0])} times; each {of} needs "
+            "one of its own"
         )
     return parsed
 
 
 def host_slots(text: str, where: str) -> list[tuple[str, int | None]]:
-    """Return the hosts of a list such as `gpu1:2,gpu2`, each with its number of slots, None if not given.
+    """Return the hosts of a list such as `gpu1:2,gpu2`, each with its number of slots, None if not
+    given.
 
     Args:
       where: the list's own name, for errors.
@@ -74,7 +81,8 @@ def host_slots(text: str, where: str) -> list[tuple[str, int | None]]:
         name, colon, slots = item.strip().partition(":")
         if colon and not slots.isdecimal():
             raise ConfigError(
-                f"{where} {text} has {slots!r} for the number of slots; write a number, such as gpu1:2 or slots=2"
+                f"{where} {text} has {slots!r} for the number of slots; write a number, such as "
+                "gpu1:2 or slots=2"
             )
         hosts.append((name, int(slots) if colon else None))
     return hosts
@@ -101,9 +109,10 @@ def resolved(host: str) -> str:
 class ReservedEndpoints:
     """Loopback endpoints on ports that the system chose, kept until `close`.
 
-    A socket that is bound and does not listen keeps its port: the system gives that port to nobody else. On Linux a
-    server may bind it all the same if both sockets have SO_REUSEADDR, as those of ZeroMQ, gRPC and
-    `socket.create_server` do. Other systems refuse such a server, so there the ports are free again at once.
+    A socket that is bound and does not listen keeps its port: the system gives that port to nobody
+    else. On Linux a server may bind it all the same if both sockets have SO_REUSEADDR, as those of
+    ZeroMQ, gRPC and `socket.create_server` do. Other systems refuse such a server, so there the
+    ports are free again at once.
     """
 
     def __init__(self) -> None:

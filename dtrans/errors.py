@@ -1,8 +1,8 @@
 """Every refusal of the package.
 
-An error names the user's own thing (leaf path, shape, endpoint, config key), says what is wrong with
-it and what to do. All derive from `DtransError`; each also derives from the built-in exception that
-fits, so that `except ValueError` written against another library goes on working.
+An error names the user's own thing (leaf path, shape, endpoint, config key), says what is wrong
+with it and what to do. All derive from `DtransError`; each also derives from the built-in exception
+that fits, so that `except ValueError` written against another library goes on working.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any
 
 
 class UnknownPrimitiveWarning(UserWarning):
-    """JAX made an equation of a primitive that this dtrans does not know: it is treated as mixing everything."""
+    """JAX made an equation of a primitive that this dtrans does not know: it is treated as mixing
+    everything."""
 
 
 class UntestedJaxWarning(UserWarning):
@@ -22,7 +23,8 @@ class UntestedJaxWarning(UserWarning):
 
 
 class CheckpointWarning(UserWarning):
-    """A checkpoint that cannot be read, and is passed over for the one before it; or copies in it that differ."""
+    """A checkpoint that cannot be read, and is passed over for the one before it; or copies in it
+    that differ."""
 
 
 class NonfiniteWarning(UserWarning):
@@ -30,7 +32,8 @@ class NonfiniteWarning(UserWarning):
 
 
 class UnencryptedWarning(UserWarning):
-    """Connections to other hosts that are not encrypted, since `transport_encryption="disabled"` says so."""
+    """Connections to other hosts that are not encrypted, since `transport_encryption="disabled"`
+    says so."""
 
 
 class DtransError(Exception):
@@ -46,7 +49,8 @@ class GradientError(DtransError, ValueError):
 
 
 class OptimizerError(GradientError):
-    """An optimizer that needs what no server has, or that cannot be sliced where that was required."""
+    """An optimizer that needs what no server has, or that cannot be sliced where that was
+    required."""
 
 
 class ConfigError(DtransError, ValueError):
@@ -88,7 +92,8 @@ class VerifyError(DtransError, AssertionError):
     """A distributed step, given to `dtrans.verify`, that computes something else than the step.
 
     Attributes:
-      report: the outcome, whose text is that of the error: the outputs that differ, and the faults that were found.
+      report: the outcome, whose text is that of the error: the outputs that differ, and the faults
+        that were found.
     """
 
     def __init__(self, report: Any) -> None:

@@ -1,8 +1,9 @@
 """Optimizers for tables of embeddings, whose state has one number for each row.
 
-A row of a table is looked up as a whole, so its entries have seen the same steps, and one second moment serves them
-all: a table of d columns needs 1/d of the memory for it. They are optax's gradient transformations, and go wherever
-those go: into `optax.chain`, `optax.partition`, and any strategy.
+A row of a table is looked up as a whole, so its entries have seen the same steps, and one second
+moment serves them
+all: a table of d columns needs 1/d of the memory for it. They are optax's gradient transformations,
+and go wherever those go: into `optax.chain`, `optax.partition`, and any strategy.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ class RowwiseAdagradState(NamedTuple):
 
 
 class RowwiseAdamState(NamedTuple):
-    """The number of updates; for each leaf, the first moment of its entries, and the second of its rows."""
+    """The number of updates; for each leaf, the first moment of its entries, and the second of its
+    rows."""
 
     count: jax.Array  # type: ignore[assignment]  # as optax names it
     mu: Any
@@ -29,11 +31,15 @@ class RowwiseAdamState(NamedTuple):
 
 
 def rowwise_adagrad(
-    learning_rate: optax.ScalarOrSchedule, *, initial_accumulator_value: float = 0.0, eps: float = 1e-8
+    learning_rate: optax.ScalarOrSchedule,
+    *,
+    initial_accumulator_value: float = 0.0,
+    eps: float = 1e-8,
 ) -> optax.GradientTransformation:
     """Adagrad with one accumulator for each row.
 
-    Of a leaf of shape (rows, ...) the accumulator has the shape (rows,); of a leaf without dimensions, none.
+    Of a leaf of shape (rows, ...) the accumulator has the shape (rows,); of a leaf without
+    dimensions, none.
 
     Args:
       learning_rate: a number, or a schedule.
@@ -41,7 +47,8 @@ def rowwise_adagrad(
       eps: added to the root of the accumulator.
 
     Returns:
-      The transformation. Rows whose gradient is zero stay as they are, and so servers update those that are looked up.
+      The transformation. Rows whose gradient is zero stay as they are, and so servers update those
+      that are looked up.
 
     Source: FBGEMM's `EXACT_ROWWISE_ADAGRAD`, which TorchRec's tables are trained with.
 
@@ -56,14 +63,18 @@ def rowwise_adagrad(
     """
 
     def init(params: optax.Params) -> RowwiseAdagradState:
-        return RowwiseAdagradState(jax.tree.map(lambda p: _per_row(p, initial_accumulator_value), params))
+        return RowwiseAdagradState(
+            jax.tree.map(lambda p: _per_row(p, initial_accumulator_value), params)
+        )
 
     def update(grads: optax.Updates, state: RowwiseAdagradState, params: Any = None) -> Any:
         total = jax.tree.map(lambda g, s: s + _mean_square(g), grads, state.sum_of_squares)
         scaled = jax.tree.map(lambda g, s: g / _along_rows(jnp.sqrt(s) + eps, g), grads, total)
         return scaled, RowwiseAdagradState(total)
 
-    return optax.chain(optax.GradientTransformation(init, update), optax.scale_by_learning_rate(learning_rate))
+    return optax.chain(
+        optax.GradientTransformation(init, update), optax.scale_by_learning_rate(learning_rate)
+    )
 
 
 def rowwise_adam(
@@ -79,7 +90,8 @@ def rowwise_adam(
       eps: added to the root of the second.
 
     Returns:
-      The transformation. Moments decay in every row, so a table has to say `dtrans.Rows(update=...)`.
+      The transformation. Moments decay in every row, so a table has to say
+      `dtrans.Rows(update=...)`.
 
     Source: FBGEMM's `PARTIAL_ROWWISE_ADAM`; Kingma and Ba, https://arxiv.org/abs/1412.6980.
 
@@ -104,7 +116,9 @@ def rowwise_adam(
         scaled = jax.tree.map(lambda m, v: m / _along_rows(jnp.sqrt(v) + eps, m), first, second)
         return scaled, RowwiseAdamState(count, mu, nu)
 
-    return optax.chain(optax.GradientTransformation(init, update), optax.scale_by_learning_rate(learning_rate))
+    return optax.chain(
+        optax.GradientTransformation(init, update), optax.scale_by_learning_rate(learning_rate)
+    )
 
 
 def _per_row(leaf: Any, value: float) -> jax.Array:

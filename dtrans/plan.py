@@ -1,6 +1,7 @@
 """What all plans have in common, and what all jobs: and how a plan finds what runs it.
 
-A plan is a value. It can be printed, compared and costed anywhere; it has a way of running for each of
+A plan is a value. It can be printed, compared and costed anywhere; it has a way of running for each
+of
 
     "mesh"       the whole job in this process, on a mesh of its devices
     "simulate"   the whole job on one device
@@ -10,8 +11,8 @@ A plan is a value. It can be printed, compared and costed anywhere; it has a way
 
 and, as "roles", a table of the processes of its job.
 
-`dtrans.run` stands above all plans, so no plan imports it. It registers its realisers here, and is imported when the
-first plan is run: that is the one import that goes up.
+`dtrans.run` stands above all plans, so no plan imports it. It registers its realisers here, and is
+imported when the first plan is run: that is the one import that goes up.
 """
 
 from __future__ import annotations
@@ -58,8 +59,9 @@ class RoleCost:
       role: `trainer`, `127.0.0.1:6174`, `stage 0`.
       count: how many have this role.
       held: bytes that each holds between steps.
-      sent, received: bytes that each gives to others in a step, and takes from them. Of a collective these are its
-        operands and its results; what crosses a link is up to the algorithm.
+      sent, received: bytes that each gives to others in a step, and takes from them. Of a
+        collective these are its operands and its results; what crosses a link is up to the
+        algorithm.
       rounds: how often in a step each waits for others.
       flops: floating-point operations of each in a step (`dtrans.ir.cost`).
     """
@@ -82,10 +84,14 @@ class Costs(tuple[RoleCost, ...]):
         return [(c.role, *(f"{n:,}" for n in dataclasses.astuple(c)[1:])) for c in self]
 
     def __str__(self) -> str:
-        return display.plan_text("costs of a step, for each", self._header, self._rows(), (), right=range(1, 7))
+        return display.plan_text(
+            "costs of a step, for each", self._header, self._rows(), (), right=range(1, 7)
+        )
 
     def _repr_html_(self) -> str:
-        return display.plan_html("costs of a step, for each", self._header, self._rows(), (), code=0)
+        return display.plan_html(
+            "costs of a step, for each", self._header, self._rows(), (), code=0
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +168,9 @@ class Plan(abc.ABC):
     def _header(self) -> tuple[str, ...]: ...
 
     def __str__(self) -> str:
-        return display.plan_text(self._title, self._header, self.rows, self.notes, right=self._right)
+        return display.plan_text(
+            self._title, self._header, self.rows, self.notes, right=self._right
+        )
 
     def __repr__(self) -> str:
         return f"<{self._title}>"
@@ -176,16 +184,22 @@ class Plan(abc.ABC):
     # -- running ---------------------------------------------------------------------------------
 
     def on_mesh(
-        self, devices: Sequence[jax.Device] | Mesh | None = None, *, donate: bool = True, **options: Any
+        self,
+        devices: Sequence[jax.Device] | Mesh | None = None,
+        *,
+        donate: bool = True,
+        **options: Any,
     ) -> Job:
         """Run the whole job in this process.
 
         Args:
-          devices: trainers, ranks or stages take the first; of a mesh its devices in their order. All of this
-            process's by default.
-          donate: let each step reuse the memory of the state it was given, which cannot be used again.
-          options: `on_nonfinite`, but for pipelines: "warn" or "error" names the trainer, and the leaves, where
-            gradients have an infinity or a NaN in them, which "ignore" does not look for. `unsplit_inputs` of a pserver
+          devices: trainers, ranks or stages take the first; of a mesh its devices in their order.
+            All of this process's by default.
+          donate: let each step reuse the memory of the state it was given, which cannot be used
+            again.
+          options: `on_nonfinite`, but for pipelines: "warn" or "error" names the trainer, and the
+            leaves, where gradients have an infinity or a NaN in them, which "ignore" does not look
+            for. `unsplit_inputs` of a pserver
             plan: names of batch arrays that every trainer gets whole.
 
         Raises:
@@ -196,60 +210,73 @@ class Plan(abc.ABC):
         return self._realised("mesh", devices, donate=donate, **options)
 
     def on_cluster(self, *, donate: bool = True, **options: Any) -> Job:
-        """Run this process's part, in a job of processes. All of them call this, then `init` and `step`.
+        """Run this process's part, in a job of processes. All of them call this, then `init` and
+        `step`.
 
-        In collective modes and pipelines `dtrans.connect()` comes first; with parameter servers the environment says
-        who this process is (`dtrans.Role.from_env`). Each gives its own part of the batch to `step`.
+        In collective modes and pipelines `dtrans.connect()` comes first; with parameter servers the
+        environment says who this process is (`dtrans.Role.from_env`). Each gives its own part of
+        the batch to `step`.
 
         Args:
-          donate: as in `on_mesh`; never where the job goes on when trainers are lost, and always by servers.
-          options: `on_nonfinite`, as in `on_mesh`; of `dtrans.Executor`, with parameter servers: `deadline`,
-            `patience`, `wait_port`, `allow_remote`, `transport_encryption`.
+          donate: as in `on_mesh`; never where the job goes on when trainers are lost, and always by
+            servers.
+          options: `on_nonfinite`, as in `on_mesh`; of `dtrans.Executor`, with parameter servers:
+            `deadline`, `patience`, `wait_port`, `allow_remote`, `transport_encryption`.
 
         Raises:
-          ConfigError: not connected, or to another number of processes than the plan is for; donate=False, of servers.
+          ConfigError: not connected, or to another number of processes than the plan is for;
+            donate=False, of servers.
         """
         return self._realised("cluster", donate=donate, **options)
 
     def simulate(self) -> Job:
-        """Run the whole job on one device: for tests, notebooks, and machines that one does not have."""
+        """Run the whole job on one device: for tests, notebooks, and machines that one does not
+        have."""
         return self._realised("simulate")
 
     def on_ray(self, batches: Any = None, **options: Any) -> Job:
-        """Run the job as actors of a Ray cluster, with this process as the driver; it takes the extra `ray`.
+        """Run the job as actors of a Ray cluster, with this process as the driver; it takes the
+        extra `ray`.
 
-        Each role is an actor in a placement group, and takes the way of `on_cluster`. The plan is made again in each
-        actor, from the functions that were traced: Ray pickles them. `init`, `step` and the other methods of the job
-        are called here, and a state is a handle of the state that actors hold.
+        Each role is an actor in a placement group, and takes the way of `on_cluster`. The plan is
+        made again in each actor, from the functions that were traced: Ray pickles them. `init`,
+        `step` and the other methods of the job are called here, and a state is a handle of the
+        state that actors hold.
 
         Args:
-          batches: of each trainer its own part, made in its actor: a function (trainer, step) -> batch; or a dataset of
-            Ray Data, whose columns have the names of the step's arguments. `job.step(state)` then takes no batch. By
-            default `job.step(state, *batch)` takes the global batch here, which trainers share.
-          options: of `dtrans.hosts.on_ray.RayJob`: `address`, `trainers_on`, `trainer_resources`, `server_resources`,
-            `processes`, `rows`, `checkpoints`, `env`, `deadline`, `patience`.
+          batches: of each trainer its own part, made in its actor: a function (trainer, step) ->
+            batch; or a dataset of Ray Data, whose columns have the names of the step's arguments.
+            `job.step(state)` then takes no batch. By default `job.step(state, *batch)` takes the
+            global batch here, which trainers share.
+          options: of `dtrans.hosts.on_ray.RayJob`: `address`, `trainers_on`, `trainer_resources`,
+            `server_resources`, `processes`, `rows`, `checkpoints`, `env`, `deadline`, `patience`.
 
         Raises:
-          ConfigError: Ray is not installed, or a plan that cannot be made again from a call of its transform.
-          DeadlineError: the cluster has no room for the roles. PeerError: a role failed, or its node has gone.
+          ConfigError: Ray is not installed, or a plan that cannot be made again from a call of its
+            transform.
+          DeadlineError: the cluster has no room for the roles. PeerError: a role failed, or its
+            node has gone.
         """
         return self._realised("ray", batches, **options)
 
     def roles(self, command: Sequence[str] = (), **options: Any) -> Any:
-        """Return the processes of the job as a table: who they are, their variables, memory and bytes per step.
+        """Return the processes of the job as a table: who they are, their variables, memory and
+        bytes per step.
 
         It starts nothing, and follows from the plan alone.
 
         Args:
           command: program and arguments of each process.
-          options: `env`, variables for all; `cores`, processors for each. With collectives and pipelines also
-            `processes`, where each has several devices, and `endpoints`; loopback from port 6174 by default.
+          options: `env`, variables for all; `cores`, processors for each. With collectives and
+            pipelines also `processes`, where each has several devices, and `endpoints`; loopback
+            from port 6174 by default.
 
         Returns:
           A `dtrans.RoleTable`.
 
         Raises:
-          ConfigError: processes that do not divide the plan's trainers or stages, or other numbers of endpoints.
+          ConfigError: processes that do not divide the plan's trainers or stages, or other numbers
+            of endpoints.
 
         Example:
           >>> import jax.numpy as jnp, optax, dtrans
@@ -263,15 +290,17 @@ class Plan(abc.ABC):
         return realiser(self, "roles")(self, command, **options)
 
     def verify(self, *batch: Any, points: Sequence[int] = STEPS, seed: int = 0) -> Report:
-        """Check that the job computes the step: both are evaluated in a finite field, without a tolerance.
+        """Check that the job computes the step: both are evaluated in a finite field, without a
+        tolerance.
 
-        The traced step of the whole job is compared with the step of one device, at random points (docs/verify.md).
-        No device is needed. Only the startup program of tables whose rows catch up is compiled.
+        The traced step of the whole job is compared with the step of one device, at random points
+        (docs/verify.md). No device is needed. Only the startup program of tables whose rows catch
+        up is compiled.
 
         Args:
           batch: the global batch, as `step` takes it behind the state: arrays, or their types
-            (`jax.ShapeDtypeStruct`). Integers and keys of arrays are used unchanged, and floats vary around the
-            given ones. By default, the types with which the step was traced.
+            (`jax.ShapeDtypeStruct`). Integers and keys of arrays are used unchanged, and floats
+            vary around the given ones. By default, the types with which the step was traced.
           points: states are compared after so many steps of one device.
           seed: of the points.
 
@@ -279,8 +308,8 @@ class Plan(abc.ABC):
           A report: `report.equal`, `report.complete`, and the names of outputs that differ.
 
         Raises:
-          ConfigError: the plan has rows that may be stale (`dtrans.Rows(staleness=...)`), or local steps whose results
-            are merged in a way that has no replay.
+          ConfigError: the plan has rows that may be stale (`dtrans.Rows(staleness=...)`), or local
+            steps whose results are merged in a way that has no replay.
 
         Example:
           >>> import jax.numpy as jnp, optax, dtrans
@@ -292,18 +321,24 @@ class Plan(abc.ABC):
           (True, True)
         """
         main, specs = self.main, self.main.args[2:]
-        typed = lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x) if jnp.isscalar(x) else x.dtype)
+        typed = lambda x: jax.ShapeDtypeStruct(
+            jnp.shape(x), jnp.result_type(x) if jnp.isscalar(x) else x.dtype
+        )
         if not batch:
             batch = tuple(spec.unflatten([main.inputs[n] for n in spec.names]) for spec in specs)
         if len(batch) != len(specs):
-            raise BatchError(f"the step takes {len(specs)} batch arguments, {len(batch)} were given")
+            raise BatchError(
+                f"the step takes {len(specs)} batch arguments, {len(batch)} were given"
+            )
         types = jax.tree.map(typed, batch)
         flat: dict[str, Any] = {}
         given: dict[str, Any] = {}
         for spec, tree, structure in zip(specs, batch, types, strict=True):
             flat.update(zip(spec.names, spec.flatten(structure), strict=True))
             given.update(zip(spec.names, spec.flatten(tree), strict=True))
-        given = {n: x for n, x in given.items() if not isinstance(x, (jax.ShapeDtypeStruct, ShapedArray))}
+        given = {
+            n: x for n, x in given.items() if not isinstance(x, (jax.ShapeDtypeStruct, ShapedArray))
+        }
         state = [main.inputs[n] for spec in main.args[:2] for n in spec.names]
         traced: Any = self._realised("verify", types)
         whole = main.specialize_flat([*state, *flat.values()])
@@ -336,12 +371,14 @@ def _hyperparameter_leaf(leaves: Iterable[str], name: str) -> str:
         return name
     if name not in kept:
         raise ConfigError(
-            f"the optimizer keeps no {name!r} in its state; it keeps {', '.join(kept) or 'nothing'} by name. "
+            f"the optimizer keeps no {name!r} in its state; it keeps "
+            f"{', '.join(kept) or 'nothing'} by name. "
             "Wrap it in optax.inject_hyperparams, or let the step take what changes as an argument"
         )
     if len(kept[name]) > 1:
         raise ConfigError(
-            f"{name!r} is kept by several optimizers: {', '.join(kept[name])}; give the whole name, as "
+            f"{name!r} is kept by several optimizers: {', '.join(kept[name])}; give the whole "
+            "name, as "
             f"**{{{kept[name][0]!r}: ...}}"
         )
     return kept[name][0]
@@ -352,10 +389,11 @@ _CALLED = {"init", "step", "prefetch", "place", "params", "opt_state", "state_of
 
 
 class Job(abc.ABC):
-    """A plan, running: `init`, `step`, and functions of the state in between. The job itself holds compiled code.
+    """A plan, running: `init`, `step`, and functions of the state in between. The job itself holds
+    compiled code.
 
-    Jobs of parameter servers also have `roles`, those of this process who save a piece of a checkpoint, and
-    `held(state, endpoint)`, what a server holds.
+    Jobs of parameter servers also have `roles`, those of this process who save a piece of a
+    checkpoint, and `held(state, endpoint)`, what a server holds.
 
     Attributes:
       plan: What it runs.
@@ -369,12 +407,15 @@ class Job(abc.ABC):
     takes_uneven_parts = False  # whether those may be `dtrans.UnevenPart`s
     batches_ahead = 1  # how many steps `steps` reads batches ahead
 
-    is_driver = False  # whether its processes are elsewhere: `save` and `restore` of the job let them do so
+    is_driver = (
+        False  # whether its processes are elsewhere: `save` and `restore` of the job let them do so
+    )
     run_id: str  # which run of the job it is: the default tag of its checkpoints
     saves = True  # whether this process saves what all of them have alike
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Let the methods run without the mesh that a caller has set: a job has devices of its own."""
+        """Let the methods run without the mesh that a caller has set: a job has devices of its
+        own."""
         super().__init_subclass__(**options)
         for name in _CALLED & vars(cls).keys():
             setattr(cls, name, without_mesh(vars(cls)[name]))
@@ -392,10 +433,11 @@ class Job(abc.ABC):
         """One step: (state, loss[, aux]), or whatever else the step returns beside its state."""
 
     def prefetch(self, *batch: Any) -> bool:
-        """Say what the batch after the next is, where something can be asked of other processes before its step.
+        """Say what the batch after the next is, where something can be asked of other processes
+        before its step.
 
-        Trainers of synchronous parameter servers ask for rows of tables (docs/tables.md). Elsewhere it does nothing, so
-        that one loop serves all; numbers are the same.
+        Trainers of synchronous parameter servers ask for rows of tables (docs/tables.md). Elsewhere
+        it does nothing, so that one loop serves all; numbers are the same.
 
         Args:
           batch: what `step` takes behind the state.
@@ -412,8 +454,10 @@ class Job(abc.ABC):
 
         Args:
           state: as `step` takes it.
-          batches: of each step, what `step` takes behind the state; as many are read ahead as are announced.
-          ahead: how many steps before; by default `batches_ahead`, which is 1, or the staleness of the plan's tables.
+          batches: of each step, what `step` takes behind the state; as many are read ahead as are
+            announced.
+          ahead: how many steps before; by default `batches_ahead`, which is 1, or the staleness of
+            the plan's tables.
 
         Yields:
           What `step` returns.
@@ -455,10 +499,12 @@ class Job(abc.ABC):
 
     @abc.abstractmethod
     def state_of(self, params: Any, opt_state: Any) -> Any:
-        """The state of a job that goes on from a single-device (params, opt_state), as `dtrans.checkpoint.load` gives.
+        """The state of a job that goes on from a single-device (params, opt_state), as
+        `dtrans.checkpoint.load` gives.
 
         Raises:
-          TraceError: another structure than the step takes; StateError: an array of another shape or dtype.
+          TraceError: another structure than the step takes; StateError: an array of another shape
+            or dtype.
         """
 
     @cached_property
@@ -467,7 +513,8 @@ class Job(abc.ABC):
         return StepMeter()
 
     def report(self) -> JobReport:
-        """What the steps took until now: steps/s, where time went, what a step moves; it prints as a table."""
+        """What the steps took until now: steps/s, where time went, what a step moves; it prints as
+        a table."""
         return self.meter.report(self.plan.costs())
 
     @contextlib.contextmanager
@@ -475,8 +522,8 @@ class Job(abc.ABC):
         """Let JAX's profiler trace the steps in this block, each with its number.
 
         Args:
-          directory: gets `plugins/profile/<time>/`, with `perfetto_trace.json.gz` (open it at ui.perfetto.dev), and
-            what TensorBoard's profiler reads.
+          directory: gets `plugins/profile/<time>/`, with `perfetto_trace.json.gz` (open it at
+            ui.perfetto.dev), and what TensorBoard's profiler reads.
         """
         with jax.profiler.trace(os.fspath(directory), create_perfetto_trace=True):
             self.meter.is_traced = True
@@ -488,35 +535,43 @@ class Job(abc.ABC):
     def shard_batch(self, *batch: Any) -> tuple[Any, ...]:
         """This process's part of a global batch: what its `step` takes.
 
-        Process k of N has rows k*B/N to (k+1)*B/N of arrays that trainers have parts of, along the dimension that the
-        plan says, and the whole of all others. In one process it is the whole batch. Where trainers do not divide the
-        rows, and the plan can do with that, a part is a `dtrans.UnevenPart`.
+        Process k of N has rows k*B/N to (k+1)*B/N of arrays that trainers have parts of, along the
+        dimension that the plan says, and the whole of all others. In one process it is the whole
+        batch. Where trainers do not divide the rows, and the plan can do with that, a part is a
+        `dtrans.UnevenPart`.
 
         Args:
           batch: what `step` takes behind the state: pytrees of arrays, NumPy's or JAX's.
 
         Raises:
-          BatchError: rows that the processes do not divide, or another structure than the step takes.
+          BatchError: rows that the processes do not divide, or another structure than the step
+            takes.
         """
         number, count = self.part
         if count == 1:
             return batch
         specs, axes, uneven = self.plan.main.args[2:], self.cut_axes(), self.takes_uneven_parts
         if len(batch) != len(specs):
-            raise BatchError(f"the step takes {len(specs)} batch arguments, {len(batch)} were given")
+            raise BatchError(
+                f"the step takes {len(specs)} batch arguments, {len(batch)} were given"
+            )
         found = []
         for spec, given in zip(specs, batch, strict=True):
             arrays = zip(spec.names, spec.flatten(given), strict=True)
-            cut = lambda n, x: part_of(x, number, count, axes[n], n, self.plan.trainers if uneven else 0)
+            cut = lambda n, x: part_of(
+                x, number, count, axes[n], n, self.plan.trainers if uneven else 0
+            )
             found.append(spec.unflatten([cut(n, x) if n in axes else x for n, x in arrays]))
         return tuple(found)
 
     def place(self, *batch: Any) -> tuple[Any, ...]:
-        """This process's part of a global batch, where steps want it: on devices, if that is known ahead."""
+        """This process's part of a global batch, where steps want it: on devices, if that is known
+        ahead."""
         return self.shard_batch(*batch)
 
     def cut_axes(self) -> Mapping[str, int]:
-        """The dimension along which trainers have parts of each array of the batch; others they have whole."""
+        """The dimension along which trainers have parts of each array of the batch; others they
+        have whole."""
         shared = getattr(self.plan, "shared", None)
         if shared is not None:
             axes: Mapping[str, int] = shared.axes
@@ -545,20 +600,23 @@ class Job(abc.ABC):
         """The state of this job that goes on from one device's: from what `gather` returns.
 
         Raises:
-          TraceError: another structure than the step takes; StateError: an array of another shape or dtype.
+          TraceError: another structure than the step takes; StateError: an array of another shape
+            or dtype.
         """
         return self.state_of(*one_state.divided(self.plan.main, state))
 
     @without_mesh
     def with_hyperparameters(self, state: Any, **values: float) -> Any:
-        """Return a state with other hyperparameters, which the optimizer keeps by name (`optax.inject_hyperparams`).
+        """Return a state with other hyperparameters, which the optimizer keeps by name
+        (`optax.inject_hyperparams`).
 
         Args:
-          values: by name, as `learning_rate=1e-3`. Where several optimizers keep one name, by the whole name of the
-            leaf, as `**{"opt_state/critic/hyperparams/learning_rate": 1e-3}`.
+          values: by name, as `learning_rate=1e-3`. Where several optimizers keep one name, by the
+            whole name of the leaf, as `**{"opt_state/critic/hyperparams/learning_rate": 1e-3}`.
 
         Raises:
-          ConfigError: the optimizer keeps none of this name, several do, or this process does not have it.
+          ConfigError: the optimizer keeps none of this name, several do, or this process does not
+            have it.
 
         Example:
           >>> import jax.numpy as jnp, optax, dtrans
@@ -587,17 +645,20 @@ class Job(abc.ABC):
         new = jax.tree_util.tree_map_with_path(replaced, state)
         if found != set(wanted):
             raise ConfigError(
-                f"{next(n for n in wanted if n not in found)} is on the servers: let the step take what changes as an "
+                f"{next(n for n in wanted if n not in found)} is on the servers: let the step take "
+                "what changes as an "
                 "argument, which trainers tell them"
             )
         return new
 
     @without_mesh
     def apply(self, fn: Callable[..., Any], state: Any, *args: Any) -> Any:
-        """`fn(params, *args)`, or `fn(state, *args)` of a step of one state: evaluation, or sampling.
+        """`fn(params, *args)`, or `fn(state, *args)` of a step of one state: evaluation, or
+        sampling.
 
-        `fn` is jitted, once for each function and shape. Only what it reads is brought together: not the optimizer's
-        state, where it reads none. On a mesh slices stay where they are, and XLA gathers what each product needs.
+        `fn` is jitted, once for each function and shape. Only what it reads is brought together:
+        not the optimizer's state, where it reads none. On a mesh slices stay where they are, and
+        XLA gathers what each product needs.
 
         Args:
           fn: a pure function, the same object at each call; it is compiled anew for another one.
@@ -607,7 +668,8 @@ class Job(abc.ABC):
           What `fn` returns.
 
         Raises:
-          ConfigError: `fn` reads state that this process cannot ask for, as that of servers in a job of processes.
+          ConfigError: `fn` reads state that this process cannot ask for, as that of servers in a
+            job of processes.
 
         Example:
           >>> import jax, jax.numpy as jnp, optax, dtrans
@@ -628,7 +690,8 @@ class Job(abc.ABC):
         return applied(lambda names: self._leaves(state, names), *args)
 
     def _leaves(self, state: Any, names: Collection[str]) -> dict[str, Any]:
-        """The arrays of these names, as `_opened` takes them; it may be asked for the parameters alone."""
+        """The arrays of these names, as `_opened` takes them; it may be asked for the parameters
+        alone."""
         found: dict[str, Any] = {}
         for spec, whole in zip(self.plan.main.args, (self.params, self.opt_state), strict=False):
             if not set(names).isdisjoint(spec.names):
@@ -642,7 +705,8 @@ class Job(abc.ABC):
 
     @abc.abstractmethod
     def lower(self, state: Any, *batch: Any) -> Any:
-        """What `step` compiles for these arguments, with `as_text()`, as `jax.jit(...).lower` gives it."""
+        """What `step` compiles for these arguments, with `as_text()`, as `jax.jit(...).lower` gives
+        it."""
 
     def close(self) -> None:
         """End the job: its lines to other processes too. A closed job makes no step."""
@@ -656,7 +720,10 @@ class Job(abc.ABC):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -707,5 +774,6 @@ def realiser(plan: Any, way: str) -> Callable[..., Any]:
             return _REALISERS[kind, way]
     ways = sorted({w for kind, w in _REALISERS if isinstance(plan, kind)} - {"roles", "verify"})
     raise ConfigError(
-        f"nothing runs a {type(plan).__name__} by {way!r}" + (f"; it runs by {', '.join(ways)}" if ways else "")
+        f"nothing runs a {type(plan).__name__} by {way!r}"
+        + (f"; it runs by {', '.join(ways)}" if ways else "")
     )

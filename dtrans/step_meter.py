@@ -1,8 +1,9 @@
 """What a job's steps took: counted and timed by the job itself, with a clock's two looks a step.
 
-JAX hands work to its devices and goes on. A step is timed until it returns, which is when its work is handed over,
-unless something in it waits: an exchange with servers, a result that is read. Work of the devices that nobody waits for
-in a step is waited for where a result is read, which is between steps.
+JAX hands work to its devices and goes on. A step is timed until it returns, which is when its work
+is handed over, unless something in it waits: an exchange with servers, a result that is read. Work
+of the devices that nobody waits for in a step is waited for where a result is read, which is
+between steps.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class JobReport:
 
     @property
     def elsewhere(self) -> float:
-        """Seconds between steps that were not spent on waiting for a batch: reading results, above all."""
+        """Seconds between steps that were not spent on waiting for a batch: reading results, above
+        all."""
         return self.seconds - self.in_step - self.waiting
 
     @property
@@ -51,7 +53,8 @@ class JobReport:
         share = lambda x: f"{x:.3f} s" + (f", {x / self.seconds:.0%}" if self.seconds else "")
         return "\n".join(
             [
-                f"{self.steps} steps, {self.steps_per_second:,.2f} a second after the first, of {self.first:.3f} s",
+                f"{self.steps} steps, {self.steps_per_second:,.2f} a second after the first, of "
+                f"{self.first:.3f} s",
                 f"  in step            {share(self.in_step)}",
                 f"  waiting for batch  {share(self.waiting)}",
                 f"  between steps      {share(self.elsewhere)}",
@@ -64,7 +67,8 @@ _last: StepMeter | None = None
 
 
 def steps_made() -> int | None:
-    """Return the number of steps of the job of this process that made one last; None where none has."""
+    """Return the number of steps of the job of this process that made one last; None where none
+    has."""
     return None if _last is None else _last.steps
 
 
@@ -103,7 +107,14 @@ class StepMeter:
 
     def report(self, costs: Any) -> JobReport:
         """What was timed."""
-        return JobReport(self.steps, self.first, self.seconds, self.in_step, min(self.waited, self.seconds), costs)
+        return JobReport(
+            self.steps,
+            self.first,
+            self.seconds,
+            self.in_step,
+            min(self.waited, self.seconds),
+            costs,
+        )
 
 
 def metered(step: Callable[..., Any]) -> Callable[..., Any]:

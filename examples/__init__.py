@@ -24,8 +24,8 @@
     report              what jobs show: tables, progress and the plot
     libraries/          steps of Flax, nnx and Equinox: a model and its step in each file
 
-They need the extra `examples`: scikit-learn for the data, matplotlib for the plot; those of libraries `libraries`. They
-are in the repository alone: the wheel has no example.
+They need the extra `examples`: scikit-learn for the data, matplotlib for the plot; those of
+libraries `libraries`. They are in the repository alone: the wheel has no example.
 """
 
 import os
@@ -36,5 +36,6 @@ ROOT = Path(__file__).parents[1]
 
 
 def role_path() -> str:
-    """Return the PYTHONPATH with which processes that an example starts find it, in whatever folder."""
+    """Return the PYTHONPATH with which processes that an example starts find it, in whatever
+    folder."""
     return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])

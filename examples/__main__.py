@@ -1,4 +1,5 @@
-"""Command line of the examples: `dtrans example NAME`, or `python -m examples NAME` in the repository."""
+"""Command line of the examples: `dtrans example NAME`, or `python -m examples NAME` in the
+repository."""
 
 from __future__ import annotations
 
@@ -7,7 +8,14 @@ from collections.abc import Sequence
 import typer
 
 from dtrans.cli import run_command
-from examples import libraries, train_characters, train_clicks, train_digits, train_library, train_words
+from examples import (
+    libraries,
+    train_characters,
+    train_clicks,
+    train_digits,
+    train_library,
+    train_words,
+)
 
 
 app = typer.Typer(

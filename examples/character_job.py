@@ -1,11 +1,14 @@
-"""The job of pipeline mode: train on characters in stages, and compare with one device on the same batches.
+"""The job of pipeline mode: train on characters in stages, and compare with one device on the same
+batches.
 
-Two engines: `mesh` has every stage of every replica on a device of its own; `simulate` has all of them on one.
+Two engines: `mesh` has every stage of every replica on a device of its own; `simulate` has all of
+them on one.
 
-After training, on the mesh, a few more steps are run for their times alone. The plan is drawn beside them with as much
-work in all as they had: a forward costs the floating-point operations that the planner counted, a backward twice as
-many, and nothing is ever under way. So what differs is what a plan does not know: stages that take longer than their
-operations say, transfers, and devices that share the cores of this machine.
+After training, on the mesh, a few more steps are run for their times alone. The plan is drawn
+beside them with as much work in all as they had: a forward costs the floating-point operations that
+the planner counted, a backward twice as many, and nothing is ever under way. So what differs is
+what a plan does not know: stages that take longer than their operations say, transfers, and devices
+that share the cores of this machine.
 """
 
 from __future__ import annotations
@@ -105,7 +108,8 @@ def train(settings: CharactersSettings, *, plot: Path | None = None, check: bool
       check: train on one device too, and compare.
 
     Returns:
-      Whether the model has learnt from context, and the difference is within bounds. True where nothing is checked.
+      Whether the model has learnt from context, and the difference is within bounds. True where
+      nothing is checked.
 
     Raises:
       ConfigError, BatchError: settings that cannot be.
@@ -166,12 +170,17 @@ def single_device(settings: CharactersSettings, text: characters.Text) -> Traine
         *state, loss = jitted(*state, tokens)
         return state, loss
 
-    (params, _), losses, seconds = _trained(one, jax.jit(init)(settings.key), settings, text, "one device")
+    (params, _), losses, seconds = _trained(
+        one, jax.jit(init)(settings.key), settings, text, "one device"
+    )
     return Trained(losses, jax.device_get(params), seconds)
 
 
-def watch(settings: CharactersSettings, job: PipelineJob, state: PipelineState, tokens: np.ndarray) -> Watched:
-    """Run some more steps, whose results nobody needs, and look at what they keep and when each task runs."""
+def watch(
+    settings: CharactersSettings, job: PipelineJob, state: PipelineState, tokens: np.ndarray
+) -> Watched:
+    """Run some more steps, whose results nobody needs, and look at what they keep and when each
+    task runs."""
     (state, _), kept = measured(job, state, tokens)
     if settings.engine == "simulate":
         return Watched(planned_play(job.plan), None, kept)
@@ -191,7 +200,8 @@ def planned_play(plan: dtrans.PipelinePlan, work: float = 1.0) -> Play:
     """
     forward = [stage.flops for stage in plan.stages]
     backward = [2 * cost for cost in forward]
-    # where backward is split: the first stage has no cotangents to send back, and all that it does is for its weights
+    # where backward is split: the first stage has no cotangents to send back, and all that it does
+    # is for its weights
     weight = [
         half if s.backward.out_names else whole
         for s, half, whole in zip(plan.step_programs.stages, forward, backward, strict=True)
@@ -208,21 +218,27 @@ def _check(settings: CharactersSettings, plot: Path | None) -> None:
     """Say what cannot be before anything is compiled."""
     if settings.engine not in ENGINES:
         raise ConfigError(
-            f"in pipeline mode the engine is {' or '.join(ENGINES)}, not {settings.engine!r}: one process drives all "
+            f"in pipeline mode the engine is {' or '.join(ENGINES)}, not {settings.engine!r}: one "
+            "process drives all "
             "stages"
         )
     parts = settings.micro_batches * settings.replicas
     if settings.batch_size % parts:
         raise BatchError(
-            f"a batch of {settings.batch_size} rows cannot be divided among {settings.micro_batches} micro-batches of "
+            f"a batch of {settings.batch_size} rows cannot be divided among "
+            f"{settings.micro_batches} micro-batches of "
             f"{settings.replicas} replicas: give --batch-size a multiple of {parts}"
         )
     if settings.steps < 2:
-        raise ConfigError(f"--steps must be 2 or more, it is {settings.steps}: the first compiles, and is not timed")
+        raise ConfigError(
+            f"--steps must be 2 or more, it is {settings.steps}: the first compiles, and is not "
+            "timed"
+        )
     if plot is not None:
         if settings.engine == "simulate":
             raise ConfigError(
-                "--plot draws when each device did what, and --engine simulate has one device: use --engine mesh"
+                "--plot draws when each device did what, and --engine simulate has one device: use "
+                "--engine mesh"
             )
         report.check_plot(plot)
 
@@ -234,7 +250,8 @@ def _trained(
     text: characters.Text,
     where: str,
 ) -> tuple[Any, np.ndarray, float]:
-    """Train, and return the last state, the losses, and the seconds that steps after the first took."""
+    """Train, and return the last state, the losses, and the seconds that steps after the first
+    took."""
     losses: list[float] = []
     start = 0.0
     with report.progress_of_steps(settings.steps, where) as advance:
@@ -247,7 +264,9 @@ def _trained(
     return state, np.array(losses), time.perf_counter() - start
 
 
-def _pipelined(job: PipelineJob, settings: CharactersSettings, text: characters.Text) -> tuple[PipelineState, Trained]:
+def _pipelined(
+    job: PipelineJob, settings: CharactersSettings, text: characters.Text
+) -> tuple[PipelineState, Trained]:
     """Train in stages."""
 
     def one(state: PipelineState, tokens: np.ndarray) -> tuple[PipelineState, jax.Array]:
@@ -263,7 +282,8 @@ def _panels(plan: dtrans.PipelinePlan, watched: Watched) -> list[tuple[str, Play
     assert watched.ran is not None
     return [
         (
-            f"planned: {plan.schedule.name}, tasks as long as their operations say, in all as long as those that ran",
+            f"planned: {plan.schedule.name}, tasks as long as their operations say, in all as long "
+            "as those that ran",
             _scaled(watched.planned, 1e3),
         ),
         (f"ran: the median of {TIMED_STEPS} steps", _scaled(watched.ran, 1e3)),
@@ -295,7 +315,10 @@ def _compare(
     report.show_table("schedule", ("", "planned", "measured"), _of_schedule(plan, watched))
     devices, cores = settings.stages * settings.replicas, os.cpu_count() or 1
     if watched.ran is not None and jax.default_backend() == "cpu" and devices > cores:
-        note = f"{devices} devices share {cores} cores of this machine: tasks take longer than they would alone"
+        note = (
+            f"{devices} devices share {cores} cores of this machine: tasks take longer than "
+            "they would alone"
+        )
         Console(soft_wrap=True).print(note, highlight=False)
     return True if single is None else _verdict(settings, text, pipelined, single, held_out[0])
 
@@ -305,11 +328,19 @@ def _of_schedule(plan: dtrans.PipelinePlan, watched: Watched) -> list[tuple[str,
     by_device = lambda numbers: " ".join(map(str, numbers))
     ran = watched.ran
     rows: list[tuple[str, ...]] = [
-        ("peak micro-batches by device", by_device(plan.schedule.peak), by_device(watched.kept.peak))
+        (
+            "peak micro-batches by device",
+            by_device(plan.schedule.peak),
+            by_device(watched.kept.peak),
+        )
     ]
     bubbles = [
         ("bubble of equal stages", f"{float(plan.schedule.bubble):.1%}", ""),
-        ("bubble", f"{float(watched.planned.bubble):.1%}", "one device" if ran is None else f"{float(ran.bubble):.1%}"),
+        (
+            "bubble",
+            f"{float(watched.planned.bubble):.1%}",
+            "one device" if ran is None else f"{float(ran.bubble):.1%}",
+        ),
     ]
     if ran is None:
         return [*bubbles, *rows]
@@ -328,7 +359,11 @@ def _shares(play: Play) -> list[int]:
 
 
 def _verdict(
-    settings: CharactersSettings, text: characters.Text, pipelined: Trained, single: Trained, held_out: float
+    settings: CharactersSettings,
+    text: characters.Text,
+    pipelined: Trained,
+    single: Trained,
+    held_out: float,
 ) -> bool:
     apart = difference(pipelined.params, single.params)
     kind = jax.tree.leaves(single.params)[0].dtype.name
@@ -336,18 +371,24 @@ def _verdict(
     good, near = held_out < alone, apart < bound()
     console = Console(soft_wrap=True, highlight=False)
     console.print(
-        f"validation is on {len(text.held_out):,} characters, in nats for each; how often each comes, without those "
+        f"validation is on {len(text.held_out):,} characters, in nats for each; how often each "
+        "comes, without those "
         f"before it, gives {alone:.4f}"
     )
     console.print(
-        f"final parameters against single-device training on the same {settings.steps} global batches: "
+        f"final parameters against single-device training on the same {settings.steps} global "
+        "batches: "
         f"max relative difference {apart:.2e} ({kind}, bound {bound():.0e})"
     )
     if not good:
-        console.print(f"[red]the validation loss is not below {alone:.4f}: nothing was learnt from context yet[/]")
+        console.print(
+            f"[red]the validation loss is not below {alone:.4f}: nothing was learnt from context "
+            "yet[/]"
+        )
     if not near:
         console.print(
-            f"[red]the difference is above the bound of {bound():.0e}: training amplified rounding, or something is "
+            f"[red]the difference is above the bound of {bound():.0e}: training amplified "
+            "rounding, or something is "
             "wrong; JAX_ENABLE_X64=1 tells which[/]"
         )
     return good and near

@@ -1,11 +1,13 @@
-"""The source of Python's standard library, character by character, and a small transformer that reads it.
+"""The source of Python's standard library, character by character, and a small transformer that
+reads it.
 
-The text is there wherever Python is: the first million characters of the library's modules in alphabetical order,
-without packages, so the same for everyone with the same version of Python. Its tail is kept for validation. A printable
-ASCII character or a newline is a token of its own; all others are one.
+The text is there wherever Python is: the first million characters of the library's modules in
+alphabetical order, without packages, so the same for everyone with the same version of Python. Its
+tail is kept for validation. A printable ASCII character or a newline is a token of its own; all
+others are one.
 
-Everything is a pure function of its arguments. In particular the batch of a step depends on (seed, step) alone, and so
-a pipeline and a single device train on the same examples in the same order.
+Everything is a pure function of its arguments. In particular the batch of a step depends on (seed,
+step) alone, and so a pipeline and a single device train on the same examples in the same order.
 """
 
 from __future__ import annotations
@@ -60,7 +62,8 @@ def load(library: Path | None = None) -> Text:
       library: the directory that has it; that of the running Python by default.
 
     Raises:
-      ConfigError: there are not as many characters, as where a distribution keeps the library in an archive.
+      ConfigError: there are not as many characters, as where a distribution keeps the library in an
+        archive.
 
     Example:
       >>> from examples import characters
@@ -80,7 +83,8 @@ def load(library: Path | None = None) -> Text:
             tokens = encode("".join(parts))
             return Text(tokens[:-HELD_OUT], tokens[-HELD_OUT:])
     raise ConfigError(
-        f"the source of Python's standard library has {CHARACTERS - left:,} characters in {where}, and {CHARACTERS:,} "
+        f"the source of Python's standard library has {CHARACTERS - left:,} characters in {where}, "
+        f"and {CHARACTERS:,} "
         "are trained on: use a Python that is installed with its source"
     )
 
@@ -88,9 +92,14 @@ def load(library: Path | None = None) -> Text:
 def modules(library: Path) -> Iterator[Path]:
     """Return the library's modules that are one file of source, in the order of their names.
 
-    Python says which names are its own: what a distribution, or the build, put beside them is not taken.
+    Python says which names are its own: what a distribution, or the build, put beside them is not
+    taken.
     """
-    return (path for name in sorted(sys.stdlib_module_names) if (path := library / f"{name}.py").is_file())
+    return (
+        path
+        for name in sorted(sys.stdlib_module_names)
+        if (path := library / f"{name}.py").is_file()
+    )
 
 
 def encode(text: str) -> np.ndarray:
@@ -115,7 +124,8 @@ def decode(tokens: np.ndarray) -> str:
 
 
 def batch(text: Text, seed: int, step: int, rows: int) -> np.ndarray:
-    """Return the global batch of a step: rows of LENGTH + 1 tokens from anywhere in the training text, int32.
+    """Return the global batch of a step: rows of LENGTH + 1 tokens from anywhere in the training
+    text, int32.
 
     Raises:
       BatchError: no rows.
@@ -127,13 +137,15 @@ def batch(text: Text, seed: int, step: int, rows: int) -> np.ndarray:
 
 
 def held_out_rows(text: Text) -> np.ndarray:
-    """Return the held-out text as rows of LENGTH + 1 tokens; each begins with the last token of the one before."""
+    """Return the held-out text as rows of LENGTH + 1 tokens; each begins with the last token of the
+    one before."""
     rows = (len(text.held_out) - 1) // LENGTH
     return text.held_out[np.arange(rows)[:, None] * LENGTH + np.arange(LENGTH + 1)].astype(np.int32)
 
 
 def entropy(tokens: np.ndarray) -> float:
-    """Return the loss (nats) of knowing how often each character comes, and nothing about those before it."""
+    """Return the loss (nats) of knowing how often each character comes, and nothing about those
+    before it."""
     share = np.bincount(tokens, minlength=VOCABULARY) / len(tokens)
     seen = share[share > 0]
     return float(-np.sum(seen * np.log(seen)))
@@ -143,10 +155,12 @@ def entropy(tokens: np.ndarray) -> float:
 
 
 def init(key: jax.Array) -> Params:
-    """Return first parameters of the transformer, which tell next to nothing: the loss is about log(VOCABULARY)."""
+    """Return first parameters of the transformer, which tell next to nothing: the loss is about
+    log(VOCABULARY)."""
     keys = jax.random.split(key, LAYERS + 2)
     return {
-        # with smaller ones the loss stays long on a plateau, and leaves it in a way that amplifies rounding
+        # with smaller ones the loss stays long on a plateau, and leaves it in a way that amplifies
+        # rounding
         "embedding": jax.random.normal(keys[0], (VOCABULARY, WIDTH)) * 0.1,
         "positions": jax.random.normal(keys[1], (LENGTH, WIDTH)) * 0.1,
         "blocks": [_block(k) for k in keys[2:]],
@@ -177,9 +191,11 @@ def _norm() -> Params:
 
 
 def logits(params: Params, tokens: jax.Array) -> jax.Array:
-    """Return scores of the next token, (rows, length, VOCABULARY), after each of (rows, length) tokens.
+    """Return scores of the next token, (rows, length, VOCABULARY), after each of (rows, length)
+    tokens.
 
-    A decoder-only transformer with the norms before the layers; its embedding is also its last layer.
+    A decoder-only transformer with the norms before the layers; its embedding is also its last
+    layer.
     """
     h = params["embedding"][tokens] + params["positions"][: tokens.shape[1]]
     for block in params["blocks"]:
@@ -190,7 +206,9 @@ def logits(params: Params, tokens: jax.Array) -> jax.Array:
 
 def _normed(norm: Params, x: jax.Array) -> jax.Array:
     mean = jnp.mean(x, -1, keepdims=True)
-    return (x - mean) * jax.lax.rsqrt(jnp.var(x, -1, keepdims=True) + 1e-5) * norm["scale"] + norm["bias"]
+    return (x - mean) * jax.lax.rsqrt(jnp.var(x, -1, keepdims=True) + 1e-5) * norm["scale"] + norm[
+        "bias"
+    ]
 
 
 def _attention(block: Params, x: jax.Array) -> jax.Array:
@@ -204,7 +222,8 @@ def _attention(block: Params, x: jax.Array) -> jax.Array:
 
 
 def loss_fn(params: Params, tokens: jax.Array) -> jax.Array:
-    """Return the mean cross entropy (nats per character) of telling each token of a row from those before it."""
+    """Return the mean cross entropy (nats per character) of telling each token of a row from those
+    before it."""
     scores = logits(params, tokens[:, :-1])
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(scores, tokens[:, 1:]))
 

@@ -1,7 +1,8 @@
-"""The job of `dtrans example ctr`: clicks with a planted truth, learnt in tables on parameter servers.
+"""The job of `dtrans example ctr`: clicks with a planted truth, learnt in tables on parameter
+servers.
 
-Every role is a process that runs this module. Trainers have a limit of the memory that they may ask for, so that it is
-shown that none of them holds a large table.
+Every role is a process that runs this module. Trainers have a limit of the memory that they may ask
+for, so that it is shown that none of them holds a large table.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ CHUNK = 5_000  # test impressions that are scored at once
 
 
 def train(settings: ClickSettings, *, trainers: int, pservers: int, check: bool = True) -> bool:
-    """Train, print how much of what can be learnt was, and compare the first losses with those of one device.
+    """Train, print how much of what can be learnt was, and compare the first losses with those of
+    one device.
 
     Returns:
-      Whether what was learnt, the difference and the memory of trainers are within bounds. True where nothing is
-      checked.
+      Whether what was learnt, the difference and the memory of trainers are within bounds. True
+      where nothing is checked.
 
     Raises:
       ConfigError, BatchError: settings that cannot be; LaunchError: a role failed.
@@ -43,7 +45,8 @@ def train(settings: ClickSettings, *, trainers: int, pservers: int, check: bool 
     best, found = auc(logits(settings.seed, ids), clicked), auc(left[0]["scores"], clicked)
     share = (found - 0.5) / (best - 0.5)
     held = [float(of["memory"]) for of in left]
-    console.print(f"AUC {found:.4f} on {TEST:,} other impressions; of the true probabilities {best:.4f} (Bayes): "
+    console.print(f"AUC {found:.4f} on {TEST:,} other impressions; of the true probabilities "
+f"{best:.4f} (Bayes): "
                   f"{share:.1%} of what can be learnt")  # fmt: skip
     console.print(f"of at most {HELD:.0f} MB, and {LIMIT >> 20} MiB of data, trainers had at most "
                   f"{', '.join(f'{m:,.0f}' for m in held)} MB in memory")  # fmt: skip
@@ -73,13 +76,19 @@ def single_device(settings: ClickSettings) -> np.ndarray:
     def start(key: jax.Array) -> Any:
         params, opt_state = init(key)
         is_params = lambda x: isinstance(x, dict)
-        return rows_of(params), jax.tree.map(lambda x: rows_of(x) if is_params(x) else x, opt_state, is_leaf=is_params)
+        return rows_of(params), jax.tree.map(
+            lambda x: rows_of(x) if is_params(x) else x, opt_state, is_leaf=is_params
+        )
 
     def renumbered(i: int) -> tuple[np.ndarray, np.ndarray]:
         ids, clicked = batches[i]
-        return np.stack([np.searchsorted(rows, ids[:, t]) for t, rows in enumerate(looked_up)], 1), clicked
+        return np.stack(
+            [np.searchsorted(rows, ids[:, t]) for t, rows in enumerate(looked_up)], 1
+        ), clicked
 
-    return table_job.single_device(settings, step, jax.jit(start)(jax.random.key(settings.seed)), renumbered, steps)
+    return table_job.single_device(
+        settings, step, jax.jit(start)(jax.random.key(settings.seed)), renumbered, steps
+    )
 
 
 # -- a role ----------------------------------------------------------------------------------------

@@ -1,19 +1,22 @@
-"""Click-through data with a planted truth, and a field-weighted factorisation machine that learns it.
+"""Click-through data with a planted truth, and a field-weighted factorisation machine that learns
+it.
 
-An impression has one feature of each of 20 tables. Numbers of features follow a power law, as words, users and
-advertisements do. Each feature has a hidden vector, and whether an impression is clicked is drawn with a probability
-that is known: the logistic function of a bias and of the products of the vectors of some pairs of tables. So the best
-that can be learnt is known too: the area under the curve (AUC) of the test set's own logits (Bayes). Of other tables
-nothing can be learnt, and a model has to find that out. The first, which may be large, is one of these: most of its
-features are seen too rarely to learn anything of them.
+An impression has one feature of each of 20 tables. Numbers of features follow a power law, as
+words, users and advertisements do. Each feature has a hidden vector, and whether an impression is
+clicked is drawn with a probability that is known: the logistic function of a bias and of the
+products of the vectors of some pairs of tables. So the best that can be learnt is known too: the
+area under the curve (AUC) of the test set's own logits (Bayes). Of other tables nothing can be
+learnt, and a model has to find that out. The first, which may be large, is one of these: most of
+its features are seen too rarely to learn anything of them.
 
-A hidden vector is made from its number when it is wanted, so that nobody has a table of them. Which features are
-frequent is not seen in their numbers.
+A hidden vector is made from its number when it is wanted, so that nobody has a table of them. Which
+features are frequent is not seen in their numbers.
 
-The batch of a step depends on (seed, step) alone, so that a job and one device train on the same impressions.
+The batch of a step depends on (seed, step) alone, so that a job and one device train on the same
+impressions.
 
-Sources: power law and planted truth: Zipf (1949); the model: Pan et al., Field-weighted factorization machines for
-click-through rate prediction (2018).
+Sources: power law and planted truth: Zipf (1949); the model: Pan et al., Field-weighted
+factorization machines for click-through rate prediction (2018).
 """
 
 from __future__ import annotations
@@ -34,10 +37,15 @@ from examples.settings import as_arguments, from_arguments
 
 TABLES, WIDTH = 20, 16
 ROWS = 2_500  # of a table, but for the first
-HIDDEN, SPREAD, BIAS = 4, 1.4, -1.0  # of hidden vectors: entries, and their standard deviation; of the logit
+HIDDEN, SPREAD, BIAS = (
+    4,
+    1.4,
+    -1.0,
+)  # of hidden vectors: entries, and their standard deviation; of the logit
 PAIRS = ((1, 2), (3, 4), (5, 6), (7, 8))  # the tables whose vectors are multiplied
 EXPONENT = 1.05  # of the power law
-STRIDE = 2_654_435_761  # between the numbers of features that are next to each other by frequency; a prime
+# between the numbers of features that are next to each other by frequency; a prime
+STRIDE = 2_654_435_761
 TEST = 50_000  # impressions that are kept for testing
 LEARNING_RATE, FIRST = 0.25, 0.2  # of Adagrad; the standard deviation of first entries
 ENOUGH = 0.98  # of what can be learnt
@@ -94,15 +102,21 @@ def vectors(seed: int, table: int, ids: np.ndarray) -> np.ndarray:
     """Return the hidden vectors of features: (*ids.shape, `HIDDEN`), independent and normal."""
     with np.errstate(over="ignore"):  # numbers of 64 bits wrap
         of_table = _mixed(np.array([seed * TABLES + table], np.uint64))
-        words = ids.astype(np.uint64)[..., None] * np.uint64(HIDDEN // 2) + np.arange(HIDDEN // 2, dtype=np.uint64)
+        words = ids.astype(np.uint64)[..., None] * np.uint64(HIDDEN // 2) + np.arange(
+            HIDDEN // 2, dtype=np.uint64
+        )
         bits = _mixed(words + of_table)
     high, low = (bits >> np.uint64(32)).astype(float), (bits & np.uint64(0xFFFFFFFF)).astype(float)
-    radius, angle = np.sqrt(-2 * np.log((high + 0.5) / 2**32)), 2 * np.pi * low / 2**32  # Box and Muller, 1958
+    radius, angle = (
+        np.sqrt(-2 * np.log((high + 0.5) / 2**32)),
+        2 * np.pi * low / 2**32,
+    )  # Box and Muller, 1958
     return SPREAD * np.concatenate([radius * np.cos(angle), radius * np.sin(angle)], -1)
 
 
 def _mixed(x: np.ndarray) -> np.ndarray:
-    """Return numbers of 64 bits that look random, one for each (SplitMix64: Steele et al., 2014)."""
+    """Return numbers of 64 bits that look random, one for each (SplitMix64: Steele et al.,
+    2014)."""
     x = x * np.uint64(0x9E3779B97F4A7C15) + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -120,14 +134,17 @@ def logits(seed: int, ids: np.ndarray) -> np.ndarray:
 
 
 def _drawn(rng: np.random.Generator, settings: ClickSettings, count: int) -> np.ndarray:
-    """Draw features of impressions: the rank of each is a number between 1 and rows + 1 whose density is a power."""
+    """Draw features of impressions: the rank of each is a number between 1 and rows + 1 whose
+    density is a power."""
     most = (settings.sizes + 1.0) ** (1 - EXPONENT)
     ranks = (1 - rng.random((count, TABLES)) * (1 - most)) ** (1 / (1 - EXPONENT))
     places = np.minimum(ranks.astype(np.int64) - 1, settings.sizes - 1)
     return (places * STRIDE % settings.sizes).astype(np.int32)
 
 
-def _impressions(settings: ClickSettings, count: int, *number: int) -> tuple[np.ndarray, np.ndarray]:
+def _impressions(
+    settings: ClickSettings, count: int, *number: int
+) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng((settings.seed, *number))
     ids = _drawn(rng, settings, count)
     chance = 1 / (1 + np.exp(-logits(settings.seed, ids)))
@@ -135,7 +152,8 @@ def _impressions(settings: ClickSettings, count: int, *number: int) -> tuple[np.
 
 
 def batch(settings: ClickSettings, step: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the global batch of a step: features, (impressions, tables), and which are clicked, 1 or 0."""
+    """Return the global batch of a step: features, (impressions, tables), and which are clicked, 1
+    or 0."""
     return _impressions(settings, settings.batch_size, 1, step)
 
 
@@ -145,7 +163,8 @@ def test_set(settings: ClickSettings) -> tuple[np.ndarray, np.ndarray]:
 
 
 def auc(scores: np.ndarray, clicked: np.ndarray) -> float:
-    """Return the area under the receiver operating characteristic: how often a click is scored above what is none.
+    """Return the area under the receiver operating characteristic: how often a click is scored
+    above what is none.
 
     Example:
       >>> import numpy as np
@@ -169,7 +188,8 @@ def names() -> list[str]:
 
 
 def scores(weights: Any, rows: Any) -> jax.Array:
-    """Return logits of the model: a bias, and the products of all pairs of rows, each pair of tables with its weight.
+    """Return logits of the model: a bias, and the products of all pairs of rows, each pair of
+    tables with its weight.
 
     Args:
       weights: what is no table.

@@ -1,10 +1,12 @@
-"""Handwritten digits: 1,797 images of 8 x 8 pixels, which scikit-learn ships, and a small perceptron for them.
+"""Handwritten digits: 1,797 images of 8 x 8 pixels, which scikit-learn ships, and a small
+perceptron for them.
 
-Everything is a pure function of its arguments. In particular the sequence of *global* batches depends on
-(seed, epoch) alone: trainer k of N takes rows k*B/N to (k+1)*B/N of each (`shard`), a single device takes all of
-them, and so both train on the same examples in the same order.
+Everything is a pure function of its arguments. In particular the sequence of *global* batches
+depends on (seed, epoch) alone: trainer k of N takes rows k*B/N to (k+1)*B/N of each (`shard`), a
+single device takes all of them, and so both train on the same examples in the same order.
 
-Source of the data: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI (1998).
+Source of the data: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI
+(1998).
 """
 
 from __future__ import annotations
@@ -65,8 +67,11 @@ def check_installed() -> None:
         raise not_installed("the digits come with scikit-learn", "examples")
 
 
-def batches(data: Digits, seed: int, epoch: int, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Return the global batches of one epoch: a new permutation for each, without the incomplete last batch.
+def batches(
+    data: Digits, seed: int, epoch: int, size: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Return the global batches of one epoch: a new permutation for each, without the incomplete
+    last batch.
 
     Raises:
       BatchError: a size that no batch of these data can have.
@@ -79,7 +84,9 @@ def batches(data: Digits, seed: int, epoch: int, size: int) -> Iterator[tuple[np
         yield data.x[rows], data.y[rows]
 
 
-def shard(batch: tuple[np.ndarray, np.ndarray], trainer: int, trainers: int) -> tuple[np.ndarray, np.ndarray]:
+def shard(
+    batch: tuple[np.ndarray, np.ndarray], trainer: int, trainers: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Return the rows of a global batch that one trainer takes.
 
     Raises:
@@ -88,7 +95,8 @@ def shard(batch: tuple[np.ndarray, np.ndarray], trainer: int, trainers: int) -> 
     size, rest = divmod(len(batch[0]), trainers)
     if rest:
         raise BatchError(
-            f"a batch of {len(batch[0])} images cannot be divided among {trainers} trainers: make it a multiple"
+            f"a batch of {len(batch[0])} images cannot be divided among {trainers} trainers: make "
+            "it a multiple"
         )
     rows = slice(trainer * size, (trainer + 1) * size)
     return batch[0][rows], batch[1][rows]
@@ -98,15 +106,22 @@ def init(key: jax.Array) -> Params:
     """Return first parameters of a 64-512-10 perceptron: wide enough to be cut over servers."""
     k1, k2 = jax.random.split(key)
     return {
-        "hidden": {"w": jax.random.normal(k1, (PIXELS, HIDDEN)) * np.sqrt(2 / PIXELS), "b": jnp.zeros(HIDDEN)},
-        "output": {"w": jax.random.normal(k2, (HIDDEN, CLASSES)) * np.sqrt(1 / HIDDEN), "b": jnp.zeros(CLASSES)},
+        "hidden": {
+            "w": jax.random.normal(k1, (PIXELS, HIDDEN)) * np.sqrt(2 / PIXELS),
+            "b": jnp.zeros(HIDDEN),
+        },
+        "output": {
+            "w": jax.random.normal(k2, (HIDDEN, CLASSES)) * np.sqrt(1 / HIDDEN),
+            "b": jnp.zeros(CLASSES),
+        },
     }
 
 
 def logits(params: Params, x: jax.Array) -> jax.Array:
     """Return one row of ten scores per image."""
-    # tanh, not relu: where two runs round a pre-activation to different sides of a kink, the gradient jumps, and
-    # optimizers that divide by its size carry that into the parameters (1e-4 after 12 epochs of adam, against 1e-6)
+    # tanh, not relu: where two runs round a pre-activation to different sides of a kink, the
+    # gradient jumps, and optimizers that divide by its size carry that into the parameters (1e-4
+    # after 12 epochs of adam, against 1e-6)
     h = jnp.tanh(x @ params["hidden"]["w"] + params["hidden"]["b"])
     return h @ params["output"]["w"] + params["output"]["b"]
 

@@ -1,11 +1,13 @@
-"""The main job: train on the digits with trainers, distributed, and compare with one device on the same global batches.
+"""The main job: train on the digits with trainers, distributed, and compare with one device on the
+same global batches.
 
-Two engines: `processes` starts trainers and pservers with `dtrans.run.distributed.launcher`, each running
-`examples.digits_role`; `mesh` runs the whole plan in this process. In nccl2 and sharding mode there are no
-pservers.
+Two engines: `processes` starts trainers and pservers with `dtrans.run.distributed.launcher`, each
+running `examples.digits_role`; `mesh` runs the whole plan in this process. In nccl2 and sharding
+mode there are no pservers.
 
-In exact arithmetic the two trainings are the same. Floating-point sums are rounded in another order, and the
-difference that remains is the figure this job reports: over all leaves, the largest max|a - b| / max|b|.
+In exact arithmetic the two trainings are the same. Floating-point sums are rounded in another
+order, and the difference that remains is the figure this job reports: over all leaves, the largest
+max|a - b| / max|b|.
 """
 
 from __future__ import annotations
@@ -72,7 +74,9 @@ def train(
     if plot is not None:
         others = f", {servers} pservers" if servers else ""
         title = f"digits, {settings.optimizer}: {trainers} trainers{others} ({engine})"
-        report.plot_losses(plot, distributed.losses, None if single is None else single.losses, title)
+        report.plot_losses(
+            plot, distributed.losses, None if single is None else single.losses, title
+        )
         Console(soft_wrap=True).print(f"loss plot: {plot}", highlight=False)
     return _compare(settings, distributed, single)
 
@@ -91,7 +95,9 @@ def single_device(settings: DigitsSettings) -> Outcome:
     return Outcome(np.array(losses), params)
 
 
-def _check(settings: DigitsSettings, engine: str, mode: str, trainers: int, pservers: int | None) -> None:
+def _check(
+    settings: DigitsSettings, engine: str, mode: str, trainers: int, pservers: int | None
+) -> None:
     """Say what cannot be before processes are started that all say it."""
     if engine not in ENGINES:
         raise ConfigError(f"there is no engine {engine!r}; it is one of {', '.join(ENGINES)}")
@@ -100,22 +106,31 @@ def _check(settings: DigitsSettings, engine: str, mode: str, trainers: int, pser
     if mode != "pserver" and pservers is not None:
         raise ConfigError(f"there are no pservers in {mode} mode; leave out --pservers {pservers}")
     if mode != "sharding" and settings.sharding_stage:
-        raise ConfigError(f"--sharding-stage needs --mode sharding, and --mode is {mode}; leave --sharding-stage out")
+        raise ConfigError(
+            f"--sharding-stage needs --mode sharding, and --mode is {mode}; leave --sharding-stage "
+            "out"
+        )
     if trainers < 1 or settings.batch_size % trainers:
         raise BatchError(
             f"a batch of {settings.batch_size} images cannot be divided among {trainers} trainers: "
             "give --batch-size a multiple of --trainers"
         )
     if not 0 < settings.batch_size <= digits.TRAIN_IMAGES:
-        raise BatchError(f"--batch-size must be 1 to {digits.TRAIN_IMAGES}, the number of training images")
+        raise BatchError(
+            f"--batch-size must be 1 to {digits.TRAIN_IMAGES}, the number of training images"
+        )
     if settings.epochs < 1:
         raise ConfigError(f"--epochs must be 1 or more, it is {settings.epochs}")
-    dtrans.DistributeTranspiler(dtrans.DistributeTranspilerConfig(min_block_size=settings.min_block_size))
+    dtrans.DistributeTranspiler(
+        dtrans.DistributeTranspilerConfig(min_block_size=settings.min_block_size)
+    )
     training(settings)
     digits.check_installed()
 
 
-def _plan(settings: DigitsSettings, mode: str, main: Any, startup: Any, trainers: int, pservers: int) -> Any:
+def _plan(
+    settings: DigitsSettings, mode: str, main: Any, startup: Any, trainers: int, pservers: int
+) -> Any:
     """Return the plan of a mode, for roles that are all in this process."""
     if mode == "sharding":
         return dtrans.sharding(main, startup, degree=trainers, stage=settings.sharding_stage)
@@ -126,18 +141,23 @@ def _plan(settings: DigitsSettings, mode: str, main: Any, startup: Any, trainers
     if mode == "pserver":
         t.transpile(0, main, ",".join(endpoints), trainers, startup_program=startup)
     else:
-        t.transpile(0, main, trainers=endpoints, startup_program=startup, current_endpoint=endpoints[0])
+        t.transpile(
+            0, main, trainers=endpoints, startup_program=startup, current_endpoint=endpoints[0]
+        )
     return t.plan
 
 
 def _on_mesh(settings: DigitsSettings, mode: str, trainers: int, pservers: int) -> Outcome:
-    """Train with every role on a device of this process. Without pservers in nccl2 and sharding mode."""
+    """Train with every role on a device of this process. Without pservers in nccl2 and sharding
+    mode."""
     virtual_devices(trainers + pservers)
     data = digits.load(settings.seed)
     step, init = training(settings)
     batch = next(digits.batches(data, settings.seed, 0, settings.batch_size))
     # a part of it, as a process has it: plans tell the rows of all
-    program = dtrans.trace(step, *jax.eval_shape(init, settings.key), *digits.shard(batch, 0, trainers))
+    program = dtrans.trace(
+        step, *jax.eval_shape(init, settings.key), *digits.shard(batch, 0, trainers)
+    )
     plan = _plan(settings, mode, program, dtrans.trace(init, settings.key), trainers, pservers)
     report.show_plan(plan)
     batches = lambda epoch: digits.batches(data, settings.seed, epoch, settings.batch_size)
@@ -146,8 +166,10 @@ def _on_mesh(settings: DigitsSettings, mode: str, trainers: int, pservers: int) 
 
 
 def _as_processes(settings: DigitsSettings, trainers: int, pservers: int) -> Outcome:
-    """Train with every role as a process. Trainers leave their losses, and their parameters, in files."""
-    # roles see the precision of this process, however it was set, and on a GPU leave room for one another
+    """Train with every role as a process. Trainers leave their losses, and their parameters, in
+    files."""
+    # roles see the precision of this process, however it was set, and on a GPU leave room for one
+    # another
     env = {"JAX_ENABLE_X64": str(int(jax.config.read("jax_enable_x64")))}
     env["PYTHONPATH"] = role_path()
     env["XLA_PYTHON_CLIENT_PREALLOCATE"] = os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -156,12 +178,20 @@ def _as_processes(settings: DigitsSettings, trainers: int, pservers: int) -> Out
         try:
             # ranks of sharding meet as trainers of nccl2 mode do
             kind = "pserver" if pservers else "nccl2"
-            launch(command, trainers=trainers, pservers=pservers or None, mode=kind, env=env, inherit_stdout=True)
+            launch(
+                command,
+                trainers=trainers,
+                pservers=pservers or None,
+                mode=kind,
+                env=env,
+                inherit_stdout=True,
+            )
         finally:
             # trainer 0 hides it while it draws its progress, and may have been ended meanwhile
             Console().show_cursor(True)
         found = [Outcome.load(Path(directory) / f"trainer-{i}.npz") for i in range(trainers)]
-    # each loss is a mean over a shard, and shards are of one size; or of all already, without pservers
+    # each loss is a mean over a shard, and shards are of one size; or of all already, without
+    # pservers
     return Outcome(np.mean([o.losses for o in found], axis=0), found[0].params)
 
 
@@ -180,14 +210,16 @@ def _compare(settings: DigitsSettings, distributed: Outcome, single: Outcome | N
     good, near = got >= MIN_ACCURACY, apart < bound()
     console.print(f"{said}; single device {alone:.4f}")
     console.print(
-        f"final parameters against single-device training on the same {len(single.losses)} global batches: "
+        f"final parameters against single-device training on the same {len(single.losses)} global "
+        "batches: "
         f"max relative difference {apart:.2e} ({kind}, bound {bound():.0e})"
     )
     if not good:
         console.print(f"[red]the test accuracy is below {MIN_ACCURACY}[/]")
     if not near:
         console.print(
-            f"[red]the difference is above the bound of {bound():.0e}: {settings.optimizer} amplified rounding, or "
+            f"[red]the difference is above the bound of {bound():.0e}: {settings.optimizer} "
+            "amplified rounding, or "
             "something is wrong; JAX_ENABLE_X64=1 tells which[/]"
         )
     return good and near

@@ -30,9 +30,11 @@ MICRO_BATCHES = 4
 
 
 def main() -> None:
-    """Be the role that the environment says, and leave what a trainer saw as `trainer-K.npz` in a directory.
+    """Be the role that the environment says, and leave what a trainer saw as `trainer-K.npz` in a
+    directory.
 
-    With `-` for the directory trainer 0 prints how well the parameters do on images that it was not trained on.
+    With `-` for the directory trainer 0 prints how well the parameters do on images that it was not
+    trained on.
     """
     directory, *rest = sys.argv[1:]
     settings = DigitsSettings.parse(rest)
@@ -50,7 +52,9 @@ def main() -> None:
     startup = dtrans.trace(init, settings.key)
     first = role.trainer_id == 0
     # without pservers each has the loss of all
-    bar = report.progress(settings, what="loss of trainer 0" if role.mode == "pserver" else "loss", shown=first)
+    bar = report.progress(
+        settings, what="loss of trainer 0" if role.mode == "pserver" else "loss", shown=first
+    )
     leave = _leave(directory, role.trainer_id, data)
 
     if settings.sharding_stage or settings.stages:
@@ -59,10 +63,19 @@ def main() -> None:
             report.show_plan(plan)
         with plan.on_cluster() as job, bar as advance:
             whole = lambda epoch: digits.batches(data, settings.seed, epoch, settings.batch_size)
-            leave(train(job, settings, lambda epoch: (job.shard_batch(*x) for x in whole(epoch)), advance))
+            leave(
+                train(
+                    job,
+                    settings,
+                    lambda epoch: (job.shard_batch(*x) for x in whole(epoch)),
+                    advance,
+                )
+            )
         return
 
-    config = dtrans.DistributeTranspilerConfig(mode=role.mode, min_block_size=settings.min_block_size)
+    config = dtrans.DistributeTranspilerConfig(
+        mode=role.mode, min_block_size=settings.min_block_size
+    )
     t = dtrans.DistributeTranspiler(config)
     t.transpile(
         role.trainer_id,
@@ -95,10 +108,14 @@ def main() -> None:
     leave(Outcome(np.array(losses), state[0]))
 
 
-def _collective_plan(settings: DigitsSettings, program: dtrans.Program, startup: dtrans.Program, trainers: int) -> Any:
+def _collective_plan(
+    settings: DigitsSettings, program: dtrans.Program, startup: dtrans.Program, trainers: int
+) -> Any:
     if settings.sharding_stage:
         return dtrans.sharding(program, startup, degree=trainers, stage=settings.sharding_stage)
-    return dtrans.pipeline(program, startup, num_stages=settings.stages, num_micro_batch=MICRO_BATCHES)
+    return dtrans.pipeline(
+        program, startup, num_stages=settings.stages, num_micro_batch=MICRO_BATCHES
+    )
 
 
 def _leave(directory: str, trainer: int, data: digits.Digits) -> Callable[[Outcome], None]:

@@ -119,7 +119,11 @@ class Outcome:
 
     def save(self, path: Path) -> None:
         """Write it as npz, parameters under their paths: numbers only, nothing to unpickle."""
-        leaves = {f"{layer}/{name}": np.asarray(x) for layer, of in self.params.items() for name, x in of.items()}
+        leaves = {
+            f"{layer}/{name}": np.asarray(x)
+            for layer, of in self.params.items()
+            for name, x in of.items()
+        }
         np.savez(path, allow_pickle=False, losses=self.losses, **leaves)
 
     @classmethod

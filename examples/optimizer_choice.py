@@ -35,5 +35,7 @@ def make_optimizer(name: str) -> Any:
       ConfigError: there is none.
     """
     if name not in OPTIMIZERS:
-        raise ConfigError(f"there is no optimizer {name!r}; {did_you_mean(name, OPTIMIZERS, 'there are')}")
+        raise ConfigError(
+            f"there is no optimizer {name!r}; {did_you_mean(name, OPTIMIZERS, 'there are')}"
+        )
     return OPTIMIZERS[name]()

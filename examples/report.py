@@ -23,7 +23,8 @@ from examples.digits_training import DigitsSettings
 
 
 def show_plan(plan: PServerPlan | CollectivePlan) -> None:
-    """Print which block lives where, or which gradients are reduced together, and what a step moves."""
+    """Print which block lives where, or which gradients are reduced together, and what a step
+    moves."""
     console = Console(soft_wrap=True)
     if isinstance(plan, PServerPlan):
         title = f"{plan.trainers} trainers, {len(plan.servers)} pservers"
@@ -73,7 +74,9 @@ def _kib(count: int) -> str:
     return f"{count / 1024:,.0f} KiB"
 
 
-def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> None:
+def show_table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1
+) -> None:
     """Print rows, the first columns to the left and the others to the right."""
     table = Table(title=title, title_justify="left")
     for i, name in enumerate(columns):
@@ -84,7 +87,9 @@ def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]
 
 
 @contextlib.contextmanager
-def progress_of_steps(steps: int, what: str, shown: bool = True) -> Iterator[Callable[[float], None]]:
+def progress_of_steps(
+    steps: int, what: str, shown: bool = True
+) -> Iterator[Callable[[float], None]]:
     """Show progress over steps. Yields the function to call after each, with the loss."""
     with _progress(steps, f"{what:10}", shown) as advance:
         yield lambda loss: advance(f"loss {loss:.4f}")
@@ -94,7 +99,8 @@ def progress_of_steps(steps: int, what: str, shown: bool = True) -> Iterator[Cal
 def progress(
     settings: DigitsSettings, *, what: str = "loss", shown: bool = True
 ) -> Iterator[Callable[[int, float], None]]:
-    """Show progress over all steps. Yields the function to call after each, with the epoch and the loss.
+    """Show progress over all steps. Yields the function to call after each, with the epoch and the
+    loss.
 
     Args:
       what: the loss it is.
@@ -110,7 +116,8 @@ LINES = 10  # of progress, where no terminal shows a bar
 
 @contextlib.contextmanager
 def _progress(steps: int, what: str, shown: bool = True) -> Iterator[Callable[[str], None]]:
-    """Show a bar in a terminal; elsewhere a line now and then. Yields the function that takes the news of a step."""
+    """Show a bar in a terminal; elsewhere a line now and then. Yields the function that takes the
+    news of a step."""
     console = Console(soft_wrap=True, highlight=False)
     if shown and not console.is_terminal:
         done = itertools.count(1)
@@ -122,8 +129,18 @@ def _progress(steps: int, what: str, shown: bool = True) -> Iterator[Callable[[s
 
         yield line
         return
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[news]}"))
-    bar = Progress(*columns, TimeRemainingColumn(elapsed_when_finished=True), console=console, disable=not shown)
+    columns = (
+        TextColumn(what),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[news]}"),
+    )
+    bar = Progress(
+        *columns,
+        TimeRemainingColumn(elapsed_when_finished=True),
+        console=console,
+        disable=not shown,
+    )
     task = bar.add_task("train", total=steps, news="")
     with bar:
         yield lambda news: bar.update(task, advance=1, news=news)
@@ -138,16 +155,21 @@ def check_plot(path: Path) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         raise not_installed("--plot needs matplotlib", "examples")
     if not path.parent.is_dir():
-        raise ConfigError(f"the plot cannot be written to {path}: there is no directory {path.parent}")
+        raise ConfigError(
+            f"the plot cannot be written to {path}: there is no directory {path.parent}"
+        )
     from matplotlib.backend_bases import FigureCanvasBase
 
     kinds = sorted(FigureCanvasBase.filetypes)
     if path.suffix.lstrip(".").lower() not in kinds:
-        raise ConfigError(f"the plot cannot be written to {path}: its name must end in one of {', '.join(kinds)}")
+        raise ConfigError(
+            f"the plot cannot be written to {path}: its name must end in one of {', '.join(kinds)}"
+        )
 
 
 def plot_losses(path: Path, distributed: np.ndarray, single: np.ndarray | None, title: str) -> None:
-    """Draw the loss over the steps, and that of one device, into an image file; its ending says of which kind.
+    """Draw the loss over the steps, and that of one device, into an image file; its ending says of
+    which kind.
 
     Raises:
       ConfigError: the file cannot be written; or as `check_plot`.
@@ -157,7 +179,9 @@ def plot_losses(path: Path, distributed: np.ndarray, single: np.ndarray | None, 
 
     # a figure of its own, without pyplot: no window system is asked for, no global state changes
     figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.add_subplot(xlabel="step", ylabel="training loss (mean cross entropy)", title=title, yscale="log")
+    axes = figure.add_subplot(
+        xlabel="step", ylabel="training loss (mean cross entropy)", title=title, yscale="log"
+    )
     axes.plot(distributed, color="tab:blue", linewidth=3, alpha=0.5, label="distributed")
     if single is not None:
         axes.plot(single, color="black", linewidth=1, linestyle="--", label="single device")

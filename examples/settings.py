@@ -23,7 +23,11 @@ def as_arguments(settings: Any) -> list[str]:
       >>> as_arguments(Settings(8)), from_arguments(Settings, ["--batch-size", "8"])
       (['--batch-size', '8'], Settings(batch_size=8))
     """
-    return [a for n, v in dataclasses.asdict(settings).items() for a in (f"--{n.replace('_', '-')}", str(v))]
+    return [
+        a
+        for n, v in dataclasses.asdict(settings).items()
+        for a in (f"--{n.replace('_', '-')}", str(v))
+    ]
 
 
 def from_arguments(kind: type[T], arguments: Sequence[str]) -> T:
@@ -31,5 +35,7 @@ def from_arguments(kind: type[T], arguments: Sequence[str]) -> T:
     parser = argparse.ArgumentParser()
     fields: Any = dataclasses.fields(kind)  # type: ignore[arg-type]
     for field in fields:
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
+        parser.add_argument(
+            f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default
+        )
     return kind(**vars(parser.parse_args(arguments)))

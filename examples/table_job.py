@@ -1,7 +1,7 @@
 """Jobs whose tables are on parameter servers: every role is a process, beside one device.
 
-The losses of such jobs are sums over a batch, so that Adagrad's steps do not depend on its size; what is shown is the
-mean.
+The losses of such jobs are sums over a batch, so that Adagrad's steps do not depend on its size;
+what is shown is the mean.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from dtrans.run.distributed.launcher import launch
 from examples import report, role_path
 
 
-BOUND = 1e-3  # of the difference of losses, relative to the largest: rounding, amplified by some thousand steps
+# of the difference of losses, relative to the largest: rounding, amplified by some thousand steps
+BOUND = 1e-3
 
 Batch = Callable[[int], Sequence[Any]]
 
@@ -31,7 +32,8 @@ def check_batch(size: int, trainers: int, what: str) -> None:
     """Raise BatchError for a batch that trainers do not divide."""
     if size % trainers:
         raise BatchError(
-            f"a batch of {size} {what} cannot be divided among {trainers} trainers: give --batch-size a multiple of "
+            f"a batch of {size} {what} cannot be divided among {trainers} trainers: give "
+            "--batch-size a multiple of "
             "--trainers"
         )
 
@@ -53,8 +55,18 @@ def launched(
     with tempfile.TemporaryDirectory(prefix="dtrans-train-") as directory:
         leave(Path(directory))
         command = [sys.executable, "-m", module, directory, *settings.arguments()]
-        env = {"JAX_ENABLE_X64": str(int(jax.config.read("jax_enable_x64"))), "PYTHONPATH": role_path()}
-        launch(command, trainers=trainers, pservers=pservers, mode="pserver", env=env, inherit_stdout=True)
+        env = {
+            "JAX_ENABLE_X64": str(int(jax.config.read("jax_enable_x64"))),
+            "PYTHONPATH": role_path(),
+        }
+        launch(
+            command,
+            trainers=trainers,
+            pservers=pservers,
+            mode="pserver",
+            env=env,
+            inherit_stdout=True,
+        )
         found = []
         for k in range(trainers):
             with np.load(_left(directory, k)) as file:
@@ -70,7 +82,8 @@ def be_role(
     batch: Batch,
     ask: Callable[[Any, Any], Mapping[str, Any]],
 ) -> None:
-    """Be the role that the environment says; a trainer leaves its losses and its memory in the directory.
+    """Be the role that the environment says; a trainer leaves its losses and its memory in the
+    directory.
 
     Args:
       step, init: for one device.
@@ -118,10 +131,12 @@ def single_device(
 
 
 def losses_agree(console: Console, losses: np.ndarray, single: np.ndarray) -> bool:
-    """Print how far losses are from those of one device on the first batches, and whether that is within bounds."""
+    """Print how far losses are from those of one device on the first batches, and whether that is
+    within bounds."""
     apart = float(np.max(np.abs(losses[: len(single)] - single)) / np.max(np.abs(single)))
     bound = 1e-9 if jax.config.read("jax_enable_x64") else BOUND
-    console.print(f"losses against one device on the same {len(single)} batches: max difference {apart:.1e} of the "
+    console.print(f"losses against one device on the same {len(single)} batches: max difference "
+f"{apart:.1e} of the "
                   f"largest (bound {bound:.0e})")  # fmt: skip
     if not apart < bound:
         console.print(f"[red]the difference is above the bound of {bound:.0e}[/]")
@@ -139,4 +154,7 @@ def _peak() -> float:
         status = Path("/proc/self/status").read_text()
     except OSError:
         return 0.0
-    return next((int(line.split()[1]) / 1024 for line in status.splitlines() if line.startswith("VmHWM")), 0.0)
+    return next(
+        (int(line.split()[1]) / 1024 for line in status.splitlines() if line.startswith("VmHWM")),
+        0.0,
+    )

@@ -1,4 +1,5 @@
-"""Script `characters`: a pipeline's stages learn the source of Python's standard library with a transformer."""
+"""Script `characters`: a pipeline's stages learn the source of Python's standard library with a
+transformer."""
 
 from __future__ import annotations
 
@@ -12,31 +13,43 @@ from examples import character_job, options
 
 def main(
     engine: Annotated[
-        str, typer.Option(help="`mesh`: a device for each stage. `simulate`: all stages on one device.")
+        str,
+        typer.Option(help="`mesh`: a device for each stage. `simulate`: all stages on one device."),
     ] = "mesh",
     stages: Annotated[
-        int, typer.Option(min=1, help="How many devices a replica has, each with a stage of the model.")
+        int,
+        typer.Option(min=1, help="How many devices a replica has, each with a stage of the model."),
     ] = 2,
-    micro_batches: Annotated[int, typer.Option(min=1, help="Into how many parts a replica cuts its rows.")] = 8,
+    micro_batches: Annotated[
+        int, typer.Option(min=1, help="Into how many parts a replica cuts its rows.")
+    ] = 8,
     schedule: Annotated[
         str,
         typer.Option(
-            help="`PreferForward` (`GPipe`), `PreferBackward` (`1F1B`), `PreferBackwardOptimizer`, `Interleaved` or "
+            help="`PreferForward` (`GPipe`), `PreferBackward` (`1F1B`), `PreferBackwardOptimizer`, "
+            "`Interleaved` or "
             "`ZeroBubble` (`ZB-H1`)."
         ),
     ] = "PreferBackward",
-    replicas: Annotated[int, typer.Option(min=1, help="How many copies of the pipeline share a batch.")] = 1,
+    replicas: Annotated[
+        int, typer.Option(min=1, help="How many copies of the pipeline share a batch.")
+    ] = 1,
     chunks: Annotated[
         int | None,
         typer.Option(min=1, help="Stages on each device.", show_default="2 of Interleaved, else 1"),
     ] = None,
     steps: Annotated[int, typer.Option(min=2, help="How many batches are trained on.")] = 100,
-    batch_size: Annotated[int, typer.Option(min=1, help="Rows of characters; micro-batches share them.")] = 32,
+    batch_size: Annotated[
+        int, typer.Option(min=1, help="Rows of characters; micro-batches share them.")
+    ] = 32,
     seed: options.Seed = 0,
-    plot: Annotated[Path | None, typer.Option(help="Draw what was planned and what ran into this file.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw what was planned and what ran into this file.")
+    ] = None,
     check: options.Check = True,
 ) -> None:
-    """Train a transformer on the source of Python's standard library, in the stages of a pipeline."""
+    """Train a transformer on the source of Python's standard library, in the stages of a
+    pipeline."""
     per_device = chunks or (2 if schedule.lower() == "interleaved" else 1)
     shape = (stages, micro_batches, schedule, replicas, per_device)
     settings = character_job.CharactersSettings(*shape, steps, batch_size, seed, engine)

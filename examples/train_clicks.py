@@ -1,4 +1,5 @@
-"""Script `ctr`: twenty tables on parameter servers, and clicks that are drawn by a truth that is known."""
+"""Script `ctr`: twenty tables on parameter servers, and clicks that are drawn by a truth that is
+known."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ def main(
     trainers: options.Trainers = 2,
     pservers: options.PServers = 2,
     steps: Annotated[int, typer.Option(min=2, help="How many batches are trained on.")] = 6000,
-    batch_size: Annotated[int, typer.Option(min=1, help="Impressions in a global batch; trainers share it.")] = 1024,
+    batch_size: Annotated[
+        int, typer.Option(min=1, help="Impressions in a global batch; trainers share it.")
+    ] = 1024,
     deadline: options.Deadline = 60.0,
     seed: options.Seed = 0,
     check: options.Check = True,

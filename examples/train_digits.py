@@ -12,24 +12,38 @@ from examples.digits_training import DigitsSettings
 
 def main(
     mode: Annotated[
-        str, typer.Option(help="`pserver`, `nccl2` (trainers only) or `sharding` (trainers share the state too).")
+        str,
+        typer.Option(
+            help="`pserver`, `nccl2` (trainers only) or `sharding` (trainers share the state too)."
+        ),
     ] = "pserver",
-    engine: Annotated[str, typer.Option(help="`processes`: one per role. `mesh`: all in this one.")] = "processes",
+    engine: Annotated[
+        str, typer.Option(help="`processes`: one per role. `mesh`: all in this one.")
+    ] = "processes",
     trainers: options.Trainers = 2,
     pservers: Annotated[
         int | None,
-        typer.Option(min=1, help="How many parameter servers, in pserver mode alone.", show_default="2"),
+        typer.Option(
+            min=1, help="How many parameter servers, in pserver mode alone.", show_default="2"
+        ),
     ] = None,
-    optimizer: Annotated[str, typer.Option(help="sgd, momentum, adam, adamw, lion, rmsprop, ...")] = "momentum",
+    optimizer: Annotated[
+        str, typer.Option(help="sgd, momentum, adam, adamw, lion, rmsprop, ...")
+    ] = "momentum",
     epochs: Annotated[int, typer.Option(min=1, help="How often each image is seen.")] = 20,
-    batch_size: Annotated[int, typer.Option(min=1, help="Images in a global batch; trainers share it.")] = 64,
-    min_block_size: Annotated[int, typer.Option(help="The fewest elements worth a block; 8192 or more.")] = 8192,
+    batch_size: Annotated[
+        int, typer.Option(min=1, help="Images in a global batch; trainers share it.")
+    ] = 64,
+    min_block_size: Annotated[
+        int, typer.Option(help="The fewest elements worth a block; 8192 or more.")
+    ] = 8192,
     sharding_stage: Annotated[
         int | None,
         typer.Option(
             min=1,
             max=3,
-            help="Of sharding mode: trainers share the optimizer's state (1), gradients too (2), parameters too (3).",
+            help="Of sharding mode: trainers share the optimizer's state (1), gradients too (2), "
+            "parameters too (3).",
             show_default="3",
         ),
     ] = None,
@@ -39,8 +53,16 @@ def main(
     check: options.Check = True,
 ) -> None:
     """Train a perceptron on handwritten digits, with parameter servers, nccl2 or sharding."""
-    settings = DigitsSettings(optimizer, epochs, batch_size, seed, min_block_size, sharding_stage or 0, deadline)
+    settings = DigitsSettings(
+        optimizer, epochs, batch_size, seed, min_block_size, sharding_stage or 0, deadline
+    )
     within = digits_job.train(
-        settings, engine=engine, mode=mode, trainers=trainers, pservers=pservers, plot=plot, check=check
+        settings,
+        engine=engine,
+        mode=mode,
+        trainers=trainers,
+        pservers=pservers,
+        plot=plot,
+        check=check,
     )
     options.end(within)

@@ -16,14 +16,20 @@ def script(name: str) -> Callable[..., None]:
 
     def main(
         mode: Annotated[
-            str, typer.Option(help="`nccl2`, `sharding`, `pserver` or `pipeline`; or `single`, without dtrans.")
+            str,
+            typer.Option(
+                help="`nccl2`, `sharding`, `pserver` or `pipeline`; or `single`, without dtrans."
+            ),
         ] = "nccl2",
         trainers: Annotated[
-            int, typer.Option(min=1, help="How many trainers; also how many servers, ranks or stages.")
+            int,
+            typer.Option(min=1, help="How many trainers; also how many servers, ranks or stages."),
         ] = 2,
         stage: Annotated[int, typer.Option(min=1, max=3, help="Of sharding.")] = 3,
         steps: Annotated[int, typer.Option(min=1, help="How many batches are trained on.")] = 100,
-        x64: Annotated[bool, typer.Option(help="Compute in 64 bits, where rounding is small.")] = True,
+        x64: Annotated[
+            bool, typer.Option(help="Compute in 64 bits, where rounding is small.")
+        ] = True,
     ) -> None:
         options.end(run(name, mode, trainers=trainers, stage=stage, steps=steps, x64=x64))
 

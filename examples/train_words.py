@@ -15,12 +15,17 @@ def main(
     trainers: options.Trainers = 2,
     pservers: options.PServers = 2,
     steps: Annotated[int, typer.Option(min=2, help="How many batches are trained on.")] = 3000,
-    batch_size: Annotated[int, typer.Option(min=1, help="Pairs of words in a global batch; trainers share it.")] = 2048,
+    batch_size: Annotated[
+        int, typer.Option(min=1, help="Pairs of words in a global batch; trainers share it.")
+    ] = 2048,
     deadline: options.Deadline = 60.0,
     seed: options.Seed = 0,
     plot: options.Plot = None,
     check: options.Check = True,
 ) -> None:
-    """Learn word vectors of the source of Python's standard library, in tables that no trainer holds."""
+    """Learn word vectors of the source of Python's standard library, in tables that no trainer
+    holds."""
     settings = WordSettings(loss, steps, batch_size, seed, deadline)
-    options.end(word_job.train(settings, trainers=trainers, pservers=pservers, plot=plot, check=check))
+    options.end(
+        word_job.train(settings, trainers=trainers, pservers=pservers, plot=plot, check=check)
+    )

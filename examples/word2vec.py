@@ -1,11 +1,14 @@
-"""Word vectors of the source of Python's standard library: a skip-gram model whose tables trainers do not hold.
+"""Word vectors of the source of Python's standard library: a skip-gram model whose tables trainers
+do not hold.
 
-A word is an identifier, a keyword or a word of a comment. Frequent words are left out now and then (Mikolov et al.,
-2013); of what is left, each word is asked for the words beside it, by noise-contrastive estimation or by a Huffman tree
-(`dtrans.nn`). The two tables, of words and of contexts, are on parameter servers; a trainer has the rows that its part
-of a batch looks up. The optimizer is Adagrad, which leaves other rows as they are.
+A word is an identifier, a keyword or a word of a comment. Frequent words are left out now and then
+(Mikolov et al., 2013); of what is left, each word is asked for the words beside it, by
+noise-contrastive estimation or by a Huffman tree (`dtrans.nn`). The two tables, of words and of
+contexts, are on parameter servers; a trainer has the rows that its part of a batch looks up. The
+optimizer is Adagrad, which leaves other rows as they are.
 
-The batch of a step depends on (seed, step) alone, so that a job and one device train on the same pairs.
+The batch of a step depends on (seed, step) alone, so that a job and one device train on the same
+pairs.
 """
 
 from __future__ import annotations
@@ -129,8 +132,11 @@ class Words:
             return cls(**{n: file[n] for n in file.files})
 
     def batch(self, settings: WordSettings, step: int) -> tuple[np.ndarray, np.ndarray, jax.Array]:
-        """Return the global batch of a step: pairs from anywhere in the text, and the key of its noise."""
-        chosen = np.random.default_rng((settings.seed, step)).integers(len(self.centers), size=settings.batch_size)
+        """Return the global batch of a step: pairs from anywhere in the text, and the key of its
+        noise."""
+        chosen = np.random.default_rng((settings.seed, step)).integers(
+            len(self.centers), size=settings.batch_size
+        )
         return self.centers[chosen], self.contexts[chosen], jax.random.key(step)
 
 
@@ -148,10 +154,15 @@ def read(seed: int = 0, library: Path | None = None) -> Words:
     found = collections.Counter(w for text in texts for w in text)
     words = [w for w, count in found.most_common() if count >= LEAST]
     if not words:
-        raise ConfigError(f"there is no source of Python's standard library in {where}: use a Python that has it")
+        raise ConfigError(
+            f"there is no source of Python's standard library in {where}: use a Python that has it"
+        )
     number = {w: i for i, w in enumerate(words)}
     counts = np.array([found[w] for w in words])
-    rng, kept = np.random.default_rng(seed), np.minimum(1.0, np.sqrt(FREQUENT * counts.sum() / counts))
+    rng, kept = (
+        np.random.default_rng(seed),
+        np.minimum(1.0, np.sqrt(FREQUENT * counts.sum() / counts)),
+    )
     pairs: list[tuple[np.ndarray, np.ndarray]] = []
     for text in texts:
         ids = np.array([number[w] for w in text if w in number], np.int32)
@@ -171,7 +182,9 @@ def _sources(library: Path) -> Iterator[str]:
 # -- the model -------------------------------------------------------------------------------------
 
 
-def training(settings: WordSettings, counts: np.ndarray) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def training(
+    settings: WordSettings, counts: np.ndarray
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return one training step for one device, and init."""
     tx, size = optax.adagrad(LEARNING_RATE), len(counts)
     sampler = nn.custom_sampler(counts**0.75)
@@ -188,7 +201,9 @@ def training(settings: WordSettings, counts: np.ndarray) -> tuple[Callable[..., 
     def loss(params: Any, centers: jax.Array, contexts: jax.Array, key: jax.Array) -> jax.Array:
         x = params["word"][centers]
         if tree is not None:
-            return jnp.sum(nn.hierarchical_sigmoid(params["context"], params["bias"], x, contexts, tree))
+            return jnp.sum(
+                nn.hierarchical_sigmoid(params["context"], params["bias"], x, contexts, tree)
+            )
         noise = sampler.draw(key, (NOISE,))
         return jnp.sum(nn.nce_loss(params["context"], params["bias"], x, contexts, noise, sampler))
 

@@ -1,6 +1,7 @@
 """The job of `dtrans example word2vec`: word vectors on parameter servers, beside one device.
 
-Every role is a process that runs this module; the launcher reads the text, and leaves it in a file for them.
+Every role is a process that runs this module; the launcher reads the text, and leaves it in a file
+for them.
 """
 
 from __future__ import annotations
@@ -32,7 +33,12 @@ SHOWN = 5  # nearest words that are printed
 
 
 def train(
-    settings: WordSettings, *, trainers: int, pservers: int, plot: Path | None = None, check: bool = True
+    settings: WordSettings,
+    *,
+    trainers: int,
+    pservers: int,
+    plot: Path | None = None,
+    check: bool = True,
 ) -> bool:
     """Train, print the nearest of some words, and compare the losses with those of one device.
 
@@ -47,7 +53,10 @@ def train(
         report.check_plot(plot)
     console = Console(soft_wrap=True, highlight=False)
     words = read(settings.seed)
-    console.print(f"{words.counts.sum():,} words, {len(words.words):,} different; {len(words.centers):,} pairs")
+    console.print(
+        f"{words.counts.sum():,} words, {len(words.words):,} different; {len(words.centers):,} "
+        "pairs"
+    )
     found = table_job.launched(
         "examples.word_job",
         settings,
@@ -66,11 +75,14 @@ def single_device(settings: WordSettings, words: Words) -> np.ndarray:
     """Train on one device, and return the losses."""
     step, init = training(settings, words.counts)
     state = jax.jit(init)(jax.random.key(settings.seed))
-    return table_job.single_device(settings, step, state, lambda i: words.batch(settings, i), settings.steps)
+    return table_job.single_device(
+        settings, step, state, lambda i: words.batch(settings, i), settings.steps
+    )
 
 
 def plot_words(path: Path, words: Words, vectors: np.ndarray) -> None:
-    """Draw the words of `PARTNERS` and their nearest, by the two directions in which these differ most."""
+    """Draw the words of `PARTNERS` and their nearest, by the two directions in which these differ
+    most."""
     from matplotlib.figure import Figure
 
     shown = sorted({n for w in PARTNERS for n in (w, *nearest(words, vectors, w, SHOWN))})
@@ -79,10 +91,19 @@ def plot_words(path: Path, words: Words, vectors: np.ndarray) -> None:
     _, _, axes_of = np.linalg.svd(unit - unit.mean(0), full_matrices=False)
     flat = unit @ axes_of[:2].T
     figure = Figure(figsize=(9, 7), layout="constrained")
-    axes = figure.add_subplot(title="word vectors of Python's standard library", xticks=[], yticks=[])
-    axes.scatter(flat[:, 0], flat[:, 1], s=8, color=["tab:red" if w in PARTNERS else "tab:blue" for w in shown])
+    axes = figure.add_subplot(
+        title="word vectors of Python's standard library", xticks=[], yticks=[]
+    )
+    axes.scatter(
+        flat[:, 0],
+        flat[:, 1],
+        s=8,
+        color=["tab:red" if w in PARTNERS else "tab:blue" for w in shown],
+    )
     for w, point in zip(shown, flat, strict=True):
-        axes.annotate(w, point, fontsize=9 if w in PARTNERS else 7, xytext=(3, 2), textcoords="offset points")
+        axes.annotate(
+            w, point, fontsize=9 if w in PARTNERS else 7, xytext=(3, 2), textcoords="offset points"
+        )
     try:
         figure.savefig(path, dpi=150)
     except OSError as e:
@@ -110,8 +131,13 @@ def _compare(
     )  # fmt: skip
     last = losses[-settings.steps // 10 :].mean()
     held = ", ".join(f"{of['memory']:,.0f}" for of in left)
-    console.print(f"mean loss of a pair in the last tenth of the steps {last:.4f}; memory of trainers {held} MB")
-    console.print(f"of {len(PARTNERS)} words {len(found)} have a partner among their {NEAREST} nearest")
+    console.print(
+        f"mean loss of a pair in the last tenth of the steps {last:.4f}; memory of trainers {held} "
+        "MB"
+    )
+    console.print(
+        f"of {len(PARTNERS)} words {len(found)} have a partner among their {NEAREST} nearest"
+    )
     if single is None:
         return True
     agree = table_job.losses_agree(console, losses, single)

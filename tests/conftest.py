@@ -1,11 +1,14 @@
-"""Eight virtual CPU devices before JAX starts, how hypothesis runs, and what tests of the endpoints start from.
+"""Eight virtual CPU devices before JAX starts, how hypothesis runs, and what tests of the endpoints
+start from.
 
-More than half of the time of tests is compilation. So LLVM is asked for little, here and in the processes that tests
-start, and XLA does without the emitters of fusions, which take a third of what is left (`make soak` and `make compat`
-ask for all of it); what was compiled is kept in a folder of this run.
+More than half of the time of tests is compilation. So LLVM is asked for little, here and in the
+processes that tests start, and XLA does without the emitters of fusions, which take a third of what
+is left (`make soak` and `make compat` ask for all of it); what was compiled is kept in a folder of
+this run.
 
-Without these emitters XLA's optimizations vectorize loops by the shapes of arrays: rows of an array, and the same rows
-made alone, then differ in their last bit. So the two options belong together, and no file may change one.
+Without these emitters XLA's optimizations vectorize loops by the shapes of arrays: rows of an
+array, and the same rows made alone, then differ in their last bit. So the two options belong
+together, and no file may change one.
 """
 
 from __future__ import annotations
@@ -60,7 +63,8 @@ settings.load_profile("ci" if os.environ.get("CI") else "dtrans")
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
-        "markers", "sampled(count): of the cases of this test so many run each time; the others are soak"
+        "markers",
+        "sampled(count): of the cases of this test so many run each time; the others are soak",
     )
 
 
@@ -74,8 +78,8 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark as soak the cases of a `sampled` test beyond its number.
 
-    Those that stay are spread over the cases by the golden ratio, so that no factor of a product of parameters is
-    always the same.
+    Those that stay are spread over the cases by the golden ratio, so that no factor of a product of
+    parameters is always the same.
     """
     cases: dict[object, list[pytest.Item]] = {}
     for item in items:
@@ -89,7 +93,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def open_sockets() -> set[str]:
-    """The sockets and pollers that this process has open (Linux tells); ZeroMQ's threads have one each at least."""
+    """The sockets and pollers that this process has open (Linux tells); ZeroMQ's threads have one
+    each at least."""
     found = set()
     for fd in Path("/proc/self/fd").glob("*"):
         with contextlib.suppress(FileNotFoundError):  # the listing's own
@@ -101,7 +106,8 @@ def open_sockets() -> set[str]:
 
 @pytest.fixture(autouse=True, scope="module")
 def small_heap() -> Iterator[None]:
-    """Let each file begin without what others compiled or joined, and collect no garbage among what was there before.
+    """Let each file begin without what others compiled or joined, and collect no garbage among what
+    was there before.
 
     Thousands of compiled functions are gigabytes, and make every collection slow.
     """
@@ -126,7 +132,8 @@ def numeric_options() -> dict[str, Any]:
 
 @pytest.fixture(autouse=True, scope="module")
 def same_options() -> Iterator[None]:
-    """Fail where a file leaves JAX with other options than it found: files behind it would have other bits."""
+    """Fail where a file leaves JAX with other options than it found: files behind it would have
+    other bits."""
     before = numeric_options()
     yield
     assert numeric_options() == before
@@ -141,7 +148,8 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(sys, "argv", ["dtrans", *arguments])
         # roles find the package from anywhere, installed or not
         monkeypatch.setenv(
-            "PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+            "PYTHONPATH",
+            os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]),
         )
         with pytest.raises(SystemExit) as e:
             cli.main()
@@ -152,8 +160,11 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.fixture
-def folder(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Folder for temporary files, empty again at the end, as are the lists of threads and sockets."""
+def folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Path]:
+    """Folder for temporary files, empty again at the end, as are the lists of threads and
+    sockets."""
     from role_threads import RESERVED
     from zmq.utils.garbage import gc as zmq_gc
 

@@ -40,7 +40,9 @@ def test_no_import_goes_up(architecture):
 def test_the_package_does_without_the_rest_of_the_repository(architecture):
     beside = ("examples", "tools", "tests", "benchmarks")
     imports = re.compile(rf"^\s*(?:from|import) ({'|'.join(beside)})\b", re.M)
-    assert not [path for path in architecture.modules().values() if imports.search(path.read_text())]
+    assert not [
+        path for path in architecture.modules().values() if imports.search(path.read_text())
+    ]
 
 
 def test_there_are_no_circles(architecture):
@@ -76,7 +78,9 @@ def test_no_name_of_a_package_hides_a_module(architecture):
         if path.name == "__init__.py":
             for inner in set(path.parent.glob("*.py")) - {path}:
                 found = getattr(package, inner.stem, None)
-                assert found is None or inspect.ismodule(found), f"dtrans.{module}: {inner.stem} is {found!r}"
+                assert found is None or inspect.ismodule(found), (
+                    f"dtrans.{module}: {inner.stem} is {found!r}"
+                )
 
 
 def test_the_package_shows_its_public_names_alone():
@@ -117,7 +121,8 @@ SAME_PART = {  # a file's name, and what such a file is in each folder that has 
 }
 
 
-OPEN_LOOPS = {  # files that count a loop's operands: write `dtrans.ir.interpret.enter`, or ask `dtrans._jax.wiring`
+# files that count a loop's operands: write `dtrans.ir.interpret.enter`, or ask `dtrans._jax.wiring`
+OPEN_LOOPS = {
     "batch.scaled": "pairs the bodies of two loops",
     "zero.prefetch": "writes a loop that gathers ahead",
 }
@@ -131,14 +136,20 @@ def test_loops_are_opened_by_the_drivers_of_analyses(architecture):
 
 
 def test_files_of_one_name_are_the_same_part_of_different_strategies(architecture):
-    names = collections.Counter(p.stem for p in architecture.modules().values() if p.stem != "__init__")
+    names = collections.Counter(
+        p.stem for p in architecture.modules().values() if p.stem != "__init__"
+    )
     assert {n for n, count in names.items() if count > 1} <= set(SAME_PART)
 
 
 def test_the_page_is_what_the_code_says(architecture, tmp_path):
-    """`make architecture` writes it; walks are functions of JAX too, and are compared on the locked one."""
+    """`make architecture` writes it; walks are functions of JAX too, and are compared on the locked
+    one."""
     made = subprocess.run(
-        [sys.executable, DOCS / "architecture.py", tmp_path], capture_output=True, text=True, timeout=200
+        [sys.executable, DOCS / "architecture.py", tmp_path],
+        capture_output=True,
+        text=True,
+        timeout=200,
     )
     assert made.returncode == 0, made.stderr
     assert (tmp_path / "architecture.svg").read_text() == (DOCS / "architecture.svg").read_text()

@@ -1,4 +1,5 @@
-"""Benchmarks: each is in the smoke test, and the table of ratios is what `make bench` prints last."""
+"""Benchmarks: each is in the smoke test, and the table of ratios is what `make bench` prints
+last."""
 
 from __future__ import annotations
 
@@ -38,9 +39,15 @@ def run(folder: Path, *options: str) -> str:
 
 
 def test_the_smoke_test_has_every_benchmark() -> None:
-    found = set(re.findall(r"::(test_\w+)", run(BENCHMARKS, "--collect-only", "-q", "--benchmark-disable")))
-    functions = (n for path in BENCHMARKS.glob("test_*.py") for n in ast.parse(path.read_text()).body)
-    assert found == {n.name for n in functions if isinstance(n, ast.FunctionDef) and n.name.startswith("test_")}
+    found = set(
+        re.findall(r"::(test_\w+)", run(BENCHMARKS, "--collect-only", "-q", "--benchmark-disable"))
+    )
+    functions = (
+        n for path in BENCHMARKS.glob("test_*.py") for n in ast.parse(path.read_text()).body
+    )
+    assert found == {
+        n.name for n in functions if isinstance(n, ast.FunctionDef) and n.name.startswith("test_")
+    }
 
 
 def test_a_smoke_test_is_one_round_of_the_smallest_size(tmp_path: Path) -> None:

@@ -93,8 +93,16 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]
     [
         ("checked_here:right", 0, "lambda: computes the step (1 outputs at 3 points"),
         ("checked_here:plan", 0, "nccl2 plan of step: 3 trainers: computes the step"),
-        ("checked_here:wrong", 1, "fault: psum over axis 'data' (size 4) at checked_here.py:17 sums what should be"),
-        ("inner/checked_inside.py:wrong", 1, "w: 2 of 2 entries differ; it changes by the step's change times 4"),
+        (
+            "checked_here:wrong",
+            1,
+            "fault: psum over axis 'data' (size 4) at checked_here.py:17 sums what should be",
+        ),
+        (
+            "inner/checked_inside.py:wrong",
+            1,
+            "w: 2 of 2 entries differ; it changes by the step's change times 4",
+        ),
         ("checked_here:raising", 1, "w: 2 of 2 entries differ"),
         ("checked_here:unfollowed", 2, "not followed: pure_callback calls a function of the host"),
     ],
@@ -110,14 +118,22 @@ def test_reports(
     ("name", "words"),
     [
         ("checked_here:sharded", "dtrans: step has no shard_map in its jaxpr."),
-        ("checked_here:number", "checked_here:number gives a int; let it return a plan, or (distributed_step, step"),
+        (
+            "checked_here:number",
+            "checked_here:number gives a int; let it return a plan, or (distributed_step, step",
+        ),
         ("checked_here:broken", "IndexError: tuple index out of range"),
-        ("checked_here:nothing", "dtrans check is 'checked_here:nothing'; the module checked_here has no nothing"),
+        (
+            "checked_here:nothing",
+            "dtrans check is 'checked_here:nothing'; the module checked_here has no nothing",
+        ),
         ("inner/nothing.py:right", "there is no file inner/nothing.py in "),
         ("checked_here", "write module:function, a module and a function in it"),
     ],
 )
-def test_refusals(check: Callable[..., int], capsys: pytest.CaptureFixture[str], name: str, words: str) -> None:
+def test_refusals(
+    check: Callable[..., int], capsys: pytest.CaptureFixture[str], name: str, words: str
+) -> None:
     assert check(name) == 2
     assert words in capsys.readouterr().err
 

@@ -1,4 +1,5 @@
-"""Options are records: what the four strategies take, checks of single options, and flat lists that become records."""
+"""Options are records: what the four strategies take, checks of single options, and flat lists that
+become records."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ def test_a_record_is_a_value_whose_fields_are_described(record: Any) -> None:
             setattr(made, field.name, None)
         assert re.search(rf"^ +(\w+, )*{field.name}(, \w+)*:", record.__doc__, re.M), field.name
         others = [f.default for r in RECORDS for f in dataclasses.fields(r) if f.name == field.name]
-        assert field.name in ("communicator",) or all(x == field.default for x in others), field.name
+        assert field.name in ("communicator",) or all(x == field.default for x in others), (
+            field.name
+        )
 
 
 def test_arguments_that_are_no_records_are_named() -> None:
@@ -61,14 +64,32 @@ def test_arguments_that_are_no_records_are_named() -> None:
         ({"batch": 3}, "batch must be 'exact', 'local' or a dtrans.Batch; it is 3"),
         ({"reduce": 3}, "reduce must be 'mean', 'sum' or a dtrans.Reduce; it is 3"),
     ]:
-        for strategy, own in zip(STRATEGIES[:3], ({"trainers": 2}, {"degree": 2}, {"num_stages": 2}), strict=True):
+        for strategy, own in zip(
+            STRATEGIES[:3], ({"trainers": 2}, {"degree": 2}, {"num_stages": 2}), strict=True
+        ):
             with pytest.raises(ConfigError, match=f"^{re.escape(says)}$"):
                 strategy(x, x, **own, **options)
     for strategy, own, says in [
-        (dtrans.sharding, {"degree": 2, "slices": "rows"}, "slices must be a dtrans.Slicing, it is 'rows'"),
-        (dtrans.pipeline, {"num_stages": 2, "stages": 2}, "stages must be a dtrans.Stages, it is 2"),
-        (dtrans.pipeline, {"num_stages": 2, "memory": "auto"}, "memory must be a dtrans.StageMemory, it is 'auto'"),
-        (dtrans.pserver, {"placement": True}, "placement must be a dtrans.BlockPlacement, it is True"),
+        (
+            dtrans.sharding,
+            {"degree": 2, "slices": "rows"},
+            "slices must be a dtrans.Slicing, it is 'rows'",
+        ),
+        (
+            dtrans.pipeline,
+            {"num_stages": 2, "stages": 2},
+            "stages must be a dtrans.Stages, it is 2",
+        ),
+        (
+            dtrans.pipeline,
+            {"num_stages": 2, "memory": "auto"},
+            "memory must be a dtrans.StageMemory, it is 'auto'",
+        ),
+        (
+            dtrans.pserver,
+            {"placement": True},
+            "placement must be a dtrans.BlockPlacement, it is True",
+        ),
         (
             dtrans.pserver,
             {"batch": dtrans.Batch("local", unsplit_inputs=["x"])},
@@ -92,7 +113,12 @@ def test_arguments_that_are_no_records_are_named() -> None:
         (check_flag, (), (True, False), (1, 0, None, "yes")),
         (check_name, ("a name",), ("x",), ("", None, 3)),
         (check_one_of, ((1, 2, None),), (1, 2, None), (True, 3, "1", [1])),
-        (check_number, ("a number above 1", lambda x: x > 1), (1.5, 2), (1, True, "2", float("nan"))),
+        (
+            check_number,
+            ("a number above 1", lambda x: x > 1),
+            (1.5, 2),
+            (1, True, "2", float("nan")),
+        ),
         (check_type, (dtrans.Reduce,), (dtrans.Reduce(),), ("mean", None, dtrans.Reduce)),
     ],
 )
@@ -120,17 +146,27 @@ def test_what_does_not_go_together_is_named() -> None:
 def test_flat_options_become_records() -> None:
     records = {"reduce": dtrans.Reduce(), "batch": dtrans.Batch()}
     assert grouped({"trainers": 2}, records) == {"trainers": 2}
-    assert grouped({"bucket_MB": 0, "trainers": 2}, records) == {"trainers": 2, "reduce": dtrans.Reduce(bucket_MB=0)}
-    assert grouped({"reduce": "sum", "chains": 2}, records) == {"reduce": dtrans.Reduce("sum", chains=2)}
+    assert grouped({"bucket_MB": 0, "trainers": 2}, records) == {
+        "trainers": 2,
+        "reduce": dtrans.Reduce(bucket_MB=0),
+    }
+    assert grouped({"reduce": "sum", "chains": 2}, records) == {
+        "reduce": dtrans.Reduce("sum", chains=2)
+    }
     given = {"batch": dtrans.Batch(unsplit_inputs=["x"]), "merge": {"loss": "sum"}}
-    assert grouped(given, records) == {"batch": dtrans.Batch(unsplit_inputs=("x",), merge={"loss": "sum"})}
+    assert grouped(given, records) == {
+        "batch": dtrans.Batch(unsplit_inputs=("x",), merge={"loss": "sum"})
+    }
 
 
 def test_an_option_that_nobody_has_is_named_with_the_closest() -> None:
     records, renamed = {"reduce": dtrans.Reduce()}, {"chains": "comm_stream_num"}
-    check_known("it", {"degree": 2, "reduce": "sum", "compress": "fp16"}, ["degree"], records, renamed)
+    check_known(
+        "it", {"degree": 2, "reduce": "sum", "compress": "fp16"}, ["degree"], records, renamed
+    )
     with pytest.raises(
-        ConfigError, match=r"^reduce=Reduce\(.*: it says comm_stream_num by its names; give others one by"
+        ConfigError,
+        match=r"^reduce=Reduce\(.*: it says comm_stream_num by its names; give others one by",
     ):
         check_known("it", {"reduce": dtrans.Reduce()}, ["degree"], records, renamed)
     for name, says in [

@@ -22,7 +22,11 @@ def test_version(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_as_a_module() -> None:
     found = subprocess.run(
-        [sys.executable, "-m", "dtrans.cli", "--version"], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "-m", "dtrans.cli", "--version"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert found.stdout == f"dtrans {dtrans.__version__}\n"
 
@@ -46,13 +50,22 @@ def test_arguments_verbatim(
     script.write_text("import json, sys; print(json.dumps(sys.argv[1:]))")
     assert command("launch", "--trainers", "2", "--pservers", "1", str(script), *arguments) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert sorted(line.split("]")[0] for line in lines) == ["[pserver 0", "[trainer 0", "[trainer 1"]
+    assert sorted(line.split("]")[0] for line in lines) == [
+        "[pserver 0",
+        "[trainer 0",
+        "[trainer 1",
+    ]
     assert [json.loads(line.split("] ", 1)[1]) for line in lines] == [arguments] * 3
 
 
-def test_launch_in_nccl2_mode(command: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_launch_in_nccl2_mode(
+    command: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     script = tmp_path / "script.py"
-    script.write_text("import os; print(os.environ['DTRANS_CURRENT_ENDPOINT'], os.environ['DTRANS_TRAINER_ENDPOINTS'])")
+    script.write_text(
+        "import os; print(os.environ['DTRANS_CURRENT_ENDPOINT'], "
+        "os.environ['DTRANS_TRAINER_ENDPOINTS'])"
+    )
     assert command("launch", "--mode", "nccl2", "--trainers", "2", str(script)) == 0
     lines = dict(line.split("] ", 1) for line in capsys.readouterr().out.splitlines())
     own, every = zip(*(lines[f"[trainer {k}"].split(" ") for k in range(2)), strict=True)
@@ -62,13 +75,27 @@ def test_launch_in_nccl2_mode(command: Any, capsys: pytest.CaptureFixture[str], 
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--mode", "nccl"], "mode must be 'pserver', or 'nccl2' (also for sharding and pipelines), it is 'nccl'"),
-        (["--mode", "nccl2", "--pservers", "1"], "there are no pservers in mode='nccl2', pservers=1"),
-        (["--ray-address", "auto"], "--ray-address is an option of --on ray; say so, or leave it out"),
-        (["--on", "ray", "--trainers-on", "NEAR"], "trainers_on must be 'PACK' or 'SPREAD', it is 'NEAR'"),
+        (
+            ["--mode", "nccl"],
+            "mode must be 'pserver', or 'nccl2' (also for sharding and pipelines), it is 'nccl'",
+        ),
+        (
+            ["--mode", "nccl2", "--pservers", "1"],
+            "there are no pservers in mode='nccl2', pservers=1",
+        ),
+        (
+            ["--ray-address", "auto"],
+            "--ray-address is an option of --on ray; say so, or leave it out",
+        ),
+        (
+            ["--on", "ray", "--trainers-on", "NEAR"],
+            "trainers_on must be 'PACK' or 'SPREAD', it is 'NEAR'",
+        ),
     ],
 )
-def test_launch_errors(command: Any, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+def test_launch_errors(
+    command: Any, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
     assert command("launch", *arguments, "-m", "json.tool") == 1
     assert capsys.readouterr().err == f"dtrans: {message}\n"
 
@@ -84,7 +111,9 @@ def test_failed_role(command: Any, capsys: pytest.CaptureFixture[str], tmp_path:
     assert command("launch", str(script)) == 5
     first, *lines = capsys.readouterr().err.splitlines()
     assert first.startswith("[launcher] this job answers: dtrans status 127.0.0.1:")
-    assert lines[0].startswith("dtrans: pserver 0 failed with exit code 5, and the other roles were ended")
+    assert lines[0].startswith(
+        "dtrans: pserver 0 failed with exit code 5, and the other roles were ended"
+    )
     assert "Traceback" not in "".join(lines)
 
 
@@ -92,7 +121,10 @@ def test_launch_deadline(command: Any, capsys: pytest.CaptureFixture[str], tmp_p
     script = tmp_path / "script.py"
     script.write_text("import threading; threading.Event().wait()")
     assert command("launch", "--time-limit", "0.5", str(script)) == 1
-    message = "dtrans: the launcher waited 0.5 s for the job: pserver 0, trainer 0 had not ended, and was stopped"
+    message = (
+        "dtrans: the launcher waited 0.5 s for the job: pserver 0, trainer 0 had not ended, "
+        "and was stopped"
+    )
     assert capsys.readouterr().err.splitlines()[1:] == [message]
 
 
@@ -114,7 +146,9 @@ def plain(text: str) -> str:
         (["nothing"], "No such command 'nothing'"),
     ],
 )
-def test_usage_errors(command: Any, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+def test_usage_errors(
+    command: Any, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
     assert command(*arguments) == 2
     assert message in plain(capsys.readouterr().err)
 
@@ -122,35 +156,48 @@ def test_usage_errors(command: Any, capsys: pytest.CaptureFixture[str], argument
 # -- example ---------------------------------------------------------------------------------------
 
 
-def test_examples_of_a_checkout_are_listed_and_their_options(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_examples_of_a_checkout_are_listed_and_their_options(
+    command: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert command("example") == 0
     out = plain(capsys.readouterr().out)
     assert "Usage: dtrans example " in out
-    assert all(f" {name} " in out for name in ("digits", "characters", "word2vec", "ctr", "flax_cnn"))
+    assert all(
+        f" {name} " in out for name in ("digits", "characters", "word2vec", "ctr", "flax_cnn")
+    )
     assert command("example", "digits", "--help") == 0
     out = plain(capsys.readouterr().out)
     assert "Usage: dtrans example digits [OPTIONS]" in out and "--optimizer" in out
 
 
 def test_an_installed_package_says_where_the_examples_are(
-    command: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    command: Any,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     monkeypatch.setattr(dtrans, "__file__", str(tmp_path / "dtrans" / "__init__.py"))
     (tmp_path / "examples").mkdir()  # another project's
     (tmp_path / "examples" / "__main__.py").touch()
     assert command("example", "digits") == 1
     assert capsys.readouterr().err == (
-        "dtrans: the examples are not installed with the package, they are in the folder examples/ of dtrans's "
+        "dtrans: the examples are not installed with the package, they are in the folder examples/ "
+        "of dtrans's "
         "repository; run `python -m dtrans example` in a checkout of it\n"
     )
 
 
 def test_python_m_dtrans_is_the_command() -> None:
     found = subprocess.run(
-        [sys.executable, "-m", "dtrans", "launch", "--help"], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "dtrans", "launch", "--help"],
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert found.returncode == 0, found.stderr
-    assert "--time-limit" in found.stdout and "--deadline" not in found.stdout  # that is what a role may wait
+    assert (
+        "--time-limit" in found.stdout and "--deadline" not in found.stdout
+    )  # that is what a role may wait
 
 
 # -- keygen ----------------------------------------------------------------------------------------
@@ -181,27 +228,39 @@ def test_keygen(command: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
 
 
 def test_roles_of_counts(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command("roles", "--trainers", "2", "--pservers", "2", "train.py", "--trainers", "9") == 0
+    assert (
+        command("roles", "--trainers", "2", "--pservers", "2", "train.py", "--trainers", "9") == 0
+    )
     shown = capsys.readouterr().out
-    assert shown == f"{dtrans.role_table('pserver', 2, 2, ['python', 'train.py', '--trainers', '9'])}\n"
+    assert (
+        shown
+        == f"{dtrans.role_table('pserver', 2, 2, ['python', 'train.py', '--trainers', '9'])}\n"
+    )
     assert command("roles", "--mode", "nccl2", "--json", "-m", "train") == 0
     assert json.loads(capsys.readouterr().out)["roles"][0]["argv"] == ["python", "-m", "train"]
 
 
 def test_roles_of_a_plan(
-    command: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: Any,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "plan_of_roles.py").write_text(
         "import jax.numpy as jnp, optax, dtrans\n"
         "tx, x = optax.sgd(0.5), jnp.ones((4, 2))\n"
         "step = dtrans.make_train_step(lambda params, x: jnp.mean((x @ params) ** 2), tx)\n"
         "init = lambda: (p := jnp.ones(2), tx.init(p))\n"
-        "plan = lambda: dtrans.nccl2(dtrans.trace(step, *init(), x), dtrans.trace(init), trainers=2)\n"
+        "plan = lambda: dtrans.nccl2(dtrans.trace(step, *init(), x), dtrans.trace(init), "
+        "trainers=2)\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     assert command("roles", "--plan", "plan_of_roles:plan", "--json", "train.py") == 0
     found = json.loads(capsys.readouterr().out)
-    assert [(r["name"], r["memory"]) for r in found["roles"]] == [("trainer 0", 8), ("trainer 1", 8)]
+    assert [(r["name"], r["memory"]) for r in found["roles"]] == [
+        ("trainer 0", 8),
+        ("trainer 1", 8),
+    ]
     assert command("roles", "--plan", "plan_of_roles:plan", "--trainers", "2") == 1
     assert "--trainers does not go with --plan" in capsys.readouterr().err

@@ -1,4 +1,5 @@
-"""What the documentation shows is what happens: docstring examples run, and so does the code of README and pages."""
+"""What the documentation shows is what happens: docstring examples run, and so does the code of
+README and pages."""
 
 from __future__ import annotations
 
@@ -29,7 +30,10 @@ PACKAGES = (dtrans, examples, tools)
 MODULES = [
     name
     for package in PACKAGES
-    for name in (package.__name__, *(m.name for m in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")))
+    for name in (
+        package.__name__,
+        *(m.name for m in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")),
+    )
     if "__main__" not in name
 ]
 FILES = [n for n in MODULES if not hasattr(importlib.import_module(n), "__path__")]
@@ -48,7 +52,9 @@ def test_public_names_are_documented(name):
     assert len(getattr(dtrans, name).__doc__ or "") > 40
 
 
-@pytest.mark.parametrize("name", ["trace", "pserver", "make_train_step", "value_and_grad", "slice_variable", "Program"])
+@pytest.mark.parametrize(
+    "name", ["trace", "pserver", "make_train_step", "value_and_grad", "slice_variable", "Program"]
+)
 def test_main_entry_points_have_an_example(name):
     assert ">>>" in getattr(dtrans, name).__doc__
 
@@ -62,7 +68,9 @@ def names_in_texts() -> list[tuple[str, str]]:
     """Where a name of the package stands in a docstring, a comment or a page, and the name."""
     files = [README, ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"), *sources()]
     named = re.compile(r"`(dtrans\.[\w.]+)")
-    return sorted({(str(f.relative_to(ROOT)), n) for f in files for n in named.findall(f.read_text())})
+    return sorted(
+        {(str(f.relative_to(ROOT)), n) for f in files for n in named.findall(f.read_text())}
+    )
 
 
 @pytest.mark.parametrize(("where", "name"), names_in_texts())
@@ -72,7 +80,12 @@ def test_names_in_texts_are_there(where, name):
     assert found is not None
     home = name.rpartition(".")[0]
     module = pydoc.locate(home)
-    if inspect.ismodule(module) and module.__name__ == home and home in FILES and hasattr(found, "__module__"):
+    if (
+        inspect.ismodule(module)
+        and module.__name__ == home
+        and home in FILES
+        and hasattr(found, "__module__")
+    ):
         assert found.__module__ == home or not found.__module__.startswith("dtrans.")
 
 
@@ -83,14 +96,25 @@ TEXTS = [
     *sources(),
 ]
 # The sources that docstrings cite.
-ELSEWHERE = ("paddle/", "python/paddle/", "transpiler/", "meta_optimizers/", "passes/", "alpa/", "epl/", "torch/")
+ELSEWHERE = (
+    "paddle/",
+    "python/paddle/",
+    "transpiler/",
+    "meta_optimizers/",
+    "passes/",
+    "alpa/",
+    "epl/",
+    "torch/",
+)
 
 
 def test_paths_in_texts_lead_to_files():
     """Readers find a path from the project's root, the package, or the folder of the text."""
     missing = []
     for file in TEXTS:
-        paths = re.findall(r"(?<![\w/.-])((?:[\w.-]+/)+[\w-]+\.(?:py|md|ipynb|svg|yml))\b", file.read_text())
+        paths = re.findall(
+            r"(?<![\w/.-])((?:[\w.-]+/)+[\w-]+\.(?:py|md|ipynb|svg|yml))\b", file.read_text()
+        )
         for path in {p for p in paths if not p.startswith(ELSEWHERE)}:
             if not any((folder / path).exists() for folder in (ROOT, ROOT / "dtrans", file.parent)):
                 missing.append(f"{file.relative_to(ROOT)}: {path}")
@@ -116,7 +140,8 @@ def members_of_the_package() -> dict[str, set[str]]:
 
 
 def test_members_in_texts_are_there():
-    """`Class.member` and `module.Class` of this package; names of other projects are not looked up."""
+    """`Class.member` and `module.Class` of this package; names of other projects are not looked
+    up."""
     members = members_of_the_package()
     missing = []
     for file in TEXTS:
@@ -143,7 +168,8 @@ def saved(blocks: Iterable[tuple[str, str]], folder: Path) -> None:
 
 
 def run(folder: Path, *command: str, **variables: str) -> str:
-    """Return what a command prints, in a new process with the user's settings and nothing of ours."""
+    """Return what a command prints, in a new process with the user's settings and nothing of
+    ours."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("DTRANS_", "JAX_", "XLA_"))}
     path = os.pathsep.join([os.path.dirname(sys.executable), env["PATH"]])
     env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(README.parent), "PATH": path, **variables}
@@ -156,7 +182,12 @@ def test_readme_runs_as_pasted_in_order(tmp_path):
     """In one process, which begins with no devices but those that the page asks for."""
     blocks = blocks_of(README)
     saved(blocks, tmp_path)
-    out = run(tmp_path, sys.executable, "-c", "\n".join(code for language, code in blocks if language == "python"))
+    out = run(
+        tmp_path,
+        sys.executable,
+        "-c",
+        "\n".join(code for language, code in blocks if language == "python"),
+    )
     printed = [line.split() for line in out.splitlines()]
     shown = re.search(r"\n    pserver plan of step.*?\n    \.\.\.\n", README.read_text(), re.S)[0]
     for line in shown.strip().splitlines()[:-1]:
@@ -166,14 +197,17 @@ def test_readme_runs_as_pasted_in_order(tmp_path):
 
 
 def test_processes_run_as_pasted_in_order(tmp_path):
-    """Every script of the page, by the command that the page gives; later ones read what earlier ones saved."""
+    """Every script of the page, by the command that the page gives; later ones read what earlier
+    ones saved."""
     blocks = blocks_of(README.parent / "docs" / "processes.md")
     saved([*blocks_of(README), *blocks], tmp_path)
     said = [run(tmp_path, "bash", "-ec", code) for language, code in blocks if language == "sh"]
     assert len(said) == 3
     losses = [re.findall(r"loss (\S+)", text) for text in said]
     assert len(losses[0]) == 2 and len(losses[1]) == 1 and len(losses[2]) == 2
-    assert losses[0][0] == losses[0][1] == losses[1][0], "both trainers, and both modes, have the same loss"
+    assert losses[0][0] == losses[0][1] == losses[1][0], (
+        "both trainers, and both modes, have the same loss"
+    )
     assert losses[2][0] == losses[2][1] and said[2].startswith("200 101 loss")
 
 
@@ -196,7 +230,8 @@ RAY = {
 
 @pytest.fixture(scope="module")
 def ray_address() -> Iterator[str]:
-    """Start one cluster for all scripts; actors of one that a script starts by itself starve beside other tests."""
+    """Start one cluster for all scripts; actors of one that a script starts by itself starve beside
+    other tests."""
     pytest.importorskip("ray", reason="the extra `ray` is not installed")
     with RayCluster(nodes=1, cpus=4) as cluster:
         yield cluster.address
@@ -251,10 +286,16 @@ def test_nobody_is_told_to_install_another_project():
     assert project["name"] == "dtrans-jax"
     extras = project["optional-dependencies"]
     assert not [d for of in extras.values() for d in of if re.match(r"dtrans\b(?!-jax)", d)]
-    pages = [*README.parent.glob("*.md"), *README.parent.glob("docs/*.md"), *README.parent.glob("notebooks/*.ipynb")]
+    pages = [
+        *README.parent.glob("*.md"),
+        *README.parent.glob("docs/*.md"),
+        *README.parent.glob("notebooks/*.ipynb"),
+    ]
     for file in [*pages, *sources()]:
         text = file.read_text()
-        assert not re.search(r"pip install ['\"]?dtrans(?!-jax)", text) and not re.search(r"\bdtrans\[", text), file
+        assert not re.search(r"pip install ['\"]?dtrans(?!-jax)", text) and not re.search(
+            r"\bdtrans\[", text
+        ), file
         for extra in re.findall(r"dtrans-jax\[(\w+)\]", text):
             assert extra in extras, (file, extra)
 
@@ -263,7 +304,9 @@ def test_the_page_for_paddles_users_has_every_option_and_every_method():
     from dtrans.paddle.config import BEYOND, DEFAULTS
 
     text = (README.parent / "docs" / "paddle.md").read_text()
-    methods = [n for n in vars(dtrans.DistributeTranspiler) if not n.startswith("_") and n != "plan"]
+    methods = [
+        n for n in vars(dtrans.DistributeTranspiler) if not n.startswith("_") and n != "plan"
+    ]
     assert not [n for n in (*DEFAULTS, *BEYOND, *methods) if f"`{n}" not in text]
 
 
@@ -272,7 +315,8 @@ PAGES = ["pipeline.md", "epl.md"]
 
 @pytest.mark.parametrize("page", [*PAGES, "tables.md"])
 def test_code_of_a_page_runs_and_prints_what_the_page_says(page, tmp_path):
-    """Pasted in order into a fresh process. A block of text shows what the block before it prints."""
+    """Pasted in order into a fresh process. A block of text shows what the block before it
+    prints."""
     text = (README.parent / "docs" / page).read_text()
     blocks = re.findall(r"```python\n(.*?)```\n(?:\n```text\n(.*?)```)?", text, re.S)
     assert blocks
@@ -299,7 +343,8 @@ accuracy = lambda params, x, y: jnp.mean(x @ params["w1"])
 
 
 def test_tables_of_schedules_are_computed(monkeypatch):
-    """The page has what its script makes; what takes long to make is written by the script alone."""
+    """The page has what its script makes; what takes long to make is written by the script
+    alone."""
     monkeypatch.syspath_prepend(str(README.parent / "benchmarks"))
     for name in ("pipeline", "halves", "models"):
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -308,10 +353,15 @@ def test_tables_of_schedules_are_computed(monkeypatch):
     text = (docs / "pipeline.md").read_text()
     assert f"<!-- schedules -->\n\n{made.schedules_of()}\n\n<!-- /schedules -->" in text
     assert (
-        made.written(text, {"schedules": "anything"}) != text == made.written(text, {"schedules": made.schedules_of()})
+        made.written(text, {"schedules": "anything"})
+        != text
+        == made.written(text, {"schedules": made.schedules_of()})
     )
     memory = re.search(r"<!-- memory -->\n\n(.*?)\n\n<!-- /memory -->", text, re.S)[1].splitlines()
-    assert [line.split(" | ")[0].strip("| ") for line in memory[2:]] == [*made.SCHEDULES, made.RECOMPUTED]
+    assert [line.split(" | ")[0].strip("| ") for line in memory[2:]] == [
+        *made.SCHEDULES,
+        made.RECOMPUTED,
+    ]
 
 
 def test_the_chart_has_every_task_and_is_small():
@@ -320,9 +370,19 @@ def test_the_chart_has_every_task_and_is_small():
     drawn = (README.parent / "docs" / "pipeline.svg").read_text()
     assert len(drawn) < 200_000
     shown = re.findall(r'id="play(\d)-([FBW])(\d+)-stage(\d+)"', drawn)
-    names = ("PreferForward", "PreferBackward", "PreferBackwardOptimizer", "Interleaved", "ZeroBubble")
+    names = (
+        "PreferForward",
+        "PreferBackward",
+        "PreferBackwardOptimizer",
+        "Interleaved",
+        "ZeroBubble",
+    )
     for i, name in enumerate(names):
-        tasks = {(t.kind, str(t.micro), str(t.stage)) for order in schedule(name, 4, 8).orders for t in order}
+        tasks = {
+            (t.kind, str(t.micro), str(t.stage))
+            for order in schedule(name, 4, 8).orders
+            for t in order
+        }
         assert {found[1:] for found in shown if found[0] == str(i)} == tasks
 
 
@@ -335,7 +395,8 @@ EPL_OPTIONS = {
     "amp": "level debug_log loss_scale",
     "optimizer": "num_apply_group",
     "cluster": "device_place_prefer_intra_node run_visible_devices colocate_split_and_replicate",
-    "communication": "sparse_as_dense max_splits num_communicators fp16 fp16_scale clip_after_allreduce "
+    "communication": "sparse_as_dense max_splits num_communicators fp16 fp16_scale "
+    "clip_after_allreduce "
     "gradients_reduce_method",
     "io": "slicing unbalanced_io_slicing drop_last_files",
 }
@@ -348,7 +409,15 @@ def test_the_page_for_epls_users_has_every_option_and_every_call():
     text = (README.parent / "docs" / "epl.md").read_text()
     keys = [f"{category}.{key}" for category, of in EPL_OPTIONS.items() for key in of.split()]
     assert sorted(dtrans.epl.config.DEFAULTS) == sorted(keys)
-    calls = ["init", "Config", "replicate", "split", "set_default_strategy", "add_to_collection", "get_collection"]
+    calls = [
+        "init",
+        "Config",
+        "replicate",
+        "split",
+        "set_default_strategy",
+        "add_to_collection",
+        "get_collection",
+    ]
     calls += ["get_all_collections", "GraphKeys", "Cluster", "Graph", "Env"]
     assert not [k for k in keys if f"`{k}`" not in text]
     assert not [n for n in calls if f"`epl.{n}" not in text]
@@ -357,6 +426,12 @@ def test_the_page_for_epls_users_has_every_option_and_every_call():
 
 def test_pages_on_pipelines_name_every_option():
     text = "".join((README.parent / "docs" / page).read_text() for page in PAGES)
-    options = [p.name for p in inspect.signature(dtrans.pipeline).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    options += [f.name for record in (dtrans.Stages, dtrans.StageMemory) for f in dataclasses.fields(record)]
+    options = [
+        p.name
+        for p in inspect.signature(dtrans.pipeline).parameters.values()
+        if p.kind is p.KEYWORD_ONLY
+    ]
+    options += [
+        f.name for record in (dtrans.Stages, dtrans.StageMemory) for f in dataclasses.fields(record)
+    ]
     assert not [n for n in options if not re.search(rf"`{n}\b|\b{n}=", text)]

@@ -1,4 +1,5 @@
-"""Plans are what they were: communication, blocks, owners, roles and losses, as `fingerprints.py` recorded them."""
+"""Plans are what they were: communication, blocks, owners, roles and losses, as `fingerprints.py`
+recorded them."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ def test_everything_is_recorded() -> None:
 @pytest.mark.parametrize("name", PLANS)
 def test_plans_are_as_recorded(name: str) -> None:
     now, then = PLANS[name](), RECORDED["plans"][name]
-    if not AS_RECORDED:  # another JAX writes other equations: what is cut, moved and held is the same
+    if (
+        not AS_RECORDED
+    ):  # another JAX writes other equations: what is cut, moved and held is the same
         now, then = fingerprints.moved(now), fingerprints.moved(then)
     assert now == then
 

@@ -1,5 +1,5 @@
-"""What the package may import: JAX's private modules never, its undocumented ones in `_jax` alone, and
-nothing that turns bytes from a wire or a file into code."""
+"""What the package may import: JAX's private modules never, its undocumented ones in `_jax` alone,
+and nothing that turns bytes from a wire or a file into code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ FORBIDDEN_MODULES = ("pickle", "cloudpickle", "dill", "marshal", "shelve")
 
 
 def modules_of(tree):
-    """Every dotted name that a file imports or reaches through attributes, e.g. `jax.extend.core`."""
+    """Every dotted name that a file imports or reaches through attributes, e.g.
+    `jax.extend.core`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (a.name for a in node.names)
@@ -46,10 +47,15 @@ def test_private_and_undocumented_jax_stays_out(path):
     assert not [n for n in names if under(n, "jax._src") or under(n, "jaxlib")]
     assert "jax._src" not in path.read_text()
     if not relative(path).startswith("_jax/"):
-        assert not [n for n in names if any(under(n, m) for m in ("jax.core", "jax.extend", "jax.interpreters"))]
+        assert not [
+            n
+            for n in names
+            if any(under(n, m) for m in ("jax.core", "jax.extend", "jax.interpreters"))
+        ]
 
 
-# a driver hands its own actors functions, through a Ray cluster, which unpickles all that it carries
+# a driver hands its own actors functions, through a Ray cluster, which unpickles all that it
+# carries
 OF_RAY = ("hosts/portable_plan.py", "hosts/ray_actor.py")
 
 
@@ -59,19 +65,27 @@ def test_nothing_is_unpickled_or_evaluated(path):
     names = set(modules_of(tree))
     if relative(path) not in OF_RAY:
         assert not [n for n in names if any(under(n, m) for m in FORBIDDEN_MODULES)]
-    called = {n.func.id for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
+    called = {
+        n.func.id
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)
+    }
     assert not called & {"eval", "exec", "compile", "__import__"}
     # numpy reads object arrays with pickle unless it is told not to
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             assert not any(
-                k.arg == "allow_pickle" and not (isinstance(k.value, ast.Constant) and k.value.value is False)
+                k.arg == "allow_pickle"
+                and not (isinstance(k.value, ast.Constant) and k.value.value is False)
                 for k in node.keywords
             )
 
 
 def test_the_boundary_is_used():
-    assert any(under(n, "jax.extend") for n in modules_of(ast.parse((ROOT / "_jax" / "imports.py").read_text())))
+    assert any(
+        under(n, "jax.extend")
+        for n in modules_of(ast.parse((ROOT / "_jax" / "imports.py").read_text()))
+    )
 
 
 # what loops, branches, calls, names and collectives say in their parameters
@@ -79,7 +93,13 @@ KEYS = (
     "branches", "body_jaxpr", "cond_jaxpr", "call_jaxpr", "jaxpr", "num_consts", "num_carry", "length", "reverse",
     "ft_in", "ft_out", "cond_nconsts", "body_nconsts", "in_shardings", "out_shardings", "_prim", "axis_name",
 )  # fmt: skip
-REGISTERED = ("primitive_jvps", "primitive_batchers", "primitive_transposes", "register_lowering", "def_abstract_eval")
+REGISTERED = (
+    "primitive_jvps",
+    "primitive_batchers",
+    "primitive_transposes",
+    "register_lowering",
+    "def_abstract_eval",
+)
 
 
 @pytest.mark.parametrize("path", FILES, ids=relative)
@@ -91,9 +111,15 @@ def test_what_equations_are_is_known_in_one_place(path):
     for node in ast.walk(tree):
         if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
             of = ast.unparse(node.value)
-            assert not (node.slice.value in KEYS and of.split(".")[-1] in ("params", "p")), ast.unparse(node)
+            assert not (node.slice.value in KEYS and of.split(".")[-1] in ("params", "p")), (
+                ast.unparse(node)
+            )
         if isinstance(node, ast.Attribute):
             assert node.attr not in REGISTERED, ast.unparse(node)
-            assert not (node.attr == "jaxpr" and isinstance(node.value, ast.Attribute) and node.value.attr == "jaxpr")
+            assert not (
+                node.attr == "jaxpr"
+                and isinstance(node.value, ast.Attribute)
+                and node.value.attr == "jaxpr"
+            )
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             assert node.func.id not in ("Jaxpr", "ClosedJaxpr"), ast.unparse(node)

@@ -1,10 +1,13 @@
-"""Records of primitives: each fact holds on numbers, and every primitive that JAX and optax bind has one.
+"""Records of primitives: each fact holds on numbers, and every primitive that JAX and optax bind
+has one.
 
-Facts are checked on equations, with random operands of their types. A fact that is false fails here: the outputs of a
-"linear" primitive are compared with sums of outputs, entries that a "mover" makes are looked for among its operands.
+Facts are checked on equations, with random operands of their types. A fact that is false fails
+here: the outputs of a "linear" primitive are compared with sums of outputs, entries that a "mover"
+  makes are looked for among its operands.
 
-To find primitives without a record, public functions are called with one set of arguments after the other until some
-are right, and differentiated where that can be. Functions that could not be called are printed (`pytest -s`).
+To find primitives without a record, public functions are called with one set of arguments after the
+other until some are right, and differentiated where that can be. Functions that could not be called
+are printed (`pytest -s`).
 """
 
 from __future__ import annotations
@@ -65,11 +68,15 @@ ARGUMENTS: list[tuple[Any, ...]] = [
 def functions(module: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
     for name in sorted(dir(module)):
         fn = getattr(module, name)
-        if callable(fn) and not (name.startswith(("_", *FILES)) or inspect.isclass(fn) or inspect.ismodule(fn)):
+        if callable(fn) and not (
+            name.startswith(("_", *FILES)) or inspect.isclass(fn) or inspect.ismodule(fn)
+        ):
             yield name, fn
 
 
-def on_arrays(fn: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Callable[..., Any], list[Any]]:
+def on_arrays(
+    fn: Callable[..., Any], arguments: tuple[Any, ...]
+) -> tuple[Callable[..., Any], list[Any]]:
     """A function of the arrays alone among the arguments, and these."""
     places = [i for i, a in enumerate(arguments) if isinstance(a, jax.Array)]
 
@@ -107,14 +114,18 @@ def test_every_primitive_is_known(module: str) -> None:
                     continue
                 made = True
                 floats = [i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.floating)]
-                total = lambda *xs, run=run: sum(jnp.sum(y) for y in run(*xs) if jnp.issubdtype(y.dtype, jnp.floating))
+                total = lambda *xs, run=run: sum(
+                    jnp.sum(y) for y in run(*xs) if jnp.issubdtype(y.dtype, jnp.floating)
+                )
                 backward = unknown_to_tables(jax.grad(total, floats), arrays) if floats else None
                 missing |= dict.fromkeys(found | (backward or set()), name)
             called += made
             failed += [] if made else [name]
     print(f"{module}: {called} functions were called, and not: {', '.join(failed)}")
     assert called
-    assert missing == {}, "primitive: the function that binds it; give it a record in dtrans/_jax/primitives.py"
+    assert missing == {}, (
+        "primitive: the function that binds it; give it a record in dtrans/_jax/primitives.py"
+    )
 
 
 # -- facts -----------------------------------------------------------------------------------------
@@ -141,11 +152,14 @@ def _pooled(x: Any) -> Any:
 
 
 UNARY = (
-    "abs acosh asin asinh atan atanh bessel_i0e bessel_i1e cbrt ceil acos cos cosh digamma erf erfc erf_inv exp exp2 "
-    "expm1 floor is_finite lgamma log log1p logistic neg round rsqrt sign sin sinh sqrt square tan tanh"
+    "abs acosh asin asinh atan atanh bessel_i0e bessel_i1e cbrt ceil acos cos cosh digamma erf "
+    "erfc erf_inv exp exp2 "
+    "expm1 floor is_finite lgamma log log1p logistic neg round rsqrt sign sin sinh sqrt square tan "
+    "tanh"
 )
 BINARY = (
-    "add sub mul div max min atan2 pow rem nextafter igamma igammac igamma_grad_a zeta polygamma eq "
+    "add sub mul div max min atan2 pow rem nextafter igamma igammac igamma_grad_a zeta polygamma "
+    "eq "
     "ge gt le lt ne complex"
 )
 OF_WORDS = "and or xor mulhi shift_left shift_right_arithmetic shift_right_logical"
@@ -153,7 +167,8 @@ OF_MATRICES = "cholesky eigh eig svd qr lu schur hessenberg tridiagonal"
 REDUCED = "sum prod max min"
 # records for other versions of JAX, and of what public functions do not bind by themselves
 NOT_BOUND = (
-    "copy_p eq_to expand_dims geqrf le_to log2 lt_to one_minus_square polynomial random_gamma_grad stop_gradient"
+    "copy_p eq_to expand_dims geqrf le_to log2 lt_to one_minus_square polynomial "
+    "random_gamma_grad stop_gradient"
 )
 
 # for each primitive functions that bind it, and arguments
@@ -239,7 +254,9 @@ def bound() -> dict[str, list[JaxprEqn]]:
     found: dict[str, list[JaxprEqn]] = {}
     for name, examples in EXAMPLES.items():
         for fn, arguments in examples:
-            eqns = [e for e in equations(jax.make_jaxpr(fn)(*arguments)) if e.primitive.name == name]
+            eqns = [
+                e for e in equations(jax.make_jaxpr(fn)(*arguments)) if e.primitive.name == name
+            ]
             assert eqns, f"the example of {name} does not bind it"
             found.setdefault(name, []).append(eqns[-1])
     return found
@@ -251,11 +268,15 @@ def all_bound() -> Iterator[JaxprEqn]:
 
 
 def drawn(eqn: JaxprEqn, seed: int = 0) -> list[Any]:
-    """Return random operands: positive floating-point numbers, or small whole numbers, as indices are.
+    """Return random operands: positive floating-point numbers, or small whole numbers, as indices
+    are.
 
     Indices of gathers and scatters are out of bounds as well.
     """
-    rng, numbers = np.random.default_rng(seed), 5 if eqn.primitive.name.startswith(("gather", "scatter")) else 2
+    rng, numbers = (
+        np.random.default_rng(seed),
+        5 if eqn.primitive.name.startswith(("gather", "scatter")) else 2,
+    )
     operands = []
     for a in eqn.invars:
         t = a.aval
@@ -292,7 +313,9 @@ def test_each_name_has_one_record() -> None:
 
 def test_each_record_with_a_fact_has_an_example() -> None:
     with_facts = {n for n, facts in FACTS.items() if facts != PrimitiveFacts(flops=facts.flops)}
-    assert with_facts - EXAMPLES.keys() == set(NOT_BOUND.split()), "give a primitive with facts an example here"
+    assert with_facts - EXAMPLES.keys() == set(NOT_BOUND.split()), (
+        "give a primitive with facts an example here"
+    )
 
 
 @pytest.mark.usefixtures("x64")
@@ -304,7 +327,9 @@ def test_linear() -> None:
             if inexact(x, group):
                 other = [y[i] if i in group else z for i, z in enumerate(x)]
                 mixed = [0.75 * z - 1.5 * y[i] if i in group else z for i, z in enumerate(x)]
-                wanted = [0.75 * p - 1.5 * q for p, q in zip(made(eqn, x), made(eqn, other), strict=True)]
+                wanted = [
+                    0.75 * p - 1.5 * q for p, q in zip(made(eqn, x), made(eqn, other), strict=True)
+                ]
                 close(eqn, made(eqn, mixed), wanted)
 
 
@@ -339,7 +364,8 @@ def test_keeps_zero() -> None:
 
 @pytest.mark.usefixtures("x64")
 def test_moves() -> None:
-    """Entries of an output are entries of operands, and a function of each entry may as well be applied before."""
+    """Entries of an output are entries of operands, and a function of each entry may as well be
+    applied before."""
     for eqn in all_bound():
         x = drawn(eqn, 1)
         for k, out in enumerate(made(eqn, x) if facts_of(eqn).moves else []):
@@ -362,7 +388,9 @@ def test_keeps_order() -> None:
         numbers = [jnp.arange(float(x.size), dtype=x.dtype).reshape(x.shape) for x in drawn(eqn)]
         for k, out in enumerate(made(eqn, numbers)):
             (of,) = moved_operands(eqn, k)
-            repeated = [d for d in range(out.ndim) if out.shape[d] > 1 and not np.diff(out, axis=d).any()]
+            repeated = [
+                d for d in range(out.ndim) if out.shape[d] > 1 and not np.diff(out, axis=d).any()
+            ]
             once = out[tuple(0 if d in repeated else slice(None) for d in range(out.ndim))]
             np.testing.assert_array_equal(once.ravel(), numbers[of].ravel(), err_msg=str(eqn))
 
@@ -374,7 +402,9 @@ def test_elementwise() -> None:
         if facts_of(eqn).elementwise:
             x, y, shape = drawn(eqn, 1), drawn(eqn, 2), eqn.outvars[0].aval.shape
             changed = np.random.default_rng(3).integers(0, 2, shape).astype(bool)
-            other = [jnp.where(changed, q, p) if np.ndim(p) else p for p, q in zip(x, y, strict=True)]
+            other = [
+                jnp.where(changed, q, p) if np.ndim(p) else p for p, q in zip(x, y, strict=True)
+            ]
             for one, two in zip(made(eqn, x), made(eqn, other), strict=True):
                 assert one.shape == shape, eqn
                 close(eqn, [one[~changed]], [two[~changed]])
@@ -393,7 +423,9 @@ def test_axes() -> None:
                 other = [q.at[alone].set(p[alone]) for p, q in zip(x, y, strict=True)]
                 to = axis - sum(d < axis for d in axes) if facts_of(eqn).reduces else axis
                 for one, two in zip(made(eqn, x), made(eqn, other), strict=True):
-                    np.testing.assert_array_equal(one.take(at, to), two.take(at, to), err_msg=str(eqn))
+                    np.testing.assert_array_equal(
+                        one.take(at, to), two.take(at, to), err_msg=str(eqn)
+                    )
 
 
 JOINED = {
@@ -415,14 +447,20 @@ def test_reduces() -> None:
 @pytest.mark.usefixtures("x64")
 def test_facts_with_a_condition() -> None:
     """Equations for which a fact does not hold are not said to have it."""
-    filled, applied, truncated = bound()["gather"][3], bound()["scatter"][1], bound()["convert_element_type"][2]
+    filled, applied, truncated = (
+        bound()["gather"][3],
+        bound()["scatter"][1],
+        bound()["convert_element_type"][2],
+    )
     for e in (filled, applied, truncated):
         assert not linear_operands(e) and not scaling_operands(e) and not moved_operands(e)
     with_nan, of_words = bound()["gather"][1], bound()["convert_element_type"][1]
     assert linear_operands(with_nan) == [(0,)] and not moved_operands(with_nan)
     assert not linear_operands(of_words) and scaling_operands(of_words) == [(0,)]
     inverse, permuted = bound()["integer_pow"][1], bound()["reshape"][1]
-    assert not facts_of(inverse).keeps_zero(inverse) and not facts_of(permuted).keeps_order(permuted)
+    assert not facts_of(inverse).keeps_zero(inverse) and not facts_of(permuted).keeps_order(
+        permuted
+    )
 
 
 def test_marks_are_identities() -> None:
@@ -430,4 +468,8 @@ def test_marks_are_identities() -> None:
     (marked,) = jax.make_jaxpr(lambda x, w: mark_p.bind(x, w, leaf="w"))(x, x).eqns
     (collected,) = jax.make_jaxpr(lambda x: collect_p.bind(x, key="LOCAL_SUM"))(x).eqns
     for e in (marked, collected):
-        assert linear_operands(e) == [(0,)] and moved_operands(e) == (0,) and facts_of(e).flops == "none"
+        assert (
+            linear_operands(e) == [(0,)]
+            and moved_operands(e) == (0,)
+            and facts_of(e).flops == "none"
+        )

@@ -1,4 +1,5 @@
-"""What differs from one JAX to the next is known in `dtrans._jax` and in the tables of primitives."""
+"""What differs from one JAX to the next is known in `dtrans._jax` and in the tables of
+primitives."""
 
 from __future__ import annotations
 
@@ -65,7 +66,9 @@ def test_the_operands_of_a_while_are_counted_by_kind():
     assert [a.aval.shape for a in eqn.invars] == [(), (4,), (), (4,)]
 
 
-@pytest.mark.parametrize("consts, carried, taken, made", [(0, 1, 1, 0), (2, 0, 1, 2), (1, 2, 3, 1), (0, 1, 0, 1)])
+@pytest.mark.parametrize(
+    "consts, carried, taken, made", [(0, 1, 1, 0), (2, 0, 1, 2), (1, 2, 3, 1), (0, 1, 0, 1)]
+)
 def test_a_scan_is_written_with_other_stacks(consts, carried, taken, made):
     """One stack more goes in and comes out; what it computes of the others stays."""
 
@@ -76,7 +79,12 @@ def test_a_scan_is_written_with_other_stacks(consts, carried, taken, made):
 
         return jax.lax.scan(turn, carry, parts, length=4)
 
-    args = [jnp.float32(2)] * consts, [jnp.float32(3)] * carried, [jnp.arange(4.0)] * taken, jnp.arange(4.0)
+    args = (
+        [jnp.float32(2)] * consts,
+        [jnp.float32(3)] * carried,
+        [jnp.arange(4.0)] * taken,
+        jnp.arange(4.0),
+    )
     jaxpr = jax.make_jaxpr(fn)(*args)
     inner = opened(jaxpr)
     (eqn,) = (e for e in inner.eqns if e.primitive.name == "scan")
@@ -90,7 +98,9 @@ def test_a_scan_is_written_with_other_stacks(consts, carried, taken, made):
     new = scan_with(eqn, longer, [*eqn.invars, inner.invars[-1]], [*eqn.outvars, out])
     assert scan_counts(new) == first
     eqns = [new if e is eqn else e for e in inner.eqns]
-    program = inner.replace(eqns=eqns, outvars=[*inner.outvars, out], debug_info=inner.debug_info.with_unknown_names())
+    program = inner.replace(
+        eqns=eqns, outvars=[*inner.outvars, out], debug_info=inner.debug_info.with_unknown_names()
+    )
     *old, stack = jax.core.eval_jaxpr(program, jaxpr.consts, *jax.tree.leaves(args))
     for a, b in zip(jax.tree.leaves(fn(*args)), old, strict=True):
         assert jnp.array_equal(a, b)
@@ -136,7 +146,8 @@ ACTIVATIONS = {
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations_and_their_derivatives_keep_rows(name):
-    """An unknown primitive is no error: a layer would be gathered, a leaf would live whole on one server."""
+    """An unknown primitive is no error: a layer would be gathered, a leaf would live whole on one
+    server."""
     fn = ACTIVATIONS[name]
     both = lambda x, g: jax.vjp(fn, x)[1](g)
     jaxpr = inline_calls(lowered_jaxpr(both, jnp.full((4, 3), 0.5), jnp.ones((4, 3))))
@@ -154,7 +165,9 @@ def of_kind(name, fn, *args):
 
 
 def a_scan():
-    return of_kind("scan", lambda x: jax.lax.scan(lambda c, x: (c + x, c), 0.0, x, reverse=True), jnp.ones(4))
+    return of_kind(
+        "scan", lambda x: jax.lax.scan(lambda c, x: (c + x, c), 0.0, x, reverse=True), jnp.ones(4)
+    )
 
 
 def test_accessors_say_what_equations_are():
@@ -180,17 +193,22 @@ def test_a_key_that_is_gone_is_named():
     """As the next JAX might have it: the message says which JAX, which equation and which key."""
     scan = a_scan()
     counts = {"num_consts", "num_carry", "ft_in", "ft_out"}
-    without = lambda keys: scan.replace(params={k: v for k, v in scan.params.items() if k not in keys})
+    without = lambda keys: scan.replace(
+        params={k: v for k, v in scan.params.items() if k not in keys}
+    )
     for keys, ask, gone in (
         ({"jaxpr"}, bodies, "jaxpr"), ({"length"}, scan_length, "length"), ({"reverse"}, is_reversed, "reverse"),
         (counts, scan_counts, "num_consts"),
     ):  # fmt: skip
-        with pytest.raises(TraceError, match=rf"^jax {jax.__version__} has no parameter '{gone}' of scan, only "):
+        with pytest.raises(
+            TraceError, match=rf"^jax {jax.__version__} has no parameter '{gone}' of scan, only "
+        ):
             ask(without(keys))
 
 
 def test_a_version_that_is_answered_wrongly_is_noticed():
-    """A scan that says it in the way of the other JAX is read in that way, and not in this one's."""
+    """A scan that says it in the way of the other JAX is read in that way, and not in this
+    one's."""
     scan = a_scan()
 
     class Trees:
@@ -198,7 +216,11 @@ def test_a_version_that_is_answered_wrongly_is_noticed():
             return (), (1,), ()
 
     other = {"num_consts": 0, "num_carry": 1} if "ft_in" in scan.params else {"ft_in": Trees()}
-    params = {k: v for k, v in scan.params.items() if k not in ("num_consts", "num_carry", "ft_in", "ft_out")} | other
+    params = {
+        k: v
+        for k, v in scan.params.items()
+        if k not in ("num_consts", "num_carry", "ft_in", "ft_out")
+    } | other
     assert scan_counts(scan.replace(params=params)) == scan_counts(scan) == (0, 1)
 
 
@@ -224,10 +246,15 @@ def test_an_unknown_primitive_in_an_update_is_named():
     main, startup = dtrans.trace(step, *init(), jnp.ones((4, 8))), dtrans.trace(init)
     words = r"^double \(test_jax_versions.py:\d+\) is treated as mixing rows: params/w is whole$"
     with pytest.warns(UnknownPrimitiveWarning, match=words):
-        plan = dtrans.pserver(main, startup, pservers="a:1,b:1", placement=dtrans.BlockPlacement(min_block_size=1))
+        plan = dtrans.pserver(
+            main, startup, pservers="a:1,b:1", placement=dtrans.BlockPlacement(min_block_size=1)
+        )
     assert len(plan.placement.blocks["params/w"]) == 1
     assert "double, which dtrans does not know, mixes rows of f32[8,2]" in str(plan)
-    words = r"^double \(test_jax_versions.py:\d+\) is treated as mixing rows: what it reads is gathered$"
+    words = (
+        r"^double \(test_jax_versions.py:\d+\) is treated as mixing rows: what it reads is "
+        r"gathered$"
+    )
     with pytest.warns(UnknownPrimitiveWarning, match=words):
         plan = dtrans.sharding(main, startup, degree=2, slices=dtrans.Slicing(min_slice_size=0))
     assert list(plan.slices.leaves) == ["params/w"]
@@ -242,10 +269,15 @@ def test_an_unknown_primitive_in_a_split_layer_is_named(where):
     def layer(x):
         return double.bind(x) if where == "forward" else 2 * x
 
-    layer.defvjp(lambda x: (layer(x), None), lambda _, g: (double.bind(g) if where == "backward" else 2 * g,))
+    layer.defvjp(
+        lambda x: (layer(x), None), lambda _, g: (double.bind(g) if where == "backward" else 2 * g,)
+    )
     fn = jax.value_and_grad(lambda w, x: jnp.sum(layer(x @ w) ** 2))
     jaxpr = inline_calls(lowered_jaxpr(fn, jnp.ones((4, 4)), jnp.ones((2, 4))))
-    with pytest.warns(UnknownPrimitiveWarning, match="^double .*is treated as mixing rows: what it reads is gathered$"):
+    with pytest.warns(
+        UnknownPrimitiveWarning,
+        match="^double .*is treated as mixing rows: what it reads is gathered$",
+    ):
         split(jaxpr, {0: 1}, 2, "model")
 
 
@@ -256,7 +288,9 @@ def test_an_unknown_primitive_in_an_init_is_named():
     step = dtrans.make_train_step(lambda p, x: jnp.mean((x @ p["w"]) ** 2), tx)
     main = dtrans.trace(step, *jax.eval_shape(init), jnp.ones((4, 8)))
     placement = dtrans.BlockPlacement(min_block_size=1)
-    with pytest.warns(UnknownPrimitiveWarning, match="^double .*each server makes all of what init makes with it$"):
+    with pytest.warns(
+        UnknownPrimitiveWarning, match="^double .*each server makes all of what init makes with it$"
+    ):
         dtrans.pserver(main, dtrans.trace(init), pservers="a:1,b:1", placement=placement)
 
 
@@ -267,14 +301,19 @@ def test_every_table_of_rules_is_of_known_primitives():
 
 
 def test_a_jax_that_was_not_tested_is_said(monkeypatch):
-    monkeypatch.setattr(jax, "__version__", f"{NEWEST_TESTED[0]}.{NEWEST_TESTED[1] + 1}.0.dev20990101")
-    with pytest.warns(UntestedJaxWarning, match=r"^dtrans was tested with jax up to [\d.]+, and this is "):
+    monkeypatch.setattr(
+        jax, "__version__", f"{NEWEST_TESTED[0]}.{NEWEST_TESTED[1] + 1}.0.dev20990101"
+    )
+    with pytest.warns(
+        UntestedJaxWarning, match=r"^dtrans was tested with jax up to [\d.]+, and this is "
+    ):
         warn_untested()
 
 
 def test_a_store_that_has_moved_is_named(monkeypatch):
     monkeypatch.delattr("jax.experimental.multihost_utils.distributed")
     with pytest.raises(
-        TraceError, match=rf"^jax {jax.__version__} keeps the store of its processes elsewhere .*'distributed'"
+        TraceError,
+        match=rf"^jax {jax.__version__} keeps the store of its processes elsewhere .*'distributed'",
     ):
         bulletin_board()

@@ -58,10 +58,14 @@ def test_each_row_has_a_moment_of_its_own(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("ours, optaxs", [(rowwise_adagrad, optax.adagrad), (rowwise_adam, optax.adam)])
+@pytest.mark.parametrize(
+    "ours, optaxs", [(rowwise_adagrad, optax.adagrad), (rowwise_adam, optax.adam)]
+)
 def test_rows_of_one_number_are_optaxs(ours: object, optaxs: object) -> None:
     """A leaf without dimensions is one row."""
-    options = {"eps": 1e-9} | ({"initial_accumulator_value": 0.1} if optaxs is optax.adagrad else {})
+    options = {"eps": 1e-9} | (
+        {"initial_accumulator_value": 0.1} if optaxs is optax.adagrad else {}
+    )
     schedule = optax.cosine_decay_schedule(0.1, 5)
     for given in (GRADIENTS[:, :, :1], GRADIENTS[:, 0, 0]):
         found, known = (descended(tx(schedule, **options), given) for tx in (ours, optaxs))  # type: ignore[operator]

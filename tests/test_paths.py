@@ -1,4 +1,5 @@
-"""A user works in any folder: one with the name of a library, or with a space and letters beyond ASCII in it."""
+"""A user works in any folder: one with the name of a library, or with a space and letters beyond
+ASCII in it."""
 
 from __future__ import annotations
 
@@ -59,20 +60,26 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("name", ["dtrans", "jax", "jaxlib", "optax", "optax/contrib", "a folder of Zoë"])
+@pytest.mark.parametrize(
+    "name", ["dtrans", "jax", "jaxlib", "optax", "optax/contrib", "a folder of Zoë"]
+)
 def test_a_users_function_is_named_wherever_its_file_lies(tmp_path, name):
     folder = tmp_path / name
     folder.mkdir(parents=True)
     file = folder / "update.py"
     file.write_text(STEP, encoding="utf-8")
     user = runpy.run_path(str(file))
-    plan = dtrans.pserver(*user["programs"](user["mixing"]()), pservers="127.0.0.1:6174,127.0.0.1:6175")
+    plan = dtrans.pserver(
+        *user["programs"](user["mixing"]()), pservers="127.0.0.1:6174,127.0.0.1:6175"
+    )
     assert plan.placement.whole == {"params/w": "cumsum mixes rows of f32[6,5] (mixing)"}
 
 
 def test_a_transformation_of_optax_is_named_beside_a_users_script(tmp_path):
     user = runpy.run_path(str(_written(tmp_path, STEP)))
-    plan = dtrans.pserver(*user["programs"](optax.contrib.muon(0.1)), pservers="127.0.0.1:6174,127.0.0.1:6175")
+    plan = dtrans.pserver(
+        *user["programs"](optax.contrib.muon(0.1)), pservers="127.0.0.1:6174,127.0.0.1:6175"
+    )
     (reason,) = plan.placement.whole.values()
     assert reason.endswith("(optax.contrib.scale_by_muon)"), reason
 
@@ -87,11 +94,23 @@ def _written(folder: Path, text: str) -> Path:
 @pytest.mark.parametrize("name", ["dtrans", "Zoë's folder"])
 def test_a_job_runs_and_saves_in_any_folder(name):
     """Script, sockets, checkpoint and summaries, all below such a folder."""
-    with tempfile.TemporaryDirectory(prefix="t") as top:  # a short path: sockets have room for 107 characters
+    with tempfile.TemporaryDirectory(
+        prefix="t"
+    ) as top:  # a short path: sockets have room for 107 characters
         folder = Path(top) / name
         folder.mkdir()
         script = _written(folder, STEP + ROLE)
-        run = [sys.executable, "-m", "dtrans.cli", "launch", "--trainers", "1", "--pservers", "2", script.name]
+        run = [
+            sys.executable,
+            "-m",
+            "dtrans.cli",
+            "launch",
+            "--trainers",
+            "1",
+            "--pservers",
+            "2",
+            script.name,
+        ]
         env = {**os.environ, "JAX_PLATFORMS": "cpu", "TMPDIR": str(folder), "PYTHONPATH": str(ROOT)}
         done = subprocess.run(run, cwd=folder, env=env, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, done.stdout + done.stderr

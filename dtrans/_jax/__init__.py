@@ -1,4 +1,5 @@
-"""All that this package knows of JAX beyond its documented API: when a new JAX moves something, it is mended here.
+"""All that this package knows of JAX beyond its documented API: when a new JAX moves something, it
+is mended here.
 
     imports      what is imported from modules that promise nothing
     versions     which JAX this was tested with
@@ -10,8 +11,8 @@
     user_meshes  meshes and shardings of a user's arrays, which programs do not carry
     runtime      devices and processes
 
-Tests look that nothing else of the package imports such a module, names such a parameter, or says `.jaxpr.jaxpr`. Each
-file imports only those above it.
+Tests look that nothing else of the package imports such a module, names such a parameter, or says
+`.jaxpr.jaxpr`. Each file imports only those above it.
 """
 
 from dtrans._jax.equation_params import (

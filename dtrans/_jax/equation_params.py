@@ -1,7 +1,7 @@
 """Parameters of equations with loops, branches, calls, callbacks and collectives.
 
-No other file of the package names such a parameter. When JAX renames one, its accessor here learns both names. An
-accessor that finds neither raises `TraceError` by name.
+No other file of the package names such a parameter. When JAX renames one, its accessor here learns
+both names. An accessor that finds neither raises `TraceError` by name.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def param(eqn: JaxprEqn, key: str) -> Any:
     """A parameter of an equation. Raises TraceError where this JAX has no such parameter."""
     if key not in eqn.params:
         raise TraceError(
-            f"jax {jax.__version__} has no parameter {key!r} of {eqn.primitive.name}, only {', '.join(eqn.params)}: "
+            f"jax {jax.__version__} has no parameter {key!r} of {eqn.primitive.name}, only "
+            f"{', '.join(eqn.params)}: "
             "this dtrans does not know that JAX; take an older one"
         )
     return eqn.params[key]
@@ -46,7 +47,8 @@ def has_bodies(eqn: JaxprEqn) -> bool:
 
 
 def bodies(eqn: JaxprEqn) -> tuple[Any, ...]:
-    """The jaxprs of a loop, a branch or a call: of a `while` its condition and its body, of a `cond` all branches."""
+    """The jaxprs of a loop, a branch or a call: of a `while` its condition and its body, of a
+    `cond` all branches."""
     if eqn.primitive.name == COND:
         return tuple(param(eqn, "branches"))
     return tuple(param(eqn, key) for key in _BODIES[eqn.primitive.name])
@@ -62,8 +64,8 @@ def with_bodies(eqn: JaxprEqn, new: Iterable[Any]) -> dict[str, Any]:
 def call_body(eqn: JaxprEqn, *, rules: bool) -> Any | None:
     """The body of a call that may stand in its place; None for anything else.
 
-    Derivative rules are dead weight once gradients have been taken. `jax.checkpoint` is no such call: it is what keeps
-    XLA from merging what is computed twice.
+    Derivative rules are dead weight once gradients have been taken. `jax.checkpoint` is no such
+    call: it is what keeps XLA from merging what is computed twice.
 
     Args:
       rules: calls with derivative rules stay, since they are still to be differentiated.
@@ -75,7 +77,8 @@ def call_body(eqn: JaxprEqn, *, rules: bool) -> Any | None:
 
 
 def is_plain_jit(eqn: JaxprEqn) -> bool:
-    """A `jit` equation that only groups equations: no sharding or layout asked for. Donation is the caller's."""
+    """A `jit` equation that only groups equations: no sharding or layout asked for. Donation is the
+    caller's."""
     if eqn.primitive.name not in JIT:
         return False
     keys = ("in_shardings", "out_shardings", "in_layouts", "out_layouts")
@@ -102,7 +105,8 @@ def scan_turns(length: int) -> dict[str, Any]:
 
 
 def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
-    """Return the numbers of constant and of carried operands of a `scan`; the remainder is scanned over."""
+    """Return the numbers of constant and of carried operands of a `scan`; the remainder is scanned
+    over."""
     if "ft_in" in eqn.params:  # from 0.11: a tree for each kind of operand
         consts, carried, _ = map(len, eqn.params["ft_in"].unpack())
         return consts, carried
@@ -110,25 +114,31 @@ def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
 
 
 def closed_over(eqn: JaxprEqn) -> int:
-    """Return the number of leading operands that a `custom_vjp` closes over, which JAX refuses derivatives of."""
+    """Return the number of leading operands that a `custom_vjp` closes over, which JAX refuses
+    derivatives of."""
     return int(eqn.params.get("num_consts", 0)) if eqn.primitive.name == CUSTOM_VJP else 0
 
 
 def params_besides_bodies(eqn: JaxprEqn) -> dict[str, Any]:
     """Return the parameters of an equation without its bodies.
 
-    Of a `scan`, the numbers of its operands stand for their trees. From JAX 0.11 equal loops may have different trees:
-    a tree says how JAX made the operands.
+    Of a `scan`, the numbers of its operands stand for their trees. From JAX 0.11 equal loops may
+    have different trees: a tree says how JAX made the operands.
     """
-    found = {key: value for key, value in eqn.params.items() if "jaxpr" not in key and key != "branches"}
+    found = {
+        key: value for key, value in eqn.params.items() if "jaxpr" not in key and key != "branches"
+    }
     if eqn.primitive.name != SCAN:
         return found
     trees = ("ft_in", "ft_out", "num_consts", "num_carry")
-    return {key: value for key, value in found.items() if key not in trees} | {"counts": scan_counts(eqn)}
+    return {key: value for key, value in found.items() if key not in trees} | {
+        "counts": scan_counts(eqn)
+    }
 
 
 def while_counts(eqn: JaxprEqn) -> tuple[int, int]:
-    """Return the numbers of constants of a `while`'s condition and of its body; the remainder is carried."""
+    """Return the numbers of constants of a `while`'s condition and of its body; the remainder is
+    carried."""
     return int(param(eqn, "cond_nconsts")), int(param(eqn, "body_nconsts"))
 
 
@@ -156,26 +166,43 @@ def wiring(eqn: JaxprEqn) -> Wiring:
     if name == SCAN:
         consts, carried = scan_counts(eqn)
         first = consts + carried
-        return Wiring([ins], [outs], dict(zip(ins[consts:first], outs, strict=False)), ins[first:], outs[carried:])
+        return Wiring(
+            [ins],
+            [outs],
+            dict(zip(ins[consts:first], outs, strict=False)),
+            ins[first:],
+            outs[carried:],
+        )
     if name == WHILE:
         of_cond, of_body = while_counts(eqn)
         carry = ins[of_cond + of_body :]
-        return Wiring([[*ins[:of_cond], *carry], ins[of_cond:]], [None, outs], dict(zip(carry, outs, strict=True)))
+        return Wiring(
+            [[*ins[:of_cond], *carry], ins[of_cond:]],
+            [None, outs],
+            dict(zip(carry, outs, strict=True)),
+        )
     count = len(bodies(eqn))
     return Wiring([ins[int(name == COND) :]] * count, [outs] * count)
 
 
-def scan_with(eqn: JaxprEqn, body: ClosedJaxpr, invars: Sequence[Atom], outvars: Sequence[Var]) -> JaxprEqn:
+def scan_with(
+    eqn: JaxprEqn, body: ClosedJaxpr, invars: Sequence[Atom], outvars: Sequence[Var]
+) -> JaxprEqn:
     """Return a `scan` with another body and other stacks; constants and carried values stay."""
     return rebuilt(eqn, [body], invars, outvars)
 
 
 def rebuilt(
-    eqn: JaxprEqn, new: Iterable[Any], invars: Sequence[Atom], outvars: Sequence[Var], first: Sequence[Atom] = ()
+    eqn: JaxprEqn,
+    new: Iterable[Any],
+    invars: Sequence[Atom],
+    outvars: Sequence[Var],
+    first: Sequence[Atom] = (),
 ) -> JaxprEqn:
     """Return a loop, a branch or a call with other bodies, operands and outputs.
 
-    The carried operands of a loop stay, and so do its constants. A `scan` may take and make other stacks.
+    The carried operands of a loop stay, and so do its constants. A `scan` may take and make other
+    stacks.
 
     Args:
       first: operands that all bodies take in front of theirs; they are constants of a loop.
@@ -193,13 +220,16 @@ def rebuilt(
         params |= {"num_consts": consts + count}
         if "ft_in" in params:
             del params["num_consts"]
-            params |= _scan_trees(consts + count, carried, len(invars) - consts - carried, len(outvars) - carried)
+            params |= _scan_trees(
+                consts + count, carried, len(invars) - consts - carried, len(outvars) - carried
+            )
     return eqn.replace(invars=operands, outvars=list(outvars), params=params)
 
 
 @functools.cache
 def _scan_trees(consts: int, carried: int, taken: int, made: int) -> dict[str, Any]:
-    """Return the parameters by which a `scan` of JAX 0.11 tells kinds of operands and results apart: JAX makes one."""
+    """Return the parameters by which a `scan` of JAX 0.11 tells kinds of operands and results
+    apart: JAX makes one."""
 
     def loop(fixed: list[Any], carry: list[Any], parts: list[Any]) -> Any:
         def turn(carry: list[Any], parts: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -249,15 +279,19 @@ def is_ordered(eqn: JaxprEqn) -> bool:
 
 
 def name_given(eqn: JaxprEqn) -> str | None:
-    """Return the name that `jax.ad_checkpoint.checkpoint_name` gave a value; None for any other equation."""
+    """Return the name that `jax.ad_checkpoint.checkpoint_name` gave a value; None for any other
+    equation."""
     if eqn.primitive.name == "name":
         return str(param(eqn, "name"))
-    hijax: Any = eqn.params.get("_prim") if eqn.primitive.name == "call_hi_primitive" else None  # JAX_REMAT3, from 0.12
+    hijax: Any = (
+        eqn.params.get("_prim") if eqn.primitive.name == "call_hi_primitive" else None
+    )  # JAX_REMAT3, from 0.12
     return str(hijax.name) if type(hijax).__name__ == "CheckpointName" else None
 
 
 def axes_of(eqn: JaxprEqn) -> list[Any]:
-    """Return the axes of a collective of JAX; for a reduction within an array, the numbers of its dimensions."""
+    """Return the axes of a collective of JAX; for a reduction within an array, the numbers of its
+    dimensions."""
     each = [eqn.params.get(key, ()) for key in ("axes", "axis_name")]
     return [n for axes in each for n in (axes if isinstance(axes, (tuple, list)) else (axes,))]
 

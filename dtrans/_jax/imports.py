@@ -1,7 +1,7 @@
 """What is imported from outside JAX's documented API, and nothing else.
 
-`jax.extend` and `jax.interpreters` promise nothing from release to release. docs/longevity.md says of each name what it
-is needed for, and what would take its place.
+`jax.extend` and `jax.interpreters` promise nothing from release to release. docs/longevity.md says
+of each name what it is needed for, and what would take its place.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from jax.core import ShapedArray as ShapedArray
 from jax.experimental import multihost_utils as multihost_utils
-from jax.experimental.multihost_utils import ProcessFailureError as ProcessFailureError, live_devices as live_devices
+from jax.experimental.multihost_utils import (
+    ProcessFailureError as ProcessFailureError,
+    live_devices as live_devices,
+)
 from jax.extend.backend import register_backend_factory as register_backend_factory
 from jax.extend.core import (
     Primitive as Primitive,
@@ -19,12 +22,17 @@ from jax.extend.core import (
     jaxprs_in_params as jaxprs_in_params,
 )
 from jax.extend.random import threefry2x32_p as threefry2x32_p
-from jax.interpreters import ad as ad, batching as batching, mlir as mlir, partial_eval as partial_eval
+from jax.interpreters import (
+    ad as ad,
+    batching as batching,
+    mlir as mlir,
+    partial_eval as partial_eval,
+)
 
 
 if TYPE_CHECKING:
-    # What this package uses of JAX's IR classes. JAX types `aval` as an abstract value without a shape or
-    # dtype, and ours always have both; from 0.11 two of the classes are one.
+    # What this package uses of JAX's IR classes. JAX types `aval` as an abstract value without a
+    # shape or dtype, and ours always have both; from 0.11 two of the classes are one.
     class Var:
         aval: Any
 
@@ -74,7 +82,11 @@ if TYPE_CHECKING:
         def __init__(self, jaxpr: Jaxpr, consts: Sequence[Any]) -> None: ...
 
     def new_jaxpr_eqn(
-        invars: Sequence[Var | Literal], outvars: Sequence[Var], primitive: Any, params: dict[str, Any], effects: Any
+        invars: Sequence[Var | Literal],
+        outvars: Sequence[Var],
+        primitive: Any,
+        params: dict[str, Any],
+        effects: Any,
     ) -> JaxprEqn: ...
 else:
     from jax.extend.core import (

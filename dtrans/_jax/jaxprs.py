@@ -1,8 +1,8 @@
 """Jaxprs, open and closed: they are taken apart, put together, traced and evaluated here.
 
-Up to jax 0.10 a `ClosedJaxpr` pairs a `Jaxpr` with its constants. From 0.11 both names are the same class, and
-constants live in the jaxpr. So code of this package asks neither `isinstance(x, Jaxpr)` nor `x.jaxpr.jaxpr`: it calls
-`opened`, `constants` and `closed`.
+Up to jax 0.10 a `ClosedJaxpr` pairs a `Jaxpr` with its constants. From 0.11 both names are the same
+class, and constants live in the jaxpr. So code of this package asks neither `isinstance(x, Jaxpr)`
+nor `x.jaxpr.jaxpr`: it calls `opened`, `constants` and `closed`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def is_traced(value: Any) -> bool:
 
 
 def map_bodies(params: Mapping[str, Any], fn: Callable[[Any], Any]) -> dict[str, Any]:
-    """The parameters of an equation with another jaxpr for each that is in them. Tuples that have names keep them."""
+    """The parameters of an equation with another jaxpr for each that is in them. Tuples that have
+    names keep them."""
 
     def mapped(value: Any) -> Any:
         if is_jaxpr(value):
@@ -71,15 +72,20 @@ def closed(
     eqns: Sequence[JaxprEqn],
     like: Any,
 ) -> ClosedJaxpr:
-    """A new closed jaxpr. `like` lends its debug information; effects are joined from the equations."""
+    """A new closed jaxpr. `like` lends its debug information; effects are joined from the
+    equations."""
     effects: set[Any] = set()
     for eqn in eqns:
         effects |= set(eqn.effects)
     # names for as many inputs and outputs as there are; ours are kept by Program
-    info = opened(like).debug_info._replace(arg_names=("",) * len(invars), result_paths=("",) * len(outvars))
+    info = opened(like).debug_info._replace(
+        arg_names=("",) * len(invars), result_paths=("",) * len(outvars)
+    )
     parts = (constvars, invars, outvars, eqns, frozenset(effects), info)
     kind: Any = Jaxpr
-    made: ClosedJaxpr = kind(*parts, consts=list(consts)) if ONE_CLASS else ClosedJaxpr(kind(*parts), list(consts))
+    made: ClosedJaxpr = (
+        kind(*parts, consts=list(consts)) if ONE_CLASS else ClosedJaxpr(kind(*parts), list(consts))
+    )
     return made
 
 
@@ -92,8 +98,13 @@ def closed_with(
 ) -> ClosedJaxpr:
     """Return a jaxpr, open or closed, as a closed one with other inputs, outputs or equations."""
     inner = opened(jaxpr)
-    ins, outs = inner.invars if invars is None else invars, inner.outvars if outvars is None else outvars
-    return closed(inner.constvars, constants(jaxpr), ins, outs, inner.eqns if eqns is None else eqns, jaxpr)
+    ins, outs = (
+        inner.invars if invars is None else invars,
+        inner.outvars if outvars is None else outvars,
+    )
+    return closed(
+        inner.constvars, constants(jaxpr), ins, outs, inner.eqns if eqns is None else eqns, jaxpr
+    )
 
 
 def with_equations(jaxpr: Any, eqns: Sequence[JaxprEqn]) -> Any:
@@ -163,12 +174,15 @@ def small_jaxpr(fn: Callable[..., Any], types: Sequence[Any]) -> ClosedJaxpr:
 
 
 def evaluate(jaxpr: ClosedJaxpr, *args: Any) -> list[Any]:
-    """The outputs of a closed jaxpr; under a trace, its equations bound anew with their source information."""
+    """The outputs of a closed jaxpr; under a trace, its equations bound anew with their source
+    information."""
     inner: Any = opened(jaxpr)
     return jax.core.eval_jaxpr(inner, constants(jaxpr), *args)
 
 
-def live_part(jaxpr: Jaxpr, keep: Sequence[bool], always: Sequence[bool]) -> tuple[Jaxpr, list[bool]]:
+def live_part(
+    jaxpr: Jaxpr, keep: Sequence[bool], always: Sequence[bool]
+) -> tuple[Jaxpr, list[bool]]:
     """Dead-code elimination, inside loops and branches too, and which inputs are left.
 
     Args:
@@ -181,7 +195,9 @@ def live_part(jaxpr: Jaxpr, keep: Sequence[bool], always: Sequence[bool]) -> tup
     return pruned, used
 
 
-def abstract_eval(primitive: Primitive, avals: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
+def abstract_eval(
+    primitive: Primitive, avals: Sequence[Any], params: Mapping[str, Any]
+) -> list[Any]:
     """The output types of one equation, as the primitive itself states them."""
     out, _ = primitive.abstract_eval(*avals, **params)
     return list(out) if primitive.multiple_results else [out]

@@ -17,8 +17,8 @@ def scope_of(eqn: JaxprEqn) -> str:
 def within_scope(eqn: JaxprEqn, outer: JaxprEqn) -> JaxprEqn:
     """`eqn`, inlined out of the call `outer`, under the name stack it had inside that call.
 
-    It takes over the call's traceback: a jitted function is traced once, and its equations remember who called it
-    first, which may have been another program.
+    It takes over the call's traceback: a jitted function is traced once, and its equations remember
+    who called it first, which may have been another program.
     """
     info, call = eqn.source_info, outer.source_info
     stack = call.name_stack + info.name_stack if len(call.name_stack) else info.name_stack
@@ -32,9 +32,11 @@ def from_line_of(eqn: JaxprEqn, source: JaxprEqn) -> JaxprEqn:
 
 @functools.cache
 def _library_of(path: str) -> str:
-    """The library that a source file belongs to: `jax`, `jaxlib`, `optax` or `dtrans`; "" for a file of the user.
+    """The library that a source file belongs to: `jax`, `jaxlib`, `optax` or `dtrans`; "" for a
+    file of the user.
 
-    Files are compared with the folders that the libraries are imported from: a user's own folder may be called so too.
+    Files are compared with the folders that the libraries are imported from: a user's own folder
+    may be called so too.
     """
     for library in ("jax", "jaxlib", "optax", "dtrans"):
         spec = importlib.util.find_spec(library)
@@ -45,7 +47,8 @@ def _library_of(path: str) -> str:
 
 
 def line_of(eqn: JaxprEqn) -> str:
-    """The user's line that an equation comes from, `model.py:12`; "" where no frame of its traceback is the user's."""
+    """The user's line that an equation comes from, `model.py:12`; "" where no frame of its
+    traceback is the user's."""
     traceback = eqn.source_info.traceback
     for frame in [] if traceback is None else traceback.frames:
         if not _library_of(frame.file_name):
@@ -54,7 +57,8 @@ def line_of(eqn: JaxprEqn) -> str:
 
 
 def origin_of(eqn: JaxprEqn) -> str:
-    """Who wrote an equation, as far as its traceback tells: `optax.clip_by_global_norm`, or a function's own name.
+    """Who wrote an equation, as far as its traceback tells: `optax.clip_by_global_norm`, or a
+    function's own name.
 
     Of optax it is the transformation that is named: a function that has an `update` inside.
     """

@@ -37,7 +37,9 @@ def new_primitive(
     primitive.def_abstract_eval(types)
     if impl is not None:
         primitive.def_impl(impl)
-        mlir.register_lowering(primitive, lower or mlir.lower_fun(impl, multiple_results=multiple_results))
+        mlir.register_lowering(
+            primitive, lower or mlir.lower_fun(impl, multiple_results=multiple_results)
+        )
     _register(primitive, jvp, batch, transpose)
     return primitive
 
@@ -49,7 +51,8 @@ def new_identity(
     batch: Callable[..., Any] | None = None,
     transpose: Callable[..., Any] | None = None,
 ) -> Primitive:
-    """A primitive whose output is its first operand. Without a rule of its own it batches as that operand."""
+    """A primitive whose output is its first operand. Without a rule of its own it batches as that
+    operand."""
 
     def first(x: Any, *others: Any, **params: Any) -> Any:
         return x
@@ -73,9 +76,10 @@ def new_identity(
 class _KeptEffect(jax.debug.DebugEffect):
     """The effect of an equation that does nothing, and is kept nevertheless.
 
-    `jax.debug.DebugEffect` is what `jax.debug.print` has: loops, branches, rematerialised functions and custom
-    derivatives allow it, and what `jax.checkpoint` computes once more does not have it again. JAX exports it and says
-    nothing about it (0.10.2, 0.11.0). The effect of `def_effectful_abstract_eval2` is refused under `jax.checkpoint`.
+    `jax.debug.DebugEffect` is what `jax.debug.print` has: loops, branches, rematerialised functions
+    and custom derivatives allow it, and what `jax.checkpoint` computes once more does not have it
+    again. JAX exports it and says nothing about it (0.10.2, 0.11.0). The effect of
+    `def_effectful_abstract_eval2` is refused under `jax.checkpoint`.
     """
 
     __str__ = lambda self: "Kept"
@@ -107,7 +111,11 @@ def _new(name: str, multiple_results: bool) -> Primitive:
 
 
 def _register(primitive: Primitive, jvp: Any, batch: Any, transpose: Any) -> None:
-    rules = ((ad.primitive_jvps, jvp), (batching.primitive_batchers, batch), (ad.primitive_transposes, transpose))
+    rules = (
+        (ad.primitive_jvps, jvp),
+        (batching.primitive_batchers, batch),
+        (ad.primitive_transposes, transpose),
+    )
     for table, rule in rules:
         if rule is not None:
             table[primitive] = rule

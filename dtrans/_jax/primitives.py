@@ -32,7 +32,11 @@ from dtrans.errors import UnknownPrimitiveWarning
 SCAN, WHILE, COND = "scan", "while", "cond"
 LOOPS = (SCAN, WHILE)
 REMAT = ("remat2", "remat", "checkpoint")  # as JAX calls, or has called, `jax.checkpoint`
-CALLS = ("closed_call", "core_call", "eval_jaxpr")  # the last from 0.11, in the place of the two before
+CALLS = (
+    "closed_call",
+    "core_call",
+    "eval_jaxpr",
+)  # the last from 0.11, in the place of the two before
 CUSTOM_JVP, CUSTOM_VJP = CUSTOM_RULES = ("custom_jvp_call", "custom_vjp_call")
 JIT = ("jit", "pjit")
 
@@ -63,7 +67,8 @@ def _two_axes(eqn: JaxprEqn) -> int:
 class PrimitiveFacts:
     """Facts about one primitive. A field that is left out promises nothing.
 
-    "Fixed" operands are those that a field does not name: they may have any values, the same in all runs compared.
+    "Fixed" operands are those that a field does not name: they may have any values, the same in all
+    runs compared.
 
     Attributes:
       elementwise: an output at some index reads its operands at that index alone. Operands have the
@@ -137,11 +142,14 @@ def _fills_nothing(eqn: JaxprEqn) -> bool:
 def _fills_linearly(eqn: JaxprEqn) -> bool:
     """Return True if entries out of bounds become 0 or nan: sums of these are what they are."""
     value = eqn.params["fill_value"]
-    return _fills_nothing(eqn) or (_is_inexact(eqn) if value is None else bool(value == 0 or np.isnan(value)))
+    return _fills_nothing(eqn) or (
+        _is_inexact(eqn) if value is None else bool(value == 0 or np.isnan(value))
+    )
 
 
 def _writes_updates(eqn: JaxprEqn) -> bool:
-    """Return True for `x.at[i].set`; `x.at[i].apply` is the same primitive with a function of its own."""
+    """Return True for `x.at[i].set`; `x.at[i].apply` is the same primitive with a function of its
+    own."""
     return eqn.params["update_jaxpr"] is None
 
 
@@ -185,7 +193,13 @@ RECORDS: tuple[tuple[str, PrimitiveFacts], ...] = (
     ("copy copy_p name stop_gradient", _IDENTITY),
     (
         "optimization_barrier",
-        _F(elementwise=True, moves=(0, ...), keeps_order=_always, linear_in=((0, ...),), flops="none"),
+        _F(
+            elementwise=True,
+            moves=(0, ...),
+            keeps_order=_always,
+            linear_in=((0, ...),),
+            flops="none",
+        ),
     ),
     ("bitcast_convert_type", _F(elementwise=True, keeps_zero=_always, flops="none")),
     (
@@ -202,7 +216,10 @@ RECORDS: tuple[tuple[str, PrimitiveFacts], ...] = (
     ),
     # entries in other places
     ("broadcast_in_dim expand_dims squeeze", _KEEPS_ORDER),
-    ("reshape", dataclasses.replace(_KEEPS_ORDER, keeps_order=lambda eqn: eqn.params["dimensions"] is None)),
+    (
+        "reshape",
+        dataclasses.replace(_KEEPS_ORDER, keeps_order=lambda eqn: eqn.params["dimensions"] is None),
+    ),
     ("slice tile transpose unstack", _REARRANGES),
     ("rev", _F(moves=(0,), linear_in=((0,),), axes="dimensions", flops="none")),
     ("split", _F(moves=(0,), linear_in=((0,),), axes="axis", flops="none")),
@@ -212,11 +229,23 @@ RECORDS: tuple[tuple[str, PrimitiveFacts], ...] = (
     ("dynamic_update_slice pad", _F(moves=(0, 1), linear_in=((0, 1),), flops="none")),
     (
         "gather",
-        _F(moves=(0,), moves_if=_fills_nothing, linear_in=((0,),), linear_if=_fills_linearly, flops="none"),
+        _F(
+            moves=(0,),
+            moves_if=_fills_nothing,
+            linear_in=((0,),),
+            linear_if=_fills_linearly,
+            flops="none",
+        ),
     ),
     (
         "scatter",
-        _F(moves=(0, 2), moves_if=_writes_updates, linear_in=((0, 2),), linear_if=_writes_updates, flops="none"),
+        _F(
+            moves=(0, 2),
+            moves_if=_writes_updates,
+            linear_in=((0, 2),),
+            linear_if=_writes_updates,
+            flops="none",
+        ),
     ),
     ("scatter-add scatter-sub", _F(linear_in=((0, 2),), flops="updates")),
     ("scatter-mul", _F(linear_in=((0,),), flops="updates")),
@@ -245,10 +274,17 @@ RECORDS: tuple[tuple[str, PrimitiveFacts], ...] = (
     ("conv_general_dilated dot_general", _F(linear_in=((0,), (1,)), flops="product")),
     ("ragged_dot_general", _F(linear_in=((0,), (1,)))),
     ("triangular_solve", _F(linear_in=((1,),), last_axes=_two_axes)),
-    ("cholesky eig eigh geqrf hessenberg householder_product lu qr schur svd tridiagonal", _F(last_axes=_two_axes)),
+    (
+        "cholesky eig eigh geqrf hessenberg householder_product lu qr schur svd tridiagonal",
+        _F(last_axes=_two_axes),
+    ),
     ("fft", _F(linear_in=((0,),), last_axes=lambda eqn: len(eqn.params["fft_lengths"]))),
     # counters, keys, and what places arrays
-    ("device_put dce_sink empty empty2 iota pbroadcast pvary random_seed random_unwrap random_wrap", _NO_FLOPS),
+    (
+        "device_put dce_sink empty empty2 iota pbroadcast pvary random_seed random_unwrap "
+        "random_wrap",
+        _NO_FLOPS,
+    ),
     ("sharding_constraint", _NO_FLOPS),
     # no facts
     (
@@ -263,7 +299,9 @@ RECORDS: tuple[tuple[str, PrimitiveFacts], ...] = (
     # the facts of these are those of their bodies
     (" ".join((SCAN, WHILE, COND, *REMAT, *CALLS, *CUSTOM_RULES, *JIT)), _NOTHING),
 )
-FACTS: Mapping[str, PrimitiveFacts] = {name: facts for names, facts in RECORDS for name in names.split()}
+FACTS: Mapping[str, PrimitiveFacts] = {
+    name: facts for names, facts in RECORDS for name in names.split()
+}
 
 
 def facts_of(eqn: JaxprEqn) -> PrimitiveFacts:
@@ -283,7 +321,8 @@ def linear_operands(eqn: JaxprEqn) -> list[tuple[int, ...]]:
 
 
 def linear_group(eqn: JaxprEqn, operands: Collection[int]) -> tuple[int, ...]:
-    """Return the operands that an equation is linear in together, among them these; empty if there are none."""
+    """Return the operands that an equation is linear in together, among them these; empty if there
+    are none."""
     return next((group for group in linear_operands(eqn) if set(operands) <= set(group)), ())
 
 
@@ -314,7 +353,8 @@ def same_operand(eqn: JaxprEqn, out: int = 0) -> int | None:
 
 
 def zeros_by(eqn: JaxprEqn, zeros: Collection[int]) -> tuple[int, ...] | None:
-    """Return the operands that have to be finite if the outputs are zeros where some operands are zeros.
+    """Return the operands that have to be finite if the outputs are zeros where some operands are
+    zeros.
 
     A divisor among them must not be zero either. None if the outputs may be other numbers.
 
@@ -323,7 +363,9 @@ def zeros_by(eqn: JaxprEqn, zeros: Collection[int]) -> tuple[int, ...] | None:
     """
     if len(zeros) == len(eqn.invars) and facts_of(eqn).keeps_zero(eqn):
         return ()
-    group = next((group for group in linear_operands(eqn) if zeros and set(group) <= set(zeros)), None)
+    group = next(
+        (group for group in linear_operands(eqn) if zeros and set(group) <= set(zeros)), None
+    )
     if group is None:
         return None
     others = [i for i in range(len(eqn.invars)) if i not in group]
@@ -331,7 +373,8 @@ def zeros_by(eqn: JaxprEqn, zeros: Collection[int]) -> tuple[int, ...] | None:
 
 
 def is_rearrangement(eqn: JaxprEqn) -> bool:
-    """Return True if an equation only moves the entries of its one operand. Marks of this package are none."""
+    """Return True if an equation only moves the entries of its one operand. Marks of this package
+    are none."""
     return len(eqn.invars) == 1 and moved_operands(eqn) == (0,) and not is_identity(eqn)
 
 
@@ -363,7 +406,8 @@ def is_identity(eqn: JaxprEqn) -> bool:
 
 
 def warn_if_unknown(eqn: JaxprEqn, effect: str) -> None:
-    """Warn of an equation whose primitive has no record, and of the effect: `is treated as mixing rows: ...`."""
+    """Warn of an equation whose primitive has no record, and of the effect: `is treated as mixing
+    rows: ...`."""
     if not is_known(eqn):
         line = line_of(eqn)
         name = eqn.primitive.name + (f" ({line})" if line else "")

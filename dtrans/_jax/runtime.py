@@ -15,7 +15,8 @@ from dtrans.errors import TraceError
 def backends_started() -> bool:
     """Whether JAX has made its devices, after which processes can no longer be connected.
 
-    JAX has no public way to ask. An option that must be set before tells it: another value is then refused.
+    JAX has no public way to ask. An option that must be set before tells it: another value is then
+    refused.
     """
     config: Any = jax.config
     had = config.jax_num_cpu_devices
@@ -28,28 +29,35 @@ def backends_started() -> bool:
 
 
 def is_varying(x: Any) -> bool:
-    """Whether a value has a type that says over which axes of a `shard_map` it varies (`check_vma=True`)."""
+    """Whether a value has a type that says over which axes of a `shard_map` it varies
+    (`check_vma=True`)."""
     of: Any = jax.typeof(x)
     kind = getattr(of, "manual_axis_type", None)  # since 0.10
     return bool(kind.varying if kind is not None else getattr(of, "vma", ()))
 
 
 def gloo_scatters_wrongly() -> bool:
-    """Whether a reduce-scatter on CPUs may give wrong numbers here, without an error: over Gloo, before 0.12.
+    """Whether a reduce-scatter on CPUs may give wrong numbers here, without an error: over Gloo,
+    before 0.12.
 
-    Of 48 of 16 MB between two processes 2 were wrong (jax#40830); all-reduces and all-gathers are right. Gloo carries
-    out collectives on CPUs, within one process too, once `jax.distributed` is initialised.
+    Of 48 of 16 MB between two processes 2 were wrong (jax#40830); all-reduces and all-gathers are
+    right. Gloo carries out collectives on CPUs, within one process too, once `jax.distributed` is
+    initialised.
     """
     config: Any = jax.config
-    is_gloo = config.jax_cpu_collectives_implementation == "gloo" and jax.distributed.is_initialized()
+    is_gloo = (
+        config.jax_cpu_collectives_implementation == "gloo" and jax.distributed.is_initialized()
+    )
     return is_gloo and jax.__version_info__ < (0, 12)
 
 
 def let_gloo_bind(host: str) -> bool:
-    """Let Gloo bind an address of this host, and tell it to the others, in place of what the host's name resolves to.
+    """Let Gloo bind an address of this host, and tell it to the others, in place of what the host's
+    name resolves to.
 
-    Call it between `jax.distributed.initialize` and the first use of a device. JAX's own factory of CPU devices names
-    no address, and Gloo then takes that of `gethostname()`, which is 127.0.1.1 on Debian.
+    Call it between `jax.distributed.initialize` and the first use of a device. JAX's own factory of
+    CPU devices names no address, and Gloo then takes that of `gethostname()`, which is 127.0.1.1 on
+    Debian.
 
     Returns:
       False where this JAX has no way to say so.
@@ -84,7 +92,8 @@ def bulletin_board() -> Any:
 
 
 def detected_coordinator(timeout: int) -> str:
-    """Return where JAX's own detection of schedulers puts the coordinator, `host:port`; empty where it finds none.
+    """Return where JAX's own detection of schedulers puts the coordinator, `host:port`; empty where
+    it finds none.
 
     JAX has no public way to ask before it connects.
     """
@@ -98,7 +107,8 @@ def detected_coordinator(timeout: int) -> str:
 
 
 def has_coordinator_mtls() -> bool:
-    """Return True if this JAX can protect its coordinator by mutual TLS (JAX_MTLS_CERT_FILE and others)."""
+    """Return True if this JAX can protect its coordinator by mutual TLS (JAX_MTLS_CERT_FILE and
+    others)."""
     return hasattr(jax.config, "jax_mtls_cert_file")
 
 
@@ -114,6 +124,7 @@ def _of_job(what: str) -> Any:
     except AttributeError as e:
         tested = ".".join(map(str, NEWEST_TESTED))
         raise TraceError(
-            f"jax {jax.__version__} keeps the store of its processes elsewhere ({e}): dtrans knows where jax 0.10.2 to "
+            f"jax {jax.__version__} keeps the store of its processes elsewhere ({e}): dtrans knows "
+            "where jax 0.10.2 to "
             f"{tested} have it; take one of these"
         ) from e

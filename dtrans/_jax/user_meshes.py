@@ -1,8 +1,10 @@
-"""Meshes and shardings that a user's arrays, constants and contexts have: programs of this package carry none.
+"""Meshes and shardings that a user's arrays, constants and contexts have: programs of this package
+carry none.
 
-From 0.8 the type of a value names the mesh that it is traced on, and with Explicit axes its sharding too. A program
-that was traced with arrays on a user's mesh could run on no other. So types are stripped of both, and equations that
-only say where a value should be are left out: the plan says that.
+From 0.8 the type of a value names the mesh that it is traced on, and with Explicit axes its
+sharding too. A program that was traced with arrays on a user's mesh could run on no other. So types
+are stripped of both, and equations that only say where a value should be are left out: the plan
+says that.
 
     without_mesh        leave the mesh that `jax.set_mesh` has set
     plain_type          the type of an argument
@@ -73,14 +75,18 @@ def without_mesh(fn: Callable[P, R]) -> Callable[P, R]:
 
 
 def plain_type(x: Any) -> Any:
-    """Return the type of an array, for a trace that is not to know where it is. Anything else stays."""
+    """Return the type of an array, for a trace that is not to know where it is. Anything else
+    stays."""
     if isinstance(x, jax.ShapeDtypeStruct) or (isinstance(x, jax.Array) and not is_traced(x)):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=bool(getattr(x, "weak_type", False)))
+        return jax.ShapeDtypeStruct(
+            x.shape, x.dtype, weak_type=bool(getattr(x, "weak_type", False))
+        )
     return x
 
 
 def plain_array(x: Any) -> Any:
-    """Return an array without Explicit axes in its type, so that it can be put elsewhere; its data stay."""
+    """Return an array without Explicit axes in its type, so that it can be put elsewhere; its data
+    stay."""
     if not isinstance(x, jax.Array) or is_traced(x):
         return x
     at = x.sharding
@@ -92,15 +98,22 @@ def plain_array(x: Any) -> Any:
 
 def _plain_constant(x: Any) -> Any:
     """Return a constant as an array that is nowhere in particular."""
-    if not isinstance(x, jax.Array) or is_traced(x) or not (x.committed or len(x.sharding.device_set) > 1):
+    if (
+        not isinstance(x, jax.Array)
+        or is_traced(x)
+        or not (x.committed or len(x.sharding.device_set) > 1)
+    ):
         return x
     if not (x.is_fully_addressable or x.is_fully_replicated):
         raise TraceError(
-            f"the step closes over an array of shape {tuple(x.shape)} of which other processes hold parts: let it be "
+            f"the step closes over an array of shape {tuple(x.shape)} of which other processes "
+            "hold parts: let it be "
             "an argument of the step"
         )
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(_plain_constant(jax.random.key_data(x)), impl=jax.random.key_impl(x))
+        return jax.random.wrap_key_data(
+            _plain_constant(jax.random.key_data(x)), impl=jax.random.key_impl(x)
+        )
     return jnp.asarray(np.asarray(x), x.dtype)
 
 
@@ -109,7 +122,8 @@ def _plain_constant(x: Any) -> Any:
 
 @without_mesh
 def plain_jaxpr(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
-    """Return a jaxpr without meshes and shardings: those of its types, and those that its equations ask for."""
+    """Return a jaxpr without meshes and shardings: those of its types, and those that its equations
+    ask for."""
     return _Plain().closed(jaxpr)
 
 
@@ -117,7 +131,9 @@ class _Plain:
     """Strips jaxprs; one that several equations share is stripped once."""
 
     def __init__(self) -> None:
-        self._met: dict[int, tuple[Any, Any]] = {}  # id to the jaxpr, which lives as long as this, and the new one
+        self._met: dict[
+            int, tuple[Any, Any]
+        ] = {}  # id to the jaxpr, which lives as long as this, and the new one
 
     def closed(self, jaxpr: Any) -> Any:
         values = constants(jaxpr)
@@ -153,7 +169,9 @@ class _Plain:
         return new if isinstance(jaxpr, ClosedJaxpr) else opened(new)
 
     def _params(self, eqn: JaxprEqn) -> dict[str, Any]:
-        if eqn.primitive.name == "shard_map":  # a step that communicates by itself, which planners refuse
+        if (
+            eqn.primitive.name == "shard_map"
+        ):  # a step that communicates by itself, which planners refuse
             return dict(eqn.params)
         params = map_bodies(eqn.params, self.closed)
         if "ctx_mesh" in params:
@@ -166,7 +184,8 @@ class _Plain:
 
 @functools.cache
 def _plain_context(context: Any) -> Any:
-    """Return what an equation is bound within, such as a mesh and a kind of random bits, without the mesh."""
+    """Return what an equation is bound within, such as a mesh and a kind of random bits, without
+    the mesh."""
     with context.manager, jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
         (eqn,) = opened(jax.make_jaxpr(lambda x: x + 1)(0.0)).eqns
     return eqn.ctx
@@ -196,10 +215,13 @@ def _is_placed(jaxpr: Any) -> bool:
 
 
 def _only_moves(eqn: JaxprEqn) -> bool:
-    """Return True if an equation hands on its operands, and asks for a place in the memory of devices."""
+    """Return True if an equation hands on its operands, and asks for a place in the memory of
+    devices."""
     if eqn.primitive.name == "device_put":
         targets = eqn.params["devices"]
-        return all(isinstance(d, (Sharding, jax.Device)) and _is_memory_of_device(d) for d in targets)
+        return all(
+            isinstance(d, (Sharding, jax.Device)) and _is_memory_of_device(d) for d in targets
+        )
     return eqn.primitive.name in _MOVES
 
 

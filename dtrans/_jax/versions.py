@@ -1,7 +1,7 @@
 """Which JAX this package was tested with.
 
-The oldest is what pyproject.toml asks for. There is no upper bound, since none is known to fail: one that is newer than
-the newest tested may well work, and is said once.
+The oldest is what pyproject.toml asks for. There is no upper bound, since none is known to fail:
+one that is newer than the newest tested may well work, and is said once.
 """
 
 from __future__ import annotations

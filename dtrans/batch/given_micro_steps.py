@@ -1,8 +1,9 @@
 """Parts of a batch that exchange nothing: micro-batches of a pipeline and micro-steps of trainers.
 
-The engine writes the step of a part (`dtrans.batch.written_parts`), and that is the proof: it communicates nothing.
-The values that it is given are computed first. A pipeline has a program for them. Trainers compute them in front of the
-micro-steps, from their rows of the batch, and communicate what crosses the batch.
+The engine writes the step of a part (`dtrans.batch.written_parts`), and that is the proof: it
+communicates nothing. The values that it is given are computed first. A pipeline has a program for
+them. Trainers compute them in front of the micro-steps, from their rows of the batch, and
+communicate what crosses the batch.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class GivenMicroSteps:
         return differentiated(self.values.part_of(self._of(types, self.values.parts)))
 
     def of_trainer(self, types: Sequence[jax.ShapeDtypeStruct]) -> Program:
-        """Return what makes a trainer's rows of what they are given, or all of it, from its part of the batch.
+        """Return what makes a trainer's rows of what they are given, or all of it, from its part of
+        the batch.
 
         Args:
           types: of the step's inputs, with a trainer's part of the batch.
@@ -72,7 +74,8 @@ class GivenMicroSteps:
         return dataclasses.replace(made, jaxpr=jaxpr, roles=roles, labels={}, specializer=None)
 
     def _of(self, types: Sequence[jax.ShapeDtypeStruct], parts: int) -> Program:
-        """Return the step of the whole batch, from the number of parts and the input types of one part."""
+        """Return the step of the whole batch, from the number of parts and the input types of one
+        part."""
         names = self.whole.in_names
         return self.whole.specialize_flat(
             [grown(t, self.axes.get(n), parts) for n, t in zip(names, types, strict=True)]
@@ -97,10 +100,12 @@ def share_by_parts(
       parts: how many there are.
       over: the named axes that they would be on.
       noun: what one of those that share the batch is called in errors.
-      part: the step of a part of the batch, as it was traced, if its update is to be the same for all sizes.
+      part: the step of a part of the batch, as it was traced, if its update is to be the same for
+        all sizes.
 
     Returns:
-      The shared step, and what parts are given. Without a proof, the step of a part says what they would exchange.
+      The shared step, and what parts are given. Without a proof, the step of a part says what they
+      would exchange.
     """
     return whole.once(_Sharing(tuple(axes.items()), tuple(held), parts, tuple(over), noun, part))
 
@@ -119,11 +124,15 @@ class _Sharing:
     def __call__(self, whole: Program) -> tuple[SharedStep, WrittenParts]:
         axes = dict(self.axes)
         rows = rows_of(whole, axes, self.noun)
-        found, made = written_parts(whole, axes, self.parts, self.held, self.over, self.noun, self.part)
+        found, made = written_parts(
+            whole, axes, self.parts, self.held, self.over, self.noun, self.part
+        )
         proven = adds_up(made)
         program = found.part_of(whole, made) if proven else made.program
         merges = {n: "concat" if isinstance(way, int) else way for n, way in made.merges.items()}
         joined = {n: way for n, way in made.merges.items() if isinstance(way, int)}
         step = cut(program).with_reported()
         again = lambda types: self(whole.specialize_flat(types))[0]
-        return SharedStep(step, "sum", merges, joined, {**axes, **found.rows}, rows, made, proven, again), found
+        return SharedStep(
+            step, "sum", merges, joined, {**axes, **found.rows}, rows, made, proven, again
+        ), found

@@ -1,9 +1,10 @@
 """Values of the whole batch that no trained parameter enters, computed before its parts.
 
-How many entries a mask has, a dropout mask, which rows are mixed: such values belong to the whole batch, and need no
-part of it. One program computes them first, from the batch alone, by the equations of one device. Parts are
-given their rows of them, or all of them. The remainder may add up where the step as it was written does not: a masked
-mean is a sum over rows, once the number that it is divided by is known.
+How many entries a mask has, a dropout mask, which rows are mixed: such values belong to the whole
+batch, and need no part of it. One program computes them first, from the batch alone, by the
+equations of one device. Parts are given their rows of them, or all of them. The remainder may add
+up where the step as it was written does not: a masked mean is a sum over rows, once the number that
+it is divided by is known.
 
     step      params, opt_state, *batch                       ->  what it returns
     becomes   *batch                                          ->  @given/0, @given/1, ...
@@ -72,7 +73,8 @@ class GivenValues:
         step = FlatStep(program)
         if step.primitives != self.equations:
             raise BatchError(
-                f"{program.name} has other equations for a batch of these shapes than for the one for which values of "
+                f"{program.name} has other equations for a batch of these shapes than for the one "
+                "for which values of "
                 "the whole batch were found: plan it for this batch"
             )
         return step
@@ -124,7 +126,8 @@ class GivenValues:
         return eqn.replace(invars=operands, params={**eqn.params, "loss": eliminate_dead(new)})
 
     def made_by(self, program: Program) -> Program:
-        """Return the program that makes these values, from the step of the whole batch. Raises as `taken_by`."""
+        """Return the program that makes these values, from the step of the whole batch. Raises as
+        `taken_by`."""
         step = self._flat(program)
         whole, used = step.without_loss([step.value(spot) for spot in self.spots])
         ins = dict(zip(program.in_names, step.inner.invars, strict=True))
@@ -145,7 +148,8 @@ class GivenValues:
 
 
 def with_rows_first(main: Program, axes: Mapping[str, int]) -> Program:
-    """Return a step whose arrays of the batch have their rows on dim 0, and are transposed to what it wants.
+    """Return a step whose arrays of the batch have their rows on dim 0, and are transposed to what
+    it wants.
 
     Args:
       axes: name to the dimension that has the rows in the step as it is.
@@ -156,12 +160,22 @@ def with_rows_first(main: Program, axes: Mapping[str, int]) -> Program:
 
     def rows_first(step: Program) -> Program:
         b = Builder(step.jaxpr)
-        ins = [b.input(t.update(shape=_moved(t, moved.get(n, 0), 0).shape)) for n, t in step.inputs.items()]
-        turned = [b.call(_turned(moved[n]), v)[0] if n in moved else v for n, v in zip(step.in_names, ins, strict=True)]
+        ins = [
+            b.input(t.update(shape=_moved(t, moved.get(n, 0), 0).shape))
+            for n, t in step.inputs.items()
+        ]
+        turned = [
+            b.call(_turned(moved[n]), v)[0] if n in moved else v
+            for n, v in zip(step.in_names, ins, strict=True)
+        ]
         jaxpr = b.build(b.inline(step.jaxpr, *turned))
-        return dataclasses.replace(step, jaxpr=jaxpr, roles=(FORWARD,) * len(jaxpr.jaxpr.eqns), labels={})
+        return dataclasses.replace(
+            step, jaxpr=jaxpr, roles=(FORWARD,) * len(jaxpr.jaxpr.eqns), labels={}
+        )
 
-    return main.rewritten(rows_first, lambda types: {n: _moved(t, 0, moved.get(n, 0)) for n, t in types.items()})
+    return main.rewritten(
+        rows_first, lambda types: {n: _moved(t, 0, moved.get(n, 0)) for n, t in types.items()}
+    )
 
 
 def _moved(t: Any, source: int, to: int) -> jax.ShapeDtypeStruct:
@@ -188,7 +202,11 @@ class FlatStep:
         self.at = positions[0] if positions else len(self.inner.eqns)
         self.loss = self.inner.eqns[self.at] if positions else None
         empty = closed([], [], [], [], [], flat)
-        self.body = empty if self.loss is None else inline_calls(self.loss.params["loss"], keep=keep, rules=True)
+        self.body = (
+            empty
+            if self.loss is None
+            else inline_calls(self.loss.params["loss"], keep=keep, rules=True)
+        )
 
     @property
     def primitives(self) -> tuple[str, ...]:
@@ -207,7 +225,8 @@ class FlatStep:
         return of.eqns[spot.eqn].outvars[spot.out]
 
     def without_loss(self, outs: Sequence[Var]) -> tuple[ClosedJaxpr, Collection[Var]]:
-        """Return a jaxpr that makes values of the step and of its loss, and the inputs that it reads."""
+        """Return a jaxpr that makes values of the step and of its loss, and the inputs that it
+        reads."""
         body, operands = opened(self.body), self.operands
         inlined = [e.replace(invars=_read(e.invars, operands)) for e in body.eqns]
         eqns = [*self.inner.eqns[: self.at], *inlined, *self.inner.eqns[self.at + 1 :]]

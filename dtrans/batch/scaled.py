@@ -74,11 +74,13 @@ class _NoScaleError(Exception):
 
 
 def scale_of_parts(step: Cut, part: TrainerStep, trainers: int) -> tuple[PartScale | None, str]:
-    """Return the powers of a step; if parts of it do not add up to it by themselves, None and the user's line.
+    """Return the powers of a step; if parts of it do not add up to it by themselves, None and the
+    user's line.
 
     Args:
-      step: traced on a trainer's part. If it is captured, its loss is paired before it is differentiated: gradients
-        have the power of the loss. A gradient that no row enters pairs in no other way.
+      step: traced on a trainer's part. If it is captured, its loss is paired before it is
+        differentiated: gradients have the power of the loss. A gradient that no row enters pairs in
+          no other way.
       part: what was written from the step on the whole.
       trainers: how many there are.
     """
@@ -98,7 +100,10 @@ def scale_of_parts(step: Cut, part: TrainerStep, trainers: int) -> tuple[PartSca
         powers = _Pairing(trainers, part.scaled).powers(halves, [0] * len(step.program.in_names))
     except _NoScaleError as e:
         return None, str(e)
-    graded, made = powers[: len(step.gradients)], dict(zip(asked, powers[len(step.gradients) :], strict=True))
+    graded, made = (
+        powers[: len(step.gradients)],
+        dict(zip(asked, powers[len(step.gradients) :], strict=True)),
+    )
     of_gradients = {p for p in graded if p is not _ZERO}
     if not of_gradients <= {0} and not of_gradients <= {1}:
         return None, ""
@@ -113,7 +118,9 @@ def _half(program: Program, outs: Sequence[Atom]) -> ClosedJaxpr:
     inner = program.inner
     kept, _ = backward_slice(inner.eqns, outs)
     eqns = [inner.eqns[i] for i in kept]
-    return eliminate_dead(closed(inner.constvars, program.jaxpr.consts, inner.invars, list(outs), eqns, inner))
+    return eliminate_dead(
+        closed(inner.constvars, program.jaxpr.consts, inner.invars, list(outs), eqns, inner)
+    )
 
 
 class _Pairing:
@@ -129,8 +136,12 @@ class _Pairing:
         if len(here.invars) != len(there.invars):
             raise _NoScaleError
         of = lambda a, b: (id(a), id(b))  # numbers have no hash
-        known: dict[tuple[int, int], Power] = dict(zip(map(of, here.invars, there.invars), ins, strict=True))
-        made_by = [{v: (e, i) for e in x.eqns for i, v in enumerate(e.outvars)} for x in (here, there)]
+        known: dict[tuple[int, int], Power] = dict(
+            zip(map(of, here.invars, there.invars), ins, strict=True)
+        )
+        made_by = [
+            {v: (e, i) for e in x.eqns for i, v in enumerate(e.outvars)} for x in (here, there)
+        ]
         values = [dict(zip(opened(x).constvars, constants(x), strict=True)) for x in pair]
         is_scaled = lambda b: isinstance(b, Var) and b in self.scaled
         is_made = lambda a, side: isinstance(a, Var) and a in made_by[side]
@@ -209,7 +220,9 @@ class _Pairing:
             raise _NoScaleError
         return [0 if known or not facts_of(x).keeps_zero(x) else _ZERO] * count
 
-    def of_product(self, eqn: JaxprEqn, groups: Sequence[Sequence[int]], ins: Sequence[Power]) -> Power:
+    def of_product(
+        self, eqn: JaxprEqn, groups: Sequence[Sequence[int]], ins: Sequence[Power]
+    ) -> Power:
         """Return the power of outputs that have the factors of several groups of operands.
 
         Operands of one group have the same power. All others have none; only a divisor may.
@@ -229,7 +242,8 @@ class _Pairing:
         return [*made, *(made[0] for _ in range(x.params["count"]))]
 
     def of_rule(self, x: JaxprEqn, y: JaxprEqn, ins: Sequence[Power]) -> list[Power]:
-        """Return the powers of a call with a rule that is linear in tangents; others are no equations of a pair."""
+        """Return the powers of a call with a rule that is linear in tangents; others are no
+        equations of a pair."""
         if any(ins):
             raise _NoScaleError
         return self.powers([inline_calls(_closed(bodies(e)[0])) for e in (x, y)], ins)
@@ -249,7 +263,11 @@ class _Pairing:
             return _together([self.powers(pair, ins[1:]) for pair in pairs])
         if name == SCAN:
             consts, carried = scan_counts(x)
-            fixed, carry, parts = ins[:consts], list(ins[consts : consts + carried]), ins[consts + carried :]
+            fixed, carry, parts = (
+                ins[:consts],
+                list(ins[consts : consts + carried]),
+                ins[consts + carried :],
+            )
             for _ in range(len(carry) + 1):
                 made = self.powers(pairs[0], [*fixed, *carry, *parts])
                 joined = _together([carry, made[:carried]])
@@ -260,7 +278,9 @@ class _Pairing:
         of_cond, of_body = while_counts(x)
         carry = list(ins[of_cond + of_body :])
         for _ in range(len(carry) + 1):
-            joined = _together([carry, self.powers(pairs[1], [*ins[of_cond : of_cond + of_body], *carry])])
+            joined = _together(
+                [carry, self.powers(pairs[1], [*ins[of_cond : of_cond + of_body], *carry])]
+            )
             if joined == carry:
                 break
             carry = joined

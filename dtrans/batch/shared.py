@@ -1,11 +1,12 @@
-"""How a strategy shares the batch of a step: the step of one trainer, and how what trainers make becomes one.
+"""How a strategy shares the batch of a step: the step of one trainer, and how what trainers make
+becomes one.
 
     exact   the batch is cut, and everything that crosses it communicates: one device's numbers, whatever the step
     local   each trainer takes the step on its part alone, as Paddle's trainers and torch's DDP do: its own statistics,
             random numbers and counts; gradients are averaged, and results merged as the user says
 
-An exact step whose parts add up without any communication is taken as it is (`dtrans.batch.scaled`): it is the mean, or
-the sum, of what trainers make of their parts.
+An exact step whose parts add up without any communication is taken as it is
+(`dtrans.batch.scaled`): it is the mean, or the sum, of what trainers make of their parts.
 """
 
 from __future__ import annotations
@@ -33,15 +34,17 @@ class SharedStep:
     Attributes:
       step: what one trainer carries out, on its part.
       reduce: what its gradients are added up to: "mean" or "sum".
-      merges: how each result, and each parameter that trainers make, becomes one: "mean", "sum", "same", "concat".
+      merges: how each result, and each parameter that trainers make, becomes one: "mean", "sum",
+        "same", "concat".
       joined: the dimension along which a result that is "concat" is joined.
       axes: the dimension along which each array of the batch is cut; trainers have all of others.
       rows: how many rows the batch of all trainers has.
       part: what a trainer's step was written as, and what trainers exchange for it.
       proven: whether it is the step itself: its parts add up without any communication.
-      whole: the same for another batch, from the types of its inputs, which trainers need not divide: parts have
-        `ceil(rows / trainers)` rows.
-      unpaired: the user's line of an equation that is another one in the step of a part; empty if there is none.
+      whole: the same for another batch, from the types of its inputs, which trainers need not
+        divide: parts have `ceil(rows / trainers)` rows.
+      unpaired: the user's line of an equation that is another one in the step of a part; empty if
+        there is none.
     """
 
     step: Cut
@@ -60,8 +63,15 @@ class SharedStep:
         """What a plan says whose trainers take the step on their parts alone, and average."""
         if self.proven and self.reduce == "mean":
             return f"exact: mean over {self.rows} rows"
-        why = "the step adds up" if self.proven else f"one device's would be of the whole batch ({self.reason})"
-        return f"local: numbers are of each part alone, and averaged; {why}. batch='exact' says what can be done"
+        why = (
+            "the step adds up"
+            if self.proven
+            else f"one device's would be of the whole batch ({self.reason})"
+        )
+        return (
+            f"local: numbers are of each part alone, and averaged; {why}. batch='exact' says "
+            "what can be done"
+        )
 
     @property
     def reason(self) -> str:
@@ -71,7 +81,10 @@ class SharedStep:
         elif self.part.gathers:
             what, line = self.part.gathers[0].reason, self.part.gathers[0].line
         else:
-            what, line = "numbers of the size of the batch, or random numbers with its rows", self.unpaired
+            what, line = (
+                "numbers of the size of the batch, or random numbers with its rows",
+                self.unpaired,
+            )
         return what + (f" for {line}" if line else "")
 
     @property
@@ -84,9 +97,12 @@ class SharedStep:
         for x in self.part.exchanged:
             found.setdefault((x.op, x.line), []).append(x.nbytes)
         moved = [
-            f"  {op} for {line or 'an unknown line'}: {sum(n):,} bytes in {len(n)}" for (op, line), n in found.items()
+            f"  {op} for {line or 'an unknown line'}: {sum(n):,} bytes in {len(n)}"
+            for (op, line), n in found.items()
         ]
-        how = f"sum over {self.rows} rows" + (", with an exchange across the batch" if moved else "")
+        how = f"sum over {self.rows} rows" + (
+            ", with an exchange across the batch" if moved else ""
+        )
         return [f"exact: {how}{own}", *moved]
 
 
@@ -103,12 +119,14 @@ def share(
     """Share the batch of a step exactly.
 
     Args:
-      step: as the user wrote it, with all gradients that anything uses. Its arrays are a trainer's part.
+      step: as the user wrote it, with all gradients that anything uses. Its arrays are a trainer's
+        part.
       batch: which of its arrays are cut, and along which dimension.
       trainers: how many there are.
       over: the named axes that they are on.
       adapt: makes another of a trainer's step that is not the step itself.
-      alone: whether trainers can take the step itself, where parts add up and their outputs are merged in these ways.
+      alone: whether trainers can take the step itself, where parts add up and their outputs are
+        merged in these ways.
       open_state: whether parameters that trainers make are merged as results are.
       noun: what a trainer is called in errors.
     """
@@ -121,7 +139,9 @@ def share(
 
     def written(step: Cut) -> TrainerStep:
         made = trainer_step(step, axes, trainers, over, open_state=open_state, noun=noun)
-        return dataclasses.replace(made, program=dataclasses.replace(made.program, name=source.name))
+        return dataclasses.replace(
+            made, program=dataclasses.replace(made.program, name=source.name)
+        )
 
     def all_grown(types: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
         return {n: grown(t, axes.get(n), trainers) for n, t in types.items()}
@@ -133,7 +153,9 @@ def share(
             known |= {n: "mean" for n, way in known.items() if way == "sum" and scale.results[n]}
         reduce = "mean" if scale is not None and scale.gradients else "sum"
         proven = scale is not None
-        return SharedStep(step, reduce, known, joined, axes, trainers * rows, part, proven, whole, unpaired)
+        return SharedStep(
+            step, reduce, known, joined, axes, trainers * rows, part, proven, whole, unpaired
+        )
 
     def whole(types: Sequence[jax.ShapeDtypeStruct]) -> SharedStep:
         part = adapt(written(cut_of(types)))
@@ -142,7 +164,8 @@ def share(
     unpaired = ""
     together = cut_of([*all_grown(source.inputs).values()])
     part = written(together)
-    # the update, what is reported of gradients, or a callback reads a number of rows: of all, and not of a part
+    # the update, what is reported of gradients, or a callback reads a number of rows: of all, and
+    # not of a part
     sized = step.unlike(together) or step.observed.unlike(together.observed)
     scale, unpaired = (None, "") if sized else scale_of_parts(step, part, trainers)
     if scale is not None and alone((proven := shared(part, step, scale)).merges):
@@ -177,10 +200,13 @@ def share_alone(step: Cut, batch: Batch, parts: int, name: str) -> SharedStep:
 
 
 def not_made_of_parts(step: Cut, shared: SharedStep, name: str, kind: str = "local") -> ConfigError:
-    """What is wrong with a step that parts take alone, which are called `name`; `kind` of `Batch` is the remedy."""
+    """What is wrong with a step that parts take alone, which are called `name`; `kind` of `Batch`
+    is the remedy."""
     return ConfigError(
-        f"batch='exact': {step.program.name} has values of the whole batch ({shared.reason}), and {name} exchange "
-        f"nothing but gradients and results. dtrans.nccl2 and dtrans.sharding do; or say batch={kind!r}: then each "
+        f"batch='exact': {step.program.name} has values of the whole batch ({shared.reason}), and "
+        f"{name} exchange "
+        "nothing but gradients and results. dtrans.nccl2 and dtrans.sharding do; or say "
+        f"batch={kind!r}: then each "
         "part has its own statistics, random numbers and counts"
     )
 
@@ -189,12 +215,16 @@ def batch_axes(step: Cut, batch: Batch) -> dict[str, int]:
     """The arrays of a batch that are cut, and along which dimension.
 
     Raises:
-      ConfigError: a dimension that an array does not have, or axes for other arguments than the step has.
+      ConfigError: a dimension that an array does not have, or axes for other arguments than the
+        step has.
     """
     specs = step.program.args[2:]
     axes = batch.axes if isinstance(batch.axes, tuple) else (batch.axes,) * len(specs)
     if len(axes) != len(specs):
-        raise ConfigError(f"axes={batch.axes!r} has {len(axes)} entries, the step has {len(specs)} batch arguments")
+        raise ConfigError(
+            f"axes={batch.axes!r} has {len(axes)} entries, the step has {len(specs)} batch "
+            "arguments"
+        )
     found: dict[str, int] = {}
     for spec, axis in zip(specs, axes, strict=True):
         for n in spec.names:
@@ -203,11 +233,14 @@ def batch_axes(step: Cut, batch: Batch) -> dict[str, int]:
                 continue
             if _is_key_data(step.program, n):
                 raise ConfigError(
-                    f"{n} is {t.str_short()}, a key as jax.random.PRNGKey makes it, and would be cut as rows are: make "
+                    f"{n} is {t.str_short()}, a key as jax.random.PRNGKey makes it, and would be "
+                    "cut as rows are: make "
                     f"it with jax.random.key, or name it in dtrans.Batch(unsplit_inputs=({n!r},))"
                 )
             if axis >= t.ndim:
-                raise ConfigError(f"axes={batch.axes!r}: {n} is {t.str_short()}, which has no dimension {axis}")
+                raise ConfigError(
+                    f"axes={batch.axes!r}: {n} is {t.str_short()}, which has no dimension {axis}"
+                )
             found[n] = axis
     return found
 
@@ -215,7 +248,9 @@ def batch_axes(step: Cut, batch: Batch) -> dict[str, int]:
 def _is_key_data(program: Program, name: str) -> bool:
     """Whether an array of the batch is the two numbers of a key, and is used as such."""
     v = program.invars[name]
-    return v.aval.shape == (2,) and any(e.primitive.name == "random_wrap" and e.invars[0] is v for e in program.eqns)
+    return v.aval.shape == (2,) and any(
+        e.primitive.name == "random_wrap" and e.invars[0] is v for e in program.eqns
+    )
 
 
 def rows_of(program: Program, axes: Mapping[str, int], noun: str) -> int:
@@ -226,13 +261,19 @@ def rows_of(program: Program, axes: Mapping[str, int], noun: str) -> int:
     if len(rows) > 1:
         listed = " and ".join(f"{n} has {count}" for count, n in rows.items())
         raise BatchError(
-            f"the arrays of a batch are cut over the {noun}s, but {listed} rows; name what every {noun} needs whole "
-            "in dtrans.Batch(unsplit_inputs=(...)), or the dimension of the batch in dtrans.Batch(axes=(...))"
+            f"the arrays of a batch are cut over the {noun}s, but {listed} rows; name what every "
+            f"{noun} needs whole "
+            "in dtrans.Batch(unsplit_inputs=(...)), or the dimension of the batch in "
+            "dtrans.Batch(axes=(...))"
         )
     return next(iter(rows), 0)
 
 
 def grown(t: Any, axis: int | None, trainers: int) -> jax.ShapeDtypeStruct:
     """The type of the whole of which each trainer has such a part."""
-    shape = t.shape if axis is None else (*t.shape[:axis], t.shape[axis] * trainers, *t.shape[axis + 1 :])
+    shape = (
+        t.shape
+        if axis is None
+        else (*t.shape[:axis], t.shape[axis] * trainers, *t.shape[axis + 1 :])
+    )
     return jax.ShapeDtypeStruct(shape, t.dtype)

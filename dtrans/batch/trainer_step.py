@@ -1,12 +1,15 @@
-"""The step of one trainer, on its part of the batch: a step like the user's, that gives terms of its gradients.
+"""The step of one trainer, on its part of the batch: a step like the user's, that gives terms of
+its gradients.
 
-The step is traced on the whole batch, and its trainer half is written on pieces (`dtrans.engine`): parameters are
-whole, the arrays of the batch are cut, numbers that are made of the size of the batch are those of the whole. What
-crosses the batch communicates where it does: a masked mean sums two numbers, batch normalisation its two statistics.
-Random numbers with rows of the batch are the rows of one device's.
+The step is traced on the whole batch, and its trainer half is written on pieces (`dtrans.engine`):
+parameters are whole, the arrays of the batch are cut, numbers that are made of the size of the
+batch are those of the whole. What crosses the batch communicates where it does: a masked mean sums
+two numbers, batch normalisation its two statistics. Random numbers with rows of the batch are the
+rows of one device's.
 
-Gradients stay terms: their sum over trainers is the gradient. They are marked, and what follows them is the user's
-update as it was; so what comes out is a program that every strategy can cut, and whose gradients it adds up.
+Gradients stay terms: their sum over trainers is the gradient. They are marked, and what follows
+them is the user's update as it was; so what comes out is a program that every strategy can cut, and
+whose gradients it adds up.
 """
 
 from __future__ import annotations
@@ -17,7 +20,19 @@ from typing import Any
 
 import jax
 
-from dtrans._jax import LOOPS, Atom, ClosedJaxpr, JaxprEqn, Literal, Var, closed, constants, equations, line_of, opened
+from dtrans._jax import (
+    LOOPS,
+    Atom,
+    ClosedJaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    closed,
+    constants,
+    equations,
+    line_of,
+    opened,
+)
 from dtrans.engine.layout import PARTIAL, Gathered, Partial, Placed, Shards, cut_along, nbytes
 from dtrans.engine.writer import SplitWriter, linear_terms, written
 from dtrans.errors import BatchError
@@ -37,7 +52,8 @@ INDEX = "@number"  # the argument that is the number of a trainer
 
 @dataclasses.dataclass(frozen=True)
 class Exchanged:
-    """Something that trainers exchange in the forward or backward pass, beside gradients and results.
+    """Something that trainers exchange in the forward or backward pass, beside gradients and
+    results.
 
     Attributes:
       op: `all_reduce`, `all_gather`, `all_to_all` or `reduce_scatter`.
@@ -55,13 +71,14 @@ class TrainerStep:
     """A step as each of several trainers carries it out.
 
     Attributes:
-      program: (params, opt_state, *its part of the batch) to what the step returns. Its marked gradients are terms.
-      merges: how each result, and each parameter that trainers make, becomes that of one device: "sum", "same", or the
-        dimension along which trainers have its rows.
+      program: (params, opt_state, *its part of the batch) to what the step returns. Its marked
+        gradients are terms.
+      merges: how each result, and each parameter that trainers make, becomes that of one device:
+        "sum", "same", or the dimension along which trainers have its rows.
       exchanged: what trainers exchange for it.
       gathers: what of that is whole arrays of the batch, and why.
-      scaled: values that stand for others, and by which power of the number of trainers they are smaller
-        (`dtrans.engine.values`).
+      scaled: values that stand for others, and by which power of the number of trainers they are
+        smaller (`dtrans.engine.values`).
       local: whether some reductions are of each trainer's own rows, since the user said so.
       takes_index: whether the last argument of the program is the number of the trainer.
       sliced: the dimension along which trainers read rows alone of an input that they have whole.
@@ -92,8 +109,8 @@ def trainer_step(
     Args:
       step: traced on the whole batch, with all gradients that anything uses.
       axes: name to dimension of each array of the batch that is cut; trainers have all of others.
-      trainers: how many share the batch. They have `ceil(size / trainers)` entries each; what is behind the last real
-        one enters nothing.
+      trainers: how many share the batch. They have `ceil(size / trainers)` entries each; what is
+        behind the last real one enters nothing.
       over: the named axes that they are on.
       open_state: parameters that trainers make may be terms, as results may.
       noun: what a trainer is called in errors.
@@ -112,14 +129,20 @@ def trainer_step(
     graded = [n for n in step.params if n in step.gradients]
     terms = [step.gradients[n] for n in graded]
     before = [n for n, a in outs.items() if not (isinstance(a, Var) and a in made_after)]
-    crossing = list(dict.fromkeys(a for e in after for a in e.invars if isinstance(a, Var) and a not in made_after))
+    crossing = list(
+        dict.fromkeys(
+            a for e in after for a in e.invars if isinstance(a, Var) and a not in made_after
+        )
+    )
     watched = [eqns[i] for i in step.early]
     wanted: list[Atom] = [*terms, *(outs[n] for n in before), *crossing]
     needed, _ = backward_slice(eqns, [*wanted, *(a for e in watched for a in e.invars)])
     half = [eqns[i] for i in sorted({*needed, *step.early})]
 
     local = _is_local(half, source, axes, trainers, noun)
-    inner = closed(source.inner.constvars, source.jaxpr.consts, source.inner.invars, wanted, half, source.jaxpr)
+    inner = closed(
+        source.inner.constvars, source.jaxpr.consts, source.inner.invars, wanted, half, source.jaxpr
+    )
     ours = [*step.results, *(n for n in step.frozen if outs[n] is not ins[n])]
     opened = [n for n in before if n in step.results or (open_state and n in ours)]
     are_values = lambda atoms: [a for a in atoms if isinstance(a, Var)]
@@ -132,7 +155,8 @@ def trainer_step(
     rows = {source.inputs[n].shape[axis] for n, axis in axes.items()}
 
     def joins(row: RowAxis, aval: Any) -> bool:
-        """Return True if pieces, one behind the other and without the padding of the batch, are the value."""
+        """Return True if pieces, one behind the other and without the padding of the batch, are the
+        value."""
         size = aval.shape[row.axis]
         is_even = not shards.pads(size, row) and not any(n % trainers for n in rows)
         return row.order is None and (is_even or any(row.width * n == size for n in rows))
@@ -143,7 +167,9 @@ def trainer_step(
         i -= len(terms)
         if i >= len(before) or before[i] not in opened:
             return SHARED
-        return made if not isinstance(made, RowAxis) or joins(made, outs[before[i]].aval) else SHARED
+        return (
+            made if not isinstance(made, RowAxis) or joins(made, outs[before[i]].aval) else SHARED
+        )
 
     def write(w: SplitWriter) -> TrainerStep:
         w.terms, b = added, w.b
@@ -156,8 +182,12 @@ def trainer_step(
         for n, term in zip(graded, made, strict=False):
             (env[step.boundary[n]],) = b.bind(mark_p, term, w.read(ins[n], None), leaf=n)
         for eqn in after:
-            atoms = [a if isinstance(a, Literal) or b.is_constant(a) else env[a] for a in eqn.invars]
-            env.update(zip(eqn.outvars, b.copy(eqn, atoms, [v.aval for v in eqn.outvars]), strict=True))
+            atoms = [
+                a if isinstance(a, Literal) or b.is_constant(a) else env[a] for a in eqn.invars
+            ]
+            env.update(
+                zip(eqn.outvars, b.copy(eqn, atoms, [v.aval for v in eqn.outvars]), strict=True)
+            )
         found: dict[str, Atom] = dict(zip(before, made[len(terms) :], strict=False))
         found |= {n: env[a] for n, a in outs.items() if n not in found and isinstance(a, Var)}
         how = dict(zip(before, layouts[len(terms) :], strict=False))
@@ -170,8 +200,12 @@ def trainer_step(
         program = Program(f"part of {source.name}", jaxpr, args, source.out, roles)
         merges = {n: _merge(how.get(n, SHARED)) for n in ours}
         exchanged = tuple(_exchanged(jaxpr))
-        sliced = {n: int(row.axis) for n, v in ins.items() if isinstance(row := w.sliced.get(v), RowAxis)}
-        return TrainerStep(program, merges, exchanged, tuple(w.gathers), w.scaled, local, numbered, sliced)
+        sliced = {
+            n: int(row.axis) for n, v in ins.items() if isinstance(row := w.sliced.get(v), RowAxis)
+        }
+        return TrainerStep(
+            program, merges, exchanged, tuple(w.gathers), w.scaled, local, numbered, sliced
+        )
 
     # what takes the index is a loss that is still to be differentiated
     return written(inner, shards, write)
@@ -180,25 +214,37 @@ def trainer_step(
 def _index_last(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
     inner = opened(jaxpr)
     index, *others = inner.invars
-    return closed(inner.constvars, constants(jaxpr), [*others, index], inner.outvars, inner.eqns, jaxpr)
+    return closed(
+        inner.constvars, constants(jaxpr), [*others, index], inner.outvars, inner.eqns, jaxpr
+    )
 
 
-def _is_local(eqns: Sequence[JaxprEqn], source: Program, axes: Mapping[str, int], trainers: int, noun: str) -> bool:
-    """Whether equations are in `dtrans.local`. Raises BatchError where trainers then have unequal parts."""
+def _is_local(
+    eqns: Sequence[JaxprEqn], source: Program, axes: Mapping[str, int], trainers: int, noun: str
+) -> bool:
+    """Whether equations are in `dtrans.local`. Raises BatchError where trainers then have unequal
+    parts."""
     if not any(map(has_local_scope, eqns)):
         return False
     for n, axis in axes.items():
         rows = source.inputs[n].shape[axis]
         if rows % trainers:
             raise BatchError(
-                f"{n} has {rows} rows, which {trainers} {noun}s do not divide: reductions in dtrans.local() are of "
+                f"{n} has {rows} rows, which {trainers} {noun}s do not divide: reductions in "
+                "dtrans.local() are of "
                 f"each {noun}'s own rows, and need as many of all"
             )
     return True
 
 
 def _merge(layout: Placed) -> str | int:
-    return int(layout.axis) if isinstance(layout, RowAxis) else "sum" if isinstance(layout, Partial) else "same"
+    return (
+        int(layout.axis)
+        if isinstance(layout, RowAxis)
+        else "sum"
+        if isinstance(layout, Partial)
+        else "same"
+    )
 
 
 def _exchanged(jaxpr: Any) -> Iterator[Exchanged]:
@@ -208,4 +254,6 @@ def _exchanged(jaxpr: Any) -> Iterator[Exchanged]:
         line = line_of(eqn) or next(filter(None, around), "")
         lines |= dict.fromkeys(eqn.outvars, line)
         if collective_of(eqn) is not None:
-            yield Exchanged(eqn.primitive.name, line, sum(nbytes(a.aval) for a in moved_values(eqn)))
+            yield Exchanged(
+                eqn.primitive.name, line, sum(nbytes(a.aval) for a in moved_values(eqn))
+            )

@@ -1,15 +1,17 @@
 """A step that is written for parts of the batch: their terms add up without any exchange.
 
-Micro-batches of a pipeline, and micro-steps of trainers, exchange nothing. They take the step that the engine writes
-for them, from the step of the whole batch. A loss that is one equation is written before it is differentiated:
+Micro-batches of a pipeline, and micro-steps of trainers, exchange nothing. They take the step that
+the engine writes for them, from the step of the whole batch. A loss that is one equation is written
+before it is differentiated:
 
     loss(params, batch)                     the user's
     term(params, part, given, number)       a part's term of it; the sum of all terms is the loss
 
-The gradient of the loss is then the sum of gradients of terms. Gradients that the step takes by itself are written as
-terms. What would be exchanged, and no trained parameter enters, is given: it is computed from the whole batch before
-(`dtrans.batch.given_values`). So is what has the rows of the batch, and depends on their numbers: a dropout mask. If
-the remainder depends on the number of the part, as a slice of a parameter does, parts are given that with their rows.
+The gradient of the loss is then the sum of gradients of terms. Gradients that the step takes by
+itself are written as terms. What would be exchanged, and no trained parameter enters, is given: it
+is computed from the whole batch before (`dtrans.batch.given_values`). So is what has the rows of
+the batch, and depends on their numbers: a dropout mask. If the remainder depends on the number of
+the part, as a slice of a parameter does, parts are given that with their rows.
 """
 
 from __future__ import annotations
@@ -77,11 +79,17 @@ class WrittenParts:
         return f"{ROOT}/{len(self.values.spots)}"
 
     def step_of(self, whole: Program) -> TrainerStep:
-        """Write the step of a part, from that of the whole batch; it takes its number last, if it reads it."""
+        """Write the step of a part, from that of the whole batch; it takes its number last, if it
+        reads it."""
         taken = self.values.taken_by(whole) if self.values.spots else whole
         step = cut(silent(taken)).with_reported()
-        axes = {**self.axes, **{n: axis for n, axis in self.rows.items() if n in step.program.inputs}}
-        return trainer_step(step, axes, self.parts, self.over, open_state=True, noun=self.noun, takes_index=True)
+        axes = {
+            **self.axes,
+            **{n: axis for n, axis in self.rows.items() if n in step.program.inputs},
+        }
+        return trainer_step(
+            step, axes, self.parts, self.over, open_state=True, noun=self.noun, takes_index=True
+        )
 
     def part_of(self, whole: Program, found: TrainerStep | None = None) -> Program:
         """Return the step of a part, whose last arguments are what it is given.
@@ -96,13 +104,16 @@ class WrittenParts:
         found = self.step_of(whole) if found is None else found
         if not adds_up(found) or found.takes_index > self.numbered:
             raise BatchError(
-                f"{whole.name} needs an exchange across a batch of these shapes, and none for the one that it was "
+                f"{whole.name} needs an exchange across a batch of these shapes, and none for the "
+                "one that it was "
                 "planned for: plan it for this batch"
             )
         made = found.program
         b = Builder(made.jaxpr)
         args = made.args[:-1] if found.takes_index else made.args
-        types_of_part = [v.aval for v in made.inner.invars][: len(made.in_names) - found.takes_index]
+        types_of_part = [v.aval for v in made.inner.invars][
+            : len(made.in_names) - found.takes_index
+        ]
         operands: list[Atom] = [b.input(t) for t in types_of_part]
         if self.numbered:
             rows = b.input(_numbers_type(_rows(made, self.axes)))
@@ -110,15 +121,22 @@ class WrittenParts:
             operands = [*operands, *b.call(_first, rows)] if found.takes_index else operands
         jaxpr = b.build(b.inline(made.jaxpr, *operands))
         roles = (FORWARD,) * len(b.eqns)
-        made = dataclasses.replace(made, name=whole.name, jaxpr=jaxpr, args=args, roles=roles, labels={})
+        made = dataclasses.replace(
+            made, name=whole.name, jaxpr=jaxpr, args=args, roles=roles, labels={}
+        )
         return whole.rewritten(self.part_of, self._whole_types, made=made)
 
     def _whole_types(self, types: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the types of the step's inputs, from those of the inputs of a part."""
-        return {n: grown(t, self.axes.get(n), self.parts) for n, t in types.items() if not is_under(n, [ROOT])}
+        return {
+            n: grown(t, self.axes.get(n), self.parts)
+            for n, t in types.items()
+            if not is_under(n, [ROOT])
+        }
 
     def made_by(self, whole: Program) -> Program:
-        """Return the program that computes the values given to parts, from the step of the whole batch."""
+        """Return the program that computes the values given to parts, from the step of the whole
+        batch."""
         made = self.values.made_by(whole)
         if not self.numbered:
             return made
@@ -155,7 +173,8 @@ def written_parts(
       held: state that all parts have, and that is not trained.
       over: the named axes that they would be on.
       noun: what one of them is called in errors.
-      part: the step of a part of the batch, as it was traced, if its update is to be the same for all sizes.
+      part: the step of a part of the batch, as it was traced, if its update is to be the same for
+        all sizes.
 
     Returns:
       The parts, and the step of one. What it exchanges shows that parts do not add up.
@@ -180,13 +199,19 @@ def written_parts(
 
 
 def _ways(
-    flat: FlatStep, axes: Mapping[str, int], shards: Shards, held: Collection[str], part: Program | None
+    flat: FlatStep,
+    axes: Mapping[str, int],
+    shards: Shards,
+    held: Collection[str],
+    part: Program | None,
 ) -> dict[Spot, bool | None]:
-    """Return the places of values that no trained parameter enters, and True if a part is given rows, False if all.
+    """Return the places of values that no trained parameter enters, and True if a part is given
+    rows, False if all.
 
-    A part is given what it would make by an exchange, or by its number. None stands for a value that it makes whole and
-    that has as many rows as the batch: the part may read its own rows of it alone. An update that has no number of the
-    rows, but reads one that is given, is the same for batches of all sizes.
+    A part is given what it would make by an exchange, or by its number. None stands for a value
+    that it makes whole and that has as many rows as the batch: the part may read its own rows of it
+    alone. An update that has no number of the rows, but reads one that is given, is the same for
+    batches of all sizes.
     """
     spots = _free(flat, held)
     jaxpr, _ = flat.without_loss([flat.value(s) for s in spots])
@@ -220,7 +245,11 @@ def _ways(
         # rows in another order are not the part's own
         turned = isinstance(layout, RowAxis) and layout.order is not None
         if isinstance(layout, Partial) or is_exchanged or turned or not index.isdisjoint(read):
-            is_cut = isinstance(layout, RowAxis) and layout.axis == 0 and (turned or layout == cut_along(0))
+            is_cut = (
+                isinstance(layout, RowAxis)
+                and layout.axis == 0
+                and (turned or layout == cut_along(0))
+            )
             found[spot] = None if i in made_whole else has_rows[i] and is_cut
         elif spot in sized:
             found[spot] = False
@@ -228,21 +257,29 @@ def _ways(
 
 
 def _sized(flat: FlatStep, part: Program, spots: Sequence[Spot]) -> set[Spot]:
-    """Return the places outside of the loss at which a step makes something else for a batch of another size.
+    """Return the places outside of the loss at which a step makes something else for a batch of
+    another size.
 
     Args:
       part: the same step, of a part of the batch.
     """
-    mine, theirs = (of_values(x.jaxpr, x.program.in_names) for x in (flat, FlatStep(captured(part))))
+    mine, theirs = (
+        of_values(x.jaxpr, x.program.in_names) for x in (flat, FlatStep(captured(part)))
+    )
     known = {*theirs.values()}
     return {s for s in spots if mine[flat.value(s)] not in known}
 
 
 def _free(flat: FlatStep, held: Collection[str]) -> list[Spot]:
-    """Return where values are made that no trained parameter enters, and that something reads that one enters."""
+    """Return where values are made that no trained parameter enters, and that something reads that
+    one enters."""
     p = flat.program
     batch = {n for spec in p.args[2:] for n in spec.names}
-    trained = {v: 1 for n, v in zip(p.in_names, flat.inner.invars, strict=True) if n not in batch and n not in held}
+    trained = {
+        v: 1
+        for n, v in zip(p.in_names, flat.inner.invars, strict=True)
+        if n not in batch and n not in held
+    }
     around = propagate(flat.inner.eqns, trained, {})
     body = opened(flat.body)
     operand = flat.operands
@@ -259,9 +296,18 @@ def _free(flat: FlatStep, held: Collection[str]) -> list[Spot]:
         for a in atoms:
             a = operand.get(a, a) if isinstance(a, Var) else a
             is_bound = isinstance(a, Literal) or around.get(a) or inside.get(a)
-            while not is_bound and isinstance(a, Var) and (maker := made_by.get(a)) and _moves_rows(maker):
+            while (
+                not is_bound
+                and isinstance(a, Var)
+                and (maker := made_by.get(a))
+                and _moves_rows(maker)
+            ):
                 a = maker.invars[0]
-            if not is_bound and a in where and not jnp.issubdtype(a.aval.dtype, jax.dtypes.extended):
+            if (
+                not is_bound
+                and a in where
+                and not jnp.issubdtype(a.aval.dtype, jax.dtypes.extended)
+            ):
                 found[where[a]] = None
 
     def is_bound(eqn: JaxprEqn, bits: Mapping[Var, int]) -> bool:
@@ -279,7 +325,8 @@ def _free(flat: FlatStep, held: Collection[str]) -> list[Spot]:
 
 
 def _moves_rows(eqn: JaxprEqn) -> bool:
-    """Return True for a transpose whose result has other rows on dim 0: a part turns what it is given by itself."""
+    """Return True for a transpose whose result has other rows on dim 0: a part turns what it is
+    given by itself."""
     return eqn.primitive.name == "transpose" and eqn.params["permutation"][0] != 0
 
 
@@ -292,7 +339,8 @@ def _numbers_type(rows: int) -> Any:
 
 
 def silent(program: Program) -> Program:
-    """Return a step without what it prints or shows: a part shows its own values, which are not added up."""
+    """Return a step without what it prints or shows: a part shows its own values, which are not
+    added up."""
     return program.rewritten(_without_effects)
 
 

@@ -1,4 +1,5 @@
-"""Checkpoints in files: each process saves its own pieces, and takes up what it needs of those of all."""
+"""Checkpoints in files: each process saves its own pieces, and takes up what it needs of those of
+all."""
 
 from __future__ import annotations
 
@@ -42,7 +43,12 @@ from dtrans.plan import Job
 
 @overload
 def save(
-    path: Folder, plan: PServerPlan, endpoint: str, state: Mapping[str, Any], *, tag: str | None = None
+    path: Folder,
+    plan: PServerPlan,
+    endpoint: str,
+    state: Mapping[str, Any],
+    *,
+    tag: str | None = None,
 ) -> None: ...
 
 
@@ -50,8 +56,11 @@ def save(
 def save(path: Folder, job: Job, state: Any, /, *, tag: str | None = None) -> None: ...
 
 
-def save(path: Folder, plan: Any, endpoint: Any, state: Any = None, *, tag: str | None = None) -> None:
-    """Save what this process holds: one server, or the trainers or ranks here; others save theirs to the same path.
+def save(
+    path: Folder, plan: Any, endpoint: Any, state: Any = None, *, tag: str | None = None
+) -> None:
+    """Save what this process holds: one server, or the trainers or ranks here; others save theirs
+    to the same path.
 
         save(path, plan, endpoint, state)     a server, in its process
         save(path, job, state)                a job, in each of its processes: of a server when it has served
@@ -63,19 +72,21 @@ def save(path: Folder, plan: Any, endpoint: Any, state: Any = None, *, tag: str 
       plan: of the servers; the same in all processes.
       endpoint: the server.
       job: what `plan.on_mesh()`, `plan.on_cluster()`, `plan.simulate()` or `plan.on_ray()` made.
-      state: what `exe.run(pserver, ...)` of the server, or `step` of the job returned. Each rank's rows are taken from
-        its device, and nothing is gathered.
-      tag: a name of this save that all processes of the job share, and that no other run has. Pieces with different
-        tags are not put together. Only processes that were not started together need it. Others know their run
-        (`dtrans.checkpoint.runs`), by which pieces that a crash left of an earlier run are told, and replaced.
+      state: what `exe.run(pserver, ...)` of the server, or `step` of the job returned. Each rank's
+        rows are taken from its device, and nothing is gathered.
+      tag: a name of this save that all processes of the job share, and that no other run has.
+        Pieces with different tags are not put together. Only processes that were not started
+        together need it. Others know their run (`dtrans.checkpoint.runs`), by which pieces that a
+        crash left of an earlier run are told, and replaced.
 
     Raises:
-      ConfigError: the path has a whole checkpoint, or pieces that may be of this run; or orbax is not installed.
+      ConfigError: the path has a whole checkpoint, or pieces that may be of this run; or orbax is
+        not installed.
       StateError: an array is not there, has another shape or dtype, or was donated.
       UnknownEndpointError: the plan has no such server.
 
-    Source: `checkpoint_notify` of Paddle, at which each server saves its own; `save_persistables` of its
-    meta_optimizers/sharding/utils.py, by which each rank saves what it owns.
+    Source: `checkpoint_notify` of Paddle, at which each server saves its own; `save_persistables`
+    of its meta_optimizers/sharding/utils.py, by which each rank saves what it owns.
 
     Example:
       >>> import os, tempfile, jax.numpy as jnp, optax, dtrans
@@ -102,11 +113,13 @@ def save(path: Folder, plan: Any, endpoint: Any, state: Any = None, *, tag: str 
     write(path, _layout(plan), endpoint, values, mark_of(run_of(endpoint), tag))
 
 
-def save_serving(path: Folder, plan: PServerPlan, endpoint: str, state: Mapping[str, Any], mark: Mark) -> None:
+def save_serving(
+    path: Folder, plan: PServerPlan, endpoint: str, state: Mapping[str, Any], mark: Mark
+) -> None:
     """Save what a server holds while it serves.
 
-    With asynchronous trainers each server has counted other steps, and so its copy of a count may be another; what is
-    taken up later is that of the first server, with a `CheckpointWarning`.
+    With asynchronous trainers each server has counted other steps, and so its copy of a count may
+    be another; what is taken up later is that of the first server, with a `CheckpointWarning`.
 
     Args:
       path, plan, endpoint, state: as those of `save`.
@@ -116,7 +129,15 @@ def save_serving(path: Folder, plan: PServerPlan, endpoint: str, state: Mapping[
       As `save`.
     """
     check_plan(plan)
-    write(path, _layout(plan), endpoint, checked(plan, endpoint, state), mark, goes_on=not plan.sync_mode, serving=True)
+    write(
+        path,
+        _layout(plan),
+        endpoint,
+        checked(plan, endpoint, state),
+        mark,
+        goes_on=not plan.sync_mode,
+        serving=True,
+    )
 
 
 def check(path: Folder, job: Job) -> None:
@@ -126,8 +147,9 @@ def check(path: Folder, job: Job) -> None:
       path, job: as those of `save`.
 
     Raises:
-      ConfigError: the path has a whole checkpoint, or pieces that may be of this run; it is no folder, or cannot be
-        written; the plan of the job has no checkpoints; or orbax is not installed.
+      ConfigError: the path has a whole checkpoint, or pieces that may be of this run; it is no
+        folder, or cannot be written; the plan of the job has no checkpoints; or orbax is not
+        installed.
 
     Example:
       >>> import tempfile, jax.numpy as jnp, optax, dtrans
@@ -145,7 +167,9 @@ def check(path: Folder, job: Job) -> None:
 def _layout(plan: PServerPlan) -> PieceLayout:
     who = {ep: f"pserver-{i}" for i, ep in enumerate(plan.servers)}
     return PieceLayout(
-        plan.main, (*plan.overview, *held_rows(plan)), who | ({TRAINER: "trainer-0"} if plan.frozen else {})
+        plan.main,
+        (*plan.overview, *held_rows(plan)),
+        who | ({TRAINER: "trainer-0"} if plan.frozen else {}),
     )
 
 
@@ -157,9 +181,13 @@ def _pieces(job: Any) -> tuple[PieceLayout, list[str]]:
         layout = _layout(plan)
         return layout, [] if job.is_driver else [who for who in job.roles if who in layout.pieces]
     if isinstance(plan, CollectivePlan):
-        layout = PieceLayout(plan.main, collective_state.rows_of(plan), collective_state.pieces_of(plan))
+        layout = PieceLayout(
+            plan.main, collective_state.rows_of(plan), collective_state.pieces_of(plan)
+        )
         return layout, [] if job.is_driver else collective_state.savers(job)
-    return PieceLayout(plan.main, step_rows(plan.main, TRAINER), {TRAINER: "trainer-0"}), [TRAINER] * job.saves
+    return PieceLayout(plan.main, step_rows(plan.main, TRAINER), {TRAINER: "trainer-0"}), [
+        TRAINER
+    ] * job.saves
 
 
 def _save_job(path: Folder, job: Any, state: Any, tag: str | None) -> None:
@@ -198,18 +226,21 @@ def _values(job: Any, state: Any, here: Iterable[str]) -> Iterator[tuple[str, Ma
 
 
 def save_trainer(path: Folder, plan: PServerPlan, params: Any, *, tag: str | None = None) -> None:
-    """Save what no server holds, in the process of trainer 0; nothing where the servers hold everything.
+    """Save what no server holds, in the process of trainer 0; nothing where the servers hold
+    everything.
 
-    These are `plan.frozen`: leaves that nothing changes, and those of which each trainer makes its own, such as batch
-    statistics. Of the latter the checkpoint has those of trainer 0.
+    These are `plan.frozen`: leaves that nothing changes, and those of which each trainer makes its
+    own, such as batch statistics. Of the latter the checkpoint has those of trainer 0.
 
     Args:
       path, plan, tag: as in `save`.
       params: the parameters of trainer 0, the whole pytree.
 
     Raises:
-      ConfigError: the path has a piece of trainer 0, or pieces of another job; or orbax is not installed.
-      TraceError: `params` has another structure than the plan's step takes; StateError: another shape or dtype.
+      ConfigError: the path has a piece of trainer 0, or pieces of another job; or orbax is not
+        installed.
+      TraceError: `params` has another structure than the plan's step takes; StateError: another
+        shape or dtype.
 
     Example:
       >>> import tempfile, jax.numpy as jnp, optax, dtrans
@@ -232,7 +263,13 @@ def save_trainer(path: Folder, plan: PServerPlan, params: Any, *, tag: str | Non
     """
     check_plan(plan)
     if plan.frozen:
-        write(path, _layout(plan), TRAINER, checked_trainer(plan, params), mark_of(run_of(TRAINER), tag))
+        write(
+            path,
+            _layout(plan),
+            TRAINER,
+            checked_trainer(plan, params),
+            mark_of(run_of(TRAINER), tag),
+        )
 
 
 @overload
@@ -244,27 +281,31 @@ def restore(path: Folder, job: Job, /) -> Any: ...
 
 
 def restore(path: Folder, plan: Any, endpoint: Any = None) -> Any:
-    """What this process is to hold, from a checkpoint of any job of the same step: a server, or trainers or ranks.
+    """What this process is to hold, from a checkpoint of any job of the same step: a server, or
+    trainers or ranks.
 
         restore(path, plan, endpoint)     what a server holds, in its process
         restore(path, job)                the state of a job, in each of its processes
 
-    `exe.run(pserver, restore(path, plan, endpoint))`, or `job.step(restore(path, job), *batch)`, goes on where the
-    saved job ended; it may have been one of servers, trainers or ranks, whichever this is. Of the saved arrays those
-    are read that have rows of this process, each of them whole: about what it holds, or the saved rows where they were
-    more. Each device is given its own, and has no more at any time.
+    `exe.run(pserver, restore(path, plan, endpoint))`, or `job.step(restore(path, job), *batch)`,
+    goes on where the saved job ended; it may have been one of servers, trainers or ranks, whichever
+    this is. Of the saved arrays those are read that have rows of this process, each of them whole:
+    about what it holds, or the saved rows where they were more. Each device is given its own, and
+    has no more at any time.
 
-    What was not saved, since it is no part of the step, begins anew: backups of DC-ASGD are copies of the parameters,
-    as in `scatter`, and a loss scale has its first value.
+    What was not saved, since it is no part of the step, begins anew: backups of DC-ASGD are copies
+    of the parameters, as in `scatter`, and a loss scale has its first value.
 
     Args:
       path: that of `save`.
       plan, endpoint: of the job that is to go on, and the server.
-      job: that is to go on: what `plan.on_mesh()`, `plan.on_cluster()`, `plan.simulate()` or `plan.on_ray()` made.
+      job: that is to go on: what `plan.on_mesh()`, `plan.on_cluster()`, `plan.simulate()` or
+        `plan.on_ray()` made.
 
     Raises:
-      StateError: there is no checkpoint, or pieces of it are missing, unreadable or of several jobs; it is one of
-        another step (names, shapes, dtypes); or copies of one array on several servers are not the same.
+      StateError: there is no checkpoint, or pieces of it are missing, unreadable or of several
+        jobs; it is one of another step (names, shapes, dtypes); or copies of one array on several
+        servers are not the same.
       UnknownEndpointError: the plan has no such server.
       ConfigError: orbax is not installed.
 
@@ -295,7 +336,9 @@ def restore(path: Folder, plan: Any, endpoint: Any = None) -> Any:
     saved = Checkpoint.at(path).of(plan.main)
     sources = starts(plan, endpoint, saved.rows)
     targets = {
-        row.slice_name: dataclasses.replace(row, origin_name=origin) for row, origin in sources if origin is not None
+        row.slice_name: dataclasses.replace(row, origin_name=origin)
+        for row, origin in sources
+        if origin is not None
     }
     found: dict[str, Any] = dict(_table_arrays(saved, plan.servers[endpoint], targets))
     rest = [target for n, target in targets.items() if n not in found]
@@ -303,7 +346,9 @@ def restore(path: Folder, plan: Any, endpoint: Any = None) -> Any:
     by_name = None if first is None else lambda target: first()[target.slice_name]
     found |= zip((x.slice_name for x in rest), saved.arrays(rest, by_name), strict=True)
     return {
-        row.slice_name: jnp.zeros(row.slice_shape, row.dtype) if origin is None else found[row.slice_name]
+        row.slice_name: jnp.zeros(row.slice_shape, row.dtype)
+        if origin is None
+        else found[row.slice_name]
         for row, origin in sources
     }
 
@@ -324,13 +369,19 @@ def _table_arrays(
         table = saved.table([targets[n] for n in names], on_use.get(block.name), args)
         if table is not None:
             yield from (
-                (n, TableArray(jax.ShapeDtypeStruct(targets[n].slice_shape, targets[n].dtype), table, i))
+                (
+                    n,
+                    TableArray(
+                        jax.ShapeDtypeStruct(targets[n].slice_shape, targets[n].dtype), table, i
+                    ),
+                )
                 for i, n in enumerate(names)
             )
 
 
 def _first(saved: Checkpoint, init: Program) -> Callable[[], Mapping[str, np.ndarray]] | None:
-    """Gives what an init makes of the arguments of the job that saved, by name; None where all rows are saved."""
+    """Gives what an init makes of the arguments of the job that saved, by name; None where all rows
+    are saved."""
     args = saved.init_args(init)
     if args is None:
         return None
@@ -343,7 +394,8 @@ def _first(saved: Checkpoint, init: Program) -> Callable[[], Mapping[str, np.nda
 
 
 def _slices_of(saved: Checkpoint, init: Program | None) -> First | None:
-    """Gives slices of what the init of one device makes; None where nothing is to be made, or it is not there."""
+    """Gives slices of what the init of one device makes; None where nothing is to be made, or it is
+    not there."""
     first = None if init is None else _first(saved, init)
     return None if first is None else lambda target: first()[target.origin_name][target.index]
 
@@ -361,10 +413,15 @@ def _restored_job(path: Folder, job: Any) -> Any:
         if not servers:  # a trainer holds parameters alone
             main = job.plan.main
             tables = job.plan.tables.of
-            rows = [x for x in step_rows(main) if x.origin_name in {*main.args[0].names} - {*tables}]
+            rows = [
+                x for x in step_rows(main) if x.origin_name in {*main.args[0].names} - {*tables}
+            ]
             values = Checkpoint.at(path).of(main).arrays(rows)
             held: dict[str, Any] = dict(zip((x.origin_name for x in rows), values, strict=True))
-            held |= {n: np.broadcast_to(np.zeros((), main.inputs[n].dtype), main.inputs[n].shape) for n in tables}
+            held |= {
+                n: np.broadcast_to(np.zeros((), main.inputs[n].dtype), main.inputs[n].shape)
+                for n in tables
+            }
             return job.state_of(main.args[0].unflatten([held[n] for n in main.args[0].names]), None)
     if not isinstance(job.plan, CollectivePlan):
         return job.state_of(*load(path, job.plan.main, job.plan.startup))
@@ -374,7 +431,8 @@ def _restored_job(path: Folder, job: Any) -> Any:
 
 
 def restore_trainer(path: Folder, plan: PServerPlan, params: Any) -> Any:
-    """The parameters of a trainer, with what no server holds (`plan.frozen`) taken from a checkpoint.
+    """The parameters of a trainer, with what no server holds (`plan.frozen`) taken from a
+    checkpoint.
 
     The other leaves are the servers', and are as they were given.
 
@@ -402,13 +460,14 @@ def load(path: Folder, main: Program, startup: Program | None = None) -> tuple[A
 
     Args:
       path: that of `save`.
-      main: the traced step, `dtrans.trace(step, params, opt_state, *batch)` or `plan.main`; it says what the pytrees
-        are.
-      startup: the traced init, `dtrans.trace(init, ...)` or `plan.startup`: it makes the rows of tables that no step
-        has looked up, which are not saved.
+      main: the traced step, `dtrans.trace(step, params, opt_state, *batch)` or `plan.main`; it says
+        what the pytrees are.
+      startup: the traced init, `dtrans.trace(init, ...)` or `plan.startup`: it makes the rows of
+        tables that no step has looked up, which are not saved.
 
     Returns:
-      New arrays on the default device, in the pytrees that the step takes: it may go on, jitted, on one device.
+      New arrays on the default device, in the pytrees that the step takes: it may go on, jitted, on
+      one device.
 
     Raises:
       StateError, ConfigError: as `restore`.
@@ -435,8 +494,8 @@ def load(path: Folder, main: Program, startup: Program | None = None) -> tuple[A
 def latest(folder: Folder) -> Path | None:
     """The last checkpoint in a folder of checkpoints that is whole; None where there is none.
 
-    One that is not, that cannot be read, or whose pieces are of several runs or steps, is passed over with a
-    `CheckpointWarning`.
+    One that is not, that cannot be read, or whose pieces are of several runs or steps, is passed
+    over with a `CheckpointWarning`.
 
     Args:
       folder: whose folders with a number for a name are checkpoints: `ckpt/100`, `ckpt/200`.
@@ -451,7 +510,11 @@ def latest(folder: Folder) -> Path | None:
       None
     """
     folder = Path(folder)
-    steps = [p for p in folder.iterdir() if p.name.isdecimal() and p.is_dir()] if folder.is_dir() else []
+    steps = (
+        [p for p in folder.iterdir() if p.name.isdecimal() and p.is_dir()]
+        if folder.is_dir()
+        else []
+    )
     for path in sorted(steps, key=lambda p: int(p.name), reverse=True):
         try:
             Checkpoint.at(path)

@@ -1,11 +1,13 @@
-"""Files of whole arrays that a server writes while it serves: NumPy's format, written past the page cache.
+"""Files of whole arrays that a server writes while it serves: NumPy's format, written past the page
+cache.
 
     dense/0.npy    the first array; `about["dense"]` has the names and types of all, in this order
 
-Orbax compresses, and keeps what it has compressed in memory until all of it is written. On hosts that servers share
-with trainers this takes the processors from their steps: three times as long as one copy of the state. Direct output
-(O_DIRECT) takes a tenth of the processor's time, and `CHUNK` bytes of memory. A file system without it, such as older
-ones in memory, is written to through the page cache.
+Orbax compresses, and keeps what it has compressed in memory until all of it is written. On hosts
+that servers share with trainers this takes the processors from their steps: three times as long as
+one copy of the state. Direct output (O_DIRECT) takes a tenth of the processor's time, and `CHUNK`
+bytes of memory. A file system without it, such as older ones in memory, is written to through the
+page cache.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ def write_arrays(folder: Path, arrays: Mapping[str, np.ndarray]) -> dict[str, st
     return {name: str(x.dtype) for name, x in arrays.items()}
 
 
-def read_arrays(folder: Path, types: Mapping[str, str], names: Mapping[str, None]) -> dict[str, np.ndarray]:
+def read_arrays(
+    folder: Path, types: Mapping[str, str], names: Mapping[str, None]
+) -> dict[str, np.ndarray]:
     """Read the arrays of some names.
 
     Args:
@@ -46,7 +50,8 @@ def read_arrays(folder: Path, types: Mapping[str, str], names: Mapping[str, None
 
 
 def _header(x: np.ndarray) -> bytes:
-    """Return the bytes before those of an array in NumPy's format, which knows no types but its own: whole pages."""
+    """Return the bytes before those of an array in NumPy's format, which knows no types but its
+    own: whole pages."""
     kind = np.dtype(f"V{x.dtype.itemsize}") if x.dtype.kind == "V" else x.dtype
     text = repr({"descr": kind.str, "fortran_order": False, "shape": x.shape}).encode("latin1")
     magic = np.lib.format.magic(1, 0)
@@ -88,7 +93,9 @@ def _put(descriptor: int, data: np.ndarray) -> None:
         except OSError as e:
             if e.errno != errno.EINVAL or not fcntl.fcntl(descriptor, fcntl.F_GETFL) & DIRECT:
                 raise
-            _set_direct(descriptor, 0)  # the file system wants larger pages, or has promised too much
+            _set_direct(
+                descriptor, 0
+            )  # the file system wants larger pages, or has promised too much
         else:
             data = data[count:]
 

@@ -1,8 +1,9 @@
-"""An array out of slices of it, as an overview lists them: some rows of what was cut in one way, from what was cut in
-another.
+"""An array out of slices of it, as an overview lists them: some rows of what was cut in one way,
+from what was cut in another.
 
-A slice is a box of its origin: which entries along each axis, a run of them or buckets. An array that is wanted is a
-box too, and is filled with what it shares with those that there are. A box that is there twice must hold the same.
+A slice is a box of its origin: which entries along each axis, a run of them or buckets. An array
+that is wanted is a box too, and is filled with what it shares with those that there are. A box that
+is there twice must hold the same.
 
 What is put together lies in NumPy's memory, and random keys as the words they are made of.
 """
@@ -60,7 +61,8 @@ def joined(
       target: what is wanted.
       rows: slices of the same array.
       read: what one of them holds; called for those that share something with `target`.
-      may_differ: copies of one array may be of several steps; the first is taken then, with a `CheckpointWarning`.
+      may_differ: copies of one array may be of several steps; the first is taken then, with a
+        `CheckpointWarning`.
 
     Raises:
       StateError: they do not hold all of it, or what is there twice is not the same.
@@ -91,7 +93,9 @@ def joined(
     return made
 
 
-def _agreed(rows: Sequence[VarDistributed], values: Sequence[np.ndarray], *, may_differ: bool) -> np.ndarray:
+def _agreed(
+    rows: Sequence[VarDistributed], values: Sequence[np.ndarray], *, may_differ: bool
+) -> np.ndarray:
     """One of several copies. Raises StateError where they differ, and may not."""
     first = values[0]
     for row, other in zip(rows[1:], values[1:], strict=True):
@@ -111,7 +115,8 @@ def _agreed(rows: Sequence[VarDistributed], values: Sequence[np.ndarray], *, may
 def same_values(a: np.ndarray, b: np.ndarray) -> bool:
     """Whether two copies are one value.
 
-    Each server compiles what it does by itself, so that the last bits of what all of them compute may differ.
+    Each server compiles what it does by itself, so that the last bits of what all of them compute
+    may differ.
     """
     if a.tobytes() == b.tobytes():
         return True
@@ -134,7 +139,9 @@ def _shown(x: np.ndarray) -> str:
 def _box(row: VarDistributed) -> Box:
     """What a row has along each axis of its origin."""
     sizes = enumerate(row.slice_shape)
-    return tuple(row.rows if row.is_slice and i == row.axis else RowRange(0, size) for i, size in sizes)
+    return tuple(
+        row.rows if row.is_slice and i == row.axis else RowRange(0, size) for i, size in sizes
+    )
 
 
 def _common(a: Box, b: Box) -> Shared | None:
@@ -161,7 +168,11 @@ def _inside(shared: Shared, outer: Box) -> tuple[slice | np.ndarray, ...]:
 def _place(shared: RowSet | np.ndarray, outer: RowSet) -> slice | np.ndarray:
     if isinstance(shared, np.ndarray):
         return outer.local(shared)
-    return slice(None) if shared == outer else slice(shared.start - outer.start, shared.stop - outer.start)
+    return (
+        slice(None)
+        if shared == outer
+        else slice(shared.start - outer.start, shared.stop - outer.start)
+    )
 
 
 def _count(shared: RowSet | np.ndarray) -> int:
@@ -186,9 +197,14 @@ def as_numpy(x: Any) -> np.ndarray:
 
 
 def as_jax(data: np.ndarray, dtype: Any, device: jax.Device | None = None) -> jax.Array:
-    """The inverse of `as_numpy`, in memory of its own; on the default device, unless another is given."""
+    """The inverse of `as_numpy`, in memory of its own; on the default device, unless another is
+    given."""
     array = jnp.array(data, device=device)
-    return jax.random.wrap_key_data(array, impl=jax.random.key_impl(jnp.zeros((), dtype))) if is_key(dtype) else array
+    return (
+        jax.random.wrap_key_data(array, impl=jax.random.key_impl(jnp.zeros((), dtype)))
+        if is_key(dtype)
+        else array
+    )
 
 
 def copied(x: Any) -> jax.Array:

@@ -1,13 +1,15 @@
-"""What the trainers of a data-parallel job, or the ranks of a sharded one, hold: as rows of the step's arrays.
+"""What the trainers of a data-parallel job, or the ranks of a sharded one, hold: as rows of the
+step's arrays.
 
     nccl2       trainer 0 saves everything, which all have alike
     sharding    each rank of the first group saves its rows of what is cut, without padding, and rank 0 what is not
 
-The rows of a rank are the same in each stage: of a parameter that every rank has whole, each saves those whose state it
-has. So no rank has more to save than another, and a checkpoint says nothing of the stage that made it.
+The rows of a rank are the same in each stage: of a parameter that every rank has whole, each saves
+those whose state it has. So no rank has more to save than another, and a checkpoint says nothing of
+the stage that made it.
 
-Where ranks own whole leaves, state is in bins (`dtrans.zero.by_leaf.packing`). Each saves the arrays that are in its
-own.
+Where ranks own whole leaves, state is in bins (`dtrans.zero.by_leaf.packing`). Each saves the
+arrays that are in its own.
 """
 
 from __future__ import annotations
@@ -61,14 +63,22 @@ def rows_of(plan: CollectivePlan) -> list[VarDistributed]:
     found = []
     for n, t in _types(plan).items():
         kind: Any = "Param" if n in params else "Optimizer"
-        row = dataclasses.replace(whole(n, t, who[places[n].rank] if n in places else first), vtype=kind)
-        found += [row] if n not in cuts else [_slice(row, cuts[n], k, who[k]) for k in range(_filled(cuts[n]))]
+        row = dataclasses.replace(
+            whole(n, t, who[places[n].rank] if n in places else first), vtype=kind
+        )
+        found += (
+            [row]
+            if n not in cuts
+            else [_slice(row, cuts[n], k, who[k]) for k in range(_filled(cuts[n]))]
+        )
     return found
 
 
 def _places(plan: CollectivePlan) -> Mapping[str, BinSlot]:
     """Where arrays are that lie in bins."""
-    return plan.owned.state.places if isinstance(plan, ShardingPlan) and plan.owned is not None else {}
+    return (
+        plan.owned.state.places if isinstance(plan, ShardingPlan) and plan.owned is not None else {}
+    )
 
 
 def _types(plan: CollectivePlan) -> dict[str, Any]:
@@ -101,9 +111,15 @@ def _rows_of(row: VarDistributed, axis: int, start: int, stop: int) -> VarDistri
 def checked_state(job: SavedJob, state: Any) -> dict[str, jax.Array]:
     """The arrays of a state, by name. Raises StateError unless it is one of this job."""
     plan = job.plan
-    if not dataclasses.is_dataclass(state) or not all(hasattr(state, f) for f in ("params", "opt_state")):
-        raise StateError(f"save takes the state that init or step returned, not {type(state).__name__}")
-    held: dict[str, Any] = {n: x for f in dataclasses.fields(state) for n, x in getattr(state, f.name).items()}
+    if not dataclasses.is_dataclass(state) or not all(
+        hasattr(state, f) for f in ("params", "opt_state")
+    ):
+        raise StateError(
+            f"save takes the state that init or step returned, not {type(state).__name__}"
+        )
+    held: dict[str, Any] = {
+        n: x for f in dataclasses.fields(state) for n, x in getattr(state, f.name).items()
+    }
     wanted = held_types(plan)
     for n in (*wanted, *held):
         if n not in held or n not in wanted:
@@ -117,9 +133,12 @@ def checked_state(job: SavedJob, state: Any) -> dict[str, jax.Array]:
 
 
 def held_types(plan: CollectivePlan) -> dict[str, Any]:
-    """Name to type of each array of the state, as a job has it: of all ranks together, padding included."""
+    """Name to type of each array of the state, as a job has it: of all ranks together, padding
+    included."""
     cuts, places = plan.cuts if isinstance(plan, ShardingPlan) else {}, _places(plan)
-    found = {n: cuts[n].of_all(t) if n in cuts else t for n, t in _types(plan).items() if n not in places}
+    found = {
+        n: cuts[n].of_all(t) if n in cuts else t for n, t in _types(plan).items() if n not in places
+    }
     bins = dict.fromkeys(p.bin for p in places.values())
     return found | {n: cuts[n].of_all(plan.program.inputs[n]) for n in bins}
 
@@ -130,7 +149,11 @@ def savers(job: SavedJob) -> list[str]:
     if mesh is None:
         return who
     first = mesh.devices.reshape(-1)[: len(who)]  # a group's ranks are next to each other
-    return [w for w, device in zip(who, first, strict=True) if device.process_index == jax.process_index()]
+    return [
+        w
+        for w, device in zip(who, first, strict=True)
+        if device.process_index == jax.process_index()
+    ]
 
 
 def values_of(plan: CollectivePlan, who: str, held: Mapping[str, Any]) -> dict[str, Any]:
@@ -145,7 +168,9 @@ def values_of(plan: CollectivePlan, who: str, held: Mapping[str, Any]) -> dict[s
     }
 
 
-def _in_bin(plan: CollectivePlan, row: VarDistributed, place: BinSlot, held: Mapping[str, Any]) -> Any:
+def _in_bin(
+    plan: CollectivePlan, row: VarDistributed, place: BinSlot, held: Mapping[str, Any]
+) -> Any:
     """An array that lies in a bin."""
     inside = _rows_of(whole(place.bin, held[place.bin], row.endpoint), 0, *_span(plan, place))
     return _rows(inside, held[place.bin]).reshape(place.shape)
@@ -182,10 +207,12 @@ def state_of(
     there: Container[str],
     read: Callable[[Sequence[VarDistributed]], Sequence[np.ndarray]],
 ) -> CollectiveState:
-    """A state of a job, out of what was saved: on each device of this process what it holds, and nothing else.
+    """A state of a job, out of what was saved: on each device of this process what it holds, and
+    nothing else.
 
     Args:
-      there: the names of what was saved. What the plan keeps beside the step, and was not saved, begins anew.
+      there: the names of what was saved. What the plan keeps beside the step, and was not saved,
+        begins anew.
       read: slices of what was saved, without padding.
     """
     plan, held = job.plan, held_types(job.plan)
@@ -204,13 +231,19 @@ def state_of(
     made = {}
     for n, t in held.items():
         axis = job.slice_axis(n)
-        pieces = [as_jax(_filled_up(found[n, of], t, axis, of), t.dtype, device) for device, of in parts[n].items()]
+        pieces = [
+            as_jax(_filled_up(found[n, of], t, axis, of), t.dtype, device)
+            for device, of in parts[n].items()
+        ]
         made[n] = _one_array(job, n, t, pieces)
     params, opt_state = (spec.names for spec in plan.program.args[:2])
-    return CollectiveState(*({n: made[n] for n in names} for names in (params, opt_state, plan.extra_state)))
+    return CollectiveState(
+        *({n: made[n] for n in names} for names in (params, opt_state, plan.extra_state))
+    )
 
 
-# from where to where a device has an array, along the dimension of slices; empty for one that is not sliced
+# from where to where a device has an array, along the dimension of slices; empty for one that is
+# not sliced
 Part = tuple[int, ...]
 
 
@@ -221,15 +254,23 @@ def _parts(job: SavedJob, name: str, held: Any) -> dict[Any, Part]:
     if mesh is None:
         return {None: whole}
     indices: Any = job.sharding_of(name).addressable_devices_indices_map(held.shape)
-    return {d: whole if axis is None else index[axis].indices(held.shape[axis])[:2] for d, index in indices.items()}
+    return {
+        d: whole if axis is None else index[axis].indices(held.shape[axis])[:2]
+        for d, index in indices.items()
+    }
 
 
-def _contents(plan: CollectivePlan, name: str, axis: int | None, part: Part) -> list[tuple[VarDistributed, int]]:
-    """What there is in a part of an array, but for padding: rows of arrays of the step, and where each begins."""
+def _contents(
+    plan: CollectivePlan, name: str, axis: int | None, part: Part
+) -> list[tuple[VarDistributed, int]]:
+    """What there is in a part of an array, but for padding: rows of arrays of the step, and where
+    each begins."""
     inside = {n: p for n, p in _places(plan).items() if p.bin == name}
     if inside:
         types, spans = _types(plan), {n: _span(plan, p) for n, p in inside.items()}
-        here = {n: start for n, (start, stop) in spans.items() if part[0] <= start and stop <= part[1]}
+        here = {
+            n: start for n, (start, stop) in spans.items() if part[0] <= start and stop <= part[1]
+        }
         return [(whole(n, types[n]), start - part[0]) for n, start in here.items()]
     row = whole(name, _types(plan)[name])
     if axis is None:
@@ -238,12 +279,16 @@ def _contents(plan: CollectivePlan, name: str, axis: int | None, part: Part) -> 
     return [(_rows_of(row, axis, start, stop), 0)] if start < stop else []
 
 
-def _filled_up(found: Sequence[tuple[np.ndarray, int]], held: Any, axis: int | None, part: Part) -> np.ndarray:
+def _filled_up(
+    found: Sequence[tuple[np.ndarray, int]], held: Any, axis: int | None, part: Part
+) -> np.ndarray:
     """A part of an array: what there is, in its place, and zeros."""
     if axis is None:
         ((x, _),) = found
         return x
-    shape, dtype = stored((*held.shape[:axis], part[1] - part[0], *held.shape[axis + 1 :]), held.dtype)
+    shape, dtype = stored(
+        (*held.shape[:axis], part[1] - part[0], *held.shape[axis + 1 :]), held.dtype
+    )
     made = np.zeros(shape, dtype)
     for x, start in found:
         x = x if x.ndim == made.ndim else x.reshape(-1)  # a bin is a vector

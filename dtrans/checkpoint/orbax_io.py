@@ -5,18 +5,20 @@
                                   `arrays`, where a server wrote them that was serving
     ckpt/300/pserver-0/rows       rows of tables, where not all of one are made (`dtrans.checkpoint.table_files`)
     ckpt/300/pserver-0/overview   JSON: of what these are which rows, the names and types of the step's arrays, which
-                                  pieces there are to be, a hash of the plan, the run and step, and the user's tag
+                                  pieces there are to be, a hash of the plan, the run and step, and
+                                  the user's tag
 
-A whole checkpoint is a folder with all pieces that each of them names, of one plan, run, step and tag. A crash in a
-save leaves some of them. A later run that saves to the same folder replaces these, each process its own. A whole
-checkpoint is never written over.
+A whole checkpoint is a folder with all pieces that each of them names, of one plan, run, step and
+tag. A crash in a save leaves some of them. A later run that saves to the same folder replaces
+these, each process its own. A whole checkpoint is never written over.
 
 Files reach the disk before a piece gets its name, and its name before `write` returns.
 
-Orbax takes the processes of a `jax.distributed` job for writers of one checkpoint. They would wait for each other,
-NumPy's arrays would be written by the first of them, and an array that one process has alone by nobody. A piece is one
-process's own: so each tells orbax that it is alone, and gives it arrays that it seems to share. And orbax's own handler
-of several items tells all processes that a folder is there when one has made its own: pieces have another.
+Orbax takes the processes of a `jax.distributed` job for writers of one checkpoint. They would wait
+for each other, NumPy's arrays would be written by the first of them, and an array that one process
+has alone by nobody. A piece is one process's own: so each tells orbax that it is alone, and gives
+it arrays that it seems to share. And orbax's own handler of several items tells all processes that
+a folder is there when one has made its own: pieces have another.
 """
 
 from __future__ import annotations
@@ -42,7 +44,16 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dtrans.checkpoint.array_files import read_arrays, write_arrays
-from dtrans.checkpoint.assemble import as_jax, as_numpy, by_origin, joined, overlap, same_values, type_of, whole
+from dtrans.checkpoint.assemble import (
+    as_jax,
+    as_numpy,
+    by_origin,
+    joined,
+    overlap,
+    same_values,
+    type_of,
+    whole,
+)
 from dtrans.checkpoint.runs import THIS_PROCESS, Mark, new_run
 from dtrans.checkpoint.saved_rows import ArrayLike, Begins, RowSegment, SavedTable, TableRows
 from dtrans.checkpoint.table_files import SavedBlock, write_tables
@@ -54,7 +65,11 @@ from dtrans.rows.row_buckets import RowBuckets
 from dtrans.step.frozen import check_still
 
 
-FORMAT, OF_TABLES, OF_FILES = 1, 2, 3  # of a piece, of one with rows of tables, and of one with files of arrays
+FORMAT, OF_TABLES, OF_FILES = (
+    1,
+    2,
+    3,
+)  # of a piece, of one with rows of tables, and of one with files of arrays
 ORBAX_FILES = ("_CHECKPOINT_METADATA", "commit_success.txt")  # which orbax puts beside them
 
 Folder = str | os.PathLike[str]
@@ -70,8 +85,8 @@ class Checkpoint:
       pieces: who saved, and the folder of each.
       types: name to type of each array of the step.
       rows: what there is of each array, and of each that servers keep beside the step's.
-      tables: of arrays whose rows are there one by one, by who saved and the name of the slice: these, and which of
-        their arrays it is.
+      tables: of arrays whose rows are there one by one, by who saved and the name of the slice:
+        these, and which of their arrays it is.
       may_differ: whether copies of an array may be of several steps.
     """
 
@@ -90,19 +105,29 @@ class Checkpoint:
             pieces = _finished(path)
         there = {piece.name: _read_about(piece) for piece in pieces}
         if not there:
-            raise StateError(f"there is no checkpoint at {path}" + ("" if path.is_dir() else ": it is no folder"))
+            raise StateError(
+                f"there is no checkpoint at {path}" + ("" if path.is_dir() else ": it is no folder")
+            )
         name, first = next(iter(there.items()))
         for count, (other, about) in enumerate(there.items(), 1):
             if not _are_one_save([*there.values()][:count]):
                 raise StateError(
-                    f"the checkpoint at {path} has pieces of several jobs, runs or steps: {name} ({_origin(first)}) "
-                    f"and {other} ({_origin(about)}); take up another one, such as dtrans.checkpoint.latest finds"
+                    f"the checkpoint at {path} has pieces of several jobs, runs or steps: {name} "
+                    f"({_origin(first)}) "
+                    f"and {other} ({_origin(about)}); take up another one, such as "
+                    "dtrans.checkpoint.latest finds"
                 )
-        missing = [f"{piece} of {who}" for who, piece in first["pieces"].items() if piece not in there]
+        missing = [
+            f"{piece} of {who}" for who, piece in first["pieces"].items() if piece not in there
+        ]
         if missing:
-            raise StateError(f"the checkpoint at {path} is not whole: {', '.join(missing)} is not there")
+            raise StateError(
+                f"the checkpoint at {path} is not whole: {', '.join(missing)} is not there"
+            )
         rows = [_from_json(fields) for about in there.values() for fields in about["rows"]]
-        may_differ = any(about.get("goes_on") for about in there.values())  # checkpoints of old do not say
+        may_differ = any(
+            about.get("goes_on") for about in there.values()
+        )  # checkpoints of old do not say
         tables: dict[tuple[str, str], tuple[SavedBlock, int]] = {}
         for who, piece in first["pieces"].items():
             for i, of in enumerate(there[piece].get("tables", ())):
@@ -111,27 +136,40 @@ class Checkpoint:
         return cls(path, first["pieces"], first["types"], by_origin(rows), tables, may_differ)
 
     def of(self, main: Program) -> Checkpoint:
-        """Itself. Raises StateError where it is that of another step, or of leaves that the step holds still."""
+        """Itself. Raises StateError where it is that of another step, or of leaves that the step
+        holds still."""
         wanted = _types_of(main)
         for name in (*wanted, *self.types):
             if self.types.get(name) != wanted.get(name):
                 raise StateError(
-                    f"the checkpoint at {self.path} is of another step: {name} is {self.types.get(name, 'not')} in it, "
+                    f"the checkpoint at {self.path} is of another step: {name} is "
+                    f"{self.types.get(name, 'not')} in it, "
                     f"and {wanted.get(name, 'nothing')} in {main.name}"
                 )
-        for name, x in zip(main.still, self.on_host([whole(n, main.inputs[n]) for n in main.still]), strict=True):
+        for name, x in zip(
+            main.still, self.on_host([whole(n, main.inputs[n]) for n in main.still]), strict=True
+        ):
             check_still(main, name, x)
         return self
 
-    def arrays(self, targets: Sequence[VarDistributed], first: First | None = None) -> list[jax.Array]:
+    def arrays(
+        self, targets: Sequence[VarDistributed], first: First | None = None
+    ) -> list[jax.Array]:
         """Slices of what was saved, on the default device."""
-        return [as_jax(x, target.dtype) for x, target in zip(self.on_host(targets, first), targets, strict=True)]
+        return [
+            as_jax(x, target.dtype)
+            for x, target in zip(self.on_host(targets, first), targets, strict=True)
+        ]
 
-    def on_host(self, targets: Sequence[VarDistributed], first: First | None = None) -> list[np.ndarray]:
-        """Slices of what was saved. Each piece is read once, and of it only the arrays that share rows with these.
+    def on_host(
+        self, targets: Sequence[VarDistributed], first: First | None = None
+    ) -> list[np.ndarray]:
+        """Slices of what was saved. Each piece is read once, and of it only the arrays that share
+        rows with these.
 
         Args:
-          first: gives a slice as the init makes it, of which rows of tables are taken that were not saved.
+          first: gives a slice as the init makes it, of which rows of tables are taken that were not
+            saved.
         """
         needed: dict[str, dict[str, None]] = {}
         by_rows = {id(target) for target in targets if self._blocks(target)}
@@ -139,18 +177,25 @@ class Checkpoint:
             for row in self.rows.get(target.origin_name, ()):
                 if id(target) not in by_rows and overlap(target, row):
                     needed.setdefault(row.endpoint, {})[row.slice_name] = None
-        found = {who: _read_arrays(self.path / self.pieces[who], names) for who, names in needed.items()}
+        found = {
+            who: _read_arrays(self.path / self.pieces[who], names) for who, names in needed.items()
+        }
         read = lambda row: found[row.endpoint][row.slice_name]
         rows_of = lambda target: self.rows.get(target.origin_name, ())
         whole = lambda target: joined(target, rows_of(target), read, may_differ=self.may_differ)
         return [self._from_rows(x, first) if id(x) in by_rows else whole(x) for x in targets]
 
-    # -- tables --------------------------------------------------------------------------------------
+    # -- tables
+    # --------------------------------------------------------------------------------------
 
     def _blocks(self, target: VarDistributed) -> list[tuple[VarDistributed, SavedBlock, int]]:
         """The blocks of tables that share rows with a slice."""
         rows = self.rows.get(target.origin_name, ())
-        found = [(row, self.tables.get((row.endpoint, row.slice_name))) for row in rows if overlap(target, row)]
+        found = [
+            (row, self.tables.get((row.endpoint, row.slice_name)))
+            for row in rows
+            if overlap(target, row)
+        ]
         return [(row, *x) for row, x in found if x is not None]
 
     def init_args(self, init: Program) -> list[Any] | None:
@@ -167,7 +212,8 @@ class Checkpoint:
         wanted = [init.inputs[n] for n in init.in_names]
         if len(args) != len(wanted):
             raise StateError(
-                f"the init of this plan takes {len(wanted)} arrays, and that of the job that saved {self.path} took "
+                f"the init of this plan takes {len(wanted)} arrays, and that of the job that saved "
+                f"{self.path} took "
                 f"{len(args)}: plan with the init of that job"
             )
         return [as_jax(x, t.dtype) for x, t in zip(args, wanted, strict=True)]
@@ -175,10 +221,16 @@ class Checkpoint:
     def _from_rows(self, target: VarDistributed, first: First | None) -> np.ndarray:
         """A slice of an array of a table."""
         if target.is_slice and target.axis:
-            everything = whole(target.origin_name, jax.ShapeDtypeStruct(target.origin_shape, target.dtype))
+            everything = whole(
+                target.origin_name, jax.ShapeDtypeStruct(target.origin_shape, target.dtype)
+            )
             of_all = None if first is None else lambda _: first(everything)
             return self._from_rows(everything, of_all)[target.index]
-        made, there, found = np.empty(target.slice_shape, target.dtype), np.zeros(target.slice_shape[0], bool), 0
+        made, there, found = (
+            np.empty(target.slice_shape, target.dtype),
+            np.zeros(target.slice_shape[0], bool),
+            0,
+        )
         blocks = self._blocks(target)
         for row, block, column in blocks:
             found += _shared_rows(target, row)
@@ -192,8 +244,10 @@ class Checkpoint:
             return made
         if first is None:
             raise StateError(
-                f"{len(there) - int(there.sum()):,} of {len(there):,} rows of {target.origin_name} were not looked up "
-                f"by any step, and {self.path} does not have them; give the traced init, which makes them: "
+                f"{len(there) - int(there.sum()):,} of {len(there):,} rows of {target.origin_name} "
+                "were not looked up "
+                f"by any step, and {self.path} does not have them; give the traced init, which "
+                "makes them: "
                 "dtrans.checkpoint.load(path, main, startup)"
             )
         new = np.asarray(first(target))
@@ -205,12 +259,15 @@ class Checkpoint:
         made[~there] = new[~there]
         return made
 
-    def table(self, targets: Sequence[VarDistributed], eqn: Any, args: Sequence[Any] | None) -> SavedTable | None:
+    def table(
+        self, targets: Sequence[VarDistributed], eqn: Any, args: Sequence[Any] | None
+    ) -> SavedTable | None:
         """The rows of a block and of its state; None where they are not there one by one.
 
         Args:
           targets: the block, and each array of its state.
-          eqn: the `init_on_use` that makes the other rows; None where nothing makes them one by one.
+          eqn: the `init_on_use` that makes the other rows; None where nothing makes them one by
+            one.
           args: what the init is given.
         """
         sources = list(zip(*map(self._blocks, targets), strict=False))
@@ -245,7 +302,10 @@ class Checkpoint:
             step=max(block.about["step"] for block in blocks),
             evicted=sum(block.about["evicted"] for block in blocks),
             begins=begins,
-            probe=(ids, joined_rows or [np.empty((0, *t.slice_shape[1:]), t.dtype) for t in targets]),
+            probe=(
+                ids,
+                joined_rows or [np.empty((0, *t.slice_shape[1:]), t.dtype) for t in targets],
+            ),
         )
 
 
@@ -302,7 +362,8 @@ def write(
     Args:
       mark: of the run and step.
       goes_on: whether others of the job make steps while it is written, each by itself.
-      serving: whether the process has steps to make meanwhile, from which the writing should not take processors.
+      serving: whether the process has steps to make meanwhile, from which the writing should not
+        take processors.
 
     Raises:
       ConfigError: another checkpoint is there. StateError: the folder cannot be used.
@@ -330,14 +391,18 @@ def _about(layout: PieceLayout, who: str, mark: Mark) -> dict[str, Any]:
         "tag": mark.tag,
         "run": list(mark.run),
         "step": mark.step,
-        "plan": hashlib.sha256(json.dumps([_as_json(row) for row in layout.rows]).encode()).hexdigest(),
+        "plan": hashlib.sha256(
+            json.dumps([_as_json(row) for row in layout.rows]).encode()
+        ).hexdigest(),
         "pieces": dict(layout.pieces),
         "types": _types_of(layout.main),
         "rows": [_as_json(row) for row in layout.rows if row.endpoint == who],
     }
 
 
-def _save_piece(place: Path, values: Mapping[str, Any], about: Mapping[str, Any], *, serving: bool = False) -> None:
+def _save_piece(
+    place: Path, values: Mapping[str, Any], about: Mapping[str, Any], *, serving: bool = False
+) -> None:
     """Let orbax write a piece beside its place, and give it its name."""
     # orbax refuses arrays without elements: their type says all of them
     alone = serving or jax.process_count() == 1
@@ -346,13 +411,18 @@ def _save_piece(place: Path, values: Mapping[str, Any], about: Mapping[str, Any]
     whole = {n: x for n, x in values.items() if n not in by_rows and math.prod(x.shape)}
     arrays = {n: as_numpy(x) if alone else _as_shared(x) for n, x in whole.items()}
     ocp, (handler, args) = _orbax(), _piece_types()
-    with _one_at_a_time, ocp.Checkpointer(handler(*_handlers()), multiprocessing_options=_alone()) as checkpointer:
+    with (
+        _one_at_a_time,
+        ocp.Checkpointer(handler(*_handlers()), multiprocessing_options=_alone()) as checkpointer,
+    ):
         checkpointer.save(place, args=args(arrays, tables, about, serving))
 
 
 def _tables_in(values: Mapping[str, Any]) -> list[TableRows]:
     """The rows of tables of what is to be written."""
-    found = dict.fromkeys(x.table for x in values.values() if isinstance(x, ArrayLike) and x.table is not None)
+    found = dict.fromkeys(
+        x.table for x in values.values() if isinstance(x, ArrayLike) and x.table is not None
+    )
     return [t for t in found if all(getattr(values.get(n), "table", None) is t for n in t.names)]
 
 
@@ -364,9 +434,12 @@ def _writing(who: str, place: Path) -> Iterator[None]:
     except DtransError:
         raise  # it says its own cause
     except (OSError, ValueError) as e:  # of orbax's own writer a full disk is a ValueError
-        shutil.rmtree(place.with_name(f"{place.name}.orbax-checkpoint-tmp"), ignore_errors=True)  # it takes room
+        shutil.rmtree(
+            place.with_name(f"{place.name}.orbax-checkpoint-tmp"), ignore_errors=True
+        )  # it takes room
         raise StateError(
-            f"the piece of {who} cannot be written to {place}: {e}. Make room, or let this process write there; what "
+            f"the piece of {who} cannot be written to {place}: {e}. Make room, or let this process "
+            "write there; what "
             "was saved before is as it was"
         ) from e
 
@@ -378,13 +451,17 @@ def check_first(name: str, old: np.ndarray, new: np.ndarray) -> None:
     """Raise StateError where an init makes other rows than that of the job that saved."""
     if not same_values(old, new):
         raise StateError(
-            f"the init of this plan makes other rows of {name} than that of the job that saved, and rows that no step "
+            f"the init of this plan makes other rows of {name} than that of the job that saved, "
+            "and rows that no step "
             "has looked up are not in the checkpoint; plan with the init of that job"
         )
 
 
-def _places(target: VarDistributed, row: VarDistributed, ids: np.ndarray) -> tuple[slice | np.ndarray, np.ndarray]:
-    """Which rows of a slice, by their numbers in it, are among those of another; and where they are there."""
+def _places(
+    target: VarDistributed, row: VarDistributed, ids: np.ndarray
+) -> tuple[slice | np.ndarray, np.ndarray]:
+    """Which rows of a slice, by their numbers in it, are among those of another; and where they are
+    there."""
     in_leaf = row.rows.in_leaf(ids)
     at = target.rows.among(in_leaf)
     return at, target.rows.local(in_leaf[at])
@@ -407,10 +484,15 @@ def _within(target: VarDistributed, row: VarDistributed, segment: RowSegment) ->
 def _sorted(parts: Sequence[RowSegment], targets: Sequence[VarDistributed]) -> RowSegment:
     """Segments as one."""
     none = RowSegment(
-        np.empty(0, np.int64), np.empty(0, np.int64), [np.empty((0, *t.slice_shape[1:]), t.dtype) for t in targets]
+        np.empty(0, np.int64),
+        np.empty(0, np.int64),
+        [np.empty((0, *t.slice_shape[1:]), t.dtype) for t in targets],
     )
     parts = [none, *parts]
-    ids, changed = np.concatenate([x.ids for x in parts]), np.concatenate([x.changed for x in parts])
+    ids, changed = (
+        np.concatenate([x.ids for x in parts]),
+        np.concatenate([x.changed for x in parts]),
+    )
     order = np.argsort(ids, kind="stable")
     of_made = np.argsort(ids[changed > 0], kind="stable")
     rows = [np.concatenate(of)[of_made] for of in zip(*(x.rows for x in parts), strict=True)]
@@ -439,13 +521,18 @@ def _key_of(about: Mapping[str, Any], key: str) -> Any:
 
 def _origin(about: Mapping[str, Any]) -> str:
     """Describe where a piece comes from, for messages."""
-    parts = {"tag": repr(_key_of(about, "tag")), "run": min(_run_of(about), default=""), "step": about.get("step")}
+    parts = {
+        "tag": repr(_key_of(about, "tag")),
+        "run": min(_run_of(about), default=""),
+        "step": about.get("step"),
+    }
     told = ", ".join(f"{name} {x}" for name, x in parts.items() if x not in ("None", "", None))
     return told or "of a process by itself"
 
 
 def _may_be_replaced(theirs: Mapping[str, Any] | None, mark: Mark) -> bool:
-    """Return True if a piece that is part of no whole checkpoint is known to be of an earlier run, or torn."""
+    """Return True if a piece that is part of no whole checkpoint is known to be of an earlier run,
+    or torn."""
     if theirs is None:
         return True
     run = _run_of(theirs)
@@ -453,35 +540,53 @@ def _may_be_replaced(theirs: Mapping[str, Any] | None, mark: Mark) -> bool:
     return mark.shared and not maybe and run.isdisjoint({*mark.run, THIS_PROCESS})
 
 
-def _remains(path: Path, layout: PieceLayout, who: str, about: Mapping[str, Any], mark: Mark) -> list[Path]:
-    """Return the pieces to remove before this one is written: remains of earlier runs whose save never became whole.
+def _remains(
+    path: Path, layout: PieceLayout, who: str, about: Mapping[str, Any], mark: Mark
+) -> list[Path]:
+    """Return the pieces to remove before this one is written: remains of earlier runs whose save
+    never became whole.
 
-    Each process removes those in its own place, and those in the place of nobody. So it removes no piece that another
-    process of its run has written meanwhile.
+    Each process removes those in its own place, and those in the place of nobody. So it removes no
+    piece that another process of its run has written meanwhile.
 
     Raises:
       ConfigError: pieces of a whole checkpoint, or of this run, or of a run that may be this one.
     """
     place = path / layout.pieces[who]
     found = {piece: _read_or_torn(piece) for piece in _finished(path)}
-    others = {piece: theirs for piece, theirs in found.items() if theirs is None or not _are_one_save([theirs, about])}
+    others = {
+        piece: theirs
+        for piece, theirs in found.items()
+        if theirs is None or not _are_one_save([theirs, about])
+    }
     whole = any(_is_whole(path, theirs, others) for theirs in others.values() if theirs is not None)
-    kept = [piece for piece, theirs in others.items() if whole or not _may_be_replaced(theirs, mark)]
+    kept = [
+        piece for piece, theirs in others.items() if whole or not _may_be_replaced(theirs, mark)
+    ]
     if place in found and (place not in others or place in kept):
         theirs = found[place]
-        of = f" ({_origin(theirs)}, and this is {_origin(about)})" if theirs is not None and place in others else ""
-        raise ConfigError(f"{place} is there already{of}: save each checkpoint of {who} to a path of its own")
+        of = (
+            f" ({_origin(theirs)}, and this is {_origin(about)})"
+            if theirs is not None and place in others
+            else ""
+        )
+        raise ConfigError(
+            f"{place} is there already{of}: save each checkpoint of {who} to a path of its own"
+        )
     if kept:
         theirs = found[kept[0]]
         of = f"{_origin(theirs)}, and this is {_origin(about)}" if theirs is not None else "torn"
         raise ConfigError(
-            f"{path} is taken: {kept[0].name} in it is of another job, run or step ({of}); save to a path of its own, "
+            f"{path} is taken: {kept[0].name} in it is of another job, run or step ({of}); save to "
+            "a path of its own, "
             "and give processes that were not started together the same tag"
         )
     return [piece for piece in others if piece == place or piece.name not in layout.pieces.values()]
 
 
-def _is_whole(path: Path, about: Mapping[str, Any], found: Mapping[Path, Mapping[str, Any] | None]) -> bool:
+def _is_whole(
+    path: Path, about: Mapping[str, Any], found: Mapping[Path, Mapping[str, Any] | None]
+) -> bool:
     """Return True if all pieces that one of them names are there, of one save."""
     parts = [found.get(path / name) for name in about["pieces"].values()]
     there = [part for part in parts if part is not None]
@@ -489,7 +594,8 @@ def _is_whole(path: Path, about: Mapping[str, Any], found: Mapping[Path, Mapping
 
 
 def _read_or_torn(piece: Path) -> dict[str, Any] | None:
-    """Return what a piece says of itself; None where a crash of the machine has left a name without its files."""
+    """Return what a piece says of itself; None where a crash of the machine has left a name without
+    its files."""
     try:
         return _read_about(piece)
     except StateError as e:
@@ -525,7 +631,10 @@ def _sync(folder: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as e:
-        if e.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that have no such thing for folders
+        if e.errno not in (
+            errno.EINVAL,
+            errno.ENOTSUP,
+        ):  # file systems that have no such thing for folders
             raise
     finally:
         os.close(descriptor)
@@ -555,13 +664,17 @@ def _as_json(row: VarDistributed) -> dict[str, Any]:
 def _from_json(fields: Mapping[str, Any]) -> VarDistributed:
     shapes = {n: tuple(fields[n]) for n in ("origin_shape", "slice_shape")}
     buckets = fields.get("buckets")  # which checkpoints of old do not have
-    return VarDistributed(**{**fields, **shapes, "buckets": RowBuckets(**buckets) if buckets else None})
+    return VarDistributed(
+        **{**fields, **shapes, "buckets": RowBuckets(**buckets) if buckets else None}
+    )
 
 
 def _finished(path: Path) -> list[Path]:
     """The pieces that were written to their end: others have a longer name."""
     _orbax()
-    numbered = [path / name for name in _names(path) if re.fullmatch(r"(pserver|trainer|rank)-\d+", name)]
+    numbered = [
+        path / name for name in _names(path) if re.fullmatch(r"(pserver|trainer|rank)-\d+", name)
+    ]
     return sorted(p for p in numbered if p.is_dir())
 
 
@@ -570,7 +683,9 @@ def _read_about(piece: Path) -> dict[str, Any]:
     with _reading(piece), _one_at_a_time:
         about = _handlers()[1].restore(piece / "overview")
         if about["format"] not in (FORMAT, OF_TABLES, OF_FILES):
-            raise ValueError(f"its format is {about['format']}, and this dtrans reads {FORMAT} to {OF_FILES}")
+            raise ValueError(
+                f"its format is {about['format']}, and this dtrans reads {FORMAT} to {OF_FILES}"
+            )
         return dict(about)
 
 
@@ -635,11 +750,14 @@ def _handlers() -> tuple[Any, Any]:
     ocp, alone = _orbax(), _alone()
     kinds = ocp.type_handlers
     arrays = kinds.ArrayHandler(
-        primary_host=alone.primary_host, use_replica_parallel=False, enable_write_sharding_file=False
+        primary_host=alone.primary_host,
+        use_replica_parallel=False,
+        enable_write_sharding_file=False,
     )
     registry = kinds.create_type_handler_registry(
         (int, kinds.ScalarHandler()),  # in what says which arrays to read
-        # a save returns when all is written, so that nothing changes meanwhile: a copy would take memory and time
+        # a save returns when all is written, so that nothing changes meanwhile: a copy would take
+        # memory and time
         (np.ndarray, kinds.NumpyHandler(deepcopy_host_arrays=False)),
         (jax.Array, arrays),
     )
@@ -663,7 +781,10 @@ def _piece_types() -> tuple[Any, Any]:
         def save(self, directory: Any, args: Args) -> None:
             about = dict(args.overview)
             if args.tables:
-                about |= {"format": OF_TABLES, "tables": write_tables(Path(directory) / "rows", args.tables)}
+                about |= {
+                    "format": OF_TABLES,
+                    "tables": write_tables(Path(directory) / "rows", args.tables),
+                }
             arrays = args.arrays
             if args.serving:
                 about |= {
@@ -697,7 +818,8 @@ def _piece_types() -> tuple[Any, Any]:
 
 
 def _as_shared(x: Any) -> jax.Array:
-    """An array of this process, as one that a second process has too, of which this one has the first copy."""
+    """An array of this process, as one that a second process has too, of which this one has the
+    first copy."""
     x = words(x)
     mine = next(iter(x.devices())) if isinstance(x, jax.Array) else jax.local_devices()[0]
     other = next(d for d in jax.devices() if d.process_index != mine.process_index)

@@ -1,10 +1,12 @@
-"""What servers hold and the pytrees that the step takes: each from the other, by the rows of the overview.
+"""What servers hold and the pytrees that the step takes: each from the other, by the rows of the
+overview.
 
-What servers keep beside the arrays of the step (backups and mean squares of DC-ASGD) has no place in the pytrees, and
-begins anew where it is not there (`starts`). What no server holds (`plan.frozen`) is that of trainer 0.
+What servers keep beside the arrays of the step (backups and mean squares of DC-ASGD) has no place
+in the pytrees, and begins anew where it is not there (`starts`). What no server holds
+(`plan.frozen`) is that of trainer 0.
 
-A state that is given is checked against the plan by name, shape and dtype; what is returned shares no memory with what
-was given.
+A state that is given is checked against the plan by name, shape and dtype; what is returned shares
+no memory with what was given.
 """
 
 from __future__ import annotations
@@ -27,24 +29,26 @@ from dtrans.step.frozen import check_still
 TRAINER = "trainer 0"
 
 
-def gather(plan: PServerPlan, servers: Mapping[str, Mapping[str, Any]], trainer: Any = None) -> tuple[Any, Any]:
+def gather(
+    plan: PServerPlan, servers: Mapping[str, Mapping[str, Any]], trainer: Any = None
+) -> tuple[Any, Any]:
     """The single-device `(params, opt_state)`, put together from what servers hold.
 
     Args:
       plan: of the job.
-      servers: endpoint to the state of that server, by name, as `exe.run(pserver, ...)` returns it; `state.servers` of
-        a mesh job.
-      trainer: the parameters of trainer 0, the whole pytree (`job.params(state)`); needed where no server holds some
-        of them (`plan.frozen`).
+      servers: endpoint to the state of that server, by name, as `exe.run(pserver, ...)` returns it;
+        `state.servers` of a mesh job.
+      trainer: the parameters of trainer 0, the whole pytree (`job.params(state)`); needed where no
+        server holds some of them (`plan.frozen`).
 
     Returns:
-      New arrays on the default device, in the pytrees that the plan's step takes. The backups of DC-ASGD have no place
-      in them.
+      New arrays on the default device, in the pytrees that the plan's step takes. The backups of
+      DC-ASGD have no place in them.
 
     Raises:
-      StateError: a server or an array is not there, or has another shape or dtype; a state that was donated; copies
-        of one array on several servers that are not the same (but for rounding). An asynchronous job that lost a
-        trainer may end so, with counts of steps that differ.
+      StateError: a server or an array is not there, or has another shape or dtype; a state that was
+        donated; copies of one array on several servers that are not the same (but for rounding). An
+        asynchronous job that lost a trainer may end so, with counts of steps that differ.
       UnknownEndpointError: a server that the plan does not have.
       TraceError: `trainer` has another structure than the parameters.
 
@@ -63,13 +67,18 @@ def gather(plan: PServerPlan, servers: Mapping[str, Mapping[str, Any]], trainer:
     """
     check_plan(plan)
     states = {endpoint: checked(plan, endpoint, state) for endpoint, state in servers.items()}
-    gone = next((ep for ep in plan.servers if ep not in states and plan.overview.by_endpoint(ep)), None)
+    gone = next(
+        (ep for ep in plan.servers if ep not in states and plan.overview.by_endpoint(ep)), None
+    )
     if gone is not None:
-        raise StateError(f"the state of pserver {gone} is not there: gather takes that of every server")
+        raise StateError(
+            f"the state of pserver {gone} is not there: gather takes that of every server"
+        )
     if plan.frozen:
         if trainer is None:
             raise StateError(
-                f"{plan.frozen[0]} is on no server: gather(plan, servers, trainer) takes the parameters of trainer 0, "
+                f"{plan.frozen[0]} is on no server: gather(plan, servers, trainer) takes the "
+                "parameters of trainer 0, "
                 "job.params(state) on a mesh"
             )
         states[TRAINER] = checked_trainer(plan, trainer)
@@ -82,8 +91,9 @@ def gather(plan: PServerPlan, servers: Mapping[str, Mapping[str, Any]], trainer:
 def scatter(plan: PServerPlan, endpoint: str, params: Any, opt_state: Any) -> dict[str, jax.Array]:
     """What one server holds of a single-device `(params, opt_state)`: the inverse of `gather`.
 
-    It is what `exe.run(pserver, ...)` takes; new arrays on the default device. Backups of DC-ASGD are copies of the
-    parameters, as a trainer that starts receives them, and its mean squares of gradients are 0.
+    It is what `exe.run(pserver, ...)` takes; new arrays on the default device. Backups of DC-ASGD
+    are copies of the parameters, as a trainer that starts receives them, and its mean squares of
+    gradients are 0.
 
     Args:
       plan: of the job that is to go on; any number of servers, any blocks.
@@ -114,7 +124,9 @@ def scatter(plan: PServerPlan, endpoint: str, params: Any, opt_state: Any) -> di
 def held_of(plan: PServerPlan, endpoint: str, given: Mapping[str, Any]) -> dict[str, jax.Array]:
     """Return what one server holds of the arrays of the step, by name."""
     return {
-        row.slice_name: jnp.zeros(row.slice_shape, row.dtype) if origin is None else copied(given[origin][row.index])
+        row.slice_name: jnp.zeros(row.slice_shape, row.dtype)
+        if origin is None
+        else copied(given[origin][row.index])
         for row, origin in starts(plan, endpoint)
     }
 
@@ -132,8 +144,11 @@ def held_rows(plan: PServerPlan) -> list[VarDistributed]:
     return [whole(n, plan.main.inputs[n], TRAINER) for n in plan.frozen]
 
 
-def starts(plan: PServerPlan, endpoint: str, there: Collection[str] = ()) -> list[tuple[VarDistributed, str | None]]:
-    """What a server starts from: for each array that it holds, of which array these rows are; None for zeros.
+def starts(
+    plan: PServerPlan, endpoint: str, there: Collection[str] = ()
+) -> list[tuple[VarDistributed, str | None]]:
+    """What a server starts from: for each array that it holds, of which array these rows are; None
+    for zeros.
 
     Args:
       there: what was saved, which may be more than the arrays of the step.
@@ -149,7 +164,8 @@ def named(spec: TreeSpec, tree: Any, what: str) -> dict[str, Any]:
 
 
 def arrays_of(main: Program, params: Any, opt_state: Any) -> dict[str, Any]:
-    """The arrays of `(params, opt_state)`, by name. Raises TraceError, StateError for others than the step takes."""
+    """The arrays of `(params, opt_state)`, by name. Raises TraceError, StateError for others than
+    the step takes."""
     given = named(main.args[0], params, "params") | named(main.args[1], opt_state, "opt_state")
     for name, x in given.items():
         check_type(x, main.inputs[name], name, f"the step of this plan, {main.name}, takes")
@@ -168,16 +184,19 @@ def as_trees(main: Program, arrays: Iterable[Any]) -> tuple[Any, Any]:
 
 
 def check_plan(plan: Any) -> None:
-    """Raises ConfigError for what is no plan of servers that hold all of the optimizer's state, as those of GEO-SGD
-    do not."""
+    """Raises ConfigError for what is no plan of servers that hold all of the optimizer's state, as
+    those of GEO-SGD do not."""
     if not isinstance(plan, PServerPlan):
         raise ConfigError(
-            "checkpoints are of the plan that dtrans.pserver made (t.plan of a transpiler), or of a job that runs what "
+            "checkpoints are of the plan that dtrans.pserver made (t.plan of a transpiler), or of "
+            "a job that runs what "
             f"dtrans.nccl2 or dtrans.sharding planned (plan.on_mesh()), not {type(plan).__name__}"
         )
     gone = _on_no_server(plan)
     if gone is not None:
-        raise ConfigError(f"{gone} is on no server, but each trainer's own: such jobs have no checkpoints yet")
+        raise ConfigError(
+            f"{gone} is on no server, but each trainer's own: such jobs have no checkpoints yet"
+        )
 
 
 def has_checkpoints(plan: PServerPlan) -> bool:
@@ -186,7 +205,8 @@ def has_checkpoints(plan: PServerPlan) -> bool:
 
 
 def _on_no_server(plan: PServerPlan) -> str | None:
-    """Return an array of the optimizer's state that each trainer has for itself, if there is one."""
+    """Return an array of the optimizer's state that each trainer has for itself, if there is
+    one."""
     there = {row.origin_name for row in plan.overview}
     return next((n for n in plan.main.args[1].names if n not in there), None)
 
@@ -194,14 +214,20 @@ def _on_no_server(plan: PServerPlan) -> str | None:
 def check_step(main: Any) -> None:
     """Raises ConfigError for what is no traced step."""
     if not isinstance(main, Program) or len(main.args) < 2:
-        raise ConfigError(f"load takes the traced step, dtrans.trace(step, ...) or plan.main; it is {main!r}")
+        raise ConfigError(
+            f"load takes the traced step, dtrans.trace(step, ...) or plan.main; it is {main!r}"
+        )
 
 
 def checked(plan: PServerPlan, endpoint: str, state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of a server. Raises StateError unless it is one, UnknownEndpointError where there is no such server."""
+    """The state of a server. Raises StateError unless it is one, UnknownEndpointError where there
+    is no such server."""
     wanted = plan.servers[endpoint].main.inputs
     if not isinstance(state, Mapping):
-        raise StateError(f"the state of pserver {endpoint} is a dict of arrays by name, not {type(state).__name__}")
+        raise StateError(
+            f"the state of pserver {endpoint} is a dict of arrays by name, not "
+            f"{type(state).__name__}"
+        )
     for name in (*wanted, *state):
         if name not in state or name not in wanted:
             there = "is not in the state" if name in wanted else "is nothing that this plan puts"
@@ -209,12 +235,16 @@ def checked(plan: PServerPlan, endpoint: str, state: Mapping[str, Any]) -> dict[
     for name, x in state.items():
         check_type(x, wanted[name], name, f"pserver {endpoint} holds")
         if isinstance(x, jax.Array) and x.is_deleted():
-            raise StateError(f"{name} of pserver {endpoint} was donated to a step; save the state that step returned")
+            raise StateError(
+                f"{name} of pserver {endpoint} was donated to a step; save the state that step "
+                "returned"
+            )
     return dict(state)
 
 
 def checked_trainer(plan: PServerPlan, params: Any) -> dict[str, Any]:
-    """Of the parameters of trainer 0, those that no server holds. Raises StateError for another type than it takes."""
+    """Of the parameters of trainer 0, those that no server holds. Raises StateError for another
+    type than it takes."""
     values = named(plan.main.args[0], params, "params")
     for name in plan.frozen:
         check_type(values[name], plan.main.inputs[name], name, "a trainer holds")
@@ -223,4 +253,6 @@ def checked_trainer(plan: PServerPlan, params: Any) -> dict[str, Any]:
 
 def check_type(x: Any, wanted: Any, name: str, who: str) -> None:
     if not hasattr(x, "dtype") or type_of(x) != type_of(wanted):
-        raise StateError(f"{name} is {type_of(x) if hasattr(x, 'dtype') else repr(x)}; {who} {type_of(wanted)}")
+        raise StateError(
+            f"{name} is {type_of(x) if hasattr(x, 'dtype') else repr(x)}; {who} {type_of(wanted)}"
+        )

@@ -1,7 +1,8 @@
-"""Runs of jobs: each piece of a checkpoint is marked with the run that wrote it, and pieces of two runs never meet.
+"""Runs of jobs: each piece of a checkpoint is marked with the run that wrote it, and pieces of two
+runs never meet.
 
-All processes of a run must find the same word without asking anybody, since a piece is written without a word to any
-other process. They have had words before:
+All processes of a run must find the same word without asking anybody, since a piece is written
+without a word to any other process. They have had words before:
 
     parameter servers   a server knows the trainers by their sessions, which are random: that of trainer 0 is the run's;
                         while it serves, each of those that have come is one of its words
@@ -33,7 +34,8 @@ THIS_PROCESS = new_run()
 
 
 def note(who: str, run: str) -> None:
-    """Remember in which run somebody of this process took part last: a server's endpoint, or a trainer."""
+    """Remember in which run somebody of this process took part last: a server's endpoint, or a
+    trainer."""
     _known[who] = run
 
 
@@ -45,14 +47,15 @@ def run_of(who: str, environ: Mapping[str, str] | None = None) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """Origin of a piece of a checkpoint: pieces make up one checkpoint only where their marks agree.
+    """Origin of a piece of a checkpoint: pieces make up one checkpoint only where their marks
+    agree.
 
     Attributes:
       run: words of the run; the pieces of one save have at least one in common.
       step: of the run; None where processes have no common count.
       tag: the user's name for the save.
-      shared: whether other processes of the run know a word of it too. A process that only knows a word of its own
-        cannot tell remains of an earlier run from pieces of its own one.
+      shared: whether other processes of the run know a word of it too. A process that only knows a
+        word of its own cannot tell remains of an earlier run from pieces of its own one.
     """
 
     run: tuple[str, ...] = ()

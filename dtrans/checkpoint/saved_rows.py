@@ -1,8 +1,10 @@
-"""Rows of tables as checkpoints have them: those that are made, some at a time, and what makes the others.
+"""Rows of tables as checkpoints have them: those that are made, some at a time, and what makes the
+others.
 
-A block of a table and the arrays of the optimizer's state that belong to its rows are one `TableRows`. In a state they
-stand under their names, each as an array that nobody has made yet (`ArrayLike`): who writes a state takes its
-segments, and whoever reads it as an array makes all rows.
+A block of a table and the arrays of the optimizer's state that belong to its rows are one
+`TableRows`. In a state they stand under their names, each as an array that nobody has made yet
+(`ArrayLike`): who writes a state takes its segments, and whoever reads it as an array makes all
+rows.
 
     running server      a snapshot (`dtrans.run.parameter_server.tables.row_snapshot`)
     restored server     `SavedTable`, which a server takes its rows from
@@ -54,8 +56,8 @@ class RowSegment:
 
     Attributes:
       ids: their numbers in the block, increasing.
-      changed: of each n + 1 where step n has changed it last, n = 0 where none has; -(n + 1) where it was given up
-        before step n: it is not made.
+      changed: of each n + 1 where step n has changed it last, n = 0 where none has; -(n + 1) where
+        it was given up before step n: it is not made.
       rows: of the block, and of each array of its state, those that are made.
     """
 
@@ -106,11 +108,13 @@ class TableRows(abc.ABC):
 
     @abc.abstractmethod
     def segments(self) -> Iterator[RowSegment]:
-        """The rows that are made or were given up, in increasing order, a bounded number at a time."""
+        """The rows that are made or were given up, in increasing order, a bounded number at a
+        time."""
 
     @abc.abstractmethod
     def first(self, ids: np.ndarray) -> list[np.ndarray]:
-        """Rows as the init makes them, of the block and of each array of its state; where `begins` is there."""
+        """Rows as the init makes them, of the block and of each array of its state; where `begins`
+        is there."""
 
     def close(self) -> None:
         """Let go of what is kept for a reader of segments: nothing, where rows are all there."""
@@ -123,7 +127,8 @@ class SavedTable(TableRows):
     Args:
       names, rows, step, evicted, begins: as of `TableRows`.
       segment: all rows.
-      probe: some rows as the init of the job made them that saved: their numbers, and the rows of each array.
+      probe: some rows as the init of the job made them that saved: their numbers, and the rows of
+        each array.
     """
 
     def __init__(
@@ -158,7 +163,11 @@ class TableArray(ArrayLike):
 
     def made(self) -> np.ndarray:
         begins = self._table.begins
-        found = np.empty(self.shape, self.dtype) if begins is None else np.array(begins.all()[self._index])
+        found = (
+            np.empty(self.shape, self.dtype)
+            if begins is None
+            else np.array(begins.all()[self._index])
+        )
         for segment in self._table.segments():
             found[segment.made] = segment.rows[self._index]
         return found

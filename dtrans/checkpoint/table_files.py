@@ -6,8 +6,8 @@
     rows/0/first.npz    some rows as the init makes them, by which a later job knows that its init is the same
     rows/init.npz       what the init was given: it makes the rows that are not here
 
-Orbax takes whole arrays, and rows of a running server are there some at a time only: so these are files beside its own,
-in the folder that it names when all of it is written.
+Orbax takes whole arrays, and rows of a running server are there some at a time only: so these are
+files beside its own, in the folder that it names when all of it is written.
 """
 
 from __future__ import annotations
@@ -35,14 +35,24 @@ def write_tables(folder: Path, tables: Sequence[TableRows]) -> list[dict[str, An
         at.mkdir()
         segments, count = table.segments(), 0
         while (segment := next(segments, None)) is not None:
-            np.savez(at / f"{count}.npz", ids=segment.ids, changed=segment.changed, **_columns(segment.rows))
+            np.savez(
+                at / f"{count}.npz",
+                ids=segment.ids,
+                changed=segment.changed,
+                **_columns(segment.rows),
+            )
             made, count = made + len(segment.rows[0]), count + 1
             del segment  # before the next one is read
         if table.begins is not None:
             ids = np.unique([0, table.rows // 2, table.rows - 1])
             np.savez(at / FIRST, ids=ids, **_columns(table.first(ids)))
             np.savez(folder / ARGS, **_columns([as_numpy(x) for x in table.begins.args]))
-        about = {"names": list(table.names), "step": table.step, "evicted": table.evicted, "made": made}
+        about = {
+            "names": list(table.names),
+            "step": table.step,
+            "evicted": table.evicted,
+            "made": made,
+        }
         found.append(about | {"segments": count, "begins": table.begins is not None})
     return found
 

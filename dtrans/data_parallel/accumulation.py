@@ -3,12 +3,12 @@
     accumulate    scan: forward, backward, add up         --> one gradient, results
     local steps   scan: forward, backward, optimize       --> parameters and optimizer state, results
 
-Parameters that trainers make (batch statistics), and in local steps all state, go from micro-step to micro-step; a key
-is folded with the number of the micro-step.
+Parameters that trainers make (batch statistics), and in local steps all state, go from micro-step
+to micro-step; a key is folded with the number of the micro-step.
 
-Source of local steps: Stich, Local SGD Converges Fast and Communicates Little (arXiv 1805.09767); that the optimizer's
-state is averaged as well: Yu, Jin, Yang (arXiv 1905.03817). In Paddle, transpiler/collective.py: `LocalSGD`, which
-leaves the optimizer's state to each trainer.
+Source of local steps: Stich, Local SGD Converges Fast and Communicates Little (arXiv 1805.09767);
+that the optimizer's state is averaged as well: Yu, Jin, Yang (arXiv 1905.03817). In Paddle,
+transpiler/collective.py: `LocalSGD`, which leaves the optimizer's state to each trainer.
 """
 
 from __future__ import annotations
@@ -44,13 +44,16 @@ class MicroSteps:
     Attributes:
       count: how many there are.
       reduce: how their gradients are combined: "mean" or "sum".
-      ways: how each of their results is merged: "mean", "sum", "max", "concat", or "same" (the last one).
+      ways: how each of their results is merged: "mean", "sum", "max", "concat", or "same" (the last
+        one).
       example_count: the result that weights means over micro-steps; it is itself added up.
-      axes: the dimension along which each array of the batch is cut; every micro-step gets others whole.
+      axes: the dimension along which each array of the batch is cut; every micro-step gets others
+        whole.
       keys: names of keys of the batch that are folded with the number of the micro-step.
-      joined: the dimension along which a result that is "concat" is joined, where that is not the first.
-      carried: parameters that trainers make and that go from micro-step to micro-step, as batch statistics of each do;
-        others are made of those before the step, and merged as results are.
+      joined: the dimension along which a result that is "concat" is joined, where that is not the
+        first.
+      carried: parameters that trainers make and that go from micro-step to micro-step, as batch
+        statistics of each do; others are made of those before the step, and merged as results are.
       given: what micro-steps are given of the whole batch, if anything.
       clip_norm: the norm that the gradients of each are clipped to, if they are.
       noun: what a trainer is called in errors.
@@ -75,12 +78,28 @@ class MicroSteps:
         own = [n for n in step.batch if not is_under(n, o.batch.unsplit_inputs)]
         shared = o.shared
         axes = {n: 0 for n in own if types[n].ndim} if shared is None else shared.axes
-        keys = [n for n in own if jnp.issubdtype(types[n].dtype, jax.dtypes.prng_key) and not types[n].ndim]
+        keys = [
+            n
+            for n in own
+            if jnp.issubdtype(types[n].dtype, jax.dtypes.prng_key) and not types[n].ndim
+        ]
         joined = {} if shared is None else shared.joined
         carried = [n for n in step.frozen if n in merges] if shared is None else []
         reduce, count = o.reduce.op or "mean", o.batch.example_count
         clip_norm = o.reduce.clip_of_each(o.num_micro_batch)
-        return cls(o.micro_steps, reduce, merges, count, axes, keys, joined, carried, o.given, clip_norm, o.noun)
+        return cls(
+            o.micro_steps,
+            reduce,
+            merges,
+            count,
+            axes,
+            keys,
+            joined,
+            carried,
+            o.given,
+            clip_norm,
+            o.noun,
+        )
 
 
 def write_micro_steps(
@@ -97,8 +116,9 @@ def write_micro_steps(
       b: that they are written with; it has the step's inputs.
       results: the outputs that are wanted, beside the parameters that trainers make.
       given: inputs that are not the step's own variables, by name.
-      half: writes a micro-step where that is not just the trainer half: takes the inputs of `given`, each by a variable
-        of its own, behind all others, and returns results and parameters that trainers make by name, and gradients.
+      half: writes a micro-step where that is not just the trainer half: takes the inputs of
+        `given`, each by a variable of its own, behind all others, and returns results and
+        parameters that trainers make by name, and gradients.
 
     Returns:
       Outputs by name, and gradients by leaf.
@@ -125,7 +145,9 @@ def write_micro_steps(
         outs_of |= made
     if window.clip_norm is not None:
         inner.role = BACKWARD
-        grads = dict(zip(grads, inner.call(clipped(float(window.clip_norm)), *grads.values()), strict=True))
+        grads = dict(
+            zip(grads, inner.call(clipped(float(window.clip_norm)), *grads.values()), strict=True)
+        )
     called = {n: unused_name(n + GRAD, outs_of) for n in step.gradients}
     outs_of |= {name: grads[n] for n, name in called.items()}
     ways = dict.fromkeys(called.values(), window.reduce) | {n: window.ways[n] for n in merged}
@@ -137,7 +159,8 @@ def write_micro_steps(
 
 
 def write_local_steps(b: Builder, step: Cut, window: MicroSteps) -> dict[str, Atom]:
-    """Write whole steps of a trainer by itself, one after the other; arguments and errors as `write_micro_steps`.
+    """Write whole steps of a trainer by itself, one after the other; arguments and errors as
+    `write_micro_steps`.
 
     Returns:
       All outputs of the step by name: parameters and optimizer state are those after the last step.
@@ -159,17 +182,22 @@ def _micro_program(source: Program, window: MicroSteps) -> Program:
 
 
 def _given_first(b: Builder, step: Cut, window: MicroSteps) -> dict[str, Atom]:
-    """Write what micro-steps are given of the whole batch, by name: a trainer's rows of it, or all."""
+    """Write what micro-steps are given of the whole batch, by name: a trainer's rows of it, or
+    all."""
     if window.given is None:
         return {}
     source = step.program
-    made = window.given.of_trainer([jax.ShapeDtypeStruct(t.shape, t.dtype) for t in source.inputs.values()])
+    made = window.given.of_trainer(
+        [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in source.inputs.values()]
+    )
     b.role = FORWARD
     values = b.inline(made.jaxpr, *(source.invars[n] for n in made.in_names))
     return dict(zip(made.out_names, values, strict=True))
 
 
-def micro_types(source: Program, axes: Mapping[str, int], count: int, noun: str) -> dict[str, jax.ShapeDtypeStruct]:
+def micro_types(
+    source: Program, axes: Mapping[str, int], count: int, noun: str
+) -> dict[str, jax.ShapeDtypeStruct]:
     """The types of the inputs of one of so many micro-steps.
 
     Args:
@@ -185,7 +213,9 @@ def micro_types(source: Program, axes: Mapping[str, int], count: int, noun: str)
         if n in axes:
             at, rows = axes[n], shape[axes[n]]
             if rows % count:
-                raise BatchError(f"{n} has {rows} rows on each {noun}, which {count} micro-steps do not divide")
+                raise BatchError(
+                    f"{n} has {rows} rows on each {noun}, which {count} micro-steps do not divide"
+                )
             shape = (*shape[:at], rows // count, *shape[at + 1 :])
         types[n] = jax.ShapeDtypeStruct(shape, t.dtype)
     return types
@@ -240,7 +270,9 @@ def _scanned(
             new = {}
             for n in added:
                 part = jnp.asarray(made[n]).astype(so_far[n].dtype)
-                if by is not None and ways[n] == "mean":  # what counts for nothing may be nothing over nothing
+                if (
+                    by is not None and ways[n] == "mean"
+                ):  # what counts for nothing may be nothing over nothing
                     part = jnp.where(by == 0, jnp.zeros_like(part), part * by.astype(part.dtype))
                 new[n] = so_far[n] + part
             for n in largest:
@@ -250,11 +282,15 @@ def _scanned(
         wide = {n: sum_type(t.dtype) for n, t in body.types.items()}
         start = {n: jnp.zeros(body.types[n].shape, wide[n]) for n in added}
         start |= {n: _lowest(body.types[n]) for n in largest}
-        (found, state), rest = jax.lax.scan(one, (start, {n: values[n] for n in carried}), (jnp.arange(count), rows))
+        (found, state), rest = jax.lax.scan(
+            one, (start, {n: values[n] for n in carried}), (jnp.arange(count), rows)
+        )
         total = (
             count
             if example_count is None
-            else jnp.where(found[example_count] == 0, jnp.ones_like(found[example_count]), found[example_count])
+            else jnp.where(
+                found[example_count] == 0, jnp.ones_like(found[example_count]), found[example_count]
+            )
         )
         found |= {n: found[n] / jnp.asarray(total, wide[n]) for n in added if ways[n] == "mean"}
         found |= {n: found[n].astype(body.types[n].dtype) for n in added}
@@ -272,4 +308,8 @@ def _lowest(t: Any) -> jax.Array:
     """What any value of a type is at least."""
     if jnp.issubdtype(t.dtype, jnp.bool_):
         return jnp.zeros(t.shape, t.dtype)
-    return jnp.full(t.shape, -jnp.inf if jnp.issubdtype(t.dtype, jnp.inexact) else jnp.iinfo(t.dtype).min, t.dtype)
+    return jnp.full(
+        t.shape,
+        -jnp.inf if jnp.issubdtype(t.dtype, jnp.inexact) else jnp.iinfo(t.dtype).min,
+        t.dtype,
+    )

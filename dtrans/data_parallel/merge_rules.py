@@ -1,8 +1,10 @@
-"""What becomes of what each trainer makes: results, batch statistics, and after local steps all state.
+"""What becomes of what each trainer makes: results, batch statistics, and after local steps all
+state.
 
-It is what the user says in `merge`. Where nothing is said it is told by tracing: the step is traced a second time on
-the batch of all trainers, and what is larger there has grown with the batch; a spread over the equations tells what
-parts of the batch enter, and what is made of their number of rows only. What cannot be told is refused by name.
+It is what the user says in `merge`. Where nothing is said it is told by tracing: the step is traced
+a second time on the batch of all trainers, and what is larger there has grown with the batch; a
+spread over the equations tells what parts of the batch enter, and what is made of their number of
+rows only. What cannot be told is refused by name.
 """
 
 from __future__ import annotations
@@ -29,24 +31,31 @@ def check_merge(name: str, way: str, t: Any, *, is_state: bool, o: Options) -> N
     """Refuse a way to merge something of this type."""
     if is_state and way in ("concat", "each"):
         raise ConfigError(
-            f"merge[{name!r}]={way!r}: every {o.noun} has the same state; 'mean', 'sum' and 'max' keep it so"
+            f"merge[{name!r}]={way!r}: every {o.noun} has the same state; 'mean', 'sum' and 'max' "
+            "keep it so"
         )
     if way == "each" and o.micro_steps > 1:
         raise ConfigError(
-            f"merge[{name!r}]='each': a {o.noun} makes it in each of {o.micro_steps} micro-steps; say 'mean', "
+            f"merge[{name!r}]='each': a {o.noun} makes it in each of {o.micro_steps} micro-steps; "
+            "say 'mean', "
             "'sum', 'max', 'concat', or 'same' (the last one)"
         )
     if name == o.batch.example_count and way != "sum":
         raise ConfigError(
-            f"merge[{name!r}]={way!r}: it is example_count, which is added up; leave it out, or say 'sum'"
+            f"merge[{name!r}]={way!r}: it is example_count, which is added up; leave it out, or "
+            "say 'sum'"
         )
     if way == "concat" and not t.ndim:
-        raise ConfigError(f"merge[{name!r}]='concat': it is {t.str_short()}, which has no dim 0; say 'each'")
+        raise ConfigError(
+            f"merge[{name!r}]='concat': it is {t.str_short()}, which has no dim 0; say 'each'"
+        )
     number, flag = jnp.issubdtype(t.dtype, jnp.number), jnp.issubdtype(t.dtype, jnp.bool_)
     ordered = flag or (number and not jnp.issubdtype(t.dtype, jnp.complexfloating))
     fits = {"mean": jnp.issubdtype(t.dtype, jnp.inexact), "sum": number, "max": ordered}
     if not fits.get(way, True):
-        others = [w for w, fit in fits.items() if fit] + ([] if is_state else ["same" if o.micro_steps > 1 else "each"])
+        others = [w for w, fit in fits.items() if fit] + (
+            [] if is_state else ["same" if o.micro_steps > 1 else "each"]
+        )
         said = " or ".join(map(repr, others or ["same"]))
         raise ConfigError(f"merge[{name!r}]={way!r}: it is {t.str_short()}; say {said}")
 
@@ -57,13 +66,24 @@ def merges_of(step: Cut, o: Options, of_counts: str = "") -> dict[str, str]:
     made_here = _made_by_trainers(step, o)
     parts = o.trainers * o.micro_steps
     if parts == 1:
-        found = {n: "each" if o.batch.merge.get(n) == "each" else "same" for n in (*step.results, *made_here)}
+        found = {
+            n: "each" if o.batch.merge.get(n) == "each" else "same"
+            for n in (*step.results, *made_here)
+        }
         return found if o.batch.example_count is None else found | {o.batch.example_count: "sum"}
     outs = program.outvars
     of_batch = _of_batch(step, o)
-    named = [n for n in (*step.results, *made_here) if n not in o.batch.merge and n != o.batch.example_count]
+    named = [
+        n
+        for n in (*step.results, *made_here)
+        if n not in o.batch.merge and n != o.batch.example_count
+    ]
     still = [n for n in named if isinstance(a := outs[n], Var) and not of_batch.get(a)]
-    asked = [n for n in named if (program.outputs[n].ndim and n in step.results) or isinstance(outs[n], Literal)]
+    asked = [
+        n
+        for n in named
+        if (program.outputs[n].ndim and n in step.results) or isinstance(outs[n], Literal)
+    ]
     whole = _of_all(step, o, parts, asked) if asked or still else None
     grown: Mapping[str, Any] = {} if whole is None else whole.outputs
     grown_outs: Mapping[str, Atom] = {} if whole is None else whole.outvars
@@ -72,9 +92,15 @@ def merges_of(step: Cut, o: Options, of_counts: str = "") -> dict[str, str]:
     for n in (*step.results, *made_here):
         t, out = program.outputs[n], outs[n]
         if n in o.batch.merge:
-            if n in made_here and o.batch.merge[n] == "same" and isinstance(out, Var) and of_batch.get(out):
+            if (
+                n in made_here
+                and o.batch.merge[n] == "same"
+                and isinstance(out, Var)
+                and of_batch.get(out)
+            ):
                 raise ConfigError(
-                    f"merge[{n!r}]='same': it is made of a {o.noun}'s part of the batch, and every {o.noun} has the "
+                    f"merge[{n!r}]='same': it is made of a {o.noun}'s part of the batch, and every "
+                    f"{o.noun} has the "
                     "same state; say 'mean', 'sum' or 'max'"
                 )
             found[n] = o.batch.merge[n]
@@ -83,8 +109,10 @@ def merges_of(step: Cut, o: Options, of_counts: str = "") -> dict[str, str]:
         elif n in grown and grown[n].shape != t.shape:
             if grown[n].shape != (parts * t.shape[0], *t.shape[1:]):
                 raise ConfigError(
-                    f"{n} is {t.str_short()} on a {o.noun}'s part and {grown[n].str_short()} on the batch of all: "
-                    f"it cannot be merged; results may grow with the batch on dim 0 only (or say merge={{{n!r}: ...}})"
+                    f"{n} is {t.str_short()} on a {o.noun}'s part and {grown[n].str_short()} on "
+                    "the batch of all: "
+                    "it cannot be merged; results may grow with the batch on dim 0 only (or say "
+                    f"merge={{{n!r}: ...}})"
                 )
             found[n] = "concat"
         elif isinstance(out, Literal):
@@ -93,7 +121,8 @@ def merges_of(step: Cut, o: Options, of_counts: str = "") -> dict[str, str]:
             if of_rows.get(out):
                 remedy = of_counts if n in made_here else ""
                 raise ConfigError(
-                    f"{n} is {t.str_short()}, and made of how many rows a {o.noun}'s part has, whatever is in them: "
+                    f"{n} is {t.str_short()}, and made of how many rows a {o.noun}'s part has, "
+                    "whatever is in them: "
                     + (remedy or f"say how to merge it, merge={{{n!r}: 'sum'}} or 'max'")
                 )
             found[n] = "same"
@@ -101,12 +130,14 @@ def merges_of(step: Cut, o: Options, of_counts: str = "") -> dict[str, str]:
             found[n] = (o.reduce.op or "mean") if n in step.results else "mean"
         elif n in made_here:
             raise ConfigError(
-                f"{n} is {t.str_short()} and made of a {o.noun}'s part of the batch: say how to merge it, "
+                f"{n} is {t.str_short()} and made of a {o.noun}'s part of the batch: say how to "
+                "merge it, "
                 f"merge={{{n!r}: 'sum'}} or 'max'"
             )
         elif o.micro_steps > 1:
             raise ConfigError(
-                f"{n} is {t.str_short()} and made in each of {o.micro_steps} micro-steps: say how to merge it, "
+                f"{n} is {t.str_short()} and made in each of {o.micro_steps} micro-steps: say how "
+                "to merge it, "
                 f"merge={{{n!r}: 'sum'}}, 'max' or 'same' (the last one)"
             )
         else:
@@ -115,7 +146,8 @@ def merges_of(step: Cut, o: Options, of_counts: str = "") -> dict[str, str]:
 
 
 def _made_by_trainers(step: Cut, o: Options) -> list[str]:
-    """The state that trainers make of their own parts: batch statistics; with local steps, all that changes."""
+    """The state that trainers make of their own parts: batch statistics; with local steps, all that
+    changes."""
     state = step.frozen if o.local_sgd is None else (*step.params, *step.opt_state)
     return [n for n in state if not _unchanged(step.program, n)]
 
@@ -123,21 +155,27 @@ def _made_by_trainers(step: Cut, o: Options) -> list[str]:
 def _of_all(step: Cut, o: Options, parts: int, asked: Sequence[str]) -> Program | None:
     """The step, traced on a batch of all trainers; None where that cannot be and nobody `asked`."""
     program = step.program
-    split = [n for n in step.batch if program.inputs[n].ndim and not is_under(n, o.batch.unsplit_inputs)]
+    split = [
+        n for n in step.batch if program.inputs[n].ndim and not is_under(n, o.batch.unsplit_inputs)
+    ]
     rows = {program.inputs[n].shape[0]: n for n in split}
     if len(rows) > 1:
         if not asked:
             return None
         listed = " and ".join(f"{n} has {count}" for count, n in rows.items())
         raise ConfigError(
-            f"{', '.join(asked)} may grow with the batch, whose arrays are split over the {o.noun}s on dim 0, but "
+            f"{', '.join(asked)} may grow with the batch, whose arrays are split over the "
+            f"{o.noun}s on dim 0, but "
             f"{listed} rows; name what every {o.noun} needs whole in unsplit_inputs=(...)"
         )
-    return program.specialize_flat([grown(t, 0 if n in split else None, parts) for n, t in program.inputs.items()])
+    return program.specialize_flat(
+        [grown(t, 0 if n in split else None, parts) for n, t in program.inputs.items()]
+    )
 
 
 def _of_rows(step: Cut, whole: Program) -> dict[Var, int]:
-    """The values that differ between a trainer's part and the whole, whatever is in the batch: counts of its rows.
+    """The values that differ between a trainer's part and the whole, whatever is in the batch:
+    counts of its rows.
 
     Equations are compared one by one; where they do not pair, nothing is known.
     """
@@ -167,11 +205,17 @@ def _of_batch(step: Cut, o: Options) -> dict[Var, int]:
     outs = program.outvars
     if o.local_sgd is None:
         # what is made of gradients is made of the reduced ones
-        return propagate(inner.eqns, {ins[n]: 1 for n in step.batch}, dict.fromkeys(step.boundary.values(), 0))
+        return propagate(
+            inner.eqns, {ins[n]: 1 for n in step.batch}, dict.fromkeys(step.boundary.values(), 0)
+        )
     names = set(step.batch)
     while True:  # a local step goes on from the state that the one before has made
         found = propagate(inner.eqns, {ins[n]: 1 for n in names}, {})
-        more = {n for n in (*step.params, *step.opt_state) if isinstance(a := outs[n], Var) and found.get(a)}
+        more = {
+            n
+            for n in (*step.params, *step.opt_state)
+            if isinstance(a := outs[n], Var) and found.get(a)
+        }
         if more <= names:
             return found
         names |= more
@@ -184,7 +228,8 @@ def _static(name: str, here: Literal, whole: Atom | None, parts: int, noun: str)
     if np.array_equal(parts * np.asarray(here.val), whole.val):
         return "sum"
     raise ConfigError(
-        f"{name} is {here.val} on a {noun}'s part and {whole.val} on the batch of all: say how to merge it, "
+        f"{name} is {here.val} on a {noun}'s part and {whole.val} on the batch of all: say how to "
+        "merge it, "
         f"merge={{{name!r}: 'same'}}, 'sum', 'max' or 'each'"
     )
 

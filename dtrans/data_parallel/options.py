@@ -9,7 +9,15 @@ import jax.numpy as jnp
 
 from dtrans.batch.given_micro_steps import GivenMicroSteps
 from dtrans.batch.shared import SharedStep
-from dtrans.checks import check_int, check_name, check_number, check_one_of, check_size, check_together, check_type
+from dtrans.checks import (
+    check_int,
+    check_name,
+    check_number,
+    check_one_of,
+    check_size,
+    check_together,
+    check_type,
+)
 from dtrans.errors import ConfigError
 from dtrans.step.batch_sharing import Batch
 
@@ -22,23 +30,27 @@ MERGES = (*REDUCED, "concat", "each", "same")
 
 @dataclasses.dataclass(frozen=True)
 class Reduce:
-    """How gradients are reduced over trainers, the ranks of a sharded job, or the replicas of a stage.
+    """How gradients are reduced over trainers, the ranks of a sharded job, or the replicas of a
+    stage.
 
     Attributes:
-      op: "mean", or "sum" for a loss that is a sum over the batch; of an exact batch it is found, and may be left out.
+      op: "mean", or "sum" for a loss that is a sum over the batch; of an exact batch it is found,
+        and may be left out.
       bucket_MB: the size up to which gradients are reduced together; 0 reduces each by itself.
-      max_buckets: EPL's rule of buckets in the place of `bucket_MB`: at most about so many, of even size.
-      chains: how many chains of reductions may run beside each other; within a chain each waits for the one before. By
-        default XLA decides.
-      compress: "bf16" or "fp16": gradients are reduced in this type, multiplied by `compress_scale` before and divided
-        by it after. A sum that overflows is not hidden: it arrives as infinity.
+      max_buckets: EPL's rule of buckets in the place of `bucket_MB`: at most about so many, of even
+        size.
+      chains: how many chains of reductions may run beside each other; within a chain each waits for
+        the one before. By default XLA decides.
+      compress: "bf16" or "fp16": gradients are reduced in this type, multiplied by `compress_scale`
+        before and divided by it after. A sum that overflows is not hidden: it arrives as infinity.
       compress_scale: see `compress`.
-      clip_local_norm: clip each trainer's own gradients to this global norm *before* they are reduced, as EPL does by
-        default. (A clip in the optimizer is one of the reduced gradients.) All reductions then wait for the last
-        gradient.
-      clip_local_per: of which gradients that is the norm, where there are micro-batches: "step" clips what all of a
-        trainer's micro-batches make together, "micro_batch" what each of them makes, as EPL does. In a pipeline the
-        latter keeps the gradients of all micro-batches until the update.
+      clip_local_norm: clip each trainer's own gradients to this global norm *before* they are
+        reduced, as EPL does by default. (A clip in the optimizer is one of the reduced gradients.)
+        All reductions then wait for the last gradient.
+      clip_local_per: of which gradients that is the norm, where there are micro-batches: "step"
+        clips what all of a trainer's micro-batches make together, "micro_batch" what each of them
+        makes, as EPL does. In a pipeline the latter keeps the gradients of all micro-batches until
+        the update.
 
     Raises:
       ConfigError: a value that is out of range, or a scale without a type.
@@ -71,15 +83,30 @@ class Reduce:
         check_one_of("compress", self.compress, (*COMPRESSED, None))
         check_number("compress_scale", self.compress_scale, "a positive number", lambda x: x > 0)
         if self.compress is None and self.compress_scale != 1.0:
-            raise ConfigError(f"compress_scale={self.compress_scale!r} is for compress='bf16' or 'fp16', which is None")
-        check_number("clip_local_norm", self.clip_local_norm, "a positive number", lambda x: x > 0, or_none=True)
+            raise ConfigError(
+                f"compress_scale={self.compress_scale!r} is for compress='bf16' or 'fp16', which "
+                "is None"
+            )
+        check_number(
+            "clip_local_norm",
+            self.clip_local_norm,
+            "a positive number",
+            lambda x: x > 0,
+            or_none=True,
+        )
         check_one_of("clip_local_per", self.clip_local_per, CLIPPED_PER)
         if self.clip_local_per != "step" and self.clip_local_norm is None:
-            raise ConfigError(f"clip_local_per={self.clip_local_per!r} is for clip_local_norm, which is None")
+            raise ConfigError(
+                f"clip_local_per={self.clip_local_per!r} is for clip_local_norm, which is None"
+            )
 
     def clip_of_each(self, num_micro_batch: int) -> float | None:
         """The norm that the gradients of each micro-batch are clipped to."""
-        return self.clip_local_norm if num_micro_batch > 1 and self.clip_local_per == "micro_batch" else None
+        return (
+            self.clip_local_norm
+            if num_micro_batch > 1 and self.clip_local_per == "micro_batch"
+            else None
+        )
 
     def clip_of_all(self, num_micro_batch: int) -> float | None:
         """The norm that those of all micro-batches together are clipped to."""
@@ -111,7 +138,9 @@ class Options:
     noun: str = "trainer"  # one of those that share the batch, in errors
 
     def __post_init__(self) -> None:
-        endpoints = " (endpoints are for DistributeTranspiler.transpile)" * (":" in str(self.trainers))
+        endpoints = " (endpoints are for DistributeTranspiler.transpile)" * (
+            ":" in str(self.trainers)
+        )
         check_int("trainers", self.trainers, f"a positive number of trainers{endpoints}")
         check_name("axis_name", self.axis_name, "the name of an axis")
         check_type("batch", self.batch, Batch)
@@ -130,7 +159,8 @@ class Options:
                 f"clip_local_norm={reduce.clip_local_norm!r}": reduce.clip_local_norm is not None,
             }
             why = (
-                "the one averages parameters, which trainers update by their own gradients; the other is about "
+                "the one averages parameters, which trainers update by their own gradients; the "
+                "other is about "
                 "gradients that trainers share"
             )
             check_together(others, why, f"local_sgd={self.local_sgd}")
@@ -138,7 +168,8 @@ class Options:
         check_int("trainers_per_node", node, "a number of trainers", least=0)
         if node and (self.trainers % node or not 1 < node < self.trainers):
             raise ConfigError(
-                f"trainers_per_node={node} must divide the {self.trainers} trainers into several nodes of several "
+                f"trainers_per_node={node} must divide the {self.trainers} trainers into several "
+                "nodes of several "
                 "trainers each"
             )
 
@@ -147,11 +178,16 @@ class Options:
         b = self.batch
         if not b.exact:
             b.check_axes()
-        given = {"reduce": self.reduce.op, "example_count": b.example_count, "merge": dict(b.merge) or None}
+        given = {
+            "reduce": self.reduce.op,
+            "example_count": b.example_count,
+            "merge": dict(b.merge) or None,
+        }
         for name, value in given.items():
             if b.exact and value is not None:
                 raise ConfigError(
-                    f"{name}={value!r} is for batch='local', where each {self.noun} has numbers of its own: an exact "
+                    f"{name}={value!r} is for batch='local', where each {self.noun} has numbers of "
+                    "its own: an exact "
                     "batch is added up as one device has it. Leave it out, or say batch='local'"
                 )
 
@@ -159,12 +195,16 @@ class Options:
     def local(self) -> Self:
         """The same, where each trainer takes the step on its part alone."""
         reduce = dataclasses.replace(self.reduce, op=self.reduce.op or "mean")
-        return dataclasses.replace(self, batch=dataclasses.replace(self.batch, kind="local", axes=0), reduce=reduce)
+        return dataclasses.replace(
+            self, batch=dataclasses.replace(self.batch, kind="local", axes=0), reduce=reduce
+        )
 
     def of(self, shared: SharedStep) -> Self:
         """The same for a step that is shared already: as its parts add up."""
         whole = tuple(n for n in shared.step.batch if n not in shared.axes)
-        batch = dataclasses.replace(self.batch, kind="local", axes=0, merge=shared.merges, unsplit_inputs=whole)
+        batch = dataclasses.replace(
+            self.batch, kind="local", axes=0, merge=shared.merges, unsplit_inputs=whole
+        )
         reduce = dataclasses.replace(self.reduce, op=shared.reduce)
         return dataclasses.replace(self, batch=batch, reduce=reduce, shared=shared)
 
@@ -175,12 +215,14 @@ class Options:
 
     @property
     def splits_evenly(self) -> bool:
-        """Whether the trainers must divide the batch: where they do something to parts, one by one."""
+        """Whether the trainers must divide the batch: where they do something to parts, one by
+        one."""
         return self.micro_steps > 1 or self.reduce.clip_local_norm is not None
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
-        """The axes that trainers are on, with their sizes: one, or nodes and the trainers of a node."""
+        """The axes that trainers are on, with their sizes: one, or nodes and the trainers of a
+        node."""
         if not self.trainers_per_node:
             return ((self.axis_name, self.trainers),)
         return (

@@ -40,7 +40,8 @@ class Bucket:
 
 
 def collectives(jaxpr: Any, times: int = 1) -> Iterator[tuple[JaxprEqn, int]]:
-    """Yield the collectives of a jaxpr, each with the number of times that a step carries it out."""
+    """Yield the collectives of a jaxpr, each with the number of times that a step carries it
+    out."""
     for eqn in opened(jaxpr).eqns:
         if collective_of(eqn) is not None:
             yield eqn, times
@@ -56,16 +57,17 @@ class CollectivePlan(Plan):
     Attributes:
       main: the step, with calls inlined and exact roles.
       startup: the single-device init.
-      program: the program of every trainer, (params, opt_state, *batch) -> what the step returns. A batch is the
-        trainer's part.
+      program: the program of every trainer, (params, opt_state, *batch) -> what the step returns. A
+        batch is the trainer's part.
       options: what it was planned with: see `dtrans.nccl2`.
       buckets: the gradients that are reduced together, in order; the state, after local steps.
       merges: result, or parameter that trainers make, to how it is merged.
       callers: sentences of who calls each host callback of the step.
       replan: plans the same step with other options.
-      shared: how the batch is cut exactly; None where each trainer takes the step on its part alone.
-      for_whole: makes the program for a batch that the trainers do not divide, from the types of the step's inputs;
-        None where they must.
+      shared: how the batch is cut exactly; None where each trainer takes the step on its part
+        alone.
+      for_whole: makes the program for a batch that the trainers do not divide, from the types of
+        the step's inputs; None where they must.
     """
 
     main: Program
@@ -77,7 +79,9 @@ class CollectivePlan(Plan):
     callers: tuple[str, ...]
     replan: Callable[[Any], Any] = dataclasses.field(repr=False)
     shared: SharedStep | None = dataclasses.field(default=None, kw_only=True)
-    for_whole: Callable[[Sequence[Any]], Program] | None = dataclasses.field(default=None, kw_only=True, repr=False)
+    for_whole: Callable[[Sequence[Any]], Program] | None = dataclasses.field(
+        default=None, kw_only=True, repr=False
+    )
 
     _right, _code = (3,), 1
     made_by: ClassVar = "nccl2"
@@ -89,7 +93,8 @@ class CollectivePlan(Plan):
 
     @property
     def cuts(self) -> Mapping[str, Any]:
-        """The arrays of the state of which trainers hold slices between steps, by name: none but in sharding."""
+        """The arrays of the state of which trainers hold slices between steps, by name: none but in
+        sharding."""
         return {}
 
     @property
@@ -103,7 +108,8 @@ class CollectivePlan(Plan):
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
-        """The axes that they are on, with their sizes: one, or two where reductions are hierarchical."""
+        """The axes that they are on, with their sizes: one, or two where reductions are
+        hierarchical."""
         return self.options.axes
 
     @property
@@ -113,22 +119,25 @@ class CollectivePlan(Plan):
 
     @property
     def extra_state(self) -> Mapping[str, Any]:
-        """What is kept between steps beside parameters and optimizer state, at its start, by name."""
+        """What is kept between steps beside parameters and optimizer state, at its start, by
+        name."""
         return {}
 
     # -- running ---------------------------------------------------------------------------------
 
     @property
     def function(self) -> Callable[..., Any]:
-        """The program as a pure function of one trainer: (params, opt_state, *batch) -> what the step returns.
+        """The program as a pure function of one trainer: (params, opt_state, *batch) -> what the
+        step returns.
 
-        It runs under `jax.pmap`, `jax.vmap`, or `jax.shard_map` with `check_vma=False`, with the names of `axes`. Each
-        trainer gets its part of the batch; what it returns is merged already, but for results that are "concat" (each
-        has its rows) or "each" (each has its own). For one trainer it needs no axis.
+        It runs under `jax.pmap`, `jax.vmap`, or `jax.shard_map` with `check_vma=False`, with the
+        names of `axes`. Each trainer gets its part of the batch; what it returns is merged already,
+        but for results that are "concat" (each has its rows) or "each" (each has its own). For one
+        trainer it needs no axis.
 
         Raises:
-          ConfigError: when it is called, under a `jax.shard_map` that checks varying types. The equations were traced
-            without them, and replay only without the check.
+          ConfigError: when it is called, under a `jax.shard_map` that checks varying types. The
+            equations were traced without them, and replay only without the check.
         """
         per_trainer = realiser(self, "function")
 
@@ -136,7 +145,8 @@ class CollectivePlan(Plan):
             flat = self.program.flatten(*args)
             program = self.program.specialize_flat(flat)
             refusal = ConfigError(
-                f"plan.function needs jax.shard_map(..., check_vma=False): {self.main.name} was traced without the "
+                f"plan.function needs jax.shard_map(..., check_vma=False): {self.main.name} was "
+                "traced without the "
                 "types that shard_map checks"
             )
             if self.trainers > 1 and any(map(is_varying, flat)):
@@ -159,7 +169,11 @@ class CollectivePlan(Plan):
             return self
         node = self.options.trainers_per_node
         fits = node and not trainers % node and trainers > node
-        return self.replan(dataclasses.replace(self.options, trainers=trainers, trainers_per_node=node if fits else 0))
+        return self.replan(
+            dataclasses.replace(
+                self.options, trainers=trainers, trainers_per_node=node if fits else 0
+            )
+        )
 
     # -- cost ------------------------------------------------------------------------------------
 
@@ -175,7 +189,19 @@ class CollectivePlan(Plan):
         received = sum(times * sum(nbytes(a.aval) for a in eqn.outvars) for eqn, times in moved)
         state = sum(held[n] for spec in self.program.args[:2] for n in spec.names)
         rounds = sum(times for _, times in moved)
-        return Costs([RoleCost("trainer", self.trainers, state, sent, received, rounds, program_flops(self.program))])
+        return Costs(
+            [
+                RoleCost(
+                    "trainer",
+                    self.trainers,
+                    state,
+                    sent,
+                    received,
+                    rounds,
+                    program_flops(self.program),
+                )
+            ]
+        )
 
     @cached_property
     def bytes_per_step(self) -> dict[str, int]:
@@ -206,17 +232,33 @@ class CollectivePlan(Plan):
     @cached_property
     def notes(self) -> list[str]:
         """What else there is to know."""
-        moved = ", ".join(f"{n:,} bytes of {kind}" for kind, n in self.bytes_per_step.items()) or "nothing"
+        moved = (
+            ", ".join(f"{n:,} bytes of {kind}" for kind, n in self.bytes_per_step.items())
+            or "nothing"
+        )
         notes = [] if self.shared is None else list(self.shared.notes)
-        notes += [f"each trainer puts {moved} into collectives per step, over {' and '.join(self.axis_names)}"]
+        notes += [
+            f"each trainer puts {moved} into collectives per step, over "
+            f"{' and '.join(self.axis_names)}"
+        ]
         if len(self.axes) > 1:
-            across = ", ".join(f"{n:,} bytes of {kind}" for kind, n in self.bytes_over(self.axis_names[0]).items())
+            across = ", ".join(
+                f"{n:,} bytes of {kind}" for kind, n in self.bytes_over(self.axis_names[0]).items()
+            )
             notes.append(f"of that between the {self.axes[0][1]} nodes: {across}")
         if self.options.local_sgd is not None:
-            notes.append(f"after {self.options.local_sgd} steps of their own trainers average their state")
-            notes.append("statistics, counts and random numbers are those of each trainer's own rows")
+            notes.append(
+                f"after {self.options.local_sgd} steps of their own trainers average their state"
+            )
+            notes.append(
+                "statistics, counts and random numbers are those of each trainer's own rows"
+            )
         averaged = {leaf for b in self.buckets for leaf in b.leaves}
-        notes += [f"{name}: {way}" for name, way in self.merges.items() if name not in averaged or way != "mean"]
+        notes += [
+            f"{name}: {way}"
+            for name, way in self.merges.items()
+            if name not in averaged or way != "mean"
+        ]
         notes += self.callers
         return notes
 
@@ -226,4 +268,9 @@ class CollectivePlan(Plan):
 
     @property
     def _header(self) -> tuple[str, ...]:
-        return ("bucket", "gradients of" if self.options.local_sgd is None else "state", "type", "bytes")
+        return (
+            "bucket",
+            "gradients of" if self.options.local_sgd is None else "state",
+            "type",
+            "bytes",
+        )

@@ -1,11 +1,12 @@
 """How trainers reduce their gradients: buckets, and what is done to them before and after.
 
     gradients   clipped, weighted, compressed
-    all_reduce  of a bucket; over nodes reduce_scatter, all_reduce and all_gather; in chains one after the other
+    all_reduce  of a bucket; over nodes reduce_scatter, all_reduce and all_gather; in chains one
+    after the other
     means       restored, divided by the number of trainers
 
-A `Reducer` is told of each gradient when it is made, and writes the reduction of a bucket behind its last one. After
-local steps, parameters and optimizer state are what it reduces.
+A `Reducer` is told of each gradient when it is made, and writes the reduction of a bucket behind
+its last one. After local steps, parameters and optimizer state are what it reduces.
 """
 
 from __future__ import annotations
@@ -46,12 +47,15 @@ SAME_FOR_ALL = ReduceSpec()
 
 
 def buckets_of(
-    values: Mapping[str, Atom], o: Options, kind: Callable[[str], ReduceSpec] = lambda leaf: SAME_FOR_ALL
+    values: Mapping[str, Atom],
+    o: Options,
+    kind: Callable[[str], ReduceSpec] = lambda leaf: SAME_FOR_ALL,
 ) -> tuple[Bucket, ...]:
     """Values that are reduced together, in the order in which their last one is made.
 
     Args:
-      values: what is to be reduced, by the name of its leaf, in the order in which it is made. Leaves may share one.
+      values: what is to be reduced, by the name of its leaf, in the order in which it is made.
+        Leaves may share one.
       kind: in what way that of a leaf is reduced; those of a bucket are reduced in the same.
     """
     values = {n: v for n, v in values.items() if v.aval.size and not getattr(kind(n), "own", False)}
@@ -92,8 +96,8 @@ def buckets_of(
 def bucket_sizes(types: Sequence[Any], o: Options) -> dict[Any, float]:
     """The size in bytes up to which gradients of each dtype are reduced together.
 
-    Source of `max_buckets`: epl/communicators/coalescing.py. Buckets are shared out among dtypes by their number of
-    gradients, what is left goes to the first; n buckets have bytes/(n - 1) each.
+    Source of `max_buckets`: epl/communicators/coalescing.py. Buckets are shared out among dtypes by
+    their number of gradients, what is left goes to the first; n buckets have bytes/(n - 1) each.
     """
     dtypes = sorted({t.dtype for t in types}, key=str)
     if not dtypes:
@@ -146,7 +150,9 @@ class Reducer:
         self.means: dict[str, Atom] = {}
         self.grads: dict[str, Atom] = {}
         self.kind = kind
-        self.bucket_of = {leaf: bucket for bucket in buckets_of(values, o, kind) for leaf in bucket.leaves}
+        self.bucket_of = {
+            leaf: bucket for bucket in buckets_of(values, o, kind) for leaf in bucket.leaves
+        }
         self.missing = {bucket.name: set(bucket.leaves) for bucket in self.bucket_of.values()}
         self.waiting: list[Bucket] = []
         self.example_count = example_count
@@ -162,7 +168,9 @@ class Reducer:
 
     def made(self, leaf: str, grad: Atom) -> None:
         """A gradient is there: its bucket may be full."""
-        self.grads[leaf] = self._of.setdefault(id(self._values[leaf]), grad)  # one, where leaves share it
+        self.grads[leaf] = self._of.setdefault(
+            id(self._values[leaf]), grad
+        )  # one, where leaves share it
         bucket = self.bucket_of.get(leaf)
         if bucket is None:  # it has no elements
             self.means[leaf] = grad
@@ -208,7 +216,9 @@ class Reducer:
         if o.trainers == 1:
             self.means |= {n: self.grads[n] for n in bucket.leaves}
             return
-        unique = list(dict.fromkeys(self.grads[n] for n in bucket.leaves if isinstance(self.grads[n], Var)))
+        unique = list(
+            dict.fromkeys(self.grads[n] for n in bucket.leaves if isinstance(self.grads[n], Var))
+        )
         literal = [self.grads[n] for n in bucket.leaves if not isinstance(self.grads[n], Var)]
         parts: list[Atom] = [*unique, *literal]
         names = {id(self.grads[n]): n for n in bucket.leaves}
@@ -232,7 +242,11 @@ class Reducer:
             back: Atom = total
             if self._compress(bucket) is not None:
                 back = b.call(_restored(g.aval.dtype, o.reduce.compress_scale), back)[0]
-            back = self._averaged(back) if o.reduce.op == "mean" and not self._divides_first(g) else back
+            back = (
+                self._averaged(back)
+                if o.reduce.op == "mean" and not self._divides_first(g)
+                else back
+            )
             self.means |= {n: back for n in bucket.leaves if self.grads[n] is g}
 
     def sums(self, bucket: Bucket, sent: Sequence[Atom]) -> Sequence[Atom]:
@@ -256,14 +270,23 @@ class Reducer:
 
     def _divides_first(self, x: Atom) -> bool:
         """Whether a sum may be too large for its type: parameters are, where gradients are not."""
-        return self.o.local_sgd is not None and self.example_count is None and bool(x.aval.dtype == jnp.float16)
+        return (
+            self.o.local_sgd is not None
+            and self.example_count is None
+            and bool(x.aval.dtype == jnp.float16)
+        )
 
     def _averaged(self, total: Atom) -> Atom:
         weighted = self.example_count is not None
-        return total if weighted or self.o.trainers == 1 else self.b.call(_divided(self.o.trainers), total)[0]
+        return (
+            total
+            if weighted or self.o.trainers == 1
+            else self.b.call(_divided(self.o.trainers), total)[0]
+        )
 
     def _by_count(self, x: Atom) -> Atom:
-        """A trainer's part of a weighted mean. It is scaled before it is reduced: a type may be too small for a sum."""
+        """A trainer's part of a weighted mean. It is scaled before it is reduced: a type may be too
+        small for a sum."""
         if self.example_count is None:
             return x
         return self.b.call(_share, x, self.example_count, self._total_count())[0]
@@ -282,13 +305,17 @@ class Reducer:
         return self.b.bind(all_reduce_p, *parts, op="sum", name=name, owners=(), over=tuple(over))
 
     def _hierarchical(self, name: str, parts: Sequence[Atom]) -> Sequence[Atom]:
-        """The sum over all trainers: inside nodes, across nodes, inside again. Vectors are padded to fit a node."""
+        """The sum over all trainers: inside nodes, across nodes, inside again. Vectors are padded
+        to fit a node."""
         b, (exter, inter), size = self.b, self.o.over, self.o.trainers_per_node
         flat = [b.call(_flattened(size), x)[0] for x in parts]
         inside = b.bind(reduce_scatter_p, *flat, name=name, over=(inter,), size=size, axis=0)
         mine = self._sum(name, inside, (exter,))
         whole = b.bind(all_gather_p, *mine, name=name, over=(inter,), size=size, axis=0)
-        return [b.call(_unflattened(tuple(x.aval.shape)), w)[0] for x, w in zip(parts, whole, strict=True)]
+        return [
+            b.call(_unflattened(tuple(x.aval.shape)), w)[0]
+            for x, w in zip(parts, whole, strict=True)
+        ]
 
     def merged(
         self, outs: Mapping[str, Atom], merges: Mapping[str, str], before: Mapping[str, Atom]
@@ -296,7 +323,8 @@ class Reducer:
         """Results and statistics, reduced; one variadic reduction for each operation.
 
         Args:
-          before: the state as it was before the step, by name. What is added up of state is what was added to it.
+          before: the state as it was before the step, by name. What is added up of state is what
+            was added to it.
         """
         b, o = self.b, self.o
         b.role = DIST
@@ -318,7 +346,9 @@ class Reducer:
                     sent.append(outs[n])
             made: Sequence[Atom] = sent
             if o.trainers > 1:
-                made = sums = b.bind(all_reduce_p, *sent, op=op, name=f"results/{op}", owners=(), over=o.over)
+                made = sums = b.bind(
+                    all_reduce_p, *sent, op=op, name=f"results/{op}", owners=(), over=o.over
+                )
                 b.labels.update((x, f"{n}.{op}") for n, x in zip(names, sums, strict=True))
             for n, x in zip(names, made, strict=True):
                 found[n] = self._averaged(x) if merges[n] == "mean" else x
@@ -333,7 +363,9 @@ class Reducer:
 def _share(x: jax.Array, example_count: jax.Array, total: jax.Array) -> jax.Array:
     wide = jnp.promote_types(jnp.promote_types(x.dtype, example_count.dtype), jnp.float32)
     part = x * (example_count.astype(wide) / total.astype(wide)).astype(x.dtype)
-    return jnp.where(example_count == 0, jnp.zeros_like(x), part)  # what counts for nothing may be nothing over nothing
+    return jnp.where(
+        example_count == 0, jnp.zeros_like(x), part
+    )  # what counts for nothing may be nothing over nothing
 
 
 @functools.cache
@@ -349,7 +381,8 @@ def clipped(norm: float) -> Callable[..., Sequence[jax.Array]]:
 
 @functools.cache
 def _clipped_scaled(norm: float) -> Callable[..., Sequence[jax.Array]]:
-    """The same of gradients that are too large by a scale, and stay so; their norm is taken without it."""
+    """The same of gradients that are too large by a scale, and stay so; their norm is taken without
+    it."""
 
     def fn(scale: jax.Array, *grads: jax.Array) -> Sequence[jax.Array]:
         wide = [g.astype(jnp.promote_types(g.dtype, jnp.float32)) for g in grads]
@@ -380,7 +413,9 @@ def _unflattened(shape: tuple[int, ...]) -> Callable[[jax.Array], jax.Array]:
 
 @functools.cache
 def _compressed(to: str, scale: float) -> Callable[[jax.Array], jax.Array]:
-    return lambda x: (x * scale).astype(COMPRESSED[to]) if scale != 1.0 else x.astype(COMPRESSED[to])
+    return lambda x: (
+        (x * scale).astype(COMPRESSED[to]) if scale != 1.0 else x.astype(COMPRESSED[to])
+    )
 
 
 @functools.cache

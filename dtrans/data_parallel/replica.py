@@ -1,7 +1,7 @@
 """What each of several trainers on an axis begins with, and what it returns beside its state.
 
-A PRNG key of the batch is folded with the number of the trainer. Results that are computed from gradients (their norm)
-are computed from those of all.
+A PRNG key of the batch is folded with the number of the trainer. Results that are computed from
+gradients (their norm) are computed from those of all.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ from dtrans.step.cut import Cut
 from dtrans.step.observers import refuse_twice
 
 
-def take_inputs(b: Builder, step: Cut, o: Options, cut: Mapping[str, Any] | None = None) -> dict[Var, Var]:
-    """Take the step's inputs; those that are keys under another variable, from which the step's own is made.
+def take_inputs(
+    b: Builder, step: Cut, o: Options, cut: Mapping[str, Any] | None = None
+) -> dict[Var, Var]:
+    """Take the step's inputs; those that are keys under another variable, from which the step's own
+    is made.
 
     Args:
       cut: the types of inputs of which each trainer has a slice; those are not taken as they are.
@@ -59,7 +62,9 @@ def fold_keys(b: Builder, keys: Mapping[Var, Var], o: Options) -> None:
         b.call_as(own, jax.random.fold_in, given, index)
 
 
-def write_from_gradients(b: Builder, step: Cut, outs: Mapping[str, Atom], means: Mapping[str, Atom]) -> dict[str, Atom]:
+def write_from_gradients(
+    b: Builder, step: Cut, outs: Mapping[str, Atom], means: Mapping[str, Atom]
+) -> dict[str, Atom]:
     """Write what is computed from reduced gradients beside the update; its results by name.
 
     Callbacks that read gradients, or what the update makes, are written too.
@@ -70,7 +75,9 @@ def write_from_gradients(b: Builder, step: Cut, outs: Mapping[str, Atom], means:
     boundary = {v: means[n] for n, v in step.boundary.items() if n in means}
     env: dict[Var, Atom] = dict(boundary)
     here = {v for e in b.eqns for v in e.outvars}
-    wanted = [outs[n] for n in step.from_gradients] + [a for i in step.late for a in inner.eqns[i].invars]
+    wanted = [outs[n] for n in step.from_gradients] + [
+        a for i in step.late for a in inner.eqns[i].invars
+    ]
     kept, _ = backward_slice(inner.eqns, wanted, boundary)
     refuse_twice(x for x in step.observers if x.position in kept)
     for i in sorted({*kept, *step.late}):

@@ -1,4 +1,5 @@
-"""The startup program of a trainer in nccl2 mode: meet the others, make the first state, take trainer 0's."""
+"""The startup program of a trainer in nccl2 mode: meet the others, make the first state, take
+trainer 0's."""
 
 from __future__ import annotations
 
@@ -11,9 +12,11 @@ from dtrans.ops import broadcast_p, gen_nccl_id_p
 
 
 def joining_startup(plan: CollectivePlan, trainer_id: int, endpoints: Sequence[str]) -> Program:
-    """The startup program of one trainer: the arguments of init -> (params, opt_state), the same on every trainer.
+    """The startup program of one trainer: the arguments of init -> (params, opt_state), the same on
+    every trainer.
 
-    Source: `DistributeTranspiler._transpile_nccl2`, and `ParallelExecutor::BCastParamsToDevices` (Paddle).
+    Source: `DistributeTranspiler._transpile_nccl2`, and `ParallelExecutor::BCastParamsToDevices`
+      (Paddle).
     """
     startup = plan.startup
     b = Builder(startup.jaxpr)

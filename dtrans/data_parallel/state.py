@@ -8,11 +8,15 @@ from functools import partial
 import jax
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["params", "opt_state", "extra"], meta_fields=[])
+@partial(
+    jax.tree_util.register_dataclass, data_fields=["params", "opt_state", "extra"], meta_fields=[]
+)
 @dataclasses.dataclass(frozen=True)
 class CollectiveState:
     """Where a job is: a pytree of arrays, by name. Every trainer has the same."""
 
     params: dict[str, jax.Array]
     opt_state: dict[str, jax.Array]
-    extra: dict[str, jax.Array] = dataclasses.field(default_factory=dict)  # what a plan keeps beside: a loss scale
+    extra: dict[str, jax.Array] = dataclasses.field(
+        default_factory=dict
+    )  # what a plan keeps beside: a loss scale

@@ -1,24 +1,28 @@
-"""nccl2 mode: data parallel over collectives. The step keeps its optimizer; gradients are averaged over trainers.
+"""nccl2 mode: data parallel over collectives. The step keeps its optimizer; gradients are averaged
+over trainers.
 
     forward, backward     each trainer on its part of the batch
     all_reduce            over a named axis, right after the last gradient of a bucket is made, so that XLA can run it
                           beside the rest of the backward pass
     optimize              as it was, on the averaged gradients: the same on every trainer
 
-The program is one for all trainers (SPMD), and computes what one device computes on the whole batch, whatever the step
-(`dtrans.batch`): what crosses the batch is reduced where it does. With `batch="local"` each trainer takes the step on
-its part alone, and means are averaged: with a `Batch.example_count` (a count of examples that the step returns)
-gradients and averaged results are weighted by it.
+The program is one for all trainers (SPMD), and computes what one device computes on the whole
+batch, whatever the step (`dtrans.batch`): what crosses the batch is reduced where it does. With
+`batch="local"` each trainer takes the step on its part alone, and means are averaged: with a
+`Batch.example_count` (a count of examples that the step returns) gradients and averaged results are
+weighted by it.
 
-With `local_sgd` trainers take whole steps by themselves, and what is reduced after them is parameters and optimizer
-state. All trainers have the same state before and after each step of the job, whichever way.
+With `local_sgd` trainers take whole steps by themselves, and what is reduced after them is
+parameters and optimizer state. All trainers have the same state before and after each step of the
+job, whichever way.
 
-A *bucket* is a run of gradients of one dtype, in the order in which the backward pass makes them, up to
-`Reduce.bucket_MB`. It is one equation with many operands; nothing is copied together. JAX lowers it to one
-`stablehlo.all_reduce` for each operand, side by side, and XLA's combiner makes those one again (also across buckets,
-where it finds that better; its thresholds are XLA's flags).
+A *bucket* is a run of gradients of one dtype, in the order in which the backward pass makes them,
+up to `Reduce.bucket_MB`. It is one equation with many operands; nothing is copied together. JAX
+lowers it to one `stablehlo.all_reduce` for each operand, side by side, and XLA's combiner makes
+those one again (also across buckets, where it finds that better; its thresholds are XLA's flags).
 
-Source: `DistributeTranspiler._transpile_nccl2` and the fused all-reduce of ParallelExecutor (Paddle).
+Source: `DistributeTranspiler._transpile_nccl2` and the fused all-reduce of ParallelExecutor
+  (Paddle).
 """
 
 from __future__ import annotations
@@ -34,7 +38,12 @@ import numpy as np
 from dtrans._jax import Atom, axes_of, equations, without_mesh
 from dtrans.batch.given_micro_steps import GivenMicroSteps, share_by_parts
 from dtrans.batch.shared import SharedStep, batch_axes, grown, share
-from dtrans.data_parallel.accumulation import MicroSteps, micro_types, write_local_steps, write_micro_steps
+from dtrans.data_parallel.accumulation import (
+    MicroSteps,
+    micro_types,
+    write_local_steps,
+    write_micro_steps,
+)
 from dtrans.data_parallel.merge_rules import check_merge, merges_of
 from dtrans.data_parallel.options import Options, OptionsT, Reduce
 from dtrans.data_parallel.plan import CollectivePlan
@@ -50,7 +59,12 @@ from dtrans.rows.analysis import leaves_of_state
 from dtrans.step.batch_sharing import Batch
 from dtrans.step.capture import captured_if_marked
 from dtrans.step.cut import GRAD, Cut, Gradient, cut
-from dtrans.step.forward_backward import ready_order, refuse_across, refuse_nested, write_trainer_half
+from dtrans.step.forward_backward import (
+    ready_order,
+    refuse_across,
+    refuse_nested,
+    write_trainer_half,
+)
 from dtrans.step.handed_values import hand_over, runs_loops_of_forward
 from dtrans.step.observers import (
     FORWARD as READS_BATCH,
@@ -85,23 +99,27 @@ def nccl2(
       main: `dtrans.trace(step, params, opt_state, *batch)`, for any batch shape.
       startup: `dtrans.trace(init, *args)` with `init(*args) -> (params, opt_state)`.
       trainers: how many trainers share each global batch.
-      num_micro_batch: into how many micro-steps each trainer divides its part of the batch. Their gradients are added
-        up by a scan, and reduced once. Values of the whole batch that no parameter enters (a dropout's mask) are made
-        in front of them.
-      local_sgd: how many steps of its own each trainer takes, one after the other on so many parts of its part of the
-        batch, before trainers average their parameters and optimizer state (local SGD): one reduction in so many steps.
-        What the optimizer counts, other than steps, must be named in `batch.merge`.
+      num_micro_batch: into how many micro-steps each trainer divides its part of the batch. Their
+        gradients are added up by a scan, and reduced once. Values of the whole batch that no
+        parameter enters (a dropout's mask) are made in front of them.
+      local_sgd: how many steps of its own each trainer takes, one after the other on so many parts
+        of its part of the batch, before trainers average their parameters and optimizer state
+        (local SGD): one reduction in so many steps. What the optimizer counts, other than steps,
+        must be named in `batch.merge`.
       trainers_per_node: how many trainers a node has, if gradients are to be reduced inside each
-        node, then across nodes, then gathered inside again, so that 1/n of the bytes go between nodes. Trainers are
-        then on two axes, `{axis_name}_exter` (nodes) and `{axis_name}_inter`.
-      reduce: how gradients are reduced over trainers: a `dtrans.Reduce`, or its `op`, "mean" or "sum".
-      batch: "exact", for one device's numbers whatever the step; "local", for trainers that each take the step on their
-        part alone; or a `dtrans.Batch`, which also says which arrays are cut, and how.
+        node, then across nodes, then gathered inside again, so that 1/n of the bytes go between
+        nodes. Trainers are then on two axes, `{axis_name}_exter` (nodes) and `{axis_name}_inter`.
+      reduce: how gradients are reduced over trainers: a `dtrans.Reduce`, or its `op`, "mean" or
+        "sum".
+      batch: "exact", for one device's numbers whatever the step; "local", for trainers that each
+        take the step on their part alone; or a `dtrans.Batch`, which also says which arrays are
+        cut, and how.
       axis_name: of the axis that trainers are on.
 
     Raises:
       ConfigError: an option that is out of range, or names that the step does not have.
-      GradientError: the gradients of the step cannot be told (see `dtrans.step.cut`), or it has collectives already.
+      GradientError: the gradients of the step cannot be told (see `dtrans.step.cut`), or it has
+        collectives already.
       TraceError: `startup` does not make what `main` takes.
 
     Source: `DistributeTranspilerConfig.mode = "nccl2"` in Paddle's distribute_transpiler.py.
@@ -141,7 +159,9 @@ def plan_data_parallel(main: Program, startup: Program, options: Options) -> Col
     if options.trainers > 1:
         check_observers(plain.program, plain.observers)
     given, startup = startup, match_startup(plain, startup)
-    step, o, shared = shared_by(plain, options, main)  # what one trainer carries out, and how that becomes one
+    step, o, shared = shared_by(
+        plain, options, main
+    )  # what one trainer carries out, and how that becomes one
     merges = merges_of(step, o) if shared is None else shared.merges
     return CollectivePlan(
         main=plain.program,
@@ -153,34 +173,44 @@ def plan_data_parallel(main: Program, startup: Program, options: Options) -> Col
         callers=callers_of(plain.observers, *callers(options)),
         replan=lambda other: plan_data_parallel(main, given, other),
         shared=shared,
-        for_whole=None if shared is None or options.splits_evenly else partial(_of_whole, shared, options),
+        for_whole=None
+        if shared is None or options.splits_evenly
+        else partial(_of_whole, shared, options),
     )
 
 
 def callers(o: Options) -> tuple[str, str]:
     """Return who calls callbacks of forward and backward, and who calls others."""
     noun = o.noun
-    own = f"each {noun}, with values of its own" + (", in each micro-step" if o.micro_steps > 1 else "")
+    own = f"each {noun}, with values of its own" + (
+        ", in each micro-step" if o.micro_steps > 1 else ""
+    )
     if o.local_sgd is not None:
         return own, own
     return f"{noun} 0" if o.batch.exact else own, f"{noun} 0"
 
 
-def _of_whole(shared: SharedStep, options: Options, types: Sequence[jax.ShapeDtypeStruct]) -> Program:
+def _of_whole(
+    shared: SharedStep, options: Options, types: Sequence[jax.ShapeDtypeStruct]
+) -> Program:
     """The program of a trainer for a batch that trainers do not divide."""
     other = shared.whole(types)
     return rewritten(other.step, options.of(other), other.merges)
 
 
-def shared_by(plain: Cut, options: OptionsT, main: Program | None) -> tuple[Cut, OptionsT, SharedStep | None]:
+def shared_by(
+    plain: Cut, options: OptionsT, main: Program | None
+) -> tuple[Cut, OptionsT, SharedStep | None]:
     """The step of one trainer, and the options that it is written with.
 
     Args:
       main: the step as it was traced; None where it is another one, as in 16 bits.
 
     Raises:
-      ConfigError: a trainer takes parts of the batch one after the other, and the step is not made of its parts.
-      GradientError: gradients that are computed from other gradients, of which each trainer would have its own.
+      ConfigError: a trainer takes parts of the batch one after the other, and the step is not made
+        of its parts.
+      GradientError: gradients that are computed from other gradients, of which each trainer would
+        have its own.
     """
     parts = options.trainers * options.num_micro_batch
     if parts == 1 or options.local_sgd is not None or not options.batch.exact:
@@ -191,7 +221,9 @@ def shared_by(plain: Cut, options: OptionsT, main: Program | None) -> tuple[Cut,
             refuse_across(
                 plain,
                 f"of which each {options.noun} has its own",
-                remedy="" if alone else f"With batch='exact' all {options.noun}s make one update, which may",
+                remedy=""
+                if alone
+                else f"With batch='exact' all {options.noun}s make one update, which may",
             )
         return plain, options.local, None
     given = None
@@ -204,26 +236,33 @@ def shared_by(plain: Cut, options: OptionsT, main: Program | None) -> tuple[Cut,
         shared, given = _by_micro_steps(plain, options, main)
     if options.reduce.clip_local_norm is not None and not (shared.proven and given is None):
         raise ConfigError(
-            f"clip_local_norm={options.reduce.clip_local_norm!r} clips what each {options.noun}'s own rows make, and "
-            f"{plain.program.name} has values of all of them ({shared.reason}). Say batch='local', or clip in the "
+            f"clip_local_norm={options.reduce.clip_local_norm!r} clips what each {options.noun}'s "
+            "own rows make, and "
+            f"{plain.program.name} has values of all of them ({shared.reason}). Say batch='local', "
+            "or clip in the "
             "optimizer, which clips the gradient of all"
         )
     if options.num_micro_batch > 1 and not shared.proven:
         raise ConfigError(
-            f"num_micro_batch={options.num_micro_batch} takes rows of the batch one after the other, and "
-            f"{plain.program.name} has values of all of them ({shared.reason}). Those that no parameter enters are "
-            "made before. Say batch='local', for values of each part alone, or leave num_micro_batch out"
+            f"num_micro_batch={options.num_micro_batch} takes rows of the batch one after the "
+            "other, and "
+            f"{plain.program.name} has values of all of them ({shared.reason}). Those that no "
+            "parameter enters are "
+            "made before. Say batch='local', for values of each part alone, or leave "
+            "num_micro_batch out"
         )
     step = shared.step if options.num_micro_batch == 1 else plain
     return step, dataclasses.replace(options.of(shared), given=given), shared
 
 
-def _by_micro_steps(step: Cut, o: Options, main: Program | None) -> tuple[SharedStep, GivenMicroSteps | None]:
+def _by_micro_steps(
+    step: Cut, o: Options, main: Program | None
+) -> tuple[SharedStep, GivenMicroSteps | None]:
     """Return how the micro-steps of all trainers share the batch, and how they are written."""
     axes, parts = batch_axes(step, o.batch), o.trainers * o.num_micro_batch
     of_part = micro_types(step.program, axes, o.num_micro_batch, o.noun)
-    # The user's own step, if parts may take it: a norm clips its gradients, and a scale keeps them in the range of 16
-    # bits. Terms are smaller.
+    # The user's own step, if parts may take it: a norm clips its gradients, and a scale keeps them
+    # in the range of 16 bits. Terms are smaller.
     if o.reduce.clip_local_norm is not None or main is None:
         part = step.program.specialize_flat([*of_part.values()])
         alone = share(cut(part).with_reported(), o.batch, parts, o.over, noun=o.noun)
@@ -251,8 +290,10 @@ def _refuse_sized(step: Cut, whole: Cut, o: Options) -> None:
     if o.trainers > 1 and (found := step.first_unlike(whole)) is not None:
         name, line = found
         raise ConfigError(
-            f"num_micro_batch={o.num_micro_batch}: {name} of {step.program.name} is made of gradients and of rows of "
-            f"the batch, or of their number ({line}), and each {o.noun} has rows of its own; divide inside of the loss "
+            f"num_micro_batch={o.num_micro_batch}: {name} of {step.program.name} is made of "
+            "gradients and of rows of "
+            f"the batch, or of their number ({line}), and each {o.noun} has rows of its own; "
+            "divide inside of the loss "
             "function, or leave num_micro_batch out"
         )
 
@@ -261,22 +302,31 @@ def _refuse_sized(step: Cut, whole: Cut, o: Options) -> None:
 
 
 def check_names(step: Cut, o: Options) -> None:
-    """Refuse names that the step does not have, and ways to merge that do not fit what they name."""
+    """Refuse names that the step does not have, and ways to merge that do not fit what they
+    name."""
     state = step.frozen if o.local_sgd is None else (*step.params, *step.opt_state)
     mergeable = (*step.results, *state)
     for name, way in o.batch.merge.items():
         if name not in mergeable:
-            raise ConfigError(f"merge names {name!r}; what {o.noun}s make and can be merged is {', '.join(mergeable)}")
+            raise ConfigError(
+                f"merge names {name!r}; what {o.noun}s make and can be merged is "
+                f"{', '.join(mergeable)}"
+            )
         check_merge(name, way, step.program.outputs[name], is_state=name in state, o=o)
     for name in o.batch.unsplit_inputs:
         if not any(is_under(n, [name]) for n in step.batch):
-            raise ConfigError(f"unsplit_inputs names {name!r}; the arrays of the batch are {', '.join(step.batch)}")
+            raise ConfigError(
+                f"unsplit_inputs names {name!r}; the arrays of the batch are "
+                f"{', '.join(step.batch)}"
+            )
     if o.batch.example_count is not None:
         check_example_count(step, o, o.batch.example_count)
     to = o.reduce.compress
     for name, g in step.gradients.items():
         if to is not None and jnp.issubdtype(g.aval.dtype, jnp.complexfloating):
-            raise ConfigError(f"compress={to!r}: the gradient of {name} is {g.aval.str_short()}, and {to} is real")
+            raise ConfigError(
+                f"compress={to!r}: the gradient of {name} is {g.aval.str_short()}, and {to} is real"
+            )
     source = step.program
     kept, _ = backward_slice(
         source.eqns,
@@ -285,7 +335,8 @@ def check_names(step: Cut, o: Options) -> None:
     )
     if any(source.roles[i] == BACKWARD for i in kept):
         raise GradientError(
-            f"{', '.join(step.from_gradients)}: computed from gradients, and from a derivative that is not known to be "
+            f"{', '.join(step.from_gradients)}: computed from gradients, and from a derivative "
+            "that is not known to be "
             "one, as of a leaf that is not updated; take gradients with dtrans.value_and_grad"
         )
 
@@ -293,24 +344,32 @@ def check_names(step: Cut, o: Options) -> None:
 def check_example_count(step: Cut, o: Options, name: str) -> None:
     """Refuse what cannot weight gradients."""
     if name not in step.results:
-        raise ConfigError(f"example_count={name!r} must be a result of the step: {', '.join(step.results)}")
+        raise ConfigError(
+            f"example_count={name!r} must be a result of the step: {', '.join(step.results)}"
+        )
     t = step.program.outputs[name]
     if t.shape != ():
         raise ConfigError(f"example_count={name!r} must be a scalar, it is {t.str_short()}")
     if not jnp.issubdtype(t.dtype, jnp.number):
         raise ConfigError(f"example_count={name!r} must be a number, it is {t.str_short()}")
     if name in step.from_gradients:
-        raise ConfigError(f"example_count={name!r} is computed from gradients, which it would have to weight")
+        raise ConfigError(
+            f"example_count={name!r} is computed from gradients, which it would have to weight"
+        )
 
 
 def refuse_collectives(main: Program) -> None:
     """A step that communicates by itself would reduce twice."""
     for eqn in equations(main.jaxpr):
         # a number is an axis of an array: of a psum over the axis of a vmap that this is left
-        if eqn.primitive.name == "shard_map" or not all(isinstance(n, (int, np.integer)) for n in axes_of(eqn)):
+        if eqn.primitive.name == "shard_map" or not all(
+            isinstance(n, (int, np.integer)) for n in axes_of(eqn)
+        ):
             raise GradientError(
-                f"{main.name} has a collective in it already ({eqn.primitive.name}): its gradients may have been "
-                "reduced by what the step does itself. Give the step for one device, without shard_map, pmap or psum"
+                f"{main.name} has a collective in it already ({eqn.primitive.name}): its gradients "
+                "may have been "
+                "reduced by what the step does itself. Give the step for one device, without "
+                "shard_map, pmap or psum"
             )
 
 
@@ -318,7 +377,8 @@ def refuse_collectives(main: Program) -> None:
 
 
 def reduced_values(step: Cut, o: Options, merges: Mapping[str, str]) -> dict[str, Atom]:
-    """What trainers average beside results, by leaf, in the order in which it is made: gradients, or all state."""
+    """What trainers average beside results, by leaf, in the order in which it is made: gradients,
+    or all state."""
     if o.local_sgd is None:
         return {n: step.gradients[n] for n in ready_order(step)}
     outs = step.program.outvars
@@ -326,9 +386,13 @@ def reduced_values(step: Cut, o: Options, merges: Mapping[str, str]) -> dict[str
 
 
 def rewritten(
-    step: Cut, o: Options, merges: Mapping[str, str], kind: Callable[[str], ReduceSpec] = lambda leaf: SAME_FOR_ALL
+    step: Cut,
+    o: Options,
+    merges: Mapping[str, str],
+    kind: Callable[[str], ReduceSpec] = lambda leaf: SAME_FOR_ALL,
 ) -> Program:
-    """The step with its gradients, or its state after local steps, and its results reduced over the axis.
+    """The step with its gradients, or its state after local steps, and its results reduced over the
+    axis.
 
     Args:
       kind: in what way the gradient of a leaf is reduced, where not all are in the same.
@@ -347,7 +411,9 @@ def rewritten(
         outs |= _trained_apart(b, step, o, merges, outs)
 
     made = Program.written(f"trainer of {source.name}", b, source.args, source.out, outs)
-    return source.rewritten(lambda other: rewritten(cut(other).with_reported(), o, merges, kind), made=made)
+    return source.rewritten(
+        lambda other: rewritten(cut(other).with_reported(), o, merges, kind), made=made
+    )
 
 
 def _trained_together(

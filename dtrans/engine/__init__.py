@@ -1,4 +1,5 @@
-"""A program whose inputs are cut over shards, as the program of one shard: batches over trainers, columns over devices.
+"""A program whose inputs are cut over shards, as the program of one shard: batches over trainers,
+columns over devices.
 
 split       `split`: a program and its cuts to the program of one shard
 layout      whole, cut, or a part of a sum

@@ -1,4 +1,5 @@
-"""Small functions of arrays that shards are written with; each is traced once for its arguments and types."""
+"""Small functions of arrays that shards are written with; each is traced once for its arguments and
+types."""
 
 from __future__ import annotations
 
@@ -20,14 +21,17 @@ def kept(axis: int, size: int) -> Callable[[Array, Array, Array], Array]:
     """Entries before `size`, counted from a start; others as in `nothing`."""
 
     def fn(x: Array, start: Array, nothing: Array) -> Array:
-        return jnp.where(jax.lax.broadcasted_iota(jnp.int32, x.shape, axis) + start < size, x, nothing)
+        return jnp.where(
+            jax.lax.broadcasted_iota(jnp.int32, x.shape, axis) + start < size, x, nothing
+        )
 
     return fn
 
 
 @functools.cache
 def kept_slots(axis: int) -> Callable[[Array, Array, Array], Array]:
-    """Return a function that keeps the entries at which a vector along an axis is true; others are as in `nothing`."""
+    """Return a function that keeps the entries at which a vector along an axis is true; others are
+    as in `nothing`."""
 
     def fn(x: Array, kept: Array, nothing: Array) -> Array:
         return jnp.where(jax.lax.broadcast_in_dim(kept, x.shape, [axis]), x, nothing)
@@ -69,7 +73,9 @@ def _with(indices: Array, component: int, value: Array) -> Array:
     return jnp.where(at == component, value[..., None], wide)
 
 
-def _owned(indices: Array, component: int, start: Array, local: int, size: int, clip: bool) -> tuple[Array, Array]:
+def _owned(
+    indices: Array, component: int, start: Array, local: int, size: int, clip: bool
+) -> tuple[Array, Array]:
     """Positions along the dimension that is cut, and which of them are this shard's."""
     at = _wide(indices)[..., component]
     if clip:
@@ -94,14 +100,21 @@ def picked(
         # out of bounds, a gather that promised not to be is clamped
         at, own = _owned(indices, component, start, x.shape[axis], size, mode != Mode.FILL_OR_DROP)
         found = jax.lax.gather(
-            x, _with(indices, component, jnp.where(own, at - start, 0)), numbers, sizes, mode=mode, fill_value=fill
+            x,
+            _with(indices, component, jnp.where(own, at - start, 0)),
+            numbers,
+            sizes,
+            mode=mode,
+            fill_value=fill,
         )
         batch = [d for d in range(found.ndim) if d not in numbers.offset_dims]
         spread: Callable[[Array], Array] = lambda m: jax.lax.broadcast_in_dim(m, found.shape, batch)
         others = jnp.zeros_like(found)
         if mode == Mode.FILL_OR_DROP:  # what is beyond all shards is the first one's
             beyond = ((at < 0) | (at >= size)) & (start == 0)
-            others = jnp.where(spread(beyond), jnp.full_like(found, _fill(found.dtype, fill)), others)
+            others = jnp.where(
+                spread(beyond), jnp.full_like(found, _fill(found.dtype, fill)), others
+            )
         return jnp.where(spread(own), found, others)
 
     return fn
@@ -120,7 +133,9 @@ def _fill(dtype: Any, fill: Any) -> Any:
 
 
 @functools.cache
-def own_indices(component: int, size: int, local: int, clip: bool) -> Callable[[Array, Array], Array]:
+def own_indices(
+    component: int, size: int, local: int, clip: bool
+) -> Callable[[Array, Array], Array]:
     """Indices into a shard's piece; those of others are out of its bounds."""
 
     def fn(indices: Array, start: Array) -> Array:
@@ -131,8 +146,11 @@ def own_indices(component: int, size: int, local: int, clip: bool) -> Callable[[
 
 
 @functools.cache
-def best_local(axis: int, size: int, largest: bool) -> Callable[[Array, Array, Array], tuple[Array, Array]]:
-    """The best entry of a shard along an axis, and where in the whole it is (an integer all the way)."""
+def best_local(
+    axis: int, size: int, largest: bool
+) -> Callable[[Array, Array, Array], tuple[Array, Array]]:
+    """The best entry of a shard along an axis, and where in the whole it is (an integer all the
+    way)."""
 
     def fn(x: Array, start: Array, nothing: Array) -> tuple[Array, Array]:
         x = kept(axis, size)(x, start, nothing)
@@ -147,8 +165,8 @@ def best_local(axis: int, size: int, largest: bool) -> Callable[[Array, Array, A
 def candidates(size: int) -> Callable[[Array, Array, Array], Array]:
     """The positions of those shards that have the best of all; the lowest of them is the answer.
 
-    NaN is better than anything, as it is on one device. What a maximum makes of one over devices is not relied on: such
-    positions are moved below all others. Positions of padding are none.
+    NaN is better than anything, as it is on one device. What a maximum makes of one over devices is
+    not relied on: such positions are moved below all others. Positions of padding are none.
     """
 
     def fn(found: Array, best: Array, at: Array) -> Array:

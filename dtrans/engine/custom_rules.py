@@ -1,13 +1,13 @@
 """Calls with derivative rules of users, on pieces: `jax.custom_jvp` and `jax.custom_vjp`.
 
-A program that is differentiated later keeps such calls. The call and its rule are written for one shard each, and the
-call on pieces gets the rule on pieces:
+A program that is differentiated later keeps such calls. The call and its rule are written for one
+shard each, and the call on pieces gets the rule on pieces:
 
     jvp   tangents lie as the values that they belong to
     vjp   cotangents of what is cut are cut; those of what all shards have are terms of a sum
 
-A rule is applied once: calls inside of a rule are inlined. The rule of a `custom_vjp` begins with its operands, so that
-what its forward pass keeps is computed again in the backward pass.
+A rule is applied once: calls inside of a rule are inlined. The rule of a `custom_vjp` begins with
+its operands, so that what its forward pass keeps is computed again in the backward pass.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from dtrans.engine.layout import PARTIAL, Placed
 from dtrans.rows.layout import RowAxis
 
 
-# writes a jaxpr on pieces: from the layouts of its inputs to those of its outputs; None if pieces are not enough
+# writes a jaxpr on pieces: from the layouts of its inputs to those of its outputs; None if pieces
+# are not enough
 WriteRule = Callable[[ClosedJaxpr, Sequence[Placed], Sequence[Placed]], ClosedJaxpr | None]
 
 
@@ -78,9 +79,12 @@ class _Call:
         return fn
 
     def jvp(self, *args: Any) -> list[Any]:
-        """Return the outputs and their tangents, from all operands and the tangents of those that have them."""
+        """Return the outputs and their tangents, from all operands and the tangents of those that
+        have them."""
         operands, tangents = args[: len(self.types)], args[len(self.types) :]
-        outs, found = jax.jvp(self._outs(operands), [operands[i] for i in self.floats], list(tangents))
+        outs, found = jax.jvp(
+            self._outs(operands), [operands[i] for i in self.floats], list(tangents)
+        )
         return [*outs, *(found[i] for i in self.made)]
 
     def vjp(self, *args: Any) -> list[Any]:
@@ -97,9 +101,14 @@ def _floats(values: Sequence[Any]) -> tuple[int, ...]:
 
 
 def call_on_pieces(
-    eqn: JaxprEqn, primal: ClosedJaxpr, ins: Sequence[Placed], outs: Sequence[Placed], write: WriteRule
+    eqn: JaxprEqn,
+    primal: ClosedJaxpr,
+    ins: Sequence[Placed],
+    outs: Sequence[Placed],
+    write: WriteRule,
 ) -> ClosedJaxpr | None:
-    """Return a jaxpr whose one equation is the call with its rule, on pieces; None if its rule needs whole values.
+    """Return a jaxpr whose one equation is the call with its rule, on pieces; None if its rule
+    needs whole values.
 
     It takes the number of the shard first, if its body or its rule does.
 

@@ -5,11 +5,11 @@
     RowAxis(.., order)        as before, with the runs that `order` names (concatenations, strided slices, ...)
     PARTIAL                   each shard has a term of it; their sum is the value
 
-Pieces are equally large. Where the shards do not divide the runs, the last pieces have padding behind what is real;
-it may hold anything, and nothing that mixes entries looks at it.
+Pieces are equally large. Where the shards do not divide the runs, the last pieces have padding
+behind what is real; it may hold anything, and nothing that mixes entries looks at it.
 
-`RowAxis` is that of the row analysis (`dtrans.rows.layout`), of a leaf without a name, so that one set of rules serves
-both.
+`RowAxis` is that of the row analysis (`dtrans.rows.layout`), of a leaf without a name, so that one
+set of rules serves both.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Shards:
       label: name of the communication that the engine writes.
       shares_work: True if pieces save work, as those of a batch do. False if they save memory
         alone: a loop then gathers its operands if its body would move more bytes.
-      finite_padding: True if padding needs the finite derivatives of real entries, as the program is
-        to be differentiated: what a sum leaves out has a derivative of zero times that.
+      finite_padding: True if padding needs the finite derivatives of real entries, as the program
+        is to be differentiated: what a sum leaves out has a derivative of zero times that.
     """
 
     count: int
@@ -86,7 +86,8 @@ class Shards:
         return self.whole(size, row) != size
 
     def entries(self, size: int, row: RowAxis) -> np.ndarray:
-        """Return the numbers of the entries that shards have along the axis: [count, local], with -1 for padding."""
+        """Return the numbers of the entries that shards have along the axis: [count, local], with
+        -1 for padding."""
         if row.order is None:
             found = np.arange(self.whole(size, row)).reshape(self.count, -1)
             return np.where(found < size, found, -1)
@@ -111,10 +112,13 @@ class Shards:
         return self.plain(runs, size) if np.array_equal(entries, self.entries(size, runs)) else row
 
     def plain(self, row: RowAxis, size: int) -> RowAxis:
-        """The layout under its plainest name: without padding, the width of runs makes no difference."""
+        """The layout under its plainest name: without padding, the width of runs makes no
+        difference."""
         if row.order is not None:
             return self.ordered(int(row.axis), size, self.entries(size, row))
-        return cut_along(int(row.axis), row.width if self.pads(size, row) else 1)  # JAX has NumPy's integers in places
+        return cut_along(
+            int(row.axis), row.width if self.pads(size, row) else 1
+        )  # JAX has NumPy's integers in places
 
     def cut(self, aval: Any, layout: Placed) -> Any:
         """The type of a shard's piece."""
@@ -124,13 +128,16 @@ class Shards:
 
 
 def _longest_runs(size: int, entries: np.ndarray) -> int:
-    """Return the largest width of runs that entries and padding consist of, all at multiples of it."""
+    """Return the largest width of runs that entries and padding consist of, all at multiples of
+    it."""
     begins = np.ones(entries.shape, bool)
     before, here = entries[:, :-1], entries[:, 1:]
     begins[:, 1:] = np.where(here < 0, before >= 0, (before < 0) | (here != before + 1))
     shards, slots = np.nonzero(begins)
     first = entries[shards, slots]
-    return int(np.gcd.reduce([size, entries.shape[1], *slots.tolist(), *first[first >= 0].tolist()]))
+    return int(
+        np.gcd.reduce([size, entries.shape[1], *slots.tolist(), *first[first >= 0].tolist()])
+    )
 
 
 def nbytes(aval: Any) -> int:

@@ -1,13 +1,16 @@
-"""Loops and branches on pieces: how their operands and outputs lie, and their bodies as written for one shard.
+"""Loops and branches on pieces: how their operands and outputs lie, and their bodies as written for
+one shard.
 
-The body of a loop is written several times: first with what is carried lying as it comes in, and again until each
-comes out of the body as it went in. What is carried goes up this order, and stays where it is:
+The body of a loop is written several times: first with what is carried lying as it comes in, and
+again until each comes out of the body as it went in. What is carried goes up this order, and stays
+where it is:
 
     whole < a sum left open < cut
 
-A sum that is added to in every turn is left open (the gradient of a weight that a loop reads is reduced once, behind
-the loop); one that the body reads otherwise is whole. A dimension that a `scan` goes along is never cut. The condition
-of a `while`, and the index of a branch, are whole: every shard takes the same turns.
+A sum that is added to in every turn is left open (the gradient of a weight that a loop reads is
+reduced once, behind the loop); one that the body reads otherwise is whole. A dimension that a
+`scan` goes along is never cut. The condition of a `while`, and the index of a branch, are whole:
+every shard takes the same turns.
 
 A body that would gather more in all its turns than its operands are is carried out on whole values.
 """
@@ -44,7 +47,8 @@ class WrittenBody:
       jaxpr: on pieces.
       outs: how its outputs lie.
       gathers: what it makes whole.
-      sliced: inputs that are whole and of which it reads pieces alone, by their number, and which pieces.
+      sliced: inputs that are whole and of which it reads pieces alone, by their number, and which
+        pieces.
       scaled: values that stand for others (`dtrans.engine.values`).
       takes_index: whether its first operand is the number of the shard.
     """
@@ -59,11 +63,14 @@ class WrittenBody:
     @property
     def moved(self) -> int:
         """Bytes that it puts into communication."""
-        return sum(nbytes(a.aval) for e in equations(self.jaxpr) if is_communication(e) for a in e.outvars)
+        return sum(
+            nbytes(a.aval) for e in equations(self.jaxpr) if is_communication(e) for a in e.outvars
+        )
 
 
 def moved_bytes(eqns: Iterable[JaxprEqn]) -> dict[str, int]:
-    """Return the bytes that one shard puts into communication, by primitive; of a gather, what comes out of it."""
+    """Return the bytes that one shard puts into communication, by primitive; of a gather, what
+    comes out of it."""
     found: dict[str, int] = {}
     for eqn in eqns:
         if collective_of(eqn) is not None:
@@ -91,7 +98,9 @@ class LoopPlan:
     bodies: tuple[WrittenBody, ...]
 
 
-def plan_loop(eqn: JaxprEqn, ins: Sequence[Placed], write: Write, *, shares_work: bool = True) -> LoopPlan | None:
+def plan_loop(
+    eqn: JaxprEqn, ins: Sequence[Placed], write: Write, *, shares_work: bool = True
+) -> LoopPlan | None:
     """Return the plan of a loop or a branch; None if whole values are the better way.
 
     Args:
@@ -104,7 +113,11 @@ def plan_loop(eqn: JaxprEqn, ins: Sequence[Placed], write: Write, *, shares_work
     plan = _plan(eqn, ins, write)
     if (cut := _cut_before(eqn, plan)) and eqn.primitive.name in (SCAN, *REMAT):
         other = _plan(eqn, [cut.get(i, x) for i, x in enumerate(ins)], write)
-        plan = other if sum(len(b.gathers) for b in other.bodies) <= sum(len(b.gathers) for b in plan.bodies) else plan
+        plan = (
+            other
+            if sum(len(b.gathers) for b in other.bodies) <= sum(len(b.gathers) for b in plan.bodies)
+            else plan
+        )
     mixes = any(b.gathers for b in plan.bodies)
     if eqn.primitive.name in REMAT or (shares_work and not mixes):
         return plan
@@ -115,14 +128,16 @@ def plan_loop(eqn: JaxprEqn, ins: Sequence[Placed], write: Write, *, shares_work
 
 
 def _cut_before(eqn: JaxprEqn, plan: LoopPlan) -> dict[int, RowAxis]:
-    """Return whole operands that the body reads in pieces only: they are sharded before the loop."""
+    """Return whole operands that the body reads in pieces only: they are sharded before the
+    loop."""
     wires = wiring(eqn)
     rows = {i: row for i, row in plan.bodies[0].sliced.items() if i not in wires.carried}
     return {i: _moved(row, 1) if i in wires.slices else row for i, row in rows.items()}
 
 
 def _plan(eqn: JaxprEqn, ins: Sequence[Placed], write: Write) -> LoopPlan:
-    """Write the bodies of an equation until what is carried settles, and once more where outputs lie otherwise."""
+    """Write the bodies of an equation until what is carried settles, and once more where outputs
+    lie otherwise."""
     wires = wiring(eqn)
     taken: dict[int, list[Placed]] = {}
 
@@ -132,7 +147,9 @@ def _plan(eqn: JaxprEqn, ins: Sequence[Placed], write: Write) -> LoopPlan:
         return found, found.outs
 
     join = _join if eqn.primitive.name == COND else _join_turns
-    layouts = ForwardAnalysis[Placed](join, lambda eqn, ins: None, lambda aval, value: SHARED, _inside, _stack)
+    layouts = ForwardAnalysis[Placed](
+        join, lambda eqn, ins: None, lambda aval, value: SHARED, _inside, _stack
+    )
     start = [x if i in wires.carried else rows_only(x) for i, x in enumerate(ins)]
     entered = enter(layouts, eqn, start, run)
     written: list[WrittenBody] = []
@@ -140,8 +157,12 @@ def _plan(eqn: JaxprEqn, ins: Sequence[Placed], write: Write) -> LoopPlan:
         # every shard takes the same turns
         ends = [SHARED] if wires.outs[k] is None else _whole_or_open(entered.ends[k])
         added = len(wires.carried) if wires.outs[k] else 0
-        written.append(found if list(found.outs) == ends else write(bodies(eqn)[k], taken[k], ends, added))
-    return LoopPlan(tuple(_whole_or_open(entered.operands)), tuple(_whole_or_open(entered.outs)), tuple(written))
+        written.append(
+            found if list(found.outs) == ends else write(bodies(eqn)[k], taken[k], ends, added)
+        )
+    return LoopPlan(
+        tuple(_whole_or_open(entered.operands)), tuple(_whole_or_open(entered.outs)), tuple(written)
+    )
 
 
 # -- layouts that settle ---------------------------------------------------------------------------
@@ -159,7 +180,8 @@ def _whole_or_open(layouts: Sequence[Placed]) -> list[Placed]:
 
 
 def _join(one: Placed, other: Placed) -> Placed:
-    """Return the layout of a value that has one of two: cut if either is, else a sum if either is one."""
+    """Return the layout of a value that has one of two: cut if either is, else a sum if either is
+    one."""
     both = (one, other)
     rows = [x for x in both if isinstance(x, RowAxis)]
     return rows[0] if rows else PARTIAL if any(isinstance(x, Partial) for x in both) else SHARED
@@ -167,7 +189,9 @@ def _join(one: Placed, other: Placed) -> Placed:
 
 def _join_turns(carried: Placed, made: Placed) -> Placed:
     """Return the layout of a carried value whose layout changes in a turn."""
-    is_whole = carried is _CLOSED or (isinstance(carried, Partial) and not isinstance(made, Partial))
+    is_whole = carried is _CLOSED or (
+        isinstance(carried, Partial) and not isinstance(made, Partial)
+    )
     return _CLOSED if is_whole and not isinstance(made, RowAxis) else _join(carried, made)
 
 

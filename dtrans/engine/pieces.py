@@ -1,4 +1,5 @@
-"""Where a shard's pieces are: one program is written for all shards, and only `trainer_index` tells them apart."""
+"""Where a shard's pieces are: one program is written for all shards, and only `trainer_index` tells
+them apart."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class Pieces:
       shards: of whom it is one.
 
     Attributes:
-      takes_index: if the number of the shard is the first operand where it is read, and not an equation.
+      takes_index: if the number of the shard is the first operand where it is read, and not an
+        equation.
     """
 
     def __init__(self, b: Builder, shards: Shards) -> None:
@@ -38,7 +40,9 @@ class Pieces:
         self._starts: dict[tuple[int, RowOrder | None], Start] = {}
         self.takes_index = False
         self._index: Atom | None = None
-        self._rows: dict[tuple[Any, bytes], Atom] = {}  # of tables, by their shapes, types and entries
+        self._rows: dict[
+            tuple[Any, bytes], Atom
+        ] = {}  # of tables, by their shapes, types and entries
 
     def index(self) -> Atom:
         """The number of the shard."""
@@ -77,7 +81,8 @@ class Pieces:
         return Slice(row.axis, self._starts[local, order], local)
 
     def own_row(self, table: np.ndarray) -> Atom:
-        """Return the row of a table that has one row for each shard; numbers become 32 bits wide."""
+        """Return the row of a table that has one row for each shard; numbers become 32 bits
+        wide."""
         table = table if table.dtype == bool else table.astype(np.int32)
         key = (table.shape, table.dtype), table.tobytes()
         if key not in self._rows:

@@ -1,12 +1,12 @@
 """Rules for equations that move entries along the dimension that is cut.
 
-A concatenation, a strided slice, padding or a reversal leaves every entry with the shard that has it. Only the order
-of the result is another (`dtrans.rows.layout.RowOrder`), and sums over it need no exchange. Each shard picks the
-entries that it has from its own piece, into slots: those of a layout that is known already, where it has all of them,
-so that values meet in one layout again.
+A concatenation, a strided slice, padding or a reversal leaves every entry with the shard that has
+it. Only the order of the result is another (`dtrans.rows.layout.RowOrder`), and sums over it need
+no exchange. Each shard picks the entries that it has from its own piece, into slots: those of a
+layout that is known already, where it has all of them, so that values meet in one layout again.
 
-Such a result can be dearer than whole operands, if something reads all of it later. `dtrans.engine.writer.written`
-compares both.
+Such a result can be dearer than whole operands, if something reads all of it later.
+`dtrans.engine.writer.written` compares both.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Move:
     Attributes:
       axis: the axis.
       slots: for each shard, the entry of its piece in each new slot: [count, local].
-      filled: the slots with the padding value of the equation instead, in the same way; None for none.
+      filled: the slots with the padding value of the equation instead, in the same way; None for
+        none.
     """
 
     axis: int
@@ -52,8 +53,8 @@ class RowMoves:
     Attributes:
       operands: the layouts that operands are read in.
       outs: the layouts of outputs.
-      params: parameters of the equation on pieces that keeps all entries along the axis; None if there is no such
-        equation, and outputs are the first operand.
+      params: parameters of the equation on pieces that keeps all entries along the axis; None if
+        there is no such equation, and outputs are the first operand.
       moves: behind that equation, for each output.
     """
 
@@ -91,13 +92,16 @@ class _Rows:
     known: Sequence[RowAxis]
     axis: int
 
-    def arranged(self, size: int, entries: np.ndarray, everywhere: np.ndarray | None = None) -> tuple[RowAxis, Move]:
+    def arranged(
+        self, size: int, entries: np.ndarray, everywhere: np.ndarray | None = None
+    ) -> tuple[RowAxis, Move]:
         """Return a layout of entries that shards have, and the move into its slots.
 
         Args:
           size: how many entries there are.
           entries: their numbers in the pieces of shards: [count, local], with -1 for others.
-          everywhere: a mask of the entries that every shard can make; those of others are in `entries`.
+          everywhere: a mask of the entries that every shard can make; those of others are in
+            `entries`.
         """
         free = np.zeros(size, bool) if everywhere is None else everywhere
         targets = [self.shards.entries(size, cut_along(self.axis))]
@@ -113,7 +117,9 @@ class _Rows:
 
     def _known(self, size: int) -> Iterator[RowAxis]:
         for row in self.known:
-            if row.order is not None and size == row.width * sum(x >= 0 for slots in row.order.slots for x in slots):
+            if row.order is not None and size == row.width * sum(
+                x >= 0 for slots in row.order.slots for x in slots
+            ):
                 yield row
 
     def _move(self, size: int, entries: np.ndarray, target: np.ndarray, free: np.ndarray) -> Move:
@@ -123,14 +129,16 @@ class _Rows:
             place[np.where(own < 0, size, own)] = np.arange(len(own))
             place[size] = -1
             slots[i] = place[np.where(target[i] < 0, size, target[i])]
-        # slots that are not looked at hold entries that are: what is dropped may have no finite derivative.
-        # As on other shards if that is one, so that all can do the same.
+        # slots that are not looked at hold entries that are: what is dropped may have no finite
+        # derivative. As on other shards if that is one, so that all can do the same.
         shape = slots.shape
         like_others = np.broadcast_to(np.maximum(slots.max(axis=0), 0), shape)
         first = np.broadcast_to(np.argmax(entries >= 0, axis=1)[:, None], shape)
         others = np.where(np.take_along_axis(entries, like_others, axis=1) >= 0, like_others, first)
         is_filled = (target >= 0) & free[np.maximum(target, 0)]
-        return Move(self.axis, np.where(slots < 0, others, slots), is_filled if is_filled.any() else None)
+        return Move(
+            self.axis, np.where(slots < 0, others, slots), is_filled if is_filled.any() else None
+        )
 
 
 def _has_padding_only(own: np.ndarray, target: np.ndarray) -> bool:
@@ -144,7 +152,8 @@ def _has(own: np.ndarray, target: np.ndarray, free: np.ndarray) -> bool:
 
 
 def _together(entries: np.ndarray, free: np.ndarray) -> np.ndarray:
-    """Return slots with the entries of each shard, and with a share of those that every shard can make."""
+    """Return slots with the entries of each shard, and with a share of those that every shard can
+    make."""
     rows = [own[own >= 0] for own in entries]
     local = max(-(-(sum(map(len, rows)) + len(free)) // len(rows)), *map(len, rows))
     found = np.full((len(rows), local), -1)
@@ -169,7 +178,11 @@ def _slice(eqn: JaxprEqn, ins: Ins, rows: _Rows) -> RowMoves | None:
     to, move = rows.arranged(out.aval.shape[axis], np.where(is_kept, new, -1))
     begins[axis], ends[axis], steps[axis] = 0, entries.shape[1], 1
     params = dict(zip(_SLICE, map(tuple, (begins, ends, steps)), strict=True))
-    is_all = all(n == m for d, (n, m) in enumerate(zip(x.aval.shape, out.aval.shape, strict=True)) if d != axis)
+    is_all = all(
+        n == m
+        for d, (n, m) in enumerate(zip(x.aval.shape, out.aval.shape, strict=True))
+        if d != axis
+    )
     return RowMoves((row,), (to,), None if is_all else lambda _: params, (move,))
 
 
@@ -204,7 +217,9 @@ def _rev(eqn: JaxprEqn, ins: Ins, rows: _Rows) -> RowMoves | None:
 
 def _concatenate(eqn: JaxprEqn, ins: Ins, rows: _Rows) -> RowMoves | None:
     """Operands that all shards have are cut as well."""
-    if eqn.params["dimension"] != rows.axis or any(isinstance(x, RowAxis) and x.axis != rows.axis for x in ins):
+    if eqn.params["dimension"] != rows.axis or any(
+        isinstance(x, RowAxis) and x.axis != rows.axis for x in ins
+    ):
         return None
     begin, entries, operands = 0, [], []
     for a, x in zip(eqn.invars, ins, strict=True):
@@ -262,7 +277,8 @@ RULES: Mapping[str, Callable[[JaxprEqn, Ins, _Rows], RowMoves | None]] = {
 
 
 def regrouped(eqn: JaxprEqn, row: RowAxis, shards: Shards) -> RowAxis | None:
-    """Return the layout of a reshape that merges the rows with axes before them, or takes them apart again.
+    """Return the layout of a reshape that merges the rows with axes before them, or takes them
+    apart again.
 
     Each shard reshapes its own piece. None if it would have to send entries.
     """
@@ -284,7 +300,8 @@ def regrouped(eqn: JaxprEqn, row: RowAxis, shards: Shards) -> RowAxis | None:
 
 
 def _merged(entries: np.ndarray, size: int, times: int, new: int) -> np.ndarray | None:
-    """Return the entries of an axis that has the rows `times` times, and perhaps the axes behind them."""
+    """Return the entries of an axis that has the rows `times` times, and perhaps the axes behind
+    them."""
     if new % (times * size):
         return None
     begins = np.arange(times)[:, None] * size
@@ -293,7 +310,8 @@ def _merged(entries: np.ndarray, size: int, times: int, new: int) -> np.ndarray 
 
 
 def _taken_apart(entries: np.ndarray, size: int, times: int, new: int) -> np.ndarray | None:
-    """Return the entries of an axis that the rows repeat `times` times; None if copies are cut differently."""
+    """Return the entries of an axis that the rows repeat `times` times; None if copies are cut
+    differently."""
     shards, local = entries.shape
     if size % times or local % times:
         return None

@@ -1,13 +1,15 @@
-"""What each primitive does to values that are cut over shards, and the cheapest of the ways to carry it out.
+"""What each primitive does to values that are cut over shards, and the cheapest of the ways to
+carry it out.
 
-A rule looks at an equation whose operands are whole or cut, and answers with a `Way`: as what every operand is read,
-how its outputs lie, and by which reduction the parts of all shards become one. Most rules are those of the row analysis
-(`dtrans.rows.rules`): entries of a dimension that is cut are rows. Here is what shards do besides: gathers that pick
-entries where the cut is, and their transposes; the position of the largest entry; convolutions; reshapes.
+A rule looks at an equation whose operands are whole or cut, and answers with a `Way`: as what every
+operand is read, how its outputs lie, and by which reduction the parts of all shards become one.
+Most rules are those of the row analysis (`dtrans.rows.rules`): entries of a dimension that is cut
+are rows. Here is what shards do besides: gathers that pick entries where the cut is, and their
+transposes; the position of the largest entry; convolutions; reshapes.
 
-Operands that are cut in ways that do not fit leave a choice: each of them may stay as it is while the others follow, or
-all are made whole. `choose` takes what moves the fewest bytes, and gathers no input of the program where there is
-another way: inputs are cut because they are large.
+Operands that are cut in ways that do not fit leave a choice: each of them may stay as it is while
+the others follow, or all are made whole. `choose` takes what moves the fewest bytes, and gathers no
+input of the program where there is another way: inputs are cut because they are large.
 """
 
 from __future__ import annotations
@@ -91,12 +93,16 @@ def choose(
     ways = [natural]
     for i, x in enumerate(rows):
         if isinstance(x, RowAxis):
-            ways.append(way_of(eqn, [x if i == j else SHARED for j in range(len(rows))], shards, known))
+            ways.append(
+                way_of(eqn, [x if i == j else SHARED for j in range(len(rows))], shards, known)
+            )
     ways.append(Way((None,) * len(rows), (SHARED,) * len(eqn.outvars)))
     return min((w for w in ways if w is not None), key=cost)
 
 
-def _cost(eqn: JaxprEqn, operands: Sequence[Operand], way: Way, shards: Shards, as_term: bool) -> tuple[float, float]:
+def _cost(
+    eqn: JaxprEqn, operands: Sequence[Operand], way: Way, shards: Shards, as_term: bool
+) -> tuple[float, float]:
     """Bytes of inputs that are gathered, and bytes that are moved."""
     gathered, moved = 0.0, float(way.sends)
     for a, operand, row in zip(eqn.invars, operands, way.operands, strict=True):
@@ -114,8 +120,11 @@ def _cost(eqn: JaxprEqn, operands: Sequence[Operand], way: Way, shards: Shards, 
     return gathered, moved
 
 
-def way_of(eqn: JaxprEqn, ins: Ins, shards: Shards, known: Sequence[RowAxis] | None = None) -> Way | None:
-    """Return the way that the operands' cuts lead to; None if they do not fit, or pieces are not enough.
+def way_of(
+    eqn: JaxprEqn, ins: Ins, shards: Shards, known: Sequence[RowAxis] | None = None
+) -> Way | None:
+    """Return the way that the operands' cuts lead to; None if they do not fit, or pieces are not
+    enough.
 
     Args:
       known: as in `choose`.
@@ -148,7 +157,8 @@ def _as_rows(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Way | None:
 
 
 def _reshape(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Way | None:
-    """Without padding, what counts are as many runs as there are shards; with it, the entries themselves."""
+    """Without padding, what counts are as many runs as there are shards; with it, the entries
+    themselves."""
     (row,) = ins[:1]
     if not isinstance(row, RowAxis) or not isinstance(eqn.invars[0].aval.dtype, np.dtype):
         return None
@@ -164,7 +174,11 @@ def _moved(eqn: JaxprEqn, ins: Ins, shards: Shards, known: Sequence[RowAxis]) ->
         (row,) = ins
         assert isinstance(row, RowAxis)
         to = regrouped(eqn, row, shards) if eqn.params["dimensions"] is None else None
-        return None if to is None else Way((row,), (to,), params=lambda outs: {"new_sizes": outs[0].shape})
+        return (
+            None
+            if to is None
+            else Way((row,), (to,), params=lambda outs: {"new_sizes": outs[0].shape})
+        )
     found = moves_of(eqn, ins, shards, known)
     return None if found is None else Way(found.operands, found.outs, write="move", moves=found)
 
@@ -185,11 +199,14 @@ def _arg_reduce(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Way | None:
 
 
 def _gather(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Way | None:
-    """Picks entries where the cut is; takes slices of other dimensions; or has indices that are cut."""
+    """Picks entries where the cut is; takes slices of other dimensions; or has indices that are
+    cut."""
     (x, indices), (found, of) = (a.aval for a in eqn.invars), ins
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     out = eqn.outvars[0].aval
-    batch = [d for d in range(out.ndim) if d not in numbers.offset_dims]  # those of the indices, but for the last
+    batch = [
+        d for d in range(out.ndim) if d not in numbers.offset_dims
+    ]  # those of the indices, but for the last
     if isinstance(of, RowAxis):
         if of.axis == indices.ndim - 1:
             return None
@@ -217,11 +234,16 @@ def _gather(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Way | None:
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     axis = numbers.offset_dims[[k for k in range(x.ndim) if k not in gone].index(d)]
     local = (*sizes[:d], shards.local(sizes[d], found), *sizes[d + 1 :])
-    return Way((found, None), (dataclasses.replace(found, axis=axis),), params=lambda _: {"slice_sizes": local})
+    return Way(
+        (found, None),
+        (dataclasses.replace(found, axis=axis),),
+        params=lambda _: {"slice_sizes": local},
+    )
 
 
 def _scatter(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Way | None:
-    """Into the entries where the cut is; into slices of other dimensions; or with indices that are cut."""
+    """Into the entries where the cut is; into slices of other dimensions; or with indices that are
+    cut."""
     x, indices, updates = (a.aval for a in eqn.invars)
     numbers = eqn.params["dimension_numbers"]
     batch = [d for d in range(updates.ndim) if d not in numbers.update_window_dims]
@@ -240,14 +262,20 @@ def _scatter(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Way | None:
         if among == 1 and k in numbers.scatter_indices_batching_dims:
             d = numbers.operand_batching_dims[numbers.scatter_indices_batching_dims.index(k)]
         elif among == 1:
-            if eqn.primitive.name == "scatter-add" and k < indices.ndim - 1 and isinstance(x.dtype, np.dtype):
+            if (
+                eqn.primitive.name == "scatter-add"
+                and k < indices.ndim - 1
+                and isinstance(x.dtype, np.dtype)
+            ):
                 way = Way((None, as_(k), as_(batch[k])), (SHARED,), "sum", write="add_up")
             return _fits(way, ins)
         if d in numbers.operand_batching_dims:
             k = numbers.scatter_indices_batching_dims[numbers.operand_batching_dims.index(d)]
             way = Way((as_(d), as_(k), as_(batch[k])), (as_(d),))
         elif d in numbers.inserted_window_dims:
-            clips = eqn.params["mode"] == Mode.CLIP and len(numbers.scatter_dims_to_operand_dims) > 1
+            clips = (
+                eqn.params["mode"] == Mode.CLIP and len(numbers.scatter_dims_to_operand_dims) > 1
+            )
             if d in numbers.scatter_dims_to_operand_dims and not clips and row.order is None:
                 at = numbers.scatter_dims_to_operand_dims.index(d)
                 way = Way((as_(d), None, None), (as_(d),), write="put", at=at)
@@ -261,26 +289,34 @@ def _scatter(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Way | None:
 
 def _fits(way: Way | None, ins: Ins) -> Way | None:
     """A way that reads every operand that is cut as it is cut."""
-    if way is None or any(isinstance(x, RowAxis) and x != row for x, row in zip(ins, way.operands, strict=True)):
+    if way is None or any(
+        isinstance(x, RowAxis) and x != row for x, row in zip(ins, way.operands, strict=True)
+    ):
         return None
     return way
 
 
 def _window(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Way | None:
-    """A window of one entry along the dimension that is cut, which is moved by one: a pool, or its derivative."""
+    """A window of one entry along the dimension that is cut, which is moved by one: a pool, or its
+    derivative."""
     row = next(x for x in ins if isinstance(x, RowAxis))
     p, d = eqn.params, row.axis
     steps = ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
     if any(p[key][d] != 1 for key in steps if key in p) or tuple(p["padding"][d]) != (0, 0):
         return None
-    operands = tuple(row if a.aval.ndim else None for a in eqn.invars)  # behind arrays stand what they begin with
+    operands = tuple(
+        row if a.aval.ndim else None for a in eqn.invars
+    )  # behind arrays stand what they begin with
     return _fits(Way(operands, (row,) * len(eqn.outvars)), ins)
 
 
 def _array_sum(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Way | None:
     """A sum over dimensions of an array, as a sum over the axis of a `vmap` becomes."""
     axes = eqn.params["axes"]
-    if not all(isinstance(a, (int, np.integer)) for a in axes) or eqn.params["axis_index_groups"] is not None:
+    if (
+        not all(isinstance(a, (int, np.integer)) for a in axes)
+        or eqn.params["axis_index_groups"] is not None
+    ):
         return None
     row = next((x for x in ins if isinstance(x, RowAxis)), None)
     if row is None or any(x != row for x in ins):
@@ -288,7 +324,10 @@ def _array_sum(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Way | None:
     given = (row,) * len(ins)
     if row.axis in axes:
         return Way(given, (SHARED,) * len(ins), "sum")
-    return Way(given, (dataclasses.replace(row, axis=row.axis - sum(a < row.axis for a in axes)),) * len(ins))
+    return Way(
+        given,
+        (dataclasses.replace(row, axis=row.axis - sum(a < row.axis for a in axes)),) * len(ins),
+    )
 
 
 def _convolution(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Way | None:
@@ -296,7 +335,11 @@ def _convolution(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Way | None:
     p = eqn.params
     if p["feature_group_count"] != 1 or p["batch_group_count"] != 1:
         return None
-    lhs, rhs, out = p["dimension_numbers"].lhs_spec, p["dimension_numbers"].rhs_spec, p["dimension_numbers"].out_spec
+    lhs, rhs, out = (
+        p["dimension_numbers"].lhs_spec,
+        p["dimension_numbers"].rhs_spec,
+        p["dimension_numbers"].out_spec,
+    )
     a, b = ins
     row = a if isinstance(a, RowAxis) else b
     assert isinstance(row, RowAxis)
@@ -317,9 +360,14 @@ RULES: Mapping[str, Callable[[JaxprEqn, Ins, Shards], Way | None]] = {
     "argmax": _arg_reduce,
     "argmin": _arg_reduce,
     "gather": _gather,
-    **dict.fromkeys(("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"), _scatter),
+    **dict.fromkeys(
+        ("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"),
+        _scatter,
+    ),
     "conv_general_dilated": _convolution,
-    **dict.fromkeys(("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min"), _window),
+    **dict.fromkeys(
+        ("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min"), _window
+    ),
     **dict.fromkeys(("select_and_scatter_add", "select_and_gather_add"), _window),
     "psum": _array_sum,
 }

@@ -1,8 +1,9 @@
 """Loops along the dimension that is cut. Each shard runs the turns of its own rows.
 
-`jax.lax.map` over rows, and a scan over micro-batches that adds up gradients, need nothing of other turns. What such a
-loop carries is either the same in all turns, or a sum to which each turn adds: shards begin with a term of it, and end
-with one. Everything else that a turn makes is stacked, and is cut as the operands are.
+`jax.lax.map` over rows, and a scan over micro-batches that adds up gradients, need nothing of other
+turns. What such a loop carries is either the same in all turns, or a sum to which each turn adds:
+shards begin with a term of it, and end with one. Everything else that a turn makes is stacked, and
+is cut as the operands are.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def own_turns(eqn: JaxprEqn, ins: Sequence[Placed]) -> tuple[RowAxis, list[bool]
 
 
 def _added(inner: Jaxpr, consts: int, carried: int) -> list[bool] | None:
-    """Return for each carried value if turns add to it; None if there is one that they read and change."""
+    """Return for each carried value if turns add to it; None if there is one that they read and
+    change."""
     reads: Counter[Atom] = Counter(a for a in inner.outvars if isinstance(a, Var))
     reads.update(a for e in inner.eqns for a in e.invars if isinstance(a, Var))
     found = []
@@ -77,7 +79,8 @@ def _adds_to(eqn: JaxprEqn, value: Var) -> bool:
 
 
 def with_padding(body: Any, consts: int, added: Sequence[bool]) -> ClosedJaxpr:
-    """Return a body with one more operand, which is false in turns that are padding: these add nothing."""
+    """Return a body with one more operand, which is false in turns that are padding: these add
+    nothing."""
     flat = inline_calls(body, rules=True)
     b = Builder(flat)
     ins = [b.input(v.aval) for v in opened(flat).invars]

@@ -1,6 +1,7 @@
 """Values on a shard: as they were made, and as they are read.
 
-A value is kept as it was made, and converted where it is read otherwise, once for each way of reading it:
+A value is kept as it was made, and converted where it is read otherwise, once for each way of
+reading it:
 
     whole -> cut    a slice at the shard's offset; what is only counted or filled in is made as a slice to begin with
     cut -> whole    all_gather, noted in `gathers`
@@ -8,9 +9,10 @@ A value is kept as it was made, and converted where it is read otherwise, once f
     sum -> whole    all_reduce
     sum -> cut      reduce_scatter, where nothing else reads it
 
-A user may say that reductions are of each shard's own piece (`dtrans.local`). What they make stands for the value of
-all: a sum is what the shard has, times the number of shards. Such values are the shard's *own*: nothing is reduced, and
-what they are for all, where that is asked for, is their mean.
+A user may say that reductions are of each shard's own piece (`dtrans.local`). What they make stands
+for the value of
+all: a sum is what the shard has, times the number of shards. Such values are the shard's *own*:
+nothing is reduced, and what they are for all, where that is asked for, is their mean.
 """
 
 from __future__ import annotations
@@ -26,7 +28,16 @@ import numpy as np
 
 from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, line_of, opened
 from dtrans.engine.array_fns import on_first, taken
-from dtrans.engine.layout import PARTIAL, Gathered, Partial, Placed, Shards, cut_along, nbytes, rows_or_none
+from dtrans.engine.layout import (
+    PARTIAL,
+    Gathered,
+    Partial,
+    Placed,
+    Shards,
+    cut_along,
+    nbytes,
+    rows_or_none,
+)
 from dtrans.engine.pieces import Pieces
 from dtrans.engine.rules import Operand, Way, way_of
 from dtrans.errors import ConfigError
@@ -52,16 +63,18 @@ class ShardValues(abc.ABC):
     Attributes:
       gathers: what is made whole.
       asked: what is made whole, and read in pieces.
-      sliced: in which pieces alone an input that is whole is read; `SHARED` where nothing reads it yet, None where
-        something reads more.
-      scaled: values that stand for others, each with that value, and by which power of the number of shards it is
-        smaller: a term that only the first shard has is of one that all have (1), what stands for a sum of all of a
-        shard's own (-1).
+      sliced: in which pieces alone an input that is whole is read; `SHARED` where nothing reads it
+        yet, None where something reads more.
+      scaled: values that stand for others, each with that value, and by which power of the number
+        of shards it is smaller: a term that only the first shard has is of one that all have (1),
+        what stands for a sum of all of a shard's own (-1).
       own: values that are whole, and of which each shard has its own.
     """
 
     is_local = False  # whether all equations are in `dtrans.local`
-    orders: list[RowAxis] | None = None  # layouts of rows that were moved; None if rows may not be moved
+    orders: list[RowAxis] | None = (
+        None  # layouts of rows that were moved; None if rows may not be moved
+    )
 
     def __init__(self, jaxpr: ClosedJaxpr, shards: Shards, within: str = "") -> None:
         inner = opened(jaxpr)
@@ -94,13 +107,17 @@ class ShardValues(abc.ABC):
         """Return the facts about a value that `choose` needs."""
         if isinstance(atom, Literal):
             return Operand(SHARED)
-        return Operand(self.layout(atom), atom in self.inputs, lambda row: (atom, row) in self._made)
+        return Operand(
+            self.layout(atom), atom in self.inputs, lambda row: (atom, row) in self._made
+        )
 
     def define(self, var: Var, layout: Placed, value: Atom) -> None:
         """A value, as it is made."""
         if layout is not SHARED:
             self.layouts[var] = layout
-        self._made[var, layout if isinstance(layout, RowAxis) else None if layout is SHARED else PARTIAL] = value
+        self._made[
+            var, layout if isinstance(layout, RowAxis) else None if layout is SHARED else PARTIAL
+        ] = value
 
     def take(self, var: Var, layout: Placed, *, is_input: bool) -> None:
         """An input, as it lies."""
@@ -135,10 +152,15 @@ class ShardValues(abc.ABC):
 
     def as_(self, atom: Atom, layout: Placed) -> Atom:
         """Return a value in a layout."""
-        return self.term(atom) if isinstance(layout, Partial) else self.read(atom, rows_or_none(layout))
+        return (
+            self.term(atom)
+            if isinstance(layout, Partial)
+            else self.read(atom, rows_or_none(layout))
+        )
 
     def term(self, atom: Atom) -> Atom:
-        """This shard's term of a value: of one that is whole, the first shard has all and others have nothing."""
+        """This shard's term of a value: of one that is whole, the first shard has all and others
+        have nothing."""
         if isinstance(self.layout(atom), Partial):
             return self._made[atom, PARTIAL]
         value = self.read(atom, None)
@@ -147,7 +169,8 @@ class ShardValues(abc.ABC):
         if isinstance(atom, Var) and atom in self.own:
             if not jnp.issubdtype(atom.aval.dtype, jnp.inexact):
                 raise ConfigError(
-                    f"dtrans.local(): {short_type(atom.aval)} is each {self.shards.noun}'s own, leaves the step, and "
+                    f"dtrans.local(): {short_type(atom.aval)} is each {self.shards.noun}'s own, "
+                    "leaves the step, and "
                     "has no mean; make it outside of the scope"
                 )
             (made,) = self.b.call(times(1 / self.shards.count), value)
@@ -190,25 +213,37 @@ class ShardValues(abc.ABC):
 
     def reduced(self, op: str, terms: Sequence[Atom]) -> list[Var]:
         """What terms of all shards make together."""
-        return self.b.bind(all_reduce_p, *terms, op=op, name=self.shards.label, owners=(), over=self.shards.over)
+        return self.b.bind(
+            all_reduce_p, *terms, op=op, name=self.shards.label, owners=(), over=self.shards.over
+        )
 
     def _scattered(self, term: Atom, row: RowAxis) -> Atom:
         whole = self.shards.whole(term.aval.shape[row.axis], row)
         (wide,) = self.b.call(padded(row.axis, whole), term)
-        return self.b.bind(reduce_scatter_p, wide, name=self.shards.label, **self._among(), axis=row.axis)[0]
+        return self.b.bind(
+            reduce_scatter_p, wide, name=self.shards.label, **self._among(), axis=row.axis
+        )[0]
 
     def _gathered(self, var: Var, had: RowAxis) -> Atom:
         if self.in_local:
             raise ConfigError(
-                f"dtrans.local(): {self._reason()} mixes rows of the batch otherwise than by a sum, a mean or a "
-                f"maximum, and cannot be of each {self.shards.noun}'s own rows alone; leave it outside of the "
+                f"dtrans.local(): {self._reason()} mixes rows of the batch otherwise than by a "
+                "sum, a mean or a "
+                f"maximum, and cannot be of each {self.shards.noun}'s own rows alone; leave it "
+                "outside of the "
                 "scope, or say batch='local'"
             )
         eqn = self.b.source or self._made_by.get(var)
         line = "" if eqn is None else line_of(eqn)
-        self.gathers.append(Gathered(var.aval.shape, var.aval.dtype, nbytes(var.aval), self._reason(), line))
+        self.gathers.append(
+            Gathered(var.aval.shape, var.aval.dtype, nbytes(var.aval), self._reason(), line)
+        )
         (wide,) = self.b.bind(
-            all_gather_p, self._made[var, had], name=self.shards.label, axis=had.axis, **self._among()
+            all_gather_p,
+            self._made[var, had],
+            name=self.shards.label,
+            axis=had.axis,
+            **self._among(),
         )
         if had.order is not None:
             return self._in_sequence(wide, var.aval.shape[had.axis], had)
@@ -223,9 +258,16 @@ class ShardValues(abc.ABC):
 
     def _exchanged(self, var: Var, had: RowAxis, row: RowAxis) -> Atom:
         shape = var.aval.shape
-        wide = self.b.call(padded(row.axis, self.shards.whole(shape[row.axis], row)), self._made[var, had])
+        wide = self.b.call(
+            padded(row.axis, self.shards.whole(shape[row.axis], row)), self._made[var, had]
+        )
         (got,) = self.b.bind(
-            all_to_all_p, *wide, name=self.shards.label, cut=row.axis, joined=had.axis, **self._among()
+            all_to_all_p,
+            *wide,
+            name=self.shards.label,
+            cut=row.axis,
+            joined=had.axis,
+            **self._among(),
         )
         return self._without_end(got, had.axis, shape[had.axis])
 
@@ -244,13 +286,15 @@ class ShardValues(abc.ABC):
         return self.pieces.of(value.aval.shape[row.axis], row).cut(self.b, value)
 
     def _pads_with_entries(self, size: int, row: RowAxis) -> bool:
-        """Return True if padding has to be real entries, whose derivatives are finite; those of zeros may not be."""
+        """Return True if padding has to be real entries, whose derivatives are finite; those of
+        zeros may not be."""
         return self.shards.finite_padding and self.shards.pads(size, row)
 
     # -- slices of whole values, made with nothing of the rest -------------------------------------
 
     def made_as_rows(self, var: Var, row: RowAxis) -> Atom | None:
-        """A piece of a value of counters, and of what is repeated or written into that; None for others."""
+        """A piece of a value of counters, and of what is repeated or written into that; None for
+        others."""
         eqn = self._made_by.get(var)
         if eqn is None or not self._is_counted(var, row.axis):
             return None
@@ -264,16 +308,24 @@ class ShardValues(abc.ABC):
             if any(p is not None and p.size != local for _, p in recipe.needs):
                 return None  # the order of an operand would be another
         if recipe is not None:
-            along = (None if p is None else dataclasses.replace(row, axis=p.axis) for _, p in recipe.needs)
-            return recipe.write(self.b, [self.read(a, r) for (a, _), r in zip(recipe.needs, along, strict=True)])
+            along = (
+                None if p is None else dataclasses.replace(row, axis=p.axis)
+                for _, p in recipe.needs
+            )
+            return recipe.write(
+                self.b, [self.read(a, r) for (a, _), r in zip(recipe.needs, along, strict=True)]
+            )
         way = way_of(eqn, [row, *(SHARED,) * (len(eqn.invars) - 1)], self.shards)
         return None if way is None or way.outs != (row,) else self.carried_out(eqn, way)[0]
 
     def _is_counted(self, var: Atom, axis: int) -> bool:
-        """Whether a value along an axis is made of counters and of what is repeated: nothing large is sliced then."""
+        """Whether a value along an axis is made of counters and of what is repeated: nothing large
+        is sliced then."""
         if (var, axis) not in self._counted:
             eqn = self._made_by.get(var) if isinstance(var, Var) else None
-            self._counted[var, axis] = eqn is not None and len(eqn.outvars) == 1 and self._counts(eqn, axis)
+            self._counted[var, axis] = (
+                eqn is not None and len(eqn.outvars) == 1 and self._counts(eqn, axis)
+            )
         return self._counted[var, axis]
 
     def _counts(self, eqn: JaxprEqn, axis: int) -> bool:
@@ -281,9 +333,14 @@ class ShardValues(abc.ABC):
         if name.startswith("scatter"):  # something is written into what is counted
             return self._is_counted(eqn.invars[0], axis)
         recipe = recipe_of(eqn, 0, self.pieces.of(eqn.outvars[0].aval.shape[axis], cut_along(axis)))
-        if recipe is None or name in ("broadcast_in_dim", "random_bits"):  # which make more than they read
+        if recipe is None or name in (
+            "broadcast_in_dim",
+            "random_bits",
+        ):  # which make more than they read
             return recipe is not None
-        if name == "gather" and eqn.invars[1] in self.sliced:  # what it picks is larger than what names it
+        if (
+            name == "gather" and eqn.invars[1] in self.sliced
+        ):  # what it picks is larger than what names it
             return True
         along = [(a, part.axis) for a, part in recipe.needs if part is not None]
         return all(self._is_counted(a, at) for a, at in along)

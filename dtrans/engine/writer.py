@@ -1,11 +1,11 @@
 """Writing the program of one shard.
 
-Equations are taken in order, and each is written once, on pieces or on whole values, as `dtrans.engine.rules`
-chooses; `dtrans.engine.values` has the values.
+Equations are taken in order, and each is written once, on pieces or on whole values, as
+`dtrans.engine.rules` chooses; `dtrans.engine.values` has the values.
 
-Sums are left open as long as what reads them is linear, and the only one that does: gradients of one input through
-several products are added up before they are reduced, once. Bodies of remat, loops and branches are written in the same
-way (`dtrans.engine.loops`).
+Sums are left open as long as what reads them is linear, and the only one that does: gradients of
+one input through several products are added up before they are reduced, once. Bodies of remat,
+loops and branches are written in the same way (`dtrans.engine.loops`).
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ from dtrans.step.capture import value_and_grad_p
 from dtrans.step.scopes import has_local_scope, in_local_scope
 
 
-# Where these make more entries than the operand has, terms are added up before. Not so `pad`: gradients of several
-# slices of one parameter are added up in one reduction.
+# Where these make more entries than the operand has, terms are added up before. Not so `pad`:
+# gradients of several slices of one parameter are added up in one reduction.
 _GROWS: Mapping[str, int] = {"broadcast_in_dim": 0, "scatter-add": 2}
 _WITH_BODIES = frozenset({*REMAT, SCAN, WHILE, COND})
 
@@ -84,11 +84,17 @@ _WITH_BODIES = frozenset({*REMAT, SCAN, WHILE, COND})
 class SplitWriter(ShardValues):
     """Writes the equations of one jaxpr for one shard."""
 
-    cut_at_birth: Mapping[Var, RowAxis] = MappingProxyType({})  # what is made in pieces, and not whole as well
+    cut_at_birth: Mapping[Var, RowAxis] = MappingProxyType(
+        {}
+    )  # what is made in pieces, and not whole as well
     planned: dict[Any, LoopPlan | None]  # how loops and branches are carried out, by what they read
     out_names: Sequence[str] = ()  # of a program's outputs, for `gathers`
-    keeps_rules = False  # whether calls with derivative rules stay: the program is to be differentiated
-    terms: Collection[Var] = frozenset()  # sums that stay open wherever that can be, however often they are read
+    keeps_rules = (
+        False  # whether calls with derivative rules stay: the program is to be differentiated
+    )
+    terms: Collection[Var] = (
+        frozenset()
+    )  # sums that stay open wherever that can be, however often they are read
 
     # -- equations -------------------------------------------------------------------------------
 
@@ -100,7 +106,8 @@ class SplitWriter(ShardValues):
                 self.own.add(v)
 
     def _makes_own(self, eqn: JaxprEqn) -> bool:
-        """Whether what it makes whole is a shard's own: what it reads is, or something in its bodies."""
+        """Whether what it makes whole is a shard's own: what it reads is, or something in its
+        bodies."""
         if any(a in self.own for a in eqn.invars if isinstance(a, Var)):
             return True
         if eqn.primitive.name in _WITH_BODIES:
@@ -130,7 +137,9 @@ class SplitWriter(ShardValues):
         elif self.keeps_rules and self._needs_whole_cotangents(eqn):
             aval = eqn.outvars[0].aval
             reason = f"the derivative rule of {self._said(eqn)}"
-            self.gathers.append(Gathered(aval.shape, aval.dtype, nbytes(aval), reason, line_of(eqn)))
+            self.gathers.append(
+                Gathered(aval.shape, aval.dtype, nbytes(aval), reason, line_of(eqn))
+            )
         if has_rule:  # its rule is one for whole values
             ins = [SHARED] * len(ins)
         if all(x is SHARED for x in ins):
@@ -138,12 +147,21 @@ class SplitWriter(ShardValues):
             if row and (piece := self.made_as_rows(eqn.outvars[0], row)):
                 self._define(eqn, [row], [piece])
                 return
-            made: Sequence[Atom] = self.b.copy(eqn, [self.read(a, None) for a in eqn.invars], _types(eqn))
+            made: Sequence[Atom] = self.b.copy(
+                eqn, [self.read(a, None) for a in eqn.invars], _types(eqn)
+            )
             self._define(eqn, [SHARED] * len(made), made)
             return
         if (linear := self._open_operands(eqn, ins)) is not None:
-            terms = [self.term(a) if i in linear else self.read(a, None) for i, a in enumerate(eqn.invars)]
-            of_sums = [a in self.own_terms for a, x in zip(eqn.invars, ins, strict=True) if isinstance(x, Partial)]
+            terms = [
+                self.term(a) if i in linear else self.read(a, None)
+                for i, a in enumerate(eqn.invars)
+            ]
+            of_sums = [
+                a in self.own_terms
+                for a, x in zip(eqn.invars, ins, strict=True)
+                if isinstance(x, Partial)
+            ]
             if all(of_sums):
                 self.own_terms.update(eqn.outvars)
             self._define(eqn, [PARTIAL] * len(eqn.outvars), self.b.copy(eqn, terms, _types(eqn)))
@@ -160,12 +178,15 @@ class SplitWriter(ShardValues):
             if self.in_local:
                 self.own_terms.update(eqn.outvars)
         else:
-            self._define(eqn, way.outs, self._reduced_here(way.reduce, made) if way.reduce else made)
+            self._define(
+                eqn, way.outs, self._reduced_here(way.reduce, made) if way.reduce else made
+            )
         if _is_moved_or_cast(eqn) and self.operand(eqn.invars[0]).is_input:
             self.inputs.update(eqn.outvars)
 
     def _reduced_here(self, op: str, terms: Sequence[Atom]) -> Sequence[Atom]:
-        """What terms of all shards make together, or a shard's own, in the equation that is written."""
+        """What terms of all shards make together, or a shard's own, in the equation that is
+        written."""
         return terms if self.in_local else self.reduced(op, terms)
 
     def _is_local(self, eqn: JaxprEqn) -> bool:
@@ -177,10 +198,12 @@ class SplitWriter(ShardValues):
             self.define(v, x, value)
 
     def _open_operands(self, eqn: JaxprEqn, ins: Sequence[Placed]) -> Collection[int] | None:
-        """Which operands are read as terms, where an equation is linear in sums that may be made later; None elsewhere.
+        """Which operands are read as terms, where an equation is linear in sums that may be made
+        later; None elsewhere.
 
-        Sums that nothing else reads stay open through what changes no number, and sums of sums. What ends up as a term
-        anyway stays open wherever it is linear, and what is whole beside it is a term of the first shard.
+        Sums that nothing else reads stay open through what changes no number, and sums of sums.
+        What ends up as a term anyway stays open wherever it is linear, and what is whole beside it
+        is a term of the first shard.
         """
         opens = [i for i, x in enumerate(ins) if isinstance(x, Partial)]
         if not opens or not eqn.outvars or any(isinstance(x, RowAxis) for x in ins):
@@ -199,7 +222,9 @@ class SplitWriter(ShardValues):
         if _adds_terms(eqn, opens):
             return opens
         # by a known number only: a term of 0 times what may be infinite is not a number
-        factor = next((a.val for a in eqn.invars if isinstance(a, Literal) and not a.aval.ndim), np.nan)
+        factor = next(
+            (a.val for a in eqn.invars if isinstance(a, Literal) and not a.aval.ndim), np.nan
+        )
         if name not in ("mul", "div") or not np.isfinite(factor):
             return None
         inexact = jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact)
@@ -227,27 +252,37 @@ class SplitWriter(ShardValues):
 
     def _without_padding(self, whole: Atom, piece: Atom, row: RowAxis | None, op: str) -> Atom:
         """A piece with what changes nothing in the place of padding."""
-        return piece if row is None else self.pieces.without_padding(piece, whole.aval.shape[row.axis], row, op)
+        return (
+            piece
+            if row is None
+            else self.pieces.without_padding(piece, whole.aval.shape[row.axis], row, op)
+        )
 
     def _move(self, eqn: JaxprEqn, way: Way, atoms: list[Atom]) -> list[Atom]:
         """Entries in other slots, by what each shard has of them."""
         found, pieces = way.moves, atoms
         assert found is not None
         if found.params is not None:
-            axis, local = found.moves[0].axis, sum(a.aval.shape[found.moves[0].axis] for a in atoms if a.aval.ndim)
+            axis, local = (
+                found.moves[0].axis,
+                sum(a.aval.shape[found.moves[0].axis] for a in atoms if a.aval.ndim),
+            )
             local *= eqn.params["reps"][axis] if eqn.primitive.name == "tile" else 1
             types = [resized(v.aval, axis, local) for v in eqn.outvars]
             pieces = list(self.b.copy(eqn, atoms, types, **found.params(types)))
         return [self._in_slots(pieces[0], move, atoms) for move in found.moves]
 
     def _in_slots(self, piece: Atom, move: Move, atoms: Sequence[Atom]) -> Atom:
-        """Return the entries of a piece in their new slots; of a `pad`, the last operand is the padding value."""
+        """Return the entries of a piece in their new slots; of a `pad`, the last operand is the
+        padding value."""
         if not move.keeps(piece.aval.shape[move.axis]):
             piece = self._taken(piece, move)
         if move.filled is None:
             return piece
         (value,) = self.b.call(broadcast_to(piece.aval.shape), atoms[-1])
-        return self.b.call(kept_slots(move.axis), piece, self.pieces.own_row(~move.filled), value)[0]
+        return self.b.call(kept_slots(move.axis), piece, self.pieces.own_row(~move.filled), value)[
+            0
+        ]
 
     def _taken(self, piece: Atom, move: Move) -> Atom:
         first, *others = slots = move.slots
@@ -262,7 +297,9 @@ class SplitWriter(ShardValues):
         (row, _), p, (x, _) = way.operands, eqn.params, eqn.invars
         assert row is not None
         size = x.aval.shape[row.axis]
-        term = picked(way.at, size, p["dimension_numbers"], p["slice_sizes"], p["mode"], p["fill_value"])
+        term = picked(
+            way.at, size, p["dimension_numbers"], p["slice_sizes"], p["mode"], p["fill_value"]
+        )
         return self.b.call(term, *atoms, self.pieces.start(size, row))
 
     def _put(self, eqn: JaxprEqn, way: Way, atoms: list[Atom]) -> list[Atom]:
@@ -273,10 +310,13 @@ class SplitWriter(ShardValues):
         clips = eqn.params["mode"] == jax.lax.GatherScatterMode.CLIP
         own = own_indices(way.at, size, piece.aval.shape[row.axis], clips)
         (at,) = self.b.call(own, atoms[1], self.pieces.start(size, row))
-        return list(self._scatter(eqn, [piece, at, atoms[2]], mode=jax.lax.GatherScatterMode.FILL_OR_DROP))
+        return list(
+            self._scatter(eqn, [piece, at, atoms[2]], mode=jax.lax.GatherScatterMode.FILL_OR_DROP)
+        )
 
     def _add_up(self, eqn: JaxprEqn, way: Way, atoms: list[Atom]) -> list[Atom]:
-        """Updates that are cut: each shard adds its own to nothing, and the first one to what there was."""
+        """Updates that are cut: each shard adds its own to nothing, and the first one to what there
+        was."""
         _, of, row = way.operands
         assert row is not None and of is not None
         updates = self._without_padding(eqn.invars[2], atoms[2], row, "sum")
@@ -284,10 +324,13 @@ class SplitWriter(ShardValues):
         return list(self._scatter(eqn, [first, atoms[1], updates]))
 
     def _scatter(self, eqn: JaxprEqn, atoms: list[Atom], **params: Any) -> list[Var]:
-        return self.b.copy(eqn, atoms, [atoms[0].aval], indices_are_sorted=False, unique_indices=False, **params)
+        return self.b.copy(
+            eqn, atoms, [atoms[0].aval], indices_are_sorted=False, unique_indices=False, **params
+        )
 
     def _arg_reduce(self, eqn: JaxprEqn, way: Way, atoms: list[Atom]) -> list[Atom]:
-        """Where the best entry is: the lowest of the positions of those that are the best of all."""
+        """Where the best entry is: the lowest of the positions of those that are the best of
+        all."""
         (row,), (x,) = way.operands, atoms
         assert row is not None
         largest = eqn.primitive.name == "argmax"
@@ -303,12 +346,18 @@ class SplitWriter(ShardValues):
     # -- bodies ----------------------------------------------------------------------------------
 
     def _plan(self, eqn: JaxprEqn, ins: Sequence[Placed]) -> LoopPlan | None:
-        """How the bodies of an equation are carried out; None where it is carried out on whole values."""
+        """How the bodies of an equation are carried out; None where it is carried out on whole
+        values."""
         said = self._said(eqn)
         inputs = [self.operand(a).is_input for a in eqn.invars]
 
-        def write(body: Any, ins: Sequence[Placed], outs: Sequence[Placed] | None, carried: int) -> WrittenBody:
-            wanted = [*range(carried), *(i for i, v in enumerate(eqn.outvars) if v in self.terms and i >= carried)]
+        def write(
+            body: Any, ins: Sequence[Placed], outs: Sequence[Placed] | None, carried: int
+        ) -> WrittenBody:
+            wanted = [
+                *range(carried),
+                *(i for i, v in enumerate(eqn.outvars) if v in self.terms and i >= carried),
+            ]
             return self._body(eqn, body, ins, outs, wanted, said, inputs[len(inputs) - len(ins) :])
 
         key = id(eqn), tuple(ins), tuple(inputs)
@@ -326,7 +375,8 @@ class SplitWriter(ShardValues):
         said: str,
         inputs: Sequence[bool],
     ) -> WrittenBody:
-        """A body on pieces: its inputs, and its outputs where that is asked, lie as they are said to.
+        """A body on pieces: its inputs, and its outputs where that is asked, lie as they are said
+        to.
 
         Args:
           added: the outputs of which terms are enough.
@@ -334,10 +384,14 @@ class SplitWriter(ShardValues):
           inputs: which of its inputs are inputs of the program that are cut.
         """
         is_local = self.is_local or in_local_scope(eqn)
-        reads_own = self._is_local(eqn) or any(a in self.own for a in eqn.invars if isinstance(a, Var))
+        reads_own = self._is_local(eqn) or any(
+            a in self.own for a in eqn.invars if isinstance(a, Var)
+        )
         flat = inline_calls(body, rules=self.keeps_rules)
         ends = opened(flat).outvars
-        terms = linear_terms(opened(flat), [a for i in added if i < len(ends) and isinstance(a := ends[i], Var)])
+        terms = linear_terms(
+            opened(flat), [a for i in added if i < len(ends) and isinstance(a := ends[i], Var)]
+        )
 
         def write(w: SplitWriter) -> WrittenBody:
             w.terms, w.is_local, w.keeps_rules = terms, is_local, self.keeps_rules
@@ -364,7 +418,10 @@ class SplitWriter(ShardValues):
         """Write an equation with its bodies on pieces."""
         atoms = [self.as_(a, x) for a, x in zip(eqn.invars, plan.operands, strict=True)]
         first = [self.pieces.index()] if any(b.takes_index for b in plan.bodies) else []
-        new = [b.jaxpr if b.takes_index or not first else _with_an_operand(b.jaxpr, first[0]) for b in plan.bodies]
+        new = [
+            b.jaxpr if b.takes_index or not first else _with_an_operand(b.jaxpr, first[0])
+            for b in plan.bodies
+        ]
         for b in plan.bodies:
             self.gathers += b.gathers
             self.scaled |= b.scaled
@@ -373,11 +430,15 @@ class SplitWriter(ShardValues):
 
     @property
     def moved(self) -> int:
-        """Bytes that are put into communication, and of gathers those that come out; bodies of loops count once."""
-        return sum(moved_bytes(e for eqn in self.b.eqns for e in (eqn, *equations_inside(eqn))).values())
+        """Bytes that are put into communication, and of gathers those that come out; bodies of
+        loops count once."""
+        return sum(
+            moved_bytes(e for eqn in self.b.eqns for e in (eqn, *equations_inside(eqn))).values()
+        )
 
     def _with_loss(self, eqn: JaxprEqn, ins: Sequence[Placed]) -> None:
-        """Write a loss that is still to be differentiated: each shard has a term of it, and of its gradients."""
+        """Write a loss that is still to be differentiated: each shard has a term of it, and of its
+        gradients."""
         loss, count, said = eqn.params["loss"], eqn.params["count"], self._said(eqn)
         number = len(opened(loss).outvars)
         given: list[Placed] = [x if isinstance(x, RowAxis) else SHARED for x in ins]
@@ -412,21 +473,29 @@ class SplitWriter(ShardValues):
             whole: Any, given: Sequence[Placed], wanted: Sequence[Placed] | None
         ) -> tuple[ClosedJaxpr, list[Placed]] | None:
             flat = eliminate_dead(inline_calls(whole))
-            ends = [a for a, x in zip(opened(flat).outvars, wanted or (), strict=False) if isinstance(x, Partial)]
+            ends = [
+                a
+                for a, x in zip(opened(flat).outvars, wanted or (), strict=False)
+                if isinstance(x, Partial)
+            ]
 
             def write(w: SplitWriter) -> tuple[ClosedJaxpr, list[Placed]]:
                 w.pieces.takes_index = self.pieces.takes_index
                 w.terms = linear_terms(opened(flat), [a for a in ends if isinstance(a, Var)])
                 for v, x in zip(opened(flat).invars, given, strict=True):
                     w.take(v, x, is_input=False)
-                made, layouts = w.write(opened(flat), lambda i, x: rows_only(x) if wanted is None else wanted[i])
+                made, layouts = w.write(
+                    opened(flat), lambda i, x: rows_only(x) if wanted is None else wanted[i]
+                )
                 return eliminate_dead(w.b.build(made)), layouts
 
             (made, layouts), _ = _written(flat, self.shards, write, self._said(eqn), self.orders)
             exchanged = [e for e in equations(made) if collective_of(e) is not None]
             return None if exchanged else (made, layouts)
 
-        def rule_on_pieces(whole: Any, given: Sequence[Placed], wanted: Sequence[Placed]) -> ClosedJaxpr | None:
+        def rule_on_pieces(
+            whole: Any, given: Sequence[Placed], wanted: Sequence[Placed]
+        ) -> ClosedJaxpr | None:
             found = on_pieces(whole, given, wanted)
             return None if found is None else found[0]
 
@@ -444,7 +513,8 @@ class SplitWriter(ShardValues):
         return True
 
     def _needs_whole_cotangents(self, eqn: JaxprEqn) -> bool:
-        """Return True if a rule in an equation on whole values is not linear in cotangents, or may not be.
+        """Return True if a rule in an equation on whole values is not linear in cotangents, or may
+        not be.
 
         Cotangents of what all shards have are terms of a sum.
         """
@@ -453,8 +523,11 @@ class SplitWriter(ShardValues):
         return any(e.primitive.name == CUSTOM_VJP for e in equations_inside(eqn))
 
     def _may_not_end(self, eqn: JaxprEqn, row: RowAxis) -> bool:
-        """Return True if turns of padding may not end, as a `while` in them is decided by their numbers."""
-        return self.shards.pads(scan_length(eqn), row) and any(e.primitive.name == WHILE for e in equations_inside(eqn))
+        """Return True if turns of padding may not end, as a `while` in them is decided by their
+        numbers."""
+        return self.shards.pads(scan_length(eqn), row) and any(
+            e.primitive.name == WHILE for e in equations_inside(eqn)
+        )
 
     def _with_own_turns(self, eqn: JaxprEqn, row: RowAxis, added: Sequence[bool]) -> None:
         """Write a loop whose turns are divided among the shards."""
@@ -475,7 +548,9 @@ class SplitWriter(ShardValues):
 
     # -- all of it -------------------------------------------------------------------------------
 
-    def write(self, inner: Jaxpr, wanted: Callable[[int, Placed], Placed]) -> tuple[list[Atom], list[Placed]]:
+    def write(
+        self, inner: Jaxpr, wanted: Callable[[int, Placed], Placed]
+    ) -> tuple[list[Atom], list[Placed]]:
         """Write all equations; the outputs, and how they lie.
 
         Args:
@@ -486,12 +561,19 @@ class SplitWriter(ShardValues):
         made: list[Atom] = []
         layouts: list[Placed] = []
         for i, a in enumerate(inner.outvars):
-            own = isinstance(a, Var) and a in self.own and not self.within  # inside of a loop it goes on to be
+            own = (
+                isinstance(a, Var) and a in self.own and not self.within
+            )  # inside of a loop it goes on to be
             self.needed_by(
-                functools.partial(self._output, i), self._made_by.get(a) if isinstance(a, Var) and own else None
+                functools.partial(self._output, i),
+                self._made_by.get(a) if isinstance(a, Var) and own else None,
             )
             layout = wanted(i, PARTIAL if own else self.layout(a))
-            made.append(self.reduced("sum", [self.term(a)])[0] if own and layout is SHARED else self.as_(a, layout))
+            made.append(
+                self.reduced("sum", [self.term(a)])[0]
+                if own and layout is SHARED
+                else self.as_(a, layout)
+            )
             layouts.append(layout)
         return made, layouts
 
@@ -499,11 +581,13 @@ class SplitWriter(ShardValues):
 Made = TypeVar("Made")
 
 
-def written(jaxpr: ClosedJaxpr, shards: Shards, write: Callable[[SplitWriter], Made], within: str = "") -> Made:
+def written(
+    jaxpr: ClosedJaxpr, shards: Shards, write: Callable[[SplitWriter], Made], within: str = ""
+) -> Made:
     """Return what `write` makes with a writer of a jaxpr.
 
-    Shards keep entries in another order than that of the whole where this moves no more bytes than the gathers that it
-    saves.
+    Shards keep entries in another order than that of the whole where this moves no more bytes than
+    the gathers that it saves.
     """
     orders: list[RowAxis] = []
     made, writer = _written(jaxpr, shards, write, within, orders)
@@ -522,8 +606,8 @@ def _written(
 ) -> tuple[Made, SplitWriter]:
     """Return what `write` makes with a writer, and the writer.
 
-    It is written twice where values that are made whole are read in pieces: the second time they are made in pieces
-    alone, unless that would take gathers.
+    It is written twice where values that are made whole are read in pieces: the second time they
+    are made in pieces alone, unless that would take gathers.
     """
     first = SplitWriter(jaxpr, shards, within)
     first.planned, first.orders = {}, orders
@@ -539,8 +623,8 @@ def _written(
 def linear_terms(inner: Jaxpr, outs: Collection[Var], summed: Collection[Var] = ()) -> set[Var]:
     """Values of which terms are enough where terms of `outs` are: those that they are linear in.
 
-    What a value is broadcast to has more entries, and is no place to add them up; but where it becomes, entry by entry,
-    one of those that are `summed` anyway.
+    What a value is broadcast to has more entries, and is no place to add them up; but where it
+    becomes, entry by entry, one of those that are `summed` anyway.
     """
     found, anyway = set(outs), set(summed)
     for eqn in reversed(inner.eqns):
@@ -549,7 +633,9 @@ def linear_terms(inner: Jaxpr, outs: Collection[Var], summed: Collection[Var] = 
                 if eqn.primitive.name == "broadcast_in_dim":
                     found.difference_update(eqn.outvars)
                 continue
-            if anyway.issuperset(eqn.outvars) and (facts_of(eqn).elementwise or is_rearrangement(eqn)):
+            if anyway.issuperset(eqn.outvars) and (
+                facts_of(eqn).elementwise or is_rearrangement(eqn)
+            ):
                 anyway.update(a for a in eqn.invars if isinstance(a, Var))
             linear = {i for together in linear_operands(eqn) for i in together}
             found.update(a for i, a in enumerate(eqn.invars) if i in linear and isinstance(a, Var))
@@ -561,13 +647,18 @@ def _grows(eqn: JaxprEqn) -> bool:
 
 
 def _adds_terms(eqn: JaxprEqn, opens: Sequence[int]) -> bool:
-    """Return True if sums may be made behind an equation as well as before, and are not larger there.
+    """Return True if sums may be made behind an equation as well as before, and are not larger
+    there.
 
-    Casts round, so that sums come first. Other operands are indices and conditions: a term of 0 times a number that may
-    be infinite is not a number.
+    Casts round, so that sums come first. Other operands are indices and conditions: a term of 0
+    times a number that may be infinite is not a number.
     """
     others = [a for i, a in enumerate(eqn.invars) if i not in opens]
-    if eqn.primitive.name == "convert_element_type" or len(eqn.outvars) != 1 or any(map(_is_inexact, others)):
+    if (
+        eqn.primitive.name == "convert_element_type"
+        or len(eqn.outvars) != 1
+        or any(map(_is_inexact, others))
+    ):
         return False
     size = sum(nbytes(eqn.invars[i].aval) for i in opens)
     return tuple(opens) in linear_operands(eqn) and nbytes(eqn.outvars[0].aval) <= size

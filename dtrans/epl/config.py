@@ -1,7 +1,8 @@
-"""EPL's configuration: its keys, defaults and types, and the options of `dtrans.pipeline` that they are.
+"""EPL's configuration: its keys, defaults and types, and the options of `dtrans.pipeline` that they
+are.
 
-A key is `category.attribute`. Nothing comes from the environment, and a key that does not exist is an error: EPL
-ignores one.
+A key is `category.attribute`. Nothing comes from the environment, and a key that does not exist is
+an error: EPL ignores one.
 
 Source: epl/config.py.
 """
@@ -71,7 +72,8 @@ ELSEWHERE = {
     "gradient_checkpoint.check_gradients": "compare numbers with those of plan.simulate()",
     "amp.debug_log": "print(plan.programs[...]) shows what is in 16 bits",
     "cluster.run_visible_devices": "plan.on_mesh(devices) says which devices are used",
-    "cluster.colocate_split_and_replicate": "stages have devices of their own; plan.simulate() has all on one",
+    "cluster.colocate_split_and_replicate": "stages have devices of their own; plan.simulate() has "
+    "all on one",
     "io.slicing": _FILES,
     "io.unbalanced_io_slicing": _FILES,
     "io.drop_last_files": _FILES,
@@ -86,8 +88,8 @@ class Config:
       given: the keys that were given, with their values.
 
     Raises:
-      ConfigError: a key that does not exist, a value of another type than the default's, or one that asks for what is
-        found elsewhere.
+      ConfigError: a key that does not exist, a value of another type than the default's, or one
+        that asks for what is found elsewhere.
 
     Source: `Config` of EPL (epl/config.py).
 
@@ -99,7 +101,8 @@ class Config:
       >>> Config({"pipeline.num_microbatch": 4})
       Traceback (most recent call last):
       ...
-      dtrans.errors.ConfigError: EPL's configuration has no key pipeline.num_microbatch; did you mean \
+      dtrans.errors.ConfigError: EPL's configuration has no key pipeline.num_microbatch; did you
+        mean \
 pipeline.num_micro_batch?
     """
 
@@ -109,11 +112,14 @@ pipeline.num_micro_batch?
         for key, value in self.given.items():
             if key not in DEFAULTS:
                 raise ConfigError(
-                    f"EPL's configuration has no key {key}; {did_you_mean(key, DEFAULTS, 'its keys are')}"
+                    f"EPL's configuration has no key {key}; "
+                    f"{did_you_mean(key, DEFAULTS, 'its keys are')}"
                 )
             default = DEFAULTS[key]
             if type(value) is not type(default) and key != "amp.loss_scale":
-                raise ConfigError(f"{key} must be of type {type(default).__name__}, it is {value!r}")
+                raise ConfigError(
+                    f"{key} must be of type {type(default).__name__}, it is {value!r}"
+                )
             if key in ELSEWHERE and value != default:
                 raise ConfigError(f"{key}={value!r}: {ELSEWHERE[key]}; leave it out")
 

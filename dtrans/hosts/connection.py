@@ -1,7 +1,7 @@
 """Commands that run something on another host: `ssh`, or what the user says instead.
 
-A remote shell reads what ssh is given, and none reads what `ip netns exec` is given. So words are refused that a
-shell would change: one command then serves both.
+A remote shell reads what ssh is given, and none reads what `ip netns exec` is given. So words are
+refused that a shell would change: one command then serves both.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def connection(rsh: str, host: HostEntry, command: Sequence[str]) -> list[str]:
     """Return the command that runs another one on a host.
 
     Args:
-      rsh: `ssh`, with options or without; or another command that takes a host and a command, `ip netns exec`.
+      rsh: `ssh`, with options or without; or another command that takes a host and a command, `ip
+        netns exec`.
 
     Raises:
       ConfigError: a word that a shell on the host would change.
@@ -44,11 +45,14 @@ def connection(rsh: str, host: HostEntry, command: Sequence[str]) -> list[str]:
     """
     words = shlex.split(rsh)
     if not words:
-        raise ConfigError("--rsh is empty; give the command that reaches a host, such as 'ssh -p 2222'")
+        raise ConfigError(
+            "--rsh is empty; give the command that reaches a host, such as 'ssh -p 2222'"
+        )
     odd = [word for word in command if not re.fullmatch(r"[\w@%+=:,./-]+", word)]
     if odd:
         raise ConfigError(
-            f"{odd[0]!r} cannot be passed to host {host.name}, whose shell would read it otherwise; give a path "
+            f"{odd[0]!r} cannot be passed to host {host.name}, whose shell would read it "
+            "otherwise; give a path "
             "without spaces and signs, with --python or in PYTHONPATH"
         )
     options = SSH if os.path.basename(words[0]) == "ssh" else ()

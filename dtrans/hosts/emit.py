@@ -1,4 +1,5 @@
-"""A job as text for what starts it: `dtrans launch --emit NAME`. Each emitter is a pure function of a role table."""
+"""A job as text for what starts it: `dtrans launch --emit NAME`. Each emitter is a pure function of
+a role table."""
 
 from __future__ import annotations
 

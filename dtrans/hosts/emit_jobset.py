@@ -2,7 +2,8 @@
 
 Servers are one Indexed job, and trainers another. A pod is reached at
 `JOBSET-ROLE-0-INDEX.JOBSET`, by the headless service that JobSet makes. Its index comes from the
-annotation that Kubernetes gives pods of Indexed jobs; `$(NAME)` in a variable refers to an earlier one.
+annotation that Kubernetes gives pods of Indexed jobs; `$(NAME)` in a variable refers to an earlier
+one.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ def emit_jobset(table: RoleTable, image: str = IMAGE) -> str:
     rules = []
     for kind in kinds:
         target = _TARGET[kind]
-        rules.append({"name": f"{target}Failed", "action": "FailJobSet", "targetReplicatedJobs": [target]})
+        rules.append(
+            {"name": f"{target}Failed", "action": "FailJobSet", "targetReplicatedJobs": [target]}
+        )
     spec: dict[str, Any] = {
         "network": {"enableDNSHostnames": True, "subdomain": parts.name},
         "failurePolicy": {"maxRestarts": 0, "rules": rules},
@@ -48,7 +51,10 @@ def emit_jobset(table: RoleTable, image: str = IMAGE) -> str:
         "metadata": {"name": parts.name},
         "spec": spec,
     }
-    intro = f"# {table.title}\n# the token: kubectl create secret generic {parts.name}-token --from-file=token=FILE\n"
+    intro = (
+        f"# {table.title}\n# the token: kubectl create secret generic {parts.name}-token "
+        "--from-file=token=FILE\n"
+    )
     return intro + "".join(f"{line}\n" for line in _yaml(found))
 
 
@@ -79,7 +85,8 @@ def _job(parts: EmitParts, kind: str, image: str) -> dict[str, Any]:
 
 
 def _literal(text: str) -> str:
-    """Return what Kubernetes reads as a text: in commands and variables it expands `$(NAME)` and `$$`."""
+    """Return what Kubernetes reads as a text: in commands and variables it expands `$(NAME)` and
+    `$$`."""
     return text.replace("$", "$$")
 
 

@@ -1,8 +1,8 @@
 """Parts of a role table that every emitter writes: the command, shared variables, and a name.
 
 A scheduler knows its hosts only when the job starts. Emitted files therefore compute the variables
-of `Role.environment` on the spot, and of trainer 0 where it answers observers. The table gives counts,
-the command, and all other variables.
+of `Role.environment` on the spot, and of trainer 0 where it answers observers. The table gives
+counts, the command, and all other variables.
 """
 
 from __future__ import annotations

@@ -85,7 +85,8 @@ def emit_slurm(table: RoleTable, nodes: int | None = None) -> str:
       >>> from dtrans.hosts.emit_slurm import emit_slurm
       >>> table = dtrans.role_table("pserver", 2, 1, ["python", "train.py"])
       >>> print(emit_slurm(table, nodes=1).splitlines()[-1])
-      srun --kill-on-bad-exit=1 --ntasks=3 --distribution=arbitrary --multi-prog "$lists/roles" python train.py
+      srun --kill-on-bad-exit=1 --ntasks=3 --distribution=arbitrary --multi-prog "$lists/roles"
+      python train.py
     """
     parts = parts_of(table)
     if nodes is None:
@@ -134,9 +135,14 @@ def _node_for_each(table: RoleTable, parts: EmitParts) -> str:
 def _shared_nodes(table: RoleTable, parts: EmitParts, nodes: int) -> str:
     check_int("nodes", nodes, "a number of nodes", least=1)
     if not parts.servers:
-        raise ConfigError(f"nodes={nodes} is for jobs with servers, and these are {table.title}; leave it out")
+        raise ConfigError(
+            f"nodes={nodes} is for jobs with servers, and these are {table.title}; leave it out"
+        )
     if nodes > len(table):
-        raise ConfigError(f"nodes={nodes} is more than the {table.title}; give at most {len(table)}, or leave it out")
+        raise ConfigError(
+            f"nodes={nodes} is more than the {table.title}; give at most {len(table)}, or leave it "
+            "out"
+        )
     slots = -(-len(table) // nodes)
     places = [int(p) for p in place(table, [(str(n), slots) for n in range(nodes)])]
     used = {p: i for i, p in enumerate(sorted(set(places)))}
@@ -151,7 +157,10 @@ def _shared_nodes(table: RoleTable, parts: EmitParts, nodes: int) -> str:
         taken[name] += 1
 
     # servers are the first tasks
-    roles = [f"{i} env DTRANS_ROLE=pserver DTRANS_CURRENT_ENDPOINT={endpoint}" for i, endpoint in enumerate(endpoints)]
+    roles = [
+        f"{i} env DTRANS_ROLE=pserver DTRANS_CURRENT_ENDPOINT={endpoint}"
+        for i, endpoint in enumerate(endpoints)
+    ]
     last = len(table) - 1
     tasks = f"{parts.servers}-{last}" if parts.trainers > 1 else f"{last}"
     roles.append(f"{tasks} env DTRANS_ROLE=trainer DTRANS_TRAINER_ID=%o")
@@ -204,5 +213,6 @@ def _observers(parts: EmitParts) -> list[str]:
 
 
 def _cores(parts: EmitParts) -> str:
-    """Return the option of `sbatch` and of `srun`, which since 22.05 does not take it from `sbatch`."""
+    """Return the option of `sbatch` and of `srun`, which since 22.05 does not take it from
+    `sbatch`."""
     return "" if parts.cores is None else f" --cpus-per-task={parts.cores}"

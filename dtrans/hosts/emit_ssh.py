@@ -1,7 +1,8 @@
 """A role table as a POSIX shell script that starts the roles by ssh.
 
-Standard input of each remote role stays open while the script runs. When the script ends, in whatever way, that
-input ends, and the remote shell ends its role. The token is the first line of it.
+Standard input of each remote role stays open while the script runs. When the script ends, in
+whatever way, that input ends, and the remote shell ends its role. The token is the first line of
+it.
 """
 
 from __future__ import annotations
@@ -105,7 +106,8 @@ def emit_ssh(table: RoleTable) -> str:
     own = [f"{k}={shlex.quote(v)}" for k, v in parts.environment.items()]
     own += ["DTRANS_ALLOW_REMOTE=1", f"DTRANS_TRAINERS={parts.trainers}"]
     trainer = lambda index, more: (
-        f'start "trainer {index}" "$host" "$shared" DTRANS_ROLE=trainer "DTRANS_TRAINER_ID={index}"{more}'
+        f'start "trainer {index}" "$host" "$shared" DTRANS_ROLE=trainer '
+        f'"DTRANS_TRAINER_ID={index}"{more}'
     )
     bound = ' "DTRANS_CURRENT_ENDPOINT=$own"'
 

@@ -1,7 +1,7 @@
 """Hosts before a job starts: all are asked at once for their versions, their cores and free ports.
 
-A job of unlike versions of JAX or dtrans would fail later, and less clearly. A host that cannot take part is refused
-with all others that cannot, so that a user mends them in one go.
+A job of unlike versions of JAX or dtrans would fail later, and less clearly. A host that cannot
+take part is refused with all others that cannot, so that a user mends them in one go.
 """
 
 from __future__ import annotations
@@ -54,7 +54,13 @@ class FoundHost:
 
 
 def look_at(
-    hosts: Sequence[HostEntry], rsh: str, python: str, *, script: str, ports: int, limit: float = LIMIT
+    hosts: Sequence[HostEntry],
+    rsh: str,
+    python: str,
+    *,
+    script: str,
+    ports: int,
+    limit: float = LIMIT,
 ) -> list[FoundHost]:
     """Ask all hosts at once, and return what each is.
 
@@ -64,7 +70,8 @@ def look_at(
       ports: how many free ports each host chooses.
 
     Raises:
-      LaunchError: hosts that cannot be reached, or cannot take part; the message has each with the reason.
+      LaunchError: hosts that cannot be reached, or cannot take part; the message has each with the
+        reason.
     """
     asked = []
     try:
@@ -83,7 +90,9 @@ def look_at(
         wrong += [_unreachable(f) for f in found if not f.address or is_loopback(f.address)]
     if wrong:
         some = f"{len(wrong)} of {len(hosts)} hosts" if len(hosts) > 1 else "the host"
-        raise LaunchError(f"{some} cannot take part, and nothing was started\n  " + "\n  ".join(wrong))
+        raise LaunchError(
+            f"{some} cannot take part, and nothing was started\n  " + "\n  ".join(wrong)
+        )
     return found
 
 
@@ -91,7 +100,8 @@ def _unreachable(found: FoundHost) -> str:
     name, address = found.host.name, found.address
     how = f"resolves its own name to {address}" if address else "cannot resolve its own name"
     return (
-        f"host {name} {how}, where other hosts cannot reach it: write `{name} address=A` in the file of hosts, with an "
+        f"host {name} {how}, where other hosts cannot reach it: write `{name} address=A` in the "
+        "file of hosts, with an "
         "address of this host that the others reach"
     )
 
@@ -116,7 +126,9 @@ class _Question:
                 start_new_session=True,
             )
         except OSError as e:
-            raise LaunchError(f"host {host.name} cannot be reached: {command[0]}: {e.strerror}") from e
+            raise LaunchError(
+                f"host {host.name} cannot be reached: {command[0]}: {e.strerror}"
+            ) from e
         order = {
             "mark": self.mark,
             "name": host.name.rpartition("@")[2],
@@ -134,7 +146,9 @@ class _Question:
     def wait(self, until: float) -> None:
         """Wait for the answer, until a time."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.out, self.err = self.process.communicate(timeout=max(0.0, until - time.monotonic()))
+            self.out, self.err = self.process.communicate(
+                timeout=max(0.0, until - time.monotonic())
+            )
 
     def answer(self, limit: float) -> FoundHost | str:
         """Return what the host is, or why it cannot take part."""
@@ -147,33 +161,51 @@ class _Question:
                 return f"host {name} did not answer within {limit:g} s"
             last = said.splitlines()[-1] if said else "it said nothing"
             if "No module named" in last:
-                return f"host {name} cannot run dtrans with {self.python}: {last}; install it there, or say --python"
+                return (
+                    f"host {name} cannot run dtrans with {self.python}: {last}; install it "
+                    "there, or say --python"
+                )
             code = self.process.returncode
             if code in NO_COMMAND:
-                return f"host {name} cannot run {self.python}: {last}; say --python, or python= in the file of hosts"
+                return (
+                    f"host {name} cannot run {self.python}: {last}; say --python, or python= "
+                    "in the file of hosts"
+                )
             return (
-                f"host {name} cannot be reached: `{rsh_name(self.rsh)}` ended with exit code {code}: {last}; "
+                f"host {name} cannot be reached: `{rsh_name(self.rsh)}` ended with exit code "
+                f"{code}: {last}; "
                 f"`{self.rsh} {name} true` has to work here without a password"
             )
         return self._checked(json.loads(answers[-1]))
 
     def _checked(self, found: dict[str, Any]) -> FoundHost | str:
         name, own = self.host.name, remote_agent.versions()
-        other = [f"{n} {found['versions'].get(n)} (here {own[n]})" for n in own if found["versions"].get(n) != own[n]]
+        other = [
+            f"{n} {found['versions'].get(n)} (here {own[n]})"
+            for n in own
+            if found["versions"].get(n) != own[n]
+        ]
         if other:
-            return f"host {name} has {', '.join(other)} in {self.python}; install the same versions on all hosts"
+            return (
+                f"host {name} has {', '.join(other)} in {self.python}; install the same "
+                "versions on all hosts"
+            )
         if found["missing"]:
             return (
-                f"host {name} has no {found['missing'][0]}: the working directory and the script have to be at the "
+                f"host {name} has no {found['missing'][0]}: the working directory and the script "
+                "have to be at the "
                 "same path on every host; copy them there, or use a folder that the hosts share"
             )
         if "unbound" in found and found["address"]:
             return (
-                f"host {name} cannot listen at {found['address']}: {found['unbound']}; write `{name} address=A` in the "
+                f"host {name} cannot listen at {found['address']}: {found['unbound']}; write "
+                f"`{name} address=A` in the "
                 "file of hosts, with an address of this host"
             )
         ports = tuple(found["ports"])
-        return FoundHost(self.host, self.python, found["agent"], found["address"], ports, found["cores"])
+        return FoundHost(
+            self.host, self.python, found["agent"], found["address"], ports, found["cores"]
+        )
 
     def close(self) -> None:
         """End the process if it still runs."""

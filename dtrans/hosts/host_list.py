@@ -52,10 +52,13 @@ class HostEntry:
         if not re.fullmatch(r"(\w[\w.-]*@)?\w[\w.-]*", self.name):
             raise ConfigError(f"{self.name!r} is not the name of a host; {EXAMPLE}")
         if self.slots is not None and self.slots < 1:
-            raise ConfigError(f"host {self.name} has slots={self.slots}; give it 1 or more, or leave it out")
+            raise ConfigError(
+                f"host {self.name} has slots={self.slots}; give it 1 or more, or leave it out"
+            )
         if self.address in ANY_ADDRESS or re.search(r"[\s/,;@]", self.address):
             raise ConfigError(
-                f"host {self.name} has address={self.address}, which other hosts cannot connect to; "
+                f"host {self.name} has address={self.address}, which other hosts cannot connect "
+                "to; "
                 "give one of the host's own addresses"
             )
 
@@ -78,7 +81,10 @@ def read_hosts(given: str | Path) -> tuple[HostEntry, ...]:
     names = [host.name for host in hosts]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ConfigError(f"host {twice[0]} is listed {names.count(twice[0])} times; write it once, with its slots")
+        raise ConfigError(
+            f"host {twice[0]} is listed {names.count(twice[0])} times; write it once, with its "
+            "slots"
+        )
     return hosts
 
 
@@ -92,7 +98,9 @@ def _from_file(path: Path) -> list[HostEntry]:
         odd = [name for name, value in given.items() if name not in FIELDS or not value]
         if odd or len(given) < len(words) - 1:
             wrong = odd[0] if odd else "a field twice"
-            raise ConfigError(f"{path}:{number} has {wrong!r}; the fields are {', '.join(FIELDS)}: {EXAMPLE}")
+            raise ConfigError(
+                f"{path}:{number} has {wrong!r}; the fields are {', '.join(FIELDS)}: {EXAMPLE}"
+            )
         slots = _number(f"{path}:{number}", given["slots"]) if "slots" in given else None
         hosts.append(HostEntry(words[0], slots, given.get("address", ""), given.get("python", "")))
     return hosts
@@ -104,5 +112,8 @@ def _from_list(text: str) -> list[HostEntry]:
 
 def _number(where: str, text: str) -> int:
     if not text.isdecimal():
-        raise ConfigError(f"{where} has {text!r} for the number of slots; write a number, such as gpu1:2 or slots=2")
+        raise ConfigError(
+            f"{where} has {text!r} for the number of slots; write a number, such as gpu1:2 or "
+            "slots=2"
+        )
     return int(text)

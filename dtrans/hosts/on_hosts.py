@@ -1,7 +1,8 @@
 """Launching on several hosts: `dtrans launch --hosts`.
 
-The launcher is `dtrans.run.distributed.launcher`; `SeveralHosts` says where its roles run. Hosts are asked first
-(`dtrans.hosts.host_check`). Then each role gets an agent on its host (`dtrans.hosts.remote_child`).
+The launcher is `dtrans.run.distributed.launcher`; `SeveralHosts` says where its roles run. Hosts
+are asked first (`dtrans.hosts.host_check`). Then each role gets an agent on its host
+(`dtrans.hosts.remote_child`).
 """
 
 from __future__ import annotations
@@ -26,8 +27,21 @@ from dtrans.run.distributed.role import Role
 from dtrans.run.net.net_options import ALLOW_REMOTE
 
 
-# what this process was told of JAX and its libraries holds for roles too; the rest is the host's own
-CARRIED = ("DTRANS_", "JAX_", "XLA_", "TF_", "NCCL_", "GLOO_", "TPU_", "LIBTPU_", "OMP_", "MKL_", "PYTHON")
+# what this process was told of JAX and its libraries holds for roles too; the rest is the host's
+# own
+CARRIED = (
+    "DTRANS_",
+    "JAX_",
+    "XLA_",
+    "TF_",
+    "NCCL_",
+    "GLOO_",
+    "TPU_",
+    "LIBTPU_",
+    "OMP_",
+    "MKL_",
+    "PYTHON",
+)
 AT_ONCE = 8  # connections to a host that are being made; sshd drops some beyond ten
 
 
@@ -55,13 +69,17 @@ def launch_on_hosts(
       ConfigError: there are more roles than slots.
     """
     with RoleStates() as states:
-        site = SeveralHosts(hosts, states, rsh=rsh, python=python, carried=carried, script=_script(command))
+        site = SeveralHosts(
+            hosts, states, rsh=rsh, python=python, carried=carried, script=_script(command)
+        )
         launch(command, site=site, **options)
 
 
 def _script(command: Sequence[str]) -> str:
     """Return the script of a command of Python; empty for a module or another program."""
-    runs_script = len(command) > 1 and command[0] == sys.executable and not command[1].startswith("-")
+    runs_script = (
+        len(command) > 1 and command[0] == sys.executable and not command[1].startswith("-")
+    )
     return command[1] if runs_script else ""
 
 
@@ -87,7 +105,10 @@ class SeveralHosts(Site):
     def roles(self, mode: str, trainers: int, pservers: int) -> tuple[Role, ...]:
         """Return every role of the job, with endpoints on the hosts where they run."""
         table = role_table(mode, trainers, pservers if mode == "pserver" else None)
-        named = place(table, zip([host.name for host in self._hosts], _slots(len(table), self._hosts), strict=True))
+        named = place(
+            table,
+            zip([host.name for host in self._hosts], _slots(len(table), self._hosts), strict=True),
+        )
         counts = collections.Counter(named)
         used = [host for host in self._hosts if host.name in counts]
         idle = [host.name for host in self._hosts if host.name not in counts]
@@ -114,7 +135,8 @@ class SeveralHosts(Site):
         return at.endpoint(next(self._ports[at.host.name]))
 
     def variables(self, role: Role) -> dict[str, str]:
-        """Return what lets roles meet over the network, and which device of its host a trainer has."""
+        """Return what lets roles meet over the network, and which device of its host a trainer
+        has."""
         own = self._places[role.name]
         remote = {} if is_loopback(own.address) else {ALLOW_REMOTE: "1"}
         if role.mode != "nccl2":
@@ -145,7 +167,9 @@ class SeveralHosts(Site):
             "directory": os.getcwd(),
         }
         agent = connection(self._rsh, at.host, [at.python, "-I", "-S", at.agent])
-        child = RemoteChild(role, name, agent, order, events, emit, self._running, inherit_stdout=inherit_stdout)
+        child = RemoteChild(
+            role, name, agent, order, events, emit, self._running, inherit_stdout=inherit_stdout
+        )
         beside.append(child)
         return child
 
@@ -159,13 +183,18 @@ class SeveralHosts(Site):
 
     def _environment(self, env: Mapping[str, str]) -> dict[str, str]:
         """Return the variables that a role gets beside those of its host."""
-        told = {k: v for k, v in env.items() if os.environ.get(k) != v or k.startswith(CARRIED) or k in self._carried}
+        told = {
+            k: v
+            for k, v in env.items()
+            if os.environ.get(k) != v or k.startswith(CARRIED) or k in self._carried
+        }
         path = [os.path.abspath(p) for p in env.get("PYTHONPATH", "").split(os.pathsep) if p]
         return told | ({"PYTHONPATH": os.pathsep.join(path)} if path else {})
 
 
 def _slots(count: int, hosts: Sequence[HostEntry]) -> list[int]:
-    """Return the slots of each host; those that the user has not given share the remaining roles evenly."""
+    """Return the slots of each host; those that the user has not given share the remaining roles
+    evenly."""
     free = [host for host in hosts if host.slots is None]
     rest = count - sum(host.slots or 0 for host in hosts)
     share = max(1, -(-rest // len(free))) if free else 0

@@ -1,4 +1,5 @@
-"""Jobs on a Ray cluster: each role is an actor, and the driver is the process that calls `plan.on_ray()`.
+"""Jobs on a Ray cluster: each role is an actor, and the driver is the process that calls
+`plan.on_ray()`.
 
     portable_plan   the way of a plan to the actors
     ray_group       placement, calls, and the end of all
@@ -26,7 +27,13 @@ from dtrans.data_parallel.plan import CollectivePlan
 from dtrans.errors import BatchError, ConfigError, StateError
 from dtrans.hosts.portable_plan import PortablePlan, pickled
 from dtrans.hosts.ray_actor import RoleActor, on_host
-from dtrans.hosts.ray_group import RayGroup, RayPlacement, driver_environment, ray_of, secret_environment
+from dtrans.hosts.ray_group import (
+    RayGroup,
+    RayPlacement,
+    driver_environment,
+    ray_of,
+    secret_environment,
+)
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.pipeline_parallel.plan import PipelinePlan
 from dtrans.plan import Job, realises
@@ -50,10 +57,10 @@ class RayState:
 class RayJob(Job):
     """A plan, running as actors of a Ray cluster.
 
-    `step` takes the global batch, and each trainer gets its rows. Where `batches` says what trainers
-    step on, it takes no batch. Results come to the driver. With `batch="local"`, and in asynchronous
-    modes of parameter servers, each trainer has results of its part. The driver averages
-    floating-point scalars of these, and gives all others a leading axis.
+    `step` takes the global batch, and each trainer gets its rows. Where `batches` says what
+    trainers step on, it takes no batch. Results come to the driver. With `batch="local"`, and in
+    asynchronous modes of parameter servers, each trainer has results of its part. The driver
+    averages floating-point scalars of these, and gives all others a leading axis.
 
     An error of an actor ends the job, with all actors. A role or a node that has gone is a
     `PeerError` that names both.
@@ -75,8 +82,8 @@ class RayJob(Job):
         of the plan. With fewer, each has several devices. Not with parameter servers.
       rows: of a trainer's batch, with a dataset.
       checkpoints: the folder of `job.save(path)`, which all nodes see. Parameter servers need it.
-      env: variables of the actors. They also get the driver's variables of JAX, XLA and dtrans; a role
-        without a GPU or TPU computes on CPUs.
+      env: variables of the actors. They also get the driver's variables of JAX, XLA and dtrans; a
+        role without a GPU or TPU computes on CPUs.
       deadline: seconds that any wait for another role may take, and for room on the cluster.
       patience: seconds without a sign of another role after which it is taken for dead.
 
@@ -109,10 +116,14 @@ class RayJob(Job):
         trainers, devices = _shape(plan, processes)
         one = {"CPU": 1.0}
         servers = len(plan.servers) if isinstance(plan, PServerPlan) else 0
-        placed = RayPlacement(trainers, servers, trainers_on, trainer_resources or one, server_resources or one)
+        placed = RayPlacement(
+            trainers, servers, trainers_on, trainer_resources or one, server_resources or one
+        )
         function = batches if callable(batches) else None
         if batches is not None and function is None:
-            check_int("rows", rows, "a number of rows of each trainer's batch, which a dataset needs")
+            check_int(
+                "rows", rows, "a number of rows of each trainer's batch, which a dataset needs"
+            )
         elif rows is not None:
             raise ConfigError(f"rows={rows} is for a dataset of Ray Data; leave it out")
         portable = PortablePlan.of(plan)
@@ -150,7 +161,8 @@ class RayJob(Job):
             return {}
         if not hasattr(batches, "streaming_split"):
             raise ConfigError(
-                f"batches is a {type(batches).__name__}, expected a function (trainer, step) -> batch, or a dataset of "
+                f"batches is a {type(batches).__name__}, expected a function (trainer, step) -> "
+                "batch, or a dataset of "
                 "Ray Data; other batches go to job.step(state, *batch)"
             )
         names = self._group.trainers
@@ -181,7 +193,9 @@ class RayJob(Job):
         """Let all actors make their state, and servers serve."""
         self._check_open()
         if self._state is not None and self._group.servers:
-            raise StateError(f"the servers of this job serve already: make another job for another {method}")
+            raise StateError(
+                f"the servers of this job serve already: make another job for another {method}"
+            )
         given = self._ray.put(arg)
         folder = None if self._folder is None else str(self._folder)
         self._group.start("serve", dict.fromkeys(self._group.servers, (method, given, folder)))
@@ -195,7 +209,9 @@ class RayJob(Job):
     def check(self, state: Any) -> None:
         self._check_open()
         if not isinstance(state, RayState):
-            raise StateError(f"this job takes the state that init or step returned, not {type(state).__name__}")
+            raise StateError(
+                f"this job takes the state that init or step returned, not {type(state).__name__}"
+            )
         if state is not self._state:
             raise StateError(
                 "this state was given to a step already, or another job returned it; give the "
@@ -207,8 +223,8 @@ class RayJob(Job):
         """One step of all trainers: (state, loss[, aux]).
 
         Raises:
-          BatchError: a batch where `batches` says what trainers step on, or none where nothing says it,
-            or rows that they cannot share.
+          BatchError: a batch where `batches` says what trainers step on, or none where nothing says
+            it, or rows that they cannot share.
           StateError: no state, or one that was stepped from.
         """
         self.check(state)
@@ -223,11 +239,16 @@ class RayJob(Job):
         """Return the global batch in Ray's store; None where trainers have their own."""
         if self._has_batches:
             if batch:
-                raise BatchError("on_ray(batches) says what trainers step on; call job.step(state) without a batch")
+                raise BatchError(
+                    "on_ray(batches) says what trainers step on; call job.step(state) without a "
+                    "batch"
+                )
             return None
         specs = self.plan.main.args[2:]
         if len(batch) != len(specs):
-            raise BatchError(f"the step takes {len(specs)} batch arguments, {len(batch)} were given")
+            raise BatchError(
+                f"the step takes {len(specs)} batch arguments, {len(batch)} were given"
+            )
         return self._ray.put(_arrays(specs, batch))
 
     def with_hyperparameters(self, state: RayState, **values: float) -> RayState:
@@ -241,7 +262,8 @@ class RayJob(Job):
     def opt_state(self, state: RayState) -> Any:
         if isinstance(self.plan, PServerPlan) and not self.plan.push_every:
             raise ConfigError(
-                "the optimizer's state is on the servers: call job.save(path), and dtrans.checkpoint.load the whole"
+                "the optimizer's state is on the servers: call job.save(path), and "
+                "dtrans.checkpoint.load the whole"
             )
         return self._read("opt_state", state)
 
@@ -290,7 +312,10 @@ class RayJob(Job):
                 super().close()
 
     def lower(self, state: RayState, *batch: Any) -> NoReturn:
-        raise ConfigError("actors compile the step: plan.on_mesh().lower(...), or plan.simulate().lower(...), shows it")
+        raise ConfigError(
+            "actors compile the step: plan.on_mesh().lower(...), or plan.simulate().lower(...), "
+            "shows it"
+        )
 
     def close(self) -> None:
         """End the job: trainers tell the servers, and actors and placement groups are removed."""
@@ -305,7 +330,10 @@ class RayJob(Job):
             self._group.end()
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if error is None:
             self.close()
@@ -318,7 +346,10 @@ def _shape(plan: Any, processes: int | None) -> tuple[int, int]:
     """Return the number of trainers' actors, and of devices that each has on CPUs."""
     if isinstance(plan, PServerPlan):
         if processes is not None:
-            raise ConfigError(f"processes={processes}: each trainer of parameter servers is a process; leave it out")
+            raise ConfigError(
+                f"processes={processes}: each trainer of parameter servers is a process; leave it "
+                "out"
+            )
         return plan.trainers, 1
     if isinstance(plan, PipelinePlan):
         whole, each = plan.options.num_stages, plan.options.replicas * max(plan.cuts.shards)
@@ -327,7 +358,9 @@ def _shape(plan: Any, processes: int | None) -> tuple[int, int]:
     count = whole if processes is None else processes
     check_int("processes", count, "a number of actors")
     if whole % count:
-        raise ConfigError(f"processes={count} does not divide the {whole} trainers, ranks or stages of the plan")
+        raise ConfigError(
+            f"processes={count} does not divide the {whole} trainers, ranks or stages of the plan"
+        )
     return count, whole // count * each
 
 

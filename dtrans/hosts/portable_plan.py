@@ -1,4 +1,5 @@
-"""Plans on their way to another process: as the call that made them, which that process makes again.
+"""Plans on their way to another process: as the call that made them, which that process makes
+again.
 
 A jaxpr cannot be pickled: it holds tracebacks, and primitives that are known by identity. Functions
 can, by cloudpickle, as Ray does it. So a plan travels as its recipe (`dtrans.plan.PlanRecipe`): the
@@ -43,11 +44,15 @@ class PortableProgram:
         """
         if not isinstance(program.specializer, TracedFunction):
             raise ConfigError(
-                f"on_ray: actors trace the step again, and program {program.name} keeps no function to trace; plan "
+                f"on_ray: actors trace the step again, and program {program.name} keeps no "
+                "function to trace; plan "
                 "with what dtrans.trace(...) returned"
             )
         weak = lambda t: bool(getattr(t, "weak_type", False))
-        types = (jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=weak(t)) for t in program.inputs.values())
+        types = (
+            jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=weak(t))
+            for t in program.inputs.values()
+        )
         return cls(program.specializer, tuple(types))
 
     def traced(self) -> Program:
@@ -81,8 +86,10 @@ class PortablePlan:
         """
         if plan.recipe is None:
             raise ConfigError(
-                f"on_ray: actors make the plan again, and {plan!r} was derived from another plan; call the transform "
-                "(dtrans.pserver, dtrans.nccl2, dtrans.sharding, dtrans.pipeline) with these options instead"
+                f"on_ray: actors make the plan again, and {plan!r} was derived from another plan; "
+                "call the transform "
+                "(dtrans.pserver, dtrans.nccl2, dtrans.sharding, dtrans.pipeline) with these "
+                "options instead"
             )
         given = plan.recipe.arguments
         programs = {n: PortableProgram.of(x) for n, x in given.items() if isinstance(x, Program)}
@@ -103,8 +110,10 @@ class PortablePlan:
         apart = fingerprint.differences("this process", identity(plan), "the driver", self.identity)
         if apart:
             raise PeerError(
-                f"the plan that this process makes is not the driver's: {'; '.join(apart)}. A function that is "
-                "traced must not depend on what only the driver has: a global variable, a file, another version"
+                f"the plan that this process makes is not the driver's: {'; '.join(apart)}. A "
+                "function that is "
+                "traced must not depend on what only the driver has: a global variable, a file, "
+                "another version"
             )
         return plan
 
@@ -137,7 +146,8 @@ def pickled(value: Any, cloudpickle: Any) -> bytes:
         Pickler(file).dump(value)
     except (TypeError, AttributeError, NotImplementedError, pickle.PicklingError) as e:
         raise ConfigError(
-            f"on_ray: the functions of the step and the init, or their closures, cannot be pickled: {e}. Make what "
+            "on_ray: the functions of the step and the init, or their closures, cannot be "
+            f"pickled: {e}. Make what "
             "cannot in the function itself, or import it from a module"
         ) from e
     return file.getvalue()

@@ -73,9 +73,15 @@ class RoleActor(RoleProcess):
     _batches: Iterator[Sequence[Any]] | None = None
 
     def begin(
-        self, role: Role, environment: Mapping[str, str], pickled: bytes, data: Any, options: Mapping[str, Any]
+        self,
+        role: Role,
+        environment: Mapping[str, str],
+        pickled: bytes,
+        data: Any,
+        options: Mapping[str, Any],
     ) -> str:
-        """Become a role: connect, make the plan, and realise it; return the run (`dtrans.checkpoint.runs`).
+        """Become a role: connect, make the plan, and realise it; return the run
+        (`dtrans.checkpoint.runs`).
 
         Args:
           role: the role.
@@ -88,11 +94,15 @@ class RoleActor(RoleProcess):
         self.release()
         if role.mode == "nccl2":
             connect(role, allow_remote=True, **options)
-            portable, batches = pickle.loads(pickled)  # it may hold arrays: not before JAX is connected
+            portable, batches = pickle.loads(
+                pickled
+            )  # it may hold arrays: not before JAX is connected
             self._job = portable.made().on_cluster()
         else:
             portable, batches = pickle.loads(pickled)
-            self._job = portable.made(pservers=role.pservers).on_cluster(allow_remote=True, **options)
+            self._job = portable.made(pservers=role.pservers).on_cluster(
+                allow_remote=True, **options
+            )
         if data is not None:
             part, rows = data
             self._batches = _of_dataset(part, rows, self._job.plan.main.args[2:])
@@ -129,7 +139,8 @@ class RoleActor(RoleProcess):
     # -- trainers --------------------------------------------------------------------------------
 
     def step(self, arrays: Sequence[Any] | None) -> Any:
-        """Make a step on this trainer's rows of a global batch, or on its own; return its results."""
+        """Make a step on this trainer's rows of a global batch, or on its own; return its
+        results."""
         if arrays is not None:
             batch = self._job.shard_batch(*_trees(self._job.plan.main.args[2:], arrays))
         else:
@@ -143,7 +154,8 @@ class RoleActor(RoleProcess):
         self._state = getattr(self._job, method)(self._state, **options)
 
     def read(self, what: str, wanted: bool) -> list[Any] | None:
-        """Return the arrays of `params` or `opt_state`. All trainers call it, since some jobs gather them.
+        """Return the arrays of `params` or `opt_state`. All trainers call it, since some jobs
+        gather them.
 
         Args:
           wanted: the driver reads this trainer's.
@@ -183,7 +195,8 @@ def _trees(specs: Sequence[TreeSpec], arrays: Sequence[Any]) -> list[Any]:
 def _checked(batch: Any) -> Sequence[Any]:
     if not isinstance(batch, (tuple, list)):
         raise BatchError(
-            f"batches(trainer, step) returned {type(batch).__name__}, expected the arguments of the step behind its "
+            f"batches(trainer, step) returned {type(batch).__name__}, expected the arguments of "
+            "the step behind its "
             "state; return a tuple, such as (x,)"
         )
     return batch

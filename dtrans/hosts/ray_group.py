@@ -1,7 +1,8 @@
-"""Actors for the roles of a job on a Ray cluster: where they run, waiting for them, and the role to blame.
+"""Actors for the roles of a job on a Ray cluster: where they run, waiting for them, and the role to
+blame.
 
-Servers are spread over nodes; trainers are packed or spread. Each role has a bundle, and each of the
-two kinds a placement group, since a group knows one strategy. The groups and the
+Servers are spread over nodes; trainers are packed or spread. Each role has a bundle, and each of
+the two kinds a placement group, since a group knows one strategy. The groups and the
 actors end with this object, or with the driver: Ray ends what a driver leaves.
 
 Every wait ends when an actor does. Roles notice each other's end, so the first error may be a
@@ -20,16 +21,36 @@ from typing import Any
 import jax
 
 from dtrans.checkpoint.runs import VARIABLE as RUN, new_run
-from dtrans.errors import CheckpointError, ConfigError, DeadlineError, DtransError, PeerError, not_installed
+from dtrans.errors import (
+    CheckpointError,
+    ConfigError,
+    DeadlineError,
+    DtransError,
+    PeerError,
+    not_installed,
+)
 from dtrans.protocol import token
-from dtrans.run.distributed.role import LOSS, PSERVER, TRAINER, VARIABLES, Role, roles_of, trainer_roles
+from dtrans.run.distributed.role import (
+    LOSS,
+    PSERVER,
+    TRAINER,
+    VARIABLES,
+    Role,
+    roles_of,
+    trainer_roles,
+)
 from dtrans.run.distributed.watch import is_by_peer
 from dtrans.run.net import ended_roles
 from dtrans.run.net.net_options import ALLOW_REMOTE
 
 
 BLAME = 5.0  # seconds that an error which names another role waits for that role's own
-CARRIED = ("JAX_", "XLA_", "TF_CPP_", "DTRANS_")  # variables that actors get from the driver begin so
+CARRIED = (
+    "JAX_",
+    "XLA_",
+    "TF_CPP_",
+    "DTRANS_",
+)  # variables that actors get from the driver begin so
 ITS_OWN = (
     *VARIABLES,
     LOSS,
@@ -71,11 +92,14 @@ def ray_of(address: str | None) -> Any:
         try:
             ray.init(address=address)
         except (ConnectionError, ValueError) as e:
-            raise ConfigError(f"address={address!r} is no Ray cluster that this process reaches: {e}") from e
+            raise ConfigError(
+                f"address={address!r} is no Ray cluster that this process reaches: {e}"
+            ) from e
     elif address not in (None, "auto", ray.get_runtime_context().gcs_address):
         raise ConfigError(
             f"address={address!r}: this process is connected to the Ray cluster at "
-            f"{ray.get_runtime_context().gcs_address}; leave address out, or call ray.shutdown() first"
+            f"{ray.get_runtime_context().gcs_address}; leave address out, or call ray.shutdown() "
+            "first"
         )
     return ray
 
@@ -101,7 +125,8 @@ def driver_environment(bundle: Mapping[str, float], devices: int) -> dict[str, s
 
 
 def has_accelerator(bundle: Mapping[str, float]) -> bool:
-    """Return True if a role has a GPU or a TPU. Others would take memory on those that Ray gives to trainers."""
+    """Return True if a role has a GPU or a TPU. Others would take memory on those that Ray gives to
+    trainers."""
     return not bundle.keys().isdisjoint(("GPU", "TPU"))
 
 
@@ -136,7 +161,9 @@ class RayPlacement:
         for name in ("trainer_resources", "server_resources"):
             given = getattr(self, name)
             if not given or not all(isinstance(x, (int, float)) and x > 0 for x in given.values()):
-                raise ConfigError(f'{name} must have positive amounts, such as {{"CPU": 1}}; it is {given!r}')
+                raise ConfigError(
+                    f'{name} must have positive amounts, such as {{"CPU": 1}}; it is {given!r}'
+                )
 
     @property
     def groups(self) -> tuple[tuple[str, int, Mapping[str, float], str], ...]:
@@ -193,14 +220,20 @@ class RayGroup:
                 self._place(kind, count, bundle, strategy, limit)
             for kind, count, bundle, _ in placement.groups:
                 variables = {**environment(bundle), **run}
-                more = {"runtime_env": {"env_vars": variables}, "max_restarts": 0, **(options or {})}
+                more = {
+                    "runtime_env": {"env_vars": variables},
+                    "max_restarts": 0,
+                    **(options or {}),
+                }
                 self._start(actor, kind, count, bundle, more)
             self._find_nodes(limit)
         except BaseException:
             self.end()
             raise
 
-    def _place(self, kind: str, count: int, bundle: Mapping[str, float], strategy: str, limit: float) -> None:
+    def _place(
+        self, kind: str, count: int, bundle: Mapping[str, float], strategy: str, limit: float
+    ) -> None:
         from ray.util.placement_group import placement_group
 
         group = placement_group([dict(bundle)] * count, strategy=strategy)
@@ -210,12 +243,21 @@ class RayGroup:
             has = {n: every.get(n, 0.0) for n in bundle}
             free = {n: idle.get(n, 0.0) for n in bundle}
             raise DeadlineError(
-                f"waited {self._deadline:g} s for room for {count} {kind}{'s' * (count > 1)} with {dict(bundle)} each; "
-                f"the Ray cluster has {has}, and {free} are free; add nodes, or let roles have less, as "
+                f"waited {self._deadline:g} s for room for {count} {kind}{'s' * (count > 1)} with "
+                f"{dict(bundle)} each; "
+                f"the Ray cluster has {has}, and {free} are free; add nodes, or let roles have "
+                "less, as "
                 f'{"server" if kind == PSERVER else kind}_resources={{"CPU": 0.5}}'
             )
 
-    def _start(self, actor: type, kind: str, count: int, bundle: Mapping[str, float], more: Mapping[str, Any]) -> None:
+    def _start(
+        self,
+        actor: type,
+        kind: str,
+        count: int,
+        bundle: Mapping[str, float],
+        more: Mapping[str, Any],
+    ) -> None:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         rest = {n: x for n, x in bundle.items() if n not in ("CPU", "GPU", "memory")}
@@ -226,11 +268,15 @@ class RayGroup:
                 "num_gpus": bundle.get("GPU", 0),
                 "memory": bundle.get("memory"),
                 "resources": rest,
-                "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=k),
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                    group, placement_group_bundle_index=k
+                ),
                 **more,
             }
             # small arguments only: Ray keeps those of a creation as long as the actor (ray#53727)
-            self.actors[f"{kind} {k}"] = self._ray.remote(actor).options(**options).remote(f"{kind} {k}")
+            self.actors[f"{kind} {k}"] = (
+                self._ray.remote(actor).options(**options).remote(f"{kind} {k}")
+            )
 
     def _find_nodes(self, limit: float) -> None:
         for name, (address, node) in self.all("where", limit=limit).items():
@@ -242,7 +288,9 @@ class RayGroup:
         placed = self._placement
         binds = self.servers or self.trainers
         endpoints = [*self.all("endpoint", {n: (self._addresses[n],) for n in binds}).values()]
-        roles = roles_of(placed.trainers, endpoints) if placed.pservers else trainer_roles(endpoints)
+        roles = (
+            roles_of(placed.trainers, endpoints) if placed.pservers else trainer_roles(endpoints)
+        )
         return {role.name: role for role in roles}
 
     def another_endpoint(self, name: str) -> str:
@@ -262,7 +310,11 @@ class RayGroup:
     # -- calls -----------------------------------------------------------------------------------
 
     def all(
-        self, method: str, args: Mapping[str, Sequence[Any]] | None = None, *, limit: float | None = None
+        self,
+        method: str,
+        args: Mapping[str, Sequence[Any]] | None = None,
+        *,
+        limit: float | None = None,
     ) -> dict[str, Any]:
         """Call a method of some actors, and wait for all.
 
@@ -302,7 +354,9 @@ class RayGroup:
             done, _ = self._ray.wait([*waiting], num_returns=1, timeout=seconds)
             if not done:
                 names = ", ".join(n for ref, n in waiting.items() if ref in calls)
-                raise DeadlineError(f"waited {self._deadline:g} s until the processes of {names} had started")
+                raise DeadlineError(
+                    f"waited {self._deadline:g} s until the processes of {names} had started"
+                )
             (ref,) = done
             name = waiting.pop(ref)
             self._started.pop(ref, None)
@@ -332,7 +386,9 @@ class RayGroup:
         """Return the first error, unless it names a role that fails a moment later."""
         limit, failures = time.monotonic() + BLAME, [first]
         while waiting and all(x.is_by_peer for x in failures):
-            done, _ = self._ray.wait([*waiting], num_returns=1, timeout=max(0.0, limit - time.monotonic()))
+            done, _ = self._ray.wait(
+                [*waiting], num_returns=1, timeout=max(0.0, limit - time.monotonic())
+            )
             if not done:
                 break
             other = self._failure_of(done[0], waiting.pop(done[0]))
@@ -385,7 +441,9 @@ class RoleFailure:
     @property
     def is_by_peer(self) -> bool:
         """Return True if another role may be the cause."""
-        return not self.has_gone and (isinstance(self.cause, PeerError) or is_by_peer(str(self.cause)))
+        return not self.has_gone and (
+            isinstance(self.cause, PeerError) or is_by_peer(str(self.cause))
+        )
 
     def error(self) -> Exception:
         """Return the error to raise in the driver."""
@@ -395,4 +453,7 @@ class RoleFailure:
             return PeerError(f"{who} has gone, and the other roles were ended; Ray says: {said}")
         if isinstance(self.cause, DtransError):
             return type(self.cause)(f"{who}: {self.cause}")
-        return PeerError(f"{who} failed, and the other roles were ended: {type(self.cause).__name__}: {self.cause}")
+        return PeerError(
+            f"{who} failed, and the other roles were ended: {type(self.cause).__name__}: "
+            f"{self.cause}"
+        )

@@ -5,8 +5,8 @@ an actor, as in `plan.on_ray()`, and the actor starts the role's process on its 
 script, with the same variables, as on one host. Lines that the process prints come back as they are
 printed.
 
-Ray ends an actor with the driver. `dtrans.run.distributed.orphan_guard`, on the node, ends a process
-with its actor.
+Ray ends an actor with the driver. `dtrans.run.distributed.orphan_guard`, on the node, ends a
+process with its actor.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ def resources(option: str, text: str) -> dict[str, float]:
         try:
             found[name] = float(amount)
         except ValueError as e:
-            raise ConfigError(f"{option} {text} is no list of resources: write it as CPU=4,GPU=1") from e
+            raise ConfigError(
+                f"{option} {text} is no list of resources: write it as CPU=4,GPU=1"
+            ) from e
     return found
 
 
@@ -99,7 +101,9 @@ class ScriptActor(RoleProcess):
         """Tell the process that another role has ended."""
         self._events.put((role, how))
 
-    def run(self, command: Sequence[str], environment: Mapping[str, str], directory: str, python: str) -> Iterator[Any]:
+    def run(
+        self, command: Sequence[str], environment: Mapping[str, str], directory: str, python: str
+    ) -> Iterator[Any]:
         """Run the process; yield what happens.
 
         Args:
@@ -123,10 +127,14 @@ class ScriptActor(RoleProcess):
             try:
                 os.chdir(directory)
             except OSError as e:
-                raise LaunchError(f"{self._name} cannot be started: {directory}: {e.strerror}") from e
+                raise LaunchError(
+                    f"{self._name} cannot be started: {directory}: {e.strerror}"
+                ) from e
             if command[0] == python:
                 command = [sys.executable, *command[1:]]
-            child = Child(role, command, env, events, lambda stream, line: events.put([stream, line]))
+            child = Child(
+                role, command, env, events, lambda stream, line: events.put([stream, line])
+            )
             guard.add(child)
             child.begin()
             event: Any = None
@@ -258,7 +266,9 @@ class OnRay(Site):
         servers = 0 if mode == "nccl2" else pservers
         placement = dataclasses.replace(self._placement, trainers=trainers, pservers=servers)
         options = {"max_concurrency": 2}
-        self._group = RayGroup(self._ray, ScriptActor, placement, lambda bundle: {}, DEADLINE, options)
+        self._group = RayGroup(
+            self._ray, ScriptActor, placement, lambda bundle: {}, DEADLINE, options
+        )
         found = self._group.roles()
         return tuple(sorted(found.values(), key=lambda role: role.is_trainer))
 
@@ -268,7 +278,8 @@ class OnRay(Site):
         return self._group.another_endpoint(roles[0].name)
 
     def variables(self, role: Role) -> dict[str, str]:
-        """Return what lets roles meet over the network; Ray has shown each its GPUs, if it has any."""
+        """Return what lets roles meet over the network; Ray has shown each its GPUs, if it has
+        any."""
         placed = self._placement
         bundle = placed.trainer_resources if role.is_trainer else placed.server_resources
         found = {ALLOW_REMOTE: "1"}
@@ -292,7 +303,9 @@ class OnRay(Site):
         told |= {"PYTHONPATH": os.pathsep.join(path)} if path else {}
         order = (command, told, os.getcwd(), sys.executable)
         name = role.name
-        return RayChild(role, self._group.nodes[name], self._group.actors[name], order, self._ray, events, emit)
+        return RayChild(
+            role, self._group.nodes[name], self._group.actors[name], order, self._ray, events, emit
+        )
 
     def __enter__(self) -> OnRay:
         return self

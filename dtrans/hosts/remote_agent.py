@@ -1,16 +1,19 @@
-"""Agent of the launcher on another host: it looks at the host, or starts one role there and ends it.
+"""Agent of the launcher on another host: it looks at the host, or starts one role there and ends
+it.
 
     RSH HOST PYTHON -m dtrans.hosts.remote_agent       looks; it imports dtrans, as a role will
     RSH HOST PYTHON -I -S hosts/remote_agent.py        starts a role; it does not load JAX
 
-The first line of its standard input is an order as JSON. The environment of a role, with the job's secret, comes by
-this way and never by argv. Each further line is a message: a signal for the role, another role that has ended, or
-nothing, which says that the launcher is there. Notes of the agent are lines of standard error (standard output, where
-it looks) behind a mark that the order has; all other lines are the role's.
+The first line of its standard input is an order as JSON. The environment of a role, with the job's
+secret, comes by this way and never by argv. Each further line is a message: a signal for the role,
+another role that has ended, or nothing, which says that the launcher is there. Notes of the agent
+are lines of standard error (standard output, where it looks) behind a mark that the order has; all
+other lines are the role's.
 
-One invariant: the role ends with the agent, and the agent with its standard input. The launcher was killed, or the
-connection is lost, where that ends, or stays silent for too long; then the role gets SIGTERM, and SIGKILL after a grace
-period. An agent that is killed leaves its role to `dtrans.run.distributed.orphan_guard`.
+One invariant: the role ends with the agent, and the agent with its standard input. The launcher was
+killed, or the connection is lost, where that ends, or stays silent for too long; then the role gets
+SIGTERM, and SIGKILL after a grace period. An agent that is killed leaves its role to
+`dtrans.run.distributed.orphan_guard`.
 
 Read `dtrans.hosts.remote_child` next, which gives the orders.
 """
@@ -64,14 +67,20 @@ def look(order: dict[str, Any]) -> dict[str, Any]:
     """Return what a launcher has to know of this host.
 
     Args:
-      order: `address` or `name`, where others reach this host; `ports`, the number of them to choose; the working
-        `directory` and the `script`.
+      order: `address` or `name`, where others reach this host; `ports`, the number of them to
+        choose; the working `directory` and the `script`.
     """
     found: dict[str, Any] = {
         "versions": versions(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
         "agent": os.path.abspath(__file__),
-        "missing": [path for path in (order["directory"], order["script"]) if path and not os.path.exists(path)],
+        "missing": [
+            path
+            for path in (order["directory"], order["script"])
+            if path and not os.path.exists(path)
+        ],
     }
     address = order["address"] or _own_address(order["name"])
     found["address"] = address
@@ -94,7 +103,8 @@ def versions() -> dict[str, str]:
 
 
 def _own_address(name: str) -> str:
-    """Return the address of this host that others reach: what its name resolves to, or where ssh has reached it.
+    """Return the address of this host that others reach: what its name resolves to, or where ssh
+    has reached it.
 
     On Debian a host resolves its own name to 127.0.1.1. Empty where nothing says it.
     """
@@ -110,7 +120,9 @@ def _free_ports(address: str, count: int) -> list[int]:
     """Return ports that nobody listens on. All are held at once, so that they differ."""
     with contextlib.ExitStack() as stack:
         held = []
-        family, kind, protocol, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[
+            0
+        ]
         for _ in range(count):
             held.append(stack.enter_context(socket.socket(family, kind, protocol)))
             held[-1].bind(where)
@@ -189,7 +201,8 @@ def _attend(child: Child, events: SimpleQueue[Any], told: EndedRoles, silence: f
 
 
 def _skip_init() -> None:
-    """Let modules of these packages be imported without the packages' own `__init__`, which loads JAX."""
+    """Let modules of these packages be imported without the packages' own `__init__`, which loads
+    JAX."""
     root = Path(__file__).resolve().parents[2]
     for name in WITHOUT_INIT:
         package = types.ModuleType(name)

@@ -2,8 +2,9 @@
 
     launcher  <- this process: `ssh HOST python hosts/remote_agent.py` ->  agent  ->  role
 
-What the launcher does with a child goes to the agent as a line of JSON; what the agent says of the role comes back on
-standard error. The connection's own end, without a word of the role's, is a failure: of the host, or of the network.
+What the launcher does with a child goes to the agent as a line of JSON; what the agent says of the
+role comes back on standard error. The connection's own end, without a word of the role's, is a
+failure: of the host, or of the network.
 """
 
 from __future__ import annotations
@@ -141,7 +142,8 @@ class RemoteChild(Child):
         self._ended = note.get("ended")
 
     def _attend(self) -> None:
-        """End a connection by which nothing comes; then let the agent know that the launcher is there."""
+        """End a connection by which nothing comes; then let the agent know that the launcher is
+        there."""
         if not self.settled.wait(START):
             self._late = True
             self._cut()
@@ -149,11 +151,14 @@ class RemoteChild(Child):
             self._say({})
 
     def _kill(self) -> None:
-        """Let the agent kill the role; without its answer cut the connection, with which the role ends as well."""
+        """Let the agent kill the role; without its answer cut the connection, with which the role
+        ends as well."""
         self._say({"signal": int(signal.SIGKILL)})
         if not self._over.wait(LAST_WORDS):
             self._cut()
 
     def _cut(self) -> None:
-        if self.process.returncode is None:  # not reaped: the process group is still the connection's
+        if (
+            self.process.returncode is None
+        ):  # not reaped: the process group is still the connection's
             super().signal(signal.SIGKILL)

@@ -1,4 +1,5 @@
-"""One table of a job's roles with their states, drawn in place on a terminal; elsewhere each change is a line."""
+"""One table of a job's roles with their states, drawn in place on a terminal; elsewhere each change
+is a line."""
 
 from __future__ import annotations
 
@@ -48,7 +49,10 @@ class RoleStates:
         if self._console.is_terminal:
             # what roles print goes above the table; a pipe or a file keeps what it is given
             self._live = Live(
-                console=self._console, auto_refresh=False, redirect_stdout=sys.stdout.isatty(), redirect_stderr=True
+                console=self._console,
+                auto_refresh=False,
+                redirect_stdout=sys.stdout.isatty(),
+                redirect_stderr=True,
             )
             self._live.start()
             self._draw()

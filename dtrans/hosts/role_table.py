@@ -5,18 +5,20 @@
     place(table, hosts)           a host for each process
     table.at(places)              the table with the endpoints that these hosts give
 
-A table is a value: nothing is started, and no port is asked for. Whatever starts the processes (ssh, Slurm, Kubernetes,
-TorchX, Ray) reads it. It holds no secret: `DTRANS_TOKEN` reaches the processes in another way.
+A table is a value: nothing is started, and no port is asked for. Whatever starts the processes
+(ssh, Slurm, Kubernetes, TorchX, Ray) reads it. It holds no secret: `DTRANS_TOKEN` reaches the
+processes in another way.
 
-Placement is a question of bandwidth. Let each of n trainers send M bytes to k servers, a share to each.
-A host carries what its trainers exchange with servers elsewhere, and what its servers exchange with
-trainers elsewhere. The busiest link bounds the step:
+Placement is a question of bandwidth. Let each of n trainers send M bytes to k servers, a share to
+each. A host carries what its trainers exchange with servers elsewhere, and what its servers
+exchange with trainers elsewhere. The busiest link bounds the step:
 
     all on separate hosts                       max(M, n M / k)
     k = n, a server beside each trainer         2 (n - 1) M / n
 
-These are the bounds of BytePS (Jiang et al., OSDI 2020), whose rule follows: servers get separate hosts, with at
-least the bandwidth of the trainers in total, where that is less. With two trainers, or two servers, it is not.
+These are the bounds of BytePS (Jiang et al., OSDI 2020), whose rule follows: servers get separate
+hosts, with at least the bandwidth of the trainers in total, where that is less. With two trainers,
+or two servers, it is not.
 """
 
 from __future__ import annotations
@@ -38,7 +40,15 @@ from dtrans.ir import display
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.pipeline_parallel.plan import PipelinePlan
 from dtrans.plan import realises
-from dtrans.run.distributed.role import LOSS, PSERVER, TRAINER, VARIABLES, Role, roles_of, trainer_roles
+from dtrans.run.distributed.role import (
+    LOSS,
+    PSERVER,
+    TRAINER,
+    VARIABLES,
+    Role,
+    roles_of,
+    trainer_roles,
+)
 from dtrans.run.distributed.schedulers import PORT
 from dtrans.run.distributed.status_door import VARIABLE as STATUS
 from dtrans.run.net.net_options import ALLOW_REMOTE
@@ -56,8 +66,10 @@ class RoleEntry:
       argv: its command.
       environment: the variables to set for it, without the job's secret.
       cores: processors that it is given; None where nobody said.
-      memory: bytes of its arrays between steps, or what the user asked for; None where nobody knows.
-      sent, received: bytes that it gives to others in a step, and takes from them; None where nobody knows.
+      memory: bytes of its arrays between steps, or what the user asked for; None where nobody
+        knows.
+      sent, received: bytes that it gives to others in a step, and takes from them; None where
+        nobody knows.
       away_from: kinds of roles that make steps slower when they share its host.
       beside: kinds of roles that may share its host and cost no bandwidth.
     """
@@ -185,7 +197,8 @@ class RoleTable:
         return self.with_endpoints(endpoints)
 
     def with_endpoints(self, endpoints: Sequence[str]) -> RoleTable:
-        """Return the table with other endpoints: of the servers, or of the trainers where there are none."""
+        """Return the table with other endpoints: of the servers, or of the trainers where there are
+        none."""
         first = self.entries[0].role
         if first.mode == "pserver":
             roles = roles_of(first.trainers, endpoints)
@@ -219,7 +232,9 @@ class RoleTable:
     def title(self) -> str:
         """One line that says how many roles there are."""
         counts = [
-            f"{len(found)} {kind}{'s' * (len(found) > 1)}" for kind in (PSERVER, TRAINER) if (found := self.of(kind))
+            f"{len(found)} {kind}{'s' * (len(found) > 1)}"
+            for kind in (PSERVER, TRAINER)
+            if (found := self.of(kind))
         ]
         return f"roles of a {self.mode} job: {', '.join(counts)}"
 
@@ -273,7 +288,8 @@ def role_table(
       mode: "pserver"; or "nccl2", "sharding" or "pipeline", where all processes are trainers.
       trainers, pservers: how many of each; one pserver by default, and none in other modes.
       command: program and arguments, the same for every process.
-      endpoints: of the servers, or of the trainers where there are none; loopback from port 6174 by default.
+      endpoints: of the servers, or of the trainers where there are none; loopback from port 6174 by
+        default.
       env: variables to set for all of them.
       cores, memory: processors, and bytes, for each process.
 
@@ -293,7 +309,9 @@ def role_table(
             raise ConfigError(f"endpoints has {len(endpoints or ())} of them, pservers={pservers}")
     else:
         if pservers is not None:
-            raise ConfigError(f"there are no pservers in mode={mode!r}; leave out pservers={pservers}")
+            raise ConfigError(
+                f"there are no pservers in mode={mode!r}; leave out pservers={pservers}"
+            )
         roles = trainer_roles(endpoints or _loopback(trainers))
         if len(roles) != trainers:
             raise ConfigError(f"endpoints has {len(roles)} of them, trainers={trainers}")
@@ -336,7 +354,8 @@ def collective_roles(
     env: Mapping[str, str] | None = None,
     cores: int | None = None,
 ) -> RoleTable:
-    """Return the processes of a plan with collectives: `plan.roles`. A process has `trainers / processes` devices."""
+    """Return the processes of a plan with collectives: `plan.roles`. A process has `trainers /
+    processes` devices."""
     count = plan.trainers if processes is None else processes
     each = _each("trainers", plan.trainers, count)
     (cost,) = plan.costs()
@@ -355,7 +374,8 @@ def pipeline_roles(
     env: Mapping[str, str] | None = None,
     cores: int | None = None,
 ) -> RoleTable:
-    """Return the processes of a pipeline: `plan.roles`. Each has neighbouring stages, with all their replicas.
+    """Return the processes of a pipeline: `plan.roles`. Each has neighbouring stages, with all
+    their replicas.
 
     Bytes between stages are known where each process has the stages of one device.
     """
@@ -378,7 +398,10 @@ def _each(what: str, total: int, processes: int) -> int:
     check_int("processes", processes, "a number of processes", least=1)
     each, odd = divmod(total, processes)
     if odd or not each:
-        raise ConfigError(f"processes={processes} do not divide the plan's {total} {what}; write a divisor of {total}")
+        raise ConfigError(
+            f"processes={processes} do not divide the plan's {total} {what}; write a divisor of "
+            f"{total}"
+        )
     return each
 
 
@@ -394,7 +417,8 @@ def _loopback(count: int) -> list[str]:
 
 
 def observer_endpoint(trainer_endpoints: Sequence[str]) -> str:
-    """Return where trainer 0 of collectives answers `dtrans status`: on its host, one port above all endpoints.
+    """Return where trainer 0 of collectives answers `dtrans status`: on its host, one port above
+    all endpoints.
 
     Servers answer at their own endpoints, and a single trainer does not answer.
 
@@ -500,8 +524,9 @@ def servers_stand_alone(trainers: int, servers: Sequence[Traffic]) -> bool:
 def place(table: RoleTable, hosts: Iterable[tuple[str, int]]) -> tuple[str, ...]:
     """Return a host for each entry of a table.
 
-    Trainers are dealt out to hosts one by one. Then each server goes where the busiest link carries the fewest bytes,
-    by the formula of this module. Where all processes are trainers they fill host after host: neighbours exchange most.
+    Trainers are dealt out to hosts one by one. Then each server goes where the busiest link carries
+    the fewest bytes, by the formula of this module. Where all processes are trainers they fill host
+    after host: neighbours exchange most.
 
     Args:
       hosts: name and slots of each: how many processes it takes. The order decides between equals.
@@ -521,7 +546,9 @@ def place(table: RoleTable, hosts: Iterable[tuple[str, int]]) -> tuple[str, ...]
         check_int(f"the slots of host {name}", slots, "a number of processes", least=1)
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ConfigError(f"host {twice[0]} is listed twice; write it once, with the sum of its slots")
+        raise ConfigError(
+            f"host {twice[0]} is listed twice; write it once, with the sum of its slots"
+        )
     slots_of = np.array([slots for _, slots in listed], int)
     missing = len(table) - int(slots_of.sum())
     if missing > 0:
@@ -558,7 +585,8 @@ def _dealt(count: int, hosts: np.ndarray, slots: np.ndarray) -> list[int]:
 class _Links:
     """Bytes over the link of each host, in either direction, while servers are being placed.
 
-    Servers that have no host yet are elsewhere, so one more server changes its own host's bytes alone.
+    Servers that have no host yet are elsewhere, so one more server changes its own host's bytes
+    alone.
     """
 
     def __init__(self, trainers: int, servers: Sequence[Traffic], trainers_on: np.ndarray) -> None:
@@ -592,7 +620,8 @@ class _Links:
         """Place all servers, the largest first, each where its link is the least busy."""
         for j in sorted(range(len(self.servers)), key=lambda j: -max(self.servers[j])):
             now, then = np.maximum(self.out, self.into), np.maximum(*self.with_server(j))
-            # the busiest link with the server behind each host: its own, or the busiest of the others
+            # the busiest link with the server behind each host: its own, or the busiest of the
+            # others
             *_, second, first = np.sort(np.r_[0.0, now])
             busiest = np.maximum(then, np.where(now == first, second, first))
             unit = max(busiest.max(), 1e-30)  # equals are equal, whatever rounding says

@@ -1,6 +1,7 @@
 """Small functions of arrays that transforms write equations with.
 
-`Builder.call` traces each once for a type: they are cached by their arguments, so that equal ones are one function.
+`Builder.call` traces each once for a type: they are cached by their arguments, so that equal ones
+are one function.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def times(by: float) -> Callable[[jax.Array], jax.Array]:
 
 
 def padded_to(x: jax.Array, axis: int, size: int) -> jax.Array:
-    """Append zeros along one axis; for random keys, copies of the first key, as there is no key that is zero."""
+    """Append zeros along one axis; for random keys, copies of the first key, as there is no key
+    that is zero."""
     if x.shape[axis] == size:
         return x
     missing = size - x.shape[axis]

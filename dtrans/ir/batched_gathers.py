@@ -1,14 +1,15 @@
 """Gathers and scatters by row numbers, written as batched ones.
 
-`x[jnp.arange(len(y)), y]` picks from each row of `x`, but its `gather` says that it picks from all of them: the number
-of the row is one component of an index. Where a component is proven to count a dimension of the indices, and that is
-as long as the dimension of the operand which it is an index of, the two are batched: the same numbers, and whoever
-looks at rows sees that each is picked from itself. A scatter, which is what the derivative of such a gather is, alike.
+`x[jnp.arange(len(y)), y]` picks from each row of `x`, but its `gather` says that it picks from all
+of them: the number of the row is one component of an index. Where a component is proven to count a
+dimension of the indices, and that is as long as the dimension of the operand which it is an index
+of, the two are batched: the same numbers, and whoever looks at rows sees that each is picked from
+itself. A scatter, which is what the derivative of such a gather is, alike.
 
     gather x[8,10] by [(0, y0), (1, y1), ...]       ->  gather each row of x by [(y0), (y1), ...]
 
-What is proven of components is in `dtrans.ir.row_numbers`. The rewrite changes no number of any program, so nothing
-that comes after has to trust it.
+What is proven of components is in `dtrans.ir.row_numbers`. The rewrite changes no number of any
+program, so nothing that comes after has to trust it.
 """
 
 from __future__ import annotations
@@ -35,11 +36,14 @@ from dtrans.ir.interpret import Facts
 from dtrans.ir.row_numbers import Count, Fact, known_of, numbers_of
 
 
-_PICKS = frozenset({"gather", "scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"})
+_PICKS = frozenset(
+    {"gather", "scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"}
+)
 
 
 def batched_gathers(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
-    """Write gathers and scatters whose indices count rows as batched ones, in bodies of calls and loops too.
+    """Write gathers and scatters whose indices count rows as batched ones, in bodies of calls and
+    loops too.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -76,7 +80,9 @@ def _rewritten(jaxpr: Any, numbers: Facts[Fact]) -> Any:
         if (made := _batched(eqn, env, numbers, inner.eqns[:i], b)) is not None:
             env[eqn.outvars[0]], changed = made, True
             continue
-        new = _with_rewritten_bodies(eqn, numbers.entered[i].bodies) if i in numbers.entered else eqn
+        new = (
+            _with_rewritten_bodies(eqn, numbers.entered[i].bodies) if i in numbers.entered else eqn
+        )
         changed |= new is not eqn
         b.keep(new, atoms)
     if not changed:
@@ -89,7 +95,9 @@ def _without_unread(jaxpr: ClosedJaxpr, old: Any) -> ClosedJaxpr:
     """Drop equations that nothing reads any more; what nothing read before stays."""
     inner = opened(jaxpr)
     unread = {v for e in old.eqns for v in e.outvars}
-    unread -= {a for a in (*old.outvars, *(a for e in old.eqns for a in e.invars)) if isinstance(a, Var)}
+    unread -= {
+        a for a in (*old.outvars, *(a for e in old.eqns for a in e.invars)) if isinstance(a, Var)
+    }
     read = {a for a in inner.outvars if isinstance(a, Var)}
     eqns: list[JaxprEqn] = []
     for eqn in reversed(inner.eqns):
@@ -111,15 +119,24 @@ def _with_rewritten_bodies(eqn: JaxprEqn, inside: Mapping[int, Facts[Fact]]) -> 
 def _components(indices: Atom, before: Sequence[JaxprEqn]) -> list[Atom]:
     """Return the components that indices are joined of; none if they are not."""
     eqn = next((e for e in before if any(v is indices for v in e.outvars)), None)
-    if eqn is None or eqn.primitive.name != "concatenate" or eqn.params["dimension"] != indices.aval.ndim - 1:
+    if (
+        eqn is None
+        or eqn.primitive.name != "concatenate"
+        or eqn.params["dimension"] != indices.aval.ndim - 1
+    ):
         return []
     return list(eqn.invars) if all(a.aval.shape[-1] == 1 for a in eqn.invars) else []
 
 
 def _batched(
-    eqn: JaxprEqn, env: Mapping[Var, Atom], numbers: Facts[Fact], before: Sequence[JaxprEqn], b: Builder
+    eqn: JaxprEqn,
+    env: Mapping[Var, Atom],
+    numbers: Facts[Fact],
+    before: Sequence[JaxprEqn],
+    b: Builder,
 ) -> Atom | None:
-    """Write a gather or a scatter that is batched where its indices count rows; None where they do not.
+    """Write a gather or a scatter that is batched where its indices count rows; None where they do
+    not.
 
     Args:
       before: the equations before it.
@@ -127,7 +144,11 @@ def _batched(
     if eqn.primitive.name not in _PICKS:
         return None
     gathers = eqn.primitive.name == "gather"
-    x, indices, window = eqn.invars[0].aval, eqn.invars[1].aval, (eqn.outvars[0] if gathers else eqn.invars[2]).aval
+    x, indices, window = (
+        eqn.invars[0].aval,
+        eqn.invars[1].aval,
+        (eqn.outvars[0] if gathers else eqn.invars[2]).aval,
+    )
     n = eqn.params["dimension_numbers"]
     dims, gone, windows, theirs = (
         (n.start_index_map, n.collapsed_slice_dims, n.offset_dims, n.start_indices_batching_dims)
@@ -136,7 +157,9 @@ def _batched(
               n.scatter_indices_batching_dims)
     )  # fmt: skip
     kept = [d for d in range(x.ndim) if d not in gone and d not in n.operand_batching_dims]
-    place = dict(zip(kept, windows, strict=True))  # of the entries of a dimension in what is picked, or written
+    place = dict(
+        zip(kept, windows, strict=True)
+    )  # of the entries of a dimension in what is picked, or written
     found: dict[int, int] = {}  # dimension of the operand to that of the indices
     for component, d in enumerate(dims):
         if len(found) == len(dims) - 1:  # a gather by no index at all is none
@@ -155,22 +178,33 @@ def _batched(
     dropped = [place[d] for d in found if d in place]
     new = {
         "operand_batching_dims": tuple(d for d, _ in pairs),
-        "start_indices_batching_dims" if gathers else "scatter_indices_batching_dims": tuple(k for _, k in pairs),
-        "collapsed_slice_dims" if gathers else "inserted_window_dims": tuple(d for d in gone if d not in found),
-        "start_index_map" if gathers else "scatter_dims_to_operand_dims": tuple(dims[c] for c in left),
+        "start_indices_batching_dims" if gathers else "scatter_indices_batching_dims": tuple(
+            k for _, k in pairs
+        ),
+        "collapsed_slice_dims" if gathers else "inserted_window_dims": tuple(
+            d for d in gone if d not in found
+        ),
+        "start_index_map" if gathers else "scatter_dims_to_operand_dims": tuple(
+            dims[c] for c in left
+        ),
         "offset_dims" if gathers else "update_window_dims": tuple(
             w - sum(k < w for k in dropped) for w in windows if w not in dropped
         ),
     }
     params = {"dimension_numbers": n._replace(**new)}
-    atoms, components = read_from(env, eqn.invars), read_from(env, _components(eqn.invars[1], before))
+    atoms, components = (
+        read_from(env, eqn.invars),
+        read_from(env, _components(eqn.invars[1], before)),
+    )
     rest = [components[c] if components else b.call(_component(c), atoms[1])[0] for c in left]
     at = rest[0] if len(rest) == 1 else b.call(_joined, *rest)[0]
     if gathers:
         (made,) = b.copy(eqn, [atoms[0], at], indices_are_sorted=False, **params)
         return b.call(_expanded(tuple(dropped)), made)[0] if dropped else made
     updates = b.call(_squeezed(tuple(dropped)), atoms[2])[0] if dropped else atoms[2]
-    return b.copy(eqn, [atoms[0], at, updates], [eqn.outvars[0].aval], indices_are_sorted=False, **params)[0]
+    return b.copy(
+        eqn, [atoms[0], at, updates], [eqn.outvars[0].aval], indices_are_sorted=False, **params
+    )[0]
 
 
 @functools.cache

@@ -1,10 +1,10 @@
 """Reading and rebuilding jaxprs.
 
-Two tools are all that the transforms need. `inline_calls` flattens a program, so that every value that
-matters is visible at the top. `Builder` writes a new jaxpr: it copies equations of an old one under a
-substitution of variables, binds new ones by asking the primitive for its own output types, and closes
-the result over just the constants it used. Equations are moved, never mutated, and keep their source
-information; no shape is ever written by hand.
+Two tools are all that the transforms need. `inline_calls` flattens a program, so that every value
+that matters is visible at the top. `Builder` writes a new jaxpr: it copies equations of an old one
+under a substitution of variables, binds new ones by asking the primitive for its own output types,
+and closes the result over just the constants it used. Equations are moved, never mutated, and keep
+their source information; no shape is ever written by hand.
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ class Builder:
 
     def __init__(self, like: ClosedJaxpr) -> None:
         self._like = like
-        self._constants: Mapping[Var, Any] = dict(zip(opened(like).constvars, constants(like), strict=True))
+        self._constants: Mapping[Var, Any] = dict(
+            zip(opened(like).constvars, constants(like), strict=True)
+        )
         self._used: dict[Var, Any] = {}
         self.invars: list[Var] = []
         self.eqns: list[JaxprEqn] = []
@@ -99,27 +101,40 @@ class Builder:
         return self._constants[var]
 
     def call(self, fn: Callable[..., Any], *atoms: Atom) -> list[Atom]:
-        """The equations of a small pure function of arrays. It is traced once for each set of types: pass no lambda."""
+        """The equations of a small pure function of arrays. It is traced once for each set of
+        types: pass no lambda."""
         return self.inline(_traced(fn, tuple(a.aval for a in atoms)), *atoms)
 
     def call_as(self, var: Var, fn: Callable[..., Any], *atoms: Atom) -> None:
-        """Write a function as `call` does; its output is a variable of the old jaxpr, which other equations read."""
+        """Write a function as `call` does; its output is a variable of the old jaxpr, which other
+        equations read."""
         self.call(fn, *atoms)
         self.eqns[-1] = self.eqns[-1].replace(outvars=[var])
 
     def inline(self, jaxpr: ClosedJaxpr, *atoms: Atom) -> list[Atom]:
-        """The equations of another closed jaxpr, on operands of the types of its inputs; its outputs."""
+        """The equations of another closed jaxpr, on operands of the types of its inputs; its
+        outputs."""
         body = opened(jaxpr)
-        assert all(a.aval.shape == v.aval.shape for a, v in zip(atoms, body.invars, strict=True)), (atoms, body.invars)
-        return self.inline_part(jaxpr, dict(zip(body.invars, atoms, strict=True)), body.eqns, body.outvars)
+        assert all(a.aval.shape == v.aval.shape for a, v in zip(atoms, body.invars, strict=True)), (
+            atoms,
+            body.invars,
+        )
+        return self.inline_part(
+            jaxpr, dict(zip(body.invars, atoms, strict=True)), body.eqns, body.outvars
+        )
 
     def inline_part(
-        self, jaxpr: ClosedJaxpr, env: Mapping[Var, Atom], eqns: Iterable[JaxprEqn], wanted: Iterable[Atom]
+        self,
+        jaxpr: ClosedJaxpr,
+        env: Mapping[Var, Atom],
+        eqns: Iterable[JaxprEqn],
+        wanted: Iterable[Atom],
     ) -> list[Atom]:
         """Write some equations of another jaxpr; return values that are wanted of it.
 
         Args:
-          env: values of the other jaxpr that are here, by its variables. Others keep their variables.
+          env: values of the other jaxpr that are here, by its variables. Others keep their
+            variables.
           eqns: in order, those that make `wanted` of these values.
         """
         known: dict[Var, Atom] = dict(env)
@@ -133,8 +148,8 @@ class Builder:
     def bind(self, primitive: Primitive, *atoms: Atom, **params: Any) -> list[Var]:
         """A new equation; its output types are what the primitive makes of the operands' types.
 
-        For primitives whose parameters are known: those of this package, and a few of `jax.lax`. Others get
-        parameters from release to release; use `call`.
+        For primitives whose parameters are known: those of this package, and a few of `jax.lax`.
+        Others get parameters from release to release; use `call`.
         """
         outs = [Var(t) for t in abstract_eval(primitive, [a.aval for a in atoms], params)]
         eqn = new_jaxpr_eqn(list(atoms), outs, primitive, params, set())
@@ -145,11 +160,21 @@ class Builder:
         """Entries `start` to `stop` of a value along one axis."""
         begin, end = [0] * value.aval.ndim, list(value.aval.shape)
         begin[axis], end[axis] = start, stop
-        (made,) = self.bind(jax.lax.slice_p, value, start_indices=tuple(begin), limit_indices=tuple(end), strides=None)
+        (made,) = self.bind(
+            jax.lax.slice_p,
+            value,
+            start_indices=tuple(begin),
+            limit_indices=tuple(end),
+            strides=None,
+        )
         return made
 
     def copy(
-        self, eqn: JaxprEqn, atoms: Sequence[Atom], types: Sequence[Any] | None = None, **params: Any
+        self,
+        eqn: JaxprEqn,
+        atoms: Sequence[Atom],
+        types: Sequence[Any] | None = None,
+        **params: Any,
     ) -> list[Var]:
         """An equation of the old jaxpr on other operands.
 
@@ -193,7 +218,8 @@ class Builder:
         outvars: Sequence[Var],
         first: Sequence[Atom] = (),
     ) -> JaxprEqn:
-        """Return a loop, a branch or a call with other bodies, operands and outputs; arguments as above."""
+        """Return a loop, a branch or a call with other bodies, operands and outputs; arguments as
+        above."""
         if eqn.primitive.name in REMAT:  # the body of remat cannot have constants
             (body,) = new
             inner, held = opened(body), [self.constant(c) for c in constants(body)]
@@ -220,7 +246,14 @@ class Builder:
     def build(self, outvars: Sequence[Atom]) -> ClosedJaxpr:
         """The finished jaxpr. Dead equations are not removed: see `needed` and `eliminate_dead`."""
         self._note(outvars)
-        return closed(list(self._used), list(self._used.values()), self.invars, list(outvars), self.eqns, self._like)
+        return closed(
+            list(self._used),
+            list(self._used.values()),
+            self.invars,
+            list(outvars),
+            self.eqns,
+            self._like,
+        )
 
 
 def extract_part(

@@ -1,9 +1,10 @@
 """Costs of equations: floating-point operations and bytes.
 
-This is a model for planning, not a measurement. `dtrans._jax.primitives` says for each primitive what is counted. A
-product has a multiplication and an addition for each term. A reduction costs one operation for each entry of its
-operand, other arithmetic one for each entry of its outputs. Moves, casts and counters cost nothing. A `scan` counts its
-body as often as it runs, a `while` once, and a `cond` its dearest branch.
+This is a model for planning, not a measurement. `dtrans._jax.primitives` says for each primitive
+what is counted. A product has a multiplication and an addition for each term. A reduction costs one
+operation for each entry of its operand, other arithmetic one for each entry of its outputs. Moves,
+casts and counters cost nothing. A `scan` counts its body as often as it runs, a `while` once, and a
+`cond` its dearest branch.
 """
 
 from __future__ import annotations
@@ -12,7 +13,16 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from dtrans._jax import COND, SCAN, JaxprEqn, bodies, facts_of, jaxprs_in_params, opened, scan_length
+from dtrans._jax import (
+    COND,
+    SCAN,
+    JaxprEqn,
+    bodies,
+    facts_of,
+    jaxprs_in_params,
+    opened,
+    scan_length,
+)
 
 
 def nbytes(aval: Any) -> int:
@@ -31,8 +41,8 @@ def nbytes(aval: Any) -> int:
 def flops(eqn: JaxprEqn) -> int:
     """Return the floating-point operations of one equation, those of its bodies included.
 
-    EPL counts a dense layer in the same way: 2*m*n*k, and one for each element of what the bias is added to
-    (epl/profiler/flops.py).
+    EPL counts a dense layer in the same way: 2*m*n*k, and one for each element of what the bias is
+    added to (epl/profiler/flops.py).
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -41,7 +51,11 @@ def flops(eqn: JaxprEqn) -> int:
       >>> [(eqn.primitive.name, flops(eqn)) for eqn in dense.jaxpr.eqns]
       [('dot_general', 3200), ('broadcast_in_dim', 0), ('add', 160)]
     """
-    name, counted, made = eqn.primitive.name, facts_of(eqn).flops, sum(_size(v.aval) for v in eqn.outvars)
+    name, counted, made = (
+        eqn.primitive.name,
+        facts_of(eqn).flops,
+        sum(_size(v.aval) for v in eqn.outvars),
+    )
     if counted == "none":
         return 0
     if counted == "product":

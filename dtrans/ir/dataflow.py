@@ -14,8 +14,8 @@ def backward_slice(
 ) -> tuple[list[int], set[Var]]:
     """What `outputs` are made of.
 
-    Returns the positions of the equations they need, in order, and the variables those read that none of
-    them makes. Nothing is followed beyond the variables in `stop`.
+    Returns the positions of the equations they need, in order, and the variables those read that
+    none of them makes. Nothing is followed beyond the variables in `stop`.
     """
     stops = set(stop)
     wanted = {a for a in outputs if isinstance(a, Var)}
@@ -31,13 +31,19 @@ def backward_slice(
 
 
 def free_variables(eqns: Sequence[JaxprEqn]) -> list[Var]:
-    """Return the variables that equations read and none of them makes, in the order in which they are read."""
+    """Return the variables that equations read and none of them makes, in the order in which they
+    are read."""
     made = {v for e in eqns for v in e.outvars}
-    return list(dict.fromkeys(a for e in eqns for a in e.invars if isinstance(a, Var) and a not in made))
+    return list(
+        dict.fromkeys(a for e in eqns for a in e.invars if isinstance(a, Var) and a not in made)
+    )
 
 
-def propagate(eqns: Sequence[JaxprEqn], seeds: Mapping[Var, int], fixed: Mapping[Var, int]) -> dict[Var, int]:
-    """Which seeds enter each value, as bits: the union over what it is made of; `fixed` values are as given.
+def propagate(
+    eqns: Sequence[JaxprEqn], seeds: Mapping[Var, int], fixed: Mapping[Var, int]
+) -> dict[Var, int]:
+    """Which seeds enter each value, as bits: the union over what it is made of; `fixed` values are
+    as given.
 
     One pass forward; values that nothing enters may be absent.
     """
@@ -54,7 +60,8 @@ def propagate(eqns: Sequence[JaxprEqn], seeds: Mapping[Var, int], fixed: Mapping
 
 
 def is_zero_array(atom: Atom, made_by: Mapping[Var, JaxprEqn]) -> bool:
-    """Return True if all entries of a value are known to be zero: a literal, or what keeps the zeros of one."""
+    """Return True if all entries of a value are known to be zero: a literal, or what keeps the
+    zeros of one."""
     while isinstance(atom, Var):
         eqn = made_by.get(atom)
         if eqn is None or len(eqn.invars) != 1 or zeros_by(eqn, (0,)) != ():

@@ -1,4 +1,5 @@
-"""How programs and plans are shown: a listing of ops, or a table with notes, as text and as HTML in a notebook."""
+"""How programs and plans are shown: a listing of ops, or a table with notes, as text and as HTML in
+a notebook."""
 
 from __future__ import annotations
 
@@ -62,13 +63,21 @@ def _says_nothing(value: Any) -> bool:
 
 def short_type(aval: Any) -> str:
     """`f32[4,2]`: as jaxprs print types."""
-    return aval.str_short(short_dtypes=True) if hasattr(aval, "str_short") else f"{aval.dtype}{list(aval.shape)}"
+    return (
+        aval.str_short(short_dtypes=True)
+        if hasattr(aval, "str_short")
+        else f"{aval.dtype}{list(aval.shape)}"
+    )
 
 
 def literal(atom: Any) -> str:
     """A literal operand, as short as it can be read."""
     value = np.asarray(atom.val)
-    return f"{value.item()!r:.12}" if value.ndim == 0 and value.dtype.kind in "biufc" else f"<{short_type(atom.aval)}>"
+    return (
+        f"{value.item()!r:.12}"
+        if value.ndim == 0 and value.dtype.kind in "biufc"
+        else f"<{short_type(atom.aval)}>"
+    )
 
 
 def attribute(value: Any) -> str:
@@ -78,7 +87,9 @@ def attribute(value: Any) -> str:
     if isinstance(value, tuple) and value and not isinstance(value[0], (int, float, str, tuple)):
         return f"<{len(value)} x {type(value[0]).__name__}>"
     text = str(value)
-    if "\n" in text or text.startswith("<"):  # an object that has no short form, e.g. a derivative rule
+    if "\n" in text or text.startswith(
+        "<"
+    ):  # an object that has no short form, e.g. a derivative rule
         return f"<{type(value).__name__}>"
     return text if len(text) <= 120 else text[:117] + "..."
 
@@ -91,7 +102,8 @@ def op_line(op: ShownOp) -> str:
 
 
 def without_addresses(text: str) -> str:
-    """How JAX shows something, without what differs from process to process: the addresses of objects."""
+    """How JAX shows something, without what differs from process to process: the addresses of
+    objects."""
     return re.sub(r"0x[0-9a-f]+", "", text)
 
 
@@ -106,7 +118,10 @@ def text(program: ShownProgram) -> str:
     names = program.value_names
     for name, atom in program.outvars.items():
         source = literal(atom) if hasattr(atom, "val") else names[atom]
-        lines.append(f"  out  {name}: {short_type(atom.aval)}" + (f" = {source}" if source.rstrip("'") != name else ""))
+        lines.append(
+            f"  out  {name}: {short_type(atom.aval)}"
+            + (f" = {source}" if source.rstrip("'") != name else "")
+        )
     return "\n".join(lines)
 
 
@@ -123,29 +138,47 @@ def html(program: ShownProgram) -> str:
     return (
         f"<details open><summary><b>program {esc(program.name)}</b>: {len(program.ops)} ops"
         f"{f'; {GUESSED}' if program.guessed else ''}</summary>"
-        f"<p>in <code>{inputs}</code></p><table>{rows}</table><p>out <code>{outputs}</code></p></details>"
+        f"<p>in <code>{inputs}</code></p><table>{rows}</table><p>out "
+        f"<code>{outputs}</code></p></details>"
     )
 
 
 def plan_text(
-    title: str, header: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str], *, right: Collection[int]
+    title: str,
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    notes: Sequence[str],
+    *,
+    right: Collection[int],
 ) -> str:
     """A plan as text: a table, whose columns `right` are flush right, and notes."""
     table = [header, *rows]
     widths = [max(len(r[i]) for r in table) for i in range(len(header))]
     lines = [title]
     for r in table:
-        cells = [c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(r, widths, strict=True))]
+        cells = [
+            c.rjust(w) if i in right else c.ljust(w)
+            for i, (c, w) in enumerate(zip(r, widths, strict=True))
+        ]
         lines.append(("  " + "  ".join(cells)).rstrip())
     return "\n".join([*lines, *notes])
 
 
 def plan_html(
-    title: str, header: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str], *, code: int
+    title: str,
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    notes: Sequence[str],
+    *,
+    code: int,
 ) -> str:
     """The same as HTML; column `code` holds names."""
     esc = html_escape.escape
-    cell = lambda i, c: f"<td style='text-align:left'><code>{esc(c)}</code></td>" if i == code else f"<td>{esc(c)}</td>"
+    cell = lambda i, c: (
+        f"<td style='text-align:left'><code>{esc(c)}</code></td>"
+        if i == code
+        else f"<td>{esc(c)}</td>"
+    )
     body = "".join("<tr>" + "".join(cell(i, c) for i, c in enumerate(r)) + "</tr>" for r in rows)
     head = "".join(f"<th>{esc(h)}</th>" for h in header)
     listed = "".join(f"<li>{esc(n)}</li>" for n in notes)

@@ -83,7 +83,11 @@ def fold(
         return np.asarray(absorbing)
     neutral = {"add": 0, "add_any": 0, "sub": 0, "mul": 1}.get(name)
     for i in (1,) if name == "sub" else (1, 0):
-        if neutral is not None and is_number(ins[i], neutral) and eqn.invars[1 - i].aval.shape == aval.shape:
+        if (
+            neutral is not None
+            and is_number(ins[i], neutral)
+            and eqn.invars[1 - i].aval.shape == aval.shape
+        ):
             return _known(ins[1 - i])
     return None
 
@@ -96,7 +100,13 @@ def _known(fact: Any) -> Number | Alias | None:
 
 # IEEE 754 rounds these correctly, all but rsqrt: NumPy and every device compute the same number.
 _IN_NUMPY: Mapping[str, Callable[..., Any]] = {
-    **{"add": np.add, "add_any": np.add, "sub": np.subtract, "mul": np.multiply, "neg": np.negative},
+    **{
+        "add": np.add,
+        "add_any": np.add,
+        "sub": np.subtract,
+        "mul": np.multiply,
+        "neg": np.negative,
+    },
     **{"max": np.maximum, "min": np.minimum, "abs": np.abs, "sign": np.sign},
     **{"square": np.square, "sqrt": np.sqrt, "rsqrt": lambda x: 1 / np.sqrt(x)},
     **{"gt": np.greater, "ge": np.greater_equal, "lt": np.less, "le": np.less_equal},

@@ -1,4 +1,5 @@
-"""Calls replaced by their bodies, and dead code removed, so that every value that matters is visible at the top."""
+"""Calls replaced by their bodies, and dead code removed, so that every value that matters is
+visible at the top."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from dtrans._jax import (
 )
 
 
-# identities that say where a derivative begins (`dtrans.step.marks`), or how a value is merged (`dtrans.collect`)
+# identities that say where a derivative begins (`dtrans.step.marks`), or how a value is merged
+# (`dtrans.collect`)
 _PASSED = ("loss", "loss_seed", "collect")
 
 
@@ -36,11 +38,13 @@ def inline_calls(
 ) -> ClosedJaxpr:
     """Replace every call by its body, at the top level and below.
 
-    Loops and branches stay, and so do identities of this package that are named in `keep`. Inlined equations keep the
-    name stack they had inside the call, under that of the call; constants of bodies become constants of the whole.
+    Loops and branches stay, and so do identities of this package that are named in `keep`. Inlined
+    equations keep the name stack they had inside the call, under that of the call; constants of
+    bodies become constants of the whole.
 
     Args:
-      rules: leave calls that have a derivative of their own, since this is still to be differentiated.
+      rules: leave calls that have a derivative of their own, since this is still to be
+        differentiated.
       body_of: gives the body that stands for an equation, or None; by default that of JAX's calls.
     """
     outer = opened(jaxpr)
@@ -48,7 +52,9 @@ def inline_calls(
     hoisted: dict[int, Var] = {}
     eqns: list[JaxprEqn] = []
 
-    def walk(inner: Jaxpr, env: dict[Var, Atom], wrap: Callable[[JaxprEqn], JaxprEqn], top: bool) -> None:
+    def walk(
+        inner: Jaxpr, env: dict[Var, Atom], wrap: Callable[[JaxprEqn], JaxprEqn], top: bool
+    ) -> None:
         read: Callable[[Atom], Atom] = lambda a: a if isinstance(a, Literal) else env.get(a, a)
         for eqn in inner.eqns:
             body = call_body(eqn, rules=rules) if body_of is None else body_of(eqn)
@@ -59,7 +65,9 @@ def inline_calls(
                 # a body can be shared by several calls, so its variables are made anew for each
                 ins = [read(a) for a in eqn.invars]
                 if top:
-                    eqns.append(eqn if all(map(operator.is_, ins, eqn.invars)) else eqn.replace(invars=ins))
+                    eqns.append(
+                        eqn if all(map(operator.is_, ins, eqn.invars)) else eqn.replace(invars=ins)
+                    )
                     continue
                 outs = [Var(v.aval) for v in eqn.outvars]
                 env.update(zip(eqn.outvars, outs, strict=True))
@@ -88,7 +96,8 @@ def _within(eqn: JaxprEqn, call: JaxprEqn, wrap: Callable[[JaxprEqn], JaxprEqn])
 
 
 def eliminate_dead(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
-    """Drop what no output needs, inside loops and branches too. All inputs stay; unused constants go."""
+    """Drop what no output needs, inside loops and branches too. All inputs stay; unused constants
+    go."""
     inner = opened(jaxpr)
     hoisted = inner.replace(
         constvars=[],
@@ -96,7 +105,11 @@ def eliminate_dead(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
         debug_info=inner.debug_info.with_unknown_names(),
     )
     count = len(inner.constvars)
-    pruned, used = live_part(hoisted, [True] * len(inner.outvars), [False] * count + [True] * len(inner.invars))
+    pruned, used = live_part(
+        hoisted, [True] * len(inner.outvars), [False] * count + [True] * len(inner.invars)
+    )
     live = sum(used[:count])
     consts = [c for c, u in zip(constants(jaxpr), used[:count], strict=True) if u]
-    return closed(pruned.invars[:live], consts, pruned.invars[live:], pruned.outvars, pruned.eqns, jaxpr)
+    return closed(
+        pruned.invars[:live], consts, pruned.invars[live:], pruned.outvars, pruned.eqns, jaxpr
+    )

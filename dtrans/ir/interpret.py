@@ -132,7 +132,8 @@ class Entered(NamedTuple, Generic[Fact, Result]):
     ends: Mapping[int, Sequence[Fact]] = MappingProxyType({})
 
 
-# number of a body, body, facts of its inputs (backward: its outputs) -> result, facts of the other end
+# number of a body, body, facts of its inputs (backward: its outputs) -> result, facts of the other
+# end
 Run = Callable[[int, Any, list[Fact]], tuple[Result, Sequence[Fact]]]
 
 
@@ -160,7 +161,9 @@ def enter(
             else:
                 each.append(made)
         outs = _joined(analysis.join, each)
-        return [analysis.decide(decision[0], x) for x in outs] if decision and chosen is None else outs
+        return (
+            [analysis.decide(decision[0], x) for x in outs] if decision and chosen is None else outs
+        )
 
     operands = list(ins)
     for i in wires.slices:
@@ -169,7 +172,10 @@ def enter(
     for i, j in wires.carried.items():
         outs[j] = operands[i]
     ends = {k: decision if wires.outs[k] is None else list(outs) for k in found}
-    operands, outs = _stacked(analysis, operands, wires.slices), _stacked(analysis, outs, wires.stacks)
+    operands, outs = (
+        _stacked(analysis, operands, wires.slices),
+        _stacked(analysis, outs, wires.stacks),
+    )
     return Entered(operands, outs, found, decision[0] if decision else None, ends)
 
 
@@ -191,7 +197,9 @@ def enter_backward(
             decision[:] = [analysis.decide(functools.reduce(analysis.join, ends))]
         operands = dict(zip([0], decision, strict=False)) if eqn.primitive.name == COND else {}
         for k, (read, given) in enumerate(zip(wires.ins, wires.outs, strict=True)):
-            found[k], made = run(k, inner[k], decision if given is None else [ends[j] for j in given])
+            found[k], made = run(
+                k, inner[k], decision if given is None else [ends[j] for j in given]
+            )
             for i, x in zip(read, made, strict=True):
                 operands[i] = analysis.join(operands[i], x) if i in operands else x
         return [operands[i] for i in range(len(eqn.invars))]
@@ -200,8 +208,12 @@ def enter_backward(
     ends, operands = _settle(analysis.join, ends, {j: i for i, j in wires.carried.items()}, turn)
     for i, j in wires.carried.items():
         operands[i] = ends[j]
-    outs = [x if j in wires.stacks else end for j, (x, end) in enumerate(zip(outs, ends, strict=True))]
-    return Entered(_stacked(analysis, operands, wires.slices), outs, found, decision[0] if decision else None)
+    outs = [
+        x if j in wires.stacks else end for j, (x, end) in enumerate(zip(outs, ends, strict=True))
+    ]
+    return Entered(
+        _stacked(analysis, operands, wires.slices), outs, found, decision[0] if decision else None
+    )
 
 
 def _settle(
@@ -225,7 +237,9 @@ def _settle(
 
 
 def _stacked(
-    analysis: ForwardAnalysis[Fact] | BackwardAnalysis[Fact], facts: Sequence[Fact], numbers: Sequence[int]
+    analysis: ForwardAnalysis[Fact] | BackwardAnalysis[Fact],
+    facts: Sequence[Fact],
+    numbers: Sequence[int],
 ) -> list[Fact]:
     return [analysis.stack(x) if i in numbers else x for i, x in enumerate(facts)]
 
@@ -258,7 +272,9 @@ class Facts(Generic[Fact]):
         return self.values[atom]
 
 
-def forward(analysis: ForwardAnalysis[Fact], eqns: Sequence[JaxprEqn], start: Mapping[Var, Fact]) -> Facts[Fact]:
+def forward(
+    analysis: ForwardAnalysis[Fact], eqns: Sequence[JaxprEqn], start: Mapping[Var, Fact]
+) -> Facts[Fact]:
     """Attach facts to the values of equations, from the first to the last.
 
     Args:

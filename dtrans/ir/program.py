@@ -1,9 +1,10 @@
 """Programs: jaxprs with names.
 
 A `Program` is a closed jaxpr, a name for each of its inputs and outputs, and a role for each of its
-equations. Names are pytree paths (`params/dense/kernel`, `opt_state/0/mu/w`, `x`). *State is paired by
-path*: an output that has the name of an input says what one run of the program makes of it. Everything
-else that the package does is a function from programs to programs.
+equations. Names are pytree paths (`params/dense/kernel`, `opt_state/0/mu/w`, `x`). *State is paired
+by
+path*: an output that has the name of an input says what one run of the program makes of it.
+Everything else that the package does is a function from programs to programs.
 
 Roles are those of Paddle's `OpRole` (paddle/fluid/framework/op_proto_maker.h):
 
@@ -11,9 +12,10 @@ Roles are those of Paddle's `OpRole` (paddle/fluid/framework/op_proto_maker.h):
     backward   makes gradients              rpc        communication
     optimize   makes new parameters         dist       what distribution adds: splitting, joining, averaging
 
-A jaxpr has fixed shapes, a program need not: `Program.specialize(*arguments)` gives the same program for another
-batch size, traced again when it must be and kept, as `jax.jit` does. State cannot change shape. A rewritten program
-(`Program.rewritten`) replays its pass on its source for these shapes, and so on down to the traced function.
+A jaxpr has fixed shapes, a program need not: `Program.specialize(*arguments)` gives the same
+program for another batch size, traced again when it must be and kept, as `jax.jit` does. State
+cannot change shape. A rewritten program (`Program.rewritten`) replays its pass on its source for
+these shapes, and so on down to the traced function.
 """
 
 from __future__ import annotations
@@ -26,7 +28,17 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, NamedJaxpr, Var, closed_with, equations, jaxpr_as_fun
+from dtrans._jax import (
+    Atom,
+    ClosedJaxpr,
+    JaxprEqn,
+    Literal,
+    NamedJaxpr,
+    Var,
+    closed_with,
+    equations,
+    jaxpr_as_fun,
+)
 from dtrans.errors import DtransError, NotRealisedError, TraceError
 from dtrans.ir import display, fingerprint
 from dtrans.ir.builder import Builder
@@ -83,13 +95,14 @@ class Program(NamedJaxpr):
       labels: names for values that are neither input nor output, e.g. `params/w@GRAD.block0`.
       ambiguous_outputs: why it is a guess which output is the new value of which input, if it is.
       numbers: the outputs that the function returned as numbers of Python's.
-      still: arrays of the state that were one number everywhere at the start, and stay it, and that number: the step
-        hands them on (`dtrans.step.frozen`), and takes no others.
-      of_one_state: whether its first two arguments are parts of one state (`dtrans.step.one_state`).
-      specializer: makes the same program for other input types (one `ShapeDtypeStruct` per input): the traced function,
-        or a `Rewrite`; None for a program of fixed shapes.
-      identity: makes the fingerprint of the plan that it is a program of (`dtrans.ir.fingerprint`), where a plan has
-        several roles.
+      still: arrays of the state that were one number everywhere at the start, and stay it, and that
+        number: the step hands them on (`dtrans.step.frozen`), and takes no others.
+      of_one_state: whether its first two arguments are parts of one state
+        (`dtrans.step.one_state`).
+      specializer: makes the same program for other input types (one `ShapeDtypeStruct` per input):
+        the traced function, or a `Rewrite`; None for a program of fixed shapes.
+      identity: makes the fingerprint of the plan that it is a program of (`dtrans.ir.fingerprint`),
+        where a plan has several roles.
 
     Example:
       >>> import jax.numpy as jnp, dtrans
@@ -124,11 +137,19 @@ class Program(NamedJaxpr):
         ):
             if len(have) != len(names):
                 raise TraceError(f"program {self.name}: {len(have)} {what} but {len(names)} names")
-            twice = sorted({n for n in names if names.count(n) > 1}) if len(set(names)) != len(names) else []
+            twice = (
+                sorted({n for n in names if names.count(n) > 1})
+                if len(set(names)) != len(names)
+                else []
+            )
             if twice:
-                raise TraceError(f"program {self.name}: two {what} are called {twice[0]}: rename one of them")
+                raise TraceError(
+                    f"program {self.name}: two {what} are called {twice[0]}: rename one of them"
+                )
         if len(self.roles) != len(inner.eqns):
-            raise TraceError(f"program {self.name}: {len(inner.eqns)} equations but {len(self.roles)} roles")
+            raise TraceError(
+                f"program {self.name}: {len(inner.eqns)} equations but {len(self.roles)} roles"
+            )
 
     @classmethod
     def written(
@@ -144,7 +165,9 @@ class Program(NamedJaxpr):
         Args:
           values: by name; those that `out` names are the outputs.
         """
-        return cls(name, b.build([values[n] for n in out.names]), args, out, tuple(b.roles), b.labels)
+        return cls(
+            name, b.build([values[n] for n in out.names]), args, out, tuple(b.roles), b.labels
+        )
 
     # -- what it is ------------------------------------------------------------------------------
 
@@ -202,7 +225,9 @@ class Program(NamedJaxpr):
         inner = self.inner
         names: dict[Var, str] = {v: f"const/{i}" for i, v in enumerate(inner.constvars)}
         names |= dict(zip(inner.invars, self.in_names, strict=True))
-        outs = {v: n for v, n in zip(inner.outvars, self.out_names, strict=True) if isinstance(v, Var)}
+        outs = {
+            v: n for v, n in zip(inner.outvars, self.out_names, strict=True) if isinstance(v, Var)
+        }
         count = 0
         for eqn in inner.eqns:
             for v in eqn.outvars:
@@ -222,14 +247,16 @@ class Program(NamedJaxpr):
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of what the program computes: names, types, equations with all that is in them, and constants."""
+        """A hash of what the program computes: names, types, equations with all that is in them,
+        and constants."""
         return fingerprint.digest("\n".join(self.fingerprints.values()))
 
     @cached_property
     def fingerprints(self) -> dict[str, str]:
         """The same in parts: `loss`, `update` and `exchange` (see `dtrans.ir.fingerprint`)."""
         return fingerprint.of_program(
-            self, {"loss": (FORWARD, BACKWARD), "update": (OPTIMIZE, LR_SCHED), "exchange": (RPC, DIST)}
+            self,
+            {"loss": (FORWARD, BACKWARD), "update": (OPTIMIZE, LR_SCHED), "exchange": (RPC, DIST)},
         )
 
     # -- running it ------------------------------------------------------------------------------
@@ -237,7 +264,9 @@ class Program(NamedJaxpr):
     def flatten(self, *args: Any) -> list[Any]:
         """The input arrays of a call. Raises TraceError where an argument has another structure."""
         if len(args) != len(self.args):
-            raise TraceError(f"program {self.name} takes {len(self.args)} arguments, {len(args)} were given")
+            raise TraceError(
+                f"program {self.name} takes {len(self.args)} arguments, {len(args)} were given"
+            )
         flat: list[Any] = []
         for i, (spec, arg) in enumerate(zip(self.args, args, strict=True)):
             flat += spec.flatten(as_array(arg), f"argument {i} of program {self.name}")
@@ -247,13 +276,14 @@ class Program(NamedJaxpr):
         """This program for the shapes of `args`: itself when they are those it was traced with.
 
         Raises:
-          TraceError: state (parameters, optimizer state) of another shape or dtype, or a program that
-            was not made from a function and so cannot be traced again.
+          TraceError: state (parameters, optimizer state) of another shape or dtype, or a program
+            that was not made from a function and so cannot be traced again.
         """
         return self.specialize_flat(self.flatten(*args))
 
     def specialize_flat(self, arrays: Sequence[Any]) -> Program:
-        """Return the program for the shapes of the arrays of `flatten`; otherwise as `specialize`."""
+        """Return the program for the shapes of the arrays of `flatten`; otherwise as
+        `specialize`."""
         wanted, family = signature(arrays), self._family
         if wanted == self._signature:
             return self
@@ -268,13 +298,16 @@ class Program(NamedJaxpr):
         types: Callable[[Types], Types] | None = None,
         made: Program | None = None,
     ) -> Program:
-        """Return this program as a pass rewrites it; for other shapes the pass is replayed on this program for these.
+        """Return this program as a pass rewrites it; for other shapes the pass is replayed on this
+        program for these.
 
-        State of this program keeps its shape. Its other inputs take their shapes from the inputs of the same name.
+        State of this program keeps its shape. Its other inputs take their shapes from the inputs of
+        the same name.
 
         Args:
           pass_: makes the rewritten program of this one, for any shapes.
-          types: maps the types of the rewritten program's inputs to those of this one's, where they differ.
+          types: maps the types of the rewritten program's inputs to those of this one's, where they
+            differ.
           made: what the pass makes of this program, where that is known.
 
         Example:
@@ -313,7 +346,8 @@ class Program(NamedJaxpr):
         return found
 
     def on_root(self, change: Callable[[Program], Program]) -> Program:
-        """Return what the passes that wrote this program make of another first program than the traced one.
+        """Return what the passes that wrote this program make of another first program than the
+        traced one.
 
         Args:
           change: makes it of the traced program.
@@ -346,26 +380,37 @@ class Program(NamedJaxpr):
 
     def _traced_again(self, wanted: Signature) -> Program:
         state = set(self.state)
-        for name, (shape, dtype), (had, of) in zip(self.in_names, wanted, self._signature, strict=True):
+        for name, (shape, dtype), (had, of) in zip(
+            self.in_names, wanted, self._signature, strict=True
+        ):
             if (shape, dtype) != (had, of) and (name in state or self.specializer is None):
                 raise TraceError(
-                    f"{name} is {dtype}{list(shape)}, program {self.name} was traced with {of}{list(had)}"
+                    f"{name} is {dtype}{list(shape)}, program {self.name} was traced with "
+                    f"{of}{list(had)}"
                     + ("; trace it again with these shapes" if name not in state else "")
                 )
         assert self.specializer is not None
         # what is traced is kept: it must not remember a map that asks for it
         with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
             try:
-                made = self.specializer([jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in wanted])
-                return made if self.identity is None else dataclasses.replace(made, identity=self.identity)
+                made = self.specializer(
+                    [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in wanted]
+                )
+                return (
+                    made
+                    if self.identity is None
+                    else dataclasses.replace(made, identity=self.identity)
+                )
             except DtransError:
                 raise  # it says its own cause
             except (TypeError, ValueError) as e:
                 given = zip(self.in_names, wanted, self._signature, strict=True)
                 name, (shape, _), (had, _) = next(x for x in given if x[1] != x[2])
                 raise TraceError(
-                    f"{self.name} was traced with {name} of shape {tuple(had)}, and cannot be with {tuple(shape)}: "
-                    f"{e}\nA constant may have the size of the first batch: make it from the shape of an argument, or "
+                    f"{self.name} was traced with {name} of shape {tuple(had)}, and cannot be with "
+                    f"{tuple(shape)}: "
+                    f"{e}\nA constant may have the size of the first batch: make it from the shape "
+                    "of an argument, or "
                     "let it be one. A plan traces the step for the whole batch and for a part of it"
                 ) from e
 
@@ -380,7 +425,8 @@ class Program(NamedJaxpr):
     @cached_property
     def _family(self) -> dict[Signature, Program]:
         """This program for all shapes that were asked for; its members share the dict."""
-        # the others are traced with strong types: of weak ones (`jnp.asarray(0.5)`) JAX makes other equations
+        # the others are traced with strong types: of weak ones (`jnp.asarray(0.5)`) JAX makes other
+        # equations
         weak = any(getattr(v.aval, "weak_type", False) for v in self.inner.invars)
         return {} if weak else {self._signature: self}
 
@@ -390,7 +436,10 @@ class Program(NamedJaxpr):
         return display.text(self)
 
     def __repr__(self) -> str:
-        return f"<Program {self.name}: {len(self.in_names)} inputs, {len(self.ops)} ops, {len(self.out_names)} outputs>"
+        return (
+            f"<Program {self.name}: {len(self.in_names)} inputs, {len(self.ops)} ops, "
+            f"{len(self.out_names)} outputs>"
+        )
 
     def _repr_html_(self) -> str:
         return display.html(self)
@@ -414,7 +463,8 @@ class Rewrite:
     types: Callable[[Types], Types] | None
 
     def __call__(self, types: Sequence[jax.ShapeDtypeStruct]) -> Program:
-        """Return what the pass makes of the source for these types of the rewritten program's inputs."""
+        """Return what the pass makes of the source for these types of the rewritten program's
+        inputs."""
         given: Types = dict(zip(self.names, types, strict=True))
         given = given if self.types is None else self.types(given)
         held = set(self.source.state)
@@ -428,7 +478,8 @@ def is_communication(eqn: JaxprEqn) -> bool:
 
 
 def signature(arrays: Sequence[Any]) -> Signature:
-    """Shape and dtype of each array, as JAX would take it in (float64 is float32 unless x64 is on)."""
+    """Shape and dtype of each array, as JAX would take it in (float64 is float32 unless x64 is
+    on)."""
 
     def dtype(x: Any) -> Any:
         d = x.dtype

@@ -1,9 +1,9 @@
 """Pytrees as a program sees them: arrays that have a path, and everything else held still.
 
-Equinox modules carry functions and Python numbers among their arrays; flax, plain dicts and NamedTuples
-carry arrays only. A `TreeSpec` takes any of them apart: a leaf that has a `shape` and a `dtype` is an
-array of the program and is known by its path (`params/dense/kernel`); any other leaf is *static*: it is
-part of the program, as it would be for `jax.jit(..., static_argnums=...)`.
+Equinox modules carry functions and Python numbers among their arrays; flax, plain dicts and
+NamedTuples carry arrays only. A `TreeSpec` takes any of them apart: a leaf that has a `shape` and a
+`dtype` is an array of the program and is known by its path (`params/dense/kernel`); any other leaf
+is *static*: it is part of the program, as it would be for `jax.jit(..., static_argnums=...)`.
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ def is_array(leaf: Any) -> bool:
 
 
 def is_differentiable(leaf: Any) -> bool:
-    """Whether gradients are taken with respect to a leaf: an array of floating or complex numbers."""
+    """Whether gradients are taken with respect to a leaf: an array of floating or complex
+    numbers."""
     return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def join_path(root: str, path: tuple[Any, ...]) -> str:
-    """`root` and a key path as one name: `params` and `(['dense'], ['w'])` give `params/dense/w`."""
+    """`root` and a key path as one name: `params` and `(['dense'], ['w'])` give
+    `params/dense/w`."""
     tail = keystr(path, simple=True, separator="/")
     return "/".join(part for part in (root, tail) if part)
 
@@ -60,12 +62,15 @@ class Static:
     value: Any
 
     def same(self, other: Any) -> bool:
-        return other is self.value or (type(other) is type(self.value) and bool(other == self.value))
+        return other is self.value or (
+            type(other) is type(self.value) and bool(other == self.value)
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class TreeSpec:
-    """The shape of one pytree: its structure, the name of each array, the value of each static leaf."""
+    """The shape of one pytree: its structure, the name of each array, the value of each static
+    leaf."""
 
     treedef: PyTreeDef
     leaves: tuple[str | Static, ...]
@@ -75,7 +80,9 @@ class TreeSpec:
         paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
         if not root and jax.tree_util.treedef_is_leaf(treedef):
             root = "value"
-        return cls(treedef, tuple(join_path(root, p) if is_array(x) else Static(x) for p, x in paths))
+        return cls(
+            treedef, tuple(join_path(root, p) if is_array(x) else Static(x) for p, x in paths)
+        )
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
@@ -97,7 +104,8 @@ class TreeSpec:
         found, treedef = jax.tree.flatten(tree)
         if treedef != self.treedef:
             raise TraceError(
-                f"{what} has another structure than it was traced with:\n  traced {self.treedef}\n  now    {treedef}"
+                f"{what} has another structure than it was traced with:\n  traced {self.treedef}\n "
+                f" now    {treedef}"
             )
         arrays = []
         for spec, leaf in zip(self.leaves, found, strict=True):
@@ -106,7 +114,8 @@ class TreeSpec:
                 arrays.append(plain_array(leaf))
             elif not spec.same(leaf):
                 raise TraceError(
-                    f"{what} holds {leaf!r} where {spec.value!r} was when it was traced; a leaf that is not an "
+                    f"{what} holds {leaf!r} where {spec.value!r} was when it was traced; a leaf "
+                    "that is not an "
                     "array is "
                     "part of the program: trace again, or pass it as an array (jnp.asarray)"
                 )
@@ -115,10 +124,13 @@ class TreeSpec:
     def unflatten(self, arrays: Sequence[Any]) -> Any:
         """The inverse of `flatten`."""
         it = iter(arrays)
-        return jax.tree.unflatten(self.treedef, [next(it) if isinstance(x, str) else x.value for x in self.leaves])
+        return jax.tree.unflatten(
+            self.treedef, [next(it) if isinstance(x, str) else x.value for x in self.leaves]
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # a pickled PyTreeDef loses sentinels in its nodes, as those of Equinox; a pickled tree does not
+        # a pickled PyTreeDef loses sentinels in its nodes, as those of Equinox; a pickled tree does
+        # not
         return _unpickled, (jax.tree.unflatten(self.treedef, self.leaves),)
 
 
@@ -128,7 +140,8 @@ def _unpickled(tree: Any) -> TreeSpec:
 
 
 def as_array(leaf: Any) -> Any:
-    """A bare number as an array: of Python's, the one that JAX would make of it. Anything else as it is."""
+    """A bare number as an array: of Python's, the one that JAX would make of it. Anything else as
+    it is."""
     if isinstance(leaf, np.generic):
         return np.asarray(leaf)
     return jnp.asarray(leaf) if isinstance(leaf, NUMBERS) else leaf
@@ -145,7 +158,8 @@ def check_integers(name: str, leaf: Any) -> None:
       >>> check_integers("ids", np.array([[7, 8], [9, 3_000_000_000]]))  # doctest: +ELLIPSIS
       Traceback (most recent call last):
       ...
-      dtrans.errors.BatchError: ids[1, 1] is 3000000000, which int32 does not hold: JAX keeps integers in 32 bits, ...
+      dtrans.errors.BatchError: ids[1, 1] is 3000000000, which int32 does not hold: JAX keeps
+        integers in 32 bits, ...
     """
     if not isinstance(leaf, np.ndarray) or leaf.dtype.kind not in "iu" or not leaf.size:
         return
@@ -158,19 +172,26 @@ def check_integers(name: str, leaf: Any) -> None:
     place = tuple(np.argwhere((leaf < low) | (leaf > high))[0].tolist())
     where = f"{name}[{', '.join(map(str, place))}]" if place else name
     raise BatchError(
-        f"{where} is {leaf[place]}, which {to.name} does not hold: JAX keeps integers in 32 bits, and would cut it; "
-        'turn 64 bits on (jax.config.update("jax_enable_x64", True)), or map such ids to smaller ones'
+        f"{where} is {leaf[place]}, which {to.name} does not hold: JAX keeps integers in 32 bits, "
+        "and would cut it; "
+        'turn 64 bits on (jax.config.update("jax_enable_x64", True)), or map such ids to smaller '
+        "ones"
     )
 
 
 def partition(tree: Any, keep: Any) -> tuple[Any, Any]:
-    """`tree` twice: with only the leaves that `keep(leaf)` accepts, and with only the others (None elsewhere)."""
-    return jax.tree.map(lambda x: x if keep(x) else None, tree), jax.tree.map(lambda x: None if keep(x) else x, tree)
+    """`tree` twice: with only the leaves that `keep(leaf)` accepts, and with only the others (None
+    elsewhere)."""
+    return jax.tree.map(lambda x: x if keep(x) else None, tree), jax.tree.map(
+        lambda x: None if keep(x) else x, tree
+    )
 
 
 def combine(first: Any, second: Any) -> Any:
     """The inverse of `partition`."""
-    return jax.tree.map(lambda a, b: b if a is None else a, first, second, is_leaf=lambda x: x is None)
+    return jax.tree.map(
+        lambda a, b: b if a is None else a, first, second, is_leaf=lambda x: x is None
+    )
 
 
 def tuple_of(*specs: TreeSpec) -> TreeSpec:
@@ -180,13 +201,17 @@ def tuple_of(*specs: TreeSpec) -> TreeSpec:
 
 
 def result_of(spec: TreeSpec, leaves: Sequence[Any]) -> tuple[Any, ...]:
-    """What a step returns beside its state, as what follows the state: one value, or those of a tuple."""
+    """What a step returns beside its state, as what follows the state: one value, or those of a
+    tuple."""
     tree = spec.unflatten(leaves)
-    return tuple(tree) if isinstance(tree, (tuple, list)) and not hasattr(tree, "_fields") else (tree,)
+    return (
+        tuple(tree) if isinstance(tree, (tuple, list)) and not hasattr(tree, "_fields") else (tree,)
+    )
 
 
 def without(spec: TreeSpec, part: TreeSpec) -> TreeSpec:
-    """A tuple, list, dict or NamedTuple without the first of its parts that is `part` (None in a NamedTuple)."""
+    """A tuple, list, dict or NamedTuple without the first of its parts that is `part` (None in a
+    NamedTuple)."""
     whole = jax.tree.unflatten(spec.treedef, spec.leaves)
 
     def is_part(child: Any) -> bool:

@@ -1,8 +1,9 @@
 """Integers of a jaxpr that count a dimension: the number of a row, at every row.
 
-A value counts a dimension if it is made of an `iota` of it by what changes no number: broadcasts, casts that it fits
-into, the treatment of negative indices, clamps that do not bite. It may come into a call, a loop or a branch, or out of
-one. A value that begins elsewhere, is reversed or permuted counts nothing: what is not proven is not known.
+A value counts a dimension if it is made of an `iota` of it by what changes no number: broadcasts,
+casts that it fits into, the treatment of negative indices, clamps that do not bite. It may come
+into a call, a loop or a branch, or out of one. A value that begins elsewhere, is reversed or
+permuted counts nothing: what is not proven is not known.
 """
 
 from __future__ import annotations
@@ -44,11 +45,14 @@ Entry = int | None  # along the last dimension; None stands for the value itself
 _COMPARE: Mapping[str, Callable[[int, int], bool]] = {
     "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge,
 }  # fmt: skip
-_MOST_COMPONENTS = 16  # an index has one for each dimension of an array; longer dimensions hold no components
+_MOST_COMPONENTS = (
+    16  # an index has one for each dimension of an array; longer dimensions hold no components
+)
 
 
 def numbers_of(jaxpr: Any) -> Facts[Fact]:
-    """Return the integers of a jaxpr that count a dimension or are one number; nothing is known of its inputs."""
+    """Return the integers of a jaxpr that count a dimension or are one number; nothing is known of
+    its inputs."""
     return forward_jaxpr(_NUMBERS, jaxpr, [()] * len(opened(jaxpr).invars))
 
 
@@ -82,7 +86,9 @@ def _made(eqn: JaxprEqn, ins: Sequence[Fact], component: Entry) -> Known:
         return _moved(eqn, known_of(ins[0]))
     if name in _BY_ENTRY and all(a.aval.shape in ((), out.shape) for a in eqn.invars):
         operands = zip(eqn.invars, ins, strict=True)
-        return _BY_ENTRY[name](eqn, [known_of(fact, component if a.aval.ndim else None) for a, fact in operands])
+        return _BY_ENTRY[name](
+            eqn, [known_of(fact, component if a.aval.ndim else None) for a, fact in operands]
+        )
     return None
 
 
@@ -94,7 +100,11 @@ def _counts(aval: Any) -> bool:
 
 def _entries(aval: Any) -> tuple[Entry, ...]:
     """Return the parts of a value that facts are about: itself, and its components."""
-    return (None, *range(aval.shape[-1])) if aval.ndim and aval.shape[-1] <= _MOST_COMPONENTS else (None,)
+    return (
+        (None, *range(aval.shape[-1]))
+        if aval.ndim and aval.shape[-1] <= _MOST_COMPONENTS
+        else (None,)
+    )
 
 
 def _broadcast(eqn: JaxprEqn, fact: Fact, component: Entry) -> Known:
@@ -127,7 +137,8 @@ def _of_constant(aval: Any, value: Any) -> Fact:
 
 
 def _of_value(value: np.ndarray[Any, Any]) -> Known:
-    """Return what is known of a constant; its first and last entries rule out most, however large it is."""
+    """Return what is known of a constant; its first and last entries rule out most, however large
+    it is."""
     first, last = value.flat[0], value.flat[-1]
     if first == last and np.all(value == first):
         of_one_row = value.shape == (1,) and value.dtype.kind != "b" and value[0] == 0
@@ -174,7 +185,11 @@ def _ends(known: Count | Same) -> tuple[int, int]:
 
 def _cast(eqn: JaxprEqn, of: Sequence[Known]) -> Known:
     (known,) = of
-    return known if known is not None and all(_fits(n, eqn.outvars[0].aval.dtype) for n in _ends(known)) else None
+    return (
+        known
+        if known is not None and all(_fits(n, eqn.outvars[0].aval.dtype) for n in _ends(known))
+        else None
+    )
 
 
 def _added(eqn: JaxprEqn, of: Sequence[Known]) -> Known:
@@ -245,7 +260,8 @@ def _stack(fact: Fact) -> Fact:
 
 
 def _fitted(fact: Fact, aval: Any) -> Fact:
-    """Return what is known of a turn's value: of a scalar, no components of the stack that it is from."""
+    """Return what is known of a turn's value: of a scalar, no components of the stack that it is
+    from."""
     return fact[: len(_entries(aval))]
 
 

@@ -1,4 +1,5 @@
-"""Losses and layers over tables of embeddings: plain functions of arrays, which pick rows by number.
+"""Losses and layers over tables of embeddings: plain functions of arrays, which pick rows by
+number.
 
 bags            rows of a table, reduced by segment
 sampled         noise-contrastive estimation, and the distributions that noise is drawn from

@@ -29,8 +29,8 @@ def embedding_bag(
       segment_ids: the bag of each, of shape (n,), from 0 to num_segments - 1; others are dropped.
       num_segments: how many bags there are.
       weights: of each row in its bag, of shape (n,); 1 by default.
-      mode: "sum" of weight times row; "mean": that over the sum of weights; "sqrtn": that over the root of the sum of
-        squared weights.
+      mode: "sum" of weight times row; "mean": that over the sum of weights; "sqrtn": that over the
+        root of the sum of squared weights.
       padding_idx: a row that enters no bag, and whose gradient is zero.
 
     Returns:
@@ -39,7 +39,8 @@ def embedding_bag(
     Raises:
       ConfigError: another mode, or arrays that do not fit.
 
-    Source: `tf.nn.embedding_lookup_sparse`, whose modes these are; `padding_idx` is torch.nn.EmbeddingBag's.
+    Source: `tf.nn.embedding_lookup_sparse`, whose modes these are; `padding_idx` is
+      torch.nn.EmbeddingBag's.
 
     Example:
       >>> import jax.numpy as jnp
@@ -50,9 +51,15 @@ def embedding_bag(
     """
     check_one_of("mode", mode, ("sum", "mean", "sqrtn"))
     check_int("num_segments", num_segments, "a positive number of bags")
-    if ids.ndim != 1 or ids.shape != segment_ids.shape or (weights is not None and weights.shape != ids.shape):
+    if (
+        ids.ndim != 1
+        or ids.shape != segment_ids.shape
+        or (weights is not None and weights.shape != ids.shape)
+    ):
         shapes = ", ".join(str(x.shape) for x in (ids, segment_ids, weights) if x is not None)
-        raise ConfigError(f"ids, segment_ids and weights are of one shape (n,); they are of {shapes}")
+        raise ConfigError(
+            f"ids, segment_ids and weights are of one shape (n,); they are of {shapes}"
+        )
     w = jnp.ones(ids.shape, table.dtype) if weights is None else weights.astype(table.dtype)
     if padding_idx is not None:
         padding = padding_idx + table.shape[0] * (padding_idx < 0)

@@ -1,8 +1,11 @@
-"""Noise-contrastive estimation: a softmax over many classes, learnt from the label and a few classes drawn as noise.
+"""Noise-contrastive estimation: a softmax over many classes, learnt from the label and a few
+classes drawn as noise.
 
-    -log s(logit of the label - log(k q(label)))  -  sum over noise of log(1 - s(logit of noise - log(k q(noise))))
+    -log s(logit of the label - log(k q(label)))  -  sum over noise of log(1 - s(logit of noise -
+    log(k q(noise))))
 
-where s is the sigmoid, k the number of noise classes for each row, and q the distribution that they are drawn from.
+where s is the sigmoid, k the number of noise classes for each row, and q the distribution that they
+are drawn from.
 
 Source: Gutmann and Hyvaerinen, 2010; Mnih and Teh, 2012. The samplers are those of Paddle's `nce`
 (paddle/fluid/operators/math/sampler.cc).
@@ -51,7 +54,8 @@ def uniform_sampler(classes: int) -> Sampler:
 
 
 def log_uniform_sampler(classes: int) -> Sampler:
-    """Class i with probability log((i + 2) / (i + 1)) / log(classes + 1): for classes sorted by falling frequency.
+    """Class i with probability log((i + 2) / (i + 1)) / log(classes + 1): for classes sorted by
+    falling frequency.
 
     Example:
       >>> import jax.numpy as jnp, dtrans.nn
@@ -61,10 +65,15 @@ def log_uniform_sampler(classes: int) -> Sampler:
     check_int("classes", classes, "a positive number of classes")
 
     def draw(key: jax.Array, shape: Sequence[int]) -> jax.Array:
-        found = jnp.exp(jax.random.uniform(key, tuple(shape)) * np.log(classes + 1)).astype(jnp.int32) - 1
+        found = (
+            jnp.exp(jax.random.uniform(key, tuple(shape)) * np.log(classes + 1)).astype(jnp.int32)
+            - 1
+        )
         return jnp.clip(found, 0, classes - 1)
 
-    return Sampler(draw, lambda ids: jnp.log(jnp.log1p(1 / (ids + 1.0))) - np.log(np.log(classes + 1)))
+    return Sampler(
+        draw, lambda ids: jnp.log(jnp.log1p(1 / (ids + 1.0))) - np.log(np.log(classes + 1))
+    )
 
 
 def custom_sampler(probabilities: Any) -> Sampler:
@@ -79,15 +88,24 @@ def custom_sampler(probabilities: Any) -> Sampler:
       [1, 1]
     """
     given = np.asarray(probabilities, np.float64)
-    if given.ndim != 1 or not np.all(given >= 0) or not given.sum() > 0 or not np.isfinite(given.sum()):
-        raise ConfigError("probabilities must be a row of numbers, 0 or more, and some of them positive")
+    if (
+        given.ndim != 1
+        or not np.all(given >= 0)
+        or not given.sum() > 0
+        or not np.isfinite(given.sum())
+    ):
+        raise ConfigError(
+            "probabilities must be a row of numbers, 0 or more, and some of them positive"
+        )
     share = given / given.sum()
     ends = np.cumsum(share)
     last = int(np.flatnonzero(share)[-1])
     logs = np.log(share, out=np.full(share.shape, -np.inf), where=share > 0)
 
     def draw(key: jax.Array, shape: Sequence[int]) -> jax.Array:
-        found = jnp.searchsorted(jnp.asarray(ends, jnp.float32), jax.random.uniform(key, tuple(shape)), side="right")
+        found = jnp.searchsorted(
+            jnp.asarray(ends, jnp.float32), jax.random.uniform(key, tuple(shape)), side="right"
+        )
         return jnp.minimum(found, last)
 
     return Sampler(draw, lambda ids: jnp.asarray(logs)[ids])
@@ -127,14 +145,21 @@ def nce_loss(
     """
     if x.ndim != 2 or labels.shape != x.shape[:1] or weight.shape[1:] != x.shape[1:]:
         raise ConfigError(
-            f"weight (classes, d), x (rows, d) and labels (rows,) do not fit: {weight.shape}, {x.shape}, {labels.shape}"
+            f"weight (classes, d), x (rows, d) and labels (rows,) do not fit: {weight.shape}, "
+            f"{x.shape}, {labels.shape}"
         )
     if noise.ndim not in (1, 2) or (noise.ndim == 2 and noise.shape[0] != x.shape[0]):
-        raise ConfigError(f"noise is of shape (k,) or (rows, k); it is of {noise.shape}, and x of {x.shape}")
+        raise ConfigError(
+            f"noise is of shape (k,) or (rows, k); it is of {noise.shape}, and x of {x.shape}"
+        )
     of_label = jnp.sum(weight[labels] * x, -1)
-    of_noise = x @ weight[noise].T if noise.ndim == 1 else jnp.einsum("bd,bkd->bk", x, weight[noise])
+    of_noise = (
+        x @ weight[noise].T if noise.ndim == 1 else jnp.einsum("bd,bkd->bk", x, weight[noise])
+    )
     if bias is not None:
         flat = bias if bias.ndim == 1 else bias[:, 0]
         of_label, of_noise = of_label + flat[labels], of_noise + flat[noise]
     expected = lambda ids: (sampler.log_probability(ids) + np.log(noise.shape[-1])).astype(x.dtype)
-    return jax.nn.softplus(expected(labels) - of_label) + jnp.sum(jax.nn.softplus(of_noise - expected(noise)), -1)
+    return jax.nn.softplus(expected(labels) - of_label) + jnp.sum(
+        jax.nn.softplus(of_noise - expected(noise)), -1
+    )

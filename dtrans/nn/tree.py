@@ -1,10 +1,13 @@
-"""Hierarchical softmax: a class is a leaf of a binary tree, and its probability that of the turns on the way to it.
+"""Hierarchical softmax: a class is a leaf of a binary tree, and its probability that of the turns
+on the way to it.
 
-Each inner node has a row of weights; a turn to the right has the probability sigmoid(w x + b). A tree says for each
-class which nodes are on its way, and which turn it takes there: -1 stands behind the end of shorter ways.
+Each inner node has a row of weights; a turn to the right has the probability sigmoid(w x + b). A
+tree says for each class which nodes are on its way, and which turn it takes there: -1 stands behind
+the end of shorter ways.
 
 Source: Morin and Bengio, 2005. The complete tree is that of Paddle's `hierarchical_sigmoid`
-(paddle/fluid/operators/math/matrix_bit_code.h, `SimpleCode`); a tree of one's own is its `path_table` and `path_code`.
+(paddle/fluid/operators/math/matrix_bit_code.h, `SimpleCode`); a tree of one's own is its
+`path_table` and `path_code`.
 """
 
 from __future__ import annotations
@@ -36,7 +39,10 @@ class ClassTree:
 
     def __post_init__(self) -> None:
         if self.nodes.shape != self.turns.shape or self.nodes.ndim != 2:
-            raise ConfigError(f"nodes and turns are of shape (classes, depth): {self.nodes.shape}, {self.turns.shape}")
+            raise ConfigError(
+                f"nodes and turns are of shape (classes, depth): {self.nodes.shape}, "
+                f"{self.turns.shape}"
+            )
 
     @property
     def inner(self) -> int:
@@ -132,7 +138,8 @@ def hierarchical_sigmoid(
     """
     if x.ndim != 2 or labels.shape != x.shape[:1] or weight.shape != (tree.inner, x.shape[1]):
         raise ConfigError(
-            f"weight ({tree.inner}, d), x (rows, d) and labels (rows,) do not fit: {weight.shape}, {x.shape}, "
+            f"weight ({tree.inner}, d), x (rows, d) and labels (rows,) do not fit: {weight.shape}, "
+            f"{x.shape}, "
             f"{labels.shape}"
         )
     nodes, turns = jnp.asarray(tree.nodes)[labels], jnp.asarray(tree.turns)[labels]

@@ -1,7 +1,8 @@
 """Communication as equations.
 
-Each primitive here has a type: it can be read, counted, costed, moved and tested, and a program that holds one cannot
-run until a realiser (`dtrans.run`) carries it out. One file for each collective among trainers, and for each other
+Each primitive here has a type: it can be read, counted, costed, moved and tested, and a program
+that holds one cannot run until a realiser (`dtrans.run`) carries it out. One file for each
+collective among trainers, and for each other
 family:
 
     rpc               send, recv and their barriers: the parameter-server wire as a trainer sees it
@@ -19,8 +20,8 @@ family:
     exact_sum         sums whose bits do not depend on how their parts are dealt out
     moved_rows        rows that the host moves by their numbers, in steps that are traced to be verified
 
-A new collective is a new file, built with `new_collective`; any other family one built with `communication`. A realiser
-that does not know one of its primitives refuses by name.
+A new collective is a new file, built with `new_collective`; any other family one built with
+`communication`. A realiser that does not know one of its primitives refuses by name.
 """
 
 from dtrans.ops.after import after_p as after_p

@@ -19,7 +19,8 @@ def _over_axis(*xs: Any, over: tuple[str, ...], axis: int, **_: Any) -> Sequence
 
 
 def _under_vmap(*xs: Any, over: tuple[str, ...], axis: int, **_: Any) -> Sequence[Any]:
-    """Gather over one axis after the other, the innermost first: vmap refuses a gather over several."""
+    """Gather over one axis after the other, the innermost first: vmap refuses a gather over
+    several."""
     made = list(xs)
     for name in reversed(over):
         made = [jax.lax.all_gather(x, name, axis=axis, tiled=True) for x in made]

@@ -2,14 +2,16 @@
 
     x... = all_reduce x...   [op, name, owners, over]
 
-Among servers `over` is their endpoints: each of them has this equation, with one operand, under the same `name`, and
-gets the same result: the operands of `owners`, combined by `op` in the order of `owners`. A server that is not an
-owner has no rows of what is reduced; its operand is the identity of `op`, or anything: nothing reads it. A single
-owner makes it a broadcast.
+Among servers `over` is their endpoints: each of them has this equation, with one operand, under the
+same `name`, and gets the same result: the operands of `owners`, combined by `op` in the order of
+`owners`. A server that is not an owner has no rows of what is reduced; its operand is the identity
+of `op`, or anything: nothing reads it. A single owner makes it a broadcast.
 
-Among trainers `over` is the names of the axes that they are on, and `owners` is empty: all have parts.
+Among trainers `over` is the names of the axes that they are on, and `owners` is empty: all have
+parts.
 
-Source: the all-reduce of MPI; in Paddle, `c_allreduce_{sum,prod,max,min}` (paddle/fluid/operators/collective).
+Source: the all-reduce of MPI; in Paddle, `c_allreduce_{sum,prod,max,min}`
+  (paddle/fluid/operators/collective).
 """
 
 from __future__ import annotations
@@ -57,7 +59,9 @@ def identity_of(op: str, shape: tuple[int, ...], dtype: Any) -> Callable[[], jax
         if jnp.issubdtype(kind, np.inexact):
             low, high = -np.inf, np.inf
         else:
-            low, high = (False, True) if kind.kind == "b" else (jnp.iinfo(kind).min, jnp.iinfo(kind).max)
+            low, high = (
+                (False, True) if kind.kind == "b" else (jnp.iinfo(kind).min, jnp.iinfo(kind).max)
+            )
         value: Any = low if op == "max" else high
     elif op == "and":
         value = np.invert(np.zeros((), kind))  # all bits
@@ -70,7 +74,11 @@ def identity_of(op: str, shape: tuple[int, ...], dtype: Any) -> Callable[[], jax
     return fn
 
 
-_REDUCE: dict[str, Callable[..., Any]] = {"sum": jax.lax.psum, "max": jax.lax.pmax, "min": jax.lax.pmin}
+_REDUCE: dict[str, Callable[..., Any]] = {
+    "sum": jax.lax.psum,
+    "max": jax.lax.pmax,
+    "min": jax.lax.pmin,
+}
 
 
 def _type_of(x: Any, size: int, op: str) -> Any:
@@ -90,8 +98,8 @@ def _over_axis(*xs: Any, op: str, over: tuple[str, ...], **_: Any) -> Sequence[A
     if op in _REDUCE:
         reduced: Sequence[Any] = _REDUCE[op](xs, over)
         return reduced
-    # products and bits: XLA has no collective for them that all backends carry out; what is so reduced is small
-    # one axis after the other: vmap refuses a gather over several
+    # products and bits: XLA has no collective for them that all backends carry out; what is so
+    # reduced is small one axis after the other: vmap refuses a gather over several
     made: Sequence[Any] = xs
     for name in reversed(over):
         made = [combine(op, list(jax.lax.all_gather(x, name))) for x in made]

@@ -2,11 +2,13 @@
 
     x... = all_to_all x...       [name, over, size, cut, joined]
 
-A value of which each of the `size` shards on the axes `over` has a piece along dimension `joined`, and all of it along
-`cut`, becomes one of which each has a piece along `cut`, and all of it along `joined`. Every shard sends each other one
-a `size`-th of what it has. Dimension `cut` is a multiple of `size`.
+A value of which each of the `size` shards on the axes `over` has a piece along dimension `joined`,
+and all of it along `cut`, becomes one of which each has a piece along `cut`, and all of it along
+`joined`. Every shard sends each other one a `size`-th of what it has. Dimension `cut` is a multiple
+of `size`.
 
-Source: `MPI_Alltoall`; EPL's exchange of tokens among experts (epl/ops, `all_to_all` around einsums).
+Source: `MPI_Alltoall`; EPL's exchange of tokens among experts (epl/ops, `all_to_all` around
+  einsums).
 """
 
 from __future__ import annotations
@@ -38,6 +40,8 @@ all_to_all_p = new_collective(
     params=("cut", "joined"),
     type_of=_type_of,
     fits=_fits,
-    result=lambda parts, mine, xp, cut, joined: xp.concatenate([mine(x, cut) for x in parts], joined),
+    result=lambda parts, mine, xp, cut, joined: xp.concatenate(
+        [mine(x, cut) for x in parts], joined
+    ),
     over_axis=_over_axis,
 )

@@ -3,8 +3,9 @@
     token = gen_nccl_id            [trainer_id, endpoints]
     x...  = broadcast token x...   [root, over]
 
-`gen_nccl_id` comes before everything else: the trainers at `endpoints` meet, and know one another from then on (in
-Paddle, trainer 0 makes NCCL's id and tells the others). `broadcast` gives all trainers what trainer `root` has.
+`gen_nccl_id` comes before everything else: the trainers at `endpoints` meet, and know one another
+from then on (in Paddle, trainer 0 makes NCCL's id and tells the others). `broadcast` gives all
+trainers what trainer `root` has.
 
 Source: paddle/fluid/operators/collective/gen_nccl_id_op.cc and c_broadcast_op.cc.
 """

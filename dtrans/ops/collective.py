@@ -2,10 +2,11 @@
 
     x... = NAME x...   [name, over, size?, PARAMS...]
 
-`over` is the names of the axes that trainers are on. An equation takes several operands, each by itself; `size`, the
-number of trainers, is there where types depend on it, and PARAMS say what becomes of an operand. A new collective is a
-file of this folder that calls `new_collective`, and a line in `__init__`: programs that have it are then lowered,
-counted and verified, and parameter servers carry it out.
+`over` is the names of the axes that trainers are on. An equation takes several operands, each by
+itself; `size`, the number of trainers, is there where types depend on it, and PARAMS say what
+becomes of an operand. A new collective is a file of this folder that calls `new_collective`, and a
+line in `__init__`: programs that have it are then lowered, counted and verified, and parameter
+servers carry it out.
 """
 
 from __future__ import annotations
@@ -24,11 +25,15 @@ class Collective:
 
     Attributes:
       primitive: of its equations, with the lowering over named axes (`OVER_AXIS`, `UNDER_VMAP`).
-      params: parameters of an equation that say what becomes of an operand: an operation, or dimensions.
-      type_of: type of a result, from that of its operand, the number of trainers, and the values of `params`.
-      fits: returns True if the values of `params`, from a message, suit a shape and a number of trainers.
-      result: result of one trainer, from the parts of all in their order. It also takes a function that returns this
-        trainer's piece of an array along a dimension, `jnp` or `np`, and the values of `params`.
+      params: parameters of an equation that say what becomes of an operand: an operation, or
+        dimensions.
+      type_of: type of a result, from that of its operand, the number of trainers, and the values of
+        `params`.
+      fits: returns True if the values of `params`, from a message, suit a shape and a number of
+        trainers.
+      result: result of one trainer, from the parts of all in their order. It also takes a function
+        that returns this trainer's piece of an array along a dimension, `jnp` or `np`, and the
+        values of `params`.
       same_for_all: all trainers get the same result.
       reduces: a result combines the parts of all entry by entry.
       counts_results: bytes are those of the results, as of a gather; else those of the operands.
@@ -65,7 +70,8 @@ def new_collective(
 
     Args:
       over_axis, under_vmap: its lowering, as of `communication`.
-      check: asserts what else is true of its operands and parameters. The other arguments are those of `Collective`.
+      check: asserts what else is true of its operands and parameters. The other arguments are those
+        of `Collective`.
     """
 
     def types(*operands: Any, **given: Any) -> list[Any]:
@@ -74,7 +80,9 @@ def new_collective(
         return [type_of(x, given.get("size", 0), *(given[n] for n in params)) for x in operands]
 
     primitive = communication(name, types, over_axis=over_axis, under_vmap=under_vmap)
-    record = Collective(primitive, params, type_of, fits, result, same_for_all, reduces, counts_results)
+    record = Collective(
+        primitive, params, type_of, fits, result, same_for_all, reduces, counts_results
+    )
     primitive.collective = record  # type: ignore[attr-defined]
     COLLECTIVES[name] = record
     return primitive
@@ -87,7 +95,8 @@ def collective_of(eqn: JaxprEqn) -> Collective | None:
 
 
 def moved_values(eqn: JaxprEqn) -> Sequence[Atom]:
-    """Return the values whose bytes a collective moves: the results of a gather, else the operands."""
+    """Return the values whose bytes a collective moves: the results of a gather, else the
+    operands."""
     record = collective_of(eqn)
     assert record is not None, eqn.primitive
     return eqn.outvars if record.counts_results else eqn.invars
@@ -106,7 +115,11 @@ def is_way(way: Any, shape: Sequence[int], trainers: int) -> bool:
         return False
     name, *values = way
     record = COLLECTIVES.get(name)
-    return record is not None and len(values) == len(record.params) and record.fits(shape, trainers, *values)
+    return (
+        record is not None
+        and len(values) == len(record.params)
+        and record.fits(shape, trainers, *values)
+    )
 
 
 def are_dimensions(shape: Sequence[int], *axes: Any) -> bool:

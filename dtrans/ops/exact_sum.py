@@ -1,21 +1,25 @@
-"""Sums of numbers whose bits do not depend on how the numbers are dealt out, nor on the order of their parts.
+"""Sums of numbers whose bits do not depend on how the numbers are dealt out, nor on the order of
+their parts.
 
-Each number is cut at fixed places into digits: those of the largest number, and some below. Digits of the same place
-are added up as integers, which is exact. Parts are made one by adding digits of the same place, from that of the
-largest number of all; what lies too far below it to count is left out, as it would have been of each number.
+Each number is cut at fixed places into digits: those of the largest number, and some below. Digits
+of the same place are added up as integers, which is exact. Parts are made one by adding digits of
+the same place, from that of the largest number of all; what lies too far below it to count is left
+out, as it would have been of each number.
 
     2.5 + 0.007 with three decimal digits     2 + 0, 5 + 0, 0 + 0     at places 0, -1, -2
 
-A sum is off by `n * 2 ** -32` of its largest number at most (float64: `2 ** -72`), and by its own rounding; see also
-Demmel and Nguyen, "Parallel Reproducible Summation" (2015).
+A sum is off by `n * 2 ** -32` of its largest number at most (float64: `2 ** -72`), and by its own
+rounding; see also Demmel and Nguyen, "Parallel Reproducible Summation" (2015).
 
-A part is a vector of integers: the place of its first digit, what there is of infinities and of NaN, and digits.
+A part is a vector of integers: the place of its first digit, what there is of infinities and of
+NaN, and digits.
 
     part  = exact_part x            of the numbers (n,)
     part  = exact_join part part    of several sums, one behind the other
     total = exact_total part
 
-The three are primitives, so that a reader of a program sees a sum and no bits (`dtrans.verification.exact_rules`).
+The three are primitives, so that a reader of a program sees a sum and no bits
+(`dtrans.verification.exact_rules`).
 """
 
 from __future__ import annotations
@@ -55,7 +59,10 @@ class DigitFormat:
         return 2 + self.count
 
 
-DIGITS = {"float32": DigitFormat(8, 5, "int32", 23, 127), "float64": DigitFormat(24, 4, "int64", 52, 1023)}
+DIGITS = {
+    "float32": DigitFormat(8, 5, "int32", 23, 127),
+    "float64": DigitFormat(24, 4, "int64", 52, 1023),
+}
 MOST = 1 << 22  # numbers of a sum, whose digits an integer can hold
 
 _PLUS, _MINUS = 1, 2  # infinities; NaN is both
@@ -94,7 +101,9 @@ def _cut_numbers(x: jax.Array) -> jax.Array:
     y = x * _power(d.bias - d.bits * place, x.dtype)  # below one digit
     cut = [jnp.trunc(y * float(1 << d.bits * k)) for k in range(d.count)]
     digits = [cut[0], *(low - high * (1 << d.bits) for high, low in itertools.pairwise(cut))]
-    sums = jax.lax.reduce(tuple(c.astype(d.whole) for c in digits), (jnp.zeros((), d.whole),) * d.count, _added, (0,))
+    sums = jax.lax.reduce(
+        tuple(c.astype(d.whole) for c in digits), (jnp.zeros((), d.whole),) * d.count, _added, (0,)
+    )
     return jnp.stack([place, kinds.astype(d.whole), *sums])
 
 
@@ -111,7 +120,9 @@ def _add_digits(a: jax.Array, b: jax.Array) -> jax.Array:
     d = digit_format(a.dtype)
     a, b = (x.reshape(-1, d.size) for x in (a, b))
     place = jnp.maximum(a[:, :1], b[:, :1])
-    return jnp.concatenate([place, a[:, 1:2] | b[:, 1:2], _moved(a, place, d) + _moved(b, place, d)], 1).ravel()
+    return jnp.concatenate(
+        [place, a[:, 1:2] | b[:, 1:2], _moved(a, place, d) + _moved(b, place, d)], 1
+    ).ravel()
 
 
 def _round_digits(part: jax.Array) -> jax.Array:
@@ -126,12 +137,15 @@ def _round_digits(part: jax.Array) -> jax.Array:
     scaled = (digits[0] + carry).astype(dtype) + below
     by = d.bits * place - d.bias
     found = scaled * _power(by // 2, dtype) * _power(by - by // 2, dtype)
-    odd = jnp.where(kinds == _PLUS, jnp.inf, jnp.where(kinds == _MINUS, -jnp.inf, jnp.nan)).astype(dtype)
+    odd = jnp.where(kinds == _PLUS, jnp.inf, jnp.where(kinds == _MINUS, -jnp.inf, jnp.nan)).astype(
+        dtype
+    )
     return jnp.where(kinds == 0, found, odd)
 
 
 def _moved(parts: jax.Array, place: jax.Array, d: DigitFormat) -> jax.Array:
-    """The digits of parts, where the first is of another place; those that are then too many are left out."""
+    """The digits of parts, where the first is of another place; those that are then too many are
+    left out."""
     at = jnp.arange(d.count) - (place - parts[:, :1])
     moved = jnp.take_along_axis(parts[:, 2:], jnp.maximum(at, 0), 1)
     return jnp.where(at < 0, 0, moved)
@@ -155,5 +169,7 @@ def _summed_type(dtype: Any) -> str:
 exact_part_p = new_primitive("exact_part", types=lambda x: part_type(x.dtype), impl=_cut_numbers)
 exact_join_p = new_primitive("exact_join", types=lambda a, b: a, impl=_add_digits)
 exact_total_p = new_primitive(
-    "exact_total", types=lambda part: ShapedArray((), np.dtype(_summed_type(part.dtype))), impl=_round_digits
+    "exact_total",
+    types=lambda part: ShapedArray((), np.dtype(_summed_type(part.dtype))),
+    impl=_round_digits,
 )

@@ -8,24 +8,28 @@
     X, S... = prefetch uniq         [table, epmap, names, spans, types, trainer_id, trainers, sync_mode]
     X, S... = fake_init args...     [table, types, epmap, names, spans, write, trainer_id, trainers, sync_mode]
 
-`split_ids` makes the ids of all lookups of a table unique, and sorts them; each must be one of `rows` rows. It has room
-for `size` ids, and `rows` stands where there are fewer. `prefetch` gets the rows of these ids from their servers, and
-zeros behind them. `send_rows` gives the gradient of these rows to the servers, as `send` gives that of a block. `spans`
-says which rows each server has: a run of them, or of buckets (`dtrans.rows.row_buckets`). With `communicator` both are
-left to what runs beside the program, as `send` and `recv` are (`dtrans.ops.rpc`).
+`split_ids` makes the ids of all lookups of a table unique, and sorts them; each must be one of
+`rows` rows. It has room for `size` ids, and `rows` stands where there are fewer. `prefetch` gets
+the rows of these ids from their servers, and zeros behind them. `send_rows` gives the gradient of
+these rows to the servers, as `send` gives that of a block. `spans` says which rows each server has:
+a run of them, or of buckets (`dtrans.rows.row_buckets`). With `communicator` both are left to what
+runs beside the program, as `send` and `recv` are (`dtrans.ops.rpc`).
 
-`fake_init` is what a trainer starts with in the place of a table of this shape: none of its rows. `init_on_use` stands
-for a server's rows of a table, and for the state of the optimizer that has a row for each of them. `write(n)` is the
-program of `n` of these rows, from their numbers and what the init is given. A server makes each row when it is first
-asked for; where the equation is run as a function, it makes all.
+`fake_init` is what a trainer starts with in the place of a table of this shape: none of its rows.
+`init_on_use` stands for a server's rows of a table, and for the state of the optimizer that has a
+row for each of them. `write(n)` is the program of `n` of these rows, from their numbers and what
+the init is given. A server makes each row when it is first asked for; where the equation is run as
+a function, it makes all.
 
-The last two are those of GEO-SGD (`geo_prefetch_p`, `geo_init_p`), where a trainer keeps the rows that it has looked
-up, and its own state of the optimizer for each of them. It begins with none of either. `prefetch` gives the rows of
-these ids as the trainer has them, and asks servers for those that it does not have. The state of a row begins as the
-init makes it: `write(n)` is the program of the state of `n` rows.
+The last two are those of GEO-SGD (`geo_prefetch_p`, `geo_init_p`), where a trainer keeps the rows
+that it has looked up, and its own state of the optimizer for each of them. It begins with none of
+either. `prefetch` gives the rows of these ids as the trainer has them, and asks servers for those
+that it does not have. The state of a row begins as the init makes it: `write(n)` is the program of
+the state of `n` rows.
 
 Source: paddle/fluid/operators/distributed_ops/{split_ids,prefetch,lookup_sparse_table,fake_init}_op.cc and
-`split_selected_rows_op.cc`. Paddle's `merge_ids`, which gives rows in the order of ids, is a gather here.
+`split_selected_rows_op.cc`. Paddle's `merge_ids`, which gives rows in the order of ids, is a gather
+here.
 """
 
 from __future__ import annotations
@@ -46,12 +50,16 @@ def _split_ids(*ids: Any, rows: int, size: int, **_: Any) -> list[Any]:
     return [ShapedArray((size,), jnp.int32)]
 
 
-def _prefetch(uniq: Any, *, types: Sequence[Any], spans: Sequence[Any], epmap: Sequence[str], **_: Any) -> list[Any]:
+def _prefetch(
+    uniq: Any, *, types: Sequence[Any], spans: Sequence[Any], epmap: Sequence[str], **_: Any
+) -> list[Any]:
     assert len(spans) == len(epmap) and all(t.shape[0] == uniq.shape[0] for t in types)
     return list(types)
 
 
-def _send_rows(uniq: Any, grad: Any, *, spans: Sequence[Any], epmap: Sequence[str], **_: Any) -> list[Any]:
+def _send_rows(
+    uniq: Any, grad: Any, *, spans: Sequence[Any], epmap: Sequence[str], **_: Any
+) -> list[Any]:
     assert len(spans) == len(epmap) and grad.shape[0] == uniq.shape[0]
     return [token()]
 
@@ -87,5 +95,8 @@ def _all_rows(*args: Any, types: Sequence[Any], write: RowsProgram, **_: Any) ->
 
 
 init_on_use_p = new_primitive(
-    "init_on_use", types=lambda *args, types, **_: list(types), impl=_all_rows, multiple_results=True
+    "init_on_use",
+    types=lambda *args, types, **_: list(types),
+    impl=_all_rows,
+    multiple_results=True,
 )

@@ -1,10 +1,10 @@
 """Communication primitives: each has a type, and an error for a function that calls it.
 
-Those among trainers also have a lowering over named axes of JAX. A realiser uses it where it maps a program over them;
-everywhere else the primitive has no lowering.
+Those among trainers also have a lowering over named axes of JAX. A realiser uses it where it maps a
+program over them; everywhere else the primitive has no lowering.
 
-Order is by data: what must come after something takes its *token*, an empty boolean array. (Unordered host
-callbacks would be reordered by XLA, and the job dead-locks.)
+Order is by data: what must come after something takes its *token*, an empty boolean array.
+(Unordered host callbacks would be reordered by XLA, and the job dead-locks.)
 """
 
 from __future__ import annotations
@@ -45,12 +45,15 @@ def communication(
 
     def refuse(*args: Any, **params: Any) -> NoReturn:
         raise NotRealisedError(
-            f"`{name}` is communication, which a plain function cannot carry out: run the program with "
+            f"`{name}` is communication, which a plain function cannot carry out: run the program "
+            "with "
             "dtrans.Executor(), "
             "or the whole job with plan.on_mesh()"
         )
 
-    primitive = new_primitive(name, types=abstract_eval, impl=refuse, lower=refuse, multiple_results=True)
+    primitive = new_primitive(
+        name, types=abstract_eval, impl=refuse, lower=refuse, multiple_results=True
+    )
     primitive.communicates = True  # type: ignore[attr-defined]
     if over_axis is not None:
         OVER_AXIS[primitive] = over_axis

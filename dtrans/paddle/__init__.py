@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """`dtrans.paddle.optimizers`, on first use: it imports optax, which takes as long as all the rest."""
+    """`dtrans.paddle.optimizers`, on first use: it imports optax, which takes as long as all the
+    rest."""
     if name == "optimizers":
         return importlib.import_module("dtrans.paddle.optimizers")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

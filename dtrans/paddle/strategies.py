@@ -1,8 +1,9 @@
 """Paddle's names for sharding, over `dtrans.sharding`.
 
-The names are those of `DistributedStrategy.sharding_configs` (fleet), and of the `sharding`, `amp` and `gradient_merge`
-parts of `Strategy` (auto parallel). What has no name in Paddle keeps its own: `merge`, `prefetch`,
-`min_slice_size`. The module is a table of names, and the few options whose values differ.
+The names are those of `DistributedStrategy.sharding_configs` (fleet), and of the `sharding`, `amp`
+and `gradient_merge` parts of `Strategy` (auto parallel). What has no name in Paddle keeps its own:
+`merge`, `prefetch`, `min_slice_size`. The module is a table of names, and the few options whose
+values differ.
 
 Source: python/paddle/distributed/fleet/meta_optimizers/sharding_optimizer.py and
 python/paddle/distributed/passes/auto_parallel_sharding.py.
@@ -47,14 +48,24 @@ RECORDS = {"slices": Slicing(), "reduce": Reduce(), "batch": Batch("local")}
 # Paddle's other options: the value that asks for nothing, and what to use in place of any other.
 ELSEWHERE: dict[str, tuple[Any, str]] = {
     "mp_degree": (1, "dtrans.pipeline has tensor parallelism: mark the layers with dtrans.split"),
-    "pp_degree": (1, "dtrans.pipeline has stages, and shards their state with StageMemory(sharding_stage=...)"),
+    "pp_degree": (
+        1,
+        "dtrans.pipeline has stages, and shards their state with StageMemory(sharding_stage=...)",
+    ),
     "hybrid_dp": (False, "dp_degree says how many groups of ranks there are"),
-    "sharding_segment_strategy": ("segment_broadcast_MB", "segments are always cut by segment_broadcast_MB"),
+    "sharding_segment_strategy": (
+        "segment_broadcast_MB",
+        "segments are always cut by segment_broadcast_MB",
+    ),
     "segment_anchors": (None, "segments are always cut by segment_broadcast_MB"),
-    "optimize_cast": (False, "with amp=True parameters are gathered in 16 bits, and each rank casts its slices"),
+    "optimize_cast": (
+        False,
+        "with amp=True parameters are gathered in 16 bits, and each rank casts its slices",
+    ),
     "optimize_offload": (
         False,
-        "dtrans.pipeline(memory=dtrans.StageMemory(offload=True)) keeps parameters and state on the host",
+        "dtrans.pipeline(memory=dtrans.StageMemory(offload=True)) keeps parameters and state on "
+        "the host",
     ),
     "decr_every_n_nan_or_inf": (1, "the scale decreases with each step that is not finite"),
 }
@@ -90,11 +101,13 @@ def sharding(
       stage: 1, 2 or 3: ranks share the optimizer's state, gradients too, parameters too.
       sharding_degree: the number of ranks of a group, which share one copy of the state.
       dp_degree: the number of groups.
-      partition_algor: "rows" cuts each parameter; Paddle's "greedy_even" and "use_order" give whole ones to ranks.
+      partition_algor: "rows" cuts each parameter; Paddle's "greedy_even" and "use_order" give whole
+        ones to ranks.
       fuse_grad_size_in_MB: gradients are reduced together up to this size.
       segment_broadcast_MB: parameters are gathered together up to this size, in stage 3.
       enable_overlap: let collectives run beside computation.
-      comm_stream_num: how many chains of reductions may run beside each other; 1 leaves that to XLA.
+      comm_stream_num: how many chains of reductions may run beside each other; 1 leaves that to
+        XLA.
       gradient_merge_acc_step: into how many micro-steps each rank cuts its part of the batch.
       amp: compute products of matrices in 16 bits.
       amp_dtype: "float16" or "bfloat16".
@@ -103,8 +116,9 @@ def sharding(
       incr_every_n_steps: after how many steps whose gradients are finite the scale grows.
       incr_ratio: the factor by which it grows.
       decr_ratio: the factor by which it shrinks after a step that is not finite: 1 / incr_ratio.
-      **options: `reduce` ("mean" or "sum") and `batch` of `dtrans.sharding`, and the fields of its records that Paddle
-        has no name for; Paddle's other options may be given with the value that asks for nothing.
+      **options: `reduce` ("mean" or "sum") and `batch` of `dtrans.sharding`, and the fields of its
+        records that Paddle has no name for; Paddle's other options may be given with the value that
+        asks for nothing.
 
     Returns:
       The plan that `dtrans.sharding` makes.
@@ -128,18 +142,27 @@ def sharding(
       >>> dtrans.paddle.sharding(main, startup, optimize_cast=True)
       Traceback (most recent call last):
       ...
-      dtrans.errors.ConfigError: optimize_cast=True: with amp=True parameters are gathered in 16 bits, and each rank \
+      dtrans.errors.ConfigError: optimize_cast=True: with amp=True parameters are gathered in 16
+        bits, and each rank \
 casts its slices; leave it out
     """
     for name, (nothing, remedy) in ELSEWHERE.items():
         if (given := options.pop(name, nothing)) != nothing:
             raise ConfigError(f"{name}={given!r}: {remedy}; leave it out")
-    check_known("dtrans.paddle.sharding", options, inspect.signature(sharding).parameters, RECORDS, NAMES)
+    check_known(
+        "dtrans.paddle.sharding", options, inspect.signature(sharding).parameters, RECORDS, NAMES
+    )
     if amp:
         check_one_of("amp_dtype", amp_dtype, ("float16", "bfloat16"))
-    if amp and use_dynamic_loss_scaling and not math.isclose(decr_ratio, 1 / incr_ratio) and amp_dtype == "float16":
+    if (
+        amp
+        and use_dynamic_loss_scaling
+        and not math.isclose(decr_ratio, 1 / incr_ratio)
+        and amp_dtype == "float16"
+    ):
         raise ConfigError(
-            f"decr_ratio={decr_ratio!r} and incr_ratio={incr_ratio!r}: the scale shrinks by what it grows; "
+            f"decr_ratio={decr_ratio!r} and incr_ratio={incr_ratio!r}: the scale shrinks by what "
+            "it grows; "
             f"say decr_ratio={1 / incr_ratio!r}"
         )
     flat = {
@@ -156,7 +179,9 @@ casts its slices; leave it out
     }
     with options_named(NAMES):
         if amp and amp_dtype == "float16":
-            scaling = LossScaling(init_loss_scaling, use_dynamic_loss_scaling, incr_ratio, incr_every_n_steps)
+            scaling = LossScaling(
+                init_loss_scaling, use_dynamic_loss_scaling, incr_ratio, incr_every_n_steps
+            )
             flat["precision"] = Precision("fp16", scaling)
         elif amp:
             flat["precision"] = "bf16"

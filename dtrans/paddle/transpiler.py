@@ -1,8 +1,9 @@
 """Paddle's interface: `DistributeTranspiler` over the transforms.
 
-The names, arguments and defaults are those of python/paddle/fluid/transpiler/distribute_transpiler.py. What
-differs: `transpile` checks everything and changes nothing it is given, methods can be called in any order
-and any number of times, and one object gives the programs of every role.
+The names, arguments and defaults are those of
+python/paddle/fluid/transpiler/distribute_transpiler.py. What
+differs: `transpile` checks everything and changes nothing it is given, methods can be called in any
+order and any number of times, and one object gives the programs of every role.
 """
 
 from __future__ import annotations
@@ -20,12 +21,18 @@ from dtrans.endpoints import parse_endpoints, split_endpoint
 from dtrans.errors import ConfigAssertionError, ConfigError, ConfigTypeError, options_named
 from dtrans.ir.program import Program
 from dtrans.paddle.config import OPTIONS, DistributeTranspilerConfig
-from dtrans.parameter_server.plan import PServerPlan, ServerPrograms, check_trainer_endpoint, check_trainer_id
+from dtrans.parameter_server.plan import (
+    PServerPlan,
+    ServerPrograms,
+    check_trainer_endpoint,
+    check_trainer_id,
+)
 from dtrans.parameter_server.transform import pserver
 from dtrans.step.batch_sharing import Batch
 
 
-# print_log asks to be seen: the level of the root logger, by default WARNING, does not hold it back; one set here does
+# print_log asks to be seen: the level of the root logger, by default WARNING, does not hold it
+# back; one set here does
 logger = logging.getLogger(__name__)
 logger.setLevel(logging.INFO)
 
@@ -33,8 +40,9 @@ logger.setLevel(logging.INFO)
 class DistributeTranspiler:
     """Rewrites a traced step into the programs of trainers and parameter servers.
 
-    In mode="nccl2" and "collective" there are trainers only: their program is (params, opt_state, *batch) -> what the
-    step returns, and their startup program returns both params and opt_state, the same on every trainer.
+    In mode="nccl2" and "collective" there are trainers only: their program is (params, opt_state,
+    *batch) -> what the step returns, and their startup program returns both params and opt_state,
+    the same on every trainer.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, dtrans
@@ -53,7 +61,9 @@ class DistributeTranspiler:
 
     def __init__(self, config: DistributeTranspilerConfig | None = None) -> None:
         if config is not None and not isinstance(config, DistributeTranspilerConfig):
-            raise ConfigError(f"config must be a DistributeTranspilerConfig, it is {type(config).__name__}")
+            raise ConfigError(
+                f"config must be a DistributeTranspilerConfig, it is {type(config).__name__}"
+            )
         self.config = config or DistributeTranspilerConfig()
         self.config.check()
         self._plan: PServerPlan | CollectivePlan | None = None
@@ -77,15 +87,19 @@ class DistributeTranspiler:
           trainer_id: which trainer this process is; any in a pserver process.
           program: the traced step.
           pservers: the servers' endpoints, separated by commas; not used in nccl2 mode.
-          trainers: how many trainers there are; in nccl2 mode their endpoints, separated by commas or as a sequence.
+          trainers: how many trainers there are; in nccl2 mode their endpoints, separated by commas
+            or as a sequence.
           sync_mode: every update uses the gradients of all trainers.
           startup_program: the traced init.
-          current_endpoint: in nccl2 mode this trainer's endpoint; in pserver mode not used, as in Paddle.
-          seed: Paddle's `program.random_seed`, from 0 to 2**32 - 1: with slice_var_up=False it says in which order
-            leaves are dispatched. The same in all processes of a job. No global random state is read or changed.
+          current_endpoint: in nccl2 mode this trainer's endpoint; in pserver mode not used, as in
+            Paddle.
+          seed: Paddle's `program.random_seed`, from 0 to 2**32 - 1: with slice_var_up=False it says
+            in which order leaves are dispatched. The same in all processes of a job. No global
+            random state is read or changed.
 
         Raises:
-          ConfigError: an option that is out of range, contradicts another, or is not in this version.
+          ConfigError: an option that is out of range, contradicts another, or is not in this
+            version.
           GradientError, TraceError: as `dtrans.pserver` and `dtrans.nccl2`.
         """
         self.config.check()
@@ -96,13 +110,18 @@ class DistributeTranspiler:
                 raise ConfigError(f"{name}=True is for sync_mode=False, which is True")
         if program is None or startup_program is None:
             raise ConfigError(
-                "transpile needs program=dtrans.trace(step, ...) and startup_program=dtrans.trace(init, ...)"
+                "transpile needs program=dtrans.trace(step, ...) and "
+                "startup_program=dtrans.trace(init, ...)"
             )
         with options_named(OPTIONS):
             if self.config.mode != "pserver":
-                self._transpile_collective(trainer_id, program, startup_program, trainers, sync_mode, current_endpoint)
+                self._transpile_collective(
+                    trainer_id, program, startup_program, trainers, sync_mode, current_endpoint
+                )
             else:
-                self._transpile_pserver(trainer_id, program, startup_program, pservers, trainers, sync_mode, seed)
+                self._transpile_pserver(
+                    trainer_id, program, startup_program, pservers, trainers, sync_mode, seed
+                )
         if self.config.print_log:
             _log(self.plan)
 
@@ -118,7 +137,8 @@ class DistributeTranspiler:
     ) -> None:
         if isinstance(trainers, str):
             raise ConfigError(
-                f"trainers must be a number in pserver mode, it is {trainers!r}; a list of endpoints belongs to "
+                f"trainers must be a number in pserver mode, it is {trainers!r}; a list of "
+                "endpoints belongs to "
                 "mode='nccl2'"
             )
         plan = pserver(
@@ -152,7 +172,9 @@ class DistributeTranspiler:
                 f"'127.0.0.1:6174,127.0.0.1:6175'; it is {trainers!r}"
             )
         if not (sync_mode and self.config.sync_mode):
-            raise ConfigError(f"sync_mode=False: mode={self.config.mode!r} is synchronous; leave sync_mode=True")
+            raise ConfigError(
+                f"sync_mode=False: mode={self.config.mode!r} is synchronous; leave sync_mode=True"
+            )
         endpoints = parse_endpoints(trainers, "trainer")
         check_trainer_endpoint(trainer_id, current_endpoint, endpoints)
         kind, chains = self.config.collective_mode, self.config.nccl_comm_num
@@ -163,7 +185,10 @@ class DistributeTranspiler:
             trainers_per_node=self._trainers_of_a_node(endpoints),
             local_sgd=1 if kind == "local_sgd" else None,
             # Paddle's transpiler/collective.py reduces each gradient by itself
-            reduce=Reduce(bucket_MB=0 if kind == "grad_allreduce" else 32, chains=None if chains == 1 else chains),
+            reduce=Reduce(
+                bucket_MB=0 if kind == "grad_allreduce" else 32,
+                chains=None if chains == 1 else chains,
+            ),
             batch=Batch("local", merge=self.config.merge or {}),
         )
         self._trainer_id, self._endpoints = trainer_id, endpoints
@@ -176,7 +201,8 @@ class DistributeTranspiler:
         if not self.config.use_hierarchical_allreduce:
             if inter:
                 raise ConfigError(
-                    f"hierarchical_allreduce_inter_nranks={inter} is for use_hierarchical_allreduce=True, it is False"
+                    f"hierarchical_allreduce_inter_nranks={inter} is for "
+                    "use_hierarchical_allreduce=True, it is False"
                 )
             return 0
         if inter <= 1:
@@ -184,12 +210,14 @@ class DistributeTranspiler:
             inter = hosts.count(hosts[0])
             if hosts != [h for h in dict.fromkeys(hosts) for _ in range(inter)]:
                 raise ConfigError(
-                    "use_hierarchical_allreduce=True: hosts have different numbers of trainers, or they do not follow "
+                    "use_hierarchical_allreduce=True: hosts have different numbers of trainers, or "
+                    "they do not follow "
                     f"one another in {','.join(endpoints)}; set hierarchical_allreduce_inter_nranks"
                 )
         if not 1 < inter < count or count % inter:
             raise ConfigAssertionError(
-                f"use_hierarchical_allreduce=True: {inter} trainers in a node must be several, and divide the {count} "
+                f"use_hierarchical_allreduce=True: {inter} trainers in a node must be several, and "
+                f"divide the {count} "
                 "trainers into several nodes; set hierarchical_allreduce_inter_nranks"
             )
         return inter
@@ -202,18 +230,26 @@ class DistributeTranspiler:
         return self._plan
 
     def get_trainer_program(self, wait_port: bool = True) -> Program:
-        """The program of this trainer: (params, *batch) -> (params, loss[, aux]); in some modes with opt_state.
+        """The program of this trainer: (params, *batch) -> (params, loss[, aux]); in some modes
+        with opt_state.
 
-        In nccl2 mode and in GEO-SGD trainers have the optimizer's state, which goes in and out after params.
+        In nccl2 mode and in GEO-SGD trainers have the optimizer's state, which goes in and out
+        after params.
 
-        Paddle waits here until the servers' ports are open. A plan can be made anywhere, so here it is the
-        `Executor` that waits, when it first talks to them; `wait_port` is accepted and changes nothing.
+        Paddle waits here until the servers' ports are open. A plan can be made anywhere, so here it
+        is the `Executor` that waits, when it first talks to them; `wait_port` is accepted and
+        changes nothing.
         """
         plan = self.plan
-        return plan.program if isinstance(plan, CollectivePlan) else plan.trainer_program(self._trainer_id)
+        return (
+            plan.program
+            if isinstance(plan, CollectivePlan)
+            else plan.trainer_program(self._trainer_id)
+        )
 
     def get_trainer_startup_program(self) -> Program:
-        """The startup program of this trainer: init's arguments -> params; and opt_state in nccl2 mode and GEO-SGD."""
+        """The startup program of this trainer: init's arguments -> params; and opt_state in nccl2
+        mode and GEO-SGD."""
         plan = self.plan
         if isinstance(plan, CollectivePlan):
             return joining_startup(plan, self._trainer_id, self._endpoints)
@@ -228,15 +264,20 @@ class DistributeTranspiler:
         programs = self._server(endpoint, "get_pserver_programs")
         return programs.main, programs.startup
 
-    def get_startup_program(self, endpoint: str, pserver_program: Any = None, startup_program: Any = None) -> Program:
-        """The startup program of the server at `endpoint`; the other arguments are Paddle's, and not needed."""
+    def get_startup_program(
+        self, endpoint: str, pserver_program: Any = None, startup_program: Any = None
+    ) -> Program:
+        """The startup program of the server at `endpoint`; the other arguments are Paddle's, and
+        not needed."""
         return self._server(endpoint, "get_startup_program").startup
 
     def _set_server_config(self, server_config: Any = None) -> None:
-        """Paddle's numbers of a server's threads. Raises ConfigTypeError: there is nothing of the kind to set."""
+        """Paddle's numbers of a server's threads. Raises ConfigTypeError: there is nothing of the
+        kind to set."""
         if server_config is not None:
             raise ConfigTypeError(
-                f"server_config={server_config!r}: there is no ServerRuntimeConfig in dtrans, whose servers have no "
+                f"server_config={server_config!r}: there is no ServerRuntimeConfig in dtrans, "
+                "whose servers have no "
                 "numbers of threads to set; leave _set_server_config out"
             )
 
@@ -252,8 +293,8 @@ class DistributeTranspiler:
 class GeoSgdTranspiler(DistributeTranspiler):
     """Rewrites a traced step into the programs of GEO-SGD: see `dtrans.Geo`.
 
-    A config is taken as if it had geo_sgd_mode=True and sync_mode=False; the one that is handed in is neither changed
-    nor looked at again.
+    A config is taken as if it had geo_sgd_mode=True and sync_mode=False; the one that is handed in
+    is neither changed nor looked at again.
 
     Source: python/paddle/fluid/transpiler/geo_sgd_transpiler.py.
 
@@ -273,7 +314,11 @@ class GeoSgdTranspiler(DistributeTranspiler):
             given = {} if config is None else vars(config)
             sync_mode = given.get("sync_mode", True)  # True is what it is where nothing was said
             config = DistributeTranspilerConfig(
-                **{**given, "geo_sgd_mode": True, "sync_mode": False if sync_mode is True else sync_mode}
+                **{
+                    **given,
+                    "geo_sgd_mode": True,
+                    "sync_mode": False if sync_mode is True else sync_mode,
+                }
             )
         super().__init__(config)
 
@@ -291,7 +336,16 @@ class GeoSgdTranspiler(DistributeTranspiler):
         """As `DistributeTranspiler.transpile`. Raises ConfigError for sync_mode=True."""
         if sync_mode is True:
             raise ConfigError("sync_mode=True: GEO-SGD has no synchronous mode; leave it out")
-        super().transpile(trainer_id, program, pservers, trainers, sync_mode, startup_program, current_endpoint, seed)
+        super().transpile(
+            trainer_id,
+            program,
+            pservers,
+            trainers,
+            sync_mode,
+            startup_program,
+            current_endpoint,
+            seed,
+        )
 
 
 def _log(plan: PServerPlan | CollectivePlan) -> None:
@@ -299,7 +353,9 @@ def _log(plan: PServerPlan | CollectivePlan) -> None:
     if logger.hasHandlers():
         logger.info("%s", plan)
         return
-    handler = logging.StreamHandler()  # for this time: one that the user sets up later must not find it there
+    handler = (
+        logging.StreamHandler()
+    )  # for this time: one that the user sets up later must not find it there
     logger.addHandler(handler)
     try:
         logger.info("%s", plan)

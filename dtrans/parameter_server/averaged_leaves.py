@@ -1,8 +1,9 @@
 """Leaves that trainers make themselves and servers average: batch statistics, above all.
 
-A leaf that no gradient enters (`Cut.frozen`) is each trainer's own. One that is to be averaged is treated as what it is
-for a server: a parameter whose "gradient" is the value that a trainer made, and whose new value is the mean of these.
-So it is cut into blocks, sent, merged and received as any other; with asynchronous trainers the newest one counts.
+A leaf that no gradient enters (`Cut.frozen`) is each trainer's own. One that is to be averaged is
+treated as what it is for a server: a parameter whose "gradient" is the value that a trainer made,
+and whose new value is the mean of these. So it is cut into blocks, sent, merged and received as any
+other; with asynchronous trainers the newest one counts.
 """
 
 from __future__ import annotations
@@ -35,15 +36,21 @@ def averages_of(step: Cut, merge: Mapping[str, str]) -> tuple[str, ...]:
     for root in merge:
         if not any(is_under(n, [root]) for n in made_here):
             known = ", ".join(made_here) or "none"
-            raise ConfigError(f"merge[{root!r}]: no leaf of that name is made by the trainers; those that are: {known}")
+            raise ConfigError(
+                f"merge[{root!r}]: no leaf of that name is made by the trainers; those that are: "
+                f"{known}"
+            )
     # the longest name that a leaf lies under is what was said of it
-    said = {n: max((r for r in merge if is_under(n, [r])), key=len, default=None) for n in made_here}
+    said = {
+        n: max((r for r in merge if is_under(n, [r])), key=len, default=None) for n in made_here
+    }
     chosen = tuple(n for n, root in said.items() if root is not None and merge[root] == "mean")
     for n in chosen:
         t = step.program.outputs[n]
         if not jnp.issubdtype(t.dtype, jnp.inexact):
             raise ConfigError(
-                f"merge[{said[n]!r}]='mean': {n} is {short_type(t)}, of which there is no mean; say 'own'"
+                f"merge[{said[n]!r}]='mean': {n} is {short_type(t)}, of which there is no mean; "
+                "say 'own'"
             )
     return chosen
 
@@ -66,7 +73,9 @@ def averaged(step: Cut, leaves: Sequence[str]) -> Cut:
     return dataclasses.replace(
         step,
         gradients={
-            n: outs[n] if n in leaves else step.gradients[n] for n in step.params if n in leaves or n in step.gradients
+            n: outs[n] if n in leaves else step.gradients[n]
+            for n in step.params
+            if n in leaves or n in step.gradients
         },
         optimized=optimized,
         frozen=tuple(n for n in step.frozen if n not in leaves),

@@ -1,17 +1,20 @@
-"""Delay compensation: what an asynchronous server adds to a gradient that is of older parameters than its own.
+"""Delay compensation: what an asynchronous server adds to a gradient that is of older parameters
+than its own.
 
     w_bak    the block as trainer k last received it, kept for each trainer: `params/w.block0.trainer_1_bak`
     g'       g + lambda g g (w - w_bak)                 what the optimizer is given in the place of g
     lambda   fixed; or lambda0 / sqrt(ms + 1e-7), with ms = m ms + (1 - m) g g, the adaptive variant
 
-`lambda g g` stands for the diagonal of the Hessian in the first-order expansion of the gradient at w.
+`lambda g g` stands for the diagonal of the Hessian in the first-order expansion of the gradient at
+w.
 
-A block reads `params/w.block0.bak`; which trainer's it is, the server knows, whose gradient it holds. Of a table a
-trainer receives rows, and a server keeps these until their gradient has come: it has no copy of a table for each
-trainer.
+A block reads `params/w.block0.bak`; which trainer's it is, the server knows, whose gradient it
+holds. Of a table a trainer receives rows, and a server keeps these until their gradient has come:
+it has no copy of a table for each trainer.
 
-Source: Zheng et al., Asynchronous Stochastic Gradient Descent with Delay Compensation (arXiv 1609.08326), equations 10
-and 14. In Paddle, `DistributeTranspiler._append_dc_asgd_ops`, where lambda is 1, and which fails when it is run.
+Source: Zheng et al., Asynchronous Stochastic Gradient Descent with Delay Compensation (arXiv
+1609.08326), equations 10 and 14. In Paddle, `DistributeTranspiler._append_dc_asgd_ops`, where
+lambda is 1, and which fails when it is run.
 """
 
 from __future__ import annotations
@@ -50,7 +53,8 @@ def compensated(
 
     Args:
       leaves: the names of all parameters.
-      averages: those for which servers are given something else (`dtrans.parameter_server.averaged_leaves`).
+      averages: those for which servers are given something else
+        (`dtrans.parameter_server.averaged_leaves`).
     """
     units = [unit for unit in units if not any(x.leaf in averages for x in unit.blocks)]
     of = {unit.name: unit for unit in units}
@@ -61,20 +65,25 @@ def compensated(
     held = dict(work.held)
     for block in (x for unit in units for x in unit.blocks if _gradient(x) in work.grads):
         param = held[block.name]
-        beside = lambda name, zeros=False, param=param: dataclasses.replace(param, beside=name, zeros=zeros)
+        beside = lambda name, zeros=False, param=param: dataclasses.replace(
+            param, beside=name, zeros=zeros
+        )
         kept = () if block.is_table else range(trainers)
         new = {backup_of(block.name, k): beside(backup_of(block.leaf, k)) for k in kept}
         if how.decay is not None:
             new[block.name + MEAN_SQUARE] = beside(block.leaf + MEAN_SQUARE, zeros=True)
         for name in (*new, *(x.beside for x in new.values()), block.name + BACKUP):
             if name in held or name in leaves:
-                raise ConfigError(f"{name} is what servers call a copy of {block.name}: rename that leaf")
+                raise ConfigError(
+                    f"{name} is what servers call a copy of {block.name}: rename that leaf"
+                )
         held |= new
     return dataclasses.replace(work, blocks=blocks, held=held)
 
 
 def kept_beside(mode: Mode) -> tuple[str, ...]:
-    """What servers keep beside each parameter that moves with a gradient of zero: what follows its name."""
+    """What servers keep beside each parameter that moves with a gradient of zero: what follows its
+    name."""
     delay = mode.delay if isinstance(mode, Async | HalfAsync) else None
     return () if delay is None or delay.decay is None else (MEAN_SQUARE,)
 

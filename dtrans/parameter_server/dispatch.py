@@ -2,7 +2,8 @@
 
 Two of Paddle's files, with their rules kept to the element and their defects not:
 python/paddle/fluid/transpiler/distribute_transpiler.py (`slice_variable`, `VarBlock`) and
-python/paddle/fluid/transpiler/ps_dispatcher.py (`RoundRobin`, `HashName`). `SizeBalanced` is not Paddle's.
+python/paddle/fluid/transpiler/ps_dispatcher.py (`RoundRobin`, `HashName`). `SizeBalanced` is not
+Paddle's.
 """
 
 from __future__ import annotations
@@ -49,12 +50,14 @@ class VarBlock:
         return f"{self.varname}:{self.offset}:{self.size}"
 
 
-def slice_variable(var_list: Iterable[Variable], slice_count: int, min_block_size: int) -> list[VarBlock]:
+def slice_variable(
+    var_list: Iterable[Variable], slice_count: int, min_block_size: int
+) -> list[VarBlock]:
     """Cut variables into blocks of whole rows.
 
     A variable of n elements becomes at most `slice_count` blocks, none (but the last) smaller than
-    `min_block_size` elements, each a whole number of rows where the variable has rows. The blocks of one
-    variable are of equal size but for the last. A 0-d or empty variable is one block.
+    `min_block_size` elements, each a whole number of rows where the variable has rows. The blocks
+    of one variable are of equal size but for the last. A 0-d or empty variable is one block.
 
     Args:
       var_list: anything with a `name` and a `shape`.
@@ -76,14 +79,16 @@ def slice_variable(var_list: Iterable[Variable], slice_count: int, min_block_siz
     """
     if slice_count < 1 or min_block_size < 1:
         raise ConfigError(
-            f"slice_count and min_block_size must be positive, they are {slice_count} and {min_block_size}"
+            f"slice_count and min_block_size must be positive, they are {slice_count} and "
+            f"{min_block_size}"
         )
     blocks = []
     for var in var_list:
         shape = tuple(var.shape)
         if any(d < 0 for d in shape):
             raise ConfigError(
-                f"{var.name} has the unknown dimension {min(shape)} in its shape {shape}; blocks need the real one"
+                f"{var.name} has the unknown dimension {min(shape)} in its shape {shape}; blocks "
+                "need the real one"
             )
         numel = math.prod(shape)
         size = max(1, math.ceil(numel / min(slice_count, max(1, numel // min_block_size))))
@@ -99,16 +104,18 @@ def slice_variable(var_list: Iterable[Variable], slice_count: int, min_block_siz
 
 
 class PSDispatcher:
-    """Places blocks on servers. Subclass it, or any subclass, and define `dispatch` to bring a rule of one's own.
+    """Places blocks on servers. Subclass it, or any subclass, and define `dispatch` to bring a rule
+    of one's own.
 
-    A plan makes a dispatcher of its own, and calls `dispatch` once, with the blocks of all leaves, in leaf order (as
-    Paddle did for what trainers receive). Each has a `name` (`params/w.block0`), `shape`, `dtype`, `size` (elements)
-    and `nbytes`.
+    A plan makes a dispatcher of its own, and calls `dispatch` once, with the blocks of all leaves,
+    in leaf order (as Paddle did for what trainers receive). Each has a `name` (`params/w.block0`),
+    `shape`, `dtype`, `size` (elements) and `nbytes`.
 
     Args:
       pserver_endpoints: the servers, in order.
 
-    Source: `PSDispatcher` of Paddle's ps_dispatcher.py, where only its direct subclasses were taken.
+    Source: `PSDispatcher` of Paddle's ps_dispatcher.py, where only its direct subclasses were
+      taken.
 
     Example:
       >>> import dtrans
@@ -136,7 +143,8 @@ class PSDispatcher:
         self._step = 0
 
     def dispatch(self, varlist: Sequence[Any]) -> list[str]:
-        """One endpoint for each of the blocks, in their order. Raises NotImplementedError where it is not defined."""
+        """One endpoint for each of the blocks, in their order. Raises NotImplementedError where it
+        is not defined."""
         raise NotImplementedError(f"{type(self).__name__} does not define dispatch(varlist)")
 
 
@@ -159,9 +167,9 @@ class RoundRobin(PSDispatcher):
 class HashName(PSDispatcher):
     """By a hash of the block's name: BLAKE2b, the same in every process and on every run.
 
-    Paddle's used Python's `hash`, which is salted per process (and called the name, so that it raised). A
-    checksum such as CRC-32 will not do: it gives `w.block0` and `w.block1` the same parity, so two servers would
-    never share a variable.
+    Paddle's used Python's `hash`, which is salted per process (and called the name, so that it
+    raised). A checksum such as CRC-32 will not do: it gives `w.block0` and `w.block1` the same
+    parity, so two servers would never share a variable.
 
     Example:
       >>> import dtrans
@@ -170,18 +178,22 @@ class HashName(PSDispatcher):
     """
 
     def dispatch(self, varlist: Sequence[Any]) -> list[str]:
-        return [self._eps[_stable_hash(str(getattr(v, "name", v))) % len(self._eps)] for v in varlist]
+        return [
+            self._eps[_stable_hash(str(getattr(v, "name", v))) % len(self._eps)] for v in varlist
+        ]
 
 
 class SizeBalanced(PSDispatcher):
     """Each block to the server that has the fewest bytes so far, the largest block first.
 
-    Blocks of one size go in their order, and servers that have as much as one another in theirs: the result depends on
-    nothing else. Of what is dispatched in one call, the fullest server has at most 4/3 of what the best placement would
-    leave to its fullest (Graham, "Bounds on multiprocessing timing anomalies", 1969). A plan gives away first what the
-    optimizer does not let be cut; blocks fill up what that leaves.
+    Blocks of one size go in their order, and servers that have as much as one another in theirs:
+    the result depends on nothing else. Of what is dispatched in one call, the fullest server has at
+    most 4/3 of what the best placement would leave to its fullest (Graham, "Bounds on
+    multiprocessing timing anomalies", 1969). A plan gives away first what the optimizer does not
+    let be cut; blocks fill up what that leaves.
 
-    It weighs parameters. Where leaves differ in the optimizer state they have, see `plan.balance` and `plan.compare`.
+    It weighs parameters. Where leaves differ in the optimizer state they have, see `plan.balance`
+    and `plan.compare`.
 
     Example:
       >>> import dtrans
@@ -206,7 +218,8 @@ class SizeBalanced(PSDispatcher):
         self._held = dict.fromkeys(self._eps, 0)
 
     def give(self, nbytes: int, endpoint: str | None = None) -> str:
-        """The server that takes so many bytes: the one with the fewest, or the one that is named."""
+        """The server that takes so many bytes: the one with the fewest, or the one that is
+        named."""
         taker = min(self._eps, key=self._held.__getitem__) if endpoint is None else endpoint
         self._held[taker] += nbytes
         return taker
@@ -218,8 +231,12 @@ class SizeBalanced(PSDispatcher):
 
 
 def check_dispatcher(split_method: Any) -> None:
-    """Raises ConfigAssertionError (Paddle's assertion) for what is not a subclass of `PSDispatcher`."""
-    if not (isinstance(split_method, type) and issubclass(split_method, PSDispatcher)) or split_method is PSDispatcher:
+    """Raises ConfigAssertionError (Paddle's assertion) for what is not a subclass of
+    `PSDispatcher`."""
+    if (
+        not (isinstance(split_method, type) and issubclass(split_method, PSDispatcher))
+        or split_method is PSDispatcher
+    ):
         raise ConfigAssertionError(
             "split_method must be a subclass of dtrans.PSDispatcher, such as dtrans.RoundRobin or "
             f"dtrans.HashName; it is {split_method!r}"
@@ -230,7 +247,9 @@ def _size(var: Any) -> int:
     """What a block weighs: its bytes; its elements where it does not say."""
     size = getattr(var, "nbytes", getattr(var, "size", None))
     if not isinstance(size, int) or isinstance(size, bool):
-        raise ConfigError(f"dtrans.SizeBalanced weighs blocks by their nbytes or size; {var!r} has neither")
+        raise ConfigError(
+            f"dtrans.SizeBalanced weighs blocks by their nbytes or size; {var!r} has neither"
+        )
     return size
 
 

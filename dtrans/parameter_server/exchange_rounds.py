@@ -1,15 +1,16 @@
 """What trainers tell each other in the middle of a step, through the servers, in rounds.
 
-A step that is not made of its parts (`dtrans.batch`) communicates where rows of the batch meet: a masked mean adds up
-two numbers, batch normalisation its statistics. Trainers have no connection but to servers, so that is what it goes
+A step that is not made of its parts (`dtrans.batch`) communicates where rows of the batch meet: a
+masked mean adds up two numbers, batch normalisation its statistics. Trainers have no connection but
+to servers, so that is what it goes
 through: a value is sent by all, made one by a server, and answered.
 
-Values that do not need each other share a round. Round n has those that n rounds have to come before, so there are as
-few as dependence allows; equations are put in the order of the rounds that they need. One server carries out a round,
-and servers take turns.
+Values that do not need each other share a round. Round n has those that n rounds have to come
+before, so there are as few as dependence allows; equations are put in the order of the rounds that
+they need. One server carries out a round, and servers take turns.
 
-What trainers give as results, and the statistics that they keep, is made whole in the same way: each of them has the
-numbers of one device.
+What trainers give as results, and the statistics that they keep, is made whole in the same way:
+each of them has the numbers of one device.
 """
 
 from __future__ import annotations
@@ -32,29 +33,37 @@ TRAINERS = ("trainers",)  # the axis that trainers are on
 
 
 def told_to_all(part: TrainerStep) -> TrainerStep:
-    """A trainer's step whose results, and own parameters, are those of all; what has rows of each stays in parts.
+    """A trainer's step whose results, and own parameters, are those of all; what has rows of each
+    stays in parts.
 
     Raises:
       ConfigError: communication in the body of a loop, where each turn would take a round.
     """
     jaxpr = inline_calls(part.program.jaxpr, body_of=_communicating_remat)
     b = Builder(jaxpr)
-    inner = dataclasses.replace(part.program, jaxpr=jaxpr, roles=("",) * len(jaxpr.jaxpr.eqns)).inner
+    inner = dataclasses.replace(
+        part.program, jaxpr=jaxpr, roles=("",) * len(jaxpr.jaxpr.eqns)
+    ).inner
     b.invars += inner.invars
     for eqn in inner.eqns:
         loop = _told_within(eqn)
         if loop is not None:
             raise ConfigError(
-                f"batch='exact': {eqn.primitive.name} has values of the whole batch in its body ({loop.primitive.name} "
-                f"for {line_of(loop) or 'an unknown line'}), and with parameter servers each turn would wait for all "
-                "trainers. dtrans.nccl2 and dtrans.sharding carry it out; or say batch='local': then each part has its "
+                f"batch='exact': {eqn.primitive.name} has values of the whole batch in its body "
+                f"({loop.primitive.name} "
+                f"for {line_of(loop) or 'an unknown line'}), and with parameter servers each turn "
+                "would wait for all "
+                "trainers. dtrans.nccl2 and dtrans.sharding carry it out; or say batch='local': "
+                "then each part has its "
                 "own statistics, random numbers and counts"
             )
         b.keep(eqn)
     outs = dict(zip(part.program.out_names, inner.outvars, strict=True))
     for name, way in part.merges.items():
         if way == "sum":
-            (outs[name],) = b.bind(all_reduce_p, outs[name], op="sum", name=name, owners=(), over=TRAINERS)
+            (outs[name],) = b.bind(
+                all_reduce_p, outs[name], op="sum", name=name, owners=(), over=TRAINERS
+            )
     made = b.build([outs[n] for n in part.program.out_names])
     roles = (part.program.roles[0] if part.program.roles else "",) * len(made.jaxpr.eqns)
     program = dataclasses.replace(part.program, jaxpr=made, roles=roles)
@@ -63,7 +72,8 @@ def told_to_all(part: TrainerStep) -> TrainerStep:
 
 
 def in_rounds(endpoints: Sequence[str], trainer_id: int, trainers: int) -> Arrange:
-    """Equations of a trainer in the order of the rounds that they need, each round in one equation."""
+    """Equations of a trainer in the order of the rounds that they need, each round in one
+    equation."""
 
     def arranged(
         eqns: Sequence[JaxprEqn], roles: Sequence[str], wanted: Collection[Atom]
@@ -112,10 +122,13 @@ def _is_told(eqn: JaxprEqn) -> bool:
 
 
 def _communicating_remat(eqn: JaxprEqn) -> Any:
-    """The body of a rematerialised function that communicates: what is known of all is not told again by a call."""
+    """The body of a rematerialised function that communicates: what is known of all is not told
+    again by a call."""
     return bodies(eqn)[0] if eqn.primitive.name in REMAT and _told_within(eqn) is not None else None
 
 
 def _told_within(eqn: JaxprEqn) -> JaxprEqn | None:
     """What is told in the bodies of an equation."""
-    return next((e for body in jaxprs_in_params(eqn.params) for e in equations(body) if _is_told(e)), None)
+    return next(
+        (e for body in jaxprs_in_params(eqn.params) for e in equations(body) if _is_told(e)), None
+    )

@@ -6,19 +6,23 @@
     trainer   what has come back is in the results of a later `send`: local + (server - old), and the server's is the
               new old
 
-So trainers wait for nothing: what is far away is only a little older. With one trainer, the server's parameters are its
-own. What a trainer has changed since it pushed last is pushed when it closes.
+So trainers wait for nothing: what is far away is only a little older. With one trainer, the
+server's parameters are its own. What a trainer has changed since it pushed last is pushed when it
+closes.
 
-The optimizer's state is each trainer's own, and so is what no gradient enters (batch statistics, counters).
+The optimizer's state is each trainer's own, and so is what no gradient enters (batch statistics,
+counters).
 
-Of a table a trainer keeps the rows that it has looked up, with their state; a step is given those of its batch. Rows
-are pushed and pulled, with their numbers (`dtrans.parameter_server.tables.own_update`):
+Of a table a trainer keeps the rows that it has looked up, with their state; a step is given those
+of its batch. Rows are pushed and pulled, with their numbers
+(`dtrans.parameter_server.tables.own_update`):
 
     trainer   `split_ids`, `prefetch`, the step on these rows, optimizer included, and `send` of parameters and rows
     pserver   w + d for the rows that were sent; it notes which rows each trainer has that others have changed
 
 Source: python/paddle/fluid/transpiler/geo_sgd_transpiler.py, and `GeoSgdCommunicator` in
-paddle/fluid/operators/distributed/communicator.cc, which does the same beside the program, in its memory.
+paddle/fluid/operators/distributed/communicator.cc, which does the same beside the program, in its
+memory.
 """
 
 from __future__ import annotations
@@ -52,7 +56,12 @@ from dtrans.parameter_server.tables.own_update import (
 )
 from dtrans.parameter_server.tables.touched_rows import of_tables, resized
 from dtrans.parameter_server.tables.trainer_rows import TableWriter, without_unused
-from dtrans.parameter_server.trainer_program import TrainerCommConfig, TrainerCommWriter, where_rows_are, write_start
+from dtrans.parameter_server.trainer_program import (
+    TrainerCommConfig,
+    TrainerCommWriter,
+    where_rows_are,
+    write_start,
+)
 from dtrans.rows.analysis import analyse
 from dtrans.slicing.blocks import Placement, Unit
 from dtrans.slicing.server_spec import analyse_update
@@ -72,11 +81,12 @@ def plan_geo_sgd(
     options: BlockPlacement,
     sparse: Mapping[str, Rows] | str | None = None,
 ) -> PServerPlan:
-    """What `dtrans.pserver` plans with `mode=Geo(...)`. Every leaf with rows can be cut, whatever its optimizer.
+    """What `dtrans.pserver` plans with `mode=Geo(...)`. Every leaf with rows can be cut, whatever
+    its optimizer.
 
     Returns:
-      A plan whose trainer programs are (params, opt_state, *batch) -> what the step returns, and whose trainer startup
-      programs return both params and opt_state.
+      A plan whose trainer programs are (params, opt_state, *batch) -> what the step returns, and
+      whose trainer startup programs return both params and opt_state.
 
     Raises:
       ConfigError: a parameter of whole numbers; a leaf that is named in `sparse`, and is no table.
@@ -122,15 +132,20 @@ def plan_geo_sgd(
 
 
 def shared(step: Cut) -> Cut:
-    """The step with only those parameters as `optimized` that gradients enter; the others are each trainer's own."""
+    """The step with only those parameters as `optimized` that gradients enter; the others are each
+    trainer's own."""
     inner = step.program.inner
     enters = propagate(inner.eqns, {}, dict.fromkeys(step.boundary.values(), 1))
     outs = step.program.outvars
     chosen = tuple(n for n in step.optimized if isinstance(a := outs[n], Var) and enters.get(a))
     for n in chosen:
         if not jnp.issubdtype(t := step.program.outputs[n].dtype, jnp.inexact):
-            raise ConfigError(f"{n} is of type {t}, of which servers cannot add up changes; GEO-SGD is for floats")
-    return dataclasses.replace(step, optimized=chosen, frozen=tuple(n for n in step.params if n not in chosen))
+            raise ConfigError(
+                f"{n} is of type {t}, of which servers cannot add up changes; GEO-SGD is for floats"
+            )
+    return dataclasses.replace(
+        step, optimized=chosen, frozen=tuple(n for n in step.params if n not in chosen)
+    )
 
 
 def adds(step: Cut) -> Cut:
@@ -149,7 +164,9 @@ def with_deltas(work: ServerWork, units: Sequence[Unit]) -> ServerWork:
     """The work of a server under Paddle's names: `params/w.block0.delta` for what is added."""
     names = {x.gradient(0, 1): x.name + DELTA for unit in units for x in unit.blocks}
     for x in (x for unit in units for x in unit.blocks if x.name + DELTA in work.held):
-        raise ConfigError(f"{x.name + DELTA} is what servers call the change of {x.name}: rename that leaf")
+        raise ConfigError(
+            f"{x.name + DELTA} is what servers call the change of {x.name}: rename that leaf"
+        )
     renamed = lambda g: dataclasses.replace(g, name=names[g.name], sent={0: names[g.name]})
     blocks = tuple(
         dataclasses.replace(
@@ -189,10 +206,13 @@ class _Geo:
             b.keep(eqn)
         outs |= self._send(b, {n: outs[n] for n in step.optimized}, trainer_id)
         made = Program.written(f"trainer {trainer_id}", b, source.args, source.out, outs)
-        return source.rewritten(lambda other: self.program(shared(cut(other)), trainer_id), made=made)
+        return source.rewritten(
+            lambda other: self.program(shared(cut(other)), trainer_id), made=made
+        )
 
     def on_rows(self, step: Cut, trainer_id: int) -> Program:
-        """The program of one trainer with tables: forward, backward and update on the rows of its batch, and a `send`.
+        """The program of one trainer with tables: forward, backward and update on the rows of its
+        batch, and a `send`.
 
         Args:
           step: with all parameters that the update makes as `optimized`.
@@ -207,7 +227,9 @@ class _Geo:
         here = {n: source.invars[n] for n in (*step.params, *step.opt_state) if n not in none_of}
         new = write_update(b, step, rows.sizes, here | rows.held, gradients)
         sent = {n: new[n] for n in shared(step).optimized if n not in tables.of}
-        kept = {n: (rows.uniq[n], *(new[m] for m in (n, *t.zero.state))) for n, t in tables.of.items()}
+        kept = {
+            n: (rows.uniq[n], *(new[m] for m in (n, *t.zero.state))) for n, t in tables.of.items()
+        }
         outs = {**source.outvars, **made, **new, **self._send(b, sent, trainer_id, kept), **none_of}
         without_unused(b, [outs[n] for n in source.out_names])
         program = Program.written(f"trainer {trainer_id}", b, source.args, source.out, outs)
@@ -238,7 +260,8 @@ class _Geo:
         return writers[0], made
 
     def startup(self, step: Cut, startup: Program, trainer_id: int) -> Program:
-        """What a trainer starts from: parameters from the servers, no row of a table, and the rest from the init."""
+        """What a trainer starts from: parameters from the servers, no row of a table, and the rest
+        from the init."""
         none_of = no_rows_of(self.tables, step.program.inputs)
         own = [n for n in startup.out_names if n not in step.optimized and n not in none_of]
         b, outs = write_start(startup, own)
@@ -249,9 +272,14 @@ class _Geo:
         b.role = DIST
         for n, t in self.tables.of.items():
             names = (n, *t.zero.state)
-            how = {"types": tuple(none_of[m] for m in names), "write": state_of_rows(startup, t.zero.state)}
+            how = {
+                "types": tuple(none_of[m] for m in names),
+                "write": state_of_rows(startup, t.zero.state),
+            }
             args = startup.inner.invars if t.zero.state else ()
-            outs |= zip(names, b.bind(geo_init_p, *args, **self._where(n, trainer_id), **how), strict=True)
+            outs |= zip(
+                names, b.bind(geo_init_p, *args, **self._where(n, trainer_id), **how), strict=True
+            )
         outs |= self._send(b, {n: outs[n] for n in here}, trainer_id, starts=True)
         return Program.written(f"trainer {trainer_id} startup", b, startup.args, startup.out, outs)
 
@@ -276,7 +304,8 @@ class _Geo:
 
         Args:
           values: of the parameters.
-          kept: of each table, the numbers of the rows that were looked up, what they have become, and their state.
+          kept: of each table, the numbers of the rows that were looked up, what they have become,
+            and their state.
         """
         b.role = RPC
         table = [self.placement.blocks[leaf] for leaf in values]

@@ -1,7 +1,8 @@
 """Merging of the gradients of several steps, when one update stands for all of them.
 
 sum    where the update is linear in its gradients, and in nothing that updates change: one by the sum is what all of
-       them would have done. So it is for plain SGD at one rate; not with momentum, weight decay or a clip
+       them would have done. So it is for plain SGD at one rate; not with momentum, weight decay or
+       a clip
 mean   otherwise: one step, as large as any of them
 none   where a count decides how a gradient is used (`optax.MultiSteps`), or a parameter changes without one:
        how often that is done matters
@@ -40,11 +41,16 @@ def merging(step: Cut) -> Literal["sum", "mean", "none"]:
             if decides == of_state or eqn.primitive.name in (COND, *LOOPS):
                 return "none"
     terms = _terms(step)
-    if any(not bits(half.outvars[n]) & of_gradient and terms[n] != _Term("old", n) for n in step.optimized):
+    if any(
+        not bits(half.outvars[n]) & of_gradient and terms[n] != _Term("old", n)
+        for n in step.optimized
+    ):
         return "none"
-    # new parameters are old ones plus something linear in the gradients, which no parameter enters; and no
-    # state is made of gradients
-    fits = lambda n, x: x in (_Term("old", n), _Term("new", n)) if n in step.params else x.kind not in _OF_GRADIENTS
+    # new parameters are old ones plus something linear in the gradients, which no parameter enters;
+    # and no state is made of gradients
+    fits = lambda n, x: (
+        x in (_Term("old", n), _Term("new", n)) if n in step.params else x.kind not in _OF_GRADIENTS
+    )
     return "sum" if all(fits(n, x) for n, x in terms.items()) else "mean"
 
 
@@ -69,7 +75,10 @@ def _terms(step: Cut) -> dict[str, _Term]:
     """Return what each output of an update is."""
     half = step.optimize
     starts = [_Term("linear") if isinstance(n, Gradient) else _Term("fixed") for n in half.in_names]
-    starts = [_Term("old", n) if n in step.params else x for n, x in zip(half.in_names, starts, strict=True)]
+    starts = [
+        _Term("old", n) if n in step.params else x
+        for n, x in zip(half.in_names, starts, strict=True)
+    ]
     facts = forward_jaxpr(_LINEAR, half.jaxpr, starts)
     return {n: facts.of(a) for n, a in half.outvars.items()}
 
@@ -119,7 +128,11 @@ def _of_constant(aval: Any, value: Any) -> _Term:
 
 
 def _decided(condition: _Term, x: _Term) -> _Term:
-    return x if condition.kind in ("zero", "fixed") else _join(_without_leaf(condition), _without_leaf(x))
+    return (
+        x
+        if condition.kind in ("zero", "fixed")
+        else _join(_without_leaf(condition), _without_leaf(x))
+    )
 
 
 _LINEAR = ForwardAnalysis[_Term](_join, _rule, _of_constant, decide=_decided)

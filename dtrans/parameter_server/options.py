@@ -1,4 +1,5 @@
-"""The options of parameter servers: records of when servers update, and of which block lives where."""
+"""The options of parameter servers: records of when servers update, and of which block lives
+where."""
 
 from __future__ import annotations
 
@@ -15,11 +16,13 @@ from dtrans.step.batch_sharing import Batch
 
 @dataclasses.dataclass(frozen=True)
 class DelayCompensation:
-    """How gradients of old parameters are compensated for their delay; see `dtrans.parameter_server.dc_asgd`.
+    """How gradients of old parameters are compensated for their delay; see
+    `dtrans.parameter_server.dc_asgd`.
 
     Attributes:
       strength: lambda, or lambda0 of the adaptive variant.
-      decay: of the mean square of gradients in the adaptive variant, e.g. 0.95; None for a fixed lambda.
+      decay: of the mean square of gradients in the adaptive variant, e.g. 0.95; None for a fixed
+        lambda.
 
     Raises:
       ConfigError: a value that is out of range.
@@ -35,7 +38,9 @@ class DelayCompensation:
 
     def __post_init__(self) -> None:
         check_number("strength", self.strength, "a number, 0 or more", lambda x: 0 <= x < math.inf)
-        check_number("decay", self.decay, "a number from 0 to 1", lambda x: 0 <= x < 1, or_none=True)
+        check_number(
+            "decay", self.decay, "a number from 0 to 1", lambda x: 0 <= x < 1, or_none=True
+        )
 
 
 OPTIONAL_DELAY = (DelayCompensation, type(None))
@@ -46,8 +51,8 @@ class Sync:
     """Every update uses the gradients of all trainers.
 
     Attributes:
-      runtime_split: leaves are cut into blocks when trainers run, and not by their programs (Paddle's
-        `completely_not_async`). Numbers are the same.
+      runtime_split: leaves are cut into blocks when trainers run, and not by their programs
+        (Paddle's `completely_not_async`). Numbers are the same.
 
     Raises:
       ConfigError: a value that is out of range.
@@ -72,9 +77,10 @@ class Async:
 
     Attributes:
       delay: how gradients are compensated for their delay, if they are.
-      communicator: what sends gradients and receives parameters beside the steps, if anything does. Gradients are put
-        into its queue, and a step goes on with the parameters that it has received last, so that it waits for nothing.
-        Where sending is slower than the steps, gradients of several steps are merged.
+      communicator: what sends gradients and receives parameters beside the steps, if anything does.
+        Gradients are put into its queue, and a step goes on with the parameters that it has
+        received last, so that it waits for nothing. Where sending is slower than the steps,
+        gradients of several steps are merged.
 
     Raises:
       ConfigError: a value that is out of range, or both.
@@ -94,14 +100,16 @@ class Async:
             check_type("communicator", self.communicator, CommunicatorConfig)
         if self.delay is not None and self.communicator is not None:
             raise ConfigError(
-                "delay and communicator: a server knows what a trainer has received, not which of that a step has that "
+                "delay and communicator: a server knows what a trainer has received, not which of "
+                "that a step has that "
                 "does not wait; use dtrans.HalfAsync"
             )
 
 
 @dataclasses.dataclass(frozen=True)
 class HalfAsync:
-    """As `Async` with a communicator, for which steps wait: what they sent is sent, and what was made of it received.
+    """As `Async` with a communicator, for which steps wait: what they sent is sent, and what was
+    made of it received.
 
     Attributes:
       delay: how gradients are compensated for their delay, if they are.
@@ -126,14 +134,16 @@ class HalfAsync:
 
 @dataclasses.dataclass(frozen=True)
 class Geo:
-    """Trainers train by themselves, and servers add up what has changed; see `dtrans.parameter_server.geo_sgd`.
+    """Trainers train by themselves, and servers add up what has changed; see
+    `dtrans.parameter_server.geo_sgd`.
 
     Attributes:
       push_every: after how many steps a trainer gives the servers what has changed.
-      block_on_pull: let that step wait for what others have changed; otherwise it is in the results of the first step
-        that finds it there.
+      block_on_pull: let that step wait for what others have changed; otherwise it is in the results
+        of the first step that finds it there.
 
-    Of a table (`sparse=`) a trainer keeps the rows that it has looked up; it gives and is told of rows.
+    Of a table (`sparse=`) a trainer keeps the rows that it has looked up; it gives and is told of
+    rows.
 
     Raises:
       ConfigError: a value that is out of range.
@@ -160,8 +170,9 @@ class BlockPlacement:
     """How leaves are cut into blocks, and on which server each of these is.
 
     Attributes:
-      slice_var_up: cut leaves into blocks of rows; otherwise every leaf is whole on one server. A leaf that the
-        optimizer does not let be cut is whole, and the plan says why; "require" makes that an error.
+      slice_var_up: cut leaves into blocks of rows; otherwise every leaf is whole on one server. A
+        leaf that the optimizer does not let be cut is whole, and the plan says why; "require" makes
+        that an error.
       split_method: a subclass of `PSDispatcher`: `RoundRobin`, `HashName`, or one's own.
       min_block_size: the fewest elements worth a block of their own; any positive number.
       seed: of the order in which whole leaves are dispatched when `slice_var_up` is off.
@@ -187,28 +198,36 @@ class BlockPlacement:
         check_int("seed", self.seed, "an integer from 0 to 2**32 - 1", least=0, most=2**32 - 1)
 
 
-def check_options(trainers: Any, mode: Any, placement: Any, on_trainer_exit: Any, batch: Any) -> Batch:
-    """Raise ConfigError for options that cannot be planned, by name. Returns how the batch is shared."""
+def check_options(
+    trainers: Any, mode: Any, placement: Any, on_trainer_exit: Any, batch: Any
+) -> Batch:
+    """Raise ConfigError for options that cannot be planned, by name. Returns how the batch is
+    shared."""
     check_int("trainers", trainers, "a positive number of trainers")
     check_type("mode", mode, (Sync, Async, HalfAsync, Geo))
     check_type("placement", placement, BlockPlacement)
     check_one_of("on_trainer_exit", on_trainer_exit, ON_TRAINER_EXIT)
     if on_trainer_exit != "drop" and not isinstance(mode, Sync):
         raise ConfigError(
-            f"on_trainer_exit={on_trainer_exit!r} is for synchronous updates: asynchronous ones never combine "
+            f"on_trainer_exit={on_trainer_exit!r} is for synchronous updates: asynchronous ones "
+            "never combine "
             "gradients of several trainers"
         )
     found = Batch.of(batch, "local" if isinstance(mode, Geo) else "exact")
     if not found.exact:
         found.check_axes()
     if found.exact and found.merge:
-        raise ConfigError(f"merge={dict(found.merge)!r} is for batch='local': an exact step says so itself")
+        raise ConfigError(
+            f"merge={dict(found.merge)!r} is for batch='local': an exact step says so itself"
+        )
     if found.example_count is not None or (found.unsplit_inputs and not found.exact):
         raise ConfigError(
             f"batch={batch!r}: with parameter servers it has merge alone where it is local; "
             "plan.on_mesh(unsplit_inputs=...) gives arrays to every trainer whole"
         )
     if found.merge and isinstance(mode, Geo):
-        raise ConfigError(f"merge={found.merge!r} with dtrans.Geo: what no gradient enters is each trainer's own")
+        raise ConfigError(
+            f"merge={found.merge!r} with dtrans.Geo: what no gradient enters is each trainer's own"
+        )
     found.check_merge(("mean", "own"))
     return found

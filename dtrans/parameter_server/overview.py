@@ -1,9 +1,12 @@
-"""The overview: every array that parameter servers hold, and of which rows of which array of the step it is.
+"""The overview: every array that parameter servers hold, and of which rows of which array of the
+step it is.
 
-Paddle keeps it as `program._parameters_on_pservers`, and lists parameters there; here it has the optimizer's state too,
-since it is read from the servers' own programs. Checkpoints, printing and costs take from it what lives where.
+Paddle keeps it as `program._parameters_on_pservers`, and lists parameters there; here it has the
+optimizer's state too, since it is read from the servers' own programs. Checkpoints, printing and
+costs take from it what lives where.
 
-Source: `VarDistributed` and `VarsDistributed` of python/paddle/fluid/transpiler/details/vars_distributed.py.
+Source: `VarDistributed` and `VarsDistributed` of
+  python/paddle/fluid/transpiler/details/vars_distributed.py.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ from dtrans.slicing.server_update import ServerVariable
 
 @dataclasses.dataclass(frozen=True)
 class VarDistributed:
-    """One array on one server, the *slice*, and the array of the single-device step that it is of, the *origin*.
+    """One array on one server, the *slice*, and the array of the single-device step that it is of,
+    the *origin*.
 
     Attributes:
       origin_name: `params/w`, `opt_state/0/mu/w`.
@@ -30,14 +34,15 @@ class VarDistributed:
       slice_name: `params/w.block0`; the origin's where it was not cut.
       slice_shape: of what the server holds.
       dtype: of both.
-      axis: along which the origin was cut; 0 where it was not. State may have a parameter's rows along another axis.
+      axis: along which the origin was cut; 0 where it was not. State may have a parameter's rows
+        along another axis.
       offset: where the slice begins along that axis.
       block_id: the number of the block of the parameter that it is, or belongs to.
       is_slice: whether it is less than its origin.
       vtype: "Param", or "Optimizer" for state.
       endpoint: the server.
-      buckets: which rows it has of an origin whose rows are dealt out by their numbers, along that axis; None for the
-        run that begins at `offset`.
+      buckets: which rows it has of an origin whose rows are dealt out by their numbers, along that
+        axis; None for the run that begins at `offset`.
     """
 
     origin_name: str
@@ -92,10 +97,10 @@ class VarsDistributed(tuple[VarDistributed, ...]):
       >>> plan = dtrans.pserver(main, startup, pservers="127.0.0.1:6174,127.0.0.1:6175",
       ...                       placement=dtrans.BlockPlacement(min_block_size=1))
       >>> print(plan.overview)
-      Optimizer opt_state/0/trace/w.block0[3, 2] on 127.0.0.1:6174: opt_state/0/trace/w[5, 2] from 0 along axis 0
-      Param params/w.block0[3, 2] on 127.0.0.1:6174: params/w[5, 2] from 0 along axis 0
-      Optimizer opt_state/0/trace/w.block1[2, 2] on 127.0.0.1:6175: opt_state/0/trace/w[5, 2] from 3 along axis 0
-      Param params/w.block1[2, 2] on 127.0.0.1:6175: params/w[5, 2] from 3 along axis 0
+      Optimizer opt_state/0/trace/w.block0[3, 2] on 127.0.0.1:6174: opt_state/0/trace/w[5, 2] from 0
+      along axis 0 Param params/w.block0[3, 2] on 127.0.0.1:6174: params/w[5, 2] from 0 along axis 0
+      Optimizer opt_state/0/trace/w.block1[2, 2] on 127.0.0.1:6175: opt_state/0/trace/w[5, 2] from 3
+      along axis 0 Param params/w.block1[2, 2] on 127.0.0.1:6175: params/w[5, 2] from 3 along axis 0
       >>> [row.endpoint for row in plan.overview.by_origin("params/w")]
       ['127.0.0.1:6174', '127.0.0.1:6175']
     """
@@ -103,15 +108,20 @@ class VarsDistributed(tuple[VarDistributed, ...]):
     __slots__ = ()
 
     def by_endpoint(self, endpoint: str) -> VarsDistributed:
-        """What one server holds (Paddle's `get_distributed_vars_by_ep`); nothing for one that is not there."""
+        """What one server holds (Paddle's `get_distributed_vars_by_ep`); nothing for one that is
+        not there."""
         return VarsDistributed(row for row in self if row.endpoint == endpoint)
 
     def by_origin(self, name: str) -> VarsDistributed:
-        """The slices of one array of the step, in the order of its rows; nothing for one that no server holds."""
-        return VarsDistributed(sorted((r for r in self if r.origin_name == name), key=lambda r: r.block_id))
+        """The slices of one array of the step, in the order of its rows; nothing for one that no
+        server holds."""
+        return VarsDistributed(
+            sorted((r for r in self if r.origin_name == name), key=lambda r: r.block_id)
+        )
 
     def by_slice(self, name: str) -> VarsDistributed:
-        """Where a slice is (Paddle's `get_distributed_var_by_slice`): several rows for what several servers hold."""
+        """Where a slice is (Paddle's `get_distributed_var_by_slice`): several rows for what several
+        servers hold."""
         return VarsDistributed(row for row in self if row.slice_name == name)
 
     def __str__(self) -> str:
@@ -119,14 +129,16 @@ class VarsDistributed(tuple[VarDistributed, ...]):
 
 
 def overview_of(
-    servers: Mapping[str, Mapping[str, ServerVariable]], types: Mapping[str, Any], params: Collection[str]
+    servers: Mapping[str, Mapping[str, ServerVariable]],
+    types: Mapping[str, Any],
+    params: Collection[str],
 ) -> VarsDistributed:
     """The overview of what servers hold.
 
     Args:
-      servers: endpoint to what it holds, by name. What servers keep beside the arrays of the step for a block (the
-        backups of DC-ASGD, `params/w.block0.trainer_1_bak`) is cut as it is, and of its own origin,
-        `params/w.trainer_1_bak`.
+      servers: endpoint to what it holds, by name. What servers keep beside the arrays of the step
+        for a block (the backups of DC-ASGD, `params/w.block0.trainer_1_bak`) is cut as it is, and
+        of its own origin, `params/w.trainer_1_bak`.
       types: of the arrays of the step.
       params: the names of those that are parameters.
     """

@@ -1,10 +1,11 @@
 """Which rows of which leaf live where.
 
-`place` joins three things: the row analysis (what may be cut), Paddle's slice rule (into what) and a
-dispatcher (on which server). Leaves that may not be cut go whole, and those that their optimizer ties
-together go together, to the server that holds the fewest bytes by then.
+`place` joins three things: the row analysis (what may be cut), Paddle's slice rule (into what) and
+a dispatcher (on which server). Leaves that may not be cut go whole, and those that their optimizer
+ties together go together, to the server that holds the fewest bytes by then.
 
-What is cut, and into what, does not depend on the dispatcher: `dispatched` puts the same blocks elsewhere.
+What is cut, and into what, does not depend on the dispatcher: `dispatched` puts the same blocks
+elsewhere.
 """
 
 from __future__ import annotations
@@ -18,7 +19,12 @@ from typing import Any
 import numpy as np
 
 from dtrans.errors import ConfigError, OptimizerError
-from dtrans.parameter_server.dispatch import PSDispatcher, SizeBalanced, check_dispatcher, slice_variable
+from dtrans.parameter_server.dispatch import (
+    PSDispatcher,
+    SizeBalanced,
+    check_dispatcher,
+    slice_variable,
+)
 from dtrans.parameter_server.options import BlockPlacement
 from dtrans.rows.analysis import Group, RowAnalysis
 from dtrans.rows.row_buckets import RowBuckets
@@ -35,22 +41,28 @@ def place(
 ) -> Placement:
     """Cut `leaves` (name to type, in leaf order) and place the blocks on `endpoints`.
 
-    Leaves with `buckets` (name to how many) are cut into as many blocks as there are servers, of a run of buckets each,
-    in the order of the servers, whatever the options are. With `slice_var_up="require"` every other leaf must be one
-    that can be cut. With False no other is cut, and leaves are dispatched in an order shuffled by `seed`, from a
-    generator of its own: NumPy's global one is not touched.
+    Leaves with `buckets` (name to how many) are cut into as many blocks as there are servers, of a
+    run of buckets each, in the order of the servers, whatever the options are. With
+    `slice_var_up="require"` every other leaf must be one that can be cut. With False no other is
+    cut, and leaves are dispatched in an order shuffled by `seed`, from a generator of its own:
+    NumPy's global one is not touched.
 
     Raises:
-      ConfigError: a dispatcher that answers with something else than one known endpoint for each block.
+      ConfigError: a dispatcher that answers with something else than one known endpoint for each
+        block.
       OptimizerError: with `slice_var_up="require"`, an optimizer that does not let a leaf be cut.
     """
-    bound = {n: g for n, g in analysis.groups.items() if n in leaves and (len(g.leaves) > 1 or g.reason)}
+    bound = {
+        n: g for n, g in analysis.groups.items() if n in leaves and (len(g.leaves) > 1 or g.reason)
+    }
     if options.slice_var_up == "require" and bound:
         listed = "; ".join(f"{n}: {g.reason or TIED}" for n, g in list(bound.items())[:5])
         more = f"; and {len(bound) - 5} more" if len(bound) > 5 else ""
         raise OptimizerError(
-            f"slice_var_up='require', but the optimizer does not let these leaves be cut: {listed}{more}. Give them "
-            "another optimizer (optax.multi_transform), or let them live whole on one server (slice_var_up=True)"
+            "slice_var_up='require', but the optimizer does not let these leaves be cut: "
+            f"{listed}{more}. Give them "
+            "another optimizer (optax.multi_transform), or let them live whole on one server "
+            "(slice_var_up=True)"
         )
     buckets = buckets or {}
     free = [n for n in leaves if n not in bound and n not in buckets]
@@ -58,7 +70,11 @@ def place(
         np.random.RandomState(options.seed).shuffle(free)
     parts = len(endpoints) if options.slice_var_up else 1
     blocks = [b for n in free for b in _cut(n, leaves[n], parts, options.min_block_size)]
-    tied = [Unit(tuple(Block.whole(m, leaves[m]) for m in bound[n].leaves)) for n in leaves if _leads(n, bound)]
+    tied = [
+        Unit(tuple(Block.whole(m, leaves[m]) for m in bound[n].leaves))
+        for n in leaves
+        if _leads(n, bound)
+    ]
     nowhere = Placement(tuple(endpoints), dict.fromkeys(leaves, ()), bound, tuple(free))
     dealt = [b for n, count in buckets.items() for b in _dealt(n, leaves[n], count, endpoints)]
     return _placed(nowhere, options.split_method, blocks, tied, dealt)
@@ -68,15 +84,21 @@ def dispatched(placement: Placement, split_method: type[PSDispatcher]) -> Placem
     """The same blocks, where another dispatcher would have them.
 
     Raises:
-      ConfigError: something that is not a dispatcher, or one that answers with something else than one known endpoint
-        for each block.
+      ConfigError: something that is not a dispatcher, or one that answers with something else than
+        one known endpoint for each block.
     """
     check_dispatcher(split_method)
     members = {u.name: u for units in placement.units.values() for u in units}
     tied = [members[n] for n in placement.blocks if n in placement.whole and n in members]
-    blocks = [dataclasses.replace(b, endpoint="") for leaf in placement.order for b in placement.blocks[leaf]]
+    blocks = [
+        dataclasses.replace(b, endpoint="")
+        for leaf in placement.order
+        for b in placement.blocks[leaf]
+    ]
     fixed = [n for n in placement.blocks if n not in placement.whole and n not in placement.order]
-    return _placed(placement, split_method, blocks, tied, [b for n in fixed for b in placement.blocks[n]])
+    return _placed(
+        placement, split_method, blocks, tied, [b for n in fixed for b in placement.blocks[n]]
+    )
 
 
 def _leads(leaf: str, bound: Mapping[str, Group]) -> bool:
@@ -91,8 +113,8 @@ def _placed(
     tied: Sequence[Unit],
     fixed: Sequence[Block],
 ) -> Placement:
-    """A placement of the same leaves: `blocks` where the dispatcher has them, in this order, what is `tied`, and
-    blocks that are where they are."""
+    """A placement of the same leaves: `blocks` where the dispatcher has them, in this order, what
+    is `tied`, and blocks that are where they are."""
     dispatcher = split_method(list(old.endpoints))
     balanced = dispatcher if isinstance(dispatcher, SizeBalanced) else SizeBalanced(old.endpoints)
     at: dict[str, list[Block]] = {n: [] for n in old.blocks}
@@ -121,7 +143,10 @@ def _placed(
 
 
 def _check_again(
-    make: Callable[[], PSDispatcher], blocks: Sequence[Block], endpoints: Sequence[str], first: Sequence[str]
+    make: Callable[[], PSDispatcher],
+    blocks: Sequence[Block],
+    endpoints: Sequence[str],
+    first: Sequence[str],
 ) -> None:
     """Raise ConfigError for a dispatcher that answers otherwise when it is asked again.
 
@@ -131,31 +156,43 @@ def _check_again(
     for b, one, other in zip(blocks, first, _answer(dispatcher, blocks, endpoints), strict=True):
         if one != other:
             raise ConfigError(
-                f"{type(dispatcher).__name__}.dispatch placed {b.name} on {one}, and on {other} when it was asked "
-                "again: processes that plan alike would look for it in different places. It may depend on the blocks "
+                f"{type(dispatcher).__name__}.dispatch placed {b.name} on {one}, and on {other} "
+                "when it was asked "
+                "again: processes that plan alike would look for it in different places. It may "
+                "depend on the blocks "
                 "and the endpoints alone"
             )
 
 
-def _answer(dispatcher: PSDispatcher, blocks: Sequence[Block], endpoints: Sequence[str]) -> list[str]:
+def _answer(
+    dispatcher: PSDispatcher, blocks: Sequence[Block], endpoints: Sequence[str]
+) -> list[str]:
     """One answer of a dispatcher. Raises ConfigError for one that is none."""
     name, known = f"{type(dispatcher).__name__}.dispatch", ", ".join(endpoints)
     answer: Any = dispatcher.dispatch(blocks)
     answers = list(answer) if isinstance(answer, Iterable) else []
     if len(answers) != len(blocks):
-        raise ConfigError(f"{name} gave {answer!r} for {len(blocks)} blocks; it must give one of {known} for each")
+        raise ConfigError(
+            f"{name} gave {answer!r} for {len(blocks)} blocks; it must give one of {known} for each"
+        )
     for b, endpoint in zip(blocks, answers, strict=True):
         if endpoint not in endpoints:
-            raise ConfigError(f"{name} placed {b.name} on {endpoint!r}; it must give one of {known} for each block")
+            raise ConfigError(
+                f"{name} placed {b.name} on {endpoint!r}; it must give one of {known} for each "
+                "block"
+            )
     return answers
 
 
 def _dealt(name: str, aval: Any, count: int, endpoints: Sequence[str]) -> list[Block]:
-    """The blocks of a leaf whose rows are dealt out by their numbers: a run of buckets for each server."""
+    """The blocks of a leaf whose rows are dealt out by their numbers: a run of buckets for each
+    server."""
     rows, *row = aval.shape
     count = min(count, rows)
     parts = min(count, len(endpoints))
-    runs = [RowBuckets(count * i // parts, count * (i + 1) // parts, count, rows) for i in range(parts)]
+    runs = [
+        RowBuckets(count * i // parts, count * (i + 1) // parts, count, rows) for i in range(parts)
+    ]
     blocks = enumerate(zip(runs, endpoints, strict=False))
     return [Block(name, i, parts, run, (run.rows, *row), aval.dtype, ep) for i, (run, ep) in blocks]
 
@@ -165,13 +202,22 @@ def _cut(name: str, aval: Any, slice_count: int, min_block_size: int) -> list[Bl
     shape = tuple(aval.shape)
     if not shape:
         return [Block.whole(name, aval)]
-    sizes = [b.size for b in slice_variable([SimpleNamespace(name=name, shape=shape)], slice_count, min_block_size)]
+    sizes = [
+        b.size
+        for b in slice_variable(
+            [SimpleNamespace(name=name, shape=shape)], slice_count, min_block_size
+        )
+    ]
     width = math.prod(shape[1:])
     if not width or len(sizes) == 1:
         return [Block.whole(name, aval)]
     blocks, start = [], 0
     for i, size in enumerate(sizes):
         rows = size // width
-        blocks.append(Block(name, i, len(sizes), RowRange(start, start + rows), (rows, *shape[1:]), aval.dtype))
+        blocks.append(
+            Block(
+                name, i, len(sizes), RowRange(start, start + rows), (rows, *shape[1:]), aval.dtype
+            )
+        )
         start += rows
     return blocks

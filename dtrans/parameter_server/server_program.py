@@ -68,7 +68,9 @@ class ServerProgramWriter:
         """The main and startup program of one server."""
         work = self.work(endpoint)
         main = self.main(endpoint, work)
-        return ServerPrograms(main, self.init(endpoint, work), {n: work.held[n] for n in main.in_names})
+        return ServerPrograms(
+            main, self.init(endpoint, work), {n: work.held[n] for n in main.in_names}
+        )
 
     def work(self, endpoint: str) -> ServerWork:
         """What one server does and holds."""
@@ -92,7 +94,9 @@ class ServerProgramWriter:
             sync_mode=self.sync_mode,
             on_trainer_exit=self.on_trainer_exit,
             grad_to_block_id=to_block,
-            lr_decay_block_id=next((i for i, x in enumerate(work.blocks, 1) if x.role == LR_SCHED), -1),
+            lr_decay_block_id=next(
+                (i for i, x in enumerate(work.blocks, 1) if x.role == LR_SCHED), -1
+            ),
             optimize_blocks=work.blocks,
             state_names=spec.names,
             param_names=(*(x.name for u in units for x in u.blocks if not x.is_table), *asked),
@@ -101,14 +105,21 @@ class ServerProgramWriter:
         return Program(f"pserver {endpoint}", b.build(final), (spec,), spec, tuple(b.roles))
 
     def _tables(self, endpoint: str, work: ServerWork) -> dict[str, Any]:
-        """What a server knows of its blocks of tables, as a parameter of its equation; nothing where nobody has any."""
+        """What a server knows of its blocks of tables, as a parameter of its equation; nothing
+        where nobody has any."""
         if not self.tables or self.sized is None:
             return {}
         sized = self.sized
 
         def of_sizes(sizes: Mapping[str, int]) -> JaxprEqn:
             again = ServerProgramWriter(
-                self.step, sized(sizes), self.startup, self.trainers, self.sync_mode, self.on_trainer_exit, self.adapt
+                self.step,
+                sized(sizes),
+                self.startup,
+                self.trainers,
+                self.sync_mode,
+                self.on_trainer_exit,
+                self.adapt,
             )
             (eqn,) = again.main(endpoint, again.work(endpoint)).eqns
             return eqn.replace(params={**eqn.params, "tables": ServedTables({}, of_sizes)})
@@ -122,11 +133,16 @@ class ServerProgramWriter:
         for b in (b for u in self.spec.placement.units[endpoint] for b in u.blocks if b.is_table):
             table = self.tables[b.leaf]
             assert b.span is not None
-            beside = [n for n, x in held.items() if x.beside and (x.of, x.block) == (b.leaf, b.index)]
+            beside = [
+                n for n, x in held.items() if x.beside and (x.of, x.block) == (b.leaf, b.index)
+            ]
             rows = (b.name, *map(b.named, table.zero.state), *beside)
             rests = table.zero.rests
             if rests is not None:
-                rests = {**{b.named(n): number for n, number in rests.items()}, **dict.fromkeys(beside, 0)}
+                rests = {
+                    **{b.named(n): number for n, number in rests.items()},
+                    **dict.fromkeys(beside, 0),
+                }
             served[b.name] = TableBlock(
                 b.leaf,
                 b.name,
@@ -146,7 +162,8 @@ class ServerProgramWriter:
     def init(self, endpoint: str, work: ServerWork) -> Program:
         """The program that makes the server's initial values: its rows of the single-device init.
 
-        Those of tables whose updates are of some rows alone are not made before somebody asks for them.
+        Those of tables whose updates are of some rows alone are not made before somebody asks for
+        them.
         """
         inner, held = self.startup.inner, work.held
         made = self.startup.outvars
@@ -159,16 +176,30 @@ class ServerProgramWriter:
             if self._can_be_new(table, held):
                 types = tuple(held[n].cut(self.types[held[n].of]) for n in table.held)
                 write = RowsProgram(functools.partial(self._rows, table, held))
-                rows = b.bind(init_on_use_p, *inner.invars, table=table.name, types=types, write=write)
+                rows = b.bind(
+                    init_on_use_p, *inner.invars, table=table.name, types=types, write=write
+                )
                 found |= zip(table.held, rows, strict=True)
         names = [n for n in spec.names if n not in found]
-        outs = write_parts(b, self.startup.jaxpr, [(made[held[n].of], _part(held[n])) for n in names])
-        found |= {n: b.call(jnp.zeros_like, v)[0] if held[n].zeros else v for n, v in zip(names, outs, strict=True)}
+        outs = write_parts(
+            b, self.startup.jaxpr, [(made[held[n].of], _part(held[n])) for n in names]
+        )
+        found |= {
+            n: b.call(jnp.zeros_like, v)[0] if held[n].zeros else v
+            for n, v in zip(names, outs, strict=True)
+        }
         for name, value in found.items():
             if held[name].part is not None and isinstance(value, Var):
                 b.labels.setdefault(value, name)
         outs = [found[n] for n in spec.names]
-        return Program(f"pserver {endpoint} startup", b.build(outs), self.startup.args, spec, tuple(b.roles), b.labels)
+        return Program(
+            f"pserver {endpoint} startup",
+            b.build(outs),
+            self.startup.args,
+            spec,
+            tuple(b.roles),
+            b.labels,
+        )
 
     def _can_be_new(self, table: TableBlock, held: Mapping[str, ServerVariable]) -> bool:
         """Whether a server may make rows of a block one by one."""
@@ -177,8 +208,11 @@ class ServerProgramWriter:
         parts = [(self.startup.outvars[held[n].of], held[n].part) for n in table.held]
         return all(x is not None and makes_rows(self.startup.jaxpr, v, x.axis) for v, x in parts)
 
-    def _rows(self, table: TableBlock, held: Mapping[str, ServerVariable], count: int) -> ClosedJaxpr:
-        """The program of so many rows of a block, from their numbers in it and what the init is given."""
+    def _rows(
+        self, table: TableBlock, held: Mapping[str, ServerVariable], count: int
+    ) -> ClosedJaxpr:
+        """The program of so many rows of a block, from their numbers in it and what the init is
+        given."""
         made = self.startup.outvars
         b = Builder(self.startup.jaxpr)
         numbers = b.input(ShapedArray((count,), jnp.int32))

@@ -15,7 +15,8 @@ class MeshState:
 
     Attributes:
       params: the trainers' parameters, by name; replicated over the trainer mesh.
-      servers: endpoint to the state of that server, by name (`params/w.block0`, `opt_state/0/mu/w.block0`).
+      servers: endpoint to the state of that server, by name (`params/w.block0`,
+        `opt_state/0/mu/w.block0`).
     """
 
     params: dict[str, jax.Array]

@@ -1,11 +1,11 @@
 """The programs of trainers of parameter servers: what each says, and when.
 
-    forward, backward; right after the equation that makes a gradient, `split_byref` (where the leaf has several blocks)
-    and `send`; at the end `send_barrier`, a `recv` for each parameter, `fetch_barrier`, and `concat` for leaves of
-    several blocks
+    forward, backward; right after the equation that makes a gradient, `split_byref` (where the leaf
+    has several blocks) and `send`; at the end `send_barrier`, a `recv` for each parameter,
+    `fetch_barrier`, and `concat` for leaves of several blocks
 
-Asynchronous trainers have no barriers. With `runtime_split` a `send` and a `recv` are of a whole leaf, and
-there is nothing to split or to concatenate.
+Asynchronous trainers have no barriers. With `runtime_split` a `send` and a `recv` are of a whole
+leaf, and there is nothing to split or to concatenate.
 """
 
 from __future__ import annotations
@@ -58,12 +58,14 @@ class TrainerCommConfig:
       communicator: what sends and receives beside the program, if anything does.
       averages: leaves that trainers make and servers average.
       told: arguments of the step that the update reads, and the servers that need each.
-      asked: arrays of the optimizer's state that trainers ask for before a step, and the server that has each.
+      asked: arrays of the optimizer's state that trainers ask for before a step, and the server
+        that has each.
       tables: leaves of which trainers have only the rows that they look up.
       calls_once: host callbacks are called for trainer 0 alone.
-      scale: by what trainers multiply gradients before they send them: by their number, where they have terms of a sum
-        and servers average.
-      numbers: numbers of the size of the batch in the update, which trainers send as they send arguments.
+      scale: by what trainers multiply gradients before they send them: by their number, where they
+        have terms of a sum and servers average.
+      numbers: numbers of the size of the batch in the update, which trainers send as they send
+        arguments.
       parts: the arrays of the batch that no server has. Trainers make the values of them that the
         update reads, and send these as they send arguments; None where servers refuse such values.
     """
@@ -87,7 +89,8 @@ class TrainerCommConfig:
         return step if self.parts is None else hand_over(step, self.parts, drawn=True)
 
     def update_of(self, step: Cut) -> Cut:
-        """Return the step with the update that servers carry out: of averages too, and given what trainers send."""
+        """Return the step with the update that servers carry out: of averages too, and given what
+        trainers send."""
         return averaged(self.numbers.taken_by(self.handed_over(step)), self.averages)
 
     @property
@@ -96,7 +99,9 @@ class TrainerCommConfig:
         return self.trainers if self.sync_mode else 1
 
 
-def trainer_program(step: Cut, placement: Placement, trainer_id: int, wiring: TrainerCommConfig) -> Program:
+def trainer_program(
+    step: Cut, placement: Placement, trainer_id: int, wiring: TrainerCommConfig
+) -> Program:
     """The program of one trainer: (params, *batch) -> (params, loss[, aux])."""
     if wiring.gradients_per_update == 1:  # a gradient is complete on the trainer that makes it
         step = step.with_observers(GRADIENTS, READS_BATCH)
@@ -111,7 +116,13 @@ def trainer_program(step: Cut, placement: Placement, trainer_id: int, wiring: Tr
     rounds = in_rounds(placement.endpoints, trainer_id, wiring.trainers)
     made = write_trainer_half(b, step, step.results, wire.send, wire.on_rows(step), rounds)
     for n, servers in wiring.told.items():
-        value = b.constant(step.numbers[n]) if n in step.numbers else made[n] if n in step.handed else vars_of[n]
+        value = (
+            b.constant(step.numbers[n])
+            if n in step.numbers
+            else made[n]
+            if n in step.handed
+            else vars_of[n]
+        )
         wire.tell(n, value, servers)
     new = wire.update([n for n in step.optimized if n not in wiring.tables])
     outs = {**outs_of, **made, **new, **none_of}
@@ -128,7 +139,9 @@ def trainer_program(step: Cut, placement: Placement, trainer_id: int, wiring: Tr
         check_same_update(step, other)
         return trainer_program(other, placement, trainer_id, wiring)
 
-    return source.rewritten(again, made=Program.written(f"trainer {trainer_id}", b, param_args, out, outs))
+    return source.rewritten(
+        again, made=Program.written(f"trainer {trainer_id}", b, param_args, out, outs)
+    )
 
 
 def out_names(step: Cut) -> tuple[str, ...]:
@@ -144,7 +157,8 @@ def no_rows(aval: Any) -> Any:
 def trainer_startup_program(
     step: Cut, placement: Placement, startup: Program, trainer_id: int, wiring: TrainerCommConfig
 ) -> Program:
-    """What a trainer starts from: parameters from the servers, and what only trainers hold from the init."""
+    """What a trainer starts from: parameters from the servers, and what only trainers hold from the
+    init."""
     b, outs = write_start(startup, step.frozen)
     received = [n for n in step.optimized if n not in wiring.tables]
     outs |= TrainerCommWriter(b, placement, trainer_id, wiring).start(received)
@@ -157,7 +171,8 @@ def trainer_startup_program(
 
 
 def write_start(startup: Program, own: Sequence[str]) -> tuple[Builder, dict[str, Any]]:
-    """A startup program, begun: it makes what is a trainer's `own`. And what the init makes, by name."""
+    """A startup program, begun: it makes what is a trainer's `own`. And what the init makes, by
+    name."""
     inner = startup.inner
     outs: dict[str, Any] = startup.outvars
     b = Builder(startup.jaxpr)
@@ -171,23 +186,34 @@ def write_start(startup: Program, own: Sequence[str]) -> tuple[Builder, dict[str
 
 def where_rows_are(table: str, blocks: Sequence[Block]) -> dict[str, Any]:
     """Where the rows of a table are, as an equation says it."""
-    return {"table": table, "epmap": tuple(x.endpoint for x in blocks), "spans": tuple(x.span for x in blocks)}
+    return {
+        "table": table,
+        "epmap": tuple(x.endpoint for x in blocks),
+        "spans": tuple(x.span for x in blocks),
+    }
 
 
 class TrainerCommWriter:
     """Writes the communication of one trainer into a program."""
 
-    def __init__(self, b: Builder, placement: Placement, trainer_id: int, wiring: TrainerCommConfig) -> None:
+    def __init__(
+        self, b: Builder, placement: Placement, trainer_id: int, wiring: TrainerCommConfig
+    ) -> None:
         self.b = b
         self.placement = placement
         self.wiring = wiring
         self.me = {"trainer_id": trainer_id}
-        self.common = {"trainer_id": trainer_id, "trainers": wiring.trainers, "sync_mode": wiring.sync_mode}
+        self.common = {
+            "trainer_id": trainer_id,
+            "trainers": wiring.trainers,
+            "sync_mode": wiring.sync_mode,
+        }
         self.tokens: list[Var] = []
         self._tables: TableWriter | None = None
 
     def on_rows(self, step: Cut) -> Callable[..., HalfWriter] | None:
-        """Who writes a trainer's half for the rows of tables that it looks up; nobody, where there are none."""
+        """Who writes a trainer's half for the rows of tables that it looks up; nobody, where there
+        are none."""
         if not self.wiring.tables:
             return None
         found = find_lookups(step, self.wiring.tables)
@@ -195,8 +221,13 @@ class TrainerCommWriter:
 
         def writer(eqns: Sequence[JaxprEqn], roles: Sequence[str], ends: Any) -> HalfWriter:
             tables = {n: step.program.invars[n] for n in self.wiring.tables}
-            where = {n: {**self._rows_of(n), "names": tuple(x.name for x in self.placement.blocks[n])} for n in tables}
-            self._tables = TableWriter(self.b, step.program.jaxpr, found, tables, where, eqns, roles)
+            where = {
+                n: {**self._rows_of(n), "names": tuple(x.name for x in self.placement.blocks[n])}
+                for n in tables
+            }
+            self._tables = TableWriter(
+                self.b, step.program.jaxpr, found, tables, where, eqns, roles
+            )
             return self._tables
 
         return writer
@@ -207,11 +238,13 @@ class TrainerCommWriter:
 
     @property
     def _beside(self) -> dict[str, Any]:
-        """What an equation needs to know that is left to a communicator; nothing where there is none."""
+        """What an equation needs to know that is left to a communicator; nothing where there is
+        none."""
         return {"communicator": self.wiring.communicator} if self.wiring.communicator else {}
 
     def _at_run_time(self, blocks: Sequence[Block]) -> dict[str, Any]:
-        """What an equation needs to know that cuts a leaf when it is carried out; nothing where the program does."""
+        """What an equation needs to know that cuts a leaf when it is carried out; nothing where the
+        program does."""
         if not self.wiring.runtime_split:
             return {}
         return {"sections": tuple(x.rows for x in blocks), **self._beside}
@@ -219,7 +252,9 @@ class TrainerCommWriter:
     def send(self, leaf: str, grad: Any) -> None:
         """`split_byref` where the leaf has several blocks and is not cut later, and `send`."""
         blocks = self.placement.blocks[leaf]
-        names = tuple(x.gradient(self.me["trainer_id"], self.wiring.gradients_per_update) for x in blocks)
+        names = tuple(
+            x.gradient(self.me["trainer_id"], self.wiring.gradients_per_update) for x in blocks
+        )
         if self.wiring.scale != 1:
             (grad,) = self.b.call(times(self.wiring.scale), grad)
         if isinstance(grad, Var):
@@ -237,13 +272,17 @@ class TrainerCommWriter:
             self.b.labels.update(zip(parts, names, strict=True))
         self.b.role = RPC
         where = {"epmap": tuple(x.endpoint for x in blocks), "names": names, **self._merge(leaf)}
-        self.tokens += self.b.bind(send_p, *parts, **where, **self._at_run_time(blocks), **self.common)
+        self.tokens += self.b.bind(
+            send_p, *parts, **where, **self._at_run_time(blocks), **self.common
+        )
 
     def _merge(self, leaf: str) -> dict[str, Any]:
         """How a communicator makes one of what several steps send."""
         if self.wiring.communicator is None:
             return {}
-        return {"merge": "newest" if leaf in self.wiring.averages else self.wiring.communicator.merge}
+        return {
+            "merge": "newest" if leaf in self.wiring.averages else self.wiring.communicator.merge
+        }
 
     def ask(self, state: Mapping[str, Var]) -> None:
         """Arrays of the optimizer's state as they are before the step, by their variables."""
@@ -254,9 +293,15 @@ class TrainerCommWriter:
         where = self.wiring.asked
         arrived: list[Var] = []
         for n, v in state.items():
-            arrived += b.bind(recv_p, epmap=(where[n],), names=(n,), types=(words_type(v.aval),), **self.common)
-        there = b.bind(fetch_barrier_p, *arrived, endpoints=tuple(dict.fromkeys(where.values())), **self.me)
-        outs = {x: v for x, v in zip(there, state.values(), strict=True) if not is_key(v.aval.dtype)}
+            arrived += b.bind(
+                recv_p, epmap=(where[n],), names=(n,), types=(words_type(v.aval),), **self.common
+            )
+        there = b.bind(
+            fetch_barrier_p, *arrived, endpoints=tuple(dict.fromkeys(where.values())), **self.me
+        )
+        outs = {
+            x: v for x, v in zip(there, state.values(), strict=True) if not is_key(v.aval.dtype)
+        }
         b.eqns[-1] = b.eqns[-1].replace(outvars=[outs.get(x, x) for x in there])
         b.role = DIST
         for x, v in zip(there, state.values(), strict=True):
@@ -270,8 +315,12 @@ class TrainerCommWriter:
             return
         (value,) = self.b.call(jnp.copy, value)  # of the type of the program, whatever it is given
         self.b.role = RPC
-        names = (argument(name, self.wiring.gradients_per_update).sent[self.me["trainer_id"]],) * len(servers)
-        self.tokens += self.b.bind(send_p, *[value] * len(servers), epmap=tuple(servers), names=names, **self.common)
+        names = (
+            argument(name, self.wiring.gradients_per_update).sent[self.me["trainer_id"]],
+        ) * len(servers)
+        self.tokens += self.b.bind(
+            send_p, *[value] * len(servers), epmap=tuple(servers), names=names, **self.common
+        )
 
     def update(self, leaves: Sequence[str]) -> dict[str, Var]:
         """The barrier after the last gradient, then the new parameters; without one, the newest."""
@@ -279,7 +328,9 @@ class TrainerCommWriter:
         if self.wiring.sync_mode or (self.wiring.runtime_split and self.wiring.half_async):
             self.b.role = RPC
             how = {"half_async": True} if self.wiring.runtime_split else {}
-            after = self.b.bind(send_barrier_p, *after, endpoints=self.placement.endpoints, **how, **self.me)
+            after = self.b.bind(
+                send_barrier_p, *after, endpoints=self.placement.endpoints, **how, **self.me
+            )
         if self.wiring.runtime_split:
             return self.newest(leaves, after)
         # the rows of the next step are asked for when all of this one is sent
@@ -311,8 +362,11 @@ class TrainerCommWriter:
         """The initial values, which are waited for."""
         return self.fetch(leaves, (), barrier=True)
 
-    def fetch(self, leaves: Sequence[str], after: Sequence[Var], *, barrier: bool) -> dict[str, Var]:
-        """A `recv` for each parameter, `fetch_barrier` if it is wanted, and `concat` for leaves of several blocks."""
+    def fetch(
+        self, leaves: Sequence[str], after: Sequence[Var], *, barrier: bool
+    ) -> dict[str, Var]:
+        """A `recv` for each parameter, `fetch_barrier` if it is wanted, and `concat` for leaves of
+        several blocks."""
         b = self.b
         b.role = RPC
         arrived: list[Var] = []

@@ -1,19 +1,20 @@
 """Parameter-server mode: a step becomes a trainer program and one program per server.
 
     trainer   forward, backward; right after the equation that makes a gradient, `split_byref` (where the
-              leaf has several blocks) and `send`; at the end `send_barrier`, a `recv` for each parameter,
-              `fetch_barrier`, and `concat` for leaves of several blocks
+              leaf has several blocks) and `send`; at the end `send_barrier`, a `recv` for each
+              parameter, `fetch_barrier`, and `concat` for leaves of several blocks
     pserver   one `listen_and_serv`, whose optimize blocks sum the trainers' gradients, scale them by
               1/trainers, and do what the optimizer does, on the rows that live there
 
-In asynchronous modes there are no barriers, and an optimize block takes one gradient, of whichever trainer sent it; it
-may correct that for its delay (`dtrans.parameter_server.dc_asgd`). Geo is a plan of its own
-(`dtrans.parameter_server.geo_sgd`).
+In asynchronous modes there are no barriers, and an optimize block takes one gradient, of whichever
+trainer sent it; it may correct that for its delay (`dtrans.parameter_server.dc_asgd`). Geo is a
+plan of its own (`dtrans.parameter_server.geo_sgd`).
 
-The optimizer's state exists on the servers only. Initial values are the rows of the single-device init, and only these
-are computed (`dtrans.slicing.partial_init`).
-The job computes what one device computes on the whole batch: where the step is not made of its parts, a trainer's
-program has what crosses the batch as `exchange` equations (`dtrans.parameter_server.exchange_rounds`).
+The optimizer's state exists on the servers only. Initial values are the rows of the single-device
+init, and only these are computed (`dtrans.slicing.partial_init`).
+The job computes what one device computes on the whole batch: where the step is not made of its
+parts, a trainer's program has what crosses the batch as `exchange` equations
+(`dtrans.parameter_server.exchange_rounds`).
 
 Source: python/paddle/fluid/transpiler/distribute_transpiler.py (`transpile`, `get_trainer_program`,
 `get_pserver_program`), order of operations included; the programs handed in are not changed.
@@ -40,14 +41,26 @@ from dtrans.parameter_server.dc_asgd import compensated, kept_beside
 from dtrans.parameter_server.exchange_rounds import TRAINERS, told_to_all
 from dtrans.parameter_server.geo_sgd import plan_geo_sgd
 from dtrans.parameter_server.gradient_merging import merging
-from dtrans.parameter_server.options import Async, BlockPlacement, Geo, HalfAsync, Mode, Sync, check_options
+from dtrans.parameter_server.options import (
+    Async,
+    BlockPlacement,
+    Geo,
+    HalfAsync,
+    Mode,
+    Sync,
+    check_options,
+)
 from dtrans.parameter_server.placement import place
 from dtrans.parameter_server.plan import PServerPlan, ServerPrograms
 from dtrans.parameter_server.server_program import ServerProgramWriter
 from dtrans.parameter_server.tables.choose import added_exactly, choose_tables
 from dtrans.parameter_server.tables.options import Rows, check_sparse, check_staleness
 from dtrans.parameter_server.tables.touched_rows import of_tables, resized
-from dtrans.parameter_server.trainer_program import TrainerCommConfig, trainer_program, trainer_startup_program
+from dtrans.parameter_server.trainer_program import (
+    TrainerCommConfig,
+    trainer_program,
+    trainer_startup_program,
+)
 from dtrans.plan import with_recipe
 from dtrans.rows.analysis import analyse
 from dtrans.rows.layout import SHARED
@@ -65,7 +78,8 @@ from dtrans.step.startup import match_startup, of_two_parts
 
 TRAINERS_HAVE = "which only the trainers have"
 SYNC_TELLS = (
-    "With mode=dtrans.Sync() an update may read arguments that all trainers share and values that forward makes of the "
+    "With mode=dtrans.Sync() an update may read arguments that all trainers share and values that "
+    "forward makes of the "
     "batch (a count of tokens, the loss), and a loss state of the optimizer that no row enters"
 )
 
@@ -90,33 +104,42 @@ def pserver(
       main: `dtrans.trace(step, params, opt_state, *batch)`.
       startup: `dtrans.trace(init, *args)` with `init(*args) -> (params, opt_state)`.
       pservers: the servers' endpoints, `host:port`, as a sequence or separated by commas.
-      trainers: how many trainers share each global batch; with `dtrans.Geo` each has batches of its own.
-      mode: when servers update, and what trainers wait for: `dtrans.Sync`, `Async`, `HalfAsync` or `Geo`.
-      placement: how leaves are cut into blocks, and which server has which: a `dtrans.BlockPlacement`.
-      on_trainer_exit: how synchronous updates go on after a trainer that closes before the others. "drop": each
-        is of the gradients of those who take that step, over their number, as on one device that sees their rows only.
-        "paddle": as Paddle 1.8 mostly has it: the last gradient of who left counts once more, then as zero, and the sum
-        goes on being divided by `trainers`. (It is one outcome of a race: in the other that gradient counts for ever;
-        see `dtrans.ops.listen_and_serv`.) "error": the job ends with a `PeerError` that names it. One that fails, or
-        closes in the middle of a step, ends a synchronous job in any case; and so does one that closes early where the
-        step is not made of its parts.
-      batch: "exact": the job gives one device's numbers. Where parts of the batch do not add up to them by themselves,
-        trainers exchange what crosses it through the servers, in rounds that the plan counts; asynchronous trainers
-        cannot, and such a step is refused by its line. "local": each trainer takes the step on its part alone. Or a
-        `dtrans.Batch`. With "local", its `merge` says of leaves that trainers make themselves, as batch statistics, by
-        their names, or what they lie under: "own" (each trainer has its own, which is so by default) or "mean": servers
-        average them. In asynchronous modes the newest counts. With `dtrans.Geo` a batch is each trainer's own.
-      sparse: leaves of which trainers have only the rows that a step looks up, as tables of embeddings: their names,
-        each with a `dtrans.Rows`; or "auto": all that a step reads by rows alone, of which it looks up a fourth at
-        most. A trainer asks for the rows of its batch before forward, and sends the gradient of these; with
-        `dtrans.Geo` it keeps them, and sends what has changed in them. None: trainers have all leaves.
+      trainers: how many trainers share each global batch; with `dtrans.Geo` each has batches of its
+        own.
+      mode: when servers update, and what trainers wait for: `dtrans.Sync`, `Async`, `HalfAsync` or
+        `Geo`.
+      placement: how leaves are cut into blocks, and which server has which: a
+        `dtrans.BlockPlacement`.
+      on_trainer_exit: how synchronous updates go on after a trainer that closes before the others.
+        "drop": each is of the gradients of those who take that step, over their number, as on one
+        device that sees their rows only. "paddle": as Paddle 1.8 mostly has it: the last gradient
+        of who left counts once more, then as zero, and the sum goes on being divided by `trainers`.
+        (It is one outcome of a race: in the other that gradient counts for ever; see
+        `dtrans.ops.listen_and_serv`.) "error": the job ends with a `PeerError` that names it. One
+        that fails, or closes in the middle of a step, ends a synchronous job in any case; and so
+        does one that closes early where the step is not made of its parts.
+      batch: "exact": the job gives one device's numbers. Where parts of the batch do not add up to
+        them by themselves, trainers exchange what crosses it through the servers, in rounds that
+        the plan counts; asynchronous trainers cannot, and such a step is refused by its line.
+        "local": each trainer takes the step on its part alone. Or a `dtrans.Batch`. With "local",
+        its `merge` says of leaves that trainers make themselves, as batch statistics, by their
+        names, or what they lie under: "own" (each trainer has its own, which is so by default) or
+        "mean": servers average them. In asynchronous modes the newest counts. With `dtrans.Geo` a
+        batch is each trainer's own.
+      sparse: leaves of which trainers have only the rows that a step looks up, as tables of
+        embeddings: their names, each with a `dtrans.Rows`; or "auto": all that a step reads by rows
+        alone, of which it looks up a fourth at most. A trainer asks for the rows of its batch
+        before forward, and sends the gradient of these; with `dtrans.Geo` it keeps them, and sends
+        what has changed in them. None: trainers have all leaves.
 
     Raises:
-      ConfigError: an option that is out of range; an exact step that these trainers cannot take; no table.
+      ConfigError: an option that is out of range; an exact step that these trainers cannot take; no
+        table.
       BatchError: arrays of an exact step's batch that differ in their number of rows.
-      GradientError: the gradients of the step cannot be told (see `dtrans.step.cut`), or a result is computed
-        from them, which each of several trainers would do from its own.
-      OptimizerError: an optimizer that must be told the loss, or with "require" one that mixes rows.
+      GradientError: the gradients of the step cannot be told (see `dtrans.step.cut`), or a result
+        is computed from them, which each of several trainers would do from its own.
+      OptimizerError: an optimizer that must be told the loss, or with "require" one that mixes
+        rows.
       TraceError: `startup` does not make what `main` takes.
 
     Source: `DistributeTranspiler.transpile` in Paddle's distribute_transpiler.py.
@@ -141,7 +164,12 @@ def pserver(
     endpoints = parse_endpoints(pservers)
     batch = check_options(trainers, mode, placement, on_trainer_exit, batch)
     check_staleness(sparse := check_sparse(sparse), mode)
-    options: dict[str, Any] = {"mode": mode, "placement": placement, "on_trainer_exit": on_trainer_exit, "batch": batch}
+    options: dict[str, Any] = {
+        "mode": mode,
+        "placement": placement,
+        "on_trainer_exit": on_trainer_exit,
+        "batch": batch,
+    }
     options |= {"trainers": trainers, "pservers": len(endpoints), "sparse": sparse}
     plain = cut(main)
     refuse_across(plain, TRAINERS_HAVE, told=isinstance(mode, Sync), remedy=SYNC_TELLS)
@@ -153,7 +181,9 @@ def pserver(
         planned = plan_geo_sgd(plain, startup, endpoints, trainers, mode, placement, sparse)
         return dataclasses.replace(planned, options=options)
     step = plain if shared is None or shared.proven else cut(shared.step.program)
-    comm = dataclasses.replace(trainer_comm(step, trainers, mode, batch), parts=parts)  # how trainers talk to servers
+    comm = dataclasses.replace(
+        trainer_comm(step, trainers, mode, batch), parts=parts
+    )  # how trainers talk to servers
     refuse_exchange_in_update(comm.handed_over(step))
     summed: tuple[str, ...] = ()
     if shared is not None:
@@ -163,10 +193,18 @@ def pserver(
         comm = dataclasses.replace(comm, numbers=numbers_of_batch(step, batch, comm))
     step = comm.update_of(step)
     check_step(step, comm, on_trainer_exit)
-    analysis = analyse(step.optimize, step.optimized)  # which values of the update follow the rows of which leaf
+    analysis = analyse(
+        step.optimize, step.optimized
+    )  # which values of the update follow the rows of which leaf
     startup = match_startup(step, startup)
     tables = choose_tables(step, analysis, startup, sparse, kept_beside(mode))
-    placed = place(analysis, {n: step.program.inputs[n] for n in step.optimized}, endpoints, placement, tables.buckets)
+    placed = place(
+        analysis,
+        {n: step.program.inputs[n] for n in step.optimized},
+        endpoints,
+        placement,
+        tables.buckets,
+    )
     placed = of_tables(placed, tables.of)
     for n, output in step.asked.items():
         if analysis.layout(analysis.inputs[n]) is not SHARED:
@@ -176,7 +214,9 @@ def pserver(
 
     def updating(placed: Placement) -> UpdateSpec:
         asked = tuple(step.asked)
-        return analyse_update(analysis, placed, comm.gradients_per_update, summed, step.arguments, asked, exact)
+        return analyse_update(
+            analysis, placed, comm.gradients_per_update, summed, step.arguments, asked, exact
+        )
 
     update = updating(placed)
     comm = dataclasses.replace(
@@ -199,7 +239,9 @@ def pserver(
     )
     programs = {ep: servers.programs(ep) for ep in endpoints}
 
-    def of_whole(types: Sequence[jax.ShapeDtypeStruct], trainer_id: int) -> tuple[SharedStep, Program]:
+    def of_whole(
+        types: Sequence[jax.ShapeDtypeStruct], trainer_id: int
+    ) -> tuple[SharedStep, Program]:
         assert shared is not None
         whole = shared.whole(types)  # whose gradients are added up, where servers may average
         wiring = comm if summed else dataclasses.replace(comm, scale=trainers)
@@ -247,9 +289,13 @@ def check_callbacks(step: Cut, trainers: int, mode: Mode, *, in_geo: bool) -> No
         check_observers(step.program, step.observers)
     if isinstance(mode, Geo) and in_geo:
         return
-    remedy = "take it out of the step, and print job.params(state) between steps; or use dtrans.nccl2"
+    remedy = (
+        "take it out of the step, and print job.params(state) between steps; or use dtrans.nccl2"
+    )
     own = not isinstance(mode, Geo) and (trainers == 1 or not isinstance(mode, Sync))
-    refuse_observers(step.observers, (UPDATE,) if own else (GRADIENTS, UPDATE), "only servers have", remedy)
+    refuse_observers(
+        step.observers, (UPDATE,) if own else (GRADIENTS, UPDATE), "only servers have", remedy
+    )
 
 
 def shared_by(step: Cut, batch: Batch, trainers: int, mode: Mode) -> SharedStep | None:
@@ -274,13 +320,15 @@ def shared_by(step: Cut, batch: Batch, trainers: int, mode: Mode) -> SharedStep 
 
 
 def sent_parts(step: Cut, batch: Batch, trainers: int, mode: Mode) -> tuple[str, ...] | None:
-    """Return the batch arrays whose values trainers send for the update; None where they send none."""
+    """Return the batch arrays whose values trainers send for the update; None where they send
+    none."""
     exact = trainers == 1 or batch.exact
     return tuple(batch_axes(step, batch)) if exact and isinstance(mode, Sync) else None
 
 
 def numbers_of_batch(step: Cut, batch: Batch, comm: TrainerCommConfig) -> BatchNumbers:
-    """Find the numbers of the size of the batch that the update has: those that a batch of twice the rows changes.
+    """Find the numbers of the size of the batch that the update has: those that a batch of twice
+    the rows changes.
 
     Raises:
       GradientError: the update reads values of forward that have the rows of the batch.
@@ -296,9 +344,12 @@ def numbers_of_batch(step: Cut, batch: Batch, comm: TrainerCommConfig) -> BatchN
         grows = n in other.handed and other.handed[n].aval.shape != a.aval.shape
         if comm.trainers > 1 and grows:
             raise GradientError(
-                f"the update of {step.program.name} reads {a.aval.str_short()} with the rows of the batch "
-                f"({source_line(given, n)}), and each trainer makes some of the rows; reduce it before the update "
-                "reads it (a mean, a count), or take dtrans.nccl2 or dtrans.sharding, whose trainers have all rows"
+                f"the update of {step.program.name} reads {a.aval.str_short()} with the rows of "
+                "the batch "
+                f"({source_line(given, n)}), and each trainer makes some of the rows; reduce it "
+                "before the update "
+                "reads it (a mean, a count), or take dtrans.nccl2 or dtrans.sharding, whose "
+                "trainers have all rows"
             )
     return numbers_of_size(given, other)
 
@@ -314,21 +365,30 @@ def local_note(step: Cut, batch: Batch, trainers: int) -> str:
     """What a plan says whose trainers take the step on their parts alone."""
     try:
         return share(step.with_reported(), batch, trainers, TRAINERS).local_note
-    except BatchError as e:  # of arrays that `plan.on_mesh(unsplit_inputs=...)` gives whole: the plan cannot know
-        return f"local: numbers are of each part alone, and averaged; one device's are not looked at: {e}"
+    except (
+        BatchError
+    ) as e:  # of arrays that `plan.on_mesh(unsplit_inputs=...)` gives whole: the plan cannot know
+        return (
+            "local: numbers are of each part alone, and averaged; one device's are not looked "
+            f"at: {e}"
+        )
 
 
 def refuse_exit(on_trainer_exit: str, shared: SharedStep) -> Literal["error"]:
-    """How a job goes on without a trainer that left, where the step is of the batch of all: it ends."""
+    """How a job goes on without a trainer that left, where the step is of the batch of all: it
+    ends."""
     if on_trainer_exit == "paddle":
         raise ConfigError(
-            f"on_trainer_exit='paddle': the step has values of the whole batch ({shared.reason}), which nobody has "
+            f"on_trainer_exit='paddle': the step has values of the whole batch ({shared.reason}), "
+            "which nobody has "
             "without the trainer that left; leave it out, or say batch='local'"
         )
     return "error"
 
 
-def check_arguments(step: Cut, parts: Sequence[str] | None, batch: Batch, trainers: int, on_trainer_exit: str) -> None:
+def check_arguments(
+    step: Cut, parts: Sequence[str] | None, batch: Batch, trainers: int, on_trainer_exit: str
+) -> None:
     """Refuse updates that read arguments whose parts differ between trainers.
 
     Args:
@@ -338,7 +398,8 @@ def check_arguments(step: Cut, parts: Sequence[str] | None, batch: Batch, traine
         return
     if on_trainer_exit == "paddle":
         raise ConfigError(
-            f"on_trainer_exit='paddle': {step.arguments[0]}, which the update reads, would count as zero of a trainer "
+            f"on_trainer_exit='paddle': {step.arguments[0]}, which the update reads, would count "
+            "as zero of a trainer "
             "that left; say on_trainer_exit='drop'"
         )
     left = step if parts is None else hand_over(step, parts)
@@ -349,17 +410,22 @@ def check_arguments(step: Cut, parts: Sequence[str] | None, batch: Batch, traine
 
 
 def refuse_exchange_in_update(step: Cut) -> None:
-    """Refuse an update that reads what trainers make in parts, as random numbers with the rows of the batch."""
+    """Refuse an update that reads what trainers make in parts, as random numbers with the rows of
+    the batch."""
     eqns = step.optimize.eqns
-    parts = [e for e in eqns if is_communication(e) or any(map(_exchanges, jaxprs_in_params(e.params)))]
+    parts = [
+        e for e in eqns if is_communication(e) or any(map(_exchanges, jaxprs_in_params(e.params)))
+    ]
     if not parts:
         return
     behind = propagate(eqns, {v: 1 for e in parts for v in e.outvars}, {})
     readers = [e for e in eqns if any(isinstance(a, Var) and behind.get(a) for a in e.invars)]
     where = next(filter(None, map(line_of, [*parts, *readers])), "an unknown line")
     raise GradientError(
-        f"the update of {step.program.name} reads values with the rows of the batch ({where}), of which each trainer "
-        "makes its own rows; dtrans.nccl2 and dtrans.sharding take such a step, or say batch='local', which makes "
+        f"the update of {step.program.name} reads values with the rows of the batch ({where}), of "
+        "which each trainer "
+        "makes its own rows; dtrans.nccl2 and dtrans.sharding take such a step, or say "
+        "batch='local', which makes "
         "them of each part alone"
     )
 
@@ -369,16 +435,21 @@ def _exchanges(body: Any) -> bool:
     return any(map(is_communication, equations(body)))
 
 
-def trainer_comm(step: Cut, trainers: int, mode: Sync | Async | HalfAsync, batch: Batch) -> TrainerCommConfig:
+def trainer_comm(
+    step: Cut, trainers: int, mode: Sync | Async | HalfAsync, batch: Batch
+) -> TrainerCommConfig:
     """How the trainers of this step talk to servers."""
     averages = averages_of(step, batch.merge)
     if isinstance(mode, Sync):
-        return TrainerCommConfig(trainers, sync_mode=True, runtime_split=mode.runtime_split, averages=averages)
+        return TrainerCommConfig(
+            trainers, sync_mode=True, runtime_split=mode.runtime_split, averages=averages
+        )
     queue = None if mode.communicator is None else queue_of(step, mode.communicator)
     return TrainerCommConfig(
         trainers,
         sync_mode=False,
-        runtime_split=queue is not None,  # whole gradients wait in the queue, and are cut when they are sent
+        runtime_split=queue
+        is not None,  # whole gradients wait in the queue, and are cut when they are sent
         half_async=isinstance(mode, HalfAsync),
         communicator=queue,
         averages=averages,
@@ -397,14 +468,17 @@ def check_step(step: Cut, comm: TrainerCommConfig, on_trainer_exit: str) -> None
     """Refuse steps that trainers and servers cannot share."""
     if comm.averages and on_trainer_exit == "paddle":
         raise ConfigError(
-            f"on_trainer_exit='paddle' with merge: {comm.averages[0]} of a trainer that left would count as zero in "
+            f"on_trainer_exit='paddle' with merge: {comm.averages[0]} of a trainer that left would "
+            "count as zero in "
             "the mean; say on_trainer_exit='drop'"
         )
     refuse_nested(step, comm.gradients_per_update)
     if step.from_gradients and comm.gradients_per_update > 1:
         raise GradientError(
-            f"{step.from_gradients[0]} is computed from gradients; with {comm.trainers} trainers each would compute it "
-            "from its own, not from their mean, which only the servers have. Leave it out of the step's results"
+            f"{step.from_gradients[0]} is computed from gradients; with {comm.trainers} trainers "
+            "each would compute it "
+            "from its own, not from their mean, which only the servers have. Leave it out of the "
+            "step's results"
         )
 
 
@@ -415,7 +489,11 @@ def compensation(
     if isinstance(mode, Sync) or mode.delay is None:
         return None
     return functools.partial(
-        compensated, trainers=comm.trainers, how=mode.delay, leaves=step.params, averages=comm.averages
+        compensated,
+        trainers=comm.trainers,
+        how=mode.delay,
+        leaves=step.params,
+        averages=comm.averages,
     )
 
 
@@ -426,12 +504,15 @@ def check_async(servers: Mapping[str, ServerPrograms]) -> None:
         blocks = serve.params["optimize_blocks"]
         if any(x.level or x.role == DIST for x in blocks):
             raise ConfigError(
-                "the optimizer reduces over rows of several blocks (a norm of all, or whether all are finite), which "
-                "takes the gradients of a whole step: it is for synchronous updates; or clip by value"
+                "the optimizer reduces over rows of several blocks (a norm of all, or whether all "
+                "are finite), which "
+                "takes the gradients of a whole step: it is for synchronous updates; or clip by "
+                "value"
             )
         if blocks and not serve.params["grad_to_block_id"]:
             held = ", ".join(serve.params["param_names"])
             raise ConfigError(
-                f"pserver {endpoint} updates {held} without a gradient, and would not know when in asynchronous modes; "
+                f"pserver {endpoint} updates {held} without a gradient, and would not know when in "
+                "asynchronous modes; "
                 "update synchronously, or use fewer pservers"
             )

@@ -1,36 +1,40 @@
 """Which stage of a pipeline each equation of a forward pass runs on.
 
-The equations are put in a row, and the row is cut (`dtrans.pipeline_parallel.balance`). The row is the program's own
-order, but for what a program may make long before it is needed: a cast or a reshape of a parameter, and whatever
-depends on no micro-batch (masks, `iota`), stand right before what reads them first. Otherwise casting all parameters at
-the top would put all of them on the first stage. The same is tried with all elementwise work on inputs alone, and kept
-where the slowest stage gets faster by it.
+The equations are put in a row, and the row is cut (`dtrans.pipeline_parallel.balance`). The row is
+the program's own order, but for what a program may make long before it is needed: a cast or a
+reshape of a parameter, and whatever depends on no micro-batch (masks, `iota`), stand right before
+what reads them first. Otherwise casting all parameters at the top would put all of them on the
+first stage. The same is tried with all elementwise work on inputs alone, and kept where the slowest
+stage gets faster by it.
 
-A stage costs its floating-point operations, and `flops_per_byte` for each byte that it sends on: all values that were
-made before the cut and are read after it, also those that a stage only hands on (skip connections), each once. Inputs
-cross for free, since they are where they are read, and so do values that depend on no micro-batch, which are made
-there. Results need not be carried either: they stay where they are made. Every stage has at least one equation that
-costs something, if there are as many; what costs nothing is on the side of the cut where less crosses, else with its
-readers.
+A stage costs its floating-point operations, and `flops_per_byte` for each byte that it sends on:
+all values that were made before the cut and are read after it, also those that a stage only hands
+on (skip connections), each once. Inputs cross for free, since they are where they are read, and so
+do values that depend on no micro-batch, which are made there. Results need not be carried either:
+they stay where they are made. Every stage has at least one equation that costs something, if there
+are as many; what costs nothing is on the side of the cut where less crosses, else with its readers.
 
 Policies:
 
   BALANCE_FLOPS    the slowest stage is as fast as cuts between equations allow, sending included. Exact. Where sending
                    is dear a stage may be left with next to no work.
-  REPEATED_LAYERS  repeated blocks (`dtrans.pipeline_parallel.repeated_blocks`), the same number on each stage; what
-                   comes before them is on the first stage, what comes after on the last. EPL's rule; an error if none
-                   fit.
+  REPEATED_LAYERS  repeated blocks (`dtrans.pipeline_parallel.repeated_blocks`), the same number on
+                   each stage; what comes before them is on the first stage, what comes after on the
+                   last. EPL's rule; an error if none fit.
   BALANCE_OP_NUM   the same number of equations. EPL's rule, without the stages that it loses.
   HEURISTIC        the default. The operations of stages are balanced; of the cuts near balance those that send the
-                   fewest bytes (`dtrans.pipeline_parallel.balance.balanced`), so that no stage is left with nothing.
-                   Repeated blocks stay whole where no stage does more than `SLACK` times as much work so; if their
-                   number is a multiple of the stages, and they cost about the same, as with REPEATED_LAYERS.
+                   fewest bytes (`dtrans.pipeline_parallel.balance.balanced`), so that no stage is
+                   left with nothing. Repeated blocks stay whole where no stage does more than
+                   `SLACK` times as much work so; if their number is a multiple of the stages, and
+                   they cost about the same, as with REPEATED_LAYERS.
 
-EPL has no model of cost, and keeps blocks whole only where their number is a multiple (epl/parallel/planner.py).
+EPL has no model of cost, and keeps blocks whole only where their number is a multiple
+(epl/parallel/planner.py).
 
-Scopes of the user (`dtrans.step.scopes`) come before all policies. An equation outside of them goes by EPL's rule of
-minimum and maximum: no stage before that of what it reads, none after that of what reads it, and in between the stage
-of the last scope before it. What is made of inputs alone goes to the first stage that reads it.
+Scopes of the user (`dtrans.step.scopes`) come before all policies. An equation outside of them goes
+by EPL's rule of minimum and maximum: no stage before that of what it reads, none after that of what
+reads it, and in between the stage of the last scope before it. What is made of inputs alone goes to
+the first stage that reads it.
 """
 
 from __future__ import annotations
@@ -44,15 +48,21 @@ from dtrans._jax import ClosedJaxpr, JaxprEqn, Var, facts_of, jaxprs_in_params
 from dtrans.errors import ConfigError
 from dtrans.ir.cost import flops, nbytes
 from dtrans.ir.dataflow import propagate
-from dtrans.pipeline_parallel.balance import SLACK, balanced, contiguous, part_of_each, partition_balance
+from dtrans.pipeline_parallel.balance import (
+    SLACK,
+    balanced,
+    contiguous,
+    part_of_each,
+    partition_balance,
+)
 from dtrans.pipeline_parallel.repeated_blocks import Blocks, repeated_blocks
 from dtrans.step.scopes import Scope, scopes_of
 
 
 POLICIES = ("HEURISTIC", "REPEATED_LAYERS", "BALANCE_FLOPS", "BALANCE_OP_NUM")
 
-# Operations that a device does in the time that one byte takes to the next: 100 Gflop/s over 10 GB/s. An accelerator on
-# a fast link has several hundred.
+# Operations that a device does in the time that one byte takes to the next: 100 Gflop/s over 10
+# GB/s. An accelerator on a fast link has several hundred.
 FLOPS_PER_BYTE = 10.0
 
 
@@ -79,19 +89,23 @@ def stages_of(
     flops_per_byte: float = FLOPS_PER_BYTE,
     batch: Collection[Var] | None = None,
 ) -> tuple[int, ...]:
-    """The stage of each top-level equation of a forward pass; never before the stage of what makes its operands.
+    """The stage of each top-level equation of a forward pass; never before the stage of what makes
+    its operands.
 
     Args:
-      forward: the loss function, not differentiated, its calls inlined (`dtrans.ir.inline.inline_calls`).
+      forward: the loss function, not differentiated, its calls inlined
+        (`dtrans.ir.inline.inline_calls`).
       num_stages: how many stages; each gets at least one equation.
       policy: one of `POLICIES`. None: as the user's scopes say if there are any, else HEURISTIC.
-      flops_per_byte: floating-point operations that a device does in the time in which one byte goes to the next.
-      batch: the inputs that each micro-batch has its own of; what depends on none of them is made wherever it is read.
-        None: all inputs.
+      flops_per_byte: floating-point operations that a device does in the time in which one byte
+        goes to the next.
+      batch: the inputs that each micro-batch has its own of; what depends on none of them is made
+        wherever it is read. None: all inputs.
 
     Raises:
-      ConfigError: there are more stages than equations; the policy is unknown, or finds no blocks that fit; scopes are
-        as many as other stages than asked for, contradict what depends on what, or are given beside a policy.
+      ConfigError: there are more stages than equations; the policy is unknown, or finds no blocks
+        that fit; scopes are as many as other stages than asked for, contradict what depends on
+        what, or are given beside a policy.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -114,23 +128,37 @@ def stages_of(
     if by_scope is not None:
         count = max(by_scope) + 1
         if count != num_stages:
-            raise ConfigError(f"num_stages={num_stages}, and the model has {count} scopes, each of them a stage")
+            raise ConfigError(
+                f"num_stages={num_stages}, and the model has {count} scopes, each of them a stage"
+            )
         if policy is not None:
-            raise ConfigError(f"policy={policy!r} beside {count} scopes in the model, which say what the stages are")
+            raise ConfigError(
+                f"policy={policy!r} beside {count} scopes in the model, which say what the stages "
+                "are"
+            )
         return by_scope
     if len(eqns) < num_stages:
-        raise ConfigError(f"num_stages={num_stages}, and the step's forward pass has only {len(eqns)} equations")
+        raise ConfigError(
+            f"num_stages={num_stages}, and the step's forward pass has only {len(eqns)} equations"
+        )
 
     costs = [flops(eqn) for eqn in eqns]
     if policy == "BALANCE_OP_NUM":
         return part_of_each(partition_balance([1] * len(eqns), num_stages), len(eqns))
-    rows = [_Row(forward, costs, order, flops_per_byte, batch) for order in _orders(forward, costs, batch)]
+    rows = [
+        _Row(forward, costs, order, flops_per_byte, batch)
+        for order in _orders(forward, costs, batch)
+    ]
     rule = balanced if policy in (None, "HEURISTIC") else contiguous
     cuts = [(row, row.cut(num_stages, rule)) for row in rows]
     row, best = min(cuts, key=lambda cut: cut[0].slowest(cut[1]))
     if policy == "BALANCE_FLOPS":
         return row.stages(best)
-    return row.stages(_repeated(row, num_stages) if policy == "REPEATED_LAYERS" else _heuristic(row, num_stages, best))
+    return row.stages(
+        _repeated(row, num_stages)
+        if policy == "REPEATED_LAYERS"
+        else _heuristic(row, num_stages, best)
+    )
 
 
 def stage_costs(
@@ -163,7 +191,10 @@ def stage_costs(
         for s in range(stage.get(v, count), last.get(v, 0)):
             sends[s] += nbytes(v.aval)
     mine = [[e for e, s in zip(eqns, stage_of, strict=True) if s == k] for k in range(count)]
-    return tuple(StageCost(len(own), sum(map(flops, own)), sent) for own, sent in zip(mine, sends, strict=True))
+    return tuple(
+        StageCost(len(own), sum(map(flops, own)), sent)
+        for own, sent in zip(mine, sends, strict=True)
+    )
 
 
 Rule: TypeAlias = Callable[[Sequence[float], Sequence[float], int], tuple[int, ...]]
@@ -224,12 +255,18 @@ class _Row:
           whole: blocks that are not cut into.
         """
         inside = range(whole.starts[0] + 1, whole.stop) if whole else range(0)
-        places = [i for i in range(len(self.order)) if i not in inside or (whole and i in whole.starts)]
-        costs = [sum(self.costs[a:b]) for a, b in zip(places, [*places[1:], len(self.order)], strict=True)]
+        places = [
+            i for i in range(len(self.order)) if i not in inside or (whole and i in whole.starts)
+        ]
+        costs = [
+            sum(self.costs[a:b])
+            for a, b in zip(places, [*places[1:], len(self.order)], strict=True)
+        ]
         dear = [k for k, cost in enumerate(costs) if cost > 0]
         if len(dear) < parts:
             return tuple(places[k] for k in rule(costs, [self.crossing[i] for i in places], parts))
-        # between two units that cost something one cut is enough: where the least crosses, the earliest of these
+        # between two units that cost something one cut is enough: where the least crosses, the
+        # earliest of these
         between = [[0], *(places[a + 1 : b + 1] for a, b in itertools.pairwise(dear))]
         best = [min(gap, key=lambda i: (self.crossing[i], i)) for gap in between]
         starts = rule([costs[k] for k in dear], [self.crossing[i] for i in best], parts)
@@ -246,11 +283,16 @@ def _of_batch(forward: ClosedJaxpr, batch: Collection[Var] | None) -> set[Var]:
     return set(propagate(forward.jaxpr.eqns, dict.fromkeys(inputs, 1), {}))
 
 
-def _orders(forward: ClosedJaxpr, costs: Sequence[int], batch: Collection[Var] | None) -> list[list[int]]:
+def _orders(
+    forward: ClosedJaxpr, costs: Sequence[int], batch: Collection[Var] | None
+) -> list[list[int]]:
     """Orders of the equations to choose from; each respects what depends on what."""
     eqns = forward.jaxpr.eqns
     dependent = _of_batch(forward, batch)
-    free = [c == 0 or not any(a in dependent for a in _reads(e)) for e, c in zip(eqns, costs, strict=True)]
+    free = [
+        c == 0 or not any(a in dependent for a in _reads(e))
+        for e, c in zip(eqns, costs, strict=True)
+    ]
     plain = [facts_of(e).flops != "product" and not any(jaxprs_in_params(e.params)) for e in eqns]
     late = _late(eqns, free)
     later = _late(eqns, [a or b for a, b in zip(free, plain, strict=True)])
@@ -258,7 +300,8 @@ def _orders(forward: ClosedJaxpr, costs: Sequence[int], batch: Collection[Var] |
 
 
 def _late(eqns: Sequence[JaxprEqn], movable: Sequence[bool]) -> list[int]:
-    """An order in which movable equations that read only inputs, or each other, are next to their first reader."""
+    """An order in which movable equations that read only inputs, or each other, are next to their
+    first reader."""
     made_of = {v: i for i, e in enumerate(eqns) for v in e.outvars}
     operands = [[made_of[a] for a in _reads(e) if a in made_of] for e in eqns]
     moved: list[bool] = []
@@ -301,10 +344,17 @@ def _repeated(row: _Row, parts: int) -> tuple[int, ...]:
     for blocks in found:
         if len(blocks) % parts == 0:
             return _even(blocks, parts)
-    counts = sorted({len(b) for b in repeated_blocks(row.eqns, row.costs, row.crossing)}, reverse=True)
-    there = f"there are rows of {', '.join(map(str, counts))} blocks" if counts else "no equations or scopes repeat"
+    counts = sorted(
+        {len(b) for b in repeated_blocks(row.eqns, row.costs, row.crossing)}, reverse=True
+    )
+    there = (
+        f"there are rows of {', '.join(map(str, counts))} blocks"
+        if counts
+        else "no equations or scopes repeat"
+    )
     raise ConfigError(
-        f"policy='REPEATED_LAYERS' needs a number of repeated blocks that is a multiple of num_stages={parts}; {there}"
+        "policy='REPEATED_LAYERS' needs a number of repeated blocks that is a multiple of "
+        f"num_stages={parts}; {there}"
     )
 
 
@@ -312,9 +362,11 @@ def _repeated(row: _Row, parts: int) -> tuple[int, ...]:
 
 
 def scoped_stages(forward: ClosedJaxpr) -> tuple[int, ...] | None:
-    """The stage of each equation, from the scopes of the user; None if there is no `replicate` scope.
+    """The stage of each equation, from the scopes of the user; None if there is no `replicate`
+    scope.
 
-    Stages are the scopes in the order in which they first appear. `split` scopes beside `replicate` scopes are stages.
+    Stages are the scopes in the order in which they first appear. `split` scopes beside `replicate`
+    scopes are stages.
 
     Raises:
       ConfigError: what is in one scope is read in an earlier one; scopes are in each other.
@@ -352,7 +404,9 @@ def scoped_stages(forward: ClosedJaxpr) -> tuple[int, ...] | None:
         first[i] = min((readers[v] for v in eqns[i].outvars if v in readers), default=len(named))
         own = fixed[i]
         bound = first[i] if own is None else own
-        readers |= {a: min(bound, readers.get(a, bound)) for a in eqns[i].invars if isinstance(a, Var)}
+        readers |= {
+            a: min(bound, readers.get(a, bound)) for a in eqns[i].invars if isinstance(a, Var)
+        }
 
     stage: dict[Var, int] = {}
     of_scope: set[Var] = set()
@@ -376,14 +430,18 @@ def scoped_stages(forward: ClosedJaxpr) -> tuple[int, ...] | None:
     return tuple(made)
 
 
-def _check_order(eqns: Sequence[JaxprEqn], fixed: Sequence[int | None], named: Sequence[Scope]) -> None:
+def _check_order(
+    eqns: Sequence[JaxprEqn], fixed: Sequence[int | None], named: Sequence[Scope]
+) -> None:
     """Refuse scopes that read what a later one makes."""
     reached: dict[Var, int] = {}
     for eqn, own in zip(eqns, fixed, strict=True):
         latest = max((reached.get(a, -1) for a in _reads(eqn)), default=-1)
         if own is not None and latest > own:
             raise ConfigError(
-                f"{eqn.primitive.name} in {named[own]} reads what {named[latest]} makes, which begins after it: no "
-                "stage can read from a later one. Enter the scopes in the order in which values go through them"
+                f"{eqn.primitive.name} in {named[own]} reads what {named[latest]} makes, which "
+                "begins after it: no "
+                "stage can read from a later one. Enter the scopes in the order in which values go "
+                "through them"
             )
         reached |= dict.fromkeys(eqn.outvars, max(latest, -1 if own is None else own))

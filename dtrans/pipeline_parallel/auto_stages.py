@@ -1,8 +1,9 @@
 """How many stages, where that is left open: `num_stages="auto"`.
 
-Scopes of the user say it. Without, it is the number with which a step is fastest, by the costs that stages are cut by
-and by the schedule: more stages have less work each, and longer ramps at both ends. Of numbers that are about as fast
-(`balance.SLACK`) it is the least, since each stage takes a device.
+Scopes of the user say it. Without, it is the number with which a step is fastest, by the costs that
+stages are cut by and by the schedule: more stages have less work each, and longer ramps at both
+ends. Of numbers that are about as fast (`balance.SLACK`) it is the least, since each stage takes a
+device.
 """
 
 from __future__ import annotations
@@ -34,16 +35,22 @@ def auto_stages(forward: ForwardPass, o: PipelineOptions) -> tuple[PipelineOptio
     """
     if loops_of(forward):
         forward, _ = turned(forward, single_turns(forward))
-    timetable = lambda n: schedule(o.schedule, n, o.num_micro_batch, o.chunks if o.chunks > 1 else None)
+    timetable = lambda n: schedule(
+        o.schedule, n, o.num_micro_batch, o.chunks if o.chunks > 1 else None
+    )
     by_scope = scoped_stages(forward.jaxpr)
     if by_scope is not None:
         count = max(by_scope) + 1
         if count % o.chunks:
-            raise ConfigError(f"num_stages='auto': the model has {count} scopes, which chunks={o.chunks} do not divide")
+            raise ConfigError(
+                f"num_stages='auto': the model has {count} scopes, which chunks={o.chunks} do not "
+                "divide"
+            )
         found = count // o.chunks
     elif o.stages.policy == "REPEATED_LAYERS":
         raise ConfigError(
-            "num_stages='auto' and policy='REPEATED_LAYERS', which needs to know how many stages share the layers: say "
+            "num_stages='auto' and policy='REPEATED_LAYERS', which needs to know how many stages "
+            "share the layers: say "
             "the number, or leave the policy out, which keeps layers whole where it can"
         )
     else:
@@ -68,7 +75,11 @@ def _makespan(forward: ForwardPass, o: PipelineOptions, timetable: Schedule) -> 
     """How long a step takes, in the operations that a device does meanwhile."""
     rate, batch = o.stages.flops_per_byte, forward.of_micro_batches
     stage_of = stages_of(
-        forward.jaxpr, timetable.num_model_stages, policy=o.stages.policy, flops_per_byte=rate, batch=batch
+        forward.jaxpr,
+        timetable.num_model_stages,
+        policy=o.stages.policy,
+        flops_per_byte=rate,
+        batch=batch,
     )
     work = [c.flops + rate * c.sends for c in stage_costs(forward.jaxpr, stage_of, batch)]
     return float(timetable.makespan(work, [2 * x for x in work], work))

@@ -1,9 +1,10 @@
 """Cuts of a row of units into consecutive parts: two exact answers, and EPL's balance of op counts.
 
 Everything here is about numbers alone; what the units are, and what crosses between them, is for
-`dtrans.pipeline_parallel.assign_stages` to say. All functions answer with where the parts start: `(0, 3, 5)` are the
-units 0 to 2, 3 to 4, and 5 to the end. They give exactly as many parts as asked for, none of them empty, or an error:
-EPL's original loses stages silently (six equal units in four stages become three), and leaves a device idle.
+`dtrans.pipeline_parallel.assign_stages` to say. All functions answer with where the parts start:
+`(0, 3, 5)` are the units 0 to 2, 3 to 4, and 5 to the end. They give exactly as many parts as asked
+for, none of them empty, or an error: EPL's original loses stages silently (six equal units in four
+stages become three), and leaves a device idle.
 """
 
 from __future__ import annotations
@@ -22,16 +23,18 @@ SLACK = 1.1  # how much slower than need be a part may be, if something else is 
 
 
 def contiguous(costs: Sequence[float], crossing: Sequence[float], parts: int) -> tuple[int, ...]:
-    """Cut a row of units into parts so that the slowest part is as fast as it can be. Exact, O(parts * units^2).
+    """Cut a row of units into parts so that the slowest part is as fast as it can be. Exact,
+    O(parts * units^2).
 
-    The part of units i to j - 1 costs `sum(costs[i:j]) + crossing[j]`: its work, and what it sends to the next. Of
-    several best answers it is one with the least crossing in all, of those the evenest (least sum of squares of the
-    work of a part), of those the one that cuts earliest from the back.
+    The part of units i to j - 1 costs `sum(costs[i:j]) + crossing[j]`: its work, and what it sends
+    to the next. Of several best answers it is one with the least crossing in all, of those the
+    evenest (least sum of squares of the work of a part), of those the one that cuts earliest from
+    the back.
 
     Args:
       costs: of each unit; none is negative.
-      crossing: `crossing[j]` is the cost of a cut in front of unit j. As long as `costs`; the first is not used, and
-        nothing crosses at the end.
+      crossing: `crossing[j]` is the cost of a cut in front of unit j. As long as `costs`; the first
+        is not used, and nothing crosses at the end.
       parts: how many.
 
     Returns:
@@ -56,11 +59,13 @@ def contiguous(costs: Sequence[float], crossing: Sequence[float], parts: int) ->
 
 
 def balanced(costs: Sequence[float], crossing: Sequence[float], parts: int) -> tuple[int, ...]:
-    """Cut a row of units where the least crosses, of the cuts that leave the work near balance. Exact.
+    """Cut a row of units where the least crosses, of the cuts that leave the work near balance.
+    Exact.
 
-    Near balance is a cut of which no part does more than `SLACK` times the work that the slowest part has to do, and
-    none less than half of what the least can have beside that. Of several best answers it is one whose parts begin with
-    the dearest units (a layer begins with its product), of those the evenest.
+    Near balance is a cut of which no part does more than `SLACK` times the work that the slowest
+    part has to do, and none less than half of what the least can have beside that. Of several best
+    answers it is one whose parts begin with the dearest units (a layer begins with its product), of
+    those the evenest.
 
     Args, errors and what it returns are those of `contiguous`.
 
@@ -77,7 +82,14 @@ def balanced(costs: Sequence[float], crossing: Sequence[float], parts: int) -> t
     within = lambda stop: np.where(work(stop) <= most, work(stop), -np.inf)
     least = _extreme(units, parts, within, np.maximum, np.minimum, -np.inf) / 2
     fits = lambda stop: (work(stop) <= most) & (work(stop) >= least)
-    return _best(units, parts, fits, lambda stop: sent[stop], lambda stop: dearest[:stop], lambda stop: work(stop) ** 2)
+    return _best(
+        units,
+        parts,
+        fits,
+        lambda stop: sent[stop],
+        lambda stop: dearest[:stop],
+        lambda stop: work(stop) ** 2,
+    )
 
 
 def _sent(costs: Sequence[float], crossing: Sequence[float]) -> Any:
@@ -97,7 +109,9 @@ def _work(costs: Sequence[float]) -> Callable[[int], Any]:
     return lambda stop: done[stop] - done[:stop]
 
 
-def _extreme(units: int, parts: int, cost: Callable[[int], Any], best: Any, worst: Any, none: float) -> float:
+def _extreme(
+    units: int, parts: int, cost: Callable[[int], Any], best: Any, worst: Any, none: float
+) -> float:
     """The cost of the worst part, of cuts into so many parts in which that is the best.
 
     Args:
@@ -115,8 +129,11 @@ def _extreme(units: int, parts: int, cost: Callable[[int], Any], best: Any, wors
     return float(found[units])
 
 
-def _best(units: int, parts: int, fits: Callable[[int], Any], *keys: Callable[[int], Any]) -> tuple[int, ...]:
-    """Where parts start, of cuts in which all parts fit: the least sum of the first key over parts, then of the next.
+def _best(
+    units: int, parts: int, fits: Callable[[int], Any], *keys: Callable[[int], Any]
+) -> tuple[int, ...]:
+    """Where parts start, of cuts in which all parts fit: the least sum of the first key over parts,
+    then of the next.
 
     Args:
       fits: whether the parts that end at a place may be, by where they start.
@@ -135,7 +152,9 @@ def _best(units: int, parts: int, fits: Callable[[int], Any], *keys: Callable[[i
                 sums = (total[:stop] + key(stop))[left]
                 left = left[sums == sums.min()]
             came_from[part, stop] = left[0]
-            now[:, stop] = [(total[:stop] + key(stop))[left[0]] for key, total in zip(keys, totals, strict=True)]
+            now[:, stop] = [
+                (total[:stop] + key(stop))[left[0]] for key, total in zip(keys, totals, strict=True)
+            ]
         totals = now
     starts = [units]
     for part in reversed(range(parts)):
@@ -144,11 +163,12 @@ def _best(units: int, parts: int, fits: Callable[[int], Any], *keys: Callable[[i
 
 
 def partition_balance(weights: Sequence[int], parts: int) -> tuple[int, ...]:
-    """EPL's balance of op counts: fill parts one after the other, up to the smallest size for which they are enough.
+    """EPL's balance of op counts: fill parts one after the other, up to the smallest size for which
+    they are enough.
 
-    A part is closed early where only as many units are left as parts: EPL does not, and gives fewer parts than asked
-    for. EPL also scales weights to 0..100 first, which rounds; these are taken as they are.
-    (epl/parallel/partitioner.py, `partition_balance`)
+    A part is closed early where only as many units are left as parts: EPL does not, and gives fewer
+    parts than asked for. EPL also scales weights to 0..100 first, which rounds; these are taken as
+    they are. (epl/parallel/partitioner.py, `partition_balance`)
 
     Raises:
       ConfigError: there are fewer units than parts, or a weight is negative.
@@ -191,7 +211,9 @@ def part_of_each(starts: Sequence[int], units: int) -> tuple[int, ...]:
       (0, 0, 0, 1, 1, 2)
     """
     return tuple(
-        part for part, (start, stop) in enumerate(itertools.pairwise([*starts, units])) for _ in range(stop - start)
+        part
+        for part, (start, stop) in enumerate(itertools.pairwise([*starts, units]))
+        for _ in range(stop - start)
     )
 
 
@@ -199,6 +221,8 @@ def _check(costs: Sequence[float], parts: int) -> None:
     if parts < 1:
         raise ConfigError(f"{parts} parts: there must be one at least")
     if len(costs) < parts:
-        raise ConfigError(f"{len(costs)} units cannot be cut into {parts} parts, none of them empty")
+        raise ConfigError(
+            f"{len(costs)} units cannot be cut into {parts} parts, none of them empty"
+        )
     if any(not math.isfinite(c) or c < 0 for c in costs):
         raise ConfigError("a unit has a cost that is negative or not finite")

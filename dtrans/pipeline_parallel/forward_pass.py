@@ -1,11 +1,12 @@
-"""What every micro-batch goes through: the loss function of a step, laid out as one list of equations.
+"""What every micro-batch goes through: the loss function of a step, laid out as one list of
+equations.
 
     prelude    what the step makes before its loss: a key that is split, parameters in another type
     eqns       the loss function, and what the step makes of its results
     diff       the values that the loss is differentiated by, and whose gradients they are
 
-The values of `eqns` are cut into stages; the prelude is made again in each stage that reads of it. Nothing here is
-differentiated yet.
+The values of `eqns` are cut into stages; the prelude is made again in each stage that reads of it.
+Nothing here is differentiated yet.
 """
 
 from __future__ import annotations
@@ -13,7 +14,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from dtrans._jax import Atom, ClosedJaxpr, HoldsJaxpr, JaxprEqn, Var, closed, closed_with, constants, opened
+from dtrans._jax import (
+    Atom,
+    ClosedJaxpr,
+    HoldsJaxpr,
+    JaxprEqn,
+    Var,
+    closed,
+    closed_with,
+    constants,
+    opened,
+)
 from dtrans.errors import GradientError
 from dtrans.ir.builder import Builder, read_from
 from dtrans.ir.dataflow import backward_slice, propagate
@@ -31,12 +42,15 @@ class ForwardPass(HoldsJaxpr):
 
     Attributes:
       step: the step, captured (`dtrans.step.capture`) and cut.
-      jaxpr: inputs are the variables of `diff`, then those of `given`; outputs are the loss, then `results`.
+      jaxpr: inputs are the variables of `diff`, then those of `given`; outputs are the loss, then
+        `results`.
       diff: what the loss is differentiated by, to the leaf whose gradient that is.
-      given: each input of `jaxpr`, to the value of the step that it is: an input, or made by the prelude.
+      given: each input of `jaxpr`, to the value of the step that it is: an input, or made by the
+        prelude.
       prelude: equations of the step that make what inputs are given.
       loss: the value whose derivative is taken.
-      results: the results of the step that are made here, state that is (batch statistics), and summaries, by name.
+      results: the results of the step that are made here, state that is (batch statistics), and
+        summaries, by name.
       summaries: what the step shows (`dtrans.summary`); the values are results, by `summary_name`.
       collected: result, or summary, to the collection that it is in (`dtrans.collect`).
     """
@@ -54,7 +68,9 @@ class ForwardPass(HoldsJaxpr):
     def before(self, b: Builder, wanted: Sequence[Atom], inputs: Mapping[Var, Atom]) -> list[Atom]:
         """Write what the prelude makes of the step's inputs."""
         eqns = opened(self.prelude).eqns
-        return b.inline_part(self.prelude, inputs, [eqns[i] for i in backward_slice(eqns, wanted)[0]], wanted)
+        return b.inline_part(
+            self.prelude, inputs, [eqns[i] for i in backward_slice(eqns, wanted)[0]], wanted
+        )
 
     @property
     def of_micro_batches(self) -> list[Var]:
@@ -62,7 +78,8 @@ class ForwardPass(HoldsJaxpr):
         return [v for v, a in self.given.items() if not self.of_state(a)]
 
     def of_state(self, value: Atom) -> bool:
-        """Whether a value of the prelude is the same for all micro-batches: made of state, or of nothing."""
+        """Whether a value of the prelude is the same for all micro-batches: made of state, or of
+        nothing."""
         return all(n not in self.step.batch for n in self.inputs_of([value]))
 
     def inputs_of(self, wanted: Sequence[Atom]) -> list[str]:
@@ -99,8 +116,15 @@ def forward_pass(step: Cut) -> ForwardPass:
     # what the step makes of the loss's results reads them under the names they have inside
     env: dict[Var, Atom] = dict(zip(eqn.outvars[:count], opened(body).outvars, strict=True))
     after = propagate(inner.eqns, dict.fromkeys(eqn.outvars, 1), {})
-    late = [i for i in kept if i != at and (any(after.get(v) for v in inner.eqns[i].outvars) or i in observers)]
-    eqns = [*opened(body).eqns, *(inner.eqns[i].replace(invars=read_from(env, inner.eqns[i].invars)) for i in late)]
+    late = [
+        i
+        for i in kept
+        if i != at and (any(after.get(v) for v in inner.eqns[i].outvars) or i in observers)
+    ]
+    eqns = [
+        *opened(body).eqns,
+        *(inner.eqns[i].replace(invars=read_from(env, inner.eqns[i].invars)) for i in late),
+    ]
     shown = summaries(closed([], [], [], [], eqns, body))
     eqns = [e for e in eqns if e.primitive is not summary_p]
     results = dict(zip(names, read_from(env, [outs[n] for n in names]), strict=True))
@@ -119,7 +143,11 @@ def forward_pass(step: Cut) -> ForwardPass:
     loss = opened(body).outvars[0]
     jaxpr = closed(constvars, values, list(given), [loss, *results.values()], eqns, source.jaxpr)
     leaf_of = {v: leaf for leaf, v in step.gradients.items()}
-    diff = {v: leaf_of[g] for v, g in zip(differentiated, eqn.outvars[count:], strict=True) if g in leaf_of}
+    diff = {
+        v: leaf_of[g]
+        for v, g in zip(differentiated, eqn.outvars[count:], strict=True)
+        if g in leaf_of
+    }
     made_before = [a for a in given.values() if isinstance(a, Var)]
     early = backward_slice(inner.eqns, made_before)[0]
     prelude = closed_with(source.jaxpr, outvars=made_before, eqns=[inner.eqns[i] for i in early])
@@ -139,7 +167,11 @@ def summary_name(tag: str) -> str:
 
 
 def _collected(
-    marked: ClosedJaxpr, body: ClosedJaxpr, eqn: JaxprEqn, outs: Mapping[str, Atom], shown: Sequence[Summary]
+    marked: ClosedJaxpr,
+    body: ClosedJaxpr,
+    eqn: JaxprEqn,
+    outs: Mapping[str, Atom],
+    shown: Sequence[Summary],
 ) -> dict[str, str]:
     """The collection of each result and summary that is in one.
 
@@ -168,5 +200,7 @@ def _check(step: Cut, eqn: JaxprEqn, count: int, kept: Sequence[int], at: int) -
     raw = set(eqn.outvars[count:])
     for e in inner.eqns:
         if e.primitive is not mark_p and any(isinstance(a, Var) and a in raw for a in e.invars):
-            raise GradientError(f"{step.program.name} uses gradients that dtrans.value_and_grad did not mark")
+            raise GradientError(
+                f"{step.program.name} uses gradients that dtrans.value_and_grad did not mark"
+            )
     assert inner.eqns[at].primitive is value_and_grad_p and at in kept

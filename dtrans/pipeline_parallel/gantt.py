@@ -1,7 +1,9 @@
-"""Timed tasks of a pipeline, planned or measured, and how they are shown: as tables of ticks, and as Gantt charts.
+"""Timed tasks of a pipeline, planned or measured, and how they are shown: as tables of ticks, and
+as Gantt charts.
 
-A chart has a row for each device and a bar for each task, with the number of its micro-batch where that fits; what
-stays grey is idle. Charts of several plays stand below each other in one picture: the plan, and what really ran.
+A chart has a row for each device and a bar for each task, with the number of its micro-batch where
+that fits; what stays grey is idle. Charts of several plays stand below each other in one picture:
+the plan, and what really ran.
 """
 
 from __future__ import annotations
@@ -22,24 +24,30 @@ if TYPE_CHECKING:
 
 Ticks: TypeAlias = Sequence[Sequence[Task | None]]
 
-# Kind to what it is called and its colours, by chunk, of which the last two are dark. Kinds differ in lightness too,
-# for print and for any eyes.
+# Kind to what it is called and its colours, by chunk, of which the last two are dark. Kinds differ
+# in lightness too, for print and for any eyes.
 KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "F": ("forward", ("#a6d0ec", "#6aaada", "#3478b4", "#1d4a76")),
     "B": ("backward", ("#f7ad69", "#e07f2a", "#b1560f", "#7a3906")),
     "W": ("gradients of weights", ("#dde9a4", "#b4cb62", "#7f972f", "#52641a")),
 }
 _DARK = {colour for _, colours in KINDS.values() for colour in colours[2:]}
-_IDLE, _LINE, _TEXT = "#eeeeee", 120, 7.0  # colour; characters of a line of text; points of the numbers in bars
+_IDLE, _LINE, _TEXT = (
+    "#eeeeee",
+    120,
+    7.0,
+)  # colour; characters of a line of text; points of the numbers in bars
 
 
 # -- tables ----------------------------------------------------------------------------------------
 
 
 def text(title: str, ticks: Ticks) -> str:
-    """The tick table of a schedule; `.` is idle. What is wider than a line of 120 characters goes on below.
+    """The tick table of a schedule; `.` is idle. What is wider than a line of 120 characters goes
+    on below.
 
-    A task is `F3`, of micro-batch 3; where devices have several model stages it is `F3@5`, at model stage 5.
+    A task is `F3`, of micro-batch 3; where devices have several model stages it is `F3@5`, at model
+    stage 5.
 
     Args:
       title: the first line.
@@ -62,7 +70,9 @@ def html(title: str, ticks: Ticks) -> str:
     """The same as HTML, in colours."""
     rows = []
     for device, row in enumerate(ticks):
-        cells = "".join(f"<td style='{_style(ticks, t)}'>{_cell(ticks, t) if t else ''}</td>" for t in row)
+        cells = "".join(
+            f"<td style='{_style(ticks, t)}'>{_cell(ticks, t) if t else ''}</td>" for t in row
+        )
         rows.append(f"<tr><th>device&nbsp;{device}</th>{cells}</tr>")
     return (
         f"<b>{html_escape.escape(title)}</b>"
@@ -112,7 +122,8 @@ def draw(
       unit: of the times, the same for all panels, which then have one scale, or one for each.
 
     Raises:
-      ConfigError: matplotlib is not installed, the file cannot be written, or there is nothing to draw.
+      ConfigError: matplotlib is not installed, the file cannot be written, or there is nothing to
+        draw.
     """
     file, panels = Path(path), [(title, Play(timed)) for title, timed in plays]
     units = [unit] * len(panels) if isinstance(unit, str) else list(unit)
@@ -134,7 +145,10 @@ def draw(
     chunks = max(chunk for _, chunk in shades) + 1
     split = any(kind == "W" for kind, _ in shades)
     figure.legend(
-        handles=[Patch(color=shades[key], label=_label(*key, chunks, split)) for key in sorted(shades, key=_by_kind)],
+        handles=[
+            Patch(color=shades[key], label=_label(*key, chunks, split))
+            for key in sorted(shades, key=_by_kind)
+        ],
         loc="outside lower center",
         ncols=min(len(shades), 6),
         frameon=False,
@@ -146,7 +160,9 @@ def draw(
         for i, (axes, (_, play)) in enumerate(zip(grid, panels, strict=True)):
             _bars(axes, i, play, devices)
         try:
-            figure.savefig(file, dpi=150, metadata={"Date": None} if file.suffix.lower() == ".svg" else None)
+            figure.savefig(
+                file, dpi=150, metadata={"Date": None} if file.suffix.lower() == ".svg" else None
+            )
         except OSError as e:
             raise ConfigError(f"the chart cannot be written to {file}: {e.strerror}") from e
 
@@ -158,19 +174,28 @@ def _check(path: Path, panels: Sequence[tuple[str, Play]], units: Sequence[str])
 
     kinds = sorted(FigureCanvasBase.filetypes)
     if path.suffix.lstrip(".").lower() not in kinds:
-        raise ConfigError(f"the chart cannot be written to {path}: its name must end in one of {', '.join(kinds)}")
+        raise ConfigError(
+            f"the chart cannot be written to {path}: its name must end in one of {', '.join(kinds)}"
+        )
     if not path.parent.is_dir():
-        raise ConfigError(f"the chart cannot be written to {path}: there is no directory {path.parent}")
+        raise ConfigError(
+            f"the chart cannot be written to {path}: there is no directory {path.parent}"
+        )
     if not panels:
         raise ConfigError("there are no plays to draw: plays=[(title, timed tasks), ...]")
     if len(units) != len(panels):
-        raise ConfigError(f"{len(units)} units were given for {len(panels)} plays: give one for each, or one for all")
+        raise ConfigError(
+            f"{len(units)} units were given for {len(panels)} plays: give one for each, or one for "
+            "all"
+        )
     for title, play in panels:
         if not play:
             raise ConfigError(f"the play {title!r} has no tasks to draw")
         strange = next((t.task for t in play if t.task.kind not in KINDS), None)
         if strange:
-            raise ConfigError(f"the play {title!r} has {strange}: there are tasks of {', '.join(KINDS)} only")
+            raise ConfigError(
+                f"the play {title!r} has {strange}: there are tasks of {', '.join(KINDS)} only"
+            )
 
 
 def _lay_out(axes: Axes, title: str, devices: int, longest: float, unit: str) -> None:
@@ -190,7 +215,9 @@ def _bars(axes: Axes, panel: int, play: Play, devices: int) -> None:
     """The bars, and the numbers of micro-batches in those that are wide enough."""
     figure = axes.get_figure()
     assert figure is not None
-    points = axes.get_window_extent().width * 72 / figure.dpi / axes.get_xlim()[1]  # per unit of time
+    points = (
+        axes.get_window_extent().width * 72 / figure.dpi / axes.get_xlim()[1]
+    )  # per unit of time
     first = min(t.start for t in play)
     axes.barh(range(devices), float(play.makespan), height=0.8, color=_IDLE, zorder=0)
     bars = axes.barh(
@@ -207,7 +234,15 @@ def _bars(axes: Axes, panel: int, play: Play, devices: int) -> None:
         bar.set_linewidth(min(0.5, width / 5))
         if width >= 0.65 * _TEXT * len(number) + 2:
             middle, ink = float((t.start + t.end) / 2 - first), _ink(_colour(t.task, devices))
-            axes.text(middle, t.device, number, ha="center", va="center_baseline", fontsize=_TEXT, color=ink)
+            axes.text(
+                middle,
+                t.device,
+                number,
+                ha="center",
+                va="center_baseline",
+                fontsize=_TEXT,
+                color=ink,
+            )
 
 
 def _label(kind: str, chunk: int, chunks: int, split: bool) -> str:

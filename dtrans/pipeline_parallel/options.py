@@ -1,4 +1,5 @@
-"""The options of pipelines: records of how stages are found and what they keep, and which of them can be."""
+"""The options of pipelines: records of how stages are found and what they keep, and which of them
+can be."""
 
 from __future__ import annotations
 
@@ -25,10 +26,11 @@ class Stages:
     """How stages are found, and where they are.
 
     Attributes:
-      policy: "BALANCE_FLOPS" (the slowest is as fast as can be), "REPEATED_LAYERS" (whole layers), "BALANCE_OP_NUM", or
-        "HEURISTIC" (whole layers where that is nearly as fast), the default. Scopes in the model (`dtrans.replicate`)
-        say it by themselves.
-      flops_per_byte: operations that a device does in the time in which a byte goes to the next: see `FLOPS_PER_BYTE`.
+      policy: "BALANCE_FLOPS" (the slowest is as fast as can be), "REPEATED_LAYERS" (whole layers),
+        "BALANCE_OP_NUM", or "HEURISTIC" (whole layers where that is nearly as fast), the default.
+        Scopes in the model (`dtrans.replicate`) say it by themselves.
+      flops_per_byte: operations that a device does in the time in which a byte goes to the next:
+        see `FLOPS_PER_BYTE`.
       chunks: stages on each device, for the schedule "Interleaved": 2 if nothing is said.
       cluster: how stages and replicas are laid out over devices.
 
@@ -59,23 +61,26 @@ class StageMemory:
     """What stages and their replicas keep, where, and for how long.
 
     Attributes:
-      sharding_stage: 1 or 2: replicas of a stage keep slices of its optimizer state; 2: of its gradients too, which are
-        then reduced for each micro-batch.
+      sharding_stage: 1 or 2: replicas of a stage keep slices of its optimizer state; 2: of its
+        gradients too, which are then reduced for each micro-batch.
       min_slice_size: leaves of fewer elements are not sliced.
-      gradient_checkpoint: what stages keep of a micro-batch until its backward: "auto" what they were sent, or values
-        by the names that `jax.ad_checkpoint.checkpoint_name` gave them, and what they were sent. All else is computed
-        once more then, but for random numbers, which are kept as what was made of them (a dropout mask).
+      gradient_checkpoint: what stages keep of a micro-batch until its backward: "auto" what they
+        were sent, or values by the names that `jax.ad_checkpoint.checkpoint_name` gave them, and
+        what they were sent. All else is computed once more then, but for random numbers, which are
+        kept as what was made of them (a dropout mask).
       last_checkpointed_stage: the last stage for which that holds; -1 for all.
-      update_groups: into how many parts of even size each stage takes its update apart, one after the other, so that
-        less is under way at a time.
-      offload: parameters, optimizer state and the update are on the host. Stages fetch a parameter for each task
-        that reads it.
-      precision: in what types stages compute: a `dtrans.Precision`, or its `dtype`. With "bf16" products of matrices
-        are in 16 bits, forward and backward, and so is what is kept and sent for them. "fp16" needs a fixed scale of
-        the loss, `dtrans.Precision("fp16", loss_scaling=1024)`.
+      update_groups: into how many parts of even size each stage takes its update apart, one after
+        the other, so that less is under way at a time.
+      offload: parameters, optimizer state and the update are on the host. Stages fetch a parameter
+        for each task that reads it.
+      precision: in what types stages compute: a `dtrans.Precision`, or its `dtype`. With "bf16"
+        products of matrices are in 16 bits, forward and backward, and so is what is kept and sent
+        for them. "fp16" needs a fixed scale of the loss, `dtrans.Precision("fp16",
+        loss_scaling=1024)`.
 
     Raises:
-      ConfigError: a value that is out of range, slices of what is on the host, or a scale of the loss that changes.
+      ConfigError: a value that is out of range, slices of what is on the host, or a scale of the
+        loss that changes.
 
     Example:
       >>> import dtrans
@@ -96,30 +101,38 @@ class StageMemory:
         object.__setattr__(self, "precision", precision)
         if precision.scaling is not None and precision.scaling.dynamic:
             raise ConfigError(
-                f"precision={precision.dtype!r} with a scale of the loss that changes: stages of a pipeline take a "
-                f"fixed one, dtrans.Precision({precision.dtype!r}, loss_scaling=1024), beside which "
-                "optax.apply_if_finite skips steps that are not finite; or precision='bf16', which needs no scale"
+                f"precision={precision.dtype!r} with a scale of the loss that changes: stages of a "
+                "pipeline take a "
+                f"fixed one, dtrans.Precision({precision.dtype!r}, loss_scaling=1024), beside "
+                "which "
+                "optax.apply_if_finite skips steps that are not finite; or precision='bf16', which "
+                "needs no scale"
             )
         stage = self.sharding_stage
         if isinstance(stage, bool) or stage not in (0, 1, 2):
             raise ConfigError(
-                f"sharding_stage must be 0, 1 or 2, it is {stage!r}; parameters of a stage stay whole on its replicas"
+                f"sharding_stage must be 0, 1 or 2, it is {stage!r}; parameters of a stage stay "
+                "whole on its replicas"
             )
         check_int("min_slice_size", self.min_slice_size, "a number of elements, 0 or more", least=0)
         names = self.gradient_checkpoint
         if isinstance(names, str) and names not in ("", "auto"):
             raise ConfigError(
-                "gradient_checkpoint must be 'auto', or a collection of names that jax.ad_checkpoint.checkpoint_name "
+                "gradient_checkpoint must be 'auto', or a collection of names that "
+                "jax.ad_checkpoint.checkpoint_name "
                 f"gave; it is {names!r}"
             )
-        object.__setattr__(self, "gradient_checkpoint", names if isinstance(names, str) else tuple(names))
+        object.__setattr__(
+            self, "gradient_checkpoint", names if isinstance(names, str) else tuple(names)
+        )
         end, what = self.last_checkpointed_stage, "the number of a stage, or -1 for all"
         check_int("last_checkpointed_stage", end, what, least=-1)
         check_int("update_groups", self.update_groups)
         check_flag("offload", self.offload)
         if self.offload and stage:
             raise ConfigError(
-                f"offload={self.offload!r} and sharding_stage={stage}: what is on the host is there once, and cannot "
+                f"offload={self.offload!r} and sharding_stage={stage}: what is on the host is "
+                "there once, and cannot "
                 "be shared out among replicas"
             )
 
@@ -138,7 +151,9 @@ class PipelineOptions:
     memory: StageMemory
     reduce: Reduce
     batch: Batch
-    joined: Mapping[str, int] = dataclasses.field(default_factory=dict)  # where results have their rows
+    joined: Mapping[str, int] = dataclasses.field(
+        default_factory=dict
+    )  # where results have their rows
 
     def __post_init__(self) -> None:
         for name in ("num_stages", "num_micro_batch", "replicas"):
@@ -147,14 +162,16 @@ class PipelineOptions:
         stage, norm = self.memory.sharding_stage, self.reduce.clip_local_norm
         if stage and norm is not None:
             raise ConfigError(
-                f"clip_local_norm={norm!r} and sharding_stage={stage}: a replica's own gradients are clipped whole; "
+                f"clip_local_norm={norm!r} and sharding_stage={stage}: a replica's own gradients "
+                "are clipped whole; "
                 "leave one of them out"
             )
         if not self.batch.exact:
             self.batch.check_axes()
         if self.of_parts.batch.example_count is not None:
             raise ConfigError(
-                f"example_count={self.batch.example_count!r}: micro-batches of a pipeline count the same; leave it out"
+                f"example_count={self.batch.example_count!r}: micro-batches of a pipeline count "
+                "the same; leave it out"
             )
 
     @property
@@ -171,12 +188,16 @@ class PipelineOptions:
     def local(self) -> PipelineOptions:
         """The same, where each micro-batch goes through the step alone."""
         reduce = dataclasses.replace(self.reduce, op=self.reduce.op or "mean")
-        return dataclasses.replace(self, batch=dataclasses.replace(self.batch, kind="local"), reduce=reduce)
+        return dataclasses.replace(
+            self, batch=dataclasses.replace(self.batch, kind="local"), reduce=reduce
+        )
 
     def of(self, shared: SharedStep) -> PipelineOptions:
         """The same for a step that is shared already: as its parts add up."""
         results = shared.step.results
-        merge = {n: way for n, way in shared.merges.items() if way in ("mean", "sum") or n in results}
+        merge = {
+            n: way for n, way in shared.merges.items() if way in ("mean", "sum") or n in results
+        }
         whole = tuple(n for n in shared.step.batch if n not in shared.axes)
         batch = dataclasses.replace(self.batch, kind="local", merge=merge, unsplit_inputs=whole)
         reduce = dataclasses.replace(self.reduce, op=shared.reduce)
@@ -184,7 +205,8 @@ class PipelineOptions:
 
     @property
     def model_stages(self) -> int:
-        """Into how many stages the model is cut: several for each device, where these are interleaved."""
+        """Into how many stages the model is cut: several for each device, where these are
+        interleaved."""
         return self.num_stages * self.chunks
 
     @property
@@ -197,11 +219,14 @@ class PipelineOptions:
         """What replicas do with their gradients, as trainers of nccl2 mode."""
         norm = self.reduce.clip_of_all(self.num_micro_batch)
         reduce = dataclasses.replace(self.reduce, clip_local_norm=norm, clip_local_per="step")
-        return Options(trainers=self.replicas, axis_name=AXIS, reduce=reduce, batch=self.batch, noun="replica")
+        return Options(
+            trainers=self.replicas, axis_name=AXIS, reduce=reduce, batch=self.batch, noun="replica"
+        )
 
     @property
     def clip_of_each(self) -> float | None:
-        """The norm that the gradients of each micro-batch are clipped to; they are then kept until the update."""
+        """The norm that the gradients of each micro-batch are clipped to; they are then kept until
+        the update."""
         return self.reduce.clip_of_each(self.num_micro_batch)
 
     @cached_property

@@ -1,13 +1,13 @@
 """Orders of tasks: those of the schedules that have a name, and whether any are a schedule.
 
-An order says which device does which tasks, one after the other. Orders are a schedule if each task is there once, on
-the device of its stage, and no device waits for ever.
+An order says which device does which tasks, one after the other. Orders are a schedule if each task
+is there once, on the device of its stage, and no device waits for ever.
 
-All but PreferForward are one forward, one backward (1F1B): some forwards ahead, then by turns a backward and a forward,
-then what is left. They differ in how many are ahead.
+All but PreferForward are one forward, one backward (1F1B): some forwards ahead, then by turns a
+backward and a forward, then what is left. They differ in how many are ahead.
 
-Sources: EPL, its pipeline's scheduler.py (the first three); Narayanan et al., arXiv 2104.04473 (Interleaved); Qi et
-al., arXiv 2401.10241 (ZeroBubble).
+Sources: EPL, its pipeline's scheduler.py (the first three); Narayanan et al., arXiv 2104.04473
+(Interleaved); Qi et al., arXiv 2401.10241 (ZeroBubble).
 """
 
 from __future__ import annotations
@@ -20,19 +20,25 @@ from dtrans.pipeline_parallel.task import Task, needs
 
 
 def _by_turns(forwards: Sequence[Task], backwards: Sequence[Task], ahead: int) -> tuple[Task, ...]:
-    """Some forwards ahead, then by turns a backward and a forward, then the backwards that are left."""
+    """Some forwards ahead, then by turns a backward and a forward, then the backwards that are
+    left."""
     order = list(forwards[:ahead])
     for i, backward in enumerate(backwards):
         order += [backward, *forwards[ahead + i : ahead + i + 1]]
     return tuple(order)
 
 
-def _with_ahead(ahead: Callable[[int, int, int], int]) -> Callable[[int, int, int], Iterator[tuple[Task, ...]]]:
-    """1F1B of one model stage per device, with `ahead(device, S, M)` forwards before the first backward."""
+def _with_ahead(
+    ahead: Callable[[int, int, int], int],
+) -> Callable[[int, int, int], Iterator[tuple[Task, ...]]]:
+    """1F1B of one model stage per device, with `ahead(device, S, M)` forwards before the first
+    backward."""
 
     def orders(num_stages: int, num_micro_batch: int, chunks: int) -> Iterator[tuple[Task, ...]]:
         for device in range(num_stages):
-            forwards, backwards = ([Task(kind, device, m) for m in range(num_micro_batch)] for kind in "FB")
+            forwards, backwards = (
+                [Task(kind, device, m) for m in range(num_micro_batch)] for kind in "FB"
+            )
             yield _by_turns(forwards, backwards, ahead(device, num_stages, num_micro_batch))
 
     return orders
@@ -41,9 +47,9 @@ def _with_ahead(ahead: Callable[[int, int, int], int]) -> Callable[[int, int, in
 def _interleaved(num_stages: int, num_micro_batch: int, chunks: int) -> Iterator[tuple[Task, ...]]:
     """Rounds of micro-batches go through all chunks, each round through one chunk after the other.
 
-    A round of fewer than S leaves devices idle between chunks, so what is over is shared out among the rounds. Until
-    its first backward a device has the forwards of the longest round through all chunks but one, and two for each
-    device after it: one for the way there, one for the way back.
+    A round of fewer than S leaves devices idle between chunks, so what is over is shared out among
+    the rounds. Until its first backward a device has the forwards of the longest round through all
+    chunks but one, and two for each device after it: one for the way there, one for the way back.
     """
     num_rounds = max(1, num_micro_batch // num_stages)
     edges = [i * num_micro_batch // num_rounds for i in range(num_rounds + 1)]
@@ -53,14 +59,17 @@ def _interleaved(num_stages: int, num_micro_batch: int, chunks: int) -> Iterator
         stages = range(device, num_stages * chunks, num_stages)
         forwards = [Task("F", k, m) for turn in rounds for k in stages for m in turn]
         backwards = [Task("B", k, m) for turn in rounds for k in reversed(stages) for m in turn]
-        yield _by_turns(forwards, backwards, 2 * (num_stages - device - 1) + (chunks - 1) * longest + 1)
+        yield _by_turns(
+            forwards, backwards, 2 * (num_stages - device - 1) + (chunks - 1) * longest + 1
+        )
 
 
 _one_forward_one_backward = _with_ahead(lambda device, stages, micros: stages - device)
 
 
 def _zero_bubble(num_stages: int, num_micro_batch: int, chunks: int) -> Iterator[tuple[Task, ...]]:
-    """1F1B; W comes as many micro-batches after its B as there are devices before, so that all keep equally many."""
+    """1F1B; W comes as many micro-batches after its B as there are devices before, so that all keep
+    equally many."""
     for device, order in enumerate(_one_forward_one_backward(num_stages, num_micro_batch, chunks)):
         weights = [Task("W", device, m) for m in range(num_micro_batch)]
         split: list[Task] = []
@@ -71,14 +80,17 @@ def _zero_bubble(num_stages: int, num_micro_batch: int, chunks: int) -> Iterator
         yield (*split, *weights)
 
 
-# Names of the field: GPipe (arXiv 1811.06965), 1F1B (PipeDream, arXiv 1806.03377), ZB-H1 (arXiv 2401.10241).
+# Names of the field: GPipe (arXiv 1811.06965), 1F1B (PipeDream, arXiv 1806.03377), ZB-H1 (arXiv
+# 2401.10241).
 ALIASES = {"GPipe": "PreferForward", "1F1B": "PreferBackward", "ZB-H1": "ZeroBubble"}
 
 ORDERS: dict[str, Callable[[int, int, int], Iterator[tuple[Task, ...]]]] = {
     "PreferForward": _with_ahead(lambda device, stages, micros: micros),
     "PreferBackward": _one_forward_one_backward,
     # one more would gain the last device nothing: what its backward needs is there
-    "PreferBackwardOptimizer": _with_ahead(lambda device, stages, micros: stages - device + (device < stages - 1)),
+    "PreferBackwardOptimizer": _with_ahead(
+        lambda device, stages, micros: stages - device + (device < stages - 1)
+    ),
     "Interleaved": _interleaved,
     "ZeroBubble": _zero_bubble,
 }
@@ -88,7 +100,11 @@ ORDERS: dict[str, Callable[[int, int, int], Iterator[tuple[Task, ...]]]] = {
 
 
 def check_tasks(
-    name: str, orders: Sequence[Sequence[Task]], num_stages: int, num_model_stages: int, num_micro_batch: int
+    name: str,
+    orders: Sequence[Sequence[Task]],
+    num_stages: int,
+    num_model_stages: int,
+    num_micro_batch: int,
 ) -> None:
     """Check that orders have each task once, on the device of its stage.
 
@@ -100,21 +116,25 @@ def check_tasks(
       ConfigError: they do not.
     """
     if len(orders) != num_stages:
-        raise ConfigError(f"the schedule {name} has orders of {len(orders)} devices, and num_stages={num_stages}")
+        raise ConfigError(
+            f"the schedule {name} has orders of {len(orders)} devices, and num_stages={num_stages}"
+        )
     stages, micros = range(num_model_stages), range(num_micro_batch)
     known = {Task(kind, k, m) for kind in "FBW" for k in stages for m in micros}
     seen: set[Task] = set()
     for device, task in ((d, t) for d, order in enumerate(orders) for t in order):
         if task not in known:
             raise ConfigError(
-                f"the schedule {name} has {task} on device {device}, which is no task of {num_model_stages} model "
+                f"the schedule {name} has {task} on device {device}, which is no task of "
+                f"{num_model_stages} model "
                 f"stages and {num_micro_batch} micro-batches"
             )
         if task in seen:
             raise ConfigError(f"the schedule {name} has {task} twice")
         if device != task.stage % num_stages:
             raise ConfigError(
-                f"the schedule {name} has {task} on device {device}: its stage is on device {task.stage % num_stages}"
+                f"the schedule {name} has {task} on device {device}: its stage is on device "
+                f"{task.stage % num_stages}"
             )
         seen.add(task)
     splits_backward = any(t.kind == "W" for t in seen)
@@ -126,7 +146,8 @@ def check_tasks(
 
 
 def in_turn(name: str, orders: Sequence[Sequence[Task]], num_model_stages: int) -> tuple[Task, ...]:
-    """All tasks, each after those that it needs: every device goes on until it waits, then the next has its turn.
+    """All tasks, each after those that it needs: every device goes on until it waits, then the next
+    has its turn.
 
     Raises:
       ConfigError: devices wait for each other.

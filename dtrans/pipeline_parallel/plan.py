@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from dtrans.step.summary import Summary
 
 
-LOPSIDED = 2.5  # times as much work as the least has, from which on a plan has a note; 2 where layers are 2, 2, 1, 1
+# times as much work as the least has, from which on a plan has a note; 2 where layers are 2, 2, 1,
+# 1
+LOPSIDED = 2.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +45,8 @@ class Stage:
       flops: of its forward pass, for a micro-batch.
       sends: bytes that it sends on for a micro-batch.
       kept: bytes that it keeps of a micro-batch from forward to backward.
-      peak: the most micro-batches that its device keeps at a time, counted once for each stage that the device has.
+      peak: the most micro-batches that its device keeps at a time, counted once for each stage that
+        the device has.
       held: bytes of parameters and optimizer state that each of its devices holds.
     """
 
@@ -63,7 +66,8 @@ class StepPrograms:
 
     Attributes:
       stages: forward and backward of each.
-      cuts: what is kept of a micro-batch in pieces, in stages that are split: (stage, name) to the dimension.
+      cuts: what is kept of a micro-batch in pieces, in stages that are split: (stage, name) to the
+        dimension.
       results: what merges the results of a stage, if it has any.
     """
 
@@ -83,7 +87,8 @@ class PipelinePlan(Plan):
       options: what it was planned with: see `dtrans.pipeline`.
       schedule: what each device does when.
       stage_of: the stage of each equation of the loss function.
-      step_programs: forward and backward of each stage, for a micro-batch of the batch that was traced.
+      step_programs: forward and backward of each stage, for a micro-batch of the batch that was
+        traced.
       update: from sums of gradients to new parameters.
       merges: result, or parameter that the forward pass makes, to how it is merged.
       homes: the stage that holds each parameter.
@@ -94,11 +99,13 @@ class PipelinePlan(Plan):
       programs_for: makes the programs for a batch of other types.
       cuts: over how many shards stages are split, and what of the state is cut.
       turns: where loops over layers are cut.
-      stacks: arrays of the state of which stages hold rows, each run of rows under a name of its own.
+      stacks: arrays of the state of which stages hold rows, each run of rows under a name of its
+        own.
       summaries: what the step shows: see `dtrans.summary`.
       collected: result, or summary, to the collection that it is in: see `dtrans.collect`.
       shared: how micro-batches share the batch, where that is exact.
-      values: makes what micro-batches are given beside the batch, from the whole of it, if anything.
+      values: makes what micro-batches are given beside the batch, from the whole of it, if
+        anything.
       axes: the dimension that has the rows, of each array of the batch where that is not the first.
       known: programs for other batches, once they were asked for.
     """
@@ -118,7 +125,9 @@ class PipelinePlan(Plan):
     callers: tuple[str, ...]
     cluster: Cluster
     cuts: Cuts
-    programs_for: Callable[[PipelinePlan, Sequence[jax.ShapeDtypeStruct]], StepPrograms] = dataclasses.field(repr=False)
+    programs_for: Callable[[PipelinePlan, Sequence[jax.ShapeDtypeStruct]], StepPrograms] = (
+        dataclasses.field(repr=False)
+    )
     turns: Turns = ()
     stacks: Mapping[str, tuple[StageRows, ...]] = dataclasses.field(default_factory=dict)
     summaries: tuple[Summary, ...] = ()
@@ -129,13 +138,25 @@ class PipelinePlan(Plan):
     known: dict[Any, StepPrograms] = dataclasses.field(default_factory=dict, repr=False)
 
     _right, _code = (0, 1, 3, 4, 5, 6, 7), 2
-    _header = ("stage", "ops", "parameters", "flops", "bytes sent", "bytes kept", "peak", "bytes held")
+    _header = (
+        "stage",
+        "ops",
+        "parameters",
+        "flops",
+        "bytes sent",
+        "bytes kept",
+        "peak",
+        "bytes held",
+    )
 
     @property
     def programs(self) -> dict[str, Program]:
         found: dict[str, Program] = {}
         for s in self.step_programs.stages:
-            found |= {f"stage {s.index} forward": s.forward, f"stage {s.index} backward": s.backward}
+            found |= {
+                f"stage {s.index} forward": s.forward,
+                f"stage {s.index} backward": s.backward,
+            }
         return found | {"update": self.update.program}
 
     @property
@@ -145,7 +166,8 @@ class PipelinePlan(Plan):
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """The arguments of the step that the update reads, itself or by way of values of the whole batch."""
+        """The arguments of the step that the update reads, itself or by way of values of the whole
+        batch."""
         found, types = {*self.update.arguments}, self.main.inputs
         if self.values is not None and not found <= {*self.batch}:
             found |= {n for n in self.values.read if not types[n].ndim}
@@ -175,28 +197,39 @@ class PipelinePlan(Plan):
         return stage % self.options.num_stages
 
     def specialize(self, types: Sequence[jax.ShapeDtypeStruct]) -> StepPrograms:
-        """The programs for a batch of these types, one for each input of the step. Errors as `dtrans.pipeline`."""
+        """The programs for a batch of these types, one for each input of the step. Errors as
+        `dtrans.pipeline`."""
         key = tuple((t.shape, t.dtype) for t in types)
         if key not in self.known:
             self.known[key] = self.programs_for(self, types)
         return self.known[key]
 
     def values_for(self, batch: Mapping[str, jax.ShapeDtypeStruct]) -> Program | None:
-        """What makes the values of a whole batch of these types that micro-batches are given, if there are any."""
+        """What makes the values of a whole batch of these types that micro-batches are given, if
+        there are any."""
         if self.values is None:
             return None
-        return self.values.specialize_flat([*batch.values(), *(self.types[n] for n in self.values.args[-1].names)])
+        return self.values.specialize_flat(
+            [*batch.values(), *(self.types[n] for n in self.values.args[-1].names)]
+        )
 
     def scheduled(self, name: str) -> PipelinePlan:
         """The same programs in another order.
 
         Raises:
-          ConfigError: the schedule is unknown, or needs other programs: interleaved stages, a backward in two parts.
+          ConfigError: the schedule is unknown, or needs other programs: interleaved stages, a
+            backward in two parts.
         """
         o = self.options
         other = schedule(name, o.num_stages, o.num_micro_batch, o.chunks if o.chunks > 1 else None)
-        if (other.chunks, other.splits_backward) != (self.schedule.chunks, self.schedule.splits_backward):
-            raise ConfigError(f"{name} needs other programs than {self.schedule.name}: plan it with schedule={name!r}")
+        if (other.chunks, other.splits_backward) != (
+            self.schedule.chunks,
+            self.schedule.splits_backward,
+        ):
+            raise ConfigError(
+                f"{name} needs other programs than {self.schedule.name}: plan it with "
+                f"schedule={name!r}"
+            )
         options = dataclasses.replace(o, schedule=other.name)
         return dataclasses.replace(self, options=options, schedule=other)
 
@@ -257,7 +290,8 @@ class PipelinePlan(Plan):
         return nbytes(t) // t.shape[d] * -(-t.shape[d] // self.cuts.shards[home])
 
     def padded(self, name: str) -> tuple[int, int] | None:
-        """The dimension of an array of the state that is padded, and its size with padding; None for one that is whole.
+        """The dimension of an array of the state that is padded, and its size with padding; None
+        for one that is whole.
 
         It is cut over the replicas of its stage, or over their shards.
         """
@@ -290,17 +324,20 @@ class PipelinePlan(Plan):
         notes = [] if self.shared is None else list(self.shared.notes)
         if self.shared is None and o.parts > 1:
             notes.append(
-                f"micro: numbers are those of each of {o.parts} micro-batches alone, statistics too; gradients are "
+                f"micro: numbers are those of each of {o.parts} micro-batches alone, statistics "
+                "too; gradients are "
                 f"reduced by {o.reduce.op}"
             )
         if self.values is not None:
             made = [*self.values.outputs.values()]
             notes.append(
-                f"  of the whole batch, before the micro-batches: {len(made)} value{'s' * (len(made) > 1)} that no "
+                f"  of the whole batch, before the micro-batches: {len(made)} "
+                f"value{'s' * (len(made) > 1)} that no "
                 f"parameter enters, {sum(map(nbytes, made)):,} bytes"
             )
         notes += [
-            f"schedule {self.schedule.name}: {o.num_micro_batch} micro-batch{'es' * (o.num_micro_batch > 1)}, bubble "
+            f"schedule {self.schedule.name}: {o.num_micro_batch} "
+            f"micro-batch{'es' * (o.num_micro_batch > 1)}, bubble "
             f"{self.schedule.bubble}",
         ]
         if o.precision.dtype is not None:
@@ -309,28 +346,37 @@ class PipelinePlan(Plan):
         if o.clip_of_each is not None:
             kept = sum(nbytes(self.update.program.inputs[n]) for n in self.update.sums)
             notes.append(
-                f"each micro-batch's gradients are clipped to {o.clip_of_each:g}, and kept until the update: {kept:,} "
+                f"each micro-batch's gradients are clipped to {o.clip_of_each:g}, and kept until "
+                f"the update: {kept:,} "
                 "bytes over all stages"
             )
         notes += self._lopsided
         notes += [
             f"stage {s} is split over {n} devices: "
-            + (", ".join(x for x in self.cuts.state if self.homes.get(x) == s) or "nothing of it is cut")
+            + (
+                ", ".join(x for x in self.cuts.state if self.homes.get(x) == s)
+                or "nothing of it is cut"
+            )
             for s, n in enumerate(self.cuts.shards)
             if n > 1
         ]
         notes += [
-            f"{n} is held by stage {self.homes[n]} and used by stages {', '.join(map(str, s))}: its value is sent, and "
+            f"{n} is held by stage {self.homes[n]} and used by stages {', '.join(map(str, s))}: "
+            "its value is sent, and "
             "its gradients are added up"
             for n, s in self.users.items()
             if len(s) > 1
         ]
         notes += [f"{name}: {way}" for name, way in self.merges.items()]
         if self.arguments:
-            notes.append(f"the update reads {', '.join(self.arguments)}, which all stages are given")
+            notes.append(
+                f"the update reads {', '.join(self.arguments)}, which all stages are given"
+            )
         if self.unused_effects:
             what = "gradients, or at what the optimizer makes"
-            notes.append(f"not carried out, since it looks at {what}: {', '.join(self.unused_effects)}")
+            notes.append(
+                f"not carried out, since it looks at {what}: {', '.join(self.unused_effects)}"
+            )
         notes += self.callers
         return notes
 
@@ -342,8 +388,10 @@ class PipelinePlan(Plan):
             return []
         share = lambda s: f"{s.flops / sum(s.flops for s in self.stages):.1%}"
         return [
-            f"lopsided: stage {most.index} has {share(most)} of the operations and stage {least.index} {share(least)}, "
-            "and the step waits for the first: take fewer stages, or begin them elsewhere (dtrans.replicate)"
+            f"lopsided: stage {most.index} has {share(most)} of the operations and stage "
+            f"{least.index} {share(least)}, "
+            "and the step waits for the first: take fewer stages, or begin them elsewhere "
+            "(dtrans.replicate)"
         ]
 
     @property

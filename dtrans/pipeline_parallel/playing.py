@@ -1,4 +1,5 @@
-"""Orders of tasks, played: when each task begins and ends, what is in flight meanwhile, and at which tick it comes."""
+"""Orders of tasks, played: when each task begins and ends, what is in flight meanwhile, and at
+which tick it comes."""
 
 from __future__ import annotations
 
@@ -12,22 +13,32 @@ from dtrans.pipeline_parallel.task import Costs, Play, Task, Time, TimedTask, ne
 
 
 def task_costs(
-    num_stages: int, chunks: int, splits_backward: bool, forward: Costs, backward: Costs, weight: Costs
+    num_stages: int,
+    chunks: int,
+    splits_backward: bool,
+    forward: Costs,
+    backward: Costs,
+    weight: Costs,
 ) -> dict[str, list[Time]]:
-    """What tasks of each kind cost, by model stage. Costs, and errors, are as in `Schedule.play`."""
+    """What tasks of each kind cost, by model stage. Costs, and errors, are as in
+    `Schedule.play`."""
     by_stage = lambda what, given: _by_stage(what, given, num_stages, chunks)
     costs = {"F": by_stage("forward", forward), "B": by_stage("backward", backward)}
     if splits_backward:
         costs["W"] = by_stage("weight", weight)
         for k, (whole, part) in enumerate(zip(costs["B"], costs["W"], strict=True)):
             if part > whole:
-                raise ConfigError(f"at model stage {k} weight={part} is more than backward={whole}, which it is in")
+                raise ConfigError(
+                    f"at model stage {k} weight={part} is more than backward={whole}, which it is "
+                    "in"
+                )
         costs["B"] = [whole - part for whole, part in zip(costs["B"], costs["W"], strict=True)]
     return costs
 
 
 def _by_stage(what: str, given: Costs, num_stages: int, chunks: int) -> list[Time]:
-    """The cost of each model stage; of one number for a device, each of its chunks has an equal part."""
+    """The cost of each model stage; of one number for a device, each of its chunks has an equal
+    part."""
     count = num_stages * chunks
     if not isinstance(given, Iterable):
         return [_part(checked_cost(what, given), chunks)] * count
@@ -51,7 +62,9 @@ def checked_cost(what: str, cost: object) -> float:
     return int(cost) if isinstance(cost, Integral) else float(cost)
 
 
-def play_tasks(tasks: Sequence[Task], num_stages: int, costs: Mapping[str, Sequence[Time]], transfer: float) -> Play:
+def play_tasks(
+    tasks: Sequence[Task], num_stages: int, costs: Mapping[str, Sequence[Time]], transfer: float
+) -> Play:
     """When each task begins and ends, if each device begins its next task as soon as it can.
 
     Args:
@@ -74,7 +87,8 @@ def play_tasks(tasks: Sequence[Task], num_stages: int, costs: Mapping[str, Seque
 
 
 def peak_in_flight(order: Sequence[Task], splits_backward: bool) -> int:
-    """How many micro-batches a device has in flight at most, counted once for each of its chunks."""
+    """How many micro-batches a device has in flight at most, counted once for each of its
+    chunks."""
     last = "W" if splits_backward else "B"
     now = most = 0
     for task in order:

@@ -2,17 +2,19 @@
 
 They are found in two ways, in a row of equations:
 
-  - equal equations: a stretch that repeats with some period, where equations are equal when primitive, parameters
-    (bodies included) and the types of operands and results are. A loop over layers that was unrolled is found so too;
-    where slices of a stack of layers begin makes no difference. Which of the equations of a period is the first is not
-    in the equations: it is the one where the least crosses from block to block, of those the last, since a model's
-    first layer often differs in what it begins with, and its last one in what comes after.
-  - name scopes: scopes beside each other, in one scope, that hold the same number of equations of each primitive
-    (EPL: epl/parallel/planner.py, `find_repeated_blocks`, which looks at op types too, and demands four scopes of
-    twenty ops). Their widths may differ. What lies between two of them belongs to the first.
+  - equal equations: a stretch that repeats with some period, where equations are equal when
+    primitive, parameters (bodies included) and the types of operands and results are. A loop over
+    layers that was unrolled is found so too; where slices of a stack of layers begin makes no
+    difference. Which of the equations of a period is the first is not in the equations: it is the
+    one where the least crosses from block to block, of those the last, since a model's first layer
+    often differs in what it begins with, and its last one in what comes after.
+  - name scopes: scopes beside each other, in one scope, that hold the same number of equations of
+    each primitive (EPL: epl/parallel/planner.py, `find_repeated_blocks`, which looks at op types
+    too, and demands four scopes of twenty ops). Their widths may differ. What lies between two of
+    them belongs to the first.
 
-Of several candidates the one that covers the most work is the best; then the one of more blocks; then scopes, whose
-bounds a person has drawn.
+Of several candidates the one that covers the most work is the best; then the one of more blocks;
+then scopes, whose bounds a person has drawn.
 """
 
 from __future__ import annotations
@@ -76,8 +78,12 @@ def repeated_blocks(
     """
     at_least = max(2, at_least)
     done = np.concatenate([[0.0], np.cumsum(np.asarray(costs, float))])
-    found = {b: float(done[b.stop] - done[b.starts[0]]) for b in _equal(eqns, np.asarray(crossing, float), at_least)}
-    # of scopes, what lies between them does not count: the first and the last layer of a model may be alike
+    found = {
+        b: float(done[b.stop] - done[b.starts[0]])
+        for b in _equal(eqns, np.asarray(crossing, float), at_least)
+    }
+    # of scopes, what lies between them does not count: the first and the last layer of a model may
+    # be alike
     found |= {b: float(sum(costs[i] for i in members)) for b, members in _scoped(eqns, at_least)}
     order = lambda b: (-found[b], -len(b), b.how != "name scopes", b.starts)
     return sorted((b for b in found if found[b] > 0), key=order)
@@ -98,14 +104,24 @@ def _equal(eqns: Sequence[JaxprEqn], crossing: Any, at_least: int) -> Iterator[B
             count, spare = divmod(length, period)
             if count < at_least:
                 continue
-            sent = [crossing[first + s + period : first + s + count * period : period].sum() for s in range(spare + 1)]
+            sent = [
+                crossing[first + s + period : first + s + count * period : period].sum()
+                for s in range(spare + 1)
+            ]
             start = first + max(s for s in range(spare + 1) if sent[s] == min(sent))
-            yield Blocks(tuple(range(start, start + count * period, period)), start + count * period, "equal equations")
+            yield Blocks(
+                tuple(range(start, start + count * period, period)),
+                start + count * period,
+                "equal equations",
+            )
 
 
 def signature(eqn: JaxprEqn) -> tuple[Any, ...]:
-    """What equal equations have in common: primitive, parameters and types, but neither variables nor numbers."""
-    derived = eqn.primitive.name.startswith("custom_")  # the rules of derivatives are made anew for each call
+    """What equal equations have in common: primitive, parameters and types, but neither variables
+    nor numbers."""
+    derived = eqn.primitive.name.startswith(
+        "custom_"
+    )  # the rules of derivatives are made anew for each call
     kept = {k: v for k, v in eqn.params.items() if k not in _WHERE and (is_jaxpr(v) or not derived)}
     params = [(k, _plain(v)) for k, v in sorted(kept.items())]
     types = [tuple(str(a.aval) for a in atoms) for atoms in (eqn.invars, eqn.outvars)]

@@ -1,4 +1,5 @@
-"""What becomes of what each micro-batch makes: merged over micro-batches in order, then over replicas.
+"""What becomes of what each micro-batch makes: merged over micro-batches in order, then over
+replicas.
 
     mean, sum, max    of micro-batches, then of replicas
     concat            rows of micro-batch 0, 1, ..., then those of the next replica: as the batch has them
@@ -7,8 +8,8 @@
     GLOBAL_MEAN, ...  as `dtrans.collect` asked for; of LOCAL_* ones replica 0's is given
     stack             of what is shown (`dtrans.summary`): all, as [replica, micro-batch, ...]
 
-Source: `merge_outputs` of EPL (epl/parallel/parallel.py), which puts the first micro-batch last in a concatenation, and
-reduces means and sums to scalars whatever their shape; neither is done here.
+Source: `merge_outputs` of EPL (epl/parallel/parallel.py), which puts the first micro-batch last in
+a concatenation, and reduces means and sums to scalars whatever their shape; neither is done here.
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ def results_program(
             (local[n],) = b.call(_stacked, *parts)
         else:
             ways[n] = way
-            (local[n],) = b.call(_merged(way, n, o.joined.get(n, 0)), *parts) if len(parts) > 1 else parts
+            (local[n],) = (
+                b.call(_merged(way, n, o.joined.get(n, 0)), *parts) if len(parts) > 1 else parts
+            )
     over = {n: way for n, way in ways.items() if way in REDUCED}
     found = local | Reducer(b, {}, o.over_replicas, None).merged(local, over, {})
     made = b.build([found[n] for n in stage.results])
@@ -109,7 +112,9 @@ def _merged(way: str, name: str, axis: int) -> Callable[..., Any]:
 
     ways = {"mean": mean, "sum": added, "max": largest, "concat": joined, "same": last}
     if way not in ways:
-        raise ConfigError(f"merge[{name!r}]={way!r}: it is made for each of several micro-batches; say 'concat'")
+        raise ConfigError(
+            f"merge[{name!r}]={way!r}: it is made for each of several micro-batches; say 'concat'"
+        )
     return ways[way]
 
 
@@ -118,6 +123,7 @@ def check_state(merges: Mapping[str, str], params: Sequence[str], o: PipelineOpt
     for n in params:
         if merges.get(n) == "sum" and o.parts > 1:
             raise ConfigError(
-                f"merge[{n!r}]='sum': every micro-batch makes it anew of what it was before the step; say 'mean' or "
+                f"merge[{n!r}]='sum': every micro-batch makes it anew of what it was before the "
+                "step; say 'mean' or "
                 "'max'"
             )

@@ -1,17 +1,19 @@
-"""Schedules of a pipeline: which device does what in which order, as a value that can be asked before anything runs.
+"""Schedules of a pipeline: which device does what in which order, as a value that can be asked
+before anything runs.
 
-A step of `num_micro_batch` micro-batches through `K` model stages is made of tasks: F, the forward of a stage on a
-micro-batch; B, its backward; and, where backward is split, B for the cotangents of inputs only and W for the gradients
-of weights. What a task needs is the same in all schedules (`Schedule.needs`); a schedule adds the order in which each
-device does its own. The rest is read off these orders: what is in flight without any clock, makespan and bubble by
-playing the orders with costs, one global sequence from a play in which every task takes one tick.
+A step of `num_micro_batch` micro-batches through `K` model stages is made of tasks: F, the forward
+of a stage on a micro-batch; B, its backward; and, where backward is split, B for the cotangents of
+inputs only and W for the gradients of weights. What a task needs is the same in all schedules
+(`Schedule.needs`); a schedule adds the order in which each device does its own. The rest is read
+off these orders: what is in flight without any clock, makespan and bubble by playing the orders
+with costs, one global sequence from a play in which every task takes one tick.
 
     orders    those of the schedules that have a name, and whether any are a schedule
     playing   what orders cost
     gantt     how timed tasks are shown
 
-Backward goes through micro-batches in ascending order in all schedules, so that gradients are added up in one order
-and all schedules give the same numbers.
+Backward goes through micro-batches in ascending order in all schedules, so that gradients are added
+up in one order and all schedules give the same numbers.
 """
 
 from __future__ import annotations
@@ -27,15 +29,23 @@ from dtrans.checks import check_int
 from dtrans.errors import ConfigError
 from dtrans.pipeline_parallel import gantt
 from dtrans.pipeline_parallel.orders import ALIASES, ORDERS, check_tasks, in_turn
-from dtrans.pipeline_parallel.playing import checked_cost, peak_in_flight, play_tasks, task_costs, tick_table
+from dtrans.pipeline_parallel.playing import (
+    checked_cost,
+    peak_in_flight,
+    play_tasks,
+    task_costs,
+    tick_table,
+)
 from dtrans.pipeline_parallel.task import Costs, Play, Task, Time, TimedTask, needs
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Schedule:
-    """What each device of a pipeline does, in order. `schedule` makes those that have a name; others can be written.
+    """What each device of a pipeline does, in order. `schedule` makes those that have a name;
+    others can be written.
 
-    Model stage k is on device `k % num_stages`: with several chunks, each device has every num_stages-th stage.
+    Model stage k is on device `k % num_stages`: with several chunks, each device has every
+    num_stages-th stage.
 
     Attributes:
       name: for showing.
@@ -87,18 +97,24 @@ class Schedule:
           ConfigError: there is no such stage.
         """
         if not 0 <= stage < self.num_model_stages:
-            raise ConfigError(f"the schedule {self.name} has model stages 0 to {self.num_model_stages - 1}, no {stage}")
+            raise ConfigError(
+                f"the schedule {self.name} has model stages 0 to {self.num_model_stages - 1}, no "
+                f"{stage}"
+            )
         return stage % self.num_stages
 
     def needs(self, task: Task) -> tuple[Task, ...]:
-        """The tasks that make what a task reads: the same in all schedules, for equal numbers of model stages.
+        """The tasks that make what a task reads: the same in all schedules, for equal numbers of
+        model stages.
 
-        F at stage k needs F at k - 1; B needs F at its own stage and B at k + 1; W needs B at its own stage.
+        F at stage k needs F at k - 1; B needs F at its own stage and B at k + 1; W needs B at its
+        own stage.
         """
         return needs(task, self.num_model_stages)
 
     def dependencies(self, task: Task) -> tuple[Task, ...]:
-        """All tasks that end before a task begins: what it needs, and last the one before it on its device.
+        """All tasks that end before a task begins: what it needs, and last the one before it on its
+        device.
 
         Raises:
           ConfigError: the schedule has no such task.
@@ -114,18 +130,25 @@ class Schedule:
         """See that the orders are a schedule.
 
         Raises:
-          ConfigError: a count is not a positive int; a task is missing, there twice, on another device than its stage,
-            or not one of this pipeline at all; W tasks are there for some only; or devices wait for each other.
+          ConfigError: a count is not a positive int; a task is missing, there twice, on another
+            device than its stage, or not one of this pipeline at all; W tasks are there for some
+            only; or devices wait for each other.
         """
         for what in ("num_stages", "num_micro_batch", "chunks"):
             check_int(what, getattr(self, what))
-        check_tasks(self.name, self.orders, self.num_stages, self.num_model_stages, self.num_micro_batch)
+        check_tasks(
+            self.name, self.orders, self.num_stages, self.num_model_stages, self.num_micro_batch
+        )
         assert self._started  # or it raises
 
     @cached_property
     def _position(self) -> dict[Task, tuple[int, int]]:
         """Where each task is: its device, and its place in that device's order."""
-        return {task: (device, i) for device, order in enumerate(self.orders) for i, task in enumerate(order)}
+        return {
+            task: (device, i)
+            for device, order in enumerate(self.orders)
+            for i, task in enumerate(order)
+        }
 
     @cached_property
     def _started(self) -> tuple[Task, ...]:
@@ -134,29 +157,36 @@ class Schedule:
 
     # -- what it costs ---------------------------------------------------------------------------
 
-    def play(self, forward: Costs = 1, backward: Costs = 2, weight: Costs = 1, transfer: float = 0) -> Play:
+    def play(
+        self, forward: Costs = 1, backward: Costs = 2, weight: Costs = 1, transfer: float = 0
+    ) -> Play:
         """When each task begins and ends, if each device begins its next task as soon as it can.
 
         Args:
-          forward: what forward costs a device for a micro-batch, in any unit of time; each of its chunks has an equal
-            part. Or a number for each model stage.
+          forward: what forward costs a device for a micro-batch, in any unit of time; each of its
+            chunks has an equal part. Or a number for each model stage.
           backward: likewise, what a whole backward costs.
-          weight: likewise, what W costs where backward is split; B is then `backward - weight`, so that schedules do
-            equal work.
-          transfer: how long what a task makes is on its way to another device, which meanwhile can do something else.
+          weight: likewise, what W costs where backward is split; B is then `backward - weight`, so
+            that schedules do equal work.
+          transfer: how long what a task makes is on its way to another device, which meanwhile can
+            do something else.
 
         Returns:
-          the timed tasks by start, then device. Times are exact where all costs are ints: fractions, where chunks
-            do not divide these.
+          the timed tasks by start, then device. Times are exact where all costs are ints:
+            fractions, where chunks do not divide these.
 
         Raises:
-          ConfigError: a cost that is not a finite number of at least 0, as many costs as there are not model stages,
-            or a weight that costs more than the backward that it is a part of.
+          ConfigError: a cost that is not a finite number of at least 0, as many costs as there are
+            not model stages, or a weight that costs more than the backward that it is a part of.
         """
-        costs = task_costs(self.num_stages, self.chunks, self.splits_backward, forward, backward, weight)
+        costs = task_costs(
+            self.num_stages, self.chunks, self.splits_backward, forward, backward, weight
+        )
         return play_tasks(self._started, self.num_stages, costs, checked_cost("transfer", transfer))
 
-    def makespan(self, forward: Costs = 1, backward: Costs = 2, weight: Costs = 1, transfer: float = 0) -> Time:
+    def makespan(
+        self, forward: Costs = 1, backward: Costs = 2, weight: Costs = 1, transfer: float = 0
+    ) -> Time:
         """How long a step takes; see `play` for the costs. Exact where all of them are ints.
 
         Example:
@@ -167,30 +197,37 @@ class Schedule:
 
     @cached_property
     def bubble(self) -> Fraction:
-        """The idle share of devices at the default costs of `play`. At others it is `play(...).bubble`."""
+        """The idle share of devices at the default costs of `play`. At others it is
+        `play(...).bubble`."""
         return Fraction(self.play().bubble)
 
     @cached_property
     def peak(self) -> tuple[int, ...]:
-        """By device, how many micro-batches it has in flight at most, counted once for each of its chunks.
+        """By device, how many micro-batches it has in flight at most, counted once for each of its
+        chunks.
 
-        One is in flight from the beginning of its F to the end of its B, or of its W where backward is split: the
-        time for which the device keeps what the forward left for it. It follows from the order alone.
+        One is in flight from the beginning of its F to the end of its B, or of its W where backward
+        is split: the time for which the device keeps what the forward left for it. It follows from
+        the order alone.
         """
         return tuple(peak_in_flight(order, self.splits_backward) for order in self.orders)
 
     def sequence(self) -> tuple[Task, ...]:
-        """All tasks in the order in which one process dispatches them: tick by tick, in a tick device by device."""
+        """All tasks in the order in which one process dispatches them: tick by tick, in a tick
+        device by device."""
         return tuple(t.task for t in self._ticked)
 
     def ticks(self) -> tuple[tuple[Task | None, ...], ...]:
-        """The tick table: rows are devices, columns ticks, None is idle. Every task takes one tick."""
+        """The tick table: rows are devices, columns ticks, None is idle. Every task takes one
+        tick."""
         return tick_table(self._ticked, self.num_stages)
 
     @cached_property
     def _ticked(self) -> Play:
         tick = self.chunks
-        return self.play(forward=tick, backward=2 * tick if self.splits_backward else tick, weight=tick)
+        return self.play(
+            forward=tick, backward=2 * tick if self.splits_backward else tick, weight=tick
+        )
 
     # -- showing ---------------------------------------------------------------------------------
 
@@ -199,7 +236,8 @@ class Schedule:
         """Its name, and what it costs, in a line."""
         chunks = f" of {self.chunks} chunks" if self.chunks > 1 else ""
         return (
-            f"{self.name}: {self.num_stages} devices{chunks}, {self.num_micro_batch} micro-batches, "
+            f"{self.name}: {self.num_stages} devices{chunks}, {self.num_micro_batch} "
+            "micro-batches, "
             f"bubble {self.bubble}, peak in flight {' '.join(map(str, self.peak))}"
         )
 
@@ -214,11 +252,13 @@ class Schedule:
 
         Args:
           path: its ending says of which kind it is: .svg, .png.
-          plays: titles and timed tasks, a panel for each. To see what ran beside what was planned, give both.
+          plays: titles and timed tasks, a panel for each. To see what ran beside what was planned,
+            give both.
           unit: of the times, the same for all panels, which then have one scale, or one for each.
 
         Raises:
-          ConfigError: matplotlib is not installed, the file cannot be written, or there is nothing to draw.
+          ConfigError: matplotlib is not installed, the file cannot be written, or there is nothing
+            to draw.
 
         Example:
           >>> import tempfile
@@ -235,7 +275,10 @@ class Schedule:
 
     def __repr__(self) -> str:
         chunks = f" of {self.chunks} chunks" if self.chunks > 1 else ""
-        return f"<Schedule {self.name}: {self.num_stages} devices{chunks}, {self.num_micro_batch} micro-batches>"
+        return (
+            f"<Schedule {self.name}: {self.num_stages} devices{chunks}, {self.num_micro_batch} "
+            "micro-batches>"
+        )
 
     def _repr_html_(self) -> str:
         return gantt.html(self.title, self.ticks())
@@ -247,28 +290,33 @@ class Schedule:
 # -- the schedules that have a name ----------------------------------------------------------------
 
 
-def schedule(name: str, num_stages: int, num_micro_batch: int, chunks: int | None = None) -> Schedule:
+def schedule(
+    name: str, num_stages: int, num_micro_batch: int, chunks: int | None = None
+) -> Schedule:
     """The schedule of a name, for `num_stages` devices.
 
-    For S devices and M micro-batches, at the default costs of `Schedule.play`, the bubble of the first three is
-    (S - 1) / (M + S - 1); on device s at most `peak` micro-batches are in flight:
+    For S devices and M micro-batches, at the default costs of `Schedule.play`, the bubble of the
+    first three is (S - 1) / (M + S - 1); on device s at most `peak` micro-batches are in flight:
 
     - PreferForward, or GPipe: all forwards, then all backwards. Peak M. Hides transfers best.
-    - PreferBackward, or 1F1B: a backward as soon as there is one. Peak min(M, S - s). EPL's default.
-    - PreferBackwardOptimizer: the same with one more forward ahead on all but the last device, which hides a part of
-      the transfers. Peak min(M, S - s + 1), on the last device 1.
-    - Interleaved: 1F1B with several model stages on each device, which a micro-batch comes by in turn. Any M will do:
-      where Megatron-LM needs a multiple of S, rounds here are of S to 2S - 1 (of M, if M < S). For M >= S the bubble is
-      (S - 1) / (chunks x M + S - 1), as in the paper. It has more in flight than PreferBackward, and `chunks` times
-      the transfers.
-    - ZeroBubble, or ZB-H1: 1F1B with backward split. W comes s micro-batches after its B, in what would be
-      idle time. For M >= S the bubble is (S - 1) / (3M + S - 1). Peak min(M, S) on each device.
+    - PreferBackward, or 1F1B: a backward as soon as there is one. Peak min(M, S - s). EPL's
+      default.
+    - PreferBackwardOptimizer: the same with one more forward ahead on all but the last device,
+      which hides a part of the transfers. Peak min(M, S - s + 1), on the last device 1.
+    - Interleaved: 1F1B with several model stages on each device, which a micro-batch comes by in
+      turn. Any M will do: where Megatron-LM needs a multiple of S, rounds here are of S to 2S - 1
+      (of M, if M < S). For M >= S the bubble is (S - 1) / (chunks x M + S - 1), as in the paper. It
+      has more in flight than PreferBackward, and `chunks` times the transfers.
+    - ZeroBubble, or ZB-H1: 1F1B with backward split. W comes s micro-batches after its B, in what
+      would be idle time. For M >= S the bubble is (S - 1) / (3M + S - 1). Peak min(M, S) on each
+      device.
 
     Args:
       name: one of these, in any case. The schedule has the first of two names.
       num_stages: how many devices there are.
       num_micro_batch: how many micro-batches a step has.
-      chunks: model stages per device: at least 2, and 2 if not given, for Interleaved; the others have 1.
+      chunks: model stages per device: at least 2, and 2 if not given, for Interleaved; the others
+        have 1.
 
     Raises:
       ConfigError: an unknown name, or a number that is not as said.
@@ -294,8 +342,12 @@ def schedule(name: str, num_stages: int, num_micro_batch: int, chunks: int | Non
         chunks = 2 if interleaved else 1
     check_int("chunks", chunks)
     if interleaved and chunks == 1:
-        raise ConfigError("chunks=1 is PreferBackward: Interleaved needs at least 2 model stages on each device")
+        raise ConfigError(
+            "chunks=1 is PreferBackward: Interleaved needs at least 2 model stages on each device"
+        )
     if not interleaved and chunks > 1:
-        raise ConfigError(f"{found} has one model stage on each device, not chunks={chunks}: use Interleaved")
+        raise ConfigError(
+            f"{found} has one model stage on each device, not chunks={chunks}: use Interleaved"
+        )
     orders = tuple(ORDERS[found](num_stages, num_micro_batch, chunks))
     return Schedule(found, num_stages, num_micro_batch, chunks, orders)

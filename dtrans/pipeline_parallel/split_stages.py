@@ -1,8 +1,10 @@
-"""Stages that are split: the programs of one shard of a stage, where the model has `dtrans.split` scopes.
+"""Stages that are split: the programs of one shard of a stage, where the model has `dtrans.split`
+scopes.
 
-What comes into such a stage and what leaves it is whole on all shards, and so are batches and results. Parameters that
-the scope cuts are in pieces for good, with their gradients and their optimizer's state; what is kept of a micro-batch
-is as the forward pass leaves it. How equations are carried out on pieces: `dtrans.engine.split`.
+What comes into such a stage and what leaves it is whole on all shards, and so are batches and
+results. Parameters that the scope cuts are in pieces for good, with their gradients and their
+optimizer's state; what is kept of a micro-batch is as the forward pass leaves it. How equations are
+carried out on pieces: `dtrans.engine.split`.
 """
 
 from __future__ import annotations
@@ -42,8 +44,8 @@ def shards_of(forward: ForwardPass, stage_of: Sequence[int], o: PipelineOptions)
     """How many shards each stage has.
 
     Raises:
-      ConfigError: a split scope that does not say how many, two in a stage that say otherwise, or one beside options
-        that do not go with it.
+      ConfigError: a split scope that does not say how many, two in a stage that say otherwise, or
+        one beside options that do not go with it.
     """
     count = [1] * o.model_stages
     said: dict[int, str] = {}
@@ -51,7 +53,9 @@ def shards_of(forward: ForwardPass, stage_of: Sequence[int], o: PipelineOptions)
         if scope is None or scope.kind != "split":
             continue
         if scope.device_count is None:
-            raise ConfigError(f"{scope} must say over how many devices: dtrans.split(device_count=...)")
+            raise ConfigError(
+                f"{scope} must say over how many devices: dtrans.split(device_count=...)"
+            )
         if s in said and count[s] != scope.device_count:
             raise ConfigError(f"stage {s} is split over {count[s]} devices by {said[s]}, and over "
                               f"{scope.device_count} by {scope}")  # fmt: skip
@@ -60,17 +64,24 @@ def shards_of(forward: ForwardPass, stage_of: Sequence[int], o: PipelineOptions)
         for option in ("sharding_stage", "offload"):
             if count[s] > 1 and getattr(o.memory, option):
                 raise ConfigError(
-                    f"{option}={getattr(o.memory, option)!r} beside {who}: a stage that is split keeps its pieces"
+                    f"{option}={getattr(o.memory, option)!r} beside {who}: a stage that is split "
+                    "keeps its pieces"
                 )
         if count[s] > 1 and o.chunks > 1:
-            raise ConfigError(f"chunks={o.chunks} beside {who}: a device has one stage where stages are split")
+            raise ConfigError(
+                f"chunks={o.chunks} beside {who}: a device has one stage where stages are split"
+            )
     return tuple(count)
 
 
 def cuts_of(
-    step: Cut, stages: Sequence[StagePrograms], shards: Sequence[int], users: Mapping[str, Sequence[int]]
+    step: Cut,
+    stages: Sequence[StagePrograms],
+    shards: Sequence[int],
+    users: Mapping[str, Sequence[int]],
 ) -> Cuts:
-    """What the split scopes cut: parameters that one stage alone reads, and their optimizer's state."""
+    """What the split scopes cut: parameters that one stage alone reads, and their optimizer's
+    state."""
     found: dict[str, int] = {}
     readers = {n: [s.index for s in stages if n in s.params] for n in step.params}
     for stage, count in zip(stages, shards, strict=True):
@@ -88,7 +99,13 @@ def cuts_of(
     for n, v in analysis.inputs.items():
         row = analysis.layout(v)
         lives = n in plain.inputs and plain.home(plain.layout(plain.inputs[n])) is not None
-        if n in step.opt_state and lives and isinstance(row, RowAxis) and row.leaf in found and row.width == 1:
+        if (
+            n in step.opt_state
+            and lives
+            and isinstance(row, RowAxis)
+            and row.leaf in found
+            and row.width == 1
+        ):
             state[n] = row.axis
     return Cuts(tuple(shards), state)
 
@@ -101,7 +118,8 @@ def _is_split(eqn: object) -> bool:
 def split_stages(
     stages: Sequence[StagePrograms], cuts: Cuts
 ) -> tuple[tuple[StagePrograms, ...], dict[tuple[int, str], int]]:
-    """The programs of a shard of each stage, and which values of a micro-batch are cut, by stage and name."""
+    """The programs of a shard of each stage, and which values of a micro-batch are cut, by stage
+    and name."""
     made: list[StagePrograms] = []
     values: dict[tuple[int, str], int] = {}
     for s in stages:
@@ -118,7 +136,9 @@ def split_stages(
     return tuple(made), values
 
 
-def _split(p: Program, s: StagePrograms, cuts: Cuts, values: dict[str, int], whole: Collection[str]) -> Program:
+def _split(
+    p: Program, s: StagePrograms, cuts: Cuts, values: dict[str, int], whole: Collection[str]
+) -> Program:
     """One program; what it leaves cut for others is noted in `values`."""
     sums = {n: cuts.state[leaf] for n, leaf in s.sums.items() if leaf in cuts.state}
     known = {**{n: d for n, d in cuts.state.items() if n in s.params}, **sums, **values}
@@ -129,10 +149,14 @@ def _split(p: Program, s: StagePrograms, cuts: Cuts, values: dict[str, int], who
     for n, d in zip(p.out_names, made.out_cuts, strict=True):
         if d is not None and n not in sums:
             values[n] = d
-    return program_of(p.name, made.jaxpr, p.in_names, p.out_names, p.roles[0] if p.roles else "forward")
+    return program_of(
+        p.name, made.jaxpr, p.in_names, p.out_names, p.roles[0] if p.roles else "forward"
+    )
 
 
-def split_update(placed: PlacedUpdate, cuts: Cuts, sums: Mapping[str, tuple[str, int, int | None]]) -> PlacedUpdate:
+def split_update(
+    placed: PlacedUpdate, cuts: Cuts, sums: Mapping[str, tuple[str, int, int | None]]
+) -> PlacedUpdate:
     """The update, with the pieces of split stages as those of a shard; `sums` as in `Update`."""
     inner = placed.program.inner
     named: dict[Var, str] = dict(zip(inner.invars, placed.program.in_names, strict=True))

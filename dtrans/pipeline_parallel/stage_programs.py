@@ -4,13 +4,14 @@
     backward    the same, residuals, cotangents of what goes on, sums of gradients  ->  cotangents, sums of gradients
     weights     residuals of forward and backward, sums of gradients  ->  sums of gradients
 
-A stage is differentiated by itself (`jax.vjp`). What its derivative reads of the forward pass are the *residuals*. Of
-these, three kinds are not kept for each micro-batch: inputs of the stage are read again, numbers stand in the program,
-and what is made of parameters alone (a weight in another type) is made again. With `gradient_checkpoint` more is made
+A stage is differentiated by itself (`jax.vjp`). What its derivative reads of the forward pass are
+the *residuals*. Of these, three kinds are not kept for each micro-batch: inputs of the stage are
+read again, numbers stand in the program, and what is made of parameters alone (a weight in another
+type) is made again. With `gradient_checkpoint` more is made
 again: all but what has a name that was asked for, and what was made of random numbers alone.
 
-Values go from a stage to the next one only. What a later stage reads (a skip connection) is carried through those in
-between, and its cotangent comes back the same way; each adds its own.
+Values go from a stage to the next one only. What a later stage reads (a skip connection) is carried
+through those in between, and its cotangent comes back the same way; each adds its own.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class StagePrograms:
       weights: makes the gradients of weights, where the backward program does not.
       params: the leaves of the step that it reads.
       state: the arrays of the optimizer's state that it reads, which every stage has.
-      sums: the name of each sum of gradients that it makes, and the leaf whose they are. Where each micro-batch is
-        clipped, they are the gradients of one, and are not added up here.
+      sums: the name of each sum of gradients that it makes, and the leaf whose they are. Where each
+        micro-batch is clipped, they are the gradients of one, and are not added up here.
       cotangents: the name of each cotangent, and the value that it is of.
       batch: the arrays of the batch that it reads.
       receives, sends: the values from the stage before, and for the stage after.
@@ -77,23 +78,31 @@ class StagePrograms:
 
     @property
     def kept(self) -> tuple[str, ...]:
-        """What is kept of each micro-batch from its forward to its backward: residuals, and what it received."""
+        """What is kept of each micro-batch from its forward to its backward: residuals, and what it
+        received."""
         here = {*self.forward.out_names, *self.receives}
         read = [*self.backward.in_names, *(self.weights.in_names if self.weights else ())]
         given = {*self.params, *self.state, *self.batch}
         return tuple(n for n in dict.fromkeys(read) if n in here and n not in given)
 
 
-def program_of(name: str, jaxpr: ClosedJaxpr, ins: Sequence[str], outs: Sequence[str], role: str) -> Program:
+def program_of(
+    name: str, jaxpr: ClosedJaxpr, ins: Sequence[str], outs: Sequence[str], role: str
+) -> Program:
     """A program whose inputs and outputs are known by name alone, as one dict each."""
     inner = opened(jaxpr)
     args, out = (
-        {n: v.aval for n, v in zip(of, vs, strict=True)} for of, vs in ((ins, inner.invars), (outs, inner.outvars))
+        {n: v.aval for n, v in zip(of, vs, strict=True)}
+        for of, vs in ((ins, inner.invars), (outs, inner.outvars))
     )
     spec, made = TreeSpec.of(args), TreeSpec.of(out)
     by_name = dict(zip(ins, inner.invars, strict=True))
     outs_by_name = dict(zip(outs, inner.outvars, strict=True))
-    ordered = closed_with(jaxpr, invars=[by_name[n] for n in spec.names], outvars=[outs_by_name[n] for n in made.names])
+    ordered = closed_with(
+        jaxpr,
+        invars=[by_name[n] for n in spec.names],
+        outvars=[outs_by_name[n] for n in made.names],
+    )
     return Program(name, ordered, (spec,), made, (role,) * len(inner.eqns))
 
 
@@ -108,7 +117,11 @@ class StageProgramWriter:
     """
 
     def __init__(
-        self, forward: ForwardPass, stage_of: Sequence[int], o: PipelineOptions, scatter: Mapping[str, Sliced]
+        self,
+        forward: ForwardPass,
+        stage_of: Sequence[int],
+        o: PipelineOptions,
+        scatter: Mapping[str, Sliced],
     ) -> None:
         self.forward = forward
         self.stage_of = stage_of
@@ -119,7 +132,8 @@ class StageProgramWriter:
         inner = forward.inner
         self.inputs = set(inner.invars)
         made = {v: s for e, s in zip(eqns, stage_of, strict=True) for v in e.outvars}
-        # what depends on no micro-batch (a mask, a weight transposed) is made in each stage that reads it
+        # what depends on no micro-batch (a mask, a weight transposed) is made in each stage that
+        # reads it
         self.dependent = propagate(eqns, dict.fromkeys(forward.of_micro_batches, 1), {})
         self.made_at = {v: s for v, s in made.items() if self.dependent.get(v)}
         last: dict[Var, int] = {}
@@ -127,7 +141,10 @@ class StageProgramWriter:
             if any(self.dependent.get(v) for v in e.outvars) or e.effects:
                 last |= {a: max(s, last.get(a, s)) for a in e.invars if isinstance(a, Var)}
         self.last = last
-        self.crossing = [[v for v, s in self.made_at.items() if s <= k < last.get(v, -1)] for k in range(self.count)]
+        self.crossing = [
+            [v for v, s in self.made_at.items() if s <= k < last.get(v, -1)]
+            for k in range(self.count)
+        ]
         order = dict.fromkeys(v for vs in self.crossing for v in vs)
         # names that no argument of the user's can have
         self.names = {v: f"@value/{i}" for i, v in enumerate(order)}
@@ -136,11 +153,17 @@ class StageProgramWriter:
         # which stage gives a result: the one that makes it, or the last for what no stage makes
         self.results_of: list[list[str]] = [[] for _ in range(self.count)]
         for n, a in forward.results.items():
-            self.results_of[self.made_at.get(a, self.count - 1) if isinstance(a, Var) else self.count - 1].append(n)
+            self.results_of[
+                self.made_at.get(a, self.count - 1) if isinstance(a, Var) else self.count - 1
+            ].append(n)
 
     def differentiable(self, v: Atom) -> bool:
         """Whether the loss's derivative may come through a value."""
-        return isinstance(v, Var) and bool(self.active.get(v)) and jnp.issubdtype(v.aval.dtype, jnp.inexact)
+        return (
+            isinstance(v, Var)
+            and bool(self.active.get(v))
+            and jnp.issubdtype(v.aval.dtype, jnp.inexact)
+        )
 
     def stages(self) -> tuple[StagePrograms, ...]:
         """The programs of all stages."""
@@ -190,7 +213,9 @@ class StageProgramWriter:
         out_names = [*(self.names[v] for v in outs), *results]
         residuals = vjp.named(out_names, ins)
         named = dict(zip([*out_names, *residuals], opened(vjp.forward).outvars, strict=True))
-        forward = program_of(f"forward of stage {s}", vjp.gives(list(named.values())), ins, list(named), FORWARD)
+        forward = program_of(
+            f"forward of stage {s}", vjp.gives(list(named.values())), ins, list(named), FORWARD
+        )
         sums = {unused_name(n + GRAD, types): n for n in leaves}
         cotangents = {v: self.names[v] + GRAD for v in (*fronts, *backs)}
         backward_jaxpr = self._backward(vjp, has_loss, ahead, through, backs, heard, leaves)
@@ -217,7 +242,8 @@ class StageProgramWriter:
     def _body(
         self, own: Sequence[int], received: Sequence[Var], wanted: Sequence[Atom]
     ) -> tuple[ClosedJaxpr, list[Var], list[Var]]:
-        """The equations of a stage, as a function of inputs of the forward pass and of what it was sent."""
+        """The equations of a stage, as a function of inputs of the forward pass and of what it was
+        sent."""
         f, inner = self.forward, self.forward.inner
         mine = set(own)
         effects = [a for i in own if f.eqns[i].effects for a in f.eqns[i].invars]
@@ -263,10 +289,15 @@ class StageProgramWriter:
         sums = [b.input(t) for t in types] if adds else []
         if has_loss:
             loss = self.forward.loss
-            cts += [Literal(loss.aval.dtype.type(self.o.loss_scale), loss.aval.update(weak_type=False))]
+            cts += [
+                Literal(loss.aval.dtype.type(self.o.loss_scale), loss.aval.update(weak_type=False))
+            ]
         b.role = BACKWARD
         made = vjp.write_backward(b, stage_ins, saved, cts)
-        grads, back = made[: len(leaves)], dict(zip([v for v in backs if v in heard], made[len(leaves) :], strict=True))
+        grads, back = (
+            made[: len(leaves)],
+            dict(zip([v for v in backs if v in heard], made[len(leaves) :], strict=True)),
+        )
         outs: list[Atom] = []
         for v in backs:
             if v in passing and v in back:
@@ -289,7 +320,8 @@ class StageProgramWriter:
         return self.scatter[leaf].of_rank(wide) if leaf in self.scatter else wide
 
     def _scattered(self, b: Builder, grads: Mapping[str, Atom]) -> list[Atom]:
-        """Write gradients of which each replica adds up a slice, as those slices; by type and dimension."""
+        """Write gradients of which each replica adds up a slice, as those slices; by type and
+        dimension."""
         found = dict(grads)
         kinds: dict[Any, list[str]] = {}
         for n in grads:
@@ -297,12 +329,20 @@ class StageProgramWriter:
                 kinds.setdefault((grads[n].aval.dtype, self.scatter[n].axis), []).append(n)
         for i, ((_, axis), names) in enumerate(kinds.items()):
             parts = [b.call(padded(axis, self.scatter[n].padded), grads[n])[0] for n in names]
-            made = b.bind(reduce_scatter_p, *parts, name=f"bucket/{i}", over=(AXIS,), size=self.o.replicas, axis=axis)
+            made = b.bind(
+                reduce_scatter_p,
+                *parts,
+                name=f"bucket/{i}",
+                over=(AXIS,),
+                size=self.o.replicas,
+                axis=axis,
+            )
             found |= zip(names, made, strict=True)
         return list(found.values())
 
     def _checkpoints(self, s: int) -> Collection[str] | None:
-        """The names of what a stage keeps beside what it was sent; None where it keeps all that its backward reads."""
+        """The names of what a stage keeps beside what it was sent; None where it keeps all that its
+        backward reads."""
         names, end = self.o.memory.gradient_checkpoint, self.o.memory.last_checkpointed_stage
         if not names or (end >= 0 and s > end):
             return None
@@ -311,24 +351,35 @@ class StageProgramWriter:
     def _programs(
         self, s: int, jaxpr: ClosedJaxpr, ins: Sequence[str], outs: Sequence[str], cotangents: int
     ) -> tuple[Program, Program | None]:
-        """Backward in one program; or in two, of which the first makes cotangents and the second gradients."""
+        """Backward in one program; or in two, of which the first makes cotangents and the second
+        gradients."""
         inner = opened(jaxpr)
         if not self.o.splits_backward:
             return _live(f"backward of stage {s}", jaxpr, ins, outs), None
         first, _ = backward_slice(inner.eqns, inner.outvars[:cotangents])
         second, _ = backward_slice(
-            inner.eqns, inner.outvars[cotangents:], {v for i in first for v in inner.eqns[i].outvars}
+            inner.eqns,
+            inner.outvars[cotangents:],
+            {v for i in first for v in inner.eqns[i].outvars},
         )
         made = {v for i in first for v in inner.eqns[i].outvars}
-        read = dict.fromkeys(a for i in second for a in inner.eqns[i].invars if isinstance(a, Var) and a in made)
-        read |= dict.fromkeys(a for a in inner.outvars[cotangents:] if isinstance(a, Var) and a in made)
+        read = dict.fromkeys(
+            a for i in second for a in inner.eqns[i].invars if isinstance(a, Var) and a in made
+        )
+        read |= dict.fromkeys(
+            a for a in inner.outvars[cotangents:] if isinstance(a, Var) and a in made
+        )
         between = [v for v in read if not _is_made_of_nothing(v, inner.eqns)]
         names = [f"@between/{i}" for i in range(len(between))]
-        take: Callable[[Sequence[int]], list[JaxprEqn]] = lambda which: [inner.eqns[i] for i in which]
+        take: Callable[[Sequence[int]], list[JaxprEqn]] = lambda which: [
+            inner.eqns[i] for i in which
+        ]
         one = closed_with(jaxpr, outvars=[*inner.outvars[:cotangents], *between], eqns=take(first))
         extra = backward_slice(inner.eqns, inner.outvars[cotangents:], {*between})[0]
         invars = [*inner.invars, *between]
-        two = closed_with(jaxpr, invars=invars, outvars=inner.outvars[cotangents:], eqns=take(extra))
+        two = closed_with(
+            jaxpr, invars=invars, outvars=inner.outvars[cotangents:], eqns=take(extra)
+        )
         return (
             _live(f"backward of stage {s}", one, ins, [*outs[:cotangents], *names]),
             _live(f"weights of stage {s}", two, [*ins, *names], outs[cotangents:]),

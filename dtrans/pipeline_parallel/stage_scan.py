@@ -3,9 +3,10 @@
     before planning   each turn of a loop is a loop of one turn, which the planner takes for a layer
     after             the turns of a stage are one loop again, over its rows of the stack
 
-Each stage then holds its rows of the stack alone, under a name of their own (`params/w.block1`), with its rows of the
-optimizer's state: the update is written for blocks of rows, as for parameter servers (`dtrans.slicing.server_update`).
-Where the optimizer does not let a leaf be cut (Muon), all stages read it whole, from the stage that holds it.
+Each stage then holds its rows of the stack alone, under a name of their own (`params/w.block1`),
+with its rows of the optimizer's state: the update is written for blocks of rows, as for parameter
+servers (`dtrans.slicing.server_update`). Where the optimizer does not let a leaf be cut (Muon), all
+stages read it whole, from the stage that holds it.
 """
 
 from __future__ import annotations
@@ -45,12 +46,15 @@ from dtrans.slicing.server_update import inline_update, write_server
 from dtrans.step.cut import Cut, Gradient, Name, OptimizeHalf
 
 
-Turns = tuple[tuple[int, ...], ...]  # of each loop that is cut, where its parts begin, and where the last ends
+Turns = tuple[
+    tuple[int, ...], ...
+]  # of each loop that is cut, where its parts begin, and where the last ends
 
 
 @dataclasses.dataclass(frozen=True)
 class StageRows:
-    """A run of rows of a leaf, or of what goes with it in the optimizer's state, as a parameter of its own.
+    """A run of rows of a leaf, or of what goes with it in the optimizer's state, as a parameter of
+    its own.
 
     Attributes:
       name: its name.
@@ -65,7 +69,8 @@ class StageRows:
 
 
 def loops_of(forward: ForwardPass) -> list[int]:
-    """The positions of loops that can be cut: forward scans over a stack that the loss is differentiated by."""
+    """The positions of loops that can be cut: forward scans over a stack that the loss is
+    differentiated by."""
     found = []
     for i, eqn in enumerate(forward.eqns):
         if eqn.primitive.name == SCAN and not is_reversed(eqn) and scan_length(eqn) > 1:
@@ -84,7 +89,8 @@ def turned(forward: ForwardPass, turns: Turns) -> tuple[ForwardPass, list[tuple[
     """The forward pass with its loops in parts.
 
     Returns:
-      It, and for each of its equations the equation that it was, and the number of the part (0 for others).
+      It, and for each of its equations the equation that it was, and the number of the part (0 for
+      others).
     """
     if not turns:
         return forward, [(i, 0) for i in range(len(forward.eqns))]
@@ -111,7 +117,10 @@ def _parts(b: Builder, eqn: JaxprEqn, bounds: Sequence[int]) -> Any:
     for k, (start, stop) in enumerate(itertools.pairwise(bounds)):
         for i in wires.slices:
             operands[i] = b.part(eqn.invars[i], 0, start, stop)
-        types = [resized(v.aval, 0, stop - start) if j in stacked else v.aval for j, v in enumerate(eqn.outvars)]
+        types = [
+            resized(v.aval, 0, stop - start) if j in stacked else v.aval
+            for j, v in enumerate(eqn.outvars)
+        ]
         made = b.copy(eqn, operands, types, **scan_turns(stop - start))
         for i, j in wires.carried.items():
             operands[i] = made[j]
@@ -125,7 +134,9 @@ def _parts(b: Builder, eqn: JaxprEqn, bounds: Sequence[int]) -> Any:
         yield k
 
 
-def joined_turns(forward: ForwardPass, origin: Sequence[tuple[int, int]], stage_of: Sequence[int]) -> Turns:
+def joined_turns(
+    forward: ForwardPass, origin: Sequence[tuple[int, int]], stage_of: Sequence[int]
+) -> Turns:
     """Loops in parts of one stage each, as turns by themselves were planned.
 
     Args:
@@ -151,7 +162,8 @@ def stages_of_parts(
     origin: Sequence[tuple[int, int]],
     stage_of: Sequence[int],
 ) -> tuple[int, ...]:
-    """The stage of each equation where the turns of a stage are one loop, from those where each is by itself."""
+    """The stage of each equation where the turns of a stage are one loop, from those where each is
+    by itself."""
     known: dict[tuple[int, int], int] = {}
     for key, s in zip(origin, stage_of, strict=True):
         known[key] = max(s, known.get(key, s))
@@ -163,7 +175,8 @@ def stages_of_parts(
 
 
 def rows_of(forward: ForwardPass, stage_of: Sequence[int]) -> dict[str, tuple[StageRows, ...]]:
-    """Which leaves stages hold rows of: stacks of which each stage reads its own rows, and nothing else."""
+    """Which leaves stages hold rows of: stacks of which each stage reads its own rows, and nothing
+    else."""
     step = forward.step
     outs = {a for a in forward.inner.outvars if isinstance(a, Var)}
     direct = {a for a in forward.prelude.jaxpr.outvars if isinstance(a, Var)}
@@ -178,7 +191,12 @@ def rows_of(forward: ForwardPass, stage_of: Sequence[int]) -> dict[str, tuple[St
         runs = {_run(e): s for e, s in uses}
         if None in runs or len({*runs.values()}) < 2 or v in outs or leaf not in step.optimized:
             continue
-        if not isinstance(source, Var) or names.get(source) != leaf or source in read or source not in direct:
+        if (
+            not isinstance(source, Var)
+            or names.get(source) != leaf
+            or source in read
+            or source not in direct
+        ):
             continue
         if sum(a is source for a in forward.given.values()) > 1:
             continue
@@ -189,7 +207,9 @@ def rows_of(forward: ForwardPass, stage_of: Sequence[int]) -> dict[str, tuple[St
         analysis = analysis or analyse(step.optimize, step.params)
         if leaf in analysis.groups:
             continue
-        found[leaf] = tuple(StageRows(f"{leaf}.{word}{k}", Slice(0, a, b - a)) for k, (a, b) in enumerate(ordered))
+        found[leaf] = tuple(
+            StageRows(f"{leaf}.{word}{k}", Slice(0, a, b - a)) for k, (a, b) in enumerate(ordered)
+        )
     return found
 
 
@@ -205,7 +225,11 @@ def _run(eqn: JaxprEqn) -> tuple[int, int] | None:
     """The rows that an equation takes of its operand; None for what is no run of rows."""
     if eqn.primitive.name != "slice" or eqn.params["strides"] is not None:
         return None
-    starts, stops, shape = eqn.params["start_indices"], eqn.params["limit_indices"], eqn.invars[0].aval.shape
+    starts, stops, shape = (
+        eqn.params["start_indices"],
+        eqn.params["limit_indices"],
+        eqn.invars[0].aval.shape,
+    )
     whole = all(a == 0 and z == n for a, z, n in zip(starts[1:], stops[1:], shape[1:], strict=True))
     return (starts[0], stops[0]) if whole else None
 
@@ -253,7 +277,12 @@ def taken_apart(forward: ForwardPass, rows: Mapping[str, tuple[StageRows, ...]])
     jaxpr = closed_with(forward.jaxpr, invars=list(given), eqns=eqns)
     outs = [a for a in given.values() if isinstance(a, Var)]
     prelude = closed_with(forward.prelude, invars=step.program.inner.invars, outvars=outs)
-    return Taken(dataclasses.replace(forward, step=step, jaxpr=jaxpr, diff=diff, given=given, prelude=prelude), every)
+    return Taken(
+        dataclasses.replace(
+            forward, step=step, jaxpr=jaxpr, diff=diff, given=given, prelude=prelude
+        ),
+        every,
+    )
 
 
 def stages_without(
@@ -261,8 +290,13 @@ def stages_without(
 ) -> tuple[int, ...]:
     """The stage of each equation that `taken_apart` leaves."""
     by_leaf = {leaf: v for v, leaf in forward.diff.items() if leaf in rows}
-    gone = {(by_leaf[leaf], (r.part.first, r.part.stop)) for leaf, runs in rows.items() for r in runs}
-    left = [not (e.invars and (e.invars[0], _run(e)) in gone) if _is_run(e) else True for e in forward.eqns]
+    gone = {
+        (by_leaf[leaf], (r.part.first, r.part.stop)) for leaf, runs in rows.items() for r in runs
+    }
+    left = [
+        not (e.invars and (e.invars[0], _run(e)) in gone) if _is_run(e) else True
+        for e in forward.eqns
+    ]
     return tuple(s for s, keep in zip(stage_of, left, strict=True) if keep)
 
 
@@ -286,7 +320,8 @@ def _half_of_blocks(
         if n in rows:
             spans = [RowRange(r.part.first, r.part.stop) for r in rows[n]]
             blocks[n] = tuple(
-                Block(n, k, len(spans), x, (x.rows, *t.shape[1:]), t.dtype, "here", word) for k, x in enumerate(spans)
+                Block(n, k, len(spans), x, (x.rows, *t.shape[1:]), t.dtype, "here", word)
+                for k, x in enumerate(spans)
             )
         else:
             blocks[n] = (Block.whole(n, t, "here"),)
@@ -306,7 +341,9 @@ def _half_of_blocks(
             values[g.name] = v = b.input(given[g.name].aval)
             name_of[v] = Gradient(rows[g.leaf][g.index].name if g.leaf in rows else g.leaf)
     new = inline_update(b, work, values)
-    half = OptimizeHalf(b.build(list(new.values())), tuple(name_of[v] for v in b.invars), tuple(new))
+    half = OptimizeHalf(
+        b.build(list(new.values())), tuple(name_of[v] for v in b.invars), tuple(new)
+    )
     return half, {n: tuple(sorted(rs, key=lambda r: r.part.first)) for n, rs in state.items()}
 
 
@@ -345,8 +382,12 @@ def _step(step: Cut, rows: Mapping[str, tuple[StageRows, ...]], half: OptimizeHa
         assert not isinstance(out, Literal), n
         new |= {r.name: r.part.cut(b, out) for r in parts}
     results = TreeSpec.of({n: source.outputs[n] for n in step.results})
-    program = Program.written(source.name, b, (*specs, *source.args[2:]), tuple_of(*specs, results), new)
-    flat: Callable[[Sequence[str]], tuple[str, ...]] = lambda names: tuple(m for n in names for m in named(n))
+    program = Program.written(
+        source.name, b, (*specs, *source.args[2:]), tuple_of(*specs, results), new
+    )
+    flat: Callable[[Sequence[str]], tuple[str, ...]] = lambda names: tuple(
+        m for n in names for m in named(n)
+    )
     return dataclasses.replace(
         step,
         program=program,

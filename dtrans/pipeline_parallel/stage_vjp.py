@@ -1,9 +1,11 @@
-"""A stage's equations, differentiated: what its forward pass keeps, and the backward pass that reads it.
+"""A stage's equations, differentiated: what its forward pass keeps, and the backward pass that
+reads it.
 
-`jax.vjp` is taken of the stage by itself, and what its derivative reads of the forward pass (the *residuals*) is looked
-at one by one. Inputs of the stage are read again, numbers stand in the program, what is made of state alone (a weight
-in another type) is made again. With checkpoints all is made again but what has a name that was asked for, what was made
-of random numbers alone (so that a mask is not drawn twice), what has an effect, and what comes from other replicas.
+`jax.vjp` is taken of the stage by itself, and what its derivative reads of the forward pass (the
+*residuals*) is looked at one by one. Inputs of the stage are read again, numbers stand in the
+program, what is made of state alone (a weight in another type) is made again. With checkpoints all
+is made again but what has a name that was asked for, what was made of random numbers alone (so that
+a mask is not drawn twice), what has an effect, and what comes from other replicas.
 """
 
 from __future__ import annotations
@@ -58,15 +60,25 @@ class StageVjp:
     ) -> None:
         self.in_types = in_types
         names = [*reads, *heard]
-        places: dict[Atom, int] = {a: i for i, a in enumerate(opened(body).outvars) if isinstance(a, Var)}
+        places: dict[Atom, int] = {
+            a: i for i, a in enumerate(opened(body).outvars) if isinstance(a, Var)
+        }
         n_step = len(in_types) - len(received)
         structure: list[Any] = []
 
         def forward(*args: Any) -> list[Any]:
-            values = dict(zip([*reads, *received], [*evaluate(prelude, *args[:n_step]), *args[n_step:]], strict=True))
+            values = dict(
+                zip(
+                    [*reads, *received],
+                    [*evaluate(prelude, *args[:n_step]), *args[n_step:]],
+                    strict=True,
+                )
+            )
 
             def function(*of: Any) -> tuple[list[Any], list[Any]]:
-                made = evaluate(body, *({**values, **dict(zip(wrt, of, strict=True))}[v] for v in names))
+                made = evaluate(
+                    body, *({**values, **dict(zip(wrt, of, strict=True))}[v] for v in names)
+                )
                 return [made[places[a]] for a in ahead], made[: len(outs)]
 
             _, vjp, made = jax.vjp(function, *(values[v] for v in wrt), has_aux=True)
@@ -91,7 +103,9 @@ class StageVjp:
             self.kept = _barriers(inner, self.kept, at, checkpoints)
             self._again = {a for a in made if a not in self.kept}
         outvars = [*inner.outvars[:count], *self.kept]
-        live, _ = backward_slice(inner.eqns, [*outvars, *(a for e in inner.eqns if e.effects for a in e.invars)])
+        live, _ = backward_slice(
+            inner.eqns, [*outvars, *(a for e in inner.eqns if e.effects for a in e.invars)]
+        )
         live = sorted({*live, *(i for i, e in enumerate(inner.eqns) if e.effects)})
         self.forward = closed_with(traced, outvars=outvars, eqns=[inner.eqns[i] for i in live])
         tree = structure[-1]
@@ -105,7 +119,8 @@ class StageVjp:
     def named(self, outs: Sequence[str], ins: Collection[str]) -> list[str]:
         """The names of what is kept: those of outputs that are the same, others are numbered.
 
-        A parameter that is made anew has the name of what it was before, which an input has already.
+        A parameter that is made anew has the name of what it was before, which an input has
+        already.
         """
         of: dict[Atom, str] = {}
         for n, a in zip(outs, opened(self.forward).outvars, strict=False):
@@ -125,13 +140,19 @@ class StageVjp:
         inner = opened(self._source)
         env = dict(zip([*inner.invars, *self.kept], [*inputs, *saved], strict=True))
         again = [inner.eqns[i] for i in backward_slice(inner.eqns, self._again, self.kept)[0]]
-        return b.inline(self.backward, *b.inline_part(self._source, env, again, self._residuals), *cotangents)
+        return b.inline(
+            self.backward, *b.inline_part(self._source, env, again, self._residuals), *cotangents
+        )
 
 
-def _barriers(inner: Jaxpr, wanted: Sequence[Var], given: Collection[Atom], names: Collection[str]) -> list[Var]:
-    """What must be kept so that `wanted` can be made again from what is given, and what has one of these names.
+def _barriers(
+    inner: Jaxpr, wanted: Sequence[Var], given: Collection[Atom], names: Collection[str]
+) -> list[Var]:
+    """What must be kept so that `wanted` can be made again from what is given, and what has one of
+    these names.
 
-    It is what was made of random numbers alone, what has an effect, and what comes from other replicas.
+    It is what was made of random numbers alone, what has an effect, and what comes from other
+    replicas.
     """
     made_by = {v: e for e in inner.eqns for v in e.outvars}
     drawn, other = 1, 2

@@ -41,7 +41,9 @@ def needs(task: Task, num_model_stages: int) -> tuple[Task, ...]:
         return (Task("F", k - 1, m),) if k else ()
     if kind == "W":
         return (Task("B", k, m),)
-    return (Task("F", k, m), Task("B", k + 1, m)) if k + 1 < num_model_stages else (Task("F", k, m),)
+    return (
+        (Task("F", k, m), Task("B", k + 1, m)) if k + 1 < num_model_stages else (Task("F", k, m),)
+    )
 
 
 class TimedTask(NamedTuple):
@@ -54,7 +56,8 @@ class TimedTask(NamedTuple):
 
 
 class Play(tuple[TimedTask, ...]):
-    """Timed tasks, in any unit of time: what `Schedule.play` returns. Measured ones can be asked the same.
+    """Timed tasks, in any unit of time: what `Schedule.play` returns. Measured ones can be asked
+    the same.
 
     Example:
       >>> from dtrans.pipeline_parallel.task import Task
@@ -77,8 +80,12 @@ class Play(tuple[TimedTask, ...]):
 
     @property
     def bubble(self) -> Fraction | float:
-        """The idle share of devices: 1 - busy / (devices x makespan). Exact where times are; 0 if no time goes by."""
-        busy, available = sum((t.end - t.start for t in self), Fraction(0)), self.num_devices * self.makespan
+        """The idle share of devices: 1 - busy / (devices x makespan). Exact where times are; 0 if
+        no time goes by."""
+        busy, available = (
+            sum((t.end - t.start for t in self), Fraction(0)),
+            self.num_devices * self.makespan,
+        )
         if not available:
             return Fraction(0)
         return 1 - busy / (Fraction(available) if isinstance(busy, Fraction) else available)

@@ -60,7 +60,15 @@ from dtrans.step.capture import captured, refuse_loss_in_update, value_and_grad_
 from dtrans.step.collect import COLLECT, collected
 from dtrans.step.cut import Cut, asks_for, cut, other_size
 from dtrans.step.forward_backward import refuse_across
-from dtrans.step.observers import EARLY, GRADIENTS, RETURN_IT, UPDATE, callers_of, check_observers, refuse_observers
+from dtrans.step.observers import (
+    EARLY,
+    GRADIENTS,
+    RETURN_IT,
+    UPDATE,
+    callers_of,
+    check_observers,
+    refuse_observers,
+)
 from dtrans.step.scopes import scopes_within
 from dtrans.step.startup import match_startup, of_two_parts
 from dtrans.zero.mixed_precision import check_scale, low_products
@@ -84,42 +92,50 @@ def pipeline(
     reduce: Reduce | str = Reduce(),
     batch: Batch | str = Batch(),
 ) -> PipelinePlan:
-    """Plan a pipeline: stages of the loss function on devices of their own, micro-batches that go through them.
+    """Plan a pipeline: stages of the loss function on devices of their own, micro-batches that go
+    through them.
 
-    The step must take its gradients with `dtrans.value_and_grad` (or be made by `dtrans.make_train_step`): the loss is
-    cut before it is differentiated. Numbers are those of the step on the whole batch.
+    The step must take its gradients with `dtrans.value_and_grad` (or be made by
+    `dtrans.make_train_step`): the loss is cut before it is differentiated. Numbers are those of the
+    step on the whole batch.
 
     Args:
       main: the traced training step, (params, opt_state, *batch) -> (params, opt_state, loss, ...).
       startup: the traced init, -> (params, opt_state).
-      num_stages: how many devices a replica has, each with a stage (or `stages.chunks` of them). "auto": as many as the
-        model has `dtrans.replicate` scopes; without, as make a step fastest by the costs that stages are cut by, on the
-        devices that there are (`dtrans.pipeline_parallel.auto_stages`).
-      num_micro_batch: how many parts a replica cuts its part of the batch into. Parameters are updated once, after all.
-      schedule: what each device does when: "PreferForward" or "GPipe" (all forwards, then all backwards),
-        "PreferBackward" or "1F1B", "PreferBackwardOptimizer" (one micro-batch more under way, which hides transfers),
-        "Interleaved" (several stages on each device), "ZeroBubble" or "ZB-H1" (gradients of weights fill the gaps), or
-        a `dtrans.Schedule`.
-      replicas: how many copies of the pipeline share the batch. Those of a stage reduce their gradients.
+      num_stages: how many devices a replica has, each with a stage (or `stages.chunks` of them).
+        "auto": as many as the model has `dtrans.replicate` scopes; without, as make a step fastest
+        by the costs that stages are cut by, on the devices that there are
+        (`dtrans.pipeline_parallel.auto_stages`).
+      num_micro_batch: how many parts a replica cuts its part of the batch into. Parameters are
+        updated once, after all.
+      schedule: what each device does when: "PreferForward" or "GPipe" (all forwards, then all
+        backwards), "PreferBackward" or "1F1B", "PreferBackwardOptimizer" (one micro-batch more
+        under way, which hides transfers), "Interleaved" (several stages on each device),
+        "ZeroBubble" or "ZB-H1" (gradients of weights fill the gaps), or a `dtrans.Schedule`.
+      replicas: how many copies of the pipeline share the batch. Those of a stage reduce their
+        gradients.
       stages: how stages are found, and laid out over devices: a `dtrans.Stages`.
       memory: what stages and their replicas keep: a `dtrans.StageMemory`.
-      reduce: how gradients are reduced over micro-batches and the replicas of a stage: a `dtrans.Reduce`, or its `op`.
-        A clip in the optimizer is of the reduced gradients (EPL's `clip_after_allreduce`).
-      batch: "exact": the job gives one device's numbers. What no parameter enters is made of the whole batch, before
-        the micro-batches go (`dtrans.batch.given_values`); a step is refused, by its line, whose micro-batches do not
-        add up then. "micro": each micro-batch goes through the step alone, with batch statistics of its own; those
-        that the model keeps are made by each of those before the step. ("local" is another name of it.) Or a
-        `dtrans.Batch`, without `example_count`, which with "micro" also says how results are merged.
+      reduce: how gradients are reduced over micro-batches and the replicas of a stage: a
+        `dtrans.Reduce`, or its `op`. A clip in the optimizer is of the reduced gradients (EPL's
+        `clip_after_allreduce`).
+      batch: "exact": the job gives one device's numbers. What no parameter enters is made of the
+        whole batch, before the micro-batches go (`dtrans.batch.given_values`); a step is refused,
+        by its line, whose micro-batches do not add up then. "micro": each micro-batch goes through
+        the step alone, with batch statistics of its own; those that the model keeps are made by
+        each of those before the step. ("local" is another name of it.) Or a `dtrans.Batch`, without
+        `example_count`, which with "micro" also says how results are merged.
 
     Raises:
-      ConfigError: an option that is out of range, more stages than equations, scopes that contradict, an exact step
-        that is not made of its micro-batches.
+      ConfigError: an option that is out of range, more stages than equations, scopes that
+        contradict, an exact step that is not made of its micro-batches.
       BatchError: a batch that micro-batches and replicas do not divide.
       GradientError: gradients that were not taken with `dtrans.value_and_grad`, or in a loop.
       TraceError: `startup` does not make what `main` takes.
 
-    Source: `Parallel` of EPL (epl/parallel/parallel.py), its schedulers (epl/strategies/scheduler.py) and its planner
-      (epl/parallel/planner.py). GPipe (arXiv 1811.06965), PipeDream's 1F1B (arXiv 1806.03377).
+    Source: `Parallel` of EPL (epl/parallel/parallel.py), its schedulers
+      (epl/strategies/scheduler.py) and its planner (epl/parallel/planner.py). GPipe (arXiv
+      1811.06965), PipeDream's 1F1B (arXiv 1806.03377).
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, dtrans
@@ -133,7 +149,8 @@ def pipeline(
       >>> main = dtrans.trace(dtrans.make_train_step(loss, tx), *init(key), x)
       >>> plan = dtrans.pipeline(main, dtrans.trace(init, key), num_stages=2, num_micro_batch=4)
       >>> [s.params for s in plan.stages], plan.schedule.bubble
-      ([('params/layers/0', 'params/layers/1'), ('params/layers/2', 'params/layers/3')], Fraction(1, 5))
+      ([('params/layers/0', 'params/layers/1'), ('params/layers/2', 'params/layers/3')], Fraction(1,
+      5))
       >>> job = plan.simulate()
       >>> state, loss = job.step(job.init(key), x)
       >>> bool(jnp.allclose(loss, jnp.tanh(jnp.tanh(jnp.tanh(jnp.tanh(1.0)))) ** 2))
@@ -161,7 +178,8 @@ def pipeline(
 
 
 def devices_of_scopes(main: Program) -> int:
-    """How many devices `replicate` scopes ask for; each takes a part of what a replica has of the batch.
+    """How many devices `replicate` scopes ask for; each takes a part of what a replica has of the
+    batch.
 
     Raises:
       ConfigError: scopes that ask for different numbers.
@@ -171,20 +189,25 @@ def devices_of_scopes(main: Program) -> int:
     if len(counts) > 1:
         (a, first), (b, second) = list(counts.items())[:2]
         raise ConfigError(
-            f"{first} asks for {a} device{'s' * (a > 1)} and {second} for {b}: stages share out what a replica has of "
-            "the batch over equally many. Give all scopes one device_count, or more work to a stage of its own"
+            f"{first} asks for {a} device{'s' * (a > 1)} and {second} for {b}: stages share out "
+            "what a replica has of "
+            "the batch over equally many. Give all scopes one device_count, or more work to a "
+            "stage of its own"
         )
     return next(iter(counts), 1)
 
 
-def _timetable(given: str | Schedule, num_stages: int, num_micro_batch: int, chunks: int | None) -> Schedule:
+def _timetable(
+    given: str | Schedule, num_stages: int, num_micro_batch: int, chunks: int | None
+) -> Schedule:
     """The schedule of a name, or one that the user has made."""
     if not isinstance(given, Schedule):
         return schedule_of(given, num_stages, num_micro_batch, chunks)
     found = (given.num_stages, given.num_micro_batch, given.chunks)
     if found != (num_stages, num_micro_batch, chunks or given.chunks):
         raise ConfigError(
-            f"the schedule {given.name} is for num_stages={found[0]}, num_micro_batch={found[1]}, chunks={found[2]}; "
+            f"the schedule {given.name} is for num_stages={found[0]}, num_micro_batch={found[1]}, "
+            f"chunks={found[2]}; "
             f"the plan for {num_stages}, {num_micro_batch}, {chunks or given.chunks}"
         )
     return given
@@ -199,8 +222,8 @@ def plan_pipeline(
     """What `pipeline` plans with these options.
 
     Args:
-      auto: whether how many stages there are is found here, and those of the options and the timetable are not looked
-        at.
+      auto: whether how many stages there are is found here, and those of the options and the
+        timetable are not looked at.
     """
     refuse_collectives(main)
     as_given, axes = cut(main), {}
@@ -210,12 +233,16 @@ def plan_pipeline(
         check_names(as_given.with_reported(), o.of_parts)
         axes = batch_axes(as_given, o.batch)
         shared_ones = tuple(n for n in as_given.batch if n not in axes)
-        o = dataclasses.replace(o, batch=dataclasses.replace(o.batch, axes=0, unsplit_inputs=shared_ones))
+        o = dataclasses.replace(
+            o, batch=dataclasses.replace(o.batch, axes=0, unsplit_inputs=shared_ones)
+        )
         main = with_rows_first(main, axes)
     try:
         traced = micro_batch_of(main, o, _types(main))
     except DtransError:
-        captured(main)  # a loop over micro-batches has no rows of a smaller one: it is refused as a loop
+        captured(
+            main
+        )  # a loop over micro-batches has no rows of a smaller one: it is refused as a loop
         raise
     plain = cut(traced).with_reported()  # for what results are made of
     refuse_across(plain, STAGES_HAVE, told=True)
@@ -228,7 +255,9 @@ def plan_pipeline(
         collecting = part = captured(traced)
         step = cut(part).with_reported()
     else:
-        collecting = captured(main)  # parts that are written have no collections outside of the loss
+        collecting = captured(
+            main
+        )  # parts that are written have no collections outside of the loss
         made, step = given.made_by(captured(main)), shared.step
         part, values = step.program, made if made.out_names else None
     _check_told(step, o)
@@ -265,8 +294,14 @@ def plan_pipeline(
         merges=merges,
         homes=homes,
         users=users,
-        unused_effects=tuple(map(str, (x for x in as_given.observers if not x.calls and x.reads not in EARLY))),
-        callers=callers_of(as_given.observers, "its stage, for each micro-batch" if o.parts > 1 else "its stage", ""),
+        unused_effects=tuple(
+            map(str, (x for x in as_given.observers if not x.calls and x.reads not in EARLY))
+        ),
+        callers=callers_of(
+            as_given.observers,
+            "its stage, for each micro-batch" if o.parts > 1 else "its stage",
+            "",
+        ),
         summaries=tuple(forward.summaries),
         collected=forward.collected,
         cluster=o.stages.cluster,
@@ -287,11 +322,14 @@ def check_callbacks(step: Cut, o: PipelineOptions) -> None:
         check_observers(step.program, step.observers)
         if o.batch.exact:
             also = "; or say batch='micro', to have it called for each micro-batch"
-            refuse_observers(step.observers, EARLY, "stages have for each micro-batch", RETURN_IT + also)
+            refuse_observers(
+                step.observers, EARLY, "stages have for each micro-batch", RETURN_IT + also
+            )
 
 
 def _check_told(step: Cut, o: PipelineOptions) -> None:
-    """Refuse updates that read what each micro-batch has rows of, and losses that read the optimizer's state of leaves.
+    """Refuse updates that read what each micro-batch has rows of, and losses that read the
+    optimizer's state of leaves.
 
     Args:
       step: for a micro-batch, as it was traced.
@@ -299,8 +337,10 @@ def _check_told(step: Cut, o: PipelineOptions) -> None:
     for n in arguments_of(step) if o.parts > 1 else ():
         if step.program.inputs[n].ndim and not is_under(n, o.batch.unsplit_inputs):
             raise GradientError(
-                f"the update of {step.program.name} reads {n}, of which each micro-batch has rows: it may read what "
-                f"all of them share, 0-d arrays and those of dtrans.Batch(unsplit_inputs=({n!r},)); what is made of "
+                f"the update of {step.program.name} reads {n}, of which each micro-batch has rows: "
+                "it may read what "
+                "all of them share, 0-d arrays and those of "
+                f"dtrans.Batch(unsplit_inputs=({n!r},)); what is made of "
                 "rows belongs into the loss function"
             )
     leaves = leaves_of_state(step.optimize, step.params) if step.asked else {}
@@ -312,7 +352,8 @@ def _check_told(step: Cut, o: PipelineOptions) -> None:
 def shared_by(
     main: Program, part: Program, o: PipelineOptions, axes: Mapping[str, int]
 ) -> tuple[SharedStep | None, WrittenParts | None]:
-    """Return how micro-batches share the batch, and what they are given; None where each takes the step alone.
+    """Return how micro-batches share the batch, and what they are given; None where each takes the
+    step alone.
 
     Args:
       main: the step of the whole batch.
@@ -324,16 +365,25 @@ def shared_by(
     """
     if not o.batch.exact or o.parts == 1:
         return None, None
-    # The user's own step, if parts may take it: a norm clips its gradients, and a scale keeps them in the range of 16
-    # bits. Terms are smaller.
+    # The user's own step, if parts may take it: a norm clips its gradients, and a scale keeps them
+    # in the range of 16 bits. Terms are smaller.
     if o.reduce.clip_local_norm is not None or o.precision.scaling is not None:
-        alone = share(cut(silent(part)).with_reported(), o.batch, o.parts, PARTS, open_state=True, noun="micro-batch")
+        alone = share(
+            cut(silent(part)).with_reported(),
+            o.batch,
+            o.parts,
+            PARTS,
+            open_state=True,
+            noun="micro-batch",
+        )
         if alone.proven:
             return alone, None
     plain = cut(main).with_reported()
     leaves = leaves_of_state(plain.optimize, plain.params)
     held = (*plain.frozen, *(n for n in plain.opt_state if n in plain.asked or n not in leaves))
-    is_sized = plain.unlike(cut(part).with_reported())  # the update is written once, for all sizes of the batch
+    is_sized = plain.unlike(
+        cut(part).with_reported()
+    )  # the update is written once, for all sizes of the batch
     sized = part if is_sized else None
     shared, given = share_by_parts(captured(main), axes, held, o.parts, PARTS, "micro-batch", sized)
     if shared.proven:
@@ -348,7 +398,8 @@ def _types(program: Program) -> list[jax.ShapeDtypeStruct]:
 def _planned_stages(
     forward: ForwardPass, o: PipelineOptions
 ) -> tuple[ForwardPass, tuple[int, ...], Turns, Mapping[str, tuple[StageRows, ...]]]:
-    """The forward pass with its loops over layers in a part for each stage, and the stage of each of its equations."""
+    """The forward pass with its loops over layers in a part for each stage, and the stage of each
+    of its equations."""
 
     def stages_for(f: ForwardPass) -> tuple[int, ...]:
         return stages_of(
@@ -378,7 +429,8 @@ def _check_names(forward: ForwardPass, o: PipelineOptions) -> None:
     for n in () if isinstance(o.memory.gradient_checkpoint, str) else o.memory.gradient_checkpoint:
         if n in inside:
             raise ConfigError(
-                f"gradient_checkpoint names {n!r}, which is inside a loop, a branch or jax.checkpoint, where nothing "
+                f"gradient_checkpoint names {n!r}, which is inside a loop, a branch or "
+                "jax.checkpoint, where nothing "
                 "else can see it: give the name to what comes out"
             )
         if n not in there:
@@ -388,7 +440,9 @@ def _check_names(forward: ForwardPass, o: PipelineOptions) -> None:
             )
 
 
-def _merges(plain: Cut, part: Program, forward: ForwardPass, o: PipelineOptions, *, shared: bool) -> dict[str, str]:
+def _merges(
+    plain: Cut, part: Program, forward: ForwardPass, o: PipelineOptions, *, shared: bool
+) -> dict[str, str]:
     """What becomes of each result: as it was asked for, as the model collects it, or as it must be.
 
     Args:
@@ -400,31 +454,49 @@ def _merges(plain: Cut, part: Program, forward: ForwardPass, o: PipelineOptions,
     keys = {n: key for n, key in forward.collected.items() if n in step.results or n in step.params}
     for n, key in _collected_outside(part, step).items():
         if keys.setdefault(n, key) != key:
-            raise ConfigError(f"{n} is collected under {keys[n]} in the loss, and under {key} outside of it")
+            raise ConfigError(
+                f"{n} is collected under {keys[n]} in the loss, and under {key} outside of it"
+            )
     for n, key in keys.items():
         if shared:
             raise ConfigError(
-                f"{n} is collected under {key}, which says how values of micro-batches are merged: that is for "
-                "batch='micro'. An exact result is that of the whole batch; leave the collection out, or say so"
+                f"{n} is collected under {key}, which says how values of micro-batches are merged: "
+                "that is for "
+                "batch='micro'. An exact result is that of the whole batch; leave the collection "
+                "out, or say so"
             )
         if n in o.batch.merge:
-            raise ConfigError(f"{n} is collected under {key}, and merge[{n!r}]={o.batch.merge[n]!r}: say one of them")
+            raise ConfigError(
+                f"{n} is collected under {key}, and merge[{n!r}]={o.batch.merge[n]!r}: say one of "
+                "them"
+            )
         if key.endswith("CONCAT") and not step.program.outputs[n].ndim:
-            raise ConfigError(f"{n} is collected under {key}; it is 0-d, and has no dim 0 to be concatenated along")
+            raise ConfigError(
+                f"{n} is collected under {key}; it is 0-d, and has no dim 0 to be concatenated "
+                "along"
+            )
         if n in step.params and key != "GLOBAL_MEAN":
             raise ConfigError(
-                f"{n} is collected under {key}; it is state, the same in all replicas, which GLOBAL_MEAN alone keeps"
+                f"{n} is collected under {key}; it is state, the same in all replicas, which "
+                "GLOBAL_MEAN alone keeps"
             )
     given = {n: "mean" if n in step.params else "same" for n in keys}
     merges = merges_of(
         plain,
-        dataclasses.replace(o.of_parts, batch=dataclasses.replace(o.batch, merge={**o.batch.merge, **given})),
-        of_counts="each micro-batch would count its own; count outside of a step that is a pipeline",
+        dataclasses.replace(
+            o.of_parts, batch=dataclasses.replace(o.batch, merge={**o.batch.merge, **given})
+        ),
+        of_counts="each micro-batch would count its own; count outside of a step that is a "
+        "pipeline",
     )
     # state that no micro-batch enters: the loss makes it, and all make the same
     merges |= {n: "same" for n in forward.results if n in step.params and n not in merges}
     shown = [n for n in forward.results if n not in merges]
-    return {**merges, **dict.fromkeys(shown, STACK), **{n: key for n, key in keys.items() if n in step.results}}
+    return {
+        **merges,
+        **dict.fromkeys(shown, STACK),
+        **{n: key for n, key in keys.items() if n in step.results},
+    }
 
 
 def _collected_outside(part: Program, step: Cut) -> dict[str, str]:
@@ -433,14 +505,22 @@ def _collected_outside(part: Program, step: Cut) -> dict[str, str]:
     inner = flat.jaxpr
     around = [e for e in inner.eqns if e.primitive is not value_and_grad_p]
     keys = collected(closed([], [], [], [], around, flat))
-    found = {n: keys[a] for n, a in zip(part.out_names, inner.outvars, strict=True) if isinstance(a, Var) and a in keys}
+    found = {
+        n: keys[a]
+        for n, a in zip(part.out_names, inner.outvars, strict=True)
+        if isinstance(a, Var) and a in keys
+    }
     for n, key in found.items():
         if n in step.from_gradients or n in step.opt_state or n in step.optimized:
-            raise ConfigError(f"{n} is collected under {key}; there is one of it, made of the gradients of all")
+            raise ConfigError(
+                f"{n} is collected under {key}; there is one of it, made of the gradients of all"
+            )
     return found
 
 
-def micro_batch_of(step: Program, o: PipelineOptions, types: Sequence[jax.ShapeDtypeStruct]) -> Program:
+def micro_batch_of(
+    step: Program, o: PipelineOptions, types: Sequence[jax.ShapeDtypeStruct]
+) -> Program:
     """Return a step for a micro-batch of a replica.
 
     Args:
@@ -458,7 +538,8 @@ def micro_batch_of(step: Program, o: PipelineOptions, types: Sequence[jax.ShapeD
     if len(rows) > 1 and o.parts > 1:
         listed = " and ".join(f"{n} has {count}" for count, n in rows.items())
         raise BatchError(
-            f"the arrays of a batch are cut into micro-batches on dim 0, but {listed} rows; name what every "
+            f"the arrays of a batch are cut into micro-batches on dim 0, but {listed} rows; name "
+            "what every "
             "micro-batch needs whole in unsplit_inputs=(...)"
         )
     for n, t in zip(step.in_names, types, strict=True):
@@ -466,7 +547,8 @@ def micro_batch_of(step: Program, o: PipelineOptions, types: Sequence[jax.ShapeD
         if n in split:
             if shape[0] % o.parts:
                 raise BatchError(
-                    f"{n} has {shape[0]} rows, which num_micro_batch={o.num_micro_batch} and replicas={o.replicas} do "
+                    f"{n} has {shape[0]} rows, which num_micro_batch={o.num_micro_batch} and "
+                    f"replicas={o.replicas} do "
                     f"not divide: give batches of a multiple of {o.parts}"
                 )
             shape = (shape[0] // o.parts, *shape[1:])
@@ -478,15 +560,16 @@ def programs_for(plan: PipelinePlan, types: Sequence[jax.ShapeDtypeStruct]) -> S
     """The programs of a plan for a batch of other types: the same stages.
 
     Raises:
-      BatchError: rows that cannot be shared, an argument of another type that the update reads, or a loss function that
-        has other equations for such a batch.
+      BatchError: rows that cannot be shared, an argument of another type that the update reads, or
+        a loss function that has other equations for such a batch.
     """
     given = dict(zip(plan.captured.in_names, types, strict=True))
     for n in plan.update.arguments:
         t, read = given[n], plan.update.program.inputs[n]
         if (t.shape, t.dtype) != (read.shape, read.dtype):
             raise BatchError(
-                f"{n} is {t.dtype}{list(t.shape)}, and the update reads it as {read.dtype}{list(read.shape)}: plan it "
+                f"{n} is {t.dtype}{list(t.shape)}, and the update reads it as "
+                f"{read.dtype}{list(read.shape)}: plan it "
                 "for this batch"
             )
     step = cut(micro_batch_of(plan.captured, plan.options, types)).with_reported()
@@ -494,7 +577,9 @@ def programs_for(plan: PipelinePlan, types: Sequence[jax.ShapeDtypeStruct]) -> S
     for n in cut(plan.captured).with_reported().unlike(step):
         raise other_size(step, n, was, given)
     forward, _ = turned(forward_pass(step), plan.turns)
-    forward = taken_apart(forward, {n: rows for n, rows in plan.stacks.items() if n in step.params}).forward
+    forward = taken_apart(
+        forward, {n: rows for n, rows in plan.stacks.items() if n in step.params}
+    ).forward
     if len(forward.eqns) != len(plan.stage_of):
         raise BatchError(
             f"{plan.main.name} has {len(forward.eqns)} equations for a batch of these shapes, and "
@@ -504,14 +589,18 @@ def programs_for(plan: PipelinePlan, types: Sequence[jax.ShapeDtypeStruct]) -> S
     return _programs(forward, stages, plan.merges, plan.cuts, plan.options)
 
 
-def _stages(forward: ForwardPass, stage_of: Sequence[int], o: PipelineOptions) -> tuple[StagePrograms, ...]:
+def _stages(
+    forward: ForwardPass, stage_of: Sequence[int], o: PipelineOptions
+) -> tuple[StagePrograms, ...]:
     scatter = slices_of_sums(forward.step, o) if o.memory.sharding_stage == 2 else {}
     if o.precision.dtype is not None:
         forward, stage_of = _in_low_precision(forward, stage_of, o.precision.dtype)
     return StageProgramWriter(forward, stage_of, o, scatter).stages()
 
 
-def _in_low_precision(forward: ForwardPass, stage_of: Sequence[int], amp: str) -> tuple[ForwardPass, tuple[int, ...]]:
+def _in_low_precision(
+    forward: ForwardPass, stage_of: Sequence[int], amp: str
+) -> tuple[ForwardPass, tuple[int, ...]]:
     """A forward pass with its products in 16 bits, and the stage of each of its equations."""
     params = [v for v, a in forward.given.items() if forward.of_state(a)]
     jaxpr, origin = low_products(forward.jaxpr, amp, params)
@@ -520,9 +609,13 @@ def _in_low_precision(forward: ForwardPass, stage_of: Sequence[int], amp: str) -
     known = {v for e in forward.eqns for v in e.outvars}
     first: dict[Var, int] = {}  # the first stage that reads a value
     for i, eqn in reversed(list(enumerate(lowered.eqns))):
-        if known.isdisjoint(eqn.outvars):  # what is narrowed for several stages is so in the first of them
+        if known.isdisjoint(
+            eqn.outvars
+        ):  # what is narrowed for several stages is so in the first of them
             stages[i] = min((first[v] for v in eqn.outvars if v in first), default=stages[i])
-        first |= {a: min(stages[i], first.get(a, stages[i])) for a in eqn.invars if isinstance(a, Var)}
+        first |= {
+            a: min(stages[i], first.get(a, stages[i])) for a in eqn.invars if isinstance(a, Var)
+        }
     return lowered, tuple(stages)
 
 
@@ -537,7 +630,9 @@ def _programs(
     return StepPrograms(*split_stages(stages, cuts), results)
 
 
-def _homes(stages: Sequence[StagePrograms], step: Cut) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
+def _homes(
+    stages: Sequence[StagePrograms], step: Cut
+) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
     """The stage that holds each parameter, and the stages that make gradients of each.
 
     It is the first stage that makes its gradient, or reads it; what none reads is in the first.

@@ -1,9 +1,10 @@
 """The end of a pipelined step: gradients of all micro-batches become new parameters.
 
-It is a training step by itself. Its batch are the sums of gradients (summed over the stages that share a leaf, divided
-by the number of micro-batches, marked) and the arguments that it reads, such as a learning rate. So what is known of
-training steps holds for it: replicas reduce as in nccl2 mode, or keep slices of the optimizer's state as in sharding.
-Then it is cut by stage (`dtrans.pipeline_parallel.update_by_stage`).
+It is a training step by itself. Its batch are the sums of gradients (summed over the stages that
+share a leaf, divided by the number of micro-batches, marked) and the arguments that it reads, such
+as a learning rate. So what is known of training steps holds for it: replicas reduce as in nccl2
+mode, or keep slices of the optimizer's state as in sharding. Then it is cut by stage
+(`dtrans.pipeline_parallel.update_by_stage`).
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class Update:
     Attributes:
       placed: its program, in pieces; it is of one replica.
       layout: how replicas share the state, where they keep slices of it.
-      sums: each input that is a sum of gradients: of which leaf, the stage that makes it, and of which micro-batch it
-        is; None for the sum over all.
+      sums: each input that is a sum of gradients: of which leaf, the stage that makes it, and of
+        which micro-batch it is; None for the sum over all.
     """
 
     placed: PlacedUpdate
@@ -55,16 +56,19 @@ class Update:
 
     @property
     def program(self) -> Program:
-        """The program: (params, opt_state, sums and arguments) -> (params, opt_state, results of gradients)."""
+        """The program: (params, opt_state, sums and arguments) -> (params, opt_state, results of
+        gradients)."""
         return self.placed.program
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """The arguments of the step, and values of the whole batch, that it reads: the same in all stages."""
+        """The arguments of the step, and values of the whole batch, that it reads: the same in all
+        stages."""
         return tuple(n for n in self.program.args[2].names if n not in self.sums)
 
     def slice_axis(self, name: str) -> int | None:
-        """The dimension along which replicas have slices of an array of the state; None where each has all of it."""
+        """The dimension along which replicas have slices of an array of the state; None where each
+        has all of it."""
         cuts = {} if self.layout is None else self.layout.cuts
         return cuts[name].axis if name in cuts else None
 
@@ -107,7 +111,9 @@ def update_of(
         else:
             program = rewritten(whole, layout)
     else:
-        program = over_replicas(whole, o.over_replicas, {}, lambda leaf: ReduceSpec(group=homes[leaf]))
+        program = over_replicas(
+            whole, o.over_replicas, {}, lambda leaf: ReduceSpec(group=homes[leaf])
+        )
     leaf_of = leaves_of_state(step.optimize, step.params)
     home: dict[str, int | None] = {n: homes[n] for n in step.params}
     home |= {n: homes[leaf_of[n]] if n in leaf_of else None for n in step.opt_state}
@@ -116,12 +122,15 @@ def update_of(
     out_at |= {n: o.model_stages - 1 for n in program.out_names if n not in out_at}
     placed = place(program, home, out_at, o.model_stages)
     if o.memory.update_groups > 1:
-        placed = grouped(placed, _apply_groups(step, homes, {n: n for n in step.params} | leaf_of, o))
+        placed = grouped(
+            placed, _apply_groups(step, homes, {n: n for n in step.params} | leaf_of, o)
+        )
     return Update(split_update(placed, cuts, named), layout, named)
 
 
 def arguments_of(step: Cut) -> tuple[str, ...]:
-    """The arguments that a step reads behind its gradients: the optimizer's, and those of results of gradients."""
+    """The arguments that a step reads behind its gradients: the optimizer's, and those of results
+    of gradients."""
     of_results = [step.program.outvars[n] for n in step.from_gradients]
     _, leaves = backward_slice(step.program.eqns, of_results, step.boundary.values())
     return tuple(n for n in step.batch if n in step.arguments or step.program.invars[n] in leaves)
@@ -131,22 +140,30 @@ def slices_of_sums(step: Cut, o: PipelineOptions) -> dict[str, Sliced]:
     """The leaves of whose gradients each replica adds up a slice, in stage 2 of sharding."""
     if o.replicas == 1:
         return {}
-    return dict(slices_of(step, o.replicas, least=o.memory.min_slice_size, in_layers=False, sliced_in_use=False).leaves)
+    return dict(
+        slices_of(
+            step, o.replicas, least=o.memory.min_slice_size, in_layers=False, sliced_in_use=False
+        ).leaves
+    )
 
 
 def _apply_groups(
     step: Cut, homes: Mapping[str, int], leaf_of: Mapping[str, str], o: PipelineOptions
 ) -> dict[str, int]:
-    """The group of each array of the state: leaves of a stage in order, shared out evenly by their elements.
+    """The group of each array of the state: leaves of a stage in order, shared out evenly by their
+    elements.
 
-    Source: epl/runtime/optimizer_helper.py, which shares out all variables, and leaves most to the last group.
+    Source: epl/runtime/optimizer_helper.py, which shares out all variables, and leaves most to the
+      last group.
     """
     group: dict[str, int] = {}
     for s in range(o.model_stages):
         mine = [n for n in step.optimized if homes[n] == s]
         parts = min(o.memory.update_groups, len(mine))
         if parts > 1:
-            starts = contiguous([step.program.inputs[n].size for n in mine], [0.0] * len(mine), parts)
+            starts = contiguous(
+                [step.program.inputs[n].size for n in mine], [0.0] * len(mine), parts
+            )
             group |= zip(mine, part_of_each(starts, len(mine)), strict=True)
     return {n: group.get(leaf, 0) for n, leaf in leaf_of.items()}
 
@@ -158,7 +175,8 @@ def _on_sliced_sums(
     called: Mapping[str, Sequence[Sequence[str]]],
     o: PipelineOptions,
 ) -> Program:
-    """Write the update of a replica that has its slices of the sums of gradients: they are not reduced again."""
+    """Write the update of a replica that has its slices of the sums of gradients: they are not
+    reduced again."""
     leaves = layout.slices.leaves
     held = {n: leaves[leaf] for n, (leaf, _, _) in sums.items() if leaf in leaves}
 
@@ -176,7 +194,9 @@ def _sharding(o: PipelineOptions) -> ShardingOptions:
         **{f.name: getattr(over, f.name) for f in dataclasses.fields(over)},
         stage=1,
         degree=o.replicas,
-        slices=Slicing(min_slice_size=o.memory.min_slice_size, prefetch=0, axis_name=over.axis_name),
+        slices=Slicing(
+            min_slice_size=o.memory.min_slice_size, prefetch=0, axis_name=over.axis_name
+        ),
     )
 
 
@@ -187,7 +207,8 @@ def _step(
     rows: Mapping[str, Sequence[StageRows]],
     o: PipelineOptions,
 ) -> Program:
-    """The update as a step: (params, opt_state, sums and arguments) -> (params, opt_state, results of gradients)."""
+    """The update as a step: (params, opt_state, sums and arguments) -> (params, opt_state, results
+    of gradients)."""
     source = step.program
     vars_of = source.invars
     b = Builder(source.jaxpr)
@@ -199,7 +220,9 @@ def _step(
     spec = TreeSpec.of(types)
     given = {n: b.input(types[n]) for n in spec.names}
     read = {**vars_of, **{n: given[n] for n in arguments}}
-    parts = {n: [_total(b, [given[name] for name in names]) for names in of] for n, of in called.items()}
+    parts = {
+        n: [_total(b, [given[name] for name in names]) for names in of] for n, of in called.items()
+    }
     if o.clip_of_each is not None:
         for m in range(o.num_micro_batch):
             made = b.call(clipped(float(o.clip_of_each)), *(of[m] for of in parts.values()))
@@ -213,7 +236,9 @@ def _step(
     atoms = [grads[n.leaf] if isinstance(n, Gradient) else read[n] for n in half.in_names]
     found: dict[str, Atom] = {n: vars_of[n] for n in (*step.params, *step.opt_state)}
     found |= zip(half.out_names, b.inline(half.jaxpr, *atoms), strict=True)
-    found |= {n: b.call(jnp.copy, a)[0] for n, a in found.items() if a in given.values()}  # state may be donated
+    found |= {
+        n: b.call(jnp.copy, a)[0] for n, a in found.items() if a in given.values()
+    }  # state may be donated
     found |= _of_gradients(b, step, grads, rows, {vars_of[n]: given[n] for n in arguments})
     results = TreeSpec.of({n: source.outputs[n] for n in step.from_gradients})
     out = tuple_of(*source.args[:2], results)
@@ -223,15 +248,23 @@ def _step(
 def _means(
     b: Builder, step: Cut, parts: Mapping[str, Sequence[Atom]], o: PipelineOptions
 ) -> Iterator[tuple[str, Atom]]:
-    """Write the gradient of each leaf, from the parts of its sum; a leaf without parts is not read by the loss."""
+    """Write the gradient of each leaf, from the parts of its sum; a leaf without parts is not read
+    by the loss."""
     for n in step.gradients:
         var = step.program.invars[n]
-        yield n, mean_of(b, parts[n], var.aval.dtype, o) if n in parts else b.call(jnp.zeros_like, var)[0]
+        yield (
+            n,
+            mean_of(b, parts[n], var.aval.dtype, o)
+            if n in parts
+            else b.call(jnp.zeros_like, var)[0],
+        )
 
 
 def mean_of(b: Builder, sums: Sequence[Atom], dtype: Any, o: PipelineOptions) -> Atom:
     """Write the gradient of a leaf, of parts of its sum over micro-batches."""
-    return b.call(_mean(o.num_micro_batch if o.reduce.op == "mean" else 1, dtype), _total(b, sums))[0]
+    return b.call(_mean(o.num_micro_batch if o.reduce.op == "mean" else 1, dtype), _total(b, sums))[
+        0
+    ]
 
 
 def _total(b: Builder, parts: Sequence[Atom]) -> Atom:
@@ -255,7 +288,9 @@ def _of_gradients(
     outs = source.outvars
     if not step.from_gradients:
         return {}
-    env: dict[Var, Atom] = {v: grads[n] for n, v in step.boundary.items() if n in grads} | {**arguments}
+    env: dict[Var, Atom] = {v: grads[n] for n, v in step.boundary.items() if n in grads} | {
+        **arguments
+    }
     for n, v in step.boundary.items():
         if n in rows:
             (env[v],) = b.call(joined(0), *(grads[r.name] for r in rows[n]))
@@ -264,7 +299,8 @@ def _of_gradients(
         eqn = inner.eqns[i]
         if eqn.primitive is value_and_grad_p:
             raise GradientError(
-                f"{', '.join(step.from_gradients)}: computed from gradients and from what the loss function returns, "
+                f"{', '.join(step.from_gradients)}: computed from gradients and from what the loss "
+                "function returns, "
                 "which a pipeline has in other places; return them as two results"
             )
         env.update(zip(eqn.outvars, b.copy(eqn, [read(a) for a in eqn.invars]), strict=True))

@@ -1,18 +1,22 @@
 """A program whose inputs live in several places, cut into pieces that each run in one.
 
-The places are the stages of a pipeline, the program its update. An equation belongs where its operands are:
+The places are the stages of a pipeline, the program its update. An equation belongs where its
+operands are:
 
     all in one place, beside what is shared     there
     in several places                           at the hub, the last place; what it makes can be sent to any
-    what the hub made, and things of one place  in that place, if they are larger than what the hub made, or nobody else
-                                                wants what comes of it; else at the hub
+    what the hub made, and things of one place  in that place, if they are larger than what the hub
+                                                made, or nobody else wants what comes of it; else at
+                                                the hub
     only what is shared                         wherever it is read: each place makes its own
 
-What is shared is made of inputs that every place has (a count of steps). So Adam is one piece for each place, and a
-clip by the global norm three layers: squares where the gradients are, the norm at the hub, the update where they are.
+What is shared is made of inputs that every place has (a count of steps). So Adam is one piece for
+each place, and a clip by the global norm three layers: squares where the gradients are, the norm at
+the hub, the update where they are.
 
-EPL places optimizer operations by a fixpoint of minima over consumers and maxima over inputs (epl/ir/graph.py,
-`_fix_map_operations_to_taskgraph`), whose last pass reuses what the one before left; here one pass is enough.
+EPL places optimizer operations by a fixpoint of minima over consumers and maxima over inputs
+(epl/ir/graph.py, `_fix_map_operations_to_taskgraph`), whose last pass reuses what the one before
+left; here one pass is enough.
 """
 
 from __future__ import annotations
@@ -37,8 +41,8 @@ class StagePart(HoldsJaxpr):
     Attributes:
       place: where.
       jaxpr: `reads` -> `makes`.
-      reads, makes: variables of the program. What is read was made by an earlier piece, here or elsewhere, or is an
-        input.
+      reads, makes: variables of the program. What is read was made by an earlier piece, here or
+        elsewhere, or is an input.
     """
 
     place: int
@@ -85,7 +89,8 @@ def grouped(placed: PlacedUpdate, group: Mapping[str, int]) -> PlacedUpdate:
     """The same, with pieces that make several groups of outputs taken apart, the last group first.
 
     Args:
-      group: the group of each output by name; what is not an output, and what several groups need, is made before all.
+      group: the group of each output by name; what is not an output, and what several groups need,
+        is made before all.
     """
     of = {a: group[n] for n, a in placed.program.outvars.items()
           if n in group and isinstance(a, Var)}  # fmt: skip
@@ -106,8 +111,19 @@ def _apart(piece: StagePart, of: Mapping[Var, int], groups: Sequence[int]) -> li
     common |= {i for i in range(len(inner.eqns)) if sum(i in n for n in need.values()) > 1}
     common = set(backward_slice(inner.eqns, [v for i in common for v in inner.eqns[i].outvars])[0])
     made = {v for i in common for v in inner.eqns[i].outvars}
-    read_later = {a for n in need.values() for i in n - common for a in inner.eqns[i].invars if isinstance(a, Var)}
-    first = [v for i in sorted(common) for v in inner.eqns[i].outvars if v in read_later or v in piece.makes]
+    read_later = {
+        a
+        for n in need.values()
+        for i in n - common
+        for a in inner.eqns[i].invars
+        if isinstance(a, Var)
+    }
+    first = [
+        v
+        for i in sorted(common)
+        for v in inner.eqns[i].outvars
+        if v in read_later or v in piece.makes
+    ]
     parts = [(sorted(common), first)]
     parts += [(sorted(need[g] - common), [v for v in wanted[g] if v not in made]) for g in groups]
     return [_part(piece.jaxpr, piece.place, which, makes) for which, makes in parts if makes]
@@ -125,7 +141,11 @@ class _Placer:
     """The working state of one placement."""
 
     def __init__(
-        self, program: Program, home: Mapping[str, int | None], out_at: Mapping[str, int | None], places: int
+        self,
+        program: Program,
+        home: Mapping[str, int | None],
+        out_at: Mapping[str, int | None],
+        places: int,
     ) -> None:
         self.program = program
         self.home, self.out_at, self.places = home, out_at, places
@@ -225,7 +245,11 @@ class _Placer:
     def _piece(self, p: int, which: Sequence[int], outs: set[tuple[Var, int]]) -> StagePart:
         mine = set(which)
         later = {
-            a for (i, q) in self.done if q == p and i not in mine for a in self.eqns[i].invars if isinstance(a, Var)
+            a
+            for (i, q) in self.done
+            if q == p and i not in mine
+            for a in self.eqns[i].invars
+            if isinstance(a, Var)
         }
         later |= {v for v, here, _ in self.sends if here == p} | {v for v, q in outs if q == p}
         makes = [v for i in which for v in self.eqns[i].outvars if v in later]

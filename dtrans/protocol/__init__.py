@@ -1,6 +1,8 @@
-"""The protocol of parameter servers, as state machines: messages and the time in, messages and updates to make out.
+"""The protocol of parameter servers, as state machines: messages and the time in, messages and
+updates to make out.
 
-No socket, no thread and no clock is in here. `dtrans.run.parameter_server` drives these machines over ZeroMQ.
+No socket, no thread and no clock is in here. `dtrans.run.parameter_server` drives these machines
+over ZeroMQ.
 
 wire              messages: a msgpack header and raw frames
 buffers, inbox    memory that blocks arrive in

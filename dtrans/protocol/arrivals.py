@@ -1,8 +1,10 @@
-"""What one process of a pipeline receives: values, named by who sends them, the step, and a number in it.
+"""What one process of a pipeline receives: values, named by who sends them, the step, and a number
+in it.
 
-Values come in the order in which they are sent, which is not that in which they are wanted. What comes before it is
-wanted is kept as it came: nothing of what a message claims is believed, and no memory is made for it, until the process
-says what it expects there. Then the messages are looked at; those that are not of such a value are dropped and counted.
+Values come in the order in which they are sent, which is not that in which they are wanted. What
+comes before it is wanted is kept as it came: nothing of what a message claims is believed, and no
+memory is made for it, until the process says what it expects there. Then the messages are looked
+at; those that are not of such a value are dropped and counted.
 """
 
 from __future__ import annotations
@@ -35,11 +37,14 @@ class ValueType:
     impl: str = ""
 
     def check(self, message: wire.Message) -> tuple[int, ...]:
-        """The shape of a value that comes. Raises WireError where it is another than is expected."""
+        """The shape of a value that comes. Raises WireError where it is another than is
+        expected."""
         shape, dtype, impl = message["shape"], message["dtype"], message["impl"]
         same = dtype == self.dtype.name and impl == self.impl and len(shape) == len(self.shape)
         is_length = lambda n: type(n) is int and n >= 0
-        if not same or not all(is_length(n) and m in (None, n) for n, m in zip(shape, self.shape, strict=True)):
+        if not same or not all(
+            is_length(n) and m in (None, n) for n, m in zip(shape, self.shape, strict=True)
+        ):
             claimed = f"{wire.brief(dtype)}{wire.brief(shape)}{wire.brief(impl) * bool(impl)}"
             raise WireError(f"a value that is {claimed}, where {self} is expected")
         return tuple(shape)
@@ -77,7 +82,8 @@ class Arrivals:
         self._begun: dict[Name, _Begun] = {}
 
     def hear(self, origin: int, message: wire.Message) -> None:
-        """Take a message of a process, or keep it. One that is not right is dropped, and changes nothing."""
+        """Take a message of a process, or keep it. One that is not right is dropped, and changes
+        nothing."""
         try:
             name = self._name(origin, message)
             if name in self._types:
@@ -89,13 +95,16 @@ class Arrivals:
 
     def _name(self, origin: int, message: wire.Message) -> Name:
         if message.op != "value":
-            raise WireError(f"a `{message.op}` message of process {origin}, where values of a pipeline come")
+            raise WireError(
+                f"a `{message.op}` message of process {origin}, where values of a pipeline come"
+            )
         name = (message["process"], message["step"], message["key"])
         if name[0] != origin:
             raise WireError(f"a value of process {name[0]} from process {origin}")
         if name[1] < self._step or not 0 <= name[2] < KEYS or name in self._had:
             raise WireError(
-                f"value {name[2]} of step {name[1]} of process {name[0]}, which is not due in step {self._step}"
+                f"value {name[2]} of step {name[1]} of process {name[0]}, which is not due in step "
+                f"{self._step}"
             )
         return name
 
@@ -103,12 +112,17 @@ class Arrivals:
         shape = self._types[name].check(message)
         begun = self._begun.get(name)
         if begun is not None and begun.array.shape != shape:
-            raise WireError(f"a value of shape {list(shape)}, of which a piece was of shape {list(begun.array.shape)}")
+            raise WireError(
+                f"a value of shape {list(shape)}, of which a piece was of shape "
+                f"{list(begun.array.shape)}"
+            )
         if begun is None:
             try:
                 begun = _Begun(np.empty(shape, self._types[name].dtype))
             except (MemoryError, ValueError) as e:
-                raise WireError(f"a value of shape {wire.brief(list(shape))}, which cannot be one") from e
+                raise WireError(
+                    f"a value of shape {wire.brief(list(shape))}, which cannot be one"
+                ) from e
         begun.take(message)
         self._begun[name] = begun
 

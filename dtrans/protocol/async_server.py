@@ -1,28 +1,33 @@
-"""An asynchronous parameter server: each block is updated when its gradient comes, by whichever trainer sent it.
+"""An asynchronous parameter server: each block is updated when its gradient comes, by whichever
+trainer sent it.
 
     every trainer:  hello                             once
                     recv                              the initial values
                     prefetch..., send..., recv        every step
                     complete                          once
 
-Nobody waits for anybody. A trainer's first whole gradient of a step makes the lr_sched block run, so that a count in
-the optimizer's state is that of all trainers' steps, and its values are those of this trainer's step; `recv` gives what
-is newest. With one trainer that is sequential training. One loop takes the messages and updates one block at a time,
-which is one lock for each block and more: no update is lost, as it is where threads add to a block without one
-(Hogwild). Gradients of several steps that a trainer's communicator has merged are one update, and as many steps.
+Nobody waits for anybody. A trainer's first whole gradient of a step makes the lr_sched block run,
+so that a count in the optimizer's state is that of all trainers' steps, and its values are those of
+this trainer's step; `recv` gives what is newest. With one trainer that is sequential training. One
+loop takes the messages and updates one block at a time, which is one lock for each block and more:
+no update is lost, as it is where threads add to a block without one (Hogwild). Gradients of several
+steps that a trainer's communicator has merged are one update, and as many steps.
 
-Rows of tables are asked for before (`prefetch`), and are what they are then; their gradients come as others do.
+Rows of tables are asked for before (`prefetch`), and are what they are then; their gradients come
+as others do.
 
-Trainers of GEO-SGD keep the rows that they have asked for, and send what they have changed in some. Who asks for
-parameters is told, before the answer, of the rows that it has and that others have changed since (`changed_rows`).
+Trainers of GEO-SGD keep the rows that they have asked for, and send what they have changed in some.
+Who asks for parameters is told, before the answer, of the rows that it has and that others have
+changed since (`changed_rows`).
 
-Where gradients are compensated for their delay (`dtrans.parameter_server.dc_asgd`), what a trainer receives is kept for
-it; of rows of tables, until their gradients are used.
+Where gradients are compensated for their delay (`dtrans.parameter_server.dc_asgd`), what a trainer
+receives is kept for it; of rows of tables, until their gradients are used.
 
-A trainer that fails, or is lost, ends only itself: what it had sent stays, what was half sent is not used. The
-server ends when every trainer has closed, and with an error when all have failed.
+A trainer that fails, or is lost, ends only itself: what it had sent stays, what was half sent is
+not used. The server ends when every trainer has closed, and with an error when all have failed.
 
-Source of the behaviour: `RunAsyncLoop` in paddle/fluid/operators/distributed_ops/listen_and_serv_op.cc.
+Source of the behaviour: `RunAsyncLoop` in
+paddle/fluid/operators/distributed_ops/listen_and_serv_op.cc.
 """
 
 from __future__ import annotations
@@ -72,12 +77,15 @@ class StepUpdates:
           blocks: makes new state.
           state: name to array; brought up to date in place.
           arrived: the gradients that are whole.
-          given: these by name, and the parameters that the trainer received, where updates read them.
+          given: these by name, and the parameters that the trainer received, where updates read
+            them.
           steps: the number of steps whose gradients are merged.
         """
         ready = blocks.ready(arrived, self.used)
         if ready and self.values is None:
-            for _ in range(steps):  # schedules count steps, also where gradients of several are merged
+            for _ in range(
+                steps
+            ):  # schedules count steps, also where gradients of several are merged
                 made, self.values = blocks.begin(state)
                 state |= made
         for block in ready:
@@ -117,7 +125,12 @@ class AsyncServer:
     word, idle = "asynchronous", "serving"
 
     def __init__(
-        self, served: ServedBlocks, update: BlockUpdate, state: dict[str, Any], trainers: Presence, say: Say
+        self,
+        served: ServedBlocks,
+        update: BlockUpdate,
+        state: dict[str, Any],
+        trainers: Presence,
+        say: Say,
     ) -> None:
         self.endpoint = served.endpoint
         self.state = state
@@ -139,12 +152,14 @@ class AsyncServer:
         return max((step.made for step in self._steps.values()), default=0)
 
     def progress(self) -> dict[int, int]:
-        """Return the number of steps that each trainer has made; nothing, where this server gets no gradient."""
+        """Return the number of steps that each trainer has made; nothing, where this server gets no
+        gradient."""
         counts = bool(self._served.gradients or self._served.tables)
         return {k: step.made for k, step in self._steps.items()} if counts else {}
 
     def staleness(self, k: int) -> int | None:
-        """Return how many steps of other trainers the last gradients of one lacked; None before there are any."""
+        """Return how many steps of other trainers the last gradients of one lacked; None before
+        there are any."""
         return self._steps[k].staleness if k in self._steps else None
 
     def doing(self, k: int) -> str:
@@ -164,7 +179,9 @@ class AsyncServer:
             types = self._served.gradients.items()
             told = f"is not a gradient that trainer {k} sends to pserver {self.endpoint}"
             memory = {n: self._pool.take(f"{n} of {k}", t.shape, t.dtype) for n, t in types}
-            self._steps[k] = _Step(Inbox(memory | self._requests.memory_of(k), lambda name: f"{name} {told}"))
+            self._steps[k] = _Step(
+                Inbox(memory | self._requests.memory_of(k), lambda name: f"{name} {told}")
+            )
         return self._steps[k]
 
     def send(self, k: int, message: wire.Message) -> None:
@@ -173,7 +190,9 @@ class AsyncServer:
         self._check_step(k, message)
         steps: Any = message.fields.get("steps", 1)
         if not 1 <= steps <= MAX_MERGED:
-            raise WireError(f"gradients of {steps} steps, which must be a number from 1 to {MAX_MERGED}")
+            raise WireError(
+                f"gradients of {steps} steps, which must be a number from 1 to {MAX_MERGED}"
+            )
         step.grads.take(message)
         full = step.grads.memory.keys() - step.grads.missing()
         given = {
@@ -196,7 +215,8 @@ class AsyncServer:
     def send_barrier(self, k: int, message: wire.Message) -> None:
         """Refuse what only synchronous trainers say."""
         raise WireError(
-            f"send_barrier, and pserver {self.endpoint} is asynchronous: every role must plan the same mode"
+            f"send_barrier, and pserver {self.endpoint} is asynchronous: every role must plan the "
+            "same mode"
         )
 
     def prefetch(self, k: int, message: wire.Message) -> None:
@@ -204,7 +224,10 @@ class AsyncServer:
         step = self._step_of(k)
         self._check_number(k, message)
         if "ahead" in message.fields:
-            raise WireError("rows are announced to synchronous servers alone: every role must plan the same mode")
+            raise WireError(
+                "rows are announced to synchronous servers alone: every role must plan the same "
+                "mode"
+            )
         asked = self._requests.take(k, message, step.grads)
         if asked is not None:
             name, ids, train = asked
@@ -222,7 +245,8 @@ class AsyncServer:
         self._requests.follows(k, message, step.grads)
 
     def evict(self, k: int, message: wire.Message) -> None:
-        """Give up rows of a table that no update was made of for long, and of which no gradient is to come."""
+        """Give up rows of a table that no update was made of for long, and of which no gradient is
+        to come."""
         name, unused_for = check_eviction(self.endpoint, self._served.tables, k, message)
         self._check_number(k, message)
         told = evict(self.tables, name, unused_for, self._requests.under_way(name))
@@ -242,17 +266,24 @@ class AsyncServer:
         self._check_step(k, message)
         step = self._step_of(k)
         step.read = self._made - step.made
-        t.wants = wanted(self._served, k, message["blocks"]) if "blocks" in message.fields else t.wants
+        t.wants = (
+            wanted(self._served, k, message["blocks"]) if "blocks" in message.fields else t.wants
+        )
         if "changed" in message.fields:
             self._tell_changed(k, message)
         values = {n: np.asarray(self.state[n]) for n in t.wants}
-        self.state |= {backup_of(n, k): self.state[n] for n in self._served.backed.intersection(t.wants)}
+        self.state |= {
+            backup_of(n, k): self.state[n] for n in self._served.backed.intersection(t.wants)
+        }
         answer(self._say, t, message["step"], values)
 
     def _tell_changed(self, k: int, message: wire.Message) -> None:
-        """Tell a trainer which of its rows others have changed, and what they are; or note that it has none."""
+        """Tell a trainer which of its rows others have changed, and what they are; or note that it
+        has none."""
         if not self._changed.tables:
-            raise WireError(f"trainer {k} keeps rows, and pserver {self.endpoint} has no table of which it may")
+            raise WireError(
+                f"trainer {k} keeps rows, and pserver {self.endpoint} has no table of which it may"
+            )
         if not message["changed"]:
             self._changed.forget(k)
             return
@@ -266,7 +297,8 @@ class AsyncServer:
         number = self._step_of(k).number
         if message["step"] != number:
             raise WireError(
-                f"`{message.op}` of step {message['step']}, trainer {k} is at {number} on pserver {self.endpoint}"
+                f"`{message.op}` of step {message['step']}, trainer {k} is at {number} on pserver "
+                f"{self.endpoint}"
             )
 
     def _check_step(self, k: int, message: wire.Message) -> None:
@@ -274,7 +306,9 @@ class AsyncServer:
         self._check_number(k, message)
         if message.op != "send" and step.grads.begun:
             short = min(step.grads.missing())
-            raise WireError(f"`{message.op}` of step {step.number}, but not all of {short} was sent")
+            raise WireError(
+                f"`{message.op}` of step {step.number}, but not all of {short} was sent"
+            )
 
     def complete(self, k: int, message: wire.Message) -> None:
         """Let a trainer leave that is done."""
@@ -282,7 +316,11 @@ class AsyncServer:
         t.done = True
         self._say(t.address, "goodbye")
         if self._step_of(k).grads.begun:
-            log.warning("pserver %s used only what was whole of the last step of trainer %d", self.endpoint, k)
+            log.warning(
+                "pserver %s used only what was whole of the last step of trainer %d",
+                self.endpoint,
+                k,
+            )
         self._requests.used(k, self._step_of(k).grads)
         self._changed.forget(k)
 

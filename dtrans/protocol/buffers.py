@@ -1,9 +1,10 @@
 """Memory that is received into, and kept.
 
-Received parameters become JAX arrays without a copy: on CPU, `jax.device_put` of host memory aligned to 64
-bytes takes it as it is, and holds on to it for as long as the array, or a computation that reads it, lives.
-So the memory may be written again only when nobody else refers to it, which CPython's reference count of the
-memory's owner tells exactly. Fresh memory for every step would cost more than the wire (page faults).
+Received parameters become JAX arrays without a copy: on CPU, `jax.device_put` of host memory
+aligned to 64 bytes takes it as it is, and holds on to it for as long as the array, or a computation
+that reads it, lives. So the memory may be written again only when nobody else refers to it, which
+CPython's reference count of the memory's owner tells exactly. Fresh memory for every step would
+cost more than the wire (page faults).
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
 """What servers give each other between two phases of an update, and how it is packed.
 
-An `all_reduce` becomes three things: its owners send their parts to every server that takes part, everybody keeps
-its own, and everybody combines all of them, in the order of the owners, so that all get the same bits.
+An `all_reduce` becomes three things: its owners send their parts to every server that takes part,
+everybody keeps its own, and everybody combines all of them, in the order of the owners, so that all
+get the same bits.
 
-From one server to another goes one flat vector for each dtype, however many reductions there are: the parts that
-the one owns and the other needs. Both know the layout without asking. Reductions are sorted by dtype, operation,
-owners, participants and name, so those that are alike lie side by side and are combined as one.
+From one server to another goes one flat vector for each dtype, however many reductions there are:
+the parts that the one owns and the other needs. Both know the layout without asking. Reductions are
+sorted by dtype, operation, owners, participants and name, so those that are alike lie side by side
+and are combined as one.
 """
 
 from __future__ import annotations
@@ -60,8 +62,9 @@ class Exchange:
       me: this server's endpoint.
       level: which exchange it is; every server has its own in ascending order.
       kinds: the reductions, those that are alike together.
-      local: what has to be computed before: from the inputs of the block to the parts that this server owns, in
-        the order of `owned`, and to the outputs that need no other server, in that of `plain`.
+      local: what has to be computed before: from the inputs of the block to the parts that this
+        server owns, in the order of `owned`, and to the outputs that need no other server, in that
+        of `plain`.
       owned, plain: the names of those.
       results: for each output that is reduced, its name and that of its `all_reduce`.
     """
@@ -84,7 +87,9 @@ class Exchange:
         before = [eqn for eqn in inner.eqns if eqn.primitive is not all_reduce_p]
         called = {eqn.outvars[0]: eqn.params["name"] for eqn in reductions}
         reads = {a for eqn in inner.eqns for a in eqn.invars if isinstance(a, Var)}
-        assert reads.isdisjoint(called), f"{block}: an equation reads what is reduced in the same block"
+        assert reads.isdisjoint(called), (
+            f"{block}: an equation reads what is reduced in the same block"
+        )
         own = [eqn for eqn in reductions if me in eqn.params["owners"]]
         outs = list(block.outvars.items())
         is_reduced = lambda a: isinstance(a, Var) and a in called
@@ -133,15 +138,21 @@ class Exchange:
     def fingerprint(self, peer: str) -> str:
         """Of everything that this server and another one send each other; the same on both."""
         ends = (self.me, peer)
-        both = [k for k in self.kinds if set(ends) <= set(k.over) and any(ep in k.owners for ep in ends)]
+        both = [
+            k for k in self.kinds if set(ends) <= set(k.over) and any(ep in k.owners for ep in ends)
+        ]
         told = json.dumps([self.level, [dataclasses.astuple(k) for k in both]])
         return hashlib.sha256(told.encode()).hexdigest() if both else ""
 
     # -- packing, inside a compiled function -----------------------------------------------------
 
     def pack(self, parts: Mapping[str, Any]) -> list[list[jax.Array]]:
-        """The vectors of each parcel that is different from the others, in the order of `parcels`."""
-        flat = {k: _joined([jnp.ravel(jnp.asarray(parts[n], k.dtype)) for n in k.names]) for k in self.parcels[self.me]}
+        """The vectors of each parcel that is different from the others, in the order of
+        `parcels`."""
+        flat = {
+            k: _joined([jnp.ravel(jnp.asarray(parts[n], k.dtype)) for n in k.names])
+            for k in self.parcels[self.me]
+        }
         packed = []
         for parcel in dict.fromkeys(self.parcels.values()):
             groups = itertools.groupby(parcel, lambda k: k.dtype)
@@ -154,26 +165,36 @@ class Exchange:
         return {ep: made[parcel] for ep, parcel in self.parcels.items()}
 
     def combined(self, arrived: Mapping[str, Sequence[jax.Array]]) -> dict[str, jax.Array]:
-        """The results by name of the output, from the vectors of every owner, this server included if it is one."""
-        parts = {ep: _unpacked(self.parcels[ep] if ep == self.me else self.sources[ep], v) for ep, v in arrived.items()}
+        """The results by name of the output, from the vectors of every owner, this server included
+        if it is one."""
+        parts = {
+            ep: _unpacked(self.parcels[ep] if ep == self.me else self.sources[ep], v)
+            for ep, v in arrived.items()
+        }
         found: dict[str, jax.Array] = {}
         for k in self.kinds:
             whole = combine(k.op, [parts[ep][k] for ep in k.owners])
             # not to be combined again in the kernel of every reader, with roundings that may differ
             pieces = jax.lax.split(jax.lax.optimization_barrier(whole), k.sizes)
-            found |= {n: x.reshape(shape) for n, x, shape in zip(k.names, pieces, k.shapes, strict=True)}
+            found |= {
+                n: x.reshape(shape) for n, x, shape in zip(k.names, pieces, k.shapes, strict=True)
+            }
         return {n: found[of] for n, of in self.results}
 
 
 def vector_types(parcel: Parcel) -> list[tuple[str, int]]:
     """The dtype and length of each vector of a parcel."""
-    return [(d, sum(sum(k.sizes) for k in group)) for d, group in itertools.groupby(parcel, lambda k: k.dtype)]
+    return [
+        (d, sum(sum(k.sizes) for k in group))
+        for d, group in itertools.groupby(parcel, lambda k: k.dtype)
+    ]
 
 
 def _alike(reductions: Sequence[tuple[Mapping[str, Any], Any]]) -> tuple[Alike, ...]:
     """Put the reductions that are alike together. An order that no server can disagree about."""
     rows = sorted(
-        (t.dtype.name, p["op"], tuple(p["owners"]), tuple(p["over"]), p["name"], tuple(t.shape)) for p, t in reductions
+        (t.dtype.name, p["op"], tuple(p["owners"]), tuple(p["over"]), p["name"], tuple(t.shape))
+        for p, t in reductions
     )
     kinds = []
     for (dtype, op, owners, over), group in itertools.groupby(rows, lambda row: row[:4]):
@@ -185,7 +206,9 @@ def _alike(reductions: Sequence[tuple[Mapping[str, Any], Any]]) -> tuple[Alike, 
 def _unpacked(parcel: Parcel, vectors: Sequence[jax.Array]) -> dict[Alike, jax.Array]:
     """The reductions that are alike, each as one vector."""
     found: dict[Alike, jax.Array] = {}
-    for (_, group), vector in zip(itertools.groupby(parcel, lambda k: k.dtype), vectors, strict=True):
+    for (_, group), vector in zip(
+        itertools.groupby(parcel, lambda k: k.dtype), vectors, strict=True
+    ):
         kinds = list(group)
         found |= zip(kinds, jax.lax.split(vector, [sum(k.sizes) for k in kinds]), strict=True)
     return found

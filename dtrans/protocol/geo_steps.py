@@ -1,12 +1,13 @@
-"""GEO-SGD beside a trainer's steps: when what has changed is sent, and when what others have changed is taken in.
+"""GEO-SGD beside a trainer's steps: when what has changed is sent, and when what others have
+changed is taken in.
 
     old      what local parameters and the servers' agreed on
     push     d = (local - old) / trainers is put into the communicator's queue; old + d is the new old
     pull     what the communicator has received since: local + (server - old), and the server's is the new old
 
-Of what a trainer changes, a push gives the servers 1/trainers, and what is left stays between local and old, to be
-divided again with the next one: so says Paddle's code. In the end the servers have all of it, of every trainer: their
-parameters move by the sum of what trainers do, not by the mean.
+Of what a trainer changes, a push gives the servers 1/trainers, and what is left stays between local
+and old, to be divided again with the next one: so says Paddle's code. In the end the servers have
+all of it, of every trainer: their parameters move by the sum of what trainers do, not by the mean.
 
 One push is under way at a time. A step that is to push and finds one under way waits for it.
 
@@ -21,7 +22,9 @@ from typing import Any, Protocol
 
 
 Values = Sequence[Any]  # the parameters, in an order of the caller's
-Waits = Generator[None, None, Values]  # yields where it waits until all that was put is in what was received
+Waits = Generator[
+    None, None, Values
+]  # yields where it waits until all that was put is in what was received
 
 
 class GeoQueue(Protocol):
@@ -44,7 +47,8 @@ class GeoArithmetic(Protocol):
         """The same, in memory that nobody else writes to."""
 
     def pushed(self, local: Values, old: Values, trainers: int, /) -> tuple[Values, Values]:
-        """What a push sends, rounded as it is sent, and what local parameters and the servers' agree on from then."""
+        """What a push sends, rounded as it is sent, and what local parameters and the servers'
+        agree on from then."""
 
     def pulled(self, local: Values, server: Values, old: Values, /) -> Values:
         """Local parameters with what others have changed."""
@@ -63,7 +67,9 @@ class GeoSteps:
       local: the parameters after the last step.
     """
 
-    def __init__(self, queue: GeoQueue, arithmetic: GeoArithmetic, trainers: int, values: Values) -> None:
+    def __init__(
+        self, queue: GeoQueue, arithmetic: GeoArithmetic, trainers: int, values: Values
+    ) -> None:
         self._queue, self._arithmetic, self._trainers = queue, arithmetic, trainers
         self._old = arithmetic.copied(values)
         self.local: Values = self._old

@@ -25,7 +25,8 @@ class Inbox:
         self._refusal = refusal
 
     def take(self, message: wire.Message) -> None:
-        """Copy what a message has to where it belongs. Raises WireError, and copies nothing, for what is not due."""
+        """Copy what a message has to where it belongs. Raises WireError, and copies nothing, for
+        what is not due."""
         wire.unpack(message, self._target, self._arrived)
 
     def _target(self, name: str) -> np.ndarray:

@@ -1,11 +1,13 @@
-"""The status of a running job, as observers ask for it: that of a server, or of trainer 0 where there are none.
+"""The status of a running job, as observers ask for it: that of a server, or of trainer 0 where
+there are none.
 
-An observer has the job's token and connects as `OBSERVER`: it may only ask for the status, is no part of the job, and
-nobody waits for it. `StatusReporter` answers at most `RATE` requests a second, from numbers that the process keeps
+An observer has the job's token and connects as `OBSERVER`: it may only ask for the status, is no
+part of the job, and nobody waits for it. `StatusReporter` answers at most `RATE` requests a second,
+from numbers that the process keeps
 anyway: a request costs a message each way.
 
-Rates are means over a window. The process looks at its counts once a second. The window is `WINDOW` seconds long, or
-as long as the last `STEPS` steps took, up to `LONGEST`.
+Rates are means over a window. The process looks at its counts once a second. The window is `WINDOW`
+seconds long, or as long as the last `STEPS` steps took, up to `LONGEST`.
 """
 
 from __future__ import annotations
@@ -33,7 +35,13 @@ STEPS = 5
 LONGEST = 600.0  # seconds
 EACH = 0.9  # seconds between two looks at the counts, at least
 
-STATES = ("failed", "not here yet", "connection lost", "left", "present")  # of a trainer, the worst first
+STATES = (
+    "failed",
+    "not here yet",
+    "connection lost",
+    "left",
+    "present",
+)  # of a trainer, the worst first
 
 Record = TypeVar("Record")
 
@@ -48,9 +56,11 @@ class TrainerStatus:
       doing: how far it is in its step; empty, where it is not present.
       step: how many steps it has made; None where the server counts none.
       steps_per_second: over the window.
-      staleness: how many steps of other trainers its last gradients lacked; None in synchronous mode.
+      staleness: how many steps of other trainers its last gradients lacked; None in synchronous
+        mode.
       silent: seconds since its last message; None before there is one.
-      received, sent: bytes of what it sent to the server, and of what the server sent to it; None where nobody counts.
+      received, sent: bytes of what it sent to the server, and of what the server sent to it; None
+        where nobody counts.
     """
 
     trainer: int
@@ -70,19 +80,23 @@ class ServerStatus:
 
     Attributes:
       endpoint: of the server, or where trainer 0 answers.
-      plan: the digest of its plan's fingerprint, the same on all servers of a job; empty where it knows none.
+      plan: the digest of its plan's fingerprint, the same on all servers of a job; empty where it
+        knows none.
       mode: "synchronous", "asynchronous" or "collective".
       count: how many trainers there are to be.
       uptime: seconds since it began to wait for trainers.
       doing: "serving", "training", or what it waits for.
-      step: how many steps it has made; of an asynchronous one, its furthest trainer; None where it counts none.
+      step: how many steps it has made; of an asynchronous one, its furthest trainer; None where it
+        counts none.
       steps_per_second: over the window.
-      received, sent: bytes since it began, from and to trainers and other servers; None where nobody counts.
+      received, sent: bytes since it began, from and to trainers and other servers; None where
+        nobody counts.
       received_per_second, sent_per_second: over the window.
       refused: messages that it has refused.
       barred: connections that it has not let in.
       saving: the checkpoints that are being written; name to seconds so far.
-      checkpoint: the last one that has ended, a `CheckpointStatus` as a map; empty before there is one.
+      checkpoint: the last one that has ended, a `CheckpointStatus` as a map; empty before there is
+        one.
       tables: each block of a table, a `TableStatus` as a map.
     """
 
@@ -152,7 +166,10 @@ def read_report(message: wire.Message) -> tuple[ServerStatus, list[TrainerStatus
 def _types(kind: type) -> dict[str, Any]:
     """Return the types of a record's fields, without what is in lists and maps."""
     hints = typing.get_type_hints(kind)
-    return {n: x if isinstance(x, types.UnionType) else typing.get_origin(x) or x for n, x in hints.items()}
+    return {
+        n: x if isinstance(x, types.UnionType) else typing.get_origin(x) or x
+        for n, x in hints.items()
+    }
 
 
 _TYPES: dict[Any, dict[str, Any]] = {
@@ -271,16 +288,22 @@ class StatusReporter:
     def saved(self, name: str, step: int, blocks: int, error: str, now: float) -> None:
         """Note that a checkpoint is written, or cannot be."""
         seconds = now - self.saving.pop(name, now)
-        self._checkpoint, self._saved_at = CheckpointStatus(name, step, 0.0, seconds, blocks, error), now
+        self._checkpoint, self._saved_at = (
+            CheckpointStatus(name, step, 0.0, seconds, blocks, error),
+            now,
+        )
 
     # -- answering -------------------------------------------------------------------------------
 
     def admit(self, now: float) -> None:
-        """Take one request from the budget. Raises WireError where observers have asked too often."""
+        """Take one request from the budget. Raises WireError where observers have asked too
+        often."""
         self._budget = min(float(RATE), self._budget + (now - self._asked) * RATE)
         self._asked = now
         if self._budget < 1:
-            raise WireError(f"observers ask for the status more than {RATE} times a second: ask less often")
+            raise WireError(
+                f"observers ask for the status more than {RATE} times a second: ask less often"
+            )
         self._budget -= 1
 
     def answer(self, frames: Sequence[Any], now: float) -> dict[str, Any]:
@@ -292,7 +315,9 @@ class StatusReporter:
         self.admit(now)
         message = wire.parse(frames)
         if message.op != "status" or message.frames:
-            raise WireError(f"a `{message.op}` message of an observer, which may only ask for the status")
+            raise WireError(
+                f"a `{message.op}` message of an observer, which may only ask for the status"
+            )
         try:
             return self.report(now) | message.request
         except StateError as e:
@@ -304,7 +329,10 @@ class StatusReporter:
         first = self._samples[0] if self._samples else sample
         trainers = [self._trainer(k, sample, first) for k in range(self._trainers.count)]
         server = self._server(sample, first, trainers)
-        return {"server": dataclasses.asdict(server), "trainers": [dataclasses.asdict(t) for t in trainers]}
+        return {
+            "server": dataclasses.asdict(server),
+            "trainers": [dataclasses.asdict(t) for t in trainers],
+        }
 
     def _trainer(self, k: int, sample: Sample, first: Sample) -> TrainerStatus:
         kind, known, counts = self._kind, self._trainers.known.get(k), sample.sent is not None
@@ -317,7 +345,9 @@ class StatusReporter:
             state=_state(known),
             doing="" if known.done else kind.doing(k),
             step=step,
-            steps_per_second=None if step is None else _rate(step - first.steps.get(k, 0), sample, first),
+            steps_per_second=None
+            if step is None
+            else _rate(step - first.steps.get(k, 0), sample, first),
             staleness=kind.staleness(k),
             silent=max(0.0, sample.time - known.heard_at),
             received=known.received if counts else None,
@@ -329,9 +359,13 @@ class StatusReporter:
         absent = [str(t.trainer) for t in trainers if t.state == "not here yet"]
         come = f"trainer{'s' * (len(absent) > 1)} {', '.join(absent)} to connect" if absent else ""
         waits = kind.awaited() or come
-        last = max((t for t in trainers if t.step is not None), key=lambda t: t.step or 0, default=None)
+        last = max(
+            (t for t in trainers if t.step is not None), key=lambda t: t.step or 0, default=None
+        )
         tables = kind.tables.report() if kind.tables else ()
-        sizes: dict[str, Any] = dict.fromkeys(("received", "sent", "received_per_second", "sent_per_second"))
+        sizes: dict[str, Any] = dict.fromkeys(
+            ("received", "sent", "received_per_second", "sent_per_second")
+        )
         if sample.sent is not None and first.sent is not None:
             sizes = {
                 "received": sample.received,
@@ -362,8 +396,11 @@ class StatusReporter:
 
 
 def _digest(plan: Mapping[str, str]) -> str:
-    """Return a short digest of a fingerprint, without the parts in which roles of one job may differ; empty of none."""
-    parts = sorted((n, x) for n, x in plan.items() if n not in (fingerprint.BATCH, fingerprint.LOSS))
+    """Return a short digest of a fingerprint, without the parts in which roles of one job may
+    differ; empty of none."""
+    parts = sorted(
+        (n, x) for n, x in plan.items() if n not in (fingerprint.BATCH, fingerprint.LOSS)
+    )
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:12] if parts else ""
 
 

@@ -1,9 +1,11 @@
-"""The trainers of collectives meet: what the first says to each other one, what it is answered, and when all are there.
+"""The trainers of collectives meet: what the first says to each other one, what it is answered, and
+when all are there.
 
     the first   asks every other, again where something answers that is not of this job, until all are there
     an other    answers who asks it with the right endpoints, and waits for the word that all are there
 
-What they agree on is the list of endpoints, which says who is who. Both sides show that they have the job's token.
+What they agree on is the list of endpoints, which says who is who. Both sides show that they have
+the job's token.
 """
 
 from __future__ import annotations
@@ -51,7 +53,9 @@ class MeetingFirst:
         self._endpoints, self._secret, self._nonce = endpoints, secret, nonce
         self.missing = list(range(1, len(endpoints)))
         self.here: list[int] = []
-        self.others: dict[int, str] = {}  # what was said, that is not of this job, where somebody is missing
+        self.others: dict[
+            int, str
+        ] = {}  # what was said, that is not of this job, where somebody is missing
         self.reminder = WaitReminder()
         self.reminder.begin(now)
 
@@ -76,18 +80,23 @@ class MeetingFirst:
         self.missing.remove(k)
         self.others.pop(k, None)
         if message.op != "here":
-            raise PeerError(f"trainer {k} ({self._endpoints[k]}) refused trainer 0: {message['reason']}")
+            raise PeerError(
+                f"trainer {k} ({self._endpoints[k]}) refused trainer 0: {message['reason']}"
+            )
         self.here.append(k)
 
     def barred(self, k: int, why: str) -> None:
-        """Note that a trainer, or somebody in its place, does not let trainer 0 in: it may be right later."""
+        """Note that a trainer, or somebody in its place, does not let trainer 0 in: it may be right
+        later."""
         self.others[k] = f"; {self._endpoints[k]} does not let trainer 0 in: {why}"
 
     def _answer(self, parts: Sequence[Any]) -> wire.Message:
         message = wire.parse(parts)
         if message.op not in ("here", "refuse"):
             raise WireError(f"it says `{message.op}`")
-        if not token.is_shown(message.fields.get("proof"), self._secret, f"{message.op} {self._nonce}"):
+        if not token.is_shown(
+            message.fields.get("proof"), self._secret, f"{message.op} {self._nonce}"
+        ):
             raise WireError(f"it says `{message.op}`, and has not the job's token")
         return message
 
@@ -123,8 +132,15 @@ class MeetingOther:
       reminder: the times at which it logs for whom it waits.
     """
 
-    def __init__(self, trainer: int, endpoints: Sequence[str], secret: str, *, deadline: float, now: float) -> None:
-        self._trainer, self._endpoints, self._secret, self._deadline = trainer, endpoints, secret, deadline
+    def __init__(
+        self, trainer: int, endpoints: Sequence[str], secret: str, *, deadline: float, now: float
+    ) -> None:
+        self._trainer, self._endpoints, self._secret, self._deadline = (
+            trainer,
+            endpoints,
+            secret,
+            deadline,
+        )
         self._asked = b""
         self.limit = now + deadline
         self.met = False
@@ -160,8 +176,12 @@ class MeetingOther:
             said = f"trainer {told[0]} of {wire.brief(','.join(map(str, told[1])))}"
             mine = f"trainer {self._trainer} of {','.join(self._endpoints)}"
             self.refused = f"this is {mine}, and trainer 0 takes it for {said}"
-            return wire.header("refuse", reason=self.refused, proof=token.shown(self._secret, f"refuse {nonce}"))
-        if sender != self._asked:  # its own deadline ends before this one, and then it says who is missing
+            return wire.header(
+                "refuse", reason=self.refused, proof=token.shown(self._secret, f"refuse {nonce}")
+            )
+        if (
+            sender != self._asked
+        ):  # its own deadline ends before this one, and then it says who is missing
             self._asked, self.limit = sender, now + self._deadline + GRACE
         return wire.header("here", proof=token.shown(self._secret, f"here {nonce}"))
 
@@ -178,4 +198,7 @@ class MeetingOther:
 
     def _awaited(self) -> str:
         here, first = self._endpoints[self._trainer], self._endpoints[0]
-        return f"at {here} for trainer 0 ({first}) {'to find the others' if self._asked else 'to come'}"
+        return (
+            f"at {here} for trainer 0 ({first}) "
+            f"{'to find the others' if self._asked else 'to come'}"
+        )

@@ -1,8 +1,8 @@
 """What one server says to another, and whether that one is there.
 
-A connection that breaks has lost what was on its way, also when ZeroMQ makes it anew. So the greeting, which is said on
-every connection that is made, tells how much was said before: the other server refuses where it has heard less. Until
-the welcome everything else is kept.
+A connection that breaks has lost what was on its way, also when ZeroMQ makes it anew. So the
+greeting, which is said on every connection that is made, tells how much was said before: the other
+server refuses where it has heard less. Until the welcome everything else is kept.
 """
 
 from __future__ import annotations
@@ -48,12 +48,16 @@ class PeerLine:
     def send(self, step: int, messages: Iterable[list[Any]]) -> None:
         """Send the vectors of one exchange. Raises PeerError where the other server is gone."""
         if self.peer.gone:
-            raise PeerError(f"pserver {self.peer.endpoint} went away before pserver {self.me} came to step {step + 1}")
+            raise PeerError(
+                f"pserver {self.peer.endpoint} went away before pserver {self.me} came to step "
+                f"{step + 1}"
+            )
         self._outbox += messages
         self._empty()
 
     def connected(self) -> None:
-        """Greet the server on a connection that was made; once more, where the one that was there has ended."""
+        """Greet the server on a connection that was made; once more, where the one that was there
+        has ended."""
         if not self.peer.welcomed or self._lost:
             self._say([wire.header("peer", **self._greeting, sent=self._sent)])
 
@@ -78,15 +82,23 @@ class PeerLine:
         except WireError as e:
             raise PeerError(f"pserver {peer.endpoint} answered pserver {self.me} with {e}") from e
         if message.op == "refuse":
-            raise PeerError(f"pserver {peer.endpoint} refused pserver {self.me}: {message['reason']}")
+            raise PeerError(
+                f"pserver {peer.endpoint} refused pserver {self.me}: {message['reason']}"
+            )
         if message.op == "welcome" and (self._lost or not peer.welcomed):
-            if not token.is_shown(message.fields.get("proof"), self._secret, f"welcome {self._nonce}"):
-                raise PeerError(f"what welcomes pserver {self.me} as pserver {peer.endpoint} has not the job's token")
+            if not token.is_shown(
+                message.fields.get("proof"), self._secret, f"welcome {self._nonce}"
+            ):
+                raise PeerError(
+                    f"what welcomes pserver {self.me} as pserver {peer.endpoint} has not the job's "
+                    "token"
+                )
             peer.welcomed, self._lost = True, False
         self._empty()
 
     def _empty(self) -> None:
-        """Let go what is to be said, once there is who hears it: what another server took would be lost."""
+        """Let go what is to be said, once there is who hears it: what another server took would be
+        lost."""
         while self.peer.welcomed and not self._lost and self._outbox:
             self._sent += 1
             self._say(self._outbox.pop(0))

@@ -18,12 +18,16 @@ from dtrans.protocol.served import ServedBlocks
 from dtrans.protocol.wait_reminder import WaitReminder
 
 
-GRACE = 0.5  # seconds in which who has lost a connection may come by another, and last words are read
-RETRY = 5.0  # seconds in which a connection that a network may have broken may be made again, with nothing lost
+GRACE = (
+    0.5  # seconds in which who has lost a connection may come by another, and last words are read
+)
+# seconds in which a connection that a network may have broken may be made again, with nothing lost
+RETRY = 5.0
 
 log = logging.getLogger("dtrans.pserver")
 
-# (to, op, blocks=(), **fields): sends a message at once, to an address that has spoken or to a server by its endpoint
+# (to, op, blocks=(), **fields): sends a message at once, to an address that has spoken or to a
+# server by its endpoint
 Say = Callable[..., None]
 
 
@@ -76,12 +80,16 @@ class Presence:
         self.endpoint = served.endpoint
         self.plan = plan
         self._secret, self._retry = secret, retry
-        self._refused: dict[int, str] = {}  # those that have not come, as far as they were refused: why
+        self._refused: dict[
+            int, str
+        ] = {}  # those that have not come, as far as they were refused: why
         self.count = served.trainers
         self.deadline = deadline
         self.started = 0.0
         self._reminder = WaitReminder()
-        self._dead: dict[int, tuple[float, str]] = {}  # processes that have ended: since when that is known, and how
+        self._dead: dict[
+            int, tuple[float, str]
+        ] = {}  # processes that have ended: since when that is known, and how
         self.to_servers = 0
         self._sync_mode = served.sync_mode
         self.known: dict[int, Trainer] = {}
@@ -130,10 +138,13 @@ class Presence:
         """
         k, trainers = message["trainer"], message["trainers"]
         if message["order"] != sys.byteorder:
-            raise WireError(f"trainer {k} is {message['order']}-endian, this server is {sys.byteorder}-endian")
+            raise WireError(
+                f"trainer {k} is {message['order']}-endian, this server is {sys.byteorder}-endian"
+            )
         if trainers != self.count:
             raise WireError(
-                f"trainer {k} was planned with {trainers} trainers, pserver {self.endpoint} with {self.count}"
+                f"trainer {k} was planned with {trainers} trainers, pserver {self.endpoint} with "
+                f"{self.count}"
             )
         if not 0 <= k < self.count:
             raise WireError(f"trainer {k} of {self.count}: ids are 0 to {self.count - 1}")
@@ -141,17 +152,20 @@ class Presence:
         if message.fields.get("sync_mode", self._sync_mode) != self._sync_mode:
             modes = {True: "synchronous", False: "asynchronous"}
             raise WireError(
-                f"trainer {k} is {modes[not self._sync_mode]}, pserver {self.endpoint} {modes[self._sync_mode]}: "
+                f"trainer {k} is {modes[not self._sync_mode]}, pserver {self.endpoint} "
+                f"{modes[self._sync_mode]}: "
                 "every role must plan the same mode"
             )
         if known is not None and known.done and not _comes_for_goodbye(known, message):
             if known.failed or known.session == message["session"]:
                 raise WireError(f"trainer {k} has left, and cannot come back to this job")
-            # it is of the next job on this endpoint: this server's end breaks its connection, and it says hello anew
+            # it is of the next job on this endpoint: this server's end breaks its connection, and
+            # it says hello anew
             return f"the end of a job of {self.count} trainers, which trainer {k} has left"
         if known is not None and known.session != message["session"]:
             raise WireError(
-                f"trainer {k} is here already; is DTRANS_TRAINER_ID, or trainer_id, the same in two processes?"
+                f"trainer {k} is here already; is DTRANS_TRAINER_ID, or trainer_id, the same in "
+                "two processes?"
             )
         if peer is not None:
             raise WireError(f"pserver {peer} cannot be trainer {k} too")
@@ -161,11 +175,15 @@ class Presence:
             self._refused[k] = str(e)
             raise
         if self.by_address.get(address, k) != k:
-            raise WireError(f"trainer {k} has already said hello as trainer {self.by_address[address]}")
+            raise WireError(
+                f"trainer {k} has already said hello as trainer {self.by_address[address]}"
+            )
         local = message.fields.get("local", False)
         if known is None:
             if message.fields.get("back", False):
-                raise WireError(f"trainer {k} was in a job of pserver {self.endpoint} that has ended")
+                raise WireError(
+                    f"trainer {k} was in a job of pserver {self.endpoint} that has ended"
+                )
             self.known[k] = Trainer(message["session"], address, local=local)
         else:  # it moves to the Unix socket, or its connection is made again
             if not known.done:
@@ -176,18 +194,24 @@ class Presence:
         return ""
 
     def _check_nothing_lost(self, k: int, known: Trainer, message: wire.Message) -> None:
-        """Raise WireError where the two of them have not heard all that they have said to each other."""
-        sent, heard = message.fields.get("sent", known.heard), message.fields.get("heard", known.said)
+        """Raise WireError where the two of them have not heard all that they have said to each
+        other."""
+        sent, heard = (
+            message.fields.get("sent", known.heard),
+            message.fields.get("heard", known.said),
+        )
         if (sent, heard) == (known.heard, known.said):
             return
         known.cut_off = (
-            f"the connection of trainer {k} to pserver {self.endpoint} broke, and was made again, but "
+            f"the connection of trainer {k} to pserver {self.endpoint} broke, and was made again, "
+            "but "
             f"{abs(sent - known.heard) + abs(known.said - heard)} messages are lost"
         )
         raise WireError(known.cut_off)
 
     def counted(self, to: bytes | str, op: str, messages: Iterable[Any]) -> Iterator[Any]:
-        """Count the bytes and messages that are said. Messages that a trainer can do without are not counted."""
+        """Count the bytes and messages that are said. Messages that a trainer can do without are
+        not counted."""
         k = None if isinstance(to, str) else self.by_address.get(to)
         for message in messages:
             size = sum(map(len, message))
@@ -216,7 +240,8 @@ class Presence:
             self.known[k].lost = now
 
     def died(self, k: int, how: str, now: float) -> None:
-        """Note that the process of a trainer has ended. What it said last may still be waiting to be read."""
+        """Note that the process of a trainer has ended. What it said last may still be waiting to
+        be read."""
         self._dead.setdefault(k, (now, how))
 
     def part(self, k: int) -> None:
@@ -237,14 +262,16 @@ class Presence:
     # -- who is late -----------------------------------------------------------------------------
 
     def lost(self, now: float) -> dict[int, str]:
-        """Those whose connection has ended without a word, a while ago, and why they are given up."""
+        """Those whose connection has ended without a word, a while ago, and why they are given
+        up."""
         why = "the connection of trainer {} to pserver {} ended without a goodbye"
         gone = [k for k in self.present if self._is_lost(self.known[k], now)]
         cut_off = {k: t.cut_off for k, t in self.known.items() if t.cut_off and not t.done}
         return {k: why.format(k, self.endpoint) for k in gone} | self._ended(now) | cut_off
 
     def look(self, now: float) -> None:
-        """Note who cannot hear a goodbye any more: its connection was not made again in time, or its process ended."""
+        """Note who cannot hear a goodbye any more: its connection was not made again in time, or
+        its process ended."""
         for k, t in self.known.items():
             ended = k in self._dead and now - self._dead[k][0] > GRACE
             t.parted = t.parted or (t.done and (ended or self._is_lost(t, now)))
@@ -253,16 +280,25 @@ class Presence:
         return t.lost is not None and now - t.lost > (GRACE if t.local else self._retry)
 
     def _ended(self, now: float) -> dict[int, str]:
-        """Those whose processes have ended, and which had not left; of who never came it is noted that they have."""
+        """Those whose processes have ended, and which had not left; of who never came it is noted
+        that they have."""
         found: dict[int, str] = {}
         for k, (since, how) in self._dead.items():
-            if now - since <= GRACE or not 0 <= k < self.count or (k in self.known and self.known[k].done):
+            if (
+                now - since <= GRACE
+                or not 0 <= k < self.count
+                or (k in self.known and self.known[k].done)
+            ):
                 continue
             if k in self.known:
-                found[k] = f"trainer {k} ended with {how}, without a goodbye to pserver {self.endpoint}"
+                found[k] = (
+                    f"trainer {k} ended with {how}, without a goodbye to pserver {self.endpoint}"
+                )
             else:
                 self.known[k] = Trainer("", b"", done=True, failed=True)
-                found[k] = f"trainer {k} ended with {how} before it said hello to pserver {self.endpoint}"
+                found[k] = (
+                    f"trainer {k} ended with {how} before it said hello to pserver {self.endpoint}"
+                )
                 found[k] += f"; {self._refused[k]}" if k in self._refused else ""
         return found
 
@@ -276,11 +312,17 @@ class Presence:
         absent = [k for k in range(self.count) if k not in self.known]
         waited = self._reminder.due(now) if absent else 0.0
         if waited:
-            log.warning("pserver %s has waited %.0f s for %s to say hello", self.endpoint, waited, named(absent))
+            log.warning(
+                "pserver %s has waited %.0f s for %s to say hello",
+                self.endpoint,
+                waited,
+                named(absent),
+            )
         if absent and now - self.started > self.deadline:
             why = "".join(f"; {self._refused[k]}" for k in absent if k in self._refused)
             raise DeadlineError(
-                f"pserver {self.endpoint} waited {now - self.started:.1f} s for {named(absent)} to say hello{why}"
+                f"pserver {self.endpoint} waited {now - self.started:.1f} s for {named(absent)} to "
+                f"say hello{why}"
             )
         return absent
 
@@ -292,7 +334,8 @@ def _comes_for_goodbye(known: Trainer, message: wire.Message) -> bool:
 
 
 def check_plan(me: str, plan: Mapping[str, str], other: str, message: wire.Message) -> None:
-    """Raise WireError where who greets a server plans something else than it; the message says what."""
+    """Raise WireError where who greets a server plans something else than it; the message says
+    what."""
     theirs = message.fields.get("plan", {})
     if not all(isinstance(x, str) for row in theirs.items() for x in row):
         raise WireError(f"a `{message.op}` message without a proper plan")
@@ -301,7 +344,8 @@ def check_plan(me: str, plan: Mapping[str, str], other: str, message: wire.Messa
         raise WireError(f"{other} does not say what it plans")
     if found:
         raise WireError(
-            f"{other} plans something else than {me}: {'; '.join(found[:4])}; every role must plan the same step with "
+            f"{other} plans something else than {me}: {'; '.join(found[:4])}; every role must plan "
+            "the same step with "
             "the same options"
         )
 
@@ -312,7 +356,8 @@ def named(trainers: Sequence[int]) -> str:
 
 
 def wanted(served: ServedBlocks, k: int, table: Any) -> tuple[str, ...]:
-    """The blocks that trainer k asks for. Raises WireError for one that the server does not hold like that."""
+    """The blocks that trainer k asks for. Raises WireError for one that the server does not hold
+    like that."""
     rows = table if isinstance(table, list) else [None]
     if not all(isinstance(row, list) and len(row) == 3 and isinstance(row[0], str) for row in rows):
         raise WireError("`recv` of something that is not a list of [name, shape, dtype]")
@@ -320,7 +365,8 @@ def wanted(served: ServedBlocks, k: int, table: Any) -> tuple[str, ...]:
         held = served.params.get(name)
         if held is None:
             raise WireError(
-                f"trainer {k} asks for {name}, which pserver {served.endpoint} does not hold; every role must "
+                f"trainer {k} asks for {name}, which pserver {served.endpoint} does not hold; "
+                "every role must "
                 "plan the same step"
             )
         if shape != list(held.shape) or dtype != held.dtype.name:

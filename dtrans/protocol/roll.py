@@ -1,7 +1,8 @@
 """Which of a job's trainers have ended, and whether this one can go on without them.
 
-The trainers of collectives are in step: each carries out the same operations in the same order. So a trainer that has
-come to its end after fewer operations than another has begun is one that this other would wait for in vain.
+The trainers of collectives are in step: each carries out the same operations in the same order. So
+a trainer that has come to its end after fewer operations than another has begun is one that this
+other would wait for in vain.
 """
 
 from __future__ import annotations
@@ -78,12 +79,20 @@ class Roll:
         return True
 
     def behind(self) -> str:
-        """Those that have begun fewer operations than this one, and what they do; empty, where there are none."""
-        late = [(k, d) for k, d in sorted(self.doing.items()) if d.operations < self.begun and k not in self.ended]
-        return "; ".join(f"{self._names[k]} has begun {d.operations}, and is at {d.where}" for k, d in late)
+        """Those that have begun fewer operations than this one, and what they do; empty, where
+        there are none."""
+        late = [
+            (k, d)
+            for k, d in sorted(self.doing.items())
+            if d.operations < self.begun and k not in self.ended
+        ]
+        return "; ".join(
+            f"{self._names[k]} has begun {d.operations}, and is at {d.where}" for k, d in late
+        )
 
     def broken(self, trainer: int, now: float, grace: float = GRACE) -> None:
-        """Note that the connection of a trainer has ended. Its last words may still be waiting to be read.
+        """Note that the connection of a trainer has ended. Its last words may still be waiting to
+        be read.
 
         Args:
           grace: seconds in which the connection may be made again.
@@ -117,7 +126,9 @@ class Roll:
         how = self.ended.get(trainer)
         if how is None:
             return ""
-        return f"{self._names[trainer]} has " + (f"ended: {how.reason}" if how.reason else "come to its end")
+        return f"{self._names[trainer]} has " + (
+            f"ended: {how.reason}" if how.reason else "come to its end"
+        )
 
     def failure(self) -> str:
         """Why this trainer cannot go on; empty, where it can."""
@@ -128,6 +139,7 @@ class Roll:
         for k, how in known:
             if how.operations < self.begun:
                 return (
-                    f"{self.why(k)} after {how.operations} operations of the job, and this one has begun {self.begun}"
+                    f"{self.why(k)} after {how.operations} operations of the job, and this one "
+                    f"has begun {self.begun}"
                 )
         return ""

@@ -1,4 +1,5 @@
-"""What the protocol of one server is about: who sends what, and who asks for what; not how an update is computed."""
+"""What the protocol of one server is about: who sends what, and who asks for what; not how an
+update is computed."""
 
 from __future__ import annotations
 
@@ -24,9 +25,11 @@ class ServedRows:
       dtype: of its entries.
       gradients: trainer to the name under which it sends the gradient.
       backed: whether the update reads what the trainer has received of the rows, too.
-      kept: whether trainers keep the rows that they have asked for, and are told which of these have changed (GEO-SGD).
+      kept: whether trainers keep the rows that they have asked for, and are told which of these
+        have changed (GEO-SGD).
       moves: whether an update moves rows too of which there is no gradient.
-      staleness: how many updates rows may lack that a trainer has announced (`dtrans.protocol.tables.rows_ahead`).
+      staleness: how many updates rows may lack that a trainer has announced
+        (`dtrans.protocol.tables.rows_ahead`).
     """
 
     rows: int
@@ -64,9 +67,11 @@ class ServedBlocks:
       params: the blocks that trainers ask for: name to type, as bytes travel.
       gradients: what trainers send: name to type.
       sent: of each gradient that is read: trainer to the name under which it comes.
-      arguments: the arguments of the step that the update reads: name to what each trainer sends it as.
+      arguments: the arguments of the step that the update reads: name to what each trainer sends it
+        as.
       exchanges: the exchanges with other servers that a step has, in order.
-      tables: the blocks of which trainers ask for rows; their gradients are in `sent`, and not in `gradients`.
+      tables: the blocks of which trainers ask for rows; their gradients are in `sent`, and not in
+        `gradients`.
       backed: the blocks of which the server keeps what each trainer has received last.
     """
 
@@ -105,25 +110,34 @@ class StepUpdate(Protocol):
         """
 
     def go_on(self, arrived: Vectors | None) -> Vectors | None:
-        """Make it as far as the next exchange, and return the vectors for other servers; None when it is made."""
+        """Make it as far as the next exchange, and return the vectors for other servers; None when
+        it is made."""
 
     def rows(self, name: str, ids: np.ndarray, *, train: bool) -> np.ndarray:
-        """Rows of a block of a table, as memory to send from; `train`: whether they are to be updated."""
+        """Rows of a block of a table, as memory to send from; `train`: whether they are to be
+        updated."""
 
 
 class BlockUpdate(Protocol):
     """What makes the new state of an asynchronous server, one block at a time."""
 
     def begin(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Begin a step of a trainer: the state that is new, and the values that blocks of this step read."""
+        """Begin a step of a trainer: the state that is new, and the values that blocks of this step
+        read."""
 
     def ready(self, arrived: Collection[str], used: Collection[str]) -> list[str]:
         """The blocks whose gradients have all come, and that were not updated with them yet."""
 
     def apply(
-        self, block: str, grads: Mapping[str, Any], state: Mapping[str, Any], values: Mapping[str, Any]
+        self,
+        block: str,
+        grads: Mapping[str, Any],
+        state: Mapping[str, Any],
+        values: Mapping[str, Any],
     ) -> dict[str, Any]:
         """The state that is new after a block's update; it is computed when this returns."""
 
-    def rows(self, name: str, ids: np.ndarray, state: Mapping[str, Any], *, train: bool) -> np.ndarray:
+    def rows(
+        self, name: str, ids: np.ndarray, state: Mapping[str, Any], *, train: bool
+    ) -> np.ndarray:
         """As `StepUpdate.rows`."""

@@ -1,12 +1,14 @@
 """The other servers that a server exchanges partial results with.
 
-Each has a line to every other one that it shares a reduction with, and says first who it is and, as a fingerprint,
-what it takes the two of them to exchange. Partial results go out by these lines and come in by the server's own
-socket; what a peer answers, that it refuses or has ended, and that it is gone, comes by the line too
-(`dtrans.run.parameter_server.server_sockets`). Nothing here waits: the server's loop goes on, and asks what is missing.
+Each has a line to every other one that it shares a reduction with, and says first who it is and, as
+a fingerprint, what it takes the two of them to exchange. Partial results go out by these lines and
+come in by the server's own socket; what a peer answers, that it refuses or has ended, and that it
+is gone, comes by the line too (`dtrans.run.parameter_server.server_sockets`). Nothing here waits:
+the server's loop goes on, and asks what is missing.
 
-Vectors that come before they are wanted are kept: of later levels, and of the step after this one, since no server
-can be further ahead. Those of a step stay until it is made, so that one that comes twice is known.
+Vectors that come before they are wanted are kept: of later levels, and of the step after this one,
+since no server can be further ahead. Those of a step stay until it is made, so that one that comes
+twice is known.
 """
 
 from __future__ import annotations
@@ -57,7 +59,12 @@ class ServerPeers:
     """
 
     def __init__(
-        self, me: str, exchanges: Sequence[Exchange], *, on_trainer_exit: str, plan: Mapping[str, str] = {}
+        self,
+        me: str,
+        exchanges: Sequence[Exchange],
+        *,
+        on_trainer_exit: str,
+        plan: Mapping[str, str] = {},
     ) -> None:
         self.me = me
         self.known = {ep: ServerPeer(ep, layout) for ep, layout in _layouts(exchanges).items()}
@@ -84,9 +91,14 @@ class ServerPeers:
     def unsettled(self) -> list[str]:
         """The servers that have not said who they are, or have not welcomed this one, and may yet.
 
-        While there are any, this server may not end: one would greet it that should greet the next on this endpoint.
+        While there are any, this server may not end: one would greet it that should greet the next
+        on this endpoint.
         """
-        return [ep for ep, p in self.known.items() if not p.gone and not (p.welcomed and p.address is not None)]
+        return [
+            ep
+            for ep, p in self.known.items()
+            if not p.gone and not (p.welcomed and p.address is not None)
+        ]
 
     def check(self, wanted: Collection[str], what: str) -> None:
         """Raise PeerError if one of those that are waited for is gone."""
@@ -104,21 +116,27 @@ class ServerPeers:
         return list(self._by_address)
 
     def meet(self, address: bytes, message: wire.Message) -> bool:
-        """Who a server says it is, and whether it is new: it may be here already, and this be its next job.
+        """Who a server says it is, and whether it is new: it may be here already, and this be its
+        next job.
 
         Raises WireError where it cannot be, or plans something else.
         """
         ep = message["endpoint"]
         if ep not in self.known:
             raise WireError(
-                f"pserver {wire.brief(ep)} shares no reduction with pserver {self.me}; every role must plan the same "
+                f"pserver {wire.brief(ep)} shares no reduction with pserver {self.me}; every role "
+                "must plan the same "
                 "step with the same options"
             )
         if message["order"] != sys.byteorder:
-            raise WireError(f"pserver {ep} is {message['order']}-endian, pserver {self.me} is {sys.byteorder}-endian")
+            raise WireError(
+                f"pserver {ep} is {message['order']}-endian, pserver {self.me} is "
+                f"{sys.byteorder}-endian"
+            )
         if message["layout"] != self.known[ep].layout:
             raise WireError(
-                f"pserver {ep} would exchange other reductions with pserver {self.me} than are planned here; every "
+                f"pserver {ep} would exchange other reductions with pserver {self.me} than are "
+                "planned here; every "
                 "role must plan the same step with the same options"
             )
         if self._by_address.get(address, ep) != ep:
@@ -126,8 +144,10 @@ class ServerPeers:
         on_trainer_exit = message.fields.get("on_trainer_exit", self._on_trainer_exit)
         if on_trainer_exit != self._on_trainer_exit:
             raise WireError(
-                f"pserver {ep} is planned with on_trainer_exit={wire.brief(on_trainer_exit)}, pserver {self.me} "
-                f"with {self._on_trainer_exit!r}; every role must plan the same step with the same options"
+                f"pserver {ep} is planned with on_trainer_exit={wire.brief(on_trainer_exit)}, "
+                f"pserver {self.me} "
+                f"with {self._on_trainer_exit!r}; every role must plan the same step with the same "
+                "options"
             )
         check_plan(f"pserver {self.me}", self._plan, f"pserver {ep}", message)
         if address not in self._by_address and self.known[ep].address is not None:
@@ -135,7 +155,8 @@ class ServerPeers:
         missed = message.fields.get("sent", 0) - self.known[ep].heard
         if missed:
             raise WireError(
-                f"the connection of pserver {ep} to pserver {self.me} broke, and was made again, but {missed} messages "
+                f"the connection of pserver {ep} to pserver {self.me} broke, and was made again, "
+                f"but {missed} messages "
                 "are lost"
             )
         self._by_address[address] = ep
@@ -155,7 +176,9 @@ class ServerPeers:
         level = message["level"]
         exchange = self._levels.get(level)
         if exchange is None or source not in exchange.sources:
-            raise WireError(f"`partials` of level {level}, at which pserver {self.me} needs nothing of {source}")
+            raise WireError(
+                f"`partials` of level {level}, at which pserver {self.me} needs nothing of {source}"
+            )
         if message["step"] not in (step, step + 1):
             raise WireError(f"`partials` of step {message['step']}, pserver {self.me} is at {step}")
         key = (message["step"], level, source)
@@ -165,20 +188,29 @@ class ServerPeers:
 
     def _room(self, exchange: Exchange, source: str) -> Inbox:
         """Memory for the vectors of one exchange from one peer, by dtype."""
-        take = lambda dtype, size: self._pool.take(f"{source} {exchange.level} {dtype}", (size,), dtype)
+        take = lambda dtype, size: self._pool.take(
+            f"{source} {exchange.level} {dtype}", (size,), dtype
+        )
         return Inbox(
             {dtype: take(dtype, size) for dtype, size in vector_types(exchange.sources[source])},
-            lambda name: f"`partials` of {wire.brief(name)}, which is not due from pserver {source}",
+            lambda name: (
+                f"`partials` of {wire.brief(name)}, which is not due from pserver {source}"
+            ),
         )
 
     def missing(self, step: int, exchange: Exchange) -> list[str]:
         """The servers whose vectors are not all here."""
-        here = lambda ep: (a := self._arrivals.get((step, exchange.level, ep))) is not None and not a.missing()
+        here = lambda ep: (
+            (a := self._arrivals.get((step, exchange.level, ep))) is not None and not a.missing()
+        )
         return [ep for ep in exchange.sources if not here(ep)]
 
     def collected(self, step: int, exchange: Exchange) -> dict[str, list[np.ndarray]]:
         """The vectors of every other server, all of which are here."""
-        return {ep: list(self._arrivals[step, exchange.level, ep].memory.values()) for ep in exchange.sources}
+        return {
+            ep: list(self._arrivals[step, exchange.level, ep].memory.values())
+            for ep in exchange.sources
+        }
 
     def made(self, step: int) -> None:
         """A step is made: what came for it may go."""

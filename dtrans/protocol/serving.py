@@ -6,9 +6,10 @@
     server_peers                 the other servers
     job_status                   what observers are told, who are no part of the job
 
-Messages and the time come in; messages go out by `say`, and the work of an update is done where a message calls for it.
-A message that does not follow the protocol is refused and counted, and changes nothing. A trainer that comes when its
-namesake has closed is of the next job on this endpoint, and waits for it.
+Messages and the time come in; messages go out by `say`, and the work of an update is done where a
+message calls for it. A message that does not follow the protocol is refused and counted, and
+changes nothing. A trainer that comes when its namesake has closed is of the next job on this
+endpoint, and waits for it.
 """
 
 from __future__ import annotations
@@ -44,13 +45,16 @@ class Serving:
 
     Attributes:
       local: where trainers on the same host find it too; empty, where they do not.
-      keep: begins to save the server's state under a name, after so many steps of the trainer that asks, and returns
-        the number of its blocks; None where there is no place for it. Whoever writes it tells of the end by `written`.
+      keep: begins to save the server's state under a name, after so many steps of the trainer that
+        asks, and returns the number of its blocks; None where there is no place for it. Whoever
+        writes it tells of the end by `written`.
       saved: the checkpoints that are written, and after how many steps of the trainer that asked.
       status: of the server, for observers.
     """
 
-    def __init__(self, kind: SyncServer | AsyncServer, trainers: Presence, say: Say, refusals: Refusals) -> None:
+    def __init__(
+        self, kind: SyncServer | AsyncServer, trainers: Presence, say: Say, refusals: Refusals
+    ) -> None:
         self.kind = kind
         self.trainers = trainers
         self.refusals = refusals
@@ -58,22 +62,28 @@ class Serving:
         self.status = StatusReporter(kind, trainers, refusals)
         self.keep: Callable[[str, int], int] | None = None
         self.saved: dict[str, int] = {}
-        self._saves: dict[str, tuple[int, list[tuple[int, wire.Message]]]] = {}  # under way: the steps, and who asked
+        self._saves: dict[
+            str, tuple[int, list[tuple[int, wire.Message]]]
+        ] = {}  # under way: the steps, and who asked
         self._blocks: dict[str, int] = {}  # of those under way
         self._say, self._now = say, 0.0
 
     @property
     def ended(self) -> bool:
-        """Return True if all trainers have come and left for good, and no other server may still greet this one."""
+        """Return True if all trainers have come and left for good, and no other server may still
+        greet this one."""
         return self.trainers.parted and not self.kind.peers.unsettled
 
     def take(self, address: bytes, frames: Sequence[Any], now: float) -> None:
-        """Take a message of who speaks from `address`. One that is malformed, or out of turn, is refused.
+        """Take a message of who speaks from `address`. One that is malformed, or out of turn, is
+        refused.
 
         Raises:
           PeerError: the job ends with it: a trainer has failed, or left before the others.
         """
-        if len(frames) == 1 and not len(frames[0]):  # ZeroMQ says it where a connection is made (PROBE_ROUTER)
+        if len(frames) == 1 and not len(
+            frames[0]
+        ):  # ZeroMQ says it where a connection is made (PROBE_ROUTER)
             self.trainers.back(address)
             return
         size, self._now = sum(map(len, frames)), now
@@ -88,7 +98,8 @@ class Serving:
             self.trainers.known[k].received += size
 
     def observe(self, address: bytes, frames: Sequence[Any], now: float) -> None:
-        """Answer an observer who speaks from `address`: it is told the status, and whatever else it says is refused."""
+        """Answer an observer who speaks from `address`: it is told the status, and whatever else it
+        says is refused."""
         try:
             fields = self.status.answer(frames, now)
         except WireError as e:
@@ -115,7 +126,11 @@ class Serving:
         self.kind.look(now)
         for name, (_, asked) in self._saves.items():
             for k in {k for k, _ in asked}.intersection(self.trainers.present):
-                self._say(self.trainers.known[k].address, "waiting", reason=f"checkpoint {name} to be written")
+                self._say(
+                    self.trainers.known[k].address,
+                    "waiting",
+                    reason=f"checkpoint {name} to be written",
+                )
 
     def written(self, name: str, error: str, now: float) -> None:
         """Answer who asked for a checkpoint: it is written, or cannot be.
@@ -131,7 +146,8 @@ class Serving:
             self._say_saved(k, message, error)
 
     def asked(self) -> dict[str, int]:
-        """Return the checkpoints that are written or under way, and after how many steps each was asked for."""
+        """Return the checkpoints that are written or under way, and after how many steps each was
+        asked for."""
         return self.saved | {name: made for name, (made, _) in self._saves.items()}
 
     def say_why(self, e: BaseException) -> None:
@@ -159,7 +175,9 @@ class Serving:
             for part in (message, *_following(message)):
                 take = getattr(self.kind, part.op, None)
                 if take is None:
-                    raise WireError(f"a `{part.op}` message, which {self.kind.word} servers do not take")
+                    raise WireError(
+                        f"a `{part.op}` message, which {self.kind.word} servers do not take"
+                    )
                 take(k, part)
 
     def _parts(self, address: bytes, message: wire.Message) -> bool:
@@ -171,7 +189,8 @@ class Serving:
         return True
 
     def _tell(self, address: bytes, message: wire.Message) -> None:
-        """Save what the server holds, as it is between two steps of a trainer, or tell what it has of tables."""
+        """Save what the server holds, as it is between two steps of a trainer, or tell what it has
+        of tables."""
         if message.op == "save":
             self._save(self.trainers.by_address[address], message)
         elif message.op == "tables":
@@ -180,7 +199,8 @@ class Serving:
             tell_changes(self.kind.tables, self._say, address, message)
 
     def _save(self, k: int, message: wire.Message) -> None:
-        """Begin to save what the server holds. All trainers may ask for the same, after as many steps: it is one."""
+        """Begin to save what the server holds. All trainers may ask for the same, after as many
+        steps: it is one."""
         name, made = message["name"], message["made"]
         before = self._saves[name][0] if name in self._saves else self.saved.get(name)
         if before == made and name in self._saves:
@@ -191,12 +211,15 @@ class Serving:
             return
         try:
             if self.keep is None:
-                raise StateError("it has no place for checkpoints: say job.serve(state, checkpoints=folder)")
+                raise StateError(
+                    "it has no place for checkpoints: say job.serve(state, checkpoints=folder)"
+                )
             if not name or name.startswith(".") or not name.isprintable() or set(name) & set("/\\"):
                 raise StateError(f"{wire.brief(name)} is no name of a folder for a checkpoint")
             if before is not None:
                 raise StateError(
-                    f"it has saved {name} after {before} steps, and trainer {k} has made {made}: give each checkpoint "
+                    f"it has saved {name} after {before} steps, and trainer {k} has made {made}: "
+                    "give each checkpoint "
                     "a name of its own"
                 )
             self._blocks[name] = self.keep(name, made)

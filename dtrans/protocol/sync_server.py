@@ -5,10 +5,10 @@
                     send..., send_barrier, recv       every step
                     complete                          once
 
-Each gradient is kept when it arrives, in memory that is kept too. When all trainers have said `send_barrier`, one
-compiled call makes the new state, and the blocks that trainers asked for go out. Serving ends when every trainer
-has said `complete`. One that says so before the others has left: `on_trainer_exit` of `dtrans.pserver` says what later
-updates are made of.
+Each gradient is kept when it arrives, in memory that is kept too. When all trainers have said
+`send_barrier`, one compiled call makes the new state, and the blocks that trainers asked for go
+out. Serving ends when every trainer has said `complete`. One that says so before the others has
+left: `on_trainer_exit` of `dtrans.pserver` says what later updates are made of.
 
     before:              prefetch...                  where a step looks up rows of tables; also of a later step
     in the middle:       exchange...                  where a step is not made of its parts
@@ -17,13 +17,13 @@ updates are made of.
     every other server:  peer                         once
                          partials...                  every step and level
 
-An update that reduces over rows is made in phases, with an exchange between servers after each but the last
-(`dtrans.protocol.server_peers`). Serving goes on meanwhile.
+An update that reduces over rows is made in phases, with an exchange between servers after each but
+the last (`dtrans.protocol.server_peers`). Serving goes on meanwhile.
 
-Who is late is always known: a trainer that waits is told whom for, every few seconds; a trainer that never
-comes, falls silent, or keeps the others waiting for longer than the deadline, or a server that does, ends the job
-with an error that names it, at the server and at everybody that it serves. A message that does not follow the
-protocol is refused and logged, and changes nothing.
+Who is late is always known: a trainer that waits is told whom for, every few seconds; a trainer
+that never comes, falls silent, or keeps the others waiting for longer than the deadline, or a
+server that does, ends the job with an error that names it, at the server and at everybody that it
+serves. A message that does not follow the protocol is refused and logged, and changes nothing.
 """
 
 from __future__ import annotations
@@ -78,11 +78,16 @@ class SyncServer:
 
     word, idle = "synchronous", "serving"
 
-    def __init__(self, served: ServedBlocks, update: StepUpdate, trainers: Presence, say: Say) -> None:
+    def __init__(
+        self, served: ServedBlocks, update: StepUpdate, trainers: Presence, say: Say
+    ) -> None:
         self.endpoint = served.endpoint
         self.on_trainer_exit = served.on_trainer_exit
         self.peers = ServerPeers(
-            served.endpoint, served.exchanges, on_trainer_exit=self.on_trainer_exit, plan=trainers.plan
+            served.endpoint,
+            served.exchanges,
+            on_trainer_exit=self.on_trainer_exit,
+            plan=trainers.plan,
         )
         self.step = 0
         self._late_since: float | None = None
@@ -102,9 +107,13 @@ class SyncServer:
         self._turns = {k: _Turn(self._inbox(k, names)) for k, names in of.items()}
         self._rounds = TrainerRounds(trainers.count)
         self.tables: HeldTables | None = None
-        self._evictions: dict[int, tuple[str, int]] = {}  # what trainers give up, who wait for the others to say so
+        self._evictions: dict[
+            int, tuple[str, int]
+        ] = {}  # what trainers give up, who wait for the others to say so
         self._evict_requests: dict[int, dict[str, int]] = {}  # by which they know the answer
-        self._saving: set[int] = set()  # who have said since the last look that they wait for a checkpoint
+        self._saving: set[int] = (
+            set()
+        )  # who have said since the last look that they wait for a checkpoint
         self._spent: set[int] = set()  # of those who left, whose last gradients have counted
 
     def _inbox(self, k: int, names: Collection[str]) -> Inbox:
@@ -119,7 +128,8 @@ class SyncServer:
         return self._update.state
 
     def made(self) -> int:
-        """Return the number of steps that the state is after. Raises StateError where it is after part of one."""
+        """Return the number of steps that the state is after. Raises StateError where it is after
+        part of one."""
         if self._update.exchange is not None:
             raise StateError(f"step {self.step + 1} is made in part: it waits for other servers")
         return self.step
@@ -144,7 +154,10 @@ class SyncServer:
             raise WireError(f"a second send_barrier of step {self.step}")
         short = sorted(turn.grads.missing())
         if short:
-            raise WireError(f"send_barrier of step {self.step}, but {short[0]} has {turn.grads.progress(short[0])}")
+            raise WireError(
+                f"send_barrier of step {self.step}, but {short[0]} has "
+                f"{turn.grads.progress(short[0])}"
+            )
         turn.at_barrier = True
         self._check_left(k)
         self._step_if_all_sent()
@@ -186,10 +199,13 @@ class SyncServer:
 
     def _say_ahead(self, due: DueRows, rows: np.ndarray) -> None:
         blocks, fields = due.message(rows)
-        self._say(self._trainers.known[due.trainer].address, "rows", blocks, step=self.step, **fields)
+        self._say(
+            self._trainers.known[due.trainer].address, "rows", blocks, step=self.step, **fields
+        )
 
     def evict(self, k: int, message: wire.Message) -> None:
-        """Give up rows of a table that no step has updated for long, when all trainers have said so."""
+        """Give up rows of a table that no step has updated for long, when all trainers have said
+        so."""
         said = check_eviction(self.endpoint, self._served.tables, k, message)
         if self._in_turn(k, message).begun:
             raise WireError(f"an `evict` in the middle of step {self.step}")
@@ -198,8 +214,10 @@ class SyncServer:
         for other, before in self._evictions.items():
             if before != said:
                 raise PeerError(
-                    f"after step {self.step} trainer {k} gives up rows of {said[0]} that were not used for {said[1]} "
-                    f"steps, and trainer {other} those of {before[0]} for {before[1]}: all trainers call job.evict "
+                    f"after step {self.step} trainer {k} gives up rows of {said[0]} that were not "
+                    f"used for {said[1]} "
+                    f"steps, and trainer {other} those of {before[0]} for {before[1]}: all "
+                    "trainers call job.evict "
                     "alike, between the same two steps"
                 )
         self._evictions[k], self._evict_requests[k] = said, message.request
@@ -214,7 +232,8 @@ class SyncServer:
         if self._evictions:
             other = min(self._evictions)
             raise PeerError(
-                f"trainer {other} gives up rows of {self._evictions[other][0]} after step {self.step}, and trainer {k} "
+                f"trainer {other} gives up rows of {self._evictions[other][0]} after step "
+                f"{self.step}, and trainer {k} "
                 "goes on without: all trainers call job.evict, between the same two steps"
             )
 
@@ -230,10 +249,13 @@ class SyncServer:
         told = evict(self.tables, name, unused_for, np.empty(0, np.int32))
         self._ahead.forget_rows(name)  # as trainers do when they are told
         for k in asked:
-            self._say(self._trainers.known[k].address, "evicted", **told, **self._evict_requests.pop(k))
+            self._say(
+                self._trainers.known[k].address, "evicted", **told, **self._evict_requests.pop(k)
+            )
 
     def check_between(self, k: int, message: wire.Message) -> None:
-        """Raise WireError unless a trainer is between two steps, and so the server between two updates."""
+        """Raise WireError unless a trainer is between two steps, and so the server between two
+        updates."""
         if self._in_turn(k, message).at_barrier:
             raise WireError(f"a `{message.op}` in step {self.step} after its send_barrier")
 
@@ -245,9 +267,13 @@ class SyncServer:
     def recv(self, k: int, message: wire.Message) -> None:
         """Take a request for parameters."""
         t, turn, step = self._trainers.known[k], self._turns[k], message["step"]
-        wants = wanted(self._served, k, message["blocks"]) if "blocks" in message.fields else t.wants
+        wants = (
+            wanted(self._served, k, message["blocks"]) if "blocks" in message.fields else t.wants
+        )
         if "changed" in message.fields:
-            raise WireError(f"trainer {k} keeps rows, which no trainer of a synchronous pserver does")
+            raise WireError(
+                f"trainer {k} keeps rows, which no trainer of a synchronous pserver does"
+            )
         if step not in (self.step, self.step + 1) or (step > self.step and not turn.at_barrier):
             raise WireError(f"`recv` of step {step}, pserver {self.endpoint} is at {self.step}")
         t.wants, turn.waits = wants, True
@@ -279,7 +305,10 @@ class SyncServer:
 
     def _in_turn(self, k: int, message: wire.Message) -> _Turn:
         if message["step"] != self.step:
-            raise WireError(f"`{message.op}` of step {message['step']}, pserver {self.endpoint} is at {self.step}")
+            raise WireError(
+                f"`{message.op}` of step {message['step']}, pserver {self.endpoint} is at "
+                f"{self.step}"
+            )
         return self._turns[k]
 
     def _at_barrier(self) -> list[int]:
@@ -313,7 +342,10 @@ class SyncServer:
             return ""
         if exchange is not None:
             missing = self.peers.missing(self.step, exchange)
-            return f"partial results of step {self.step + 1}, level {exchange.level}, from {self.peers.named(missing)}"
+            return (
+                f"partial results of step {self.step + 1}, level {exchange.level}, from "
+                f"{self.peers.named(missing)}"
+            )
         known = self._trainers.known
         late = [k for k in range(self._trainers.count) if k not in known]
         late += [k for k in self._trainers.present if k not in waiting]
@@ -321,7 +353,10 @@ class SyncServer:
         due = "gradients" if number is None else f"the exchange of round {number}"
         if self._evictions:
             due = "job.evict before gradients"
-        return f"{due} of step {self.step + 1} from {', '.join(f'trainer {k} ({self.doing(k)})' for k in late)}"
+        return (
+            f"{due} of step {self.step + 1} from "
+            f"{', '.join(f'trainer {k} ({self.doing(k)})' for k in late)}"
+        )
 
     def _check_left(self, k: int) -> None:
         """Raise PeerError where trainer k goes on without one that has left, and may not."""
@@ -331,14 +366,16 @@ class SyncServer:
     def _unequal(self, gone: int, sends: int) -> str:
         """Why a job with on_trainer_exit="error" ends."""
         return (
-            f"trainer {gone} closed after step {self.step} while trainer {sends} sends step {self.step + 1}: "
+            f"trainer {gone} closed after step {self.step} while trainer {sends} sends step "
+            f"{self.step + 1}: "
             "with on_trainer_exit='error' all trainers make the same number of steps"
         )
 
     # -- steps -----------------------------------------------------------------------------------
 
     def _step_if_all_sent(self) -> None:
-        """Make the step when all trainers have come, and those who have not left are at the barrier."""
+        """Make the step when all trainers have come, and those who have not left are at the
+        barrier."""
         present = self._trainers.present
         if self._all_came and present and all(self._turns[k].at_barrier for k in present):
             self._make_step()
@@ -348,7 +385,8 @@ class SyncServer:
         return len(self._trainers.known) == self._trainers.count
 
     def _exchange_if_all_sent(self) -> None:
-        """Answer the open round when all trainers have come, and the parts of those who have not left are here."""
+        """Answer the open round when all trainers have come, and the parts of those who have not
+        left are here."""
         present, number = self._trainers.present, self._rounds.number
         if number is None or not self._all_came or not set(present) <= set(self._rounds.waiting()):
             return
@@ -356,25 +394,41 @@ class SyncServer:
         for k, values in self._rounds.answers(present).items():
             table = [[x.dtype.name, list(x.shape)] for x in values]
             blocks = [(str(i), x) for i, x in enumerate(values)]
-            self._say(self._trainers.known[k].address, "exchanged", blocks, step=self.step, round=number, values=table)
+            self._say(
+                self._trainers.known[k].address,
+                "exchanged",
+                blocks,
+                step=self.step,
+                round=number,
+                values=table,
+            )
 
     def _make_step(self) -> None:
         """All gradients are here."""
         of = self._trainers.known if self.on_trainer_exit == "paddle" else self._trainers.present
         self._check_arguments(sorted(of))
-        rows = {n: x for k, turn in self._turns.items() for n, x in self._requests.gradients(k, turn.grads).items()}
-        self._touched = {n: [rows[t.gradients[k]].ids for k in of] for n, t in self._served.tables.items()}
+        rows = {
+            n: x
+            for k, turn in self._turns.items()
+            for n, x in self._requests.gradients(k, turn.grads).items()
+        }
+        self._touched = {
+            n: [rows[t.gradients[k]].ids for k in of] for n, t in self._served.tables.items()
+        }
         self._go_on(self._update.begin({**self._grads, **rows}, frozenset(of), self.step))
 
     def _check_arguments(self, trainers: Sequence[int]) -> None:
-        """Raise PeerError where trainers have an argument of the step of which there must be one."""
+        """Raise PeerError where trainers have an argument of the step of which there must be
+        one."""
         for argument, sent in self._served.arguments.items():
             first, *others = ((k, self._grads[sent[k]]) for k in trainers)
             for k, x in others:
                 if x.tobytes() != first[1].tobytes():
                     raise PeerError(
-                        f"{argument} of step {self.step + 1} is {wire.brief(first[1].tolist())} on trainer {first[0]}, "
-                        f"and {wire.brief(x.tolist())} on trainer {k}: the update reads it, and there is one update; "
+                        f"{argument} of step {self.step + 1} is {wire.brief(first[1].tolist())} on "
+                        f"trainer {first[0]}, "
+                        f"and {wire.brief(x.tolist())} on trainer {k}: the update reads it, and "
+                        "there is one update; "
                         "give all trainers the same"
                     )
 
@@ -408,7 +462,8 @@ class SyncServer:
                 self._answer(k)
 
     def _forget(self, trainers: Collection[int]) -> None:
-        """Zero the gradients of trainers that left: with `on_trainer_exit="paddle"` they have counted once more."""
+        """Zero the gradients of trainers that left: with `on_trainer_exit="paddle"` they have
+        counted once more."""
         for k in set(trainers) - self._spent if self.on_trainer_exit == "paddle" else ():
             for x in self._turns[k].grads.memory.values():
                 x.fill(0)
@@ -443,7 +498,11 @@ class SyncServer:
         if self.peers.meet(address, message):
             self._say(address, "welcome", **self._trainers.welcome(message, self.step))
         else:
-            self._say(address, "waiting", reason=f"the end of a job that pserver {message['endpoint']} is in already")
+            self._say(
+                address,
+                "waiting",
+                reason=f"the end of a job that pserver {message['endpoint']} is in already",
+            )
 
     # -- who is late -----------------------------------------------------------------------------
 
@@ -456,16 +515,22 @@ class SyncServer:
         deadline = self._trainers.deadline
         if not waiting:
             self._saving.clear()
-            # at the end servers wait for each other only where one has not heard yet that the other is there
+            # at the end servers wait for each other only where one has not heard yet that the other
+            # is there
             ends = self._trainers.served and self.peers.unsettled
             self._late_since = (self._late_since or now) if ends else None
             if self._late_since is not None and now - self._late_since > deadline:
                 raise DeadlineError(
-                    f"pserver {self.endpoint}, whose trainers have closed, waited {now - self._late_since:.1f} s for "
+                    f"pserver {self.endpoint}, whose trainers have closed, waited "
+                    f"{now - self._late_since:.1f} s for "
                     f"{self.peers.named(self.peers.unsettled)} to greet it"
                 )
             return
-        exchange, saving, what = self._update.exchange, self._saving.difference(waiting), self.awaited()
+        exchange, saving, what = (
+            self._update.exchange,
+            self._saving.difference(waiting),
+            self.awaited(),
+        )
         self._late_since = now if saving else self._late_since or now
         self._reminder.begin(self._late_since)
         if exchange is not None:
@@ -473,8 +538,12 @@ class SyncServer:
         self._saving.clear()
         waited = now - self._late_since
         if waited > deadline:
-            raise DeadlineError(f"pserver {self.endpoint} and {named(waiting)} waited {waited:.1f} s for {what}")
+            raise DeadlineError(
+                f"pserver {self.endpoint} and {named(waiting)} waited {waited:.1f} s for {what}"
+            )
         if not absent and self._reminder.due(now):
             log.warning("pserver %s has waited %.0f s for %s", self.endpoint, waited, what)
         for k in waiting:
-            self._say(self._trainers.known[k].address, "waiting", reason=f"{waited:.1f} s for {what}")
+            self._say(
+                self._trainers.known[k].address, "waiting", reason=f"{waited:.1f} s for {what}"
+            )

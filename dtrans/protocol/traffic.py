@@ -1,18 +1,21 @@
 """What a trainer sends and receives beside its steps, one turn at a time.
 
-A turn takes what waits, merges it if it is of several steps, and sends it; asks for all parameters when it was sent
-often enough; and receives them while it goes on sending, as far as `CommunicatorConfig` lets it run ahead of the
-servers.
+A turn takes what waits, merges it if it is of several steps, and sends it; asks for all parameters
+when it was sent often enough; and receives them while it goes on sending, as far as
+`CommunicatorConfig` lets it run ahead of the servers.
 
-An answer to a request for parameters is also the word that everything sent before it has arrived, so that what is under
-way is bounded: servers that are slower than steps make the queue fill up, its gradients merge, and at last steps wait.
+An answer to a request for parameters is also the word that everything sent before it has arrived,
+so that what is under way is bounded: servers that are slower than steps make the queue fill up, its
+gradients merge, and at last steps wait.
 
-Rows of tables are asked for at once, whatever waits, and are what they are then. Gradients of rows wait as others do;
-merged, they are of the rows of all of them, whose numbers go before.
+Rows of tables are asked for at once, whatever waits, and are what they are then. Gradients of rows
+wait as others do; merged, they are of the rows of all of them, whose numbers go before.
 
-A trainer of GEO-SGD keeps rows. With its parameters it asks for those of them that others have changed.
+A trainer of GEO-SGD keeps rows. With its parameters it asks for those of them that others have
+changed.
 
-Source: `AsyncCommunicator` and `HalfAsyncCommunicator` in paddle/fluid/operators/distributed/communicator.cc.
+Source: `AsyncCommunicator` and `HalfAsyncCommunicator` in
+  paddle/fluid/operators/distributed/communicator.cc.
 """
 
 from __future__ import annotations
@@ -47,7 +50,8 @@ class Leaf:
       endpoints, names: of each block.
       sections: the number of rows of each; of a 0-d leaf, 1.
       shape, dtype: of the whole.
-      merge: how several are combined that are sent as one: their "sum", their "mean" or the "newest".
+      merge: how several are combined that are sent as one: their "sum", their "mean" or the
+        "newest".
       spans: of a table, which rows each block has.
     """
 
@@ -71,7 +75,9 @@ def rows_of(whole: np.ndarray, sections: Sequence[int]) -> list[np.ndarray]:
     return [whole[end - n : end] for n, end in zip(sections, np.cumsum(sections), strict=True)]
 
 
-Group = Sequence[tuple[Leaf, Any]]  # what a step sends: leaves with their values; of a table, a `RowGradient`
+Group = Sequence[
+    tuple[Leaf, Any]
+]  # what a step sends: leaves with their values; of a table, a `RowGradient`
 
 
 @dataclasses.dataclass
@@ -168,7 +174,11 @@ class Traffic:
     @property
     def wakes(self) -> float | None:
         """When to call `look` next; None where nothing is on its way."""
-        times = [min(x.reminder.next, x.since + self._deadline) for x in (self._pull, self._lookup) if x is not None]
+        times = [
+            min(x.reminder.next, x.since + self._deadline)
+            for x in (self._pull, self._lookup)
+            if x is not None
+        ]
         return min(times, default=None)
 
     # -- sending ---------------------------------------------------------------------------------
@@ -184,21 +194,33 @@ class Traffic:
             line = self._lines[endpoint]
             table = [[n, list(b.shape), b.dtype.name] for n, b in blocks.items()]
             # at first it has no rows
-            fields: dict[str, Any] = {"changed": bool(self._asked)} if endpoint in self._keeping else {}
+            fields: dict[str, Any] = (
+                {"changed": bool(self._asked)} if endpoint in self._keeping else {}
+            )
             fields |= {} if endpoint in self._asked else {"blocks": table}
             line.tell("recv", step=line.step, **fields)
         changed = ChangedInbox(self._kept if self._asked else {})
         self._asked.update(wanted)
-        inboxes = {ep: Inbox(blocks, functools.partial(_NOT_ASKED, ep)) for ep, blocks in wanted.items()}
-        self._pull = _Pull(now, self.sent, whole, inboxes, {ep: self._lines[ep].step for ep in wanted}, changed)
+        inboxes = {
+            ep: Inbox(blocks, functools.partial(_NOT_ASKED, ep)) for ep, blocks in wanted.items()
+        }
+        self._pull = _Pull(
+            now, self.sent, whole, inboxes, {ep: self._lines[ep].step for ep in wanted}, changed
+        )
         self._ahead = 0
 
     def may_take(self, waiting: int, now: float) -> int:
-        """How many of the groups that wait may be sent as one now. Asks for parameters where that comes first."""
+        """How many of the groups that wait may be sent as one now. Asks for parameters where that
+        comes first."""
         if self._pull is None and self._ahead >= self.config.min_send_grad_num_before_recv:
             self.ask(now)
-        runs_ahead = self.config.independent_recv_thread and self._ahead < self.config.min_send_grad_num_before_recv
-        return min(waiting, self.config.max_merge_var_num) if self._pull is None or runs_ahead else 0
+        runs_ahead = (
+            self.config.independent_recv_thread
+            and self._ahead < self.config.min_send_grad_num_before_recv
+        )
+        return (
+            min(waiting, self.config.max_merge_var_num) if self._pull is None or runs_ahead else 0
+        )
 
     def send(self, groups: Sequence[Group]) -> None:
         """Send the gradients of several steps as those of one."""
@@ -209,7 +231,9 @@ class Traffic:
         outbox: dict[str, list[tuple[str, np.ndarray]]] = {}
         for leaf, values in parts.items():
             of_rows = isinstance(values[0], RowGradient)
-            for endpoint, name, rows in self._rows(leaf, values) if of_rows else _whole(leaf, values):
+            for endpoint, name, rows in (
+                self._rows(leaf, values) if of_rows else _whole(leaf, values)
+            ):
                 outbox.setdefault(endpoint, []).append((name, rows))
         for endpoint, blocks in outbox.items():
             line = self._lines[endpoint]
@@ -217,9 +241,13 @@ class Traffic:
             line.step += 1
         self.sent, self._ahead = self.sent + len(groups), self._ahead + 1
 
-    def _rows(self, leaf: Leaf, values: Sequence[RowGradient]) -> Iterator[tuple[str, str, np.ndarray]]:
+    def _rows(
+        self, leaf: Leaf, values: Sequence[RowGradient]
+    ) -> Iterator[tuple[str, str, np.ndarray]]:
         """The endpoint, name and rows of each block of a table; their numbers are sent."""
-        given = [RowGradient(x.ids, np.asarray(x.rows)[: len(x.ids)]) for x in values]  # zeros may be behind
+        given = [
+            RowGradient(x.ids, np.asarray(x.rows)[: len(x.ids)]) for x in values
+        ]  # zeros may be behind
         whole = merged_rows(given, leaf.merge)
         for endpoint, name, span in zip(leaf.endpoints, leaf.names, leaf.spans, strict=True):
             at = span.among(whole.ids)
@@ -236,10 +264,15 @@ class Traffic:
         for endpoint, name, ids, rows in wanted:
             self._lines[endpoint].prefetch(name, ids, train=train)
             missing[endpoint, name] = Inbox({name: rows}, functools.partial(_NOT_ASKED, endpoint))
-        self._lookup = _Lookup(now, missing, {ep: self._lines[ep].step for ep, _ in missing}) if missing else None
+        self._lookup = (
+            _Lookup(now, missing, {ep: self._lines[ep].step for ep, _ in missing})
+            if missing
+            else None
+        )
 
     def ask_for_newest(self, now: float) -> None:
-        """Ask for parameters where nothing else is to be sent, and those that are here lack what was."""
+        """Ask for parameters where nothing else is to be sent, and those that are here lack what
+        was."""
         if self._pull is None and self._ahead:
             self.ask(now)
 
@@ -248,7 +281,9 @@ class Traffic:
     @property
     def waits_for(self) -> str:
         """What an answer would be."""
-        return "parameters" if self.pulling else "rows" if self.looking_up else "gradients to be made"
+        return (
+            "parameters" if self.pulling else "rows" if self.looking_up else "gradients to be made"
+        )
 
     def heard(self, endpoint: str, message: wire.Message) -> None:
         """Take an answer. Raises PeerError where it is nothing that was asked for."""
@@ -257,12 +292,16 @@ class Traffic:
             self._heard_rows(endpoint, message)
             return
         if pull is None or endpoint not in pull.missing:
-            raise PeerError(f"pserver {endpoint} sent {self._name} a `{message.op}` that it did not ask for")
+            raise PeerError(
+                f"pserver {endpoint} sent {self._name} a `{message.op}` that it did not ask for"
+            )
         if message.op == "changed" and message["step"] == pull.at[endpoint]:
             pull.changed.take(endpoint, message)
             return
         if message.op != "blocks" or message["step"] != pull.at[endpoint]:
-            raise PeerError(f"pserver {endpoint} answered `recv` of {self._name} with `{message.op}`")
+            raise PeerError(
+                f"pserver {endpoint} answered `recv` of {self._name} with `{message.op}`"
+            )
         pull.changed.check_whole(endpoint)
         pull.missing[endpoint].take(message)
         if not pull.missing[endpoint].missing():
@@ -279,7 +318,8 @@ class Traffic:
             self._lookup = None
 
     def whole(self) -> tuple[int, dict[str, Any]] | None:
-        """The parameters that have just come whole, and how many steps were sent before they were asked for.
+        """The parameters that have just come whole, and how many steps were sent before they were
+        asked for.
 
         Of tables of which the trainer keeps rows, those that others have changed: a `RowGradient`.
         """
@@ -289,7 +329,8 @@ class Traffic:
         return pull.steps, {**pull.whole, **pull.changed.rows()}
 
     def look(self, now: float) -> None:
-        """Raise DeadlineError where what is on its way is too late; log now and then for whom it waits."""
+        """Raise DeadlineError where what is on its way is too late; log now and then for whom it
+        waits."""
         for request, what in ((self._pull, "parameters"), (self._lookup, "rows")):
             if request is None:
                 continue

@@ -1,10 +1,11 @@
 """One trainer: what it sends in a step, and what it waits for.
 
-What waits is a generator. It yields the line whose answer it waits for, and what that is for messages, and is sent the
-answer; whoever runs it decides how to wait (`answered`).
+What waits is a generator. It yields the line whose answer it waits for, and what that is for
+messages, and is sent the answer; whoever runs it decides how to wait (`answered`).
 
     send      to the outbox of a server; it leaves when it is full, or with the message that ends the step
-    announce  a message to each server that has rows which a later step looks up; its answer is taken when it comes
+    announce  a message to each server that has rows which a later step looks up; its answer is
+    taken when it comes
     request   one message to each server: what is left in its outbox, that it was all, and what is wanted; then each
               block is received into its memory
     exchange  a message to the server of the round, and its answer
@@ -57,7 +58,9 @@ def answer_to(line: TrainerLine, number: int, what: str) -> Waiting[wire.Message
 
 def greeted(line: TrainerLine) -> Waiting[str]:
     """Wait for a server's welcome; where else it can be found, or nothing."""
-    return line.admit((yield line, "an answer to `hello` (is it running, and is this its endpoint?)"))
+    return line.admit(
+        (yield line, "an answer to `hello` (is it running, and is this its endpoint?)")
+    )
 
 
 def left(line: TrainerLine) -> Waiting[None]:
@@ -93,7 +96,8 @@ class TrainerSteps:
 
     Attributes:
       sync_mode: whether it is in step with the others.
-      in_step: whether it is in the middle of a synchronous step: from its first gradient to its last block.
+      in_step: whether it is in the middle of a synchronous step: from its first gradient to its
+        last block.
     """
 
     def __init__(self, line: Callable[[str], TrainerLine]) -> None:
@@ -102,9 +106,13 @@ class TrainerSteps:
         self._line = line
         self._outbox: dict[str, list[tuple[str, Any]]] = {}
         self._outbox_bytes: dict[str, int] = {}
-        self._sent_to: set[str] = set()  # the servers that were, or are to be, sent something in this step
+        self._sent_to: set[str] = (
+            set()
+        )  # the servers that were, or are to be, sent something in this step
         self._asked: dict[str, list[Any]] = {}  # what each server knows to be wanted
-        self._announced: dict[int, dict[str, LookedUp]] = {}  # by the step that looks them up, and the table
+        self._announced: dict[
+            int, dict[str, LookedUp]
+        ] = {}  # by the step that looks them up, and the table
         # the checkpoint that servers write, and the number of the request to each
         self._saves: tuple[str, dict[str, int]] = ("", {})
 
@@ -119,18 +127,31 @@ class TrainerSteps:
             line.send_blocks(self._outbox.pop(endpoint))
             self._outbox_bytes.pop(endpoint)
 
-    def exchange(self, endpoint: str, number: int, values: Sequence[tuple[Any, Sequence[Any]]]) -> Waiting[list[Any]]:
-        """Exchange values of which each trainer has a part, each with the way in which they are made one."""
+    def exchange(
+        self, endpoint: str, number: int, values: Sequence[tuple[Any, Sequence[Any]]]
+    ) -> Waiting[list[Any]]:
+        """Exchange values of which each trainer has a part, each with the way in which they are
+        made one."""
         line = self._line(endpoint)
         line.exchange(number, values)
         inbox: Inbox | None = None
         while inbox is None or inbox.missing():
             message = yield line, f"the exchange of round {number} of step {line.step}"
-            if message.op != "exchanged" or (message["step"], message["round"]) != (line.step, number):
-                raise PeerError(f"pserver {endpoint} answered `exchange` of round {number} with `{message.op}`")
+            if message.op != "exchanged" or (message["step"], message["round"]) != (
+                line.step,
+                number,
+            ):
+                raise PeerError(
+                    f"pserver {endpoint} answered `exchange` of round {number} with `{message.op}`"
+                )
             if inbox is None:
-                memory = {str(i): np.empty(s, np.dtype(t)) for i, (t, s) in enumerate(message["values"])}
-                inbox = Inbox(memory, lambda name: f"pserver {endpoint} answered with {name}, which was not asked")
+                memory = {
+                    str(i): np.empty(s, np.dtype(t)) for i, (t, s) in enumerate(message["values"])
+                }
+                inbox = Inbox(
+                    memory,
+                    lambda name: f"pserver {endpoint} answered with {name}, which was not asked",
+                )
             inbox.take(message)
         return list(inbox.memory.values())
 
@@ -150,13 +171,18 @@ class TrainerSteps:
             line = self._line(endpoint)
             inbox = Inbox({name: rows}, functools.partial(_not_asked, endpoint))
             while inbox.missing():
-                message = yield from answer_to(line, number, f"{len(rows)} rows of {name} in step {line.step}")
+                message = yield from answer_to(
+                    line, number, f"{len(rows)} rows of {name} in step {line.step}"
+                )
                 if message.op != "rows" or message["step"] != line.step:
-                    raise PeerError(f"pserver {endpoint} answered `prefetch` of {name} with `{message.op}`")
+                    raise PeerError(
+                        f"pserver {endpoint} answered `prefetch` of {name} with `{message.op}`"
+                    )
                 inbox.take(message)
 
     def announce(self, lookups: Sequence[LookedUp]) -> None:
-        """Ask for the rows of tables that the step looks up which follows those that were announced, or the next.
+        """Ask for the rows of tables that the step looks up which follows those that were
+        announced, or the next.
 
         Raises:
           StateError: too many steps are announced.
@@ -166,7 +192,8 @@ class TrainerSteps:
         target = max([now, *self._announced]) + 1
         if target - now > rows_ahead.MOST:
             raise StateError(
-                f"{rows_ahead.MOST} batches were announced (job.prefetch), and no step was made: make the steps"
+                f"{rows_ahead.MOST} batches were announced (job.prefetch), and no step was made: "
+                "make the steps"
             )
         for x in lookups:
             for endpoint, name, ids, rows in x.wanted:
@@ -176,7 +203,8 @@ class TrainerSteps:
         self._announced[target] = {x.table: x for x in lookups}
 
     def announced(self, table: str, uniq: np.ndarray, now: int) -> LookedUp | None:
-        """The rows of a table that were announced for this step, if they are those; they are given once.
+        """The rows of a table that were announced for this step, if they are those; they are given
+        once.
 
         Args:
           uniq: the numbers of rows that the step looks up.
@@ -210,7 +238,8 @@ class TrainerSteps:
         """End the step, and receive blocks.
 
         Args:
-          endpoints: servers that are asked also for nothing: they answer when all trainers are there.
+          endpoints: servers that are asked also for nothing: they answer when all trainers are
+            there.
           barriered: those that are told that all gradients were sent.
         """
         wanted: dict[str, dict[str, np.ndarray]] = {ep: {} for ep in (*endpoints, *self._sent_to)}
@@ -222,15 +251,20 @@ class TrainerSteps:
             news = {} if self._asked.get(endpoint) == table else {"blocks": table}
             self._asked[endpoint] = table
             rest = self._outbox.pop(endpoint, [])
-            line.end_step(rest, sent=endpoint in self._sent_to, barrier=endpoint in barriered, **news)
+            line.end_step(
+                rest, sent=endpoint in self._sent_to, barrier=endpoint in barriered, **news
+            )
             self._outbox_bytes.pop(endpoint, None)
         self._sent_to.clear()
         for endpoint, blocks in wanted.items():
             yield from _landed(self._line(endpoint), blocks)
         self.in_step = False
 
-    def save(self, endpoints: Sequence[str], name: str, made: int, *, wait: bool = True) -> Waiting[None]:
-        """Let servers save what they hold, between two steps; first wait for what they save already.
+    def save(
+        self, endpoints: Sequence[str], name: str, made: int, *, wait: bool = True
+    ) -> Waiting[None]:
+        """Let servers save what they hold, between two steps; first wait for what they save
+        already.
 
         Args:
           made: how many steps this trainer has made.
@@ -268,7 +302,9 @@ class TrainerSteps:
                 if message is None:
                     message = yield from answer_to(line, number, f"its part of checkpoint {name}")
                 if message.op != "saved" or message["name"] != name:
-                    raise PeerError(f"pserver {endpoint} answered `save` of {name} with `{message.op}`")
+                    raise PeerError(
+                        f"pserver {endpoint} answered `save` of {name} with `{message.op}`"
+                    )
                 failed |= {endpoint: message["error"]} if message["error"] else {}
         finally:
             for endpoint, line in lines.items():
@@ -276,7 +312,9 @@ class TrainerSteps:
                 line.saved.pop(asked[endpoint])
         if failed:
             part = f"has not saved its part of checkpoint {name}"
-            raise CheckpointError("; ".join(f"pserver {endpoint} {part}: {why}" for endpoint, why in failed.items()))
+            raise CheckpointError(
+                "; ".join(f"pserver {endpoint} {part}: {why}" for endpoint, why in failed.items())
+            )
 
     def tables(self, endpoints: Sequence[str]) -> Waiting[list[TableReport]]:
         """What servers have of tables, between two steps."""
@@ -290,7 +328,8 @@ class TrainerSteps:
         return found
 
     def evict(self, blocks: Sequence[tuple[str, str]], unused_for: int) -> Waiting[int]:
-        """Let servers give up rows of blocks that no step has updated for so many; how many they are.
+        """Let servers give up rows of blocks that no step has updated for so many; how many they
+        are.
 
         Args:
           blocks: server and name of each.
@@ -299,9 +338,13 @@ class TrainerSteps:
         for endpoint, name in blocks:  # one by one: all trainers are in one eviction at a time
             line = self._line(endpoint)
             number = line.ask("evict", table=name, unused_for=unused_for)
-            message = yield from answer_to(line, number, f"rows of {name} to be given up after step {line.step}")
+            message = yield from answer_to(
+                line, number, f"rows of {name} to be given up after step {line.step}"
+            )
             if message.op != "evicted" or message["table"] != name:
-                raise PeerError(f"pserver {endpoint} answered `evict` of {name} with `{message.op}`")
+                raise PeerError(
+                    f"pserver {endpoint} answered `evict` of {name} with `{message.op}`"
+                )
             count += message["count"]
             failed |= {endpoint: message["error"]} if message["error"] else {}
         self._forget_announced(blocks)
@@ -312,7 +355,8 @@ class TrainerSteps:
     def changed(
         self, blocks: Sequence[tuple[str, str]], since: int
     ) -> Waiting[list[tuple[int, np.ndarray, np.ndarray]]]:
-        """Of each block: its step, the rows that steps after one have changed, and those that were given up since.
+        """Of each block: its step, the rows that steps after one have changed, and those that were
+        given up since.
 
         Args:
           blocks: server and name of each.
@@ -320,12 +364,17 @@ class TrainerSteps:
         found, failed = [], dict[str, str]()
         for endpoint, name in blocks:
             line = self._line(endpoint)
-            number, what = line.ask("changed_since", table=name, since=since), f"which rows of {name} have changed"
+            number, what = (
+                line.ask("changed_since", table=name, since=since),
+                f"which rows of {name} have changed",
+            )
             inbox: Inbox | None = None
             while inbox is None or inbox.missing():
                 message = yield from answer_to(line, number, f"{what} since step {since}")
                 if message.op != "changes" or message["table"] != name:
-                    raise PeerError(f"pserver {endpoint} answered `changed_since` of {name} with `{message.op}`")
+                    raise PeerError(
+                        f"pserver {endpoint} answered `changed_since` of {name} with `{message.op}`"
+                    )
                 if inbox is None:
                     sizes = {"ids": message["count"], "gone": message["gone"]}
                     memory = {n: np.empty(size, np.int32) for n, size in sizes.items()}
@@ -350,7 +399,9 @@ def _landed(line: TrainerLine, blocks: dict[str, np.ndarray]) -> Waiting[None]:
         some = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
         message = yield line, f"`recv` of step {line.step} ({some or 'no blocks'})"
         if message.op != "blocks" or message["step"] != line.step:
-            raise PeerError(f"pserver {line.endpoint} answered `recv` of step {line.step} with `{message.op}`")
+            raise PeerError(
+                f"pserver {line.endpoint} answered `recv` of step {line.step} with `{message.op}`"
+            )
         inbox.take(message)
         missing = inbox.missing()
         if not missing:

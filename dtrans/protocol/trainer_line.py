@@ -1,12 +1,14 @@
-"""One trainer's side of its line to one server: who the server is, what is said, and which messages are answers.
+"""One trainer's side of its line to one server: who the server is, what is said, and which messages
+are answers.
 
-ZeroMQ makes a connection again that has ended, and what was on its way is lost. So both ends count what they say and
-hear. Where a connection is made again in time, `hello` tells the server these numbers, and the job goes on if nothing
-is missing; else it ends, since a step cannot be completed as if nothing had happened. A Unix socket ends with its
-process only, and is not waited for. Until the server's welcome there is nothing to lose: `hello` is said on every
-connection that is made, since the first may be to a server that is about to end, and whose process serves the next job
-on the same endpoint. A trainer that has said `complete` has nothing to lose either: `leaves` in the `hello` says it
-again.
+ZeroMQ makes a connection again that has ended, and what was on its way is lost. So both ends count
+what they say and hear. Where a connection is made again in time, `hello` tells the server these
+numbers, and the job goes on if nothing is missing; else it ends, since a step cannot be completed
+as if nothing had happened. A Unix socket ends with its process only, and is not waited for. Until
+the server's welcome there is nothing to lose: `hello` is said on every connection that is made,
+since the first may be to a server that is about to end, and whose process serves the next job on
+the same endpoint. A trainer that has said `complete` has nothing to lose either: `leaves` in the
+`hello` says it again.
 """
 
 from __future__ import annotations
@@ -109,7 +111,8 @@ class TrainerLine:
         self._lost, self._hello["local"] = None, local
 
     def connected(self) -> None:
-        """Say hello on a connection that was made, unless the server has welcomed this trainer on it."""
+        """Say hello on a connection that was made, unless the server has welcomed this trainer on
+        it."""
         if not self.welcomed or self._lost is not None:
             back = self._lost is not None
             counts = {"sent": self._sent, "heard": self._heard, "back": back}
@@ -178,8 +181,11 @@ class TrainerLine:
         self._asked += 1
         return self._asked
 
-    def send_blocks(self, gradients: Iterable[tuple[str, Any]], /, steps: int = 1, **at_end: Any) -> None:
-        """Send gradients of this step, from the memory they are in; `steps` when they are of several.
+    def send_blocks(
+        self, gradients: Iterable[tuple[str, Any]], /, steps: int = 1, **at_end: Any
+    ) -> None:
+        """Send gradients of this step, from the memory they are in; `steps` when they are of
+        several.
 
         `at_end` are fields of the last message.
         """
@@ -190,30 +196,40 @@ class TrainerLine:
             self._say([wire.header("send", step=self.step, pieces=pieces, **fields), *frames])
 
     def exchange(self, number: int, values: Sequence[tuple[Any, Sequence[Any]]]) -> None:
-        """Send this trainer's part of round `number`: each array with the way in which those of all are made one."""
+        """Send this trainer's part of round `number`: each array with the way in which those of all
+        are made one."""
         table = [[x.dtype.name, list(x.shape), list(way)] for x, way in values]
         blocks = [(str(i), x) for i, (x, _) in enumerate(values)]
         for frames in wire.framed("exchange", blocks, step=self.step, round=number, values=table):
             self._say(frames)
 
-    def prefetch(self, table: str, ids: np.ndarray, *, train: bool, ahead: int = 0, request: int = 0) -> None:
-        """Ask for rows of a block of a table, by their numbers in the block; also of a step that is `ahead`."""
+    def prefetch(
+        self, table: str, ids: np.ndarray, *, train: bool, ahead: int = 0, request: int = 0
+    ) -> None:
+        """Ask for rows of a block of a table, by their numbers in the block; also of a step that is
+        `ahead`."""
         fields = {"step": self.step, "table": table, "count": len(ids), "train": train}
         fields |= {n: x for n, x in (("ahead", ahead), ("request", request)) if x}
-        for frames in wire.framed("prefetch", [("ids", ids.astype(np.int32, copy=False))], **fields):
+        for frames in wire.framed(
+            "prefetch", [("ids", ids.astype(np.int32, copy=False))], **fields
+        ):
             self._say(frames)
 
     def row_ids(self, gradient: str, ids: np.ndarray) -> None:
-        """Say of which rows of a block of a table the gradient is that follows, by their numbers in the block."""
+        """Say of which rows of a block of a table the gradient is that follows, by their numbers in
+        the block."""
         fields = {"step": self.step, "gradient": gradient, "count": len(ids)}
         for frames in wire.framed("row_ids", [("ids", ids.astype(np.int32, copy=False))], **fields):
             self._say(frames)
 
-    def end_step(self, gradients: Sequence[tuple[str, Any]], /, *, sent: bool, barrier: bool, **fields: Any) -> None:
+    def end_step(
+        self, gradients: Sequence[tuple[str, Any]], /, *, sent: bool, barrier: bool, **fields: Any
+    ) -> None:
         """Send, in one message, what ends a step and asks for parameters.
 
         Args:
-          gradients: the last of this step; if there are none, `sent` says whether there were before.
+          gradients: the last of this step; if there are none, `sent` says whether there were
+            before.
           barrier: whether a `send_barrier` follows them.
           fields: of the `recv` that follows.
         """
@@ -260,7 +276,9 @@ class TrainerLine:
         number = message.fields.get("request", self.awaited)
         if number in self.saved:
             self.saved[number] = message
-        return message if number == self.awaited else None  # who asked for another has given up waiting
+        return (
+            message if number == self.awaited else None
+        )  # who asked for another has given up waiting
 
     def _go_on(self, message: wire.Message) -> None:
         """Say what waits, where the server has missed nothing. Else `hello` was said twice."""
@@ -274,7 +292,10 @@ class TrainerLine:
 
     def went_away(self, what: str = "") -> PeerError:
         """What is wrong where the server has gone."""
-        return PeerError(f"pserver {self.endpoint} went away while {self.me} waited for {what or self._waits_for}")
+        return PeerError(
+            f"pserver {self.endpoint} went away while {self.me} waited for "
+            f"{what or self._waits_for}"
+        )
 
     def say_that_it_waits(self, now: float) -> None:
         """Log for whom this trainer waits, where it is time to."""
@@ -288,12 +309,17 @@ class TrainerLine:
         self.give_up(now)
         if now >= self.patience:
             who = f"pserver {self.endpoint}{self._told}"
-            raise DeadlineError(f"{self.me} waited {now - self._since:.1f} s for {who}: {self._waits_for}")
+            raise DeadlineError(
+                f"{self.me} waited {now - self._since:.1f} s for {who}: {self._waits_for}"
+            )
 
     def admit(self, message: wire.Message) -> str:
-        """Take the answer to `hello`; where else the server can be found, or nothing. Raises PeerError."""
+        """Take the answer to `hello`; where else the server can be found, or nothing. Raises
+        PeerError."""
         if message.op != "welcome":
-            raise PeerError(f"pserver {self.endpoint} answered `hello` of {self.me} with `{message.op}`")
+            raise PeerError(
+                f"pserver {self.endpoint} answered `hello` of {self.me} with `{message.op}`"
+            )
         self._check_proof(message)
         self.welcomed = True
         self.step = message["step"]
@@ -301,5 +327,9 @@ class TrainerLine:
 
     def _check_proof(self, message: wire.Message) -> None:
         """Raise PeerError where who says welcome does not have the job's token."""
-        if not token.is_shown(message.fields.get("proof"), self._secret, f"welcome {self._hello['nonce']}"):
-            raise PeerError(f"what welcomes {self.me} as pserver {self.endpoint} has not the job's token")
+        if not token.is_shown(
+            message.fields.get("proof"), self._secret, f"welcome {self._hello['nonce']}"
+        ):
+            raise PeerError(
+                f"what welcomes {self.me} as pserver {self.endpoint} has not the job's token"
+            )

@@ -1,9 +1,11 @@
-"""What trainers of a synchronous server exchange in the middle of a step: their parts, made one, and answered.
+"""What trainers of a synchronous server exchange in the middle of a step: their parts, made one,
+and answered.
 
-There is one round at a time: nobody comes to the next before all have the answer of this one. Rounds of a step have
-ascending numbers, and one that was answered is over: what comes for it again is refused. The first part that comes
-says what the round is of; parts of others have to be of the same. Memory is taken for what is announced, which is
-bounded, and its pages are not there before bytes are.
+There is one round at a time: nobody comes to the next before all have the answer of this one.
+Rounds of a step have ascending numbers, and one that was answered is over: what comes for it again
+is refused. The first part that comes says what the round is of; parts of others have to be of the
+same. Memory is taken for what is announced, which is bounded, and its pages are not there before
+bytes are.
 """
 
 from __future__ import annotations
@@ -61,26 +63,38 @@ class TrainerRounds:
         self.count = count
         self.number: int | None = None
         self._step = 0
-        self._answered: tuple[int, float] = (0, -math.inf)  # the last round that was: its step and number
+        self._answered: tuple[int, float] = (
+            0,
+            -math.inf,
+        )  # the last round that was: its step and number
         self._values: tuple[RoundValue, ...] = ()
         self._parts: dict[int, Inbox] = {}
 
     def take(self, k: int, message: wire.Message) -> None:
-        """Take a part of trainer k. Raises WireError, and takes nothing, for what is not that of the open round."""
-        step, number, values = message["step"], message["round"], values_of(message["values"], self.count)
+        """Take a part of trainer k. Raises WireError, and takes nothing, for what is not that of
+        the open round."""
+        step, number, values = (
+            message["step"],
+            message["round"],
+            values_of(message["values"], self.count),
+        )
         if self._is_over(step, number):
             raise WireError(f"an exchange of round {number} of step {step}, which was answered")
         if self.number is not None and (number, values) != (self.number, self._values):
             first = next(iter(self._parts))
             raise WireError(
-                f"an exchange of round {number} with {len(values)} values of trainer {k}, where trainer {first} is in "
-                f"round {self.number} with {len(self._values)} values, or these are others; every role must plan the "
+                f"an exchange of round {number} with {len(values)} values of trainer {k}, where "
+                f"trainer {first} is in "
+                f"round {self.number} with {len(self._values)} values, or these are others; every "
+                "role must plan the "
                 "same step with the same options"
             )
         part = self._parts.get(k)
         if part is None:
             memory = {str(i): v.room() for i, v in enumerate(values)}
-            part = Inbox(memory, lambda name: f"value {wire.brief(name)} of an exchange of {len(values)}")
+            part = Inbox(
+                memory, lambda name: f"value {wire.brief(name)} of an exchange of {len(values)}"
+            )
         elif not part.missing():
             raise WireError(f"a second part of round {number} of trainer {k}")
         part.take(message)
@@ -98,7 +112,8 @@ class TrainerRounds:
         return [k for k, part in self._parts.items() if not part.missing()]
 
     def answers(self, trainers: Collection[int]) -> dict[int, list[np.ndarray]]:
-        """What each of these trainers gets of the open round, which ends; all their parts are here."""
+        """What each of these trainers gets of the open round, which ends; all their parts are
+        here."""
         order = sorted(trainers)
         parts = [list(self._parts[k].memory.values()) for k in order]
         values, each = self._values, list(zip(*parts, strict=True))
@@ -117,11 +132,17 @@ class TrainerRounds:
 
 
 def values_of(table: Any, trainers: int) -> tuple[RoundValue, ...]:
-    """The values that a message lists. Raises WireError where they are none that so many trainers can exchange."""
+    """The values that a message lists. Raises WireError where they are none that so many trainers
+    can exchange."""
     rows = table if isinstance(table, list) and table else [None]
     found = []
     for row in rows:
-        if not (isinstance(row, list) and len(row) == 3 and _is_type(*row[:2]) and is_way(row[2], row[1], trainers)):
+        if not (
+            isinstance(row, list)
+            and len(row) == 3
+            and _is_type(*row[:2])
+            and is_way(row[2], row[1], trainers)
+        ):
             raise WireError(f"an exchange of {wire.brief(row)}, which is not [dtype, shape, way]")
         found.append(RoundValue(row[0], tuple(row[1]), tuple(row[2])))
     if sum(math.prod(v.shape) * np.dtype(v.dtype).itemsize for v in found) > LARGEST:
@@ -131,7 +152,15 @@ def values_of(table: Any, trainers: int) -> tuple[RoundValue, ...]:
 
 def _is_type(dtype: Any, shape: Any) -> bool:
     try:
-        known = isinstance(dtype, str) and np.dtype(dtype).name == dtype and not np.dtype(dtype).hasobject
+        known = (
+            isinstance(dtype, str)
+            and np.dtype(dtype).name == dtype
+            and not np.dtype(dtype).hasobject
+        )
     except TypeError:
         return False
-    return known and isinstance(shape, list) and all(type(n) is int and 0 <= n <= LARGEST for n in shape)
+    return (
+        known
+        and isinstance(shape, list)
+        and all(type(n) is int and 0 <= n <= LARGEST for n in shape)
+    )

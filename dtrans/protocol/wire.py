@@ -51,44 +51,50 @@ A message is a multipart of ZeroMQ: a msgpack map, then raw frames. `op` says wh
     process to process (pipelines)
     value          process, step, key, dtype, shape, impl, pieces + frames
 
-`plan` has the parts of the plan's fingerprint (`dtrans.ir.fingerprint`), by which those who plan something else are
-refused; `proof` is made of `nonce` and the job's token (`dtrans.protocol.token`), and shows who welcomes.
+`plan` has the parts of the plan's fingerprint (`dtrans.ir.fingerprint`), by which those who plan
+something else are refused; `proof` is made of `nonce` and the job's token
+(`dtrans.protocol.token`), and shows who welcomes.
 
-A trainer that has said `complete` waits for the server's `goodbye`, and answers it with its own: servers end when they
-have heard it, or when nobody has come back in time by a connection that was lost. Where a connection is made again
-before, `leaves` in the `hello` stands for the `complete`, and the server says `goodbye` once more.
+A trainer that has said `complete` waits for the server's `goodbye`, and answers it with its own:
+servers end when they have heard it, or when nobody has come back in time by a connection that was
+lost. Where a connection is made again before, `leaves` in the `hello` stands for the `complete`,
+and the server says `goodbye` once more.
 
-What a trainer says at the end of a step goes in one message: `then` names what follows, `send_barrier` and `recv`, with
-the fields that these have; the step of that `recv` is the next.
+What a trainer says at the end of a step goes in one message: `then` names what follows,
+`send_barrier` and `recv`, with the fields that these have; the step of that `recv` is the next.
 
-`values` has [dtype, shape, way] for each value of a round, and their bytes come under the names "0", "1", ...; the
-answer has [dtype, shape] (`dtrans.protocol.trainer_rounds`).
+`values` has [dtype, shape, way] for each value of a round, and their bytes come under the names
+"0", "1", ...; the answer has [dtype, shape] (`dtrans.protocol.trainer_rounds`).
 
-`prefetch` asks for rows of a block of a table: `count` numbers of rows, increasing, as 32-bit integers under the name
-"ids". With `train` the gradient that follows in this step is of these rows; it has no numbers of its own. Where it may
-be of other rows, `row_ids` gives their numbers before it: so it is with asynchronous trainers that have a communicator.
-With `ahead` the rows are of a step so many steps later, and so is the gradient. They come with `ahead`, the number of
-that step; with `count` those that have changed since, whose places among them come under the name "at"; and with `last`
-where nothing follows (`dtrans.protocol.tables.rows_ahead`).
+`prefetch` asks for rows of a block of a table: `count` numbers of rows, increasing, as 32-bit
+integers under the name "ids". With `train` the gradient that follows in this step is of these rows;
+it has no numbers of its own. Where it may be of other rows, `row_ids` gives their numbers before
+it: so it is with asynchronous trainers that have a communicator. With `ahead` the rows are of a
+step so many steps later, and so is the gradient. They come with `ahead`, the number of that step;
+with `count` those that have changed since, whose places among them come under the name "at"; and
+with `last` where nothing follows (`dtrans.protocol.tables.rows_ahead`).
 
-A trainer of GEO-SGD keeps the rows that it has asked for. With `changed` true in its `recv` the answer comes after a
-`changed` for each block of a table that the server has: the numbers ("ids", increasing, 32-bit) and the values ("rows")
-of the `count` rows that the trainer has and that others have changed since it was told last. False says that it has
-none, and there is no such answer.
+A trainer of GEO-SGD keeps the rows that it has asked for. With `changed` true in its `recv` the
+answer comes after a `changed` for each block of a table that the server has: the numbers ("ids",
+increasing, 32-bit) and the values ("rows") of the `count` rows that the trainer has and that others
+have changed since it was told last. False says that it has none, and there is no such answer.
 
-Between two steps a trainer may ask what servers have of tables (`dtrans.protocol.tables.held_tables`). `changes` has
-the numbers of `count` rows in the block under the name "ids", and of `gone` others under "gone", as 32-bit integers.
+Between two steps a trainer may ask what servers have of tables
+(`dtrans.protocol.tables.held_tables`). `changes` has the numbers of `count` rows in the block under
+the name "ids", and of `gone` others under "gone", as 32-bit integers.
 
-An answer repeats the `request` that it answers, a number that its trainer uses once. A trainer that has given up
-waiting drops the answer when it comes. `saved` may come many steps after its `save`, since servers write beside the
-steps. A trainer that waits for it says `saving` to all servers, each time that one of them is still writing: it is not
-late. In a `save`, `made` is the number of steps that the trainer has made: the same for all servers. Several trainers
-may ask for one checkpoint, after as many steps.
+An answer repeats the `request` that it answers, a number that its trainer uses once. A trainer that
+has given up waiting drops the answer when it comes. `saved` may come many steps after its `save`,
+since servers write beside the steps. A trainer that waits for it says `saving` to all servers, each
+time that one of them is still writing: it is not late. In a `save`, `made` is the number of steps
+that the trainer has made: the same for all servers. Several trainers may ask for one checkpoint,
+after as many steps.
 
-`pieces` has one list for each frame, of [name, offset, nbytes] in the order they lie in the frame: nbytes of
-the block called name, from byte `offset` on. Blocks larger than `MESSAGE_BYTES` travel as several messages
-(ZeroMQ holds a message back until it is whole), small ones share a frame. Bytes are those of the array in
-C order and this machine's byte order; both ends must be little-endian, which `hello` and `peer` state.
+`pieces` has one list for each frame, of [name, offset, nbytes] in the order they lie in the frame:
+nbytes of the block called name, from byte `offset` on. Blocks larger than `MESSAGE_BYTES` travel as
+several messages (ZeroMQ holds a message back until it is whole), small ones share a frame. Bytes
+are those of the array in C order and this machine's byte order; both ends must be little-endian,
+which `hello` and `peer` state.
 """
 
 from __future__ import annotations
@@ -107,7 +113,9 @@ from dtrans.errors import WireError
 VERSION = 2
 MESSAGE_BYTES = 4 << 20  # above a few MB, fresh allocations dominate every transport
 SMALL = 16 << 10  # blocks below this share a frame: a copy is cheaper than a frame
-MAX_MESSAGE = 16 << 20  # a larger frame than this is not ours; who knows the plan has a closer limit
+MAX_MESSAGE = (
+    16 << 20
+)  # a larger frame than this is not ours; who knows the plan has a closer limit
 HELLO = 512 << 10  # what headers may have beside rows: the fingerprint of a plan is the longest
 ROW = 256  # bytes of a header for one block, beside its name
 
@@ -150,7 +158,15 @@ FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "go": {},
     "doing": {"trainer": int, "operations": int, "where": str},
     "ended": {"trainer": int, "operations": int, "reason": str},
-    "value": {"process": int, "step": int, "key": int, "dtype": str, "shape": list, "impl": str, "pieces": list},
+    "value": {
+        "process": int,
+        "step": int,
+        "key": int,
+        "dtype": str,
+        "shape": list,
+        "impl": str,
+        "pieces": list,
+    },
 }
 
 
@@ -165,7 +181,10 @@ OPTIONAL: dict[str, dict[str, type | tuple[type, ...]]] = {
     "recv": {"blocks": list, "changed": bool},
     "prefetch": {"ahead": int, "request": int},
     "rows": {"ahead": int, "last": bool, "count": int, "request": int},
-    **{op: {"request": int} for op in ("save", "saved", "tables", "report", "changed_since", "changes")},
+    **{
+        op: {"request": int}
+        for op in ("save", "saved", "tables", "report", "changed_since", "changes")
+    },
     **{op: {"request": int} for op in ("evict", "evicted", "status", "status_report")},
     "peer": {"on_trainer_exit": str, "plan": dict, "nonce": str, "sent": int},
     "welcome": {"proof": str},
@@ -208,8 +227,8 @@ def parse(parts: Sequence[Any]) -> Message:
     """A message from its frames (bytes, or anything with a `buffer`).
 
     Raises:
-      WireError: not a message of this protocol: garbage, truncated, another version, fields missing or of
-        another type.
+      WireError: not a message of this protocol: garbage, truncated, another version, fields missing
+        or of another type.
     """
     if not parts:
         raise WireError("an empty message")
@@ -219,7 +238,9 @@ def parse(parts: Sequence[Any]) -> Message:
         raise WireError(f"a message whose header is not msgpack ({e or type(e).__name__})") from e
     if not isinstance(fields, dict) or fields.get("v") != VERSION:
         version = fields.get("v") if isinstance(fields, dict) else None
-        raise WireError(f"a message of protocol version {brief(version)}; this is version {VERSION}")
+        raise WireError(
+            f"a message of protocol version {brief(version)}; this is version {VERSION}"
+        )
     op = fields.get("op")
     if not isinstance(op, str) or op not in FIELDS:
         raise WireError(f"a message of unknown kind {brief(op)}")
@@ -232,7 +253,8 @@ def parse(parts: Sequence[Any]) -> Message:
 
 
 def limits(blocks: Mapping[str, int]) -> tuple[int, int]:
-    """The largest frame that is sent about named blocks, in bytes, and how many messages may be under way to one peer.
+    """The largest frame that is sent about named blocks, in bytes, and how many messages may be
+    under way to one peer.
 
     Args:
       blocks: name to size in bytes, of all that is sent and received in a step.
@@ -301,7 +323,8 @@ def messages(blocks: Iterable[tuple[str, Any]]) -> Iterator[tuple[list[list[Piec
 
 
 def framed(op: str, blocks: Sequence[tuple[str, Any]] = (), **fields: Any) -> Iterator[list[Any]]:
-    """The frames of a message, and of those that follow where it carries many bytes of named arrays."""
+    """The frames of a message, and of those that follow where it carries many bytes of named
+    arrays."""
     if not blocks:
         yield [header(op, **fields)]
     for pieces, frames in messages(blocks):
@@ -316,12 +339,14 @@ def unpack(message: Message, target: Callable[[str], np.ndarray], arrived: dict[
       arrived: how many bytes of each block are here already, from its start on; brought up to date.
 
     Raises:
-      WireError: pieces and frames that do not agree, bytes outside a block, or not the next ones of it.
+      WireError: pieces and frames that do not agree, bytes outside a block, or not the next ones of
+        it.
     """
     tables = message["pieces"]
     if len(tables) != len(message.frames):
         raise WireError(
-            f"a `{message.op}` message with {len(message.frames)} frames where its header lists {len(tables)}"
+            f"a `{message.op}` message with {len(message.frames)} frames where its header lists "
+            f"{len(tables)}"
         )
     here: dict[str, int] = {}
     copies: list[tuple[np.ndarray, np.ndarray]] = []
@@ -331,12 +356,18 @@ def unpack(message: Message, target: Callable[[str], np.ndarray], arrived: dict[
         for name, offset, nbytes in checked_pieces(table):
             block = target(name)
             if offset + nbytes > block.nbytes:
-                raise WireError(f"bytes {offset} to {offset + nbytes} of {name}, which has {block.nbytes}")
+                raise WireError(
+                    f"bytes {offset} to {offset + nbytes} of {name}, which has {block.nbytes}"
+                )
             if at + nbytes > data.nbytes:
-                raise WireError(f"a truncated frame: {name} ends at byte {at + nbytes} of {data.nbytes}")
+                raise WireError(
+                    f"a truncated frame: {name} ends at byte {at + nbytes} of {data.nbytes}"
+                )
             before = here.get(name, arrived.get(name, 0))
             if offset != before:
-                raise WireError(f"bytes {offset} to {offset + nbytes} of {name}, of which {before} are here")
+                raise WireError(
+                    f"bytes {offset} to {offset + nbytes} of {name}, of which {before} are here"
+                )
             copies.append((block[offset : offset + nbytes], data[at : at + nbytes]))
             at += nbytes
             here[name] = offset + nbytes

@@ -1,4 +1,5 @@
-"""Row analysis: what each value of an update has to do with the rows of parameters, and how to write it for some rows.
+"""Row analysis: what each value of an update has to do with the rows of parameters, and how to
+write it for some rows.
 
 layout      shared by all, rows of a leaf, or whole
 rules       what each primitive does to rows

@@ -1,17 +1,19 @@
-"""Row analysis: what an optimizer does to the rows of parameters, and which leaves it lets us slice along dim 0.
+"""Row analysis: what an optimizer does to the rows of parameters, and which leaves it lets us slice
+along dim 0.
 
-One pass forward over the optimize half of a step gives every value a layout (`dtrans.rows.layout`) by the rules of the
-primitives (`dtrans.rows.rules`). Elementwise equations keep rows; a reduction over rows becomes one part for each block
-and an `all_reduce` of the parts, whose result is shared; anything else that touches rows binds the leaf, which must
-then live whole on one server, with the equation that did it as the reason. Leaves that meet so are a `Group`.
-Loops and branches are looked into, with the layouts of what goes into them.
+One pass forward over the optimize half of a step gives every value a layout (`dtrans.rows.layout`)
+by the rules of the primitives (`dtrans.rows.rules`). Elementwise equations keep rows; a reduction
+over rows becomes one part for each block and an `all_reduce` of the parts, whose result is shared;
+anything else that touches rows binds the leaf, which must then live whole on one server, with the
+equation that did it as the reason. Leaves that meet so are a `Group`. Loops and branches are looked
+into, with the layouts of what goes into them.
 
-The layouts of state inputs are not guessed from names or shapes: a state input starts as `Shared`, and takes the
-layout of the output of its own name until nothing changes (the layouts form a finite lattice and only go up,
-two or three passes do it).
+The layouts of state inputs are not guessed from names or shapes: a state input starts as `Shared`,
+and takes the layout of the output of its own name until nothing changes (the layouts form a finite
+lattice and only go up, two or three passes do it).
 
-Applying an optimizer to slices without asking is wrong by 1e-2 to 1e-1 for clipping by global norm, LAMB, LARS or
-Adafactor, silently. What is not understood here costs balance, never correctness.
+Applying an optimizer to slices without asking is wrong by 1e-2 to 1e-1 for clipping by global norm,
+LAMB, LARS or Adafactor, silently. What is not understood here costs balance, never correctness.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from dtrans.step.cut import Gradient, Name, OptimizeHalf
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Leaves that must live whole on one server, and the first equation that made it so (None for a 0-d leaf)."""
+    """Leaves that must live whole on one server, and the first equation that made it so (None for a
+    0-d leaf)."""
 
     leaves: tuple[str, ...]
     reason: str | None
@@ -69,7 +72,8 @@ class RowAnalysis:
         return self.half.outvars
 
     def home(self, layout: Layout) -> str | None:
-        """The leaf, or the first leaf of the group, that a value with this layout lives with; None if it is shared."""
+        """The leaf, or the first leaf of the group, that a value with this layout lives with; None
+        if it is shared."""
         return None if layout is SHARED else self.home_of(min(leaves_of([layout])))
 
     def home_of(self, leaf: str) -> str:
@@ -83,7 +87,8 @@ class RowAnalysis:
 
     @cached_property
     def state_of(self) -> dict[str | None, tuple[str, ...]]:
-        """The optimizer's state by home; under None the state of no leaf: no row enters it, or only by reductions."""
+        """The optimizer's state by home; under None the state of no leaf: no row enters it, or only
+        by reductions."""
         new = set(self.outputs) - set(self.params)
         found: dict[str | None, tuple[str, ...]] = {None: ()}
         for var, name in self.input_names.items():
@@ -93,23 +98,33 @@ class RowAnalysis:
         return found
 
     def placed(self, whole: Collection[str]) -> RowAnalysis:
-        """The same, once it is known which leaves are on one server: what they are reduced to is there already."""
+        """The same, once it is known which leaves are on one server: what they are reduced to is
+        there already."""
         known = {*whole, *self.groups}
         half, roots = self.half, {leaf: g.leaves[0] for leaf, g in self.groups.items()}
         while True:
             flow, bound = _settled(half, self.params, known, self.axes)
             groups = _groups(bound, self.params)
             # fewer may be bound: what a leaf that is whole anyway is reduced to in a loop, say
-            assert all(set(g.leaves) <= set(self.groups[n].leaves) for n, g in groups.items() if n in self.groups)
-            assert groups.keys() <= known, f"{sorted(groups.keys() - known)} were cut, and cannot be"
+            assert all(
+                set(g.leaves) <= set(self.groups[n].leaves)
+                for n, g in groups.items()
+                if n in self.groups
+            )
+            assert groups.keys() <= known, (
+                f"{sorted(groups.keys() - known)} were cut, and cannot be"
+            )
             simpler = normalise(half.jaxpr, flow, roots)
             if simpler is None:
                 return dataclasses.replace(self, half=half, flow=flow)
             half = dataclasses.replace(half, jaxpr=eliminate_dead(simpler))
 
 
-def analyse(half: OptimizeHalf, params: Sequence[str], axes: Mapping[str, int] | None = None) -> RowAnalysis:
-    """Find which of `params` the optimize half lets us slice. Time is linear in the number of equations.
+def analyse(
+    half: OptimizeHalf, params: Sequence[str], axes: Mapping[str, int] | None = None
+) -> RowAnalysis:
+    """Find which of `params` the optimize half lets us slice. Time is linear in the number of
+    equations.
 
     Args:
       axes: the dimension whose entries are the rows of a leaf, where that is not the first.
@@ -133,7 +148,8 @@ def analyse(half: OptimizeHalf, params: Sequence[str], axes: Mapping[str, int] |
 
 
 def leaves_of_state(half: OptimizeHalf, params: Sequence[str]) -> dict[str, str]:
-    """Return the leaf that each array of the optimizer's state lives with; those that no row enters live with none."""
+    """Return the leaf that each array of the optimizer's state lives with; those that no row enters
+    live with none."""
     state_of = analyse(half, params).state_of
     return {n: leaf for leaf, names in state_of.items() if leaf is not None for n in names}
 
@@ -156,7 +172,11 @@ def _settled(
         if grad is not None:
             start[grad] = own
     own_names = set(params)
-    state = {n: v for n, v in inputs.items() if isinstance(n, str) and n in outputs and n not in own_names}
+    state = {
+        n: v
+        for n, v in inputs.items()
+        if isinstance(n, str) and n in outputs and n not in own_names
+    }
     free = set(state.values())
 
     while True:
@@ -166,7 +186,8 @@ def _settled(
             now, out = start.get(var, SHARED), outputs[name]
             new = join(now, flow.layout(out), name)
             if new is SHARED and out is var and len(flow.claims.get(var, ())) == 1:
-                # never changes, and is only ever read beside one leaf's rows: it is sliced as they are
+                # never changes, and is only ever read beside one leaf's rows: it is sliced as they
+                # are
                 (new,) = flow.claims[var]
             if new != now:
                 start[var] = new
@@ -180,7 +201,11 @@ def _settled(
         if isinstance(layout, Whole) and name not in layout.leaves and not sendable(layout):
             bound.append(Whole(layout.leaves | {name}, layout.reason))
         elif isinstance(layout, RowAxis) and layout != RowAxis(name, axes.get(name, 0)):
-            bound.append(Whole(frozenset({name, layout.leaf}), f"new {name} is made of rows of {layout.leaf}"))
+            bound.append(
+                Whole(
+                    frozenset({name, layout.leaf}), f"new {name} is made of rows of {layout.leaf}"
+                )
+            )
     bound += [x for x in start.values() if isinstance(x, Whole) and (x.reason or len(x.leaves) > 1)]
     return flow, bound
 

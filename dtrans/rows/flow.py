@@ -1,4 +1,5 @@
-"""One pass forward over equations: the layout of every value, and how each equation is carried out on rows.
+"""One pass forward over equations: the layout of every value, and how each equation is carried out
+on rows.
 
 Loops and branches are looked into, with the layouts of what goes into them.
 """
@@ -62,7 +63,9 @@ class _Pass:
 
     several = False  # whether a loop may be on rows of several leaves, each on its own
 
-    def __init__(self, whole: Collection[str], free: Collection[Var] = (), within: JaxprEqn | None = None) -> None:
+    def __init__(
+        self, whole: Collection[str], free: Collection[Var] = (), within: JaxprEqn | None = None
+    ) -> None:
         self.whole = whole
         self.free = free
         self.within = within
@@ -76,8 +79,12 @@ class _Pass:
                 continue
             step = self._step(flow, eqn, ins)
             flow.steps[i] = step
-            flow.layouts.update((v, x) for v, x in zip(eqn.outvars, step.outs, strict=True) if x is not SHARED)
-            flow.bound += [x for x in step.outs if isinstance(x, Whole) and (x.reason or len(x.leaves) > 1)]
+            flow.layouts.update(
+                (v, x) for v, x in zip(eqn.outvars, step.outs, strict=True) if x is not SHARED
+            )
+            flow.bound += [
+                x for x in step.outs if isinstance(x, Whole) and (x.reason or len(x.leaves) > 1)
+            ]
             if not self.free or all(x is SHARED or sendable(x) for x in ins):
                 continue
             for a, x, row in zip(eqn.invars, ins, step.operands, strict=True):
@@ -91,17 +98,26 @@ class _Pass:
 
     def _step(self, flow: Flow, eqn: JaxprEqn, ins: Sequence[Layout]) -> Step:
         """What one equation does, some of its operands not being shared."""
-        stuck = [x for a, x in zip(eqn.invars, ins, strict=True) if isinstance(x, Whole) and x.reason and a.aval.ndim]
+        stuck = [
+            x
+            for a, x in zip(eqn.invars, ins, strict=True)
+            if isinstance(x, Whole) and x.reason and a.aval.ndim
+        ]
         rows = [x for x in ins if isinstance(x, RowAxis)]
         leaves = leaves_of([*stuck, *rows])
         name = eqn.primitive.name
         if name == COND or (leaves and name in LOOPS):
             # what comes from other leaves, and can be sent, is there before the first turn
-            sent = [SHARED if leaves and isinstance(x, Whole) and not x.leaves <= leaves else x for x in ins]
+            sent = [
+                SHARED if leaves and isinstance(x, Whole) and not x.leaves <= leaves else x
+                for x in ins
+            ]
             flow.crosses |= sent != list(ins)
             return self._control(flow, eqn, sent)
         if stuck or len(leaves) > 1:
-            out: Layout = Whole(leaves, stuck[0].reason if stuck else self._reason(eqn, ins, "mixes leaves"))
+            out: Layout = Whole(
+                leaves, stuck[0].reason if stuck else self._reason(eqn, ins, "mixes leaves")
+            )
         elif rows:
             step = step_of(eqn, [x if isinstance(x, RowAxis) else SHARED for x in ins])
             flow.crosses |= any(isinstance(x, Whole) and x.leaves != leaves for x in ins)
@@ -111,13 +127,18 @@ class _Pass:
                 flow.crosses = True
                 return step
             if step is None:
-                warn_if_unknown(eqn, f"is treated as mixing rows: {', '.join(sorted(leaves))} is whole")
+                warn_if_unknown(
+                    eqn, f"is treated as mixing rows: {', '.join(sorted(leaves))} is whole"
+                )
             # what a whole leaf is reduced to is small, and can be sent
             out = Whole(leaves, None if step else self._reason(eqn, ins, "mixes rows"))
         else:
             homes = {x.leaves for x in ins if isinstance(x, Whole)}
             out = Whole(homes.pop()) if len(homes) == 1 else SHARED
-        flow.crosses |= any(isinstance(x, Whole) and isinstance(out, Whole) and not x.leaves <= out.leaves for x in ins)
+        flow.crosses |= any(
+            isinstance(x, Whole) and isinstance(out, Whole) and not x.leaves <= out.leaves
+            for x in ins
+        )
         flow.crosses |= out is SHARED
         return Step((None,) * len(ins), (out,) * len(eqn.outvars))
 
@@ -141,7 +162,9 @@ class _Pass:
 
         def run(number: int, body: Any, layouts: Sequence[Layout]) -> tuple[Flow, list[Layout]]:
             inner = opened(body)
-            inside = self._inside(eqn).over(inner.eqns, dict(zip(inner.invars, layouts, strict=True)))
+            inside = self._inside(eqn).over(
+                inner.eqns, dict(zip(inner.invars, layouts, strict=True))
+            )
             return inside, [inside.layout(a) for a in inner.outvars]
 
         layouts = ForwardAnalysis[Layout](
@@ -167,7 +190,9 @@ class _Pass:
         operands = tuple(x if isinstance(x, RowAxis) else None for x in entered.operands)
         return Step(operands, tuple(entered.outs), bodies=bodies, ends=tuple(entered.ends.values()))
 
-    def _note_branches(self, flow: Flow, which: Layout, outs: Sequence[Layout], branches: Sequence[Flow]) -> None:
+    def _note_branches(
+        self, flow: Flow, which: Layout, outs: Sequence[Layout], branches: Sequence[Flow]
+    ) -> None:
         """Note what branches bind and cross. A branch that reads several homes is split later."""
         for inside in branches:
             flow.bound += inside.bound
@@ -175,7 +200,9 @@ class _Pass:
         if isinstance(which, Whole):
             flow.crosses |= any(leaves_of([x]) - which.leaves for x in outs) or SHARED in outs
 
-    def _bound(self, eqn: JaxprEqn, ins: Sequence[Layout], what: str, bodies: Sequence[Flow] = ()) -> Step:
+    def _bound(
+        self, eqn: JaxprEqn, ins: Sequence[Layout], what: str, bodies: Sequence[Flow] = ()
+    ) -> Step:
         """An equation that binds all that it reads."""
         reasons = [x.reason for b in bodies for x in b.bound if x.reason]
         reasons += [x.reason for x in ins if isinstance(x, Whole) and x.reason]
@@ -184,7 +211,9 @@ class _Pass:
 
     def _reason(self, eqn: JaxprEqn, ins: Sequence[Layout], what: str) -> str:
         """`dot_general mixes rows of f32[5,5] (optax.contrib.scale_by_muon)`."""
-        operand = next((a for a, x in zip(eqn.invars, ins, strict=True) if isinstance(x, RowAxis)), None)
+        operand = next(
+            (a for a, x in zip(eqn.invars, ins, strict=True) if isinstance(x, RowAxis)), None
+        )
         of = f" of {short_type(operand.aval)}" if operand else ""
         where = origin_of(eqn) or (origin_of(self.within) if self.within else "") or scope_of(eqn)
         name = eqn.primitive.name + ("" if is_known(eqn) else ", which dtrans does not know,")
@@ -195,7 +224,8 @@ _NO_ROWS = frozenset({RowAxis("", 0), RowAxis("", 1)})  # more than one claim: i
 
 
 def _moved(x: Layout, by: int) -> Layout | None:
-    """The layout of one turn's slice of a scanned value (-1), or of all of it (+1); None: its rows are the turns."""
+    """The layout of one turn's slice of a scanned value (-1), or of all of it (+1); None: its rows
+    are the turns."""
     if not isinstance(x, RowAxis):
         return x
     return dataclasses.replace(x, axis=x.axis + by) if x.axis + by >= 0 else None

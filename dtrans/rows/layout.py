@@ -5,8 +5,9 @@
                               row i of `leaf` (and of shared values)
     Whole(leaves, reason)     made of the rows of `leaves` in some other way; it lives where those leaves are
 
-A `Whole` with a reason binds: its leaves must be whole, on one server, together. One without a reason comes from
-a 0-d leaf, or from a reduction over a leaf that is whole anyway, and can be sent to whoever reads it.
+A `Whole` with a reason binds: its leaves must be whole, on one server, together. One without a
+reason comes from a 0-d leaf, or from a reduction over a leaf that is whole anyway, and can be sent
+to whoever reads it.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ def sendable(x: Layout) -> bool:
 
 
 def join(a: Layout, b: Layout, name: str) -> Layout:
-    """The least layout above both, for a value that is one thing now and another then; `name` is for the reason.
+    """The least layout above both, for a value that is one thing now and another then; `name` is
+    for the reason.
 
     What can be sent is sent to where the other is.
     """

@@ -1,19 +1,21 @@
 """Taking branches apart, so that each lives in one place.
 
-An optimizer may have a branch that updates all leaves at once (`optax.MultiSteps`, `optax.apply_if_finite`). On
-servers no one place has all of them:
+An optimizer may have a branch that updates all leaves at once (`optax.MultiSteps`,
+`optax.apply_if_finite`). On servers no one place has all of them:
 
     cond[p] (w, b, count) -> (w', b', count')     becomes     cond[p] w -> w'
                                                               cond[p] b -> b'
                                                               cond[p] count -> count'
 
-with branches pruned to what each makes. A branch in which servers must hear from each other (a norm is taken in it)
-cannot stay one: all servers would have to take part in what only the branch has. Both sides of it are computed,
-and `select_n` picks; optimizers are pure, so the numbers are the same.
+with branches pruned to what each makes. A branch in which servers must hear from each other (a norm
+is taken in it) cannot stay one: all servers would have to take part in what only the branch has.
+Both sides of it are computed, and `select_n` picks; optimizers are pure, so the numbers are the
+same.
 
-A loop that carries rows and something shared, which others read, becomes two loops: one of what is shared, on every
-server, and one of the rows. `argmax` over rows is written as the reductions it is made of, and sums over rows of
-16-bit numbers are taken in 32 bits, so that what servers add up is rounded once.
+A loop that carries rows and something shared, which others read, becomes two loops: one of what is
+shared, on every server, and one of the rows. `argmax` over rows is written as the reductions it is
+made of, and sums over rows of 16-bit numbers are taken in 32 bits, so that what servers add up is
+rounded once.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ if TYPE_CHECKING:
 
 
 def inline_bodies(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
-    """Inline the calls in the bodies of loops and branches, and of what is computed again; and in those of theirs."""
+    """Inline the calls in the bodies of loops and branches, and of what is computed again; and in
+    those of theirs."""
     inner = opened(jaxpr)
     eqns = [inline_inside(e) for e in inner.eqns]
     if all(a is b for a, b in zip(eqns, inner.eqns, strict=True)):
@@ -68,7 +71,11 @@ def inline_inside(eqn: JaxprEqn) -> JaxprEqn:
         (body,) = bodies(eqn)
         new = flat(body)
         # such a body can have no constants of its own
-        return eqn if constants(new) else eqn.replace(params={**eqn.params, **with_bodies(eqn, [opened(new)])})
+        return (
+            eqn
+            if constants(new)
+            else eqn.replace(params={**eqn.params, **with_bodies(eqn, [opened(new)])})
+        )
     if eqn.primitive.name not in (COND, *LOOPS):
         return eqn
     return eqn.replace(params=map_bodies(eqn.params, flat))
@@ -138,7 +145,9 @@ class _Rewriter:
         if len(places) == 1 and all(a is b for a, b in zip(branches, old, strict=True)):
             return None
         if len(places) == 1:
-            return self.b.copy(eqn, atoms, [v.aval for v in eqn.outvars], **with_bodies(eqn, branches))
+            return self.b.copy(
+                eqn, atoms, [v.aval for v in eqn.outvars], **with_bodies(eqn, branches)
+            )
         outputs: list[Atom] = list(eqn.outvars)
         readers = [_Branch(b) for b in branches]
         for wanted in places.values():
@@ -154,14 +163,22 @@ class _Rewriter:
         return self.roots.get(leaf, leaf)
 
     def part(
-        self, eqn: JaxprEqn, atoms: Sequence[Atom], branches: Sequence[_Branch], wanted: Sequence[int]
+        self,
+        eqn: JaxprEqn,
+        atoms: Sequence[Atom],
+        branches: Sequence[_Branch],
+        wanted: Sequence[int],
     ) -> list[Var]:
         """The branch with some of its outputs, and what they need."""
         closures = [b.needed(wanted) for b in branches]
         used = sorted({i for _, operands in closures for i in operands})
-        pruned = tuple(b.pruned(eqns, used, wanted) for b, (eqns, _) in zip(branches, closures, strict=True))
+        pruned = tuple(
+            b.pruned(eqns, used, wanted) for b, (eqns, _) in zip(branches, closures, strict=True)
+        )
         types = [eqn.outvars[i].aval for i in wanted]
-        return self.b.copy(eqn, [atoms[0], *(atoms[1 + i] for i in used)], types, **with_bodies(eqn, pruned))
+        return self.b.copy(
+            eqn, [atoms[0], *(atoms[1 + i] for i in used)], types, **with_bodies(eqn, pruned)
+        )
 
     def both_sides(self, eqn: JaxprEqn, atoms: Sequence[Atom]) -> list[Atom]:
         """All branches, and a choice."""
@@ -169,23 +186,31 @@ class _Rewriter:
         sides = [self.b.inline(branch, *operands) for branch in bodies(eqn)]
         if len(sides) == 1:
             return sides[0]
-        return [self.b.call(jax.lax.select_n, which, *cases)[0] for cases in zip(*sides, strict=True)]
+        return [
+            self.b.call(jax.lax.select_n, which, *cases)[0] for cases in zip(*sides, strict=True)
+        ]
 
     # -- loops -----------------------------------------------------------------------------------
 
-    def loop(self, eqn: JaxprEqn, atoms: Sequence[Atom], outs: Sequence[Layout]) -> Sequence[Atom] | None:
+    def loop(
+        self, eqn: JaxprEqn, atoms: Sequence[Atom], outs: Sequence[Layout]
+    ) -> Sequence[Atom] | None:
         """The loop twice; removing what is dead leaves of each what its outputs need."""
         shared = [x is SHARED for x in outs]
-        if all(shared) or not any(s and v in self.read_by_others for s, v in zip(shared, eqn.outvars, strict=True)):
+        if all(shared) or not any(
+            s and v in self.read_by_others for s, v in zip(shared, eqn.outvars, strict=True)
+        ):
             return None
         types = [v.aval for v in eqn.outvars]
         ours, theirs = self.b.copy(eqn, atoms, types), self.b.copy(eqn, atoms, types)
         return [a if s else b for s, a, b in zip(shared, ours, theirs, strict=True)]
 
-    # -- sums of small types -------------------------------------------------------------------------
+    # -- sums of small types
+    # -------------------------------------------------------------------------
 
     def widened(self, eqn: JaxprEqn, atoms: Sequence[Atom]) -> Sequence[Atom] | None:
-        """A reduction over rows whose parts would be rounded to 16 bits: in 32 bits, and rounded once."""
+        """A reduction over rows whose parts would be rounded to 16 bits: in 32 bits, and rounded
+        once."""
         dtype = eqn.outvars[0].aval.dtype
         if dtype not in (jnp.bfloat16, jnp.float16):
             return None
@@ -197,7 +222,9 @@ class _Rewriter:
 
     # -- argmax ----------------------------------------------------------------------------------
 
-    def arg_reduce(self, eqn: JaxprEqn, atoms: Sequence[Atom], layout: Layout) -> Sequence[Atom] | None:
+    def arg_reduce(
+        self, eqn: JaxprEqn, atoms: Sequence[Atom], layout: Layout
+    ) -> Sequence[Atom] | None:
         if not isinstance(layout, RowAxis) or layout.axis not in eqn.params["axes"]:
             return None
         (axis,) = eqn.params["axes"]
@@ -206,7 +233,8 @@ class _Rewriter:
 
 @functools.cache
 def _arg_reduce(name: str, axis: int, index_dtype: Any) -> Callable[[jax.Array], jax.Array]:
-    """argmax as a max and a min: the first index of what is equal to the largest; a NaN is larger than all."""
+    """argmax as a max and a min: the first index of what is equal to the largest; a NaN is larger
+    than all."""
     best = jnp.max if name == "argmax" else jnp.min
 
     def fn(x: jax.Array) -> jax.Array:
@@ -227,7 +255,8 @@ class _Branch:
         self.operand = {v: i for i, v in enumerate(self.inner.invars)}
 
     def needed(self, wanted: Sequence[int]) -> tuple[list[int], set[int]]:
-        """The positions of the equations that some outputs need, and of the operands. Costs what it finds."""
+        """The positions of the equations that some outputs need, and of the operands. Costs what it
+        finds."""
         eqns: set[int] = set()
         operands: set[int] = set()
         ahead: list[Atom] = [self.inner.outvars[i] for i in wanted]
@@ -243,7 +272,12 @@ class _Branch:
                 ahead += self.inner.eqns[i].invars
         return sorted(eqns), operands
 
-    def pruned(self, eqns: Sequence[int], operands: Sequence[int], wanted: Sequence[int]) -> ClosedJaxpr:
+    def pruned(
+        self, eqns: Sequence[int], operands: Sequence[int], wanted: Sequence[int]
+    ) -> ClosedJaxpr:
         """The branch with some of its equations, operands and outputs."""
-        invars, outvars = [self.inner.invars[i] for i in operands], [self.inner.outvars[i] for i in wanted]
+        invars, outvars = (
+            [self.inner.invars[i] for i in operands],
+            [self.inner.outvars[i] for i in wanted],
+        )
         return extract_part(self.branch, invars, [self.inner.eqns[i] for i in eqns], outvars)

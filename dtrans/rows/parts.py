@@ -1,16 +1,17 @@
 """How a part of what an equation makes is made of parts of its operands, with nothing of the rest.
 
-A rule is asked for some entries along one axis of an output (`dtrans.rows.slices.Slice`), and answers with a `Recipe`,
-or with None where the equation needs all of its operands.
+A rule is asked for some entries along one axis of an output (`dtrans.rows.slices.Slice`), and
+answers with a `Recipe`, or with None where the equation needs all of its operands.
 
     most equations   the rules of row analysis (`dtrans.rows.rules`) are asked the other way round: with rows along
                      which axis of which operand does the output have rows along the wanted axis?
     RULES            equations that need nothing of the rest although rows do not simply pass through them: constants
-                     broadcast, counters, pieces side by side, padding, runs of a reshaped array, random bits
+                     broadcast, counters, pieces side by side, padding, runs of a reshaped array,
+                     random bits
 
-Entries of a part are those of the whole bit for bit, except where an equation sums (a matrix product, a mean over other
-axes): the compiler may choose another order for another shape. Rules that have to know which entries are wanted answer
-None for those that only a running program knows.
+Entries of a part are those of the whole bit for bit, except where an equation sums (a matrix
+product, a mean over other axes): the compiler may choose another order for another shape. Rules
+that have to know which entries are wanted answer None for those that only a running program knows.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class Recipe:
 
 
 def recipe_of(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
-    """How a part of an output of an equation is made of parts of its operands; None where it needs all of them.
+    """How a part of an output of an equation is made of parts of its operands; None where it needs
+    all of them.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -66,8 +68,13 @@ def _by_row_analysis(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
     step = rows_of_operands(eqn, RowAxis("", part.axis), out)
     if step is None:
         return None
-    wanted = lambda row: part.along(row.axis).widened(row.width) if isinstance(row, RowAxis) else None
-    types = [v.aval if (p := wanted(x)) is None else p.of(v.aval) for v, x in zip(eqn.outvars, step.outs, strict=True)]
+    wanted = lambda row: (
+        part.along(row.axis).widened(row.width) if isinstance(row, RowAxis) else None
+    )
+    types = [
+        v.aval if (p := wanted(x)) is None else p.of(v.aval)
+        for v, x in zip(eqn.outvars, step.outs, strict=True)
+    ]
     needs = [(a, wanted(row)) for a, row in zip(eqn.invars, step.operands, strict=True)]
     return _on_parts(eqn, out, types, needs, step.params(types) if step.params else {})
 
@@ -75,7 +82,8 @@ def _by_row_analysis(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
 def _on_parts(
     eqn: JaxprEqn, out: int, types: Sequence[Any], needs: Sequence[Want], params: Mapping[str, Any]
 ) -> Recipe:
-    """The same equation on parts of its operands: its outputs are of these types, and `out` is wanted."""
+    """The same equation on parts of its operands: its outputs are of these types, and `out` is
+    wanted."""
     return Recipe(tuple(needs), lambda b, atoms: b.copy(eqn, atoms, types, **params)[out])
 
 
@@ -89,7 +97,8 @@ def _called(fn: Callable[..., jax.Array], *needs: Want) -> Recipe:
     return Recipe(needs, lambda b, atoms: b.call(fn, *atoms)[0])
 
 
-# -- equations that rows do not simply pass through -------------------------------------------------
+# -- equations that rows do not simply pass through
+# -------------------------------------------------
 
 
 def _broadcast_in_dim(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
@@ -166,7 +175,9 @@ def _rev(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
     if part.axis not in eqn.params["dimensions"] or isinstance(part.start, Start):
         return None
     (a,) = eqn.invars
-    return _copied(eqn, part, [(a, Slice(part.axis, a.aval.shape[part.axis] - part.stop, part.size))])
+    return _copied(
+        eqn, part, [(a, Slice(part.axis, a.aval.shape[part.axis] - part.stop, part.size))]
+    )
 
 
 def _pad(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
@@ -182,7 +193,9 @@ def _pad(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
         return _called(_filled(part.of(eqn.outvars[0].aval).shape), (value, None))
     before = lo + low - part.start
     config[axis] = (before, part.size - before - (hi - lo), 0)
-    return _copied(eqn, part, [(a, Slice(axis, lo, hi - lo)), (value, None)], padding_config=tuple(config))
+    return _copied(
+        eqn, part, [(a, Slice(axis, lo, hi - lo)), (value, None)], padding_config=tuple(config)
+    )
 
 
 @functools.cache
@@ -191,7 +204,8 @@ def _filled(shape: tuple[int, ...]) -> Callable[[jax.Array], jax.Array]:
 
 
 def _reshape(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
-    """A run of entries of the old shape that covers the wanted ones, for each index of the axes before."""
+    """A run of entries of the old shape that covers the wanted ones, for each index of the axes
+    before."""
     (a, *more), new = eqn.invars, eqn.outvars[0].aval.shape
     old: tuple[int, ...] = a.aval.shape
     if more or eqn.params["dimensions"] is not None or not math.prod(new):
@@ -204,7 +218,9 @@ def _reshape(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
     width_old, width_new = math.prod(old[axis + 1 :]), math.prod(new[part.axis + 1 :])
     shape = part.of(eqn.outvars[0].aval).shape
     if width_new % width_old == 0:
-        return _copied(eqn, part, [(a, part.along(axis).widened(width_new // width_old))], new_sizes=shape)
+        return _copied(
+            eqn, part, [(a, part.along(axis).widened(width_new // width_old))], new_sizes=shape
+        )
     if isinstance(part.start, Start):
         return None
     lo, hi = part.start * width_new, part.stop * width_new
@@ -216,7 +232,9 @@ def _reshape(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
 
 
 @functools.cache
-def _run(before: int, start: int, stop: int, shape: tuple[int, ...]) -> Callable[[jax.Array], jax.Array]:
+def _run(
+    before: int, start: int, stop: int, shape: tuple[int, ...]
+) -> Callable[[jax.Array], jax.Array]:
     def fn(x: jax.Array) -> jax.Array:
         flat = jax.lax.reshape(x, (before, x.size // before))
         return jax.lax.reshape(jax.lax.slice_in_dim(flat, start, stop, axis=1), shape)
@@ -245,7 +263,9 @@ def _random_bits(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
 
     def write(b: Builder, atoms: list[Atom]) -> Atom:
         if isinstance(start, Start):
-            return b.copy(drawn, [*atoms, start.value(b)], types, axis=axis, start=0, stop=part.size)[0]
+            return b.copy(
+                drawn, [*atoms, start.value(b)], types, axis=axis, start=0, stop=part.size
+            )[0]
         return b.copy(drawn, atoms, types, axis=axis, start=start, stop=part.stop)[0]
 
     return Recipe(((keys, None),), write)

@@ -1,19 +1,20 @@
 """Random bits of a block, without those of the rest.
 
-`jax.random.normal`, `uniform`, `truncated_normal` and their like draw one array of random bits, by the equation
-`random_bits[bit_width=32 shape=(4096, 1024)]`, and do the rest entry by entry. Where JAX counts, the bits of entry i
-are a hash of the key and of i alone (i counts the entries in row-major order, as 64 bits), so those of the rows
-`start:stop` need no others: hash the counters of these rows. The equation for that is `block_bits_p`, which shows as
-`random_bits` too, with the rows beside the shape of the whole. Its rows may be counted from a value, or be given by
-their numbers.
+`jax.random.normal`, `uniform`, `truncated_normal` and their like draw one array of random bits, by
+the equation `random_bits[bit_width=32 shape=(4096, 1024)]`, and do the rest entry by entry. Where
+JAX counts, the bits of entry i are a hash of the key and of i alone (i counts the entries in
+row-major order, as 64 bits), so those of the rows `start:stop` need no others: hash the counters of
+these rows. The equation for that is `block_bits_p`, which shows as `random_bits` too, with the rows
+beside the shape of the whole. Its rows may be counted from a value, or be given by their numbers.
 
-JAX counts with its default implementation, `threefry2x32`, in its default mode, `jax_threefry_partitionable`, for
-bits of every width (8, 16, 32, 64) and for one key or an array of keys. It does not with other implementations (`rbg`
-hands the whole shape to a generator of the compiler's), nor in the mode of old, where entry i depends on how
-many there are. An equation remembers the mode that it was traced in, and so does the one for a block of its bits.
+JAX counts with its default implementation, `threefry2x32`, in its default mode,
+`jax_threefry_partitionable`, for bits of every width (8, 16, 32, 64) and for one key or an array of
+keys. It does not with other implementations (`rbg` hands the whole shape to a generator of the
+compiler's), nor in the mode of old, where entry i depends on how many there are. An equation
+remembers the mode that it was traced in, and so does the one for a block of its bits.
 
-Source: `_threefry_random_bits_partitionable` and `iota_2x32_shape` in jax/_src/random (0.10.2); the hash itself is
-public, `jax.extend.random`. Tests compare with `jax.random.bits`, bit for bit.
+Source: `_threefry_random_bits_partitionable` and `iota_2x32_shape` in jax/_src/random (0.10.2); the
+hash itself is public, `jax.extend.random`. Tests compare with `jax.random.bits`, bit for bit.
 """
 
 from __future__ import annotations
@@ -30,14 +31,17 @@ from dtrans._jax import ShapedArray, new_primitive, threefry2x32_p
 
 
 def counts(key_type: Any) -> bool:
-    """Whether the random bits of keys of this type are a function of the key and of each entry's number, in this mode.
+    """Whether the random bits of keys of this type are a function of the key and of each entry's
+    number, in this mode.
 
     Example:
       >>> import jax
       >>> counts(jax.random.key(0).dtype), counts(jax.random.key(0, impl="rbg").dtype)
       (True, False)
     """
-    mode: bool = getattr(jax.config, "jax_threefry_partitionable", True)  # an option that is to go, and stay on
+    mode: bool = getattr(
+        jax.config, "jax_threefry_partitionable", True
+    )  # an option that is to go, and stay on
     return mode and bool(key_type == _threefry_type())
 
 
@@ -63,10 +67,12 @@ def block_bits(
     start: int,
     stop: int,
 ) -> jax.Array:
-    """Entries `start` to `stop` along `axis` of the bits that each key gives for an array of `shape`.
+    """Entries `start` to `stop` along `axis` of the bits that each key gives for an array of
+    `shape`.
 
     Args:
-      at: where `start` is counted from, as a scalar; or the numbers of the entries themselves, `stop` of them.
+      at: where `start` is counted from, as a scalar; or the numbers of the entries themselves,
+        `stop` of them.
 
     Example:
       >>> import jax
@@ -89,8 +95,12 @@ def block_bits(
             return jnp.take(bits, run if at is None else at if at.ndim else at + run, axis)
         words = jax.random.key_data(key)
         high, low = counters(shape, axis, start, stop, at)
-        zero = jnp.uint32(0) if at is None else low & jnp.uint32(0)  # under a vmap of `at` all four are mapped:
-        high, low = _hash(words[0] ^ zero, words[1] ^ zero, high ^ zero, low)  # the hash wants one shape
+        zero = (
+            jnp.uint32(0) if at is None else low & jnp.uint32(0)
+        )  # under a vmap of `at` all four are mapped:
+        high, low = _hash(
+            words[0] ^ zero, words[1] ^ zero, high ^ zero, low
+        )  # the hash wants one shape
         if bit_width == 64:
             return (high.astype(dtype) << jnp.asarray(32, dtype)) | low.astype(dtype)
         return (high ^ low).astype(dtype)
@@ -108,7 +118,8 @@ def _hash(key0: jax.Array, key1: jax.Array, high: jax.Array, low: jax.Array) -> 
 def counters(
     shape: Sequence[int], axis: int, start: int, stop: int, at: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """The row-major numbers of entries `start` to `stop` along `axis` of an array, as two words, the high one first.
+    """The row-major numbers of entries `start` to `stop` along `axis` of an array, as two words,
+    the high one first.
 
     Args:
       at: as `block_bits` takes it.
@@ -122,7 +133,8 @@ def counters(
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
     first = start * strides[axis]
     high, low = (jnp.full(block, word, jnp.uint32) for word in _words(first))
-    # words are 32 bits, with or without jax_enable_x64; of an array of fewer entries the high one stays 0
+    # words are 32 bits, with or without jax_enable_x64; of an array of fewer entries the high one
+    # stays 0
     wide = math.prod(shape) > 2**32
     for d, stride in enumerate(strides):
         if block[d] == 1 and (at is None or d != axis):
@@ -136,7 +148,12 @@ def counters(
         low = low + more
         if wide:
             carry = (low < more).astype(jnp.uint32)
-            high = high + index * step_high + jax.lax.mulhi(index, jnp.broadcast_to(step_low, block)) + carry
+            high = (
+                high
+                + index * step_high
+                + jax.lax.mulhi(index, jnp.broadcast_to(step_low, block))
+                + carry
+            )
     return high, low
 
 
@@ -144,7 +161,9 @@ def _words(number: int) -> tuple[int, int]:
     return number >> 32, number & 0xFFFFFFFF
 
 
-def _type(keys: Any, *at: Any, bit_width: int, shape: Sequence[int], axis: int, start: int, stop: int) -> Any:
+def _type(
+    keys: Any, *at: Any, bit_width: int, shape: Sequence[int], axis: int, start: int, stop: int
+) -> Any:
     block = (*shape[:axis], stop - start, *shape[axis + 1 :])
     return ShapedArray((*keys.shape, *block), jnp.dtype(f"uint{bit_width}"))
 

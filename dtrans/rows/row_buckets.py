@@ -1,8 +1,9 @@
 """Rows of a leaf that are dealt out by their numbers.
 
-Row `n` lies in bucket `n % count`, and a part of the leaf has a run of buckets. Which rows a bucket has does not depend
-on how many parts there are, so that buckets move whole when there are more or fewer. Rows that are read most often have
-low numbers in many tables (words by frequency): a run of rows has all of these, and a run of buckets its share.
+Row `n` lies in bucket `n % count`, and a part of the leaf has a run of buckets. Which rows a bucket
+has does not depend on how many parts there are, so that buckets move whole when there are more or
+fewer. Rows that are read most often have low numbers in many tables (words by frequency): a run of
+rows has all of these, and a run of buckets its share.
 
 In a part rows keep their order: `n` is at `n // count * (stop - start) + n % count - start`.
 """
@@ -70,7 +71,8 @@ class RowBuckets:
         return ids // self.count * self._width + ids % self.count - self.start
 
     def among(self, ids: np.ndarray) -> np.ndarray:
-        """Where in some numbers those of these rows are; the number behind the last row may be among them."""
+        """Where in some numbers those of these rows are; the number behind the last row may be
+        among them."""
         bucket = ids % self.count
         return np.flatnonzero((bucket >= self.start) & (bucket < self.stop) & (ids < self.size))
 
@@ -88,7 +90,8 @@ class RowBuckets:
 
 
 class DealtRows:
-    """Rows in buckets as a writer asks for them (`dtrans.rows.writer.BlockRows`), in one program."""
+    """Rows in buckets as a writer asks for them (`dtrans.rows.writer.BlockRows`), in one
+    program."""
 
     def __init__(self, rows: RowBuckets) -> None:
         self._rows = rows

@@ -1,11 +1,11 @@
 """Rules of primitives for rows.
 
-A rule takes an equation whose operands are shared or have the rows of one leaf. It returns a `Step`: which operands are
-read as rows, the layouts of the outputs, and, for a reduction over the rows, the operation that joins partial results.
-None means that the equation mixes rows.
+A rule takes an equation whose operands are shared or have the rows of one leaf. It returns a
+`Step`: which operands are read as rows, the layouts of the outputs, and, for a reduction over the
+rows, the operation that joins partial results. None means that the equation mixes rows.
 
-Facts come from `dtrans._jax.primitives`: an elementwise primitive, a reduction, and one that mixes other axes
-alone need no rule here. Add a function to `RULES` for a primitive that moves rows.
+Facts come from `dtrans._jax.primitives`: an elementwise primitive, a reduction, and one that mixes
+other axes alone need no rule here. Add a function to `RULES` for a primitive that moves rows.
 Loops and branches are not here: `dtrans.rows.analysis` enters their bodies.
 """
 
@@ -27,7 +27,8 @@ class Step:
     Attributes:
       operands: for each operand, the rows it is given as; None for one that is given whole.
       outs: the layout of each output.
-      reduce: the operation that makes the parts of several blocks one, for an equation that reduces over rows.
+      reduce: the operation that makes the parts of several blocks one, for an equation that reduces
+        over rows.
       params: the parameters that depend on shapes, from the types of its outputs on the block.
       bodies: of a loop or a branch: what was found in its bodies (`dtrans.rows.flow.Flow`).
       ends: the layouts of each body's outputs.
@@ -54,7 +55,8 @@ def step_of(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
 
 
 def rows_of_operands(eqn: JaxprEqn, row: RowAxis, out: int = 0) -> Step | None:
-    """How an equation is carried out on rows of operands, so that an output has these rows; None where it cannot be.
+    """How an equation is carried out on rows of operands, so that an output has these rows; None
+    where it cannot be.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -90,7 +92,8 @@ def _all_as(row: RowAxis, eqn: JaxprEqn) -> tuple[RowAxis | None, ...]:
 def _elementwise(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
     """Row i to row i: operands are of the output's shape, or broadcast to it.
 
-    A shared operand may be a scalar, or have dimensions of size 1. One that has rows must have all of them.
+    A shared operand may be a scalar, or have dimensions of size 1. One that has rows must have all
+    of them.
     """
     row = _one(ins)
     shape = eqn.outvars[0].aval.shape
@@ -99,9 +102,13 @@ def _elementwise(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
     operands: list[RowAxis | None] = []
     for a, layout in zip(eqn.invars, ins, strict=True):
         own = a.aval.shape
-        if isinstance(layout, RowAxis) and (len(own) != len(shape) or own[row.axis] != shape[row.axis]):
+        if isinstance(layout, RowAxis) and (
+            len(own) != len(shape) or own[row.axis] != shape[row.axis]
+        ):
             return None
-        if own and (len(own) != len(shape) or any(d not in (1, n) for d, n in zip(own, shape, strict=True))):
+        if own and (
+            len(own) != len(shape) or any(d not in (1, n) for d, n in zip(own, shape, strict=True))
+        ):
             return None
         operands.append(row if own and own[row.axis] == shape[row.axis] else None)
     return Step(tuple(operands), (row,) * len(eqn.outvars))
@@ -114,11 +121,14 @@ def _broadcast_in_dim(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
     axis = eqn.params["broadcast_dimensions"][row.axis]
     if eqn.params["shape"][axis] != eqn.invars[0].aval.shape[row.axis]:
         return None
-    return Step((row,), (dataclasses.replace(row, axis=axis),), params=lambda outs: {"shape": outs[0].shape})
+    return Step(
+        (row,), (dataclasses.replace(row, axis=axis),), params=lambda outs: {"shape": outs[0].shape}
+    )
 
 
 def _reshape(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
-    """Rows may merge with the axes behind them, or be taken apart again: each is a run of `width` entries."""
+    """Rows may merge with the axes behind them, or be taken apart again: each is a run of `width`
+    entries."""
     row = _one(ins[:1])
     old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     if row is None or len(ins) > 1 or eqn.params["dimensions"] is not None or not old[row.axis]:
@@ -150,7 +160,8 @@ def _squeeze(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
 
 
 def _reduce(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
-    """Over the rows, partial results are left. `dtrans.rows.normalize` rewrites positions of entries before."""
+    """Over the rows, partial results are left. `dtrans.rows.normalize` rewrites positions of
+    entries before."""
     row, gone, op = _one(ins), mixed_axes(eqn) or (), facts_of(eqn).reduces
     if row is None or len(ins) > 1:
         return None
@@ -160,9 +171,14 @@ def _reduce(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
 
 
 def _along(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
-    """Rows stay where other axes are mixed: operands with dimensions and outputs have them on the same axis."""
+    """Rows stay where other axes are mixed: operands with dimensions and outputs have them on the
+    same axis."""
     row, last = _one(ins), facts_of(eqn).last_axes(eqn)
-    if row is None or row.axis in (mixed_axes(eqn) or ()) or any(v.aval.ndim <= row.axis for v in eqn.outvars):
+    if (
+        row is None
+        or row.axis in (mixed_axes(eqn) or ())
+        or any(v.aval.ndim <= row.axis for v in eqn.outvars)
+    ):
         return None
     if last and any(row.axis >= a.aval.ndim - last for a in eqn.invars):
         return None
@@ -180,7 +196,11 @@ def _stack(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
 
 def _unstack(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
     row, axis = _one(ins), eqn.params["axis"]
-    return None if row is None or axis == row.axis else Step((row,), (_without(row, [axis]),) * len(eqn.outvars))
+    return (
+        None
+        if row is None or axis == row.axis
+        else Step((row,), (_without(row, [axis]),) * len(eqn.outvars))
+    )
 
 
 def _tile(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
@@ -193,7 +213,11 @@ def _tile(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
 
 def _pad(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
     row = _one(ins[:1])
-    if row is None or ins[1] is not SHARED or tuple(eqn.params["padding_config"][row.axis]) != (0, 0, 0):
+    if (
+        row is None
+        or ins[1] is not SHARED
+        or tuple(eqn.params["padding_config"][row.axis]) != (0, 0, 0)
+    ):
         return None
     return Step((row, None), (row,))
 
@@ -207,7 +231,9 @@ def _slice(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
     return Step(
         (row,),
         (row,),
-        params=lambda outs: {"limit_indices": (*limits[:axis], outs[0].shape[axis], *limits[axis + 1 :])},
+        params=lambda outs: {
+            "limit_indices": (*limits[:axis], outs[0].shape[axis], *limits[axis + 1 :])
+        },
     )
 
 
@@ -218,7 +244,9 @@ def _dynamic_slice(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
         return None
     if eqn.outvars[0].aval.shape[row.axis] != eqn.invars[0].aval.shape[row.axis]:
         return None
-    return Step((row, *(None,) * (len(ins) - 1)), (row,), params=lambda outs: {"slice_sizes": outs[0].shape})
+    return Step(
+        (row, *(None,) * (len(ins) - 1)), (row,), params=lambda outs: {"slice_sizes": outs[0].shape}
+    )
 
 
 def _dynamic_update_slice(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
@@ -231,7 +259,8 @@ def _dynamic_update_slice(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
 
 
 def _dot_general(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
-    """Rows that are contracted are summed over; rows along a batch axis, or a free axis of one operand, are kept."""
+    """Rows that are contracted are summed over; rows along a batch axis, or a free axis of one
+    operand, are kept."""
     contract, batch = eqn.params["dimension_numbers"]
     lhs, rhs = ins
     free = [[d for d in range(a.aval.ndim) if d not in contract[i] and d not in batch[i]]

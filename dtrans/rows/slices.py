@@ -4,8 +4,8 @@
     Slice(0, Start(write, 12), 5)    5 rows from where a value of the program says: each shard has others
     Slice(0, Start(write), 5)        5 rows, of which a vector has the numbers
 
-What is a part of a value, how much of it, and how it is cut out or counted, is said here for all three; the rest of
-`dtrans.rows` makes parts of values without making these whole.
+What is a part of a value, how much of it, and how it is cut out or counted, is said here for all
+three; the rest of `dtrans.rows` makes parts of values without making these whole.
 """
 
 from __future__ import annotations
@@ -26,11 +26,14 @@ from dtrans.ir.builder import Builder
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Start:
-    """Where entries are, as far as only a running program knows it; two are equal if they are the same object.
+    """Where entries are, as far as only a running program knows it; two are equal if they are the
+    same object.
 
     Attributes:
-      write: writes the value: a scalar, from where on; or a vector, the numbers of all entries. It is asked once.
-      reach: of a scalar: how far the entries of all such parts reach, padding included; zeros are behind the end.
+      write: writes the value: a scalar, from where on; or a vector, the numbers of all entries. It
+        is asked once.
+      reach: of a scalar: how far the entries of all such parts reach, padding included; zeros are
+        behind the end.
     """
 
     write: Callable[[Builder], Atom]
@@ -47,7 +50,9 @@ class Start:
     def widened(self, width: int) -> Start:
         """The same entries, each of them `width` smaller ones."""
         if width not in self._made:
-            self._made[width] = Start(lambda b: b.call(_widened(width), self.value(b))[0], self.reach * width)
+            self._made[width] = Start(
+                lambda b: b.call(_widened(width), self.value(b))[0], self.reach * width
+            )
         start: Start = self._made[width]
         return start
 
@@ -84,7 +89,8 @@ class Slice:
         return dataclasses.replace(self, axis=axis)
 
     def moved(self, by: int) -> Slice:
-        """The same entries, in a value that begins `by` entries earlier: for entries that are known."""
+        """The same entries, in a value that begins `by` entries earlier: for entries that are
+        known."""
         return Slice(self.axis, self.first + by, self.size)
 
     def widened(self, width: int) -> Slice:
@@ -99,10 +105,16 @@ class Slice:
         if isinstance(self.start, Start):
             fn = _picked(self.axis, self.size, self.start.reach)
             return b.call(fn, value, self.start.value(b))[0]
-        if isinstance(value, Literal) or not b.is_constant(value) or not isinstance(value.aval.dtype, np.dtype):
+        if (
+            isinstance(value, Literal)
+            or not b.is_constant(value)
+            or not isinstance(value.aval.dtype, np.dtype)
+        ):
             return b.part(value, self.axis, self.start, self.stop)
         index = (slice(None),) * self.axis + (slice(self.start, self.stop),)
-        return b.constant(np.asarray(b.constant_value(value))[index].copy())  # a view would keep the rest
+        return b.constant(
+            np.asarray(b.constant_value(value))[index].copy()
+        )  # a view would keep the rest
 
     def counted(self, b: Builder, aval: Any) -> Atom:
         """This part of what counts entries along the axis, of the type that it has."""
@@ -114,7 +126,8 @@ def _literal(number: int) -> Literal:
     return Literal(np.int32(number), jax.typeof(np.int32(number)))
 
 
-# small functions, each traced once for its arguments and for where entries are: a scalar, or a vector
+# small functions, each traced once for its arguments and for where entries are: a scalar, or a
+# vector
 
 
 @functools.cache
@@ -137,6 +150,10 @@ def _counted(dtype: Any, shape: tuple[int, ...], axis: int) -> Callable[[jax.Arr
 @functools.cache
 def _widened(width: int) -> Callable[[jax.Array], jax.Array]:
     def fn(at: jax.Array) -> jax.Array:
-        return (at[:, None] * width + jnp.arange(width, dtype=at.dtype)).ravel() if at.ndim else at * width
+        return (
+            (at[:, None] * width + jnp.arange(width, dtype=at.dtype)).ravel()
+            if at.ndim
+            else at * width
+        )
 
     return fn

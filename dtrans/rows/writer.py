@@ -1,13 +1,14 @@
 """Writing equations for a block of rows.
 
-An equation on whole leaves becomes the same equation on the rows of a block: operands with rows are those of the
-block, and of a shared operand that meets rows these rows are made (`dtrans.rows.parts`): what is wanted moves up
-through the equations that make it until it reaches scalars, counters and keys, so that no array of the full shape is
-made where there are some of its rows. Only what needs its whole operands is made whole and then sliced. Bodies of loops
-and branches are written in the same way.
+An equation on whole leaves becomes the same equation on the rows of a block: operands with rows are
+those of the block, and of a shared operand that meets rows these rows are made
+(`dtrans.rows.parts`): what is wanted moves up through the equations that make it until it reaches
+scalars, counters and keys, so that no array of the full shape is made where there are some of its
+rows. Only what needs its whole operands is made whole and then sliced. Bodies of loops and branches
+are written in the same way.
 
-One value says which rows a block has: `RowRange` where that is known, and others where a block has rows of several
-leaves by their numbers (`dtrans.parameter_server.tables.trainer_rows`).
+One value says which rows a block has: `RowRange` where that is known, and others where a block has
+rows of several leaves by their numbers (`dtrans.parameter_server.tables.trainer_rows`).
 """
 
 from __future__ import annotations
@@ -40,10 +41,12 @@ class BlockRows(Protocol):
     """Which rows a block has."""
 
     def of(self, row: RowAxis) -> Slice:
-        """Where they are along the axis of a value that has them: the same answer to the same question."""
+        """Where they are along the axis of a value that has them: the same answer to the same
+        question."""
 
     def inside(self, b: Builder) -> BlockRows:
-        """Return the same rows in a body, which `b` has begun to write; its first inputs are `operands`."""
+        """Return the same rows in a body, which `b` has begun to write; its first inputs are
+        `operands`."""
 
     def operands(self) -> Sequence[Atom]:
         """Return the values that a body needs to find them."""
@@ -108,8 +111,10 @@ class RowWriter:
       b: what it writes with.
       flow: result of the row analysis of the equations.
       rows: rows of the block; None where it has whole leaves.
-      made_by: the equations, by what they make. Without those of shared values that come from `outside` alone.
-      own: returns a value that the block has, and this writer has not made; None for a shared value.
+      made_by: the equations, by what they make. Without those of shared values that come from
+        `outside` alone.
+      own: returns a value that the block has, and this writer has not made; None for a shared
+        value.
       outside: returns a shared value that comes from elsewhere; None for one to be made here.
       special: writes certain equations, here or in a body; returns None for all others.
 
@@ -126,7 +131,9 @@ class RowWriter:
         made_by: Mapping[Var, JaxprEqn],
         own: Callable[[Var], Atom | None] = lambda var: None,
         outside: Callable[[Var], Atom | None] = lambda var: None,
-        special: Callable[[RowWriter, JaxprEqn, Step], list[Var] | None] = lambda w, eqn, step: None,
+        special: Callable[[RowWriter, JaxprEqn, Step], list[Var] | None] = lambda w, eqn, step: (
+            None
+        ),
     ) -> None:
         self.b = b
         self.flow = flow
@@ -139,8 +146,13 @@ class RowWriter:
         self._types: dict[Any, Any] = {}
 
     def place(self, layout: Layout) -> dict[Var, Atom]:
-        """Return where a value of a body is kept: beside rows of a block, everything without rows is shared."""
-        return self.env if isinstance(layout, RowAxis) or (self.rows is None and layout is not SHARED) else self.wholes
+        """Return where a value of a body is kept: beside rows of a block, everything without rows
+        is shared."""
+        return (
+            self.env
+            if isinstance(layout, RowAxis) or (self.rows is None and layout is not SHARED)
+            else self.wholes
+        )
 
     # -- operands --------------------------------------------------------------------------------
 
@@ -161,11 +173,17 @@ class RowWriter:
         if (atom, part) not in self._parts:
             eqn = self.made_by.get(atom)
             shared = eqn is not None and all(self.flow.layout(a) is SHARED for a in eqn.invars)
-            recipe = recipe_of(eqn, eqn.outvars.index(atom), part) if eqn is not None and shared else None
+            recipe = (
+                recipe_of(eqn, eqn.outvars.index(atom), part)
+                if eqn is not None and shared
+                else None
+            )
             if recipe is None:
                 self._parts[atom, part] = part.cut(self.b, self.whole(atom))
             else:
-                self._parts[atom, part] = recipe.write(self.b, [self.part_of(a, p) for a, p in recipe.needs])
+                self._parts[atom, part] = recipe.write(
+                    self.b, [self.part_of(a, p) for a, p in recipe.needs]
+                )
         return self._parts[atom, part]
 
     def whole(self, atom: Atom) -> Atom:
@@ -211,7 +229,9 @@ class RowWriter:
         inner = opened(jaxpr)
         b = Builder(jaxpr)
         rows = None if self.rows is None else self.rows.inside(b)
-        w = RowWriter(b, flow, rows, {v: e for e in inner.eqns for v in e.outvars}, special=self._special)
+        w = RowWriter(
+            b, flow, rows, {v: e for e in inner.eqns for v in e.outvars}, special=self._special
+        )
         for v in inner.invars:
             layout = flow.layout(v)
             w.place(layout)[v] = w.b.input(self.cut(v.aval, layout))
@@ -221,7 +241,12 @@ class RowWriter:
                 for v, made in zip(eqn.outvars, w.emit(eqn, step), strict=True):
                     w.place(flow.layout(v))[v] = made
             elif eqn.effects:  # a print; anything else is made where it is read
-                w.wholes.update(zip(eqn.outvars, w.b.copy(eqn, [w.whole(a) for a in eqn.invars]), strict=True))
+                w.wholes.update(
+                    zip(eqn.outvars, w.b.copy(eqn, [w.whole(a) for a in eqn.invars]), strict=True)
+                )
         return w.b.build(
-            [w.read(a, x if isinstance(x, RowAxis) else None) for a, x in zip(inner.outvars, outs, strict=True)]
+            [
+                w.read(a, x if isinstance(x, RowAxis) else None)
+                for a, x in zip(inner.outvars, outs, strict=True)
+            ]
         )

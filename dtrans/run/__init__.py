@@ -12,6 +12,7 @@
     verified            the traced step of a job, which `plan.verify()` evaluates
     replays             modes whose trainers step by themselves, in one order: the reference of `plan.verify()`
 
-A new realiser takes a plan, or programs, and asks `base.segments` for the parts to compile. No layer below imports from
+A new realiser takes a plan, or programs, and asks `base.segments` for the parts to compile. No
+layer below imports from
 here: plans find their realisers by `dtrans.plan`.
 """

@@ -1,7 +1,8 @@
-"""Sequential replays: what a mode computes whose trainers step by themselves, written from its definition.
+"""Sequential replays: what a mode computes whose trainers step by themselves, written from its
+definition.
 
-One device takes the steps of all trainers, one after the other, and merges what they made. `plan.verify()` compares
-a job of such a mode with its replay instead of with one step.
+One device takes the steps of all trainers, one after the other, and merges what they made.
+`plan.verify()` compares a job of such a mode with its replay instead of with one step.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ Values = Mapping[str, Any]
 
 
 def replay_local_steps(plan: CollectivePlan, whole: Program) -> Program:
-    """Return a program that takes the local steps of all trainers one after the other, and averages their states.
+    """Return a program that takes the local steps of all trainers one after the other, and averages
+    their states.
 
     Args:
       plan: one with `local_sgd`.
@@ -50,7 +52,9 @@ def replay_local_steps(plan: CollectivePlan, whole: Program) -> Program:
     trainers, steps = plan.trainers, plan.options.local_sgd or 1
     state_names = [n for spec in whole.args[:2] for n in spec.names]
     cut = [n for spec in whole.args[2:] for n in spec.names if not is_under(n, plan.unsplit_inputs)]
-    own = whole.specialize_flat([_part_type(t, trainers * steps, n in cut) for n, t in whole.inputs.items()])
+    own = whole.specialize_flat(
+        [_part_type(t, trainers * steps, n in cut) for n, t in whole.inputs.items()]
+    )
     step = jaxpr_as_fun(own.jaxpr)
     ways = {n: plan.merges.get(n, "same") for n in whole.out_names}
 
@@ -63,7 +67,9 @@ def replay_local_steps(plan: CollectivePlan, whole: Program) -> Program:
             for turn in range(steps):
                 parts = {n: _part(given[n], trainer, turn, trainers, steps) for n in cut}
                 inputs = {**given, **state, **parts}
-                outs = dict(zip(own.out_names, step(*(inputs[n] for n in own.in_names)), strict=True))
+                outs = dict(
+                    zip(own.out_names, step(*(inputs[n] for n in own.in_names)), strict=True)
+                )
                 state = {n: outs[n] for n in state_names}
                 of_trainer.append(outs)
             made.append(of_trainer)
@@ -73,7 +79,9 @@ def replay_local_steps(plan: CollectivePlan, whole: Program) -> Program:
         for n in whole.out_names:
             if n in state_names:  # each trainer has one: that of its last step
                 values = [[of_trainer[-1][n]] for of_trainer in made]
-                found.append(_merged(n, values, ways[n], [[sum(of_trainer)] for of_trainer in weights]))
+                found.append(
+                    _merged(n, values, ways[n], [[sum(of_trainer)] for of_trainer in weights])
+                )
             else:
                 values = [[outs[n] for outs in of_trainer] for of_trainer in made]
                 found.append(_merged(n, values, ways[n], weights))
@@ -87,7 +95,9 @@ def replay_local_steps(plan: CollectivePlan, whole: Program) -> Program:
 def _replaying(whole: Program, jaxpr: Any, **options: Any) -> Program:
     """Return a program with the arguments of a step, and another jaxpr."""
     roles = (FORWARD,) * len(jaxpr.eqns)
-    return dataclasses.replace(whole, jaxpr=jaxpr, roles=roles, labels={}, specializer=None, **options)
+    return dataclasses.replace(
+        whole, jaxpr=jaxpr, roles=roles, labels={}, specializer=None, **options
+    )
 
 
 def _part_type(t: Any, parts: int, is_cut: bool) -> jax.ShapeDtypeStruct:
@@ -106,7 +116,9 @@ def _part(x: Any, trainer: int, turn: int, trainers: int, steps: int) -> Any:
     return x
 
 
-def _merged(name: str, values: Sequence[Sequence[Any]], way: str, weights: Sequence[Sequence[Any]]) -> Any:
+def _merged(
+    name: str, values: Sequence[Sequence[Any]], way: str, weights: Sequence[Sequence[Any]]
+) -> Any:
     """Merge the values of all steps of all trainers.
 
     Args:
@@ -120,7 +132,10 @@ def _merged(name: str, values: Sequence[Sequence[Any]], way: str, weights: Seque
         return sum(x * jnp.asarray(w, x.dtype) for x, w in zip(flat, by, strict=True)) / total
     if way in _WAYS:
         return _WAYS[way](values, flat)
-    raise ConfigError(f"plan.verify(): {name} is merged by {way!r}, which has no replay; merge it by 'mean' or 'sum'")
+    raise ConfigError(
+        f"plan.verify(): {name} is merged by {way!r}, which has no replay; merge it by 'mean' or "
+        "'sum'"
+    )
 
 
 _WAYS: Mapping[str, Callable[[Sequence[Sequence[Any]], list[Any]], Any]] = {
@@ -136,19 +151,23 @@ _WAYS: Mapping[str, Callable[[Sequence[Sequence[Any]], list[Any]], Any]] = {
 
 
 def replay_turns(plan: PServerPlan, batch: Values, begins: Sequence[Any] = ()) -> Program:
-    """Return a program in which one device takes all turns of an asynchronous job, one after the other.
+    """Return a program in which one device takes all turns of an asynchronous job, one after the
+    other.
 
-    Its batch has the batches of the order behind each other, along a new first dimension. Its outputs are the state of
-    the servers as one device has it, results of turns, and what trainers hold at the end, by name.
+    Its batch has the batches of the order behind each other, along a new first dimension. Its
+    outputs are the state of the servers as one device has it, results of turns, and what trainers
+    hold at the end, by name.
 
     Args:
       batch: name to type of the arrays of one batch: of all trainers, or with GEO-SGD of each.
-      begins: arguments of the init, which makes the state of rows that trainers of GEO-SGD look up for the first time.
+      begins: arguments of the init, which makes the state of rows that trainers of GEO-SGD look up
+        for the first time.
     """
     order, axes, trainers = RecordedOrder.for_plan(plan), part_axes(plan), plan.trainers
     state_types = {n: plan.main.inputs[n] for spec in plan.main.args[:2] for n in spec.names}
     part_types = {
-        n: jax.eval_shape(lambda x, n=n: part_of_trainer(x, axes.get(n), 0, trainers), t) for n, t in batch.items()
+        n: jax.eval_shape(lambda x, n=n: part_of_trainer(x, axes.get(n), 0, trainers), t)
+        for n, t in batch.items()
     }
     typed = lambda t: jax.ShapeDtypeStruct(t.shape, t.dtype)
     own = plan.main.specialize_flat([*map(typed, [*state_types.values(), *part_types.values()])])
@@ -160,7 +179,10 @@ def replay_turns(plan: PServerPlan, batch: Values, begins: Sequence[Any] = ()) -
         results: dict[str, Any] = {}
         for turn, ends in order.halves:
             if not ends:
-                part = {n: part_of_trainer(given[n][turn.batch], axes.get(n), turn.trainer, trainers) for n in batch}
+                part = {
+                    n: part_of_trainer(given[n][turn.batch], axes.get(n), turn.trainer, trainers)
+                    for n in batch
+                }
                 device.begin_turn(turn, part)
                 continue
             found = device.end_turn(turn)
@@ -170,7 +192,11 @@ def replay_turns(plan: PServerPlan, batch: Values, begins: Sequence[Any] = ()) -
             kept = [n for n in device.trainers[k] if n in of_rows or n not in plan.tables.of]
             kept = [n for n in kept if k or n in device.served]
             results |= {f"trainer {k}/{n}": (device.trainers[k] | of_rows)[n] for n in kept}
-        first = {n: x for n, x in (device.trainers[0] | device.rows_kept(0)).items() if n not in device.served}
+        first = {
+            n: x
+            for n, x in (device.trainers[0] | device.rows_kept(0)).items()
+            if n not in device.served
+        }
         return {**first, **{n: device.servers[n] for n in device.served}, **device.rest, **results}
 
     types = [*state_types.values(), *(stacked_type(t, order.batches) for t in batch.values())]
@@ -187,7 +213,8 @@ def replay_turns(plan: PServerPlan, batch: Values, begins: Sequence[Any] = ()) -
 class LazyRows:
     """Definition of a lazy update: rows that a step does not look up are not changed by it.
 
-    That holds for rows of the table, and of each array of the optimizer's state that has a row for each of them.
+    That holds for rows of the table, and of each array of the optimizer's state that has a row for
+    each of them.
 
     Args:
       tables: those whose updates are lazy.
@@ -204,11 +231,14 @@ class LazyRows:
         numbers = [atom for ids in picked.values() for atom, _ in ids]
         eqns = numbers_first([*found.eqns, *found.numbering], numbers, step.jaxpr)
         inner = step.inner
-        self._numbers = closed(inner.constvars, constants(step.jaxpr), inner.invars, numbers, eqns, step.jaxpr)
+        self._numbers = closed(
+            inner.constvars, constants(step.jaxpr), inner.invars, numbers, eqns, step.jaxpr
+        )
         self._components = {n: [component for _, component in ids] for n, ids in picked.items()}
 
     def __call__(self, new: Values, old: Values, inputs: Values) -> dict[str, Any]:
-        """Return a new state whose rows are the old ones where the step with these inputs looks no row up."""
+        """Return a new state whose rows are the old ones where the step with these inputs looks no
+        row up."""
         left = dict(new)
         for table, touched in self.touched(inputs).items():
             for n in (table, *self._tables[table].zero.state):
@@ -216,7 +246,8 @@ class LazyRows:
         return left
 
     def beside(self, new: Values, old: Values, inputs: Values) -> dict[str, Any]:
-        """Return arrays that have the shape of their table, by the name of the table: as `__call__` does."""
+        """Return arrays that have the shape of their table, by the name of the table: as `__call__`
+        does."""
         touched = self.touched(inputs) if new else {}
         zeros = {n: old.get(n, jnp.zeros_like(x)) for n, x in new.items()}
         return {n: _chosen(touched[n], x, zeros[n]) if n in touched else x for n, x in new.items()}
@@ -231,7 +262,9 @@ class LazyRows:
             looked_up = jnp.zeros(self._tables[n].lookups.rows, jnp.int32)
             for component in components:
                 ids = next(made)
-                looked_up = looked_up.at[jnp.ravel(ids if component is None else ids[..., component])].set(1)
+                looked_up = looked_up.at[
+                    jnp.ravel(ids if component is None else ids[..., component])
+                ].set(1)
             found[n] = looked_up > 0
         return found
 
@@ -291,14 +324,17 @@ class _ReplayedDevice:
         own = set(self.plan.main.args[0].names) | (state.keys() if self.plan.push_every else set())
         self.servers = {n: state[n] for n in self.served}
         self.rest = {n: x for n, x in state.items() if n not in own}
-        self.trainers = [{n: x for n, x in state.items() if n in own} for _ in range(self.plan.trainers)]
+        self.trainers = [
+            {n: x for n, x in state.items() if n in own} for _ in range(self.plan.trainers)
+        ]
 
     def begin_turn(self, turn: Turn, batch: Values) -> None:
         """Let a trainer compute its step from the parameters that it has."""
         raise NotImplementedError
 
     def end_turn(self, turn: Turn) -> Values:
-        """Apply the gradients of a trainer's step on the servers; return the results of the step."""
+        """Apply the gradients of a trainer's step on the servers; return the results of the
+        step."""
         raise NotImplementedError
 
     def rows_kept(self, trainer: int) -> dict[str, Any]:
@@ -314,8 +350,9 @@ class _ReplayedDevice:
 class _AsyncDevice(_ReplayedDevice):
     """One device that applies each gradient by itself to the newest parameters.
 
-    Where gradients are compensated for their delay, an update is by g + s g g (w - w'), where w' is what the trainer
-    has received, and s the strength; or with a decay s / sqrt(m + 1e-7), and m = decay m + (1 - decay) g g.
+    Where gradients are compensated for their delay, an update is by g + s g g (w - w'), where w' is
+    what the trainer has received, and s the strength; or with a decay s / sqrt(m + 1e-7), and m =
+    decay m + (1 - decay) g g.
     """
 
     def __init__(self, plan: PServerPlan, step: Program) -> None:
@@ -325,7 +362,9 @@ class _AsyncDevice(_ReplayedDevice):
         leaves = self._halves.gradients
         inner = source.inner
         outs = [*leaves.values()]
-        self._backward = closed(inner.constvars, constants(source.jaxpr), inner.invars, outs, inner.eqns, source.jaxpr)
+        self._backward = closed(
+            inner.constvars, constants(source.jaxpr), inner.invars, outs, inner.eqns, source.jaxpr
+        )
         self._leave = LazyRows(lazy_tables(plan), step)
         mode = plan.options["mode"]
         self._delay = mode.delay if isinstance(mode, Async | HalfAsync) else None
@@ -354,7 +393,9 @@ class _AsyncDevice(_ReplayedDevice):
         if not self._is_first:  # the first turn is a step of one device
             half = self._halves.optimize
             known = {**inputs, **held}
-            operands = [given[n.leaf] if isinstance(n, Gradient) else known[n] for n in half.in_names]
+            operands = [
+                given[n.leaf] if isinstance(n, Gradient) else known[n] for n in half.in_names
+            ]
             new |= zip(half.out_names, evaluate(half.jaxpr, *operands), strict=True)
         self._is_first = False
         new = self._leave(new, held, inputs)
@@ -379,14 +420,16 @@ class _AsyncDevice(_ReplayedDevice):
 
 
 class _GeoDevice(_ReplayedDevice):
-    """Trainers train by themselves, and every few steps give servers what they have changed, divided by their number.
+    """Trainers train by themselves, and every few steps give servers what they have changed,
+    divided by their number.
 
-    What has come back is in the results of the next step: local + (server - old). `old` is what a trainer and the
-    servers agreed on last.
+    What has come back is in the results of the next step: local + (server - old). `old` is what a
+    trainer and the servers agreed on last.
 
-    Of a table the same holds row by row. A trainer keeps the rows that its steps have looked up. At its first lookup a
-    row is as the servers have it, and its state as the init makes it. A push has the rows that were looked up since the
-    last one. The answer has the rows that the trainer keeps and that others have pushed since its last answer.
+    Of a table the same holds row by row. A trainer keeps the rows that its steps have looked up. At
+    its first lookup a row is as the servers have it, and its state as the init makes it. A push has
+    the rows that were looked up since the last one. The answer has the rows that the trainer keeps
+    and that others have pushed since its last answer.
 
     Args:
       begins: arguments of the init.
@@ -407,10 +450,13 @@ class _GeoDevice(_ReplayedDevice):
         self._steps = [0 for _ in self.trainers]
         self._answers: list[Values | None] = [None for _ in self.trainers]
         self._outs: dict[int, Values] = {}  # of the step that each trainer is at
-        # for each trainer which rows of a table it keeps, owes to servers, and is to be told of; and what it is told of
+        # for each trainer which rows of a table it keeps, owes to servers, and is to be told of;
+        # and what it is told of
         none = {n: jnp.zeros(t.lookups.rows, bool) for n, t in self.tables.items()}
         start = lambda k, rows: jnp.zeros(rows, bool).at[kept_at_start(rows, k)].set(True)
-        self._kept = [{n: start(k, len(x)) for n, x in none.items()} for k in range(self.plan.trainers)]
+        self._kept = [
+            {n: start(k, len(x)) for n, x in none.items()} for k in range(self.plan.trainers)
+        ]
         self._owed, self._news, self._told = ([dict(none) for _ in self.trainers] for _ in range(3))
         for k in range(self.plan.trainers):
             self._look_up(k, {n: ~rows for n, rows in self._kept[k].items()})
@@ -446,7 +492,8 @@ class _GeoDevice(_ReplayedDevice):
         return {n: x for n, x in outs.items() if n not in self.trainers[k]}
 
     def rows_kept(self, trainer: int) -> dict[str, Any]:
-        """Return tables and the state of their rows as a trainer keeps them: zeros and new state elsewhere."""
+        """Return tables and the state of their rows as a trainer keeps them: zeros and new state
+        elsewhere."""
         found = {}
         for table, t in self.tables.items():
             rows, local = self._kept[trainer][table], self.trainers[trainer]
@@ -460,10 +507,13 @@ class _GeoDevice(_ReplayedDevice):
         for table, rows in new.items():
             local[table] = _chosen(rows, self.servers[table], local[table])
             old[table] = _chosen(rows, self.servers[table], old[table])
-            local |= {n: _chosen(rows, self._init[n], local[n]) for n in self.tables[table].zero.state}
+            local |= {
+                n: _chosen(rows, self._init[n], local[n]) for n in self.tables[table].zero.state
+            }
 
     def _tell_others(self, trainer: int) -> None:
-        """Note which rows others are to be told of that a trainer has pushed, and what it is told of itself."""
+        """Note which rows others are to be told of that a trainer has pushed, and what it is told
+        of itself."""
         for n, rows in self._owed[trainer].items():
             for k in range(self.plan.trainers):
                 if k != trainer:

@@ -19,7 +19,14 @@ import numpy as np
 
 from dtrans.batch.shared import SharedStep
 from dtrans.checkpoint.orbax_io import load_orbax
-from dtrans.checkpoint.pserver_state import TRAINER, check_plan, check_type, has_checkpoints, named, scatter
+from dtrans.checkpoint.pserver_state import (
+    TRAINER,
+    check_plan,
+    check_type,
+    has_checkpoints,
+    named,
+    scatter,
+)
 from dtrans.checkpoint.runs import run_of
 from dtrans.checks import check_one_of
 from dtrans.errors import BatchError, ConfigError, StateError
@@ -64,7 +71,8 @@ class RoleJob(Job):
     def __init__(self, plan: PServerPlan, role: Role, options: dict[str, Any]) -> None:
         if role.trainers != plan.trainers or tuple(plan.servers) != role.pserver_endpoints:
             raise ConfigError(
-                f"the plan is for {plan.trainers} trainers and pservers {','.join(plan.servers)}; this process's "
+                f"the plan is for {plan.trainers} trainers and pservers {','.join(plan.servers)}; "
+                "this process's "
                 f"environment says {role.trainers} and {role.pservers or 'none'}"
             )
         self.plan, self.role = plan, role
@@ -79,21 +87,30 @@ class RoleJob(Job):
         self._executor.close()
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         super().close()
         self._executor.__exit__(kind, error, trace)  # a failure is told to the servers
 
     def opt_state(self, state: Any) -> Any:
-        raise ConfigError("the optimizer's state is on the servers: save them, and dtrans.checkpoint.load the whole")
+        raise ConfigError(
+            "the optimizer's state is on the servers: save them, and dtrans.checkpoint.load the "
+            "whole"
+        )
 
 
 class TrainerJob(RoleJob):
-    """One trainer: `init` receives the first parameters of the servers, and `step` exchanges with them.
+    """One trainer: `init` receives the first parameters of the servers, and `step` exchanges with
+    them.
 
-    Where the batch is shared exactly results are those of all trainers: one server puts their parts together.
+    Where the batch is shared exactly results are those of all trainers: one server puts their parts
+    together.
 
-    A state is what the trainer holds: (params,), or (params, opt_state) where each trainer has its own (GEO-SGD).
+    A state is what the trainer holds: (params,), or (params, opt_state) where each trainer has its
+    own (GEO-SGD).
     """
 
     _made = 0  # steps
@@ -126,7 +143,9 @@ class TrainerJob(RoleJob):
     def check(self, state: Any) -> None:
         self._check_open()
         if not isinstance(state, tuple) or len(state) != (2 if self.plan.push_every else 1):
-            raise StateError(f"step takes the state that init or step returned, not {type(state).__name__}")
+            raise StateError(
+                f"step takes the state that init or step returned, not {type(state).__name__}"
+            )
 
     @metered
     def step(self, state: tuple[Any, ...], *batch: Any) -> tuple[Any, ...]:
@@ -140,25 +159,27 @@ class TrainerJob(RoleJob):
     def prefetch(self, *batch: Any) -> bool:
         """Ask servers for the rows of tables that a later step looks up, and wait for none.
 
-        It is of the step that follows the one to be made next, or those that were announced: call it with this
-        trainer's part of the next batch before `step` is called with the current one. That step computes while the
-        rows come, and the later one finds them here. Those that any trainer's update has changed since are sent again,
-        so that numbers are the same bit for bit, unless `dtrans.Rows(staleness=)` says otherwise. A step that looks up
-        other rows than were announced asks for its own.
+        It is of the step that follows the one to be made next, or those that were announced: call
+        it with this trainer's part of the next batch before `step` is called with the current one.
+        That step computes while the rows come, and the later one finds them here. Those that any
+        trainer's update has changed since are sent again, so that numbers are the same bit for bit,
+        unless `dtrans.Rows(staleness=)` says otherwise. A step that looks up other rows than were
+        announced asks for its own.
 
         Args:
           batch: what `step` takes behind the state.
 
         Returns:
-          Whether rows were asked for: not where the plan has no tables, and not in asynchronous modes, in which rows
-          are as they are when their step begins.
+          Whether rows were asked for: not where the plan has no tables, and not in asynchronous
+          modes, in which rows are as they are when their step begins.
 
         Raises:
-          BatchError: a row that a table does not have; nothing is sent. ConfigError: which rows a step looks up is made
-            of its state too. StateError: the job is closed, or 64 batches are announced and no step was made.
+          BatchError: a row that a table does not have; nothing is sent. ConfigError: which rows a
+            step looks up is made of its state too. StateError: the job is closed, or 64 batches are
+            announced and no step was made.
 
-        Source: TorchRec's `TrainPipelineSparseDist`, of lookups beside a step; Persia's bounded staleness, of
-        `dtrans.Rows(staleness=)`.
+        Source: TorchRec's `TrainPipelineSparseDist`, of lookups beside a step; Persia's bounded
+        staleness, of `dtrans.Rows(staleness=)`.
         """
         self._check_open()
         if not self.plan.tables.of or not self.plan.sync_mode:
@@ -167,8 +188,11 @@ class TrainerJob(RoleJob):
         self._executor.announce(program, *batch)
         return True
 
-    def _given(self, batch: Sequence[Any]) -> tuple[Program, SharedStep | None, tuple[Any, ...], int]:
-        """The program for a batch, how trainers share it, the batch as that takes it, and the rows of uneven parts."""
+    def _given(
+        self, batch: Sequence[Any]
+    ) -> tuple[Program, SharedStep | None, tuple[Any, ...], int]:
+        """The program for a batch, how trainers share it, the batch as that takes it, and the rows
+        of uneven parts."""
         given, rows = without_parts(batch)
         if not rows:
             return self.plan.trainer_program(self.role.trainer_id), self.plan.shared, given, rows
@@ -177,11 +201,13 @@ class TrainerJob(RoleJob):
 
     @cached_property
     def _of_rows(self) -> dict[int, tuple[Program, SharedStep]]:
-        """The program for a batch that trainers do not divide, and how they share it, by its rows."""
+        """The program for a batch that trainers do not divide, and how they share it, by its
+        rows."""
         return {}
 
     def _uneven(self, batch: Sequence[Any], rows: int) -> tuple[Any, ...]:
-        """This trainer's part of such a batch, as its program takes it: with rows behind that enter nothing."""
+        """This trainer's part of such a batch, as its program takes it: with rows behind that enter
+        nothing."""
         plan, main, k = self.plan, self.plan.main, self.role.trainer_id
         check_uneven(rows, plan.trainers, self.takes_uneven_parts)
         assert plan.shared is not None and plan.for_whole is not None
@@ -192,12 +218,19 @@ class TrainerJob(RoleJob):
         if rows not in self._of_rows:
             held = [main.inputs[n] for spec in main.args[:2] for n in spec.names]
             types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in held]
-            shared, program = plan.for_whole([*types, *(resized(x, share, lambda _: rows) for x, share in arrays)], k)
-            self._of_rows[rows] = dataclasses.replace(program, identity=lambda: plan.identity), shared
+            shared, program = plan.for_whole(
+                [*types, *(resized(x, share, lambda _: rows) for x, share in arrays)], k
+            )
+            self._of_rows[rows] = (
+                dataclasses.replace(program, identity=lambda: plan.identity),
+                shared,
+            )
         of_names = dict(zip(names, found, strict=True))
         return tuple(spec.unflatten([of_names[n] for n in spec.names]) for spec in main.args[2:])
 
-    def _merged(self, made: Any, batch: Sequence[Any], shared: SharedStep | None, whole: int) -> Any:
+    def _merged(
+        self, made: Any, batch: Sequence[Any], shared: SharedStep | None, whole: int
+    ) -> Any:
         """What a step makes, with the results of all trainers in place of this one's.
 
         Args:
@@ -209,7 +242,11 @@ class TrainerJob(RoleJob):
         plan, out = self.plan, self.plan.trainer.out
         if shared is None or not plan.sync_mode:
             return made
-        ways = {n: way for n, way in shared.merges.items() if way != "same" and n not in plan.main.args[0].names}
+        ways = {
+            n: way
+            for n, way in shared.merges.items()
+            if way != "same" and n not in plan.main.args[0].names
+        }
         if not ways:
             return made
         values = dict(zip(out.names, out.flatten(made), strict=True))
@@ -217,13 +254,18 @@ class TrainerJob(RoleJob):
         arrays = zip(names, batch_arrays(plan.main.args[2:], batch, plan.main.inputs), strict=True)
         mine = next((x.shape[shared.axes[n]] for n, x in arrays if n in shared.axes), 0)
         add, join = ("all_reduce", "sum"), "all_gather"
-        how = [(join, 0), *((join, shared.joined[n]) if way == "concat" else add for n, way in ways.items())]
+        how = [
+            (join, 0),
+            *((join, shared.joined[n]) if way == "concat" else add for n, way in ways.items()),
+        ]
         told = np.array([[whole, mine]], np.int32)
         given, *found = self._executor.exchange(
             next(iter(plan.servers)), RESULTS, how, [told, *(values[n] for n in ways)]
         )
         if len({*map(tuple, given.tolist())}) > 1:
-            said = ", ".join(str(part) + (f" of {rows}" if rows else "") for rows, part in given.tolist())
+            said = ", ".join(
+                str(part) + (f" of {rows}" if rows else "") for rows, part in given.tolist()
+            )
             raise BatchError(
                 f"{PARTS_DIFFER}; they gave {said} rows, and servers took the mean of "
                 "unequal parts: go on from a checkpoint, with job.shard_batch(*batch)"
@@ -231,7 +273,9 @@ class TrainerJob(RoleJob):
         for (n, way), x in zip(ways.items(), found, strict=True):
             if way == "concat":
                 x = Merge("joined", shared.joined[n], whole or None)(x)
-            values[n] = x / len(given) if way == "mean" else x  # trainers may have left: those who are here are counted
+            values[n] = (
+                x / len(given) if way == "mean" else x
+            )  # trainers may have left: those who are here are counted
         return out.unflatten([values[n] for n in out.names])
 
     def lookup(self, name: str, ids: Any) -> np.ndarray:
@@ -249,28 +293,33 @@ class TrainerJob(RoleJob):
         """
         self._check_open()
         trainer = self.plan.trainer_program(self.role.trainer_id)
-        return looked_up(self.plan, name, ids, lambda uniq: self._executor.look_up(trainer, name, uniq))
+        return looked_up(
+            self.plan, name, ids, lambda uniq: self._executor.look_up(trainer, name, uniq)
+        )
 
     def save(self, name: str, *, wait: bool = True) -> None:
-        """Let the servers save what they hold while the job goes on, each its piece of one checkpoint.
+        """Let the servers save what they hold while the job goes on, each its piece of one
+        checkpoint.
 
-        Servers take a snapshot and write it during the next steps. They copy the optimizer's state while they wait for
-        gradients.
+        Servers take a snapshot and write it during the next steps. They copy the optimizer's state
+        while they wait for gradients.
 
-        It is as after the last step of this trainer: with synchronous trainers, that of all of them; with `dtrans.Geo`
-        after its last push. The servers must
-        have been told where (`job.serve(state, checkpoints=folder)`); what is saved is at `folder/name`, as
-        `dtrans.checkpoint.load` and `restore` read it. One trainer is enough to say so; where all do, with the same
-        name after the same number of steps, it is one checkpoint.
+        It is as after the last step of this trainer: with synchronous trainers, that of all of
+        them; with `dtrans.Geo` after its last push. The servers must
+        have been told where (`job.serve(state, checkpoints=folder)`); what is saved is at
+        `folder/name`, as `dtrans.checkpoint.load` and `restore` read it. One trainer is enough to
+        say so; where all do, with the same name after the same number of steps, it is one
+        checkpoint.
 
         Args:
           name: of the checkpoint: `300`.
-          wait: return when it is written. Synchronous trainers wait for each other, so that with `wait=False` steps go
-            on meanwhile: the next `save`, or the end of the job, waits for this one and raises what it has met.
+          wait: return when it is written. Synchronous trainers wait for each other, so that with
+            `wait=False` steps go on meanwhile: the next `save`, or the end of the job, waits for
+            this one and raises what it has met.
 
         Raises:
-          CheckpointError: a server that has no place for it, could not write it, or has saved another step under this
-            name; the job goes on.
+          CheckpointError: a server that has no place for it, could not write it, or has saved
+            another step under this name; the job goes on.
           ConfigError: before `init`; or a plan whose trainers hold leaves that no server has.
 
         Source: `checkpoint_notify` of Paddle, at which each server saves its own.
@@ -279,13 +328,17 @@ class TrainerJob(RoleJob):
         check_plan(self.plan)
         if self.plan.frozen:
             raise ConfigError(
-                f"{self.plan.frozen[0]} is on no server: save when the job has ended, with dtrans.checkpoint.save"
+                f"{self.plan.frozen[0]} is on no server: save when the job has ended, with "
+                "dtrans.checkpoint.save"
             )
         servers = tuple(self.plan.servers)
-        self._executor.between_steps(f"checkpoint {name}", lambda to: to.save(servers, name, self._made, wait=wait))
+        self._executor.between_steps(
+            f"checkpoint {name}", lambda to: to.save(servers, name, self._made, wait=wait)
+        )
 
     def tables(self) -> TablesReport:
-        """What servers have of tables, after the last step of this trainer: rows that are made, and what they weigh.
+        """What servers have of tables, after the last step of this trainer: rows that are made, and
+        what they weigh.
 
         Returns:
           One record for each block; it prints as a table.
@@ -295,61 +348,77 @@ class TrainerJob(RoleJob):
         """
         self._check_open()
         servers = table_servers(self.plan)
-        return TablesReport(tuple(self._executor.between_steps("tables", lambda to: to.tables(servers))))
+        return TablesReport(
+            tuple(self._executor.between_steps("tables", lambda to: to.tables(servers)))
+        )
 
     def changed(self, name: str, since: int) -> ChangedRows:
         """Rows of a table that steps after one have changed, for a copy that serves.
 
-        Where rows move that nobody looks up (`dtrans.Rows(update="dense")` with momentum, say), all rows that are made
-        have changed with every step; and with AdamW, all rows. Memory that it takes is in proportion to the rows.
+        Where rows move that nobody looks up (`dtrans.Rows(update="dense")` with momentum, say), all
+        rows that are made have changed with every step; and with AdamW, all rows. Memory that it
+        takes is in proportion to the rows.
 
         Args:
           name: as of `lookup`.
-          since: a step, counted from the start of the servers: 0 for all that this job has changed, then the `step` of
-            the changes before.
+          since: a step, counted from the start of the servers: 0 for all that this job has changed,
+            then the `step` of the changes before.
 
         Returns:
-          The numbers of rows, increasing, the rows, the numbers of those that were given up since, and the step that
-          they are of. With asynchronous trainers they may be of later steps, and come again with the next changes.
+          The numbers of rows, increasing, the rows, the numbers of those that were given up since,
+          and the step that they are of. With asynchronous trainers they may be of later steps, and
+          come again with the next changes.
 
         Raises:
-          ConfigError: no table, or before `init`. PeerError: a step that the servers have not come to.
+          ConfigError: no table, or before `init`. PeerError: a step that the servers have not come
+            to.
         """
         self._check_open()
         what = f"changes of {name}"
-        ask = lambda blocks: self._executor.between_steps(what, lambda to: to.changed(blocks, since))
+        ask = lambda blocks: self._executor.between_steps(
+            what, lambda to: to.changed(blocks, since)
+        )
         return changed_rows(self.plan, name, since, ask, lambda ids: self.lookup(name, ids))
 
     def evict(self, name: str, unused_for: int) -> int:
-        """Let servers give up the rows of a table that none of so many last steps has updated, with their state.
+        """Let servers give up the rows of a table that none of so many last steps has updated, with
+        their state.
 
-        A row that is looked up again is as the init makes it, bit for bit, and its state as the optimizer begins. A
-        row that was given up is no longer one device's. It counts towards no limit.
+        A row that is looked up again is as the init makes it, bit for bit, and its state as the
+        optimizer begins. A row that was given up is no longer one device's. It counts towards no
+        limit.
 
-        Synchronous trainers call it all alike, between the same two steps: servers give rows up when all have said so.
-        With asynchronous ones each call counts by itself, steps are those of all trainers, as each server has counted
-        them, and rows that some trainer has looked up and not sent the gradient of stay.
+        Synchronous trainers call it all alike, between the same two steps: servers give rows up
+        when all have said so. With asynchronous ones each call counts by itself, steps are those of
+        all trainers, as each server has counted them, and rows that some trainer has looked up and
+        not sent the gradient of stay.
 
         Args:
           name: as of `lookup`.
-          unused_for: a number of steps. Steps of a job that was begun from a checkpoint are counted from its start.
+          unused_for: a number of steps. Steps of a job that was begun from a checkpoint are counted
+            from its start.
 
         Returns:
           How many rows were given up, of all servers.
 
         Raises:
-          ConfigError: no table, one whose update moves rows that nobody has looked up, or before `init`. PeerError: a
-            server that cannot make rows again; or a trainer that goes on without.
+          ConfigError: no table, one whose update moves rows that nobody has looked up, or before
+            `init`. PeerError: a server that cannot make rows again; or a trainer that goes on
+            without.
         """
         self._check_open()
         check_eviction_of(self.plan, name, unused_for)
         blocks = blocks_of_table(self.plan, name)
-        return self._executor.between_steps(f"rows of {name}", lambda to: to.evict(blocks, unused_for))
+        return self._executor.between_steps(
+            f"rows of {name}", lambda to: to.evict(blocks, unused_for)
+        )
 
     def export(self, name: str, path: str | os.PathLike[str]) -> None:
-        """Write a table as it is on the servers to a file, some rows at a time: it need not fit into memory.
+        """Write a table as it is on the servers to a file, some rows at a time: it need not fit
+        into memory.
 
-        The file is one array of NumPy's, which `numpy.load(path, mmap_mode="r")` reads; bfloat16 is there as two bytes.
+        The file is one array of NumPy's, which `numpy.load(path, mmap_mode="r")` reads; bfloat16 is
+        there as two bytes.
 
         Args:
           name: as of `lookup`.
@@ -365,7 +434,9 @@ class TrainerJob(RoleJob):
         except OSError as e:
             raise ConfigError(f"{name} cannot be written to {os.fspath(path)}: {e.strerror}") from e
         for at in range(0, t.shape[0], EXPORTED):
-            file[at : at + EXPORTED] = self.lookup(name, np.arange(at, min(at + EXPORTED, t.shape[0])))
+            file[at : at + EXPORTED] = self.lookup(
+                name, np.arange(at, min(at + EXPORTED, t.shape[0]))
+            )
         file.flush()
 
     def params(self, state: tuple[Any, ...]) -> Any:
@@ -380,18 +451,25 @@ class TrainerJob(RoleJob):
         size, room = sum(nbytes(self.plan.main.inputs[n]) for n in tables), _memory()
         if size > room:
             raise StateError(
-                f"{', '.join(tables)} are {size:,} bytes, and this process may have {room:,}: job.export(name, path) "
+                f"{', '.join(tables)} are {size:,} bytes, and this process may have {room:,}: "
+                "job.export(name, path) "
                 "writes a table to a file, and job.lookup(name, ids) gives some rows"
             )
         spec = self.plan.main.args[0]
         held = dict(zip(spec.names, spec.flatten(state[0]), strict=True))
-        held |= {n: jax.numpy.asarray(self.lookup(n, np.arange(t.lookups.rows))) for n, t in tables.items()}
+        held |= {
+            n: jax.numpy.asarray(self.lookup(n, np.arange(t.lookups.rows)))
+            for n, t in tables.items()
+        }
         return spec.unflatten([held[n] for n in spec.names])
 
     def state_of(self, params: Any, opt_state: Any) -> tuple[Any, ...]:
-        """The state of a trainer that goes on from these parameters; the optimizer's state is the servers'."""
+        """The state of a trainer that goes on from these parameters; the optimizer's state is the
+        servers'."""
         if self.plan.push_every:
-            raise ConfigError("with GEO-SGD a trainer begins with job.init(...), which tells the servers of it")
+            raise ConfigError(
+                "with GEO-SGD a trainer begins with job.init(...), which tells the servers of it"
+            )
         spec, tables = self.plan.main.args[0], self.plan.tables.of
         held = named(spec, params, "params")
         for n, x in held.items():
@@ -404,12 +482,14 @@ class TrainerJob(RoleJob):
         kept = [n for t in self.plan.tables.of.values() for n in t.zero.state]
         if kept:
             raise ConfigError(
-                f"{kept[0]} has a row for each row of a table, of which this trainer keeps those that it has looked up"
+                f"{kept[0]} has a row for each row of a table, of which this trainer keeps those "
+                "that it has looked up"
             )
         return state[1]
 
     def lower(self, state: tuple[Any, ...], *batch: Any) -> LoweredStep:
-        """What `step` compiles. It makes a step, with the servers: all trainers must ask for it together."""
+        """What `step` compiles. It makes a step, with the servers: all trainers must ask for it
+        together."""
         with recording() as parts:
             self.step(state, *batch)
         return LoweredStep(parts)
@@ -448,7 +528,9 @@ class ServerJob(RoleJob):
         return self._init(*args)
 
     def _init(self, *args: Any) -> dict[str, Any]:
-        made: dict[str, Any] = self._executor.run(self.plan.servers[self.role.current_endpoint].startup, *args)
+        made: dict[str, Any] = self._executor.run(
+            self.plan.servers[self.role.current_endpoint].startup, *args
+        )
         return made
 
     def check(self, state: Any) -> None:
@@ -465,18 +547,20 @@ class ServerJob(RoleJob):
         """Serve until every trainer has closed; the state at the end, for `dtrans.checkpoint.save`.
 
         Args:
-          checkpoints: a folder, which all servers see, for what trainers ask to be saved (`job.save(name)`).
-          on_failure: what becomes of the state when the job ends by an error, SIGTERM included. "save" writes it to
-            `checkpoints`, under the number of its step; the error is raised when it is written. "drop" forgets it. By
-            default "save", where there is a folder and the plan has checkpoints. The number is counted from the last
-            `job.save` under a number, else from the checkpoint that `dtrans.checkpoint.restore(path, job)` read, else
-            from 0.
-          init: the arguments of `init`, where the state is of a checkpoint: rows of tables that are as the init makes
-            them take no memory then, as in a job that begins, and others may be given up (`job.evict`).
+          checkpoints: a folder, which all servers see, for what trainers ask to be saved
+            (`job.save(name)`).
+          on_failure: what becomes of the state when the job ends by an error, SIGTERM included.
+            "save" writes it to `checkpoints`, under the number of its step; the error is raised
+            when it is written. "drop" forgets it. By default "save", where there is a folder and
+            the plan has checkpoints. The number is counted from the last `job.save` under a number,
+            else from the checkpoint that `dtrans.checkpoint.restore(path, job)` read, else from 0.
+          init: the arguments of `init`, where the state is of a checkpoint: rows of tables that are
+            as the init makes them take no memory then, as in a job that begins, and others may be
+            given up (`job.evict`).
 
         Raises:
-          ConfigError: on_failure="save" without a folder, or with a plan that has no checkpoints; a folder without
-            orbax installed.
+          ConfigError: on_failure="save" without a folder, or with a plan that has no checkpoints; a
+            folder without orbax installed.
           DeadlineError, PeerError: the job has ended by an error.
         """
         self._check_open()
@@ -484,27 +568,42 @@ class ServerJob(RoleJob):
         if init is not None:
             state = made_again(state, self._init(*init))
         if checkpoints is None and on_failure == "save":
-            raise ConfigError('on_failure="save" needs a place: say job.serve(state, checkpoints=folder)')
+            raise ConfigError(
+                'on_failure="save" needs a place: say job.serve(state, checkpoints=folder)'
+            )
         if checkpoints is not None:
             load_orbax()
             number = self.restored.name if self.restored is not None else ""
             begun = int(number) if number.isdecimal() else 0
-            keeps = ServerCheckpoints(Path(checkpoints), self.plan, self.role.current_endpoint, begun)
+            keeps = ServerCheckpoints(
+                Path(checkpoints), self.plan, self.role.current_endpoint, begun
+            )
             saves_last = on_failure == "save" or (on_failure is None and has_checkpoints(self.plan))
             if saves_last:
                 check_plan(self.plan)
             self._executor.keep(keeps.keep, keeps.keep_last if saves_last else None)
-        made: dict[str, Any] = self._executor.run(self.plan.servers[self.role.current_endpoint].main, state)
+        made: dict[str, Any] = self._executor.run(
+            self.plan.servers[self.role.current_endpoint].main, state
+        )
         return made
 
     def step(self, state: Any, *batch: Any) -> NoReturn:
-        raise ConfigError(f"{self.role.name} makes no steps: job.serve(state) serves until every trainer has closed")
+        raise ConfigError(
+            f"{self.role.name} makes no steps: job.serve(state) serves until every trainer has "
+            "closed"
+        )
 
     def params(self, state: Any) -> NoReturn:
-        raise ConfigError(f"{self.role.name} has blocks of parameters: save them, and dtrans.checkpoint.load the whole")
+        raise ConfigError(
+            f"{self.role.name} has blocks of parameters: save them, and dtrans.checkpoint.load the "
+            "whole"
+        )
 
     def lower(self, state: Any, *batch: Any) -> NoReturn:
-        raise ConfigError(f"{self.role.name} compiles its update when gradients come; plan.on_mesh().lower() shows it")
+        raise ConfigError(
+            f"{self.role.name} compiles its update when gradients come; plan.on_mesh().lower() "
+            "shows it"
+        )
 
 
 @realises(PServerPlan, "cluster")

@@ -54,7 +54,10 @@ class _AbstractTrainers(MeshTrainers):
 
         def step(*args: Any) -> list[Any]:
             found = run(*args)
-            return [x[0] if way == "first" else x for x, (way, _) in zip(found, layout.ways, strict=True)]
+            return [
+                x[0] if way == "first" else x
+                for x, (way, _) in zip(found, layout.ways, strict=True)
+            ]
 
         return step
 
@@ -76,7 +79,8 @@ def traced_on_mesh(plan: CollectivePlan, batch: Sequence[Any]) -> TracedStep:
 
 @realises(PServerPlan, "verify")
 def traced_servers(plan: PServerPlan, batch: Sequence[Any]) -> TracedStep:
-    """Trace the step of a job of parameter servers: simulated, or of asynchronous roles in a recorded order."""
+    """Trace the step of a job of parameter servers: simulated, or of asynchronous roles in a
+    recorded order."""
     of = plan.tables.of
     rows = min((t.lookups.rows for t in of.values()), default=0)
     if not plan.sync_mode:
@@ -86,7 +90,9 @@ def traced_servers(plan: PServerPlan, batch: Sequence[Any]) -> TracedStep:
     traced = dataclasses.replace(traced_simulation(plan, batch), rows=rows, replay=replay)
     if not any(t.catches_up for t in of.values()):
         return traced
-    late = dataclasses.replace(traced_step(LateRowsJob(plan), batch), rows=rows, init=None, replay=replay)
+    late = dataclasses.replace(
+        traced_step(LateRowsJob(plan), batch), rows=rows, init=None, replay=replay
+    )
     return dataclasses.replace(traced, also=(late,))
 
 
@@ -96,7 +102,9 @@ def traced_turns(plan: PServerPlan, batch: Sequence[Any]) -> TracedStep:
     job = OrderedJob(plan, begins)
     specs = plan.main.args[2:]
     named = [
-        pair for spec, b in zip(specs, batch, strict=True) for pair in zip(spec.names, spec.flatten(b), strict=True)
+        pair
+        for spec, b in zip(specs, batch, strict=True)
+        for pair in zip(spec.names, spec.flatten(b), strict=True)
     ]
     replay = replay_turns(plan, dict(named), begins)
     stacked = [spec.unflatten([replay.inputs[n] for n in spec.names]) for spec in specs]
@@ -104,12 +112,14 @@ def traced_turns(plan: PServerPlan, batch: Sequence[Any]) -> TracedStep:
 
 
 def unmerged(plan: PServerPlan) -> tuple[str, ...]:
-    """Return the reason why a job may do what its recorded order does not: merge gradients; nothing otherwise."""
+    """Return the reason why a job may do what its recorded order does not: merge gradients; nothing
+    otherwise."""
     queue = plan.options["mode"].communicator if isinstance(plan.options["mode"], Async) else None
     if queue is None or queue.max_merge_var_num == 1:
         return ()
     return (
-        "gradients of several steps that a communicator merges, which the recorded order sends one by one; "
+        "gradients of several steps that a communicator merges, which the recorded order sends one "
+        "by one; "
         "max_merge_var_num=1 lets it merge none",
     )
 
@@ -120,11 +130,14 @@ def traced_simulation(plan: Plan, batch: Sequence[Any]) -> TracedStep:
     return traced_step(plan.simulate(), batch)
 
 
-def traced_step(job: Job | OrderedJob, batch: Sequence[Any], placed_by: Job | None = None) -> TracedStep:
+def traced_step(
+    job: Job | OrderedJob, batch: Sequence[Any], placed_by: Job | None = None
+) -> TracedStep:
     """Trace the step of a job.
 
     Args:
-      placed_by: a job whose states are like those of this one, and have arrays; this one by default.
+      placed_by: a job whose states are like those of this one, and have arrays; this one by
+        default.
       batch: types of what `job.step` takes behind the state: pytrees of `jax.ShapeDtypeStruct`.
     """
     main = job.plan.main
@@ -140,13 +153,17 @@ def traced_step(job: Job | OrderedJob, batch: Sequence[Any], placed_by: Job | No
 
     state_of({n: _full(main.inputs[n], main.still.get(n, 0)) for n in names})
     state = made["state"]
-    paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree.leaves_with_path(state)]
+    paths = [
+        jax.tree_util.keystr(path, simple=True, separator="/")
+        for path, _ in jax.tree.leaves_with_path(state)
+    ]
     jaxpr: Any = jax.make_jaxpr(lambda state, *batch: job.step(state, *batch))(state, *batch)
     return TracedStep(jaxpr, paths, state_of, _traced_init(placed_by or job))
 
 
 def _traced_init(job: Job | OrderedJob) -> Any:
-    """Trace the init of a job: the startup programs of its roles, and where they put what they make."""
+    """Trace the init of a job: the startup programs of its roles, and where they put what they
+    make."""
     startup: Program = job.plan.startup
     types = [spec.unflatten([startup.inputs[n] for n in spec.names]) for spec in startup.args]
     return jax.make_jaxpr(lambda *args: job.init(*args))(*types)

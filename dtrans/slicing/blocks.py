@@ -52,7 +52,8 @@ class Block:
         return cls(leaf, 0, 1, span, tuple(aval.shape), aval.dtype, endpoint)
 
     def named(self, base: str) -> str:
-        """Return the name of an array that is cut as this block is: `opt_state/0/mu/w` to `opt_state/0/mu/w.block0`."""
+        """Return the name of an array that is cut as this block is: `opt_state/0/mu/w` to
+        `opt_state/0/mu/w.block0`."""
         return base if self.count == 1 else f"{base}.{self.word}{self.index}"
 
     @property
@@ -76,7 +77,8 @@ class Block:
         return self.size * np.dtype(self.dtype).itemsize
 
     def gradient(self, trainer_id: int, trainers: int) -> str:
-        """The name of its gradient from one trainer: `params/w@GRAD.block0.trainer_1` (Paddle's scheme)."""
+        """The name of its gradient from one trainer: `params/w@GRAD.block0.trainer_1` (Paddle's
+        scheme)."""
         return self.named(self.leaf + GRAD) + (f".trainer_{trainer_id}" if trainers > 1 else "")
 
     def gradients(self, trainers: int, op: str) -> BlockGradient:
@@ -86,10 +88,15 @@ class Block:
 
 
 def argument(name: str, trainers: int) -> BlockGradient:
-    """An argument of the step that an update reads, which all trainers send: `rate@ARG.trainer_1`."""
+    """An argument of the step that an update reads, which all trainers send:
+    `rate@ARG.trainer_1`."""
     told = name + ARG
     return BlockGradient(
-        told, name, 0, {k: told + (f".trainer_{k}" if trainers > 1 else "") for k in range(trainers)}, "same"
+        told,
+        name,
+        0,
+        {k: told + (f".trainer_{k}" if trainers > 1 else "") for k in range(trainers)},
+        "same",
     )
 
 
@@ -141,7 +148,9 @@ class Placement:
                 for b in blocks:
                     found[b.endpoint].append(Unit((b,)))
             elif self.groups[leaf].leaves[0] == leaf:
-                found[blocks[0].endpoint].append(Unit(tuple(self.blocks[n][0] for n in self.groups[leaf].leaves)))
+                found[blocks[0].endpoint].append(
+                    Unit(tuple(self.blocks[n][0] for n in self.groups[leaf].leaves))
+                )
         return {ep: tuple(units) for ep, units in found.items()}
 
     @cached_property
@@ -156,4 +165,6 @@ class Placement:
 
     def map(self, fn: Callable[[Block], Block]) -> Placement:
         """Return the placement of changed blocks."""
-        return dataclasses.replace(self, blocks={n: tuple(map(fn, of)) for n, of in self.blocks.items()})
+        return dataclasses.replace(
+            self, blocks={n: tuple(map(fn, of)) for n, of in self.blocks.items()}
+        )

@@ -1,14 +1,17 @@
-"""Writing the equations that make parts of values: some entries along one axis, and as little as possible of the rest.
+"""Writing the equations that make parts of values: some entries along one axis, and as little as
+possible of the rest.
 
-A parameter server starts from rows `start:stop` of leaves that one device would make whole; or it makes the rows of a
-table when they are first asked for, by their numbers. What is wanted of the outputs of an init says what is wanted of
-the values they are made of, equation by equation, from the last to the first (`dtrans.rows.parts`); then the equations
-are written, in their order, each for the parts that are wanted of it. What has no rule is made whole, and the part is
-cut out: a QR decomposition, a permutation, a loop. Of a value that is wanted whole anyway, parts are cut.
+A parameter server starts from rows `start:stop` of leaves that one device would make whole; or it
+makes the rows of a table when they are first asked for, by their numbers. What is wanted of the
+outputs of an init says what is wanted of the values they are made of, equation by equation, from
+the last to the first (`dtrans.rows.parts`); then the equations are written, in their order, each
+for the parts that are wanted of it. What has no rule is made whole, and the part is cut out: a QR
+decomposition, a permutation, a loop. Of a value that is wanted whole anyway, parts are cut.
 
-So zeros, ones, constants, and whatever is drawn by `jax.random.normal`, `uniform` and `truncated_normal` under the
-default generator (see `dtrans.rows.random_bits`), scaled, reshaped, transposed or concatenated, with the optimizer's
-state that is made of it, is made in blocks; an orthogonal initialiser's leaves are whole first.
+So zeros, ones, constants, and whatever is drawn by `jax.random.normal`, `uniform` and
+`truncated_normal` under the default generator (see `dtrans.rows.random_bits`), scaled, reshaped,
+transposed or concatenated, with the optimizer's state that is made of it, is made in blocks; an
+orthogonal initialiser's leaves are whole first.
 
 Everything is a loop over equations: init of a deep model splits one key a thousand times in a row.
 """
@@ -67,11 +70,15 @@ def write_parts(b: Builder, jaxpr: ClosedJaxpr, wanted: Sequence[Want]) -> list[
     return [read(want) for want in wanted]
 
 
-def write_rows(b: Builder, jaxpr: ClosedJaxpr, wanted: Sequence[tuple[Atom, int]], numbers: Var) -> list[Atom]:
-    """Write the equations of an init that make some rows of its outputs: those whose numbers a vector has.
+def write_rows(
+    b: Builder, jaxpr: ClosedJaxpr, wanted: Sequence[tuple[Atom, int]], numbers: Var
+) -> list[Atom]:
+    """Write the equations of an init that make some rows of its outputs: those whose numbers a
+    vector has.
 
-    They are the rows of the whole bit for bit, in the order of the numbers, which may repeat. An output that cannot be
-    made so (`makes_rows`) is made whole, and its rows are picked. A number that no row has gives a row of anything.
+    They are the rows of the whole bit for bit, in the order of the numbers, which may repeat. An
+    output that cannot be made so (`makes_rows`) is made whole, and its rows are picked. A number
+    that no row has gives a row of anything.
 
     Args:
       b, jaxpr: as `write_parts` takes them.
@@ -96,7 +103,9 @@ def write_rows(b: Builder, jaxpr: ClosedJaxpr, wanted: Sequence[tuple[Atom, int]
       True
     """
     start = Start(lambda b: numbers)
-    return write_parts(b, jaxpr, [(a, Slice(axis, start, numbers.aval.shape[0])) for a, axis in wanted])
+    return write_parts(
+        b, jaxpr, [(a, Slice(axis, start, numbers.aval.shape[0])) for a, axis in wanted]
+    )
 
 
 def makes_rows(jaxpr: ClosedJaxpr, output: Atom, axis: int) -> bool:
@@ -123,7 +132,9 @@ class _Plan:
 
     def __init__(self, eqns: Sequence[JaxprEqn], wanted: Sequence[Want]) -> None:
         self.eqns = eqns
-        self._wanted: dict[Atom, dict[Slice | None, None]] = {}  # in the order in which it was found out
+        self._wanted: dict[
+            Atom, dict[Slice | None, None]
+        ] = {}  # in the order in which it was found out
         self._recipes: dict[int, list[tuple[Want, Recipe]] | None] = {}
         made = {v for e in eqns for v in e.outvars}
         self.cuts: list[Want] = []
@@ -132,7 +143,11 @@ class _Plan:
         for i in range(len(eqns) - 1, -1, -1):
             eqn, found = eqns[i], self._of(eqns[i])
             self._recipes[i] = found
-            needs = [(a, None) for a in eqn.invars] if found is None else [n for _, r in found for n in r.needs]
+            needs = (
+                [(a, None) for a in eqn.invars]
+                if found is None
+                else [n for _, r in found for n in r.needs]
+            )
             for need in needs:
                 self._add(need)
             if found is None:
@@ -140,16 +155,22 @@ class _Plan:
         self.cuts += [(v, part) for v in self._wanted if v not in made for part in self._parts(v)]
 
     def steps(self) -> Iterator[tuple[JaxprEqn, list[tuple[Want, Recipe]] | None]]:
-        """All equations in order: with the parts that it makes, or None for one that is carried out as it is."""
+        """All equations in order: with the parts that it makes, or None for one that is carried out
+        as it is."""
         return ((eqn, self._recipes[i]) for i, eqn in enumerate(self.eqns))
 
     def normal(self, want: Want) -> Want:
         """A part that is everything is the whole."""
         atom, part = want
-        return (atom, None) if part is None or isinstance(atom, Literal) or part.is_all(atom.aval) else want
+        return (
+            (atom, None)
+            if part is None or isinstance(atom, Literal) or part.is_all(atom.aval)
+            else want
+        )
 
     def _of(self, eqn: JaxprEqn) -> list[tuple[Want, Recipe]] | None:
-        """How the parts of what an equation makes are made; None where it is carried out as it is."""
+        """How the parts of what an equation makes are made; None where it is carried out as it
+        is."""
         if any(self._is_whole(v) for v in eqn.outvars):
             return None
         found: list[tuple[Want, Recipe]] = []
@@ -157,7 +178,11 @@ class _Plan:
             for part in self._parts(v):
                 recipe = recipe_of(eqn, k, part)
                 if recipe is None:
-                    warn_if_unknown(eqn, "is treated as mixing rows: each server makes all of what init makes with it")
+                    warn_if_unknown(
+                        eqn,
+                        "is treated as mixing rows: each server makes all of what init makes with "
+                        "it",
+                    )
                     return None
                 found.append(((v, part), recipe))
         return found
@@ -168,11 +193,17 @@ class _Plan:
             self._wanted.setdefault(atom, {})[part] = None
 
     def _is_whole(self, var: Var) -> bool:
-        """Whether all of it is made: it is wanted, or so many parts are that they are more than two of it."""
+        """Whether all of it is made: it is wanted, or so many parts are that they are more than two
+        of it."""
         found = self._wanted.get(var, {})
-        return None in found or sum(p.size / var.aval.shape[p.axis] for p in found if p is not None) > 2
+        return (
+            None in found
+            or sum(p.size / var.aval.shape[p.axis] for p in found if p is not None) > 2
+        )
 
     def _parts(self, var: Atom) -> list[Slice]:
         """The parts that are wanted, in order."""
         parts = [p for p in self._wanted.get(var, ()) if p is not None]
-        return sorted(parts, key=lambda p: (p.axis, -1 if isinstance(p.start, Start) else p.start, p.size))
+        return sorted(
+            parts, key=lambda p: (p.axis, -1 if isinstance(p.start, Start) else p.start, p.size)
+        )

@@ -1,15 +1,15 @@
 """Which values cross from one server to others, and after how many exchanges each value is known.
 
-A value is made where its rows are (its *home*: a leaf, or a group of leaves), or, if it is shared, on every server
-that needs it. It crosses where a home gives something to the others:
+A value is made where its rows are (its *home*: a leaf, or a group of leaves), or, if it is shared,
+on every server that needs it. It crosses where a home gives something to the others:
 
     a reduction over the rows of a leaf         each block has a part; the parts are combined
     a value of a whole leaf that others read    its one owner has it; it is sent as it is
 
-Crossings are exchanged in rounds: level 0 is what a server knows by itself, level n + 1 what it knows after round n.
-LAMB behind a clip by global norm takes three: the norm of the gradients, the norms of the updates, and those once
-more (`optax.safe_norm`). Levels are those of the equations, whatever the placement; a round in which nothing has to
-leave a server costs nothing.
+Crossings are exchanged in rounds: level 0 is what a server knows by itself, level n + 1 what it
+knows after round n. LAMB behind a clip by global norm takes three: the norm of the gradients, the
+norms of the updates, and those once more (`optax.safe_norm`). Levels are those of the equations,
+whatever the placement; a round in which nothing has to leave a server costs nothing.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ class ExchangeRounds:
         self.eqns_of: dict[str, list[int]] = {}
         self._at_home: dict[Var, int] = {}
         # what goes in at its home is known to others after one exchange
-        self._shared: dict[Var, int] = {v: 1 for v in analysis.inputs.values() if analysis.layout(v) is not SHARED}
+        self._shared: dict[Var, int] = {
+            v: 1 for v in analysis.inputs.values() if analysis.layout(v) is not SHARED
+        }
         self._parts: dict[Var, int] = {}
         for i, eqn in enumerate(self.eqns):
             self._follow(i, eqn)
@@ -81,7 +83,8 @@ class ExchangeRounds:
         self._dependent = propagate(self.eqns, dict.fromkeys(analysis.half.inner.invars, 1), {})
 
     def depends(self, var: Var) -> bool:
-        """Return True if a value depends on an input; the others are constants, made where they are read."""
+        """Return True if a value depends on an input; the others are constants, made where they are
+        read."""
         return bool(self._dependent.get(var))
 
     # -- where and when --------------------------------------------------------------------------
@@ -119,8 +122,8 @@ class ExchangeRounds:
     def derived(self, var: Var) -> bool:
         """Whether others had better make a value of a whole leaf themselves, from its operands.
 
-        They had where that is smaller (a scalar that is broadcast), or is known to all a round earlier (the square of a
-        0-d leaf, added to the sum of those of others).
+        They had where that is smaller (a scalar that is broadcast), or is known to all a round
+        earlier (the square of a 0-d leaf, added to the sum of those of others).
         """
         i = self.made_by.get(var)
         if i is None or not isinstance(self.analysis.layout(var), Whole):
@@ -146,7 +149,9 @@ class ExchangeRounds:
                 self._shared[v] = level + 1
             else:
                 self._at_home[v] = level
-                self._shared[v] = max(map(self.shared, eqn.invars)) if self.derived(v) else level + 1
+                self._shared[v] = (
+                    max(map(self.shared, eqn.invars)) if self.derived(v) else level + 1
+                )
 
     # -- what crosses ----------------------------------------------------------------------------
 
@@ -179,7 +184,9 @@ class ExchangeRounds:
     def _cross(self, var: Var, op: str, home: str, level: int) -> None:
         if var not in self.crossings:
             part = part_type(var.aval.dtype) if op == EXACT else var.aval
-            self.crossings[var] = CrossServerValue(f"all_reduce/{len(self.crossings)}", var, op, part, home, level)
+            self.crossings[var] = CrossServerValue(
+                f"all_reduce/{len(self.crossings)}", var, op, part, home, level
+            )
 
 
 def _can_be_exact(eqn: JaxprEqn) -> bool:

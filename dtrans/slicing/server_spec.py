@@ -1,9 +1,10 @@
 """Analysis of an update that servers share: what each server holds, reads and computes.
 
-The units of all servers are written first (`dtrans.slicing.unit_program`), which shows the shared values that each
-reads. A server computes these by itself, unless they cross between servers (`dtrans.slicing.rounds`). State that no row
-enters, or only through reductions (Adafactor's column sums), is on each server that reads it, and on all servers if
-none does. All have the same values of it.
+The units of all servers are written first (`dtrans.slicing.unit_program`), which shows the shared
+values that each reads. A server computes these by itself, unless they cross between servers
+(`dtrans.slicing.rounds`). State that no row enters, or only through reductions (Adafactor's column
+sums), is on each server that reads it, and on all servers if none does. All have the same values of
+it.
 """
 
 from __future__ import annotations
@@ -93,8 +94,8 @@ class UpdateSpec:
     def stays(self, crossing: CrossServerValue) -> bool:
         """Return True if one server alone takes part, so that there is no exchange.
 
-        Exact sums are exchanged even then: XLA rounds otherwise where it compiles more at once, and bits may not depend
-        on the number of servers.
+        Exact sums are exchanged even then: XLA rounds otherwise where it compiles more at once, and
+        bits may not depend on the number of servers.
         """
         return len(self.over[crossing.var]) == 1 and not self.exact
 
@@ -123,7 +124,8 @@ def analyse_update(
       placement: of the leaves.
       trainers: number of gradients that each leaf gets; its update reads their mean.
       summed: leaves whose update reads the sum instead.
-      arguments: arguments of the step that the update reads; trainers send them to the servers that read them.
+      arguments: arguments of the step that the update reads; trainers send them to the servers that
+        read them.
       requested: state of no leaf that trainers request before a step.
       exact: leaves whose sums over rows have the same bits however they are cut.
 
@@ -152,13 +154,16 @@ def analyse_update(
                 claim(names, name, f"block {first.index} of {base}")
         for grad in gradients:
             claim(names, grad.name, f"a gradient of {grad.leaf}")
-        for name in {n for p in program.levels.values() for n in p.out_names} - set(program.held.values()):
+        for name in {n for p in program.levels.values() for n in p.out_names} - set(
+            program.held.values()
+        ):
             claim(names, name)
         return program
 
     units = {ep: tuple(map(write, of)) for ep, of in placement.units.items() if of}
     every = _server_spec(rounds, tuple(itertools.chain(*units.values())))
-    idle = set(analysis.state_of[None]) - every.shared_state  # as a count of steps that no unit reads
+    # a count of steps, say, that no unit reads
+    idle = set(analysis.state_of[None]) - every.shared_state
     servers = {ep: _server_spec(rounds, of, idle) for ep, of in units.items()}
 
     owners: dict[str, tuple[str, ...]] = {}
@@ -166,7 +171,10 @@ def analyse_update(
         owners[analysis.home_of(leaf)] = tuple(ep for ep in placement.endpoints if ep in of)
     over: dict[Var, tuple[str, ...]] = {}
     for var, crossing in rounds.crossings.items():
-        takes_part = {*owners[crossing.home], *(ep for ep, server in servers.items() if var in server.crossings)}
+        takes_part = {
+            *owners[crossing.home],
+            *(ep for ep, server in servers.items() if var in server.crossings),
+        }
         over[var] = tuple(ep for ep in placement.endpoints if ep in takes_part)
     return UpdateSpec(
         rounds,
@@ -182,7 +190,9 @@ def analyse_update(
     )
 
 
-def claim(names: MutableMapping[str, str], name: str, what: str = "a value that the optimizer makes") -> str:
+def claim(
+    names: MutableMapping[str, str], name: str, what: str = "a value that the optimizer makes"
+) -> str:
     """Return a name for a value. Raises ConfigError if something else has it."""
     other = names.setdefault(name, what)
     if other != what:
@@ -190,7 +200,9 @@ def claim(names: MutableMapping[str, str], name: str, what: str = "a value that 
     return name
 
 
-def _server_spec(rounds: ExchangeRounds, units: tuple[UnitProgram, ...], state: Iterable[str] = ()) -> ServerSpec:
+def _server_spec(
+    rounds: ExchangeRounds, units: tuple[UnitProgram, ...], state: Iterable[str] = ()
+) -> ServerSpec:
     """Find all that the shared values are computed from which units read.
 
     Args:
@@ -215,5 +227,9 @@ def _server_spec(rounds: ExchangeRounds, units: tuple[UnitProgram, ...], state: 
                 ahead += eqn.invars
             elif var in analysis.input_names:
                 inputs.add(analysis.input_names[var])
-        new = inputs.intersection(analysis.state_of[None]) - held  # what is read is there, and has a new value
-    return ServerSpec(units, frozenset(computed), frozenset(crossings), frozenset(inputs), frozenset(held))
+        new = (
+            inputs.intersection(analysis.state_of[None]) - held
+        )  # what is read is there, and has a new value
+    return ServerSpec(
+        units, frozenset(computed), frozenset(crossings), frozenset(inputs), frozenset(held)
+    )

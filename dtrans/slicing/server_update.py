@@ -1,7 +1,7 @@
 """The update of one server, as optimize blocks.
 
-Values that no row enters are computed once for each server. Where equations reduce over rows the blocks come in levels
-(`dtrans.slicing.rounds`):
+Values that no row enters are computed once for each server. Where equations reduce over rows the
+blocks come in levels (`dtrans.slicing.rounds`):
 
     level 0    lr_sched           counts, schedules: what no row enters
                params/w.block0    what needs nothing else; its parts of the reductions
@@ -10,7 +10,8 @@ Values that no row enters are computed once for each server. Where equations red
                params/w.block0    the rest
                ...
 
-`dtrans.slicing.server_spec` has found what the server needs, and `dtrans.slicing.unit_program` writes its units.
+`dtrans.slicing.server_spec` has found what the server needs, and `dtrans.slicing.unit_program`
+writes its units.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ class ServerWork:
 
     @property
     def grads(self) -> dict[str, int]:
-        """The gradients that it takes (`params/w@GRAD.block0`), and the number of the block that reads each, from 1."""
+        """The gradients that it takes (`params/w@GRAD.block0`), and the number of the block that
+        reads each, from 1."""
         return {g.name: i for i, block in enumerate(self.blocks, 1) for g in block.grads}
 
 
@@ -142,7 +144,8 @@ def inline_update(b: Builder, work: ServerWork, values: Mapping[str, Atom]) -> d
 
 
 def _held(spec: UpdateSpec, server: ServerSpec) -> dict[str, ServerVariable]:
-    """Return what a server holds: rows of leaves and of their state, and arrays of the step that are whole."""
+    """Return what a server holds: rows of leaves and of their state, and arrays of the step that
+    are whole."""
     held: dict[str, ServerVariable] = {}
     analysis = spec.analysis
     for u in server.units:
@@ -151,7 +154,11 @@ def _held(spec: UpdateSpec, server: ServerSpec) -> dict[str, ServerVariable]:
             row = RowAxis(base, 0) if base in leaves else analysis.layout(analysis.inputs[base])
             held[name] = _rows_of(base, u.unit.blocks[0].index, u.unit.span, row)
     constant = server.inputs - set(analysis.outputs) - spec.arguments
-    held |= {n: ServerVariable(n) for n in analysis.input_names.values() if n in server.shared_state | constant}
+    held |= {
+        n: ServerVariable(n)
+        for n in analysis.input_names.values()
+        if n in server.shared_state | constant
+    }
     return held
 
 
@@ -160,11 +167,15 @@ def _rows_of(name: str, block: int, span: RowSet | None, row: Any) -> ServerVari
     if span is None or not isinstance(row, RowAxis):
         return ServerVariable(name, block)
     if isinstance(span, RowBuckets):
-        return ServerVariable(name, block, Slice(row.axis, 0, span.rows * row.width), buckets=span.along(row))
+        return ServerVariable(
+            name, block, Slice(row.axis, 0, span.rows * row.width), buckets=span.along(row)
+        )
     return ServerVariable(name, block, span.of(row))
 
 
-def _take_arguments(spec: UpdateSpec, server: ServerSpec, claimed: ChainMap[str, str]) -> list[OptimizeBlock]:
+def _take_arguments(
+    spec: UpdateSpec, server: ServerSpec, claimed: ChainMap[str, str]
+) -> list[OptimizeBlock]:
     """Write the block that takes arguments of the step, if the server reads any."""
     analysis = spec.analysis
     names = [n for n in analysis.input_names.values() if n in server.inputs & spec.arguments]
@@ -172,7 +183,9 @@ def _take_arguments(spec: UpdateSpec, server: ServerSpec, claimed: ChainMap[str,
         return []
     b = Builder(analysis.half.jaxpr)
     given = [b.input(analysis.inputs[n].aval) for n in names]
-    outs = [b.call(jnp.copy, v)[0] for v in given]  # a server writes into the memory of what it was sent
+    outs = [
+        b.call(jnp.copy, v)[0] for v in given
+    ]  # a server writes into the memory of what it was sent
     grads = tuple(argument(n, spec.trainers) for n in names)
     for grad in grads:
         claim(claimed, grad.name, f"an argument of the step, {grad.leaf}")
@@ -180,8 +193,11 @@ def _take_arguments(spec: UpdateSpec, server: ServerSpec, claimed: ChainMap[str,
     return [OptimizeBlock("arguments", OPTIMIZE, b.build(outs), in_names, tuple(names), 0, grads)]
 
 
-def _write_shared(rounds: ExchangeRounds, server: ServerSpec) -> tuple[dict[int, LevelProgram], dict[Var, str]]:
-    """Write the shared values that a server computes: programs by level, and names of what units and levels read."""
+def _write_shared(
+    rounds: ExchangeRounds, server: ServerSpec
+) -> tuple[dict[int, LevelProgram], dict[Var, str]]:
+    """Write the shared values that a server computes: programs by level, and names of what units
+    and levels read."""
     analysis, level_of = rounds.analysis, rounds.shared
     writers: dict[int, LevelWriter] = {}
 
@@ -214,18 +230,24 @@ def _write_shared(rounds: ExchangeRounds, server: ServerSpec) -> tuple[dict[int,
     return {level: w.program() for level, w in writers.items()}, names
 
 
-def _joins(spec: UpdateSpec, server: ServerSpec, endpoint: str) -> dict[int, list[CrossServerValue]]:
+def _joins(
+    spec: UpdateSpec, server: ServerSpec, endpoint: str
+) -> dict[int, list[CrossServerValue]]:
     """Return the values whose parts a server joins or exchanges, by level."""
     found: dict[int, list[CrossServerValue]] = {}
     for var, crossing in spec.rounds.crossings.items():
         if endpoint not in spec.over[var]:
             continue
-        if not spec.stays(crossing) or (var in server.crossings and len(server.parts_of(crossing)) > 1):
+        if not spec.stays(crossing) or (
+            var in server.crossings and len(server.parts_of(crossing)) > 1
+        ):
             found.setdefault(crossing.level, []).append(crossing)
     return found
 
 
-def _join(spec: UpdateSpec, server: ServerSpec, crossings: Sequence[CrossServerValue]) -> OptimizeBlock:
+def _join(
+    spec: UpdateSpec, server: ServerSpec, crossings: Sequence[CrossServerValue]
+) -> OptimizeBlock:
     """Write the block that ends a level: parts joined, and exchanged with other servers."""
     b = Builder(spec.analysis.half.jaxpr)
     in_names: list[str] = []
@@ -246,7 +268,9 @@ def _join(spec: UpdateSpec, server: ServerSpec, crossings: Sequence[CrossServerV
             owners, over = spec.owners[c.home], spec.over[c.var]
             outs += b.bind(all_reduce_p, part, op=c.op, name=c.name, owners=owners, over=over)
     out_names = tuple(c.name for c in crossings)
-    return OptimizeBlock("all_reduce", DIST, b.build(outs), tuple(in_names), out_names, level=crossings[0].level)
+    return OptimizeBlock(
+        "all_reduce", DIST, b.build(outs), tuple(in_names), out_names, level=crossings[0].level
+    )
 
 
 @functools.cache

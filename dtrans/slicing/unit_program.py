@@ -1,9 +1,9 @@
 """Programs of a unit of an update, one for each level at which the unit computes something.
 
-A *unit* is what is updated together: a block of one leaf's rows, or a group of leaves that cannot be sliced. Its
-equations are those of its leaves, on the block's shapes (`dtrans.rows.writer`). Values that a later level reads are
-outputs of the level that computes them. Shared values are inputs under their variables: each server names its own
-(`dtrans.slicing.server_update`).
+A *unit* is what is updated together: a block of one leaf's rows, or a group of leaves that cannot
+be sliced. Its equations are those of its leaves, on the block's shapes (`dtrans.rows.writer`).
+Values that a later level reads are outputs of the level that computes them. Shared values are
+inputs under their variables: each server names its own (`dtrans.slicing.server_update`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ class LevelProgram:
     out_names: tuple[str, ...]
     grads: tuple[BlockGradient, ...] = ()
 
-    def block(self, name: str, role: str, level: int, name_of: Callable[[Var], str]) -> OptimizeBlock:
+    def block(
+        self, name: str, role: str, level: int, name_of: Callable[[Var], str]
+    ) -> OptimizeBlock:
         """Return the block of a server, which names shared values by `name_of`."""
         in_names = tuple(n if isinstance(n, str) else name_of(n) for n in self.reads)
         return OptimizeBlock(name, role, self.jaxpr, in_names, self.out_names, level, self.grads)
@@ -58,7 +60,8 @@ class UnitProgram:
     Attributes:
       unit: the unit.
       home: the first of its leaves.
-      held: names of its leaves and of the state that lives with them, to names of the unit's parts of these.
+      held: names of its leaves and of the state that lives with them, to names of the unit's parts
+        of these.
       levels: its programs by level.
     """
 
@@ -84,7 +87,8 @@ class LevelWriter:
     Args:
       rounds: the update, with the level of each value.
       rows: rows of the block; None for whole leaves, and for shared values.
-      own: returns a value that an earlier level has, or an input of the unit's own; None for a shared value.
+      own: returns a value that an earlier level has, or an input of the unit's own; None for a
+        shared value.
       computes: returns True if a shared value is computed at this level.
     """
 
@@ -97,7 +101,9 @@ class LevelWriter:
     ) -> None:
         self._rounds, self._computes = rounds, computes
         self.b = Builder(rounds.analysis.half.jaxpr)
-        self.writer = RowWriter(self.b, rounds.analysis.flow, rows, rounds.makers, own, self._outside)
+        self.writer = RowWriter(
+            self.b, rounds.analysis.flow, rows, rounds.makers, own, self._outside
+        )
         self._reads: list[str | Var] = []
         self.grads: list[BlockGradient] = []
         self.outs: dict[str, Atom] = {}
@@ -108,7 +114,8 @@ class LevelWriter:
         return self.b.input(aval)
 
     def _outside(self, var: Var) -> Atom | None:
-        """Return an input for a shared value; None for a constant, and for a value that is computed here."""
+        """Return an input for a shared value; None for a constant, and for a value that is computed
+        here."""
         crossing = self._rounds.crossings.get(var)
         if crossing is None:
             here = not self._rounds.depends(var) or self._computes(var)
@@ -122,7 +129,9 @@ class LevelWriter:
         return LevelProgram(jaxpr, tuple(self._reads), tuple(self.outs), tuple(self.grads))
 
 
-def write_unit(rounds: ExchangeRounds, unit: Unit, gradients: Sequence[BlockGradient]) -> UnitProgram:
+def write_unit(
+    rounds: ExchangeRounds, unit: Unit, gradients: Sequence[BlockGradient]
+) -> UnitProgram:
     """Write the update of one unit.
 
     Args:
@@ -185,11 +194,14 @@ class _UnitLevels:
         if level not in self.writers:
             span = self._unit.span
             rows = DealtRows(span) if isinstance(span, RowBuckets) else span
-            self.writers[level] = LevelWriter(self._rounds, rows, functools.partial(self._own, level))
+            self.writers[level] = LevelWriter(
+                self._rounds, rows, functools.partial(self._own, level)
+            )
         return self.writers[level]
 
     def _own(self, level: int, var: Var) -> Atom | None:
-        """Return an input for a value of the unit that this level reads; None for a shared value."""
+        """Return an input for a value of the unit that this level reads; None for a shared
+        value."""
         name = self._inputs.get(var) or self._from_earlier(level, var)
         if name is None:
             return None
@@ -209,15 +221,23 @@ class _UnitLevels:
     def emit(self, position: int) -> None:
         """Write an equation of the unit, and its parts of values that cross."""
         rounds = self._rounds
-        eqn, step, level = rounds.eqns[position], rounds.analysis.flow.steps[position], rounds.of_eqn(position)
+        eqn, step, level = (
+            rounds.eqns[position],
+            rounds.analysis.flow.steps[position],
+            rounds.of_eqn(position),
+        )
         w = self.at(level)
         first = rounds.crossings.get(eqn.outvars[0])
         exact = first is not None and first.op == EXACT
-        for v, made in zip(eqn.outvars, _digits(w, eqn, step) if exact else w.writer.emit(eqn, step), strict=True):
+        for v, made in zip(
+            eqn.outvars, _digits(w, eqn, step) if exact else w.writer.emit(eqn, step), strict=True
+        ):
             crossing = rounds.crossings.get(v)
             if crossing is not None:
                 w.outs[part_name(self._unit, crossing)] = made
-            if crossing is None or not step.reduce:  # others read what the parts of all blocks add up to
+            if (
+                crossing is None or not step.reduce
+            ):  # others read what the parts of all blocks add up to
                 w.writer.env[v] = made
             self.of[v] = level
 
@@ -231,7 +251,8 @@ class _UnitLevels:
 
 
 def _digits(w: LevelWriter, eqn: JaxprEqn, step: Step) -> list[Atom]:
-    """Write a block's part of an exact sum over all of its entries: each row is added up first, as it is anywhere."""
+    """Write a block's part of an exact sum over all of its entries: each row is added up first, as
+    it is anywhere."""
     (row,) = step.operands
     assert row is not None
     return w.b.call(_digits_of_rows(row.axis, row.width), w.writer.read(eqn.invars[0], row))

@@ -1,11 +1,13 @@
 """Numbers of the size of the batch in an update, made inputs of it.
 
-An update may count rows (`seen + len(x)`) or divide by their number (`gradient / len(x)`). Traced, such a number is a
-literal, another one for each size of the batch. Servers make their updates before any batch is seen: there the number
-is an input, which trainers send with each step as they send an argument of the step.
+An update may count rows (`seen + len(x)`) or divide by their number (`gradient / len(x)`). Traced,
+such a number is a literal, another one for each size of the batch. Servers make their updates
+before any batch is seen: there the number is an input, which trainers send with each step as they
+send an argument of the step.
 
 The numbers are found by comparing the update with that of the same step for a batch of another size
-(`numbers_of_size`). Invariant: with the numbers as inputs both updates are the same, whatever the size.
+(`numbers_of_size`). Invariant: with the numbers as inputs both updates are the same, whatever the
+size.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ OUTPUTS = -1  # the place of the outputs of an update, behind its equations
 
 @dataclasses.dataclass(frozen=True)
 class NumberPlace:
-    """The place of a number: the position of the equation that reads it, or `OUTPUTS`, and that of the operand."""
+    """The place of a number: the position of the equation that reads it, or `OUTPUTS`, and that of
+    the operand."""
 
     eqn: int
     operand: int
@@ -56,11 +59,13 @@ class BatchNumbers:
             return step
         half, rows = step.optimize, _operands(step.optimize)
         values = {
-            n: _number([rows.get(s.eqn, [])[s.operand : s.operand + 1] for s in x]) for n, x in self.spots.items()
+            n: _number([rows.get(s.eqn, [])[s.operand : s.operand + 1] for s in x])
+            for n, x in self.spots.items()
         }
         if any(x is None for x in values.values()):
             raise BatchError(
-                f"the update of {step.program.name} has other equations for a batch of this size than for the one it "
+                f"the update of {step.program.name} has other equations for a batch of this size "
+                "than for the one it "
                 "was planned with: give batches of the size that the step was traced with"
             )
         inputs = {n: Var(jax.typeof(x)) for n, x in values.items()}
@@ -88,8 +93,14 @@ def numbers_of_size(step: Cut, other: Cut) -> BatchNumbers:
     spots: dict[Any, list[NumberPlace]] = {}
     for i, atoms in mine.items():
         for k, (a, b) in enumerate(zip(atoms, theirs[i], strict=True)):
-            if isinstance(a, Literal) and isinstance(b, Literal) and not np.array_equal(a.val, b.val):
-                spots.setdefault((str(a.aval.dtype), str(a.val), str(b.val)), []).append(NumberPlace(i, k))
+            if (
+                isinstance(a, Literal)
+                and isinstance(b, Literal)
+                and not np.array_equal(a.val, b.val)
+            ):
+                spots.setdefault((str(a.aval.dtype), str(a.val), str(b.val)), []).append(
+                    NumberPlace(i, k)
+                )
     taken = {str(n) for n in step.optimize.in_names}
     named: dict[str, tuple[NumberPlace, ...]] = {}
     for places in spots.values():
@@ -108,7 +119,12 @@ def _operands(half: OptimizeHalf) -> dict[int, list[Atom]]:
 
 
 def _number(read: Sequence[Sequence[Atom]]) -> np.ndarray | None:
-    """Return the number that is read in several places; None where it is not one literal in all of them."""
-    found = [np.asarray(a.val, a.aval.dtype) for atoms in read for a in atoms if isinstance(a, Literal)]
-    alike = len(found) == len(read) and all(x.dtype == found[0].dtype and x == found[0] for x in found)
+    """Return the number that is read in several places; None where it is not one literal in all of
+    them."""
+    found = [
+        np.asarray(a.val, a.aval.dtype) for atoms in read for a in atoms if isinstance(a, Literal)
+    ]
+    alike = len(found) == len(read) and all(
+        x.dtype == found[0].dtype and x == found[0] for x in found
+    )
     return found[0] if alike else None

@@ -1,4 +1,5 @@
-"""How the batch of a step is shared: a record of options that all strategies take, and the parts of processes."""
+"""How the batch of a step is shared: a record of options that all strategies take, and the parts of
+processes."""
 
 from __future__ import annotations
 
@@ -18,26 +19,29 @@ class Batch:
     """How a batch is shared, and how the results of its parts are merged.
 
     Attributes:
-      kind: "exact", the default: the job gives one device's numbers, whatever the step: what crosses the batch (a
-        masked mean, batch statistics, a count) communicates, and random numbers with rows of the batch are one
-        device's. Where parts cannot exchange anything, as micro-batches of a pipeline, or trainers that do not wait for
-        each other, a step is refused that is not made of its parts. "local": each trainer takes the step on its part
-        alone, with statistics, random numbers and counts of its own, as Paddle's trainers do, and so those of
-        `dtrans.Geo`. "micro", in pipelines alone: each micro-batch takes the step alone, with statistics of its own;
-        "local" is the same there.
-      axes: the dimension of the batch in each batch argument, as `in_axes` of `jax.vmap`: a number, None for an
-        argument that every trainer gets whole, or a tuple with one of these for each argument. 0-d arrays are whole
-        anyway.
-      unsplit_inputs: names of batch arrays that every trainer gets whole. Others are split on dim 0; 0-d arrays go to
-        every trainer, a `jax.random.key` folded with the trainer's number unless it is named here.
-      example_count: the name of a result, a scalar that says how many examples a trainer's part of the batch has. It is
-        itself added up.
-      merge: how results are merged, and parameters that the optimizer does not make (batch statistics), by name:
-        "mean", "sum" (of parameters: of what trainers add to them), "max", "concat" (on dim 0), "each" (a leading axis,
-        one row per trainer), or "same" (they are equal anyway). By default what grows with the batch is concatenated,
-        other floating-point results are reduced as gradients are, and parameters averaged; other results get a row per
-        trainer. What is computed from gradients is computed from the reduced ones, or with `local_sgd` in each step
-        from its own. Parameter servers have ways of their own, see `dtrans.pserver`.
+      kind: "exact", the default: the job gives one device's numbers, whatever the step: what
+        crosses the batch (a masked mean, batch statistics, a count) communicates, and random
+        numbers with rows of the batch are one device's. Where parts cannot exchange anything, as
+        micro-batches of a pipeline, or trainers that do not wait for each other, a step is refused
+        that is not made of its parts. "local": each trainer takes the step on its part alone, with
+        statistics, random numbers and counts of its own, as Paddle's trainers do, and so those of
+        `dtrans.Geo`. "micro", in pipelines alone: each micro-batch takes the step alone, with
+        statistics of its own; "local" is the same there.
+      axes: the dimension of the batch in each batch argument, as `in_axes` of `jax.vmap`: a number,
+        None for an argument that every trainer gets whole, or a tuple with one of these for each
+        argument. 0-d arrays are whole anyway.
+      unsplit_inputs: names of batch arrays that every trainer gets whole. Others are split on dim
+        0; 0-d arrays go to every trainer, a `jax.random.key` folded with the trainer's number
+        unless it is named here.
+      example_count: the name of a result, a scalar that says how many examples a trainer's part of
+        the batch has. It is itself added up.
+      merge: how results are merged, and parameters that the optimizer does not make (batch
+        statistics), by name: "mean", "sum" (of parameters: of what trainers add to them), "max",
+        "concat" (on dim 0), "each" (a leading axis, one row per trainer), or "same" (they are equal
+        anyway). By default what grows with the batch is concatenated, other floating-point results
+        are reduced as gradients are, and parameters averaged; other results get a row per trainer.
+        What is computed from gradients is computed from the reduced ones, or with `local_sgd` in
+        each step from its own. Parameter servers have ways of their own, see `dtrans.pserver`.
 
     Raises:
       ConfigError: another kind; what are no names.
@@ -61,13 +65,23 @@ class Batch:
             check_one_of("batch", self.kind, ("exact", "local", "micro"))
         each = self.axes if isinstance(self.axes, tuple) else (self.axes,)
         for axis in each:
-            check_int("axes", axis, "a dimension, None, or a tuple with one of these for each", least=0, or_none=True)
+            check_int(
+                "axes",
+                axis,
+                "a dimension, None, or a tuple with one of these for each",
+                least=0,
+                or_none=True,
+            )
         names: Any = self.unsplit_inputs
         merge: Any = self.merge
         if isinstance(names, str) or not isinstance(names, Collection):
-            raise ConfigError(f"unsplit_inputs={names!r} must be a collection of names of batch arrays")
+            raise ConfigError(
+                f"unsplit_inputs={names!r} must be a collection of names of batch arrays"
+            )
         if not isinstance(merge, Mapping) or not all(isinstance(n, str) for n in merge):
-            raise ConfigError(f"merge={merge!r} must say for each name how to merge it, such as {{'aux': 'sum'}}")
+            raise ConfigError(
+                f"merge={merge!r} must say for each name how to merge it, such as {{'aux': 'sum'}}"
+            )
         object.__setattr__(self, "unsplit_inputs", tuple(names))
         object.__setattr__(self, "merge", dict(merge))
 
@@ -77,7 +91,8 @@ class Batch:
 
         Args:
           kind: that of a record which does not say its own.
-          micro: whether the strategy is one of micro-batches, which may have statistics of their own.
+          micro: whether the strategy is one of micro-batches, which may have statistics of their
+            own.
 
         Raises:
           ConfigError: a kind that the strategy does not have.
@@ -88,7 +103,8 @@ class Batch:
         found: Batch = given if given.kind is not None else dataclasses.replace(given, kind=kind)
         if found.kind == "micro" and not micro:
             raise ConfigError(
-                "batch='micro' is for dtrans.pipeline, whose micro-batches then have statistics of their own. Say "
+                "batch='micro' is for dtrans.pipeline, whose micro-batches then have statistics of "
+                "their own. Say "
                 "batch='local', where each part of the batch has its own"
             )
         return found
@@ -97,7 +113,8 @@ class Batch:
         """Raise ConfigError for dimensions of the batch where it is always the first."""
         if self.axes != 0:
             raise ConfigError(
-                f"axes={self.axes!r} is for batch='exact'; with batch={self.kind!r} arrays are cut on dim 0, but for "
+                f"axes={self.axes!r} is for batch='exact'; with batch={self.kind!r} arrays are cut "
+                "on dim 0, but for "
                 "those in unsplit_inputs"
             )
 
@@ -113,7 +130,8 @@ class Batch:
 
 
 def shard_batch(batch: Any, number: int, count: int, axis: int = 0) -> Any:
-    """One of several equal parts of a batch: rows number*B/count to (number+1)*B/count of all its arrays.
+    """One of several equal parts of a batch: rows number*B/count to (number+1)*B/count of all its
+    arrays.
 
     What `job.shard_batch` gives a process, for a loader that has no job.
 
@@ -153,14 +171,18 @@ def part_of(x: Any, number: int, count: int, axis: int, name: str, trainers: int
         each = -(-rows // trainers) * (trainers // count)
         return UnevenPart(_along(x, axis, number * each, (number + 1) * each), rows)
     if rows % count:
-        raise BatchError(f"{name} has {rows} rows, which {count} processes do not divide: give a multiple of {count}")
+        raise BatchError(
+            f"{name} has {rows} rows, which {count} processes do not divide: give a multiple of "
+            f"{count}"
+        )
     size = rows // count
     return _along(x, axis, number * size, (number + 1) * size)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class UnevenPart:
-    """A process's part of an array of the batch that trainers do not divide: what `job.shard_batch` gives of such.
+    """A process's part of an array of the batch that trainers do not divide: what `job.shard_batch`
+    gives of such.
 
     Trainers have `ceil(rows / trainers)` rows each, the last ones fewer, or none.
 
@@ -186,14 +208,17 @@ class UnevenPart:
 
 
 def without_parts(batch: Sequence[Any]) -> tuple[tuple[Any, ...], int]:
-    """Batch arguments with plain arrays, and how many rows the whole batch has; 0 where no array is an `UnevenPart`.
+    """Batch arguments with plain arrays, and how many rows the whole batch has; 0 where no array is
+    an `UnevenPart`.
 
     Raises:
       BatchError: parts of batches of different numbers of rows.
     """
     rows = {x.rows for x in jax.tree.leaves(batch) if isinstance(x, UnevenPart)}
     if len(rows) > 1:
-        raise BatchError(f"the arrays are parts of batches of {' and '.join(map(str, sorted(rows)))} rows")
+        raise BatchError(
+            f"the arrays are parts of batches of {' and '.join(map(str, sorted(rows)))} rows"
+        )
     if not rows:
         return tuple(batch), 0
     return jax.tree.map(lambda x: x.x if isinstance(x, UnevenPart) else x, tuple(batch)), rows.pop()

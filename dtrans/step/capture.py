@@ -1,15 +1,17 @@
 """The loss of a step, before it is differentiated.
 
-A pipeline is cut through the forward pass, and each part is differentiated by itself: in a step that was traced as it
-runs, forward and backward are one. So the step is traced once more, and this time `dtrans.value_and_grad`
-differentiates nothing: it leaves one equation, `value_and_grad`, whose body is the loss function.
+A pipeline is cut through the forward pass, and each part is differentiated by itself: in a step
+that was traced as it runs, forward and backward are one. So the step is traced once more, and this
+time `dtrans.value_and_grad` differentiates nothing: it leaves one equation, `value_and_grad`, whose
+body is the loss function.
 
     step      ... -> value_and_grad[loss function] -> loss, aux, gradients -> marks -> optimizer
 
-Nothing carries that equation out; it has no lowering. So the update must not need it: what the loss function hands to
-the update, and no array of the batch enters (a counter, a split key), is made before the equation. What is traced in
-this way is read by `dtrans.step.cut` as any other step. Whether a trace is of this kind is part of what JAX remembers a
-trace by, so that a jitted step is traced anew.
+Nothing carries that equation out; it has no lowering. So the update must not need it: what the loss
+function hands to the update, and no array of the batch enters (a counter, a split key), is made
+before the equation. What is traced in this way is read by `dtrans.step.cut` as any other step.
+Whether a trace is of this kind is part of what JAX remembers a trace by, so that a jitted step is
+traced anew.
 """
 
 from __future__ import annotations
@@ -56,8 +58,10 @@ value_and_grad_p = new_primitive("value_and_grad", types=_types, multiple_result
 
 
 WHOLE_BATCH = (
-    "A pipeline takes the micro-batches itself (num_micro_batch): call dtrans.value_and_grad once, at "
-    "the top of the step, on the loss of the whole batch, and divide by counts of the batch inside of "
+    "A pipeline takes the micro-batches itself (num_micro_batch): call dtrans.value_and_grad once, "
+    "at "
+    "the top of the step, on the loss of the whole batch, and divide by counts of the batch inside "
+    "of "
     "the loss function"
 )
 
@@ -70,7 +74,8 @@ def captures() -> bool:
 
 
 def left_as_it_is(fun: Callable[[Any], Any], arguments: Any, has_aux: bool) -> tuple[Any, Any]:
-    """What `jax.value_and_grad(fun, has_aux=has_aux)(arguments)` returns, as one equation that holds `fun`."""
+    """What `jax.value_and_grad(fun, has_aux=has_aux)(arguments)` returns, as one equation that
+    holds `fun`."""
     flat, structure = jax.tree.flatten(arguments)
     shape: list[Any] = []
 
@@ -81,13 +86,23 @@ def left_as_it_is(fun: Callable[[Any], Any], arguments: Any, has_aux: bool) -> t
 
     traced: Any = jax.make_jaxpr(on_arrays)(*flat)
     inner = opened(traced)
-    # what the function closes over is an operand if it is a value of the step; arrays stay constants
+    # what the function closes over is an operand if it is a value of the step; arrays stay
+    # constants
     around = {v: c for v, c in zip(inner.constvars, constants(traced), strict=True) if is_traced(c)}
-    held = [(v, c) for v, c in zip(inner.constvars, constants(traced), strict=True) if v not in around]
+    held = [
+        (v, c) for v, c in zip(inner.constvars, constants(traced), strict=True) if v not in around
+    ]
     body = closed(
-        [v for v, _ in held], [c for _, c in held], [*inner.invars, *around], inner.outvars, inner.eqns, traced
+        [v for v, _ in held],
+        [c for _, c in held],
+        [*inner.invars, *around],
+        inner.outvars,
+        inner.eqns,
+        traced,
     )
-    made = value_and_grad_p.bind(*flat, *around.values(), loss=batched_gathers(body), count=len(flat))
+    made = value_and_grad_p.bind(
+        *flat, *around.values(), loss=batched_gathers(body), count=len(flat)
+    )
     values, gradients = made[: len(inner.outvars)], made[len(inner.outvars) :]
     out = jax.tree.unflatten(shape[-1], values)
     return out, jax.tree.unflatten(structure, gradients)
@@ -97,11 +112,13 @@ def captured(program: Program) -> Program:
     """A step, traced again, with the loss that it differentiates as one equation.
 
     Raises:
-      GradientError: it was not made from a function, or has no `dtrans.value_and_grad`, or several, or one in a loop.
+      GradientError: it was not made from a function, or has no `dtrans.value_and_grad`, or several,
+        or one in a loop.
     """
     if program.specializer is None:
         raise GradientError(
-            f"{program.name} was not traced from a function, and its loss is needed without the derivative; "
+            f"{program.name} was not traced from a function, and its loss is needed without the "
+            "derivative; "
             "pass the program that dtrans.trace returned"
         )
     made = program.once(_captured)
@@ -124,12 +141,15 @@ def _captured(program: Program) -> Program:
 def _with_loss(traced: Program) -> Program:
     """Return a traced program, traced again with its loss as one equation, for all shapes."""
     function: Any = dataclasses.replace(traced.specializer, captures=True)  # type: ignore[type-var]
-    made: Program = function([jax.ShapeDtypeStruct(t.shape, t.dtype) for t in traced.inputs.values()])
+    made: Program = function(
+        [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in traced.inputs.values()]
+    )
     return made
 
 
 def _with_counters_first(program: Program) -> Program:
-    """Make what the loss function hands to the update, and no array of the batch enters, before the loss.
+    """Make what the loss function hands to the update, and no array of the batch enters, before the
+    loss.
 
     The loss keeps its own equations: what it does not need is dead code there.
     """
@@ -162,7 +182,9 @@ def _with_counters_first(program: Program) -> Program:
     b.invars += inner.invars
     for e in inner.eqns[:at]:
         b.keep(e)
-    values = b.inline_part(body, operand, [loss.eqns[i] for i in before], [loss.outvars[i] for i in free])
+    values = b.inline_part(
+        body, operand, [loss.eqns[i] for i in before], [loss.outvars[i] for i in free]
+    )
     made = dict(zip([eqn.outvars[i] for i in free], values, strict=True))
     b.keep(eqn)
     for e in inner.eqns[at + 1 :]:
@@ -197,15 +219,19 @@ def refuse_loss_in_update(program: Program) -> None:
     for value, n in read.items():
         line = next((line_of(e) for e in inner.eqns if value in e.invars), "")
         raise GradientError(
-            f"the new {n} is made of what the loss function returns{f' ({line})' if line else ''}: in a pipeline the "
-            f"update of {program.name} reads gradients, state and arguments. Divide by a count inside of the "
-            "loss function; keep other values out of the update, or take dtrans.nccl2 or dtrans.sharding, "
+            f"the new {n} is made of what the loss function returns{f' ({line})' if line else ''}: "
+            "in a pipeline the "
+            f"update of {program.name} reads gradients, state and arguments. Divide by a count "
+            "inside of the "
+            "loss function; keep other values out of the update, or take dtrans.nccl2 or "
+            "dtrans.sharding, "
             "whose trainers have both"
         )
 
 
 def differentiated(program: Program) -> Program:
-    """Return a captured step as it runs: with the derivative of its loss in place of the equation."""
+    """Return a captured step as it runs: with the derivative of its loss in place of the
+    equation."""
     return program.rewritten(_differentiated)
 
 
@@ -242,23 +268,31 @@ def loss_of(program: Program) -> JaxprEqn:
     found = [e for e in equations(program.jaxpr) if e.primitive is value_and_grad_p]
     if not found:
         raise GradientError(
-            f"{program.name} takes its gradients with jax.grad, or with what calls it: a pipeline is cut through the "
-            "loss before it is differentiated, which only dtrans.value_and_grad lets it see. Write that in place of "
-            "jax.value_and_grad, nnx.value_and_grad or eqx.filter_value_and_grad, or use dtrans.make_train_step"
+            f"{program.name} takes its gradients with jax.grad, or with what calls it: a pipeline "
+            "is cut through the "
+            "loss before it is differentiated, which only dtrans.value_and_grad lets it see. Write "
+            "that in place of "
+            "jax.value_and_grad, nnx.value_and_grad or eqx.filter_value_and_grad, or use "
+            "dtrans.make_train_step"
         )
     if len(found) > 1:
         raise GradientError(
-            f"{program.name} calls dtrans.value_and_grad {len(found)} times; a pipeline takes one loss. {WHOLE_BATCH}. "
-            "Losses that share no parameters can be added up, and their sum differentiated; of others dtrans.nccl2 and "
+            f"{program.name} calls dtrans.value_and_grad {len(found)} times; a pipeline takes one "
+            f"loss. {WHOLE_BATCH}. "
+            "Losses that share no parameters can be added up, and their sum differentiated; of "
+            "others dtrans.nccl2 and "
             "dtrans.sharding take each"
         )
     if not any(e.primitive is value_and_grad_p for e in opened(inline_calls(program.jaxpr)).eqns):
-        raise GradientError(f"{program.name} takes its gradients in a loop or a branch. {WHOLE_BATCH}")
+        raise GradientError(
+            f"{program.name} takes its gradients in a loop or a branch. {WHOLE_BATCH}"
+        )
     return found[0]
 
 
 def operands_of(eqn: JaxprEqn) -> tuple[dict[Var, Atom], dict[Var, Atom]]:
-    """What a loss function is given: what it is differentiated by, and what else it reads, by its own variables."""
+    """What a loss function is given: what it is differentiated by, and what else it reads, by its
+    own variables."""
     given = list(zip(opened(eqn.params["loss"]).invars, eqn.invars, strict=True))
     count = eqn.params["count"]
     return dict(given[:count]), dict(given[count:])

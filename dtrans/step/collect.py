@@ -1,15 +1,16 @@
 """Collections: how a value is merged of which every micro-batch of every replica makes one.
 
-`collect` marks values with a rule, an identity primitive each (as `dtrans.step.marks` marks gradients). On one device a
-mark is nothing. A pipeline reads the marks (`collected`) and gives, in the place of a marked output, one value merged
-from all (`merged`):
+`collect` marks values with a rule, an identity primitive each (as `dtrans.step.marks` marks
+gradients). On one device a mark is nothing. A pipeline reads the marks (`collected`) and gives, in
+the place of a marked output, one value merged from all (`merged`):
 
-- LOCAL_* merges over the micro-batches of a replica, in their order, and gives what the first replica has;
+- LOCAL_* merges over the micro-batches of a replica, in their order, and gives what the first
+  replica has;
 - GLOBAL_* then merges what the replicas have, in their order.
 
-It is the marked value that is merged, which is what `collect` returns; the value before the mark is as it was. Sums and
-means are elementwise. EPL reduces over all axes at once, so that whatever is collected becomes a scalar, and
-concatenates the first micro-batch last; neither is copied.
+It is the marked value that is merged, which is what `collect` returns; the value before the mark is
+as it was. Sums and means are elementwise. EPL reduces over all axes at once, so that whatever is
+collected becomes a scalar, and concatenates the first micro-batch last; neither is copied.
 
 Source: `add_to_collection` and `merge_outputs` of EPL (epl/parallel/parallel.py).
 """
@@ -55,7 +56,8 @@ def _collect_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, key: str) -
 
 
 def _collect_batch(args: Sequence[Any], dims: Sequence[Any], *, key: str) -> tuple[Any, Any]:
-    # values are concatenated along their first dimension: of what is mapped, that is the one it is mapped over
+    # values are concatenated along their first dimension: of what is mapped, that is the one it is
+    # mapped over
     return collect_p.bind(jnp.moveaxis(args[0], dims[0], 0), key=key), 0
 
 
@@ -65,16 +67,18 @@ collect_p = new_identity(COLLECT, jvp=_collect_jvp, batch=_collect_batch)
 def collect(value: Any, key: str) -> Any:
     """Mark the arrays of a pytree to be merged over the micro-batches and replicas of a pipeline.
 
-    Anywhere but in a pipeline it changes nothing. Under `jax.vmap` the mapped axis comes first, and is what is
-    concatenated.
+    Anywhere but in a pipeline it changes nothing. Under `jax.vmap` the mapped axis comes first, and
+    is what is concatenated.
 
     Args:
       value: an array, or a pytree of arrays.
-      key: "LOCAL_SUM", "LOCAL_MEAN" or "LOCAL_CONCAT": merged over micro-batches, of the first replica.
-        "GLOBAL_SUM", "GLOBAL_MEAN" or "GLOBAL_CONCAT": then also over replicas. `merged` says exactly how.
+      key: "LOCAL_SUM", "LOCAL_MEAN" or "LOCAL_CONCAT": merged over micro-batches, of the first
+        replica. "GLOBAL_SUM", "GLOBAL_MEAN" or "GLOBAL_CONCAT": then also over replicas. `merged`
+        says exactly how.
 
     Returns:
-      The same structure of the same values. It is these that are merged where the step returns them.
+      The same structure of the same values. It is these that are merged where the step returns
+      them.
 
     Raises:
       ConfigError: a key that does not exist, or a leaf that is no array.
@@ -93,7 +97,8 @@ def collect(value: Any, key: str) -> Any:
         if not isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
             where = keystr(path, simple=True, separator="/")
             raise ConfigError(
-                f"{where or 'the value'} cannot be collected under {key}: it is {leaf!r}, and collections are of arrays"
+                f"{where or 'the value'} cannot be collected under {key}: it is {leaf!r}, and "
+                "collections are of arrays"
             )
         return collect_p.bind(leaf, key=key)
 
@@ -113,7 +118,8 @@ def collected(jaxpr: ClosedJaxpr) -> dict[Var, str]:
 
     Raises:
       ConfigError: a value that is in two collections.
-      TraceError: a value inside a loop, a branch or a rematerialised function, where nothing else can see it.
+      TraceError: a value inside a loop, a branch or a rematerialised function, where nothing else
+        can see it.
     """
     found: dict[Var, str] = {}
     marked: dict[Atom, Atom] = {}  # to the value that was marked first
@@ -124,7 +130,8 @@ def collected(jaxpr: ClosedJaxpr) -> dict[Var, str]:
         for inner in () if again else equations_inside(eqn):
             if inner.primitive is collect_p:
                 raise TraceError(
-                    f"a value{_described(inner.outvars[0], scope_of(inner))} is collected under {inner.params['key']} "
+                    f"a value{_described(inner.outvars[0], scope_of(inner))} is collected under "
+                    f"{inner.params['key']} "
                     f"inside {eqn.primitive.name}; return it from there, and collect what comes out"
                 )
         if eqn.primitive is not collect_p:
@@ -134,7 +141,8 @@ def collected(jaxpr: ClosedJaxpr) -> dict[Var, str]:
         had = keys.setdefault(value, key) if isinstance(value, Var) else key
         if had != key:
             raise ConfigError(
-                f"a value{_described(out, scope_of(eqn))} is collected under both {had} and {key}; choose one of them"
+                f"a value{_described(out, scope_of(eqn))} is collected under both {had} and {key}; "
+                "choose one of them"
             )
         marked[out], found[out] = value, key
     return found
@@ -152,18 +160,21 @@ def merged(key: str, micro: Sequence[Sequence[Any]]) -> Any:
       micro: the values as [replica][micro-batch], all of one dtype.
 
     Returns:
-      SUM: the elementwise sum, of the dtype that `jnp.sum` gives: small integers are widened, and booleans counted.
-      MEAN: the elementwise mean, of the dtype that `jnp.mean` gives: that of integers is a float, also where there is
-      but one micro-batch of one replica.
+      SUM: the elementwise sum, of the dtype that `jnp.sum` gives: small integers are widened, and
+        booleans counted.
+      MEAN: the elementwise mean, of the dtype that `jnp.mean` gives: that of integers is a float,
+      also where there is but one micro-batch of one replica.
       CONCAT: the values one after the other, along dimension 0.
-      Micro-batches are merged first, in order, and then replicas; additions are made in that order, those of 16-bit
-      floats in 32 bits. LOCAL keys give what the first replica has.
+      Micro-batches are merged first, in order, and then replicas; additions are made in that order,
+      those of 16-bit floats in 32 bits. LOCAL keys give what the first replica has.
 
     Raises:
-      ConfigError: a key that does not exist, no values, replicas of unequal numbers of micro-batches, or values that
-        cannot be added up or concatenated, such as 0-d values under a CONCAT key.
+      ConfigError: a key that does not exist, no values, replicas of unequal numbers of
+        micro-batches, or values that cannot be added up or concatenated, such as 0-d values under a
+        CONCAT key.
 
-    Source: `merge_outputs` of EPL (epl/parallel/parallel.py), but for the order and the axes of reductions.
+    Source: `merge_outputs` of EPL (epl/parallel/parallel.py), but for the order and the axes of
+      reductions.
 
     Example:
       >>> import jax.numpy as jnp
@@ -177,7 +188,9 @@ def merged(key: str, micro: Sequence[Sequence[Any]]) -> Any:
     _check_key(key)
     counts = sorted({len(replica) for replica in micro})
     if len(counts) != 1 or not counts[0]:
-        raise ConfigError(f"{key} merges as many micro-batches of each replica, at least one; they have {counts}")
+        raise ConfigError(
+            f"{key} merges as many micro-batches of each replica, at least one; they have {counts}"
+        )
     place, _, how = key.partition("_")
     merge = {"SUM": _summed, "MEAN": _averaged, "CONCAT": _concatenated}[how]
     replicas = micro[:1] if place == "LOCAL" else micro
@@ -190,11 +203,14 @@ def _check_shapes(key: str, values: Sequence[Any]) -> None:
     shapes = [jnp.shape(x) for x in values]
     if concat and () in shapes:
         raise ConfigError(
-            f"{key} concatenates along dimension 0, and a 0-d value has none; use a MEAN or SUM key for it"
+            f"{key} concatenates along dimension 0, and a 0-d value has none; use a MEAN or SUM "
+            "key for it"
         )
     if len({s[concat:] for s in shapes}) > 1:
         of = "entries of one shape" if concat else "values of one shape"
-        raise ConfigError(f"{key} merges {of}, and these are of {', '.join(map(str, dict.fromkeys(shapes)))}")
+        raise ConfigError(
+            f"{key} merges {of}, and these are of {', '.join(map(str, dict.fromkeys(shapes)))}"
+        )
     if not concat and jnp.issubdtype(values[0].dtype, jax.dtypes.prng_key):
         raise ConfigError(f"{key} cannot add up random keys; use a CONCAT key for them")
 

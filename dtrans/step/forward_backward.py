@@ -1,4 +1,5 @@
-"""The trainer half of a step, as all strategies need it: what is refused, and how it is written into a program."""
+"""The trainer half of a step, as all strategies need it: what is refused, and how it is written
+into a program."""
 
 from __future__ import annotations
 
@@ -13,25 +14,30 @@ from dtrans.step.cut import Cut, asks_for
 
 
 def refuse_nested(step: Cut, trainers: int, noun: str = "trainer") -> None:
-    """Raise for gradients that are computed from other gradients, of which each trainer has its own.
+    """Raise for gradients that are computed from other gradients, of which each trainer has its
+    own.
 
     Args:
       noun: what a trainer is called in errors.
     """
     if step.nested and trainers > 1:
         raise GradientError(
-            f"the gradients of {step.program.name} are computed from another derivative ({step.nested}), as a step "
-            f"does that perturbs its parameters by their gradient: with {trainers} {noun}s each would use its own, "
+            f"the gradients of {step.program.name} are computed from another derivative "
+            f"({step.nested}), as a step "
+            f"does that perturbs its parameters by their gradient: with {trainers} {noun}s each "
+            "would use its own, "
             "not that of all. If it is meant so, take the last gradient with dtrans.value_and_grad"
         )
 
 
 def refuse_across(step: Cut, why: str, *, told: bool = False, remedy: str = "") -> None:
-    """Raise for a half that reads what only the other has, where the halves are carried out in different places.
+    """Raise for a half that reads what only the other has, where the halves are carried out in
+    different places.
 
     Args:
       why: why the update does not have values of forward, in the words of the strategy.
-      told: whether the one may tell the other: arguments of the step, and arrays of the optimizer's state.
+      told: whether the one may tell the other: arguments of the step, and arrays of the optimizer's
+        state.
       remedy: where they may, for errors.
     """
     if step.across is not None:
@@ -46,11 +52,16 @@ def ready_order(step: Cut) -> list[str]:
     """The leaves in the order in which their gradients are made; constants and inputs come last."""
     at = {v: i for i, e in enumerate(step.program.eqns) for v in e.outvars}
     last = len(at)
-    return sorted(step.gradients, key=lambda n: at.get(g, last) if isinstance(g := step.gradients[n], Var) else last)
+    return sorted(
+        step.gradients,
+        key=lambda n: at.get(g, last) if isinstance(g := step.gradients[n], Var) else last,
+    )
 
 
 # equations and their roles otherwise, from those and what is read beside what they read
-Arrange = Callable[[Sequence[JaxprEqn], Sequence[str], Collection[Atom]], tuple[list[JaxprEqn], list[str]]]
+Arrange = Callable[
+    [Sequence[JaxprEqn], Sequence[str], Collection[Atom]], tuple[list[JaxprEqn], list[str]]
+]
 
 
 class HalfWriter(Protocol):
@@ -60,7 +71,8 @@ class HalfWriter(Protocol):
         """Write the next equation."""
 
     def result(self, atom: Atom, maker: int) -> Atom:
-        """A value that is wanted, once the equation that makes it is written: the `maker`-th of those to write."""
+        """A value that is wanted, once the equation that makes it is written: the `maker`-th of
+        those to write."""
 
 
 class _Copies:
@@ -73,16 +85,22 @@ class _Copies:
         return atom
 
 
-def half_equations(step: Cut, results: Sequence[str]) -> tuple[list[JaxprEqn], list[str], list[Atom]]:
-    """Return the equations of forward and backward, their roles, and the values that are wanted of them.
+def half_equations(
+    step: Cut, results: Sequence[str]
+) -> tuple[list[JaxprEqn], list[str], list[Atom]]:
+    """Return the equations of forward and backward, their roles, and the values that are wanted of
+    them.
 
     Args:
-      results: the outputs that are wanted, beside gradients, values for the update (`Cut.handed`), and the parameters
-        that trainers make.
+      results: the outputs that are wanted, beside gradients, values for the update (`Cut.handed`),
+        and the parameters that trainers make.
     """
     source = step.program
     inner, outs_of = source.inner, source.outvars
-    wanted = [outs_of[n] for n in (*results, *step.frozen)] + [*step.gradients.values(), *step.handed.values()]
+    wanted = [outs_of[n] for n in (*results, *step.frozen)] + [
+        *step.gradients.values(),
+        *step.handed.values(),
+    ]
     wanted += [a for i in step.early for a in inner.eqns[i].invars]
     kept = sorted({*backward_slice(inner.eqns, wanted)[0], *step.early})
     return [inner.eqns[i] for i in kept], [source.roles[i] for i in kept], wanted
@@ -93,7 +111,8 @@ def write_trainer_half(
     step: Cut,
     results: Sequence[str],
     made: Callable[[str, Atom], None],
-    writer: Callable[[Sequence[JaxprEqn], Sequence[str], Sequence[tuple[int, Atom]]], HalfWriter] | None = None,
+    writer: Callable[[Sequence[JaxprEqn], Sequence[str], Sequence[tuple[int, Atom]]], HalfWriter]
+    | None = None,
     arrange: Arrange | None = None,
 ) -> dict[str, Atom]:
     """Write forward and backward.
@@ -106,7 +125,8 @@ def write_trainer_half(
       arrange: gives the equations and their roles otherwise, from those and what is wanted of them.
 
     Returns:
-      The results, values for the update (`Cut.handed`), and the parameters that trainers make, by name.
+      The results, values for the update (`Cut.handed`), and the parameters that trainers make, by
+      name.
     """
     outs_of = step.program.outvars
     eqns, roles, wanted = half_equations(step, results)
@@ -117,7 +137,9 @@ def write_trainer_half(
     if arrange is not None:
         eqns, roles = arrange(eqns, roles, wanted)
     at = {v: k for k, e in enumerate(eqns) for v in e.outvars}
-    maker: Callable[[Atom], int] = lambda a: at.get(a, len(eqns)) if isinstance(a, Var) else len(eqns)
+    maker: Callable[[Atom], int] = lambda a: (
+        at.get(a, len(eqns)) if isinstance(a, Var) else len(eqns)
+    )
     outs = {**{n: outs_of[n] for n in (*results, *step.frozen)}, **step.handed}
     ends = [(maker(a), a) for a in (*step.gradients.values(), *outs.values())]
     w: HalfWriter = _Copies(b) if writer is None else writer(eqns, roles, ends)

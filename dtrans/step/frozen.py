@@ -1,18 +1,20 @@
-"""Leaves that a step holds still, although it writes an update for them: found by folding the update.
+"""Leaves that a step holds still, although it writes an update for them: found by folding the
+update.
 
     optax.set_to_zero, optax.masked, optax.multi_transform     an update of zeros is added
     jax.lax.stop_gradient                                      the gradient is zeros, and so the moments stay zeros
 
-A value is folded where it is one number everywhere, and where it is another value plus nothing. What the optimizer's
-state begins with is read off the startup program: arrays of zeros that a step makes zeros of again stay it, by
-induction. A leaf whose new value folds to the old one is handed on, and the rest of the package treats it as it does
-every frozen leaf: trainers hold it, and no program of a server has it.
+A value is folded where it is one number everywhere, and where it is another value plus nothing.
+What the optimizer's state begins with is read off the startup program: arrays of zeros that a step
+makes zeros of again stay it, by induction. A leaf whose new value folds to the old one is handed
+on, and the rest of the package treats it as it does every frozen leaf: trainers hold it, and no
+program of a server has it.
 
-A leaf whose gradient still makes moments (zeros are put in place of Adam's update, and not in front of it) stays where
-it is updated, since the moments do.
+A leaf whose gradient still makes moments (zeros are put in place of Adam's update, and not in front
+of it) stays where it is updated, since the moments do.
 
-Zeros stay zeros under any factor without dimensions, as a learning rate or the factor of a clip is: a job in which that
-is no number goes on with what is frozen, where one device loses it too.
+Zeros stay zeros under any factor without dimensions, as a learning rate or the factor of a clip is:
+a job in which that is no number goes on with what is frozen, where one device loses it too.
 """
 
 from __future__ import annotations
@@ -37,15 +39,19 @@ from dtrans.step.trace import guess_roles
 
 
 def hands_on_what_is_still(main: Program, startup: Program) -> Program:
-    """A step that hands on the leaves which it holds still, and the state that stays what it began as.
+    """A step that hands on the leaves which it holds still, and the state that stays what it began
+    as.
 
     Args:
       main: of two parts.
-      startup: makes both; what the state begins with is known where it makes them in the order of the step's leaves.
+      startup: makes both; what the state begins with is known where it makes them in the order of
+        the step's leaves.
     """
     params, opt_state = (spec.names for spec in main.args[:2])
     kind = lambda t: (t.shape, t.dtype)
-    in_order = [kind(t) for t in startup.outputs.values()] == [kind(main.inputs[n]) for n in (*params, *opt_state)]
+    in_order = [kind(t) for t in startup.outputs.values()] == [
+        kind(main.inputs[n]) for n in (*params, *opt_state)
+    ]
     begin = dict(zip((*params, *opt_state), _numbers_of(startup), strict=True)) if in_order else {}
     still, zeros = still_leaves(main, {n: begin[n] for n in opt_state if begin.get(n) is not None})
     if set(still).isdisjoint(params):
@@ -55,29 +61,39 @@ def hands_on_what_is_still(main: Program, startup: Program) -> Program:
     if not graded:
         return made
     kept = {n: x for n, x in still.items() if n not in graded}
-    return main if set(kept).isdisjoint(params) else main.rewritten(lambda other: _handing_on(other, kept, zeros))
+    return (
+        main
+        if set(kept).isdisjoint(params)
+        else main.rewritten(lambda other: _handing_on(other, kept, zeros))
+    )
 
 
 def check_still(main: Program, name: str, x: Any) -> None:
-    """Raise StateError for an array of the state that a step does not take: what it hands on has to be as it began.
+    """Raise StateError for an array of the state that a step does not take: what it hands on has to
+    be as it began.
 
-    The state may come from a job in which the leaf was trained: then its moments go on moving it on one device.
+    The state may come from a job in which the leaf was trained: then its moments go on moving it on
+    one device.
     """
     if name in main.still and not bool(np.all(np.asarray(x) == main.still[name])):
         raise StateError(
-            f"{name} is not {main.still[name]} everywhere, as init makes it, so that on one device its leaf would go "
-            f"on moving; {main.name} gives the leaf no gradient, and jobs hold it still. Start the optimizer's state "
+            f"{name} is not {main.still[name]} everywhere, as init makes it, so that on one device "
+            "its leaf would go "
+            f"on moving; {main.name} gives the leaf no gradient, and jobs hold it still. Start the "
+            "optimizer's state "
             "anew, or freeze the leaf with optax.set_to_zero, which moves nothing"
         )
 
 
 def still_leaves(main: Program, begin: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str]]:
-    """The leaves of a step that never change, and of the optimizer's the number that they are everywhere.
+    """The leaves of a step that never change, and of the optimizer's the number that they are
+    everywhere.
 
     And the leaves whose marked gradient is zeros.
 
     Args:
-      begin: the arrays of the optimizer's state that begin as one number everywhere, and that number.
+      begin: the arrays of the optimizer's state that begin as one number everywhere, and that
+        number.
     """
     jaxpr = inline_calls(main.jaxpr)
     invars = dict(zip(main.in_names, opened(jaxpr).invars, strict=True))
@@ -85,7 +101,11 @@ def still_leaves(main: Program, begin: Mapping[str, Any]) -> tuple[dict[str, Any
     params, opt_state = (spec.names for spec in main.args[:2])
     if not {*params, *opt_state} <= outs.keys():
         return {}, frozenset()
-    held = {n: x for n, x in begin.items() if invars[n].aval.ndim and jnp.issubdtype(invars[n].aval.dtype, jnp.inexact)}
+    held = {
+        n: x
+        for n, x in begin.items()
+        if invars[n].aval.ndim and jnp.issubdtype(invars[n].aval.dtype, jnp.inexact)
+    }
     while True:
         folded = _folded(jaxpr, {invars[n]: x for n, x in held.items()})
         stays = {n: x for n, x in held.items() if _number(folded, outs[n]) == x}
@@ -93,11 +113,17 @@ def still_leaves(main: Program, begin: Mapping[str, Any]) -> tuple[dict[str, Any
             break
         held = stays
     moving = [n for n in (*params, *opt_state) if outs[n] is not invars[n]]
-    still = {n: held.get(n) for n in moving if n in held or folded.of(outs[n]).value == Alias(invars[n])}
+    still = {
+        n: held.get(n) for n in moving if n in held or folded.of(outs[n]).value == Alias(invars[n])
+    }
     leaf_of = {invars[n]: n for n in params}
     marked = [e.invars for e in opened(jaxpr).eqns if e.primitive is mark_p]
-    others = {v for g, v in marked if isinstance(v, Var) and _number(folded, g) != 0}  # one of several may be zeros
-    zeros = [leaf_of[v] for _, v in marked if isinstance(v, Var) and v in leaf_of and v not in others]
+    others = {
+        v for g, v in marked if isinstance(v, Var) and _number(folded, g) != 0
+    }  # one of several may be zeros
+    zeros = [
+        leaf_of[v] for _, v in marked if isinstance(v, Var) and v in leaf_of and v not in others
+    ]
     return still, frozenset(zeros)
 
 
@@ -177,7 +203,8 @@ def _number(folded: Facts[_Fact], atom: Atom) -> Any:
 
 
 def _handing_on(main: Program, still: Mapping[str, Any], zeros: Collection[str]) -> Program:
-    """The step that hands on what is still. Gradients that are `zeros` are so in its text: nobody has to send them."""
+    """The step that hands on what is still. Gradients that are `zeros` are so in its text: nobody
+    has to send them."""
     jaxpr = inline_calls(main.jaxpr)
     inner = opened(jaxpr)
     invars = dict(zip(main.in_names, inner.invars, strict=True))

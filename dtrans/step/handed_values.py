@@ -1,8 +1,10 @@
-"""Values of forward that an update reads, made inputs of the update: the loss, statistics, counts of rows.
+"""Values of forward that an update reads, made inputs of the update: the loss, statistics, counts
+of rows.
 
-As it is cut, an update has all equations that it needs, those of forward too. Forward makes such values and
-hands them over (`Cut.handed`) where the update cannot make them: servers have no row of the batch, and ranks
-have slices of parameters. A loop that makes gradients would run once more for what else it carries.
+As it is cut, an update has all equations that it needs, those of forward too. Forward makes such
+values and hands them over (`Cut.handed`) where the update cannot make them: servers have no row of
+the batch, and ranks have slices of parameters. A loop that makes gradients would run once more for
+what else it carries.
 
 Invariant: an equation of the update that reads the batch also reads a gradient or optimizer state.
 """
@@ -25,7 +27,8 @@ def hand_over(step: Cut, parts: Collection[str], *, drawn: bool = False) -> Cut:
 
     Args:
       parts: the arrays of the batch that forward reads for them.
-      drawn: hand over also what is made of rows that each trainer draws (random numbers with the rows of the batch).
+      drawn: hand over also what is made of rows that each trainer draws (random numbers with the
+        rows of the batch).
     """
     half = step.optimize
     made = _made_by_forward(step, parts, drawn)
@@ -46,7 +49,9 @@ def hand_over(step: Cut, parts: Collection[str], *, drawn: bool = False) -> Cut:
     invars = [*given.values(), *(v for v in read if v in made)]
     jaxpr = eliminate_dead(extract_part(half.jaxpr, invars, kept, half.inner.outvars))
     optimize = OptimizeHalf(jaxpr, (*given, *handed), half.out_names)
-    return dataclasses.replace(step, program=_forward_of(step, made), optimize=optimize, handed=handed)
+    return dataclasses.replace(
+        step, program=_forward_of(step, made), optimize=optimize, handed=handed
+    )
 
 
 def runs_loops_of_forward(step: Cut, parts: Collection[str]) -> bool:
@@ -56,7 +61,8 @@ def runs_loops_of_forward(step: Cut, parts: Collection[str]) -> bool:
 
 
 def _made_by_forward(step: Cut, parts: Collection[str], drawn: bool = False) -> set[Var]:
-    """Return the values of the update that depend on the batch, and neither on a gradient nor on sliced state."""
+    """Return the values of the update that depend on the batch, and neither on a gradient nor on
+    sliced state."""
     half = step.optimize
     # state that forward reads is whole on every rank: its leaf is never cut
     whole = {*step.params, *step.batch, *step.asked}
@@ -80,5 +86,7 @@ def _is_drawn(eqn: JaxprEqn) -> bool:
 def _forward_of(step: Cut, made: set[Var]) -> Program:
     """Return the step's program, in which forward has the equations that make these values."""
     pairs = zip(step.program.eqns, step.program.roles, strict=True)
-    roles = [FORWARD if role == OPTIMIZE and made.issuperset(e.outvars) else role for e, role in pairs]
+    roles = [
+        FORWARD if role == OPTIMIZE and made.issuperset(e.outvars) else role for e, role in pairs
+    ]
     return dataclasses.replace(step.program, roles=tuple(roles))

@@ -1,12 +1,13 @@
 """Marks: where gradients end and the optimizer begins.
 
-`mark_p` is an identity on a gradient. It carries the parameter the gradient belongs to as its second
-operand, so that the cut (`dtrans.step.cut`) can tell which is whose by the variables alone, whatever the user
-called them. One equation per leaf: a mark over the whole tree would make every leaf depend on every other.
+`mark_p` is an identity on a gradient. It carries the parameter the gradient belongs to as its
+second operand, so that the cut (`dtrans.step.cut`) can tell which is whose by the variables alone,
+whatever the user called them. One equation per leaf: a mark over the whole tree would make every
+leaf depend on every other.
 
-Marks come from `value_and_grad`, or from `make_train_step`, which uses it. They survive jit, vmap, scan,
-remat and differentiation of the step, and vanish in lowering. (alpa's lesson: wrap `grad`, do not ask
-users to mark; alpa/api.py, `alpa.grad`.)
+Marks come from `value_and_grad`, or from `make_train_step`, which uses it. They survive jit, vmap,
+scan, remat and differentiation of the step, and vanish in lowering. (alpa's lesson: wrap `grad`, do
+not ask users to mark; alpa/api.py, `alpa.grad`.)
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ def _mark_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, leaf: str) -> 
 
 mark_p = new_identity("gradient", jvp=_mark_jvp)
 
-# Where the derivative of a loss begins: an identity on the cotangent that the backward pass starts from. Of a loss that
-# is scaled, that is what is multiplied. Everything but mixed precision reads through it (`dtrans.ir.builder`).
+# Where the derivative of a loss begins: an identity on the cotangent that the backward pass starts
+# from. Of a loss that is scaled, that is what is multiplied. Everything but mixed precision reads
+# through it (`dtrans.ir.builder`).
 SEED = "loss_seed"
 
 
@@ -55,13 +57,19 @@ def _loss_transpose(ct: Any, x: Any) -> list[Any]:
     return [ct if is_zero(ct) else _seed_p.bind(ct)]
 
 
-# an identity on the tangent of a loss, whose transpose is the seed; there is nothing of it where nothing is derived
+# an identity on the tangent of a loss, whose transpose is the seed; there is nothing of it where
+# nothing is derived
 _loss_p = new_identity("loss", jvp=_loss_jvp, transpose=_loss_transpose)
 
 
 def _as_loss(value: Any) -> Any:
-    """A loss whose derivative begins with a seed; anything that `jax.value_and_grad` will refuse, as it is."""
-    is_loss = isinstance(value, jax.Array) and value.ndim == 0 and jnp.issubdtype(value.dtype, jnp.floating)
+    """A loss whose derivative begins with a seed; anything that `jax.value_and_grad` will refuse,
+    as it is."""
+    is_loss = (
+        isinstance(value, jax.Array)
+        and value.ndim == 0
+        and jnp.issubdtype(value.dtype, jnp.floating)
+    )
     return _loss_p.bind(value) if is_loss else value
 
 
@@ -70,9 +78,9 @@ def value_and_grad(
 ) -> Callable[..., tuple[Any, Any]]:
     """`jax.value_and_grad`, with the gradients marked for dtrans.
 
-    Leaves that cannot be differentiated (integers, Equinox's functions) may be among the arguments: they
-    are held still and their gradient is None, as with `equinox.filter_value_and_grad`. On a pytree of
-    floating-point arrays it is `jax.value_and_grad`, value for value.
+    Leaves that cannot be differentiated (integers, Equinox's functions) may be among the arguments:
+    they are held still and their gradient is None, as with `equinox.filter_value_and_grad`. On a
+    pytree of floating-point arrays it is `jax.value_and_grad`, value for value.
 
     Args:
       fun: returns a scalar, or (scalar, aux) with `has_aux`.
@@ -91,7 +99,8 @@ def value_and_grad(
         halves = [partition(args[i], is_differentiable) for i in places]
         if not any(jax.tree.leaves(diff) for diff, _ in halves):
             raise GradientError(
-                f"argument {argnums} of {getattr(fun, '__name__', fun)} has no floating-point array to differentiate"
+                f"argument {argnums} of {getattr(fun, '__name__', fun)} has no floating-point "
+                "array to differentiate"
             )
 
         def of_differentiable(diffs: list[Any]) -> Any:
@@ -121,7 +130,9 @@ def value_and_grad(
     return wrapped
 
 
-def make_train_step(loss_fn: Callable[..., Any], tx: Any, *, has_aux: bool = False) -> Callable[..., Any]:
+def make_train_step(
+    loss_fn: Callable[..., Any], tx: Any, *, has_aux: bool = False
+) -> Callable[..., Any]:
     """One training step: loss and gradients, the optax update, new parameters.
 
     Args:
@@ -129,12 +140,14 @@ def make_train_step(loss_fn: Callable[..., Any], tx: Any, *, has_aux: bool = Fal
       tx: an `optax.GradientTransformation`, or anything with its `update`.
 
     Raises:
-      OptimizerError: when the step is called, with an optimizer that must be told the loss, or a function of it.
+      OptimizerError: when the step is called, with an optimizer that must be told the loss, or a
+        function of it.
 
     Returns:
-      `step(params, opt_state, *batch) -> (params, opt_state, loss[, aux])`, with the parameter names of
-      `loss_fn` for the batch. Leaves of `params` that cannot be differentiated are handed through, and are
-      not seen by the optimizer (`tx.init` is then called on the differentiable part).
+      `step(params, opt_state, *batch) -> (params, opt_state, loss[, aux])`, with the parameter
+      names of `loss_fn` for the batch. Leaves of `params` that cannot be differentiated are handed
+      through, and are not seen by the optimizer (`tx.init` is then called on the differentiable
+      part).
 
     Example:
       >>> import jax.numpy as jnp, optax, dtrans
@@ -160,7 +173,10 @@ def make_train_step(loss_fn: Callable[..., Any], tx: Any, *, has_aux: bool = Fal
 
 # how optax says that its update was not given something: the function that asks, and what for
 _ASKS = (
-    re.compile(r"(?P<who>\w+)\.<locals>\.\w+\(\) missing \d+ required keyword-only arguments?: (?P<what>.*)"),
+    re.compile(
+        r"(?P<who>\w+)\.<locals>\.\w+\(\) missing \d+ required keyword-only arguments?: "
+        r"(?P<what>.*)"
+    ),
     re.compile(r"(?P<what>\w+) must be provided to (?P<who>\w+) update function"),
     re.compile(r"(?P<what>\w+) must be provided when (?P<who>\w+=\w+)"),
 )
@@ -176,8 +192,10 @@ def _update(tx: Any, grads: Any, opt_state: Any, params: Any) -> tuple[Any, Any]
         if asked is None:
             raise
         raise OptimizerError(
-            f"{asked['who']} needs {asked['what']} in its update, and make_train_step gives it (grads, state, params). "
-            "Use one that takes these, such as optax.lbfgs(linesearch=None), or a learning-rate schedule; or write the "
+            f"{asked['who']} needs {asked['what']} in its update, and make_train_step gives it "
+            "(grads, state, params). "
+            "Use one that takes these, such as optax.lbfgs(linesearch=None), or a learning-rate "
+            "schedule; or write the "
             "step yourself and give tx.update what it needs, which dtrans.nccl2 takes"
         ) from e
 
@@ -185,11 +203,15 @@ def _update(tx: Any, grads: Any, opt_state: Any, params: Any) -> tuple[Any, Any]
 def _step_signature(loss_fn: Callable[..., Any]) -> inspect.Signature:
     """(params, opt_state, and the batch arguments of `loss_fn` by its own names)."""
     first, *batch = inspect.signature(loss_fn).parameters.values()
-    if first.kind is first.VAR_POSITIONAL:  # loss_fn(*args): nothing is known but that there is a batch
+    if (
+        first.kind is first.VAR_POSITIONAL
+    ):  # loss_fn(*args): nothing is known but that there is a batch
         batch = [first.replace(name="batch"), *batch]
     if any(p.name in ("params", "opt_state") for p in batch):
         raise GradientError("the batch arguments of loss_fn may not be called params or opt_state")
-    state = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_ONLY) for n in ("params", "opt_state")]
+    state = [
+        inspect.Parameter(n, inspect.Parameter.POSITIONAL_ONLY) for n in ("params", "opt_state")
+    ]
     return inspect.Signature([*state, *(p.replace(annotation=p.empty) for p in batch)])
 
 
@@ -201,8 +223,10 @@ def _apply_updates(params: Any, updates: Any) -> Any:
             return p
         if jnp.shape(u) != jnp.shape(p):
             raise OptimizerError(
-                f"the optimizer makes an update of shape {jnp.shape(u)} for {join_path('params', path)} of shape "
-                f"{jnp.shape(p)}; it may take its gradients for something else, such as the gradient of each example"
+                f"the optimizer makes an update of shape {jnp.shape(u)} for "
+                f"{join_path('params', path)} of shape "
+                f"{jnp.shape(p)}; it may take its gradients for something else, such as the "
+                "gradient of each example"
             )
         return (p + u).astype(p.dtype)
 

@@ -1,17 +1,19 @@
 """Host callbacks of a step: `jax.debug.print`, `jax.debug.callback`, `io_callback`.
 
-An `Observer` is an equation with an effect. Its operands decide who can call it with the values of one device:
+An `Observer` is an equation with an effect. Its operands decide who can call it with the values of
+one device:
 
     state       parameters and constants: trainers have them
     forward     values of forward and backward: trainers have them, and complete what is a part
     gradients   gradients, and values made from them: complete only after the reduction
     update      new parameters, or the optimizer's state: complete where the update runs
 
-A job calls each of them once in a step. `call_once` writes that: every trainer passes its number to the host, and
-the host calls the user's function for trainer 0 alone. A `cond` on the number would not do: `jax.vmap`, which
-simulates trainers, carries out both branches.
+A job calls each of them once in a step. `call_once` writes that: every trainer passes its number to
+the host, and the host calls the user's function for trainer 0 alone. A `cond` on the number would
+not do: `jax.vmap`, which simulates trainers, carries out both branches.
 
-`jax.pure_callback` has no effect and is no observer. It is a function like others, and may be called by all trainers.
+`jax.pure_callback` has no effect and is no observer. It is a function like others, and may be
+called by all trainers.
 """
 
 from __future__ import annotations
@@ -65,11 +67,13 @@ class Observer:
 
     Attributes:
       position: of the equation in the step.
-      name: of its primitive, or of the callback inside: `debug_print`, `debug_callback`, `io_callback`.
+      name: of its primitive, or of the callback inside: `debug_print`, `debug_callback`,
+        `io_callback`.
       line: the user's line, `model.py:12`; empty where that is not known.
       reads: "state", "forward", "gradients" or "update"; see the module's docstring.
       rows: True where the batch enters otherwise than through gradients.
-      in_update: True where the update needs the equation, so that it is carried out with the update.
+      in_update: True where the update needs the equation, so that it is carried out with the
+        update.
       calls: False for equations of dtrans that call nothing, as summaries.
     """
 
@@ -117,10 +121,14 @@ def observers_of(
             reads = UPDATE
         else:
             reads = GRADIENTS if bits & by_gradient else FORWARD if bits else STATE
-        inside = next((e for e in (eqn, *equations_inside(eqn)) if e.primitive.name in CALLBACKS), None)
+        inside = next(
+            (e for e in (eqn, *equations_inside(eqn)) if e.primitive.name in CALLBACKS), None
+        )
         found = inside or eqn
         line, rows = line_of(found) or line_of(eqn), bool(bits & by_batch)
-        return Observer(i, found.primitive.name, line, reads, rows, i in in_update, inside is not None)
+        return Observer(
+            i, found.primitive.name, line, reads, rows, i in in_update, inside is not None
+        )
 
     return tuple(map(observer, positions))
 
@@ -131,7 +139,9 @@ RETURN_IT = "return the value as a result of the step, and print what job.step r
 # -- refusals --------------------------------------------------------------------------------------
 
 
-def refuse_observers(observers: Iterable[Observer], reads: Collection[str], why: str, remedy: str) -> None:
+def refuse_observers(
+    observers: Iterable[Observer], reads: Collection[str], why: str, remedy: str
+) -> None:
     """Raise for callbacks that nobody can call with the value of one device.
 
     Args:
@@ -151,27 +161,34 @@ def check_observers(program: Program, observers: Iterable[Observer]) -> None:
     """Raise for callbacks that several devices cannot carry out once.
 
     Raises:
-      GradientError: an ordered one, an `io_callback` with results, or one that both halves of the step need.
+      GradientError: an ordered one, an `io_callback` with results, or one that both halves of the
+        step need.
     """
     refuse_twice(x for x in observers if x.reads in EARLY)
     for eqn in equations(program.jaxpr):
         if eqn.primitive.name in CALLBACKS:
             what = f"{eqn.primitive.name} ({line_of(eqn)})"
             if is_ordered(eqn):
-                raise GradientError(f"{what} is ordered, which JAX does not allow over devices; leave ordered=True out")
+                raise GradientError(
+                    f"{what} is ordered, which JAX does not allow over devices; leave ordered=True "
+                    "out"
+                )
             if eqn.outvars:
                 raise GradientError(
-                    f"{what} returns values, of which each device would have its own; give them to the step as an "
+                    f"{what} returns values, of which each device would have its own; give them to "
+                    "the step as an "
                     "argument, or call jax.pure_callback if the function is pure"
                 )
 
 
 def refuse_twice(observers: Iterable[Observer]) -> None:
-    """Raise for callbacks in loops of the update that something else needs as well, and would carry out again."""
+    """Raise for callbacks in loops of the update that something else needs as well, and would carry
+    out again."""
     for x in observers:
         if x.in_update and x.calls:
             raise GradientError(
-                f"{x} is in a loop or a branch that the update needs, and another output of the step too: it would be "
+                f"{x} is in a loop or a branch that the update needs, and another output of the "
+                "step too: it would be "
                 "called twice; take it out of there"
             )
 
@@ -183,7 +200,9 @@ def callers_of(observers: Iterable[Observer], early: str, late: str) -> tuple[st
       early: who calls those that forward and backward carry out.
       late: who calls the others.
     """
-    found = (f"{x} is called by {early if x.reads in EARLY else late}" for x in observers if x.calls)
+    found = (
+        f"{x} is called by {early if x.reads in EARLY else late}" for x in observers if x.calls
+    )
     return tuple(dict.fromkeys(found))
 
 
@@ -207,19 +226,25 @@ def call_once(b: Builder, over: Sequence[str], start: int = 0) -> None:
 
 
 def _for_first(eqn: JaxprEqn, over: tuple[str, ...]) -> list[JaxprEqn]:
-    """Return an equation with its callbacks, and those in its bodies, called for trainer 0 alone."""
+    """Return an equation with its callbacks, and those in its bodies, called for trainer 0
+    alone."""
     if eqn.primitive.name in CALLBACKS:
         # the number is made beside each callback: bodies need no further input for it
         number = Builder(small_jaxpr(lambda: [], []))
         (index,) = number.bind(trainer_index_p, over=over)
         traced = small_jaxpr(_calling(eqn), [index.aval, *(a.aval for a in eqn.invars)])
         (call,) = opened(traced).eqns
-        return [*number.eqns, call.replace(invars=[index, *eqn.invars], source_info=eqn.source_info)]
+        return [
+            *number.eqns,
+            call.replace(invars=[index, *eqn.invars], source_info=eqn.source_info),
+        ]
     if not eqn.effects:
         return [eqn]
 
     def body(jaxpr: Any) -> Any:
-        return with_equations(jaxpr, [new for e in opened(jaxpr).eqns for new in _for_first(e, over)])
+        return with_equations(
+            jaxpr, [new for e in opened(jaxpr).eqns for new in _for_first(e, over)]
+        )
 
     return [eqn.replace(params=map_bodies(eqn.params, body))]
 

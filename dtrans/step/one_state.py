@@ -2,8 +2,8 @@
 
     step(state, *batch) -> state, ...     becomes     step(params, opt_state, *batch) -> params, opt_state, ...
 
-A flax `TrainState`, an nnx or Equinox model beside its optimizer, a dict of models: what each leaf is for is told by
-dataflow, not by its name.
+A flax `TrainState`, an nnx or Equinox model beside its optimizer, a dict of models: what each leaf
+is for is told by dataflow, not by its name.
 
     parameter    forward reads it, and its own gradient makes its new value
     constant     the step hands it on as it came in; parameters and optimizers have such
@@ -13,8 +13,8 @@ dataflow, not by its name.
     follower     forward reads it too, but a parameter's new value makes its own: a teacher, a target network
     optimizer    everything else: moments, counts, averages of parameters that only evaluation reads
 
-The last kind, and constants that only updates read, are `opt_state` of the step in two parts: the state's own
-structure, with None for the leaves that are not in it. The rest is `params`.
+The last kind, and constants that only updates read, are `opt_state` of the step in two parts: the
+state's own structure, with None for the leaves that are not in it. The rest is `params`.
 """
 
 from __future__ import annotations
@@ -54,11 +54,12 @@ FOLLOWER, OPTIMIZER = "follower", "optimizer"
 
 
 def has_one_state(program: Program, startup: Program) -> bool:
-    """Return True if a step takes and returns one state: its first argument, which `startup` makes, and not its second.
+    """Return True if a step takes and returns one state: its first argument, which `startup` makes,
+    and not its second.
 
-    A result may look like an array of the batch, as that of an autoencoder does: what `startup` makes decides. But a
-    second argument with a leaf that the step changes and the loss does not read is the optimizer's state, and
-    `startup` forgot it.
+    A result may look like an array of the batch, as that of an autoencoder does: what `startup`
+    makes decides. But a second argument with a leaf that the step changes and the loss does not
+    read is the optimizer's state, and `startup` forgot it.
     """
     outs, first = set(program.out_names), program.args[0].names if program.args else ()
     if not first or not outs.issuperset(first):
@@ -69,7 +70,9 @@ def has_one_state(program: Program, startup: Program) -> bool:
     if not second:  # an optimizer without state
         return False
     types = program.args[0].unflatten([program.inputs[n] for n in first])
-    if leaf_types(types) != leaf_types(startup.out.unflatten([startup.outputs[n] for n in startup.out_names])):
+    if leaf_types(types) != leaf_types(
+        startup.out.unflatten([startup.outputs[n] for n in startup.out_names])
+    ):
         return False
     step = OpenStep(program, inline_calls(program.jaxpr))
     gradients = marked(step)
@@ -87,9 +90,11 @@ def in_two_parts(program: Program) -> Program:
     if PARAMETER not in kinds.values():
         found = ", ".join(f"{n} ({kind})" for n, kind in [*kinds.items()][:6])
         raise GradientError(
-            f"{program.name} is not a training step: no gradient was found, since none of the leaves of its state is "
+            f"{program.name} is not a training step: no gradient was found, since none of the "
+            "leaves of its state is "
             f"read by a loss and updated from that loss's derivative; found: {found}"
-            f"{', ...' if len(kinds) > 6 else ''}. Take gradients with dtrans.value_and_grad in place of "
+            f"{', ...' if len(kinds) > 6 else ''}. Take gradients with dtrans.value_and_grad in "
+            "place of "
             "jax.value_and_grad"
         )
     held = {n for n, kind in kinds.items() if kind != OPTIMIZER}
@@ -97,11 +102,14 @@ def in_two_parts(program: Program) -> Program:
 
 
 def divide(spec: TreeSpec, names: Collection[str]) -> tuple[TreeSpec, TreeSpec]:
-    """A state twice: the leaves with these names, and those that are no arrays; and all others. None elsewhere."""
+    """A state twice: the leaves with these names, and those that are no arrays; and all others.
+    None elsewhere."""
     leaves = spec.leaves
     first = [leaf if leaf in names or not isinstance(leaf, str) else None for leaf in leaves]
     second = [leaf if isinstance(leaf, str) and leaf not in names else None for leaf in leaves]
-    return _spec(jax.tree.unflatten(spec.treedef, first)), _spec(jax.tree.unflatten(spec.treedef, second))
+    return _spec(jax.tree.unflatten(spec.treedef, first)), _spec(
+        jax.tree.unflatten(spec.treedef, second)
+    )
 
 
 def _divided(program: Program, params: Collection[str]) -> Program:
@@ -126,7 +134,9 @@ def _result(program: Program, parts: Sequence[TreeSpec]) -> TreeSpec:
     if program.out.names == names:
         return _spec((*both,))
     known = set(program.in_names)
-    called = lambda leaf: unused_name(f"new_{leaf}", known) if leaf in known else leaf  # looks like it, and is not it
+    called = lambda leaf: (
+        unused_name(f"new_{leaf}", known) if leaf in known else leaf
+    )  # looks like it, and is not it
     found = children(whole) or []
     rest = {key: jax.tree.map(called, part) for key, part in found if _spec(part).names != names}
     if isinstance(whole, dict):
@@ -151,7 +161,9 @@ def kinds_of(step: OpenStep) -> dict[str, str]:
     parameters = set(gradients.of) if gradients else _parameters(step, of, read)
     by_batch, by_gradient = 1, 2
     batch = [n for spec in step.source.args[1:] for n in spec.names]
-    enters = propagate(step.eqns, {step.vars[n]: by_batch for n in batch}, dict.fromkeys(of, by_gradient))
+    enters = propagate(
+        step.eqns, {step.vars[n]: by_batch for n in batch}, dict.fromkeys(of, by_gradient)
+    )
 
     def kind(name: str) -> str:
         v, out = step.vars[name], step.outs[name]
@@ -184,8 +196,11 @@ def _read_by_forward(step: OpenStep, gradients: Collection[Var], names: Sequence
 
 
 def _parameters(step: OpenStep, gradients: Collection[Var], read: Collection[str]) -> set[str]:
-    """The leaves that forward reads, and whose new value is made of a gradient, and of no other's new value first."""
-    floating = [n for n in step.params if n in read and jnp.issubdtype(step.vars[n].aval.dtype, jnp.inexact)]
+    """The leaves that forward reads, and whose new value is made of a gradient, and of no other's
+    new value first."""
+    floating = [
+        n for n in step.params if n in read and jnp.issubdtype(step.vars[n].aval.dtype, jnp.inexact)
+    ]
     moving = [n for n in floating if step.outs[n] is not step.vars[n]]
     graded = [n for n in moving if candidates_for(step, n, gradients)]
     new = {a for n in graded if isinstance(a := step.outs[n], Var)}
@@ -199,7 +214,8 @@ def _state_behind(main: Program) -> str:
     for i, spec in enumerate(main.args[2:], 1):
         if len(spec.names) > 1 and outs.issuperset(map(below, spec.names)):
             return (
-                f". {main.name} returns its argument {i + 1} ({spec.root}) too: its state must come first, as "
+                f". {main.name} returns its argument {i + 1} ({spec.root}) too: its state must "
+                "come first, as "
                 "step(params, opt_state, *batch), or step(state, *batch)"
             )
     return ""
@@ -214,15 +230,19 @@ def startup_in_two_parts(main: Program, startup: Program) -> Program:
     Raises:
       TraceError: it makes something else.
     """
-    state = combine(*(spec.unflatten([main.inputs[n] for n in spec.names]) for spec in main.args[:2]))
+    state = combine(
+        *(spec.unflatten([main.inputs[n] for n in spec.names]) for spec in main.args[:2])
+    )
     made = startup.out.unflatten([startup.outputs[n] for n in startup.out_names])
     wanted, have = (leaf_types(tree) for tree in (state, made))
     if wanted != have:
         path = next(p for p in [*wanted, *have] if wanted.get(p) != have.get(p))
         root = main.in_names[0].split("/")[0]
         raise TraceError(
-            f"the startup program {startup.name} does not make what {main.name} takes: {root}/{path} is made as "
-            f"{have.get(path, 'nothing')}, and taken as {wanted.get(path, 'nothing')}; startup must be "
+            f"the startup program {startup.name} does not make what {main.name} takes: "
+            f"{root}/{path} is made as "
+            f"{have.get(path, 'nothing')}, and taken as {wanted.get(path, 'nothing')}; startup "
+            "must be "
             f"dtrans.trace(init, ...) with init(...) -> {root}{_state_behind(main)}"
         )
     name_of = dict(zip(_whole(main).names, startup.out_names, strict=True))
@@ -237,7 +257,9 @@ def startup_in_two_parts(main: Program, startup: Program) -> Program:
 def leaf_types(tree: Any) -> dict[str, str]:
     """Return the type of each array of a pytree, by its path below the root."""
     arrays = [x for x in jax.tree.leaves(tree) if is_array(x)]
-    return {n: f"{x.dtype}{list(x.shape)}" for n, x in zip(TreeSpec.of(tree).names, arrays, strict=True)}
+    return {
+        n: f"{x.dtype}{list(x.shape)}" for n, x in zip(TreeSpec.of(tree).names, arrays, strict=True)
+    }
 
 
 # -- states and functions of them ------------------------------------------------------------------
@@ -252,12 +274,18 @@ def divided(main: Program, state: Any) -> tuple[Any, Any]:
     """The inverse of `joined`. Raises TraceError for another structure."""
     if not main.of_one_state:
         if not isinstance(state, tuple) or len(state) != 2:
-            raise TraceError(f"the state of {main.name} is a pair, (params, opt_state), not {type(state).__name__}")
+            raise TraceError(
+                f"the state of {main.name} is a pair, (params, opt_state), not "
+                f"{type(state).__name__}"
+            )
         return state[0], state[1]
     whole = _whole(main)
     leaves, structure = jax.tree.flatten(state)
     if structure == whole.treedef:  # a count may be a number of Python's
-        counts = [as_array(x) if isinstance(of, str) else x for of, x in zip(whole.leaves, leaves, strict=True)]
+        counts = [
+            as_array(x) if isinstance(of, str) else x
+            for of, x in zip(whole.leaves, leaves, strict=True)
+        ]
         state = jax.tree.unflatten(structure, counts)
     found = dict(zip(whole.names, whole.flatten(state, "the state"), strict=True))
     first, second = (spec.unflatten([found[n] for n in spec.names]) for spec in main.args[:2])
@@ -271,7 +299,8 @@ def _whole(main: Program) -> TreeSpec:
 
 
 class Applied:
-    """A function of the state that a step takes, or of its parameters, given only the leaves that it reads.
+    """A function of the state that a step takes, or of its parameters, given only the leaves that
+    it reads.
 
     Args:
       main: the step.
@@ -280,15 +309,22 @@ class Applied:
     """
 
     def __init__(
-        self, main: Program, fn: Callable[..., Any], unpacked: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+        self,
+        main: Program,
+        fn: Callable[..., Any],
+        unpacked: Callable[[Mapping[str, Any]], Mapping[str, Any]],
     ) -> None:
         self._spec = _whole(main) if main.of_one_state else main.args[0]
-        self._types = [jax.ShapeDtypeStruct(main.inputs[n].shape, main.inputs[n].dtype) for n in self._spec.names]
+        self._types = [
+            jax.ShapeDtypeStruct(main.inputs[n].shape, main.inputs[n].dtype)
+            for n in self._spec.names
+        ]
         self._fn, self._unpacked = weakref.ref(fn), unpacked
         self._known: dict[Any, tuple[tuple[str, ...], Callable[..., list[Any]], Any]] = {}
 
     def __call__(self, leaves: Callable[[Collection[str]], Mapping[str, Any]], *args: Any) -> Any:
-        """What the function returns, of the leaves that the job has under the names which it is asked for."""
+        """What the function returns, of the leaves that the job has under the names which it is
+        asked for."""
         flat, structure = jax.tree.flatten(args)
         flat = [plain_array(x) if is_array(x) else jnp.asarray(x) for x in flat]
         key = structure, tuple(str(jax.typeof(x)) for x in flat)
@@ -298,19 +334,26 @@ class Applied:
         held = leaves(names)
         return jax.tree.unflatten(result, run(held, _beside(held, flat)))
 
-    def _compiled(self, flat: Sequence[Any], structure: Any) -> tuple[tuple[str, ...], Callable[..., list[Any]], Any]:
-        """The names of what the function reads, the function of these and of the arrays, and its result's structure."""
+    def _compiled(
+        self, flat: Sequence[Any], structure: Any
+    ) -> tuple[tuple[str, ...], Callable[..., list[Any]], Any]:
+        """The names of what the function reads, the function of these and of the arrays, and its
+        result's structure."""
         fn = self._fn()
         assert fn is not None
         result: list[Any] = []
 
         def on_arrays(*arrays: Any) -> list[Any]:
             state, rest = arrays[: len(self._types)], arrays[len(self._types) :]
-            made, tree = jax.tree.flatten(fn(self._spec.unflatten(state), *jax.tree.unflatten(structure, rest)))
+            made, tree = jax.tree.flatten(
+                fn(self._spec.unflatten(state), *jax.tree.unflatten(structure, rest))
+            )
             result.append(tree)
             return made
 
-        traced = inline_calls(plain_jaxpr(lowered_jaxpr(on_arrays, *self._types, *map(plain_type, flat))))
+        traced = inline_calls(
+            plain_jaxpr(lowered_jaxpr(on_arrays, *self._types, *map(plain_type, flat)))
+        )
         inner = opened(traced)
         _, read = backward_slice(inner.eqns, inner.outvars)
         names = tuple(n for n, v in zip(self._spec.names, inner.invars, strict=False) if v in read)
@@ -331,5 +374,7 @@ def _beside(held: Mapping[str, Any], arrays: Sequence[Any]) -> list[Any]:
     if at is None:
         return list(arrays)
     where = NamedSharding(at.mesh, PartitionSpec()) if isinstance(at, NamedSharding) else at
-    is_elsewhere = lambda x: isinstance(x, jax.Array) and x.committed and x.sharding.device_set != at.device_set
+    is_elsewhere = lambda x: (
+        isinstance(x, jax.Array) and x.committed and x.sharding.device_set != at.device_set
+    )
     return [jax.device_put(x, where) if is_elsewhere(x) else x for x in arrays]

@@ -5,18 +5,22 @@
     with dtrans.replicate():
         loss = decode(params, h, y)
 
-A scope is EPL's taskgraph. It marks what is traced within it by its name stack, which `jit`, `grad`, `vmap`, `remat`
-and inlining keep, and which changes no equation. The text of a scope is `dtrans.<kind>[<place>:<name>:<devices>]`:
+A scope is EPL's taskgraph. It marks what is traced within it by its name stack, which `jit`,
+`grad`, `vmap`, `remat` and inlining keep, and which changes no equation. The text of a scope is
+`dtrans.<kind>[<place>:<name>:<devices>]`:
 
   - with a name, the place is empty: all scopes of one kind and name are one taskgraph;
-  - without, each entry is a taskgraph of its own, and the place says which: function and line of the `with`, a digest
-    of the lines on the way there from where JAX began to trace, and the number of the entry over this way, from 0.
+  - without, each entry is a taskgraph of its own, and the place says which: function and line of
+    the `with`, a digest of the lines on the way there from where JAX began to trace, and the number
+    of the entry over this way, from 0.
 
-Places are counted anew inside `numbered`, in which programs are traced, so that a function that is traced twice gives
-the same text twice. A counter of all entries would not do: JAX keeps the trace of a jitted function, so the text that
-was written first is met again in later traces, beside new ones.
+Places are counted anew inside `numbered`, in which programs are traced, so that a function that is
+traced twice gives the same text twice. A counter of all entries would not do: JAX keeps the trace
+of a jitted function, so the text that was written first is met again in later traces, beside new
+ones.
 
-No scope may be in another (EPL: the same kind in itself, anything in `split`, `split` in `replicate`).
+No scope may be in another (EPL: the same kind in itself, anything in `split`, `split` in
+`replicate`).
 """
 
 from __future__ import annotations
@@ -84,18 +88,21 @@ _elsewhere = itertools.count()  # entries outside of any `numbered`: never the s
 
 @contextmanager
 def replicate(device_count: int | None = None, name: str | None = None) -> Iterator[None]:
-    """What is computed within is a taskgraph: a stage of the pipeline, replicated for data parallelism.
+    """What is computed within is a taskgraph: a stage of the pipeline, replicated for data
+    parallelism.
 
-    To be used in the function that is traced. Each entry is a taskgraph of its own, in a loop too; those with the same
-    name are one. (EPL, `epl.replicate`; epl/strategies/replicate.py)
+    To be used in the function that is traced. Each entry is a taskgraph of its own, in a loop too;
+    those with the same name are one. (EPL, `epl.replicate`; epl/strategies/replicate.py)
 
     Args:
-      device_count: the devices that one replica of it has: each takes a part of the replica's part of the batch, so
-        that it makes as many times as many replicas. The same in all scopes of a model.
+      device_count: the devices that one replica of it has: each takes a part of the replica's part
+        of the batch, so that it makes as many times as many replicas. The same in all scopes of a
+        model.
       name: for messages and plans, and to enter one taskgraph several times.
 
     Raises:
-      ConfigError: it is entered within another scope; `device_count` is no positive integer; the name is empty.
+      ConfigError: it is entered within another scope; `device_count` is no positive integer; the
+        name is empty.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -122,7 +129,8 @@ def split(device_count: int | None = None, name: str | None = None) -> Iterator[
       name: for messages and plans, and to enter one taskgraph several times.
 
     Raises:
-      ConfigError: it is entered within another scope; `device_count` is no positive integer; the name is empty.
+      ConfigError: it is entered within another scope; `device_count` is no positive integer; the
+        name is empty.
 
     Example:
       >>> import jax
@@ -139,12 +147,14 @@ def split(device_count: int | None = None, name: str | None = None) -> Iterator[
 
 @contextmanager
 def local() -> Iterator[None]:
-    """What is reduced over rows of the batch within is of each trainer's own rows, in a step that is exact otherwise.
+    """What is reduced over rows of the batch within is of each trainer's own rows, in a step that
+    is exact otherwise.
 
     To be used in the function that is traced: batch normalisation as Paddle's trainers and torch's
-    DistributedDataParallel have it, without an exchange. A sum, a mean or a maximum over rows stands for that of the
-    whole batch; what of it enters the state or the results is the mean over trainers. Derivatives are in the scope too,
-    but for gradients of parameters, which are of the whole batch. On one device it changes nothing.
+    DistributedDataParallel have it, without an exchange. A sum, a mean or a maximum over rows
+    stands for that of the whole batch; what of it enters the state or the results is the mean over
+    trainers. Derivatives are in the scope too, but for gradients of parameters, which are of the
+    whole batch. On one device it changes nothing.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, dtrans
@@ -178,7 +188,8 @@ def has_local_scope(eqn: JaxprEqn) -> bool:
 
 @contextmanager
 def numbered() -> Iterator[None]:
-    """Count entries of unnamed scopes from the beginning. To be used around the tracing of one program.
+    """Count entries of unnamed scopes from the beginning. To be used around the tracing of one
+    program.
 
     Example:
       >>> import jax
@@ -200,19 +211,22 @@ def numbered() -> Iterator[None]:
 
 
 def scope_of_eqn(eqn: JaxprEqn) -> Scope | None:
-    """The scope that an equation was traced in, or that all marked equations of its bodies (loop, `remat`) were.
+    """The scope that an equation was traced in, or that all marked equations of its bodies (loop,
+    `remat`) were.
 
     Derivatives are in the scope of what they are derived from.
 
     Raises:
-      ConfigError: it is in several, or its bodies are: a scope within another, or two stages in one loop.
+      ConfigError: it is in several, or its bodies are: a scope within another, or two stages in one
+        loop.
     """
     scopes = {scope.key: scope for scope in _scopes_of(eqn)}
     if len(scopes) > 1:
         a, b = list(scopes.values())[:2]
         _refuse_different(a, b)
         raise ConfigError(
-            f"one {eqn.primitive.name} equation is in {a} and in {b}: scopes must not be within each other, nor may "
+            f"one {eqn.primitive.name} equation is in {a} and in {b}: scopes must not be within "
+            "each other, nor may "
             f"one loop, branch or rematerialised function have several"
         )
     return next(iter(scopes.values()), None)
@@ -221,9 +235,10 @@ def scope_of_eqn(eqn: JaxprEqn) -> Scope | None:
 def scopes_of(eqns: list[JaxprEqn]) -> tuple[Scope | None, ...]:
     """The scope of each of the equations of a program.
 
-    Where an unnamed scope was entered inside a function that JAX calls by one equation (`remat`, a loop), each of these
-    equations is a scope of its own: the function is traced once however often it is called. A function under `jax.jit`
-    that is inlined leaves no such equation, and marks one scope for all its calls: enter scopes around its calls.
+    Where an unnamed scope was entered inside a function that JAX calls by one equation (`remat`, a
+    loop), each of these equations is a scope of its own: the function is traced once however often
+    it is called. A function under `jax.jit` that is inlined leaves no such equation, and marks one
+    scope for all its calls: enter scopes around its calls.
 
     Raises:
       ConfigError: an equation is in several; scopes of one name say different numbers of devices.
@@ -279,7 +294,8 @@ def _scopes_of(eqn: JaxprEqn) -> Iterator[Scope]:
 def _refuse_different(a: Scope, b: Scope) -> None:
     if a.key == b.key and a.device_count != b.device_count:
         raise ConfigError(
-            f"{a} has device_count={a.device_count} and device_count={b.device_count}: scopes of one name are one"
+            f"{a} has device_count={a.device_count} and device_count={b.device_count}: scopes of "
+            "one name are one"
         )
 
 
@@ -292,7 +308,8 @@ def _scope(kind: str, device_count: int | None, name: str | None) -> Iterator[No
     outer = _entered.get()
     if outer is not None:
         raise ConfigError(
-            f"{scope} is entered within {outer}: scopes of stages and splits cannot be nested; end one first"
+            f"{scope} is entered within {outer}: scopes of stages and splits cannot be nested; end "
+            "one first"
         )
     before = _entered.set(scope)
     try:
@@ -316,7 +333,8 @@ def _place() -> str:
 
 
 def _way() -> Iterator[tuple[str, str, int]]:
-    """Module, function and line of the frames between here and where JAX began to trace, the inmost first."""
+    """Module, function and line of the frames between here and where JAX began to trace, the inmost
+    first."""
     frame: Any = inspect.currentframe()
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))

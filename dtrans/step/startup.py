@@ -1,7 +1,9 @@
-"""Startup programs: that there is one, and which of what init makes is which of what the step takes.
+"""Startup programs: that there is one, and which of what init makes is which of what the step
+takes.
 
-What init returns is told apart by its keys (`params`, `opt_state`, or what the step calls them) or, in a tuple, by the
-paths and types of its leaves: never by position alone, which would take momentum for weights.
+What init returns is told apart by its keys (`params`, `opt_state`, or what the step calls them) or,
+in a tuple, by the paths and types of its leaves: never by position alone, which would take momentum
+for weights.
 """
 
 from __future__ import annotations
@@ -22,12 +24,15 @@ from dtrans.step.trace import children
 
 
 def of_two_parts(main: Any, startup: Any, *, slices_still: bool = False) -> tuple[Program, Program]:
-    """A traced step and a traced init; of a step of one state, both in two parts (`dtrans.step.one_state`).
+    """A traced step and a traced init; of a step of one state, both in two parts
+    (`dtrans.step.one_state`).
 
-    What the step holds still, although it writes an update for it, it hands on (`dtrans.step.frozen`).
+    What the step holds still, although it writes an update for it, it hands on
+    (`dtrans.step.frozen`).
 
     Args:
-      slices_still: leave it as it is: ranks hold slices of what is updated, and all of what is handed on.
+      slices_still: leave it as it is: ranks hold slices of what is updated, and all of what is
+        handed on.
 
     Raises:
       ConfigError: something else.
@@ -35,7 +40,10 @@ def of_two_parts(main: Any, startup: Any, *, slices_still: bool = False) -> tupl
     """
     for name, program in (("main", main), ("startup", startup)):
         if not isinstance(program, Program):
-            raise ConfigError(f"{name} must be a Program (dtrans.trace(fn, *args)), it is {type(program).__name__}")
+            raise ConfigError(
+                f"{name} must be a Program (dtrans.trace(fn, *args)), it is "
+                f"{type(program).__name__}"
+            )
     startup = with_numbers(startup, main.args[:2])
     if has_one_state(main, startup):
         main = in_two_parts(main)
@@ -48,8 +56,8 @@ def of_two_parts(main: Any, startup: Any, *, slices_still: bool = False) -> tupl
 def with_numbers(startup: Program, state: Sequence[TreeSpec]) -> Program:
     """What makes a state, with those of its numbers held still that the step holds still.
 
-    An Equinox module has numbers among its leaves, as the rate of a dropout: init returns them, and they are data
-    where the step counts them.
+    An Equinox module has numbers among its leaves, as the rate of a dropout: init returns them, and
+    they are data where the step counts them.
     """
     below = lambda n: n.partition("/")[2]
     data = {below(n) for spec in state for n in spec.names} - {""}
@@ -73,7 +81,9 @@ def match_startup(step: Cut, startup: Program) -> Program:
     result = _typed(startup.out, startup.outputs)
     parts = children(result) or []
     made = {key: leaf_types(part) for key, part in parts}
-    roots = [spec.root or default for spec, default in zip(state, ("params", "opt_state"), strict=True)]
+    roots = [
+        spec.root or default for spec, default in zip(state, ("params", "opt_state"), strict=True)
+    ]
     if len(parts) != 2:
         order: list[Any] = []
     elif set(made) == set(roots):
@@ -89,8 +99,10 @@ def match_startup(step: Cut, startup: Program) -> Program:
         else:
             reason = _mismatch(order, made, wanted, roots)
         raise TraceError(
-            f"the startup program {startup.name} does not make what {step.program.name} takes: {reason}; "
-            "startup must be dtrans.trace(init, ...) with init(...) -> (params, opt_state), where opt_state is "
+            f"the startup program {startup.name} does not make what {step.program.name} takes: "
+            f"{reason}; "
+            "startup must be dtrans.trace(init, ...) with init(...) -> (params, opt_state), where "
+            "opt_state is "
             "tx.init(params)"
         )
     flat = [n for key, _ in parts for n in names[order.index(key)]]
@@ -119,7 +131,10 @@ def _mismatch(
         for path in [*want, *have]:
             if have.get(path) != want.get(path):
                 name = root if path == "value" else f"{root}/{path}"
-                return f"{name} is made as {have.get(path, 'nothing')}, and taken as {want.get(path, 'nothing')}"
+                return (
+                    f"{name} is made as {have.get(path, 'nothing')}, and taken as "
+                    f"{want.get(path, 'nothing')}"
+                )
     raise AssertionError("no difference")
 
 

@@ -1,14 +1,16 @@
-"""Summaries: values of a step that are shown in TensorBoard, one for each tag whatever the job looks like.
+"""Summaries: values of a step that are shown in TensorBoard, one for each tag whatever the job
+looks like.
 
-Inside a step, `scalar`, `histogram`, `image`, `audio` and `text` bind an equation each, without results and with an
-effect that keeps it (`dtrans._jax.new_kept`). On one device it does nothing, and what it looks at is computed only if
-something else needs it. A pipeline finds these equations in the loss function it has traced (`summaries`), fetches
-what they look at from every micro-batch of every replica, makes one value of it (`merge`), and has it written
-(`dtrans.SummaryWriter`).
+Inside a step, `scalar`, `histogram`, `image`, `audio` and `text` bind an equation each, without
+results and with an effect that keeps it (`dtrans._jax.new_kept`). On one device it does nothing,
+and what it looks at is computed only if something else needs it. A pipeline finds these equations
+in the loss function it has traced (`summaries`), fetches what they look at from every micro-batch
+of every replica, makes one value of it (`merge`), and has it written (`dtrans.SummaryWriter`).
 EPL rewrites the summary operations of all clones to read a merged tensor (its `update_summaries`).
 
-What has an effect is not called by JAX's fastest path: calling a jitted step takes some 60 microseconds longer with
-summaries, however many there are. Programs that have been read can do without these equations.
+What has an effect is not called by JAX's fastest path: calling a jitted step takes some 60
+microseconds longer with summaries, however many there are. Programs that have been read can do
+without these equations.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ def _summary_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any)
     return summary_p.bind(*primals, **params), []
 
 
-def _summary_batch(args: Sequence[Any], dims: Sequence[Any], *, mapped: int, **params: Any) -> tuple[Any, Any]:
+def _summary_batch(
+    args: Sequence[Any], dims: Sequence[Any], *, mapped: int, **params: Any
+) -> tuple[Any, Any]:
     return summary_p.bind(jnp.moveaxis(args[0], dims[0], 0), mapped=mapped + 1, **params), []
 
 
@@ -42,7 +46,8 @@ def _summary_batch(args: Sequence[Any], dims: Sequence[Any], *, mapped: int, **p
 summary_p = new_kept("summary", jvp=_summary_jvp, batch=_summary_batch)
 
 
-# -- inside a step -------------------------------------------------------------------------------------
+# -- inside a step
+# -------------------------------------------------------------------------------------
 
 
 def scalar(tag: str, value: Any) -> None:
@@ -50,8 +55,8 @@ def scalar(tag: str, value: Any) -> None:
 
     Args:
       tag: its name, of letters, digits and `_ . - /`; each names one summary of a step.
-      value: a real number, 0-d. What is shown is the mean over micro-batches and replicas, and over what `jax.vmap` has
-        mapped; or, if it was collected (`dtrans.collect`), what its key says.
+      value: a real number, 0-d. What is shown is the mean over micro-batches and replicas, and over
+        what `jax.vmap` has mapped; or, if it was collected (`dtrans.collect`), what its key says.
 
     Raises:
       ConfigError: a tag that TensorBoard would change, or a value that is no such number.
@@ -72,7 +77,8 @@ def scalar(tag: str, value: Any) -> None:
 
 
 def histogram(tag: str, value: Any) -> None:
-    """Show how the entries of an array are distributed: those of all micro-batches and replicas together.
+    """Show how the entries of an array are distributed: those of all micro-batches and replicas
+    together.
 
     Args:
       tag: as of `scalar`.
@@ -87,19 +93,25 @@ def histogram(tag: str, value: Any) -> None:
 
 
 def image(tag: str, value: Any) -> None:
-    """Show images: those of all micro-batches and replicas, in order, side by side in rows of eight.
+    """Show images: those of all micro-batches and replicas, in order, side by side in rows of
+    eight.
 
     Args:
       tag: as of `scalar`.
-      value: [height, width, channels] or [images, height, width, channels], of 1, 3 or 4 channels: grey, RGB, or with
-        transparency. Floats from 0 to 1 (others are clipped), or 8-bit integers from 0 to 255.
+      value: [height, width, channels] or [images, height, width, channels], of 1, 3 or 4 channels:
+        grey, RGB, or with transparency. Floats from 0 to 1 (others are clipped), or 8-bit integers
+        from 0 to 255.
 
     Raises:
       ConfigError: a tag that TensorBoard would change, or a value that is no such image.
     """
     array = _checked(IMAGE, tag, value)
     require(
-        array.ndim in (3, 4) and array.shape[-1] in (1, 3, 4), IMAGE, tag, array, "[(images,) height, width, 1|3|4]"
+        array.ndim in (3, 4) and array.shape[-1] in (1, 3, 4),
+        IMAGE,
+        tag,
+        array,
+        "[(images,) height, width, 1|3|4]",
     )
     whole = array.dtype == jnp.uint8 or jnp.issubdtype(array.dtype, jnp.floating)
     require(whole, IMAGE, tag, array, "floats from 0 to 1, or uint8")
@@ -111,22 +123,34 @@ def audio(tag: str, value: Any, sample_rate: int) -> None:
 
     Args:
       tag: as of `scalar`.
-      value: [frames] or [frames, channels], of 1 or 2 channels: floats from -1 to 1 (others are clipped).
+      value: [frames] or [frames, channels], of 1 or 2 channels: floats from -1 to 1 (others are
+        clipped).
       sample_rate: frames per second.
 
     Raises:
       ConfigError: a tag that TensorBoard would change, or a value that is no such clip.
     """
     array = _checked(AUDIO, tag, value)
-    require(array.ndim == 1 or (array.ndim == 2 and array.shape[1] in (1, 2)), AUDIO, tag, array, "[frames(, 1|2)]")
-    require(bool(jnp.issubdtype(array.dtype, jnp.floating)), AUDIO, tag, array, "floats from -1 to 1")
+    require(
+        array.ndim == 1 or (array.ndim == 2 and array.shape[1] in (1, 2)),
+        AUDIO,
+        tag,
+        array,
+        "[frames(, 1|2)]",
+    )
+    require(
+        bool(jnp.issubdtype(array.dtype, jnp.floating)), AUDIO, tag, array, "floats from -1 to 1"
+    )
     if int(sample_rate) != sample_rate or sample_rate < 1:
-        raise ConfigError(f"the audio {tag} is of {sample_rate} frames per second; give a positive integer")
+        raise ConfigError(
+            f"the audio {tag} is of {sample_rate} frames per second; give a positive integer"
+        )
     _bind(AUDIO, tag, array, sample_rate=sample_rate)
 
 
 def text(tag: str, text: str) -> None:
-    """Show a text that is known when the step is traced, such as the options of a run. It is written once.
+    """Show a text that is known when the step is traced, such as the options of a run. It is
+    written once.
 
     Args:
       tag: as of `scalar`.
@@ -137,7 +161,10 @@ def text(tag: str, text: str) -> None:
     """
     _check_tag(TEXT, tag)
     if not isinstance(text, str):
-        raise ConfigError(f"the text {tag} is {type(text).__name__}; it must be a str, known when the step is traced")
+        raise ConfigError(
+            f"the text {tag} is {type(text).__name__}; it must be a str, known when the step is "
+            "traced"
+        )
     _bind(TEXT, tag, text=text)
 
 
@@ -147,7 +174,10 @@ def _bind(kind: str, tag: str, *operands: Any, **options: Any) -> None:
 
 def _check_tag(kind: str, tag: Any) -> None:
     if not isinstance(tag, str) or not re.fullmatch(r"[-\w.][-/\w.]*", tag):
-        raise ConfigError(f"the tag of a {kind} is {tag!r}; tags are of letters, digits and _ . - / (not in front)")
+        raise ConfigError(
+            f"the tag of a {kind} is {tag!r}; tags are of letters, digits and _ . - / (not in "
+            "front)"
+        )
 
 
 def _checked(kind: str, tag: str, value: Any) -> jax.Array:
@@ -155,17 +185,22 @@ def _checked(kind: str, tag: str, value: Any) -> jax.Array:
     if not isinstance(value, (jax.Array, np.ndarray, np.generic, int, float)):
         raise ConfigError(f"the {kind} {tag} is {value!r}; it must be an array")
     array = jnp.asarray(value)
-    real = not jnp.issubdtype(array.dtype, jnp.complexfloating) and jnp.issubdtype(array.dtype, jnp.number)
+    real = not jnp.issubdtype(array.dtype, jnp.complexfloating) and jnp.issubdtype(
+        array.dtype, jnp.number
+    )
     require(real or array.dtype == jnp.bool_, kind, tag, array, "real numbers")
     return array
 
 
 def require(holds: bool, kind: str, tag: str, array: Any, what: str) -> None:
     if not holds:
-        raise ConfigError(f"the {kind} {tag} is {array.dtype}{list(array.shape)}; it must be {what}")
+        raise ConfigError(
+            f"the {kind} {tag} is {array.dtype}{list(array.shape)}; it must be {what}"
+        )
 
 
-# -- in a traced step ----------------------------------------------------------------------------------
+# -- in a traced step
+# ----------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,22 +229,26 @@ def summaries(jaxpr: ClosedJaxpr) -> list[Summary]:
 
     Raises:
       ConfigError: two summaries of one tag.
-      TraceError: a summary inside a loop, a branch or a rematerialised function, where nothing else can see its value.
+      TraceError: a summary inside a loop, a branch or a rematerialised function, where nothing else
+        can see its value.
     """
     found: dict[str, Summary] = {}
     for eqn in opened(jaxpr).eqns:
         for inner in equations_inside(eqn):
             if inner.primitive is summary_p:
                 raise TraceError(
-                    f"the {inner.params['kind']} {inner.params['tag']} is inside {eqn.primitive.name}, and its value "
-                    "cannot be seen from outside; return the value from there, and give that to dtrans.summary"
+                    f"the {inner.params['kind']} {inner.params['tag']} is inside "
+                    f"{eqn.primitive.name}, and its value "
+                    "cannot be seen from outside; return the value from there, and give that to "
+                    "dtrans.summary"
                 )
         if eqn.primitive is not summary_p:
             continue
         p = eqn.params
         if p["tag"] in found:
             raise ConfigError(
-                f"the tag {p['tag']} names a {found[p['tag']].kind} and a {p['kind']} of one step; give each its own"
+                f"the tag {p['tag']} names a {found[p['tag']].kind} and a {p['kind']} of one step; "
+                "give each its own"
             )
         atom = eqn.invars[0] if eqn.invars else None
         found[p["tag"]] = Summary(p["tag"], p["kind"], atom, dict(p["options"]), p["mapped"])
@@ -225,9 +264,10 @@ def merge(summary: Summary, micro: Sequence[Sequence[Any]], key: str | None = No
       key: the collection that `atom` is in, if it is in one.
 
     Returns:
-      By the key, if there is one (`dtrans.step.collect.merged`), and otherwise the mean of scalars, and all of the
-      others, micro-batch after micro-batch and replica after replica. A 0-d array for a scalar, [entries] for a
-      histogram, [images, height, width, channels], or [clips, frames, channels].
+      By the key, if there is one (`dtrans.step.collect.merged`), and otherwise the mean of scalars,
+      and all of the others, micro-batch after micro-batch and replica after replica. A 0-d array
+      for a scalar, [entries] for a histogram, [images, height, width, channels], or [clips, frames,
+      channels].
 
     Raises:
       ConfigError: as `dtrans.step.collect.merged`.
@@ -254,4 +294,5 @@ def _shaped(summary: Summary, value: Any) -> Any:
     return array.reshape(-1)
 
 
-# -- written -------------------------------------------------------------------------------------------
+# -- written
+# -------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """A function to a program: inputs and outputs named by pytree paths, equations with roles.
 
-State is paired by name: which part of a result is the new value of which argument is found by structure and shapes.
+State is paired by name: which part of a result is the new value of which argument is found by
+structure and shapes.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ def trace(fn: Callable[..., Any], *args: Any, name: str | None = None) -> Progra
     """Trace `fn` to a `Program`.
 
     Inputs are named after the parameters of `fn` and the pytree paths below them. Of a function of
-    (params, opt_state, *batch), the first part of the result that has the structure and shapes of the first
-    argument is taken as its new value, then the same for the second, and named alike; a dict is matched by
-    key. What is left of a tuple is called `loss` (a scalar), `aux`, or by its place, `out2`.
+    (params, opt_state, *batch), the first part of the result that has the structure and shapes of
+    the first argument is taken as its new value, then the same for the second, and named alike; a
+    dict is matched by key. What is left of a tuple is called `loss` (a scalar), `aux`, or by its
+    place, `out2`.
 
     Args:
       fn: a pure function of pytrees of arrays. Leaves that are not arrays are held still.
@@ -116,11 +118,16 @@ class TracedFunction:
         """Trace the function with inputs of these types."""
         it = iter(types)
         with within_mesh(self.mesh), capturing(self.captures):
-            return trace(self.fn, *(s.unflatten([next(it) for _ in s.names]) for s in self.args), name=self.name)
+            return trace(
+                self.fn,
+                *(s.unflatten([next(it) for _ in s.names]) for s in self.args),
+                name=self.name,
+            )
 
 
 def argument_names(fn: Callable[..., Any], count: int) -> tuple[str, ...]:
-    """The names of the first `count` positional parameters of `fn`; `batch/0`, ... for those in `*batch`."""
+    """The names of the first `count` positional parameters of `fn`; `batch/0`, ... for those in
+    `*batch`."""
     try:
         parameters = list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):  # a builtin without a signature
@@ -132,12 +139,16 @@ def argument_names(fn: Callable[..., Any], count: int) -> tuple[str, ...]:
         elif p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
             names.append(p.name)
     if len(names) < count:
-        raise TraceError(f"{getattr(fn, '__name__', fn)} takes {len(names)} positional arguments, {count} were given")
+        raise TraceError(
+            f"{getattr(fn, '__name__', fn)} takes {len(names)} positional arguments, {count} were "
+            "given"
+        )
     return tuple(names[:count])
 
 
 def guess_roles(jaxpr: ClosedJaxpr) -> tuple[str, ...]:
-    """Roles by name stack, for a program that was not cut: `transpose(...)` is backward, what follows it optimize.
+    """Roles by name stack, for a program that was not cut: `transpose(...)` is backward, what
+    follows it optimize.
 
     The cut (`dtrans.step.cut`) replaces them by the exact ones.
     """
@@ -153,7 +164,8 @@ def guess_roles(jaxpr: ClosedJaxpr) -> tuple[str, ...]:
 
 
 def name_result(out: Any, args: Sequence[Any], roots: Sequence[str]) -> tuple[TreeSpec, str]:
-    """Name the parts of a result (see `trace`); the second value says why that is a guess, where it is."""
+    """Name the parts of a result (see `trace`); the second value says why that is a guess, where it
+    is."""
     parts = children(out)
     if args and not jax.tree_util.treedef_is_leaf(jax.tree.structure(out)) and _alike(out, args[0]):
         return TreeSpec.of(out, roots[0]), ""
@@ -171,10 +183,22 @@ def name_result(out: Any, args: Sequence[Any], roots: Sequence[str]) -> tuple[Tr
             free.remove(match[0])
             places.append(key)
     ambiguous_outputs = ""
-    if places not in ([], [0], [0, 1]):  # not the usual order: then nothing else may look like the parameters
-        like = [key for key, part in parts if any(_alike(part, a) for a in args[:2] if jax.tree.leaves(a))]
+    if places not in (
+        [],
+        [0],
+        [0, 1],
+    ):  # not the usual order: then nothing else may look like the parameters
+        like = [
+            key
+            for key, part in parts
+            if any(_alike(part, a) for a in args[:2] if jax.tree.leaves(a))
+        ]
         if len(like) > len([p for p in places if p in like]):
-            ambiguous_outputs = f"parts {', '.join(map(str, like))} of its result all have the structure of its state"
+            ambiguous_outputs = (
+                f"parts {', '.join(map(str, like))} of its result all have the "
+                "structure of "
+                "its state"
+            )
     unused = ["loss", "aux"] if owner else []
     for key, part in parts:
         if key not in owner:
@@ -188,7 +212,8 @@ def name_result(out: Any, args: Sequence[Any], roots: Sequence[str]) -> tuple[Tr
 
 
 def children(tree: Any) -> list[tuple[Any, Any]] | None:
-    """The parts of a result with their keys, in leaf order; None for a single array or an opaque node."""
+    """The parts of a result with their keys, in leaf order; None for a single array or an opaque
+    node."""
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return list(zip(tree._fields, tree, strict=True))
     if isinstance(tree, (tuple, list)):
@@ -199,7 +224,8 @@ def children(tree: Any) -> list[tuple[Any, Any]] | None:
 
 
 def _parts_of(out: Any, args: Sequence[Any]) -> list[Any]:
-    """The parts of a result, in leaf order: each may be the new value of an argument, or all that of the first."""
+    """The parts of a result, in leaf order: each may be the new value of an argument, or all that
+    of the first."""
     parts = children(out)
     structure: Any = jax.tree.structure(out)
     alone = parts is None or (args and structure == jax.tree.structure(args[0]))
@@ -207,7 +233,8 @@ def _parts_of(out: Any, args: Sequence[Any]) -> list[Any]:
 
 
 def _with_arrays(out: Any, args: Sequence[Any]) -> Any:
-    """A result with arrays for its numbers; those that state holds, and that the step hands on, stay as they are."""
+    """A result with arrays for its numbers; those that state holds, and that the step hands on,
+    stay as they are."""
     leaves: list[Any] = []
     for part in _parts_of(out, args):
         handed_on = any(_alike(part, a) for a in args[:2])
@@ -216,9 +243,11 @@ def _with_arrays(out: Any, args: Sequence[Any]) -> Any:
 
 
 def _with_counts(args: Sequence[Any], out: Any) -> tuple[Any, ...] | None:
-    """The arguments with arrays for those numbers of Python's in the state that the step counts; None if there is none.
+    """The arguments with arrays for those numbers of Python's in the state that the step counts;
+    None if there is none.
 
-    A flax `TrainState` begins with `step=0`: a number that changes is data, one that does not is part of the program.
+    A flax `TrainState` begins with `step=0`: a number that changes is data, one that does not is
+    part of the program.
     """
     found = list(args)
     for i, arg in enumerate(args[:2]):
@@ -231,7 +260,10 @@ def _with_counts(args: Sequence[Any], out: Any) -> tuple[Any, ...] | None:
                     as_array(a) if isinstance(a, NUMBERS) and not Static(a).same(b) else a
                     for a, b in zip(leaves, new, strict=True)
                 ]
-        if any(is_array(a) and not is_array(b) for a, b in zip(leaves, jax.tree.leaves(arg), strict=True)):
+        if any(
+            is_array(a) and not is_array(b)
+            for a, b in zip(leaves, jax.tree.leaves(arg), strict=True)
+        ):
             found[i] = jax.tree.unflatten(structure, leaves)
     return tuple(found) if any(a is not b for a, b in zip(found, args, strict=True)) else None
 
@@ -245,6 +277,8 @@ def _alike(tree: Any, other: Any) -> bool:
 
     def same(a: Any, b: Any) -> bool:
         number = isinstance(a, NUMBERS) or isinstance(b, NUMBERS)
-        return Static(a).same(b) if number else getattr(a, "shape", None) == getattr(b, "shape", None)
+        return (
+            Static(a).same(b) if number else getattr(a, "shape", None) == getattr(b, "shape", None)
+        )
 
     return all(same(a, b) for a, b in pairs)

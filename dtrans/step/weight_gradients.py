@@ -1,8 +1,9 @@
 """Gradients of weights, made the way round in which they are kept.
 
-JAX makes the gradient of `x @ w` as `transpose (dot_general dy x)`. Where that is reduced next, XLA folds the transpose
-into the product, and on CPUs has no fast form for what comes out: a step of a transformer on two devices took 17 %
-longer than with `dot_general x dy`, which is the same sums of the same products.
+JAX makes the gradient of `x @ w` as `transpose (dot_general dy x)`. Where that is reduced next, XLA
+folds the transpose into the product, and on CPUs has no fast form for what comes out: a step of a
+transformer on two devices took 17 % longer than with `dot_general x dy`, which is the same sums of
+the same products.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from dtrans._jax import Atom, JaxprEqn, Literal, Var
 def straightened(
     eqns: Sequence[JaxprEqn], roles: Sequence[str], wanted: Collection[Atom]
 ) -> tuple[list[JaxprEqn], list[str]]:
-    """The same equations, but for products that only a transpose reads: what it makes is made at once.
+    """The same equations, but for products that only a transpose reads: what it makes is made at
+    once.
 
     Args:
       eqns: in order.
@@ -38,10 +40,13 @@ def straightened(
 
 
 def _swaps(product: JaxprEqn, permutation: Sequence[int]) -> bool:
-    """Whether a transpose of a product puts the dimensions of its second operand first, and does nothing else."""
+    """Whether a transpose of a product puts the dimensions of its second operand first, and does
+    nothing else."""
     p = product.params
     contracting, batch = p["dimension_numbers"]
-    plain = p["precision"] is None or isinstance(p["precision"], tuple)  # an algorithm names its operands
+    plain = p["precision"] is None or isinstance(
+        p["precision"], tuple
+    )  # an algorithm names its operands
     if batch[0] or not plain or p["out_sharding"] is not None:
         return False
     first, second = (a.aval.ndim - len(c) for a, c in zip(product.invars, contracting, strict=True))

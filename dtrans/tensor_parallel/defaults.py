@@ -3,17 +3,18 @@
 One pass over the equations, with the cuts that follow from what is decided so far:
 
     dot_general    a kernel, along its output dimension: columns. Where the other operand is cut along what is summed
-                   over, along that: rows, so that a second layer takes the first one's pieces as they are. A stack of
-                   kernels, one for each expert (a batch dimension), along the experts
+                   over, along that: rows, so that a second layer takes the first one's pieces as
+                   they are. A stack of kernels, one for each expert (a batch dimension), along the
+                   experts
     convolution    a kernel, along its output features
     gather         a table of embeddings, along the dimension that is looked up in
     elementwise    what meets a value that is cut, and has its dimension (a bias), along the same
 
-The first equation that reads a parameter in one of these ways decides. It may read it through transposes, conversions
-of type and added dimensions.
+The first equation that reads a parameter in one of these ways decides. It may read it through
+transposes, conversions of type and added dimensions.
 
-Source: EPL's `split` scopes (epl/ops/distributed_dense.py: columns of every dense layer); rows after columns are
-Megatron's (Shoeybi et al., 2019).
+Source: EPL's `split` scopes (epl/ops/distributed_dense.py: columns of every dense layer); rows
+after columns are Megatron's (Shoeybi et al., 2019).
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def default_cuts(
       jaxpr: a forward pass, or one with its gradients.
       params: positions of the inputs that may be cut.
       shards: over how many.
-      scope: whether an equation lies in the split scope; all do by default. Only what is read there is cut.
+      scope: whether an equation lies in the split scope; all do by default. Only what is read there
+        is cut.
       cuts: of other inputs, or of parameters for which the user has decided.
 
     Returns:
@@ -72,7 +74,11 @@ def default_cuts(
 
 class _Pass:
     def __init__(
-        self, params: set[int], shards: Shards, scope: Callable[[JaxprEqn], bool], cuts: dict[int, int]
+        self,
+        params: set[int],
+        shards: Shards,
+        scope: Callable[[JaxprEqn], bool],
+        cuts: dict[int, int],
     ) -> None:
         self.params = params
         self.shards = shards
@@ -110,7 +116,9 @@ class _Pass:
             if origin := self.origin(a):
                 self.origins[v] = origin
         self.over(flat.eqns)
-        self.layouts.update((v, self.layout(a)) for v, a in zip(eqn.outvars, flat.outvars, strict=True))
+        self.layouts.update(
+            (v, self.layout(a)) for v, a in zip(eqn.outvars, flat.outvars, strict=True)
+        )
 
     def _decide(self, eqn: JaxprEqn) -> None:
         """Cut the parameters that an equation reads in a way that tells how."""
@@ -118,7 +126,11 @@ class _Pass:
             origin = self.origin(a)
             if origin is None:
                 continue
-            axis = _axis(eqn, i, [x if isinstance(x := self.layout(b), RowAxis) else None for b in eqn.invars])
+            axis = _axis(
+                eqn,
+                i,
+                [x if isinstance(x := self.layout(b), RowAxis) else None for b in eqn.invars],
+            )
             dim = None if axis is None else origin[1][axis]
             if dim is None:
                 continue
@@ -129,7 +141,8 @@ class _Pass:
 
 
 def _axis(eqn: JaxprEqn, i: int, cuts: list[RowAxis | None]) -> int | None:
-    """Along which dimension to cut operand `i`, a parameter; None where the equation does not tell."""
+    """Along which dimension to cut operand `i`, a parameter; None where the equation does not
+    tell."""
     name, shape = eqn.primitive.name, eqn.invars[i].aval.shape
     if name == "dot_general":
         contract, batch = eqn.params["dimension_numbers"]
@@ -157,7 +170,10 @@ def _axis(eqn: JaxprEqn, i: int, cuts: list[RowAxis | None]) -> int | None:
 
 def _keeps_dimensions(eqn: JaxprEqn) -> bool:
     """Return True if the dimensions of an output are those of operand 0, some of size 1 apart."""
-    return facts_of(eqn).keeps_order(eqn) or eqn.primitive.name in ("transpose", "convert_element_type")
+    return facts_of(eqn).keeps_order(eqn) or eqn.primitive.name in (
+        "transpose",
+        "convert_element_type",
+    )
 
 
 def _followed(eqn: JaxprEqn, dims: tuple[int | None, ...]) -> tuple[int | None, ...]:

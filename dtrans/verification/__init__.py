@@ -21,6 +21,6 @@
     relations    words for how a wrong value is related to the right one
     repairs      the collective whose change makes outputs right
 
-The traced step of a job comes from `dtrans.run.verified`: what is evaluated is what `job.step` runs.
-docs/verify.md says what a report proves.
+The traced step of a job comes from `dtrans.run.verified`: what is evaluated is what `job.step`
+runs. docs/verify.md says what a report proves.
 """

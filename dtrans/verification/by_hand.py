@@ -19,7 +19,14 @@ from dtrans._jax import ClosedJaxpr, equations, plain_type, shard_map_of
 from dtrans.errors import ConfigError, TraceError, VerifyError
 from dtrans.ir.pytree import TreeSpec, as_array, is_array
 from dtrans.step.trace import argument_names, name_result
-from dtrans.verification.check import NEAR_TIES, TRIES, BatchRange, Findings, random_arrays, random_point
+from dtrans.verification.check import (
+    NEAR_TIES,
+    TRIES,
+    BatchRange,
+    Findings,
+    random_arrays,
+    random_point,
+)
 from dtrans.verification.evaluate import World
 from dtrans.verification.field_values import NearTie
 from dtrans.verification.outcome import Report
@@ -54,13 +61,18 @@ class StepPair:
 
 
 def verify(
-    distributed_step: Callable[..., Any], step: Callable[..., Any], *args: Any, points: int = 3, seed: int = 0
+    distributed_step: Callable[..., Any],
+    step: Callable[..., Any],
+    *args: Any,
+    points: int = 3,
+    seed: int = 0,
 ) -> Report:
-    """Check a step written with `jax.shard_map` against the step of one device, without a tolerance.
+    """Check a step written with `jax.shard_map` against the step of one device, without a
+    tolerance.
 
     Both functions take the same global arguments and return the same structure. They are traced,
-    and evaluated in a finite field for all ranks (docs/verify_shard_map.md). Nothing is compiled. A mesh may
-    have more devices than there are (`jax.sharding.AbstractMesh`).
+    and evaluated in a finite field for all ranks (docs/verify_shard_map.md). Nothing is compiled. A
+    mesh may have more devices than there are (`jax.sharding.AbstractMesh`).
 
     Args:
       distributed_step: the function under test; its collectives are in one `shard_map`, or several.
@@ -99,7 +111,11 @@ def verify(
     args = tuple(as_array(a) for a in args)
     pair = trace_pair(distributed_step, step, args)
     given = [x for a in args for x in jax.tree.leaves(a) if is_array(x)]
-    given_values = {n: x for n, x in zip(pair.inputs, given, strict=True) if not isinstance(x, jax.ShapeDtypeStruct)}
+    given_values = {
+        n: x
+        for n, x in zip(pair.inputs, given, strict=True)
+        if not isinstance(x, jax.ShapeDtypeStruct)
+    }
     comparison = _HandComparison(pair, given_values)
     with np.errstate(all="ignore"):
         comparison.check(points, seed)
@@ -113,7 +129,9 @@ def verify(
 # -- traces ----------------------------------------------------------------------------------------
 
 
-def trace_pair(distributed_step: Callable[..., Any], step: Callable[..., Any], args: Sequence[Any]) -> StepPair:
+def trace_pair(
+    distributed_step: Callable[..., Any], step: Callable[..., Any], args: Sequence[Any]
+) -> StepPair:
     """Trace a distributed step and the step of one device.
 
     Raises:
@@ -143,7 +161,9 @@ def trace_pair(distributed_step: Callable[..., Any], step: Callable[..., Any], a
     return StepPair(title, distributed, one_device, dict(zip(names, types, strict=True)), outputs)
 
 
-def _traced(fn: Callable[..., Any], specs: Sequence[TreeSpec], types: Sequence[Any]) -> tuple[ClosedJaxpr, Any]:
+def _traced(
+    fn: Callable[..., Any], specs: Sequence[TreeSpec], types: Sequence[Any]
+) -> tuple[ClosedJaxpr, Any]:
     """Return the jaxpr of a function of flat arrays, and what the function returns."""
     result: list[Any] = []
 
@@ -166,7 +186,8 @@ def _no_shard_map(title: str, jaxpr: Any) -> str:
     marks = [eqn.primitive.name for eqn in equations(jaxpr) if _names_shardings(eqn)]
     shards = f" XLA shards it by {' and '.join(dict.fromkeys(marks))}." if marks else ""
     return (
-        f"{title} has no shard_map in its jaxpr.{shards} XLA adds the collectives of such a program "
+        f"{title} has no shard_map in its jaxpr.{shards} XLA adds the collectives of such a "
+        "program "
         "when it compiles, so that there is nothing to compare; write the step of a rank with "
         "jax.shard_map, or let dtrans.nccl2 or dtrans.sharding write it and call plan.verify()"
     )
@@ -236,7 +257,9 @@ class _HandComparison:
         world = World(unknown=self.found.unfollowed)
         return [x for (x,) in world.run(jaxpr, [(x,) for x in point.values()])]
 
-    def _explain(self, point: Mapping[str, Any], made: Sequence[Any], wanted: Sequence[Any]) -> None:
+    def _explain(
+        self, point: Mapping[str, Any], made: Sequence[Any], wanted: Sequence[Any]
+    ) -> None:
         """Put the differences of a point into words."""
         pair, differences = self.pair, self.found.differences
         for name, x, y in zip(pair.outputs, made, wanted, strict=True):
@@ -245,6 +268,7 @@ class _HandComparison:
                 differences[name] = dataclasses.replace(differences[name], detail=detail)
         arguments = [*point.values()]
         self.faults, left = find_faults(pair.distributed, arguments, wanted, pair.outputs)
-        # a fault says more than the first wrong value does: that is for outputs that no change mends
+        # a fault says more than the first wrong value does: that is for outputs that no change
+        # mends
         names = [name if k in left else "" for k, name in enumerate(pair.outputs)]
         self.found.name_causes(names, (pair.step, point), (pair.distributed, arguments))

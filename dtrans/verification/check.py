@@ -1,7 +1,7 @@
 """Compare the traced step of a job with the one-device step, at random points of the field.
 
-Points are states that occur: those after 0, 1, 2 and 5 steps of one device, floats perturbed. Both steps
-are evaluated there, and every output is compared, number by number (`state_placement`).
+Points are states that occur: those after 0, 1, 2 and 5 steps of one device, floats perturbed. Both
+steps are evaluated there, and every output is compared, number by number (`state_placement`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,13 @@ from dtrans.verification.naming import find_causes
 from dtrans.verification.outcome import Difference, Report
 from dtrans.verification.rank_collectives import mapped
 from dtrans.verification.rules import shadow_of
-from dtrans.verification.state_placement import StatePlacement, TracedStep, find_placement, holds_leaf, place_leaves
+from dtrans.verification.state_placement import (
+    StatePlacement,
+    TracedStep,
+    find_placement,
+    holds_leaf,
+    place_leaves,
+)
 
 
 STEPS = (0, 1, 2, 5)  # of one device, before the states that are compared
@@ -39,9 +45,13 @@ NEAR_TIES = "a near tie at every point that was tried"
 
 
 def random_point(
-    types: Mapping[str, Any], real_values: Mapping[str, Any], fixed: frozenset[str], rng: np.random.Generator
+    types: Mapping[str, Any],
+    real_values: Mapping[str, Any],
+    fixed: frozenset[str],
+    rng: np.random.Generator,
 ) -> dict[str, Any]:
-    """Return a value for each input: floats are random elements whose shadows are near the real values.
+    """Return a value for each input: floats are random elements whose shadows are near the real
+    values.
 
     Args:
       types: name to type.
@@ -86,7 +96,10 @@ RANGES = (BatchRange(False, 4), BatchRange(False, 2), BatchRange(True, 2))
 
 
 def random_arrays(
-    types: Mapping[str, Any], rng: np.random.Generator, range_: BatchRange, given: Mapping[str, Any] | None = None
+    types: Mapping[str, Any],
+    rng: np.random.Generator,
+    range_: BatchRange,
+    given: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Draw an array for each type that no array is given for."""
     batch: dict[str, Any] = {}
@@ -120,9 +133,10 @@ class Comparison:
       traced: the step of the job.
       batch_types: name to type of the arrays of the batch.
       still: leaves that have one value for ever, and that value: a plan may use it.
-      startup: the program that makes the one-device state; None where the first state is not compared.
-      batch_values: arrays of the batch that are given: integers and keys are used unchanged, and floats
-        vary around them. The remaining ones are drawn.
+      startup: the program that makes the one-device state; None where the first state is not
+        compared.
+      batch_values: arrays of the batch that are given: integers and keys are used unchanged, and
+        floats vary around them. The remaining ones are drawn.
     """
 
     main: Program
@@ -158,12 +172,19 @@ class Comparison:
             leaves = np.searchsorted(starts, where[where >= 0], "right") - 1
             of = {names[k] for k in np.flatnonzero(np.bincount(leaves))}
             # random keys, and leaves that have one value, cannot count themselves
-            uncounted = [n for n, t in self.leaf_types.items() if n in self.still or values.is_key(t)]
+            uncounted = [
+                n for n, t in self.leaf_types.items() if n in self.still or values.is_key(t)
+            ]
             found.append(of | {n for n in uncounted if holds_leaf(name, n)})
         return found
 
     def check(
-        self, title: str, start: Mapping[str, Any] | None = None, *, points: Sequence[int] = STEPS, seed: int = 0
+        self,
+        title: str,
+        start: Mapping[str, Any] | None = None,
+        *,
+        points: Sequence[int] = STEPS,
+        seed: int = 0,
     ) -> Report:
         """Compare both at random points.
 
@@ -178,10 +199,14 @@ class Comparison:
         """
         report = self._check(title, start, points, seed)
         for traced in self.traced.also:
-            report = report.joined(dataclasses.replace(self, traced=traced)._check(title, start, points, seed))
+            report = report.joined(
+                dataclasses.replace(self, traced=traced)._check(title, start, points, seed)
+            )
         return report
 
-    def _check(self, title: str, start: Mapping[str, Any] | None, points: Sequence[int], seed: int) -> Report:
+    def _check(
+        self, title: str, start: Mapping[str, Any] | None, points: Sequence[int], seed: int
+    ) -> Report:
         """Compare one of the steps of a job at random points."""
         begun = time.monotonic()
         found = Findings(unfollowed=dict.fromkeys(self.traced.unfollowed))
@@ -190,7 +215,9 @@ class Comparison:
             if start is None:
                 start = {n: shadow_of(x) for n, x in made.items()} or self._real_start(seed)
             drawn = self.batch_values.keys() != self.batch_types.keys()
-            walk = lambda range_: self._walk(found, start, points, np.random.default_rng(seed), range_)
+            walk = lambda range_: self._walk(
+                found, start, points, np.random.default_rng(seed), range_
+            )
             found.try_ranges(walk, drawn=drawn, rows=self.traced.rows)
         return found.report(title, time.monotonic() - begun)
 
@@ -228,7 +255,10 @@ class Comparison:
         lost = {n for n, x in leaves.items() if isinstance(x, Unknown)}
         types = [v.aval for v in opened(init).outvars]
         # what could not be followed is not compared: zeros stand for it
-        zeros = {n: values.lifted(np.zeros(self.leaf_types[n].shape), self.leaf_types[n].dtype) for n in lost}
+        zeros = {
+            n: values.lifted(np.zeros(self.leaf_types[n].shape), self.leaf_types[n].dtype)
+            for n in lost
+        }
         expected = place_leaves(self.placement, leaves | zeros, types, self.traced.held)
         for name, x, y, of in zip(names, made, expected, self.leaves_of, strict=True):
             found.note(name, x, Unknown("") if of & lost else y)
@@ -267,8 +297,8 @@ class Comparison:
     ) -> dict[str, Any] | None:
         """Return what one device makes of a state, or None where rounding decides.
 
-        Where each point has a near tie, elements decide. Then two equal programs decide alike, but others may differ
-        in decisions alone: nothing is said of them.
+        Where each point has a near tie, elements decide. Then two equal programs decide alike, but
+        others may differ in decisions alone: nothing is said of them.
         """
         for _ in range(TRIES):
             with contextlib.suppress(NearTie):
@@ -291,7 +321,8 @@ class Comparison:
         *,
         compared: bool,
     ) -> dict[str, Any]:
-        """Return what one device makes at a point near a state; the job's step is compared with that."""
+        """Return what one device makes at a point near a state; the job's step is compared with
+        that."""
         point = random_point(self.leaf_types, state, frozenset(self.still), rng)
         point |= random_point(self.batch_types, batch, frozenset(), rng)
         wanted = self._one_device(found, point)
@@ -305,7 +336,9 @@ class Comparison:
         outs = world.run(self.main.jaxpr, [(point[n],) for n in self.main.inputs])
         return dict(zip(self.main.out_names, (x for (x,) in outs), strict=True))
 
-    def _compare(self, found: Findings, point: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    def _compare(
+        self, found: Findings, point: Mapping[str, Any], wanted: Mapping[str, Any]
+    ) -> None:
         """Compare the job's step with what one device makes at a point."""
         held, count = self.traced.held, len(self.traced.held)
         types = [v.aval for v in opened(self.traced.jaxpr).invars[:count]]
@@ -352,7 +385,9 @@ class Findings:
         """
         if isinstance(x, Replicas):
             size = int(np.prod(np.shape(shadow_of(y)))) if not isinstance(y, Unknown) else 1
-            self.differences.setdefault(name, Difference(name, (size, size), "ranks hold copies that differ"))
+            self.differences.setdefault(
+                name, Difference(name, (size, size), "ranks hold copies that differ")
+            )
             return
         if isinstance(x, Unknown) or isinstance(y, Unknown):
             self.skipped[name] = None
@@ -363,7 +398,9 @@ class Findings:
         if not same(_masked(x, there), _masked(y, there)):
             self.differences.setdefault(name, Difference(name, _count(x, y, there)))
 
-    def try_ranges(self, compare: Callable[[BatchRange], None], *, drawn: bool, rows: int = 0) -> None:
+    def try_ranges(
+        self, compare: Callable[[BatchRange], None], *, drawn: bool, rows: int = 0
+    ) -> None:
         """Compare with numbers of one range after the other, until all values are finite.
 
         Infinities hide differences: a narrower range says more.
@@ -382,7 +419,10 @@ class Findings:
         self.unfollowed["infinities and NaN, which are equal wherever they stand"] = None
 
     def name_causes(
-        self, names: Sequence[str], step: tuple[Any, Mapping[str, Any]], job: tuple[Any, Sequence[Any]]
+        self,
+        names: Sequence[str],
+        step: tuple[Any, Mapping[str, Any]],
+        job: tuple[Any, Sequence[Any]],
     ) -> None:
         """Give each difference among some outputs its cause.
 
@@ -393,7 +433,9 @@ class Findings:
         differing = [k for k, name in enumerate(names) if name in self.differences]
         causes = find_causes(step, job, differing) if differing else {}
         for k, cause in causes.items():
-            self.differences[names[k]] = dataclasses.replace(self.differences[names[k]], cause=cause)
+            self.differences[names[k]] = dataclasses.replace(
+                self.differences[names[k]], cause=cause
+            )
 
     def report(self, title: str, seconds: float) -> Report:
         """Return the report."""
@@ -432,5 +474,6 @@ def random_arguments(types: Mapping[str, Any], seed: int) -> list[Any]:
     """Draw arguments of an init function."""
     drawn = random_arrays(types, np.random.default_rng(seed), BatchRange(True, 4))
     return [
-        x if values.is_key(x) else jnp.asarray(x, t.dtype) for x, t in zip(drawn.values(), types.values(), strict=True)
+        x if values.is_key(x) else jnp.asarray(x, t.dtype)
+        for x, t in zip(drawn.values(), types.values(), strict=True)
     ]

@@ -1,10 +1,12 @@
 """Rules of primitives on complex numbers: pairs of `Real` values, with the arithmetic of GF(p**2).
 
-Modulo p = 2**61 - 1 no square is -1, so pairs a + bi are a field. Conjugation is exact there. `exp`,
-`abs` and `log` are written with hashes of real numbers; other functions are hashes of both parts.
+Modulo p = 2**61 - 1 no square is -1, so pairs a + bi are a field. Conjugation is exact there.
+`exp`, `abs` and `log` are written with hashes of real numbers; other functions are hashes of both
+parts.
 
-An fft is a linear map with a keyed random matrix for each dimension: the field lacks roots of unity of
-most orders. So it is linear, and each row of a batch has its own; that it has an inverse is not known.
+An fft is a linear map with a keyed random matrix for each dimension: the field lacks roots of unity
+of most orders. So it is linear, and each row of a batch has its own; that it has an inverse is not
+known.
 """
 
 from __future__ import annotations
@@ -86,9 +88,13 @@ def _length(x: Complex) -> Real:
 def _by_parts(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     """Apply the rule of real numbers to each part: sums, and what moves elements."""
     rule = REAL[eqn.primitive.name]
-    made = [rule(eqn, [getattr(x, p) if isinstance(x, Complex) else x for x in operands]) for p in ("real", "imag")]
+    made = [
+        rule(eqn, [getattr(x, p) if isinstance(x, Complex) else x for x in operands])
+        for p in ("real", "imag")
+    ]
     return [
-        Complex(re, im) if values.is_complex(v.aval.dtype) else re for v, re, im in zip(eqn.outvars, *made, strict=True)
+        Complex(re, im) if values.is_complex(v.aval.dtype) else re
+        for v, re, im in zip(eqn.outvars, *made, strict=True)
     ]
 
 
@@ -175,7 +181,9 @@ def _hash(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 def _compare(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     x, y = map(as_complex, operands)
-    ((first,), (second,)) = (REAL[eqn.primitive.name](eqn, [getattr(a, p) for a in (x, y)]) for p in ("real", "imag"))
+    ((first,), (second,)) = (
+        REAL[eqn.primitive.name](eqn, [getattr(a, p) for a in (x, y)]) for p in ("real", "imag")
+    )
     return [first & second if eqn.primitive.name == "eq" else first | second]
 
 
@@ -215,7 +223,9 @@ def _mapped(x: Array, matrix: Array, axis: int) -> Array:
     return np.moveaxis(made.reshape(*moved.shape[:-1], -1), -1, axis)
 
 
-def _complex_map(parts: tuple[Array, Array], name: str, size: int, axis: int) -> tuple[Array, Array]:
+def _complex_map(
+    parts: tuple[Array, Array], name: str, size: int, axis: int
+) -> tuple[Array, Array]:
     """Multiply one dimension of complex numbers by a complex matrix."""
     along, across = (_random_matrix(f"{name} {p}", size, size) for p in ("real", "imag"))
     re, im = parts
@@ -233,7 +243,9 @@ def _fft(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     with np.errstate(all="ignore"):
         shadow = _fft_shadow(kind, shadow_of(x), lengths, axes)
     if kind == "RFFT" and isinstance(x, Real):
-        matrices = (_random_matrix(f"rfft {p}", lengths[-1], lengths[-1] // 2 + 1) for p in ("real", "imag"))
+        matrices = (
+            _random_matrix(f"rfft {p}", lengths[-1], lengths[-1] // 2 + 1) for p in ("real", "imag")
+        )
         first, second = (_mapped(x.elements, m, axes[-1]) for m in matrices)
         parts, rest = (first, second), axes[:-1]
     else:

@@ -70,7 +70,9 @@ class World:
         self.unknown: dict[str, None] = {} if unknown is None else unknown
         self._made = 0
 
-    def run(self, jaxpr: Any, args: Sequence[Ranked], consts: Sequence[Any] | None = None) -> list[Ranked]:
+    def run(
+        self, jaxpr: Any, args: Sequence[Ranked], consts: Sequence[Any] | None = None
+    ) -> list[Ranked]:
         """Return the outputs of a jaxpr.
 
         Raises:
@@ -145,7 +147,8 @@ class World:
         return made
 
     def each(self, eqn: JaxprEqn, operands: list[Ranked]) -> list[Ranked]:
-        """Evaluate an equation that does not communicate, once for ranks that have the same operands."""
+        """Evaluate an equation that does not communicate, once for ranks that have the same
+        operands."""
         made: dict[tuple[int, ...], list[Any]] = {}
         keys = [tuple(id(x[r]) for x in operands) for r in range(self.count)]
         for r, key in enumerate(keys):
@@ -194,7 +197,8 @@ class World:
     # -- collectives -----------------------------------------------------------------------------
 
     def _over(self, eqn: JaxprEqn) -> list[str]:
-        """Return the axes of the mesh that a collective joins; of a reduction within arrays there are none."""
+        """Return the axes of the mesh that a collective joins; of a reduction within arrays there
+        are none."""
         return [a for a in axes_of(eqn) if isinstance(a, str)]
 
     def _collective(self, eqn: JaxprEqn, operands: list[Ranked]) -> list[Ranked]:
@@ -230,7 +234,9 @@ class World:
             raise UnfollowedError("a shard_map within another")
         found = shard_map_of(eqn)
         # over other axes XLA shards what has one meaning for all of their ranks
-        world = self.inner({name: size for name, size in found.axes.items() if name in found.manual})
+        world = self.inner(
+            {name: size for name, size in found.axes.items() if name in found.manual}
+        )
         world._made = self._made
         given = []
         for x, spec in zip(operands, found.in_specs, strict=True):
@@ -258,11 +264,14 @@ class World:
             parts = math.prod(self.axes[n] for n in over)
             for ranks in groups_of(self.axes, over):
                 for k, r in enumerate(ranks):
-                    pieces[r] = mapped(functools.partial(_part, count=parts, axis=d, number=k), pieces[r])
+                    pieces[r] = mapped(
+                        functools.partial(_part, count=parts, axis=d, number=k), pieces[r]
+                    )
         return _shared(pieces, [_spec_key(self.axes, spec, r) for r in range(self.count)])
 
     def put_together(self, x: Ranked, spec: Any) -> Any:
-        """Return the array whose pieces ranks have; `Replicas`, where copies that must agree differ."""
+        """Return the array whose pieces ranks have; `Replicas`, where copies that must agree
+        differ."""
         for value in x:
             if isinstance(value, Unknown):
                 return value
@@ -322,7 +331,8 @@ class World:
         return tuple(made[id(v)] for v in x)
 
     def _reduce(self, eqn: JaxprEqn, operands: list[Ranked]) -> list[Ranked]:
-        """Combine rows one after the other: the program of two numbers is elementwise, so rows will do."""
+        """Combine rows one after the other: the program of two numbers is elementwise, so rows will
+        do."""
         half, axes, body = len(operands) // 2, eqn.params["dimensions"], combiner_of(eqn)
         rows = [self._moved(x, axes) for x in operands[:half]]
         first = rows[0][0]
@@ -383,8 +393,19 @@ class World:
 
 
 # besides those of `REAL`, `COMPLEX`, `MATRICES`, `EXACT_SUMS` and `GROUPS`
-HANDLED = (SCAN, *LOOPS, COND, "shard_map", "axis_index", "custom_linear_solve", "reduce", "init_on_use", "move_rows")
-# `empty2`, with which scans begin their outputs, is zero everywhere; `empty` is what a GPU's memory has
+HANDLED = (
+    SCAN,
+    *LOOPS,
+    COND,
+    "shard_map",
+    "axis_index",
+    "custom_linear_solve",
+    "reduce",
+    "init_on_use",
+    "move_rows",
+)
+# `empty2`, with which scans begin their outputs, is zero everywhere; `empty` is what a GPU's memory
+# has
 NOT_REPEATABLE = ("rng_uniform", "empty")
 TO_FLOATS = ("convert_element_type", "bitcast_convert_type")
 CALLS = (
@@ -410,7 +431,10 @@ def _part(x: Any, *, count: int, axis: int, number: int) -> Any:
 def _communicates(jaxpr: Any) -> bool:
     from dtrans._jax import equations
 
-    return any(e.primitive.name in GROUPS and any(isinstance(a, str) for a in axes_of(e)) for e in equations(jaxpr))
+    return any(
+        e.primitive.name in GROUPS and any(isinstance(a, str) for a in axes_of(e))
+        for e in equations(jaxpr)
+    )
 
 
 def _first_unknown(xs: Ranked) -> Unknown:
@@ -437,7 +461,8 @@ def _names(names: Any) -> list[str]:
 
 
 def _spec_key(axes: Mapping[str, int], spec: Any, rank: int) -> tuple[int, ...]:
-    """Return the coordinates of a rank on the axes of a spec: ranks with the same have the same piece."""
+    """Return the coordinates of a rank on the axes of a spec: ranks with the same have the same
+    piece."""
     place = np.unravel_index(rank, [*axes.values()])
     used = {n for names in spec for n in _names(names)}
     return tuple(int(p) for p, n in zip(place, axes, strict=True) if n in used)

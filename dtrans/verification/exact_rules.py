@@ -1,7 +1,8 @@
 """Rules of exact sums (`dtrans.ops.exact_sum`): sums in the field.
 
-A part is a vector of integers, which programs pack with others, send and split. Here it has the element and the
-shadow of the sum in the place of digits. So what moves parts needs no rule, and a part of zeros is that of no number.
+A part is a vector of integers, which programs pack with others, send and split. Here it has the
+element and the shadow of the sum in the place of digits. So what moves parts needs no rule, and a
+part of zeros is that of no number.
 """
 
 from __future__ import annotations

@@ -134,7 +134,8 @@ def from_limbs(sums: Sequence[Array], bits: int = LIMB) -> Array:
     """Return the sum over k of sums[k] * 2**(bits * k): integers below 2**53, in float64."""
     found: Array = np.zeros(np.shape(sums[0]), np.uint64)
     for k, s in enumerate(sums):
-        # 2**61 is one, so a product with a power of two turns the bits; seven such numbers add up below 2**64
+        # 2**61 is one, so a product with a power of two turns the bits; seven such numbers add up
+        # below 2**64
         shift = np.uint64(bits * k % 61)
         x = np.rint(s).astype(np.uint64)
         found += ((x << shift) & _P) | (x >> (_61 - shift))
@@ -156,7 +157,8 @@ def matrix_product(x: Array, y: Array) -> Array:
 
 
 def _limb_products(left: Sequence[Array], right: Sequence[Array]) -> list[Array]:
-    """Return sums of the products of three limbs each, by the power: with six products (Karatsuba)."""
+    """Return sums of the products of three limbs each, by the power: with six products
+    (Karatsuba)."""
     a, b, c = (x @ y for x, y in zip(left, right, strict=True))
     (a0, a1, a2), (b0, b1, b2) = left, right
     return [

@@ -1,4 +1,5 @@
-"""Values of a program that is verified: floats as field elements with shadows, other arrays unchanged.
+"""Values of a program that is verified: floats as field elements with shadows, other arrays
+unchanged.
 
     Real        an array of floats: elements of the field, and a float64 shadow of a real run
     Complex     an array of complex numbers: a pair of those
@@ -44,10 +45,11 @@ _by_elements = contextvars.ContextVar("_by_elements", default=False)
 
 @contextlib.contextmanager
 def ties_by_elements() -> Iterator[None]:
-    """Decide near ties by the order of elements, which means nothing but is the same in two equal programs.
+    """Decide near ties by the order of elements, which means nothing but is the same in two equal
+    programs.
 
-    Optimizers make ties at every point: the root of a mean of squares of signs, and the bound 1. A difference that is
-    found in this way may be one of decisions, so it tells nothing.
+    Optimizers make ties at every point: the root of a mean of squares of signs, and the bound 1. A
+    difference that is found in this way may be one of decisions, so it tells nothing.
     """
     token = _by_elements.set(True)
     try:
@@ -153,7 +155,8 @@ def lifted(x: Any, dtype: Any) -> Any:
 
 
 def exact(x: Array, dtype: Any) -> Any:
-    """Return an array as a value whose floats stand for themselves, not for numbers that round to them."""
+    """Return an array as a value whose floats stand for themselves, not for numbers that round to
+    them."""
     if not is_float(dtype):
         return x
     shadow = x.astype(np.float64)
@@ -179,7 +182,9 @@ def is_complex(dtype: Any) -> bool:
 
 def is_key(x: Any) -> bool:
     """Return True for an array of random keys."""
-    return not isinstance(x, (np.ndarray, Real, Complex)) and _is_key_type(getattr(x, "dtype", np.dtype(int)))
+    return not isinstance(x, (np.ndarray, Real, Complex)) and _is_key_type(
+        getattr(x, "dtype", np.dtype(int))
+    )
 
 
 @functools.lru_cache(256)
@@ -188,13 +193,16 @@ def _is_key_type(dtype: Any) -> bool:
 
 
 def same(x: Any, y: Any) -> bool:
-    """Return True if two values are equal: floats as elements of the field, everything else bit for bit."""
+    """Return True if two values are equal: floats as elements of the field, everything else bit for
+    bit."""
     if isinstance(x, Real) and isinstance(y, Real):
         return x.shape == y.shape and bool(np.array_equal(x.elements, y.elements))
     if isinstance(x, Complex) and isinstance(y, Complex):
         return same(x.real, y.real) and same(x.imag, y.imag)
     if is_key(x) or is_key(y):
-        return is_key(x) and is_key(y) and same(*(np.asarray(jax.random.key_data(k)) for k in (x, y)))
+        return (
+            is_key(x) and is_key(y) and same(*(np.asarray(jax.random.key_data(k)) for k in (x, y)))
+        )
     if isinstance(x, (Real, Complex, Unknown)) or isinstance(y, (Real, Complex, Unknown)):
         return False
     return x.shape == y.shape and bool(np.array_equal(x, y))
@@ -226,10 +234,13 @@ def take(x: Real, where: Any) -> Real:
 
 def choose(condition: Array, x: Real, y: Real) -> Real:
     """Return x where the condition holds, else y."""
-    return Real(np.where(condition, x.elements, y.elements), np.where(condition, x.shadow, y.shadow))
+    return Real(
+        np.where(condition, x.elements, y.elements), np.where(condition, x.shadow, y.shadow)
+    )
 
 
 def hashed(name: object, *xs: Any, shadow: Any) -> Real:
-    """Return a function that the field lacks: a keyed hash of its arguments, whose shadow is given."""
+    """Return a function that the field lacks: a keyed hash of its arguments, whose shadow is
+    given."""
     arguments = [x.elements if isinstance(x, Real) else elements_of(x, np.int64) for x in xs]
     return real(np.broadcast_to(field.hashed(name, *arguments), np.shape(shadow)), shadow)

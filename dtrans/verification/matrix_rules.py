@@ -1,7 +1,9 @@
-"""Rules of linear algebra: systems are solved in the field, decompositions are hashes of each matrix.
+"""Rules of linear algebra: systems are solved in the field, decompositions are hashes of each
+matrix.
 
-A solution is linear in the right-hand side, and plans use that: a partial sum may go through a solve.
-A decomposition is not. Each matrix of a stack has its own hash, so that a plan may cut the stack.
+A solution is linear in the right-hand side, and plans use that: a partial sum may go through a
+solve. A decomposition is not. Each matrix of a stack has its own hash, so that a plan may cut the
+stack.
 """
 
 from __future__ import annotations
@@ -127,7 +129,9 @@ def _ragged_dot(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     )
     if any(map(len, batch)) or np.ndim(sizes) != 1 or len(ragged) != 1 or len(contract[0]) != 1:
         raise UnfollowedError("ragged products of batches")
-    (shadow,) = by_jax(eqn, [shadow_of(a) for a in operands], preferred_element_type=np.dtype(np.float64))
+    (shadow,) = by_jax(
+        eqn, [shadow_of(a) for a in operands], preferred_element_type=np.dtype(np.float64)
+    )
     (row,), ends = ragged, np.cumsum(sizes)
     starts = ends - sizes
     left, right = elements_in(x), elements_in(y)
@@ -155,7 +159,9 @@ def _symmetric_product(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     """Return alpha a a^T + beta c, for stacks of matrices."""
     (shadow,) = by_jax(eqn, [shadow_of(x) for x in operands])
     a, c = map(elements_in, operands)
-    alpha, beta = (values.lifted(np.asarray(eqn.params[k]), np.float64).elements for k in ("alpha", "beta"))
+    alpha, beta = (
+        values.lifted(np.asarray(eqn.params[k]), np.float64).elements for k in ("alpha", "beta")
+    )
     squares = field.multiply(field.matrix_product(a, np.swapaxes(a, -1, -2)), alpha)
     return [real(field.add(squares, field.multiply(c, beta)), shadow)]
 

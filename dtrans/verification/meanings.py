@@ -34,7 +34,9 @@ MOST_PARTS = 64  # rows of a stack that are looked at one by one
 _WHOLE = (*range(1, 65), *(1 << k for k in range(7, 17)))
 _FRACTIONS = {Fraction(n, d) for n in range(1, 17) for d in range(1, 17)}
 _FRACTIONS |= {Fraction(n) for n in _WHOLE} | {Fraction(1, n) for n in _WHOLE}
-FACTORS = sorted(_FRACTIONS - {1}, key=lambda f: (f.numerator * f.denominator, f))  # simple ones first
+FACTORS = sorted(
+    _FRACTIONS - {1}, key=lambda f: (f.numerator * f.denominator, f)
+)  # simple ones first
 INVERSES = np.array([f.denominator * pow(f.numerator, -1, P) % P for f in FACTORS], np.uint64)
 
 
@@ -107,7 +109,8 @@ class Meanings:
         return self._found[key]
 
     def factors_of(self, value: Sequence[Any]) -> list[tuple[StepValue, Fraction]]:
-        """Return each step value that a value is a multiple of, and the factor; simple factors come first."""
+        """Return each step value that a value is a multiple of, and the factor; simple factors come
+        first."""
         ranks = [e for x in value if (e := elements_of_value(x)) is not None]
         telling_ones = [e for e in ranks if telling(e).any()]
         found: dict[int, tuple[StepValue, Fraction]] = {}
@@ -139,24 +142,36 @@ class Meanings:
         # a partial sum that all ranks have will never be reduced
         if found is None and alone:
             found = self._of_rows(x)
-        return found or self._of_stack(x) or (self._of_moved(x) if alone and self._moved else None) or NOTHING
+        return (
+            found
+            or self._of_stack(x)
+            or (self._of_moved(x) if alone and self._moved else None)
+            or NOTHING
+        )
 
     def _of_moved(self, x: Array) -> Meaning | None:
         """Return the meaning of an array that has rows of one value."""
         if not x.ndim or not len(x):
             return None
         value = self._values.value_with_rows(x)
-        return None if value is None else _meaning(Kind.EXACT, f"rows of {value.title}", value, Fraction(1))
+        return (
+            None
+            if value is None
+            else _meaning(Kind.EXACT, f"rows of {value.title}", value, Fraction(1))
+        )
 
     def _of_value(self, x: Array, *, whole: bool = False) -> Meaning | None:
-        """Return the meaning of an array that is a copy or, unless all of it is asked for, a piece of a value."""
+        """Return the meaning of an array that is a copy or, unless all of it is asked for, a piece
+        of a value."""
         for factor in self._factors(x):
             found = self._values.matches(_divided(x, factor), partial=False)
             copies = [m for m in found if m.whole]
             if copies or (found and not whole):
                 match = (copies or found)[0]
                 form = "a copy" if match.whole else "a piece"
-                meaning = _meaning(Kind.EXACT, f"{form} of {match.value.title}", match.value, factor)
+                meaning = _meaning(
+                    Kind.EXACT, f"{form} of {match.value.title}", match.value, factor
+                )
                 return dataclasses.replace(meaning, whole=match.whole)
         return None
 
@@ -212,12 +227,16 @@ class Meanings:
                 return _meaning(Kind.PARTIAL, text, sum_.of, sum_.factor)
         return None
 
-    def _pieces(self, parts: Sequence[Array], in_order: InOrder, *, partial: bool) -> StepValue | None:
+    def _pieces(
+        self, parts: Sequence[Array], in_order: InOrder, *, partial: bool
+    ) -> StepValue | None:
         """Return the value that parts are pieces of, one behind the other, or partial sums of."""
         of_parts = [self._values.matches(x, partial=partial) for x in parts]
         seen = dict.fromkeys(m.value.number for found in of_parts for m in found)
         for number in seen:
-            chosen = [next((m for m in found if m.value.number == number), None) for found in of_parts]
+            chosen = [
+                next((m for m in found if m.value.number == number), None) for found in of_parts
+            ]
             starts, size = _starts(chosen)
             if starts and in_order(starts, size):
                 return next(m.value for m in chosen if m is not None)
@@ -235,9 +254,11 @@ class Meanings:
 
 
 def _starts(matches: Sequence[Match | None]) -> tuple[list[float], int]:
-    """Return where parts of one value begin, infinity for what is behind its end, and the size of one.
+    """Return where parts of one value begin, infinity for what is behind its end, and the size of
+    one.
 
-    Parts of a sum begin at rows; they have one place in the value. There is no start, if one is no part.
+    Parts of a sum begin at rows; they have one place in the value. There is no start, if one is no
+    part.
     """
     known = [m for m in matches if m is not None]
     partial = known[0].value.rows is not None
@@ -261,11 +282,16 @@ def _evenly(starts: Sequence[float], size: int) -> bool:
     """Return True if parts do not overlap and have one distance, with padding behind them."""
     begun = [s for s in starts if np.isfinite(s)]
     distances = {b - a for a, b in itertools.pairwise(begun)}
-    return begun == [*starts][: len(begun)] and len(distances) <= 1 and all(d >= size for d in distances)
+    return (
+        begun == [*starts][: len(begun)]
+        and len(distances) <= 1
+        and all(d >= size for d in distances)
+    )
 
 
 def _ordered_on_mesh(starts: Sequence[float], size: int, axes: Mapping[str, int]) -> bool:
-    """Return True if along each axis of a mesh parts follow each other or are one part, and not all are one."""
+    """Return True if along each axis of a mesh parts follow each other or are one part, and not all
+    are one."""
     sizes = [*axes.values()]
     if int(np.prod(sizes)) != len(starts) or len({*starts}) == 1:
         return False
@@ -278,7 +304,8 @@ def _ordered_on_mesh(starts: Sequence[float], size: int, axes: Mapping[str, int]
 
 
 def _sums_over(parts: Sequence[Array], axes: Mapping[str, int] | None) -> Iterator[Array]:
-    """Return the sums of parts, over all of them or over some axes of a mesh, if they are equal for all groups."""
+    """Return the sums of parts, over all of them or over some axes of a mesh, if they are equal for
+    all groups."""
     if len({x.shape for x in parts}) != 1:
         return
     if axes is None or int(np.prod([*axes.values()])) != len(parts):
@@ -318,7 +345,8 @@ def _is_constant(x: Array) -> bool:
 
 
 def _is_rational(element: int) -> bool:
-    """Return True if an element is a quotient of small integers, which one of 4 million random elements is."""
+    """Return True if an element is a quotient of small integers, which one of 4 million random
+    elements is."""
     # the convergents of element / P: numerators fall while denominators grow
     numerators, denominators = (P, element), (0, 1)
     while numerators[1]:

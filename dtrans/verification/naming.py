@@ -9,12 +9,12 @@ the cause.
     causes[0]   # a `Cause`, or None where the programs are too large for logs
 
 Not each value of a right job has a meaning: a sum over the first micro-batch of all ranks is no sum
-of consecutive rows. Such a value recovers: something with a meaning is computed from it. It is passed
-by, as far as another cause is found.
+of consecutive rows. Such a value recovers: something with a meaning is computed from it. It is
+passed by, as far as another cause is found.
 
-A multiple of a step value, such as the sum of three means, is right if it is divided later. Where the
-walk ends at an equation that uses one, it goes on to the equation that multiplies by this factor, or
-else to the first copy that is a multiple: the reduction behind which nothing divides.
+A multiple of a step value, such as the sum of three means, is right if it is divided later. Where
+the walk ends at an equation that uses one, it goes on to the equation that multiplies by this
+factor, or else to the first copy that is a multiple: the reduction behind which nothing divides.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from dtrans.verification.step_values import StepValues
 from dtrans.verification.value_log import Computation, ValueLog
 
 
-# equations that make a multiple of a multiple of one operand; `shard_map` and `scan` move pieces and rows
+# equations that make a multiple of a multiple of one operand; `shard_map` and `scan` move pieces
+# and rows
 HOMOGENEOUS = (
     "shard_map", "scan", "mul", "div", "neg", "abs", "integer_pow", "sqrt", "rsqrt", "square", "reduce_sum",
     "cumsum", "dot_general", "conv_general_dilated",
@@ -105,7 +106,8 @@ class _Walk:
     # -- the region of values without a meaning --------------------------------------------------
 
     def _region(self, last: int) -> set[int]:
-        """Return a computation, and those without a meaning that lead to it through such ones only."""
+        """Return a computation, and those without a meaning that lead to it through such ones
+        only."""
         found = {last}
         waiting = self._sources(last)
         while waiting:
@@ -133,11 +135,14 @@ class _Walk:
     # -- multiples -------------------------------------------------------------------------------
 
     def _before_use(self, number: int) -> int:
-        """Return the cause of the multiple that an equation uses; the equation itself, if it uses none."""
+        """Return the cause of the multiple that an equation uses; the equation itself, if it uses
+        none."""
         made = self._log.computations[number]
         if made.name in HOMOGENEOUS or made.name in MOVES or made.name in GROUPS:
             return number  # of a multiple, these make a multiple
-        meanings = [(s, m) for s in self._sources(number) for m in self._meanings_of(s) if m.of is not None]
+        meanings = [
+            (s, m) for s in self._sources(number) for m in self._meanings_of(s) if m.of is not None
+        ]
         if made.name in ADDS and len({m.factor for _, m in meanings}) == 1 and len(meanings) > 1:
             return number
         multiples = [s for s, m in meanings if m.kind is Kind.EXACT and m.factor != 1]
@@ -149,7 +154,8 @@ class _Walk:
         return any(m.kind in kinds and m.factor != 1 for m in self._meanings_of(number))
 
     def _cause_of_multiple(self, number: int) -> int | None:
-        """Return the computation that makes a value a multiple; None if parts are so from the beginning.
+        """Return the computation that makes a value a multiple; None if parts are so from the
+        beginning.
 
         Factors that undo each other, as those of a sum of means and its division, cancel out. The
         first that is left is the cause. If it is a whole number, parts may be means that nothing
@@ -170,7 +176,11 @@ class _Walk:
             elif ratio != 1:
                 left.append((one, ratio))
         first, ratio = left[0] if left else (chain[0], Fraction(1))
-        reduced = [n for before, n in itertools.pairwise(chain) if self._is_reduced(before, n) and n >= first]
+        reduced = [
+            n
+            for before, n in itertools.pairwise(chain)
+            if self._is_reduced(before, n) and n >= first
+        ]
         if ratio.denominator == 1 and reduced:
             return reduced[0]
         is_mean = ratio.denominator == 1 and first == chain[0] and not self._is_copy(first)
@@ -189,8 +199,8 @@ class _Walk:
         """Return the step value that an output is a multiple of, and the factor.
 
         Several step values may be multiples of each other. One with the same factor as before comes
-        first, since the equation is then one of the step; then one that such an equation makes in the
-        step; then the same step value as before.
+        first, since the equation is then one of the step; then one that such an equation makes in
+        the step; then the same step value as before.
         """
         made = self._log.computations[number]
         factors = self._meanings.factors_of(made.outputs[0])
@@ -222,8 +232,8 @@ class _Walk:
     def _term_of(self, made: Computation) -> Meaning | None:
         """Return the meaning of one term out of a stack of them; None if an output is none.
 
-        Terms of other sums than those over rows are no values of the step: only their sum is one. What
-        all ranks have of a term is none, since the others are lost.
+        Terms of other sums than those over rows are no values of the step: only their sum is one.
+        What all ranks have of a term is none, since the others are lost.
         """
         if made.name not in (*MOVES, "scan", "shard_map") or made.axes:
             return None
@@ -234,7 +244,9 @@ class _Walk:
         (of,) = found
         if of.of is None or of.of.rows is not None:
             return None  # sums over rows are known each
-        return dataclasses.replace(of, text=of.text if of.text.startswith("a term") else f"a term of {of.text}")
+        return dataclasses.replace(
+            of, text=of.text if of.text.startswith("a term") else f"a term of {of.text}"
+        )
 
     def _has_meaning(self, number: int) -> bool:
         return all(m.kind is not Kind.NONE for m in self._meanings_of(number))

@@ -1,7 +1,7 @@
 """Primitives of JAX on NumPy arrays: what each computes, without compiling anything.
 
-Integers, booleans and shadows (`dtrans.verification.field_values`) are computed by these. Each rule takes the
-parameters of the equation, its operands and the type of its first output.
+Integers, booleans and shadows (`dtrans.verification.field_values`) are computed by these. Each rule
+takes the parameters of the equation, its operands and the type of its first output.
 """
 
 from __future__ import annotations
@@ -89,7 +89,13 @@ def _dot_general(p: Any, operands: Any, out: Any) -> list[Any]:
     free = [n for i, n in enumerate(left) if i not in contract[0] and i not in batch[0]]
     free += [n for j, n in enumerate(right) if j not in contract[1] and j not in batch[1]]
     to = [*(left[i] for i in batch[0]), *free]
-    return [np.einsum(f"{''.join(left)},{''.join(right)}->{''.join(to)}", a.astype(out.dtype), b.astype(out.dtype))]
+    return [
+        np.einsum(
+            f"{''.join(left)},{''.join(right)}->{''.join(to)}",
+            a.astype(out.dtype),
+            b.astype(out.dtype),
+        )
+    ]
 
 
 def _integer_pow(p: Any, operands: Any, out: Any) -> list[Any]:
@@ -150,13 +156,19 @@ def _pad(p: Any, operands: Any, out: Any) -> list[Any]:
     new = np.full(spread, fill)
     new[tuple(slice(None, None, inner + 1) for _, _, inner in config)] = x
     # negative padding takes away
-    kept = [slice(max(-low, 0), n - max(-high, 0)) for n, (low, high, _) in zip(spread, config, strict=True)]
+    kept = [
+        slice(max(-low, 0), n - max(-high, 0))
+        for n, (low, high, _) in zip(spread, config, strict=True)
+    ]
     widths = [(max(low, 0), max(high, 0)) for low, high, _ in config]
     return [np.pad(new[tuple(kept)], widths, constant_values=np.asarray(fill).item())]
 
 
-def gather_places(shape: Sequence[int], indices: Any, numbers: Any, sizes: Sequence[int], mode: Any) -> Any:
-    """Return for each number of a gather its flat place in the operand, or -1 where one is filled in.
+def gather_places(
+    shape: Sequence[int], indices: Any, numbers: Any, sizes: Sequence[int], mode: Any
+) -> Any:
+    """Return for each number of a gather its flat place in the operand, or -1 where one is filled
+    in.
 
     Args:
       shape: of the operand.
@@ -184,7 +196,9 @@ def gather_places(shape: Sequence[int], indices: Any, numbers: Any, sizes: Seque
         first = first + strides[d] * (start if fills else np.clip(start, 0, last))
     offsets = np.zeros([sizes[d] for d in window], np.int64)
     for k, d in enumerate(window):
-        offsets = offsets + strides[d] * np.arange(sizes[d]).reshape([-1 if j == k else 1 for j in range(len(window))])
+        offsets = offsets + strides[d] * np.arange(sizes[d]).reshape(
+            [-1 if j == k else 1 for j in range(len(window))]
+        )
 
     widened = lambda x: x.reshape((*batch, *[1] * len(window)))
     places = widened(first) + offsets

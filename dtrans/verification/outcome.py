@@ -48,7 +48,8 @@ class Difference:
     Attributes:
       output: its name, as `params/w1`.
       entries: how many of its numbers differ, and how many there are.
-      detail: how its value is related to the step's: scaled, rows of another rank, copies that differ.
+      detail: how its value is related to the step's: scaled, rows of another rank, copies that
+        differ.
       cause: the first equation whose value is wrong; None where the program is too large to look.
     """
 
@@ -117,7 +118,10 @@ class Report:
 
     def __str__(self) -> str:
         head = "computes the step" if self.equal else "does not compute the step"
-        lines = [f"{self.title}: {head} ({len(self.compared)} outputs at {self.points} points, {self.seconds:.1f} s)"]
+        lines = [
+            f"{self.title}: {head} ({len(self.compared)} outputs at {self.points} points, "
+            f"{self.seconds:.1f} s)"
+        ]
         said: set[Cause | None] = {None}
         for difference in self.differences:
             lines.append(f"  {difference}")

@@ -1,8 +1,8 @@
 """Meanings of JAX's collectives on values of all ranks, in NumPy.
 
 Ranks are the places of a mesh in row-major order. A collective over some axes joins the ranks that
-agree on all other axes: a group. Each function here takes the values of one group, in its order, and
-returns one output for each of its members.
+agree on all other axes: a group. Each function here takes the values of one group, in its order,
+and returns one output for each of its members.
 """
 
 from __future__ import annotations
@@ -103,9 +103,13 @@ def _reduce_scatter(parts: list[Any], params: Mapping[str, Any]) -> list[Any]:
 
 
 def _all_to_all(parts: list[Any], params: Mapping[str, Any]) -> list[Any]:
-    # with tiled=False `jax.lax.all_to_all` adds and removes dimensions of its own, beside the primitive
+    # with tiled=False `jax.lax.all_to_all` adds and removes dimensions of its own, beside the
+    # primitive
     cut, to = params["split_axis"], params["concat_axis"]
-    pieces = [[mapped(lambda x, k=k: np.split(x, len(parts), cut)[k], p) for p in parts] for k in range(len(parts))]
+    pieces = [
+        [mapped(lambda x, k=k: np.split(x, len(parts), cut)[k], p) for p in parts]
+        for k in range(len(parts))
+    ]
     return [joined(row, to) for row in pieces]
 
 

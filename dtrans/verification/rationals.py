@@ -35,7 +35,8 @@ def simplest_between(low: Fraction, high: Fraction) -> Fraction:
     whole = math.ceil(low)
     if whole <= high:
         return Fraction(whole)
-    # both have the same whole part: the simplest number between is that plus 1 / (the simplest between)
+    # both have the same whole part: the simplest number between is that plus 1 / (the simplest
+    # between)
     floor = whole - 1
     return floor + 1 / simplest_between(1 / (high - floor), 1 / (low - floor))
 
@@ -63,7 +64,8 @@ def rational_of(value: float, dtype: str) -> Fraction:
 
 @functools.lru_cache(1 << 16)
 def element_of(value: float, dtype: str) -> int:
-    """Return the field's element for a float: of its rational, or a fixed one for infinities and NaN."""
+    """Return the field's element for a float: of its rational, or a fixed one for infinities and
+    NaN."""
     if not math.isfinite(value):
         return key_of(f"not finite: {value}") % P
     found = rational_of(value, dtype)
@@ -71,7 +73,8 @@ def element_of(value: float, dtype: str) -> int:
 
 
 def exact_elements(x: Array) -> Array:
-    """Lift float64 numbers to the elements of the dyadic fractions that they are; zero where not finite.
+    """Lift float64 numbers to the elements of the dyadic fractions that they are; zero where not
+    finite.
 
     Example:
       >>> import numpy as np
@@ -98,7 +101,9 @@ def elements_of(x: Any, dtype: Any) -> Array:
     name = np.dtype(dtype).name
     if not x.ndim:
         return np.asarray(np.uint64(element_of(float(x), name)))
-    if x.size and (x == x.flat[0]).all():  # states begin with arrays of one number, which need no sort
+    if (
+        x.size and (x == x.flat[0]).all()
+    ):  # states begin with arrays of one number, which need no sort
         return np.full(x.shape, element_of(float(x.flat[0]), name), np.uint64)
     different, places = np.unique(x.astype(np.float64), return_inverse=True)
     found = np.array([element_of(float(v), name) for v in different], np.uint64)

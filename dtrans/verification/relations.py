@@ -62,7 +62,13 @@ def _relation_of_changes(x: Real, y: Real, before: Real, axes: Mapping[str, int]
     return (
         _scaled(change, right, axes, "it changes by the step's change")
         or _moved(change, right, axes, "its change's", "the step's change's")
-        or _moved(_minus(x, right), before, axes, "the right change is added to its pieces: its", "the input's")
+        or _moved(
+            _minus(x, right),
+            before,
+            axes,
+            "the right change is added to its pieces: its",
+            "the input's",
+        )
     )
 
 
@@ -166,7 +172,11 @@ def _order_of_blocks(order: Sequence[int], count: int) -> list[int]:
     size = len(order) // count
     starts = [order[k] for k in range(0, len(order), size)]
     wanted = [start + k for start in starts for k in range(size)]
-    return [s // size for s in starts] if wanted == list(order) and not any(s % size for s in starts) else []
+    return (
+        [s // size for s in starts]
+        if wanted == list(order) and not any(s % size for s in starts)
+        else []
+    )
 
 
 def _block_counts(axes: Mapping[str, int], length: int) -> list[int]:
@@ -183,5 +193,8 @@ def _partly_right(x: Real, y: Real, axes: Mapping[str, int]) -> str:
         for count in _block_counts(axes, length):
             blocks = np.flatnonzero(rows.reshape(count, -1).any(1))
             if len(blocks) < count:
-                return f"only blocks {', '.join(map(str, blocks))} of {count} along dimension {dimension} differ"
+                return (
+                    f"only blocks {', '.join(map(str, blocks))} of {count} along dimension "
+                    f"{dimension} differ"
+                )
     return ""

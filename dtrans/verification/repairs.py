@@ -71,7 +71,9 @@ class CollectiveGroup:
     alike: bool = True
 
     def __str__(self) -> str:
-        text = f"{self.name} over {axes_in_words(self.over)}" + (f" at {self.line}" if self.line else "")
+        text = f"{self.name} over {axes_in_words(self.over)}" + (
+            f" at {self.line}" if self.line else ""
+        )
         return text + (", in the gradient," if self.transposed else "")
 
 
@@ -127,7 +129,9 @@ class RepairedWorld(World):
       repair: the change.
     """
 
-    def __init__(self, axes: Mapping[str, int] | None, unknown: dict[str, None] | None, repair: Repair) -> None:
+    def __init__(
+        self, axes: Mapping[str, int] | None, unknown: dict[str, None] | None, repair: Repair
+    ) -> None:
         super().__init__(axes, unknown)
         self.repair = repair
 
@@ -219,13 +223,18 @@ def _scales(group: CollectiveGroup) -> Iterator[Repair]:
     if size == 1:
         return
     if group.alike:
-        fault, remedy = f"adds {size} equal values, which scales by the number of devices", "leave it out"
+        fault, remedy = (
+            f"adds {size} equal values, which scales by the number of devices",
+            "leave it out",
+        )
     else:
         fault, remedy = "sums what should be averaged", f"use jax.lax.pmean, or divide by {size}"
     if group.transposed:
         remedy = f"divide the gradient by {size}, or scale the loss that a rank differentiates"
     yield Repair(f"{group} {fault}; {remedy}", ids, factor=Fraction(1, size))
-    words = f"{group} is divided by {size}, and should be a sum; use jax.lax.psum, without the division"
+    words = (
+        f"{group} is divided by {size}, and should be a sum; use jax.lax.psum, without the division"
+    )
     yield Repair(words, ids, factor=Fraction(size))
 
 
@@ -280,11 +289,17 @@ def find_faults(
             spent += world.evaluated
         right = {k for k in wrong if not _differs(made[k], wanted[k])}
         # a change that mends nothing new, or breaks what was right, is no remedy
-        broken = any(_differs(x, y) for k, (x, y) in enumerate(zip(made, wanted, strict=True)) if k not in wrong)
+        broken = any(
+            _differs(x, y)
+            for k, (x, y) in enumerate(zip(made, wanted, strict=True))
+            if k not in wrong
+        )
         if right & left and not broken:
             faults.setdefault(repair.words, set()).update(right & left)
             left -= right
-    return tuple(f"{words} (mends {_named(mended, names)})" for words, mended in faults.items()), left
+    return tuple(
+        f"{words} (mends {_named(mended, names)})" for words, mended in faults.items()
+    ), left
 
 
 def _differs(x: Any, y: Any) -> bool:

@@ -205,7 +205,9 @@ def _by_index(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         places = np.arange(x.shadow.size, dtype=np.int64).reshape(x.shape)
         (found,) = by_jax(eqn, [places, *rest])
     fill = _fill_of(eqn, rest)
-    flat = Real(np.append(x.elements.ravel(), fill.elements), np.append(x.shadow.ravel(), fill.shadow))
+    flat = Real(
+        np.append(x.elements.ravel(), fill.elements), np.append(x.shadow.ravel(), fill.shadow)
+    )
     return [values.take(flat, found)]
 
 
@@ -219,16 +221,26 @@ def move_rows(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     if not all(isinstance(x, Real) for x in rows):
         raise UnfollowedError("rows of integers")
     ends = np.cumsum([1, *(x.shadow.size for x in rows)])
-    places = [np.arange(end - x.shadow.size, end).reshape(x.shape) for x, end in zip(rows, ends[1:], strict=True)]
+    places = [
+        np.arange(end - x.shadow.size, end).reshape(x.shape)
+        for x, end in zip(rows, ends[1:], strict=True)
+    ]
     zero = Real(np.zeros(1, np.uint64), np.zeros(1))
     every = [zero, *rows]
-    flat = Real(*(np.concatenate([getattr(x, part).ravel() for x in every]) for part in ("elements", "shadow")))
+    flat = Real(
+        *(
+            np.concatenate([getattr(x, part).ravel() for x in every])
+            for part in ("elements", "shadow")
+        )
+    )
     try:
         found = eqn.params["fn"](numbers, places)
     except BatchError as error:
         raise UnfollowedError(str(error)) from error
     outs = zip(found, eqn.outvars, strict=True)
-    return [values.take(flat, x) if values.is_float(v.aval.dtype) else np.asarray(x) for x, v in outs]
+    return [
+        values.take(flat, x) if values.is_float(v.aval.dtype) else np.asarray(x) for x, v in outs
+    ]
 
 
 def _fill_of(eqn: JaxprEqn, rest: Sequence[Any]) -> Real:
@@ -258,7 +270,8 @@ def _convert(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 
 def _settled(x: Real) -> Real:
-    """Return floats whose shadows are integers wherever their elements are the integers beside them."""
+    """Return floats whose shadows are integers wherever their elements are the integers beside
+    them."""
     nearest = np.rint(x.shadow)
     with np.errstate(invalid="ignore"):
         close = np.abs(x.shadow - nearest) <= values.NEAR * np.maximum(np.abs(nearest), 1)
@@ -331,8 +344,12 @@ def _scatter_by(combine: Callable[[Real, Real], Real]) -> Rule:
     def rule(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         x, indices, updates = operands
         places = _scatter_places(eqn, x, indices, updates).ravel()
-        found = Real(elements_in(x).ravel().copy(), np.asarray(shadow_of(x), np.float64).ravel().copy())
-        given = Real(elements_in(updates).ravel(), np.asarray(shadow_of(updates), np.float64).ravel())
+        found = Real(
+            elements_in(x).ravel().copy(), np.asarray(shadow_of(x), np.float64).ravel().copy()
+        )
+        given = Real(
+            elements_in(updates).ravel(), np.asarray(shadow_of(updates), np.float64).ravel()
+        )
         for turn in _rounds(places):
             where = places[turn]
             new = combine(values.take(found, where), values.take(given, turn))
@@ -342,7 +359,9 @@ def _scatter_by(combine: Callable[[Real, Real], Real]) -> Rule:
     return rule
 
 
-_scatter_mul = _scatter_by(lambda x, y: real(field.multiply(x.elements, y.elements), x.shadow * y.shadow))
+_scatter_mul = _scatter_by(
+    lambda x, y: real(field.multiply(x.elements, y.elements), x.shadow * y.shadow)
+)
 
 
 def _scatter_extreme(sign: int) -> Rule:
@@ -354,7 +373,8 @@ def _scatter_extreme(sign: int) -> Rule:
 
 
 def _windows(eqn: JaxprEqn, shape: Sequence[int]) -> Array:
-    """Return for each place of a windowed reduction the flat places of its window; -1 for padding."""
+    """Return for each place of a windowed reduction the flat places of its window; -1 for
+    padding."""
     p = eqn.params
     dims, strides, padding = p["window_dimensions"], p["window_strides"], p["padding"]
     dilated = [p.get(k) or (1,) * len(shape) for k in ("base_dilation", "window_dilation")]
@@ -370,14 +390,18 @@ def _windows(eqn: JaxprEqn, shape: Sequence[int]) -> Array:
 def _window_sum(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     (x,) = operands
     places = _windows(eqn, x.shape)
-    rows = values.take(Real(np.append(x.elements.ravel(), np.uint64(0)), np.append(x.shadow.ravel(), 0.0)), places)
+    rows = values.take(
+        Real(np.append(x.elements.ravel(), np.uint64(0)), np.append(x.shadow.ravel(), 0.0)), places
+    )
     return [real(field.total(rows.elements, (-1,)), rows.shadow.sum(-1))]
 
 
 def _best_in_window(eqn: JaxprEqn, x: Real, sign: int) -> Array:
     """Return the flat place of the largest (sign 1) or smallest number of each window."""
     places = _windows(eqn, x.shape)
-    flat = Real(np.append(x.elements.ravel(), np.uint64(0)), np.append(x.shadow.ravel(), -sign * np.inf))
+    flat = Real(
+        np.append(x.elements.ravel(), np.uint64(0)), np.append(x.shadow.ravel(), -sign * np.inf)
+    )
     rows = values.take(flat, places)
     best = np.argmax(sign * rows.shadow, -1)[..., None]
     _one_of_equals(rows, best)
@@ -462,7 +486,9 @@ def _clamp(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 def _taken(x: Real, places: Array) -> Real:
     """Return one number of each row, with a last dimension of 1."""
-    return Real(np.take_along_axis(x.elements, places, -1), np.take_along_axis(x.shadow, places, -1))
+    return Real(
+        np.take_along_axis(x.elements, places, -1), np.take_along_axis(x.shadow, places, -1)
+    )
 
 
 def _like(x: Real, other: Real) -> Real:
@@ -483,7 +509,9 @@ def _extreme(sign: int, *, place: bool) -> Rule:
         # elements that are equal have shadows that rounding has parted: the first of them counts
         best = np.argmax(order, -1)[..., None]
         top = _taken(moved, best)
-        equal, beats = parted(_like(top, moved), moved) if sign > 0 else parted(moved, _like(top, moved))
+        equal, beats = (
+            parted(_like(top, moved), moved) if sign > 0 else parted(moved, _like(top, moved))
+        )
         if beats.any():  # near ties, which elements decide
             key = np.where(beats, moved.elements, np.uint64(0) if sign > 0 else ~np.uint64(0))
             winner = (np.argmax if sign > 0 else np.argmin)(key, -1)[..., None]
@@ -519,7 +547,9 @@ def _sort(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     keys = [shadow_of(x) for x in operands[:count]]
     order = np.lexsort([_nan_last(k) for k in reversed(keys)], axis)
     pick = lambda a: np.take_along_axis(a, order, axis)
-    made = [Real(pick(x.elements), pick(x.shadow)) if isinstance(x, Real) else pick(x) for x in operands]
+    made = [
+        Real(pick(x.elements), pick(x.shadow)) if isinstance(x, Real) else pick(x) for x in operands
+    ]
     _check_order(made[:count], axis)
     return made
 
@@ -556,7 +586,9 @@ def _approx_top_k(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     order = np.argsort(-sign * x.shadow, axis, kind="stable")
     ordered = Real(*(np.take_along_axis(a, order, axis) for a in (x.elements, x.shadow)))
     _check_order([ordered], axis)
-    first = tuple(slice(0, size) if d == axis % x.shadow.ndim else slice(None) for d in range(x.shadow.ndim))
+    first = tuple(
+        slice(0, size) if d == axis % x.shadow.ndim else slice(None) for d in range(x.shadow.ndim)
+    )
     return [values.take(ordered, first), order[first].astype(eqn.outvars[1].aval.dtype)]
 
 
@@ -579,7 +611,9 @@ def _to_integer(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 # values of functions of one operand at 0 and at 1, if they are rational
 AT_ZERO: Mapping[str, int] = {
-    **dict.fromkeys(("asin", "asinh", "atan", "atanh", "cbrt", "erf", "erf_inv", "expm1", "log1p"), 0),
+    **dict.fromkeys(
+        ("asin", "asinh", "atan", "atanh", "cbrt", "erf", "erf_inv", "expm1", "log1p"), 0
+    ),
     **dict.fromkeys(("sin", "sinh", "sqrt", "tan", "tanh"), 0),
     **dict.fromkeys(("bessel_i0e", "cos", "cosh", "erfc", "exp", "exp2"), 1),
 }
@@ -710,7 +744,9 @@ REAL: Mapping[str, Rule] = {
     ),
 }  # fmt: skip
 
-MOVES = frozenset(name for name, rule in REAL.items() if rule in (_structure, _by_index))  # and compute nothing
+MOVES = frozenset(
+    name for name, rule in REAL.items() if rule in (_structure, _by_index)
+)  # and compute nothing
 
 
 def plain(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
@@ -744,7 +780,9 @@ def with_keys(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         places = np.arange(keys.size, dtype=np.int64).reshape(keys.shape)
         each = OTHERS[name](eqn.params, [places, *rest], eqn.outvars[0].aval)
         flat = data.reshape(-1, data.shape[-1])
-        return [jax.random.wrap_key_data(flat[where], impl=jax.random.key_impl(keys)) for where in each]
+        return [
+            jax.random.wrap_key_data(flat[where], impl=jax.random.key_impl(keys)) for where in each
+        ]
     return by_jax(eqn, operands)
 
 

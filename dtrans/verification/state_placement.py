@@ -1,4 +1,5 @@
-"""Places of the numbers of the one-device state in the state of a job, as the job itself tells them.
+"""Places of the numbers of the one-device state in the state of a job, as the job itself tells
+them.
 
     placement = find_placement(leaf_types, traced.state_of, still)
     placement.where[k]    for array k of the state the place of each number among those of all leaves
@@ -32,11 +33,14 @@ class TracedStep:
     """The step of a whole job, as one jaxpr.
 
     Attributes:
-      jaxpr: takes the arrays of the state and of the batch; returns those of the new state, and results.
+      jaxpr: takes the arrays of the state and of the batch; returns those of the new state, and
+        results.
       held: a name for each array of the state.
       state_of: makes the flat arrays of a state from the leaves of a one-device state, by name.
-      init: makes the arrays of the first state from the arguments of `init`; None where that is not compared.
-      replay: what the job must compute, where that is not one step of one device. Its batch may be larger.
+      init: makes the arrays of the first state from the arguments of `init`; None where that is not
+        compared.
+      replay: what the job must compute, where that is not one step of one device. Its batch may be
+        larger.
       rows: the least number of rows of tables, which a batch may look up; 0 where there are none.
       also: other steps of the same plan, in processes of their own, which must compute the same.
       unfollowed: reasons why a job may compute what the jaxpr does not.
@@ -57,8 +61,8 @@ class StatePlacement:
     """Places of the numbers of leaves in the state of a job.
 
     Attributes:
-      where: for each array of the state, the place of each of its numbers among those of all leaves,
-        one behind the other; -1 for a number that belongs to no leaf.
+      where: for each array of the state, the place of each of its numbers among those of all
+        leaves, one behind the other; -1 for a number that belongs to no leaf.
       fixed: for each array, the numbers that belong to no leaf, and zeros elsewhere.
     """
 
@@ -71,10 +75,11 @@ def find_placement(
     state_of: Callable[[Mapping[str, Any]], Sequence[Any]],
     still: Mapping[str, float],
 ) -> StatePlacement:
-    """Ask a job where it keeps each number: its state is made of leaves whose entries count themselves.
+    """Ask a job where it keeps each number: its state is made of leaves whose entries count
+    themselves.
 
-    Numbers are given digit by digit, so that every dtype can hold them. Each digit is given twice, as d
-    and as 15 - d. Entries that stay the same belong to no leaf.
+    Numbers are given digit by digit, so that every dtype can hold them. Each digit is given twice,
+    as d and as 15 - d. Entries that stay the same belong to no leaf.
 
     Args:
       leaves: name to type.
@@ -109,7 +114,9 @@ def find_placement(
             if values.is_key(x):
                 continue
             moves[k] |= x != y
-            digit = np.where(x != y, np.real(x).astype(np.float64), 0).astype(np.int64) - (base != 2)
+            digit = np.where(x != y, np.real(x).astype(np.float64), 0).astype(np.int64) - (
+                base != 2
+            )
             found[k] += np.where(x != y, digit, 0) * power
         power *= base
     assert found is not None
@@ -137,7 +144,9 @@ def _flat_values(leaves: Mapping[str, Any]) -> tuple[Array, Array, Array]:
             continue
         elements.append(np.zeros(size, np.uint64))
         shadows.append(np.zeros(size))
-        plain = np.zeros(size, np.int64) if values.is_key(x) else np.asarray(x).astype(np.int64).ravel()
+        plain = (
+            np.zeros(size, np.int64) if values.is_key(x) else np.asarray(x).astype(np.int64).ravel()
+        )
         integers.append(plain)
     return np.concatenate(elements), np.concatenate(shadows), np.concatenate(integers)
 
@@ -158,17 +167,24 @@ def place_leaves(
             found.append(_filled(where, values.lifted(fixed, t.dtype), elements, shadows))
         elif values.is_complex(t.dtype):
             rest = values.lifted(fixed, t.dtype)
-            imag, real = (_filled(where, x, *flat) for x, flat in zip((rest.imag, rest.real), parts, strict=True))
+            imag, real = (
+                _filled(where, x, *flat)
+                for x, flat in zip((rest.imag, rest.real), parts, strict=True)
+            )
             found.append(Complex(real, imag))
         else:
-            found.append(np.where(where >= 0, integers[np.maximum(where, 0)], fixed).astype(t.dtype))
+            found.append(
+                np.where(where >= 0, integers[np.maximum(where, 0)], fixed).astype(t.dtype)
+            )
     return found
 
 
 def _filled(where: Array, rest: Real, elements: Array, shadows: Array) -> Real:
     """Return an array of numbers of leaves, and of the rest where none belongs."""
     there, at = where >= 0, np.maximum(where, 0)
-    return Real(np.where(there, elements[at], rest.elements), np.where(there, shadows[at], rest.shadow))
+    return Real(
+        np.where(there, elements[at], rest.elements), np.where(there, shadows[at], rest.shadow)
+    )
 
 
 def _part(x: Any, part: str) -> Any:
@@ -176,11 +192,13 @@ def _part(x: Any, part: str) -> Any:
 
 
 def _key_leaf(leaves: Mapping[str, Any], name: str, fixed: Any) -> Any:
-    """Return the key of the leaf that an array of the state holds, for each trainer that has one."""
+    """Return the key of the leaf that an array of the state holds, for each trainer that has
+    one."""
     found = next((x for n, x in leaves.items() if values.is_key(x) and holds_leaf(name, n)), fixed)
     return jnp.broadcast_to(found, fixed.shape)
 
 
 def holds_leaf(held: str, leaf: str) -> bool:
-    """Return True if an array of a job's state has the name of a leaf; `count@1` is a copy of `count`."""
+    """Return True if an array of a job's state has the name of a leaf; `count@1` is a copy of
+    `count`."""
     return held.partition("@")[0].endswith(leaf)

@@ -1,4 +1,5 @@
-"""Index of the values of a step: copies, slices and partial sums of them are found by their elements.
+"""Index of the values of a step: copies, slices and partial sums of them are found by their
+elements.
 
 Elements of values that depend on a random point are random, so an element tells its value and its
 place. Small integers and other constants tell nothing.
@@ -71,7 +72,8 @@ class Terms:
     bounds: list[int]
 
     def ranges(self) -> Iterator[tuple[int, int, Real]]:
-        """Return sums of consecutive terms but not all: the first row, the last + 1, and the sum."""
+        """Return sums of consecutive terms but not all: the first row, the last + 1, and the
+        sum."""
         count = len(self.parts)
         for first in range(count):
             sum_ = self.parts[first]
@@ -155,14 +157,19 @@ class StepValues:
     def value_with_rows(self, x: Array) -> StepValue | None:
         """Return the value that has all rows of an array, in any order; None if there is none.
 
-        Rows of constants are room that an array has for more, and so are equal rows of one number at its end.
+        Rows of constants are room that an array has for more, and so are equal rows of one number
+        at its end.
         """
         rows = x.reshape(len(x), -1)
         is_room = (rows == rows[-1]).all(1) & (rows == rows[:, :1]).all(1)
         there = telling(rows).any(1)
         for kept in (there, there & ~is_room):
             for value in self._candidates(rows[kept][:1]):
-                if value.rows is None and value.elements.shape[1:] == x.shape[1:] and value.elements.ndim == x.ndim:
+                if (
+                    value.rows is None
+                    and value.elements.shape[1:] == x.shape[1:]
+                    and value.elements.ndim == x.ndim
+                ):
                     known = {row.tobytes() for row in value.elements}
                     if all(row.tobytes() in known for row in rows[kept]):
                         return value
@@ -176,7 +183,8 @@ class StepValues:
         return found
 
     def _candidates(self, x: Array) -> Iterator[StepValue]:
-        """Return values that hold the first telling element of an array, those of its size first."""
+        """Return values that hold the first telling element of an array, those of its size
+        first."""
         flat = x.ravel()
         for k in np.flatnonzero(telling(flat))[:MOST_CUTS]:
             low = np.searchsorted(self._elements, flat[k], "left")
@@ -184,7 +192,9 @@ class StepValues:
             if low == high:
                 continue  # padding, perhaps
             numbers = dict.fromkeys(int(n) for n in self._owners[low:high])
-            holders = sorted((self.values[n] for n in numbers), key=lambda v: v.elements.size != x.size)
+            holders = sorted(
+                (self.values[n] for n in numbers), key=lambda v: v.elements.size != x.size
+            )
             yield from holders[:CANDIDATES]
             return
 
@@ -282,7 +292,8 @@ def _terms(made: Computation) -> Terms | None:
 
 
 def _summed_along(eqn: JaxprEqn) -> dict[int, int]:
-    """Return for each operand the dimension that an equation sums over, the first and longest of them."""
+    """Return for each operand the dimension that an equation sums over, the first and longest of
+    them."""
     name = eqn.primitive.name
     shapes = [v.aval.shape for v in eqn.invars]
     if name == "reduce_sum":
@@ -313,7 +324,9 @@ def _match(x: Array, value: StepValue) -> Match | None:
         # sums over rows have no rows of a batch, behind which there might be padding
         start = _start(one.ravel(), other.ravel(), 0 if value.rows else row)
         if start is not None:
-            whole = start <= 0 and np.array_equal(one.ravel()[-start : other.size - start], other.ravel())
+            whole = start <= 0 and np.array_equal(
+                one.ravel()[-start : other.size - start], other.ravel()
+            )
             return Match(value, start, x.size, turned, whole)
     return None
 
@@ -334,11 +347,14 @@ def _orders(x: Array, y: Array) -> Iterator[tuple[Array, Array]]:
 
 
 def _nested(one: Sequence[int], other: Sequence[int]) -> bool:
-    """Return True if arrays of two shapes, one possibly cut, differ by split or merged dimensions only.
+    """Return True if arrays of two shapes, one possibly cut, differ by split or merged dimensions
+    only.
 
     Otherwise, as for (6, 4) and (4, 6), rows of one would be no rows of the other.
     """
-    ends = [{*itertools.accumulate(reversed(shape[1:]), operator.mul)} - {1} for shape in (one, other)]
+    ends = [
+        {*itertools.accumulate(reversed(shape[1:]), operator.mul)} - {1} for shape in (one, other)
+    ]
     return ends[0] <= ends[1] or ends[1] <= ends[0]
 
 
@@ -351,7 +367,9 @@ def _start(x: Array, y: Array, row: int) -> int | None:
     for k in known[:1]:
         for at in np.flatnonzero(y == x[k]):
             start = int(at - k)
-            if _follows(x, y, start) and _is_padding(x[max(y.size - start, 0) :], y, start % x.size, row):
+            if _follows(x, y, start) and _is_padding(
+                x[max(y.size - start, 0) :], y, start % x.size, row
+            ):
                 return start
     return None
 
@@ -364,7 +382,12 @@ def _is_padding(tail: Array, y: Array, offset: int, row: int) -> bool:
     """
     if not tail.any():
         return True
-    return row > 0 and offset == 0 and tail.size < y.size and not np.isin(tail[telling(tail)], y[:-row]).any()
+    return (
+        row > 0
+        and offset == 0
+        and tail.size < y.size
+        and not np.isin(tail[telling(tail)], y[:-row]).any()
+    )
 
 
 def _follows(x: Array, y: Array, start: int) -> bool:

@@ -51,7 +51,8 @@ class Computation:
 
 
 def elements_of_value(x: Any) -> Array | None:
-    """Return the elements of floats; of complex numbers those of both parts, side by side; None of others."""
+    """Return the elements of floats; of complex numbers those of both parts, side by side; None of
+    others."""
     if isinstance(x, Real):
         return x.elements
     return np.stack([x.real.elements, x.imag.elements], -1) if isinstance(x, Complex) else None
@@ -81,7 +82,9 @@ class ValueLog:
     ) -> None:
         """Add a computation."""
         distinct = {id(x): x for output in outputs for x in output}
-        self._numbers += sum(x.shadow.size for x in distinct.values() if isinstance(x, (Real, Complex)))
+        self._numbers += sum(
+            x.shadow.size for x in distinct.values() if isinstance(x, (Real, Complex))
+        )
         if self._numbers > MOST_NUMBERS:
             self.overflows = True
             return
@@ -97,7 +100,8 @@ class ValueLog:
             self._of_object.setdefault(one, number)
 
     def sources(self, value: Sequence[Any]) -> list[int]:
-        """Return the numbers of the computations that made the value of some rank; none for an argument."""
+        """Return the numbers of the computations that made the value of some rank; none for an
+        argument."""
         # ranks may exchange objects: first that which gave just these objects to these ranks
         key = tuple(map(id, value))
         if key in self._of_value:

@@ -4,19 +4,20 @@
     w = all_gather x
     y = dot_general h w         the first use of a window (`dtrans.zero.live_ranges`)
 
-The gathered leaf is read in its window and nowhere else; the backward pass gathers again. Gradients were taken before
-this rewrite, so that only the equations themselves keep a gathered leaf as a residual. `after` keeps XLA from merging
-two gathers of one slice, and from beginning all of them at once. With a prefetch of k, a leaf is gathered while the
-equations k windows before it are computed.
+The gathered leaf is read in its window and nowhere else; the backward pass gathers again. Gradients
+were taken before this rewrite, so that only the equations themselves keep a gathered leaf as a
+residual. `after` keeps XLA from merging two gathers of one slice, and from beginning all of them at
+once. With a prefetch of k, a leaf is gathered while the equations k windows before it are computed.
 
-Values that can be computed as slices are (`dtrans.zero.slice_writer`): a loop over layers scans over slices of their
-stack, or picks one, gathers it in its body, and hands on its results as slices; a penalty is a sum over slices.
-Gradients of layers are scattered in the loop that computes them (`dtrans.zero.scatter_flow`): neither the stack of
-gathered layers, nor that of whole gradients, ever exists. With a prefetch, the first leaf of the next layer is gathered
-while one is computed (`dtrans.zero.prefetch`).
+Values that can be computed as slices are (`dtrans.zero.slice_writer`): a loop over layers scans
+over slices of their stack, or picks one, gathers it in its body, and hands on its results as
+slices; a penalty is a sum over slices. Gradients of layers are scattered in the loop that computes
+them (`dtrans.zero.scatter_flow`): neither the stack of gathered layers, nor that of whole
+gradients, ever exists. With a prefetch, the first leaf of the next layer is gathered while one is
+computed (`dtrans.zero.prefetch`).
 
-Source: stage 3 of ZeRO (arXiv 1910.02054); in Paddle, `_shard_parameter` of auto_parallel_sharding.py, which broadcasts
-whole variables for each operator that reads them.
+Source: stage 3 of ZeRO (arXiv 1910.02054); in Paddle, `_shard_parameter` of
+auto_parallel_sharding.py, which broadcasts whole variables for each operator that reads them.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ from dtrans.zero.prefetch import prefetched
 from dtrans.zero.slice_writer import SliceWriter
 
 
-Ahead = tuple[Callable[[Any], Any], int]  # how a layer is gathered, and the scanned operand that it is a slice of
+Ahead = tuple[
+    Callable[[Any], Any], int
+]  # how a layer is gathered, and the scanned operand that it is a slice of
 
 
 class Gatherer(SliceWriter):
@@ -64,13 +67,16 @@ class Gatherer(SliceWriter):
         """Plan the windows.
 
         Args:
-          ends: values that are read beside those that equations read, each with the position of its equation.
+          ends: values that are read beside those that equations read, each with the position of its
+            equation.
           taken: those of them that are read as slices.
         """
         self.taken = taken
         ends = [(i, a) for i, a in ends if not (isinstance(a, Var) and a in taken)]
         self.read_whole(a for _, a in ends)
-        self.uses = LiveRanges(self.eqns, self.roots, self.reads, self.roles, ends, once=self.how.once)
+        self.uses = LiveRanges(
+            self.eqns, self.roots, self.reads, self.roles, ends, once=self.how.once
+        )
         self._wide: dict[int, Atom] = {}  # by the identity of windows
         self._wholes: dict[tuple[Any, ...], Atom] = {}
         self._emitted = 0  # how many equations have come
@@ -125,7 +131,9 @@ class Gatherer(SliceWriter):
     def read(self, atom: Atom, row: RowAxis | None) -> Atom:
         if row is not None or isinstance(atom, Literal) or atom not in self.roots:
             return super().read(atom, row)
-        windows = (id(self.uses.window(leaf, self._at)) for leaf in sorted(self.roots[atom], key=id))
+        windows = (
+            id(self.uses.window(leaf, self._at)) for leaf in sorted(self.roots[atom], key=id)
+        )
         key = (atom, *windows)
         if key not in self._wholes:
             self._wholes[key] = self._whole(atom)
@@ -144,13 +152,16 @@ class Gatherer(SliceWriter):
         return self.b.copy(eqn, [self.read(a, None) for a in eqn.invars], [atom.aval])[0]
 
     def _gather_for(self, i: int, eqn: JaxprEqn | None) -> None:
-        """Gather the leaves whose windows begin at a position, and those that are to be there ahead of time."""
+        """Gather the leaves whose windows begin at a position, and those that are to be there ahead
+        of time."""
         self._at = i
         windows = self.uses.windows
         while self._begun < len(windows) and windows[self._begun].first <= i:
             self._anchors.append(self._anchor(eqn))
             self._begun += 1
-        while self._next < min(len(windows), self._begun + (self.how.prefetch if self._begun else 0)):
+        while self._next < min(
+            len(windows), self._begun + (self.how.prefetch if self._begun else 0)
+        ):
             together = self._segment(self._next, i)
             if not together:
                 break
@@ -175,7 +186,8 @@ class Gatherer(SliceWriter):
         return exists and bool(v.aval.size) and bool(jnp.issubdtype(v.aval.dtype, jnp.floating))
 
     def _segment(self, start: int, i: int) -> list[LiveRange]:
-        """Return a window, and those gathered with it, before equation `i`; none if it is too early."""
+        """Return a window, and those gathered with it, before equation `i`; none if it is too
+        early."""
         total = 0
         found: list[LiveRange] = []
         for window in self.uses.windows[start:]:
@@ -247,9 +259,13 @@ class Gatherer(SliceWriter):
             self.b.keep(loop, loop.invars)
         else:
             gather, stack = ahead
-            self.b.keep(prefetched(eqn, body, gather, stack, [a.aval for a in atoms], outvars), atoms)
+            self.b.keep(
+                prefetched(eqn, body, gather, stack, [a.aval for a in atoms], outvars), atoms
+            )
 
-    def written(self, handed_on: Collection[int], wires: Wiring) -> tuple[ClosedJaxpr, Ahead | None]:
+    def written(
+        self, handed_on: Collection[int], wires: Wiring
+    ) -> tuple[ClosedJaxpr, Ahead | None]:
         """Write all equations of a body.
 
         Args:
@@ -269,7 +285,8 @@ class Gatherer(SliceWriter):
         return self.b.build([self.result(a, place) for place, a in ends]), ahead
 
     def _first_ahead(self, parts: Sequence[Var]) -> Ahead | None:
-        """Pass the value of the first window into the body as an input, if that is one of the scanned layers."""
+        """Pass the value of the first window into the body as an input, if that is one of the
+        scanned layers."""
         windows, shards = self.uses.windows, self.shards
         if not windows or windows[0].leaf not in self.given.slices or windows[0].leaf not in parts:
             return None

@@ -1,22 +1,28 @@
-"""Which leaves of a step are cut over the ranks of a sharding axis, along which dimension, and where their state is.
+"""Which leaves of a step are cut over the ranks of a sharding axis, along which dimension, and
+where their state is.
 
-Every rank gets as many rows of a leaf as every other. Where the degree does not divide the rows, the last ones are
+Every rank gets as many rows of a leaf as every other. Where the degree does not divide the rows,
+the last ones are
 *padding*: zeros at the start, never gathered, and never part of a norm.
 
-A leaf is cut along its first dimension; along the longest other one where the first has fewer rows than there are
-ranks (the kernel of a convolution), and along a later one where it is a stack of which layers are read one by one (a
-rank that had whole layers would have nothing to give to the gather of a layer). It stays whole on every rank
+A leaf is cut along its first dimension; along the longest other one where the first has fewer rows
+than there are ranks (the kernel of a convolution), and along a later one where it is a stack of
+which layers are read one by one (a rank that had whole layers would have nothing to give to the
+gather of a layer). It stays whole on every rank
 
   - where it has no dimensions, or its update meets each rank's own rows of the batch;
-  - where forward and backward read its state, as those of a generator do that is trained after its discriminator;
+  - where forward and backward read its state, as those of a generator do that is trained after its
+    discriminator;
   - where it is small: a slice saves bytes, and costs every rank one more part of a collective;
-  - where no gradient updates it, or all ranks make its gradient without hearing of each other, and it has no state.
+  - where no gradient updates it, or all ranks make its gradient without hearing of each other, and
+    it has no state.
 
-The optimizer's state is cut as the rows of its leaf are. Where an update mixes rows (Muon, Shampoo), leaf and state are
-cut all the same, and the update gathers what it mixes (`dtrans.zero.update`).
+The optimizer's state is cut as the rows of its leaf are. Where an update mixes rows (Muon,
+Shampoo), leaf and state are cut all the same, and the update gathers what it mixes
+(`dtrans.zero.update`).
 
-Source: the sharding pass of Paddle (auto_parallel_sharding.py) gives whole variables to owners; slices are those of
-ZeRO (Rajbhandari et al., arXiv 1910.02054).
+Source: the sharding pass of Paddle (auto_parallel_sharding.py) gives whole variables to owners;
+slices are those of ZeRO (Rajbhandari et al., arXiv 1910.02054).
 """
 
 from __future__ import annotations
@@ -92,7 +98,8 @@ class Slices:
       leaves: the leaves that are cut.
       state: the arrays of the optimizer's state that are cut with them, by name.
       wholes: why each other leaf is whole.
-      unreduced: leaves whose gradient is the same on all ranks, which need not hear of each other for it.
+      unreduced: leaves whose gradient is the same on all ranks, which need not hear of each other
+        for it.
     """
 
     analysis: RowAnalysis
@@ -138,9 +145,12 @@ def slices_of(
     elif in_layers:
         axes = _read_as_layers(step, axes, degree)
     with warnings.catch_warnings():
-        # the engine warns of an unknown primitive, whose operands it gathers: no leaf is whole for it
+        # the engine warns of an unknown primitive, whose operands it gathers: no leaf is whole for
+        # it
         warnings.simplefilter("ignore", UnknownPrimitiveWarning)
-        analysis = analyse(step.optimize, step.params, {n: axis for n, axis in axes.items() if axis})
+        analysis = analyse(
+            step.optimize, step.params, {n: axis for n, axis in axes.items() if axis}
+        )
     mixed = leaves_that_meet_the_batch(analysis, differing)
     shared = _made_by_all(step)
     homes = _homes_of_state(analysis)
@@ -165,7 +175,9 @@ def slices_of(
             wholes[n] = f"no dimension of {t.str_short()} has rows for {degree} ranks"
         elif n in shared and not sliced_in_use and n not in in_state:
             wholes[n] = "its gradient is no sum over ranks"
-        elif not (n in step.optimize.graded or sliced_in_use or n in in_state or n in analysis.groups):
+        elif not (
+            n in step.optimize.graded or sliced_in_use or n in in_state or n in analysis.groups
+        ):
             wholes[n] = "no gradient enters its update"
         else:
             size = t.shape[axes[n]]
@@ -185,7 +197,8 @@ def slices_of(
 
 
 def _homes_of_state(analysis: RowAnalysis) -> dict[str, tuple[str, RowAxis | None]]:
-    """Return the leaf that each array of the state belongs to, and how its rows lie; None if rows are mixed."""
+    """Return the leaf that each array of the state belongs to, and how its rows lie; None if rows
+    are mixed."""
     found: dict[str, tuple[str, RowAxis | None]] = {}
     for name, var in analysis.inputs.items():
         layout = analysis.layout(var)
@@ -196,7 +209,9 @@ def _homes_of_state(analysis: RowAnalysis) -> dict[str, tuple[str, RowAxis | Non
     return found
 
 
-def _rows_of_state(shape: tuple[int, ...], leaf: tuple[int, ...], axis: int, degree: int, least: int) -> RowAxis | None:
+def _rows_of_state(
+    shape: tuple[int, ...], leaf: tuple[int, ...], axis: int, degree: int, least: int
+) -> RowAxis | None:
     """Return how an array of the state is cut whose rows an update mixes; None if it stays whole.
 
     A copy of the leaf, or a history of copies, is cut as the leaf. Any other array, such as a
@@ -209,7 +224,8 @@ def _rows_of_state(shape: tuple[int, ...], leaf: tuple[int, ...], axis: int, deg
 
 
 def _axis(shape: tuple[int, ...], degree: int, first: int = 0) -> int | None:
-    """The dimension along which an array is cut, `first` or a later one; None if none has rows for half the ranks."""
+    """The dimension along which an array is cut, `first` or a later one; None if none has rows for
+    half the ranks."""
     if len(shape) <= first:
         return None
     if shape[first] >= degree:
@@ -223,7 +239,8 @@ def _axis(shape: tuple[int, ...], degree: int, first: int = 0) -> int | None:
 def _made_by_all(step: Cut) -> set[str]:
     """Leaves whose gradient is the same on all ranks, without a reduction.
 
-    No part of the batch enters it, nor which rank it is: a term that one rank has alone is to be added up.
+    No part of the batch enters it, nor which rank it is: a term that one rank has alone is to be
+    added up.
     """
     batch = [v for n, v in step.program.invars.items() if n in step.batch]
     local = local_values(step.program.inner.eqns, batch)
@@ -231,7 +248,8 @@ def _made_by_all(step: Cut) -> set[str]:
 
 
 def _read_as_layers(step: Cut, axes: Mapping[str, int], degree: int) -> dict[str, int]:
-    """The dimension along which each leaf is cut, so that as little as can be of it is whole at a time.
+    """The dimension along which each leaf is cut, so that as little as can be of it is whole at a
+    time.
 
     Args:
       axes: where nothing else is known.
@@ -250,18 +268,25 @@ def _read_as_layers(step: Cut, axes: Mapping[str, int], degree: int) -> dict[str
             local=local,
             wanted={g: RowAxis(n, ahead[n]) for g, n in gradients.items() if n in ahead},
         )
-        found = SliceWriter(Builder(jaxpr), jaxpr, eqns, roles, given, Gathering("", degree)).largest()
+        found = SliceWriter(
+            Builder(jaxpr), jaxpr, eqns, roles, given, Gathering("", degree)
+        ).largest()
         for n, axis in ahead.items():
             if found.get(n, 0) < least.get(n, math.inf):
                 best[n], least[n] = axis, found.get(n, 0)
         # another dimension may be better for what is read at all in layers
         again = {n for n in ahead if least[n] == vars_of[n].aval.size or first > 1}
-        ahead = {n: a for n in again if (a := _axis(vars_of[n].aval.shape, degree, first)) is not None}
+        ahead = {
+            n: a for n in again if (a := _axis(vars_of[n].aval.shape, degree, first)) is not None
+        }
     return best
 
 
-def summed_gradients(step: Cut, eqns: Sequence[JaxprEqn], leaves: Collection[str]) -> dict[Var, str]:
-    """The gradients of leaves that nothing reads but their update, which loops may make as slices."""
+def summed_gradients(
+    step: Cut, eqns: Sequence[JaxprEqn], leaves: Collection[str]
+) -> dict[Var, str]:
+    """The gradients of leaves that nothing reads but their update, which loops may make as
+    slices."""
     made = {v for e in eqns for v in e.outvars}
     atoms = (*step.program.inner.outvars, *(a for e in eqns for a in e.invars))
     read = {a for a in atoms if isinstance(a, Var)}
@@ -273,7 +298,8 @@ def summed_gradients(step: Cut, eqns: Sequence[JaxprEqn], leaves: Collection[str
 
 
 def trainer_equations(step: Cut) -> tuple[list[JaxprEqn], list[str]]:
-    """The equations of forward and backward, calls in their loops inlined, and their roles; no marks."""
+    """The equations of forward and backward, calls in their loops inlined, and their roles; no
+    marks."""
     pairs = [(e, role) for e, role in zip(step.program.eqns, step.program.roles, strict=True)
              if role in (FORWARD, BACKWARD) and e.primitive is not mark_p]  # fmt: skip
     return [inline_inside(e) for e, _ in pairs], [role for _, role in pairs]

@@ -1,11 +1,11 @@
 """Values of forward that an update reads: the loss, statistics of activations, counts of rows.
 
-In its update a rank has slices of parameters and its own rows of the batch. `x @ w` on these would add up products of
-different rows. So forward computes such values, from whole parameters, and hands them over
-(`dtrans.step.handed_values`).
+In its update a rank has slices of parameters and its own rows of the batch. `x @ w` on these would
+add up products of different rows. So forward computes such values, from whole parameters, and hands
+them over (`dtrans.step.handed_values`).
 
-Where an equation of the update that reads the batch reduces over the rows of a leaf, that leaf stays whole on every
-rank (`leaves_that_meet_the_batch`).
+Where an equation of the update that reads the batch reduces over the rows of a leaf, that leaf
+stays whole on every rank (`leaves_that_meet_the_batch`).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from dtrans.zero.rank_values import local_values
 def with_forward_values(step: Cut, o: ShardingOptions) -> Cut:
     """Return the step with an optimize half that takes values of forward as inputs (`Cut.handed`).
 
-    Where leaves have owners, forward also makes what ranks draw and reduce: in the branch of one owner,
-    an all-reduce would wait for the other ranks for ever.
+    Where leaves have owners, forward also makes what ranks draw and reduce: in the branch of one
+    owner, an all-reduce would wait for the other ranks for ever.
     """
     if o.trainers == 1:
         return step
@@ -39,7 +39,8 @@ def with_forward_values(step: Cut, o: ShardingOptions) -> Cut:
 
 
 def differing_batch(step: Cut, o: Options) -> set[str]:
-    """Return the arrays of the batch that differ from rank to rank: parts, and keys that are folded."""
+    """Return the arrays of the batch that differ from rank to rank: parts, and keys that are
+    folded."""
     found = set()
     for n in step.batch:
         t = step.program.inputs[n]
@@ -59,11 +60,16 @@ def differing_inputs(step: Cut, o: Options) -> set[str]:
     """Return the inputs of the update that differ from rank to rank."""
     values, of_batch = differing_values(step, o), differing_batch(step, o)
     handed = {n for n, v in step.handed.items() if v in values}
-    return {n for n in step.optimize.in_names if isinstance(n, str) and (n in of_batch or n in handed)}
+    return {
+        n for n in step.optimize.in_names if isinstance(n, str) and (n in of_batch or n in handed)
+    }
 
 
-def leaves_that_meet_the_batch(analysis: RowAnalysis, differing: Collection[Name]) -> dict[str, str]:
-    """Return the leaves whose rows are reduced together with values that differ from rank to rank, and why.
+def leaves_that_meet_the_batch(
+    analysis: RowAnalysis, differing: Collection[Name]
+) -> dict[str, str]:
+    """Return the leaves whose rows are reduced together with values that differ from rank to rank,
+    and why.
 
     Args:
       analysis: the analysis of an update.
@@ -79,7 +85,9 @@ def leaves_that_meet_the_batch(analysis: RowAnalysis, differing: Collection[Name
         reduces = step is not None and (step.reduce or step.bodies)
         rows = (*step.operands, *step.outs) if step is not None and reduces else ()
         mixed = [analysis.layout(a) for a in (*eqn.invars, *eqn.outvars)]
-        met = leaves_of([x for x in rows if x is not None] + [x for x in mixed if isinstance(x, Whole)])
+        met = leaves_of(
+            [x for x in rows if x is not None] + [x for x in mixed if isinstance(x, Whole)]
+        )
         why = f"its update mixes it with each rank's rows of the batch ({origin_of(eqn)})"
         found.update(dict.fromkeys(met - found.keys(), why))
     return found

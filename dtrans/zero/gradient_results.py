@@ -33,14 +33,20 @@ class GradientResults:
     """
 
     def __init__(
-        self, step: Cut, leaves: Mapping[str, Sliced], here: Collection[Var], differing: Collection[Var]
+        self,
+        step: Cut,
+        leaves: Mapping[str, Sliced],
+        here: Collection[Var],
+        differing: Collection[Var],
     ) -> None:
         inner = step.program.inner
         outs = step.program.outvars
         boundary = {v: n for n, v in step.boundary.items()}
         known = {n for n in step.params if n in leaves}
         there = set(here) - {v for n, v in step.program.invars.items() if n in known}
-        kept, _ = backward_slice(inner.eqns, [outs[n] for n in step.from_gradients], {*boundary, *there})
+        kept, _ = backward_slice(
+            inner.eqns, [outs[n] for n in step.from_gradients], {*boundary, *there}
+        )
         b = Builder(step.program.jaxpr)
         names: dict[Var, Name] = {v: Gradient(n) for v, n in boundary.items()}
         names |= {v: n for n, v in step.program.invars.items() if n in step.params}
@@ -57,13 +63,22 @@ class GradientResults:
         b.invars += inputs
         for e in eqns:
             b.keep(e)
-        self.half = OptimizeHalf(b.build(wanted), tuple(inputs.values()), tuple(step.from_gradients))
+        self.half = OptimizeHalf(
+            b.build(wanted), tuple(inputs.values()), tuple(step.from_gradients)
+        )
         local = [n for n, v in self.others.items() if v in differing]
         axes = {n: sliced.axis for n, sliced in leaves.items()}
-        self.mixed = [n for n in self._meeting(b, inputs, step, axes, local) if n in leaves] if local else []
+        self.mixed = (
+            [n for n in self._meeting(b, inputs, step, axes, local) if n in leaves] if local else []
+        )
 
     def _meeting(
-        self, b: Builder, inputs: Mapping[Var, Name], step: Cut, axes: Mapping[str, int], local: Collection[Name]
+        self,
+        b: Builder,
+        inputs: Mapping[Var, Name],
+        step: Cut,
+        axes: Mapping[str, int],
+        local: Collection[Name],
     ) -> Collection[str]:
         """Return the leaves that meet values that differ from rank to rank."""
         params = [(n, v) for v, n in inputs.items() if isinstance(n, str) and n in step.params]

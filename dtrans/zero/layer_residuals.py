@@ -1,9 +1,11 @@
-"""What a loop over layers hands to another loop of the layers themselves: made anew there, and not handed on.
+"""What a loop over layers hands to another loop of the layers themselves: made anew there, and not
+handed on.
 
     forward: scan w -> h, stack of bf16(w)      becomes    forward: scan w -> h
     backward: scan (stack of bf16(w)) ...                  backward: scan w ..., which begins with bf16(w)
 
-So nothing is kept from one direction to the other, and the layer is gathered in the type in which it is read.
+So nothing is kept from one direction to the other, and the layer is gathered in the type in which
+it is read.
 """
 
 from __future__ import annotations
@@ -54,12 +56,16 @@ def remade(writer: SliceWriter, wanted: Collection[Atom]) -> list[JaxprEqn]:
         for out, start, chain in _made_of_layers(writer, eqn, body):
             v = eqn.outvars[out]
             by = readers.get(v, [])
-            in_slices = (eqns[j].primitive.name == SCAN and k in wiring(eqns[j]).slices for j, k in by)
+            in_slices = (
+                eqns[j].primitive.name == SCAN and k in wiring(eqns[j]).slices for j, k in by
+            )
             if v in wanted or not by or not all(in_slices):
                 continue
             left_out.add(out)
             for j in {j for j, _ in by}:
-                eqns[j] = _with_chain(eqns[j], v, eqn.invars[start], body.invars[start], chain, body.outvars[out])
+                eqns[j] = _with_chain(
+                    eqns[j], v, eqn.invars[start], body.invars[start], chain, body.outvars[out]
+                )
         if left_out:
             kept = [k for k in range(len(eqn.outvars)) if k not in left_out]
             new = closed_with(*bodies(eqn), outvars=[body.outvars[k] for k in kept])
@@ -67,8 +73,11 @@ def remade(writer: SliceWriter, wanted: Collection[Atom]) -> list[JaxprEqn]:
     return eqns
 
 
-def _made_of_layers(writer: SliceWriter, eqn: JaxprEqn, body: Jaxpr) -> Iterator[tuple[int, int, Sequence[JaxprEqn]]]:
-    """The outputs that a loop stacks and makes of one of its layers: which, of which operand, and how."""
+def _made_of_layers(
+    writer: SliceWriter, eqn: JaxprEqn, body: Jaxpr
+) -> Iterator[tuple[int, int, Sequence[JaxprEqn]]]:
+    """The outputs that a loop stacks and makes of one of its layers: which, of which operand, and
+    how."""
     wires = wiring(eqn)
     layers = {body.invars[k]: k for k in wires.slices if eqn.invars[k] in writer.roots}
     start: dict[Var, int] = dict(layers)
@@ -76,7 +85,11 @@ def _made_of_layers(writer: SliceWriter, eqn: JaxprEqn, body: Jaxpr) -> Iterator
     for e in body.eqns:
         ins = [a for a in e.invars if not isinstance(a, Literal)]
         cheap = is_cheap(e) and len(e.outvars) == 1 and not e.effects
-        if cheap and len({start.get(a) for a in ins} - {None}) == 1 and all(a in start for a in ins):
+        if (
+            cheap
+            and len({start.get(a) for a in ins} - {None}) == 1
+            and all(a in start for a in ins)
+        ):
             start[e.outvars[0]] = start[ins[0]]
             chains[e.outvars[0]] = _joined([chains[a] for a in ins], e)
     for k in wires.stacks:
@@ -115,7 +128,11 @@ def _with_chain(
     prefix = []
     for e in chain:
         outs = [names.setdefault(v, Var(v.aval)) for v in e.outvars]
-        prefix.append(e.replace(invars=[a if isinstance(a, Literal) else names[a] for a in e.invars], outvars=outs))
+        prefix.append(
+            e.replace(
+                invars=[a if isinstance(a, Literal) else names[a] for a in e.invars], outvars=outs
+            )
+        )
     for v in made:
         names[v] = names[out]
     seen = lambda a: a if isinstance(a, Literal) or a not in made else names[a]

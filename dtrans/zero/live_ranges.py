@@ -1,12 +1,14 @@
 """Where a step reads its sliced leaves, and for how long each needs to be whole.
 
-A leaf is gathered for a *window*: the equations from its first use in one direction (forward, or backward) to its last,
-unless much else is gathered in between: an embedding that is tied to the last layer is gathered for each of them.
+A leaf is gathered for a *window*: the equations from its first use in one direction (forward, or
+backward) to its last, unless much else is gathered in between: an embedding that is tied to the
+last layer is gathered for each of them.
 
-Values that follow from leaves alone, cheaply (another type, a transpose, a bias broadcast over the batch), are
-*derived*: they are made anew in each window, and so are never kept from the forward pass to the backward pass. A change
-of type right behind the leaf is made before the gather, on the slice, if the leaf is needed in no other type in that
-window and the type is smaller.
+Values that follow from leaves alone, cheaply (another type, a transpose, a bias broadcast over the
+batch), are
+*derived*: they are made anew in each window, and so are never kept from the forward pass to the
+backward pass. A change of type right behind the leaf is made before the gather, on the slice, if
+the leaf is needed in no other type in that window and the type is smaller.
 
     w ---- convert to bf16 ---- dot_general         uses: dot_general, of w as bf16
       \\--- transpose ---------- dot_general               dot_general, of w as f32
@@ -23,7 +25,9 @@ import jax.numpy as jnp
 from dtrans._jax import Atom, JaxprEqn, Literal, Var
 
 
-KEPT_WINDOWS = 8  # a leaf stays gathered between two uses while no more others than this are gathered
+KEPT_WINDOWS = (
+    8  # a leaf stays gathered between two uses while no more others than this are gathered
+)
 
 
 @dataclasses.dataclass(eq=False)
@@ -61,7 +65,8 @@ class LiveRanges:
       roots: leaves and parts that a value with slices is computed from, by its variable.
       reads: by position, the values with slices that an equation reads whole.
       roles: of each equation.
-      ends: values that are wanted beside those that equations read: position of what makes it, and the value.
+      ends: values that are wanted beside those that equations read: position of what makes it, and
+        the value.
       once: whether a leaf has one window, from its first use to its last.
 
     Attributes:

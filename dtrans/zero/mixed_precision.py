@@ -2,14 +2,15 @@
 
     dot_general f32 x f32      becomes    convert, dot_general in 16 bits, convert back
 
-Weights that are read by products alone are then read in 16 bits alone: sharding converts slices before it gathers them,
-and half the bytes are moved. A change of type is written as near to where a value begins as it goes: before a
-transpose, before a loop over layers. Sums, norms, softmax and the loss stay in 32 bits, the parameters that are updated
-too. bfloat16 has the range of float32. In float16 gradients would vanish: the loss is scaled, which is one
-multiplication of the cotangent that the backward pass begins with (`dtrans.step.marks`).
+Weights that are read by products alone are then read in 16 bits alone: sharding converts slices
+before it gathers them, and half the bytes are moved. A change of type is written as near to where a
+value begins as it goes: before a transpose, before a loop over layers. Sums, norms, softmax and the
+loss stay in 32 bits, the parameters that are updated too. bfloat16 has the range of float32. In
+float16 gradients would vanish: the loss is scaled, which is one multiplication of the cotangent
+that the backward pass begins with (`dtrans.step.marks`).
 
-Source: the white list of Paddle's AMP pass (auto_parallel_fp16.py, amp_lists.py); Micikevicius et al., Mixed Precision
-Training (arXiv 1710.03740).
+Source: the white list of Paddle's AMP pass (auto_parallel_fp16.py, amp_lists.py); Micikevicius et
+al., Mixed Precision Training (arXiv 1710.03740).
 """
 
 from __future__ import annotations
@@ -91,7 +92,8 @@ def low_precision(main: Program, step: Cut, amp: str, scaling: LossScaling | Non
       scaling: how the loss is scaled. A dynamic scale becomes the third argument: see `scale_spec`.
 
     Raises:
-      GradientError: the gradients that are to be scaled cannot be told: the step does not use `dtrans.value_and_grad`.
+      GradientError: the gradients that are to be scaled cannot be told: the step does not use
+        `dtrans.value_and_grad`.
     """
     dtype = COMPRESSED[amp]
     roles = iter(step.program.roles)
@@ -127,14 +129,26 @@ def low_precision(main: Program, step: Cut, amp: str, scaling: LossScaling | Non
     outs = [w.read(a) for a in inner.outvars]
     dynamic = scaling is not None and scaling.dynamic
     args = (*main.args[:2], *([scale_spec()] if dynamic else []), *main.args[2:])
-    made = Program(main.name, b.build(outs), args, main.out, tuple(found), {}, ambiguous_outputs=main.ambiguous_outputs)
+    made = Program(
+        main.name,
+        b.build(outs),
+        args,
+        main.out,
+        tuple(found),
+        {},
+        ambiguous_outputs=main.ambiguous_outputs,
+    )
     return main.rewritten(lambda other: low_precision(other, cut(other), amp, scaling), made=made)
 
 
-def low_products(jaxpr: ClosedJaxpr, amp: str, params: Sequence[Var]) -> tuple[ClosedJaxpr, list[int]]:
-    """A function that is not differentiated yet, with its products in 16 bits; its derivative has them so, too.
+def low_products(
+    jaxpr: ClosedJaxpr, amp: str, params: Sequence[Var]
+) -> tuple[ClosedJaxpr, list[int]]:
+    """A function that is not differentiated yet, with its products in 16 bits; its derivative has
+    them so, too.
 
-    All values keep their names and types. Functions with a derivative of their own stay as they are.
+    All values keep their names and types. Functions with a derivative of their own stay as they
+    are.
 
     Args:
       jaxpr: the function, its calls inlined.
@@ -150,7 +164,8 @@ def low_products(jaxpr: ClosedJaxpr, amp: str, params: Sequence[Var]) -> tuple[C
       >>> jaxpr = jax.make_jaxpr(lambda w, x: jnp.sin(x @ w))(jnp.ones((2, 2)), jnp.ones((1, 2)))
       >>> made, origin = low_products(jaxpr, "bf16", jaxpr.jaxpr.invars[:1])
       >>> [(e.primitive.name, e.outvars[0].aval.dtype.name) for e in made.jaxpr.eqns][2:], origin
-      ([('dot_general', 'bfloat16'), ('convert_element_type', 'float32'), ('sin', 'float32')], [0, 0, 0, 0, 1])
+      ([('dot_general', 'bfloat16'), ('convert_element_type', 'float32'), ('sin', 'float32')], [0,
+      0, 0, 0, 1])
     """
     inner = opened(jaxpr)
     b = Builder(jaxpr)
@@ -163,12 +178,16 @@ def low_products(jaxpr: ClosedJaxpr, amp: str, params: Sequence[Var]) -> tuple[C
     return b.build(inner.outvars), origin
 
 
-def _check_seeds(main: Program, eqns: Sequence[JaxprEqn], seeds: Sequence[JaxprEqn], scaling: LossScaling) -> None:
+def _check_seeds(
+    main: Program, eqns: Sequence[JaxprEqn], seeds: Sequence[JaxprEqn], scaling: LossScaling
+) -> None:
     """Refuse losses that cannot be scaled."""
     if not seeds:
         raise GradientError(
-            f"the loss of {main.name} cannot be scaled, since it is not known where its derivative begins: take "
-            "gradients with dtrans.value_and_grad (or dtrans.make_train_step), outside of loops; or use "
+            f"the loss of {main.name} cannot be scaled, since it is not known where its derivative "
+            "begins: take "
+            "gradients with dtrans.value_and_grad (or dtrans.make_train_step), outside of loops; "
+            "or use "
             "precision='bf16', which needs no scale"
         )
     for e in seeds:
@@ -176,7 +195,8 @@ def _check_seeds(main: Program, eqns: Sequence[JaxprEqn], seeds: Sequence[JaxprE
     reached = propagate(eqns, {e.outvars[0]: 1 for e in seeds}, {})
     if any(isinstance(a, Var) and reached.get(a) for e in seeds for a in e.invars):
         raise GradientError(
-            f"{main.name} takes a derivative of a derivative, and the scale of the one would enter the other: use "
+            f"{main.name} takes a derivative of a derivative, and the scale of the one would enter "
+            "the other: use "
             "precision='bf16', which needs no scale"
         )
 
@@ -185,7 +205,8 @@ def check_scale(scaling: LossScaling, dtype: Any, name: str) -> None:
     """Refuse a fixed scale that the type of a step's loss does not have."""
     if not scaling.dynamic and scaling.initial > float(jnp.finfo(dtype).max):
         raise ConfigError(
-            f"loss_scaling={scaling.initial!r} is infinite in {dtype}, the type of the loss of {name}: return the loss "
+            f"loss_scaling={scaling.initial!r} is infinite in {dtype}, the type of the loss of "
+            f"{name}: return the loss "
             "in float32, or take a smaller scale"
         )
 
@@ -232,14 +253,17 @@ class _Lower:
 
     def _product(self, eqn: JaxprEqn, atoms: Sequence[Atom]) -> None:
         numbers = all(jnp.issubdtype(a.aval.dtype, jnp.floating) for a in atoms)
-        # what adds up products of 16 bits in 32 was meant to, and so was an algorithm that somebody named
+        # what adds up products of 16 bits in 32 was meant to, and so was an algorithm that somebody
+        # named
         if not numbers or not any(map(self._is_wide, atoms)) or _names_algorithm(eqn):
             self.b.keep(eqn, atoms)
             return
         (out,) = eqn.outvars
         start = len(self.b.eqns)
         low = [self.low(a) for a in atoms]
-        for k in range(start, len(self.b.eqns)):  # in the forward or the backward pass, as what they are for
+        for k in range(
+            start, len(self.b.eqns)
+        ):  # in the forward or the backward pass, as what they are for
             self.b.eqns[k] = self.b.eqns[k].replace(source_info=eqn.source_info)
         params = {"preferred_element_type": jnp.dtype(self.dtype)}
         (made,) = self.b.copy(eqn, low, [out.aval.update(dtype=jnp.dtype(self.dtype))], **params)
@@ -256,9 +280,13 @@ class _Lower:
             return self.b.call(converted(self.dtype), atom)[0]
         if atom not in self._low:
             eqn = self._made_by.get(atom)
-            if eqn is not None and is_rearrangement(eqn) and len(eqn.outvars) == 1:  # the cast comes before
+            if (
+                eqn is not None and is_rearrangement(eqn) and len(eqn.outvars) == 1
+            ):  # the cast comes before
                 (self._low[atom],) = self.b.copy(
-                    eqn, [self.low(self.read(eqn.invars[0]))], [atom.aval.update(dtype=jnp.dtype(self.dtype))]
+                    eqn,
+                    [self.low(self.read(eqn.invars[0]))],
+                    [atom.aval.update(dtype=jnp.dtype(self.dtype))],
                 )
             elif eqn is not None and _narrows(eqn, self.dtype):
                 self._low[atom] = self.read(eqn.invars[0])
@@ -269,19 +297,24 @@ class _Lower:
     # -- loops and branches ----------------------------------------------------------------------
 
     def _body(self, eqn: JaxprEqn, atoms: Sequence[Atom]) -> None:
-        """An equation with bodies: their products in 16 bits; parameters go in so too, if that is enough."""
+        """An equation with bodies: their products in 16 bits; parameters go in so too, if that is
+        enough."""
         name = eqn.primitive.name
         operands = list(atoms)
 
         def lowered(body: Any) -> Any:
-            if name == SCAN or name in REMAT:  # which have one body, and its inputs are their operands
+            if (
+                name == SCAN or name in REMAT
+            ):  # which have one body, and its inputs are their operands
                 hoist = [k not in wiring(eqn).carried for k in range(len(eqn.invars))]
                 known = [isinstance(a, Var) and a in self.params for a in eqn.invars]
             else:
                 hoist = known = [False] * len(opened(body).invars)
             made, narrow = _lowered(body, self.dtype, known, hoist)
             if any(narrow):
-                operands[:] = [self.low(a) if n else a for a, n in zip(operands, narrow, strict=True)]
+                operands[:] = [
+                    self.low(a) if n else a for a, n in zip(operands, narrow, strict=True)
+                ]
             return made
 
         params = map_bodies(eqn.params, lowered)
@@ -295,7 +328,9 @@ def _names_algorithm(eqn: JaxprEqn) -> bool:
     return any(p is not None and not isinstance(p, jax.lax.Precision) for p in each)
 
 
-def _lowered(body: Any, dtype: Any, params: Sequence[bool], hoist: Sequence[bool]) -> tuple[Any, list[bool]]:
+def _lowered(
+    body: Any, dtype: Any, params: Sequence[bool], hoist: Sequence[bool]
+) -> tuple[Any, list[bool]]:
     """A body with its products in 16 bits, and which of its inputs it now takes in 16 bits."""
     inner = opened(body)
     b = Builder(body)
@@ -330,7 +365,11 @@ def _narrowed(body: ClosedJaxpr, narrow: Sequence[bool], dtype: Any) -> ClosedJa
         else:
             b.invars.append(v)
     for e in inner.eqns:
-        if e.primitive.name == "convert_element_type" and isinstance(e.invars[0], Var) and e.invars[0] in env:
+        if (
+            e.primitive.name == "convert_element_type"
+            and isinstance(e.invars[0], Var)
+            and e.invars[0] in env
+        ):
             env[e.outvars[0]] = env[e.invars[0]]
         else:
             b.keep(e, read_from(env, e.invars))
@@ -351,7 +390,8 @@ def low_gradients(step: Cut, dtype: Any) -> set[str]:
 
 
 def _narrows(eqn: JaxprEqn, dtype: Any) -> bool:
-    """Whether an equation makes a wider value of one in 16 bits, so that to convert it back loses nothing."""
+    """Whether an equation makes a wider value of one in 16 bits, so that to convert it back loses
+    nothing."""
     return eqn.primitive.name == "convert_element_type" and bool(eqn.invars[0].aval.dtype == dtype)
 
 
@@ -364,9 +404,12 @@ def _scaled(seed: jax.Array, scale: jax.Array) -> jax.Array:
 
 @functools.cache
 def next_scale(s: LossScaling) -> Callable[..., tuple[jax.Array, ...]]:
-    """(is every gradient finite, good steps, scale, skipped steps) -> the last three after the step."""
+    """(is every gradient finite, good steps, scale, skipped steps) -> the last three after the
+    step."""
 
-    def fn(finite: jax.Array, good: jax.Array, scale: jax.Array, skipped: jax.Array) -> tuple[jax.Array, ...]:
+    def fn(
+        finite: jax.Array, good: jax.Array, scale: jax.Array, skipped: jax.Array
+    ) -> tuple[jax.Array, ...]:
         good = jnp.where(finite, good + 1, 0)
         grown = scale * s.factor
         grows = (good >= s.interval) & jnp.isfinite(grown)
@@ -378,11 +421,14 @@ def next_scale(s: LossScaling) -> Callable[..., tuple[jax.Array, ...]]:
 
 
 def unscaled(g: jax.Array, scale: jax.Array) -> jax.Array:
-    """A gradient without its scale, of the same type; a scale may be infinite in float16, which a gradient is not."""
+    """A gradient without its scale, of the same type; a scale may be infinite in float16, which a
+    gradient is not."""
     wide = jnp.promote_types(g.dtype, jnp.float32)
     return (g.astype(wide) / scale.astype(wide)).astype(g.dtype)
 
 
 def all_finite(*xs: jax.Array) -> jax.Array:
     """Whether everything is."""
-    return functools.reduce(jnp.logical_and, [jnp.all(jnp.isfinite(x)) for x in xs], jnp.bool_(True))
+    return functools.reduce(
+        jnp.logical_and, [jnp.all(jnp.isfinite(x)) for x in xs], jnp.bool_(True)
+    )

@@ -1,4 +1,5 @@
-"""The options of sharding: records of how state is sliced and in what types steps compute, and which of them can be."""
+"""The options of sharding: records of how state is sliced and in what types steps compute, and
+which of them can be."""
 
 from __future__ import annotations
 
@@ -33,9 +34,9 @@ class LossScaling:
 
     Attributes:
       initial: the first scale.
-      dynamic: whether the scale follows the gradients: divided by `factor` when one is not finite (and that step
-        changes nothing), multiplied by it after `interval` steps in which all were. A fixed scale stays, and skips
-        nothing.
+      dynamic: whether the scale follows the gradients: divided by `factor` when one is not finite
+        (and that step changes nothing), multiplied by it after `interval` steps in which all were.
+        A fixed scale stays, and skips nothing.
       factor, interval: see there.
 
     Raises:
@@ -56,7 +57,9 @@ class LossScaling:
 
     def __post_init__(self) -> None:
         # a dynamic scale is never less than 1
-        check_number("initial", self.initial, "a number from 1 to 3.4e38", lambda x: 1 <= x <= _LARGEST)
+        check_number(
+            "initial", self.initial, "a number from 1 to 3.4e38", lambda x: 1 <= x <= _LARGEST
+        )
         check_number("factor", self.factor, "a finite number above 1", lambda x: 1 < x <= _LARGEST)
         check_int("interval", self.interval, "a positive number of steps")
 
@@ -66,13 +69,13 @@ class Precision:
     """In what types a step computes.
 
     Attributes:
-      dtype: "bf16" or "fp16": products of matrices in that type (`dtrans.zero.mixed_precision`), parameters gathered,
-        and gradients reduced, in it where products alone read them. Parameters that are updated stay as they are; each
-        rank has slices of them, in every stage. In stages 1 and 2 they are gathered once in a step (or micro-step).
-        None computes as the step does.
-      loss_scaling: how the loss is scaled, or a fixed scale. For "fp16" it is dynamic by default: from 2^15, halved by
-        a step in which a gradient of any rank is not finite, which changes nothing else, and doubled after 2,000
-        others. "bf16" needs none.
+      dtype: "bf16" or "fp16": products of matrices in that type (`dtrans.zero.mixed_precision`),
+        parameters gathered, and gradients reduced, in it where products alone read them. Parameters
+        that are updated stay as they are; each rank has slices of them, in every stage. In stages 1
+        and 2 they are gathered once in a step (or micro-step). None computes as the step does.
+      loss_scaling: how the loss is scaled, or a fixed scale. For "fp16" it is dynamic by default:
+        from 2^15, halved by a step in which a gradient of any rank is not finite, which changes
+        nothing else, and doubled after 2,000 others. "bf16" needs none.
 
     Raises:
       ConfigError: a value that is out of range, or a scale without a type.
@@ -96,7 +99,9 @@ class Precision:
         elif given is not None:
             check_type("loss_scaling", given, LossScaling, "a number, a LossScaling or None")
         if given is not None and self.dtype is None:
-            raise ConfigError(f"loss_scaling={given!r} is for precision='fp16' or 'bf16', which is None")
+            raise ConfigError(
+                f"loss_scaling={given!r} is for precision='fp16' or 'bf16', which is None"
+            )
 
     @classmethod
     def of(cls, given: Any) -> Precision:
@@ -115,17 +120,18 @@ class Slicing:
     """How ranks share leaves, and get whole ones from the slices.
 
     Attributes:
-      partition: "rows" cuts each parameter. "greedy_even" and "use_order" give whole ones to ranks, each of which alone
-        updates what it owns and holds its state: where ranks would all mix the rows of every leaf, at great cost; see
-        `dtrans.zero.by_leaf.layout`.
+      partition: "rows" cuts each parameter. "greedy_even" and "use_order" give whole ones to ranks,
+        each of which alone updates what it owns and holds its state: where ranks would all mix the
+        rows of every leaf, at great cost; see `dtrans.zero.by_leaf.layout`.
         That is for stages 1 and 2, and without `precision`; `min_slice_size` is not looked at.
       min_slice_size: a parameter of fewer elements stays whole on every rank.
-      gather_bucket_MB: in stage 3, parameters that are read one after the other are gathered together up to this
-        size. 0 gathers each by itself.
-      prefetch: in stage 3, how many parameters are gathered ahead of time, the first one of the next layer in a loop;
-        1 by default, 0 without `overlap`. By default jobs do not gather ahead in loops where nothing is gathered beside
-        computation (`dtrans.run.base.platforms`).
-      overlap: let collectives run beside computation. Without, each begins when the one before has ended.
+      gather_bucket_MB: in stage 3, parameters that are read one after the other are gathered
+        together up to this size. 0 gathers each by itself.
+      prefetch: in stage 3, how many parameters are gathered ahead of time, the first one of the
+        next layer in a loop; 1 by default, 0 without `overlap`. By default jobs do not gather ahead
+        in loops where nothing is gathered beside computation (`dtrans.run.base.platforms`).
+      overlap: let collectives run beside computation. Without, each begins when the one before has
+        ended.
       axis_name, replica_axis_name: of the axes that ranks of a group, and groups, are on.
 
     Raises:
@@ -150,13 +156,20 @@ class Slicing:
         check_int("min_slice_size", self.min_slice_size, "a number of elements, 0 or more", least=0)
         check_size("gather_bucket_MB", self.gather_bucket_MB)
         check_flag("overlap", self.overlap)
-        check_int("prefetch", self.prefetch, "a number of gathers, 0 or more", least=0, or_none=True)
+        check_int(
+            "prefetch", self.prefetch, "a number of gathers, 0 or more", least=0, or_none=True
+        )
         if not self.overlap and self.prefetch:
-            raise ConfigError(f"overlap=False and prefetch={self.prefetch}: what is gathered ahead of time overlaps")
+            raise ConfigError(
+                f"overlap=False and prefetch={self.prefetch}: what is gathered ahead of time "
+                "overlaps"
+            )
         check_name("axis_name", self.axis_name, "the name of an axis")
         check_name("replica_axis_name", self.replica_axis_name, "the name of an axis")
         if self.axis_name == self.replica_axis_name:
-            raise ConfigError(f"axis_name and replica_axis_name are both {self.axis_name!r}: give two names")
+            raise ConfigError(
+                f"axis_name and replica_axis_name are both {self.axis_name!r}: give two names"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -182,28 +195,40 @@ class ShardingOptions(Options):
         scattered_early = self.num_micro_batch > 1 and self.stage > 1
         if dtype is not None and compress is not None:
             raise ConfigError(
-                f"precision={dtype!r} and compress={compress!r}: gradients are reduced in the type of precision already"
+                f"precision={dtype!r} and compress={compress!r}: gradients are reduced in the type "
+                "of precision already"
             )
         if self.batch.example_count is not None and scattered_early:
             raise ConfigError(
-                f"example_count={self.batch.example_count!r} and num_micro_batch={self.num_micro_batch} in stage "
-                f"{self.stage}: gradients are scattered in each micro-step, before the weights of all are known; use "
+                f"example_count={self.batch.example_count!r} and "
+                f"num_micro_batch={self.num_micro_batch} in stage "
+                f"{self.stage}: gradients are scattered in each micro-step, before the weights of "
+                "all are known; use "
                 "stage 1"
             )
         if self.reduce.clip_local_norm is not None and scattered_early:
             raise ConfigError(
-                f"clip_local_norm={self.reduce.clip_local_norm!r} and num_micro_batch={self.num_micro_batch} in stage "
-                f"{self.stage}: gradients are scattered in each micro-step, and no rank has the whole of its own; use "
+                f"clip_local_norm={self.reduce.clip_local_norm!r} and "
+                f"num_micro_batch={self.num_micro_batch} in stage "
+                f"{self.stage}: gradients are scattered in each micro-step, and no rank has the "
+                "whole of its own; use "
                 "stage 1"
             )
-        if self.reduce.clip_of_each(self.num_micro_batch) is not None and self.precision.scaling is not None:
+        if (
+            self.reduce.clip_of_each(self.num_micro_batch) is not None
+            and self.precision.scaling is not None
+        ):
             raise ConfigError(
-                f"clip_local_per='micro_batch' and precision={dtype!r} with a scaled loss: gradients of micro-batches "
+                f"clip_local_per='micro_batch' and precision={dtype!r} with a scaled loss: "
+                "gradients of micro-batches "
                 "are too large by the scale; say clip_local_per='step', or precision='bf16'"
             )
         chains = self.reduce.chains
         if not slices.overlap and chains is not None and chains > 1:
-            raise ConfigError(f"overlap=False and chains={chains}: several chains of reductions are there to overlap")
+            raise ConfigError(
+                f"overlap=False and chains={chains}: several chains of reductions are there to "
+                "overlap"
+            )
         if slices.partition != "rows":
             others = {
                 f"stage={self.stage}": self.stage == 3,
@@ -211,7 +236,8 @@ class ShardingOptions(Options):
                 f"num_micro_batch={self.num_micro_batch} in stage {self.stage}": scattered_early,
             }
             why = (
-                "ranks own whole leaves and their state, while each has all parameters, and all gradients of a "
+                "ranks own whole leaves and their state, while each has all parameters, and all "
+                "gradients of a "
                 "micro-step; use partition='rows'"
             )
             check_together(others, why, f"partition={slices.partition!r}")
@@ -229,5 +255,6 @@ class ShardingOptions(Options):
 
     @property
     def slices_params(self) -> bool:
-        """Whether parameters are slices between steps: in stage 3, and where ranks work with copies in 16 bits."""
+        """Whether parameters are slices between steps: in stage 3, and where ranks work with copies
+        in 16 bits."""
         return self.stage == 3 or self.precision.dtype is not None

@@ -39,7 +39,8 @@ class ShardingPlan(CollectivePlan):
 
     @cached_property
     def cuts(self) -> dict[str, Sliced]:
-        """The parameters and arrays of the optimizer's state of which ranks hold slices between steps, by name."""
+        """The parameters and arrays of the optimizer's state of which ranks hold slices between
+        steps, by name."""
         params = self.slices.leaves if self.options.slices_params else {}
         return {**params, **self.slices.state, **(self.owned.cuts if self.owned else {})}
 
@@ -57,15 +58,20 @@ class ShardingPlan(CollectivePlan):
             return self
         o = self.options
         if trainers % o.degree:
-            raise ConfigError(f"{trainers} ranks cannot be shared out into groups of degree={o.degree}")
+            raise ConfigError(
+                f"{trainers} ranks cannot be shared out into groups of degree={o.degree}"
+            )
         groups = trainers // o.degree
-        replanned: ShardingPlan = self.replan(dataclasses.replace(o, trainers=trainers, replicas=groups))
+        replanned: ShardingPlan = self.replan(
+            dataclasses.replace(o, trainers=trainers, replicas=groups)
+        )
         return replanned
 
     # -- cost ------------------------------------------------------------------------------------
 
     def memory(self) -> dict[str, int]:
-        """Bytes that a rank holds between steps, by kind: `params`, `opt_state`, and what of these is `padding`."""
+        """Bytes that a rank holds between steps, by kind: `params`, `opt_state`, and what of these
+        is `padding`."""
         params, opt_state = (spec.names for spec in self.program.args[:2])
         held = {n: nbytes(t) for n, t in self.program.inputs.items()}
         padding = sum(
@@ -84,8 +90,9 @@ class ShardingPlan(CollectivePlan):
     def traffic(self) -> dict[tuple[str, str], int]:
         """Bytes of collectives in a step, by what it is and the axis that it is over.
 
-        Of a gather it is what a rank has after it, of a reduction what it has before: Psi for a model of Psi bytes.
-        What then crosses a link is up to the algorithm: (N - 1)/N of it in a ring, twice that for an all-reduce.
+        Of a gather it is what a rank has after it, of a reduction what it has before: Psi for a
+        model of Psi bytes. What then crosses a link is up to the algorithm: (N - 1)/N of it in a
+        ring, twice that for an all-reduce.
         """
         found: dict[tuple[str, str], int] = {}
         for eqn, times in collectives(self.program.jaxpr):
@@ -102,12 +109,18 @@ class ShardingPlan(CollectivePlan):
         of = ", ".join(f"{n:,} bytes of {kind}" for kind, n in memory.items())
         notes = [] if self.shared is None else list(self.shared.notes)
         notes.append(f"each rank holds {of}")
-        notes += [f"{kind} over {axis}: {n:,} bytes per step" for (kind, axis), n in self.traffic().items()]
         notes += [
-            f"the update gathers {x.dtype}{list(x.shape)}, {x.nbytes:,} bytes, for {x.reason}" for x in self.gathers
+            f"{kind} over {axis}: {n:,} bytes per step"
+            for (kind, axis), n in self.traffic().items()
+        ]
+        notes += [
+            f"the update gathers {x.dtype}{list(x.shape)}, {x.nbytes:,} bytes, for {x.reason}"
+            for x in self.gathers
         ]
         notes += self.owned.notes if self.owned else []
-        notes += [f"{leaf} is whole on every rank: {why}" for leaf, why in self.slices.wholes.items()]
+        notes += [
+            f"{leaf} is whole on every rank: {why}" for leaf, why in self.slices.wholes.items()
+        ]
         notes += [f"{name}: {way}" for name, way in self.merges.items()]
         notes += self.callers
         return notes
@@ -115,5 +128,9 @@ class ShardingPlan(CollectivePlan):
     @property
     def _title(self) -> str:
         o = self.options
-        groups = f", {o.replicas} groups of {o.degree} ranks" if o.replicas > 1 else f", {o.degree} ranks"
+        groups = (
+            f", {o.replicas} groups of {o.degree} ranks"
+            if o.replicas > 1
+            else f", {o.degree} ranks"
+        )
         return f"sharding plan of {self.main.name}: stage {o.stage}{groups}"

@@ -2,9 +2,10 @@
 
     scan: gather, compute           becomes      gather; scan: gather the next, compute; compute the last
 
-What is gathered ahead goes from turn to turn beside what the loop carries. The last turn stands behind the loop, since
-there is nothing to gather in it: as many bytes are moved as before. Each turn takes its parts of what is taken apart by
-their number, so that nothing is copied to shift it by one.
+What is gathered ahead goes from turn to turn beside what the loop carries. The last turn stands
+behind the loop, since there is nothing to gather in it: as many bytes are moved as before. Each
+turn takes its parts of what is taken apart by their number, so that nothing is copied to shift it
+by one.
 """
 
 from __future__ import annotations
@@ -30,14 +31,19 @@ from dtrans._jax import (
 
 
 def prefetched(
-    eqn: JaxprEqn, body: ClosedJaxpr, gather: Callable[[Any], Any], stack: int, types: Sequence[Any], outs: list[Var]
+    eqn: JaxprEqn,
+    body: ClosedJaxpr,
+    gather: Callable[[Any], Any],
+    stack: int,
+    types: Sequence[Any],
+    outs: list[Var],
 ) -> JaxprEqn:
     """The loop, as one equation.
 
     Args:
       eqn: the loop over layers, a `scan`.
-      body: of one turn: from constants, what is carried, this turn's parts, and what was gathered for it, to what is
-        carried and what is made in this turn.
+      body: of one turn: from constants, what is carried, this turn's parts, and what was gathered
+        for it, to what is carried and what is made in this turn.
       gather: from a turn's slice to what is gathered.
       stack: which of the parts, counted from 0, is that slice.
       types: of the operands of the loop: constants, what is carried, what is taken apart.
@@ -49,13 +55,18 @@ def prefetched(
     first, last, by = (length - 1, 0, -1) if is_reversed(eqn) else (0, length - 1, 1)
 
     def loop(*operands: Any) -> Any:
-        fixed, carry, parts = operands[:consts], operands[consts : consts + carried], operands[consts + carried :]
+        fixed, carry, parts = (
+            operands[:consts],
+            operands[consts : consts + carried],
+            operands[consts + carried :],
+        )
 
         def turn(carry: Any, whole: Any, found: Any, i: Any) -> Any:
             xs = [lax.dynamic_index_in_dim(x, i, keepdims=False) for x in parts]
             new = run(*fixed, *carry, *xs, whole)
             updated = [
-                lax.dynamic_update_index_in_dim(all_, x, i, 0) for all_, x in zip(found, new[carried:], strict=True)
+                lax.dynamic_update_index_in_dim(all_, x, i, 0)
+                for all_, x in zip(found, new[carried:], strict=True)
             ]
             return tuple(new[:carried]), updated
 

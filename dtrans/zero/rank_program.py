@@ -1,4 +1,5 @@
-"""The program of a rank: what is decided once (`RankLayout`), and who writes the step (`RankWriter`).
+"""The program of a rank: what is decided once (`RankLayout`), and who writes the step
+(`RankWriter`).
 
     inputs                slices where ranks hold slices, the step's own variables elsewhere
     forward, backward     `Gatherer` where parameters are slices, or loops scatter; copies elsewhere
@@ -66,7 +67,8 @@ from dtrans.zero.update import sliced_half
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RankLayout:
-    """What is decided once, whatever the shape of the batch; of the update all but numbers of its size.
+    """What is decided once, whatever the shape of the batch; of the update all but numbers of its
+    size.
 
     Attributes:
       o: the options.
@@ -75,7 +77,8 @@ class RankLayout:
       half: the optimize half of a rank.
       gathers: what the update gathers, and why.
       owned: who owns which leaf, where leaves are not cut but given to ranks.
-      groups: where each leaf is, where not all are in one place (stages of a pipeline); collectives are of one group.
+      groups: where each leaf is, where not all are in one place (stages of a pipeline); collectives
+        are of one group.
       sums: further inputs that are slices: sums of gradients that are scattered already.
     """
 
@@ -89,16 +92,24 @@ class RankLayout:
     sums: Mapping[str, Sliced] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def of(cls, step: Cut, o: ShardingOptions, merges: Mapping[str, str], planned: Slices | None = None) -> RankLayout:
+    def of(
+        cls, step: Cut, o: ShardingOptions, merges: Mapping[str, str], planned: Slices | None = None
+    ) -> RankLayout:
         """Return the layout of a step; with `planned`, slices of the state that is held already."""
         if o.degree == 1:
             wholes = dict.fromkeys(step.params, "degree is 1")
-            return cls(o, merges, Slices(analyse(step.optimize, step.params), {}, {}, wholes), step.optimize)
+            return cls(
+                o,
+                merges,
+                Slices(analyse(step.optimize, step.params), {}, {}, wholes),
+                step.optimize,
+            )
         differing = differing_inputs(step, o)
         if o.slices.partition != "rows":
             if rows := sorted(differing.intersection(step.batch)):
                 raise ConfigError(
-                    f"partition={o.slices.partition!r}: the update of {step.program.name} reads {rows[0]}, of which "
+                    f"partition={o.slices.partition!r}: the update of {step.program.name} reads "
+                    f"{rows[0]}, of which "
                     "the owner of a leaf has its own rows alone; partition='rows' takes such a step"
                 )
             owned = Owned.of(step, o)
@@ -116,7 +127,8 @@ class RankLayout:
         return cls(o, merges, slices, half, gathers)
 
     def for_update(self, planned: Cut, again: Cut) -> RankLayout:
-        """Return the same layout for the step of a batch of another size, whose update may have numbers of that size.
+        """Return the same layout for the step of a batch of another size, whose update may have
+        numbers of that size.
 
         Raises:
           BatchError: other slices would be cut.
@@ -127,21 +139,30 @@ class RankLayout:
         owners = [None if x.owned is None else x.owned.owner for x in (self, made)]
         if made.cuts != self.cuts or owners[0] != owners[1]:
             check_same_update(planned, again)
-        return dataclasses.replace(made, o=self.o, merges=self.merges, groups=self.groups, sums=self.sums)
+        return dataclasses.replace(
+            made, o=self.o, merges=self.merges, groups=self.groups, sums=self.sums
+        )
 
     @property
     def cuts(self) -> dict[str, Sliced]:
         """Return the inputs of the step that are slices."""
-        return {**(self.slices.leaves if self.o.slices_params else {}), **self.slices.state, **self.sums}
+        return {
+            **(self.slices.leaves if self.o.slices_params else {}),
+            **self.slices.state,
+            **self.sums,
+        }
 
     def layers(self, step: Cut) -> dict[Var, str]:
-        """The gradients that loops make layer by layer, and scatter there: stacks of what is cut in each layer."""
+        """The gradients that loops make layer by layer, and scatter there: stacks of what is cut in
+        each layer."""
         o = self.o
         if o.stage == 1 or self._weights_or_clips or o.reduce.compress is not None:
             return {}
         eqns, _ = trainer_equations(step)
         # ranks add up no others
-        found = summed_gradients(step, eqns, [n for n in self.slices.leaves if n not in self.unreduced])
+        found = summed_gradients(
+            step, eqns, [n for n in self.slices.leaves if n not in self.unreduced]
+        )
         rows = {g: RowAxis(n, self.slices.leaves[n].axis) for g, n in found.items()}
         local = local_values(eqns, [step.program.invars[n] for n in step.batch])
         flow, makers = scatter_flow(eqns, rows, local), makers_of(eqns)
@@ -159,13 +180,17 @@ class RankLayout:
         """The gradients that each collective moves, in the order of these."""
         if self.owned is not None:
             return self.owned.buckets(step, self.o)
-        return buckets_of({n: step.gradients[n] for n in ready_order(step)}, self.o, self.kind(step))
+        return buckets_of(
+            {n: step.gradients[n] for n in ready_order(step)}, self.o, self.kind(step)
+        )
 
     @property
     def unreduced(self) -> Collection[str]:
-        """Return the leaves whose gradients are the same on all ranks: not where each weights or clips its own.
+        """Return the leaves whose gradients are the same on all ranks: not where each weights or
+        clips its own.
 
-        Where micro-steps add up, a term that no row enters is the first micro-step's of the first rank alone.
+        Where micro-steps add up, a term that no row enters is the first micro-step's of the first
+        rank alone.
         """
         terms = self.o.num_micro_batch > 1 and self.o.reduce.op == "sum"
         return () if self._weights_or_clips or terms else self.slices.unreduced
@@ -176,7 +201,8 @@ class RankLayout:
         return self.o.batch.example_count is not None or self.o.reduce.clip_local_norm is not None
 
 
-# Writes gradients that are slices wherever leaves are, from the inputs by name; yields them by leaf.
+# Writes gradients that are slices wherever leaves are, from the inputs by name; yields them by
+# leaf.
 WriteGradients = Callable[[Builder, Mapping[str, Atom]], Iterator[tuple[str, Atom]]]
 
 
@@ -192,7 +218,9 @@ def rewritten(step: Cut, layout: RankLayout, gradients: WriteGradients | None = 
 class RankWriter:
     """Writer of the step of one rank; arguments as those of `rewritten`."""
 
-    def __init__(self, step: Cut, layout: RankLayout, gradients: WriteGradients | None = None) -> None:
+    def __init__(
+        self, step: Cut, layout: RankLayout, gradients: WriteGradients | None = None
+    ) -> None:
         self.step = step
         self.layout = layout
         self.gradients = gradients
@@ -204,13 +232,19 @@ class RankWriter:
         self.kind = layout.kind(step)
         # reductions one after the other are one chain
         one_chain = dataclasses.replace(o.reduce, chains=1)
-        self.reducing = o if o.slices.overlap or o.reduce.chains else dataclasses.replace(o, reduce=one_chain)
+        self.reducing = (
+            o if o.slices.overlap or o.reduce.chains else dataclasses.replace(o, reduce=one_chain)
+        )
         self._index: Atom | None = None  # of the rank, in a group
-        self.scale = None if o.precision.scaling is None else scale_of(o.precision.scaling, self.vars_of)
+        self.scale = (
+            None if o.precision.scaling is None else scale_of(o.precision.scaling, self.vars_of)
+        )
         self.b = b = Builder(self.source.jaxpr)
         b.role = FORWARD
         cuts = layout.cuts
-        taken = take_inputs(b, step, o, {n: s.of_rank(self.source.inputs[n]) for n, s in cuts.items()})
+        taken = take_inputs(
+            b, step, o, {n: s.of_rank(self.source.inputs[n]) for n, s in cuts.items()}
+        )
         self.local: dict[str, Atom] = {n: taken.get(v, v) for n, v in self.vars_of.items()}
         batch = {self.vars_of[n] for n in step.batch if n not in cuts}
         if layout.owned is not None:
@@ -261,7 +295,10 @@ class RankWriter:
             b.build([found[n] for n in out.names]),
             args,
             out,
-            tuple(DIST if is_communication(e) else role for e, role in zip(b.eqns, b.roles, strict=True)),
+            tuple(
+                DIST if is_communication(e) else role
+                for e, role in zip(b.eqns, b.roles, strict=True)
+            ),
             b.labels,
         )
         return self.source.rewritten(again, made=program)
@@ -269,13 +306,24 @@ class RankWriter:
     # -- forward and backward --------------------------------------------------------------------
 
     def _reducer(
-        self, b: Builder, step: Cut, values: Mapping[str, Atom], example_count: Atom | None, scattered: bool = False
+        self,
+        b: Builder,
+        step: Cut,
+        values: Mapping[str, Atom],
+        example_count: Atom | None,
+        scattered: bool = False,
     ) -> Scatterer:
         if self.layout.owned is not None:
             return self.layout.owned.reducer(b, values, self.reducing, example_count)
         unreduced, groups = self.layout.unreduced, self.layout.groups
-        kind = self.kind if not scattered else scatter_specs(self.leaves, self.leaves, {}, unreduced, groups)
-        return Scatterer(b, values, self.reducing, example_count, GRAD, self.leaves, kind, self.scale)
+        kind = (
+            self.kind
+            if not scattered
+            else scatter_specs(self.leaves, self.leaves, {}, unreduced, groups)
+        )
+        return Scatterer(
+            b, values, self.reducing, example_count, GRAD, self.leaves, kind, self.scale
+        )
 
     def _half(
         self, b: Builder, step: Cut, results: Sequence[str], made: Any, local: Mapping[str, Atom]
@@ -283,7 +331,11 @@ class RankWriter:
         """Write forward and backward; gradients go to `made`, in stage 1 when all are there."""
         late: list[tuple[str, Atom]] = []
         tell = made if self.o.stage > 1 else lambda leaf, grad: late.append((leaf, grad))
-        writer = self._gatherer(b, step, local) if self.o.slices_params or self.layout.layers(step) else None
+        writer = (
+            self._gatherer(b, step, local)
+            if self.o.slices_params or self.layout.layers(step)
+            else None
+        )
         found = write_trainer_half(b, step, results, tell, writer, self._arranged(step))
         for leaf, grad in late:
             made(leaf, grad)
@@ -317,9 +369,13 @@ class RankWriter:
         segment = (o.slices.gather_bucket_MB if o.stage == 3 else o.reduce.bucket_MB) * 2**20
         in_loops = o.prefetch if o.prefetches_in_loops else 0
         dtypes = {n: dtype if n in low else g.aval.dtype for g, n in layers.items()}
-        how = Gathering(o.axis_name, o.degree, dtypes, o.prefetch, in_loops, segment, once=o.stage < 3)
+        how = Gathering(
+            o.axis_name, o.degree, dtypes, o.prefetch, in_loops, segment, once=o.stage < 3
+        )
 
-        def writer(eqns: Sequence[JaxprEqn], roles: Sequence[str], ends: Sequence[tuple[int, Atom]]) -> HalfWriter:
+        def writer(
+            eqns: Sequence[JaxprEqn], roles: Sequence[str], ends: Sequence[tuple[int, Atom]]
+        ) -> HalfWriter:
             given = Given(
                 {vars_of[n]: RowAxis(n, s.axis) for n, s in held.items()},
                 local_values(eqns, [vars_of[n] for n in step.batch]),
@@ -327,8 +383,14 @@ class RankWriter:
                 {vars_of[n]: local[n] for n in held},
             )
             plain = list(map(inline_inside, eqns))
-            gatherer = Gatherer(b, step.program.jaxpr, plain, roles, given, how, [a for _, a in ends])
-            unreduced = {n: g for n, g in step.gradients.items() if n in self.leaves and n in self.layout.unreduced}
+            gatherer = Gatherer(
+                b, step.program.jaxpr, plain, roles, given, how, [a for _, a in ends]
+            )
+            unreduced = {
+                n: g
+                for n, g in step.gradients.items()
+                if n in self.leaves and n in self.layout.unreduced
+            }
             gatherer.begin(ends, {g for n, g in unreduced.items() if isinstance(g, Var)
                                   and gatherer.rows.get(g) == RowAxis(n, self.leaves[n].axis)})  # fmt: skip
             return gatherer
@@ -336,7 +398,8 @@ class RankWriter:
         return writer
 
     def _accumulated(self, results: Sequence[str]) -> Outputs:
-        """Write forward and backward of all micro-steps; their gradients are slices from stage 2 on."""
+        """Write forward and backward of all micro-steps; their gradients are slices from stage 2
+        on."""
         o, step = self.o, self.step
         window = MicroSteps.of(step, o, self.layout.merges)
         given = {n: self.local[n] for n in self.leaves} if o.slices_params else {}
@@ -349,7 +412,9 @@ class RankWriter:
                 return self._half(inner, micro, results, grads.__setitem__, local), grads
             values: dict[str, Atom] = {n: micro.gradients[n] for n in ready_order(micro)}
             one_group = dataclasses.replace(self.reducing, replicas=1)
-            scatterer = _MicroScatterer(inner, values, one_group, None, GRAD, self.leaves, self.layout.kind(micro))
+            scatterer = _MicroScatterer(
+                inner, values, one_group, None, GRAD, self.leaves, self.layout.kind(micro)
+            )
             found = self._half(inner, micro, results, scatterer.made, local)
             scatterer.finish()
             return found, scatterer.means
@@ -359,7 +424,8 @@ class RankWriter:
     # -- the update ------------------------------------------------------------------------------
 
     def _unscaled(self, means: Mapping[str, Atom]) -> tuple[dict[str, Atom], Atom | None]:
-        """Write the gradients of a loss that is not scaled, and whether all of them are finite, on every rank."""
+        """Write the gradients of a loss that is not scaled, and whether all of them are finite, on
+        every rank."""
         b, scaling = self.b, self.o.precision.scaling
         if scaling is None or self.scale is None:
             return dict(means), None
@@ -375,14 +441,22 @@ class RankWriter:
         return plain, finite
 
     def _taken_if(self, finite: Atom, found: Mapping[str, Atom]) -> dict[str, Atom]:
-        """Write the state after the step, whoever made it: as before, where a gradient is not finite; and the scale."""
+        """Write the state after the step, whoever made it: as before, where a gradient is not
+        finite; and the scale."""
         b = self.b
         b.role = OPTIMIZE
-        new = {n: found[n] for spec in self.source.args[:2] for n in spec.names if found[n] is not self.local[n]}
+        new = {
+            n: found[n]
+            for spec in self.source.args[:2]
+            for n in spec.names
+            if found[n] is not self.local[n]
+        }
         kept = {n: b.call(_picked, finite, x, self.local[n])[0] for n, x in new.items()}
         names = (GOOD, SCALE, SKIPPED)
         assert self.o.precision.scaling is not None
-        made = b.call(next_scale(self.o.precision.scaling), finite, *(self.vars_of[n] for n in names))
+        made = b.call(
+            next_scale(self.o.precision.scaling), finite, *(self.vars_of[n] for n in names)
+        )
         return kept | dict(zip(names, made, strict=True))
 
     def _updated(self, means: Mapping[str, Atom]) -> dict[str, Atom]:
@@ -425,7 +499,12 @@ class RankWriter:
             if before and not o.slices.overlap:
                 sent = b.call(together, *sent, *before)[: len(sent)]
             made = before = b.bind(
-                all_gather_p, *sent, name=f"params/{i}", over=(o.axis_name,), size=o.degree, axis=axis
+                all_gather_p,
+                *sent,
+                name=f"params/{i}",
+                over=(o.axis_name,),
+                size=o.degree,
+                axis=axis,
             )
             for n, x in zip(bucket, made, strict=True):
                 s = self.leaves[n]
@@ -464,7 +543,8 @@ class RankWriter:
 
 
 class _MicroScatterer(Scatterer):
-    """Gradients of one micro-step: scattered in a group, and nothing else, until all have been added up."""
+    """Gradients of one micro-step: scattered in a group, and nothing else, until all have been
+    added up."""
 
     adds_up = False
 
@@ -476,7 +556,10 @@ class _MicroScatterer(Scatterer):
 
 
 def _buckets(
-    slices: Mapping[str, Atom], leaves: Mapping[str, Sliced], limit: float, groups: Mapping[str, int]
+    slices: Mapping[str, Atom],
+    leaves: Mapping[str, Sliced],
+    limit: float,
+    groups: Mapping[str, int],
 ) -> list[list[str]]:
     """Leaves that are gathered together, by place, type and dimension, up to a size."""
     kind = lambda n: (groups.get(n, 0), str(slices[n].aval.dtype), leaves[n].axis)

@@ -1,6 +1,7 @@
 """Values that differ from rank to rank, in a step and in the bodies of its loops and branches.
 
-Values computed from the batch are *local*: each rank has its own. All others are the same on every rank.
+Values computed from the batch are *local*: each rank has its own. All others are the same on every
+rank.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ from dtrans.ir.interpret import ForwardAnalysis, forward
 from dtrans.ops import trainer_index_p
 
 
-def local_values(eqns: Sequence[JaxprEqn], seeds: Iterable[Var], completed: Collection[Primitive] = ()) -> set[Var]:
+def local_values(
+    eqns: Sequence[JaxprEqn], seeds: Iterable[Var], completed: Collection[Primitive] = ()
+) -> set[Var]:
     """Return the values that differ from rank to rank, where `seeds` do.
 
     Args:
-      completed: collectives whose results are the same on every rank; by default nothing is known of them.
+      completed: collectives whose results are the same on every rank; by default nothing is known
+        of them.
     """
     facts = forward(_differing(completed), eqns, dict.fromkeys(seeds, True))
     return {v for v, differs in facts.values.items() if differs}
@@ -31,7 +35,9 @@ def local_inside(eqn: JaxprEqn, local: Collection[Var]) -> list[set[Var]]:
     """
     start = {a: True for a in eqn.invars if isinstance(a, Var) and a in local}
     (entered,) = forward(_differing(()), [eqn], start).entered.values()
-    return [{v for v, differs in facts.values.items() if differs} for facts in entered.bodies.values()]
+    return [
+        {v for v, differs in facts.values.items() if differs} for facts in entered.bodies.values()
+    ]
 
 
 def _differing(completed: Collection[Primitive]) -> ForwardAnalysis[bool]:
@@ -44,9 +50,12 @@ def _differing(completed: Collection[Primitive]) -> ForwardAnalysis[bool]:
             return None
         return [eqn.primitive is trainer_index_p or any(ins) or _asks_rank(eqn)] * len(eqn.outvars)
 
-    return ForwardAnalysis(operator.or_, rule, default=lambda aval, value: False, decide=operator.or_)
+    return ForwardAnalysis(
+        operator.or_, rule, default=lambda aval, value: False, decide=operator.or_
+    )
 
 
 def _asks_rank(eqn: JaxprEqn) -> bool:
-    """Return True if a nested jaxpr asks for the rank, as where rows of random numbers are drawn."""
+    """Return True if a nested jaxpr asks for the rank, as where rows of random numbers are
+    drawn."""
     return any(e.primitive is trainer_index_p for e in equations_inside(eqn))

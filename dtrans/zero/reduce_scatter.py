@@ -1,12 +1,13 @@
-"""How ranks reduce gradients of which each keeps a slice: reduce-scatter over the sharding axis, then all-reduce of the
-slice over the outer one.
+"""How ranks reduce gradients of which each keeps a slice: reduce-scatter over the sharding axis,
+then all-reduce of the slice over the outer one.
 
     sliced       padded, reduce_scatter over the sharding axis; all_reduce of the slice over groups
     layers       a loop has scattered them already, layer by layer; all_reduce of the slice over groups
     whole        all_reduce over both
     unreduced    nothing: all ranks make the same, and each takes its slice of it
 
-All else (buckets, weights, compression, chains) is as in nccl2 mode: see `dtrans.data_parallel.reducer`.
+All else (buckets, weights, compression, chains) is as in nccl2 mode: see
+`dtrans.data_parallel.reducer`.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ def scatter_specs(
 
     def kind(leaf: str) -> ScatterSpec:
         axis = slices[leaf].axis if leaf in slices else None
-        return ScatterSpec(compress.get(leaf), axis, leaf in layers, leaf in unreduced, group=places.get(leaf, 0))
+        return ScatterSpec(
+            compress.get(leaf), axis, leaf in layers, leaf in unreduced, group=places.get(leaf, 0)
+        )
 
     return kind
 
@@ -112,10 +115,16 @@ class Scatterer(Reducer):
         mine: Sequence[Atom] = sent
         if not kind.layers:
             sizes = {self.slices[n].size: self.slices[n].padded for n in bucket.leaves}
-            parts = [self.b.call(padded(kind.axis, sizes[x.aval.shape[kind.axis]]), x)[0] for x in sent]
+            parts = [
+                self.b.call(padded(kind.axis, sizes[x.aval.shape[kind.axis]]), x)[0] for x in sent
+            ]
             over = (o.axis_name,)
-            mine = self.b.bind(reduce_scatter_p, *parts, name=bucket.name, over=over, size=o.degree, axis=kind.axis)
-        return self._sum(bucket.name, mine, (o.slices.replica_axis_name,)) if o.replicas > 1 else mine
+            mine = self.b.bind(
+                reduce_scatter_p, *parts, name=bucket.name, over=over, size=o.degree, axis=kind.axis
+            )
+        if o.replicas == 1:
+            return mine
+        return self._sum(bucket.name, mine, (o.slices.replica_axis_name,))
 
     def _compress(self, bucket: Bucket) -> str | None:
         """As ever; what has been scattered already, and is of one group, is not sent again."""

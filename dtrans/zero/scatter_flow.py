@@ -1,14 +1,16 @@
-"""Where gradients that loops make become slices: where they are made, and not when all layers are there.
+"""Where gradients that loops make become slices: where they are made, and not when all layers are
+there.
 
-What is wanted of a gradient, rows of it, says what is wanted of the values that it is a sum of, equation by equation
-from the last to the first, as long as these are linear and keep rows:
+What is wanted of a gradient, rows of it, says what is wanted of the values that it is a sum of,
+equation by equation from the last to the first, as long as these are linear and keep rows:
 
     g = add_any a b          rows of g are those of a and of b
     a = pad a'               (of layers 0 to 8)
     a' = scan ...            a loop makes them: each layer is scattered in its turn
     b = mul 2 w              made of leaves alone: rows of it, as often as there are ranks
 
-A gradient that is carried through a loop, and to which each turn adds that of one layer, is carried as slices.
+A gradient that is carried through a loop, and to which each turn adds that of one layer, is carried
+as slices.
 """
 
 from __future__ import annotations
@@ -60,7 +62,8 @@ class ScatterFlow:
         return [k for k, out in wiring(eqn).carried.items() if out in self.loops[i]]
 
     def ends_of(self, v: Var, makers: Mapping[Var, tuple[int, JaxprEqn]]) -> tuple[int, bool]:
-        """The elements of the largest value that is scattered for one that is wanted, and whether loops make some.
+        """The elements of the largest value that is scattered for one that is wanted, and whether
+        loops make some.
 
         Args:
           makers: the equation that makes a value, and its position.
@@ -106,7 +109,14 @@ def scatter_flow(
     reads.update(a for a in ends if isinstance(a, Var))
 
     def want(a: Atom, row: RowAxis | None) -> None:
-        if row is not None and isinstance(a, Var) and a in local and a in made and reads[a] == 1 and a not in wanted:
+        if (
+            row is not None
+            and isinstance(a, Var)
+            and a in local
+            and a in made
+            and reads[a] == 1
+            and a not in wanted
+        ):
             flow.rows[a] = row
 
     for i in range(len(eqns) - 1, -1, -1):
@@ -131,15 +141,22 @@ def _prune(
     local: Collection[Var],
     inputs: Collection[Var],
 ) -> None:
-    """Leave out what is no better scattered earlier: what no loop makes, and is as large as what is made of it."""
-    size: dict[Var, int] = dict.fromkeys(inputs, 0)  # of what is whole for a value; of what loops make 0
+    """Leave out what is no better scattered earlier: what no loop makes, and is as large as what is
+    made of it."""
+    size: dict[Var, int] = dict.fromkeys(
+        inputs, 0
+    )  # of what is whole for a value; of what loops make 0
     for i in sorted({*flow.steps, *flow.loops}):
         eqn = eqns[i]
         if i in flow.loops:
             size |= {eqn.outvars[k]: 0 for k in flow.loops[i]}
             continue
         (out,), step = eqn.outvars, flow.steps[i]
-        given = [a for a, row in zip(eqn.invars, step.operands, strict=True) if row is not None and isinstance(a, Var)]
+        given = [
+            a
+            for a, row in zip(eqn.invars, step.operands, strict=True)
+            if row is not None and isinstance(a, Var)
+        ]
         whole = [size.get(a, int(a.aval.size)) for a in given if a in local]
         if len(whole) == len(given) and max(whole, default=0) >= out.aval.size:
             del flow.steps[i]
@@ -151,7 +168,9 @@ def _prune(
             flow.steps.pop(i, None)
             flow.loops.pop(i, None)
             continue
-        kept.update(a for k in flow._operands(i, eqns[i]) if isinstance(a := eqns[i].invars[k], Var))
+        kept.update(
+            a for k in flow._operands(i, eqns[i]) if isinstance(a := eqns[i].invars[k], Var)
+        )
     flow.rows = {v: row for v, row in flow.rows.items() if v in kept}
 
 
@@ -165,7 +184,12 @@ def _on_rows(eqn: JaxprEqn, row: RowAxis, local: Collection[Var]) -> Step | None
 
 
 def _into(
-    flow: ScatterFlow, i: int, eqn: JaxprEqn, found: Mapping[int, RowAxis], local: Collection[Var], want: Any
+    flow: ScatterFlow,
+    i: int,
+    eqn: JaxprEqn,
+    found: Mapping[int, RowAxis],
+    local: Collection[Var],
+    want: Any,
 ) -> None:
     """Follow gradients into a loop, or into a body that is computed twice."""
     body, wires = opened(*bodies(eqn)), wiring(eqn)

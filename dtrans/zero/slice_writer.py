@@ -1,8 +1,9 @@
 """Equations on slices of leaves, as the engine writes them.
 
-A leaf is cut along one dimension (`RowAxis`). Values computed from leaves alone, row by row, have slices too: a stack
-in another type, some layers of it, a layer that is picked by a number. So a loop can take slices, however it comes to
-its layers, and a layer is whole only where an equation mixes its rows:
+A leaf is cut along one dimension (`RowAxis`). Values computed from leaves alone, row by row, have
+slices too: a stack in another type, some layers of it, a layer that is picked by a number. So a
+loop can take slices, however it comes to its layers, and a layer is whole only where an equation
+mixes its rows:
 
     w: (16, D, D), cut along its second dimension
     stack = convert w          slices: the loop scans over these
@@ -10,11 +11,13 @@ its layers, and a layer is whole only where an equation mixes its rows:
     sum(w ** 2)                of slices, and an all_reduce
     dot h layer                reads all of `layer`
 
-`dtrans.engine.rules` has the ways to carry out an equation on slices. Values of the batch differ from rank to rank
-(they are *local*): slices are computed only from values that are the same on all ranks.
+`dtrans.engine.rules` has the ways to carry out an equation on slices. Values of the batch differ
+from rank to rank (they are *local*): slices are computed only from values that are the same on all
+ranks.
 
-A gradient is a sum of local values over ranks. Its slices are scattered where `dtrans.zero.scatter_flow` says: a loop
-scatters the gradient of each layer in its own turn. `dtrans.zero.all_gather` decides when leaves are gathered.
+A gradient is a sum of local values over ranks. Its slices are scattered where
+`dtrans.zero.scatter_flow` says: a loop scatters the gradient of each layer in its own turn.
+`dtrans.zero.all_gather` decides when leaves are gathered.
 """
 
 from __future__ import annotations
@@ -152,11 +155,21 @@ class SliceWriter(SplitWriter):
         how: Gathering,
         ends: Iterable[Atom] = (),
     ) -> None:
-        super().__init__(like, Shards(how.degree, (how.axis_name,), "rank", label=LAYERS, shares_work=False))
+        super().__init__(
+            like, Shards(how.degree, (how.axis_name,), "rank", label=LAYERS, shares_work=False)
+        )
         self.inner = opened(like)
         self.b, self.pieces = b, Pieces(b, self.shards)
-        self.eqns, self.roles, self.given, self.how, self.local = eqns, roles, given, how, given.local
-        self.env: dict[Var, Atom] = dict(given.summed)  # values that are computed otherwise than in the step
+        self.eqns, self.roles, self.given, self.how, self.local = (
+            eqns,
+            roles,
+            given,
+            how,
+            given.local,
+        )
+        self.env: dict[Var, Atom] = dict(
+            given.summed
+        )  # values that are computed otherwise than in the step
         self.late: Atom | None = None  # a scattered gradient, if there is one since the last gather
         self._maker = {v: i for i, e in enumerate(eqns) for v in e.outvars}
         self._made_by = {v: eqns[i] for v, i in self._maker.items() if v not in self.local}
@@ -187,11 +200,13 @@ class SliceWriter(SplitWriter):
         self.whole |= self.roots_of(atoms)
 
     def position_of(self, atom: Atom) -> int:
-        """Return the position of the equation that computes a value; behind all of them for an input."""
+        """Return the position of the equation that computes a value; behind all of them for an
+        input."""
         return self._maker.get(atom, len(self.eqns)) if isinstance(atom, Var) else len(self.eqns)
 
     def largest(self) -> dict[str, int]:
-        """Return, for each leaf, the elements of the largest piece of it that is whole at a time."""
+        """Return, for each leaf, the elements of the largest piece of it that is whole at a
+        time."""
         found: dict[str, int] = {}
         sizes = [(self.rows[v].leaf, int(v.aval.size)) for v in self.whole]
         for entered in self.entered.values():
@@ -252,7 +267,8 @@ class SliceWriter(SplitWriter):
         return range(len(eqn.invars))
 
     def _way(self, eqn: JaxprEqn) -> Way | None:
-        """Return the way to carry out an equation on slices alone; None if it needs whole values."""
+        """Return the way to carry out an equation on slices alone; None if it needs whole
+        values."""
         ins = [rows_only(self.layout(a)) for a in eqn.invars]
         rows = [self._row(a) for a in eqn.invars]
         is_local = any(a in self.local for a, row in zip(eqn.invars, rows, strict=True)
@@ -261,9 +277,15 @@ class SliceWriter(SplitWriter):
         if is_local or len(leaves) > 1 or eqn.effects or len(eqn.outvars) != 1:
             return None
         way = way_of(eqn, ins, self.shards)
-        if way is None or way.write or any(x not in (SHARED, y) for x, y in zip(ins, way.operands, strict=True)):
+        if (
+            way is None
+            or way.write
+            or any(x not in (SHARED, y) for x, y in zip(ins, way.operands, strict=True))
+        ):
             return None
-        rounds = way.reduce and eqn.outvars[0].aval.dtype.itemsize == 2  # each rank would round its part
+        rounds = (
+            way.reduce and eqn.outvars[0].aval.dtype.itemsize == 2
+        )  # each rank would round its part
         return None if rounds else way
 
     def _enter(self, i: int, eqn: JaxprEqn) -> Collection[int]:
@@ -274,7 +296,11 @@ class SliceWriter(SplitWriter):
         while passed or wanted:
             writer = functools.partial(self._body_writer, i, wires, passed, wanted)
             made = list(map(writer, range(len(local)), local))
-            kept = {k: row for k, row in passed.items() if not any(_gathers(eqn, wires, k, body) for body in made)}
+            kept = {
+                k: row
+                for k, row in passed.items()
+                if not any(_gathers(eqn, wires, k, body) for body in made)
+            }
             if kept == passed:
                 self.entered[i] = BodiesOnSlices(passed, wanted, made)
                 self._hand_on(eqn, wires, made, wanted)
@@ -286,7 +312,11 @@ class SliceWriter(SplitWriter):
         """Return the operands that bodies may take as slices, and their rows inside."""
         found: dict[int, RowAxis] = {}
         picks = eqn.invars[0]
-        if eqn.primitive.name == COND and isinstance(picks, Var) and (picks in self.local or self._row(picks)):
+        if (
+            eqn.primitive.name == COND
+            and isinstance(picks, Var)
+            and (picks in self.local or self._row(picks))
+        ):
             return found  # ranks are in different branches
         for k in wires.ins[0]:
             row, less = self._row(eqn.invars[k]), int(k in wires.slices)
@@ -295,12 +325,21 @@ class SliceWriter(SplitWriter):
         return found
 
     def _hand_on(
-        self, eqn: JaxprEqn, wires: Wiring, made: Sequence[SliceWriter], wanted: Mapping[int, RowAxis]
+        self,
+        eqn: JaxprEqn,
+        wires: Wiring,
+        made: Sequence[SliceWriter],
+        wanted: Mapping[int, RowAxis],
     ) -> None:
         """Note the outputs that all bodies can compute as slices."""
         for k, v in enumerate(eqn.outvars):
             row, *others = [body._row(body.inner.outvars[k]) for body in made]
-            if row is not None and k not in wanted and k not in wires.carried.values() and {row}.issuperset(others):
+            if (
+                row is not None
+                and k not in wanted
+                and k not in wires.carried.values()
+                and {row}.issuperset(others)
+            ):
                 self._add(v, dataclasses.replace(row, axis=row.axis + (k in wires.stacks)), [v])
 
     def _body_writer(
@@ -342,7 +381,11 @@ class SliceWriter(SplitWriter):
     def read(self, atom: Atom, row: RowAxis | None) -> Atom:
         if isinstance(atom, Var) and row is None:
             return self.env.get(atom, atom)
-        return self.slice_of(atom) if isinstance(atom, Var) and atom in self.rows else super().read(atom, row)
+        return (
+            self.slice_of(atom)
+            if isinstance(atom, Var) and atom in self.rows
+            else super().read(atom, row)
+        )
 
     def slice_of(self, var: Var) -> Atom:
         """Return the slice of a value that has one; it is written where it is first read."""
@@ -362,9 +405,11 @@ class SliceWriter(SplitWriter):
         return all(self.is_there(a, i) for a in self.eqns[at].invars if isinstance(a, Var))
 
     def _is_counted(self, var: Atom, axis: int) -> bool:
-        return True  # rows of whatever is the same on all ranks are computed from as little as possible
+        # rows of whatever is the same on all ranks are computed from as little as possible
+        return True
 
-    # -- reductions and gradients --------------------------------------------------------------------
+    # -- reductions and gradients
+    # --------------------------------------------------------------------
 
     @contextlib.contextmanager
     def communicating(self) -> Iterator[None]:
@@ -379,11 +424,14 @@ class SliceWriter(SplitWriter):
         (part,) = self.carried_out(eqn, way)
         over = self.shards.over
         with self.communicating():
-            (made,) = self.b.bind(all_reduce_p, part, op=way.reduce, name="slices", owners=(), over=over)
+            (made,) = self.b.bind(
+                all_reduce_p, part, op=way.reduce, name="slices", owners=(), over=over
+            )
         self.env[eqn.outvars[0]] = made
 
     def scattered(self, var: Var, row: RowAxis) -> Atom:
-        """Write the reduce-scatter of a gradient; return this rank's slice of the sum over ranks."""
+        """Write the reduce-scatter of a gradient; return this rank's slice of the sum over
+        ranks."""
         grad, own = self.env.get(var, var), var.aval.dtype
         dtype = jnp.dtype(self.how.dtypes.get(row.leaf, own))
         with self.communicating():
@@ -392,13 +440,18 @@ class SliceWriter(SplitWriter):
         return made if own == dtype else self.b.call(converted(jnp.dtype(own)), made)[0]
 
     def wanted_slice(self, atom: Atom, row: RowAxis) -> Atom:
-        """Return the slice of a term of a gradient; what all ranks have is added up as often as there are ranks."""
+        """Return the slice of a term of a gradient; what all ranks have is added up as often as
+        there are ranks."""
         if isinstance(atom, Var) and atom in self.scattering.rows:
             return self.env[atom]
         if isinstance(atom, Var) and atom in self.local:
             return self.scattered(atom, row)
         piece = self.read(atom, self._plain(atom, row))
-        return piece if is_zero_array(atom, self._made_by) else self.b.call(times(self.how.degree), piece)[0]
+        return (
+            piece
+            if is_zero_array(atom, self._made_by)
+            else self.b.call(times(self.how.degree), piece)[0]
+        )
 
     def write_on_rows(self, i: int) -> None:
         """Write an equation that is linear in gradients, on slices of these."""
@@ -414,16 +467,20 @@ class SliceWriter(SplitWriter):
         (out,), (of_out,) = eqn.outvars, step.outs
         assert isinstance(of_out, RowAxis)
         types = [self._of_rank(out, of_out)]
-        (self.env[out],) = self.b.copy(eqn, atoms, types, **(step.params(types) if step.params else {}))
+        (self.env[out],) = self.b.copy(
+            eqn, atoms, types, **(step.params(types) if step.params else {})
+        )
 
 
 def is_cheap(eqn: JaxprEqn) -> bool:
-    """Return True if an equation costs so little that ranks may carry it out twice, and send its operand."""
+    """Return True if an equation costs so little that ranks may carry it out twice, and send its
+    operand."""
     return facts_of(eqn).elementwise or is_rearrangement(eqn)
 
 
 def _gathers(eqn: JaxprEqn, wires: Wiring, k: int, body: SliceWriter) -> bool:
-    """Return True if a body, in each of its turns, reads all of an operand, and does not hand it on."""
+    """Return True if a body, in each of its turns, reads all of an operand, and does not hand it
+    on."""
     v = body.inner.invars[wires.ins[0].index(k)]
     hands_on = eqn.primitive.name == COND and v in body.roots_of(body.inner.outvars)
     return k not in wires.slices and v in body.whole and not hands_on

@@ -1,4 +1,5 @@
-"""Sharding: data parallel training in which every rank keeps a slice. ZeRO 1, 2 and 3, as rewrites of the same step.
+"""Sharding: data parallel training in which every rank keeps a slice. ZeRO 1, 2 and 3, as rewrites
+of the same step.
 
     stage 1   optimizer state        gradients are reduce-scattered behind the backward pass
     stage 2   and gradients          each is reduce-scattered right after it is made
@@ -10,9 +11,10 @@
     all_gather            parameters: behind the update in stages 1 and 2, where they are read in stage 3
                           (`dtrans.zero.all_gather`)
 
-The program is one for all ranks (SPMD): arrays that are sliced have the shape of a slice in it. What is sliced is
-decided once, in `dtrans.zero.choose_slices`. With `replicas` there are several groups of ranks: slices are those of a
-group, and groups add up the slices of gradients that their ranks have.
+The program is one for all ranks (SPMD): arrays that are sliced have the shape of a slice in it.
+What is sliced is decided once, in `dtrans.zero.choose_slices`. With `replicas` there are several
+groups of ranks: slices are those of a group, and groups add up the slices of gradients that their
+ranks have.
 
 Source: Rajbhandari et al., ZeRO (arXiv 1910.02054); passes/auto_parallel_sharding.py and
 meta_optimizers/sharding_optimizer.py (Paddle), which move whole variables from and to owners.
@@ -68,7 +70,8 @@ def sharding(
     reduce: Reduce | str = Reduce(),
     batch: Batch | str = Batch(),
 ) -> ShardingPlan:
-    """Plan data-parallel training in which ranks share the optimizer's state, gradients and parameters.
+    """Plan data-parallel training in which ranks share the optimizer's state, gradients and
+    parameters.
 
     Args:
       main: `dtrans.trace(step, params, opt_state, *batch)`, for any batch shape.
@@ -76,18 +79,21 @@ def sharding(
       degree: how many ranks share a copy of the state.
       stage: 1, 2 or 3; see above.
       replicas: how many such groups there are. The batch is shared by degree * replicas ranks.
-      num_micro_batch: into how many micro-steps each rank divides its part of the batch. In stages 2 and 3 each of them
-        scatters its gradients, so that what is added up are slices.
-      precision: in what types steps compute: a `dtrans.Precision`, or its `dtype`, "bf16" or "fp16".
+      num_micro_batch: into how many micro-steps each rank divides its part of the batch. In stages
+        2 and 3 each of them scatters its gradients, so that what is added up are slices.
+      precision: in what types steps compute: a `dtrans.Precision`, or its `dtype`, "bf16" or
+        "fp16".
       slices: how leaves are sliced, and gathered again: a `dtrans.Slicing`.
-      reduce: how gradients are reduced: a `dtrans.Reduce`, or its `op`. Parameters that are gathered behind an update
-        are in buckets of the same size.
-      batch: "exact", for one device's numbers whatever the step; "local", for ranks that each take the step on their
-        part alone; or a `dtrans.Batch`, which also says which arrays are cut, and how.
+      reduce: how gradients are reduced: a `dtrans.Reduce`, or its `op`. Parameters that are
+        gathered behind an update are in buckets of the same size.
+      batch: "exact", for one device's numbers whatever the step; "local", for ranks that each take
+        the step on their part alone; or a `dtrans.Batch`, which also says which arrays are cut, and
+        how.
 
     Raises:
       ConfigError: an option that is out of range, or names that the step does not have.
-      GradientError: the gradients of the step cannot be told (see `dtrans.step.cut`), or it has collectives already.
+      GradientError: the gradients of the step cannot be told (see `dtrans.step.cut`), or it has
+        collectives already.
       TraceError: `startup` does not make what `main` takes.
 
     Source: `apply_pass("sharding", ...)`, and `sharding_configs` of DistributedStrategy, in Paddle.
@@ -158,14 +164,20 @@ def plan_sharding(main: Program, startup: Program, options: ShardingOptions) -> 
         gathers=layout.gathers,
         owned=layout.owned,
         shared=shared,
-        for_whole=None if shared is None or options.splits_evenly else partial(_of_whole, shared, options, layout),
+        for_whole=None
+        if shared is None or options.splits_evenly
+        else partial(_of_whole, shared, options, layout),
     )
 
 
 def _of_whole(
-    shared: SharedStep, options: ShardingOptions, planned: RankLayout, types: Sequence[jax.ShapeDtypeStruct]
+    shared: SharedStep,
+    options: ShardingOptions,
+    planned: RankLayout,
+    types: Sequence[jax.ShapeDtypeStruct],
 ) -> Program:
-    """Return a rank's program for a batch that ranks do not divide, on the slices that were planned.
+    """Return a rank's program for a batch that ranks do not divide, on the slices that were
+    planned.
 
     Raises:
       BatchError: the padded step would need other slices.
@@ -176,14 +188,16 @@ def _of_whole(
     layout = RankLayout.of(step, of_other, other.merges, planned.slices)
     if layout.cuts != planned.cuts:
         raise BatchError(
-            f"{step.program.name} needs other slices of the state for a batch that {options.trainers} ranks do not "
+            f"{step.program.name} needs other slices of the state for a batch that "
+            f"{options.trainers} ranks do not "
             "divide; pass a batch that they divide"
         )
     return rewritten(step, layout)
 
 
 def in_precision(plain: Cut, main: Program, precision: Precision) -> Cut:
-    """The step with its products in the type that was asked for: in 16 bits it is another program, and cut anew."""
+    """The step with its products in the type that was asked for: in 16 bits it is another program,
+    and cut anew."""
     if precision.dtype is None:
         return plain
     return cut(low_precision(main, plain, precision.dtype, precision.scaling)).with_reported()

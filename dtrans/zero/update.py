@@ -1,8 +1,10 @@
-"""The optimize half on a rank's slices: one program for all ranks, which know only when they run where their rows are.
+"""The optimize half on a rank's slices: one program for all ranks, which know only when they run
+where their rows are.
 
-The engine writes it (`dtrans.engine`): leaves that are cut, their gradients and their state are inputs on pieces. Where
-an update mixes rows (a product of matrices, a sort), the engine gathers what is mixed; a reduction over rows becomes an
-all-reduce. Independent all-reduces are one equation.
+The engine writes it (`dtrans.engine`): leaves that are cut, their gradients and their state are
+inputs on pieces. Where an update mixes rows (a product of matrices, a sort), the engine gathers
+what is mixed; a reduction over rows becomes an all-reduce. Independent all-reduces are one
+equation.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A perceptron of Equinox and its optimizer's state, as Equinox's pages have them, on handwritten digits."""
+"""A perceptron of Equinox and its optimizer's state, as Equinox's pages have them, on handwritten
+digits."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ def training(value_and_grad: Any = eqx.filter_value_and_grad) -> Callable[..., A
     """Return the step."""
 
     @eqx.filter_jit
-    def make_step(model: Any, opt_state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, Any, jax.Array]:
+    def make_step(
+        model: Any, opt_state: Any, x: jax.Array, y: jax.Array
+    ) -> tuple[Any, Any, jax.Array]:
         loss_value, grads = value_and_grad(loss)(model, x, y)
         updates, opt_state = optim.update(grads, opt_state, eqx.filter(model, eqx.is_array))
         return eqx.apply_updates(model, updates), opt_state, loss_value

@@ -1,4 +1,5 @@
-"""A transformer of Equinox with dropout, in the manner of its BERT, on characters of Python's standard library.
+"""A transformer of Equinox with dropout, in the manner of its BERT, on characters of Python's
+standard library.
 
 The key of a step's dropout comes with its batch: it has no rows, and goes to every trainer whole.
 """
@@ -58,7 +59,9 @@ class Transformer(eqx.Module):
 
     def __init__(self, key: jax.Array) -> None:
         keys = jax.random.split(key, LAYERS + 3)
-        self.embedding = eqx.nn.Embedding(weight=jax.random.normal(keys[0], (VOCABULARY, WIDTH)) * 0.1)
+        self.embedding = eqx.nn.Embedding(
+            weight=jax.random.normal(keys[0], (VOCABULARY, WIDTH)) * 0.1
+        )
         self.positions = jax.random.normal(keys[1], (LENGTH, WIDTH)) * 0.1
         self.blocks = [TransformerBlock(k) for k in keys[3:]]
         self.norm = eqx.nn.LayerNorm(WIDTH)
@@ -88,7 +91,9 @@ def training(value_and_grad: Any = eqx.filter_value_and_grad) -> Callable[..., A
     """Return the step."""
 
     @eqx.filter_jit
-    def make_step(model: Any, opt_state: Any, tokens: jax.Array, key: jax.Array) -> tuple[Any, Any, jax.Array]:
+    def make_step(
+        model: Any, opt_state: Any, tokens: jax.Array, key: jax.Array
+    ) -> tuple[Any, Any, jax.Array]:
         loss, grads = value_and_grad(compute_loss)(model, tokens, key)
         updates, opt_state = optim.update(grads, opt_state, eqx.filter(model, eqx.is_array))
         return eqx.apply_updates(model, updates), opt_state, loss

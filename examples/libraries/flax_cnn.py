@@ -1,4 +1,5 @@
-"""A convolutional net of flax.linen and a `TrainState`, as Flax's quick start has them, on handwritten digits."""
+"""A convolutional net of flax.linen and a `TrainState`, as Flax's quick start has them, on
+handwritten digits."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ def training(value_and_grad: Any = jax.value_and_grad) -> Callable[..., Any]:
     """Return the step."""
 
     @jax.jit
-    def train_step(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, dict[str, jax.Array]]:
+    def train_step(
+        state: TrainState, batch: dict[str, jax.Array]
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
         def loss_fn(params: Any) -> tuple[jax.Array, jax.Array]:
             logits = state.apply_fn({"params": params}, batch["image"])
             loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()

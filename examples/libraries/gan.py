@@ -1,7 +1,8 @@
-"""A generator and a discriminator of flax.linen, which learn against each other to draw handwritten digits.
+"""A generator and a discriminator of flax.linen, which learn against each other to draw handwritten
+digits.
 
-Each has its `TrainState` and its loss. Both gradients are taken at the same parameters; a step that updates one, and
-then the other by it, is refused with parameter servers alone.
+Each has its `TrainState` and its loss. Both gradients are taken at the same parameters; a step that
+updates one, and then the other by it, is refused with parameter servers alone.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ def training(value_and_grad: Any = jax.value_and_grad) -> Callable[..., Any]:
     cross_entropy = optax.sigmoid_binary_cross_entropy
 
     @jax.jit
-    def train_step(state: dict[str, Any], images: jax.Array) -> tuple[dict[str, Any], dict[str, jax.Array]]:
+    def train_step(
+        state: dict[str, Any], images: jax.Array
+    ) -> tuple[dict[str, Any], dict[str, jax.Array]]:
         generator, discriminator = state["generator"], state["discriminator"]
         key, next_key = jax.random.split(state["key"])
         z = jax.random.normal(key, (len(images), LATENT))
@@ -72,7 +75,9 @@ def training(value_and_grad: Any = jax.value_and_grad) -> Callable[..., Any]:
         def discriminator_loss(params: Any) -> jax.Array:
             fake = generator.apply_fn({"params": generator.params}, z)
             real, fake = (discriminator.apply_fn({"params": params}, x) for x in (images, fake))
-            return (cross_entropy(real, jnp.ones_like(real)) + cross_entropy(fake, jnp.zeros_like(fake))).mean()
+            return (
+                cross_entropy(real, jnp.ones_like(real)) + cross_entropy(fake, jnp.zeros_like(fake))
+            ).mean()
 
         loss_g, grads_g = value_and_grad(generator_loss)(generator.params)
         loss_d, grads_d = value_and_grad(discriminator_loss)(discriminator.params)

@@ -1,7 +1,8 @@
-"""Low-rank adapters beside frozen weights, by Equinox's `partition` and `combine`, on handwritten digits.
+"""Low-rank adapters beside frozen weights, by Equinox's `partition` and `combine`, on handwritten
+digits.
 
-What is frozen has no gradient and no optimizer's state; trainers hold it, and no server does. Here it is random: a
-trained model's weights would come in by `job.scatter`.
+What is frozen has no gradient and no optimizer's state; trainers hold it, and no server does. Here
+it is random: a trained model's weights would come in by `job.scatter`.
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ def training(value_and_grad: Any = eqx.filter_value_and_grad) -> Callable[..., A
     """Return the step."""
 
     @eqx.filter_jit
-    def make_step(model: Any, opt_state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, Any, jax.Array]:
+    def make_step(
+        model: Any, opt_state: Any, x: jax.Array, y: jax.Array
+    ) -> tuple[Any, Any, jax.Array]:
         def loss(diff_model: Any, static_model: Any) -> jax.Array:
             logits = jax.vmap(eqx.combine(diff_model, static_model))(x)
             return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()

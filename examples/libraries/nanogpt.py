@@ -1,6 +1,7 @@
 """A small GPT in flax.linen, trained as nanoGPT is, on characters of Python's standard library.
 
-The gradient's norm is clipped, the learning rate warms up and falls as a cosine, and matrices alone decay.
+The gradient's norm is clipped, the learning rate warms up and falls as a cosine, and matrices alone
+decay.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class GPTBlock(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         causal = nn.make_causal_mask(x[..., 0])
-        # no biases, as nanoGPT: that of the keys has no gradient but rounding, which Adam would scale up
+        # no biases, as nanoGPT: that of the keys has no gradient but rounding, which Adam would
+        # scale up
         x = x + nn.SelfAttention(num_heads=HEADS, use_bias=False)(nn.LayerNorm()(x), mask=causal)
         h = nn.gelu(nn.Dense(4 * WIDTH)(nn.LayerNorm()(x)))
         return x + nn.Dense(WIDTH)(h)
@@ -47,7 +49,9 @@ class GPT(nn.Module):
 
 def configure_optimizer() -> optax.GradientTransformation:
     """Return AdamW, clipped and scheduled; vectors do not decay."""
-    schedule = optax.warmup_cosine_decay_schedule(0.0, 6e-3, warmup_steps=10, decay_steps=200, end_value=6e-4)
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, 6e-3, warmup_steps=10, decay_steps=200, end_value=6e-4
+    )
     matrices = lambda params: jax.tree.map(lambda p: p.ndim >= 2, params)
     adamw = optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=0.1, mask=matrices)
     return optax.chain(optax.clip_by_global_norm(1.0), adamw)

@@ -1,7 +1,7 @@
 """A model, an optimizer and metrics of nnx, as its first pages have them, on handwritten digits.
 
-The step changes them in place. dtrans takes a step that returns its state, which is nnx's functional form: `nnx.merge`
-before the step, `nnx.state` behind it.
+The step changes them in place. dtrans takes a step that returns its state, which is nnx's
+functional form: `nnx.merge` before the step, `nnx.state` behind it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ def training(value_and_grad: Any = nnx.value_and_grad) -> Callable[..., Any]:
         logits = model(x)
         return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean(), logits
 
-    def train_step(model: MLP, optimizer: nnx.Optimizer, metrics: nnx.MultiMetric, x: jax.Array, y: jax.Array) -> Any:
+    def train_step(
+        model: MLP, optimizer: nnx.Optimizer, metrics: nnx.MultiMetric, x: jax.Array, y: jax.Array
+    ) -> Any:
         (loss, logits), grads = value_and_grad(loss_fn, has_aux=True)(model, x, y)
         metrics.update(loss=loss, logits=logits, labels=y)
         optimizer.update(model, grads)

@@ -1,7 +1,7 @@
 """A library's step in a strategy: trained, shown, and compared with one device on the same batches.
 
-What distributes it are two calls of `dtrans.trace`, a plan, and its job (`planned`, `train`); all else is data and
-printing.
+What distributes it are two calls of `dtrans.trace`, a plan, and its job (`planned`, `train`); all
+else is data and printing.
 """
 
 from __future__ import annotations
@@ -29,14 +29,21 @@ BOUND = 1e-10  # in 64 bits; in 32 rounding is amplified, by some models more th
 
 
 def run(
-    name: str, mode: str = "nccl2", *, trainers: int = 2, stage: int = 3, steps: int = 100, x64: bool = True
+    name: str,
+    mode: str = "nccl2",
+    *,
+    trainers: int = 2,
+    stage: int = 3,
+    steps: int = 100,
+    x64: bool = True,
 ) -> bool:
     """Train an example, print what comes of it, and compare with one device.
 
     Args:
       name: one of `EXAMPLES`.
       mode: one of `MODES`; `single` is the step on one device, without dtrans.
-      trainers: how many share the batch; also how many servers, ranks of sharding or stages of a pipeline there are.
+      trainers: how many share the batch; also how many servers, ranks of sharding or stages of a
+        pipeline there are.
       stage: of sharding: 1, 2 or 3.
       steps: how many batches are trained on.
       x64: compute in 64 bits, where what differs is rounding by some 1e-14.
@@ -45,7 +52,8 @@ def run(
       Whether the difference is within bounds; in 32 bits there are none.
 
     Raises:
-      ConfigError: no such example or mode, or a library is missing. A strategy that refuses the step has its own error.
+      ConfigError: no such example or mode, or a library is missing. A strategy that refuses the
+        step has its own error.
     """
     if mode not in MODES:
         raise ConfigError(f"there is no mode {mode!r}; {did_you_mean(mode, MODES, 'it is one of')}")
@@ -59,15 +67,24 @@ def run(
             train(example, init(jax.random.key(0)), one_device(example), steps, show=True)
             return True
         plan = planned(example, mode, trainers, stage)
-        _say("\n".join([repr(plan).strip("<>"), *(n for n in plan.notes if n.startswith(("exact", "  ")))]))
+        _say(
+            "\n".join(
+                [repr(plan).strip("<>"), *(n for n in plan.notes if n.startswith(("exact", "  ")))]
+            )
+        )
         job = plan.on_mesh()
         alone = jax.tree.map(_on_one_device, job.gather(job.init(jax.random.key(0))))
         state = job.gather(train(example, job.init(jax.random.key(0)), job.step, steps, show=True))
         alone = train(example, alone, one_device(example), steps, show=False)
         apart = difference(_numbers(state), _numbers(alone))
     _say(
-        f"state against one device's after the same {steps} batches: max relative difference {apart:.1e} "
-        + (f"(float64, bound {BOUND:.0e})" if x64 else "(float32; --x64 tells rounding from anything else)")
+        f"state against one device's after the same {steps} batches: max relative difference "
+        f"{apart:.1e} "
+        + (
+            f"(float64, bound {BOUND:.0e})"
+            if x64
+            else "(float32; --x64 tells rounding from anything else)"
+        )
     )
     return apart < BOUND or not x64
 
@@ -79,7 +96,9 @@ def load(name: str) -> Any:
       ConfigError: there is none of this name, or a library that it needs is missing.
     """
     if name not in EXAMPLES:
-        raise ConfigError(f"there is no example {name!r}; {did_you_mean(name, EXAMPLES, 'there are')}")
+        raise ConfigError(
+            f"there is no example {name!r}; {did_you_mean(name, EXAMPLES, 'there are')}"
+        )
     for library in ("flax", "equinox", "sklearn"):
         if importlib.util.find_spec(library) is None:
             raise not_installed(f"the examples need {library}", "libraries")
@@ -87,11 +106,14 @@ def load(name: str) -> Any:
 
 
 def planned(example: Any, mode: str, trainers: int, stage: int = 3) -> Plan:
-    """Return the plan of an example. A pipeline takes `dtrans.value_and_grad` for the library's, and whole batches."""
+    """Return the plan of an example. A pipeline takes `dtrans.value_and_grad` for the library's,
+    and whole batches."""
     init, key = _in_default_precision(example.init), jax.random.key(0)
     startup = dtrans.trace(init, key)
     if mode == "pipeline":
-        main = dtrans.trace(example.training(dtrans.value_and_grad), *_parts(init(key)), *example.batch(0))
+        main = dtrans.trace(
+            example.training(dtrans.value_and_grad), *_parts(init(key)), *example.batch(0)
+        )
         return dtrans.pipeline(main, startup, num_stages=trainers, num_micro_batch=4)
     part = jax.tree.map(lambda a: a[: -(-len(a) // trainers)] if a.ndim else a, example.batch(0))
     main = dtrans.trace(example.training(), *_parts(init(key)), *part)
@@ -114,7 +136,9 @@ def one_device(example: Any) -> Callable[..., tuple[Any, ...]]:
     return from_state
 
 
-def train(example: Any, state: Any, step: Callable[..., tuple[Any, ...]], steps: int, *, show: bool) -> Any:
+def train(
+    example: Any, state: Any, step: Callable[..., tuple[Any, ...]], steps: int, *, show: bool
+) -> Any:
     """Train for some steps, print their results now and then, and return the state."""
     for i in range(steps):
         state, *results = step(state, *example.batch(i))
@@ -129,7 +153,8 @@ def _parts(state: Any) -> tuple[Any, ...]:
 
 
 def _in_default_precision(init: Callable[[jax.Array], Any]) -> Callable[[jax.Array], Any]:
-    """Return a function that makes a state in JAX's default precision; Flax makes it in 32 bits wherever."""
+    """Return a function that makes a state in JAX's default precision; Flax makes it in 32 bits
+    wherever."""
     cast = lambda a: jnp.asarray(a, float) if getattr(a, "dtype", None) == jnp.float32 else a
 
     def wide(key: jax.Array) -> Any:
@@ -150,7 +175,11 @@ def _named(results: Any) -> list[tuple[str, Any]]:
 
 def _numbers(tree: Any) -> list[Any]:
     """Return the arrays of a state."""
-    arrays = [jnp.asarray(x) for x in jax.tree.leaves(tree) if hasattr(x, "dtype") or isinstance(x, (int, float))]
+    arrays = [
+        jnp.asarray(x)
+        for x in jax.tree.leaves(tree)
+        if hasattr(x, "dtype") or isinstance(x, (int, float))
+    ]
     is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     return [jax.random.key_data(x) if is_key(x) else x for x in arrays]
 

@@ -1,7 +1,8 @@
-"""Gradients that a step accumulates itself over micro-batches, divided by all tokens: the numbers of one device.
+"""Gradients that a step accumulates itself over micro-batches, divided by all tokens: the numbers
+of one device.
 
-Plans are verified without a tolerance, with two and three ranks, for batches that these divide and do not. Jobs of some
-cases run in 64 bits, within 1e-10 of one device.
+Plans are verified without a tolerance, with two and three ranks, for batches that these divide and
+do not. Jobs of some cases run in 64 bits, within 1e-10 of one device.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ def init(key: jax.Array) -> tuple[Tree, Tree]:
 def tokens(rows: int, seed: int) -> tuple[jax.Array, jax.Array]:
     """Tokens, and a mask of those that count: parts of the batch have their own number of them."""
     rng = np.random.default_rng(seed)
-    return jnp.asarray(rng.integers(0, VOCABULARY, (rows, TIME))), jnp.asarray(rng.random((rows, TIME)) < 0.6)
+    return jnp.asarray(rng.integers(0, VOCABULARY, (rows, TIME))), jnp.asarray(
+        rng.random((rows, TIME)) < 0.6
+    )
 
 
 def losses_of(params: Tree, t: jax.Array, m: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -50,7 +53,9 @@ def losses_of(params: Tree, t: jax.Array, m: jax.Array) -> tuple[jax.Array, jax.
     return jnp.sum(loss * m[:, 1:]), m[:, 1:].sum()
 
 
-def updated(params: Tree, opt_state: Tree, grads: Tree, count: Any, loss: jax.Array) -> tuple[Any, ...]:
+def updated(
+    params: Tree, opt_state: Tree, grads: Tree, count: Any, loss: jax.Array
+) -> tuple[Any, ...]:
     updates, opt_state = TX.update(jax.tree.map(lambda g: g / count, grads), opt_state, params)
     return optax.apply_updates(params, updates), opt_state, loss / count
 
@@ -109,8 +114,12 @@ def averaged(grad: Grad) -> Callable[..., Any]:
     """The mean of the means of micro-batches, with a weight each, as `jnp.mean` of a stack."""
 
     def step(params: Tree, opt_state: Tree, t: jax.Array, m: jax.Array) -> tuple[Any, ...]:
-        made = [grad(losses_of, has_aux=True)(params, t[i::MICRO], m[i::MICRO]) for i in range(MICRO)]
-        means = [jax.tree.map(lambda g, n=n: g / jnp.maximum(n, 1), grads) for (_, n), grads in made]
+        made = [
+            grad(losses_of, has_aux=True)(params, t[i::MICRO], m[i::MICRO]) for i in range(MICRO)
+        ]
+        means = [
+            jax.tree.map(lambda g, n=n: g / jnp.maximum(n, 1), grads) for (_, n), grads in made
+        ]
         grads = jax.tree.map(lambda *gs: jnp.mean(jnp.stack(gs), 0), *means)
         return updated(params, opt_state, grads, 1.0, sum(loss for (loss, _), _ in made))
 
@@ -122,17 +131,23 @@ GRADS: dict[str, Grad] = {"jax": jax.value_and_grad, "dtrans": dtrans.value_and_
 SLICES = dtrans.Slicing(min_slice_size=0)
 
 
-def planned(mode: str, step: Callable[..., Any], ranks: int, batch: Sequence[jax.Array], /, **options: Any) -> Any:
+def planned(
+    mode: str, step: Callable[..., Any], ranks: int, batch: Sequence[jax.Array], /, **options: Any
+) -> Any:
     key = jax.random.key(0)
     main, startup = dtrans.trace(step, *init(key), *batch), dtrans.trace(init, key)
     if mode == "nccl2":
         return dtrans.nccl2(main, startup, trainers=ranks, **options)
     if mode == "pserver":
         servers, placement = ("127.0.0.1:1", "127.0.0.1:2"), dtrans.BlockPlacement(min_block_size=1)
-        return dtrans.pserver(main, startup, pservers=servers, trainers=ranks, placement=placement, **options)
+        return dtrans.pserver(
+            main, startup, pservers=servers, trainers=ranks, placement=placement, **options
+        )
     if mode == "pipeline":
         return dtrans.pipeline(main, startup, num_stages=ranks, **{"num_micro_batch": 2, **options})
-    return dtrans.sharding(main, startup, degree=ranks, stage=int(mode[-1]), slices=SLICES, **options)
+    return dtrans.sharding(
+        main, startup, degree=ranks, stage=int(mode[-1]), slices=SLICES, **options
+    )
 
 
 def check(job: Any, step: Callable[..., Any], batches: Sequence[Sequence[jax.Array]]) -> None:
@@ -144,7 +159,9 @@ def check(job: Any, step: Callable[..., Any], batches: Sequence[Sequence[jax.Arr
         *alone, wanted = step(*alone, *batch)
         np.testing.assert_allclose(loss, wanted, rtol=1e-10)
     found = job.params(state), job.opt_state(state)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10), found, tuple(alone))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10), found, tuple(alone)
+    )
 
 
 def verify(plan: Any, batch: Sequence[jax.Array]) -> None:
@@ -161,20 +178,24 @@ MODES = ["nccl2", "stage 1", "stage 2", "stage 3", "pserver"]
 @pytest.mark.parametrize("grad", GRADS)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("mode", MODES)
-def test_plans_that_accumulate_compute_the_step(mode: str, form: str, grad: str, rows: int, ranks: int) -> None:
+def test_plans_that_accumulate_compute_the_step(
+    mode: str, form: str, grad: str, rows: int, ranks: int
+) -> None:
     verify(planned(mode, FORMS[form](GRADS[grad]), ranks, tokens(rows, 0)), tokens(rows, 1))
 
 
 @pytest.mark.parametrize(("grad", "form"), [("jax", "scanned"), ("dtrans", "looped")])
 def test_forward_runs_once(grad: str, form: str) -> None:
-    """The update is handed the count that the loop carries: it would run the loop once more for it."""
+    """The update is handed the count that the loop carries: it would run the loop once more for
+    it."""
     plan = planned("nccl2", FORMS[form](GRADS[grad]), 2, tokens(12, 0))
     assert [op.type for op in plan.program.ops].count("scan") == 1
 
 
 @pytest.mark.parametrize("mode", ["nccl2", "stage 3", "pserver"])
 def test_parts_of_micro_batches_exchange_counts_and_no_rows(mode: str) -> None:
-    """Micro-batches that come first in the arrays of the batch are cut over the trainers: each has rows of all."""
+    """Micro-batches that come first in the arrays of the batch are cut over the trainers: each has
+    rows of all."""
 
     def step(params: Tree, opt_state: Tree, t: jax.Array, m: jax.Array) -> tuple[Any, ...]:
         def body(carry: Any, rows: Any) -> tuple[Any, None]:
@@ -196,11 +217,17 @@ def test_parts_of_micro_batches_exchange_counts_and_no_rows(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["nccl2", "stage 2", "pserver"])
 @pytest.mark.parametrize("grad", GRADS)
-def test_gradients_that_are_not_added_up_are_refused_and_the_remedy_works(mode: str, grad: str) -> None:
+def test_gradients_that_are_not_added_up_are_refused_and_the_remedy_works(
+    mode: str, grad: str
+) -> None:
     def apart(params: Tree, opt_state: Tree, t: jax.Array, m: jax.Array) -> tuple[Any, ...]:
         (loss, n), first = GRADS[grad](losses_of, has_aux=True)(params, t, m)
         _, second = GRADS[grad](losses_of, has_aux=True)(params, t[::-1], m)
-        return jax.tree.map(lambda p, a, b: p - 0.1 * a / n - 0.1 * b, params, first, second), opt_state, loss
+        return (
+            jax.tree.map(lambda p, a, b: p - 0.1 * a / n - 0.1 * b, params, first, second),
+            opt_state,
+            loss,
+        )
 
     def added(params: Tree, opt_state: Tree, t: jax.Array, m: jax.Array) -> tuple[Any, ...]:
         (loss, n), first = GRADS[grad](losses_of, has_aux=True)(params, t, m)
@@ -208,7 +235,10 @@ def test_gradients_that_are_not_added_up_are_refused_and_the_remedy_works(mode: 
         grads = jax.tree.map(jnp.add, jax.tree.map(lambda g: g / n, first), second)
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), opt_state, loss
 
-    told = r"add them up before anything else reads them \(grads = jax.tree.map\(jnp.add, first, second\)\)"
+    told = (
+        r"add them up before anything else reads them \(grads = jax.tree.map\(jnp.add, first, "
+        r"second\)\)"
+    )
     with pytest.raises(GradientError, match=told):
         planned(mode, apart, 2, tokens(12, 0))
     verify(planned(mode, added, 2, tokens(12, 0)), tokens(12, 1))
@@ -233,8 +263,13 @@ def test_a_derivative_beside_the_marked_one_is_refused_and_both_remedies_work() 
         loss, grads = dtrans.value_and_grad(loss_of)(*args)
         return loss, jax.tree.map(jnp.add, grads, dtrans.value_and_grad(penalty)(*args)[1])
 
-    together = lambda *args: dtrans.value_and_grad(lambda p, t, m: loss_of(p, t, m) + penalty(p, t, m))(*args)
-    told = "a derivative that is not one of its gradients .* over the batch; take the gradient of the sum of all losses"
+    together = lambda *args: dtrans.value_and_grad(
+        lambda p, t, m: loss_of(p, t, m) + penalty(p, t, m)
+    )(*args)
+    told = (
+        "a derivative that is not one of its gradients .* over the batch; take the gradient "
+        "of the sum of all losses"
+    )
     with pytest.raises(GradientError, match=told):
         planned("nccl2", step(beside), 2, tokens(12, 0))
     for take in (each, together):
@@ -242,14 +277,18 @@ def test_a_derivative_beside_the_marked_one_is_refused_and_both_remedies_work() 
 
 
 def divided_inside(params: Tree, opt_state: Tree, t: jax.Array, m: jax.Array) -> tuple[Any, ...]:
-    """One gradient of the whole batch, divided by the count of tokens inside of the loss function."""
+    """One gradient of the whole batch, divided by the count of tokens inside of the loss
+    function."""
     loss, grads = dtrans.value_and_grad(lambda p: losses_of(p, t, m)[0] / m[:, 1:].sum())(params)
     return updated(params, opt_state, grads, 1.0, loss)
 
 
 @pytest.mark.parametrize("form", ["scanned", "looped", "unrolled"])
 def test_pipelines_take_micro_batches_themselves(form: str) -> None:
-    told = r"A pipeline takes the micro-batches itself .* divide by counts of the batch inside of the loss function"
+    told = (
+        r"A pipeline takes the micro-batches itself .* divide by counts of the batch inside of "
+        r"the loss function"
+    )
     with pytest.raises(GradientError, match=told):
         planned("pipeline", FORMS[form](dtrans.value_and_grad), 2, tokens(12, 0))
 
@@ -260,15 +299,26 @@ def test_pipelines_take_the_remedy() -> None:
 
 
 @pytest.mark.parametrize("options", [{"mode": dtrans.Async()}, {"batch": "local"}])
-def test_servers_refuse_counts_of_each_trainer_and_both_remedies_work(options: dict[str, Any]) -> None:
-    """Synchronous servers are sent the count of all; a loss may be divided by the count of each part."""
+def test_servers_refuse_counts_of_each_trainer_and_both_remedies_work(
+    options: dict[str, Any],
+) -> None:
+    """Synchronous servers are sent the count of all; a loss may be divided by the count of each
+    part."""
     step, batch = unrolled(dtrans.value_and_grad), tokens(12, 0)
-    with pytest.raises(GradientError, match=r"updated with [mt], .* may divide the loss, inside of the loss function"):
+    with pytest.raises(
+        GradientError,
+        match=r"updated with [mt], .* may divide the loss, inside of the loss function",
+    ):
         planned("pserver", step, 2, batch, **options)
     verify(planned("pserver", step, 2, batch), batch)
     even = batch[0], jnp.arange(12 * TIME).reshape(12, TIME) % 3 > 0  # as many tokens in each half
     plan = planned(
-        "pserver", divided_inside, 2, even, batch="local", **{k: v for k, v in options.items() if k == "mode"}
+        "pserver",
+        divided_inside,
+        2,
+        even,
+        batch="local",
+        **{k: v for k, v in options.items() if k == "mode"},
     )
     if "mode" not in options:  # asynchronous trainers take steps of their own
         check(plan.simulate(), divided_inside, [even])

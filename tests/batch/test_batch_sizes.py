@@ -1,7 +1,8 @@
-"""Updates that have a number of the size of the batch: a step traced with the whole batch, and given whole batches.
+"""Updates that have a number of the size of the batch: a step traced with the whole batch, and
+given whole batches.
 
-Batches have other sizes than the traced one too, which trainers need not divide. Plans are verified; jobs of some cases
-run in 64 bits, within 1e-12 of one device.
+Batches have other sizes than the traced one too, which trainers need not divide. Plans are
+verified; jobs of some cases run in 64 bits, within 1e-12 of one device.
 """
 
 from __future__ import annotations
@@ -49,7 +50,10 @@ def in_branch(params: Any, opt_state: Any, x: jax.Array) -> tuple[Any, ...]:
     loss, g = jax.value_and_grad(lambda p: jnp.mean((x @ p["w"]) ** 2))(params)
     u, state = TX.update(g, opt_state[0])
     seen = jax.lax.cond(
-        opt_state[1] > 0, lambda n: jnp.sqrt(n * n) + len(x), lambda n: jnp.cos(n) - 1.0 + len(x), opt_state[1]
+        opt_state[1] > 0,
+        lambda n: jnp.sqrt(n * n) + len(x),
+        lambda n: jnp.cos(n) - 1.0 + len(x),
+        opt_state[1],
     )
     return optax.apply_updates(params, u), (state, seen), loss
 
@@ -66,12 +70,18 @@ def planned(mode: str, step: Any, *batch: jax.Array, trainers: int = 3, **option
     if mode == "pserver":
         servers = options.pop("servers", ("127.0.0.1:1", "127.0.0.1:2"))
         cut = dtrans.BlockPlacement(min_block_size=1)
-        return dtrans.pserver(main, startup, pservers=servers, trainers=trainers, placement=cut, **options)
+        return dtrans.pserver(
+            main, startup, pservers=servers, trainers=trainers, placement=cut, **options
+        )
     slices = dtrans.Slicing(min_slice_size=0)
     if mode == "owners":
         slices = dtrans.Slicing(partition="greedy_even")
     return dtrans.sharding(
-        main, startup, degree=trainers, stage=int(mode[-1]) if mode != "owners" else 2, slices=slices
+        main,
+        startup,
+        degree=trainers,
+        stage=int(mode[-1]) if mode != "owners" else 2,
+        slices=slices,
     )
 
 
@@ -83,7 +93,9 @@ def check(job: Any, step: Any, batches: Sequence[Sequence[jax.Array]]) -> None:
         *alone, loss = step(*alone, *batch)
         np.testing.assert_allclose(results[0], loss, rtol=1e-12)
     found = job.params(state), job.opt_state(state)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12), found, tuple(alone))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12), found, tuple(alone)
+    )
 
 
 @pytest.mark.sampled(4)
@@ -102,7 +114,10 @@ def test_a_job_is_given_batches_of_other_sizes() -> None:
 
 def test_servers_are_sent_the_numbers_and_the_plan_says_so() -> None:
     plan = planned("pserver", counted, rows(12))
-    assert "the update has numbers of the size of the batch, which trainers send with each step" in str(plan)
+    assert (
+        "the update has numbers of the size of the batch, which trainers send with each step"
+        in str(plan)
+    )
     assert "@batch_size/0" in plan.arguments
     check(plan.on_mesh(), counted, [(rows(n, n),) for n in (12, 13)])
 
@@ -131,7 +146,12 @@ def test_results_of_gradients_have_the_size_of_the_whole_batch(mode: str) -> Non
     def step(params: Any, opt_state: Any, x: jax.Array) -> tuple[Any, ...]:
         loss, g = jax.value_and_grad(lambda p: jnp.mean((x @ p["w"]) ** 2))(params)
         u, state = TX.update(g, opt_state[0])
-        return optax.apply_updates(params, u), (state, opt_state[1]), loss, optax.tree.norm(g) / len(x)
+        return (
+            optax.apply_updates(params, u),
+            (state, opt_state[1]),
+            loss,
+            optax.tree.norm(g) / len(x),
+        )
 
     job = planned(mode, step, rows(12)).simulate()
     _, _, norm = job.step(job.init(jax.random.key(0)), rows(12))
@@ -142,10 +162,21 @@ def test_a_number_in_a_branch_names_both_sizes_and_tracing_with_a_part_helps() -
     plan = planned("pserver", in_branch, rows(12))
     assert "opt_state/1 depends on the size of the batch: batches have 36 rows" in str(plan)
     job = plan.simulate()
-    with pytest.raises(BatchError, match=r"planned for x of shape \(12, 6\), which is \(4, 6\) now: trace in_branch"):
+    with pytest.raises(
+        BatchError,
+        match=r"planned for x of shape \(12, 6\), which is \(4, 6\) now: trace in_branch",
+    ):
         job.step(job.init(jax.random.key(0)), rows(12))
-    check(planned("pserver", in_branch, rows(4)).simulate(), in_branch, [(rows(12, 1),), (rows(12, 2),)])
-    check(planned("sharding 3", in_branch, rows(12)).simulate(), in_branch, [(rows(12, 1),), (rows(13, 2),)])
+    check(
+        planned("pserver", in_branch, rows(4)).simulate(),
+        in_branch,
+        [(rows(12, 1),), (rows(12, 2),)],
+    )
+    check(
+        planned("sharding 3", in_branch, rows(12)).simulate(),
+        in_branch,
+        [(rows(12, 1),), (rows(13, 2),)],
+    )
 
 
 def test_a_number_in_a_branch_helps_as_an_argument_of_the_step() -> None:
@@ -153,7 +184,10 @@ def test_a_number_in_a_branch_helps_as_an_argument_of_the_step() -> None:
         loss, g = jax.value_and_grad(lambda p: jnp.mean((x @ p["w"]) ** 2))(params)
         u, state = TX.update(g, opt_state[0])
         seen = jax.lax.cond(
-            opt_state[1] > 0, lambda s: jnp.sqrt(s * s) + n, lambda s: jnp.cos(s) - 1.0 + n, opt_state[1]
+            opt_state[1] > 0,
+            lambda s: jnp.sqrt(s * s) + n,
+            lambda s: jnp.cos(s) - 1.0 + n,
+            opt_state[1],
         )
         return optax.apply_updates(params, u), (state, seen), loss
 
@@ -162,7 +196,9 @@ def test_a_number_in_a_branch_helps_as_an_argument_of_the_step() -> None:
 
 
 @pytest.mark.usefixtures("folder")
-def test_processes_that_trace_the_whole_and_a_part_plan_the_same_update(role_threads: RoleThreads) -> None:
+def test_processes_that_trace_the_whole_and_a_part_plan_the_same_update(
+    role_threads: RoleThreads,
+) -> None:
     servers = free_endpoints(2)
     plans = [planned("pserver", counted, rows(n), trainers=2, servers=servers) for n in (12, 6)]
     for ep in servers:
@@ -195,7 +231,9 @@ def test_processes_send_the_count_of_all_their_parts(role_threads: RoleThreads) 
 
 
 @pytest.mark.usefixtures("folder")
-def test_processes_that_give_parts_of_different_sizes_are_named_with_both(role_threads: RoleThreads) -> None:
+def test_processes_that_give_parts_of_different_sizes_are_named_with_both(
+    role_threads: RoleThreads,
+) -> None:
     servers = free_endpoints(1)
     plan = planned("pserver", counted, rows(12), trainers=2, servers=servers)
     role_threads.start("server", serve, plan, servers[0], jax.random.key(0))

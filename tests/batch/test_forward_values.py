@@ -1,7 +1,9 @@
-"""Values of forward that enter parameters, state and results are those of one device, in every strategy.
+"""Values of forward that enter parameters, state and results are those of one device, in every
+strategy.
 
-Steps are drawn: a value of forward or of gradients (the loss, a statistic of activations, a count of rows), and a
-place where it enters. Each strategy computes the step, or refuses it; one job of each kind gives one device's numbers.
+Steps are drawn: a value of forward or of gradients (the loss, a statistic of activations, a count
+of rows), and a place where it enters. Each strategy computes the step, or refuses it; one job of
+each kind gives one device's numbers.
 """
 
 from __future__ import annotations
@@ -26,8 +28,15 @@ ROWS_CUT = dtrans.Slicing(min_slice_size=0)
 
 def init(key: jax.Array) -> tuple[Any, Any]:
     keys = jax.random.split(key)
-    params = {"v": jax.random.normal(keys[0], (HIDDEN, OUT)), "w": jax.random.normal(keys[1], (WIDE, HIDDEN)) / 2}
-    return params, {"best": jnp.array(1e9), "mean": jnp.zeros(()), "momentum": jax.tree.map(jnp.zeros_like, params)}
+    params = {
+        "v": jax.random.normal(keys[0], (HIDDEN, OUT)),
+        "w": jax.random.normal(keys[1], (WIDE, HIDDEN)) / 2,
+    }
+    return params, {
+        "best": jnp.array(1e9),
+        "mean": jnp.zeros(()),
+        "momentum": jax.tree.map(jnp.zeros_like, params),
+    }
 
 
 def batch(rows: int, seed: int) -> tuple[jax.Array, jax.Array]:
@@ -47,13 +56,17 @@ VALUES: dict[str, Callable[..., jax.Array]] = {
     "mean of activations": lambda loss, hidden, grads, x, y: jnp.mean(hidden**2),
     "variance of activations": lambda loss, hidden, grads, x, y: hidden.var(),
     "largest activation": lambda loss, hidden, grads, x, y: jnp.abs(hidden).max(),
-    "share of rows": lambda loss, hidden, grads, x, y: jnp.mean((hidden[:, 0] > y[:, 0]).astype(x.dtype)),
+    "share of rows": lambda loss, hidden, grads, x, y: jnp.mean(
+        (hidden[:, 0] > y[:, 0]).astype(x.dtype)
+    ),
     "count of rows": lambda loss, hidden, grads, x, y: jnp.sum(y[:, 0] > 0.0) / 10.0,
     "size of the batch": lambda loss, hidden, grads, x, y: jnp.asarray(len(x) / 100.0),
     "loss times statistic": lambda loss, hidden, grads, x, y: loss * jnp.mean(hidden),
     "largest input": lambda loss, hidden, grads, x, y: x.max(),
     "rows times gradient": lambda loss, hidden, grads, x, y: jnp.mean((x @ grads["w"]) ** 2),
-    "activations times gradient": lambda loss, hidden, grads, x, y: jnp.mean((hidden @ grads["v"]) ** 2),
+    "activations times gradient": lambda loss, hidden, grads, x, y: jnp.mean(
+        (hidden @ grads["v"]) ** 2
+    ),
     "median of activations": lambda loss, hidden, grads, x, y: jnp.median(jnp.abs(hidden)),
     "loss over norm": lambda loss, hidden, grads, x, y: loss / (1.0 + jnp.sum(grads["w"] ** 2)),
 }
@@ -68,7 +81,8 @@ class Case:
       value, use: of `VALUES` and `USES`.
       marked: its gradient is taken with `dtrans.value_and_grad`.
       one_state: it takes a pytree of parameters and state together.
-      noisy: forward adds random numbers to the batch, and the value is one of these, not of the batch.
+      noisy: forward adds random numbers to the batch, and the value is one of these, not of the
+        batch.
     """
 
     value: str
@@ -119,7 +133,9 @@ class Case:
 STRATEGIES: dict[str, Callable[..., Any]] = {
     "nccl2": lambda main, startup, n: dtrans.nccl2(main, startup, trainers=n),
     **{
-        f"stage {k}": lambda main, startup, n, k=k: dtrans.sharding(main, startup, degree=n, stage=k, slices=ROWS_CUT)
+        f"stage {k}": lambda main, startup, n, k=k: dtrans.sharding(
+            main, startup, degree=n, stage=k, slices=ROWS_CUT
+        )
         for k in (1, 2, 3)
     },
     **{
@@ -129,7 +145,11 @@ STRATEGIES: dict[str, Callable[..., Any]] = {
         for k in (1, 3)
     },
     "by leaf": lambda main, startup, n: dtrans.sharding(
-        main, startup, degree=n, stage=2, slices=dataclasses.replace(ROWS_CUT, partition="greedy_even")
+        main,
+        startup,
+        degree=n,
+        stage=2,
+        slices=dataclasses.replace(ROWS_CUT, partition="greedy_even"),
     ),
     "pserver": lambda main, startup, n: dtrans.pserver(
         main,
@@ -138,9 +158,19 @@ STRATEGIES: dict[str, Callable[..., Any]] = {
         trainers=n,
         placement=dtrans.BlockPlacement(min_block_size=1),
     ),
-    "pipeline": lambda main, startup, n: dtrans.pipeline(main, startup, num_stages=n, num_micro_batch=2),
+    "pipeline": lambda main, startup, n: dtrans.pipeline(
+        main, startup, num_stages=n, num_micro_batch=2
+    ),
 }
-NEVER_REFUSE = ("nccl2", "stage 1", "stage 2", "stage 3", "groups, stage 1", "groups, stage 3", "by leaf")
+NEVER_REFUSE = (
+    "nccl2",
+    "stage 1",
+    "stage 2",
+    "stage 3",
+    "groups, stage 1",
+    "groups, stage 3",
+    "by leaf",
+)
 
 
 def planned(case: Case, strategy: str, trainers: int, rows: int) -> Any:
@@ -177,15 +207,29 @@ def check(case: Case, strategy: str, trainers: int, rows: int) -> bool:
 JOBS = (  # one for each strategy, and for each way in which a value comes to the update
     ("nccl2", Case("variance of activations", "gate", marked=False, one_state=True), 3, 13),
     ("stage 2", Case("loss", "least", marked=True, one_state=False), 2, 12),
-    ("groups, stage 3", Case("median of activations", "rate", marked=False, one_state=False), 2, 13),
+    (
+        "groups, stage 3",
+        Case("median of activations", "rate", marked=False, one_state=False),
+        2,
+        13,
+    ),
     ("by leaf", Case("share of rows", "parameter", marked=True, one_state=True), 2, 12),
-    ("pserver", Case("mean of activations", "rate", marked=False, one_state=False, noisy=True), 3, 13),
+    (
+        "pserver",
+        Case("mean of activations", "rate", marked=False, one_state=False, noisy=True),
+        3,
+        13,
+    ),
 )
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize(("strategy", "case", "trainers", "rows"), JOBS, ids=[name for name, *_ in JOBS])
-def test_a_job_gives_the_numbers_of_one_device(strategy: str, case: Case, trainers: int, rows: int) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "case", "trainers", "rows"), JOBS, ids=[name for name, *_ in JOBS]
+)
+def test_a_job_gives_the_numbers_of_one_device(
+    strategy: str, case: Case, trainers: int, rows: int
+) -> None:
     key, step = jax.random.key(0), jax.jit(case.step())
     job = planned(case, strategy, trainers, rows).simulate()
     first = case.init()(key)
@@ -197,20 +241,29 @@ def test_a_job_gives_the_numbers_of_one_device(strategy: str, case: Case, traine
         found.append(results)
         wanted.append(by_one)
     want = alone[0] if case.one_state else tuple(alone)
-    pairs = zip(jax.tree.leaves((job.gather(state), found)), jax.tree.leaves((want, wanted)), strict=True)
+    pairs = zip(
+        jax.tree.leaves((job.gather(state), found)), jax.tree.leaves((want, wanted)), strict=True
+    )
     for one, other in pairs:
         np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-10)
 
 
 CASES = st.builds(
-    Case, st.sampled_from(list(VALUES)), st.sampled_from(USES), st.booleans(), st.booleans(), st.booleans()
+    Case,
+    st.sampled_from(list(VALUES)),
+    st.sampled_from(USES),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
 )
 
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @given(case=CASES, trainers=st.sampled_from((2, 3)), rows=st.sampled_from((12, 13)))
-def test_values_of_forward_are_those_of_one_device(strategy: str, case: Case, trainers: int, rows: int) -> None:
+def test_values_of_forward_are_those_of_one_device(
+    strategy: str, case: Case, trainers: int, rows: int
+) -> None:
     check(case, strategy, trainers, rows)
 
 
@@ -218,13 +271,15 @@ def test_values_of_forward_are_those_of_one_device(strategy: str, case: Case, tr
 @pytest.mark.parametrize("value", ["count of rows", "size of the batch", "largest input"])
 @pytest.mark.parametrize("make", ["nccl2", "sharding"])
 def test_micro_steps_refuse_an_update_that_reads_the_batch(make: str, value: str) -> None:
-    """Forward is given values of the whole batch; the update would read those of one trainer's rows."""
+    """Forward is given values of the whole batch; the update would read those of one trainer's
+    rows."""
     case, key = Case(value, "rate", marked=True, one_state=False), jax.random.key(0)
     main = dtrans.trace(case.step(), *init(key), *batch(12, 0))
     options = {"nccl2": {"trainers": 2}, "sharding": {"degree": 2, "stage": 2}}[make]
     at_once = "takes rows of the batch one after the other, and update has values of all"
     with pytest.raises(
-        ConfigError, match=f"{at_once}|is made of gradients and of rows of the batch.*test_forward_values.py:"
+        ConfigError,
+        match=f"{at_once}|is made of gradients and of rows of the batch.*test_forward_values.py:",
     ):
         getattr(dtrans, make)(main, dtrans.trace(init, key), num_micro_batch=2, **options)
 
@@ -232,7 +287,8 @@ def test_micro_steps_refuse_an_update_that_reads_the_batch(make: str, value: str
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_ranks_compute_forward_once_and_keep_their_slices(stage: int) -> None:
-    """The update gets the loss of forward: it multiplies no slice of a parameter with a rank's rows."""
+    """The update gets the loss of forward: it multiplies no slice of a parameter with a rank's
+    rows."""
     case, key = Case("loss", "rate", marked=True, one_state=False), jax.random.key(0)
     main = dtrans.trace(case.step(), *init(key), *batch(12, 0))
     plan = dtrans.sharding(main, dtrans.trace(init, key), degree=2, stage=stage, slices=ROWS_CUT)
@@ -242,11 +298,17 @@ def test_ranks_compute_forward_once_and_keep_their_slices(stage: int) -> None:
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize(("value", "use"), [("largest input", "outer"), ("median of activations", "rate")])
+@pytest.mark.parametrize(
+    ("value", "use"), [("largest input", "outer"), ("median of activations", "rate")]
+)
 @pytest.mark.parametrize("stage", [1, 3])
-def test_groups_of_ranks_gather_rows_of_all_for_the_update(stage: int, value: str, use: str) -> None:
+def test_groups_of_ranks_gather_rows_of_all_for_the_update(
+    stage: int, value: str, use: str
+) -> None:
     """A median takes activations of ranks and groups, and `outer` adds to whole parameters."""
-    assert check(Case(value, use, marked=stage == 3, one_state=False), f"groups, stage {stage}", 2, 13)
+    assert check(
+        Case(value, use, marked=stage == 3, one_state=False), f"groups, stage {stage}", 2, 13
+    )
 
 
 @pytest.mark.usefixtures("x64")
@@ -260,16 +322,24 @@ def test_trainers_send_what_the_update_reads_of_random_rows(value: str) -> None:
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("value", ["mean of activations", "rows times gradient"])
 def test_no_owner_of_a_leaf_reduces_random_rows_by_itself(value: str) -> None:
-    """An all-reduce in the branch of one owner would wait for the other ranks for ever: a mesh stood still."""
+    """An all-reduce in the branch of one owner would wait for the other ranks for ever: a mesh
+    stood still."""
     assert check(Case(value, "rate", marked=False, one_state=False, noisy=True), "by leaf", 2, 12)
 
 
 @pytest.mark.usefixtures("x64")
 def test_servers_refuse_rows_that_meet_gradients() -> None:
-    """The product needs rows of activations, which trainers have, and the gradient, which servers have."""
-    case, key = Case("activations times gradient", "rate", marked=False, one_state=False), jax.random.key(0)
+    """The product needs rows of activations, which trainers have, and the gradient, which servers
+    have."""
+    case, key = (
+        Case("activations times gradient", "rate", marked=False, one_state=False),
+        jax.random.key(0),
+    )
     main, startup = dtrans.trace(case.step(), *init(key), *batch(6, 0)), dtrans.trace(init, key)
-    told = r"update reads float64\[12,6\] with the rows of the batch \(test_forward_values.py:\d+\), .* reduce it"
+    told = (
+        r"update reads float64\[12,6\] with the rows of the batch "
+        r"\(test_forward_values.py:\d+\), .* reduce it"
+    )
     with pytest.raises(GradientError, match=told):
         STRATEGIES["pserver"](main, startup, 2)
     assert all(check(case, other, 2, 12) for other in ("nccl2", "stage 2")), "which the error names"
@@ -277,15 +347,23 @@ def test_servers_refuse_rows_that_meet_gradients() -> None:
 
 @pytest.mark.usefixtures("x64")
 def test_a_plan_says_that_random_rows_in_an_update_are_those_of_one_batch() -> None:
-    case, key = Case("rows times gradient", "rate", marked=False, one_state=False, noisy=True), jax.random.key(0)
+    case, key = (
+        Case("rows times gradient", "rate", marked=False, one_state=False, noisy=True),
+        jax.random.key(0),
+    )
     main, startup = dtrans.trace(case.step(), *init(key), *batch(6, 0)), dtrans.trace(init, key)
     servers = ("127.0.0.1:1", "127.0.0.1:2")
     plan = dtrans.pserver(main, startup, pservers=servers, trainers=2)
-    assert "depends on the size of the batch: batches have 12 rows, which are those of 2 traced ones" in str(plan)
+    assert (
+        "depends on the size of the batch: batches have 12 rows, which are those of 2 traced ones"
+        in str(plan)
+    )
     job, alone = plan.simulate(), init(key)
     state, _ = job.step(job.init(key), *batch(12, 0))
     params, *_ = case.step()(*alone, *batch(12, 0))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10), job.params(state), params)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10), job.params(state), params
+    )
 
 
 @pytest.mark.usefixtures("x64")
@@ -299,5 +377,8 @@ def test_servers_are_sent_values_of_forward(value: str, use: str) -> None:
     main, startup = dtrans.trace(case.step(), *init(key), *batch(12, 0)), dtrans.trace(init, key)
     servers, cut = ("127.0.0.1:1", "127.0.0.1:2"), dtrans.BlockPlacement(min_block_size=1)
     plan = dtrans.pserver(main, startup, pservers=servers, trainers=2, placement=cut)
-    told = "the update reads values that trainers make of the batch and send with each step: test_forward_values.py:"
+    told = (
+        "the update reads values that trainers make of the batch and send with each step: "
+        "test_forward_values.py:"
+    )
     assert told in str(plan) and "forward/0" in plan.arguments

@@ -31,11 +31,15 @@ TAKEN = {
     "mask": masked,
     "mask and penalty": lambda p, x, m: masked(p, x, m) + penalty(p),
     "mask, and penalty of one": lambda p, x, m: masked(p, x, m) + (p["v"] ** 2).sum(),
-    "at least one": lambda p, x, m: (x @ p["w"] @ p["v"] * m).sum() / jnp.maximum(m.sum(), 1.0) + penalty(p),
+    "at least one": lambda p, x, m: (
+        (x @ p["w"] @ p["v"] * m).sum() / jnp.maximum(m.sum(), 1.0) + penalty(p)
+    ),
     "two numbers": weighed,
     "penalty by the number": lambda p, x, m: masked(p, x, m) + penalty(p) / m.sum(),
     "number beside a mean": lambda p, x, m: masked(p, x, m) + penalty(p) + (x @ p["w"]).sum(),
-    "square of the number": lambda p, x, m: (x @ p["w"] @ p["v"] * m).sum() / m.sum() ** 2 + penalty(p),
+    "square of the number": lambda p, x, m: (
+        (x @ p["w"] @ p["v"] * m).sum() / m.sum() ** 2 + penalty(p)
+    ),
 }
 REFUSED = {
     "square of a mean": lambda p, x, m: masked(p, x, m) ** 2 + penalty(p),
@@ -87,16 +91,24 @@ def of_layers(loss: Any) -> tuple[Any, Any, Any]:
     params = {"s": jnp.asarray(rng.normal(size=(3, 4, 4))), "v": jnp.asarray(rng.normal(size=4))}
     step, start = dtrans.make_train_step(loss, tx), (params, tx.init(params))
     main = dtrans.trace(step, *start, np.ones((12, 4)), jax.random.key(0))
-    return dtrans.pipeline(main, dtrans.trace(lambda: start), num_stages=2, num_micro_batch=3), step, start
+    return (
+        dtrans.pipeline(main, dtrans.trace(lambda: start), num_stages=2, num_micro_batch=3),
+        step,
+        start,
+    )
 
 
 def mask_before_the_loop(p: Any, x: Any, key: Any) -> Any:
     masks = jnp.moveaxis(drawn(key, len(x), 3, 4), 1, 0)
-    return (jax.lax.scan(lambda h, a: (dropped(h, *a), None), x, (p["s"], masks))[0] @ p["v"]).mean()
+    return (
+        jax.lax.scan(lambda h, a: (dropped(h, *a), None), x, (p["s"], masks))[0] @ p["v"]
+    ).mean()
 
 
 def mask_before_checkpoint(p: Any, x: Any, key: Any) -> Any:
-    return (jax.checkpoint(dropped)(x, p["s"][0], drawn(key, len(x), 4)) @ p["s"][1] @ p["v"]).mean()
+    return (
+        jax.checkpoint(dropped)(x, p["s"][0], drawn(key, len(x), 4)) @ p["s"][1] @ p["v"]
+    ).mean()
 
 
 def mask_in_the_loop(p: Any, x: Any, key: Any) -> Any:
@@ -105,7 +117,9 @@ def mask_in_the_loop(p: Any, x: Any, key: Any) -> Any:
 
 
 def mask_in_checkpoint(p: Any, x: Any, key: Any) -> Any:
-    return (jax.checkpoint(lambda h, w: dropped(h, w, drawn(key, *h.shape)))(x, p["s"][0]) @ p["v"]).mean()
+    return (
+        jax.checkpoint(lambda h, w: dropped(h, w, drawn(key, *h.shape)))(x, p["s"][0]) @ p["v"]
+    ).mean()
 
 
 MASKED = [mask_before_the_loop, mask_before_checkpoint, mask_in_the_loop, mask_in_checkpoint]

@@ -1,6 +1,8 @@
-"""Steps as other libraries write them, in every strategy: one device's numbers, or a message that is true.
+"""Steps as other libraries write them, in every strategy: one device's numbers, or a message that
+is true.
 
-Plans are verified without a tolerance, a sample of them by day. Jobs of some cases run, in 64 bits, within 1e-12."""
+Plans are verified without a tolerance, a sample of them by day. Jobs of some cases run, in 64 bits,
+within 1e-12."""
 
 from __future__ import annotations
 
@@ -30,10 +32,17 @@ def numbers(tree: Any) -> list[np.ndarray]:
 def compare(found: Any, wanted: Any) -> None:
     for a, b in zip(numbers(found), numbers(wanted), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
-        assert np.max(np.abs(a.astype(float) - b) / (1 + np.abs(b.astype(float))), initial=0) < 1e-12
+        assert (
+            np.max(np.abs(a.astype(float) - b) / (1 + np.abs(b.astype(float))), initial=0) < 1e-12
+        )
 
 
-TAKEN = [(c.name, mode) for c in library_zoo.CASES for mode in MODES if c.name not in REFUSED.get(mode, ())]
+TAKEN = [
+    (c.name, mode)
+    for c in library_zoo.CASES
+    for mode in MODES
+    if c.name not in REFUSED.get(mode, ())
+]
 JOBS = [  # one for each form of a state, and for each strategy
     ("flax_train_state", "nccl2"),
     ("nnx_optimizer", "stage 1"),
@@ -69,7 +78,9 @@ def test_the_librarys_own_step_gives_one_devices_numbers(name: str, mode: str) -
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize(("mode", "name"), [(mode, name) for mode, names in REFUSED.items() for name in names])
+@pytest.mark.parametrize(
+    ("mode", "name"), [(mode, name) for mode, names in REFUSED.items() for name in names]
+)
 def test_what_is_refused_is_said(mode: str, name: str) -> None:
     with pytest.raises(DtransError, match=REFUSED[mode][name]):
         planned(library_zoo.by_name(name), mode)
@@ -80,4 +91,6 @@ def test_what_is_refused_is_said(mode: str, name: str) -> None:
 def test_the_page_says_what_each_step_takes() -> None:
     page = library_table.PAGE.read_text()
     assert page == library_table.page(), "make docs"
-    assert len(library_zoo.CASES) == len({c.name for c in library_zoo.CASES}) == page.count("\n| ") - 2
+    assert (
+        len(library_zoo.CASES) == len({c.name for c in library_zoo.CASES}) == page.count("\n| ") - 2
+    )

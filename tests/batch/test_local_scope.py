@@ -1,6 +1,7 @@
 """`dtrans.local()`: reductions of each trainer's own rows in a step that is exact otherwise.
 
-One device has the same numbers when it takes the scope on each trainer's rows by itself: a batch norm of ghost batches.
+One device has the same numbers when it takes the scope on each trainer's rows by itself: a batch
+norm of ghost batches.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ ROWS = 12
 KINDS = ("mean", "masked", "maximum", "loop")
 MODES: dict[str, Callable[..., Any]] = {
     "nccl2": lambda m, s, n: dtrans.nccl2(m, s, trainers=n),
-    "sharding": lambda m, s, n: dtrans.sharding(m, s, degree=n, stage=3, slices=dtrans.Slicing(min_slice_size=0)),
+    "sharding": lambda m, s, n: dtrans.sharding(
+        m, s, degree=n, stage=3, slices=dtrans.Slicing(min_slice_size=0)
+    ),
     "pserver": lambda m, s, n: dtrans.pserver(m, s, pservers="127.0.0.1:6174", trainers=n),
 }
 
@@ -124,7 +127,9 @@ def test_plans_compute_the_step_on_parts_of_the_batch(kind: str, mode: str, trai
     alone = dtrans.nccl2(parts, dtrans.trace(first), trainers=1)
     names = [n for spec in alone.main.args[2:] for n in spec.names]
     traced = realiser(plan, "verify")(plan, types)
-    comparison = Comparison(alone.main, traced, dict(zip(names, types, strict=True)), startup=plan.startup)
+    comparison = Comparison(
+        alone.main, traced, dict(zip(names, types, strict=True)), startup=plan.startup
+    )
     assert (report := comparison.check(f"{kind}, {mode}")), str(report)
 
 
@@ -133,7 +138,9 @@ def test_plans_compute_the_step_on_parts_of_the_batch(kind: str, mode: str, trai
 @pytest.mark.parametrize("trainers", [2, 3])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_scope_is_of_each_trainers_rows_and_all_else_of_all(kind: str, mode: str, trainers: int) -> None:
+def test_the_scope_is_of_each_trainers_rows_and_all_else_of_all(
+    kind: str, mode: str, trainers: int
+) -> None:
     plan = planned(kind, mode, trainers)
     job = plan.simulate()
     state, alone = job.init(), first()
@@ -148,10 +155,15 @@ def test_the_scope_is_of_each_trainers_rows_and_all_else_of_all(kind: str, mode:
 
 @pytest.mark.usefixtures("x64")
 def test_what_remains_to_be_exchanged_is_what_leaves_the_scope() -> None:
-    """The statistics of the state; an exact batch norm exchanges its sums in both directions, too."""
-    note, *moved = (n for n in planned("mean", "nccl2", 2).notes if "exact" in n or n.startswith("  "))
+    """The statistics of the state; an exact batch norm exchanges its sums in both directions,
+    too."""
+    note, *moved = (
+        n for n in planned("mean", "nccl2", 2).notes if "exact" in n or n.startswith("  ")
+    )
     assert (
-        note == "exact: sum over 12 rows, with an exchange across the batch, with dtrans.local() of each trainer's own"
+        note
+        == "exact: sum over 12 rows, with an exchange across the batch, with dtrans.local() of "
+        "each trainer's own"
     )
     assert len(moved) == 1 and moved[0].startswith("  all_reduce for test_local_scope.py:")
     assert moved[0].endswith(": 32 bytes in 1")
@@ -181,7 +193,9 @@ def plans_of(loss: Callable[..., Any]) -> dict[str, Callable[[], Any]]:
 def test_where_nothing_leaves_it_the_step_is_the_mean_of_its_parts(mode: str) -> None:
     plan = plans_of(without_state)[mode]()
     way = "sum" if mode == "pipeline" else "mean"
-    assert f"exact: {way} over 12 rows, with dtrans.local() of each trainer's own" in "\n".join(plan.notes)
+    assert f"exact: {way} over 12 rows, with dtrans.local() of each trainer's own" in "\n".join(
+        plan.notes
+    )
 
 
 @pytest.mark.usefixtures("x64")
@@ -198,7 +212,10 @@ def test_micro_batches_have_statistics_of_their_own_as_trainers_have() -> None:
 def test_trainers_must_divide_the_rows() -> None:
     job = planned("mean", "nccl2", 3).simulate()
     state = job.init()
-    with pytest.raises(BatchError, match=r"x has 13 rows, which 3 trainers do not divide: reductions in dtrans.local"):
+    with pytest.raises(
+        BatchError,
+        match=r"x has 13 rows, which 3 trainers do not divide: reductions in dtrans.local",
+    ):
         job.step(state, *data(13))
 
 
@@ -210,13 +227,17 @@ def test_rows_that_meet_rows_are_refused() -> None:
             similar = h @ h.T
         return jnp.mean(jax.nn.logsumexp(similar, axis=1)) + jnp.sum(params["v"] ** 2)
 
-    with pytest.raises(ConfigError, match=r"dtrans.local\(\): .* mixes rows of the batch otherwise than by a sum"):
+    with pytest.raises(
+        ConfigError, match=r"dtrans.local\(\): .* mixes rows of the batch otherwise than by a sum"
+    ):
         plans_of(loss)["nccl2"]()
 
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_penalty_of_a_leaf_that_no_row_reads_is_not_taken_for_what_all_ranks_make(stage: int) -> None:
+def test_a_penalty_of_a_leaf_that_no_row_reads_is_not_taken_for_what_all_ranks_make(
+    stage: int,
+) -> None:
     """Where the step is written for parts, the penalty is a term of the first rank alone."""
     tx = optax.sgd(0.1)
 

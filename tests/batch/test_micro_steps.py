@@ -1,4 +1,5 @@
-"""Gradients that are accumulated over micro-steps of trainers: the numbers of one device, or a refusal."""
+"""Gradients that are accumulated over micro-steps of trainers: the numbers of one device, or a
+refusal."""
 
 from __future__ import annotations
 
@@ -67,19 +68,26 @@ def test_micro_steps_give_the_numbers_of_one_device() -> None:
 
 @pytest.mark.usefixtures("x64")
 def test_values_of_the_batch_are_made_in_front_of_the_micro_steps() -> None:
-    """What crosses the batch is outside of the loop, once: here the number of entries of the mask."""
+    """What crosses the batch is outside of the loop, once: here the number of entries of the
+    mask."""
     before = [op.type for op in planned("masked_mean", "nccl2", 2).program.ops]
     assert before.index("all_reduce") < before.index("scan") and before.count("scan") == 1
-    assert "scan" not in [op.type for op in planned("masked_mean", "nccl2", 2, num_micro_batch=1).program.ops]
+    assert "scan" not in [
+        op.type for op in planned("masked_mean", "nccl2", 2, num_micro_batch=1).program.ops
+    ]
 
 
 @pytest.mark.usefixtures("x64")
 def test_what_micro_steps_would_exchange_is_refused() -> None:
-    told = r"num_micro_batch=2 takes rows .* values of all of them \(all_reduce for step_zoo.py:\d+\)"
+    told = (
+        r"num_micro_batch=2 takes rows .* values of all of them \(all_reduce for step_zoo.py:\d+\)"
+    )
     for trainers in (1, 2):
         with pytest.raises(ConfigError, match=told):
             planned("batch_norm_by_hand", "nccl2", trainers)
-    with pytest.raises(ConfigError, match=r"clip_local_norm=1.0 clips what each trainer's own rows make"):
+    with pytest.raises(
+        ConfigError, match=r"clip_local_norm=1.0 clips what each trainer's own rows make"
+    ):
         planned("masked_mean", "nccl2", 2, reduce=dtrans.Reduce(clip_local_norm=1.0))
 
 
@@ -101,7 +109,8 @@ def test_gradients_that_the_step_takes_itself_are_accumulated() -> None:
 
 @pytest.mark.usefixtures("x64")
 def test_parts_may_have_one_row() -> None:
-    """JAX leaves out what changes nothing for one row; parts are written from the whole batch, which has several."""
+    """JAX leaves out what changes nothing for one row; parts are written from the whole batch,
+    which has several."""
     plan = planned("masked_mean", "nccl2", 2, num_micro_batch=6)
     assert (report := plan.verify(*step_zoo.by_name("masked_mean").batch(12))), str(report)
     case = step_zoo.by_name("masked_mean")

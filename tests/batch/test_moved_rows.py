@@ -1,4 +1,5 @@
-"""Losses that concatenate, slice, pad or loop over the rows of a batch: trainers exchange sums only."""
+"""Losses that concatenate, slice, pad or loop over the rows of a batch: trainers exchange sums
+only."""
 
 from __future__ import annotations
 
@@ -53,7 +54,16 @@ def summed_in_a_scan(p: Any, x: Any, y: Any) -> Any:
     return lax.scan(lambda c, r: (c + jnp.square(critic(p, r)), None), 0.0, x)[0] / len(x)
 
 
-LOSSES = [reals_and_fakes, two_crops, consecutive, every_second, padded, over_rows, time_first, summed_in_a_scan]
+LOSSES = [
+    reals_and_fakes,
+    two_crops,
+    consecutive,
+    every_second,
+    padded,
+    over_rows,
+    time_first,
+    summed_in_a_scan,
+]
 
 
 def planned(loss: Any, trainers: int, rows: int) -> tuple[Any, Any, Any, Any]:
@@ -109,7 +119,12 @@ def moved_results(p: Any, x: Any, y: Any) -> Any:
 @pytest.mark.parametrize(("trainers", "rows"), [(2, 12), (3, 12), (3, 11)])
 def test_results_of_moved_rows_are_in_the_sequence_of_one_device(trainers: int, rows: int) -> None:
     tx, rng = optax.sgd(0.1), np.random.default_rng(0)
-    params = {"w": rng.normal(size=(4, 3)), "b": np.ones(3), "v": rng.normal(size=3), "c": np.ones(())}
+    params = {
+        "w": rng.normal(size=(4, 3)),
+        "b": np.ones(3),
+        "v": rng.normal(size=3),
+        "c": np.ones(()),
+    }
     step, start = dtrans.make_train_step(moved_results, tx, has_aux=True), (params, tx.init(params))
     batch = rng.normal(size=(rows, 4)), rng.normal(size=(rows, 4))
     main, startup = dtrans.trace(step, *start, *batch), dtrans.trace(lambda: start)

@@ -24,7 +24,9 @@ def init() -> tuple[Any, Any]:
     return params, TX.init(params)
 
 
-def given(loss: Any = lambda params, x: jnp.mean((x @ params["w"]) ** 2), *batch: Any) -> tuple[Any, Any]:
+def given(
+    loss: Any = lambda params, x: jnp.mean((x @ params["w"]) ** 2), *batch: Any
+) -> tuple[Any, Any]:
     step = dtrans.make_train_step(loss, TX)
     return dtrans.trace(step, *init(), *(batch or (X,))), dtrans.trace(init)
 
@@ -37,14 +39,20 @@ def given(loss: Any = lambda params, x: jnp.mean((x @ params["w"]) ** 2), *batch
         ("::1:80", "'::1:80' is not an endpoint"),
         (None, "pservers must be endpoints, such as .* it is None"),
         (5, "pservers must be endpoints, such as .* it is 5"),
-        ("0.0.0.0:6000", "'0.0.0.0:6000' is every address of a host, .* write the one at which the others reach it"),
+        (
+            "0.0.0.0:6000",
+            "'0.0.0.0:6000' is every address of a host, .* write the one at which the others reach "
+            "it",
+        ),
         ("[::]:6000", "is every address of a host"),
     ],
 )
 def test_endpoints_that_nobody_can_reach(pservers: Any, match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         dtrans.pserver(*given(), pservers=pservers, trainers=2)
-    assert dtrans.pserver(*given(), pservers="[::1]:6000", trainers=2).servers.keys() == {"[::1]:6000"}
+    assert dtrans.pserver(*given(), pservers="[::1]:6000", trainers=2).servers.keys() == {
+        "[::1]:6000"
+    }
 
 
 def test_a_dispatcher_that_answers_differently_each_time() -> None:
@@ -56,9 +64,14 @@ def test_a_dispatcher_that_answers_differently_each_time() -> None:
             return [("127.0.0.1:1", "127.0.0.1:2")[len(asked) % 2] for _ in blocks]
 
     placement = dtrans.BlockPlacement(split_method=Fickle, min_block_size=1)
-    match = "Fickle.dispatch placed params/w.block0 on 127.0.0.1:2, and on 127.0.0.1:1 when it was asked again"
+    match = (
+        "Fickle.dispatch placed params/w.block0 on 127.0.0.1:2, and on 127.0.0.1:1 when it "
+        "was asked again"
+    )
     with pytest.raises(ConfigError, match=match):
-        dtrans.pserver(*given(), pservers="127.0.0.1:1,127.0.0.1:2", trainers=2, placement=placement)
+        dtrans.pserver(
+            *given(), pservers="127.0.0.1:1,127.0.0.1:2", trainers=2, placement=placement
+        )
 
 
 def noisy(params: Any, x: Any, key: Any) -> jax.Array:
@@ -69,10 +82,13 @@ def test_two_numbers_of_a_key_are_no_rows() -> None:
     key = jax.random.PRNGKey(0)
     programs = given(noisy, X[:2], key)
     with pytest.raises(
-        ConfigError, match=r"key is uint32\[2\], a key as jax.random.PRNGKey makes it, .* jax.random.key"
+        ConfigError,
+        match=r"key is uint32\[2\], a key as jax.random.PRNGKey makes it, .* jax.random.key",
     ):
         dtrans.nccl2(*programs, trainers=2)
-    ids = given(lambda params, x, ids: jnp.mean((x @ params["w"])[:, 0] * ids), X[:2], np.ones(2, np.uint32))
+    ids = given(
+        lambda params, x, ids: jnp.mean((x @ params["w"])[:, 0] * ids), X[:2], np.ones(2, np.uint32)
+    )
     assert "exact: mean over 4 rows" in str(dtrans.nccl2(*ids, trainers=2))  # two rows are two rows
 
 
@@ -80,7 +96,8 @@ def test_a_constant_with_the_rows_of_the_first_batch() -> None:
     weights = np.ones(4, np.float32)
     programs = given(lambda params, x: jnp.mean((x @ params["w"])[:, 0] * weights))
     match = (
-        r"with x of shape \(4, 6\), and cannot be with \(8, 6\): .*\n.*constant may have the size of the first batch"
+        r"with x of shape \(4, 6\), and cannot be with \(8, 6\): .*\n.*constant may have the "
+        r"size of the first batch"
     )
     with pytest.raises(TraceError, match=match):
         dtrans.nccl2(*programs, trainers=2)
@@ -97,7 +114,10 @@ def test_a_batch_of_another_type_is_not_compiled_anew(mode: str) -> None:
     job = plans[mode]().simulate()
     state = job.init()
     for other in (X.astype(np.int32), jnp.asarray(X, jnp.bfloat16)):
-        with pytest.raises(BatchError, match=rf"x is {other.dtype}, the step was traced with float32\[4,6\]: cast it"):
+        with pytest.raises(
+            BatchError,
+            match=rf"x is {other.dtype}, the step was traced with float32\[4,6\]: cast it",
+        ):
             job.step(state, other)
     job.step(state, X.astype(np.float64))  # JAX takes it in as float32
 

@@ -1,4 +1,5 @@
-"""Losses that pick an entry of each row by its number: each trainer and each micro-batch picks from its own rows."""
+"""Losses that pick an entry of each row by its number: each trainer and each micro-batch picks from
+its own rows."""
 
 from __future__ import annotations
 
@@ -52,7 +53,10 @@ LOSSES = {
 
 def case_of(loss: Any) -> step_zoo.StepCase:
     def init(key: jax.Array) -> Any:
-        w, v = jax.random.normal(key, (6, 5), jnp.float64), jax.random.normal(key, (5, CLASSES), jnp.float64)
+        w, v = (
+            jax.random.normal(key, (6, 5), jnp.float64),
+            jax.random.normal(key, (5, CLASSES), jnp.float64),
+        )
         params = {"w": w, "v": v}
         return params, optax.sgd(0.1).init(params)
 
@@ -62,7 +66,10 @@ def case_of(loss: Any) -> step_zoo.StepCase:
 def planned(case: step_zoo.StepCase, trainers: int, mode: str) -> Any:
     key = jax.random.key(0)
     rows = 12 if mode == "pipeline" else 6
-    given = dtrans.trace(case.step, *case.init(key), *case.batch(rows)), dtrans.trace(case.init, key)
+    given = (
+        dtrans.trace(case.step, *case.init(key), *case.batch(rows)),
+        dtrans.trace(case.init, key),
+    )
     if mode == "pipeline":
         return dtrans.pipeline(*given, num_stages=2, num_micro_batch=trainers)
     if mode == "pserver":
@@ -112,7 +119,8 @@ def test_a_loss_that_picks_from_each_row_is_made_of_its_parts(name: str) -> None
 
 @pytest.mark.usefixtures("x64")
 def test_picks_in_a_loop_exchange_nothing() -> None:
-    """That parts add up is not proven: the loop forward hands its row numbers to the one backward."""
+    """That parts add up is not proven: the loop forward hands its row numbers to the one
+    backward."""
     case = case_of(in_scan)
     for mode in ("nccl2", "stage 1", "pserver"):
         plan = planned(case, 3, mode)
@@ -125,7 +133,10 @@ def test_picks_in_a_loop_exchange_nothing() -> None:
 @pytest.mark.parametrize(
     ("name", "loss"),
     [
-        ("rolled", lambda p, x, y: -logits(p, x[:, 0])[jnp.roll(jnp.arange(len(y)), 1), y[:, 0]].mean()),
+        (
+            "rolled",
+            lambda p, x, y: -logits(p, x[:, 0])[jnp.roll(jnp.arange(len(y)), 1), y[:, 0]].mean(),
+        ),
         ("reversed", lambda p, x, y: -logits(p, x[:, 0])[jnp.arange(len(y))[::-1], y[:, 0]].mean()),
         ("shorter", lambda p, x, y: -logits(p, x[:, 0])[jnp.arange(len(y) - 1), y[1:, 0]].mean()),
         ("halved", lambda p, x, y: -logits(p, x[:, 0])[jnp.arange(len(y)) // 2, y[:, 0]].mean()),

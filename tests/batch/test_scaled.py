@@ -1,4 +1,5 @@
-"""Powers of the number of parts: functions that scale with their operands, and functions that do not."""
+"""Powers of the number of parts: functions that scale with their operands, and functions that do
+not."""
 
 from __future__ import annotations
 
@@ -25,8 +26,12 @@ PARTS = 3
 
 
 def powers(fn: Callable[[Any, int], Any]) -> list[int | None]:
-    """Return the powers of a function of a value and of the number of rows, which the parts have less of."""
-    pair = [inline_calls(jax.make_jaxpr(lambda x, rows=rows: fn(x, rows))(X)) for rows in (12 // PARTS, 12)]
+    """Return the powers of a function of a value and of the number of rows, which the parts have
+    less of."""
+    pair = [
+        inline_calls(jax.make_jaxpr(lambda x, rows=rows: fn(x, rows))(X))
+        for rows in (12 // PARTS, 12)
+    ]
     return _Pairing(PARTS, {}).powers(pair, [0])
 
 
@@ -49,7 +54,9 @@ DOES_NOT: dict[str, Callable[[Any, int], Any]] = {
     "root": lambda x, rows: jnp.sqrt(jnp.abs(x / rows)),
     "truncated": lambda x, rows: (x / rows).astype(jnp.int32),
     "a function of some rows": lambda x, rows: (x / rows).at[0].apply(jnp.exp),
-    "filled": lambda x, rows: jnp.take(x / rows, jnp.array([7]), axis=0, mode="fill", fill_value=7.0),
+    "filled": lambda x, rows: jnp.take(
+        x / rows, jnp.array([7]), axis=0, mode="fill", fill_value=7.0
+    ),
     "whole quotient": lambda x, rows: lax.div(jnp.int32(7), jnp.int32(rows)) * x.astype(jnp.int32),
 }
 
@@ -64,7 +71,9 @@ def test_what_scales(name: str) -> None:
 W, B = jnp.ones((4, 3)), jnp.zeros(3)
 LINEAR: dict[str, Callable[..., Any]] = {
     "bias": lambda p, x: jnp.mean(jnp.tanh(x @ p["w"]) + p["b"]),
-    "relu, bias and penalty": lambda p, x: jnp.mean(jax.nn.relu(x @ p["w"]) + p["b"]) + 0.1 * (p["w"] ** 2).sum(),
+    "relu, bias and penalty": lambda p, x: (
+        jnp.mean(jax.nn.relu(x @ p["w"]) + p["b"]) + 0.1 * (p["w"] ** 2).sum()
+    ),
     "sum": lambda p, x: jnp.sum(jnp.tanh(x @ p["w"]) + p["b"]),
     "concatenated": lambda p, x: jnp.mean(jnp.concatenate([x @ p["w"], x @ p["w"] + p["b"]])),
 }
@@ -79,7 +88,9 @@ def asynchronous(loss: Callable[..., Any]) -> dtrans.PServerPlan:
     tx = optax.sgd(0.1)
     init = lambda: ({"w": W, "b": B}, tx.init({"w": W, "b": B}))
     main = dtrans.trace(dtrans.make_train_step(loss, tx), *init(), jnp.ones((6, 4)))
-    return dtrans.pserver(main, dtrans.trace(init), pservers="127.0.0.1:6174", trainers=2, mode=dtrans.Async())
+    return dtrans.pserver(
+        main, dtrans.trace(init), pservers="127.0.0.1:6174", trainers=2, mode=dtrans.Async()
+    )
 
 
 @pytest.mark.parametrize("name", LINEAR)
@@ -89,7 +100,14 @@ def test_asynchronous_trainers_push_gradients_of_their_part(name: str) -> None:
     sent = [e.invars[0] for e in program.eqns if e.primitive.name == "send"]
     kept, _ = backward_slice(program.eqns, sent)
     eqns = [program.eqns[i] for i in kept]
-    pushed = closed(program.inner.constvars, program.jaxpr.consts, program.inner.invars, sent, eqns, program.jaxpr)
+    pushed = closed(
+        program.inner.constvars,
+        program.jaxpr.consts,
+        program.inner.invars,
+        sent,
+        eqns,
+        program.jaxpr,
+    )
     x = jnp.arange(24.0).reshape(6, 4) / 10 - 1
     values = {"params/w": W + 0.5, "params/b": B, "x": x}
     found = evaluate(pushed, *(values[n] for n in program.in_names))
@@ -101,7 +119,9 @@ def test_asynchronous_trainers_push_gradients_of_their_part(name: str) -> None:
 
 @pytest.mark.parametrize("name", NOT_ALONE)
 def test_what_is_no_multiple_of_its_term_is_refused_by_its_line(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"numbers of the size of the batch, .* for test_scaled.py:\d+\)"):
+    with pytest.raises(
+        ConfigError, match=r"numbers of the size of the batch, .* for test_scaled.py:\d+\)"
+    ):
         asynchronous(NOT_ALONE[name])
 
 

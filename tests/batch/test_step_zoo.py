@@ -1,8 +1,10 @@
-"""Steps as people write them: the job gives one device's numbers, parameters and results, whatever the loss.
+"""Steps as people write them: the job gives one device's numbers, parameters and results, whatever
+the loss.
 
-Plans are verified without a tolerance, a sample of them by day: under nccl2, the stages of sharding, with parameter
-servers, on two or three trainers that may not divide the batch, and in a pipeline. Jobs of some cases run, in 64 bits:
-numbers differ by at most 1e-12 of what they are, or of one."""
+Plans are verified without a tolerance, a sample of them by day: under nccl2, the stages of
+sharding, with parameter servers, on two or three trainers that may not divide the batch, and in a
+pipeline. Jobs of some cases run, in 64 bits: numbers differ by at most 1e-12 of what they are, or
+of one."""
 
 from __future__ import annotations
 
@@ -31,10 +33,17 @@ MODES = ("nccl2", "stage 1", "stage 2", "stage 3", "pserver", "pipeline")
 NOT_ON_SERVERS = {  # what they are refused for
     "metrics_grad_norm": "aux/norm is computed from gradients",
 }
-MEET = "values of the whole batch .* and micro-batches exchange nothing but .* or say batch='micro': then each part has"
+MEET = (
+    "values of the whole batch .* and micro-batches exchange nothing but .* or say "
+    "batch='micro': then each part has"
+)
 NOT_IN_PIPELINES = {
-    **dict.fromkeys(("flax_batch_norm", "conv_batch_norm", "batch_norm_by_hand", "remat_batch_norm"), MEET),
-    **dict.fromkeys(("equinox_batch_norm", "contrastive", "triplet_hard", "barlow_twins", "moe_top1"), MEET),
+    **dict.fromkeys(
+        ("flax_batch_norm", "conv_batch_norm", "batch_norm_by_hand", "remat_batch_norm"), MEET
+    ),
+    **dict.fromkeys(
+        ("equinox_batch_norm", "contrastive", "triplet_hard", "barlow_twins", "moe_top1"), MEET
+    ),
     "metrics_per_row": MEET,
 }
 REFUSED = {"pserver": NOT_ON_SERVERS, "pipeline": NOT_IN_PIPELINES}
@@ -58,9 +67,15 @@ def axes_of(case: step_zoo.StepCase) -> Any:
 def planned(case: step_zoo.StepCase, trainers: int, mode: str, **options: Any) -> Any:
     if mode == "pipeline":
         main = dtrans.trace(case.step, *case.init(jax.random.key(0)), *case.batch(12))
-        replicas = {"num_micro_batch": 3, "replicas": 2} if trainers == 3 else {"num_micro_batch": trainers}
+        replicas = (
+            {"num_micro_batch": 3, "replicas": 2}
+            if trainers == 3
+            else {"num_micro_batch": trainers}
+        )
         startup = dtrans.trace(case.init, jax.random.key(0))
-        return dtrans.pipeline(main, startup, num_stages=2, batch=Batch(axes=axes_of(case), **options), **replicas)
+        return dtrans.pipeline(
+            main, startup, num_stages=2, batch=Batch(axes=axes_of(case), **options), **replicas
+        )
     main = dtrans.trace(case.step, *case.init(jax.random.key(0)), *case.batch(6))
     given = main, dtrans.trace(case.init, jax.random.key(0))
     options = {"axes": axes_of(case), **options}
@@ -69,7 +84,9 @@ def planned(case: step_zoo.StepCase, trainers: int, mode: str, **options: Any) -
     if mode == "pserver":
         servers = {"pservers": "127.0.0.1:1,127.0.0.1:2", "min_block_size": 1}
         return flat_options.pserver(*given, trainers=trainers, **servers, **options)
-    return flat_options.sharding(*given, degree=trainers, stage=int(mode[-1]), min_slice_size=0, **options)
+    return flat_options.sharding(
+        *given, degree=trainers, stage=int(mode[-1]), min_slice_size=0, **options
+    )
 
 
 def ways() -> list[tuple[str, str, int, int]]:
@@ -95,7 +112,9 @@ def test_a_plan_computes_the_step(name: str, mode: str, trainers: int, rows: int
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(("name", "mode", "trainers", "rows"), JOBS)
-def test_a_job_gives_the_numbers_of_one_device(name: str, mode: str, trainers: int, rows: int) -> None:
+def test_a_job_gives_the_numbers_of_one_device(
+    name: str, mode: str, trainers: int, rows: int
+) -> None:
     case, key = step_zoo.by_name(name), jax.random.key(0)
     job = planned(case, trainers, mode).simulate()
     state, alone = job.init(key), case.init(key)
@@ -111,20 +130,26 @@ def test_a_job_gives_the_numbers_of_one_device(name: str, mode: str, trainers: i
 
 @pytest.mark.sampled(4)
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize(("mode", "name"), [(mode, name) for mode, names in REFUSED.items() for name in names])
+@pytest.mark.parametrize(
+    ("mode", "name"), [(mode, name) for mode, names in REFUSED.items() for name in names]
+)
 def test_what_servers_and_pipelines_do_not_take_is_said(mode: str, name: str) -> None:
     with pytest.raises((GradientError, ConfigError), match=REFUSED[mode][name]):
         planned(step_zoo.by_name(name), 2, mode)
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("cases", [slice(0, None, 8), pytest.param(slice(None), marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "cases", [slice(0, None, 8), pytest.param(slice(None), marks=pytest.mark.soak)]
+)
 def test_the_page_says_what_each_step_takes(cases: slice) -> None:
     """Analysis and programs, without running any: `docs/steps.md` is what they say."""
     lines = step_table.PAGE.read_text().splitlines(keepends=True)
     assert "".join(lines[: -len(step_zoo.CASES)]) == step_table.HEAD
     rows = zip(lines[-len(step_zoo.CASES) :][cases], step_zoo.CASES[cases], strict=True)
-    assert all(line == step_table.row(case) for line, case in rows), "write it anew with `make docs`"
+    assert all(line == step_table.row(case) for line, case in rows), (
+        "write it anew with `make docs`"
+    )
 
 
 @pytest.mark.usefixtures("x64")
@@ -182,7 +207,10 @@ def loss_of(kind: str) -> Any:
 def test_a_mean_is_told_from_what_looks_like_one(kind: str, proven: bool, reduce: str) -> None:
     params, tx = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(3, 2)))}, optax.sgd(0.1)
     step = dtrans.make_train_step(loss_of(kind), tx)
-    x, mask = np.random.default_rng(1).normal(size=(12, 3)), np.array([1.0, 0, 1, 1, 0, 0, 0, 0, 0, 1, 0, 1])
+    x, mask = (
+        np.random.default_rng(1).normal(size=(12, 3)),
+        np.array([1.0, 0, 1, 1, 0, 0, 0, 0, 0, 1, 0, 1]),
+    )
     main = dtrans.trace(step, params, tx.init(params), x[:6], mask[:6])
     found = share(cut(main).with_reported(), Batch(), 2, ("trainers",))
     assert (found.proven, found.reduce) == (proven, reduce)
@@ -196,7 +224,8 @@ def test_a_mean_is_told_from_what_looks_like_one(kind: str, proven: bool, reduce
 
 @pytest.mark.usefixtures("x64")
 def test_masks_differ_by_row_and_not_by_trainer() -> None:
-    """One device's mask: no two trainers draw the same one, as they would from a key that they share."""
+    """One device's mask: no two trainers draw the same one, as they would from a key that they
+    share."""
     x, w = np.ones((8, 64)), {"w": jnp.ones(64)}
     kept = lambda x, key: jax.random.bernoulli(key, 0.5, x.shape)
     loss = lambda p, x, key: (jnp.where(kept(x, key), x * p["w"], 0.0).mean(), kept(x, key))
@@ -218,7 +247,8 @@ def test_asynchronous_trainers_take_what_adds_up_and_refuse_the_rest_by_line() -
         _, given = traced(name)
         for mode in (dtrans.Async(), dtrans.HalfAsync()):
             with pytest.raises(
-                ConfigError, match=r"values of the whole batch \(.*\), and asynchronous .*batch='local'"
+                ConfigError,
+                match=r"values of the whole batch \(.*\), and asynchronous .*batch='local'",
             ):
                 dtrans.pserver(*given, **servers, mode=mode)
         plan = dtrans.pserver(*given, **servers, batch="local")
@@ -227,13 +257,24 @@ def test_asynchronous_trainers_take_what_adds_up_and_refuse_the_rest_by_line() -
 
 @pytest.mark.usefixtures("x64")
 def test_what_trainers_of_servers_exchange_takes_as_few_rounds_as_it_can() -> None:
-    rounds = {"masked_mean": 1, "contrastive": 4, "batch_norm_by_hand": 8, "dropout_key_argument": 1, "mean_loss": 0}
+    rounds = {
+        "masked_mean": 1,
+        "contrastive": 4,
+        "batch_norm_by_hand": 8,
+        "dropout_key_argument": 1,
+        "mean_loss": 0,
+    }
     for name, count in rounds.items():
         plan = planned(step_zoo.by_name(name), 2, "pserver")
         assert [e.params["round"] for e in plan.exchanges] == list(range(count)), name
-        assert [e.params["endpoint"] for e in plan.exchanges] == [f"127.0.0.1:{1 + k % 2}" for k in range(count)]
+        assert [e.params["endpoint"] for e in plan.exchanges] == [
+            f"127.0.0.1:{1 + k % 2}" for k in range(count)
+        ]
     plan = planned(step_zoo.by_name("masked_mean"), 2, "pserver")
-    told = "trainers exchange 2 values through the pservers, in 1 round; each sends 16 and receives 16 bytes"
+    told = (
+        "trainers exchange 2 values through the pservers, in 1 round; each sends 16 and "
+        "receives 16 bytes"
+    )
     assert told in str(plan)
     trainer, first, second = plan.costs()
     assert (trainer.rounds, first.rounds, second.rounds) == (2, 2, 1)
@@ -243,10 +284,14 @@ def test_what_trainers_of_servers_exchange_takes_as_few_rounds_as_it_can() -> No
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("trainers", [2, 3])
 def test_micro_batches_have_statistics_of_their_own_by_name(trainers: int) -> None:
-    """Gradients and loss are means of what each micro-batch makes of its rows, with their mean and variance."""
+    """Gradients and loss are means of what each micro-batch makes of its rows, with their mean and
+    variance."""
     case, parts = step_zoo.by_name("batch_norm_by_hand"), 2 if trainers == 2 else 6
     plan = planned(case, trainers, "pipeline", kind="micro")
-    assert f"micro: numbers are those of each of {parts} micro-batches alone, statistics too" in str(plan)
+    assert (
+        f"micro: numbers are those of each of {parts} micro-batches alone, statistics too"
+        in str(plan)
+    )
     assert str(planned(case, trainers, "pipeline", kind="local")) == str(plan)
 
     def mean_of_parts(params: Any, x: Any, y: Any) -> Any:
@@ -276,14 +321,23 @@ def test_only_pipelines_have_micro_batches_with_statistics() -> None:
         (dtrans.pserver, {"pservers": "127.0.0.1:1", "trainers": 2}),
     ):
         for batch in ("micro", Batch("micro")):
-            with pytest.raises(ConfigError, match="batch='micro' is for dtrans.pipeline, .* Say batch='local', where"):
+            with pytest.raises(
+                ConfigError,
+                match="batch='micro' is for dtrans.pipeline, .* Say batch='local', where",
+            ):
                 strategy(*given, batch=batch, **options)
 
 
 @pytest.mark.usefixtures("x64")
 def test_micro_batches_are_given_what_no_parameter_enters() -> None:
-    """What parts make by themselves they make; what is of the whole batch is made once, and its rows are handed out."""
-    values = {"masked_mean": [()], "dropout_key_argument": [(12, 8)], "metrics_counts": None, "mean_loss": None}
+    """What parts make by themselves they make; what is of the whole batch is made once, and its
+    rows are handed out."""
+    values = {
+        "masked_mean": [()],
+        "dropout_key_argument": [(12, 8)],
+        "metrics_counts": None,
+        "mean_loss": None,
+    }
     for name, shapes in values.items():
         case = step_zoo.by_name(name)
         plan = planned(case, 2, "pipeline")
@@ -310,7 +364,8 @@ def test_an_exchange_in_each_turn_of_a_loop_is_refused_by_line() -> None:
     main = dtrans.trace(dtrans.make_train_step(loss, tx), w, tx.init(w), jnp.ones((6, 2)))
     given = main, dtrans.trace(lambda w: (w, tx.init(w)), w)
     with pytest.raises(
-        ConfigError, match=r"scan has .* \(all_reduce for .*test_step_zoo.py:\d+\).*each turn would wait"
+        ConfigError,
+        match=r"scan has .* \(all_reduce for .*test_step_zoo.py:\d+\).*each turn would wait",
     ):
         dtrans.pserver(*given, trainers=2)
     assert "exact: sum over 12 rows" in str(dtrans.nccl2(*given, trainers=2))
@@ -322,42 +377,71 @@ def test_sums_are_added_up_by_servers_also_without_a_trainer_that_left() -> None
     (serve,) = plan.servers["127.0.0.1:1"].main.eqns
     assert {g.op for block in serve.params["optimize_blocks"] for g in block.grads} == {"sum"}
     assert serve.params["on_trainer_exit"] == "drop"
-    (serve,) = planned(step_zoo.by_name("masked_mean"), 2, "pserver").servers["127.0.0.1:1"].main.eqns
+    (serve,) = (
+        planned(step_zoo.by_name("masked_mean"), 2, "pserver").servers["127.0.0.1:1"].main.eqns
+    )
     assert serve.params["on_trainer_exit"] == "error"  # its numbers are those of the batch of both
-    with pytest.raises(ConfigError, match=r"on_trainer_exit='paddle': the step has values of the whole batch \(all_"):
+    with pytest.raises(
+        ConfigError,
+        match=r"on_trainer_exit='paddle': the step has values of the whole batch \(all_",
+    ):
         planned(step_zoo.by_name("masked_mean"), 2, "pserver", on_trainer_exit="paddle")
 
 
 def traced(name: str) -> Any:
     case, key = step_zoo.by_name(name), jax.random.key(0)
-    return case, (dtrans.trace(case.step, *case.init(key), *case.batch(6)), dtrans.trace(case.init, key))
+    return case, (
+        dtrans.trace(case.step, *case.init(key), *case.batch(6)),
+        dtrans.trace(case.init, key),
+    )
 
 
 @pytest.mark.usefixtures("x64")
 def test_what_belongs_to_trainers_with_numbers_of_their_own_is_refused() -> None:
     _, given = traced("mean_loss")
-    for options in ({"reduce": "sum"}, {"batch": Batch(merge={"loss": "sum"})}, {"batch": Batch(example_count="loss")}):
-        with pytest.raises(ConfigError, match="is for batch='local', where each trainer has numbers of its own"):
+    for options in (
+        {"reduce": "sum"},
+        {"batch": Batch(merge={"loss": "sum"})},
+        {"batch": Batch(example_count="loss")},
+    ):
+        with pytest.raises(
+            ConfigError, match="is for batch='local', where each trainer has numbers of its own"
+        ):
             dtrans.nccl2(*given, trainers=2, **options)
-    with pytest.raises(ConfigError, match=r"axes=\(0, 1, 0\) has 3 entries, the step has 2 batch arguments"):
+    with pytest.raises(
+        ConfigError, match=r"axes=\(0, 1, 0\) has 3 entries, the step has 2 batch arguments"
+    ):
         dtrans.nccl2(*given, trainers=2, batch=Batch(axes=(0, 1, 0)))
-    with pytest.raises(ConfigError, match=r"axes=\(0, 1\): y is int32\[6\], which has no dimension 1"):
+    with pytest.raises(
+        ConfigError, match=r"axes=\(0, 1\): y is int32\[6\], which has no dimension 1"
+    ):
         dtrans.nccl2(*given, trainers=2, batch=Batch(axes=(0, 1)))
     for options in ({"batch": Batch("local", axes=1)}, {"batch": Batch("local", axes=(0, None))}):
-        with pytest.raises(ConfigError, match="axes=.* is for batch='exact'; with batch='local' arrays"):
+        with pytest.raises(
+            ConfigError, match="axes=.* is for batch='exact'; with batch='local' arrays"
+        ):
             dtrans.nccl2(*given, trainers=2, **options)
-        with pytest.raises(ConfigError, match="axes=.* is for batch='exact'; with batch='local' arrays"):
+        with pytest.raises(
+            ConfigError, match="axes=.* is for batch='exact'; with batch='local' arrays"
+        ):
             dtrans.pserver(*given, pservers="127.0.0.1:1", trainers=2, **options)
-        with pytest.raises(ConfigError, match="axes=.* is for batch='exact'; with batch='local' arrays"):
+        with pytest.raises(
+            ConfigError, match="axes=.* is for batch='exact'; with batch='local' arrays"
+        ):
             dtrans.pipeline(*given, num_stages=2, num_micro_batch=2, **options)
     _, given = traced("masked_mean")
-    with pytest.raises(ConfigError, match=r"clip_local_norm=1.0 clips what .* values of all of them \(all_reduce for"):
+    with pytest.raises(
+        ConfigError,
+        match=r"clip_local_norm=1.0 clips what .* values of all of them \(all_reduce for",
+    ):
         dtrans.nccl2(*given, trainers=2, reduce=dtrans.Reduce(clip_local_norm=1.0))
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("name", ["masked_mean", "dropout_key_argument", "contrastive", "batch_norm_by_hand"])
+@pytest.mark.parametrize(
+    "name", ["masked_mean", "dropout_key_argument", "contrastive", "batch_norm_by_hand"]
+)
 def test_trainers_may_be_on_two_axes(name: str) -> None:
     case, given = traced(name)
     job = dtrans.nccl2(*given, trainers=4, trainers_per_node=2).on_mesh()

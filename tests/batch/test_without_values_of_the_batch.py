@@ -33,7 +33,11 @@ def step(s: dict[str, Any], x: jax.Array) -> tuple[dict[str, Any], jax.Array]:
     noise = jax.random.normal(key, (len(x), 8))
     loss, g = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(s["w"])
     of_noise = jax.grad(lambda w: jnp.mean((noise @ w) ** 2))(s["noisy"])
-    counts = {"seen": s["seen"] + len(x), "steps": s["steps"] + 1, "best": jnp.minimum(s["best"], loss)}
+    counts = {
+        "seen": s["seen"] + len(x),
+        "steps": s["steps"] + 1,
+        "best": jnp.minimum(s["best"], loss),
+    }
     return {"w": s["w"] - 0.1 * g, "noisy": s["noisy"] - 0.1 * of_noise, "key": new, **counts}, loss
 
 
@@ -45,7 +49,11 @@ def planned(mode: str, main: dtrans.Program, startup: dtrans.Program, trainers: 
     if mode == "pserver":
         servers = [f"127.0.0.1:{i + 1}" for i in range(2)]
         return dtrans.pserver(
-            main, startup, pservers=servers, trainers=trainers, placement=dtrans.BlockPlacement(min_block_size=1)
+            main,
+            startup,
+            pservers=servers,
+            trainers=trainers,
+            placement=dtrans.BlockPlacement(min_block_size=1),
         )
     if mode == "nccl2":
         return dtrans.nccl2(main, startup, trainers=trainers)
@@ -55,7 +63,9 @@ def planned(mode: str, main: dtrans.Program, startup: dtrans.Program, trainers: 
 
 @pytest.mark.sampled(1)
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("mode", ["nccl2", pytest.param("stage 1", marks=pytest.mark.soak), "stage 3", "pserver"])
+@pytest.mark.parametrize(
+    "mode", ["nccl2", pytest.param("stage 1", marks=pytest.mark.soak), "stage 3", "pserver"]
+)
 def test_the_numbers_are_one_devices(mode: str) -> None:
     main, startup = dtrans.trace(step, init(KEY(0)), rows(8)), dtrans.trace(init, KEY(0))
     job = planned(mode, main, startup, 2).on_mesh()
@@ -73,7 +83,8 @@ def test_the_numbers_are_one_devices(mode: str) -> None:
 
 @pytest.mark.usefixtures("x64")
 def test_counts_in_the_optimizers_state_are_exact() -> None:
-    """Servers and slices, which are planned before a batch is seen, count that of each step; so does a pipeline."""
+    """Servers and slices, which are planned before a batch is seen, count that of each step; so
+    does a pipeline."""
 
     def init(key: jax.Array) -> tuple[jax.Array, jax.Array]:
         return jax.random.normal(key, (8, 2)), jnp.zeros((), int)

@@ -1,4 +1,5 @@
-"""Losses that are written for parts: micro-batches and micro-steps whose step is no multiple of their term."""
+"""Losses that are written for parts: micro-batches and micro-steps whose step is no multiple of
+their term."""
 
 from __future__ import annotations
 
@@ -70,7 +71,10 @@ def masked_and_linear(p: Any, x: Any, y: Any, key: Any) -> Any:
 
 def relu_at_zero(p: Any, x: Any, y: Any, key: Any) -> Any:
     h = jax.nn.relu(jnp.round(x) @ jnp.round(p["w"]) + p["b"])
-    return jnp.concatenate([h @ p["v"], reversed_gradient(rounded(h * 3.0) @ p["v"])]).mean() + critic(p, x).mean()
+    return (
+        jnp.concatenate([h @ p["v"], reversed_gradient(rounded(h * 3.0) @ p["v"])]).mean()
+        + critic(p, x).mean()
+    )
 
 
 def consecutive_rows(p: Any, x: Any, y: Any, key: Any) -> Any:
@@ -178,7 +182,9 @@ def test_other_batches_have_parts_too() -> None:
 @pytest.mark.sampled(4)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("kind", ["pipeline", "micro-steps"])
-@pytest.mark.parametrize("loss", [relu_at_zero, masked_and_linear, dropout_in_a_scan, reals_and_fakes])
+@pytest.mark.parametrize(
+    "loss", [relu_at_zero, masked_and_linear, dropout_in_a_scan, reals_and_fakes]
+)
 def test_a_job_gives_the_numbers_of_one_device(loss: Any, kind: str) -> None:
     plan, step, alone, batch = planned(loss, kind)
     job = plan.simulate()
@@ -206,7 +212,11 @@ clipped.defvjp(lambda w: (w, None), lambda _, g: (g / jnp.maximum(jnp.linalg.nor
 @pytest.mark.parametrize("inside", [False, True])
 def test_rules_that_are_not_linear_in_sums_of_cotangents_are_refused(inside: bool) -> None:
     def loss(p: Any, x: Any, y: Any, key: Any) -> Any:
-        w = lax.scan(lambda c, _: (clipped(c), None), p["w"], None, length=1)[0] if inside else clipped(p["w"])
+        w = (
+            lax.scan(lambda c, _: (clipped(c), None), p["w"], None, length=1)[0]
+            if inside
+            else clipped(p["w"])
+        )
         return critic({**p, "w": w}, x).mean()
 
     told = r"the derivative rule of .* for test_written_parts.py:\d+"

@@ -21,7 +21,8 @@ PAGE = 4096
 
 
 def arrays() -> dict[str, np.ndarray]:
-    """Types of NumPy's and others, sizes on both sides of a page and of a chunk, memory that begins anywhere."""
+    """Types of NumPy's and others, sizes on both sides of a page and of a chunk, memory that begins
+    anywhere."""
     rng = np.random.default_rng(0)
     aligned = BufferPool(PAGE).take("x", (3 * PAGE + 5,), "uint8")
     aligned[:] = rng.integers(0, 256, len(aligned))
@@ -46,7 +47,9 @@ def same(found: Any, wanted: Any) -> None:
 
 
 @pytest.mark.parametrize("chunk", [PAGE, 4 << 20])
-def test_what_is_written_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+def test_what_is_written_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
     monkeypatch.setattr(array_files, "CHUNK", chunk)
     held = arrays()
     types = write_arrays(tmp_path / "dense", held)
@@ -58,7 +61,9 @@ def test_what_is_written_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("refuses", ["the option", "writes"])
-def test_a_file_system_without_direct_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuses: str) -> None:
+def test_a_file_system_without_direct_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuses: str
+) -> None:
     """It has none, and says so at once or with the first write."""
     write, set_flags, is_direct = os.write, fcntl.fcntl, {}
 

@@ -1,5 +1,5 @@
-"""Checkpoints of sharded jobs: what ranks held under some plan is what ranks of any other hold, what servers hold, and
-what one device has, bit for bit; and files have no padding."""
+"""Checkpoints of sharded jobs: what ranks held under some plan is what ranks of any other hold,
+what servers hold, and what one device has, bit for bit; and files have no padding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,17 @@ import numpy as np
 import optax
 import pytest
 from checkpoint_states import OPTIMIZERS, TX, distinct
-from helpers import as_numpy, endpoints, mlp_batch, mlp_loss, mlp_params, plain_run, plain_step, tree_close, tree_equal
+from helpers import (
+    as_numpy,
+    endpoints,
+    mlp_batch,
+    mlp_loss,
+    mlp_params,
+    plain_run,
+    plain_step,
+    tree_close,
+    tree_equal,
+)
 
 import dtrans
 from dtrans import checkpoint
@@ -25,7 +35,14 @@ from dtrans.errors import CheckpointWarning, ConfigError, StateError
 
 
 # rows that no degree divides, fewer rows than ranks, one of 16 bits, no rows, no dimension
-SHAPES = {"b": (13,), "empty": (0,), "scalar": (), "table": (11, 4), "tall": (3, 17), "w": (9, 3, 2)}
+SHAPES = {
+    "b": (13,),
+    "empty": (0,),
+    "scalar": (),
+    "table": (11, 4),
+    "tall": (3, 17),
+    "w": (9, 3, 2),
+}
 EIGHT = {"degree": 8, "stage": 3}
 OWNERS = {"degree": 3, "replicas": 2, "stage": 1, "partition": "greedy_even"}
 LAYOUTS: list[dict[str, Any]] = [
@@ -46,14 +63,18 @@ def loss(params: Any, x: Any) -> Any:
 
 def whole_of(tx: Any) -> tuple[Any, Any]:
     """A state of one device; no two elements are the same."""
-    params = {n: jnp.ones(s, jnp.bfloat16 if n == "table" else jnp.float32) for n, s in SHAPES.items()}
+    params = {
+        n: jnp.ones(s, jnp.bfloat16 if n == "table" else jnp.float32) for n, s in SHAPES.items()
+    }
     return distinct(params), distinct(tx.init(params))
 
 
 def traced(tx: Any) -> tuple[Any, Any]:
     """A step, and an init that returns what it is given."""
     step = dtrans.make_train_step(loss, tx)
-    return dtrans.trace(step, *whole_of(tx), jnp.ones(24)), dtrans.trace(lambda *state: state, *whole_of(tx))
+    return dtrans.trace(step, *whole_of(tx), jnp.ones(24)), dtrans.trace(
+        lambda *state: state, *whole_of(tx)
+    )
 
 
 def planned(tx: Any, **options: Any) -> Any:
@@ -85,7 +106,9 @@ def saved(tmp_path: Path) -> tuple[Path, Any, Any]:
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("options", [EIGHT, {"degree": 2, "replicas": 2, "stage": 1}, OWNERS], ids=str)
+@pytest.mark.parametrize(
+    "options", [EIGHT, {"degree": 2, "replicas": 2, "stage": 1}, OWNERS], ids=str
+)
 def test_what_ranks_held_is_what_any_others_hold(options: Any, tmp_path: Path) -> None:
     check_layouts(OPTIMIZERS["adam"], options, LAYOUTS, tmp_path)
 
@@ -108,7 +131,8 @@ def check_layouts(tx: Any, options: Any, layouts: Sequence[Any], path: Path) -> 
 
 
 def check_ranks(job: Any, state: Any, like: Any) -> None:
-    """Assert that a state is as one that the job made: in types, where it is, and on each device, padding included."""
+    """Assert that a state is as one that the job made: in types, where it is, and on each device,
+    padding included."""
     assert jax.tree.structure(state) == jax.tree.structure(like)
     held = {**like.params, **like.opt_state}
     for n, x in {**state.params, **state.opt_state}.items():
@@ -142,11 +166,15 @@ def pieces_at(path: Path) -> dict[str, dict[str, np.ndarray]]:
 
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         folders = {piece: path / piece / "arrays" for piece in sorted(os.listdir(path))}
-        return {piece: checkpointer.restore(f) if f.exists() else {} for piece, f in folders.items()}
+        return {
+            piece: checkpointer.restore(f) if f.exists() else {} for piece, f in folders.items()
+        }
 
 
 @pytest.mark.parametrize("options", [EIGHT, EIGHT | {"stage": 1}], ids=str)
-def test_pieces_are_rows_under_the_paths_of_the_step_without_padding(options: Any, tmp_path: Path) -> None:
+def test_pieces_are_rows_under_the_paths_of_the_step_without_padding(
+    options: Any, tmp_path: Path
+) -> None:
     tx = OPTIMIZERS["adam"]
     job = on_mesh(planned(tx, **options))
     checkpoint.save(tmp_path, job, job.init(*whole_of(tx)))
@@ -165,7 +193,9 @@ def test_pieces_are_rows_under_the_paths_of_the_step_without_padding(options: An
         assert np.array_equal(np.concatenate(held, cuts[n].axis), x), n
         assert [h.shape[cuts[n].axis] for h in held[:-1]] == [cuts[n].part] * (len(held) - 1)
     assert not pieces["rank-7"]  # of 13 rows 2 each: the last rank has padding alone
-    assert {n for of in pieces.values() for n in of} == {*names} - {n for n in names if n.endswith("/empty")}
+    assert {n for of in pieces.values() for n in of} == {*names} - {
+        n for n in names if n.endswith("/empty")
+    }
 
 
 def test_each_device_gets_its_rows_and_nothing_is_put_together(
@@ -193,7 +223,9 @@ def test_each_device_gets_its_rows_and_nothing_is_put_together(
 # -- other kinds of jobs ---------------------------------------------------------------------------
 
 
-def test_trainers_that_have_everything_and_servers_go_on_from_ranks_and_ranks_from_them(tmp_path: Path) -> None:
+def test_trainers_that_have_everything_and_servers_go_on_from_ranks_and_ranks_from_them(
+    tmp_path: Path,
+) -> None:
     tx = OPTIMIZERS["state of many types"]
     want = whole_of(tx)
     ranks = on_mesh(planned(tx, **EIGHT))
@@ -201,7 +233,9 @@ def test_trainers_that_have_everything_and_servers_go_on_from_ranks_and_ranks_fr
     trainers = on_mesh(dtrans.nccl2(*traced(tx), trainers=2))
     checkpoint.save(tmp_path / "trainers", trainers, trainers.init(*want))
     assert os.listdir(tmp_path / "trainers") == ["trainer-0"]
-    servers = dtrans.pserver(*traced(tx), pservers=endpoints(3), placement=dtrans.BlockPlacement(min_block_size=1))
+    servers = dtrans.pserver(
+        *traced(tx), pservers=endpoints(3), placement=dtrans.BlockPlacement(min_block_size=1)
+    )
     for ep in servers.servers:
         checkpoint.save(tmp_path / "servers", servers, ep, checkpoint.scatter(servers, ep, *want))
     for path in tmp_path.iterdir():
@@ -210,7 +244,10 @@ def test_trainers_that_have_everything_and_servers_go_on_from_ranks_and_ranks_fr
             state = checkpoint.restore(path, job)
             check_ranks(job, state, job.init(*want))
         for ep in servers.servers:
-            got, there = checkpoint.restore(path, servers, ep), checkpoint.scatter(servers, ep, *want)
+            got, there = (
+                checkpoint.restore(path, servers, ep),
+                checkpoint.scatter(servers, ep, *want),
+            )
             assert set(got) == set(there)
             assert all(np.array_equal(as_numpy(got[n]), as_numpy(there[n])) for n in got)
 
@@ -226,11 +263,15 @@ def test_a_loss_scale_is_saved_and_begins_anew_where_it_was_not(saved: Any, tmp_
         assert np.array_equal(state.extra[n], x)
     moved = {n: x + 3 for n, x in state.extra.items()}
     checkpoint.save(tmp_path / "2", job, type(state)(state.params, state.opt_state, moved))
-    other = on_mesh(planned(OPTIMIZERS["adam"], degree=3, stage=1, precision="fp16", loss_scaling=scaling))
+    other = on_mesh(
+        planned(OPTIMIZERS["adam"], degree=3, stage=1, precision="fp16", loss_scaling=scaling)
+    )
     again = checkpoint.restore(tmp_path / "2", other)
     assert {n: x.item() for n, x in again.extra.items()} == {n: x.item() for n, x in moved.items()}
     plain = on_mesh(planned(OPTIMIZERS["adam"], **EIGHT))
-    tree_equal(whole(plain, checkpoint.restore(tmp_path / "2", plain)), whole_of(OPTIMIZERS["adam"]))
+    tree_equal(
+        whole(plain, checkpoint.restore(tmp_path / "2", plain)), whole_of(OPTIMIZERS["adam"])
+    )
     tree_equal(checkpoint.load(tmp_path / "2", plain.plan.main), whole_of(OPTIMIZERS["adam"]))
 
 
@@ -243,7 +284,9 @@ def test_a_job_that_goes_on_in_another_layout_computes_what_one_device_does(tmp_
         batches = [mlp_batch(8, dtype=jnp.float64, seed=i) for i in range(4)]
         init = lambda p: (p, TX.init(p))
         main = dtrans.trace(dtrans.make_train_step(mlp_loss, TX), *init(params), *batches[0])
-        plan = lambda **options: flat_options.sharding(main, dtrans.trace(init, params), min_slice_size=0, **options)
+        plan = lambda **options: flat_options.sharding(
+            main, dtrans.trace(init, params), min_slice_size=0, **options
+        )
         first, then = on_mesh(plan(degree=4, stage=3)), on_mesh(plan(degree=2, replicas=2, stage=1))
         state = first.init(params)
         for batch in batches[:2]:
@@ -281,33 +324,54 @@ def test_states_that_are_none_are_refused_by_name_and_types(saved: Any, tmp_path
     other = on_mesh(planned(adam, degree=2, stage=3))
     cases: list[tuple[Any, str]] = [
         (params, "save takes the state that init or step returned, not dict"),
-        (type(state)({}, opt_state), "params/b is not in the state of step; is it one of another plan"),
-        (type(state)(params, opt_state | {"opt_state/x": 1}), "opt_state/x is nothing that this plan keeps of step"),
-        (type(state)(params | {"params/b": 1.0}, opt_state), r"params/b is 1.0; this job holds float32\[16\]"),
+        (
+            type(state)({}, opt_state),
+            "params/b is not in the state of step; is it one of another plan",
+        ),
+        (
+            type(state)(params, opt_state | {"opt_state/x": 1}),
+            "opt_state/x is nothing that this plan keeps of step",
+        ),
+        (
+            type(state)(params | {"params/b": 1.0}, opt_state),
+            r"params/b is 1.0; this job holds float32\[16\]",
+        ),
         (other.init(*whole_of(adam)), r"params/b is float32\[14\]; this job holds float32\[16\]"),
     ]
     for wrong, message in cases:
         with pytest.raises(StateError, match=f"^{message}"):
             checkpoint.save(tmp_path / "2", job, wrong)
     job.step(state, jnp.ones(24))
-    with pytest.raises(StateError, match=r"^params/b was donated to a step; save the state that step returned"):
+    with pytest.raises(
+        StateError, match=r"^params/b was donated to a step; save the state that step returned"
+    ):
         checkpoint.save(tmp_path / "2", job, state)
     assert not (tmp_path / "2").exists()
-    with pytest.raises(ConfigError, match=r"or of a job that runs what .*dtrans.sharding planned .*, not ShardingPlan"):
+    with pytest.raises(
+        ConfigError,
+        match=r"or of a job that runs what .*dtrans.sharding planned .*, not ShardingPlan",
+    ):
         checkpoint.restore(tmp_path / "1", job.plan)  # type: ignore[call-overload]
 
 
 def test_a_step_refuses_the_state_of_another_plan_by_name_and_shapes(saved: Any) -> None:
     _, _, state = saved
     other = on_mesh(planned(OPTIMIZERS["adam"], degree=2, stage=1))
-    message = r"^this is not a state of this job: params/b is float32\[16\] in it, and float32\[13\] here; "
+    message = (
+        r"^this is not a state of this job: params/b is float32\[16\] in it, and "
+        r"float32\[13\] "
+        r"here; "
+    )
     with pytest.raises(StateError, match=message):
         other.step(state, jnp.ones(24))
 
 
 def test_checkpoints_that_are_not_whole_or_of_another_step(saved: Any, tmp_path: Path) -> None:
     path, job, state = saved
-    with pytest.raises(ConfigError, match=f"{path}/rank-0 is there already: save each checkpoint of rank 0 to a path"):
+    with pytest.raises(
+        ConfigError,
+        match=f"{path}/rank-0 is there already: save each checkpoint of rank 0 to a path",
+    ):
         checkpoint.save(path, job, state)
     other = on_mesh(planned(OPTIMIZERS["adam"], degree=2, stage=3))
     (path / "rank-0").rename(tmp_path / "away")
@@ -319,10 +383,15 @@ def test_checkpoints_that_are_not_whole_or_of_another_step(saved: Any, tmp_path:
         assert checkpoint.latest(tmp_path) is None
     (tmp_path / "away").rename(path / "rank-0")
     sgd = on_mesh(planned(OPTIMIZERS["sgd"], degree=2))
-    with pytest.raises(StateError, match=r"is of another step: opt_state/0/count is int32\[\] in it, and nothing in"):
+    with pytest.raises(
+        StateError,
+        match=r"is of another step: opt_state/0/count is int32\[\] in it, and nothing in",
+    ):
         checkpoint.restore(path, sgd)
     shutil.rmtree(path / "rank-6" / "arrays")
-    with pytest.raises(StateError, match=f"^{path}/rank-6 cannot be read as a piece of a checkpoint"):
+    with pytest.raises(
+        StateError, match=f"^{path}/rank-6 cannot be read as a piece of a checkpoint"
+    ):
         checkpoint.restore(path, other)
 
 
@@ -330,7 +399,9 @@ def test_a_state_is_taken_from_one_realiser_to_another_of_its_plan() -> None:
     tx, params, batch = optax.adam(0.1), mlp_params(), mlp_batch(8)
     init = lambda p: (p, tx.init(p))
     main = dtrans.trace(dtrans.make_train_step(mlp_loss, tx), *init(params), *batch)
-    plan = dtrans.sharding(main, dtrans.trace(init, params), degree=2, stage=3, slices=dtrans.Slicing(min_slice_size=0))
+    plan = dtrans.sharding(
+        main, dtrans.trace(init, params), degree=2, stage=3, slices=dtrans.Slicing(min_slice_size=0)
+    )
     mesh, one = on_mesh(plan), plan.simulate()
     want = plain_run(plain_step(mlp_loss, tx), params, tx.init(params), [batch])[:2]
     for job, other in ((mesh, one), (one, mesh)):

@@ -1,5 +1,6 @@
-"""Checkpoints of parameter-server jobs: what was saved under some plan is what is there under any other, and on one
-device; a job that goes on from one computes what it would have computed; and what is no whole checkpoint says so."""
+"""Checkpoints of parameter-server jobs: what was saved under some plan is what is there under any
+other, and on one device; a job that goes on from one computes what it would have computed; and what
+is no whole checkpoint says so."""
 
 from __future__ import annotations
 
@@ -43,7 +44,13 @@ import dtrans
 from dtrans import HashName, SizeBalanced, checkpoint
 from dtrans.checkpoint import runs
 from dtrans.checkpoint.runs import THIS_PROCESS
-from dtrans.errors import CheckpointWarning, ConfigError, StateError, TraceError, UnknownEndpointError
+from dtrans.errors import (
+    CheckpointWarning,
+    ConfigError,
+    StateError,
+    TraceError,
+    UnknownEndpointError,
+)
 from dtrans.parameter_server.plan import PServerPlan
 
 
@@ -76,7 +83,9 @@ def distinct_state(tx: Any) -> tuple[Any, Any]:
     return distinct(params), distinct(opt_state)
 
 
-def save_all(path: Any, plan: PServerPlan, servers: Mapping[str, Any], trainer: Any = None, **options: Any) -> None:
+def save_all(
+    path: Any, plan: PServerPlan, servers: Mapping[str, Any], trainer: Any = None, **options: Any
+) -> None:
     for endpoint in plan.servers:
         checkpoint.save(path, plan, endpoint, servers[endpoint], **options)
     if trainer is not None:
@@ -100,11 +109,15 @@ def tx(request: Any) -> Any:
 
 
 @pytest.mark.parametrize("options", LAYOUTS, ids=str)
-def test_what_servers_hold_is_cut_from_the_state_of_one_device_and_put_together(tx: Any, options: Any) -> None:
+def test_what_servers_hold_is_cut_from_the_state_of_one_device_and_put_together(
+    tx: Any, options: Any
+) -> None:
     plan, (params, opt_state) = planned(tx, **options), distinct_state(tx)
     held = {ep: checkpoint.scatter(plan, ep, params, opt_state) for ep in plan.servers}
     for row in plan.overview:
-        origin = dict(zip(plan.main.in_names, jax.tree.leaves((params, opt_state)), strict=False))[row.origin_name]
+        origin = dict(zip(plan.main.in_names, jax.tree.leaves((params, opt_state)), strict=False))[
+            row.origin_name
+        ]
         value = held[row.endpoint][row.slice_name]
         assert (value.shape, value.dtype) == (row.slice_shape, row.dtype)
         assert np.array_equal(as_numpy(value), as_numpy(origin[row.index])), row
@@ -119,11 +132,19 @@ def test_what_is_cut_from_an_init_is_what_startup_programs_make(options: Any) ->
 
 
 def test_values_are_copies() -> None:
-    plan = plan_of(lambda p, x: jnp.mean(x) * jnp.sum(p["w"]), optax.sgd(0.1), {"w": jnp.ones((4, 4))}, jnp.ones(2))
+    plan = plan_of(
+        lambda p, x: jnp.mean(x) * jnp.sum(p["w"]),
+        optax.sgd(0.1),
+        {"w": jnp.ones((4, 4))},
+        jnp.ones(2),
+    )
     room = np.zeros(32, np.float32)
     start = -room.ctypes.data % 64 // 4  # where JAX would take memory as it is
     mine = {"w": room[start : start + 16].reshape(4, 4)}
-    held = {ep: checkpoint.scatter(plan, ep, mine, plan.startup({"w": mine["w"]})[1]) for ep in plan.servers}
+    held = {
+        ep: checkpoint.scatter(plan, ep, mine, plan.startup({"w": mine["w"]})[1])
+        for ep in plan.servers
+    }
     mine["w"][:] = 7
     assert not any(np.any(x) for state in held.values() for x in state.values())
     there = {ep: {n: np.array(x) for n, x in state.items()} for ep, state in held.items()}
@@ -133,12 +154,16 @@ def test_values_are_copies() -> None:
             x[...] = 7
     assert not np.any(whole["w"])
     # memory that may be donated is nobody else's; that of a whole leaf neither
-    one = plan_of(lambda p, x: jnp.mean(x) * jnp.sum(p["w"]), optax.sgd(0.1), mine, jnp.ones(2), servers=1)
+    one = plan_of(
+        lambda p, x: jnp.mean(x) * jnp.sum(p["w"]), optax.sgd(0.1), mine, jnp.ones(2), servers=1
+    )
     given = {"w": jnp.ones((4, 4))}
     (ep,) = one.servers
     state = checkpoint.scatter(one, ep, given, one.startup(given)[1])
     whole, _ = checkpoint.gather(one, {ep: state})
-    assert len({x.unsafe_buffer_pointer() for x in (given["w"], state["params/w"], whole["w"])}) == 3
+    assert (
+        len({x.unsafe_buffer_pointer() for x in (given["w"], state["params/w"], whole["w"])}) == 3
+    )
 
 
 def test_what_several_servers_hold_must_be_the_same() -> None:
@@ -146,14 +171,18 @@ def test_what_several_servers_hold_must_be_the_same() -> None:
     held = {ep: checkpoint.scatter(plan, ep, *whole) for ep in plan.servers}
     first, second, _ = plan.servers
     held[second]["opt_state/0/count"] += 1
-    message = f"opt_state/0/count is not the same on {first} and {second}: .* are these states of one job"
+    message = (
+        f"opt_state/0/count is not the same on {first} and {second}: .* are these states of one job"
+    )
     with pytest.raises(StateError, match=message):
         checkpoint.gather(plan, held)
 
 
 def test_the_last_bits_of_what_several_servers_compute_may_differ() -> None:
     # a norm of all gradients, kept: each server makes it of what it was told
-    kept = optax.GradientTransformation(lambda p: jnp.ones(2), lambda g, s, p=None: (g, 0.9 * s + optax.tree.norm(g)))
+    kept = optax.GradientTransformation(
+        lambda p: jnp.ones(2), lambda g, s, p=None: (g, 0.9 * s + optax.tree.norm(g))
+    )
     plan = planned(optax.chain(kept, optax.sgd(0.1)))
     held = start_servers(plan, some_params())
     first, second, third = plan.servers
@@ -164,7 +193,10 @@ def test_the_last_bits_of_what_several_servers_compute_may_differ() -> None:
         assert np.array_equal(checkpoint.gather(plan, held)[1][0], [1, last], equal_nan=True)
         for far in ([1.01, last], [1, 2.0], [np.nan, last], [np.inf, last]):
             held[third]["opt_state/0"] = jnp.array(far, jnp.float32)
-            with pytest.raises(StateError, match=f"opt_state/0 is not the same on {first} and {third}: .*1.* and .*"):
+            with pytest.raises(
+                StateError,
+                match=f"opt_state/0 is not the same on {first} and {third}: .*1.* and .*",
+            ):
                 checkpoint.gather(plan, held)
 
 
@@ -176,8 +208,14 @@ def test_states_that_are_none_are_refused_by_name() -> None:
     refused: list[tuple[Any, str]] = [
         ({first: held[first]}, f"the state of pserver {second} is not there"),
         ({**held, second: {}}, f"is not in the state of pserver {second}"),
-        ({**held, second: held[second] | {"params/x": 1}}, f"params/x is nothing that this plan puts .* {second}"),
-        ({**held, second: [1]}, f"the state of pserver {second} is a dict of arrays by name, not list"),
+        (
+            {**held, second: held[second] | {"params/x": 1}},
+            f"params/x is nothing that this plan puts .* {second}",
+        ),
+        (
+            {**held, second: [1]},
+            f"the state of pserver {second} is a dict of arrays by name, not list",
+        ),
         (
             {**held, first: held[first] | {name: jnp.ones((4, 4))}},
             rf"{name} is float32\[4, 4\]; pserver {first} holds bfloat16\[4, 4\]",
@@ -193,7 +231,10 @@ def test_states_that_are_none_are_refused_by_name() -> None:
         checkpoint.scatter(plan, "a:1", params, opt_state)
     with pytest.raises(TraceError, match="opt_state has another structure"):
         checkpoint.scatter(plan, first, params, ())
-    with pytest.raises(StateError, match=r"params/w is float32\[2\]; the step of this plan, step, takes float32\[9, "):
+    with pytest.raises(
+        StateError,
+        match=r"params/w is float32\[2\]; the step of this plan, step, takes float32\[9, ",
+    ):
         checkpoint.scatter(plan, first, params | {"w": jnp.ones(2)}, opt_state)
     with pytest.raises(ConfigError, match="the plan that dtrans.pserver made .*, not Program"):
         checkpoint.gather(plan.main, held)
@@ -206,7 +247,9 @@ def test_a_state_that_was_donated_is_refused(tmp_path: Path) -> None:
     old = job.init(params)
     job.step(old, *batch)
     (ep, *_) = plan.servers
-    with pytest.raises(StateError, match="was donated to a step; save the state that step returned"):
+    with pytest.raises(
+        StateError, match="was donated to a step; save the state that step returned"
+    ):
         checkpoint.save(tmp_path, plan, ep, old.servers[ep])
     assert os.listdir(tmp_path) == []
 
@@ -216,14 +259,23 @@ def test_a_state_that_was_donated_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", LAYOUTS, ids=str)
-def test_a_checkpoint_serves_any_other_servers_and_one_device(tx: Any, options: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_serves_any_other_servers_and_one_device(
+    tx: Any, options: Any, tmp_path: Path
+) -> None:
     plan, (params, opt_state) = planned(tx, **options), distinct_state(tx)
-    save_all(tmp_path / "1", plan, {ep: checkpoint.scatter(plan, ep, params, opt_state) for ep in plan.servers})
+    save_all(
+        tmp_path / "1",
+        plan,
+        {ep: checkpoint.scatter(plan, ep, params, opt_state) for ep in plan.servers},
+    )
     tree_equal(checkpoint.load(tmp_path / "1", plan.main), (params, opt_state))
     for layout in LAYOUTS:
         other = planned(tx, **layout)
         for ep in other.servers:
-            same(checkpoint.restore(str(tmp_path / "1"), other, ep), checkpoint.scatter(other, ep, params, opt_state))
+            same(
+                checkpoint.restore(str(tmp_path / "1"), other, ep),
+                checkpoint.scatter(other, ep, params, opt_state),
+            )
 
 
 def test_backups_are_saved_or_begin_as_the_parameters(tmp_path: Path) -> None:
@@ -231,7 +283,9 @@ def test_backups_are_saved_or_begin_as_the_parameters(tmp_path: Path) -> None:
     plan, (params, opt_state) = planned(tx, **DC_ASGD), distinct_state(tx)
     held = {ep: checkpoint.scatter(plan, ep, params, opt_state) for ep in plan.servers}
     for i, (ep, state) in enumerate(held.items()):
-        held[ep] = {n: x + i + 1 if "_bak" in n or "mean_square" in n else x for n, x in state.items()}
+        held[ep] = {
+            n: x + i + 1 if "_bak" in n or "mean_square" in n else x for n, x in state.items()
+        }
     save_all(tmp_path / "async", plan, held)
     for ep in plan.servers:
         same(checkpoint.restore(tmp_path / "async", plan, ep), held[ep])
@@ -241,14 +295,23 @@ def test_backups_are_saved_or_begin_as_the_parameters(tmp_path: Path) -> None:
     two = planned(tx, 2, **DC_ASGD)
     (ep, _) = two.servers
     got = checkpoint.restore(tmp_path / "async", two, ep)
-    saved = [held[r.endpoint][r.slice_name] for r in plan.overview.by_origin("params/w.trainer_1_bak")]
+    saved = [
+        held[r.endpoint][r.slice_name] for r in plan.overview.by_origin("params/w.trainer_1_bak")
+    ]
     (row,) = (r for r in two.overview.by_endpoint(ep) if r.origin_name == "params/w.trainer_1_bak")
     assert np.array_equal(got[row.slice_name], np.concatenate(saved)[row.index])
     # a job that had none
     plain = planned(tx, 2)
-    save_all(tmp_path / "sync", plain, {ep: checkpoint.scatter(plain, ep, params, opt_state) for ep in plain.servers})
+    save_all(
+        tmp_path / "sync",
+        plain,
+        {ep: checkpoint.scatter(plain, ep, params, opt_state) for ep in plain.servers},
+    )
     for ep in plan.servers:
-        same(checkpoint.restore(tmp_path / "sync", plan, ep), checkpoint.scatter(plan, ep, params, opt_state))
+        same(
+            checkpoint.restore(tmp_path / "sync", plan, ep),
+            checkpoint.scatter(plan, ep, params, opt_state),
+        )
 
 
 def test_only_what_has_rows_of_a_server_is_read(tmp_path: Path) -> None:
@@ -262,8 +325,13 @@ def test_only_what_has_rows_of_a_server_is_read(tmp_path: Path) -> None:
     two = plan_of(loss, tx, params, jnp.ones(2), servers=2)
     first, second = two.servers
     same(checkpoint.restore(tmp_path, two, first), checkpoint.scatter(two, first, *whole))
-    for fails in (lambda: checkpoint.restore(tmp_path, two, second), lambda: checkpoint.load(tmp_path, plan.main)):
-        with pytest.raises(StateError, match=f"^{tmp_path}/pserver-3 cannot be read as a piece of a checkpoint"):
+    for fails in (
+        lambda: checkpoint.restore(tmp_path, two, second),
+        lambda: checkpoint.load(tmp_path, plan.main),
+    ):
+        with pytest.raises(
+            StateError, match=f"^{tmp_path}/pserver-3 cannot be read as a piece of a checkpoint"
+        ):
             fails()
 
 
@@ -285,7 +353,9 @@ def test_random_keys_of_another_kind_keep_it(tmp_path: Path) -> None:
         tx, params = optax.chain(odd_state(), optax.sgd(0.1)), {"w": jnp.ones((4, 2))}
         plan = plan_of(loss, tx, params, jnp.ones(2), servers=2)
         opt_state = tx.init(params)
-    save_all(tmp_path, plan, {ep: checkpoint.scatter(plan, ep, params, opt_state) for ep in plan.servers})
+    save_all(
+        tmp_path, plan, {ep: checkpoint.scatter(plan, ep, params, opt_state) for ep in plan.servers}
+    )
     key = checkpoint.load(tmp_path, plan.main)[1][0]["key"]
     assert jax.random.key_impl(key) == "rbg"
     tree_equal(key, opt_state[0]["key"])
@@ -294,7 +364,9 @@ def test_random_keys_of_another_kind_keep_it(tmp_path: Path) -> None:
 def test_servers_without_blocks_save_that_they_hold_nothing(tmp_path: Path) -> None:
     params = {"w": jnp.arange(2.0)}
     plan = plan_of(loss, optax.sgd(0.1), params, jnp.ones(2), servers=3, min_block_size=8192)
-    held = {ep: checkpoint.scatter(plan, ep, params, plan.startup(params)[1]) for ep in plan.servers}
+    held = {
+        ep: checkpoint.scatter(plan, ep, params, plan.startup(params)[1]) for ep in plan.servers
+    }
     assert sorted(map(len, held.values())) == [0, 0, 1]
     save_all(tmp_path, plan, held)
     assert len(os.listdir(tmp_path)) == 3
@@ -323,13 +395,17 @@ def test_what_trainers_hold_is_saved_by_trainer_0(tmp_path: Path) -> None:
     state, _ = job.step(job.init(params), *batch)
     trained = job.params(state)
     assert np.any(trained["mean"])
-    with pytest.raises(StateError, match=r"params/mean is on no server: gather\(plan, servers, trainer\) takes"):
+    with pytest.raises(
+        StateError, match=r"params/mean is on no server: gather\(plan, servers, trainer\) takes"
+    ):
         checkpoint.gather(plan, state.servers)
     tree_equal(checkpoint.gather(plan, state.servers, trained), (trained, ()))
     save_all(tmp_path / "1", plan, state.servers)
     with pytest.raises(StateError, match="is not whole: trainer-0 of trainer 0 is not there"):
         checkpoint.load(tmp_path / "1", plan.main)
-    with pytest.raises(StateError, match=r"params/mean is float32\[2\]; a trainer holds float32\[5\]"):
+    with pytest.raises(
+        StateError, match=r"params/mean is float32\[2\]; a trainer holds float32\[5\]"
+    ):
         checkpoint.save_trainer(tmp_path / "1", plan, trained | {"mean": jnp.ones(2)})
     checkpoint.save_trainer(tmp_path / "1", plan, trained)
     tree_equal(checkpoint.load(tmp_path / "1", plan.main), (trained, ()))
@@ -364,7 +440,12 @@ def test_statistics_that_servers_average_are_saved_by_servers(tmp_path: Path) ->
         save_all(tmp_path / "2", plan, state.servers, whole[0])
         tree_equal(checkpoint.load(tmp_path / "2", own.main), whole)
         # from servers to trainers, and back
-        save_all(tmp_path / "own", own, {ep: checkpoint.scatter(own, ep, *whole) for ep in own.servers}, whole[0])
+        save_all(
+            tmp_path / "own",
+            own,
+            {ep: checkpoint.scatter(own, ep, *whole) for ep in own.servers},
+            whole[0],
+        )
         for path in (tmp_path / "2", tmp_path / "own"):
             for p in (plan, other, own):
                 for ep in p.servers:
@@ -372,7 +453,9 @@ def test_statistics_that_servers_average_are_saved_by_servers(tmp_path: Path) ->
                 got, spec = checkpoint.restore_trainer(path, p, params), p.main.args[0]
                 want = [
                     b if n in p.frozen else a
-                    for n, a, b in zip(spec.names, spec.flatten(params), spec.flatten(whole[0]), strict=True)
+                    for n, a, b in zip(
+                        spec.names, spec.flatten(params), spec.flatten(whole[0]), strict=True
+                    )
                 ]
                 tree_equal(got, spec.unflatten(want))
         # a job with other servers goes on
@@ -381,7 +464,11 @@ def test_statistics_that_servers_average_are_saved_by_servers(tmp_path: Path) ->
         for batch in batches[2:]:
             state, _ = job.step(state, *batch)
             after, _ = again.step(after, *batch)
-        tree_close((again.params(after), again.opt_state(after)), (job.params(state), job.opt_state(state)), 1e-12)
+        tree_close(
+            (again.params(after), again.opt_state(after)),
+            (job.params(state), job.opt_state(state)),
+            1e-12,
+        )
 
 
 def test_a_leaf_that_nothing_changes_and_servers_read_is_saved_by_both(tmp_path: Path) -> None:
@@ -409,7 +496,10 @@ def test_a_leaf_that_nothing_changes_and_servers_read_is_saved_by_both(tmp_path:
     tree_equal(checkpoint.gather(plan, held, whole[0]), whole)
     save_all(tmp_path, plan, held, whole[0])
     tree_equal(checkpoint.load(tmp_path, main), whole)
-    tree_equal(checkpoint.restore_trainer(tmp_path, plan, params), {"scale": whole[0]["scale"], "w": params["w"]})
+    tree_equal(
+        checkpoint.restore_trainer(tmp_path, plan, params),
+        {"scale": whole[0]["scale"], "w": params["w"]},
+    )
     for ep in plan.servers:
         same(checkpoint.restore(tmp_path, plan, ep), held[ep])
 
@@ -438,7 +528,11 @@ def batches_of(count: int) -> list[Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "first, then",
-    [((2, {}), (3, {})), ((3, {}), (1, {})), ((1, {}), (4, {"min_block_size": 7, "split_method": HashName}))],
+    [
+        ((2, {}), (3, {})),
+        ((3, {}), (1, {})),
+        ((1, {}), (4, {"min_block_size": 7, "split_method": HashName})),
+    ],
     ids=["2 to 3", "3 to 1", "1 to 4"],
 )
 def test_a_job_that_goes_on_with_other_servers_computes_what_one_device_does(
@@ -447,7 +541,8 @@ def test_a_job_that_goes_on_with_other_servers_computes_what_one_device_does(
     with jax.enable_x64(True):
         params, batches = mlp_params(dtype=jnp.float64), batches_of(6)
         plans = [
-            plan_of(mlp_loss, TX, params, *batches[0], servers=n, trainers=2, **options) for n, options in (first, then)
+            plan_of(mlp_loss, TX, params, *batches[0], servers=n, trainers=2, **options)
+            for n, options in (first, then)
         ]
         job = plans[0].on_mesh()
         state = job.init(params)
@@ -479,11 +574,17 @@ def serve_saved(plan: PServerPlan, endpoint: str, start: Any, stop: Path, params
     """One pserver from a checkpoint, or from its startup program, to a checkpoint."""
     with dtrans.Executor(deadline=HANG) as exe:
         programs = plan.servers[endpoint]
-        state = checkpoint.restore(start, plan, endpoint) if start else exe.run(programs.startup, params)
+        state = (
+            checkpoint.restore(start, plan, endpoint)
+            if start
+            else exe.run(programs.startup, params)
+        )
         checkpoint.save(stop, plan, endpoint, exe.run(programs.main, state))
 
 
-def train_saved(plan: PServerPlan, k: int, batches: Any, start: Any, stop: Path, params: Any) -> Any:
+def train_saved(
+    plan: PServerPlan, k: int, batches: Any, start: Any, stop: Path, params: Any
+) -> Any:
     """One trainer, as above."""
     with dtrans.Executor(deadline=HANG) as exe:
         params = exe.run(plan.trainer_startup_program(k), params)
@@ -491,24 +592,36 @@ def train_saved(plan: PServerPlan, k: int, batches: Any, start: Any, stop: Path,
             params = checkpoint.restore_trainer(start, plan, params)
         for batch in batches:
             n = len(batch[0]) // plan.trainers
-            params, _ = exe.run(plan.trainer_program(k), params, *(x[k * n : (k + 1) * n] for x in batch))
+            params, _ = exe.run(
+                plan.trainer_program(k), params, *(x[k * n : (k + 1) * n] for x in batch)
+            )
     if k == 0:
         checkpoint.save_trainer(stop, plan, params)
     return params
 
 
 def job_of(
-    role_threads: RoleThreads, plan: PServerPlan, batches: Any, start: Any, stop: Path, params: Any, name: str
+    role_threads: RoleThreads,
+    plan: PServerPlan,
+    batches: Any,
+    start: Any,
+    stop: Path,
+    params: Any,
+    name: str,
 ) -> Any:
     """What trainer 0 of a job returns, whose roles have an executor each."""
     for ep in plan.servers:
         role_threads.start(f"{name} {ep}", serve_saved, plan, ep, start, stop, params)
     for k in range(plan.trainers):
-        role_threads.start(f"{name} trainer {k}", train_saved, plan, k, batches, start, stop, params)
+        role_threads.start(
+            f"{name} trainer {k}", train_saved, plan, k, batches, start, stop, params
+        )
     return role_threads.all()[f"{name} trainer 0"]
 
 
-def over_endpoints(servers: int, params: Any, step: Any, init: Any, batch: Any, **options: Any) -> PServerPlan:
+def over_endpoints(
+    servers: int, params: Any, step: Any, init: Any, batch: Any, **options: Any
+) -> PServerPlan:
     state = jax.eval_shape(init, params)
     return flat_options.pserver(
         dtrans.trace(step, *state, *batch),
@@ -520,18 +633,26 @@ def over_endpoints(servers: int, params: Any, step: Any, init: Any, batch: Any, 
 
 
 @pytest.mark.slow
-def test_servers_and_trainers_that_start_anew_go_on(role_threads: RoleThreads, tmp_path: Path) -> None:
+def test_servers_and_trainers_that_start_anew_go_on(
+    role_threads: RoleThreads, tmp_path: Path
+) -> None:
     with jax.enable_x64(True):
         params, batches = mlp_params(dtype=jnp.float64), batches_of(6)
         step, init = dtrans.make_train_step(mlp_loss, TX), init_of(TX)
         plans = [over_endpoints(n, params, step, init, batches[0], trainers=2) for n in (2, 3)]
         job_of(role_threads, plans[0], batches[:3], None, tmp_path / "3", params, "first")
-        got = job_of(role_threads, plans[1], batches[3:], tmp_path / "3", tmp_path / "6", params, "second")
+        got = job_of(
+            role_threads, plans[1], batches[3:], tmp_path / "3", tmp_path / "6", params, "second"
+        )
         want = trained_on_one_device(batches)[:2]
         tree_close(got, want[0], 1e-12)
         assert checkpoint.latest(tmp_path) == tmp_path / "6"
         tree_close(checkpoint.load(tmp_path / "6", plans[0].main), want, 1e-12)
-        tree_close(checkpoint.load(tmp_path / "3", plans[0].main), trained_on_one_device(batches[:3])[:2], 1e-12)
+        tree_close(
+            checkpoint.load(tmp_path / "3", plans[0].main),
+            trained_on_one_device(batches[:3])[:2],
+            1e-12,
+        )
 
 
 def test_statistics_go_on_where_they_were(role_threads: RoleThreads, tmp_path: Path) -> None:
@@ -541,7 +662,9 @@ def test_statistics_go_on_where_they_were(role_threads: RoleThreads, tmp_path: P
         init = lambda p: (p, ())
         plans = [over_endpoints(n, params, batch_statistics_step, init, batches[0]) for n in (2, 1)]
         job_of(role_threads, plans[0], batches[:2], None, tmp_path / "2", params, "first")
-        got = job_of(role_threads, plans[1], batches[2:], tmp_path / "2", tmp_path / "4", params, "second")
+        got = job_of(
+            role_threads, plans[1], batches[2:], tmp_path / "2", tmp_path / "4", params, "second"
+        )
         want = params, ()
         for batch in batches:
             *want, _ = jax.jit(batch_statistics_step)(*want, *batch)
@@ -557,8 +680,12 @@ def test_an_asynchronous_job_goes_on(role_threads: RoleThreads, tmp_path: Path) 
         step, init = dtrans.make_train_step(mlp_loss, tx), init_of(tx)
         plans = [over_endpoints(n, params, step, init, batches[0], **DC_ASGD) for n in (2, 3)]
         job_of(role_threads, plans[0], batches[:2], None, tmp_path / "2", params, "first")
-        got = job_of(role_threads, plans[1], batches[2:], tmp_path / "2", tmp_path / "4", params, "second")
-        want = plain_run(plain_step(mlp_loss, tx), params, tx.init(params), batches)  # one trainer: no delay
+        got = job_of(
+            role_threads, plans[1], batches[2:], tmp_path / "2", tmp_path / "4", params, "second"
+        )
+        want = plain_run(
+            plain_step(mlp_loss, tx), params, tx.init(params), batches
+        )  # one trainer: no delay
         tree_close(got, want[0], 1e-12)
         tree_close(checkpoint.load(tmp_path / "4", plans[0].main), tuple(want[:2]), 1e-12)
 
@@ -578,7 +705,9 @@ def saved(tmp_path: Path) -> tuple[Path, PServerPlan, Any]:
 def test_a_server_that_has_not_saved_is_named(saved: Any) -> None:
     path, plan, _ = saved
     shutil.rmtree(path / "pserver-1")
-    message = f"the checkpoint at {path} is not whole: pserver-1 of {[*plan.servers][1]} is not there"
+    message = (
+        f"the checkpoint at {path} is not whole: pserver-1 of {[*plan.servers][1]} is not there"
+    )
     with pytest.raises(StateError, match=message):
         checkpoint.load(path, plan.main)
     for ep in plan.servers:
@@ -588,7 +717,9 @@ def test_a_server_that_has_not_saved_is_named(saved: Any) -> None:
 
 def test_a_path_without_a_checkpoint_is_named(saved: Any, tmp_path: Path) -> None:
     _, plan, _ = saved
-    with pytest.raises(StateError, match=f"there is no checkpoint at {tmp_path}/2: it is no folder"):
+    with pytest.raises(
+        StateError, match=f"there is no checkpoint at {tmp_path}/2: it is no folder"
+    ):
         checkpoint.load(tmp_path / "2", plan.main)
     with pytest.raises(StateError, match=f"there is no checkpoint at {tmp_path}$"):
         checkpoint.load(tmp_path, plan.main)  # that of all checkpoints
@@ -598,8 +729,12 @@ def test_a_path_that_is_taken_is_left_as_it_is(saved: Any) -> None:
     path, plan, held = saved
     (ep, *_) = plan.servers
     before = checkpoint.load(path, plan.main)
-    with pytest.raises(ConfigError, match=f"{path}/pserver-0 is there already: .* of {ep} to a path of its own"):
-        checkpoint.save(path, plan, ep, {n: x + x if "key" not in n else x for n, x in held[ep].items()})
+    with pytest.raises(
+        ConfigError, match=f"{path}/pserver-0 is there already: .* of {ep} to a path of its own"
+    ):
+        checkpoint.save(
+            path, plan, ep, {n: x + x if "key" not in n else x for n, x in held[ep].items()}
+        )
     tree_equal(checkpoint.load(path, plan.main), before)
 
 
@@ -609,12 +744,20 @@ def test_a_path_of_another_job_is_taken(saved: Any) -> None:
     shutil.rmtree(path / "pserver-0")
     with pytest.raises(
         ConfigError,
-        match=rf"{path} is taken: pserver-1 in it is of another job, run or step \(run .+, and this is tag 'x'\)",
+        match=rf"{path} is taken: pserver-1 in it is of another job, run or step \(run .+, and "
+        r"this is tag 'x'\)",
     ):
         checkpoint.save(path, plan, first, held[first], tag="x")
     other = planned(OPTIMIZERS["adam"], 4)
-    with pytest.raises(ConfigError, match=f"{path} is taken: pserver-1 in it is of another job, .*; save to a path"):
-        checkpoint.save(path, other, first, checkpoint.scatter(other, first, *distinct_state(OPTIMIZERS["adam"])))
+    with pytest.raises(
+        ConfigError, match=f"{path} is taken: pserver-1 in it is of another job, .*; save to a path"
+    ):
+        checkpoint.save(
+            path,
+            other,
+            first,
+            checkpoint.scatter(other, first, *distinct_state(OPTIMIZERS["adam"])),
+        )
     assert not (path / "pserver-0").exists()
 
 
@@ -625,28 +768,36 @@ def test_pieces_of_several_jobs_are_not_put_together(saved: Any, tmp_path: Path)
     shutil.rmtree(path / "pserver-0")
     shutil.copytree(tmp_path / "2" / "pserver-0", path / "pserver-0")
     with pytest.raises(
-        StateError, match=r"has pieces of several jobs, runs or steps: pserver-0 \(tag 'job 2'\) and pserver-1 \(run "
+        StateError,
+        match=r"has pieces of several jobs, runs or steps: pserver-0 \(tag 'job 2'\) and pserver-1 "
+        r"\(run ",
     ):
         checkpoint.load(path, plan.main)
 
 
 @pytest.mark.usefixtures("x64")
 def test_pieces_of_two_runs_are_not_put_together(role_threads: RoleThreads, tmp_path: Path) -> None:
-    """Two runs of one plan, the first of which left a piece: it is told from the others without a tag of the user's."""
+    """Two runs of one plan, the first of which left a piece: it is told from the others without a
+    tag of the user's."""
     params, (batch,) = mlp_params(dtype=jnp.float64), batches_of(1)
     trains = {"w1": "yes", "w2": "yes", "b1": "no", "b2": "no"}
     tx = optax.multi_transform({"yes": TX, "no": optax.set_to_zero()}, trains)
-    plan = over_endpoints(2, params, dtrans.make_train_step(mlp_loss, tx), init_of(tx), batch, trainers=2)
+    plan = over_endpoints(
+        2, params, dtrans.make_train_step(mlp_loss, tx), init_of(tx), batch, trainers=2
+    )
     for run in ("first", "second"):
         job_of(role_threads, plan, [batch], None, tmp_path / run, params, run)
         checkpoint.load(tmp_path / run, plan.main)
-    words = {word for f in tmp_path.glob("*/*/overview/*") for word in json.loads(f.read_text())["run"]}
+    words = {
+        word for f in tmp_path.glob("*/*/overview/*") for word in json.loads(f.read_text())["run"]
+    }
     assert len(words) == 2 and THIS_PROCESS not in words
     mixed, *both = tmp_path / "second", *plan.servers
     shutil.rmtree(mixed / "pserver-1")
     shutil.copytree(tmp_path / "first" / "pserver-1", mixed / "pserver-1")
     with pytest.raises(
-        StateError, match="second has pieces of several jobs, runs or steps: pserver-0 .* and pserver-1 "
+        StateError,
+        match="second has pieces of several jobs, runs or steps: pserver-0 .* and pserver-1 ",
     ):
         checkpoint.load(mixed, plan.main)
     # what the first run left is in nobody's way
@@ -668,14 +819,22 @@ def test_the_run_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"w": jnp.ones((9, 3, 3))}, r"params/w is float32\[9, 3, 2\] in it, and float32\[9, 3, 3\] in step"),
-        ({"w": jnp.ones((9, 3, 2), jnp.bfloat16)}, r"params/w is float32\[9, 3, 2\] in it, and bfloat16\[9, 3, 2\]"),
+        (
+            {"w": jnp.ones((9, 3, 3))},
+            r"params/w is float32\[9, 3, 2\] in it, and float32\[9, 3, 3\] in step",
+        ),
+        (
+            {"w": jnp.ones((9, 3, 2), jnp.bfloat16)},
+            r"params/w is float32\[9, 3, 2\] in it, and bfloat16\[9, 3, 2\]",
+        ),
         ({"x": jnp.ones(2)}, r"params/x is not in it, and float32\[2\] in step"),
         ({"w": None}, r"params/w is float32\[9, 3, 2\] in it, and nothing in step"),
     ],
     ids=["shape", "dtype", "more", "less"],
 )
-def test_a_checkpoint_of_another_step_is_told_by_its_first_difference(saved: Any, change: Any, message: str) -> None:
+def test_a_checkpoint_of_another_step_is_told_by_its_first_difference(
+    saved: Any, change: Any, message: str
+) -> None:
     path, _, _ = saved
     params = {n: x for n, x in (some_params() | change).items() if x is not None}
     other = plan_of(loss, OPTIMIZERS["adam"], params, jnp.ones(2), servers=3)
@@ -683,14 +842,18 @@ def test_a_checkpoint_of_another_step_is_told_by_its_first_difference(saved: Any
         lambda: checkpoint.load(path, other.main),
         lambda: checkpoint.restore(path, other, next(iter(other.servers))),
     ):
-        with pytest.raises(StateError, match=f"the checkpoint at {path} is of another step: {message}"):
+        with pytest.raises(
+            StateError, match=f"the checkpoint at {path} is of another step: {message}"
+        ):
             fails()
 
 
 def test_a_checkpoint_of_another_optimizer_is_one_of_another_step(saved: Any) -> None:
     path, _, _ = saved
     other = planned(OPTIMIZERS["sgd"])
-    with pytest.raises(StateError, match=r"opt_state/0/count is int32\[\] in it, and nothing in step"):
+    with pytest.raises(
+        StateError, match=r"opt_state/0/count is int32\[\] in it, and nothing in step"
+    ):
         checkpoint.load(path, other.main)
 
 
@@ -700,8 +863,13 @@ def test_copies_in_files_must_be_the_same_too(tmp_path: Path) -> None:
     first, _, third = plan.servers
     held[third]["opt_state/0/count"] += 1
     save_all(tmp_path, plan, held)
-    for fails in (lambda: checkpoint.load(tmp_path, plan.main), lambda: checkpoint.restore(tmp_path, plan, first)):
-        with pytest.raises(StateError, match=f"opt_state/0/count is not the same on {first} and {third}"):
+    for fails in (
+        lambda: checkpoint.load(tmp_path, plan.main),
+        lambda: checkpoint.restore(tmp_path, plan, first),
+    ):
+        with pytest.raises(
+            StateError, match=f"opt_state/0/count is not the same on {first} and {third}"
+        ):
             fails()
 
 
@@ -724,7 +892,9 @@ def test_a_crash_while_saving_leaves_what_was_there(
     assert any("tmp" in name for name in os.listdir(tmp_path / "2"))
     with pytest.warns(CheckpointWarning, match="2 is passed over: .* is not whole"):
         assert checkpoint.latest(tmp_path) == path
-    with pytest.raises(StateError, match=f"is not whole: pserver-1 of {second}, pserver-2 of {third} is not there"):
+    with pytest.raises(
+        StateError, match=f"is not whole: pserver-1 of {second}, pserver-2 of {third} is not there"
+    ):
         checkpoint.load(tmp_path / "2", plan.main)
     # what it left is in nobody's way
     checkpoint.save(tmp_path / "2", plan, second, held[second])
@@ -751,17 +921,23 @@ def test_the_latest_is_the_last_by_number_that_is_whole(saved: Any, tmp_path: Pa
         assert checkpoint.latest(tmp_path) == tmp_path / "9"
     shutil.rmtree(tmp_path / "10")
     shutil.rmtree(tmp_path / "9" / "pserver-0" / "overview")
-    with pytest.warns(CheckpointWarning, match="/9 is passed over: .*pserver-0 cannot be read as a piece"):
+    with pytest.warns(
+        CheckpointWarning, match="/9 is passed over: .*pserver-0 cannot be read as a piece"
+    ):
         assert checkpoint.latest(tmp_path) == path
 
 
-def test_a_disk_that_refuses_is_named_with_the_piece(saved: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_disk_that_refuses_is_named_with_the_piece(
+    saved: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
     import orbax.checkpoint as ocp
 
     path, plan, held = saved
     who = next(iter(held))
     (tmp_path / "file").write_text("no folder")
-    with pytest.raises(StateError, match=f"piece of {who} cannot be written to .*/file/1/pserver-0: .*[Nn]ot a dir"):
+    with pytest.raises(
+        StateError, match=f"piece of {who} cannot be written to .*/file/1/pserver-0: .*[Nn]ot a dir"
+    ):
         checkpoint.save(tmp_path / "file" / "1", plan, who, held[who])
 
     def full(*_: Any, **__: Any) -> None:
@@ -769,10 +945,14 @@ def test_a_disk_that_refuses_is_named_with_the_piece(saved: Any, tmp_path: Path,
 
     with monkeypatch.context() as m:
         m.setattr(ocp.PyTreeCheckpointHandler, "save", full)
-        with pytest.raises(StateError, match=r"cannot be written to .*/2/pserver-0: \[Errno 28\] No space left"):
+        with pytest.raises(
+            StateError, match=r"cannot be written to .*/2/pserver-0: \[Errno 28\] No space left"
+        ):
             checkpoint.save(tmp_path / "2", plan, who, held[who])
         m.setattr(ocp.PyTreeCheckpointHandler, "restore", lambda *_, **__: full())
-        with pytest.raises(StateError, match=f"{path}/pserver-.* cannot be read as a piece of a checkpoint"):
+        with pytest.raises(
+            StateError, match=f"{path}/pserver-.* cannot be read as a piece of a checkpoint"
+        ):
             checkpoint.load(path, plan.main)
 
 
@@ -780,7 +960,10 @@ def test_a_format_of_a_later_version_is_told(saved: Any) -> None:
     path, plan, _ = saved
     (file,) = (path / "pserver-0" / "overview").glob("metadata*")
     file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 4}))
-    with pytest.raises(StateError, match="pserver-0 cannot be read .*: its format is 4, and this dtrans reads 1 to 3"):
+    with pytest.raises(
+        StateError,
+        match="pserver-0 cannot be read .*: its format is 4, and this dtrans reads 1 to 3",
+    ):
         checkpoint.load(path, plan.main)
 
 
@@ -791,8 +974,14 @@ def test_rows_that_are_nowhere_are_told(saved: Any) -> None:
         about["rows"] = [row for row in about["rows"] if row["origin_name"] != "params/table"]
         file.write_text(json.dumps(about))
     ep = [*plan.servers][1]
-    for fails in (lambda: checkpoint.load(path, plan.main), lambda: checkpoint.restore(path, plan, ep)):
-        with pytest.raises(StateError, match=r"params/table: (0 of 1[26]|28 of 44|32 of 44) elements are there, on "):
+    for fails in (
+        lambda: checkpoint.load(path, plan.main),
+        lambda: checkpoint.restore(path, plan, ep),
+    ):
+        with pytest.raises(
+            StateError,
+            match=r"params/table: (0 of 1[26]|28 of 44|32 of 44) elements are there, on ",
+        ):
             fails()
 
 
@@ -804,7 +993,9 @@ def test_without_orbax_the_extra_is_named(saved: Any, monkeypatch: pytest.Monkey
         lambda: checkpoint.load(path, plan.main),
         lambda: checkpoint.save(path, plan, ep, held[ep]),
     ):
-        with pytest.raises(ConfigError, match=r"^checkpoints need orbax: pip install 'dtrans-jax\[checkpoint\]'"):
+        with pytest.raises(
+            ConfigError, match=r"^checkpoints need orbax: pip install 'dtrans-jax\[checkpoint\]'"
+        ):
             fails()
     tree_equal(checkpoint.gather(plan, held), distinct_state(OPTIMIZERS["adam"]))
 
@@ -819,7 +1010,9 @@ def geo_plan(tx: Any, servers: int) -> PServerPlan:
     main = dtrans.trace(dtrans.make_train_step(loss, tx), *init_of(tx)(params), x)
     startup = dtrans.trace(init_of(tx), params)
     rows = dtrans.BlockPlacement(min_block_size=1)
-    return dtrans.pserver(main, startup, pservers=endpoints(servers), trainers=2, mode=dtrans.Geo(), placement=rows)
+    return dtrans.pserver(
+        main, startup, pservers=endpoints(servers), trainers=2, mode=dtrans.Geo(), placement=rows
+    )
 
 
 def test_jobs_whose_trainers_have_an_optimizer_each_are_refused(tmp_path: Path) -> None:
@@ -835,7 +1028,9 @@ def test_jobs_whose_trainers_have_an_optimizer_each_are_refused(tmp_path: Path) 
         lambda: checkpoint.restore_trainer(tmp_path, plan, whole[0]),
     ):
         with pytest.raises(
-            ConfigError, match="^opt_state/0/count is on no server, but each trainer's own: such jobs have no check"
+            ConfigError,
+            match="^opt_state/0/count is on no server, but each trainer's own: such jobs have no "
+            "check",
         ):
             fails()
     assert os.listdir(tmp_path) == []
@@ -885,8 +1080,14 @@ PROCESS = """
 def test_processes_save_and_restore_at_the_same_time(tmp_path: Path) -> None:
     def run(what: str, count: int) -> list[str]:
         code = textwrap.dedent(PROCESS)
-        args = [[sys.executable, "-c", code, str(tmp_path / "1"), what, str(count), str(k)] for k in range(count)]
-        roles = [subprocess.Popen(a, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for a in args]
+        args = [
+            [sys.executable, "-c", code, str(tmp_path / "1"), what, str(count), str(k)]
+            for k in range(count)
+        ]
+        roles = [
+            subprocess.Popen(a, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            for a in args
+        ]
         try:
             said = [role.communicate(timeout=120)[0] for role in roles]
         finally:

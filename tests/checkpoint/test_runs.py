@@ -1,5 +1,5 @@
-"""Pieces carry the run and the step: those of two runs or steps never make up one checkpoint, and remains of a save
-that a crash has ended are in nobody's way."""
+"""Pieces carry the run and the step: those of two runs or steps never make up one checkpoint, and
+remains of a save that a crash has ended are in nobody's way."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def traced() -> tuple[Any, Any]:
 
 def servers(count: int) -> Any:
     ends = [f"127.0.0.1:{6174 + k}" for k in range(count)]
-    return dtrans.pserver(*traced(), pservers=ends, placement=dtrans.BlockPlacement(min_block_size=1))
+    return dtrans.pserver(
+        *traced(), pservers=ends, placement=dtrans.BlockPlacement(min_block_size=1)
+    )
 
 
 def save(path: Path, plan: Any, k: int, value: float, mark: Mark) -> None:
@@ -78,16 +80,20 @@ def test_other_servers_replace_all_that_was_left(tmp_path: Path, count: int) -> 
 
 
 def test_pieces_of_one_run_share_a_word(tmp_path: Path) -> None:
-    """Servers know a run by the trainers that have come, which need not be the same on all of them."""
+    """Servers know a run by the trainers that have come, which need not be the same on all of
+    them."""
     plan, path = servers(3), tmp_path / "10"
     for k, run in enumerate((("a", "b"), ("b",), ("b", "c"))):
         save(path, plan, k, 2, Mark(run, 10))
     assert values(path, plan) == [2]
     shutil.rmtree(path / "pserver-1")
-    save(tmp_path / "11", plan, 1, 2, Mark(("a", "c"), 10))  # a word in common with each, and none with both
+    save(
+        tmp_path / "11", plan, 1, 2, Mark(("a", "c"), 10)
+    )  # a word in common with each, and none with both
     (tmp_path / "11" / "pserver-1").rename(path / "pserver-1")
     with pytest.raises(
-        StateError, match=r"has pieces of several jobs, runs or steps: pserver-0 \(run a, step 10\) and"
+        StateError,
+        match=r"has pieces of several jobs, runs or steps: pserver-0 \(run a, step 10\) and",
     ):
         checkpoint.load(path, plan.main)
 
@@ -96,14 +102,22 @@ def test_pieces_of_two_steps_are_not_put_together(tmp_path: Path) -> None:
     plan, path = servers(2), tmp_path / "10"
     save(path, plan, 0, 1, NEW)
     later = dataclasses.replace(NEW, step=12)
-    told = r"pserver-0 is there already \(run new 1, step 10, and this is run new 1, step 12\): save each"
+    told = (
+        r"pserver-0 is there already \(run new 1, step 10, and this is run new 1, step 12\): "
+        r"save each"
+    )
     with pytest.raises(ConfigError, match=told):
         save(path, plan, 0, 2, later)
-    with pytest.raises(ConfigError, match=r"10 is taken: pserver-0 in it is of another job, run or step \(run new 1, "):
+    with pytest.raises(
+        ConfigError,
+        match=r"10 is taken: pserver-0 in it is of another job, run or step \(run new 1, ",
+    ):
         save(path, plan, 1, 2, later)
     save(tmp_path / "12", plan, 1, 2, later)
     (tmp_path / "12" / "pserver-1").rename(path / "pserver-1")
-    with pytest.raises(StateError, match=r"pserver-0 \(run new 1, step 10\) and pserver-1 \(run new 1, step 12\)"):
+    with pytest.raises(
+        StateError, match=r"pserver-0 \(run new 1, step 10\) and pserver-1 \(run new 1, step 12\)"
+    ):
         checkpoint.load(path, plan.main)
     with pytest.warns(CheckpointWarning):
         assert checkpoint.latest(tmp_path) is None
@@ -121,9 +135,14 @@ def test_a_whole_checkpoint_is_never_written_over(tmp_path: Path) -> None:
     for k in range(2):
         save(path, plan, k, 1, OLD)
     for k in range(2):
-        with pytest.raises(ConfigError, match="is there already.*run new 1.*: save each checkpoint of .* to a path of"):
+        with pytest.raises(
+            ConfigError,
+            match="is there already.*run new 1.*: save each checkpoint of .* to a path of",
+        ):
             save(path, plan, k, 2, NEW)
-    with pytest.raises(ConfigError, match="is taken: pserver-0 in it is of another job, run or step"):
+    with pytest.raises(
+        ConfigError, match="is taken: pserver-0 in it is of another job, run or step"
+    ):
         save(path, servers(3), 2, 2, NEW)
     assert values(path, plan) == [1]
 
@@ -132,8 +151,12 @@ def test_a_process_that_knows_no_run_replaces_nothing(tmp_path: Path) -> None:
     """What is there may be of a process of its own run."""
     plan, path = servers(2), tmp_path / "10"
     save(path, plan, 0, 1, OLD)
-    with pytest.raises(ConfigError, match="is taken: pserver-0 .*give processes that were not started together the"):
-        checkpoint.save(path, plan, [*plan.servers][1], checkpoint.scatter(plan, [*plan.servers][1], *init()))
+    with pytest.raises(
+        ConfigError, match="is taken: pserver-0 .*give processes that were not started together the"
+    ):
+        checkpoint.save(
+            path, plan, [*plan.servers][1], checkpoint.scatter(plan, [*plan.servers][1], *init())
+        )
     assert os.listdir(path) == ["pserver-0"]
 
 
@@ -143,7 +166,8 @@ def test_runs_are_told_apart_under_one_tag(tmp_path: Path) -> None:
     save(path, plan, 0, 1, mark_of("first run", "job 7"))
     save(path, plan, 1, 2, mark_of("second run", "job 7"))
     with pytest.raises(
-        StateError, match=r"pserver-0 \(tag 'job 7', run first run\) and pserver-1 \(tag 'job 7', run s"
+        StateError,
+        match=r"pserver-0 \(tag 'job 7', run first run\) and pserver-1 \(tag 'job 7', run s",
     ):
         checkpoint.load(path, plan.main)
     save(path, plan, 0, 2, mark_of("second run", "job 7"))
@@ -162,7 +186,9 @@ def test_a_name_without_files_is_replaced(tmp_path: Path, torn: str) -> None:
     assert values(path, plan) == [2]
 
 
-def test_a_piece_of_a_later_format_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_piece_of_a_later_format_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan, path = servers(1), tmp_path / "10"
     with monkeypatch.context() as m:
         m.setattr(orbax_io, "FORMAT", 99)
@@ -172,7 +198,9 @@ def test_a_piece_of_a_later_format_is_left_alone(tmp_path: Path, monkeypatch: py
     assert os.listdir(path) == ["pserver-0"]
 
 
-def test_files_are_on_the_disk_before_a_piece_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_on_the_disk_before_a_piece_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan, path = servers(1), tmp_path / "ckpt" / "10"
     synced: list[str] = []
     real = os.fsync
@@ -186,8 +214,16 @@ def test_files_are_on_the_disk_before_a_piece_has_its_name(tmp_path: Path, monke
     monkeypatch.setattr(os, "fsync", fsync)
     save(path, plan, 0, 1, NEW)
     before = [at for at in synced if "orbax-checkpoint-tmp" in at]
-    files = {p.relative_to(path / "pserver-0") for p in (path / "pserver-0" / "overview").rglob("*") if p.is_file()}
-    arrays = {p.relative_to(path / "pserver-0") for p in (path / "pserver-0" / "dense").rglob("*") if p.is_file()}
+    files = {
+        p.relative_to(path / "pserver-0")
+        for p in (path / "pserver-0" / "overview").rglob("*")
+        if p.is_file()
+    }
+    arrays = {
+        p.relative_to(path / "pserver-0")
+        for p in (path / "pserver-0" / "dense").rglob("*")
+        if p.is_file()
+    }
     assert files and arrays
     assert {os.path.join(*Path(at).parts[3:]) for at in before if len(Path(at).parts) > 3} >= {
         *map(str, files | arrays)

@@ -1,5 +1,5 @@
-"""Local SGD: trainers take steps by themselves and average what they made. The oracle is that, written out: one device
-steps for each trainer in turn, and the states are averaged."""
+"""Local SGD: trainers take steps by themselves and average what they made. The oracle is that,
+written out: one device steps for each trainer in turn, and the states are averaged."""
 
 from __future__ import annotations
 
@@ -34,13 +34,20 @@ def loss_fn(params: Any, x: jax.Array, y: jax.Array, mask: jax.Array) -> Any:
     """The mean over what the mask counts, the count, the predictions, and the worst error."""
     out = mlp_forward(params, x)
     each = jnp.sum((out - y) ** 2, -1) * mask
-    return jnp.sum(each) / jnp.sum(mask), {"count": jnp.sum(mask), "out": out, "worst": jnp.max(each)}
+    return jnp.sum(each) / jnp.sum(mask), {
+        "count": jnp.sum(mask),
+        "out": out,
+        "worst": jnp.max(each),
+    }
 
 
 def batches(rows: int, steps: int = 2, weighted: bool = False) -> list[tuple[jax.Array, ...]]:
     rng = np.random.default_rng(rows)
     masks = rng.integers(1, 4, (steps, rows)) if weighted else np.ones((steps, rows))
-    return [(*mlp_batch(rows, SIZES, jnp.float64, s), jnp.asarray(masks[s], jnp.float64)) for s in range(steps)]
+    return [
+        (*mlp_batch(rows, SIZES, jnp.float64, s), jnp.asarray(masks[s], jnp.float64))
+        for s in range(steps)
+    ]
 
 
 def mean(trees: Sequence[Any], weights: Sequence[Any]) -> Any:
@@ -69,16 +76,24 @@ def apart(step: Any, state: Any, batch: Any, trainers: int, steps: int, weighted
             outs.append(aux["out"])
             worst.append(aux["worst"])
         ends.append(tuple(own))
-    weight_of = [sum(counts[k * steps : (k + 1) * steps]) if weighted else 1.0 for k in range(trainers)]
+    weight_of = [
+        sum(counts[k * steps : (k + 1) * steps]) if weighted else 1.0 for k in range(trainers)
+    ]
     by_step = counts if weighted else [1.0] * len(losses)
-    return mean(ends, weight_of), mean(losses, by_step), (sum(counts), jnp.concatenate(outs), max(worst))
+    return (
+        mean(ends, weight_of),
+        mean(losses, by_step),
+        (sum(counts), jnp.concatenate(outs), max(worst)),
+    )
 
 
 def planned(tx: Any, trainers: int, params: Any, batch: Any, **options: Any) -> tuple[Any, Any]:
     step = dtrans.make_train_step(loss_fn, tx, has_aux=True)
     main = dtrans.trace(step, params, jax.eval_shape(tx.init, params), *batch)
     merge = {"aux/worst": "max", "aux/count": "sum"}
-    return step, flat_options.nccl2(main, dtrans.trace(init_of(tx), params), trainers=trainers, merge=merge, **options)
+    return step, flat_options.nccl2(
+        main, dtrans.trace(init_of(tx), params), trainers=trainers, merge=merge, **options
+    )
 
 
 CASES = [
@@ -102,14 +117,20 @@ def test_trainers_step_by_themselves_and_average_their_state(
     tx = optax.adam(optax.linear_schedule(0.1, 0.01, 10))
     params = mlp_params(SIZES, jnp.float64)
     given = batches(2 * trainers * steps, weighted=weight is not None)
-    step, plan = planned(tx, trainers, params, given[0], local_sgd=steps, example_count=weight, **options)
+    step, plan = planned(
+        tx, trainers, params, given[0], local_sgd=steps, example_count=weight, **options
+    )
     job = plan.simulate() if way == "simulate" else plan.on_mesh()
     state, want = job.init(params), (params, tx.init(params))
     jitted = jax.jit(step)
     for batch in given:
         state, loss, aux = job.step(state, *batch)
-        want, want_loss, (count, out, worst) = apart(jitted, want, batch, trainers, steps, weight is not None)
-        tree_close((loss, aux["count"], aux["out"], aux["worst"]), (want_loss, count, out, worst), 1e-12)
+        want, want_loss, (count, out, worst) = apart(
+            jitted, want, batch, trainers, steps, weight is not None
+        )
+        tree_close(
+            (loss, aux["count"], aux["out"], aux["worst"]), (want_loss, count, out, worst), 1e-12
+        )
     tree_close((job.params(state), job.opt_state(state)), want, 1e-12)
 
 
@@ -127,11 +148,17 @@ def test_a_window_has_its_optimizer_inside_and_one_reduction_of_the_state_behind
     _, plan = planned(optax.adam(0.1), 2, params, batch, local_sgd=4)
     (scan,) = [e for e in plan.program.jaxpr.jaxpr.eqns if e.primitive.name == "scan"]
     inside = {e.primitive.name for e in equations(scan.params["jaxpr"])}
-    assert scan.params["length"] == 4 and {"dot_general", "sqrt"} <= inside and not inside & {*COMMUNICATION}
+    assert (
+        scan.params["length"] == 4
+        and {"dot_general", "sqrt"} <= inside
+        and not inside & {*COMMUNICATION}
+    )
     outside = [e.primitive.name for e in plan.program.jaxpr.jaxpr.eqns]
     assert "sqrt" not in outside and outside.count("all_reduce") == 3  # state, sums, maxima
     leaves = sum(x.size for x in jax.tree.leaves(params))
-    assert [b.nbytes for b in plan.buckets] == [3 * leaves * 8]  # parameters and both moments, but not the count
+    assert [b.nbytes for b in plan.buckets] == [
+        3 * leaves * 8
+    ]  # parameters and both moments, but not the count
     assert plan.bytes_per_step == {"float64": 3 * leaves * 8 + 3 * 8}  # and loss, count, worst
     assert plan.merges["opt_state/0/count"] == "same"
     text = str(plan)
@@ -163,7 +190,11 @@ def test_keys_differ_by_trainer_and_by_step() -> None:
 def test_batch_statistics_go_from_step_to_step_and_are_averaged() -> None:
     def step(params: Any, opt_state: Any, x: jax.Array) -> Any:
         value, grad = dtrans.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(params["w"])
-        return {"w": params["w"] - 0.1 * grad, "seen": params["seen"] * 0.5 + jnp.mean(x)}, opt_state, value
+        return (
+            {"w": params["w"] - 0.1 * grad, "seen": params["seen"] * 0.5 + jnp.mean(x)},
+            opt_state,
+            value,
+        )
 
     params = {"seen": jnp.zeros(()), "w": jnp.ones(3)}
     x = jnp.arange(24.0).reshape(8, 3) / 10
@@ -177,7 +208,8 @@ def test_batch_statistics_go_from_step_to_step_and_are_averaged() -> None:
 
 
 def test_perturbed_steps_are_taken_by_each_trainer_for_itself() -> None:
-    """A step whose gradient is computed from another (sharpness-aware), which trainers that share gradients refuse."""
+    """A step whose gradient is computed from another (sharpness-aware), which trainers that share
+    gradients refuse."""
 
     def step(params: Any, opt_state: Any, x: jax.Array) -> Any:
         loss = lambda w: jnp.mean((x @ w) ** 2)
@@ -189,7 +221,9 @@ def test_perturbed_steps_are_taken_by_each_trainer_for_itself() -> None:
     with pytest.raises(dtrans.errors.GradientError, match="computed from another derivative"):
         dtrans.nccl2(main, startup, trainers=2, batch="local")
     exact = dtrans.nccl2(main, startup, trainers=2).simulate()  # the first gradient is that of all
-    np.testing.assert_allclose(exact.params(exact.step(exact.init(params), x)[0]), step(params, (), x)[0], rtol=1e-12)
+    np.testing.assert_allclose(
+        exact.params(exact.step(exact.init(params), x)[0]), step(params, (), x)[0], rtol=1e-12
+    )
     job = dtrans.nccl2(main, startup, trainers=2, local_sgd=1).simulate()
     state, _ = job.step(job.init(params), x)
     want = (step(params, (), x[:4])[0] + step(params, (), x[4:])[0]) / 2
@@ -200,17 +234,25 @@ def test_what_the_optimizer_counts_must_be_merged_by_name() -> None:
     tx = optax.apply_if_finite(optax.sgd(0.1), 3)
     params, (batch, _) = mlp_params(SIZES, jnp.float64), batches(8)
     names = ("notfinite_count", "last_finite", "total_notfinite")
-    with pytest.raises(ConfigError, match=r"opt_state/(last_finite|notfinite_count) .* a trainer's part.*merge="):
+    with pytest.raises(
+        ConfigError, match=r"opt_state/(last_finite|notfinite_count) .* a trainer's part.*merge="
+    ):
         planned(tx, 2, params, batch, local_sgd=2)
     step = dtrans.make_train_step(loss_fn, tx, has_aux=True)
     main = dtrans.trace(step, params, tx.init(params), *batch)
     merge = {f"opt_state/{n}": "max" for n in names} | {"aux/count": "sum", "aux/worst": "max"}
     plan = dtrans.nccl2(
-        main, dtrans.trace(init_of(tx), params), trainers=2, local_sgd=2, batch=dtrans.Batch("local", merge=merge)
+        main,
+        dtrans.trace(init_of(tx), params),
+        trainers=2,
+        local_sgd=2,
+        batch=dtrans.Batch("local", merge=merge),
     )
     x, y, mask = batch
     job = plan.simulate()
-    state, *_ = job.step(job.init(params), x.at[7].set(jnp.inf), y, mask)  # in the last step of the last trainer
+    state, *_ = job.step(
+        job.init(params), x.at[7].set(jnp.inf), y, mask
+    )  # in the last step of the last trainer
     assert [int(job.opt_state(state)._asdict()[n]) for n in names] == [1, 1, 1]
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(job.params(state)))
 
@@ -220,7 +262,10 @@ def test_what_the_optimizer_counts_must_be_merged_by_name() -> None:
     [
         ({"local_sgd": 0}, "local_sgd must be a positive number, or None; it is 0"),
         ({"local_sgd": True}, "local_sgd must be a positive number, or None; it is True"),
-        ({"local_sgd": 2, "num_micro_batch": 2}, "local_sgd=2 and num_micro_batch=2: the one averages parameters"),
+        (
+            {"local_sgd": 2, "num_micro_batch": 2},
+            "local_sgd=2 and num_micro_batch=2: the one averages parameters",
+        ),
         ({"local_sgd": 2, "compress": "bf16"}, "local_sgd=2 and compress='bf16'"),
         ({"local_sgd": 2, "clip_local_norm": 1.0}, "local_sgd=2 and clip_local_norm=1.0"),
         ({"local_sgd": 2, "reduce": "sum"}, "local_sgd=2 and reduce='sum'"),
@@ -236,6 +281,8 @@ def test_rows_that_the_steps_do_not_divide_are_refused_by_name() -> None:
     params, (batch, _) = mlp_params(SIZES, jnp.float64), batches(12)
     job = planned(optax.sgd(0.1), 2, params, batch, local_sgd=4)[1].on_mesh()
     state = job.init(params)
-    with pytest.raises(BatchError, match="x has 6 rows on each trainer, which 4 micro-steps do not divide"):
+    with pytest.raises(
+        BatchError, match="x has 6 rows on each trainer, which 4 micro-steps do not divide"
+    ):
         job.step(state, *batch)
     job.step(state, *batches(16)[0])  # nothing was lost

@@ -1,4 +1,5 @@
-"""Optimizers that are told the loss, or evaluate it: over collectives their numbers are those of one device."""
+"""Optimizers that are told the loss, or evaluate it: over collectives their numbers are those of
+one device."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ import dtrans
 
 
 TOLD = {
-    "reduce_on_plateau": optax.chain(optax.adam(1e-2), optax.contrib.reduce_on_plateau(factor=0.5, patience=1)),
+    "reduce_on_plateau": optax.chain(
+        optax.adam(1e-2), optax.contrib.reduce_on_plateau(factor=0.5, patience=1)
+    ),
     "momo": optax.contrib.momo(),
     "polyak_sgd": optax.polyak_sgd(),
     "lbfgs, backtracking": optax.lbfgs(linesearch=optax.scale_by_backtracking_linesearch(5)),
@@ -48,13 +51,18 @@ def case(name: str, value_and_grad: Any = jax.value_and_grad) -> Any:
 
 def planned(of: Any, make: Any, **options: Any) -> Any:
     step, init, x, y = of
-    return make(dtrans.trace(step, *init(None), x, y), dtrans.trace(init, jax.random.key(0)), **options)
+    return make(
+        dtrans.trace(step, *init(None), x, y), dtrans.trace(init, jax.random.key(0)), **options
+    )
 
 
 def planned_for(name: str, strategy: str) -> tuple[Any, Any]:
-    """Return a plan, and what `case` returns: two and three ranks, gradients that are marked and that are not."""
+    """Return a plan, and what `case` returns: two and three ranks, gradients that are marked and
+    that are not."""
     ranks = {"nccl2": 2, "nccl2, 3": 3, "stage 1": 2, "stage 2": 2, "stage 3": 3}[strategy]
-    of = case(name, dtrans.value_and_grad if strategy in ("nccl2", "stage 2") else jax.value_and_grad)
+    of = case(
+        name, dtrans.value_and_grad if strategy in ("nccl2", "stage 2") else jax.value_and_grad
+    )
     if strategy.startswith("nccl2"):
         return planned(of, dtrans.nccl2, trainers=ranks), of
     slices = dtrans.Slicing(min_slice_size=0)
@@ -80,7 +88,9 @@ def test_plans_compute_the_step(x64: None, name: str, strategy: str) -> None:
         ("lbfgs, backtracking", "stage 3", "simulate"),
     ],
 )
-def test_a_job_gives_the_numbers_of_one_device(x64: None, name: str, strategy: str, way: str) -> None:
+def test_a_job_gives_the_numbers_of_one_device(
+    x64: None, name: str, strategy: str, way: str
+) -> None:
     plan, (step, init, x, y) = planned_for(name, strategy)
     job = getattr(plan, way)()
     state, want, one = job.init(jax.random.key(0)), init(None), jax.jit(step)
@@ -94,10 +104,15 @@ def test_a_job_gives_the_numbers_of_one_device(x64: None, name: str, strategy: s
 def test_others_refuse_it_in_their_own_words(x64: None, name: str) -> None:
     refusals = {
         "only the trainers have": (dtrans.pserver, {"trainers": 2}),
-        "stages have of each micro-batch": (dtrans.pipeline, {"num_stages": 1, "num_micro_batch": 2}),
+        "stages have of each micro-batch": (
+            dtrans.pipeline,
+            {"num_stages": 1, "num_micro_batch": 2},
+        ),
         "each trainer has its own": (dtrans.nccl2, {"trainers": 2, "batch": "local"}),
         "each rank has its own": (dtrans.sharding, {"degree": 2, "stage": 1, "batch": "local"}),
     }
     for words, (make, options) in refusals.items():
-        with pytest.raises(dtrans.errors.OptimizerError, match=f"^optax.* uses loss, .*{words}.*; .* Use one that"):
+        with pytest.raises(
+            dtrans.errors.OptimizerError, match=f"^optax.* uses loss, .*{words}.*; .* Use one that"
+        ):
             planned(case(name), make, **options)

@@ -1,6 +1,7 @@
-"""Options of nccl2 mode that change how gradients are reduced: over nodes, in windows of micro-steps, in other buckets,
-in chains, compressed, clipped before. Each is compared with one device on the global batch, under everything that a
-plan runs under, and looked at in the program."""
+"""Options of nccl2 mode that change how gradients are reduced: over nodes, in windows of
+micro-steps, in other buckets, in chains, compressed, clipped before. Each is compared with one
+device on the global batch, under everything that a plan runs under, and looked at in the
+program."""
 
 from __future__ import annotations
 
@@ -25,14 +26,19 @@ SIZES = (5, 6, 3)
 quick = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 WAYS = ("simulate", "mesh", "vmap", "pmap", "shard_map")
 # JAX refuses a pmap in a pmap: of two axes one can be its own, the other is a vmap's
-MAPS = {"vmap": (jax.vmap, jax.vmap), "pmap": (jax.pmap, jax.vmap), "vmap of pmap": (jax.vmap, jax.pmap)}
+MAPS = {
+    "vmap": (jax.vmap, jax.vmap),
+    "pmap": (jax.pmap, jax.vmap),
+    "vmap of pmap": (jax.vmap, jax.pmap),
+}
 
 
 # -- how a plan is run -----------------------------------------------------------------------------
 
 
 def on_each_trainer(plan, way, batch):
-    """`plan.function` over such batches under one of JAX's maps; each output has a leading axis of trainers."""
+    """`plan.function` over such batches under one of JAX's maps; each output has a leading axis of
+    trainers."""
     names, sizes = zip(*plan.axes, strict=True)
     whole = [
         not x.ndim or bool({*spec.names} & {*plan.unsplit_inputs})
@@ -44,14 +50,19 @@ def on_each_trainer(plan, way, batch):
         specs = (P(), P(), *(P() if w else P(names) for w in whole))
         fn = lambda *args: [x[None] for x in one(*args)]
         check = way == "checked shard_map"
-        return quick(jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=P(names), check_vma=check))
+        return quick(
+            jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=P(names), check_vma=check)
+        )
     mapped, axes = one, (None, None, *(None if w else 0 for w in whole))
     for (name, size), over in reversed(list(zip(plan.axes, MAPS[way], strict=False))):
         mapped = over(mapped, in_axes=axes, axis_name=name, axis_size=size)
     mapped = quick(mapped)
 
     def run(params, opt_state, *batch):
-        parts = [x if w else x.reshape(*sizes, -1, *x.shape[1:]) for x, w in zip(batch, whole, strict=True)]
+        parts = [
+            x if w else x.reshape(*sizes, -1, *x.shape[1:])
+            for x, w in zip(batch, whole, strict=True)
+        ]
         return [x.reshape(-1, *x.shape[len(sizes) :]) for x in mapped(params, opt_state, *parts)]
 
     return run
@@ -75,7 +86,9 @@ def trained(plan, way, params, batches):
             if kind == "concat":
                 x = x.reshape(-1, *x.shape[2:])
             elif kind != "each":
-                assert np.array_equal(x, np.broadcast_to(x[0], x.shape)), f"{name} differs from trainer to trainer"
+                assert np.array_equal(x, np.broadcast_to(x[0], x.shape)), (
+                    f"{name} differs from trainer to trainer"
+                )
                 x = x[0]
             merged.append(x)
         made = out.unflatten(merged)
@@ -99,7 +112,8 @@ TX = optax.chain(optax.clip_by_global_norm(2.0), optax.sgd(0.1, momentum=0.9))
 
 
 def weighted_loss(net, x, y, mask, total=False):
-    """The mean over what the mask counts, or the sum; with results, each of which wants to be merged in its own way."""
+    """The mean over what the mask counts, or the sum; with results, each of which wants to be
+    merged in its own way."""
     predicted = mlp_forward(net, x)
     each = jnp.sum((predicted - y) ** 2, -1) * mask
     count = jnp.sum(mask)
@@ -128,7 +142,10 @@ def step_of(tx, total=False):
         of = lambda net: weighted_loss(net, x, y, mask, total)
         (value, aux), grads = dtrans.value_and_grad(of, has_aux=True)(params["net"])
         updates, opt_state = tx.update(grads, opt_state, params["net"])
-        new = {"net": optax.apply_updates(params["net"], updates), "top": jnp.maximum(params["top"], jnp.max(x))}
+        new = {
+            "net": optax.apply_updates(params["net"], updates),
+            "top": jnp.maximum(params["top"], jnp.max(x)),
+        }
         return new, opt_state, value, aux | {"norm": norm_of(grads)}
 
     return step
@@ -154,10 +171,14 @@ def batches_of(weighted, rows=32, steps=3):
 @functools.cache
 def plan_of(trainers, tx=TX, **options):
     total = options.get("reduce") == "sum"
-    merge = MERGE | ({"aux/first": "max"} if options.get("num_micro_batch", 1) > 1 else {})  # else the last one's
+    merge = MERGE | (
+        {"aux/first": "max"} if options.get("num_micro_batch", 1) > 1 else {}
+    )  # else the last one's
     init = lambda params: (params, tx.init(params["net"]))
     main = dtrans.trace(step_of(tx, total), *jax.eval_shape(init, start()), *batches_of(True)[0])
-    return flat_options.nccl2(main, dtrans.trace(init, start()), trainers=trainers, merge=merge, **options)
+    return flat_options.nccl2(
+        main, dtrans.trace(init, start()), trainers=trainers, merge=merge, **options
+    )
 
 
 @functools.cache
@@ -180,7 +201,8 @@ def with_each(made, plan, part):
 
 
 def cases(of):
-    """Each option with every number of trainers, and with four in every way if it is no combination of options.
+    """Each option with every number of trainers, and with four in every way if it is no combination
+    of options.
 
     Of those ways every other one is for `make soak`; with the next option it is the others.
     """
@@ -194,7 +216,13 @@ def cases(of):
             ways = WAYS if n == 4 and "," not in name else one
             late = [way not in one and (turn + k) % 2 for k, way in enumerate(ways)]
             made += [
-                pytest.param(options, n, way, id=f"{name}-{n}-{way}", marks=[pytest.mark.soak] * bool(is_late))
+                pytest.param(
+                    options,
+                    n,
+                    way,
+                    id=f"{name}-{n}-{way}",
+                    marks=[pytest.mark.soak] * bool(is_late),
+                )
                 for way, is_late in zip(ways, late, strict=True)
             ]
     return made
@@ -235,7 +263,9 @@ OPTIONS = {
 def test_every_way_to_reduce_gives_the_numbers_of_one_device(options, trainers, way):
     plan, weighted = plan_of(trainers, **options), "example_count" in options
     batches, expected = batches_of(weighted), alone(weighted, "reduce" in options)
-    for got, made, part in zip(trained(plan, way, start(), batches), expected, batches, strict=True):
+    for got, made, part in zip(
+        trained(plan, way, start(), batches), expected, batches, strict=True
+    ):
         tree_close(got, with_each(made, plan, part), 1e-12)
 
 
@@ -277,7 +307,11 @@ CLIPPED = {
 @pytest.mark.parametrize("options,trainers,way", cases(CLIPPED))
 def test_each_trainer_clips_its_own_gradient_before_they_are_averaged(options, trainers, way):
     plan, batches = plan_of(trainers, **options), batches_of("example_count" in options)
-    step, now, most = jitted_step(TX), (start(), TX.init(start()["net"])), options["clip_local_norm"]
+    step, now, most = (
+        jitted_step(TX),
+        (start(), TX.init(start()["net"])),
+        options["clip_local_norm"],
+    )
     found = []
     for got, part in zip(trained(plan, way, start(), batches), batches, strict=True):
         grads, shares = parts_of(now[0], part, trainers)
@@ -296,14 +330,18 @@ def test_each_trainer_clips_its_own_gradient_before_they_are_averaged(options, t
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("stage", [0, 1], ids=["nccl2", "sharding"])
 def test_a_clip_of_each_micro_batch_comes_before_they_are_added_up(stage):
-    """By hand: gradients (3, 0), (0, 0.5), (0, 4) and (1, 0), clipped to 1 and averaged; together nothing else is."""
+    """By hand: gradients (3, 0), (0, 0.5), (0, 4) and (1, 0), clipped to 1 and averaged; together
+    nothing else is."""
     x = jnp.asarray([[3.0, 0.0], [0.0, 0.5], [0.0, 4.0], [1.0, 0.0]])
     loss = lambda params, x: jnp.mean(x @ params["w"])
     init = lambda key: (p := {"w": jnp.zeros(2)}, optax.sgd(1.0).init(p))
     main = dtrans.trace(dtrans.make_train_step(loss, optax.sgd(1.0)), *init(jax.random.key(0)), x)
     got = {}
     for per in ("micro_batch", "step"):
-        options = {"num_micro_batch": 2, "reduce": dtrans.Reduce(clip_local_norm=1.0, clip_local_per=per)}
+        options = {
+            "num_micro_batch": 2,
+            "reduce": dtrans.Reduce(clip_local_norm=1.0, clip_local_per=per),
+        }
         given = main, dtrans.trace(init, jax.random.key(0))
         if stage:
             slices = dtrans.Slicing(min_slice_size=0)
@@ -313,16 +351,22 @@ def test_a_clip_of_each_micro_batch_comes_before_they_are_added_up(stage):
         job = plan.simulate()
         state, _ = job.step(job.init(jax.random.key(0)), x)
         got[per] = job.params(state)["w"]
-    np.testing.assert_allclose(got["micro_batch"], [-(1 + 0 + 0 + 1) / 4, -(0 + 0.5 + 1 + 0) / 4], rtol=1e-12)
+    np.testing.assert_allclose(
+        got["micro_batch"], [-(1 + 0 + 0 + 1) / 4, -(0 + 0.5 + 1 + 0) / 4], rtol=1e-12
+    )
     each = [np.array([1.5, 0.25]), np.array([0.5, 2.0])]
     want = -sum(g / np.linalg.norm(g) for g in each) / 2
     np.testing.assert_allclose(got["step"], want, rtol=1e-12)
 
 
 def test_a_clip_of_each_micro_batch_needs_a_norm_and_a_plain_scale():
-    with pytest.raises(ConfigError, match="clip_local_per='micro_batch' is for clip_local_norm, which is None"):
+    with pytest.raises(
+        ConfigError, match="clip_local_per='micro_batch' is for clip_local_norm, which is None"
+    ):
         dtrans.Reduce(clip_local_per="micro_batch")
-    with pytest.raises(ConfigError, match="clip_local_per must be 'step' or 'micro_batch', it is 'window'"):
+    with pytest.raises(
+        ConfigError, match="clip_local_per must be 'step' or 'micro_batch', it is 'window'"
+    ):
         dtrans.Reduce(clip_local_norm=1.0, clip_local_per="window")
 
 
@@ -336,7 +380,11 @@ COMPRESS = {
     "bf16, hierarchical": BFLOAT | NODES,
     "fp16, window": HALF | WINDOW,
     "bf16, weight, window": BFLOAT | COUNT | WINDOW,
-    "fp16 scaled, weight, hierarchical, chains": HALF | {"compress_scale": 64.0} | COUNT | NODES | CHAINS,
+    "fp16 scaled, weight, hierarchical, chains": HALF
+    | {"compress_scale": 64.0}
+    | COUNT
+    | NODES
+    | CHAINS,
 }
 
 
@@ -344,8 +392,8 @@ COMPRESS = {
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("options,trainers,way", cases(COMPRESS))
 def test_what_is_compressed_is_as_far_off_as_its_type_says(options, trainers, way):
-    """What n trainers send is rounded once and their sum n - 1 times, each time by at most the unit roundoff of what is
-    added up, or by half of fp16's least number. One trainer sends nothing."""
+    """What n trainers send is rounded once and their sum n - 1 times, each time by at most the unit
+    roundoff of what is added up, or by half of fp16's least number. One trainer sends nothing."""
     plan, batches = plan_of(trainers, PLAIN, **options), batches_of("example_count" in options)
     unit, least = (2.0**-8, 0.0) if options["compress"] == "bf16" else (2.0**-11, 2.0**-25)
     least *= trainers / options.get("compress_scale", 1.0)
@@ -373,14 +421,20 @@ def test_what_is_compressed_is_as_far_off_as_its_type_says(options, trainers, wa
 
 
 def noisy_step(params, state, x, scales, key):
-    """Statistics that depend on the order of what is seen, a loss that depends on a key, and what it drew."""
+    """Statistics that depend on the order of what is seen, a loss that depends on a key, and what
+    it drew."""
 
     def loss(w):
         return jnp.mean((x * scales @ w + jax.random.normal(key, x.shape[:1])) ** 2)
 
     value, grads = dtrans.value_and_grad(loss)(params["w"])
     seen = params["seen"] * 0.5 + jnp.mean(x)
-    return {"seen": seen, "w": params["w"] - 0.1 * grads}, state, value, jax.random.normal(key, (1,))
+    return (
+        {"seen": seen, "w": params["w"] - 0.1 * grads},
+        state,
+        value,
+        jax.random.normal(key, (1,)),
+    )
 
 
 NOISY = [
@@ -394,9 +448,12 @@ NOISY = [
 
 @pytest.mark.sampled(2)
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("trainers,options,way", [(*of, way) for *of, ways in NOISY for way in ways])
+@pytest.mark.parametrize(
+    "trainers,options,way", [(*of, way) for *of, ways in NOISY for way in ways]
+)
 def test_statistics_go_from_micro_step_to_micro_step_and_keys_differ(trainers, options, way):
-    """By hand: the key is folded with the trainer (one trainer has it as it is), then with the micro-step."""
+    """By hand: the key is folded with the trainer (one trainer has it as it is), then with the
+    micro-step."""
     jitted, params = quick(noisy_step), {"seen": jnp.ones(()), "w": jnp.ones(3)}
     x, scales = mlp_batch(16, (3, 1), jnp.float64)[0], jnp.array([1.0, 0.5, 2.0])
     args = [(x, scales, jax.random.key(seed)) for seed in range(2)]
@@ -434,25 +491,39 @@ def counted_loss(params, x, y, mask):
 
 def planned(tx, params, loss=counted_loss, has_aux=True, like=None, **options):
     step = dtrans.make_train_step(loss, tx, has_aux=has_aux)
-    main = dtrans.trace(step, params, jax.eval_shape(tx.init, params), *(batch(0) if like is None else like))
+    main = dtrans.trace(
+        step, params, jax.eval_shape(tx.init, params), *(batch(0) if like is None else like)
+    )
     return step, flat_options.nccl2(main, dtrans.trace(init_of(tx), params), **options)
 
 
 def collectives(plan):
     """(kind, axes) of each, in order; those in a scan would be among them."""
     kinds = ("all_reduce", "reduce_scatter", "all_gather")
-    return [(e.primitive.name, e.params["over"]) for e in equations(plan.program.jaxpr) if e.primitive.name in kinds]
+    return [
+        (e.primitive.name, e.params["over"])
+        for e in equations(plan.program.jaxpr)
+        if e.primitive.name in kinds
+    ]
 
 
 def test_a_hierarchy_moves_one_nth_of_the_bytes_between_nodes():
     params = mlp_params(SIZES)  # 6, 3, 30 and 18 numbers: padded to 8, 4, 32 and 20
-    _, plan = planned(optax.sgd(0.1), params, like=batch(0), trainers=8, trainers_per_node=4, kind="local")
+    _, plan = planned(
+        optax.sgd(0.1), params, like=batch(0), trainers=8, trainers_per_node=4, kind="local"
+    )
     exter, inter = plan.axis_names
     assert plan.axes == (("trainers_exter", 2), ("trainers_inter", 4))
-    assert collectives(plan)[:3] == [("reduce_scatter", (inter,)), ("all_reduce", (exter,)), ("all_gather", (inter,))]
+    assert collectives(plan)[:3] == [
+        ("reduce_scatter", (inter,)),
+        ("all_reduce", (exter,)),
+        ("all_gather", (inter,)),
+    ]
     results = 3 * 4  # loss, count and worst, over both axes
     assert plan.bytes_over(exter) == {"float32": (8 + 4 + 32 + 20) // 4 * 4 + results}
-    assert plan.bytes_over(inter) == {"float32": (8 + 4 + 32 + 20) * 4 + (8 + 4 + 32 + 20) // 4 * 4 + results}
+    assert plan.bytes_over(inter) == {
+        "float32": (8 + 4 + 32 + 20) * 4 + (8 + 4 + 32 + 20) // 4 * 4 + results
+    }
     assert "between the 2 nodes: 76 bytes of float32" in str(plan)
 
 
@@ -464,7 +535,9 @@ def test_a_window_reduces_once_and_not_inside():
     inside = {e.primitive.name for e in equations(scan.params["jaxpr"])}
     assert "dot_general" in inside and "all_reduce" not in inside
     assert [kind for kind, _ in collectives(plan)] == ["all_reduce"] * 3  # gradients, sums, maxima
-    with pytest.raises(BatchError, match="x has 6 rows on each trainer, which 4 micro-steps do not divide"):
+    with pytest.raises(
+        BatchError, match="x has 6 rows on each trainer, which 4 micro-steps do not divide"
+    ):
         plan.simulate().step(plan.simulate().init(mlp_params(SIZES)), *batch(0, 12))
 
 
@@ -478,7 +551,8 @@ def test_a_window_reduces_once_and_not_inside():
     ],
 )
 def test_buckets_by_epls_rule(sizes, max_buckets, groups):
-    """As epl/communicators/coalescing.py makes them; gradients come in the order of the backward pass."""
+    """As epl/communicators/coalescing.py makes them; gradients come in the order of the backward
+    pass."""
     params = {f"w{i:02}": jnp.zeros(n) for i, n in enumerate(sizes)}
     loss = lambda p, x: jnp.mean(x) * sum(jnp.sum(q**2) for q in p.values())
     options = {"trainers": 2, "max_buckets": max_buckets, "kind": "local"}
@@ -494,10 +568,13 @@ def test_buckets_by_epls_rule_never_mix_types():
     assert sorted(len(b.leaves) for b in plan.buckets) == [1, 2, 2]
 
 
-@pytest.mark.parametrize("count,waits", [(None, {}), (1, {1: 0, 2: 1, 3: 2}), (2, {2: 0, 3: 1}), (3, {3: 0})])
+@pytest.mark.parametrize(
+    "count,waits", [(None, {}), (1, {1: 0, 2: 1, 3: 2}), (2, {2: 0, 3: 1}), (3, {3: 0})]
+)
 @pytest.mark.parametrize("nodes", [False, True])
 def test_reductions_of_a_chain_wait_for_each_other(nodes, count, waits):
-    """What a barrier takes from one reduction and gives to another, by the numbers of their buckets."""
+    """What a barrier takes from one reduction and gives to another, by the numbers of their
+    buckets."""
     params = {n: jnp.zeros(4) for n in "abcd"}
     loss = lambda p, x: jnp.mean(x) * sum(jnp.sum(q**2) for q in p.values())
     options = NODES if nodes else {}
@@ -523,7 +600,8 @@ def test_reductions_of_a_chain_wait_for_each_other(nodes, count, waits):
 
 
 def test_clipping_before_and_after_the_sum_are_different_things():
-    """Gradients (3, 0) and (0, 4): each clipped to 1 and then averaged, or averaged and then clipped to 1."""
+    """Gradients (3, 0) and (0, 4): each clipped to 1 and then averaged, or averaged and then
+    clipped to 1."""
     params = {"a": jnp.zeros(()), "b": jnp.zeros(())}
     loss = lambda p, x: jnp.mean(x[:, 0] * p["a"] + x[:, 1] * p["b"])
     x = jnp.array([[3.0, 0.0], [0.0, 4.0]])
@@ -536,20 +614,34 @@ def test_clipping_before_and_after_the_sum_are_different_things():
         _, plan = planned(tx, params, loss, False, [x], trainers=2, **options)
         for job in (plan.simulate(), plan.on_mesh()):
             state, _ = job.step(job.init(params), x)
-            np.testing.assert_allclose([job.params(state)["a"], job.params(state)["b"]], expected, rtol=1e-6)
+            np.testing.assert_allclose(
+                [job.params(state)["a"], job.params(state)["b"]], expected, rtol=1e-6
+            )
 
 
 @pytest.mark.parametrize(
     "options,message",
     [
-        ({"trainers": 1, "trainers_per_node": 2}, "=2 must divide the 1 trainers into several nodes"),
-        ({"trainers": 2, "trainers_per_node": 2}, "=2 must divide the 2 trainers into several nodes"),
+        (
+            {"trainers": 1, "trainers_per_node": 2},
+            "=2 must divide the 1 trainers into several nodes",
+        ),
+        (
+            {"trainers": 2, "trainers_per_node": 2},
+            "=2 must divide the 2 trainers into several nodes",
+        ),
         ({"trainers_per_node": 3}, "=3 must divide the 4 trainers into several nodes"),
         ({"trainers_per_node": 4}, "=4 must divide the 4 trainers into several nodes"),
         ({"trainers_per_node": 1}, "=1 must divide the 4 trainers into several nodes"),
         ({"trainers_per_node": -2}, "must be a number of trainers, it is -2"),
-        ({"num_micro_batch": 0}, "num_micro_batch must be a positive number of micro-steps, it is 0"),
-        ({"num_micro_batch": True}, "num_micro_batch must be a positive number of micro-steps, it is True"),
+        (
+            {"num_micro_batch": 0},
+            "num_micro_batch must be a positive number of micro-steps, it is 0",
+        ),
+        (
+            {"num_micro_batch": True},
+            "num_micro_batch must be a positive number of micro-steps, it is True",
+        ),
         ({"max_buckets": 0}, "max_buckets must be a positive number, or None; it is 0"),
         ({"chains": 1.5}, "^chains must be a positive number, or None; it is 1.5"),
         ({"clip_local_norm": 0}, "clip_local_norm must be a positive number, or None; it is 0"),
@@ -563,10 +655,15 @@ def test_options_out_of_range_are_refused_by_name(options, message):
 def test_a_result_that_every_micro_step_makes_must_be_merged_by_the_user():
     loss = lambda p, x: (jnp.mean(x * p["w"]), jnp.sum(x > 0))
     given = optax.sgd(0.1), {"w": jnp.ones(2)}, loss, True, [jnp.ones((8, 2))]
-    with pytest.raises(ConfigError, match="aux is int32.*made in each of 2 micro-steps: say how to merge it"):
+    with pytest.raises(
+        ConfigError, match="aux is int32.*made in each of 2 micro-steps: say how to merge it"
+    ):
         planned(*given, trainers=2, num_micro_batch=2, kind="local")
     plan = planned(*given, trainers=2, num_micro_batch=2)[1]
-    assert plan.merges == {"loss": "sum", "aux": "same"}  # a count that no parameter enters is made once
+    assert plan.merges == {
+        "loss": "sum",
+        "aux": "same",
+    }  # a count that no parameter enters is made once
     assert plan.verify(jnp.ones((8, 2))).complete
 
 
@@ -574,7 +671,9 @@ def test_a_result_that_every_micro_step_makes_must_be_merged_by_the_user():
 @pytest.mark.parametrize("options", [NODES, NODES | WINDOW, COUNT | CHAINS | CLIP])
 def test_a_shard_map_that_checks_varying_types_is_refused_by_name(options):
     plan = plan_of.__wrapped__(4, **options)
-    with pytest.raises(ConfigError, match=r"plan\.function needs jax\.shard_map\(\.\.\., check_vma=False\)"):
+    with pytest.raises(
+        ConfigError, match=r"plan\.function needs jax\.shard_map\(\.\.\., check_vma=False\)"
+    ):
         list(trained(plan, "checked shard_map", start(), batches_of(True)))
 
 
@@ -584,7 +683,9 @@ def test_a_shard_map_that_checks_varying_types_is_refused_by_name(options):
 def test_a_weight_that_is_known_when_traced_weights_a_window_too():
     params, x = {"w": jnp.ones(2)}, jnp.arange(16.0).reshape(8, 2)
     loss = lambda p, x: (jnp.mean((x * p["w"]) ** 2), x.shape[0])
-    plan = planned(optax.sgd(0.1), params, loss, True, [x], trainers=2, num_micro_batch=2, example_count="aux")[1]
+    plan = planned(
+        optax.sgd(0.1), params, loss, True, [x], trainers=2, num_micro_batch=2, example_count="aux"
+    )[1]
     job = plan.simulate()
     state, value, rows = job.step(job.init(params), x)
     want = jax.grad(lambda p: loss(p, x)[0])(params)
@@ -595,7 +696,10 @@ def test_a_weight_that_is_known_when_traced_weights_a_window_too():
 def test_a_row_for_each_trainer_is_refused_where_a_trainer_makes_several():
     loss = lambda p, x: (jnp.mean(x * p["w"]), jnp.max(x))
     for options in ({"num_micro_batch": 2}, {"local_sgd": 2}):
-        with pytest.raises(ConfigError, match=r"^merge\['aux'\]='each': a trainer makes it in each of 2 micro-steps"):
+        with pytest.raises(
+            ConfigError,
+            match=r"^merge\['aux'\]='each': a trainer makes it in each of 2 micro-steps",
+        ):
             planned(optax.sgd(0.1), {"w": jnp.ones(2)}, loss, True, [jnp.ones((8, 2))], trainers=2,
                     merge={"aux": "each"}, **options)  # fmt: skip
 
@@ -623,7 +727,9 @@ PARTS = [{"trainers": 4}, {"trainers": 2, "num_micro_batch": 2}, {"trainers": 1,
 def test_a_part_that_counts_for_nothing_is_nothing(options):
     params, x = {"w": jnp.ones(2)}, jnp.arange(16.0).reshape(8, 2)
     mask = jnp.array([1.0, 1, 0, 0, 1, 1, 1, 1])
-    step, plan = planned(optax.sgd(0.1), params, of_counted, True, [x, mask], example_count="aux/count", **options)
+    step, plan = planned(
+        optax.sgd(0.1), params, of_counted, True, [x, mask], example_count="aux/count", **options
+    )
     want, _, want_loss, want_aux = step(params, optax.sgd(0.1).init(params), x, mask)
     for job in (plan.simulate(), plan.on_mesh()):
         state, loss, aux = job.step(job.init(params), x, mask)
@@ -633,13 +739,21 @@ def test_a_part_that_counts_for_nothing_is_nothing(options):
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("options", PARTS[:3])
 @pytest.mark.parametrize("way", [None, "mean"])
-def test_results_from_gradients_and_the_batch_are_weighted_as_they_are_without_a_window(options, way):
-    """The norm of the reduced gradient times a mean over a trainer's own part: the same for every way to divide."""
+def test_results_from_gradients_and_the_batch_are_weighted_as_they_are_without_a_window(
+    options, way
+):
+    """The norm of the reduced gradient times a mean over a trainer's own part: the same for every
+    way to divide."""
 
     def step(params, opt_state, x, mask):
         (loss, aux), grads = dtrans.value_and_grad(of_counted, has_aux=True)(params, x, mask)
         seen = jnp.sum(x[:, 0] * mask) / jnp.sum(mask)
-        return {"w": params["w"] - 0.1 * grads["w"]}, opt_state, loss, aux | {"scaled": norm_of(grads) * seen}
+        return (
+            {"w": params["w"] - 0.1 * grads["w"]},
+            opt_state,
+            loss,
+            aux | {"scaled": norm_of(grads) * seen},
+        )
 
     params, x = {"w": jnp.ones(2)}, jnp.arange(16.0).reshape(8, 2)
     mask = jnp.array([1.0, 1, 3, 1, 1, 2, 1, 1])
@@ -654,13 +768,25 @@ def test_results_from_gradients_and_the_batch_are_weighted_as_they_are_without_a
 
 def test_the_weight_is_added_up_and_nothing_else():
     options = {"example_count": "aux/count", "merge": {"aux/count": "max"}, "trainers": 2}
-    with pytest.raises(ConfigError, match=r"^merge\['aux/count'\]='max': it is example_count, which is added up"):
-        planned(optax.sgd(0.1), {"w": jnp.ones(2)}, of_counted, True, [jnp.ones((8, 2)), jnp.ones(8)], **options)
+    with pytest.raises(
+        ConfigError, match=r"^merge\['aux/count'\]='max': it is example_count, which is added up"
+    ):
+        planned(
+            optax.sgd(0.1),
+            {"w": jnp.ones(2)},
+            of_counted,
+            True,
+            [jnp.ones((8, 2)), jnp.ones(8)],
+            **options,
+        )
 
 
-@pytest.mark.parametrize("options", [{"num_micro_batch": 2, "example_count": "aux/count"}, {"local_sgd": 1}])
+@pytest.mark.parametrize(
+    "options", [{"num_micro_batch": 2, "example_count": "aux/count"}, {"local_sgd": 1}]
+)
 def test_sums_of_16_bits_do_not_overflow_on_their_way(options):
-    """The gradient and the parameters fit into float16; times the count, or times the trainers, they do not."""
+    """The gradient and the parameters fit into float16; times the count, or times the trainers,
+    they do not."""
     params = {"w": jnp.full(2, 20000.0, jnp.float16)}
     loss = lambda p, x, mask: (jnp.mean(x @ p["w"] / 100), {"count": jnp.sum(mask)})
     x, mask = jnp.ones((16, 2), jnp.float16), jnp.full(16, 4000.0)
@@ -678,7 +804,10 @@ def counting(params, opt_state, x):
 
 @pytest.mark.parametrize("options", [{}, {"num_micro_batch": 2}, {"local_sgd": 2}])
 def test_counts_in_the_state_are_what_one_device_counts(options):
-    params, x = {"n": jnp.zeros((), jnp.int32), "w": jnp.ones(2)}, jnp.arange(16.0).reshape(8, 2) / 10
+    params, x = (
+        {"n": jnp.zeros((), jnp.int32), "w": jnp.ones(2)},
+        jnp.arange(16.0).reshape(8, 2) / 10,
+    )
     main, startup = dtrans.trace(counting, params, (), x), dtrans.trace(lambda p: (p, ()), params)
     plan = flat_options.nccl2(main, startup, trainers=2, merge={"params/n": "sum"}, **options)
     for job in (plan.simulate(), plan.on_mesh()):
@@ -687,16 +816,23 @@ def test_counts_in_the_state_are_what_one_device_counts(options):
             state, _ = job.step(state, x)
             counts.append(int(job.params(state)["n"]))
         assert counts == [10, 20, 30]
-    with pytest.raises(ConfigError, match=r"^merge\['params/n'\]='same': it is made of a trainer's part"):
+    with pytest.raises(
+        ConfigError, match=r"^merge\['params/n'\]='same': it is made of a trainer's part"
+    ):
         flat_options.nccl2(main, startup, trainers=2, merge={"params/n": "same"}, **options)
-    with pytest.raises(ConfigError, match=r"^params/n is int32\[\] and made of .* merge={'params/n': 'sum'} or 'max'$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^params/n is int32\[\] and made of .* merge={'params/n': 'sum'} or 'max'$",
+    ):
         flat_options.nccl2(main, startup, trainers=2, kind="local", **options)
 
 
 def test_what_is_made_of_the_number_of_rows_must_be_merged_by_name():
     loss = lambda p, x: (jnp.mean(x * p["w"]), jnp.ones(x.shape[:1]).sum())
     given = optax.sgd(0.1), {"w": jnp.ones(2)}, loss, True, [jnp.ones((8, 2))]
-    with pytest.raises(ConfigError, match="^aux is float32.* made of how many rows a trainer's part has"):
+    with pytest.raises(
+        ConfigError, match="^aux is float32.* made of how many rows a trainer's part has"
+    ):
         planned(*given, trainers=2, kind="local")
     job = planned(*given, trainers=2, merge={"aux": "sum"})[1].simulate()
     assert float(job.step(job.init({"w": jnp.ones(2)}), jnp.ones((8, 2)))[2]) == 8.0
@@ -708,7 +844,9 @@ def test_a_leaf_without_elements_is_reduced_nowhere():
     plan = planned(optax.sgd(0.1), params, loss, False, [jnp.ones((8, 2))], trainers=4, **NODES)[1]
     job = plan.on_mesh()
     state, _ = job.step(job.init(params), jnp.ones((8, 2)))
-    assert job.params(state)["none"].shape == (0, 3) and [b.leaves for b in plan.buckets] == [("params/w",)]
+    assert job.params(state)["none"].shape == (0, 3) and [b.leaves for b in plan.buckets] == [
+        ("params/w",)
+    ]
 
 
 @pytest.mark.parametrize(

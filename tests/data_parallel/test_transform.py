@@ -1,4 +1,5 @@
-"""Trainers that average gradients compute what one device computes, reduce no byte more, and say what they refuse."""
+"""Trainers that average gradients compute what one device computes, reduce no byte more, and say
+what they refuse."""
 
 from __future__ import annotations
 
@@ -12,7 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import distance, init_of, mlp_batch, mlp_forward, mlp_loss, mlp_params, plain_step, tree_close
+from helpers import (
+    distance,
+    init_of,
+    mlp_batch,
+    mlp_forward,
+    mlp_loss,
+    mlp_params,
+    plain_step,
+    tree_close,
+)
 from hypothesis import given, settings, strategies as st
 from jax.sharding import Mesh, PartitionSpec as P
 
@@ -29,13 +39,21 @@ MAPS = ("vmap", "pmap", "shard_map")
 # -- how a plan is run -----------------------------------------------------------------------------
 
 
-def plan_of_step(step: Any, init: Any, params: Any, *batch: Any, trainers: int = 2, **options: Any) -> Any:
+def plan_of_step(
+    step: Any, init: Any, params: Any, *batch: Any, trainers: int = 2, **options: Any
+) -> Any:
     main = dtrans.trace(step, *jax.eval_shape(init, params), *batch)
     return flat_options.nccl2(main, dtrans.trace(init, params), trainers=trainers, **options)
 
 
 def plan_of(
-    loss: Any, tx: Any, params: Any, *batch: Any, trainers: int = 2, has_aux: bool = False, **options: Any
+    loss: Any,
+    tx: Any,
+    params: Any,
+    *batch: Any,
+    trainers: int = 2,
+    has_aux: bool = False,
+    **options: Any,
 ) -> Any:
     step = dtrans.make_train_step(loss, tx, has_aux=has_aux)
     return plan_of_step(step, init_of(tx), params, *batch, trainers=trainers, **options)
@@ -54,18 +72,27 @@ def mapped(plan: Any, way: str) -> Callable[..., Any]:
         one = lambda *args: out.flatten(plan.function(*args))
         if way == "shard_map":
             specs = jax.tree.map(lambda x: P("trainers") if is_split(x) else P(), batch)
-            stacked = lambda *args: [x[None] if w == "each" else x for x, w in zip(one(*args), ways, strict=True)]
+            stacked = lambda *args: [
+                x[None] if w == "each" else x for x, w in zip(one(*args), ways, strict=True)
+            ]
             mesh = Mesh(np.array(jax.devices()[:n]), ("trainers",))
             outs = [P("trainers") if o else P() for o in own]
-            fn = jax.shard_map(stacked, mesh=mesh, in_specs=(P(), P(), *specs), out_specs=outs, check_vma=False)
+            fn = jax.shard_map(
+                stacked, mesh=mesh, in_specs=(P(), P(), *specs), out_specs=outs, check_vma=False
+            )
             return out.unflatten(jax.jit(fn)(params, opt_state, *batch))
         parts = jax.tree.map(lambda x: x.reshape(n, -1, *x.shape[1:]) if is_split(x) else x, batch)
         axes = (None, None, *jax.tree.map(lambda x: 0 if is_split(x) else None, batch))
         outs = [0 if o else None for o in own]
         over = {"vmap": jax.vmap, "pmap": jax.pmap}[way]
-        made = over(one, in_axes=axes, out_axes=outs, axis_name="trainers", axis_size=n)(params, opt_state, *parts)
+        made = over(one, in_axes=axes, out_axes=outs, axis_name="trainers", axis_size=n)(
+            params, opt_state, *parts
+        )
         return out.unflatten(
-            [x.reshape(-1, *x.shape[2:]) if w == "concat" else x for x, w in zip(made, ways, strict=True)]
+            [
+                x.reshape(-1, *x.shape[2:]) if w == "concat" else x
+                for x, w in zip(made, ways, strict=True)
+            ]
         )
 
     return run
@@ -108,22 +135,35 @@ def same_as_one_device(
     has_aux: bool = False,
     **options: Any,
 ) -> Any:
-    """Train both ways; parameters, optimizer state and every result must agree. The plan and what it gave."""
+    """Train both ways; parameters, optimizer state and every result must agree. The plan and what
+    it gave."""
     step, init = dtrans.make_train_step(loss, tx, has_aux=has_aux), init_of(tx)
     return same_step(step, init, params, batches, way=way, rtol=rtol, **options)
 
 
-def same_step(step: Any, init: Any, params: Any, batches: Any, *, way: str, rtol: float = 1e-12, **options: Any) -> Any:
+def same_step(
+    step: Any,
+    init: Any,
+    params: Any,
+    batches: Any,
+    *,
+    way: str,
+    rtol: float = 1e-12,
+    **options: Any,
+) -> Any:
     plan = plan_of_step(step, init, params, *batches[0], **options)
     got, want = train(plan, way, params, batches), alone(step, init, params, batches)
     assert not all(
-        np.array_equal(a, b) for a, b in zip(jax.tree.leaves(want[0]), jax.tree.leaves(params), strict=True)
+        np.array_equal(a, b)
+        for a, b in zip(jax.tree.leaves(want[0]), jax.tree.leaves(params), strict=True)
     ), "the model must learn something"
     tree_close(got, want, rtol)
     return plan, got
 
 
-def batches_of(rows: int = 8, steps: int = 2, dtype: Any = F64, **kw: Any) -> list[tuple[jax.Array, jax.Array]]:
+def batches_of(
+    rows: int = 8, steps: int = 2, dtype: Any = F64, **kw: Any
+) -> list[tuple[jax.Array, jax.Array]]:
     return [mlp_batch(rows, dtype=dtype, seed=s, **kw) for s in range(steps)]
 
 
@@ -150,13 +190,17 @@ def x64() -> Any:
 @pytest.mark.parametrize("trainers", [1, 2, 4, 8])
 def test_trainers_equal_one_device_on_the_global_batch(trainers: int, way: str) -> None:
     tx = optax.chain(optax.clip_by_global_norm(0.05), optax.adam(1e-2))
-    same_as_one_device(mlp_loss, tx, mlp_params(dtype=F64), batches_of(), way=way, trainers=trainers)
+    same_as_one_device(
+        mlp_loss, tx, mlp_params(dtype=F64), batches_of(), way=way, trainers=trainers
+    )
 
 
 @pytest.mark.parametrize("trainers, way", [(2, "simulate"), (4, "mesh")])
 def test_float32_equals_one_device_to_its_precision(trainers: int, way: str) -> None:
     batches = batches_of(dtype=jnp.float32)
-    same_as_one_device(mlp_loss, optax.adam(1e-2), mlp_params(), batches, way=way, trainers=trainers, rtol=1e-6)
+    same_as_one_device(
+        mlp_loss, optax.adam(1e-2), mlp_params(), batches, way=way, trainers=trainers, rtol=1e-6
+    )
 
 
 class Net(NamedTuple):
@@ -177,7 +221,9 @@ def tied(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
 def model_cases() -> dict[str, tuple[Any, Any, Any]]:
     """(loss, optimizer, parameters), made where float64 is on."""
     w = mlp_params(dtype=F64)
-    frozen = optax.chain(optax.sgd(0.1), optax.masked(optax.set_to_zero(), {n: n == "w1" for n in w}))
+    frozen = optax.chain(
+        optax.sgd(0.1), optax.masked(optax.set_to_zero(), {n: n == "w1" for n in w})
+    )
     return {
         "tied": (tied, optax.adam(1e-2), {"e": w["w1"]}),
         "frozen": (mlp_loss, frozen, w),
@@ -193,7 +239,9 @@ def model_cases() -> dict[str, tuple[Any, Any, Any]]:
 def test_every_model_equals_one_device(model: str, trainers: int, way: str) -> None:
     loss, tx, params = model_cases()[model]
     if model == "unused-leaf":
-        loss = lambda params, x, y: mlp_loss({n: v for n, v in params.items() if not n.endswith("9")}, x, y)
+        loss = lambda params, x, y: mlp_loss(
+            {n: v for n, v in params.items() if not n.endswith("9")}, x, y
+        )
     same_as_one_device(loss, tx, params, batches_of(), way=way, trainers=trainers)
 
 
@@ -210,27 +258,37 @@ def test_bfloat16_leaves_equal_one_device_to_their_precision(way: str) -> None:
 def test_a_step_without_marks_equals_one_device(trainers: int, way: str) -> None:
     tx = optax.adam(1e-2)
     params = mlp_params(dtype=F64)
-    same_step(plain_step(mlp_loss, tx), init_of(tx), params, batches_of(), way=way, trainers=trainers)
+    same_step(
+        plain_step(mlp_loss, tx), init_of(tx), params, batches_of(), way=way, trainers=trainers
+    )
 
 
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "sgd": lambda: optax.sgd(0.1),
-    "clip_by_block_rms": lambda: optax.chain(optax.clip_by_block_rms(0.01), optax.sgd(0.1, momentum=0.9)),
+    "clip_by_block_rms": lambda: optax.chain(
+        optax.clip_by_block_rms(0.01), optax.sgd(0.1, momentum=0.9)
+    ),
     "lamb": lambda: optax.lamb(0.1),
     "MultiSteps": lambda: optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(),
     "apply_if_finite": lambda: optax.apply_if_finite(optax.adam(0.1), 3),
-    "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adam)(optax.linear_schedule(0.1, 0.01, 3)),
+    "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adam)(
+        optax.linear_schedule(0.1, 0.01, 3)
+    ),
     "add_noise": lambda: optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(3)), optax.sgd(0.1)),
     "state-that-equals-the-update": lambda: optax.chain(optax.sgd(0.1), optax.ema(0.0)),
 }
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("trainers, way", [(4, "simulate"), pytest.param(2, "mesh", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "trainers, way", [(4, "simulate"), pytest.param(2, "mesh", marks=pytest.mark.soak)]
+)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_equals_one_device(name: str, trainers: int, way: str) -> None:
     tx = OPTIMIZERS[name]()
-    same_as_one_device(mlp_loss, tx, mlp_params(dtype=F64), batches_of(steps=3), way=way, trainers=trainers)
+    same_as_one_device(
+        mlp_loss, tx, mlp_params(dtype=F64), batches_of(steps=3), way=way, trainers=trainers
+    )
 
 
 @pytest.mark.parametrize("way", JOBS)
@@ -251,14 +309,18 @@ def clipped_backward(w: jax.Array) -> jax.Array:
     return w
 
 
-clipped_backward.defvjp(lambda w: (w, None), lambda _, g: (g / jnp.maximum(1.0, jnp.linalg.norm(g)),))
+clipped_backward.defvjp(
+    lambda w: (w, None), lambda _, g: (g / jnp.maximum(1.0, jnp.linalg.norm(g)),)
+)
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", [*JOBS, *MAPS])
-def test_a_clip_in_the_optimizer_is_of_the_mean_and_a_clip_in_the_loss_of_each_trainer(way: str) -> None:
-    """Gradients (3, 0) and (0, 4): their mean (1.5, 2), clipped to 1, is (0.6, 0.8); clipped first they are (1, 0) and
-    (0, 1), whose mean is (0.5, 0.5)."""
+def test_a_clip_in_the_optimizer_is_of_the_mean_and_a_clip_in_the_loss_of_each_trainer(
+    way: str,
+) -> None:
+    """Gradients (3, 0) and (0, 4): their mean (1.5, 2), clipped to 1, is (0.6, 0.8); clipped first
+    they are (1, 0) and (0, 1), whose mean is (0.5, 0.5)."""
     gradients = jnp.array([[3.0, 0.0], [0.0, 4.0]])
     params = {"w": jnp.zeros(2)}
     after = plan_of(
@@ -268,7 +330,11 @@ def test_a_clip_in_the_optimizer_is_of_the_mean_and_a_clip_in_the_loss_of_each_t
         gradients,
     )
     before = plan_of(
-        lambda params, g: jnp.mean(g @ clipped_backward(params["w"])), optax.sgd(1.0), params, gradients, kind="local"
+        lambda params, g: jnp.mean(g @ clipped_backward(params["w"])),
+        optax.sgd(1.0),
+        params,
+        gradients,
+        kind="local",
     )
     got_after, _, _ = train(after, way, params, [(gradients,)])
     got_before, _, _ = train(before, way, params, [(gradients,)])
@@ -301,14 +367,25 @@ def masked_mean(params: Any, x: jax.Array, y: jax.Array, mask: jax.Array) -> Any
 @pytest.mark.parametrize("way", [*JOBS, *MAPS])
 def test_parts_of_unequal_weight_give_the_exact_mean_and_not_the_mean_of_means(way: str) -> None:
     params, ((x, y), _) = square_case()
-    mask = jnp.array([1.0, 1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 1.0])  # 2, 1, 1 and 1 rows on four trainers
+    mask = jnp.array(
+        [1.0, 1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 1.0]
+    )  # 2, 1, 1 and 1 rows on four trainers
     batches = [(x, y, mask)] * 2
     plan, _ = same_as_one_device(
-        masked_mean, optax.sgd(0.1), params, batches, way=way, trainers=4, has_aux=True, example_count="aux/count"
+        masked_mean,
+        optax.sgd(0.1),
+        params,
+        batches,
+        way=way,
+        trainers=4,
+        has_aux=True,
+        example_count="aux/count",
     )
     assert plan.merges == {"loss": "mean", "aux/count": "sum"}
     options = {"trainers": 4, "has_aux": True}
-    same_as_one_device(masked_mean, optax.sgd(0.1), params, batches, way=way, **options)  # with nothing said
+    same_as_one_device(
+        masked_mean, optax.sgd(0.1), params, batches, way=way, **options
+    )  # with nothing said
     unweighted = plan_of(masked_mean, optax.sgd(0.1), params, *batches[0], kind="local", **options)
     means, _, _ = train(unweighted, way, params, batches)
     exact, _, _ = train(plan, way, params, batches)
@@ -319,7 +396,9 @@ def test_parts_of_unequal_weight_give_the_exact_mean_and_not_the_mean_of_means(w
 def test_a_count_of_integers_weights_too(way: str) -> None:
     def loss(params: Any, x: jax.Array, y: jax.Array, mask: jax.Array) -> Any:
         value, aux = masked_mean(params, x, y, mask)
-        return value, {"count": jnp.sum(mask, dtype=jnp.int32), "half": value / 2} | {"float": aux["count"]}
+        return value, {"count": jnp.sum(mask, dtype=jnp.int32), "half": value / 2} | {
+            "float": aux["count"]
+        }
 
     params, ((x, y), _) = square_case()
     mask = jnp.array([True, True, True, False])
@@ -350,9 +429,19 @@ def statistics_step(params: Any, opt_state: Any, x: jax.Array, y: jax.Array) -> 
 def test_batch_statistics_are_the_mean_of_all_trainers(trainers: int, way: str) -> None:
     params, batches = square_case()
     params["mean"] = jnp.ones(5)
-    plan, _ = same_step(statistics_step, lambda p: (p, ()), params, batches, way=way, trainers=trainers)
+    plan, _ = same_step(
+        statistics_step, lambda p: (p, ()), params, batches, way=way, trainers=trainers
+    )
     assert plan.merges == {"loss": "sum", "params/mean": "same"}
-    plan, _ = same_step(statistics_step, lambda p: (p, ()), params, batches, way=way, trainers=trainers, kind="local")
+    plan, _ = same_step(
+        statistics_step,
+        lambda p: (p, ()),
+        params,
+        batches,
+        way=way,
+        trainers=trainers,
+        kind="local",
+    )
     assert plan.merges == {"loss": "mean", "params/mean": "mean"}
 
 
@@ -363,7 +452,15 @@ def test_batch_statistics_are_means_where_gradients_are_summed(way: str) -> None
         return {"mean": x.mean(0), "w": params["w"] - 0.01 * g}, opt_state, value
 
     params, batches = square_case()
-    same_step(step, lambda p: (p, ()), params | {"mean": jnp.ones(5)}, batches, way=way, trainers=4, reduce="sum")
+    same_step(
+        step,
+        lambda p: (p, ()),
+        params | {"mean": jnp.ones(5)},
+        batches,
+        way=way,
+        trainers=4,
+        reduce="sum",
+    )
 
 
 def test_batch_statistics_can_be_merged_in_another_way() -> None:
@@ -394,7 +491,10 @@ def test_a_key_of_the_batch_is_each_trainers_own(trainers: int, way: str) -> Non
     n = 8 // trainers
     parts = [
         jax.value_and_grad(dropout)(
-            params, x[k * n :][:n], y[k * n :][:n], key if trainers == 1 else jax.random.fold_in(key, k)
+            params,
+            x[k * n :][:n],
+            y[k * n :][:n],
+            key if trainers == 1 else jax.random.fold_in(key, k),
         )
         for k in range(trainers)
     ]
@@ -411,7 +511,9 @@ def test_a_replicated_key_is_the_same_on_all_trainers(way: str) -> None:
 
     params, ((x, _), _) = square_case()
     batch = (x, jax.random.key(1))
-    same_as_one_device(loss, optax.sgd(0.1), params, [batch], way=way, trainers=4, unsplit_inputs=("key",))
+    same_as_one_device(
+        loss, optax.sgd(0.1), params, [batch], way=way, trainers=4, unsplit_inputs=("key",)
+    )
 
 
 @pytest.mark.parametrize("way", JOBS)
@@ -421,7 +523,9 @@ def test_arrays_that_every_trainer_gets_whole(way: str) -> None:
 
     params, ((x, y), _) = square_case()
     batch = (x, y, {"out": jnp.arange(1.0, 4.0)}, F64(0.5))
-    same_as_one_device(loss, optax.sgd(0.1), params, [batch], way=way, trainers=4, unsplit_inputs=("scales",))
+    same_as_one_device(
+        loss, optax.sgd(0.1), params, [batch], way=way, trainers=4, unsplit_inputs=("scales",)
+    )
 
 
 # -- results ---------------------------------------------------------------------------------------
@@ -446,7 +550,9 @@ def test_results_are_averaged_joined_or_stacked_by_what_they_are(way: str) -> No
         nothing: None
 
     params, batches = mlp_params(dtype=F64), batches_of()
-    plan = plan_of(loss, optax.sgd(0.1), params, *batches[0], trainers=4, has_aux=True, kind="local")
+    plan = plan_of(
+        loss, optax.sgd(0.1), params, *batches[0], trainers=4, has_aux=True, kind="local"
+    )
     assert plan.merges == {
         "loss": "mean",
         "aux/of_batch/mean": "mean",
@@ -458,18 +564,29 @@ def test_results_are_averaged_joined_or_stacked_by_what_they_are(way: str) -> No
     }
     _, _, got = train(plan, way, params, batches)
     _, _, want = alone(
-        dtrans.make_train_step(loss, optax.sgd(0.1), has_aux=True), init_of(optax.sgd(0.1)), params, batches
+        dtrans.make_train_step(loss, optax.sgd(0.1), has_aux=True),
+        init_of(optax.sgd(0.1)),
+        params,
+        batches,
     )
     for (value, aux), (want_value, want_aux), (x, _) in zip(got, want, batches, strict=True):
         assert aux.wrong.tolist() == (np.asarray(x)[:, 0] > 0).reshape(4, 2).sum(1).tolist()
-        tree_close((value, aux._replace(wrong=None)), (want_value, want_aux._replace(wrong=None)), 1e-12)
+        tree_close(
+            (value, aux._replace(wrong=None)), (want_value, want_aux._replace(wrong=None)), 1e-12
+        )
 
 
 @pytest.mark.parametrize("way", JOBS)
 def test_results_are_merged_as_it_is_said(way: str) -> None:
     def loss(params: Any, x: jax.Array, y: jax.Array) -> Any:
         rows = jnp.sum(x[:, 0] > 0, dtype=jnp.int32)
-        aux = {"sum": rows, "max": rows, "each": jnp.mean(x), "same": jnp.mean(y) * 0, "any": jnp.any(x > 0)}
+        aux = {
+            "sum": rows,
+            "max": rows,
+            "each": jnp.mean(x),
+            "same": jnp.mean(y) * 0,
+            "any": jnp.any(x > 0),
+        }
         return square(params, x, y), aux
 
     params, (batch, _) = square_case()
@@ -488,7 +605,9 @@ def test_results_are_merged_as_it_is_said(way: str) -> None:
 @pytest.mark.parametrize("trainers", [1, 4])
 def test_each_is_one_row_per_trainer_also_for_one(trainers: int) -> None:
     params, (batch, _) = square_case()
-    plan = plan_of(square, optax.sgd(0.1), params, *batch, trainers=trainers, merge={"loss": "each"})
+    plan = plan_of(
+        square, optax.sgd(0.1), params, *batch, trainers=trainers, merge={"loss": "each"}
+    )
     for way in JOBS:
         _, _, ((loss,),) = train(plan, way, params, [batch])
         assert loss.shape == (trainers,)
@@ -504,7 +623,8 @@ def test_a_count_of_rows_that_is_known_when_traced_is_that_of_the_global_batch(w
 
 
 def with_norms(total: Any, tx: Any) -> Any:
-    """A step that returns norms of gradients, updates and new parameters, and how many gradients are positive."""
+    """A step that returns norms of gradients, updates and new parameters, and how many gradients
+    are positive."""
 
     def step(params: Any, opt_state: Any, x: jax.Array, y: jax.Array) -> Any:
         value, grads = dtrans.value_and_grad(total)(params, x, y)
@@ -516,28 +636,43 @@ def with_norms(total: Any, tx: Any) -> Any:
             "updates": optax.tree.norm(updates),
             "new": optax.tree.norm(new),
         }
-        return new, opt_state, value, {**norms, "positive": positive, "ratio": value / optax.tree.norm(grads)}
+        return (
+            new,
+            opt_state,
+            value,
+            {**norms, "positive": positive, "ratio": value / optax.tree.norm(grads)},
+        )
 
     return step
 
 
 @pytest.mark.parametrize("way", JOBS)
 @pytest.mark.parametrize("reduce", ["mean", "sum"])
-def test_results_that_are_computed_from_gradients_are_of_the_reduced_gradient(reduce: str, way: str) -> None:
+def test_results_that_are_computed_from_gradients_are_of_the_reduced_gradient(
+    reduce: str, way: str
+) -> None:
     of = {"mean": jnp.mean, "sum": jnp.sum}[reduce]
     total = lambda params, x, y: of((mlp_forward(params, x) - y) ** 2)
     tx = optax.sgd(0.01)
     step = with_norms(total, tx)
     params, batches = mlp_params(dtype=F64), batches_of()
-    plan = plan_of_step(step, init_of(tx), params, *batches[0], trainers=4, reduce=reduce, merge={"aux/ratio": "each"})
+    plan = plan_of_step(
+        step,
+        init_of(tx),
+        params,
+        *batches[0],
+        trainers=4,
+        reduce=reduce,
+        merge={"aux/ratio": "each"},
+    )
     got, want = train(plan, way, params, batches), alone(step, init_of(tx), params, batches)
     for (value, aux), (want_value, want_aux) in zip(got[2], want[2], strict=True):
         assert aux.pop("ratio").shape == (4,)  # of each trainer's loss
         want_aux.pop("ratio")
         tree_close((value, aux), (want_value, want_aux), 1e-12)
-    assert {n: w for n, w in plan.merges.items() if n not in ("loss", "aux/ratio")} == dict.fromkeys(
-        ("aux/grads", "aux/new", "aux/positive", "aux/updates"), "same"
-    )
+    assert {
+        n: w for n, w in plan.merges.items() if n not in ("loss", "aux/ratio")
+    } == dict.fromkeys(("aux/grads", "aux/new", "aux/positive", "aux/updates"), "same")
 
 
 def test_a_norm_that_reads_a_gradient_which_cannot_be_told_is_refused() -> None:
@@ -546,7 +681,10 @@ def test_a_norm_that_reads_a_gradient_which_cannot_be_told_is_refused() -> None:
         new = {n: p if n == "w1" else p - 0.1 * grads[n] for n, p in params.items()}
         return new, opt_state, value, optax.tree.norm(grads)
 
-    with pytest.raises(GradientError, match="^aux: computed from gradients, and from a derivative that is not known"):
+    with pytest.raises(
+        GradientError,
+        match="^aux: computed from gradients, and from a derivative that is not known",
+    ):
         plan_of_step(step, lambda p: (p, ()), mlp_params(dtype=F64), *mlp_batch(8, dtype=F64))
 
 
@@ -579,22 +717,33 @@ def test_a_step_that_returns_a_dict_returns_the_rest_of_it() -> None:
 
 
 @pytest.mark.parametrize("way", JOBS)
-@pytest.mark.parametrize("to, unit, scale", [("bf16", 2**-8, 1.0), ("fp16", 2**-11, 1.0), ("fp16", 2**-11, 1024.0)])
+@pytest.mark.parametrize(
+    "to, unit, scale", [("bf16", 2**-8, 1.0), ("fp16", 2**-11, 1.0), ("fp16", 2**-11, 1024.0)]
+)
 @pytest.mark.parametrize("trainers", [2, 8])
 def test_compressed_gradients_are_as_far_off_as_their_type_says(
     trainers: int, to: str, unit: float, scale: float, way: str
 ) -> None:
-    """Of n gradients each is rounded once and their sum n - 1 times, each time by at most `unit` of what is added up:
-    the mean is off by n * unit * (mean of |g|) and terms of unit^2, and by what lies below fp16's least number."""
+    """Of n gradients each is rounded once and their sum n - 1 times, each time by at most `unit` of
+    what is added up: the mean is off by n * unit * (mean of |g|) and terms of unit^2, and by what
+    lies below fp16's least number."""
     params, ((x, y), _) = square_case()
-    plan = plan_of(square, optax.sgd(1.0), params, x, y, trainers=trainers, compress=to, compress_scale=scale)
+    plan = plan_of(
+        square, optax.sgd(1.0), params, x, y, trainers=trainers, compress=to, compress_scale=scale
+    )
     got, _, _ = train(plan, way, params, [(x, y)])
     parts = zip(np.split(np.asarray(x), trainers), np.split(np.asarray(y), trainers), strict=True)
     grads = np.stack([np.asarray(jax.grad(square)(params, a, b)["w"]) for a, b in parts])
     error = np.abs(np.asarray(params["w"] - got["w"]) - grads.mean(0))
-    assert np.all(error <= 1.05 * trainers * unit * np.abs(grads).mean(0) + (2**-24 / scale if to == "fp16" else 0))
+    assert np.all(
+        error
+        <= 1.05 * trainers * unit * np.abs(grads).mean(0) + (2**-24 / scale if to == "fp16" else 0)
+    )
     assert error.max() > unit / 100 * np.abs(grads).mean(), "nothing was rounded"
-    assert plan.bytes_per_step == {{"bf16": "bfloat16", "fp16": "float16"}[to]: 2 * 15, "float64": 8}
+    assert plan.bytes_per_step == {
+        {"bf16": "bfloat16", "fp16": "float16"}[to]: 2 * 15,
+        "float64": 8,
+    }
 
 
 @pytest.mark.parametrize("way", JOBS)
@@ -618,10 +767,13 @@ def test_a_sum_that_overflows_in_fp16_arrives_as_infinity(way: str) -> None:
 
 @pytest.mark.parametrize("way", JOBS)
 def test_large_weights_do_not_overflow_compressed_gradients(way: str) -> None:
-    """A gradient of 1 on 100,000 examples is more than an fp16 holds, where it is multiplied before it is reduced."""
+    """A gradient of 1 on 100,000 examples is more than an fp16 holds, where it is multiplied before
+    it is reduced."""
     loss = lambda params, x: (jnp.mean(x) * params["w"], jnp.sum(x) * 100_000)
     params, batch = {"w": F64(0.0)}, (jnp.ones(4),)
-    plan = plan_of(loss, optax.sgd(1.0), params, *batch, has_aux=True, example_count="aux", compress="fp16")
+    plan = plan_of(
+        loss, optax.sgd(1.0), params, *batch, has_aux=True, example_count="aux", compress="fp16"
+    )
     got, _, _ = train(plan, way, params, [batch])
     assert float(got["w"]) == -1.0
 
@@ -655,21 +807,37 @@ def mixed_case() -> tuple[Any, dict[str, jax.Array], tuple[jax.Array, jax.Array]
 def test_reductions_carry_the_bytes_of_the_gradients_and_of_the_loss(size: float) -> None:
     loss, params, batch = mixed_case()
     plan = plan_of(loss, optax.adam(0.1), params, *batch, bucket_MB=size)
-    assert plan.bytes_per_step == {"bfloat16": 2 * 30, "float32": 4 * (36 + 6), "float64": 8 * (18 + 1) + 8}
+    assert plan.bytes_per_step == {
+        "bfloat16": 2 * 30,
+        "float32": 4 * (36 + 6),
+        "float64": 8 * (18 + 1) + 8,
+    }
     found: dict[str, int] = {}
     for eqn in reductions(plan):
         for a in eqn.invars:
-            found[str(a.aval.dtype)] = found.get(str(a.aval.dtype), 0) + a.aval.size * a.aval.dtype.itemsize
+            found[str(a.aval.dtype)] = (
+                found.get(str(a.aval.dtype), 0) + a.aval.size * a.aval.dtype.itemsize
+            )
     assert found == plan.bytes_per_step
     assert sum(b.nbytes for b in plan.buckets) == sum(found.values()) - 8
-    assert all(len({a.aval.dtype for a in e.invars}) == 1 for e in reductions(plan)), "dtypes are never mixed"
+    assert all(len({a.aval.dtype for a in e.invars}) == 1 for e in reductions(plan)), (
+        "dtypes are never mixed"
+    )
     assert len(plan.buckets) == {0: 5, 32: 3}[size]
 
 
 def test_a_weight_adds_its_own_bytes_and_nothing_else() -> None:
     params, ((x, y), _) = square_case()
     plan = plan_of(
-        masked_mean, optax.sgd(0.1), params, x, y, jnp.ones(8), has_aux=True, example_count="aux/count", trainers=4
+        masked_mean,
+        optax.sgd(0.1),
+        params,
+        x,
+        y,
+        jnp.ones(8),
+        has_aux=True,
+        example_count="aux/count",
+        trainers=4,
     )
     assert plan.bytes_per_step == {"float64": 8 * 15 + 8 + 8}
 
@@ -681,7 +849,9 @@ def test_one_trainer_reduces_nothing() -> None:
     assert reductions(plan) == []
 
 
-def rows_case(count: int, shape: tuple[int, ...] = (128,)) -> tuple[Any, dict[str, jax.Array], jax.Array]:
+def rows_case(
+    count: int, shape: tuple[int, ...] = (128,)
+) -> tuple[Any, dict[str, jax.Array], jax.Array]:
     """A chain of `count` layers, with parameters of 1 kB each by default."""
     params = {f"w{i}": jnp.full(shape, 1.0 + i, F64) for i in range(count)}
 
@@ -703,12 +873,17 @@ def rows_case(count: int, shape: tuple[int, ...] = (128,)) -> tuple[Any, dict[st
         (100, [["w4", "w3", "w2", "w1", "w0"]]),
     ],
 )
-def test_buckets_are_filled_in_the_order_of_the_backward_pass_up_to_their_size(kilobytes: float, want: Any) -> None:
+def test_buckets_are_filled_in_the_order_of_the_backward_pass_up_to_their_size(
+    kilobytes: float, want: Any
+) -> None:
     loss, params, x = rows_case(5)
     plan = plan_of(loss, optax.sgd(0.1), params, x, bucket_MB=kilobytes / 1024)
     assert [[n.removeprefix("params/") for n in b.leaves] for b in plan.buckets] == want
     assert [b.nbytes for b in plan.buckets] == [1024 * len(names) for names in want]
-    assert [e.params["name"] for e in reductions(plan)] == [*(b.name for b in plan.buckets), "results/sum"]
+    assert [e.params["name"] for e in reductions(plan)] == [
+        *(b.name for b in plan.buckets),
+        "results/sum",
+    ]
 
 
 def test_a_leaf_larger_than_a_bucket_is_reduced_by_itself() -> None:
@@ -719,11 +894,17 @@ def test_a_leaf_larger_than_a_bucket_is_reduced_by_itself() -> None:
 
 
 @pytest.mark.parametrize("kilobytes", [0, 2, 100])
-def test_each_reduction_stands_right_after_the_equation_that_makes_its_last_gradient(kilobytes: float) -> None:
+def test_each_reduction_stands_right_after_the_equation_that_makes_its_last_gradient(
+    kilobytes: float,
+) -> None:
     loss, params, x = rows_case(5)
     plan = plan_of(loss, optax.adam(0.1), params, x, bucket_MB=kilobytes / 1024)
     eqns, roles = plan.program.jaxpr.jaxpr.eqns, plan.program.roles
-    places = [i for i, e in enumerate(eqns) if e.primitive is all_reduce_p and e.params["name"] != "results/sum"]
+    places = [
+        i
+        for i, e in enumerate(eqns)
+        if e.primitive is all_reduce_p and e.params["name"] != "results/sum"
+    ]
     assert len(places) == len(plan.buckets)
     for i, bucket in zip(places, plan.buckets, strict=True):
         assert eqns[i].invars[-1] in eqns[i - 1].outvars
@@ -751,7 +932,9 @@ def test_the_mesh_job_has_one_all_reduce_for_each_leaf_and_one_for_the_loss(size
     numbers = r"dense<\[\[0, 1, 2, 3\]\]>"
     axes = r'#stablehlo\.replica_group_mesh_axes<[^,]*, axes = \[[^,]*"trainers">\]>'
     assert len(re.findall(f"replica_groups = (?:{numbers}|{axes})", text)) == 6
-    assert not re.search(r"stablehlo\.(all_gather|all_to_all|collective_permute|reduce_scatter)", text)
+    assert not re.search(
+        r"stablehlo\.(all_gather|all_to_all|collective_permute|reduce_scatter)", text
+    )
 
 
 # -- traps -----------------------------------------------------------------------------------------
@@ -765,11 +948,15 @@ def test_gradients_that_the_step_reduces_itself_are_refused() -> None:
             value, g = jax.value_and_grad(square)(params, x, y)
             return jax.lax.pmean((value, g), "data")
 
-        value, g = jax.shard_map(part, mesh=mesh, in_specs=(P(), P("data"), P("data")), out_specs=P())(params, x, y)
+        value, g = jax.shard_map(
+            part, mesh=mesh, in_specs=(P(), P("data"), P("data")), out_specs=P()
+        )(params, x, y)
         return {"w": params["w"] - 0.1 * g["w"]}, opt_state, value
 
     params, (batch, _) = square_case()
-    with pytest.raises(GradientError, match=r"^step has a collective in it already \(shard_map\).*for one device"):
+    with pytest.raises(
+        GradientError, match=r"^step has a collective in it already \(shard_map\).*for one device"
+    ):
         plan_of_step(step, lambda p: (p, ()), params, *batch)
     with pytest.raises(GradientError, match=r"^step has a collective in it already"):
         plan_of_step(jax.jit(step), lambda p: (p, ()), params, *batch)
@@ -791,7 +978,11 @@ def test_an_axis_of_the_steps_own_vmap_may_have_the_name_of_ours(way: str) -> No
 
     def loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
         error = lambda x, y: jnp.sum((x @ params["w"] - y) ** 2)
-        return jnp.mean(jax.vmap(lambda x, y: jax.lax.pmean(error(x, y), "trainers"), axis_name="trainers")(x, y))
+        return jnp.mean(
+            jax.vmap(lambda x, y: jax.lax.pmean(error(x, y), "trainers"), axis_name="trainers")(
+                x, y
+            )
+        )
 
     params, batches = square_case()
     same_as_one_device(loss, optax.sgd(0.1), params, batches, way=way, trainers=4)
@@ -823,7 +1014,9 @@ def test_a_constant_of_an_inner_jit_is_no_way_around_the_reduction(marked: bool,
 @pytest.mark.parametrize("way", JOBS)
 @pytest.mark.parametrize("marked", [True, False])
 @pytest.mark.parametrize("size", [0, 32])
-def test_a_gradient_that_two_leaves_share_is_reduced_once(size: float, marked: bool, way: str) -> None:
+def test_a_gradient_that_two_leaves_share_is_reduced_once(
+    size: float, marked: bool, way: str
+) -> None:
     loss = lambda params, x, y: square({"w": params["a"] + params["b"]}, x, y)
     tx = optax.adam(0.1)
     step = dtrans.make_train_step(loss, tx) if marked else plain_step(loss, tx)
@@ -859,7 +1052,11 @@ def test_init_may_return_one_array_twice_and_keeps_its_arguments() -> None:
 
     def step(params: Any, opt_state: Any, x: jax.Array, y: jax.Array) -> Any:
         value, g = dtrans.value_and_grad(square)(params, x, y)
-        return {"w": params["w"] - 0.1 * (g["w"] + params["w"] - opt_state["first"])}, opt_state, value
+        return (
+            {"w": params["w"] - 0.1 * (g["w"] + params["w"] - opt_state["first"])},
+            opt_state,
+            value,
+        )
 
     same_step(step, init, params, batches, way="mesh")
     assert not params["w"].is_deleted()
@@ -873,9 +1070,15 @@ def test_the_function_of_a_plan_needs_a_shard_map_that_does_not_check_varying_ty
     plan = plan_of(square, optax.sgd(0.1), params, *batch)
     mesh = Mesh(np.array(jax.devices()[:2]), ("trainers",))
     checked = jax.shard_map(
-        plan.function, mesh=mesh, in_specs=(P(), P(), P("trainers"), P("trainers")), out_specs=P(), check_vma=True
+        plan.function,
+        mesh=mesh,
+        in_specs=(P(), P(), P("trainers"), P("trainers")),
+        out_specs=P(),
+        check_vma=True,
     )
-    with pytest.raises(ConfigError, match=r"plan\.function needs jax\.shard_map\(\.\.\., check_vma=False\)"):
+    with pytest.raises(
+        ConfigError, match=r"plan\.function needs jax\.shard_map\(\.\.\., check_vma=False\)"
+    ):
         jax.jit(checked)(params, plan.startup(params)[1], *batch)
 
 
@@ -910,17 +1113,21 @@ def test_a_batch_that_the_trainers_do_not_divide_is_refused_by_its_name() -> Non
     for job in pair:
         state = job.init(params)
         with pytest.raises(
-            BatchError, match="^x has 6 rows, which 4 trainers do not divide: give batches of a multiple"
+            BatchError,
+            match="^x has 6 rows, which 4 trainers do not divide: give batches of a multiple",
         ):
             job.step(state, x[:6], y[:6])
         with pytest.raises(
             BatchError,
-            match=r"x has 8 and y has 4 rows; name what .* in dtrans\.nccl2\(batch=dtrans\.Batch\(unsplit_inputs=",
+            match=r"x has 8 and y has 4 rows; name what .* in "
+            r"dtrans\.nccl2\(batch=dtrans\.Batch\(unsplit_inputs=",
         ):
             job.step(state, x, y[:4])
         with pytest.raises(BatchError, match="^the step takes 2 batch arguments, 1 were given$"):
             job.step(state, x)
-        with pytest.raises(TraceError, match="^batch argument 1 has another structure than it was traced with"):
+        with pytest.raises(
+            TraceError, match="^batch argument 1 has another structure than it was traced with"
+        ):
             job.step(state, x, {"y": y})
         job.step(state, x, y)
 
@@ -929,10 +1136,14 @@ def test_a_state_that_was_stepped_from_is_refused_and_says_why() -> None:
     params, (_, job), batch = jobs()
     first = job.init(params)
     second, _ = job.step(first, *batch)
-    with pytest.raises(StateError, match=r"^this state was already stepped from, and params/w in it was donated"):
+    with pytest.raises(
+        StateError, match=r"^this state was already stepped from, and params/w in it was donated"
+    ):
         job.step(first, *batch)
     job.step(second, *batch)
-    with pytest.raises(StateError, match="^step takes the state that init or step returned, not dict$"):
+    with pytest.raises(
+        StateError, match="^step takes the state that init or step returned, not dict$"
+    ):
         job.step(params, *batch)
 
 
@@ -940,10 +1151,14 @@ def test_one_array_under_two_names_is_refused_where_it_would_be_donated() -> Non
     params, (simulated, job), batch = jobs()
     for donates in (job, job.plan.on_mesh(donate=False), simulated):
         state = donates.init(params)
-        twice = type(state)(state.params, state.opt_state | {"opt_state/0/mu/w": state.opt_state["opt_state/0/nu/w"]})
+        twice = type(state)(
+            state.params,
+            state.opt_state | {"opt_state/0/mu/w": state.opt_state["opt_state/0/nu/w"]},
+        )
         if donates is job:
             with pytest.raises(
-                StateError, match="^opt_state/0/nu/w and opt_state/0/mu/w are one array|^opt_state/0/mu/w"
+                StateError,
+                match="^opt_state/0/nu/w and opt_state/0/mu/w are one array|^opt_state/0/mu/w",
             ):
                 donates.step(twice, *batch)
         donates.step(state if donates is job else twice, *batch)
@@ -952,9 +1167,13 @@ def test_one_array_under_two_names_is_refused_where_it_would_be_donated() -> Non
 def test_a_state_of_another_job_is_refused_by_what_it_lacks() -> None:
     _, pair, batch = jobs()
     others = {"v": mlp_params((5, 3), F64)["w1"]}
-    other = plan_of(lambda p, x, y: jnp.mean((x @ p["v"] - y) ** 2), optax.adam(0.1), others, *batch)
+    other = plan_of(
+        lambda p, x, y: jnp.mean((x @ p["v"] - y) ** 2), optax.adam(0.1), others, *batch
+    )
     for job in pair:
-        with pytest.raises(StateError, match="^this is not a state of this job: it has no params/w"):
+        with pytest.raises(
+            StateError, match="^this is not a state of this job: it has no params/w"
+        ):
             job.step(other.simulate().init(others), *batch)
 
 
@@ -969,7 +1188,9 @@ def test_a_state_may_be_on_another_device() -> None:
 def test_an_array_of_other_dimensions_is_refused_by_name() -> None:
     params, pair, (x, _) = jobs()
     for job in pair:
-        with pytest.raises(BatchError, match=r"^y is of shape \(\), the step was traced with float64\[8,3\]$"):
+        with pytest.raises(
+            BatchError, match=r"^y is of shape \(\), the step was traced with float64\[8,3\]$"
+        ):
             job.step(job.init(params), x, 1.0)
 
 
@@ -1019,32 +1240,49 @@ def test_each_trainer_is_on_its_device_and_all_have_the_state() -> None:
     [
         (dict(trainers=0), "trainers must be a positive number of trainers, it is 0"),
         (dict(trainers=True), "trainers must be a positive number of trainers, it is True"),
-        (dict(trainers="127.0.0.1:6170"), "trainers must be .*endpoints are for .*transpile.*, it is '127.0.0.1:6170'"),
+        (dict(trainers="127.0.0.1:6170"), "trainers must be .*endpoints are for .*transpile.*, it "
+"is '127.0.0.1:6170'"),
         (dict(axis_name=""), "axis_name must be the name of an axis, it is ''"),
         (dict(axis_name=3), "axis_name must be the name of an axis, it is 3"),
         (dict(reduce="max"), "reduce must be 'mean', 'sum' or a dtrans.Reduce; it is 'max'"),
-        (dict(reduce="sum", example_count="loss"), "example_count='loss' is for reduce='mean', it is 'sum'"),
+        (dict(reduce="sum", example_count="loss"), "example_count='loss' is for reduce='mean', it "
+"is 'sum'"),
         (dict(bucket_MB=-1), "bucket_MB must be a size in megabytes, 0 or more; it is -1"),
         (dict(bucket_MB=float("nan")), "bucket_MB must be a size .* it is nan"),
         (dict(bucket_MB="32"), "bucket_MB must be a size .* it is '32'"),
         (dict(bucket_MB=True), "bucket_MB must be a size .* it is True"),
         (dict(compress="int8"), "compress must be 'bf16', 'fp16' or None, it is 'int8'"),
-        (dict(compress="fp16", compress_scale=0), "compress_scale must be a positive number, it is 0"),
-        (dict(compress="fp16", compress_scale="8"), "compress_scale must be a positive number, it is '8'"),
-        (dict(compress_scale=8.0), "compress_scale=8.0 is for compress='bf16' or 'fp16', which is None"),
-        (dict(unsplit_inputs="x"), "unsplit_inputs='x' must be a collection of names of batch arrays"),
+        (dict(compress="fp16", compress_scale=0), "compress_scale must be a positive number, it is "
+"0"),
+        (dict(compress="fp16", compress_scale="8"), "compress_scale must be a positive number, it "
+"is '8'"),
+        (dict(compress_scale=8.0), "compress_scale=8.0 is for compress='bf16' or 'fp16', which is "
+"None"),
+        (dict(unsplit_inputs="x"), "unsplit_inputs='x' must be a collection of names of batch "
+"arrays"),
         (dict(unsplit_inputs=("z",)), "unsplit_inputs names 'z'; the arrays of the batch are x, y"),
-        (dict(merge={"loss": "median"}), r"merge\['loss'\] must be 'mean', 'sum', .*, it is 'median'"),
-        (dict(merge={"accuracy": "mean"}), "merge names 'accuracy'; what trainers make .* is loss, aux/n, aux/rows, "),
-        (dict(merge={"params/mean": "each"}), r"merge\['params/mean'\]='each': every trainer has the same state"),
-        (dict(merge={"params/mean": "concat"}), r"merge\['params/mean'\]='concat': every trainer has the same"),
-        (dict(merge={"aux/n": "mean"}), r"merge\['aux/n'\]='mean': it is int32\[\]; say 'sum' or 'max' or 'each'"),
-        (dict(merge={"loss": "concat"}), r"merge\['loss'\]='concat': it is float64\[\], which has no dim 0"),
-        (dict(merge={"aux/some": "sum"}), r"merge\['aux/some'\]='sum': it is bool\[\]; say 'max' or 'each'"),
-        (dict(example_count="count"), "example_count='count' must be a result of the step: loss, aux/n, aux/rows"),
-        (dict(example_count="aux/rows"), r"example_count='aux/rows' must be a scalar, it is float64\[8\]"),
-        (dict(example_count="out4"), "example_count='out4' is computed from gradients, which it would have to weight"),
-        (dict(example_count="aux/some"), r"example_count='aux/some' must be a number, it is bool\[\]"),
+        (dict(merge={"loss": "median"}), r"merge\['loss'\] must be 'mean', 'sum', .*, it is "
+r"'median'"),
+        (dict(merge={"accuracy": "mean"}), "merge names 'accuracy'; what trainers make .* is loss, "
+"aux/n, aux/rows, "),
+        (dict(merge={"params/mean": "each"}), r"merge\['params/mean'\]='each': every trainer has "
+r"the same state"),
+        (dict(merge={"params/mean": "concat"}), r"merge\['params/mean'\]='concat': every trainer "
+r"has the same"),
+        (dict(merge={"aux/n": "mean"}), r"merge\['aux/n'\]='mean': it is int32\[\]; say 'sum' or "
+r"'max' or 'each'"),
+        (dict(merge={"loss": "concat"}), r"merge\['loss'\]='concat': it is float64\[\], which has "
+r"no dim 0"),
+        (dict(merge={"aux/some": "sum"}), r"merge\['aux/some'\]='sum': it is bool\[\]; say 'max' "
+r"or 'each'"),
+        (dict(example_count="count"), "example_count='count' must be a result of the step: loss, "
+"aux/n, aux/rows"),
+        (dict(example_count="aux/rows"), r"example_count='aux/rows' must be a scalar, it is "
+r"float64\[8\]"),
+        (dict(example_count="out4"), "example_count='out4' is computed from gradients, which it "
+"would have to weight"),
+        (dict(example_count="aux/some"), r"example_count='aux/some' must be a number, it is "
+r"bool\[\]"),
     ],
 )  # fmt: skip
 def test_an_option_that_cannot_be_is_refused_by_name(options: Any, message: str) -> None:
@@ -1064,23 +1302,38 @@ def test_what_is_not_a_program_is_refused() -> None:
     params, (batch, _) = square_case()
     tx = optax.sgd(0.1)
     step = dtrans.make_train_step(square, tx)
-    main, startup = dtrans.trace(step, *init_of(tx)(params), *batch), dtrans.trace(init_of(tx), params)
-    with pytest.raises(ConfigError, match=r"^main must be a Program \(dtrans.trace\(fn, \*args\)\), it is function$"):
+    main, startup = (
+        dtrans.trace(step, *init_of(tx)(params), *batch),
+        dtrans.trace(init_of(tx), params),
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"^main must be a Program \(dtrans.trace\(fn, \*args\)\), it is function$",
+    ):
         dtrans.nccl2(step, startup, trainers=2)
     with pytest.raises(ConfigError, match=r"^startup must be a Program .*, it is NoneType$"):
         dtrans.nccl2(main, None, trainers=2)
-    with pytest.raises(TraceError, match="params/w is made as float64\\[2\\], and taken as float64\\[5, 3\\]"):
+    with pytest.raises(
+        TraceError, match="params/w is made as float64\\[2\\], and taken as float64\\[5, 3\\]"
+    ):
         dtrans.nccl2(main, dtrans.trace(init_of(tx), {"w": jnp.ones(2)}), trainers=2)
 
 
 def test_statistics_of_integers_must_say_how_they_are_merged() -> None:
     def step(params: Any, opt_state: Any, x: jax.Array, y: jax.Array) -> Any:
         value, g = dtrans.value_and_grad(lambda w: square({"w": w}, x, y))(params["w"])
-        return {"seen": params["seen"] + jnp.sum(x[:, 0] > 0), "w": params["w"] - 0.1 * g}, opt_state, value
+        return (
+            {"seen": params["seen"] + jnp.sum(x[:, 0] > 0), "w": params["w"] - 0.1 * g},
+            opt_state,
+            value,
+        )
 
     params, (batch, _) = square_case()
     params["seen"] = jnp.zeros((), jnp.int64)
-    with pytest.raises(ConfigError, match=r"^params/seen is int64\[\] and made of a trainer's part .*say how to merge"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^params/seen is int64\[\] and made of a trainer's part .*say how to merge",
+    ):
         plan_of_step(step, lambda p: (p, ()), params, *batch, kind="local")
     same_step(step, lambda p: (p, ()), params, [batch], way="mesh", merge={"params/seen": "sum"})
     same_step(step, lambda p: (p, ()), params, [batch], way="mesh")
@@ -1090,27 +1343,37 @@ def test_a_result_that_grows_in_two_dimensions_is_refused_by_name() -> None:
     params, (batch, _) = square_case()
     loss = lambda params, x, y: (square(params, x, y), x @ x.T)
     with pytest.raises(
-        ConfigError, match=r"^aux is float64\[8,8\] on a trainer's part and float64\[16,16\] on the batch"
+        ConfigError,
+        match=r"^aux is float64\[8,8\] on a trainer's part and float64\[16,16\] on the batch",
     ):
         plan_of(loss, optax.sgd(0.1), params, *batch, has_aux=True, kind="local")
-    same_as_one_device(loss, optax.sgd(0.1), params, [batch], way="simulate", has_aux=True)  # rows meet rows
+    same_as_one_device(
+        loss, optax.sgd(0.1), params, [batch], way="simulate", has_aux=True
+    )  # rows meet rows
 
 
 def test_a_batch_whose_rows_differ_is_refused_where_results_may_grow_with_it() -> None:
     loss = lambda params, x, y, scales: (jnp.mean((x @ params["w"] * scales - y) ** 2), x.sum(1))
     params, (batch, _) = square_case()
-    with pytest.raises(ConfigError, match=r"^aux may grow with the batch, .* y has 8 and scales has 3 rows"):
+    with pytest.raises(
+        ConfigError, match=r"^aux may grow with the batch, .* y has 8 and scales has 3 rows"
+    ):
         plan_of(loss, optax.sgd(0.1), params, *batch, jnp.ones(3), has_aux=True, kind="local")
-    with pytest.raises(BatchError, match=r"x has 8 and scales has 3 rows; name what every trainer needs whole in"):
+    with pytest.raises(
+        BatchError, match=r"x has 8 and scales has 3 rows; name what every trainer needs whole in"
+    ):
         plan_of(loss, optax.sgd(0.1), params, *batch, jnp.ones(3), has_aux=True)
-    plan_of(loss, optax.sgd(0.1), params, *batch, jnp.ones(3), has_aux=True, unsplit_inputs=("scales",))
+    plan_of(
+        loss, optax.sgd(0.1), params, *batch, jnp.ones(3), has_aux=True, unsplit_inputs=("scales",)
+    )
 
 
 def test_fewer_devices_than_trainers_are_refused_with_what_to_set() -> None:
     params, (batch, _) = square_case()
     plan = plan_of(square, optax.sgd(0.1), params, *batch, trainers=4)
     message = (
-        r"^4 trainers need as many devices, on_mesh has 3; set CPU devices with jax\.config\.update\("
+        r"^4 trainers need as many devices, on_mesh has 3; set CPU devices with "
+        r"jax\.config\.update\("
         r'"jax_num_cpu_devices", 4\) before JAX is used; plan\.simulate\(\) runs any number on one$'
     )
     with pytest.raises(ConfigError, match=message):
@@ -1120,7 +1383,9 @@ def test_fewer_devices_than_trainers_are_refused_with_what_to_set() -> None:
 def test_complex_gradients_are_not_compressed() -> None:
     loss = lambda params, x: jnp.mean(jnp.abs(x * params["w"]) ** 2)
     params, batch = {"w": jnp.ones(3, jnp.complex128)}, (jnp.ones((4, 3)),)
-    with pytest.raises(ConfigError, match="^compress='bf16': the gradient of params/w is complex128"):
+    with pytest.raises(
+        ConfigError, match="^compress='bf16': the gradient of params/w is complex128"
+    ):
         plan_of(loss, optax.sgd(0.1), params, *batch, compress="bf16")
 
 
@@ -1158,7 +1423,11 @@ def test_a_plan_names_what_is_printed_and_by_whom() -> None:
     params, (batch, _) = square_case()
     plan = plan_of_step(step, lambda p: (p, ()), params, *batch)
     (note,) = plan.callers
-    assert note.startswith("debug_") and note.endswith(" is called by trainer 0") and note in plan.notes
+    assert (
+        note.startswith("debug_")
+        and note.endswith(" is called by trainer 0")
+        and note in plan.notes
+    )
 
 
 # -- anything --------------------------------------------------------------------------------------
@@ -1175,7 +1444,11 @@ def test_any_two_mlps_of_random_width_equal_one_device(data: st.DataObject) -> N
     size = draw(st.sampled_from([0, 1e-4, 3e-4, 1]), "bucket_MB")
     reduce = draw(st.sampled_from(["mean", "sum"]), "reduce")
     merge = draw(st.sampled_from([{}, {"aux": "max"}, {"aux": "sum"}, {"aux": reduce}]), "merge")
-    tx = draw(st.sampled_from([optax.sgd(0.01, 0.9), optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.1))]))
+    tx = draw(
+        st.sampled_from(
+            [optax.sgd(0.01, 0.9), optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.1))]
+        )
+    )
     scale = {"mean": jnp.mean, "sum": jnp.sum}[reduce]
     of_rows = {"max": jnp.max, "sum": jnp.sum, "mean": jnp.mean}[merge["aux"] if merge else reduce]
 
@@ -1184,7 +1457,10 @@ def test_any_two_mlps_of_random_width_equal_one_device(data: st.DataObject) -> N
         return scale(errors[0]) + scale(errors[1]), of_rows(errors[0])
 
     with jax.enable_x64(True):
-        params = {n: mlp_params(s, F64, i) for i, (n, s) in enumerate(zip(("one", "two"), sizes, strict=True))}
+        params = {
+            n: mlp_params(s, F64, i)
+            for i, (n, s) in enumerate(zip(("one", "two"), sizes, strict=True))
+        }
         pairs = {n: mlp_batch(2 * trainers, s, F64) for n, s in zip(params, sizes, strict=True)}
         batch = tuple({n: p[i] for n, p in pairs.items()} for i in range(2))
         plan, _ = same_as_one_device(

@@ -39,7 +39,9 @@ def scaled(w, x):
     return x @ w
 
 
-scaled.defvjp(lambda w, x: (scaled(w, x), (w, x)), lambda kept, g: (2.0 * kept[1].T @ g, 3.0 * g @ kept[0].T))
+scaled.defvjp(
+    lambda w, x: (scaled(w, x), (w, x)), lambda kept, g: (2.0 * kept[1].T @ g, 3.0 * g @ kept[0].T)
+)
 
 
 @jax.custom_vjp
@@ -55,18 +57,24 @@ LOSSES = {
     "gradient reversal": lambda w, x: jnp.square(reverse_gradient(x @ w) + x @ w).mean(),
     "straight through": lambda w, x: jnp.square(straight_through(x @ w)).mean(),
     "a product with a rule": lambda w, x: jnp.tanh(scaled(w, x)).mean(),
-    "in a scan": lambda w, x: jax.lax.scan(lambda c, _: (straight_through(c @ w @ w.T), None), x, None, length=2)[
-        0
-    ].mean(),
-    "under checkpoint": lambda w, x: jax.checkpoint(lambda w, x: jax.nn.relu(scaled(w, x)))(w, x).mean(),
+    "in a scan": lambda w, x: jax.lax.scan(
+        lambda c, _: (straight_through(c @ w @ w.T), None), x, None, length=2
+    )[0].mean(),
+    "under checkpoint": lambda w, x: jax.checkpoint(lambda w, x: jax.nn.relu(scaled(w, x)))(
+        w, x
+    ).mean(),
     "a branch on the number of rows": lambda w, x: jax.lax.cond(
         w[0, 0] > 0, lambda: straight_through(x @ w).sum(), lambda: jnp.square(w).sum()
     ),
     "a loop with a condition": lambda w, x: jax.lax.stop_gradient(
-        jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] + straight_through(x @ w).sum()), (0, 0.0))[1]
+        jax.lax.while_loop(
+            lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] + straight_through(x @ w).sum()), (0, 0.0)
+        )[1]
     ),
     "over rows": lambda w, x: jax.lax.map(lambda r: reverse_gradient(r @ w).sum(), x).mean(),
-    "relu6 and logsumexp": lambda w, x: (jax.nn.relu6(x @ w) + jax.nn.logsumexp(x @ w, 1, keepdims=True)).mean(),
+    "relu6 and logsumexp": lambda w, x: (
+        jax.nn.relu6(x @ w) + jax.nn.logsumexp(x @ w, 1, keepdims=True)
+    ).mean(),
 }
 
 

@@ -1,5 +1,5 @@
-"""Entries that move along the dimension that is cut: they stay with their shards where a sum is all that is made of
-them, and values are those of one device, whether shards divide them or not."""
+"""Entries that move along the dimension that is cut: they stay with their shards where a sum is all
+that is made of them, and values are those of one device, whether shards divide them or not."""
 
 from __future__ import annotations
 
@@ -21,9 +21,12 @@ def critic(w, x):
 
 LOSSES = {
     "reals and fakes": lambda w, x, y: jnp.mean(
-        jax.nn.softplus(critic(w, jnp.concatenate([x, y]))) * jnp.concatenate([jnp.ones(len(x)), -jnp.ones(len(y))])
+        jax.nn.softplus(critic(w, jnp.concatenate([x, y])))
+        * jnp.concatenate([jnp.ones(len(x)), -jnp.ones(len(y))])
     ),
-    "rows between others": lambda w, x, y: critic(w, jnp.concatenate([x, jnp.ones((3, 4)), y, x])).sum(),
+    "rows between others": lambda w, x, y: critic(
+        w, jnp.concatenate([x, jnp.ones((3, 4)), y, x])
+    ).sum(),
     "all but the first": lambda w, x, y: jnp.square(critic(w, x)[1:]).mean(),
     "some rows": lambda w, x, y: critic(w, x[2:-3]).mean(),
     "every second": lambda w, x, y: critic(w, x[::2]).mean() - critic(w, y[1::2]).mean(),
@@ -32,7 +35,9 @@ LOSSES = {
     "padded": lambda w, x, y: critic(w, jnp.pad(x, ((2, 1), (0, 0)), constant_values=0.5)).mean(),
     "padded between": lambda w, x, y: critic(w, lax.pad(x, 0.25, ((1, -1, 2), (0, 0, 0)))).mean(),
     "tiled": lambda w, x, y: (critic(w, jnp.tile(x, (3, 1))) * jnp.arange(3 * len(x))).mean(),
-    "split in three": lambda w, x, y: sum(critic(w, part).sum() * i for i, part in enumerate(jnp.split(x, [2, 7]))),
+    "split in three": lambda w, x, y: sum(
+        critic(w, part).sum() * i for i, part in enumerate(jnp.split(x, [2, 7]))
+    ),
     "time first": lambda w, x, y: critic(w, jnp.stack([x, y, -x]).reshape(-1, 4)).mean(),
     "time first, back again": lambda w, x, y: (
         critic(w, jnp.stack([x, y, -x]).reshape(-1, 4)).reshape(3, -1) * jnp.arange(3.0)[:, None]
@@ -72,7 +77,12 @@ def test_random_bits_of_moved_rows_are_those_of_one_device(x64):
         h = jnp.concatenate([x, y]) @ w
         return jnp.where(jax.random.bernoulli(key, 0.5, h.shape), jnp.sin(h), 0.0).sum(0)
 
-    args = floats(4, 3), floats(10, 4, seed=1), floats(5, 4, seed=2), np.asarray(jax.random.PRNGKey(3))
+    args = (
+        floats(4, 3),
+        floats(10, 4, seed=1),
+        floats(5, 4, seed=2),
+        np.asarray(jax.random.PRNGKey(3)),
+    )
     assert not checked(fn, args, {1: 0, 2: 0}, 3).gathers
 
 
@@ -86,7 +96,8 @@ def test_layouts_have_one_name():
     assert shards.plain(gap, 3) == gap and shards.pads(3, gap) and shards.local(3, gap) == 2
 
 
-# -- loops along the dimension that is cut -----------------------------------------------------------
+# -- loops along the dimension that is cut
+# -----------------------------------------------------------
 
 
 def by_micro_batches(w, x, y):
@@ -106,10 +117,16 @@ def by_micro_batches(w, x, y):
 ROWS = {
     "map": lambda w, x, y: lax.map(lambda r: critic(w, r), x).mean(),
     "map with batch size": lambda w, x, y: lax.map(lambda r: critic(w, r), x, batch_size=2).mean(),
-    "map of both": lambda w, x, y: lax.map(lambda r: critic(w, r[0]) * critic(w, r[1]), (x, y)).sum(),
-    "map of reals and fakes": lambda w, x, y: lax.map(lambda r: critic(w, r), jnp.concatenate([x, y])).mean(),
+    "map of both": lambda w, x, y: lax.map(
+        lambda r: critic(w, r[0]) * critic(w, r[1]), (x, y)
+    ).sum(),
+    "map of reals and fakes": lambda w, x, y: lax.map(
+        lambda r: critic(w, r), jnp.concatenate([x, y])
+    ).mean(),
     "sum in a scan": lambda w, x, y: lax.scan(lambda c, r: (c + critic(w, r), None), 1.0, x)[0],
-    "rows of two": lambda w, x, y: lax.map(lambda r: critic(w, r).mean(), x.reshape(-1, 2, 4)).mean(),
+    "rows of two": lambda w, x, y: lax.map(
+        lambda r: critic(w, r).mean(), x.reshape(-1, 2, 4)
+    ).mean(),
 }
 
 
@@ -118,7 +135,10 @@ ROWS = {
 def test_a_loop_over_rows_takes_those_of_the_shard(x64, name, rows, shards):
     args = floats(4, 3), floats(rows, 4, seed=1), floats(rows, 4, seed=2)
     program = checked(jax.value_and_grad(ROWS[name]), args, {1: 0, 2: 0}, shards)
-    if shards == 2 or name not in ("rows of two", "map with batch size"):  # which shards have in parts
+    if shards == 2 or name not in (
+        "rows of two",
+        "map with batch size",
+    ):  # which shards have in parts
         assert not program.gathers and set(kinds(program)) == {"all_reduce"}, program.gathers
 
 
@@ -142,7 +162,9 @@ def test_a_piece_of_a_split_may_be_empty(x64: None) -> None:
 
 
 @pytest.mark.parametrize(("rows", "gathers"), [(12, 0), (13, 1)])
-def test_turns_that_padding_would_never_end_are_taken_by_all(x64: None, rows: int, gathers: int) -> None:
+def test_turns_that_padding_would_never_end_are_taken_by_all(
+    x64: None, rows: int, gathers: int
+) -> None:
     def doubled(r):
         return lax.while_loop(lambda k: k * jnp.abs(r).sum() < 9.0, lambda k: 2.0 * k, 1.0)
 

@@ -1,7 +1,9 @@
-"""Tensor parallelism: programs of shards give the numbers of one device, move what they should, and gather little.
+"""Tensor parallelism: programs of shards give the numbers of one device, move what they should, and
+gather little.
 
-Numbers are compared in 64 bits, under `jax.vmap` with a named axis; some also on the virtual devices of this process.
-A result that is whole comes out of `vmap` with `out_axes=None`, which refuses what is not the same on all shards."""
+Numbers are compared in 64 bits, under `jax.vmap` with a named axis; some also on the virtual
+devices of this process. A result that is whole comes out of `vmap` with `out_axes=None`, which
+refuses what is not the same on all shards."""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def soak(*values):
 
 def ce_logsumexp(w, b, x, y):
     logits = x @ w + b
-    return (jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(logits, y[:, None], -1)[:, 0]).mean()
+    return (
+        jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(logits, y[:, None], -1)[:, 0]
+    ).mean()
 
 
 def ce_optax(w, b, x, y):
@@ -70,11 +74,24 @@ LOSSES = [ce_logsumexp, ce_optax, ce_indexed, ce_one_hot]
 
 
 def head(classes, batch=6, features=5):
-    return floats(features, classes), floats(classes, seed=1), floats(batch, features, seed=2), labels(batch, classes)
+    return (
+        floats(features, classes),
+        floats(classes, seed=1),
+        floats(batch, features, seed=2),
+        labels(batch, classes),
+    )
 
 
-SOME = [(ce_logsumexp, 4, 10), (ce_optax, 8, 7), (ce_indexed, 2, 10), (ce_one_hot, 3, 7), (ce_optax, 3, 1000)]
-ALL = [case for case in itertools.product(LOSSES, [1, 2, 3, 4, 8], [10, 7, 1000]) if case not in SOME]
+SOME = [
+    (ce_logsumexp, 4, 10),
+    (ce_optax, 8, 7),
+    (ce_indexed, 2, 10),
+    (ce_one_hot, 3, 7),
+    (ce_optax, 3, 1000),
+]
+ALL = [
+    case for case in itertools.product(LOSSES, [1, 2, 3, 4, 8], [10, 7, 1000]) if case not in SOME
+]
 
 
 @pytest.mark.parametrize(("loss", "shards", "classes"), [*SOME, *(soak(*case) for case in ALL)])
@@ -88,7 +105,9 @@ def test_cross_entropy_and_its_gradients_are_those_of_one_device(x64, loss, shar
 
 @pytest.mark.parametrize("shards", [soak(2), soak(3), 8])
 def test_cross_entropy_on_devices(x64, shards):
-    program = checked(jax.value_and_grad(ce_optax, (0, 1, 2)), head(7), {0: 1, 1: 0}, shards, mesh=True)
+    program = checked(
+        jax.value_and_grad(ce_optax, (0, 1, 2)), head(7), {0: 1, 1: 0}, shards, mesh=True
+    )
     assert not program.gathers
 
 
@@ -101,7 +120,8 @@ def test_no_array_of_all_logits_is_made():
 
 
 def test_what_cross_entropy_moves():
-    """D=64, C=1000, b=8 on 4 shards: O(b) forward; with the gradient of the features far less than data parallelism."""
+    """D=64, C=1000, b=8 on 4 shards: O(b) forward; with the gradient of the features far less than
+    data parallelism."""
     d, c, b, n = 64, 1000, 8, 4
     args = [jnp.zeros(s, "float32") for s in ((d, c), (c,), (b, d))] + [jnp.zeros(b, "int32")]
     for loss in LOSSES:
@@ -139,7 +159,8 @@ def test_three_steps_of_sgd(x64, shards, classes):
 
 
 @pytest.mark.parametrize(
-    ("shards", "dtype"), [(3, "float64"), (8, "uint8"), (2, "int8"), soak(8, "float64"), soak(3, "int64")]
+    ("shards", "dtype"),
+    [(3, "float64"), (8, "uint8"), (2, "int8"), soak(8, "float64"), soak(3, "int64")],
 )
 def test_the_position_of_the_largest_is_the_lowest_of_equals(x64, shards, dtype):
     x = np.random.default_rng(0).integers(0, 3, size=(40, 7)).astype(dtype)
@@ -148,7 +169,13 @@ def test_the_position_of_the_largest_is_the_lowest_of_equals(x64, shards, dtype)
 
 
 def test_the_position_of_what_is_not_a_number_or_infinite(x64):
-    rows = [[1, np.nan, 3, np.nan, 9], [-np.inf] * 5, [np.inf, 1, np.inf, 0, 0], [np.nan] * 5, [0, 0, 0, 0, np.nan]]
+    rows = [
+        [1, np.nan, 3, np.nan, 9],
+        [-np.inf] * 5,
+        [np.inf, 1, np.inf, 0, 0],
+        [np.nan] * 5,
+        [0, 0, 0, 0, np.nan],
+    ]
     fn = lambda x: (jnp.argmax(x, 1), jnp.argmin(x, 1))
     for shards in (2, 8):
         checked(fn, (np.asarray(rows),), {0: 1}, shards)
@@ -162,7 +189,11 @@ def test_positions_never_are_floats():
     for e in equations(program.jaxpr):
         if e.primitive.name == "convert_element_type":
             assert not (e.invars[0].aval.dtype.kind == "i" and e.outvars[0].aval.dtype.kind == "f")
-    assert [e.invars[0].aval.dtype.kind for e in equations(program.jaxpr) if e.primitive.name == "all_reduce"] == [
+    assert [
+        e.invars[0].aval.dtype.kind
+        for e in equations(program.jaxpr)
+        if e.primitive.name == "all_reduce"
+    ] == [
         "f",
         "i",
     ]
@@ -176,7 +207,9 @@ def test_the_position_is_of_the_index_type_asked_for():
 
 def test_ids_that_are_cut_are_compared(x64):
     ids = labels(11, 4)
-    program = checked(lambda i, y: ((i == y).sum(), jnp.where(i == 2, y, -i)), (ids, labels(11, 4, 1)), {0: 0}, 4)
+    program = checked(
+        lambda i, y: ((i == y).sum(), jnp.where(i == 2, y, -i)), (ids, labels(11, 4, 1)), {0: 0}, 4
+    )
     assert not program.gathers and program.out_cuts == (None, 0)
 
 
@@ -192,7 +225,12 @@ def test_ids_that_are_cut_are_compared(x64):
         ({1: 0}, "promise_in_bounds"),
         ({0: 0, 1: 0}, "clip"),
         ({0: 1, 1: 1}, None),
-        *(soak(*c) for c in itertools.product([{0: 0}, {0: 1}, {1: 1}, {0: 0, 1: 1}], [None, "clip", "fill"])),
+        *(
+            soak(*c)
+            for c in itertools.product(
+                [{0: 0}, {0: 1}, {1: 1}, {0: 0, 1: 1}], [None, "clip", "fill"]
+            )
+        ),
     ],
 )
 def test_embeddings_and_their_gradients(x64, cuts, mode):
@@ -202,7 +240,10 @@ def test_embeddings_and_their_gradients(x64, cuts, mode):
     look_up = lambda e, i: jnp.asarray(e).at[i].get(mode=mode) if mode else e[i]
     fn = lambda e, i: (look_up(e, i), jax.grad(lambda e: (look_up(e, i) ** 2).sum())(e))
     if mode == "fill":  # NaN where there is no row
-        fn = lambda e, i: (look_up(e, i), jax.grad(lambda e: jnp.nan_to_num(look_up(e, i)).sum())(e))
+        fn = lambda e, i: (
+            look_up(e, i),
+            jax.grad(lambda e: jnp.nan_to_num(look_up(e, i)).sum())(e),
+        )
     for shards in (3, 8) if cuts == {0: 0} else (4,):
         program = checked(fn, (table, ids), cuts, shards, noise=1 not in cuts)
         assert cuts == {0: 1, 1: 1} or not [g for g in program.gathers if g.shape == (10, 6)]
@@ -210,14 +251,23 @@ def test_embeddings_and_their_gradients(x64, cuts, mode):
 
 def test_embeddings_of_words_that_are_cut_over_the_vocabulary_move_no_table(x64):
     program = checked(
-        lambda e, i: jax.grad(lambda e: jnp.sin(e[i]).sum())(e), (floats(10, 6), labels(9, 10)), {0: 0}, 4, outs={0: 0}
+        lambda e, i: jax.grad(lambda e: jnp.sin(e[i]).sum())(e),
+        (floats(10, 6), labels(9, 10)),
+        {0: 0},
+        4,
+        outs={0: 0},
     )
     assert kinds(program) == ["all_reduce"] and program.out_cuts == (0,)
 
 
 def test_integers_and_booleans_are_picked(x64):
     table = np.arange(-3, 7)
-    fn = lambda t, i: (t[i], (t > 0)[i], t.astype("uint8").at[i].get(mode="fill"), t.at[i].get(mode="fill"))
+    fn = lambda t, i: (
+        t[i],
+        (t > 0)[i],
+        t.astype("uint8").at[i].get(mode="fill"),
+        t.at[i].get(mode="fill"),
+    )
     checked(fn, (table, np.array([0, 9, 3, -1, 10, 77])), {0: 0}, 4)
 
 
@@ -260,7 +310,9 @@ def test_columns_then_rows(x64, shards):
     assert cuts == {0: 1, 1: 0, 2: 0}
     assert kinds(checked(mlp, args, cuts, shards)) == ["all_reduce"]
     grads = jax.grad(lambda *a: (mlp(*a) ** 2).sum(), range(5))
-    assert kinds(checked(grads, args, cuts, shards, outs=cuts)) == ["all_reduce"] * 2  # the output, and dx
+    assert (
+        kinds(checked(grads, args, cuts, shards, outs=cuts)) == ["all_reduce"] * 2
+    )  # the output, and dx
 
 
 def test_columns_then_columns_gathers_what_is_smallest(x64):
@@ -294,7 +346,8 @@ def test_heads_of_attention(x64, shards):
 
 
 def test_a_layer_of_a_transformer_takes_four_sums():
-    """Two forward, two backward, each of the size of its input: as in Megatron, with cuts that nobody gave."""
+    """Two forward, two backward, each of the size of its input: as in Megatron, with cuts that
+    nobody gave."""
 
     def loss(params, x, y):
         for wq, wk, wv, wo, w1, b1, w2, b2 in params[:-1]:
@@ -311,7 +364,11 @@ def test_a_layer_of_a_transformer_takes_four_sums():
     assert [cuts.get(i) for i in range(8)] == [1, 1, 1, 0, 1, 0, 0, None] and cuts[count - 1] == 1
     program = split(jaxpr, cuts, 4, AXIS, outs={i + 1: d for i, d in cuts.items()})
     assert program.moved.keys() == {"all_reduce"} and not program.gathers
-    large = [e for e in equations(program.jaxpr) if is_communication(e) and e.outvars[0].aval.shape == (2, 5, m)]
+    large = [
+        e
+        for e in equations(program.jaxpr)
+        if is_communication(e) and e.outvars[0].aval.shape == (2, 5, m)
+    ]
     assert len(large) == 4 * layers
 
 
@@ -323,7 +380,9 @@ def test_heads_that_do_not_fit_are_gathered(x64):
 @pytest.mark.parametrize("shards", [soak(2), 3])
 def test_convolutions(x64, shards):
     def net(k1, b1, k2, x):
-        h = lax.conv_general_dilated(x, k1, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        h = lax.conv_general_dilated(
+            x, k1, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
         return lax.conv_general_dilated(
             jax.nn.relu(h + b1), k2, (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
         )
@@ -342,7 +401,10 @@ def test_recomputed_layers_stay_cut(x64, shards):
     layer = jax.checkpoint(mlp)
     grads = jax.grad(lambda *a: (layer(*a) ** 2).sum(), range(5))
     cuts = {0: 1, 1: 0, 2: 0}
-    for trace in (traced, *([] if "JAX_REMAT3" in os.environ else [jax.make_jaxpr])):  # where it hides the layer
+    for trace in (
+        traced,
+        *([] if "JAX_REMAT3" in os.environ else [jax.make_jaxpr]),
+    ):  # where it hides the layer
         program = checked(grads, args, cuts, shards, trace=trace)
         assert not program.gathers and program.out_cuts == (1, 0, 0, None, None)
     assert default_cuts(traced(layer)(*args), range(4), shards) == cuts
@@ -353,7 +415,8 @@ def test_recomputed_layers_stay_cut(x64, shards):
 
 @pytest.mark.parametrize("shards", [2, soak(3)])
 def test_bodies_of_loops_are_cut(x64, shards):
-    """A recurrent network over time: the batch is cut, and gradients of weights are summed once, behind the loop."""
+    """A recurrent network over time: the batch is cut, and gradients of weights are summed once,
+    behind the loop."""
 
     def loss(w, u, x):
         def cell(h, xt):
@@ -366,7 +429,11 @@ def test_bodies_of_loops_are_cut(x64, shards):
     args = (floats(3, 4), floats(4, 4), floats(5, 6, 3))
     program = checked(jax.value_and_grad(loss, (0, 1)), args, {2: 1}, shards)
     assert not program.gathers and not [e for e in deep(program) if e.primitive is all_gather_p]
-    assert all(e.primitive is not all_reduce_p for loop in loops(program) for e in equations(loop.params["jaxpr"]))
+    assert all(
+        e.primitive is not all_reduce_p
+        for loop in loops(program)
+        for e in equations(loop.params["jaxpr"])
+    )
     assert sum(program.moved.values()) == sum(x.nbytes for x in args[:2]) + 8
 
 
@@ -380,13 +447,19 @@ def test_a_statistic_in_a_loop_is_one_of_all_shards(x64):
 
     program = checked(jax.value_and_grad(loss), (floats(3, 4, 4), floats(7, 4)), {1: 0}, 2)
     assert not program.gathers
-    assert any(e.primitive is all_reduce_p for loop in loops(program) for e in equations(loop.params["jaxpr"]))
+    assert any(
+        e.primitive is all_reduce_p
+        for loop in loops(program)
+        for e in equations(loop.params["jaxpr"])
+    )
 
 
 def test_loops_with_a_condition_take_the_same_turns_everywhere(x64):
     def fn(w, x):
         until = lambda c: (c[1].sum() < 50) & (c[0] < 30)
-        count, last = lax.while_loop(until, lambda c: (c[0] + 1, c[1] + jnp.abs(x @ w) + 1), (0, jnp.zeros((5, 4))))
+        count, last = lax.while_loop(
+            until, lambda c: (c[0] + 1, c[1] + jnp.abs(x @ w) + 1), (0, jnp.zeros((5, 4)))
+        )
         turned = lax.fori_loop(0, 3, lambda i, c: c + last[:, i] @ x, w[:, 0])
         return count, last, turned
 
@@ -398,7 +471,9 @@ def test_branches_are_cut_where_any_of_them_is(x64):
     def fn(w, x):
         wide = lax.cond(w[0, 0] > 0, lambda: x * 2, lambda: jnp.ones_like(x))
         total = lax.cond(w[0, 0] < 0, lambda: x.sum(0), lambda: jnp.arange(3.0))
-        mixed = lax.switch(jnp.int32(x.sum() > 0), [lambda: x.sum(0) @ w, lambda: jnp.cos(x[0] @ w)])
+        mixed = lax.switch(
+            jnp.int32(x.sum() > 0), [lambda: x.sum(0) @ w, lambda: jnp.cos(x[0] @ w)]
+        )
         return wide, total, mixed
 
     for sign in (1, -1):
@@ -414,12 +489,18 @@ def test_a_loop_along_what_is_cut_is_given_whole_values(x64):
         return lax.scan(lambda c, r: (c + r @ w, None), x[0] @ w, x)[0]
 
     program = checked(last, (floats(5, 7), floats(4, 5)), {1: 0}, 2)
-    assert [g.shape for g in program.gathers] == [(4, 5)]  # once: the first row is read of what is whole by then
+    assert [g.shape for g in program.gathers] == [
+        (4, 5)
+    ]  # once: the first row is read of what is whole by then
     program = checked(added, (floats(5, 7), floats(4, 5)), {1: 0}, 2)
-    assert [g.shape for g in program.gathers] == [(1, 5)]  # the first row; a sum is made of each shard's own rows
+    assert [g.shape for g in program.gathers] == [
+        (1, 5)
+    ]  # the first row; a sum is made of each shard's own rows
     mixed = lambda x: lax.scan(lambda c, _: (jnp.sort(c, 0), None), x, None, length=9)[0]
     program = checked(mixed, (floats(6, 7),), {0: 0}, 2)
-    assert [g.reason.split()[0] for g in program.gathers] == ["scan"]  # and not in each of its turns
+    assert [g.reason.split()[0] for g in program.gathers] == [
+        "scan"
+    ]  # and not in each of its turns
 
 
 def test_calls_and_derivative_rules_of_users_are_looked_into(x64):
@@ -440,7 +521,9 @@ def test_rows_of_random_bits_are_made_without_the_rest(x64, bits, axis):
     fn = lambda x, key: jax.random.bits(key, x.shape, dtype) ^ x
     x, key = np.zeros((5, 7, 3), dtype), jax.random.key(3)
     program = split(traced(fn)(x, key), {0: axis}, 2, AXIS)
-    assert {e.primitive for e in deep(program) if e.primitive.name == "random_bits"} == {block_bits_p}
+    assert {e.primitive for e in deep(program) if e.primitive.name == "random_bits"} == {
+        block_bits_p
+    }
     whole = on_shards(program, [jax.eval_shape(fn, x, key)], [x, key])[0]
     np.testing.assert_array_equal(whole, fn(x, key))
 
@@ -456,26 +539,39 @@ def test_dropout_masks_are_those_of_one_device(x64):
 
 def test_sums_that_are_wanted_cut_are_scattered(x64):
     program = checked(
-        lambda x, w, r: r + x @ w, (floats(4, 10), floats(10, 6), floats(4, 6, seed=3)), {0: 1, 1: 0, 2: 1}, 4
+        lambda x, w, r: r + x @ w,
+        (floats(4, 10), floats(10, 6), floats(4, 6, seed=3)),
+        {0: 1, 1: 0, 2: 1},
+        4,
     )
     assert kinds(program) == ["reduce_scatter"] and program.out_cuts == (1,)
 
 
 def test_sums_of_several_products_are_made_once(x64):
     fn = lambda a, b, w, v: -(a @ w - b @ v) * 0.5
-    program = checked(fn, (*arrays([(4, 10), (4, 10)]), floats(10, 3), floats(10, 3)), {0: 1, 1: 1}, 4)
+    program = checked(
+        fn, (*arrays([(4, 10), (4, 10)]), floats(10, 3), floats(10, 3)), {0: 1, 1: 1}, 4
+    )
     assert kinds(program) == ["all_reduce"]
-    twice = checked(lambda a, w: ((a @ w) * 2.0, jnp.exp(a @ w)), (floats(4, 10), floats(10, 3)), {0: 1}, 4)
+    twice = checked(
+        lambda a, w: ((a @ w) * 2.0, jnp.exp(a @ w)), (floats(4, 10), floats(10, 3)), {0: 1}, 4
+    )
     assert len(kinds(twice)) == 2  # two products, one sum each
 
 
 MOVED_SUMS = {
     "some rows": (lambda a, b, w, v: (a @ w)[:1], 3),
     "joined": (lambda a, b, w, v: jnp.concatenate([a @ w, b @ v]), 24),
-    "stacked and turned": (lambda a, b, w, v: jnp.stack([a @ w, b @ v]).transpose(1, 2, 0)[::-1], 24),
+    "stacked and turned": (
+        lambda a, b, w, v: jnp.stack([a @ w, b @ v]).transpose(1, 2, 0)[::-1],
+        24,
+    ),
     "one of two": (lambda a, b, w, v: jnp.where(jnp.arange(3) > 1, a @ w, b @ v), 12),
     "added up": (lambda a, b, w, v: jnp.cumsum(a @ w - b @ v, axis=0), 12),
-    "picked": (lambda a, b, w, v: jnp.take(a @ w, jnp.array([2, 9]), axis=0, mode="fill", fill_value=0.0), 6),
+    "picked": (
+        lambda a, b, w, v: jnp.take(a @ w, jnp.array([2, 9]), axis=0, mode="fill", fill_value=0.0),
+        6,
+    ),
     "written into": (lambda a, b, w, v: (a @ w).at[1:3].set((b @ v)[:2]), 12),
 }
 
@@ -484,7 +580,9 @@ MOVED_SUMS = {
 def test_sums_are_made_behind_what_moves_them(x64, name):
     """One reduction, of what is read in the end."""
     fn, count = MOVED_SUMS[name]
-    program = checked(fn, (*arrays([(4, 10), (4, 10)]), floats(10, 3), floats(10, 3)), {0: 1, 1: 1}, 4)
+    program = checked(
+        fn, (*arrays([(4, 10), (4, 10)]), floats(10, 3), floats(10, 3)), {0: 1, 1: 1}, 4
+    )
     (reduced,) = [e for e in deep(program) if e.primitive.name == "all_reduce"]
     assert reduced.outvars[0].aval.size == count
 
@@ -493,7 +591,9 @@ def test_sums_are_made_before_what_fills_and_rounds(x64):
     fill = lambda x: jnp.take(x, jnp.array([2, 9]), axis=0, mode="fill", fill_value=7.0)
     fn = lambda a, w: (fill(a @ w), (a @ w).astype(jnp.float32), (a @ w).astype(jnp.int32))
     program = checked(fn, (floats(4, 10), floats(10, 3)), {0: 1}, 4)
-    assert all(e.invars[0].aval.shape == (4, 3) for e in deep(program) if e.primitive.name == "all_reduce")
+    assert all(
+        e.invars[0].aval.shape == (4, 3) for e in deep(program) if e.primitive.name == "all_reduce"
+    )
 
 
 def test_sums_that_meet_what_is_infinite_are_made_before(x64):
@@ -639,7 +739,9 @@ def test_outputs_are_cut_as_is_wanted(x64):
 
 def test_one_shard_has_all():
     program = checked(mlp, arrays(MLP), {0: 1}, 1)
-    assert not any(is_communication(e) for e in equations(program.jaxpr)) and program.in_cuts[0] == 1
+    assert (
+        not any(is_communication(e) for e in equations(program.jaxpr)) and program.in_cuts[0] == 1
+    )
 
 
 # -- any program -----------------------------------------------------------------------------------
@@ -664,7 +766,9 @@ STEPS = {
     "iota": lambda x, y: x + jnp.arange(x.shape[0])[:, None] * 0.1 + jnp.arange(x.shape[1]),
     "flat": lambda x, y: (x.reshape(-1) * jnp.arange(x.size) / 50.0).reshape(x.shape) + y,
     "split": lambda x, y: (
-        (x.reshape(x.shape[0] // 2, 2, -1).sum(1, keepdims=True) + jnp.zeros((1, 2, 1))).reshape(x.shape)
+        (x.reshape(x.shape[0] // 2, 2, -1).sum(1, keepdims=True) + jnp.zeros((1, 2, 1))).reshape(
+            x.shape
+        )
         if x.shape[0] % 2 == 0
         else x
     ),
@@ -681,7 +785,9 @@ STEPS = {
 
 
 PROGRAMS = dict(
-    names=st.lists(st.tuples(st.sampled_from(sorted(STEPS)), st.booleans()), min_size=1, max_size=5),
+    names=st.lists(
+        st.tuples(st.sampled_from(sorted(STEPS)), st.booleans()), min_size=1, max_size=5
+    ),
     shape=st.tuples(st.integers(1, 7), st.integers(1, 7)),
     axes=st.tuples(*(st.sampled_from([None, 0, 1]),) * 2),
     shards=st.sampled_from([2, 3, 4]),

@@ -1,4 +1,5 @@
-"""Input files shared out over workers with unequal numbers of replicas: EPL's own examples, and what holds of all."""
+"""Input files shared out over workers with unequal numbers of replicas: EPL's own examples, and
+what holds of all."""
 
 from __future__ import annotations
 
@@ -61,7 +62,9 @@ def test_without_options_every_replica_reads_as_much(count, replicas):
 
 @given(st.integers(0, 40), REPLICAS)
 def test_unbalanced_loses_and_repeats_nothing_once_there_is_a_round(count, replicas):
-    read = Counter(i for part in every_worker(count + sum(replicas), replicas, unbalanced=True) for i in part)
+    read = Counter(
+        i for part in every_worker(count + sum(replicas), replicas, unbalanced=True) for i in part
+    )
     assert read == Counter(range(count + sum(replicas)))
 
 
@@ -75,20 +78,33 @@ def test_drop_last_leaves_out_less_than_a_round_at_the_end(count, replicas):
 
 
 @given(
-    st.integers(0, 40), REPLICAS, st.integers(2, 4), st.sampled_from([{}, {"unbalanced": True}, {"drop_last": True}])
+    st.integers(0, 40),
+    REPLICAS,
+    st.integers(2, 4),
+    st.sampled_from([{}, {"unbalanced": True}, {"drop_last": True}]),
 )
 def test_only_the_proportions_of_replicas_matter(count, replicas, times, options):
-    assert every_worker(count, replicas, **options) == every_worker(count, [times * r for r in replicas], **options)
+    assert every_worker(count, replicas, **options) == every_worker(
+        count, [times * r for r in replicas], **options
+    )
 
 
 @pytest.mark.parametrize(
     "args, options, message",
     [
         ((F, 0, []), {}, "replicas is empty"),
-        ((F, 0, [2, 0]), {}, r"replicas\[1\] is 0; a worker that reads files has at least one replica"),
+        (
+            (F, 0, [2, 0]),
+            {},
+            r"replicas\[1\] is 0; a worker that reads files has at least one replica",
+        ),
         ((F, 2, [1, 1]), {}, r"there is no worker 2: replicas=\[1, 1\] is of 2 workers"),
         ((F, -1, [1, 1]), {}, "there is no worker -1"),
-        ((F, 0, [1]), {"unbalanced": True, "drop_last": True}, "unbalanced .* and drop_last .*; choose one"),
+        (
+            (F, 0, [1]),
+            {"unbalanced": True, "drop_last": True},
+            "unbalanced .* and drop_last .*; choose one",
+        ),
     ],
 )
 def test_errors_name_what_is_wrong(args, options, message):

@@ -1,4 +1,5 @@
-"""EPL's configuration: the same plan as with the options of `dtrans.pipeline`, and errors that name EPL's keys."""
+"""EPL's configuration: the same plan as with the options of `dtrans.pipeline`, and errors that name
+EPL's keys."""
 
 from __future__ import annotations
 
@@ -39,11 +40,19 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "offload": ({"offload.level": "v0"}, {}, {"offload": True}),
     "groups": ({"optimizer.num_apply_group": 3}, {}, {"update_groups": 3}),
     "communication": (
-        {"communication.max_splits": 3, "communication.num_communicators": 1, "communication.fp16": True},
+        {
+            "communication.max_splits": 3,
+            "communication.num_communicators": 1,
+            "communication.fp16": True,
+        },
         {"replicas": 2},
         {"max_buckets": 3, "chains": 1, "compress": "fp16", "compress_scale": 128.0, "replicas": 2},
     ),
-    "sums": ({"communication.gradients_reduce_method": "sum"}, {"replicas": 2}, {"reduce": "sum", "replicas": 2}),
+    "sums": (
+        {"communication.gradients_reduce_method": "sum"},
+        {"replicas": 2},
+        {"reduce": "sum", "replicas": 2},
+    ),
     "a clip is of each micro-batch, as EPL's": (
         {"communication.clip_after_allreduce": False},
         {"clip_local_norm": 1.0},
@@ -59,7 +68,11 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {},
         {"precision": dtrans.Precision("fp16", loss_scaling=128)},
     ),
-    "what holds anyway": ({"communication.clip_after_allreduce": True, "auto.auto_parallel": True}, {}, {}),
+    "what holds anyway": (
+        {"communication.clip_after_allreduce": True, "auto.auto_parallel": True},
+        {},
+        {},
+    ),
 }
 
 
@@ -92,7 +105,9 @@ def test_scopes_say_how_many_stages_there_are() -> None:
 
 def test_devices_are_taken_as_the_configuration_says(programs: Any) -> None:
     for given in (True, False):
-        plan = dtrans.epl.pipeline(*programs, ALWAYS | {"cluster.device_place_prefer_intra_node": given})
+        plan = dtrans.epl.pipeline(
+            *programs, ALWAYS | {"cluster.device_place_prefer_intra_node": given}
+        )
         assert plan.cluster.prefer_intra_node is given
     plan = dtrans.epl.pipeline(*programs, ALWAYS, cluster=dtrans.Cluster("aware_row"))
     assert plan.cluster.layout == "aware_row"
@@ -104,32 +119,64 @@ def test_devices_are_taken_as_the_configuration_says(programs: Any) -> None:
         ({"pipeline.num_stages": 0}, {}, "pipeline.num_stages must be a positive number, it is 0"),
         ({"pipeline.num_stages": -1}, {}, "pipeline.num_stages must be given"),
         ({"pipeline.num_stages": "2"}, {}, "pipeline.num_stages must be of type int, it is '2'"),
-        ({"pipeline.num_micro_batch": True}, {}, "pipeline.num_micro_batch must be of type int, it is True"),
+        (
+            {"pipeline.num_micro_batch": True},
+            {},
+            "pipeline.num_micro_batch must be of type int, it is True",
+        ),
         (
             {"pipeline.num_microbatch": 4},
             {},
             "EPL's configuration has no key pipeline.num_microbatch; did you mean pipe",
         ),
         ({"loss_scale": 128}, {}, "EPL's configuration has no key loss_scale; "),
-        ({"pipeline.strategy": "Prefer"}, {}, "pipeline.strategy must be one of PreferForward, .*, it is 'Prefer'"),
+        (
+            {"pipeline.strategy": "Prefer"},
+            {},
+            "pipeline.strategy must be one of PreferForward, .*, it is 'Prefer'",
+        ),
         ({"zero.level": "v2"}, {}, "zero.level must be '', 'v0' or 'v1', it is 'v2'"),
         ({"offload.level": "v1"}, {}, "offload.level must be '' or 'v0', it is 'v1'"),
-        ({"amp.level": "O1"}, {}, "amp.loss_scale='dynamic': stages of a pipeline take a fixed scale"),
+        (
+            {"amp.level": "O1"},
+            {},
+            "amp.loss_scale='dynamic': stages of a pipeline take a fixed scale",
+        ),
         ({"amp.level": "O2", "amp.loss_scale": 8}, {}, "amp.level must be '' or 'o1', it is 'o2'"),
         ({"amp.debug_log": True}, {}, "amp.debug_log=True: print"),
         ({"io.slicing": True}, {}, "io.slicing=True: call dtrans.epl.slice_files"),
-        ({"cluster.run_visible_devices": "0,1"}, {}, "cluster.run_visible_devices='0,1': plan.on_mesh"),
-        ({"communication.clip_after_allreduce": False}, {}, "communication.clip_after_allreduce=False: "),
+        (
+            {"cluster.run_visible_devices": "0,1"},
+            {},
+            "cluster.run_visible_devices='0,1': plan.on_mesh",
+        ),
+        (
+            {"communication.clip_after_allreduce": False},
+            {},
+            "communication.clip_after_allreduce=False: ",
+        ),
         (
             {"communication.clip_after_allreduce": True},
             {"clip_local_norm": 1.0},
             "communication.clip_after_allreduce=True and clip_local_norm=1.0",
         ),
         ({"communication.max_splits": 0}, {}, "communication.max_splits must be"),
-        ({"communication.gradients_reduce_method": "max"}, {}, "communication.gradients_reduce_method must be"),
-        ({"gradient_checkpoint.type": "collection"}, {}, "gradient_checkpoint.type='collection' and collection="),
+        (
+            {"communication.gradients_reduce_method": "max"},
+            {},
+            "communication.gradients_reduce_method must be",
+        ),
+        (
+            {"gradient_checkpoint.type": "collection"},
+            {},
+            "gradient_checkpoint.type='collection' and collection=",
+        ),
         ({}, {"collection": ("h",)}, r"gradient_checkpoint.type='' and collection=\('h',\)"),
-        ({"gradient_checkpoint.type": "collection"}, {"collection": ("h",)}, "gradient_checkpoint.type names 'h'"),
+        (
+            {"gradient_checkpoint.type": "collection"},
+            {"collection": ("h",)},
+            "gradient_checkpoint.type names 'h'",
+        ),
         ({}, {"schedule": "PreferForward"}, "schedule is pipeline.strategy in EPL's configuration"),
         ({}, {"replica": 2}, "replica is no option of EPL's configuration; did you mean replicas"),
     ],

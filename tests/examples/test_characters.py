@@ -1,4 +1,5 @@
-"""The characters: the text is real and the same each time, the model reads it causally, and plans are timed as said."""
+"""The characters: the text is real and the same each time, the model reads it causally, and plans
+are timed as said."""
 
 from __future__ import annotations
 
@@ -87,7 +88,8 @@ def library_in(folder: Path, monkeypatch: pytest.MonkeyPatch, count: int, **modu
 
 
 def test_modules_in_order_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a distribution puts beside the library's own modules is not its own; neither are packages taken."""
+    """What a distribution puts beside the library's own modules is not its own; neither are
+    packages taken."""
     modules = {"zipfile": b"z", "os": b"oo", "ast": b"aaa", "sitecustomize": b"XX", "mine": b"XX"}
     library = library_in(tmp_path, monkeypatch, 5, **modules)
     (tmp_path / "json").mkdir()
@@ -97,7 +99,9 @@ def test_modules_in_order_and_no_others(tmp_path: Path, monkeypatch: pytest.Monk
     assert (decode(found.train), decode(found.held_out)) == ("aaa", "oo")
 
 
-def test_the_last_module_is_cut_where_the_text_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_module_is_cut_where_the_text_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = characters.load(library_in(tmp_path, monkeypatch, 4, ast=b"abc", os=b"def"))
     assert (decode(found.train), decode(found.held_out)) == ("ab", "cd")
 
@@ -111,7 +115,9 @@ def test_source_is_read_as_python_reads_it(tmp_path: Path, monkeypatch: pytest.M
 
 def test_no_source(tmp_path: Path) -> None:
     (tmp_path / "os.py").write_text("x" * 1234)
-    with pytest.raises(ConfigError, match="has 1,234 characters in .*, and 1,000,000 are trained on"):
+    with pytest.raises(
+        ConfigError, match="has 1,234 characters in .*, and 1,000,000 are trained on"
+    ):
         characters.load(tmp_path)
 
 
@@ -119,7 +125,9 @@ def test_no_source(tmp_path: Path) -> None:
 def test_tokens_are_characters(string: str) -> None:
     tokens = encode(string)
     assert len(tokens) == len(string)
-    kept = "".join(c if " " <= c <= "~" or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in string)
+    kept = "".join(
+        c if " " <= c <= "~" or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in string
+    )
     assert decode(tokens) == kept
 
 
@@ -157,7 +165,9 @@ def test_each_held_out_character_is_told_once() -> None:
 def test_entropy() -> None:
     assert characters.entropy(np.repeat([3, 5, 7, 9], 10)) == pytest.approx(math.log(4))
     assert characters.entropy(np.array([3, 3])) == 0
-    assert characters.entropy(np.array([1, 1, 1, 2])) == pytest.approx(0.75 * math.log(4 / 3) + 0.25 * math.log(4))
+    assert characters.entropy(np.array([1, 1, 1, 2])) == pytest.approx(
+        0.75 * math.log(4 / 3) + 0.25 * math.log(4)
+    )
 
 
 # -- the model -------------------------------------------------------------------------------------
@@ -183,7 +193,8 @@ def test_it_reads_nothing_that_comes_later(params: Any, text: Text, at: int) -> 
 
 
 def test_the_first_loss_is_that_of_knowing_nothing(params: Any, text: Text) -> None:
-    # scores have the variance WIDTH * 0.1**2 = 0.16, half of which is what a normal distribution of them adds
+    # scores have the variance WIDTH * 0.1**2 = 0.16, half of which is what a normal distribution of
+    # them adds
     first = np.mean([loss(params, characters.batch(text, 0, k, 8)) for k in range(8)])
     assert first == pytest.approx(math.log(VOCABULARY) + 0.08, abs=0.1)
 
@@ -209,7 +220,9 @@ def test_validation_is_on_all_that_is_held_out(params: Any) -> None:
     tokens = np.full(3 * 16 + 1, 5)
     assert characters.validation_loss(params, Text(tokens, tokens)) == pytest.approx(0, abs=1e-6)
     tokens[1:17] = 6
-    assert characters.validation_loss(params, Text(tokens, tokens)) == pytest.approx(50 / 3, rel=1e-5)
+    assert characters.validation_loss(params, Text(tokens, tokens)) == pytest.approx(
+        50 / 3, rel=1e-5
+    )
 
 
 # -- the job ---------------------------------------------------------------------------------------
@@ -226,7 +239,9 @@ def planned(text: Text, **changed: Any) -> Any:
 def test_the_planned_play_has_the_work_that_ran(small: None, text: Text, schedule: str) -> None:
     plan = planned(text, schedule=schedule)
     play = character_job.planned_play(plan, work=12.0)
-    took = lambda kinds, stage: sum(t.end - t.start for t in play if t.task.kind in kinds and t.task.stage == stage)
+    took = lambda kinds, stage: sum(
+        t.end - t.start for t in play if t.task.kind in kinds and t.task.stage == stage
+    )
     assert took("FBW", 0) + took("FBW", 1) == pytest.approx(12.0)
     flops = [s.flops for s in plan.stages]
     for k in range(2):
@@ -248,13 +263,17 @@ def test_what_ran_is_what_was_planned(small: None, text: Text) -> None:
     watched = character_job.watch(SMALL, job, job.init(SMALL.key), tokens)
     assert watched.ran is not None
     assert sorted(t.task for t in watched.ran) == sorted(t.task for t in watched.planned)
-    assert sum(t.end - t.start for t in watched.planned) == pytest.approx(sum(t.end - t.start for t in watched.ran))
+    assert sum(t.end - t.start for t in watched.planned) == pytest.approx(
+        sum(t.end - t.start for t in watched.ran)
+    )
     assert watched.kept.peak == plan.schedule.peak == (2, 1)
 
 
 def test_one_device_trains_on_the_same_batches(params: Any, text: Text) -> None:
     trained = character_job.single_device(SMALL, text)
-    assert trained.losses[0] == pytest.approx(float(loss(params, characters.batch(text, 0, 0, 4))), rel=1e-5)
+    assert trained.losses[0] == pytest.approx(
+        float(loss(params, characters.batch(text, 0, 0, 4))), rel=1e-5
+    )
     # warmed up from a twentieth of the learning rate: Adam's first steps are of that size
     moved = jax.tree.leaves(jax.tree.map(lambda a, b: np.abs(a - b).max(), trained.params, params))
     rate = characters.LEARNING_RATE / characters.WARM_UP
@@ -268,7 +287,8 @@ def test_the_library_is_that_of_the_running_python() -> None:
 
 
 def test_devices_that_were_asked_for_stay() -> None:
-    """Before JAX starts, a job asks for more devices and never for fewer; after that they are what they are."""
+    """Before JAX starts, a job asks for more devices and never for fewer; after that they are what
+    they are."""
     code = """
         import jax
         from examples.compare import virtual_devices
@@ -277,8 +297,12 @@ def test_devices_that_were_asked_for_stay() -> None:
         virtual_devices(5)
         print(len(jax.devices("cpu")))
     """
-    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
+    environment = {
+        k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")
+    }
     environment["PYTHONPATH"] = str(ROOT)
     command = [sys.executable, "-c", textwrap.dedent(code)]
-    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
+    found = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True, timeout=120
+    )
     assert found.stdout.split() == ["3", "3"]

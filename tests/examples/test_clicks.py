@@ -32,9 +32,18 @@ def test_features_follow_a_power_law() -> None:
 
 def test_hidden_vectors_are_normal_and_those_of_their_numbers() -> None:
     found = vectors(0, 3, np.arange(100_000))
-    assert np.abs(found.mean(0)).max() < 0.02 and np.abs(np.cov(found.T) / clicks.SPREAD**2 - np.eye(4)).max() < 0.02
-    np.testing.assert_array_equal(vectors(0, 3, np.array([[7], [99_999]]))[:, 0], found[[7, 99_999]])
-    for other in (vectors(0, 4, np.arange(100_000)), vectors(1, 3, np.arange(100_000)), np.roll(found, 1, 0)):
+    assert (
+        np.abs(found.mean(0)).max() < 0.02
+        and np.abs(np.cov(found.T) / clicks.SPREAD**2 - np.eye(4)).max() < 0.02
+    )
+    np.testing.assert_array_equal(
+        vectors(0, 3, np.array([[7], [99_999]]))[:, 0], found[[7, 99_999]]
+    )
+    for other in (
+        vectors(0, 4, np.arange(100_000)),
+        vectors(1, 3, np.arange(100_000)),
+        np.roll(found, 1, 0),
+    ):
         assert abs(np.corrcoef(other[:, 0], found[:, 0])[0, 1]) < 0.02
 
 
@@ -47,14 +56,20 @@ def test_clicks_are_drawn_by_the_logits() -> None:
         assert abs(clicked[among].mean() - chance[among].mean()) < 4 * 0.5 / np.sqrt(among.sum())
     alone = sum((vectors(0, a, ids[:, a]) * vectors(0, b, ids[:, b])).sum(1) for a, b in PAIRS)
     np.testing.assert_allclose(logits(0, ids), alone + clicks.BIAS, rtol=1e-9)
-    assert 0 not in (members := [t for pair in PAIRS for t in pair]) and len(set(members)) == len(members)
+    assert 0 not in (members := [t for pair in PAIRS for t in pair]) and len(set(members)) == len(
+        members
+    )
 
 
 def test_batches_are_those_of_seed_and_step() -> None:
     (ids, clicked), again = batch(SMALL, 3), batch(ClickSettings.parse(SMALL.arguments()), 3)
     np.testing.assert_array_equal(again[0], ids)
     np.testing.assert_array_equal(again[1], clicked)
-    for other in (batch(SMALL, 4), batch(ClickSettings(seed=1, batch_size=64), 3), clicks.test_set(SMALL)):
+    for other in (
+        batch(SMALL, 4),
+        batch(ClickSettings(seed=1, batch_size=64), 3),
+        clicks.test_set(SMALL),
+    ):
         assert not np.array_equal(other[0][:64], ids)
     with pytest.raises(ConfigError, match="rows.*2500 or more"):
         ClickSettings(rows=ROWS - 1)
@@ -84,7 +99,10 @@ def test_a_few_steps_in_processes_are_those_of_one_device() -> None:
     """What is learnt in so few is little, and so the command ends with 1."""
     made = train("--steps", "8", "--batch-size", "64")
     assert made.exit_code == 1 and "less than 98% of what can be learnt" in made.output
-    assert "losses against one device on the same 8 batches" in made.output and "above the bound" not in made.output
+    assert (
+        "losses against one device on the same 8 batches" in made.output
+        and "above the bound" not in made.output
+    )
     assert "more than 700 MB" not in made.output and "1024 MiB of data" in made.output
 
 

@@ -1,4 +1,5 @@
-"""What docs/delays.md says, on a part of its budget. `StepOrder` decides how old gradients are, no clock."""
+"""What docs/delays.md says, on a part of its budget. `StepOrder` decides how old gradients are, no
+clock."""
 
 from __future__ import annotations
 
@@ -34,9 +35,13 @@ def test_a_delay_is_the_updates_by_others_since_a_trainer_last_stepped(delays: A
 
 
 @pytest.mark.soak
-def test_asynchronous_training_and_geo_sgd_end_within_the_spread_of_synchronous_seeds(delays: Any) -> None:
+def test_asynchronous_training_and_geo_sgd_end_within_the_spread_of_synchronous_seeds(
+    delays: Any,
+) -> None:
     sync = delays.train(delays.SYNC, delays.IN_TURN, updates=240)
-    for delay, mode in itertools.product((delays.IN_TURN, delays.ONE_SLOW), (delays.ASYNC, delays.OFTEN)):
+    for delay, mode in itertools.product(
+        (delays.IN_TURN, delays.ONE_SLOW), (delays.ASYNC, delays.OFTEN)
+    ):
         run = delays.train(mode, delay, updates=240)
         assert delays.within(run, sync), (delay.name, mode.name, run.loss, sync.loss)
 
@@ -49,17 +54,28 @@ def test_geo_sgd_that_waits_gives_the_same_twice(delays: Any) -> None:
 
 @pytest.mark.soak
 def test_compensation_is_better_under_heavy_delay(delays: Any) -> None:
-    """Plain gradients diverge, from a loss of 2.3; compensated ones, of the same examples, do not."""
+    """Plain gradients diverge, from a loss of 2.3; compensated ones, of the same examples, do
+    not."""
     plain = delays.train(delays.ASYNC, delays.HEAVY, updates=480)
     assert np.all(plain.loss > 5)
     for mode in (delays.CONSTANT.strong(16.0), delays.ADAPTIVE.strong(2.0)):
         run = delays.train(mode, delays.HEAVY, updates=480)
-        assert np.all(run.loss < 2.3) and np.all(run.loss < plain.loss / 3), (mode.name, run.loss, plain.loss)
+        assert np.all(run.loss < 2.3) and np.all(run.loss < plain.loss / 3), (
+            mode.name,
+            run.loss,
+            plain.loss,
+        )
 
 
 def test_the_page_has_every_mode_and_every_delay(delays: Any) -> None:
     text = (ROOT / "docs" / "delays.md").read_text()
-    assert not [m.name for m in (delays.ONE_DEVICE, delays.SYNC, *delays.MODES) if f"| {m.name} |" not in text]
+    assert not [
+        m.name
+        for m in (delays.ONE_DEVICE, delays.SYNC, *delays.MODES)
+        if f"| {m.name} |" not in text
+    ]
     assert not [d.name for d in delays.DELAYS if f"**{d.name}: delay" not in text]
-    rows = [f"| {rate} | {d.name} |" for rate in delays.RATES for d in (delays.IN_TURN, delays.ONE_SLOW)]
+    rows = [
+        f"| {rate} | {d.name} |" for rate in delays.RATES for d in (delays.IN_TURN, delays.ONE_SLOW)
+    ]
     assert not [row for row in rows if row not in text]

@@ -1,4 +1,5 @@
-"""The digits: data, batches and model are functions of their arguments, and shards tile the global batch."""
+"""The digits: data, batches and model are functions of their arguments, and shards tile the global
+batch."""
 
 from __future__ import annotations
 
@@ -28,7 +29,10 @@ def listed(data: digits.Digits, *args: Any) -> list[tuple[np.ndarray, np.ndarray
 
 
 def test_data(data: digits.Digits) -> None:
-    assert data.x.shape == (digits.TRAIN_IMAGES, 64) and data.test_x.shape == (digits.TEST_IMAGES, 64)
+    assert data.x.shape == (digits.TRAIN_IMAGES, 64) and data.test_x.shape == (
+        digits.TEST_IMAGES,
+        64,
+    )
     assert data.x.dtype == np.float32 and data.y.dtype == np.int32
     assert data.x.min() == 0 and data.x.max() == 1
     assert set(data.y.tolist()) == set(data.test_y.tolist()) == set(range(10))
@@ -88,7 +92,9 @@ def test_loss_is_the_mean_over_shards(data: digits.Digits) -> None:
 def test_accuracy(data: digits.Digits) -> None:
     params = jax.tree.map(jnp.zeros_like, digits.init(jax.random.key(0)))
     params["output"]["b"] = params["output"]["b"].at[3].set(1.0)
-    assert digits.accuracy(params, data.test_x, data.test_y) == pytest.approx(np.mean(data.test_y == 3))
+    assert digits.accuracy(params, data.test_x, data.test_y) == pytest.approx(
+        np.mean(data.test_y == 3)
+    )
 
 
 @pytest.mark.sampled(1)
@@ -111,7 +117,9 @@ def test_unknown_optimizer() -> None:
 
 
 def test_settings_round_trip() -> None:
-    settings = DigitsSettings("adam", epochs=3, batch_size=12, seed=5, min_block_size=9000, deadline=0.25)
+    settings = DigitsSettings(
+        "adam", epochs=3, batch_size=12, seed=5, min_block_size=9000, deadline=0.25
+    )
     assert DigitsSettings.parse(settings.arguments()) == settings
     assert DigitsSettings.parse([]) == DigitsSettings()
 

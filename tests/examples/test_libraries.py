@@ -1,4 +1,5 @@
-"""Examples of other libraries: two every time, all in every strategy by night; and what is refused."""
+"""Examples of other libraries: two every time, all in every strategy by night; and what is
+refused."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ from examples.libraries import EXAMPLES
 from examples.libraries.run import run
 
 
-STRATEGIES = (("nccl2", 3), ("sharding", 1), ("sharding", 2), ("sharding", 3), ("pserver", 3), ("pipeline", 3))
+STRATEGIES = (
+    ("nccl2", 3),
+    ("sharding", 1),
+    ("sharding", 2),
+    ("sharding", 3),
+    ("pserver", 3),
+    ("pipeline", 3),
+)
 REFUSED = {
     "nnx_mlp": "has values of the whole batch",
     "gan": "calls dtrans.value_and_grad 2 times; a pipeline takes one loss",
@@ -20,8 +28,15 @@ CHEAP = {"nnx_mlp": ("pserver", 3), "lora": ("pipeline", 3)}
 
 
 def ways() -> list[object]:
-    every = [(name, *way) for name in EXAMPLES for way in STRATEGIES if way[0] != "pipeline" or name not in REFUSED]
-    return [pytest.param(*w, marks=() if CHEAP.get(w[0]) == w[1:] else pytest.mark.soak) for w in every]
+    every = [
+        (name, *way)
+        for name in EXAMPLES
+        for way in STRATEGIES
+        if way[0] != "pipeline" or name not in REFUSED
+    ]
+    return [
+        pytest.param(*w, marks=() if CHEAP.get(w[0]) == w[1:] else pytest.mark.soak) for w in every
+    ]
 
 
 @pytest.mark.parametrize(("name", "mode", "stage"), ways())
@@ -39,7 +54,9 @@ def test_an_example_gives_one_devices_numbers(
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_learns(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(name, "single", steps=60)
-    found = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    found = [
+        line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("step ")
+    ]
     loss = "discriminator" if name == "gan" else "loss"
     first, last = (float(line[line.index(loss) + 1]) for line in (found[0], found[-1]))
     assert last < 0.8 * first
@@ -52,11 +69,15 @@ def test_what_a_pipeline_refuses_is_said(name: str) -> None:
 
 
 def test_what_cannot_be_run_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="there is no mode 'fsdp'; it is one of single, nccl2, sharding"):
+    with pytest.raises(
+        ConfigError, match="there is no mode 'fsdp'; it is one of single, nccl2, sharding"
+    ):
         run("lora", "fsdp")
     with pytest.raises(ConfigError, match="there is no example 'flax'; did you mean flax_cnn"):
         run("flax")
     found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "equinox" else found(name, *a))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name == "equinox" else found(name, *a)
+    )
     with pytest.raises(ConfigError, match=r"need equinox: pip install 'dtrans-jax\[libraries\]'"):
         run("lora")

@@ -37,8 +37,14 @@ def pipeline(command: Any) -> Any:
     [
         (["--engine", "cloud"], "there is no engine 'cloud'; it is one of processes, mesh"),
         (["--mode", "nccl"], "there is no mode 'nccl'; it is one of pserver, nccl2, sharding"),
-        (["--mode", "nccl2", "--pservers", "2"], "there are no pservers in nccl2 mode; leave out --pservers 2"),
-        (["--mode", "sharding", "--pservers", "2"], "there are no pservers in sharding mode; leave out --pservers 2"),
+        (
+            ["--mode", "nccl2", "--pservers", "2"],
+            "there are no pservers in nccl2 mode; leave out --pservers 2",
+        ),
+        (
+            ["--mode", "sharding", "--pservers", "2"],
+            "there are no pservers in sharding mode; leave out --pservers 2",
+        ),
         (
             ["--mode", "nccl2", "--sharding-stage", "2"],
             "--sharding-stage needs --mode sharding, and --mode is nccl2; leave",
@@ -51,22 +57,35 @@ def pipeline(command: Any) -> Any:
         (["--batch-size", "2000"], "--batch-size must be 1 to 1437, the number of training images"),
         (["--min-block-size", "100"], "min_block_size must be 8192 or more, it is 100"),
         (["--plot", "/nowhere/at-all.png"], "there is no directory /nowhere"),
-        (["--plot", "loss.xyz"], "the plot cannot be written to loss.xyz: its name must end in one of"),
+        (
+            ["--plot", "loss.xyz"],
+            "the plot cannot be written to loss.xyz: its name must end in one of",
+        ),
     ],
 )
-def test_errors(digits: Any, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+def test_errors(
+    digits: Any, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
     assert digits(*arguments) == 1
     out, err = capsys.readouterr()
     assert err.startswith("dtrans: ") and message in err and "Traceback" not in err
     assert out == ""
 
 
-@pytest.mark.parametrize("module, arguments", [("sklearn", []), ("matplotlib", ["--plot", "loss.png"])])
+@pytest.mark.parametrize(
+    "module, arguments", [("sklearn", []), ("matplotlib", ["--plot", "loss.png"])]
+)
 def test_missing_extra(
-    digits: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, module: str, arguments: list[str]
+    digits: Any,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    module: str,
+    arguments: list[str],
 ) -> None:
     found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == module else found(name, *a))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name == module else found(name, *a)
+    )
     assert digits(*arguments) == 1
     assert "pip install 'dtrans-jax[examples]'" in capsys.readouterr().err
 
@@ -90,7 +109,9 @@ def test_on_mesh(digits: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_on_mesh_in_nccl2_mode(digits: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_on_mesh_in_nccl2_mode(
+    digits: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     plot = tmp_path / "loss.png"
     code = digits("--mode", "nccl2", "--engine", "mesh", "--epochs=1", "--plot", str(plot))
     out = capsys.readouterr().out
@@ -114,7 +135,10 @@ def test_without_a_check(
     """Nothing is trained on one device, and nothing is compared."""
     monkeypatch.delattr(digits_job, "single_device")
     plot = tmp_path / "loss.png"
-    assert digits("--engine=mesh", "--epochs=1", "--batch-size=256", "--no-check", "--plot", str(plot)) == 0
+    assert (
+        digits("--engine=mesh", "--epochs=1", "--batch-size=256", "--no-check", "--plot", str(plot))
+        == 0
+    )
     out = capsys.readouterr().out
     assert re.search(r"test accuracy 0\.\d{4} on 360 images$", out, re.M) and "single" not in out
     assert plot.read_bytes().startswith(b"\x89PNG")
@@ -139,7 +163,10 @@ def test_as_processes(digits: Any, capfd: pytest.CaptureFixture[str], tmp_path: 
 
 @pytest.mark.soak
 def test_as_processes_in_nccl2_mode(digits: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    assert digits("--mode", "nccl2", "--engine", "processes", "--epochs", "8", "--optimizer", "adam") == 0
+    assert (
+        digits("--mode", "nccl2", "--engine", "processes", "--epochs", "8", "--optimizer", "adam")
+        == 0
+    )
     out = capfd.readouterr().out
     assert "bucket/0" in out
     assert difference_in(out) < 1e-5
@@ -147,7 +174,9 @@ def test_as_processes_in_nccl2_mode(digits: Any, capfd: pytest.CaptureFixture[st
 
 @pytest.mark.soak
 @pytest.mark.parametrize("stage", ["2", "3"])
-def test_as_processes_in_sharding_mode(digits: Any, capfd: pytest.CaptureFixture[str], stage: str) -> None:
+def test_as_processes_in_sharding_mode(
+    digits: Any, capfd: pytest.CaptureFixture[str], stage: str
+) -> None:
     assert digits("--mode", "sharding", "--sharding-stage", stage, "--epochs", "8") == 0
     out = capfd.readouterr().out
     assert "training: step 176 of 176, epoch 8/8 loss " in out
@@ -158,7 +187,13 @@ def test_as_processes_in_sharding_mode(digits: Any, capfd: pytest.CaptureFixture
 @pytest.mark.slow
 def test_as_processes_in_double_precision() -> None:
     """More servers than there are blocks for, and float64."""
-    arguments = ["--trainers=3", "--pservers=7", "--batch-size=96", "--epochs=1", "--optimizer=adamw"]
+    arguments = [
+        "--trainers=3",
+        "--pservers=7",
+        "--batch-size=96",
+        "--epochs=1",
+        "--optimizer=adamw",
+    ]
     found = subprocess.run(
         [sys.executable, "-m", "dtrans", "example", "digits", *arguments],
         cwd=ROOT,
@@ -180,7 +215,13 @@ TINY = ("--steps", "3", "--batch-size", "8", "--micro-batches", "4")
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model of two small layers, and little to validate it on."""
-    for name, value in {"LAYERS": 2, "WIDTH": 16, "HEADS": 2, "LENGTH": 16, "HELD_OUT": 2000}.items():
+    for name, value in {
+        "LAYERS": 2,
+        "WIDTH": 16,
+        "HEADS": 2,
+        "LENGTH": 16,
+        "HELD_OUT": 2000,
+    }.items():
         monkeypatch.setattr(characters, name, value)
 
 
@@ -192,11 +233,16 @@ def cells(out: str, row: str) -> list[str]:
 
 
 @pytest.mark.soak
-def test_in_stages(pipeline: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny: None) -> None:
+def test_in_stages(
+    pipeline: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny: None
+) -> None:
     plot = tmp_path / "gantt.png"
     assert pipeline(*TINY, "--plot", str(plot)) == 1  # three steps are not enough
     out = capsys.readouterr().out
-    assert "2 stages on 2 devices;" in out and "schedule PreferBackward: 4 micro-batches, bubble 1/5" in out
+    assert (
+        "2 stages on 2 devices;" in out
+        and "schedule PreferBackward: 4 micro-batches, bubble 1/5" in out
+    )
     # at the width of a test's terminal the first may be in two lines
     first, last = (cells(out, str(k))[0] for k in range(2))
     assert first.startswith("10: blocks/0, embedding,") and last == "10: blocks/1, norm"
@@ -221,12 +267,27 @@ def test_plot_of_what_was_planned_and_what_ran(
 ) -> None:
     """Both panels have every task, with the name of the schedule, replicas and chunks."""
     plot = tmp_path / "gantt.svg"
-    arguments = ("--schedule", "interleaved", "--replicas", "2", "--micro-batches", "2", "--plot", str(plot))
+    arguments = (
+        "--schedule",
+        "interleaved",
+        "--replicas",
+        "2",
+        "--micro-batches",
+        "2",
+        "--plot",
+        str(plot),
+    )
     assert pipeline(*TINY, *arguments) == 1
     out = capsys.readouterr().out
     assert "4 stages on 4 devices, 2 replicas;" in out and difference_in(out) < 1e-5
     drawn = plot.read_text()
-    tasks = [f"play{p}-{kind}{m}-stage{k}" for p in range(2) for kind in "FB" for m in range(2) for k in range(4)]
+    tasks = [
+        f"play{p}-{kind}{m}-stage{k}"
+        for p in range(2)
+        for kind in "FB"
+        for m in range(2)
+        for k in range(4)
+    ]
     assert sorted(re.findall(r'id="(play\d-\w+-stage\d)"', drawn)) == sorted(tasks)
     assert "planned: Interleaved" in drawn and "ran: the median of 7 steps" in drawn
 
@@ -235,32 +296,51 @@ def test_plot_of_what_was_planned_and_what_ran(
 def test_simulated_and_out_of_bounds(
     pipeline: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tiny: None
 ) -> None:
-    """Three steps are not enough, and numbers that are not those of one device are an error: it says so."""
+    """Three steps are not enough, and numbers that are not those of one device are an error: it
+    says so."""
     monkeypatch.setattr(character_job, "bound", lambda: 0.0)
     assert pipeline(*TINY, "--engine", "simulate", "--schedule", "PreferForward") == 1
     out = capsys.readouterr().out
     assert "2 stages on 1 device;" in out and difference_in(out) < 1e-5
     assert cells(out, "bubble")[1] == "one device"
     assert cells(out, "peak micro-batches by device") == ["4 4", "4 4"]
-    assert "nothing was learnt from context yet" in out and "the difference is above the bound" in out
+    assert (
+        "nothing was learnt from context yet" in out and "the difference is above the bound" in out
+    )
 
 
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--engine", "processes"], "in pipeline mode the engine is mesh or simulate, not 'processes': one process"),
+        (
+            ["--engine", "processes"],
+            "in pipeline mode the engine is mesh or simulate, not 'processes': one process",
+        ),
         (["--engine", "cloud"], "in pipeline mode the engine is mesh or simulate, not 'cloud'"),
-        (["--batch-size", "20"], "cannot be divided among 8 micro-batches of 1 replicas: give --batch-size a multiple"),
+        (
+            ["--batch-size", "20"],
+            "cannot be divided among 8 micro-batches of 1 replicas: give --batch-size a multiple",
+        ),
         (["--replicas", "3"], "of 3 replicas: give --batch-size a multiple of 24"),
-        (["--engine", "simulate", "--plot", "x.png"], "--engine simulate has one device: use --engine mesh"),
+        (
+            ["--engine", "simulate", "--plot", "x.png"],
+            "--engine simulate has one device: use --engine mesh",
+        ),
         (["--plot", "/nowhere/at-all.png"], "there is no directory /nowhere"),
         (["--schedule", "PreferNothing"], "schedule must be one of PreferForward"),
-        (["--chunks", "2"], "PreferBackward has one model stage on each device, not chunks=2: use Interleaved"),
+        (
+            ["--chunks", "2"],
+            "PreferBackward has one model stage on each device, not chunks=2: use Interleaved",
+        ),
         (["--schedule", "Interleaved", "--chunks", "1"], "chunks=1"),
     ],
 )
 def test_in_stages_errors(
-    pipeline: Any, capsys: pytest.CaptureFixture[str], tiny: None, arguments: list[str], message: str
+    pipeline: Any,
+    capsys: pytest.CaptureFixture[str],
+    tiny: None,
+    arguments: list[str],
+    message: str,
 ) -> None:
     assert pipeline(*arguments) == 1
     out, err = capsys.readouterr()
@@ -272,7 +352,9 @@ def test_in_stages_errors(
 def test_defaults_in_stages(tmp_path: Path) -> None:
     """In a process of its own, which has no devices but those that the command asks for."""
     plot = tmp_path / "gantt.png"
-    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
+    environment = {
+        k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")
+    }
     found = subprocess.run(
         [sys.executable, "-m", "dtrans", "example", "characters", "--plot", str(plot)],
         cwd=ROOT,
@@ -285,5 +367,8 @@ def test_defaults_in_stages(tmp_path: Path) -> None:
     out = found.stdout
     assert "2 stages on 2 devices;" in out and difference_in(out) < 1e-5
     assert float(cells(out, "loss of the first step")[0]) > 4.5
-    assert float(cells(out, "loss of the last 10, mean")[0]) < 2.6 and float(cells(out, "validation loss")[0]) < 2.6
+    assert (
+        float(cells(out, "loss of the last 10, mean")[0]) < 2.6
+        and float(cells(out, "validation loss")[0]) < 2.6
+    )
     assert plot.read_bytes().startswith(b"\x89PNG")

@@ -22,7 +22,12 @@ def test_the_text_is_words_and_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "test" / "b.py").write_text("skipped " * 99)
     words = read(library=tmp_path)
     assert words.words.tolist() == ["import", "os"] and words.counts.tolist() == [9, 9]
-    assert set(zip(words.centers.tolist(), words.contexts.tolist(), strict=True)) <= {(0, 0), (0, 1), (1, 0), (1, 1)}
+    assert set(zip(words.centers.tolist(), words.contexts.tolist(), strict=True)) <= {
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 1),
+    }
     words.save(tmp_path / "words.npz")
     again = Words.load(tmp_path / "words.npz")
     for a, b in zip(words.batch(WordSettings(), 3), again.batch(WordSettings(), 3), strict=True):
@@ -44,7 +49,10 @@ def test_a_few_steps_in_processes_are_those_of_one_device() -> None:
     """What is learnt in so few is nothing, and so the command ends with 1."""
     made = train("--steps", "12", "--batch-size", "256", "--trainers", "2", "--loss", "tree")
     assert made.exit_code == 1 and "fewer than 15 words have a partner" in made.output
-    assert "losses against one device on the same 12 batches" in made.output and "above the bound" not in made.output
+    assert (
+        "losses against one device on the same 12 batches" in made.output
+        and "above the bound" not in made.output
+    )
 
 
 @pytest.mark.soak

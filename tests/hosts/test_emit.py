@@ -40,7 +40,9 @@ modes = pytest.mark.parametrize("mode", COUNTS)
 
 def table_of(mode: str, *command: str) -> RoleTable:
     trainers, pservers = COUNTS[mode]
-    return role_table(mode, trainers, pservers, command or ("python", "train.py", "it's"), env=EXTRA)
+    return role_table(
+        mode, trainers, pservers, command or ("python", "train.py", "it's"), env=EXTRA
+    )
 
 
 @modes
@@ -71,7 +73,8 @@ def test_what_cannot_be_written_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", EMITTERS)
 def test_the_user_says_where_a_job_answers_observers(name: str) -> None:
-    """And a single trainer answers nobody, nor do trainers that continue without those that are lost."""
+    """And a single trainer answers nobody, nor do trainers that continue without those that are
+    lost."""
     status = "DTRANS_STATUS_ENDPOINT"
     table = role_table("nccl2", 2, command=("python", "train.py"), env={status: "10.0.0.9:7000"})
     assert {e.environment[status] for e in table.at(["a", "b"])} == {"10.0.0.9:7000"}
@@ -79,7 +82,9 @@ def test_the_user_says_where_a_job_answers_observers(name: str) -> None:
     assert text.count(status) == 1 and "10.0.0.9:7000" in text
     assert status not in EMITTERS[name](role_table("nccl2", 1, command=("python", "train.py")))
     drops = {"DTRANS_ON_TRAINER_LOSS": "drop"}
-    assert status not in EMITTERS[name](role_table("nccl2", 2, command=("python", "train.py"), env=drops))
+    assert status not in EMITTERS[name](
+        role_table("nccl2", 2, command=("python", "train.py"), env=drops)
+    )
 
 
 def same_roles(got: Sequence[Mapping[str, str]], table: RoleTable) -> None:
@@ -123,8 +128,8 @@ def clean_env(**more: str) -> dict[str, str]:
 # -- Slurm -----------------------------------------------------------------------------------------
 
 
-# both programs of Slurm as the script uses them: a list of names, and a process on each node, or the
-# tasks of `--multi-prog`, whose lines get the rest of the command
+# both programs of Slurm as the script uses them: a list of names, and a process on each node, or
+# the tasks of `--multi-prog`, whose lines get the rest of the command
 SCONTROL = "#!/bin/sh\necho \"$3\" | tr , '\\n'\n"
 SRUN = """#!{python}
 import os, subprocess, sys
@@ -159,7 +164,9 @@ sys.exit(max(p.wait() for p in running))
 
 @modes
 @pytest.mark.parametrize("token", [None, "file"])
-def test_processes_of_slurm_have_the_roles_of_the_table(mode: str, token: str | None, tmp_path: Path) -> None:
+def test_processes_of_slurm_have_the_roles_of_the_table(
+    mode: str, token: str | None, tmp_path: Path
+) -> None:
     program(tmp_path / "srun", SRUN.format(python=sys.executable))
     program(tmp_path / "scontrol", SCONTROL)
     say = tmp_path / "say.py"
@@ -171,12 +178,16 @@ def test_processes_of_slurm_have_the_roles_of_the_table(mode: str, token: str | 
     if token:
         (tmp_path / "token").write_text(TOKEN)
         env["DTRANS_TOKEN_FILE"] = str(tmp_path / "token")
-    subprocess.run(["bash", "-c", EMITTERS["slurm"](table)], env=env, check=True, timeout=60, cwd=tmp_path)
+    subprocess.run(
+        ["bash", "-c", EMITTERS["slurm"](table)], env=env, check=True, timeout=60, cwd=tmp_path
+    )
     got = said(tmp_path)
     same_roles(got, table)
     role = Role.from_env(got[0])
     names = role.pserver_endpoints or role.trainer_endpoints
-    assert names == (("s1:6174", "s2:6174") if mode == "pserver" else ("n1:6174", "n2:6174", "n3:6174"))
+    assert names == (
+        ("s1:6174", "s2:6174") if mode == "pserver" else ("n1:6174", "n2:6174", "n3:6174")
+    )
     tokens = {e["DTRANS_TOKEN"] for e in got}
     assert len(tokens) == 1
     assert (tokens == {TOKEN}) == bool(token)
@@ -184,7 +195,9 @@ def test_processes_of_slurm_have_the_roles_of_the_table(mode: str, token: str | 
 
 
 @pytest.mark.parametrize("nodes, counts", [(1, [4]), (2, [2, 2]), (3, [2, 1, 1])])
-def test_tasks_on_shared_nodes_have_the_roles_of_the_table(nodes: int, counts: list[int], tmp_path: Path) -> None:
+def test_tasks_on_shared_nodes_have_the_roles_of_the_table(
+    nodes: int, counts: list[int], tmp_path: Path
+) -> None:
     """Servers go where links carry the fewest bytes, as `place` has it."""
     program(tmp_path / "srun", SRUN.format(python=sys.executable))
     program(tmp_path / "scontrol", SCONTROL)
@@ -192,7 +205,9 @@ def test_tasks_on_shared_nodes_have_the_roles_of_the_table(nodes: int, counts: l
     say.write_text(SAY)
     table = table_of("pserver", sys.executable, str(say), str(tmp_path), "it's")
     used = [f"n{i}" for i in range(len(counts))]
-    env = clean_env(PATH=f"{tmp_path}:{os.environ['PATH']}", TMPDIR=str(tmp_path), DTRANS_PORT="7000")
+    env = clean_env(
+        PATH=f"{tmp_path}:{os.environ['PATH']}", TMPDIR=str(tmp_path), DTRANS_PORT="7000"
+    )
     env["SLURM_JOB_NODELIST"] = ",".join(used)
     text = EMITTERS["slurm"](table, nodes=nodes)
     subprocess.run(["bash", "-c", text], env=env, check=True, timeout=60, cwd=tmp_path)
@@ -207,7 +222,9 @@ def test_tasks_on_shared_nodes_have_the_roles_of_the_table(nodes: int, counts: l
     if nodes == 1:
         assert role.pserver_endpoints == ("127.0.0.1:7000", "127.0.0.1:7001")
     else:
-        servers = {env["DTRANS_CURRENT_ENDPOINT"]: env for env in got if env["DTRANS_ROLE"] == "pserver"}
+        servers = {
+            env["DTRANS_CURRENT_ENDPOINT"]: env for env in got if env["DTRANS_ROLE"] == "pserver"
+        }
         assert [servers[e]["SLURMD_NODENAME"] for e in role.pserver_endpoints] == hosts
     assert not [p for p in tmp_path.iterdir() if p.name.startswith("tmp.")]
 
@@ -215,8 +232,17 @@ def test_tasks_on_shared_nodes_have_the_roles_of_the_table(nodes: int, counts: l
 @pytest.mark.parametrize(
     "mode, nodes, message",
     [
-        ("nccl2", 2, "nodes=2 is for jobs with servers, and these are roles of a nccl2 job: 3 trainers"),
-        ("pserver", 5, "nodes=5 is more than the roles of a pserver job: 2 pservers, 2 trainers; give at most 4"),
+        (
+            "nccl2",
+            2,
+            "nodes=2 is for jobs with servers, and these are roles of a nccl2 job: 3 trainers",
+        ),
+        (
+            "pserver",
+            5,
+            "nodes=5 is more than the roles of a pserver job: 2 pservers, 2 trainers; give at most "
+            "4",
+        ),
         ("pserver", 0, "nodes"),
     ],
 )
@@ -230,7 +256,9 @@ def test_slurm_gives_each_process_its_cores() -> None:
     table = role_table("pserver", 2, 2, ["python", "train.py"], cores=3)
     for text in (EMITTERS["slurm"](table), EMITTERS["slurm"](table, nodes=2)):
         lines = text.splitlines()
-        assert sum(li.startswith("#SBATCH") and "--cpus-per-task=3" in li for li in lines) == text.count("--nodes=")
+        assert sum(
+            li.startswith("#SBATCH") and "--cpus-per-task=3" in li for li in lines
+        ) == text.count("--nodes=")
         start = "".join(lines[lines.index(next(li for li in lines if li.startswith("srun"))) :])
         assert start.count("--cpus-per-task=3") == 1 + start.count("--het-group=1")
 
@@ -312,7 +340,9 @@ def test_typos_in_the_jobset_are_noticed() -> None:
     paths: list[tuple[Any, ...]] = []
 
     def walk(node: Any, path: tuple[Any, ...]) -> None:
-        for key in node if isinstance(node, dict) else range(len(node) if isinstance(node, list) else 0):
+        for key in (
+            node if isinstance(node, dict) else range(len(node) if isinstance(node, list) else 0)
+        ):
             if isinstance(key, str):
                 paths.append((*path, key))
             walk(node[key], (*path, key))
@@ -329,13 +359,15 @@ def test_typos_in_the_jobset_are_noticed() -> None:
 
 
 def expanded(text: str, env: Mapping[str, str]) -> str:
-    """Return a text as Kubernetes expands it: `$(NAME)` where it knows the variable, and `$$` to `$`."""
+    """Return a text as Kubernetes expands it: `$(NAME)` where it knows the variable, and `$$` to
+    `$`."""
     value = lambda m: "$" if m[0] == "$$" else env.get(m[1], m[0])
     return re.sub(r"\$\$|\$\(([^)]*)\)", value, text)
 
 
 def pods(document: Any) -> list[dict[str, str]]:
-    """Return the variables of each pod, as Kubernetes gives them: in order, `$(NAME)` of earlier ones."""
+    """Return the variables of each pod, as Kubernetes gives them: in order, `$(NAME)` of earlier
+    ones."""
     found = []
     for job in document["spec"]["replicatedJobs"]:
         spec = job["template"]["spec"]
@@ -372,7 +404,9 @@ def test_pods_have_the_roles_of_the_table(mode: str) -> None:
     assert (role.pserver_endpoints or role.trainer_endpoints) == hosts
 
 
-@pytest.mark.parametrize("counts", [(1, 1), pytest.param((2, None), marks=pytest.mark.soak)], ids=["pserver", "nccl2"])
+@pytest.mark.parametrize(
+    "counts", [(1, 1), pytest.param((2, None), marks=pytest.mark.soak)], ids=["pserver", "nccl2"]
+)
 def test_processes_of_pods_have_the_roles_of_the_table(counts: tuple[int, int | None]) -> None:
     """Their environment is that of a pod, and nothing else."""
     mode = "nccl2" if counts[1] is None else "pserver"
@@ -450,10 +484,14 @@ def test_processes_of_ssh_have_the_roles_of_the_table(mode: str, tmp_path: Path)
     same_roles(got, table)
     assert all(env["DTRANS_TOKEN"] == TOKEN for env in got)
     count = len(table)
-    assert sorted((tmp_path / "seen").read_text().split()) == sorted(["alice@h1", "h2", "h3", "alice@h1"][:count])
+    assert sorted((tmp_path / "seen").read_text().split()) == sorted(
+        ["alice@h1", "h2", "h3", "alice@h1"][:count]
+    )
     role = Role.from_env(got[0])
     names = ("h1:6174", "h2:6175", "h3:6176")
-    assert (role.pserver_endpoints or role.trainer_endpoints) == names[: 2 if mode == "pserver" else 3]
+    assert (role.pserver_endpoints or role.trainer_endpoints) == names[
+        : 2 if mode == "pserver" else 3
+    ]
 
 
 FAIL = """
@@ -502,7 +540,9 @@ class _Specs:
 
 
 @modes
-def test_replicas_of_torchx_have_the_roles_of_the_table(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replicas_of_torchx_have_the_roles_of_the_table(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = types.ModuleType("torchx")
     module.specs = _Specs  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "torchx", module)
@@ -534,7 +574,9 @@ def dtrans(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_launch_emits(tmp_path: Path) -> None:
     path = tmp_path / "job.sbatch"
-    done = dtrans("launch", "--trainers", "2", "--emit", "slurm", "--output", str(path), "train.py", "--x")
+    done = dtrans(
+        "launch", "--trainers", "2", "--emit", "slurm", "--output", str(path), "train.py", "--x"
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     table = role_table("pserver", 2, 1, [sys.executable, "train.py", "--x"])
     assert path.read_text() == EMITTERS["slurm"](table)
@@ -547,7 +589,10 @@ def test_launch_emits(tmp_path: Path) -> None:
         (["--emit", "cloud"], "it is 'cloud'"),
         (["--output", "x"], "--output is for --emit"),
         (["--nodes", "1"], "--nodes is for --emit"),
-        (["--emit", "jobset", "--nodes", "1"], "--nodes is an option of --emit slurm; leave it out"),
+        (
+            ["--emit", "jobset", "--nodes", "1"],
+            "--nodes is an option of --emit slurm; leave it out",
+        ),
         (["--emit", "slurm", "--time-limit", "3"], "--time-limit does not go with --emit"),
         (["--emit", "slurm", "--trainers-on", "SPREAD"], "--trainers-on does not go with --emit"),
     ],

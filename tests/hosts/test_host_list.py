@@ -12,7 +12,9 @@ from dtrans.hosts.host_list import HostEntry, read_hosts
 
 def test_a_file_of_hosts(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
-    path.write_text("# ours\ngpu1\n\n  alice@gpu2 slots=2 # two\ngpu3 python=/a/python address=10.0.0.7\n")
+    path.write_text(
+        "# ours\ngpu1\n\n  alice@gpu2 slots=2 # two\ngpu3 python=/a/python address=10.0.0.7\n"
+    )
     assert read_hosts(str(path)) == (
         HostEntry("gpu1"),
         HostEntry("alice@gpu2", slots=2),
@@ -27,13 +29,19 @@ def test_a_list_of_hosts() -> None:
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("gpu1 slot=2", r"hosts:1 has 'slot'; the fields are slots, address, python: write a line such as"),
+        (
+            "gpu1 slot=2",
+            r"hosts:1 has 'slot'; the fields are slots, address, python: write a line such as",
+        ),
         ("gpu1\ngpu2 slots", r"hosts:2 has 'slots'; the fields"),
         ("gpu1 slots=1 slots=2", r"hosts:1 has 'a field twice'"),
         ("gpu1 slots=two", r"hosts:1 has 'two' for the number of slots"),
         ("gpu1 slots=0", r"host gpu1 has slots=0; give it 1 or more"),
         ("-oProxyCommand=x", r"'-oProxyCommand=x' is not the name of a host"),
-        ("gpu1 address=0.0.0.0", r"host gpu1 has address=0.0.0.0, which other hosts cannot connect to"),
+        (
+            "gpu1 address=0.0.0.0",
+            r"host gpu1 has address=0.0.0.0, which other hosts cannot connect to",
+        ),
         ("gpu1\ngpu1", r"host gpu1 is listed 2 times; write it once"),
         ("# nobody", r"hosts names no host"),
     ],

@@ -38,11 +38,14 @@ def start(hosts: Sequence[str], rsh: str, *arguments: str, **env: str) -> subpro
     command = [sys.executable, "-m", "dtrans", "launch", "--hosts", ",".join(hosts), "--rsh", rsh]
     its = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": "", **env}
     pipe = subprocess.PIPE
-    return subprocess.Popen([*command, *arguments], env=its, cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen(
+        [*command, *arguments], env=its, cwd=ROOT, stdout=pipe, stderr=pipe, text=True
+    )
 
 
 def accuracy(hosts: Namespaces, *arguments: str, **env: str) -> float:
-    """Run a job to its end, and return what it prints of its accuracy. No process is left on any host."""
+    """Run a job to its end, and return what it prints of its accuracy. No process is left on any
+    host."""
     with start(hosts.names, hosts.rsh, *arguments, **env) as job:
         out, err = job.communicate(timeout=PATIENCE)
     assert job.returncode == 0, err
@@ -53,7 +56,9 @@ def accuracy(hosts: Namespaces, *arguments: str, **env: str) -> float:
 
 def test_two_servers_and_two_trainers(hosts: Namespaces) -> None:
     """Encrypted, for two epochs."""
-    found = accuracy(hosts, *PSERVER, *DIGITS, "--epochs", "2", DTRANS_TRANSPORT_ENCRYPTION="required")
+    found = accuracy(
+        hosts, *PSERVER, *DIGITS, "--epochs", "2", DTRANS_TRANSPORT_ENCRYPTION="required"
+    )
     assert found > 0.8
 
 
@@ -78,18 +83,27 @@ def test_a_host_that_is_missing(hosts: Namespaces) -> None:
     assert job.returncode == 1
     assert "dtrans: 1 of 4 hosts cannot take part, and nothing was started" in err
     assert re.search(
-        r"host dt-missing cannot be reached: `ip` ended with exit code \d+: Cannot open network names", err
+        r"host dt-missing cannot be reached: `ip` ended with exit code \d+: Cannot open network "
+        r"names",
+        err,
     )
     assert hosts.processes() == []
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("gone", [0, 2], ids=["a trainer's host", "a server's host"])
-@pytest.mark.parametrize("arguments", [(*PSERVER, *DIGITS), (*COLLECTIVE, *DIGITS)], ids=["pserver", "nccl2"])
-def test_a_host_that_is_cut_off(hosts: Namespaces, arguments: tuple[str, ...], gone: int, tmp_path: Path) -> None:
-    """In the middle of the job: the launcher's error names a role, and a role's own error the one that it lost."""
+@pytest.mark.parametrize(
+    "arguments", [(*PSERVER, *DIGITS), (*COLLECTIVE, *DIGITS)], ids=["pserver", "nccl2"]
+)
+def test_a_host_that_is_cut_off(
+    hosts: Namespaces, arguments: tuple[str, ...], gone: int, tmp_path: Path
+) -> None:
+    """In the middle of the job: the launcher's error names a role, and a role's own error the one
+    that it lost."""
     logs = ("--log-dir", str(tmp_path))
-    with start(hosts.names, hosts.rsh, *logs, *arguments, "--epochs", "200", "--deadline", "10") as job:
+    with start(
+        hosts.names, hosts.rsh, *logs, *arguments, "--epochs", "200", "--deadline", "10"
+    ) as job:
         assert job.stdout is not None
         for line in job.stdout:
             if re.search(r"\[trainer 0\] training: step \d+ of", line):
@@ -104,8 +118,14 @@ def test_a_host_that_is_cut_off(hosts: Namespaces, arguments: tuple[str, ...], g
     lost = re.search(rf"\[launcher\] (\w+) (\d) on {hosts.names[gone]}: running", err)
     assert lost is not None, err
     who = rf"{lost[1]} ({lost[2]}\b|{hosts.address(gone)}:)"
-    # JAX's own SIGABRT may come as soon as an error of the role's; its log names the lost one in any case
-    lines = [line for text in said.values() for line in text.splitlines() if "Error: " in line or "has ended" in line]
+    # JAX's own SIGABRT may come as soon as an error of the role's; its log names the lost one in
+    # any case
+    lines = [
+        line
+        for text in said.values()
+        for line in text.splitlines()
+        if "Error: " in line or "has ended" in line
+    ]
     assert [line for line in lines if re.search(who, line)], "\n".join([*lines, err])
 
 
@@ -122,7 +142,8 @@ CONNECTS = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.a
 
 
 def test_a_server_whose_host_resolves_its_own_name_to_loopback(hosts: Namespaces) -> None:
-    """As Debian does with 127.0.1.1: other hosts resolve the name to an address, and reach the server there."""
+    """As Debian does with 127.0.1.1: other hosts resolve the name to an address, and reach the
+    server there."""
     name, other = hosts.names[:2]
     (OWN_FILES / name / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n")
     env = {**os.environ, "PYTHONPATH": str(ROOT), "DTRANS_TOKEN": 32 * "ab"}
@@ -130,7 +151,9 @@ def test_a_server_whose_host_resolves_its_own_name_to_loopback(hosts: Namespaces
     with subprocess.Popen(inside, env=env, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None and server.stdout.readline() == "bound\n"
         where = (hosts.address(0), "6174")
-        subprocess.run(["ip", "netns", "exec", other, sys.executable, "-c", CONNECTS, *where], check=True)
+        subprocess.run(
+            ["ip", "netns", "exec", other, sys.executable, "-c", CONNECTS, *where], check=True
+        )
         server.terminate()
 
 
@@ -149,7 +172,9 @@ print(f"{socket.gethostname()} {found.tolist()}\\n", end="", flush=True)
 """
 
 
-def test_collectives_where_every_host_resolves_its_own_name_to_loopback(hosts: Namespaces, tmp_path: Path) -> None:
+def test_collectives_where_every_host_resolves_its_own_name_to_loopback(
+    hosts: Namespaces, tmp_path: Path
+) -> None:
     """An emitted script names hosts; the other one asks trainer 0 for the status of the job."""
     names = hosts.names[:2]
     for i, name in enumerate(names):
@@ -163,7 +188,12 @@ def test_collectives_where_every_host_resolves_its_own_name_to_loopback(hosts: N
     rsh.chmod(0o755)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "RSH": str(rsh)}
     done = subprocess.run(
-        ["sh", str(job), *names], env=env, input=32 * "ab", capture_output=True, text=True, timeout=PATIENCE
+        ["sh", str(job), *names],
+        env=env,
+        input=32 * "ab",
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr
     assert f"this job answers: dtrans status {names[0]}:6176\n" in done.stderr
@@ -194,15 +224,22 @@ def test_a_host_that_ssh_loses(hosts: Namespaces, tmp_path: Path) -> None:
     with own_sshd.own_sshd(tmp_path / "ssh", hosts.address(0), far) as ssh:
         rsh = f"{ssh} -o ServerAliveInterval=1 -o ServerAliveCountMax=3"
         command = [*near, sys.executable, "-c", DRIVER, rsh, str(script), hosts.address(0)]
-        with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
+        with subprocess.Popen(
+            command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as job:
             assert job.stdout is not None
             lines = sorted(job.stdout.readline() for _ in range(2))
             assert job.stderr is not None
-            assert lines == ["[pserver 0] here\n", "[trainer 0] here\n"], all(lines) or job.stderr.read()
+            assert lines == ["[pserver 0] here\n", "[trainer 0] here\n"], (
+                all(lines) or job.stderr.read()
+            )
             assert sum(str(script) in line for line in hosts.processes()) > 2
             hosts.cut(0)
             _, err = job.communicate(timeout=PATIENCE)
-        lost = f"failed with a lost connection to host {hosts.address(0)} \\(`ssh` ended with exit code 255\\)"
+        lost = (
+            f"failed with a lost connection to host {hosts.address(0)} \\(`ssh` ended with "
+            "exit code 255\\)"
+        )
         assert re.search(f"(trainer|pserver) 0 on {hosts.address(0)} {lost}", err), err
         limit = time.monotonic() + PATIENCE
         while any(str(script) in line for line in hosts.processes()):

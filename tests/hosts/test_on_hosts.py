@@ -1,6 +1,8 @@
-"""Launching on several hosts: what roles are told, how failures are named, and that nothing is left.
+"""Launching on several hosts: what roles are told, how failures are named, and that nothing is
+left.
 
-A small script takes the place of ssh here: it forgets the host and runs the command. test_ssh.py has the real one.
+A small script takes the place of ssh here: it forgets the host and runs the command. test_ssh.py
+has the real one.
 """
 
 from __future__ import annotations
@@ -38,7 +40,10 @@ def rsh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Runs a command here, whatever the host; a host called `down` cannot be reached."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     path = tmp_path / "rsh"
-    path.write_text('#!/bin/sh\nif [ "$1" = down ]; then echo "no route to down" >&2; exit 255; fi\nshift\nexec "$@"\n')
+    path.write_text(
+        '#!/bin/sh\nif [ "$1" = down ]; then echo "no route to down" >&2; exit 255; '
+        'fi\nshift\nexec "$@"\n'
+    )
     path.chmod(0o755)
     return str(path)
 
@@ -51,7 +56,8 @@ def found(monkeypatch: pytest.MonkeyPatch) -> None:
         free = remote_agent._free_ports("127.0.0.1", ports * len(hosts))
         parts = [tuple(free[i * ports : (i + 1) * ports]) for i in range(len(hosts))]
         return [
-            FoundHost(h, python, remote_agent.__file__, "127.0.0.1", p, 2) for h, p in zip(hosts, parts, strict=True)
+            FoundHost(h, python, remote_agent.__file__, "127.0.0.1", p, 2)
+            for h, p in zip(hosts, parts, strict=True)
         ]
 
     monkeypatch.setattr(on_hosts, "look_at", look_at)
@@ -64,7 +70,11 @@ HOSTS = (HostEntry("one"), HostEntry("two"))
 
 
 def test_roles_and_logs(
-    script: Any, rsh: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    script: Any,
+    rsh: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Hosts are really asked, and each role finds its place in its environment."""
     monkeypatch.setenv("WANTED", "goes along")
@@ -77,7 +87,13 @@ def test_roles_and_logs(
     monkeypatch.setattr(host_check, "is_loopback", lambda address: False)
     where = tuple(HostEntry(h.name, address="127.0.0.1") for h in HOSTS)
     launch_on_hosts(
-        [*command, "a b"], where, rsh=rsh, carried=["WANTED"], log_dir=tmp_path / "logs", trainers=3, mode="nccl2"
+        [*command, "a b"],
+        where,
+        rsh=rsh,
+        carried=["WANTED"],
+        log_dir=tmp_path / "logs",
+        trainers=3,
+        mode="nccl2",
     )
     out, err = capsys.readouterr()
     lines = dict(line.split("] ", 1) for line in out.splitlines())
@@ -108,14 +124,18 @@ def test_variables_of_the_user_stay_at_home(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("SECRET_OF_THE_USER", "stays here")
     monkeypatch.setenv("PYTHONPATH", "here")
     monkeypatch.setenv("WANTED", "goes along")
-    site = on_hosts.SeveralHosts(HOSTS, None, rsh="ssh", python="python", carried=["WANTED"], script="")  # type: ignore
+    site = on_hosts.SeveralHosts(
+        HOSTS, None, rsh="ssh", python="python", carried=["WANTED"], script=""
+    )  # type: ignore
     found = site._environment({**os.environ, "DTRANS_ROLE": "trainer"})
     assert "SECRET_OF_THE_USER" not in found and "PATH" not in found
     assert (found["WANTED"], found["DTRANS_ROLE"]) == ("goes along", "trainer")
     assert found["PYTHONPATH"] == os.path.abspath("here")
 
 
-def test_secrets_are_on_no_command_line(found: None, script: Any, rsh: str, listener: socket.socket) -> None:
+def test_secrets_are_on_no_command_line(
+    found: None, script: Any, rsh: str, listener: socket.socket
+) -> None:
     command = script("s = report(); s.recv(1)")
     token = secrets.token_hex(32)
     seen: list[bytes] = []
@@ -123,7 +143,9 @@ def test_secrets_are_on_no_command_line(found: None, script: Any, rsh: str, list
     def read() -> None:
         reported = [came(listener) for _ in range(2)]
         for path in Path("/proc").glob("[0-9]*/cmdline"):
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            with contextlib.suppress(
+                FileNotFoundError, ProcessLookupError
+            ):  # it has ended meanwhile
                 seen.append(path.read_bytes())
         for _, connection in reported:
             connection.close()
@@ -132,14 +154,18 @@ def test_secrets_are_on_no_command_line(found: None, script: Any, rsh: str, list
     thread.start()
     launch_on_hosts(command, HOSTS, rsh=rsh, env={"DTRANS_TOKEN": token})
     thread.join()
-    assert sum(command[1].encode() in line for line in seen) == 2  # of both roles, and no line has the token
+    assert (
+        sum(command[1].encode() in line for line in seen) == 2
+    )  # of both roles, and no line has the token
     assert not any(token.encode() in line for line in seen)
 
 
 # -- failures --------------------------------------------------------------------------------------
 
 
-def test_a_failure_ends_the_others(found: None, script: Any, rsh: str, listener: socket.socket) -> None:
+def test_a_failure_ends_the_others(
+    found: None, script: Any, rsh: str, listener: socket.socket
+) -> None:
     command = script("""
         s = report()
         s.recv(1)
@@ -156,7 +182,9 @@ def test_a_failure_ends_the_others(found: None, script: Any, rsh: str, listener:
 
     thread = threading.Thread(target=answer)
     thread.start()
-    with pytest.raises(LaunchError, match="^trainer 1 on two failed with exit code 1, and the other") as e:
+    with pytest.raises(
+        LaunchError, match="^trainer 1 on two failed with exit code 1, and the other"
+    ) as e:
         launch_on_hosts(command, HOSTS, rsh=rsh, trainers=2, pservers=2)
     thread.join()
     assert str(e.value).endswith("ValueError: this is why")
@@ -165,7 +193,9 @@ def test_a_failure_ends_the_others(found: None, script: Any, rsh: str, listener:
 
 
 def test_a_signal_that_ends_a_role_is_named(found: None, script: Any, rsh: str) -> None:
-    command = script("if name == 'trainer 0': os.kill(os.getpid(), signal.SIGKILL)\nthreading.Event().wait()")
+    command = script(
+        "if name == 'trainer 0': os.kill(os.getpid(), signal.SIGKILL)\nthreading.Event().wait()"
+    )
     with pytest.raises(LaunchError, match="^trainer 0 on one failed with signal SIGKILL") as e:
         launch_on_hosts(command, HOSTS, rsh=rsh)
     assert e.value.code == 137
@@ -181,16 +211,22 @@ def test_roles_that_ended_are_told_to_the_others(found: None, script: Any, rsh: 
         print(open(os.path.join(folder, "trainer 0")).read(), file=sys.stderr)
         sys.exit(9)
     """)
-    with pytest.raises(LaunchError, match="^pserver 0 on two failed with exit code 9.*\nexit code 0$"):
+    with pytest.raises(
+        LaunchError, match="^pserver 0 on two failed with exit code 9.*\nexit code 0$"
+    ):
         launch_on_hosts(command, HOSTS, rsh=rsh)
 
 
 def test_a_program_that_is_not_there(found: None, rsh: str) -> None:
-    with pytest.raises(LaunchError, match="of its agent: .* cannot be started: no-such-program: No such file"):
+    with pytest.raises(
+        LaunchError, match="of its agent: .* cannot be started: no-such-program: No such file"
+    ):
         launch_on_hosts(["no-such-program"], HOSTS, rsh=rsh)
 
 
-def test_a_role_that_ignores_sigterm_is_killed(found: None, script: Any, rsh: str, listener: socket.socket) -> None:
+def test_a_role_that_ignores_sigterm_is_killed(
+    found: None, script: Any, rsh: str, listener: socket.socket
+) -> None:
     command = script("""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         s = report()
@@ -228,7 +264,11 @@ os._exit(far.wait())
 
 
 def test_a_connection_that_ends_is_a_failure_of_its_host(
-    found: None, script: Any, tmp_path: Path, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+    found: None,
+    script: Any,
+    tmp_path: Path,
+    listener: socket.socket,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The role ends too: first it is asked to."""
     (tmp_path / "rsh.py").write_text(CUTTABLE)
@@ -256,7 +296,9 @@ def test_a_connection_that_ends_is_a_failure_of_its_host(
 
     thread = threading.Thread(target=cut)
     thread.start()
-    with pytest.raises(LaunchError, match="^trainer 0 on one failed with a lost connection to host one") as e:
+    with pytest.raises(
+        LaunchError, match="^trainer 0 on one failed with a lost connection to host one"
+    ) as e:
         launch_on_hosts(command, HOSTS, rsh=f"{sys.executable} {tmp_path}/rsh.py")
     thread.join()
     assert e.value.code == 255
@@ -301,9 +343,13 @@ on_hosts.launch_on_hosts(sys.argv[3:], (HostEntry("one"), HostEntry("two")), rsh
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_an_interrupted_launcher_leaves_nothing(script: Any, rsh: str, listener: socket.socket, signum: int) -> None:
+def test_an_interrupted_launcher_leaves_nothing(
+    script: Any, rsh: str, listener: socket.socket, signum: int
+) -> None:
     command = script("s = report(); threading.Event().wait()")
-    launcher = subprocess.Popen([sys.executable, "-c", DRIVER, str(ROOT), rsh, *command], stderr=subprocess.PIPE)
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, str(ROOT), rsh, *command], stderr=subprocess.PIPE
+    )
     with launcher:
         connections = [came(listener)[1] for _ in range(2)]
         os.kill(launcher.pid, signum)
@@ -346,10 +392,19 @@ runpy.run_module(sys.argv[1], run_name="__main__")' "$@"
     assert first == "5 of 5 hosts cannot take part, and nothing was started"
     unreachable = "  host down cannot be reached: `rsh` ended with exit code 255: no route to down"
     assert lines[0] == f"{unreachable}; `{rsh} down true` has to work here without a password"
-    assert re.search(r"host old has jax 0\.0\.1 \(here [\d.]+\) in .*python; install the same versions", lines[1])
-    assert re.search(r"host bare cannot run dtrans with .*bare: .*No module named .*install it there", lines[2])
-    assert re.search(r"host gone cannot run .*gone: env: .*gone.*: No such file.*; say --python", lines[3])
-    assert "host far cannot listen at 192.0.2.1: Cannot assign requested address; write `far address=A`" in lines[4]
+    assert re.search(
+        r"host old has jax 0\.0\.1 \(here [\d.]+\) in .*python; install the same versions", lines[1]
+    )
+    assert re.search(
+        r"host bare cannot run dtrans with .*bare: .*No module named .*install it there", lines[2]
+    )
+    assert re.search(
+        r"host gone cannot run .*gone: env: .*gone.*: No such file.*; say --python", lines[3]
+    )
+    assert (
+        "host far cannot listen at 192.0.2.1: Cannot assign requested address; write `far "
+        "address=A`" in lines[4]
+    )
 
 
 def test_a_name_that_others_cannot_reach(script: Any, rsh: str) -> None:
@@ -361,19 +416,27 @@ def test_a_name_that_others_cannot_reach(script: Any, rsh: str) -> None:
 
 
 def test_a_script_that_is_not_there(rsh: str, tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match="host localhost has no .*gone.py: the working directory and the script have"):
-        launch_on_hosts([sys.executable, str(tmp_path / "gone.py")], read_hosts("localhost"), rsh=rsh)
+    with pytest.raises(
+        LaunchError,
+        match="host localhost has no .*gone.py: the working directory and the script have",
+    ):
+        launch_on_hosts(
+            [sys.executable, str(tmp_path / "gone.py")], read_hosts("localhost"), rsh=rsh
+        )
 
 
 def test_more_roles_than_slots(found: None, script: Any, rsh: str) -> None:
     with pytest.raises(
-        ConfigError, match="the hosts one:2,two:1 have slots for 3 processes, .*; add hosts or slots for 1"
+        ConfigError,
+        match="the hosts one:2,two:1 have slots for 3 processes, .*; add hosts or slots for 1",
     ):
         launch_on_hosts(script(""), read_hosts("one:2,two:1"), rsh=rsh, trainers=3)
 
 
 def test_words_that_a_shell_would_read(script: Any, rsh: str) -> None:
-    with pytest.raises(ConfigError, match="'/my python' cannot be passed to host one, whose shell would read it"):
+    with pytest.raises(
+        ConfigError, match="'/my python' cannot be passed to host one, whose shell would read it"
+    ):
         launch_on_hosts(script(""), HOSTS, rsh=rsh, python="/my python")
 
 
@@ -399,15 +462,25 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_the_command(
-    found: None, command: Any, rsh: str, script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    found: None,
+    command: Any,
+    rsh: str,
+    script: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     _, path = script("print(name, sys.argv[1:])")
     (tmp_path / "hosts").write_text("one slots=1\ntwo\n")
     options = ("--rsh", rsh, "--log-dir", str(tmp_path / "logs"), "--trainers", "2")
     assert not command("--hosts", str(tmp_path / "hosts"), *options, path, "--hosts", "x")
     out, err = capsys.readouterr()
-    assert sorted(out.splitlines()) == [f"[{n}] {n} ['--hosts', 'x']" for n in ("pserver 0", "trainer 0", "trainer 1")]
-    assert "[launcher] trainer 0 on one: ended\n" in err and "[launcher] trainer 1 on two: ended\n" in err
+    assert sorted(out.splitlines()) == [
+        f"[{n}] {n} ['--hosts', 'x']" for n in ("pserver 0", "trainer 0", "trainer 1")
+    ]
+    assert (
+        "[launcher] trainer 0 on one: ended\n" in err
+        and "[launcher] trainer 1 on two: ended\n" in err
+    )
     assert (tmp_path / "logs" / "pserver-0.log").read_text() == "pserver 0 ['--hosts', 'x']\n"
 
 
@@ -415,7 +488,10 @@ def test_the_command(
     "arguments, message",
     [
         (["--rsh", "ssh"], "dtrans: --rsh is an option of --hosts; say so, or leave it out"),
-        (["--hosts", "a", "--on", "ray"], "dtrans: --hosts and --on ray are two ways to reach other hosts"),
+        (
+            ["--hosts", "a", "--on", "ray"],
+            "dtrans: --hosts and --on ray are two ways to reach other hosts",
+        ),
         (["--hosts", "a:x"], "dtrans: --hosts a:x has 'x' for the number of slots"),
         (["--hosts", "no/file"], "dtrans: there is no file of hosts no/file"),
     ],
@@ -434,5 +510,10 @@ def test_the_table_on_a_terminal() -> None:
         states.change("pserver 0", "running", 4711)
         states.change("trainer 0", "failed with exit code 3")
     last = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", drawn.getvalue()).split("┏")[-1]
-    rows = [re.split(r"\s*│\s*", line.strip("│ ")) for line in last.splitlines() if line.startswith("│")]
-    assert rows == [["gpu1", "pserver 0", "4711", "running"], ["gpu2", "trainer 0", "", "failed with exit code 3"]]
+    rows = [
+        re.split(r"\s*│\s*", line.strip("│ ")) for line in last.splitlines() if line.startswith("│")
+    ]
+    assert rows == [
+        ["gpu1", "pserver 0", "4711", "running"],
+        ["gpu2", "trainer 0", "", "failed with exit code 3"],
+    ]

@@ -1,4 +1,5 @@
-"""Plans on their way to another process, and what `plan.on_ray` refuses before it asks for a cluster."""
+"""Plans on their way to another process, and what `plan.on_ray` refuses before it asks for a
+cluster."""
 
 from __future__ import annotations
 
@@ -79,7 +80,9 @@ def flax_programs() -> tuple[Any, Any]:
         return TrainState.create(apply_fn=model.apply, params=model.init(key, X), tx=TX)
 
     def step(state: TrainState, x: jax.Array) -> Any:
-        value, g = dtrans.value_and_grad(lambda p: jnp.mean(state.apply_fn(p, x) ** 2))(state.params)
+        value, g = dtrans.value_and_grad(lambda p: jnp.mean(state.apply_fn(p, x) ** 2))(
+            state.params
+        )
         return state.apply_gradients(grads=g), value
 
     return dtrans.trace(step, jax.eval_shape(init, KEY), X), dtrans.trace(init, KEY)
@@ -96,7 +99,8 @@ def equinox_programs() -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("made", [flax_programs, equinox_programs])
 def test_functions_in_the_state_travel(made):
-    """Flax keeps them in the structure of its state, Equinox among the leaves; both keep sentinels."""
+    """Flax keeps them in the structure of its state, Equinox among the leaves; both keep
+    sentinels."""
     plan = dtrans.nccl2(*made(), trainers=2)
     assert identity(travelled(plan).made()) == identity(plan)
 
@@ -104,7 +108,9 @@ def test_functions_in_the_state_travel(made):
 def test_a_function_that_traces_otherwise_there_is_refused(monkeypatch):
     portable = travelled(dtrans.nccl2(*programs(), trainers=2))
     monkeypatch.setattr(sys.modules[__name__], "SCALE", 2.0)
-    with pytest.raises(PeerError, match="not the driver's: part trainer. A function that is traced must not depend"):
+    with pytest.raises(
+        PeerError, match="not the driver's: part trainer. A function that is traced must not depend"
+    ):
         portable.made()
 
 
@@ -150,7 +156,9 @@ def test_without_ray_the_extra_is_named(monkeypatch):
 
 
 def test_ray_is_imported_when_it_is_used():
-    subprocess.run([sys.executable, "-c", "import dtrans, sys; sys.exit('ray' in sys.modules)"], check=True)
+    subprocess.run(
+        [sys.executable, "-c", "import dtrans, sys; sys.exit('ray' in sys.modules)"], check=True
+    )
 
 
 def test_actors_get_the_variables_of_the_driver(monkeypatch):

@@ -1,4 +1,5 @@
-"""Jobs on a Ray cluster of three nodes: numbers, data, checkpoints, and how a job ends that fails."""
+"""Jobs on a Ray cluster of three nodes: numbers, data, checkpoints, and how a job ends that
+fails."""
 
 from __future__ import annotations
 
@@ -92,7 +93,9 @@ def servers(**options: Any) -> Any:
 PLANS = {
     "pserver": servers,
     "nccl2": lambda: dtrans.nccl2(*with_rate(), trainers=2),
-    "sharding": lambda: dtrans.sharding(*programs(), degree=2, stage=3, slices=dtrans.Slicing(min_slice_size=0)),
+    "sharding": lambda: dtrans.sharding(
+        *programs(), degree=2, stage=3, slices=dtrans.Slicing(min_slice_size=0)
+    ),
     "pipeline": lambda: dtrans.pipeline(*programs(), num_stages=2, num_micro_batch=2),
 }
 
@@ -101,8 +104,11 @@ BATCHES = list(zip(X, Y, strict=True))
 
 
 @functools.cache
-def alone(made: Callable[[], tuple[Any, Any]] = programs, same: bool = False) -> tuple[Any, list[float]]:
-    """Parameters and losses of one device; on the first batch alone where it is the same for all steps."""
+def alone(
+    made: Callable[[], tuple[Any, Any]] = programs, same: bool = False
+) -> tuple[Any, list[float]]:
+    """Parameters and losses of one device; on the first batch alone where it is the same for all
+    steps."""
     step, begin = made()
     params, opt_state = begin(KEY)
     losses = []
@@ -120,13 +126,16 @@ ACTORS = ("RoleActor", "ScriptActor")
 
 
 def is_clean() -> bool:
-    """Return True if no placement group and no actor of a job is left, once Ray has ended what it was told to."""
+    """Return True if no placement group and no actor of a job is left, once Ray has ended what it
+    was told to."""
     from ray._private.state import actors
 
     limit = time.monotonic() + PATIENCE
     while time.monotonic() < limit:
         groups = [g for g in ray.util.placement_group_table().values() if g["state"] != "REMOVED"]
-        alive = [a for a in actors().values() if a["State"] != "DEAD" and a["ActorClassName"] in ACTORS]
+        alive = [
+            a for a in actors().values() if a["State"] != "DEAD" and a["ActorClassName"] in ACTORS
+        ]
         if not groups and not alive:
             return True
         time.sleep(0.05)
@@ -145,12 +154,16 @@ def trained(job: Any, batches: Any = None, state: Any = None) -> tuple[Any, list
     return job.params(state), losses
 
 
-def check(job: Any, found: tuple[Any, list[float]], wanted: tuple[Any, list[float]], folder: Path) -> None:
+def check(
+    job: Any, found: tuple[Any, list[float]], wanted: tuple[Any, list[float]], folder: Path
+) -> None:
     """Compare with one device, also after the checkpoint; and look for what the job left."""
     assert apart(found[0], wanted[0]) < 1e-6
     np.testing.assert_allclose(found[1], wanted[1], rtol=1e-6)
     params, opt_state = dtrans.checkpoint.load(folder / "2", job.plan.main, job.plan.startup)
-    assert float(job.plan.main(params, opt_state, *BATCHES[2])[2]) == pytest.approx(wanted[1][2], rel=1e-6)
+    assert float(job.plan.main(params, opt_state, *BATCHES[2])[2]) == pytest.approx(
+        wanted[1][2], rel=1e-6
+    )
     assert is_clean()
 
 
@@ -184,10 +197,14 @@ def test_batches_of_a_function_and_its_failure(cluster, tmp_path):
     found = trained(job)
     with pytest.raises(ConfigError, match="is there already"):
         dtrans.checkpoint.check(tmp_path / "2", job)
-    restored = job.with_hyperparameters(dtrans.checkpoint.restore(tmp_path / "2", job), learning_rate=0.0)
+    restored = job.with_hyperparameters(
+        dtrans.checkpoint.restore(tmp_path / "2", job), learning_rate=0.0
+    )
     params, opt_state = job.params(restored), job.opt_state(restored)
     newest, value = job.step(restored)
-    assert float(value) == pytest.approx(float(job.plan.main(params, opt_state, *BATCHES[0])[2]), rel=1e-6)
+    assert float(value) == pytest.approx(
+        float(job.plan.main(params, opt_state, *BATCHES[0])[2]), rel=1e-6
+    )
     assert apart(job.params(newest), params) == 0
     with pytest.raises(BatchError, match="says what trainers step on"):
         job.step(newest, *BATCHES[0])
@@ -203,7 +220,8 @@ def test_batches_of_a_function_and_its_failure(cluster, tmp_path):
 # Ray sets options of its own that it has deprecated
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data.context")
 def test_batches_of_a_dataset(cluster, tmp_path):
-    """Its rows are one global batch, so that any split of them has the same numbers; each step is an epoch."""
+    """Its rows are one global batch, so that any split of them has the same numbers; each step is
+    an epoch."""
     rows = ray.data.from_items([{"x": x, "y": y} for x, y in zip(X[0], Y[0], strict=True)])
     with PLANS["sharding"]().on_ray(rows, rows=4, checkpoints=tmp_path, deadline=PATIENCE) as job:
         found = trained(job, state=job.state_of(*init(KEY)))
@@ -226,7 +244,9 @@ def test_launch_has_the_numbers_of_the_demo(cluster, tmp_path, capfd):
     launched(*roles, "-m", "examples.digits_role", tmp_path, *settings.arguments())
     trainers = [Outcome.load(tmp_path / f"trainer-{k}.npz") for k in range(2)]
     losses = np.mean([x.losses for x in trainers], axis=0)
-    assert digits_job._compare(settings, Outcome(losses, trainers[0].params), digits_job.single_device(settings))
+    assert digits_job._compare(
+        settings, Outcome(losses, trainers[0].params), digits_job.single_device(settings)
+    )
     assert "[trainer 0] " in capfd.readouterr().out
     assert is_clean()
 
@@ -260,7 +280,8 @@ def until_begun(folder: Path, roles: Sequence[str]) -> None:
 
 
 def are_gone(folder: Path, *roles: str) -> bool:
-    """Return True when none of the processes that roles wrote down is there; those of a node may take a moment."""
+    """Return True when none of the processes that roles wrote down is there; those of a node may
+    take a moment."""
     limit = time.monotonic() + PATIENCE
     pids = [(folder / name).read_text() for name in roles]
     while any(Path("/proc", pid).exists() for pid in pids):
@@ -271,7 +292,9 @@ def are_gone(folder: Path, *roles: str) -> bool:
 
 
 def test_a_role_that_fails_ends_the_launch(cluster, tmp_path, role, capfd):
-    with pytest.raises(LaunchError, match=r"trainer 0 on node .* failed with exit code 3.*\n.*out of rows") as e:
+    with pytest.raises(
+        LaunchError, match=r"trainer 0 on node .* failed with exit code 3.*\n.*out of rows"
+    ) as e:
         launched(role, tmp_path, "trainer0")
     assert (e.value.role, e.value.code) == ("trainer 0", 3)
     assert are_gone(tmp_path, "trainer0") and is_clean()
@@ -285,7 +308,8 @@ def test_a_signal_ends_the_launch(cluster, tmp_path, role):
         until_begun(tmp_path, names)
         os.kill(os.getpid(), signal.SIGINT)
 
-    # a shell lets what it runs in the background ignore the signal, and the launcher leaves it ignored
+    # a shell lets what it runs in the background ignore the signal, and the launcher leaves it
+    # ignored
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     thread = threading.Thread(target=interrupt)
     thread.start()
@@ -299,7 +323,9 @@ def test_a_signal_ends_the_launch(cluster, tmp_path, role):
 
 
 def test_a_program_that_is_not_there_is_named(cluster, tmp_path, capfd):
-    with pytest.raises(LaunchError, match="cannot be started: /no/program: No such file or directory"):
+    with pytest.raises(
+        LaunchError, match="cannot be started: /no/program: No such file or directory"
+    ):
         launch_on_ray(["/no/program"], mode="nccl2", trainers=2)
     said = capfd.readouterr().err
     assert re.search(r"^\[launcher\] this job answers: dtrans status \S+:\d+$", said, re.M)
@@ -309,13 +335,15 @@ def test_a_program_that_is_not_there_is_named(cluster, tmp_path, capfd):
         launched("--on", "rya", "-m", "json")
     with pytest.raises(
         DeadlineError,
-        match="room for 1 trainer with {'CPU': 99} each; the Ray cluster has {'CPU': 6.0}, and {'CPU': ",
+        match="room for 1 trainer with {'CPU': 99} each; the Ray cluster has {'CPU': 6.0}, and "
+        "{'CPU': ",
     ):
         dtrans.nccl2(*programs(), trainers=1).on_ray(trainer_resources={"CPU": 99}, deadline=1)
     assert is_clean()
 
 
-# -- the end of a node: the last tests, since the cluster is smaller behind each ---------------------
+# -- the end of a node: the last tests, since the cluster is smaller behind each
+# ---------------------
 
 
 def test_a_node_that_goes_ends_the_job(cluster, tmp_path):
@@ -336,7 +364,11 @@ def test_a_node_that_goes_ends_the_job(cluster, tmp_path):
 
 def test_a_node_that_goes_ends_the_launch(cluster, tmp_path, role):
     """Four roles fill the two nodes that are left."""
-    (node,) = [n["NodeID"] for n in ray.nodes() if n["Alive"] and "node:__internal_head__" not in n["Resources"]]
+    (node,) = [
+        n["NodeID"]
+        for n in ray.nodes()
+        if n["Alive"] and "node:__internal_head__" not in n["Resources"]
+    ]
     names = ("pserver", "trainer0", "trainer1", "trainer2")
 
     def remove() -> None:
@@ -345,7 +377,12 @@ def test_a_node_that_goes_ends_the_launch(cluster, tmp_path, role):
 
     thread = threading.Thread(target=remove)
     thread.start()
-    with pytest.raises(LaunchError, match=rf"on node .* \({node[:8]}\) failed with the loss of its actor; Ray says: "):
-        launch_on_ray([sys.executable, str(role), str(tmp_path), "none"], trainers=3, deadline=PATIENCE)
+    with pytest.raises(
+        LaunchError,
+        match=rf"on node .* \({node[:8]}\) failed with the loss of its actor; Ray says: ",
+    ):
+        launch_on_ray(
+            [sys.executable, str(role), str(tmp_path), "none"], trainers=3, deadline=PATIENCE
+        )
     thread.join()
     assert are_gone(tmp_path, *names) and is_clean()

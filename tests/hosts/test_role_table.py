@@ -106,16 +106,24 @@ def test_a_table_of_counts() -> None:
     table = role_table("pserver", 1, 2, COMMAND, cores=3)
     assert str(table) == (
         "roles of a pserver job: 2 pservers, 1 trainer\n"
-        "  role       endpoint        cores  memory  bytes sent  bytes received  away from  beside\n"
-        "  pserver 0  127.0.0.1:6174      3       -           -               -  pserver    trainer\n"
-        "  pserver 1  127.0.0.1:6175      3       -           -               -  pserver    trainer\n"
-        "  trainer 0  -                   3       -           -               -  -          pserver\n"
+        "  role       endpoint        cores  memory  bytes sent  bytes received  away from  "
+        "beside\n"
+        "  pserver 0  127.0.0.1:6174      3       -           -               -  pserver    "
+        "trainer\n"
+        "  pserver 1  127.0.0.1:6175      3       -           -               -  pserver    "
+        "trainer\n"
+        "  trainer 0  -                   3       -           -               -  -          "
+        "pserver\n"
         "each runs: python train.py 'a b'"
     )
     assert "<code>127.0.0.1:6174</code>" in table._repr_html_()
     found = json.loads(table.to_json())
     assert [r["name"] for r in found["roles"]] == ["pserver 0", "pserver 1", "trainer 0"]
-    assert [(r["ports"], r["memory"]) for r in found["roles"]] == [([6174], None), ([6175], None), ([], None)]
+    assert [(r["ports"], r["memory"]) for r in found["roles"]] == [
+        ([6174], None),
+        ([6175], None),
+        ([], None),
+    ]
     for entry, role in zip(found["roles"], table, strict=True):
         assert dtrans.Role.from_env(entry["environment"]) == role.role
         assert entry["argv"] == COMMAND
@@ -163,7 +171,8 @@ def test_endpoints_on_hosts() -> None:
 
 
 def busiest(trainers: list[int], servers: list[int]) -> float:
-    """Bytes over the busiest link, where each trainer exchanges one byte with all servers together: by its pairs."""
+    """Bytes over the busiest link, where each trainer exchanges one byte with all servers together:
+    by its pairs."""
     load: dict[int, float] = {}
     for t, s in itertools.product(trainers, servers):
         if t != s:
@@ -174,10 +183,14 @@ def busiest(trainers: list[int], servers: list[int]) -> float:
 
 @pytest.mark.parametrize("n, k", [(n, k) for n in range(1, 6) for k in range(1, 6)])
 def test_the_rule_is_that_of_bandwidth(n: int, k: int) -> None:
-    """Servers stand alone where the busiest link carries less, over every way to put them beside trainers."""
+    """Servers stand alone where the busiest link carries less, over every way to put them beside
+    trainers."""
     alone = busiest(list(range(n)), list(range(n, n + k)))
     assert alone == pytest.approx(max(1, n / k))  # BytePS
-    beside = min(busiest(list(range(n)), list(at)) for at in itertools.combinations_with_replacement(range(n), k))
+    beside = min(
+        busiest(list(range(n)), list(at))
+        for at in itertools.combinations_with_replacement(range(n), k)
+    )
     assert servers_stand_alone(n, [(1.0, 1.0)] * k) == (alone < beside - 1e-9)
 
 
@@ -206,7 +219,12 @@ def test_places() -> None:
     assert place(role_table("pserver", 2, 2), [("a", 2), ("b", 2)]) == ("a", "b", "a", "b")
     assert place(role_table("pserver", 1, 1), four) == ("b", "a")
     assert place(role_table("pserver", 1, 1), [("a", 2), ("b", 2)]) == ("a", "a")
-    assert place(role_table("pserver", 2, 2), [("a", 4), ("b", 4), ("c", 4)]) == ("c", "a", "a", "b")
+    assert place(role_table("pserver", 2, 2), [("a", 4), ("b", 4), ("c", 4)]) == (
+        "c",
+        "a",
+        "a",
+        "b",
+    )
     assert place(role_table("nccl2", 3), [("a", 2), ("b", 2)]) == ("a", "a", "b")
 
 
@@ -215,7 +233,8 @@ def test_a_server_with_more_bytes_gets_the_quieter_link() -> None:
     weigh = lambda e, n: dataclasses.replace(e, sent=n, received=n)
     heavy, light = (weigh(e, n) for e, n in zip(table.of("pserver"), (10, 1), strict=True))
     weighed = dtrans.RoleTable("pserver", (heavy, light, *table.of("trainer")))
-    # alone, the heavy one's link would carry 10 bytes; beside a trainer it carries half of them, and half of 1
+    # alone, the heavy one's link would carry 10 bytes; beside a trainer it carries half of them,
+    # and half of 1
     assert place(weighed, [("a", 2), ("b", 2), ("c", 1)]) == ("a", "c", "a", "b")
     assert place(table, [("a", 2), ("b", 2), ("c", 1)]) == ("c", "a", "a", "b")
 
@@ -223,7 +242,8 @@ def test_a_server_with_more_bytes_gets_the_quieter_link() -> None:
 @pytest.mark.parametrize(
     "hosts, message",
     [
-        ([("a", 2), ("b", 1)], "the hosts a:2,b:1 have slots for 3 processes, and these are roles of a pserver job: 2 "
+        ([("a", 2), ("b", 1)], "the hosts a:2,b:1 have slots for 3 processes, and these are roles "
+"of a pserver job: 2 "
          "pservers, 2 trainers; add hosts or slots for 1"),
         ([], "the hosts none have slots for 0 processes"),
         ([("a", 2), ("a", 2)], "host a is listed twice; write it once, with the sum of its slots"),
@@ -263,7 +283,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_plans_by_name(here: Path) -> None:
-    assert named_plan("planned_here:plan").trainers == named_plan("planned_here:planned").trainers == 2
+    assert (
+        named_plan("planned_here:plan").trainers == named_plan("planned_here:planned").trainers == 2
+    )
     for name, message in (
         ("planned_here", "write module:plan"),
         ("planned_here:other", "the module planned_here has no other"),

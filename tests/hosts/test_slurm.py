@@ -70,7 +70,8 @@ NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=8
 PartitionName=all Nodes=n1,n2 Default=YES State=UP
 """
 
-# srun ends all tasks as soon as one fails, also those that have not started: the failing one is the last
+# srun ends all tasks as soon as one fails, also those that have not started: the failing one is the
+# last
 SAY = """
 import json, os, sys, time
 folder, node, fails = sys.argv[1], os.environ["SLURMD_NODENAME"], [a for a in sys.argv[2:3] if a]
@@ -103,13 +104,15 @@ class Cluster:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """Start the daemons, in a network namespace where each node has an address, if there can be one."""
+    """Start the daemons, in a network namespace where each node has an address, if there can be
+    one."""
     with contextlib.ExitStack() as stack:
         prefix: tuple[str, ...] = ()
         if not NO_ADDRESSES:
             hosts = stack.enter_context(namespaces(1))
             files = hosts.name_addresses({"n1": hosts.address(0), "n2": hosts.address(1)})
-            # not `ip netns exec`, which mounts another /sys, without the groups of processes that slurmd reads
+            # not `ip netns exec`, which mounts another /sys, without the groups of processes that
+            # slurmd reads
             bind = f'mount --bind {files} /etc/hosts; exec "$@"'
             prefix = (*hosts.enter(0), "unshare", "--mount", "sh", "-ec", bind, "sh")
         yield stack.enter_context(started_cluster(prefix))
@@ -138,7 +141,9 @@ def started_cluster(prefix: tuple[str, ...]) -> Iterator[Cluster]:
     log = (folder / "daemons.log").open("wb")
 
     def start(*command: str) -> None:
-        started.append(subprocess.Popen([*prefix, *command], env=env, cwd=folder, stdout=log, stderr=log))
+        started.append(
+            subprocess.Popen([*prefix, *command], env=env, cwd=folder, stdout=log, stderr=log)
+        )
 
     def until(ready: Callable[[], bool]) -> None:
         end = time.monotonic() + 60
@@ -206,7 +211,9 @@ def submit(cluster: Cluster, folder: Path, text: str, **variables: str) -> subpr
     env = {k: v for k, v in os.environ.items() if not k.startswith("DTRANS")}
     env |= {"SLURM_CONF": str(cluster.folder / "slurm.conf"), **variables}
     (folder / "job.sbatch").write_text(text)
-    return subprocess.Popen([*cluster.prefix, "sbatch", "--wait", "-o", "out", "job.sbatch"], env=env, cwd=folder)
+    return subprocess.Popen(
+        [*cluster.prefix, "sbatch", "--wait", "-o", "out", "job.sbatch"], env=env, cwd=folder
+    )
 
 
 def test_slurm_runs_the_emitted_files(cluster: Cluster, tmp_path: Path) -> None:
@@ -240,14 +247,19 @@ def test_slurm_runs_the_emitted_files(cluster: Cluster, tmp_path: Path) -> None:
 TRAININGS = [
     pytest.param(Case("pserver", 1, 1, (), ("n1", "n2")), id="pserver"),
     pytest.param(Case("nccl2", 2, None, (), ("n1", "n2")), id="nccl2", marks=pytest.mark.soak),
-    pytest.param(Case("pserver", 2, 2, (), ("n1", "n2") * 2, nodes=2), id="multi-prog", marks=pytest.mark.soak),
+    pytest.param(
+        Case("pserver", 2, 2, (), ("n1", "n2") * 2, nodes=2),
+        id="multi-prog",
+        marks=pytest.mark.soak,
+    ),
 ]
 
 
 @pytest.mark.skipif(bool(NO_ADDRESSES), reason=NO_ADDRESSES or "nodes have addresses")
 @pytest.mark.parametrize("case", TRAININGS)
 def test_slurm_trains(cluster: Cluster, tmp_path: Path, case: Case) -> None:
-    """Nodes have an address each, so that all endpoints have one port; connections are encrypted."""
+    """Nodes have an address each, so that all endpoints have one port; connections are
+    encrypted."""
     saved = tmp_path / "params.npz"
     command = (sys.executable, str(SUPPORT / "scheduled_training.py"), str(saved))
     variables = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}

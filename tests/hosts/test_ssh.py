@@ -42,7 +42,11 @@ def rsh(server: str, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_roles_by_ssh(
-    rsh: str, script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    rsh: str,
+    script: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SECRET_OF_THE_USER", "stays here")
@@ -64,13 +68,18 @@ def test_roles_by_ssh(
 def test_a_key_that_the_host_does_not_know(rsh: str, script: Any) -> None:
     with pytest.raises(LaunchError) as e:
         launch_on_hosts(script(""), HOSTS, rsh=rsh.replace("/user ", "/stranger "))
-    said = "host 127.0.0.1 cannot be reached: `ssh` ended with exit code 255: root@127.0.0.1: Permission denied"
+    said = (
+        "host 127.0.0.1 cannot be reached: `ssh` ended with exit code 255: root@127.0.0.1: "
+        "Permission denied"
+    )
     assert said in str(e.value)
 
 
 def test_a_host_without_a_server(script: Any) -> None:
     _, port = split_endpoint(free_endpoints(1)[0])
-    with pytest.raises(LaunchError, match="host 127.0.0.1 cannot be reached: .* 255: .*Connection refused"):
+    with pytest.raises(
+        LaunchError, match="host 127.0.0.1 cannot be reached: .* 255: .*Connection refused"
+    ):
         launch_on_hosts(script(""), HOSTS, rsh=f"ssh -F none -p {port}")
 
 
@@ -93,7 +102,9 @@ def test_a_connection_that_is_cut(
 
     thread = threading.Thread(target=cut)
     thread.start()
-    with pytest.raises(LaunchError, match="^trainer 0 on 127.0.0.1 failed with a lost connection to host 127.0.0.1"):
+    with pytest.raises(
+        LaunchError, match="^trainer 0 on 127.0.0.1 failed with a lost connection to host 127.0.0.1"
+    ):
         command = script("s = report(); threading.Event().wait()")
         launch_on_hosts(command, HOSTS, rsh=rsh, carried=["TEST_PORT"])
     thread.join()
@@ -109,8 +120,12 @@ launch_on_hosts(sys.argv[2:], [HostEntry("127.0.0.1")], rsh=sys.argv[1], carried
 
 
 def test_a_killed_launcher_leaves_nothing(rsh: str, script: Any, listener: socket.socket) -> None:
-    command = script("signal.signal(signal.SIGTERM, signal.SIG_IGN); s = report(); threading.Event().wait()")
-    launcher = subprocess.Popen([sys.executable, "-c", DRIVER, rsh, *command], stderr=subprocess.PIPE)
+    command = script(
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN); s = report(); threading.Event().wait()"
+    )
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, rsh, *command], stderr=subprocess.PIPE
+    )
     with launcher:
         connections = [came(listener)[1] for _ in range(2)]
         os.kill(launcher.pid, signal.SIGKILL)

@@ -27,7 +27,9 @@ def in_scan(x: Any, y: Any) -> Any:
 
 def in_while(x: Any, y: Any) -> Any:
     rows = jnp.arange(B)
-    return jax.lax.while_loop(lambda c: c[1] < 3, lambda c: (c[0] + x[rows, y], c[1] + 1), (jnp.zeros(B), 0))
+    return jax.lax.while_loop(
+        lambda c: c[1] < 3, lambda c: (c[0] + x[rows, y], c[1] + 1), (jnp.zeros(B), 0)
+    )
 
 
 def in_turns(x: Any, y: Any) -> Any:
@@ -51,23 +53,33 @@ PICKED = {
     "all pairs": lambda x, y: x[jnp.arange(B)[:, None], y[None]],
     "all pairs, turned": lambda x, y: x[jnp.arange(B)[None], y[:, None]],
     "slices": lambda x, y: jnp.asarray(Z)[jnp.arange(B), :, y] * x[:, None, 0],
-    "of two dimensions": lambda x, y: jnp.asarray(Z)[jnp.arange(B)[:, None], jnp.arange(T)[None], TOKENS],
-    "of two, by ix_": lambda x, y: jnp.asarray(Z)[jnp.ix_(jnp.arange(B), jnp.arange(T), jnp.abs(y) % C)],
-    "by what was picked": lambda x, y: x[:, :, None][jnp.arange(B), jnp.stack([y, -y], 1)[jnp.arange(B), y % 2]],
+    "of two dimensions": lambda x, y: jnp.asarray(Z)[
+        jnp.arange(B)[:, None], jnp.arange(T)[None], TOKENS
+    ],
+    "of two, by ix_": lambda x, y: jnp.asarray(Z)[
+        jnp.ix_(jnp.arange(B), jnp.arange(T), jnp.abs(y) % C)
+    ],
+    "by what was picked": lambda x, y: x[:, :, None][
+        jnp.arange(B), jnp.stack([y, -y], 1)[jnp.arange(B), y % 2]
+    ],
     "diagonal": lambda x, y: x[jnp.arange(B), jnp.arange(B)],
     "columns": lambda x, y: x[jnp.arange(B)[:, None], jnp.stack([y, y], 1)],
     "reshaped": lambda x, y: x[jnp.arange(B).reshape(B, 1), y.reshape(B, 1)],
     "written": lambda x, y: x.at[jnp.arange(B), y].set(2.0),
     "added": lambda x, y: x.at[jnp.arange(B), y].add(y * 1.0),
     "largest": lambda x, y: x.at[jnp.arange(B), y].max(0.5),
-    "vmapped gradient": lambda x, y: jax.grad(lambda x: (jax.vmap(lambda i, k: x[i, k])(jnp.arange(B), y) ** 2).sum())(
-        x
-    ),
+    "vmapped gradient": lambda x, y: jax.grad(
+        lambda x: (jax.vmap(lambda i, k: x[i, k])(jnp.arange(B), y) ** 2).sum()
+    )(x),
     "gradient": lambda x, y: jax.grad(lambda x: (x[jnp.arange(B), y] ** 2).sum())(x),
     "second gradient": lambda x, y: jax.hessian(lambda x: (x[jnp.arange(B), y] ** 3).sum())(x),
-    "checkpoint": lambda x, y: jax.grad(jax.checkpoint(lambda x: jnp.sin(x[jnp.arange(B), y]).sum()))(x),
+    "checkpoint": lambda x, y: jax.grad(
+        jax.checkpoint(lambda x: jnp.sin(x[jnp.arange(B), y]).sum())
+    )(x),
     "branch": lambda x, y: jax.lax.cond(y[0] > 0, lambda: x[jnp.arange(B), y], lambda: x[:, 0]),
-    "branch, from outside": lambda x, y: jax.lax.cond(y[0] > 0, lambda i: x[i, y], lambda i: x[:, 0], jnp.arange(B)),
+    "branch, from outside": lambda x, y: jax.lax.cond(
+        y[0] > 0, lambda i: x[i, y], lambda i: x[:, 0], jnp.arange(B)
+    ),
     "scan": in_scan,
     "while": in_while,
     "turns": in_turns,
@@ -75,9 +87,12 @@ PICKED = {
 
 
 def stacked_turns(x: Any, y: Any) -> Any:
-    """Each turn's number, stacked by an inner loop, is no component of the stack that it is taken from."""
+    """Each turn's number, stacked by an inner loop, is no component of the stack that it is taken
+    from."""
     rows = np.stack([np.arange(B), np.arange(B)], 1)
-    one = jax.lax.GatherDimensionNumbers(offset_dims=(), collapsed_slice_dims=(0, 1), start_index_map=(0, 1))
+    one = jax.lax.GatherDimensionNumbers(
+        offset_dims=(), collapsed_slice_dims=(0, 1), start_index_map=(0, 1)
+    )
 
     def turn(carry: Any, i: Any) -> Any:
         _, twice = jax.lax.scan(lambda c, _: (c, i), 0.0, None, length=2)
@@ -108,14 +123,20 @@ LEFT = {
     "clamped below": lambda x, y: x[jnp.clip(jnp.arange(B), 1, B - 1), y],
     "selected": lambda x, y: x[jnp.where(y > 0, jnp.arange(B), 0), y],
     "of the data": lambda x, y: x[jnp.argsort(y), y],
-    "counted in the loop": lambda x, y: jax.lax.fori_loop(0, B, lambda i, s: s + x[jnp.arange(B) + i, y], jnp.zeros(B)),
+    "counted in the loop": lambda x, y: jax.lax.fori_loop(
+        0, B, lambda i, s: s + x[jnp.arange(B) + i, y], jnp.zeros(B)
+    ),
     "turned around": lambda x, y: x[jnp.flip(jnp.arange(B)), y],
 }
 
 
 def batching(jaxpr: Any) -> list[tuple[int, ...]]:
     """The dimensions that each gather or scatter batches."""
-    picks = [e for e in equations(jaxpr) if e.primitive.name == "gather" or e.primitive.name.startswith("scatter")]
+    picks = [
+        e
+        for e in equations(jaxpr)
+        if e.primitive.name == "gather" or e.primitive.name.startswith("scatter")
+    ]
     return [e.params["dimension_numbers"].operand_batching_dims for e in picks]
 
 

@@ -1,5 +1,5 @@
-"""Reading and rebuilding jaxprs: calls inlined, dead equations dropped, equations copied and bound anew. Every
-result is checked by JAX's own type checker and computes what the original computes."""
+"""Reading and rebuilding jaxprs: calls inlined, dead equations dropped, equations copied and bound
+anew. Every result is checked by JAX's own type checker and computes what the original computes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,27 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import closes_remat, distance, evaluate, mlp_batch, mlp_loss, mlp_params, plain_step, quick
+from helpers import (
+    closes_remat,
+    distance,
+    evaluate,
+    mlp_batch,
+    mlp_loss,
+    mlp_params,
+    plain_step,
+    quick,
+)
 
-from dtrans._jax import Literal, bodies, closed_with, equations, has_bodies, lowered_jaxpr, opened, scope_of
+from dtrans._jax import (
+    Literal,
+    bodies,
+    closed_with,
+    equations,
+    has_bodies,
+    lowered_jaxpr,
+    opened,
+    scope_of,
+)
 from dtrans.ir.builder import Builder, extract_part, read_from
 from dtrans.ir.dataflow import backward_slice, free_variables
 from dtrans.ir.inline import eliminate_dead, inline_calls
@@ -144,7 +162,9 @@ def test_name_stacks_are_kept_under_that_of_the_call():
 
 
 def test_transposed_equations_of_an_inner_jit_are_known_as_such():
-    flat = inline_calls(jax.make_jaxpr(jax.jit(jax.grad(jax.jit(lambda x: jnp.sum(jnp.sin(x))))))(X))
+    flat = inline_calls(
+        jax.make_jaxpr(jax.jit(jax.grad(jax.jit(lambda x: jnp.sum(jnp.sin(x))))))(X)
+    )
     assert any("transpose(" in scope_of(e) for e in flat.jaxpr.eqns)
 
 
@@ -164,7 +184,9 @@ def test_a_constant_of_several_calls_is_hoisted_once():
 def test_remat_loops_and_branches_stay():
     def fn(x):
         y = jax.checkpoint(jnp.sin)(x)
-        return jax.lax.cond(x[0] > 0, jnp.sin, jnp.cos, jax.lax.fori_loop(0, 3, lambda i, z: z * 2, y))
+        return jax.lax.cond(
+            x[0] > 0, jnp.sin, jnp.cos, jax.lax.fori_loop(0, 3, lambda i, z: z * 2, y)
+        )
 
     flat = inline_calls(lowered_jaxpr(fn, X))
     assert (
@@ -221,7 +243,9 @@ def test_dead_equations_and_constants_go_and_inputs_stay():
 
 def test_dead_code_goes_inside_loops_too():
     def fn(x):
-        (_, used), _ = jax.lax.scan(lambda c, a: ((c[0] + jnp.exp(a), c[1] + a), jnp.cos(a)), (0.0, 0.0), x)
+        (_, used), _ = jax.lax.scan(
+            lambda c, a: ((c[0] + jnp.exp(a), c[1] + a), jnp.cos(a)), (0.0, 0.0), x
+        )
         return used
 
     live = checked(eliminate_dead(jax.make_jaxpr(fn)(X)))
@@ -247,7 +271,9 @@ def test_a_copy_of_every_equation_is_the_same_program(name):
     jaxpr = inline_calls(jax.make_jaxpr(FUNCTIONS[name])(X))
     copy = checked(rebuilt(jaxpr))
     assert kinds(copy) == kinds(jaxpr)
-    assert not {v for e in copy.jaxpr.eqns for v in e.outvars} & {v for e in jaxpr.jaxpr.eqns for v in e.outvars}
+    assert not {v for e in copy.jaxpr.eqns for v in e.outvars} & {
+        v for e in jaxpr.jaxpr.eqns for v in e.outvars
+    }
     same(copy, FUNCTIONS[name], X)
 
 
@@ -283,7 +309,9 @@ def test_only_constants_that_are_used_are_kept():
         b.keep(jaxpr.jaxpr.eqns[i])
     half = checked(b.build([jaxpr.jaxpr.outvars[1]]))
     assert len(half.consts) == 1 and jnp.array_equal(half.consts[0], two)
-    assert b.is_constant(half.jaxpr.constvars[0]) and jnp.array_equal(b.constant_value(half.jaxpr.constvars[0]), two)
+    assert b.is_constant(half.jaxpr.constvars[0]) and jnp.array_equal(
+        b.constant_value(half.jaxpr.constvars[0]), two
+    )
     same(half, lambda x: x * two, X)
 
 
@@ -297,7 +325,11 @@ def test_bound_and_called_equations_carry_the_role_at_hand():
     (z,) = b.bind(jax.lax.add_p, y, b.constant(jnp.ones(3)))
     (w,) = b.call(_mean_of_two, z, y)
     out = checked(b.build([w]))
-    assert b.roles[:2] == ["forward", "dist"] and set(b.roles[2:]) == {"dist"} and len(b.roles) == len(out.jaxpr.eqns)
+    assert (
+        b.roles[:2] == ["forward", "dist"]
+        and set(b.roles[2:]) == {"dist"}
+        and len(b.roles) == len(out.jaxpr.eqns)
+    )
     assert len(out.consts) == 1
     same(out, lambda x: (2 * jnp.sin(x) + 1) / 2, X)
 
@@ -315,10 +347,13 @@ def test_a_function_that_closes_over_an_array_cannot_be_called_in():
 
 
 def scaled_bodies(k, x):
-    """A loop of each kind, a branch and a body of remat: what each makes is multiplied by `k` in all bodies."""
+    """A loop of each kind, a branch and a body of remat: what each makes is multiplied by `k` in
+    all bodies."""
     table, limit = jnp.asarray(TABLE), 900 + x[1]
     carried, stack = jax.lax.scan(lambda c, row: ((c + row) * k, c * k), x, jnp.stack([x, table]))
-    ended = jax.lax.while_loop(lambda s: jnp.sum(s) * k < limit, lambda s: (s + table) * k, jnp.abs(x) + 1)
+    ended = jax.lax.while_loop(
+        lambda s: jnp.sum(s) * k < limit, lambda s: (s + table) * k, jnp.abs(x) + 1
+    )
     chosen = jax.lax.cond(x[0] > 0, lambda y: (y * table) * k, lambda y: (y - 1) * k, x)
     again = jax.checkpoint(lambda y: (jnp.sin(y) + table) * k)(x)
     return carried, stack, ended, chosen, again
@@ -335,7 +370,8 @@ def plain_bodies(x):
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_bodies_take_operands_in_front_of_theirs(sign):
-    """Each body is multiplied by an operand that it did not have; remat's constants become operands."""
+    """Each body is multiplied by an operand that it did not have; remat's constants become
+    operands."""
     x = sign * jnp.arange(1.0, 4.0)
     old = inline_calls(jax.make_jaxpr(plain_bodies)(x))
     b = Builder(old)
@@ -346,7 +382,9 @@ def test_bodies_take_operands_in_front_of_theirs(sign):
     def scaled(body):
         inside = Builder(closed_with(body))
         first = inside.input(factor.aval)
-        outs = inside.inline(closed_with(body), *(inside.input(v.aval) for v in opened(body).invars))
+        outs = inside.inline(
+            closed_with(body), *(inside.input(v.aval) for v in opened(body).invars)
+        )
         if [a.aval.dtype for a in outs] == [np.bool_]:  # the condition of the `while`
             total, limit = inside.eqns[-1].invars
             (product,) = inside.call(jnp.multiply, total, first)
@@ -358,7 +396,9 @@ def test_bodies_take_operands_in_front_of_theirs(sign):
         if not has_bodies(eqn):
             b.keep(eqn, atoms)
             continue
-        made = b.copy_with_bodies(eqn, list(map(scaled, bodies(eqn))), atoms, [v.aval for v in eqn.outvars], [factor])
+        made = b.copy_with_bodies(
+            eqn, list(map(scaled, bodies(eqn))), atoms, [v.aval for v in eqn.outvars], [factor]
+        )
         env |= zip(eqn.outvars, made, strict=True)
     jaxpr = checked(b.build(read_from(env, old.jaxpr.outvars)))
     assert {"scan", "while", "cond"} < set(kinds(jaxpr))
@@ -366,10 +406,17 @@ def test_bodies_take_operands_in_front_of_theirs(sign):
 
 
 def test_a_part_of_a_jaxpr_has_the_constants_that_it_reads():
-    old = inline_calls(jax.make_jaxpr(lambda x, y: (jnp.sin(x) * TABLE, y - np.arange(9.0)[:3]))(*[jnp.ones(3)] * 2))
+    old = inline_calls(
+        jax.make_jaxpr(lambda x, y: (jnp.sin(x) * TABLE, y - np.arange(9.0)[:3]))(
+            *[jnp.ones(3)] * 2
+        )
+    )
     (x, y), (wanted, other) = old.jaxpr.invars, old.jaxpr.outvars
     eqns = [old.jaxpr.eqns[i] for i in backward_slice(old.jaxpr.eqns, [wanted])[0]]
-    assert free_variables(eqns) == [x, *(v for v in old.jaxpr.constvars if v in free_variables(eqns))]
+    assert free_variables(eqns) == [
+        x,
+        *(v for v in old.jaxpr.constvars if v in free_variables(eqns)),
+    ]
     part = checked(extract_part(old, [x], eqns, [wanted]))
     same(part, lambda x: jnp.sin(x) * TABLE, jnp.arange(3.0))
 

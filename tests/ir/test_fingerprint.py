@@ -1,4 +1,5 @@
-"""Fingerprints: the same in every process, and another one, in the part that says it, for whatever changes numbers."""
+"""Fingerprints: the same in every process, and another one, in the part that says it, for whatever
+changes numbers."""
 
 from __future__ import annotations
 
@@ -23,12 +24,19 @@ from dtrans.parameter_server.plan import PServerPlan
 
 
 def plan_of(
-    tx: Any = None, loss: Callable[..., Any] = mlp_loss, init: Callable[..., Any] | None = None, **options: Any
+    tx: Any = None,
+    loss: Callable[..., Any] = mlp_loss,
+    init: Callable[..., Any] | None = None,
+    **options: Any,
 ) -> PServerPlan:
     tx, params = tx or optax.adam(1e-2), mlp_params()
-    main = dtrans.trace(dtrans.make_train_step(loss, tx), params, jax.eval_shape(tx.init, params), *mlp_batch(8))
+    main = dtrans.trace(
+        dtrans.make_train_step(loss, tx), params, jax.eval_shape(tx.init, params), *mlp_batch(8)
+    )
     start = dtrans.trace(init or init_of(tx), params)
-    return flat_options.pserver(main, start, **{"trainers": 2, "min_block_size": 1, "pservers": "h:1,h:2"} | options)
+    return flat_options.pserver(
+        main, start, **{"trainers": 2, "min_block_size": 1, "pservers": "h:1,h:2"} | options
+    )
 
 
 def differing(one: PServerPlan, other: PServerPlan) -> set[str]:
@@ -43,7 +51,9 @@ def with_constant(value: np.ndarray, nested: bool = False) -> Callable[..., Any]
 
     def loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
         add = lambda total, _: (total + jnp.sum(jnp.asarray(value) ** 2) * 1e-12, None)
-        return mlp_loss(params, x, y) + (jax.lax.scan(add, jnp.float32(0), None, 2)[0] if nested else add(0.0, 0)[0])
+        return mlp_loss(params, x, y) + (
+            jax.lax.scan(add, jnp.float32(0), None, 2)[0] if nested else add(0.0, 0)[0]
+        )
 
     return loss
 
@@ -71,7 +81,9 @@ CHANGED[1000] += 1
     ids=["rate", "moment", "optimizer", "loss", "constant", "nested constant", "equal shapes", "init", "option",
          "trainers", "placement"],
 )  # fmt: skip
-def test_what_differs_is_said_by_its_part(one: dict[str, Any], other: dict[str, Any], parts: set[str]) -> None:
+def test_what_differs_is_said_by_its_part(
+    one: dict[str, Any], other: dict[str, Any], parts: set[str]
+) -> None:
     assert differing(plan_of(**one), plan_of(**one)) == set()
     assert differing(plan_of(**one), plan_of(**other)) == parts
 
@@ -98,7 +110,9 @@ def test_gradients_that_change_places_are_noticed() -> None:
     def planned(first: str, second: str) -> PServerPlan:
         loss = lambda p, x: jnp.sum(jnp.sin(x @ p[first])) + jnp.sum(jnp.cos(x @ p[second]))
         tx = optax.sgd(0.1)
-        main = dtrans.trace(dtrans.make_train_step(loss, tx), params, tx.init(params), jnp.ones((4, 3)))
+        main = dtrans.trace(
+            dtrans.make_train_step(loss, tx), params, tx.init(params), jnp.ones((4, 3))
+        )
         return dtrans.pserver(main, dtrans.trace(init_of(tx), params))
 
     assert "loss" in differing(planned("a", "b"), planned("b", "a"))
@@ -126,7 +140,9 @@ def test_every_process_makes_the_same_fingerprint() -> None:
     """Ids, hashes of texts and addresses differ from process to process."""
     script = SCRIPT.format(path=[str(SUPPORT), str(ROOT), os.path.dirname(__file__)])
     env = {**os.environ, "PYTHONHASHSEED": "1"}
-    said = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        [sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True
+    ).stdout
     assert said.strip() == str(plan_of(loss=with_constant(CONSTANT, nested=True)).identity)
 
 
@@ -135,14 +151,17 @@ def test_every_process_makes_the_same_fingerprint() -> None:
     [
         ({"loss": "digest 1"}, {"loss": "digest 1"}, []),
         ({"loss": "digest 1"}, {"loss": "digest 2"}, ["part loss (the loss, or a constant in it)"]),
-        ({"jax": "jax 0.10.2"}, {"jax": "jax 0.11.0"}, ["jax is 0.11.0 at trainer 1, 0.10.2 at pserver h:1"]),
+        ({"jax": "jax 0.10.2"}, {"jax": "jax 0.11.0"}, ["jax is 0.11.0 at trainer 1, 0.10.2 at "
+"pserver h:1"]),
         ({"state": "params/w f32[4]"}, {"state": "params/w f32[4]\nparams/v f32[2]"},
          ["params/v is f32[2] at trainer 1, not there at pserver h:1"]),
         ({"state": "params/w f32[4]"}, {}, ["part state"]),
         ({}, {"x\n" * 99: "y"}, [f"part {repr(chr(120) + chr(10)) [1:-1] * 25}..."]),
     ],
 )  # fmt: skip
-def test_differences_are_named(mine: dict[str, str], theirs: dict[str, str], said: list[str]) -> None:
+def test_differences_are_named(
+    mine: dict[str, str], theirs: dict[str, str], said: list[str]
+) -> None:
     found = fingerprint.differences("pserver h:1", mine, "trainer 1", theirs)
     if said and said[0].endswith("..."):
         assert len(found[0]) < 120 and "\n" not in found[0]

@@ -51,10 +51,14 @@ def test_values_are_folded(number_of: Any) -> None:
     def rule(eqn: Any, ins: Any) -> Any:
         if has_bodies(eqn):
             return None
-        scalar = lambda i: not eqn.invars[i].aval.ndim if not isinstance(ins[i], np.ndarray) else bool(ins[i] != 0)
+        scalar = lambda i: (
+            not eqn.invars[i].aval.ndim if not isinstance(ins[i], np.ndarray) else bool(ins[i] != 0)
+        )
         return [fold(eqn, k, ins, scalar, number_of) for k in range(len(eqn.outvars))]
 
-    constant = lambda aval, value: None if value is None or np.size(value) != 1 else np.asarray(value).reshape(())
+    constant = lambda aval, value: (
+        None if value is None or np.size(value) != 1 else np.asarray(value).reshape(())
+    )
     analysis = ForwardAnalysis[Any](lambda a, b: a if are_equal(a, b) else None, rule, constant)
     found = {}
     for name, (fn, _) in FOLDED.items():
@@ -62,5 +66,7 @@ def test_values_are_folded(number_of: Any) -> None:
         p = opened(jaxpr).invars[0]
         ins = [Alias(p), np.zeros((), np.float32), np.ones((), np.float32)]
         fact = forward_jaxpr(analysis, jaxpr, ins).of(opened(jaxpr).outvars[0])
-        found[name] = "p" if fact == Alias(p) else None if fact is None or np.isnan(fact) else float(fact)
+        found[name] = (
+            "p" if fact == Alias(p) else None if fact is None or np.isnan(fact) else float(fact)
+        )
     assert found == {name: fact for name, (_, fact) in FOLDED.items()}

@@ -33,7 +33,9 @@ tripled.defvjp(lambda x, y: (tripled(x, y), None), lambda res, g: (g, g))
 
 def shifted(a: Any, b: Any, c: Any, d: Any) -> Any:
     """`a` reaches the last output in the fourth turn."""
-    (a, b, c), stack = jax.lax.scan(lambda s, x: ((s[0], s[0] % 5, s[1]), s[2] + x), (a, b, c), d + jnp.arange(4))
+    (a, b, c), stack = jax.lax.scan(
+        lambda s, x: ((s[0], s[0] % 5, s[1]), s[2] + x), (a, b, c), d + jnp.arange(4)
+    )
     return a, b, c, stack[3]
 
 
@@ -55,7 +57,9 @@ def turns(a: Any, b: Any, c: Any, d: Any) -> Any:
 
 def idle(a: Any, b: Any, c: Any, d: Any) -> Any:
     """No turn changes `b`."""
-    return *jax.lax.while_loop(lambda s: s[0] < a, lambda s: (s[0] + 1, s[1] * 1, s[2]), (0, b, c)), d
+    return *jax.lax.while_loop(
+        lambda s: s[0] < a, lambda s: (s[0] + 1, s[1] * 1, s[2]), (0, b, c)
+    ), d
 
 
 ZOO: dict[str, tuple[Any, list[str]]] = {
@@ -96,7 +100,9 @@ def enter_rule(eqn: Any, ins: Any) -> Any:
 def test_inputs_enter_the_outputs_that_are_made_of_them(name: str) -> None:
     """Forward finds them, and backward finds the same."""
     inner = opened(traced(name))
-    enters = ForwardAnalysis[Any](operator.or_, enter_rule, lambda aval, value: frozenset(), decide=operator.or_)
+    enters = ForwardAnalysis[Any](
+        operator.or_, enter_rule, lambda aval, value: frozenset(), decide=operator.or_
+    )
     facts = forward_jaxpr(enters, inner, [frozenset(n) for n in INPUTS])
     assert ["".join(sorted(facts.of(a))) for a in inner.outvars] == ZOO[name][1]
     reads = BackwardAnalysis[Any](operator.or_, read_rule, frozenset())
@@ -129,7 +135,11 @@ def computed(eqn: Any, ins: Any) -> Any:
     outs: list[Any] = [frozenset() for _ in eqn.outvars]
     for numbers in itertools.product(*ins):
         made = eqn.primitive.bind(
-            *(jnp.full(a.aval.shape, n, a.aval.dtype) for a, n in zip(eqn.invars, numbers, strict=True)), **eqn.params
+            *(
+                jnp.full(a.aval.shape, n, a.aval.dtype)
+                for a, n in zip(eqn.invars, numbers, strict=True)
+            ),
+            **eqn.params,
         )
         made = made if eqn.primitive.multiple_results else [made]
         outs = [either(x, numbers_of(y)) for x, y in zip(outs, made, strict=True)]
@@ -169,26 +179,36 @@ def test_stacks_have_one_dimension_more_than_their_turns() -> None:
     axis = ForwardAnalysis[int](
         max, rule, lambda aval, value: 9, turn=lambda axis: axis - 1, stack=lambda axis: axis + 1
     )
-    jaxpr = jax.make_jaxpr(lambda x: jax.lax.scan(lambda s, row: (s, jnp.sin(row)), 0.0, x))(jnp.zeros((2, 3)))
+    jaxpr = jax.make_jaxpr(lambda x: jax.lax.scan(lambda s, row: (s, jnp.sin(row)), 0.0, x))(
+        jnp.zeros((2, 3))
+    )
     facts = forward_jaxpr(axis, jaxpr, [1])
     _, stack = opened(jaxpr).outvars
     (entered,) = facts.entered.values()
     assert facts.of(stack) == 1
     assert entered.operands == [9, 1]
     (inside,) = entered.bodies.values()
-    assert [inside.of(e.outvars[0]) for e in opened(jaxpr.eqns[0].params["jaxpr"]).eqns if e.invars] == [0]
+    assert [
+        inside.of(e.outvars[0]) for e in opened(jaxpr.eqns[0].params["jaxpr"]).eqns if e.invars
+    ] == [0]
 
 
 def test_a_branch_that_is_not_taken_is_not_entered() -> None:
     (entered,) = (
-        x for x in forward_jaxpr(NUMBERS, traced("known branch"), [ANY] * 4).entered.values() if x.decision == {1}
+        x
+        for x in forward_jaxpr(NUMBERS, traced("known branch"), [ANY] * 4).entered.values()
+        if x.decision == {1}
     )
     assert list(entered.bodies) == [1]
 
 
 def test_what_no_rule_describes_has_the_default() -> None:
     jaxpr = jax.make_jaxpr(lambda x: jnp.sin(x) + 1)(1.0)
-    silent = ForwardAnalysis[str](lambda a, b: a + b, lambda eqn, ins: None, lambda aval, value: str(value))
+    silent = ForwardAnalysis[str](
+        lambda a, b: a + b, lambda eqn, ins: None, lambda aval, value: str(value)
+    )
     assert forward_jaxpr(silent, jaxpr, ["x"]).of(opened(jaxpr).outvars[0]) == "None"
     mute = BackwardAnalysis[int](max, lambda eqn, outs: None, 0)
-    assert backward(mute, jaxpr.eqns, [(opened(jaxpr).outvars[0], 1)]).of(opened(jaxpr).invars[0]) == 0
+    assert (
+        backward(mute, jaxpr.eqns, [(opened(jaxpr).outvars[0], 1)]).of(opened(jaxpr).invars[0]) == 0
+    )

@@ -1,5 +1,5 @@
-"""Programs: their names and the pairing of state, their ops as text and HTML, calling them, other batch
-sizes, and the words in which arguments that do not fit are refused."""
+"""Programs: their names and the pairing of state, their ops as text and HTML, calling them, other
+batch sizes, and the words in which arguments that do not fit are refused."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ class Layer(NamedTuple):
 
 def test_inputs_and_outputs_are_named_by_argument_and_path():
     p = step_program(name="train")
-    state = [f"opt_state/0/{n}" for n in ("count", *(f"{m}/{k}" for m in ("mu", "nu") for k in PARAMS))]
+    state = [
+        f"opt_state/0/{n}" for n in ("count", *(f"{m}/{k}" for m in ("mu", "nu") for k in PARAMS))
+    ]
     assert p.name == "train"
     assert set(p.in_names) == {*(f"params/{n}" for n in PARAMS), *state, "batch/0", "batch/1"}
     assert p.out_names == (*p.in_names[:-2], "loss")
@@ -67,7 +69,10 @@ def test_equal_structures_pair_by_position():
 
 
 def test_results_of_a_dict_or_namedtuple_are_named_by_key():
-    assert dtrans.trace(lambda x: {"y": x, "sum": {"z": x.sum()}}, jnp.ones(2)).out_names == ("sum/z", "y")
+    assert dtrans.trace(lambda x: {"y": x, "sum": {"z": x.sum()}}, jnp.ones(2)).out_names == (
+        "sum/z",
+        "y",
+    )
     assert dtrans.trace(lambda x: Layer(x, x + 1), jnp.ones(2)).out_names == ("kernel", "bias")
 
 
@@ -75,7 +80,12 @@ def test_what_is_left_is_loss_and_aux_and_numbers():
     def step(params, opt_state, x):
         return params * 2, opt_state, x.sum(), {"n": x.max()}, x
 
-    assert dtrans.trace(step, jnp.ones(2), (), jnp.ones(3)).out_names == ("params", "loss", "aux/n", "out4")
+    assert dtrans.trace(step, jnp.ones(2), (), jnp.ones(3)).out_names == (
+        "params",
+        "loss",
+        "aux/n",
+        "out4",
+    )
     assert dtrans.trace(lambda x: (x.sum(), x), jnp.ones(3)).out_names == ("loss", "x")
     assert dtrans.trace(lambda x: (x.sum(), x.max()), jnp.ones(3)).out_names == ("out0", "out1")
     assert dtrans.trace(lambda x: x * 2, jnp.ones(3)).out_names == ("out",)
@@ -84,7 +94,10 @@ def test_what_is_left_is_loss_and_aux_and_numbers():
 def test_nested_user_trees_keep_their_names():
     params = {"body": [Layer(jnp.ones((2, 2)), jnp.ones(2))], "head": (jnp.ones(2),)}
     p = dtrans.trace(
-        lambda params, opt_state, x: (jax.tree.map(jnp.sin, params), opt_state, x), params, (), jnp.ones(())
+        lambda params, opt_state, x: (jax.tree.map(jnp.sin, params), opt_state, x),
+        params,
+        (),
+        jnp.ones(()),
     )
     assert p.in_names == ("params/body/0/kernel", "params/body/0/bias", "params/head/0", "x")
     assert p.out_names == (*p.in_names[:3], "loss")
@@ -104,7 +117,9 @@ def test_an_equinox_model_with_functions_among_its_leaves():
     assert p.in_names[-2:] == ("model/layers/1/bias", "x")
     tree_close(p(net, jnp.ones((4, 2))), jax.vmap(net)(jnp.ones((4, 2))), 1e-6)
     other = eqx.tree_at(lambda n: n.activation, net, replace=jnp.tanh)
-    with pytest.raises(TraceError, match="argument 0 of program .* holds .* where .* was when it was traced"):
+    with pytest.raises(
+        TraceError, match="argument 0 of program .* holds .* where .* was when it was traced"
+    ):
         p(other, jnp.ones((4, 2)))
 
 
@@ -153,7 +168,12 @@ def scale(x, y):
 def test_ops_name_their_operands():
     p = dtrans.trace(scale, jnp.ones((3, 4)), jnp.ones((4, 2)))
     mul, total, dot = p.ops
-    assert (mul.type, mul.role, mul.inputs, mul.outputs) == ("mul", "forward", ("2.0", "x"), ("%0",))
+    assert (mul.type, mul.role, mul.inputs, mul.outputs) == (
+        "mul",
+        "forward",
+        ("2.0", "x"),
+        ("%0",),
+    )
     assert (total.type, total.inputs, total.attrs["axes"]) == ("reduce_sum", ("%0",), (0,))
     assert (dot.type, dot.inputs, dot.outputs) == ("dot_general", ("%1", "y"), ("z",))
     assert dot.attrs["dimension_numbers"] == (((0,), (0,)), ((), ()))
@@ -161,7 +181,9 @@ def test_ops_name_their_operands():
 
 
 def test_new_state_is_written_with_a_prime():
-    p = dtrans.trace(lambda params, opt_state, x: (params - x, opt_state), jnp.ones(2), (), jnp.ones(2))
+    p = dtrans.trace(
+        lambda params, opt_state, x: (params - x, opt_state), jnp.ones(2), (), jnp.ones(2)
+    )
     assert [op.outputs for op in p.ops] == [("params'",)]
 
 
@@ -233,7 +255,10 @@ def test_another_batch_size_is_traced_once_and_kept():
     assert small.inputs["x"].shape == (3, 5) and small.state == p.state
     assert p.specialize(PARAMS, state, *mlp_batch(3)) is small
     assert calls == [(8, 5), (3, 5)]
-    tree_equal(p(PARAMS, state, *mlp_batch(3)), jax.jit(plain_step(mlp_loss, ADAM))(PARAMS, state, *mlp_batch(3)))
+    tree_equal(
+        p(PARAMS, state, *mlp_batch(3)),
+        jax.jit(plain_step(mlp_loss, ADAM))(PARAMS, state, *mlp_batch(3)),
+    )
     assert len(calls) == 2
 
 
@@ -246,31 +271,45 @@ def test_a_rewritten_program_replays_its_passes_on_the_traced_function():
 
     def turned(program):  # rows of x on dim 1, and the optimizer's state is gone
         b = Builder(program.jaxpr)
-        ins = {n: b.input(t.update(shape=t.shape[::-1]) if n == "x" else t) for n, t in program.inputs.items()}
+        ins = {
+            n: b.input(t.update(shape=t.shape[::-1]) if n == "x" else t)
+            for n, t in program.inputs.items()
+        }
         (x,) = b.call(jnp.transpose, ins["x"])
-        outs = dict(zip(program.out_names, b.inline(program.jaxpr, *{**ins, "x": x}.values()), strict=True))
+        outs = dict(
+            zip(program.out_names, b.inline(program.jaxpr, *{**ins, "x": x}.values()), strict=True)
+        )
         return dtrans.Program.written("turned", b, program.args, program.args[0], outs)
 
     renamed = lambda program: dataclasses.replace(program, name=f"{program.name} and named")
     state, (x, y) = ADAM.init(PARAMS), BATCH
     main = dtrans.trace(step, PARAMS, state, *BATCH)
-    back = lambda types: types | {"x": jax.ShapeDtypeStruct(types["x"].shape[::-1], types["x"].dtype)}
+    back = lambda types: (
+        types | {"x": jax.ShapeDtypeStruct(types["x"].shape[::-1], types["x"].dtype)}
+    )
     p = main.rewritten(turned, back).rewritten(renamed)
     x3, y3 = mlp_batch(3)
     small = p.specialize(PARAMS, state, x3.T, y3)
     assert (small.name, small.inputs["x"].shape) == ("turned and named", (5, 3))
-    assert small.specialize(PARAMS, state, x.T, y) is p and p.specialize(PARAMS, state, x3.T, y3) is small
+    assert (
+        small.specialize(PARAMS, state, x.T, y) is p
+        and p.specialize(PARAMS, state, x3.T, y3) is small
+    )
     assert calls == [(8, 5), (3, 5)]
     tree_equal(p(PARAMS, state, x3.T, y3), main(PARAMS, state, x3, y3)[0])
     assert len(calls) == 2, "the program for three rows is that of the source"
-    with pytest.raises(TraceError, match=r"params/w1 is float32\[4, 6\], program turned and named was traced with"):
+    with pytest.raises(
+        TraceError, match=r"params/w1 is float32\[4, 6\], program turned and named was traced with"
+    ):
         p({**PARAMS, "w1": jnp.ones((4, 6))}, state, x.T, y)
 
 
 def test_passes_that_change_nothing_leave_the_program():
     p = step_program()
     assert p.rewritten(lambda program: program) is p
-    fixed = dataclasses.replace(p, specializer=None).rewritten(lambda program: dataclasses.replace(program, name="n"))
+    fixed = dataclasses.replace(p, specializer=None).rewritten(
+        lambda program: dataclasses.replace(program, name="n")
+    )
     assert fixed.specializer is None
 
 
@@ -289,25 +328,33 @@ def test_the_wrong_number_of_arguments_is_refused():
 
 
 def test_another_structure_is_refused():
-    with pytest.raises(TraceError, match="argument 0 of program step has another structure than it was traced with"):
+    with pytest.raises(
+        TraceError, match="argument 0 of program step has another structure than it was traced with"
+    ):
         step_program()({"w": PARAMS["w1"]}, ADAM.init(PARAMS), *BATCH)
 
 
 def test_state_of_another_shape_or_dtype_is_refused():
     p, state = step_program(), ADAM.init(PARAMS)
     with pytest.raises(
-        TraceError, match=r"params/w1 is float32\[4, 6\], program step was traced with float32\[5, 6\]$"
+        TraceError,
+        match=r"params/w1 is float32\[4, 6\], program step was traced with float32\[5, 6\]$",
     ):
         p({**PARAMS, "w1": jnp.ones((4, 6))}, state, *BATCH)
-    with pytest.raises(TraceError, match=r"params/b1 is bfloat16\[6\], program step was traced with float32\[6\]"):
+    with pytest.raises(
+        TraceError, match=r"params/b1 is bfloat16\[6\], program step was traced with float32\[6\]"
+    ):
         p({**PARAMS, "b1": PARAMS["b1"].astype(jnp.bfloat16)}, state, *BATCH)
 
 
 def test_a_program_not_made_from_a_function_keeps_its_shapes():
-    p = dataclasses.replace(dtrans.trace(scale, jnp.ones((3, 4)), jnp.ones((4, 2))), specializer=None)
+    p = dataclasses.replace(
+        dtrans.trace(scale, jnp.ones((3, 4)), jnp.ones((4, 2))), specializer=None
+    )
     with pytest.raises(
         TraceError,
-        match=r"x is float32\[5, 4\], program scale was traced with float32\[3, 4\]; trace it again with these shapes",
+        match=r"x is float32\[5, 4\], program scale was traced with float32\[3, 4\]; trace it "
+        r"again with these shapes",
     ):
         p(jnp.ones((5, 4)), jnp.ones((4, 2)))
 
@@ -317,11 +364,14 @@ def test_a_communicating_program_cannot_be_called():
     b = Builder(plain.jaxpr)
     x = b.input(plain.jaxpr.jaxpr.invars[0].aval)
     b.role = "rpc"
-    b.bind(send_barrier_p, b.constant(np.zeros(token().shape, bool)), endpoints=("a:1",), trainer_id=0)
+    b.bind(
+        send_barrier_p, b.constant(np.zeros(token().shape, bool)), endpoints=("a:1",), trainer_id=0
+    )
     p = dtrans.Program("talks", b.build([x]), plain.args, plain.out, tuple(b.roles))
     assert p.communicates and not plain.communicates
     with pytest.raises(
         NotRealisedError,
-        match=r"program talks communicates \(send_barrier\), so it cannot be called: run it with dtrans.Executor\(\)",
+        match=r"program talks communicates \(send_barrier\), so it cannot be called: run it with "
+        r"dtrans.Executor\(\)",
     ):
         p(jnp.ones(2))

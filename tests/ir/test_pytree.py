@@ -1,5 +1,5 @@
-"""Pytrees taken apart and put together: names from paths, static leaves held still, and the words in which
-another structure is refused."""
+"""Pytrees taken apart and put together: names from paths, static leaves held still, and the words
+in which another structure is refused."""
 
 from __future__ import annotations
 
@@ -37,7 +37,11 @@ class Pair(NamedTuple):
 
 def test_paths_become_names():
     tree = {"dense": Pair(np.ones(2), [np.ones(3), np.ones(())])}
-    assert TreeSpec.of(tree, "params").names == ("params/dense/left", "params/dense/right/0", "params/dense/right/1")
+    assert TreeSpec.of(tree, "params").names == (
+        "params/dense/left",
+        "params/dense/right/0",
+        "params/dense/right/1",
+    )
     assert TreeSpec.of(tree).names == ("dense/left", "dense/right/0", "dense/right/1")
     assert TreeSpec.of(np.ones(2), "x").names == ("x",)
     assert TreeSpec.of(np.ones(2)).names == ("value",)
@@ -77,7 +81,8 @@ def test_another_structure_is_refused_with_both():
     spec = TreeSpec.of({"a": np.ones(1)}, "p")
     with pytest.raises(
         TraceError,
-        match=r"argument 0 has another structure .*:\n  traced PyTreeDef\(\{'a': \*\}\)\n  now    PyTreeDef\(\[\*\]\)",
+        match=r"argument 0 has another structure .*:\n  traced PyTreeDef\(\{'a': \*\}\)\n  now    "
+        r"PyTreeDef\(\[\*\]\)",
     ):
         spec.flatten([np.ones(1)], "argument 0")
 
@@ -87,7 +92,8 @@ def test_a_changed_static_leaf_is_refused():
     assert len(spec.flatten({"a": np.ones(1), "rate": 0.5})) == 1
     with pytest.raises(
         TraceError,
-        match="argument holds 0.25 where 0.5 was when it was traced; a leaf that is not an array is part",
+        match="argument holds 0.25 where 0.5 was when it was traced; a leaf that is not an array "
+        "is part",
     ):
         spec.flatten({"a": np.ones(1), "rate": 0.25})
     with pytest.raises(TraceError, match="holds 1 where True was"):
@@ -96,7 +102,10 @@ def test_a_changed_static_leaf_is_refused():
 
 TREES = st.recursive(
     st.one_of(
-        st.builds(lambda n: np.arange(float(n)), st.integers(0, 3)), st.integers(), st.text(max_size=2), st.none()
+        st.builds(lambda n: np.arange(float(n)), st.integers(0, 3)),
+        st.integers(),
+        st.text(max_size=2),
+        st.none(),
     ),
     lambda x: st.one_of(
         st.lists(x, max_size=3),
@@ -127,9 +136,14 @@ def test_combine_is_the_inverse_of_partition(tree):
 
 
 def test_only_floating_and_complex_arrays_are_differentiable():
-    assert is_differentiable(jnp.ones(1, jnp.bfloat16)) and is_differentiable(jnp.ones(1, jnp.complex64))
+    assert is_differentiable(jnp.ones(1, jnp.bfloat16)) and is_differentiable(
+        jnp.ones(1, jnp.complex64)
+    )
     assert not any(
-        map(is_differentiable, (jnp.ones(1, jnp.int32), np.ones(1, bool), jax.random.key(0), 1.0, None, "x"))
+        map(
+            is_differentiable,
+            (jnp.ones(1, jnp.int32), np.ones(1, bool), jax.random.key(0), 1.0, None, "x"),
+        )
     )
 
 
@@ -148,11 +162,16 @@ def test_python_numbers_become_arrays_and_the_rest_stays():
     ],
 )
 def test_without_drops_one_part(whole, place, left):
-    names = dict(enumerate("pol")) | {0: "opt_state" if place == 0 else "params", 1: "opt_state" if place == 1 else "x"}
+    names = dict(enumerate("pol")) | {
+        0: "opt_state" if place == 0 else "params",
+        1: "opt_state" if place == 1 else "x",
+    }
     children = whole.items() if isinstance(whole, dict) else enumerate(whole)
     leaves = []
     for key, child in children:
-        leaves += TreeSpec.of(child, "opt_state" if key == place else names.get(key, str(key))).leaves
+        leaves += TreeSpec.of(
+            child, "opt_state" if key == place else names.get(key, str(key))
+        ).leaves
     spec = TreeSpec(jax.tree.structure(whole), tuple(leaves))
     got = without(spec, TreeSpec.of({"m": np.ones(2)}, "opt_state"))
     assert not any("opt_state" in n for n in got.names)
@@ -184,7 +203,10 @@ def test_integers_that_jax_would_cut_are_refused_on_the_host(bad: int) -> None:
     init = lambda p: (p, tx.init(p))
     main, startup = dtrans.trace(step, *init(params), {"ids": 0 * ids}), dtrans.trace(init, params)
     message = rf"b/ids\[2, 1\] is {bad}, which int32 does not hold: JAX keeps integers in 32 bits"
-    for plan in (dtrans.pserver(main, startup, trainers=2), dtrans.nccl2(main, startup, trainers=2)):
+    for plan in (
+        dtrans.pserver(main, startup, trainers=2),
+        dtrans.nccl2(main, startup, trainers=2),
+    ):
         job = plan.on_mesh()
         state = job.init(params)
         with pytest.raises(BatchError, match=message):

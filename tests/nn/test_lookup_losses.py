@@ -25,12 +25,22 @@ V, D, B = 11, 3, 5
 # -- bags ------------------------------------------------------------------------------------------
 
 
-def bag_by_numpy(table: Any, ids: Any, bags: Any, count: int, weights: Any, mode: str, padding: int | None) -> Any:
+def bag_by_numpy(
+    table: Any, ids: Any, bags: Any, count: int, weights: Any, mode: str, padding: int | None
+) -> Any:
     out = np.zeros((count, table.shape[1]))
     for b in range(count):
-        of = [(table[i], w) for i, at, w in zip(ids, bags, weights, strict=True) if at == b and i != padding]
+        of = [
+            (table[i], w)
+            for i, at, w in zip(ids, bags, weights, strict=True)
+            if at == b and i != padding
+        ]
         total = sum((w * row for row, w in of), np.zeros(table.shape[1]))
-        by = {"sum": 1.0, "mean": sum(w for _, w in of), "sqrtn": np.sqrt(sum(w * w for _, w in of))}[mode]
+        by = {
+            "sum": 1.0,
+            "mean": sum(w for _, w in of),
+            "sqrtn": np.sqrt(sum(w * w for _, w in of)),
+        }[mode]
         out[b] = total / by if of else 0
     return out
 
@@ -43,16 +53,26 @@ def test_bags(mode: Any, weighted: bool, padding: int | None) -> None:
     bags = np.sort(RNG.integers(0, 4, 20)) * 2  # every second one is empty
     weights = RNG.uniform(0.5, 2, 20) if weighted else None
     made = nn.embedding_bag(
-        jnp.asarray(table), jnp.asarray(ids), jnp.asarray(bags), 8, weights=weights, mode=mode, padding_idx=padding
+        jnp.asarray(table),
+        jnp.asarray(ids),
+        jnp.asarray(bags),
+        8,
+        weights=weights,
+        mode=mode,
+        padding_idx=padding,
     )
-    wanted = bag_by_numpy(table, ids, bags, 8, np.ones(20) if weights is None else weights, mode, padding)
+    wanted = bag_by_numpy(
+        table, ids, bags, 8, np.ones(20) if weights is None else weights, mode, padding
+    )
     np.testing.assert_allclose(made, wanted, rtol=1e-12, atol=1e-14)
 
 
 def test_a_row_of_padding_has_no_gradient() -> None:
     table, ids = jnp.asarray(RNG.normal(size=(V, D))), jnp.array([10, 2, 10])
     for padding in (10, -1):
-        loss = lambda t, padding=padding: nn.embedding_bag(t, ids, jnp.zeros(3, int), 1, padding_idx=padding).sum()
+        loss = lambda t, padding=padding: nn.embedding_bag(
+            t, ids, jnp.zeros(3, int), 1, padding_idx=padding
+        ).sum()
         grad = jax.grad(loss)(table)
         assert not grad[10].any() and grad[2].all()
 
@@ -115,9 +135,16 @@ def test_samplers_and_noise_that_do_not_fit_are_refused() -> None:
 @pytest.mark.parametrize("classes", [2, 3, 8, 11])
 @pytest.mark.parametrize("kind", ["complete", "huffman"])
 def test_the_probabilities_of_all_classes_add_up_to_one(kind: str, classes: int) -> None:
-    tree = nn.complete_tree(classes) if kind == "complete" else nn.huffman_tree(RNG.uniform(size=classes))
+    tree = (
+        nn.complete_tree(classes)
+        if kind == "complete"
+        else nn.huffman_tree(RNG.uniform(size=classes))
+    )
     assert tree.inner == classes - 1
-    weight, bias = jnp.asarray(RNG.normal(size=(classes - 1, D))), jnp.asarray(RNG.normal(size=classes - 1))
+    weight, bias = (
+        jnp.asarray(RNG.normal(size=(classes - 1, D))),
+        jnp.asarray(RNG.normal(size=classes - 1)),
+    )
     x = jnp.broadcast_to(jnp.asarray(RNG.normal(size=D)), (classes, D))
     loss = nn.hierarchical_sigmoid(weight, bias, x, jnp.arange(classes), tree)
     np.testing.assert_allclose(jnp.exp(-loss).sum(), 1.0, rtol=1e-12)
@@ -125,10 +152,13 @@ def test_the_probabilities_of_all_classes_add_up_to_one(kind: str, classes: int)
 
 @pytest.mark.parametrize("classes", [5, 8])
 def test_the_complete_tree_is_paddles(classes: int) -> None:
-    """`SimpleCode`: of classes + label, each bit below the highest is a turn, and the bits above it a node."""
+    """`SimpleCode`: of classes + label, each bit below the highest is a turn, and the bits above it
+    a node."""
     tree = nn.complete_tree(classes)
     weight, x = RNG.normal(size=(classes - 1, D)), RNG.normal(size=(classes, D))
-    made = nn.hierarchical_sigmoid(jnp.asarray(weight), None, jnp.asarray(x), jnp.arange(classes), tree)
+    made = nn.hierarchical_sigmoid(
+        jnp.asarray(weight), None, jnp.asarray(x), jnp.arange(classes), tree
+    )
     for label in range(classes):
         code, wanted = classes + label, 0.0
         for bit in range(code.bit_length() - 1):
@@ -153,7 +183,9 @@ def test_trees_that_are_none_are_refused() -> None:
         with pytest.raises(ConfigError, match="frequencies must be"):
             nn.huffman_tree(wrong)
     with pytest.raises(ConfigError, match="do not fit"):
-        nn.hierarchical_sigmoid(jnp.ones((4, D)), None, jnp.ones((2, D)), jnp.zeros(2, int), nn.complete_tree(4))
+        nn.hierarchical_sigmoid(
+            jnp.ones((4, D)), None, jnp.ones((2, D)), jnp.zeros(2, int), nn.complete_tree(4)
+        )
 
 
 # -- as tables -------------------------------------------------------------------------------------
@@ -163,7 +195,9 @@ TREE = nn.huffman_tree(np.arange(1, V + 1))
 
 def skip_gram(p: Any, center: jax.Array, context: jax.Array) -> jax.Array:
     noise = SAMPLERS["log-uniform"].draw(jax.random.key(3), (4,))
-    return nn.nce_loss(p["out"], p["bias"], p["emb"][center], context, noise, SAMPLERS["log-uniform"]).mean()
+    return nn.nce_loss(
+        p["out"], p["bias"], p["emb"][center], context, noise, SAMPLERS["log-uniform"]
+    ).mean()
 
 
 def by_tree(p: Any, center: jax.Array, context: jax.Array) -> jax.Array:
@@ -171,13 +205,19 @@ def by_tree(p: Any, center: jax.Array, context: jax.Array) -> jax.Array:
 
 
 def bags(p: Any, center: jax.Array, context: jax.Array) -> jax.Array:
-    bag = nn.embedding_bag(p["emb"], jnp.concatenate([center, context]), jnp.tile(jnp.arange(B), 2), B, mode="mean")
+    bag = nn.embedding_bag(
+        p["emb"], jnp.concatenate([center, context]), jnp.tile(jnp.arange(B), 2), B, mode="mean"
+    )
     return jnp.mean((bag @ p["w"]) ** 2)
 
 
 @pytest.mark.parametrize(
     "loss, tables",
-    [(skip_gram, {"params/emb", "params/out", "params/bias"}), (by_tree, {"params/emb"}), (bags, {"params/emb"})],
+    [
+        (skip_gram, {"params/emb", "params/out", "params/bias"}),
+        (by_tree, {"params/emb"}),
+        (bags, {"params/emb"}),
+    ],
 )
 def test_their_tables_are_tables_of_a_plan(loss: Any, tables: set[str]) -> None:
     params = {"emb": np.ones((V, D)), "out": np.ones((V, D)), "bias": np.ones(V), "w": np.ones(D)}

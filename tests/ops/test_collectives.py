@@ -1,4 +1,5 @@
-"""Collectives: the meanings in a record agree, and one that is registered is all that the package needs to know."""
+"""Collectives: the meanings in a record agree, and one that is registered is all that the package
+needs to know."""
 
 from __future__ import annotations
 
@@ -52,9 +53,15 @@ def mine_of(k: int) -> Any:
 def check_meanings(name: str, *values: Any) -> None:
     """Compare the lowering of a collective with its meaning in NumPy, and both with its type."""
     record = COLLECTIVES[name]
-    params = dict(zip(record.params, values, strict=True)) | {"name": "", "size": TRAINERS, "owners": ()}
+    params = dict(zip(record.params, values, strict=True)) | {
+        "name": "",
+        "size": TRAINERS,
+        "owners": (),
+    }
     lowering = UNDER_VMAP.get(record.primitive, OVER_AXIS[record.primitive])
-    (found,) = jax.vmap(lambda x: lowering(x, over=("trainers",), **params), axis_name="trainers")(PARTS)
+    (found,) = jax.vmap(lambda x: lowering(x, over=("trainers",), **params), axis_name="trainers")(
+        PARTS
+    )
     part = jax.ShapeDtypeStruct(PARTS.shape[1:], PARTS.dtype)
     aval = jax.make_jaxpr(lambda x: x)(part).in_avals[0]
     for k in range(TRAINERS):
@@ -126,7 +133,9 @@ def programs() -> tuple[Any, Any]:
     return dtrans.trace(STEP, *jax.eval_shape(init, KEY), *parts), dtrans.trace(init, KEY)
 
 
-def by_first(plan: dtrans.CollectivePlan, first_sum: Primitive, count: int) -> dtrans.CollectivePlan:
+def by_first(
+    plan: dtrans.CollectivePlan, first_sum: Primitive, count: int
+) -> dtrans.CollectivePlan:
     """Return the plan with each sum of all trainers as one of the first trainers."""
 
     def replaced(eqn: JaxprEqn) -> JaxprEqn:
@@ -144,21 +153,29 @@ def test_a_plan_runs_counts_and_verifies_a_new_collective(first_sum: Primitive) 
     plan = dtrans.nccl2(*programs(), trainers=TRAINERS)
     new = by_first(plan, first_sum, TRAINERS)
     kinds = {eqn.primitive for eqn, _ in collectives(new.program.jaxpr)}
-    assert kinds == {first_sum} and new.costs() == plan.costs() and new.bytes_per_step == plan.bytes_per_step
+    assert (
+        kinds == {first_sum}
+        and new.costs() == plan.costs()
+        and new.bytes_per_step == plan.bytes_per_step
+    )
     assert is_of_cluster(new.program) and axes_of(new.program, TRAINERS) == dict(plan.axes)
     wanted = STEP(*init(KEY), *BATCH)
     for job in (new.on_mesh(), new.simulate()):
         state, value = job.step(job.init(KEY), *BATCH)
         tree_close(job.params(state), wanted[0], 1e-12)
         tree_close(value, wanted[2], 1e-12)
-    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in BATCH]  # those of a part would be planned anew
+    types = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype) for x in BATCH
+    ]  # those of a part would be planned anew
     assert (report := new.verify(*types)), str(report)
     assert not by_first(plan, first_sum, TRAINERS - 1).verify(*types).equal
 
 
 def test_a_new_collective_goes_through_servers(first_sum: Primitive) -> None:
     """In the program of a trainer, and where a server makes answers of parts."""
-    jaxpr = jax.make_jaxpr(lambda x: first_sum.bind(x, name="", over=("trainers",), count=2))(jnp.ones(3))
+    jaxpr = jax.make_jaxpr(lambda x: first_sum.bind(x, name="", over=("trainers",), count=2))(
+        jnp.ones(3)
+    )
     ((made,), _) = in_rounds(["a:1"], 0, TRAINERS)(jaxpr.eqns, [""], jaxpr.jaxpr.outvars)
     assert made.primitive is exchange_p and made.params["how"] == (("first_sum", 2),)
     assert rpc.exchange_p.abstract_eval(*jaxpr.in_avals, **made.params)[0][0].shape == (3,)

@@ -1,7 +1,9 @@
-"""Every program that was recorded of Paddle's DistributeTranspiler, against what dtrans makes of the same model: where
-blocks live, what a trainer says and when, what each server does with a gradient, and what it starts from.
+"""Every program that was recorded of Paddle's DistributeTranspiler, against what dtrans makes of
+the same model: where blocks live, what a trainer says and when, what each server does with a
+gradient, and what it starts from.
 
-`golden/transpiled.json` has what paddlepaddle 1.8.5 did. Where dtrans differs, it is on purpose, and said here.
+`golden/transpiled.json` has what paddlepaddle 1.8.5 did. Where dtrans differs, it is on purpose,
+and said here.
 """
 
 from __future__ import annotations
@@ -13,7 +15,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assemble, blocks_of, communication, distance, evaluate, plain_step, serve, start_servers
+from helpers import (
+    assemble,
+    blocks_of,
+    communication,
+    distance,
+    evaluate,
+    plain_step,
+    serve,
+    start_servers,
+)
 from paddle_golden import (
     CASES,
     DISTRIBUTED,
@@ -44,27 +55,37 @@ from dtrans.step.cut import GRAD
 # What is done for a table has other names here, and `send_rows` takes the gradient apart itself.
 OF_TABLES = [
     (["distributed_lookup_table"], ["split_ids", "prefetch"]),
-    (["split_ids", "prefetch", "merge_ids"], ["split_ids", "prefetch"]),  # what gives rows to lookups is a gather
+    (
+        ["split_ids", "prefetch", "merge_ids"],
+        ["split_ids", "prefetch"],
+    ),  # what gives rows to lookups is a gather
     (["split_selected_rows", "send"], ["send_rows"]),
     (["split_ids", "send"], ["send_rows"]),
 ]
 
-# The rows of the next step are asked for when all of this one is sent, also where steps do not wait for each other.
+# The rows of the next step are asked for when all of this one is sent, also where steps do not wait
+# for each other.
 WAITS = {"emb1_sparse_adam_async"}
 
 # Servers need no block to look up rows, nor one to save them.
 NO_BLOCKS = (["lookup_sparse_table"], ["save"])
 
-# Rounds of sums among the servers. Paddle took the norms of LARS over the rows of one server, which is another
-# optimizer, and could not clip by a global norm at all.
+# Rounds of sums among the servers. Paddle took the norms of LARS over the rows of one server, which
+# is another optimizer, and could not clip by a global norm at all.
 ROUNDS = {"fc_lars_momentum": 1, "fc_sgd_clip_global_opt": 1}
 
 # Optimizer state in the shape of the parameter, as many for each.
 ACCUMULATORS = {"fc_momentum": 1, "fc_adam": 2, "mlp_adam_lr_exponential": 2, "fc_adagrad": 1, "fc_lars_momentum": 1,
                 "emb1_sparse_adam_async": 2, "mlp_adam_dcasgd": 2}  # fmt: skip
 
-# Adam's powers of beta: two numbers for each block in Paddle. Here they follow from one count of steps on each server.
-BETA_POWERS = {"fc_adam": 2, "mlp_adam_lr_exponential": 2, "emb1_sparse_adam_async": 2, "mlp_adam_dcasgd": 2}
+# Adam's powers of beta: two numbers for each block in Paddle. Here they follow from one count of
+# steps on each server.
+BETA_POWERS = {
+    "fc_adam": 2,
+    "mlp_adam_lr_exponential": 2,
+    "emb1_sparse_adam_async": 2,
+    "mlp_adam_dcasgd": 2,
+}
 
 
 @pytest.fixture(scope="module", params=[*CASES, *DISTRIBUTED])
@@ -90,12 +111,16 @@ def case(request: Any) -> SimpleNamespace:
 
 
 def with_table(name: str, recorded: dict[str, Any]) -> dict[str, Any]:
-    """A recorded case whose table was kept out of what is placed: its rows as blocks, and their updates as of others.
+    """A recorded case whose table was kept out of what is placed: its rows as blocks, and their
+    updates as of others.
 
     Gradients of all trainers were added up, where those of other parameters were averaged.
     """
     shape = [-(-1000 // recorded["pservers"]), 64]
-    blocks = {ep: [*b, [f"shared_w.block{i}", shape]] for i, (ep, b) in enumerate(recorded["placement"].items())}
+    blocks = {
+        ep: [*b, [f"shared_w.block{i}", shape]]
+        for i, (ep, b) in enumerate(recorded["placement"].items())
+    }
     servers = {}
     for ep, server in recorded["servers"].items():
         does = [b for b in server["blocks"] if b not in NO_BLOCKS]
@@ -134,7 +159,9 @@ def test_geo_sgd_is_as_recorded() -> None:
     mine: dict[str, list[Any]] = {ep: [] for ep in plan.servers}
     for b in plan.placement.table:
         mine[b.endpoint].append([short(b.name), list(b.shape)])
-    assert {ep: sorted(x) for ep, x in mine.items()} == {ep: sorted(x) for ep, x in recorded["placement"].items()}
+    assert {ep: sorted(x) for ep, x in mine.items()} == {
+        ep: sorted(x) for ep, x in recorded["placement"].items()
+    }
     assert communication(t.get_trainer_program()) == recorded["trainer"]
     assert communication(t.get_trainer_startup_program()) == recorded["startup"]
     assert t.get_trainer_program().ops[-1].type == "send", "after the optimizer"
@@ -144,7 +171,9 @@ def test_geo_sgd_is_as_recorded() -> None:
         assert [[e.primitive.name for e in b.jaxpr.jaxpr.eqns] for b in blocks] == there["blocks"]
         names = {f"params/{name}" for name, _ in recorded["placement"][ep]}
         assert {b.name for b in blocks} == names == set(plan.servers[ep].startup.out_names)
-        assert serve_op.params["grad_to_block_id"] == tuple(f"{b.name}.delta:{i + 1}" for i, b in enumerate(blocks))
+        assert serve_op.params["grad_to_block_id"] == tuple(
+            f"{b.name}.delta:{i + 1}" for i, b in enumerate(blocks)
+        )
 
 
 # -- placement -------------------------------------------------------------------------------------
@@ -160,16 +189,25 @@ def test_blocks_live_where_paddle_put_them(case: Any) -> None:
 
 
 def test_a_regularizer_does_not_come_first() -> None:
-    """Paddle dispatched a parameter that has one before all others; by name it comes second, as without."""
+    """Paddle dispatched a parameter that has one before all others; by name it comes second, as
+    without."""
     _, make, batch = NETS["fc"]
     step = dtrans.make_train_step(fc, L2)
     params = jax.eval_shape(make, KEY)
     state = jax.eval_shape(L2.init, params)
     startup = dtrans.trace(lambda key: (p := make(key), L2.init(p)), KEY)
-    plan: Any = transpiled(RECORDED["fc_sgd_l2_w"], dtrans.trace(step, params, state, *batch), startup).plan
-    mine = {ep: [short(b.name) for b in plan.placement.table if b.endpoint == ep] for ep in plan.servers}
-    assert mine == {ep: [n for n, _ in blocks] for ep, blocks in RECORDED["fc_sgd"]["placement"].items()}
-    assert mine != {ep: [n for n, _ in blocks] for ep, blocks in RECORDED["fc_sgd_l2_w"]["placement"].items()}
+    plan: Any = transpiled(
+        RECORDED["fc_sgd_l2_w"], dtrans.trace(step, params, state, *batch), startup
+    ).plan
+    mine = {
+        ep: [short(b.name) for b in plan.placement.table if b.endpoint == ep] for ep in plan.servers
+    }
+    assert mine == {
+        ep: [n for n, _ in blocks] for ep, blocks in RECORDED["fc_sgd"]["placement"].items()
+    }
+    assert mine != {
+        ep: [n for n, _ in blocks] for ep, blocks in RECORDED["fc_sgd_l2_w"]["placement"].items()
+    }
 
 
 # -- trainers --------------------------------------------------------------------------------------
@@ -180,7 +218,8 @@ def test_a_trainer_says_what_paddles_said_in_that_order(case: Any) -> None:
 
 
 def test_each_gradient_is_sent_as_soon_as_it_is_made(case: Any) -> None:
-    """In the order in which Paddle's backward pass made them; a split may come between, nothing else."""
+    """In the order in which Paddle's backward pass made them; a split may come between, nothing
+    else."""
     ops = case.trainer.ops
     at = [i for i, op in enumerate(ops) if op.type in ("send", "send_rows")]
     sent = []
@@ -191,7 +230,9 @@ def test_each_gradient_is_sent_as_soon_as_it_is_made(case: Any) -> None:
         assert maker.role == "backward"
         sent.append(short(whole.removesuffix(GRAD)))
     assert sent == case.recorded["sends"]
-    assert any(op.role == "backward" for op in ops[at[0] : at[-1]]), "no send waits for the end of the backward pass"
+    assert any(op.role == "backward" for op in ops[at[0] : at[-1]]), (
+        "no send waits for the end of the backward pass"
+    )
 
 
 def test_each_send_goes_where_its_block_lives(case: Any) -> None:
@@ -203,12 +244,22 @@ def test_each_send_goes_where_its_block_lives(case: Any) -> None:
     assert {n: ep for s in sends for n, ep in zip(s["names"], s["epmap"], strict=True)} == lives
 
 
-def test_there_is_one_recv_for_each_parameter_and_one_concat_for_each_that_was_cut(case: Any) -> None:
-    table = {n: blocks for n, blocks in case.plan.placement.blocks.items() if n not in case.plan.tables.of}
+def test_there_is_one_recv_for_each_parameter_and_one_concat_for_each_that_was_cut(
+    case: Any,
+) -> None:
+    table = {
+        n: blocks
+        for n, blocks in case.plan.placement.blocks.items()
+        if n not in case.plan.tables.of
+    }
     for program in (case.trainer, case.trainer_startup):
         recvs = [op.attrs for op in program.ops if op.type == "recv"]
-        assert [r["names"] for r in recvs] == [tuple(b.name for b in blocks) for blocks in table.values()]
-        assert [r["epmap"] for r in recvs] == [tuple(b.endpoint for b in blocks) for blocks in table.values()]
+        assert [r["names"] for r in recvs] == [
+            tuple(b.name for b in blocks) for blocks in table.values()
+        ]
+        assert [r["epmap"] for r in recvs] == [
+            tuple(b.endpoint for b in blocks) for blocks in table.values()
+        ]
         concats = [op for op in program.ops if op.type == "concat"]
         assert len(concats) == sum(len(blocks) > 1 for blocks in table.values())
         assert {op.attrs["axis"] for op in concats} <= {0}
@@ -217,7 +268,8 @@ def test_there_is_one_recv_for_each_parameter_and_one_concat_for_each_that_was_c
 
 
 def test_a_trainer_starts_with_what_the_servers_made(case: Any) -> None:
-    """Paddle's made parameters of its own first, and wrote what it received over them; here it only receives."""
+    """Paddle's made parameters of its own first, and wrote what it received over them; here it only
+    receives."""
     assert [op.type for op in case.trainer_startup.ops] == communication(case.trainer_startup)
     assert communication(case.trainer_startup) == expected_trainer(case, "startup")
 
@@ -233,7 +285,8 @@ KINDS = {
 
 
 def compensation(block: Any, grads: list[str]) -> int:
-    """How many equations compensate a gradient for its delay: up to the sum of it and what comes from the backup."""
+    """How many equations compensate a gradient for its delay: up to the sum of it and what comes
+    from the backup."""
     inner = block.jaxpr.jaxpr
     of_backup = {v for n, v in zip(block.in_names, inner.invars, strict=True) if n.endswith(".bak")}
     grad_vars = {v for n, v in zip(block.in_names, inner.invars, strict=True) if n in grads}
@@ -268,8 +321,8 @@ def expected_kinds(case: Any) -> dict[str, dict[str, list[str]]]:
         if case.name in WITHOUT_CLIP:
             does = [[*b[:-1], "clip", b[-1]] for b in does]
         if case.recorded["trainers"] == 1:
-            # Paddle's server has a sum of g.trainer_0 here, and the trainer sends g: it never came. There is
-            # nothing to merge, so nothing merges
+            # Paddle's server has a sum of g.trainer_0 here, and the trainer sends g: it never came.
+            # There is nothing to merge, so nothing merges
             does = [[k for k in b if k not in ("merge", "mean")] for b in does]
         expected[endpoint] = dict(zip(names, does, strict=True))
     return expected
@@ -288,7 +341,9 @@ def test_servers_do_with_each_block_what_paddles_did(case: Any) -> None:
         for unit in units:
             (block,) = unit.blocks
             grads = [block.gradient(k, case.merged) for k in range(case.merged)]
-            mine[endpoint][short(block.name)] = kinds([b for b in optimize if b.name == unit.name], grads)
+            mine[endpoint][short(block.name)] = kinds(
+                [b for b in optimize if b.name == unit.name], grads
+            )
     assert mine == expected_kinds(case)
 
 
@@ -307,7 +362,8 @@ def test_servers_have_as_many_blocks_as_paddles(case: Any) -> None:
 
 
 def test_a_schedule_is_one_block_on_each_server(case: Any) -> None:
-    """The first. Adam has one without a schedule too: of the count of its steps, which Paddle keeps with each block."""
+    """The first. Adam has one without a schedule too: of the count of its steps, which Paddle keeps
+    with each block."""
     for endpoint in case.plan.servers:
         blocks = blocks_of(case.plan, endpoint)
         scheduled = [b.role for b in blocks].count("lr_sched")
@@ -321,13 +377,25 @@ def test_a_schedule_is_one_block_on_each_server(case: Any) -> None:
 
 def test_optimizer_state_is_cut_as_its_parameter_is(case: Any) -> None:
     for endpoint, units in case.plan.placement.units.items():
-        held = {n: t for n, t in case.plan.servers[endpoint].main.inputs.items() if not n.endswith("_bak")}
+        held = {
+            n: t
+            for n, t in case.plan.servers[endpoint].main.inputs.items()
+            if not n.endswith("_bak")
+        }
         copies = len(case.plan.servers[endpoint].main.inputs) - len(held)
-        assert copies == case.recorded["servers"][endpoint].get("copies", 0), "one of each block for each trainer"
+        assert copies == case.recorded["servers"][endpoint].get("copies", 0), (
+            "one of each block for each trainer"
+        )
         for unit in units:
             (block,) = unit.blocks
-            suffix = short(block.leaf) if block.count == 1 else f"{short(block.leaf)}.block{block.index}"
-            mine = [t.shape for n, t in held.items() if n.startswith("opt_state/") and n.endswith("/" + suffix)]
+            suffix = (
+                short(block.leaf) if block.count == 1 else f"{short(block.leaf)}.block{block.index}"
+            )
+            mine = [
+                t.shape
+                for n, t in held.items()
+                if n.startswith("opt_state/") and n.endswith("/" + suffix)
+            ]
             assert mine == [block.shape] * ACCUMULATORS.get(case.name, 0)
         rest = [n for n in held if n.endswith("/count")]
         assert len(held) == len(units) * (1 + ACCUMULATORS.get(case.name, 0)) + len(rest)
@@ -335,7 +403,8 @@ def test_optimizer_state_is_cut_as_its_parameter_is(case: Any) -> None:
 
 
 def test_servers_start_with_what_paddles_started_with(case: Any) -> None:
-    """A value for each parameter block and accumulator; what else Paddle's made is a number, and told here."""
+    """A value for each parameter block and accumulator; what else Paddle's made is a number, and
+    told here."""
     for endpoint, role in case.plan.servers.items():
         recorded = case.recorded["servers"][endpoint]
         assert role.startup.out_names == role.main.in_names
@@ -346,7 +415,9 @@ def test_servers_start_with_what_paddles_started_with(case: Any) -> None:
         assert len(mine) == recorded["constants"] + recorded["random"] - numbers
         weights = {"fc_w", "w1", "w2", "shared_w"}
         assert sum(short(b.leaf) in weights for u in blocks for b in u.blocks) == recorded["random"]
-        on_use = [e.params["write"](1) for e in role.startup.eqns if e.primitive is init_on_use_p]  # rows of tables
+        on_use = [
+            e.params["write"](1) for e in role.startup.eqns if e.primitive is init_on_use_p
+        ]  # rows of tables
         eqns = [*role.startup.eqns, *(e for made in on_use for e in equations(made))]
         makes_random = any(e.primitive.name == "random_bits" for e in eqns)
         assert makes_random == bool(recorded["random"]), "nothing is made for another server"
@@ -354,7 +425,8 @@ def test_servers_start_with_what_paddles_started_with(case: Any) -> None:
 
 @pytest.mark.sampled(1)
 def test_servers_start_with_rows_of_what_one_device_would_make(case: Any) -> None:
-    """In Paddle each block was drawn by itself, with the same seed: all blocks of a parameter had the same rows."""
+    """In Paddle each block was drawn by itself, with the same seed: all blocks of a parameter had
+    the same rows."""
     init = case.plan.startup
     whole = dict(zip(init.out_names, evaluate(init.jaxpr, *init.flatten(KEY)), strict=True))
     found = assemble(case.plan, start_servers(case.plan, KEY), list(whole))
@@ -365,19 +437,26 @@ def test_servers_start_with_rows_of_what_one_device_would_make(case: Any) -> Non
 
 @pytest.mark.sampled(2)
 def test_a_step_of_the_servers_is_one_of_one_device_on_the_mean_gradient(case: Any) -> None:
-    """Two of them, for the schedule to move: merge, mean, regularize, clip and update are in the right order."""
+    """Two of them, for the schedule to move: merge, mean, regularize, clip and update are in the
+    right order."""
     net, tx = (CASES | DISTRIBUTED)[case.name]
     params = NETS[net][1](KEY)
     state = tx.init(params)
     held = start_servers(case.plan, KEY)
     rng = np.random.default_rng(0)
-    step = jax.jit(plain_step(lambda p, g: sum(jax.tree.leaves(jax.tree.map(lambda a, b: jnp.sum(a * b), p, g))), tx))
+    step = jax.jit(
+        plain_step(
+            lambda p, g: sum(jax.tree.leaves(jax.tree.map(lambda a, b: jnp.sum(a * b), p, g))), tx
+        )
+    )
     for _ in range(2):
         of_trainers = [
             jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape) * 0.01, p.dtype), params)
             for _ in range(case.merged)
         ]
-        held = serve(case.plan, held, [{f"params/{n}": g for n, g in leaves(gs)} for gs in of_trainers])
+        held = serve(
+            case.plan, held, [{f"params/{n}": g for n, g in leaves(gs)} for gs in of_trainers]
+        )
         mean = jax.tree.map(lambda *gs: sum(gs) / len(gs), *of_trainers)
         params, state, _ = step(params, state, mean)
     expected = dict(named((params, state)))
@@ -395,7 +474,9 @@ def leaves(tree: Any) -> list[tuple[str, Any]]:
 def named(state: tuple[Any, Any]) -> list[tuple[str, Any]]:
     """Name to array, of the parameters and the optimizer's state."""
     return [
-        (f"{root}/{n}", x) for root, tree in zip(("params", "opt_state"), state, strict=True) for n, x in leaves(tree)
+        (f"{root}/{n}", x)
+        for root, tree in zip(("params", "opt_state"), state, strict=True)
+        for n, x in leaves(tree)
     ]
 
 
@@ -403,13 +484,18 @@ def named(state: tuple[Any, Any]) -> list[tuple[str, Any]]:
 
 
 def test_a_trainer_has_no_row_of_a_table(case: Any) -> None:
-    """One `prefetch` for all lookups; what it starts with has none, and no value has as many rows as the table."""
+    """One `prefetch` for all lookups; what it starts with has none, and no value has as many rows
+    as the table."""
     table = "params/shared_w"
     if case.name not in TABLES:
         assert not case.plan.tables.of
         return
-    (ids,), (rows,) = ([op for op in case.trainer.ops if op.type == n] for n in ("split_ids", "prefetch"))
-    assert ids.attrs["rows"] == 1000 and ids.attrs["size"] == (448 if case.name.startswith("emb2") else 224)
+    (ids,), (rows,) = (
+        [op for op in case.trainer.ops if op.type == n] for n in ("split_ids", "prefetch")
+    )
+    assert ids.attrs["rows"] == 1000 and ids.attrs["size"] == (
+        448 if case.name.startswith("emb2") else 224
+    )
     assert rows.attrs["names"] == tuple(b.name for b in case.plan.placement.blocks[table])
     assert rows.attrs["epmap"] == tuple(case.plan.servers)
     (fake,) = (op for op in case.trainer_startup.ops if op.type == "fake_init")
@@ -419,18 +505,26 @@ def test_a_trainer_has_no_row_of_a_table(case: Any) -> None:
         assert 1000 not in {n for v in values for n in v.aval.shape}
     size = ids.attrs["size"]
     others = sum(b.nbytes for b in case.plan.placement.table if b.leaf != table)
-    assert case.plan.bytes_per_step == {"send": others + size * (4 + 64 * 4), "recv": others + size * 64 * 4}
+    assert case.plan.bytes_per_step == {
+        "send": others + size * (4 + 64 * 4),
+        "recv": others + size * 64 * 4,
+    }
 
 
 @pytest.mark.parametrize("pservers", [1, 2, 3, 7])
 def test_a_distributed_table_has_each_row_on_the_server_of_its_number(pservers: int) -> None:
-    """`id % pservers`, and `id // pservers` there; where they do not divide the rows, Paddle's servers had padding."""
+    """`id % pservers`, and `id // pservers` there; where they do not divide the rows, Paddle's
+    servers had padding."""
     (name,) = DISTRIBUTED
-    plan: Any = transpiled({**RECORDED[name], "pservers": pservers}, *programs(name), TABLES[name]).plan
+    plan: Any = transpiled(
+        {**RECORDED[name], "pservers": pservers}, *programs(name), TABLES[name]
+    ).plan
     blocks = plan.placement.blocks["params/shared_w"]
     assert [b.endpoint for b in blocks] == list(plan.servers)
     assert max(b.rows for b in blocks) == -(-1000 // pservers)
     ids = np.arange(1000)
     for k, b in enumerate(blocks):
         assert np.array_equal(ids[b.span.among(ids)], np.arange(k, 1000, pservers))
-        assert np.array_equal(b.span.local(np.arange(k, 1000, pservers)), np.arange(k, 1000, pservers) // pservers)
+        assert np.array_equal(
+            b.span.local(np.arange(k, 1000, pservers)), np.arange(k, 1000, pservers) // pservers
+        )

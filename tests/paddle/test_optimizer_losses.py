@@ -1,8 +1,9 @@
 """Losses of jobs that were recorded of paddlepaddle 1.8.5, step for step, in float32.
 
-`golden/paddle-optimizers.json` has seven runs, and `golden/optimizers.json` the other optimizers, the clips and the
-decays of the learning rate, recorded of the same problem. (The problem's batch has 64 rows: those of two seeds. The
-text in the former has the first 32 alone, which do not give its losses.)
+`golden/paddle-optimizers.json` has seven runs, and `golden/optimizers.json` the other optimizers,
+the clips and the decays of the learning rate, recorded of the same problem. (The problem's batch
+has 64 rows: those of two seeds. The text in the former has the first 32 alone, which do not give
+its losses.)
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ STEPS = 40
 
 def l1_decay(coeff):
     """Paddle's L1Decay, as the page of the module says."""
-    return optax.stateless(lambda grads, params: jax.tree.map(lambda g, p: g + coeff * jnp.sign(p), grads, params))
+    return optax.stateless(
+        lambda grads, params: jax.tree.map(lambda g, p: g + coeff * jnp.sign(p), grads, params)
+    )
 
 
 # by their names in golden/paddle-optimizers.json
@@ -75,7 +78,9 @@ RUNS = {
     "adam": adam(0.05),
     "adam, epsilon": adam(0.05, beta1=0.8, beta2=0.99, epsilon=0.1),
     "adamw": adamw(0.05, weight_decay=0.01),
-    "adamw, bias excluded": adamw(0.05, 0.02, epsilon=0.1, apply_decay_param_fun=lambda name: name != "b"),
+    "adamw, bias excluded": adamw(
+        0.05, 0.02, epsilon=0.1, apply_decay_param_fun=lambda name: name != "b"
+    ),
     "adamax, epsilon": adamax(0.02, beta1=0.8, beta2=0.9, epsilon=0.1),
     "adagrad, epsilon": adagrad(0.05, epsilon=0.1, initial_accumulator_value=0.1),
     "decayed_adagrad": decayed_adagrad(0.01),
@@ -84,17 +89,25 @@ RUNS = {
     "rmsprop, epsilon": rmsprop(0.01, rho=0.8, epsilon=0.1, momentum=0.5),
     "ftrl, power": ftrl(0.05, l1=0.1, l2=0.5, lr_power=-0.4),
     "lamb": lamb(0.01),
-    "lamb, excluded": lamb(0.02, 0.1, 0.8, 0.99, 0.1, exclude_from_weight_decay_fn=lambda name: name == "w"),
+    "lamb, excluded": lamb(
+        0.02, 0.1, 0.8, 0.99, 0.1, exclude_from_weight_decay_fn=lambda name: name == "w"
+    ),
     "lars_momentum": lars_momentum(0.5, 0.9, lars_coeff=0.1),
     "lars_momentum, no decay": lars_momentum(0.5, 0.9, lars_coeff=0.1, lars_weight_decay=0.0),
     "lars_momentum, decay": lars_momentum(0.5, 0.9, lars_coeff=0.1, lars_weight_decay=0.1),
     "dpsgd": dpsgd(0.05, clip=1.0, batch_size=16.0, sigma=0.5, seed=100),
     "dpsgd, another seed": dpsgd(0.05, clip=2.0, batch_size=4.0, sigma=0.5, seed=7),
     "gradient_clip_by_value": optax.chain(gradient_clip_by_value(0.5), sgd(0.05)),
-    "gradient_clip_by_value, min": optax.chain(gradient_clip_by_value(max=0.5, min=-0.1), sgd(0.05)),
-    "gradient_clip_by_value, L1Decay": optax.chain(gradient_clip_by_value(0.5), l1_decay(0.1), sgd(0.05)),
+    "gradient_clip_by_value, min": optax.chain(
+        gradient_clip_by_value(max=0.5, min=-0.1), sgd(0.05)
+    ),
+    "gradient_clip_by_value, L1Decay": optax.chain(
+        gradient_clip_by_value(0.5), l1_decay(0.1), sgd(0.05)
+    ),
     "gradient_clip_by_norm": optax.chain(gradient_clip_by_norm(1.0), sgd(0.05)),
-    "gradient_clip_by_norm, bias alone": optax.chain(gradient_clip_by_norm(0.1, lambda name: name == "b"), sgd(0.02)),
+    "gradient_clip_by_norm, bias alone": optax.chain(
+        gradient_clip_by_norm(0.1, lambda name: name == "b"), sgd(0.02)
+    ),
     "gradient_clip_by_global_norm": optax.chain(gradient_clip_by_global_norm(1.0), sgd(0.05)),
     "gradient_clip_by_global_norm, L2Decay": optax.chain(
         gradient_clip_by_global_norm(1.0), optax.add_decayed_weights(0.1), momentum(0.02, 0.9)
@@ -117,7 +130,9 @@ DECAYS = {
     "multi_step_decay": multi_step_decay(0.5, milestones=[3, 7, 20], decay_rate=0.5),
     "linear_lr_warmup": linear_lr_warmup(0.05, 10, 0.01, 0.1),
     "linear_lr_warmup, cosine_decay": linear_lr_warmup(cosine_decay(0.05, 5, 8), 10, 0.0, 0.05),
-    "linear_lr_warmup, noam_decay": linear_lr_warmup(noam_decay(20, 10, 0.5), 10, 0.0, 0.05, begin=1),
+    "linear_lr_warmup, noam_decay": linear_lr_warmup(
+        noam_decay(20, 10, 0.5), 10, 0.0, 0.05, begin=1
+    ),
 }
 
 
@@ -142,7 +157,9 @@ def train(tx, batches):
         return (optax.apply_updates(params, updates), state), value
 
     params = {"b": jnp.zeros(1), "w": jnp.full((20, 1), 0.1)}
-    (params, _), losses = jax.jit(lambda start: jax.lax.scan(step, start, batches))((params, tx.init(params)))
+    (params, _), losses = jax.jit(lambda start: jax.lax.scan(step, start, batches))(
+        (params, tx.init(params))
+    )
     return losses, params
 
 
@@ -180,8 +197,13 @@ def test_decays_have_paddles_learning_rates(name):
 
 
 def test_every_public_function_was_recorded():
-    recorded = {name.partition(", ")[0] for name in (*RUNS, *DECAYS)} | set(SEVEN) - {"rmsprop_c", "nesterov"}
-    public = {name for name, value in vars(optimizers).items() if callable(value) and name.islower()}
+    recorded = {name.partition(", ")[0] for name in (*RUNS, *DECAYS)} | set(SEVEN) - {
+        "rmsprop_c",
+        "nesterov",
+    }
+    public = {
+        name for name, value in vars(optimizers).items() if callable(value) and name.islower()
+    }
     assert public == recorded
     assert set(SEVEN) == set(GIVEN)
     assert (set(RUNS), set(DECAYS)) == (set(RECORDED["runs"]), set(RECORDED["decays"]))

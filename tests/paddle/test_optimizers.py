@@ -1,6 +1,7 @@
-"""Paddle's optimizers: each against its kernel, written out in Python numbers, element after element, and against
-what the rule must be in cases where another optimizer, or arithmetic, says so. `fix=True` is compared with the paper's
-rule, written out likewise. (Recorded runs of Paddle are in test_optimizer_losses.py.)"""
+"""Paddle's optimizers: each against its kernel, written out in Python numbers, element after
+element, and against what the rule must be in cases where another optimizer, or arithmetic, says so.
+`fix=True` is compared with the paper's rule, written out likewise. (Recorded runs of Paddle are in
+test_optimizer_losses.py.)"""
 
 from __future__ import annotations
 
@@ -12,7 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import mlp_batch, mlp_loss, mlp_params, plain_run, plain_step, plan_of, tree_close, tree_equal
+from helpers import (
+    mlp_batch,
+    mlp_loss,
+    mlp_params,
+    plain_run,
+    plain_step,
+    plan_of,
+    tree_close,
+    tree_equal,
+)
 
 import dtrans
 from dtrans.errors import ConfigError
@@ -42,14 +52,22 @@ from dtrans.rows.analysis import analyse
 from dtrans.step.cut import cut
 
 
-SHAPES = {"scalar": (), "vector": (5,), "row": (1, 4), "matrix": (3, 4), "cube": (2, 3, 2), "none": (0, 3)}
+SHAPES = {
+    "scalar": (),
+    "vector": (5,),
+    "row": (1, 4),
+    "matrix": (3, 4),
+    "cube": (2, 3, 2),
+    "none": (0, 3),
+}
 STEPS = 6
 
 
-# -- the kernels, as the files under paddle/fluid/operators/optimizers/ have them --------------------
+# -- the kernels, as the files under paddle/fluid/operators/optimizers/ have them
+# --------------------
 #
-# Each changes the parameter and the accumulators that it is given. `t` is the number of the update, from 1, of which
-# Paddle keeps the powers of beta.
+# Each changes the parameter and the accumulators that it is given. `t` is the number of the update,
+# from 1, of which Paddle keeps the powers of beta.
 
 
 def sgd_kernel(p, g, t, lr):
@@ -76,7 +94,8 @@ def decayed_adagrad_kernel(p, g, moment, t, lr, decay=0.95, epsilon=1e-6):
 
 
 def adadelta_kernel(p, g, grads, updates, t, lr, epsilon=1e-6, rho=0.95):
-    """`update` of adadelta_op.h is an Eigen expression, computed where it is used: twice, before and after a write."""
+    """`update` of adadelta_op.h is an Eigen expression, computed where it is used: twice, before
+    and after a write."""
     for i in np.ndindex(p.shape):
         grads[i] = rho * grads[i] + (1 - rho) * g[i] ** 2
         update = lambda i=i: -math.sqrt((updates[i] + epsilon) / (grads[i] + epsilon)) * g[i]
@@ -84,7 +103,9 @@ def adadelta_kernel(p, g, grads, updates, t, lr, epsilon=1e-6, rho=0.95):
         p[i] += update()
 
 
-def rmsprop_kernel(p, g, square, grad, moment, t, lr, rho=0.95, epsilon=1e-6, momentum=0.0, centered=False):
+def rmsprop_kernel(
+    p, g, square, grad, moment, t, lr, rho=0.95, epsilon=1e-6, momentum=0.0, centered=False
+):
     for i in np.ndindex(p.shape):
         square[i] = rho * square[i] + (1 - rho) * g[i] * g[i]
         grad[i] = rho * grad[i] + (1 - rho) * g[i] if centered else 0
@@ -93,17 +114,23 @@ def rmsprop_kernel(p, g, square, grad, moment, t, lr, rho=0.95, epsilon=1e-6, mo
 
 
 def ftrl_kernel(p, g, squared, linear, t, lr, l1=0.0, l2=0.0, lr_power=-0.5, fix=False):
-    """The functor of ftrl_op.h, which takes one element; and `FtrlOptimizer`, whose attribute l2 is l1."""
+    """The functor of ftrl_op.h, which takes one element; and `FtrlOptimizer`, whose attribute l2 is
+    l1."""
     l1, l2 = l1 + 1e-10, (l2 if fix else l1) + 1e-10
     for i in np.ndindex(p.shape):
         new_acc = squared[i] + g[i] * g[i]
         if lr_power == -0.5:
             linear[i] += g[i] - (math.sqrt(new_acc) - math.sqrt(squared[i])) / lr * p[i]
         else:
-            linear[i] += g[i] - (math.pow(new_acc, -lr_power) - math.pow(squared[i], -lr_power)) / lr * p[i]
+            linear[i] += (
+                g[i] - (math.pow(new_acc, -lr_power) - math.pow(squared[i], -lr_power)) / lr * p[i]
+            )
         if math.fabs(linear[i]) > l1:
             x = -linear[i] + l1 if linear[i] >= 0 else -linear[i] - l1
-            y = 2 * l2 + (math.sqrt(new_acc) if lr_power == -0.5 else math.pow(new_acc, -lr_power)) / lr
+            y = (
+                2 * l2
+                + (math.sqrt(new_acc) if lr_power == -0.5 else math.pow(new_acc, -lr_power)) / lr
+            )
             p[i] = x / y
         else:
             p[i] = 0.0
@@ -132,7 +159,17 @@ def adamax_kernel(p, g, moment, inf_norm, t, lr, beta1=0.9, beta2=0.999, epsilon
 
 
 def lamb_kernel(
-    p, g, moment1, moment2, t, lr, lamb_weight_decay=0.01, beta1=0.9, beta2=0.999, epsilon=1e-6, corrects=False
+    p,
+    g,
+    moment1,
+    moment2,
+    t,
+    lr,
+    lamb_weight_decay=0.01,
+    beta1=0.9,
+    beta2=0.999,
+    epsilon=1e-6,
+    corrects=False,
 ):
     div = np.zeros_like(p)
     for i in np.ndindex(p.shape):
@@ -148,21 +185,33 @@ def lamb_kernel(
 
 
 def lars_momentum_kernel(
-    p, g, velocity, t, lr, momentum, lars_coeff=0.001, lars_weight_decay=0.0005, epsilon=0.0, rescale_grad=1.0
+    p,
+    g,
+    velocity,
+    t,
+    lr,
+    momentum,
+    lars_coeff=0.001,
+    lars_weight_decay=0.0005,
+    epsilon=0.0,
+    rescale_grad=1.0,
 ):
-    """That of 1.8, with the last two arguments of later ones; `TestLarsMomentumOp` in test_momentum_op.py has the
-    parameter itself for its norm in one place."""
+    """That of 1.8, with the last two arguments of later ones; `TestLarsMomentumOp` in
+    test_momentum_op.py has the parameter itself for its norm in one place."""
     p_norm, g_norm = length(p), length(rescale_grad * g)
     local_lr = lr
     if p_norm > 0 and g_norm > 0:
         local_lr = lr * lars_coeff * p_norm / (g_norm + lars_weight_decay * p_norm + epsilon)
     for i in np.ndindex(p.shape):
-        velocity[i] = velocity[i] * momentum + local_lr * (rescale_grad * g[i] + lars_weight_decay * p[i])
+        velocity[i] = velocity[i] * momentum + local_lr * (
+            rescale_grad * g[i] + lars_weight_decay * p[i]
+        )
         p[i] -= velocity[i]
 
 
 def dpsgd_kernel(p, g, t, lr, clip, batch_size, sigma, seed):
-    """With `std::minstd_rand` and Marsaglia's polar method in float, as the kernel for float32 has them."""
+    """With `std::minstd_rand` and Marsaglia's polar method in float, as the kernel for float32 has
+    them."""
     l2_norm = length(g)
     scale = l2_norm / clip if l2_norm > clip else 1.0
     engine, s = seed, 0.0
@@ -170,7 +219,10 @@ def dpsgd_kernel(p, g, t, lr, clip, batch_size, sigma, seed):
         v = []
         for _ in range(2):
             engine = engine * 48271 % 2147483647
-            v.append(np.float32(2) * np.float32(np.float32(engine - 1) / np.float32(2147483646)) - np.float32(1))
+            v.append(
+                np.float32(2) * np.float32(np.float32(engine - 1) / np.float32(2147483646))
+                - np.float32(1)
+            )
         s = v[0] * v[0] + v[1] * v[1]
     noise = float(np.float32(float(v[0]) * math.sqrt(-2 * math.log(s) / float(s)))) * sigma
     for i in np.ndindex(p.shape):
@@ -181,7 +233,8 @@ def length(x):
     return math.sqrt(sum(x[i] ** 2 for i in np.ndindex(x.shape)))
 
 
-# -- the papers, for fix=True --------------------------------------------------------------------------
+# -- the papers, for fix=True
+# --------------------------------------------------------------------------
 
 
 def adadelta_paper(p, g, grads, updates, t, lr, epsilon=1e-6, rho=0.95):
@@ -194,11 +247,15 @@ def adadelta_paper(p, g, grads, updates, t, lr, epsilon=1e-6, rho=0.95):
 
 
 def adam_paper(p, g, m, v, t, lr, beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.0):
-    """Kingma and Ba 2015, algorithm 1; Loshchilov and Hutter 2019, algorithm 2, with one learning rate."""
+    """Kingma and Ba 2015, algorithm 1; Loshchilov and Hutter 2019, algorithm 2, with one learning
+    rate."""
     for i in np.ndindex(p.shape):
         m[i] = beta1 * m[i] + (1 - beta1) * g[i]
         v[i] = beta2 * v[i] + (1 - beta2) * g[i] ** 2
-        p[i] -= lr * (m[i] / (1 - beta1**t) / (math.sqrt(v[i] / (1 - beta2**t)) + epsilon) + weight_decay * p[i])
+        p[i] -= lr * (
+            m[i] / (1 - beta1**t) / (math.sqrt(v[i] / (1 - beta2**t)) + epsilon)
+            + weight_decay * p[i]
+        )
 
 
 def adamax_paper(p, g, m, u, t, lr, beta1=0.9, beta2=0.999, epsilon=1e-8):
@@ -229,7 +286,13 @@ KERNELS = {
     lars_momentum: (lars_momentum_kernel, ("velocity",)),
     dpsgd: (dpsgd_kernel, ()),
 }
-PAPERS = {adadelta: adadelta_paper, adam: adam_paper, adamw: adam_paper, adamax: adamax_paper, lamb: lamb_paper}
+PAPERS = {
+    adadelta: adadelta_paper,
+    adam: adam_paper,
+    adamw: adam_paper,
+    adamax: adamax_paper,
+    lamb: lamb_paper,
+}
 
 CASES = {
     "sgd": (sgd, dict(learning_rate=0.1)),
@@ -242,7 +305,10 @@ CASES = {
     "adadelta": (adadelta, dict(learning_rate=0.1)),
     "adadelta-all": (adadelta, dict(learning_rate=0.1, epsilon=0.03, rho=0.7)),
     "rmsprop": (rmsprop, dict(learning_rate=0.01)),
-    "rmsprop-all": (rmsprop, dict(learning_rate=0.1, rho=0.8, epsilon=0.3, momentum=0.5, centered=True)),
+    "rmsprop-all": (
+        rmsprop,
+        dict(learning_rate=0.1, rho=0.8, epsilon=0.3, momentum=0.5, centered=True),
+    ),
     "ftrl": (ftrl, dict(learning_rate=0.1)),
     "ftrl-l1": (ftrl, dict(learning_rate=0.3, l1=0.6)),
     "ftrl-l2": (ftrl, dict(learning_rate=0.3, l2=0.7)),
@@ -257,13 +323,26 @@ CASES = {
     "adamax": (adamax, dict(learning_rate=0.1)),
     "adamax-all": (adamax, dict(learning_rate=0.1, beta1=0.7, beta2=0.9, epsilon=0.3)),
     "lamb": (lamb, dict(learning_rate=0.1)),
-    "lamb-all": (lamb, dict(learning_rate=0.1, lamb_weight_decay=0.3, beta1=0.7, beta2=0.9, epsilon=0.3)),
+    "lamb-all": (
+        lamb,
+        dict(learning_rate=0.1, lamb_weight_decay=0.3, beta1=0.7, beta2=0.9, epsilon=0.3),
+    ),
     "lars": (lars_momentum, dict(learning_rate=5.0, momentum=0.9)),
     "lars-all": (
         lars_momentum,
-        dict(learning_rate=2.0, momentum=0.5, lars_coeff=0.1, lars_weight_decay=0.3, epsilon=0.2, rescale_grad=0.25),
+        dict(
+            learning_rate=2.0,
+            momentum=0.5,
+            lars_coeff=0.1,
+            lars_weight_decay=0.3,
+            epsilon=0.2,
+            rescale_grad=0.25,
+        ),
     ),
-    "lars-no-decay": (lars_momentum, dict(learning_rate=2.0, momentum=0.9, lars_coeff=0.1, lars_weight_decay=0.0)),
+    "lars-no-decay": (
+        lars_momentum,
+        dict(learning_rate=2.0, momentum=0.9, lars_coeff=0.1, lars_weight_decay=0.0),
+    ),
     "dpsgd": (dpsgd, dict(learning_rate=0.1, clip=0.7, batch_size=4.0, sigma=0.5, seed=3)),
 }
 FIXED = {
@@ -271,7 +350,10 @@ FIXED = {
     "adam": (adam, dict(learning_rate=0.1, beta1=0.7, beta2=0.9, epsilon=0.3)),
     "adamw": (adamw, dict(learning_rate=0.1, weight_decay=0.05, epsilon=0.3)),
     "adamax": (adamax, dict(learning_rate=0.1, beta1=0.7, beta2=0.9, epsilon=0.3)),
-    "lamb": (lamb, dict(learning_rate=0.1, lamb_weight_decay=0.3, beta1=0.7, beta2=0.9, epsilon=0.3)),
+    "lamb": (
+        lamb,
+        dict(learning_rate=0.1, lamb_weight_decay=0.3, beta1=0.7, beta2=0.9, epsilon=0.3),
+    ),
 }
 # one of each kind that keeps its own state, where the options do not matter
 SOME = ["ftrl-l1-l2", "ftrl-power", "decayed_adagrad", "adagrad-all", "adadelta-all", "adam-all", "adamax-all",
@@ -289,7 +371,10 @@ def problem(dtype=np.float64, shapes=SHAPES, seed=0):
     rng = np.random.default_rng(seed)
     params = {n: jnp.asarray(rng.normal(size=s), dtype) for n, s in shapes.items()}
     grads = [
-        {n: jnp.asarray(rng.normal(size=s) * (rng.random(s) > 0.1), dtype) for n, s in shapes.items()}
+        {
+            n: jnp.asarray(rng.normal(size=s) * (rng.random(s) > 0.1), dtype)
+            for n, s in shapes.items()
+        }
         for _ in range(STEPS)
     ]
     return params, grads
@@ -334,7 +419,9 @@ def check(factory, options, dtype, rtol):
     want, accs = by_kernel(factory, options, params, grads)
     cast = lambda tree: {n: jnp.asarray(x, dtype) for n, x in tree.items()}
     tree_close(new, cast(want), rtol)
-    if type(state).__module__.startswith(dtrans.paddle.optimizers.__name__):  # optax has other names
+    if type(state).__module__.startswith(
+        dtrans.paddle.optimizers.__name__
+    ):  # optax has other names
         for name, acc in accs.items():
             tree_close(getattr(state, name), cast(acc), rtol)
 
@@ -423,15 +510,22 @@ def test_the_learning_rate_may_be_a_schedule(name):
         state = factory(**options).init(params)
         assert state.count is None
         accumulators = accumulators_of(state)
-        assert len(jax.tree.leaves(state)) == len(params) * len(accumulators) + BETAS.get(factory, 0)
+        assert len(jax.tree.leaves(state)) == len(params) * len(accumulators) + BETAS.get(
+            factory, 0
+        )
 
 
 def test_defaults_are_paddles():
-    """python/paddle/fluid/optimizer.py of 1.8, less what is not the rule's (names, regularization, precision), and with
-    what is of Paddle 2 or new here. That of dpsgd's batch size is no mistake of this table."""
+    """python/paddle/fluid/optimizer.py of 1.8, less what is not the rule's (names, regularization,
+    precision), and with what is of Paddle 2 or new here. That of dpsgd's batch size is no mistake
+    of this table."""
     beta = dict(beta1=0.9, beta2=0.999)
     defaults = {
-        f: {n: p.default for n, p in inspect.signature(f).parameters.items() if p.default is not p.empty}
+        f: {
+            n: p.default
+            for n, p in inspect.signature(f).parameters.items()
+            if p.default is not p.empty
+        }
         for f in KERNELS
     }
     assert defaults == {
@@ -444,7 +538,12 @@ def test_defaults_are_paddles():
         ftrl: dict(l1=0.0, l2=0.0, lr_power=-0.5, fix=False),
         adam: dict(learning_rate=0.001, **beta, epsilon=1e-8, fix=False),
         adamw: dict(
-            learning_rate=0.001, weight_decay=0.01, apply_decay_param_fun=None, **beta, epsilon=1e-8, fix=False
+            learning_rate=0.001,
+            weight_decay=0.01,
+            apply_decay_param_fun=None,
+            **beta,
+            epsilon=1e-8,
+            fix=False,
         ),
         adamax: dict(learning_rate=0.001, **beta, epsilon=1e-8, fix=False),
         lamb: dict(
@@ -456,9 +555,15 @@ def test_defaults_are_paddles():
             fix=False,
         ),
         lars_momentum: dict(
-            lars_coeff=0.001, lars_weight_decay=0.0005, exclude_from_weight_decay=None, epsilon=0, rescale_grad=1.0
+            lars_coeff=0.001,
+            lars_weight_decay=0.0005,
+            exclude_from_weight_decay=None,
+            epsilon=0,
+            rescale_grad=1.0,
         ),
-        dpsgd: dict(learning_rate=0.001, clip=0.9, batch_size=0.999, sigma=1e-8, seed=0, key=0, fix=False),
+        dpsgd: dict(
+            learning_rate=0.001, clip=0.9, batch_size=0.999, sigma=1e-8, seed=0, key=0, fix=False
+        ),
     }
     with pytest.raises(TypeError, match="momentum"):
         lars_momentum(0.1)
@@ -468,12 +573,15 @@ def test_defaults_are_paddles():
 
 
 def test_ftrl_without_regularization_is_adagrad():
-    """McMahan 2011: then the parameters that it sets are those that Adagrad moves to, wherever they began."""
+    """McMahan 2011: then the parameters that it sets are those that Adagrad moves to, wherever they
+    began."""
     with jax.enable_x64(True):
         shapes = {k: s for k, s in SHAPES.items() if k != "none"}
         rng = np.random.default_rng(1)
         params, _ = problem(shapes=shapes)
-        grads = [{n: jnp.asarray(rng.normal(size=s)) for n, s in shapes.items()} for _ in range(STEPS)]
+        grads = [
+            {n: jnp.asarray(rng.normal(size=s)) for n, s in shapes.items()} for _ in range(STEPS)
+        ]
         new, _ = run(ftrl(0.1), params, grads)
         want, _ = run(optax.adagrad(0.1, initial_accumulator_value=0.0, eps=0.0), params, grads)
         tree_close(new, want, 1e-7)  # 1e-10 is added to l1 and l2
@@ -523,7 +631,9 @@ def test_lars_is_optaxs_where_gradients_point_along_the_parameters():
         def follow(tx, turn):
             p, state = params, tx.init(params)
             for k in range(STEPS):
-                updates, state = tx.update(jax.tree.map(lambda x, k=k: (k + 1) * turn(x), p), state, p)
+                updates, state = tx.update(
+                    jax.tree.map(lambda x, k=k: (k + 1) * turn(x), p), state, p
+                )
                 p = optax.apply_updates(p, updates)
             return p
 
@@ -545,9 +655,14 @@ def test_lars_falls_back_to_the_learning_rate_where_a_norm_is_zero(which):
 
 
 def test_lars_excludes_leaves_by_parts_of_their_path():
-    params = {"dense": {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}, "norm": {"scale": jnp.ones(2)}}
+    params = {
+        "dense": {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)},
+        "norm": {"scale": jnp.ones(2)},
+    }
     grads = [jax.tree.map(lambda x, k=k: 0.1 * k * x, params) for k in range(1, 5)]
-    new, _ = run(lars_momentum(0.2, 0.9, exclude_from_weight_decay=["bias", "norm/"]), params, grads)
+    new, _ = run(
+        lars_momentum(0.2, 0.9, exclude_from_weight_decay=["bias", "norm/"]), params, grads
+    )
     sgd, _ = run(optax.sgd(0.2, momentum=0.9), params, grads)
     every, _ = run(lars_momentum(0.2, 0.9), params, grads)
     tree_close(new["dense"]["bias"], sgd["dense"]["bias"], 1e-6)
@@ -557,26 +672,33 @@ def test_lars_excludes_leaves_by_parts_of_their_path():
 
 
 def test_lars_does_not_notice_the_scale_of_the_gradients():
-    """Up to weight decay: ‖g‖ divides g. And `rescale_grad` is a factor on the gradients, no more."""
+    """Up to weight decay: ‖g‖ divides g. And `rescale_grad` is a factor on the gradients, no
+    more."""
     params, grads = problem(np.float32)
     tx = lars_momentum(2.0, 0.9, lars_coeff=0.1, lars_weight_decay=1e-9)
     scaled = [jax.tree.map(lambda x: 64 * x, g) for g in grads]
     tree_close(run(tx, params, scaled)[0], run(tx, params, grads)[0], 1e-5)
     rescaled = lars_momentum(2.0, 0.9, 0.1, 0.3, rescale_grad=64)
-    tree_equal(run(rescaled, params, grads)[0], run(lars_momentum(2.0, 0.9, 0.1, 0.3), params, scaled)[0])
+    tree_equal(
+        run(rescaled, params, grads)[0], run(lars_momentum(2.0, 0.9, 0.1, 0.3), params, scaled)[0]
+    )
 
 
 # -- as optax transformations ----------------------------------------------------------------------
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32], ids=lambda d: d.__name__)
+@pytest.mark.parametrize(
+    "dtype", [jnp.bfloat16, jnp.float16, jnp.float32], ids=lambda d: d.__name__
+)
 @pytest.mark.parametrize("scheduled", [False, True], ids=["constant", "schedule"])
 @pytest.mark.parametrize("name", SOME)
 def test_dtypes_and_structure_stay(name, scheduled, dtype):
     factory, options = CASES[name]
     if scheduled:
-        options = options | dict(learning_rate=optax.exponential_decay(options["learning_rate"], 2, 0.9))
+        options = options | dict(
+            learning_rate=optax.exponential_decay(options["learning_rate"], 2, 0.9)
+        )
     params, grads = problem(dtype)
     tx = factory(**options)
     start = tx.init(params)
@@ -589,12 +711,18 @@ def test_dtypes_and_structure_stay(name, scheduled, dtype):
         return (jax.tree.map(jnp.add, p, updates), state), None
 
     stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *grads)
-    (new, state), _ = jax.jit(lambda p, s, gs: jax.lax.scan(body, (p, s), gs))(params, start, stacked)  # or it raises
-    assert jax.tree.map(jnp.result_type, (new, state)) == jax.tree.map(jnp.result_type, (params, start))
+    (new, state), _ = jax.jit(lambda p, s, gs: jax.lax.scan(body, (p, s), gs))(
+        params, start, stacked
+    )  # or it raises
+    assert jax.tree.map(jnp.result_type, (new, state)) == jax.tree.map(
+        jnp.result_type, (params, start)
+    )
     want, _ = by_kernel(factory, options, params, grads)
     for leaf, p in want.items():
         loose = {2: 0.06, 4: 1e-4}[jnp.dtype(dtype).itemsize]
-        np.testing.assert_allclose(np.asarray(new[leaf], np.float64), p, atol=loose * (1 + np.abs(p).max(initial=0)))
+        np.testing.assert_allclose(
+            np.asarray(new[leaf], np.float64), p, atol=loose * (1 + np.abs(p).max(initial=0))
+        )
 
 
 def test_lars_takes_norms_of_half_precision_in_single():
@@ -632,13 +760,17 @@ def test_without_parameters_it_says_what_is_missing(name):
     factory, options = CASES[name]
     params, grads = problem(np.float32)
     tx = factory(**options)
-    with pytest.raises(ValueError, match=rf"{factory.__name__} needs the parameters: update\(grads, state, params\)"):
+    with pytest.raises(
+        ValueError,
+        match=rf"{factory.__name__} needs the parameters: update\(grads, state, params\)",
+    ):
         tx.update(grads[0], tx.init(params))
 
 
 @pytest.mark.parametrize("name", SOME)
 def test_leaves_that_are_held_still(name):
-    """None in the parameters and None in the gradients alone; `optax.masked`; and no leaves at all."""
+    """None in the parameters and None in the gradients alone; `optax.masked`; and no leaves at
+    all."""
     factory, options = CASES[name]
     params, grads = problem(np.float32)
     tx = factory(**options)
@@ -669,7 +801,13 @@ def test_hyperparameters_may_be_injected(name):
     plain = factory(**options)
     injected = optax.inject_hyperparams(factory, static_args=STATIC.get(factory, ()))(**options)
     want, _ = run(plain, params, grads)
-    tree_close(run(optax.GradientTransformation(injected.init, jax.jit(injected.update)), params, grads)[0], want, 1e-4)
+    tree_close(
+        run(optax.GradientTransformation(injected.init, jax.jit(injected.update)), params, grads)[
+            0
+        ],
+        want,
+        1e-4,
+    )
 
 
 def test_wrong_options_are_refused():
@@ -681,7 +819,11 @@ def test_wrong_options_are_refused():
         lars_momentum(0.1, 0.9, exclude_from_weight_decay="bias")
     with pytest.raises(ConfigError, match=r"max is -1.0, and min would be 1.0"):
         gradient_clip_by_value(-1.0)
-    for clip in (gradient_clip_by_norm, gradient_clip_by_global_norm, lambda norm: dpsgd(0.1, clip=norm)):
+    for clip in (
+        gradient_clip_by_norm,
+        gradient_clip_by_global_norm,
+        lambda norm: dpsgd(0.1, clip=norm),
+    ):
         with pytest.raises(ConfigError, match="clip_norm is 0.0"):
             clip(0.0)
     with pytest.raises(ConfigError, match="2 boundaries need 3 values, not 2"):
@@ -703,9 +845,17 @@ NAMED = {"dense": {"kernel": jnp.array([[3.0], [4.0]]), "bias": jnp.array([12.0]
         (gradient_clip_by_norm(5.0), [3.0, 4.0], 5.0),
         (gradient_clip_by_global_norm(6.5), [1.5, 2.0], 6.0),
         (gradient_clip_by_global_norm(13.0), [3.0, 4.0], 12.0),
-        (gradient_clip_by_value(2.0, need_clip=lambda path: path == "dense/kernel"), [2.0, 2.0], 12.0),
+        (
+            gradient_clip_by_value(2.0, need_clip=lambda path: path == "dense/kernel"),
+            [2.0, 2.0],
+            12.0,
+        ),
         (gradient_clip_by_norm(2.5, need_clip=lambda path: path == "dense/bias"), [3.0, 4.0], 2.5),
-        (gradient_clip_by_global_norm(2.5, need_clip=lambda path: "kernel" in path), [1.5, 2.0], 12.0),
+        (
+            gradient_clip_by_global_norm(2.5, need_clip=lambda path: "kernel" in path),
+            [1.5, 2.0],
+            12.0,
+        ),
         (gradient_clip_by_global_norm(2.5, need_clip=lambda path: False), [3.0, 4.0], 12.0),
     ],
 )
@@ -734,9 +884,13 @@ def test_leaves_without_weight_decay_are_picked_by_their_path(fix):
 
 
 def test_decays_go_on_at_their_ends():
-    np.testing.assert_allclose(polynomial_decay(1.0, 4, 0.5)(jnp.arange(3, 7)), [0.625, 0.5, 0.5, 0.5])
+    np.testing.assert_allclose(
+        polynomial_decay(1.0, 4, 0.5)(jnp.arange(3, 7)), [0.625, 0.5, 0.5, 0.5]
+    )
     cycle = polynomial_decay(1.0, 4, 0.0, cycle=True)
-    np.testing.assert_allclose(cycle(jnp.arange(3, 10)), [1 / 4, 0, 3 / 8, 2 / 8, 1 / 8, 0, 3 / 12], rtol=1e-6)
+    np.testing.assert_allclose(
+        cycle(jnp.arange(3, 10)), [1 / 4, 0, 3 / 8, 2 / 8, 1 / 8, 0, 3 / 12], rtol=1e-6
+    )
     assert noam_decay(1, 4)(0) > 0  # step 1
     after = linear_lr_warmup(lambda count: 10.0 * count, 2, 0.0, 1.0)
     np.testing.assert_allclose(after(jnp.arange(4)), [0.0, 0.5, 20.0, 30.0])
@@ -771,9 +925,15 @@ def primitives(tx, params):
 def test_rules_are_elementwise_but_for_the_norms(name):
     factory, options = CASES[name]
     params, _ = problem(np.float32)
-    found = primitives(factory(**options | dict(learning_rate=optax.exponential_decay(1.0, 2, 0.9))), params)
+    found = primitives(
+        factory(**options | dict(learning_rate=optax.exponential_decay(1.0, 2, 0.9))), params
+    )
     assert "mul" in {p for p, _ in found}
-    assert not {p for p, _ in found if p in ("reshape", "concatenate", "slice", "transpose", "dot_general", "gather")}
+    assert not {
+        p
+        for p, _ in found
+        if p in ("reshape", "concatenate", "slice", "transpose", "dot_general", "gather")
+    }
     sums = sorted(s for p, s in found if p.startswith("reduce"))
     assert sums == sorted(NORMS.get(factory, 0) * [p.shape for p in params.values()])
 
@@ -791,18 +951,24 @@ def test_elementwise_rules_leave_every_leaf_free_to_be_cut(name):
     params, batch = mlp_params((5, 5, 5)), mlp_batch(4, (5, 5, 5))
     for lr in (options["learning_rate"], optax.exponential_decay(options["learning_rate"], 2, 0.9)):
         tx = factory(**options | dict(learning_rate=lr))
-        program = dtrans.trace(dtrans.make_train_step(mlp_loss, tx), params, jax.eval_shape(tx.init, params), *batch)
+        program = dtrans.trace(
+            dtrans.make_train_step(mlp_loss, tx), params, jax.eval_shape(tx.init, params), *batch
+        )
         done = cut(program)
         assert analyse(done.optimize, done.optimized).groups == {}
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("scheduled", [False, True], ids=["constant", "schedule"])
-@pytest.mark.parametrize("name", ["ftrl-power", "adadelta-all", "adam-all", "adamw", "lamb-all", "lars-all"])
+@pytest.mark.parametrize(
+    "name", ["ftrl-power", "adadelta-all", "adam-all", "adamw", "lamb-all", "lars-all"]
+)
 def test_a_job_trains_as_one_device_does(name, scheduled):
     factory, options = CASES[name]
     if scheduled:
-        options = options | dict(learning_rate=optax.exponential_decay(options["learning_rate"], 2, 0.9))
+        options = options | dict(
+            learning_rate=optax.exponential_decay(options["learning_rate"], 2, 0.9)
+        )
     tx = factory(**options)
     with jax.enable_x64(True):
         params = mlp_params(dtype=jnp.float64)

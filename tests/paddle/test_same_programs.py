@@ -1,5 +1,5 @@
-"""The same job gives the same programs: in whatever order they are asked for, twice, by several threads at once, and in
-another process, which orders sets in another way."""
+"""The same job gives the same programs: in whatever order they are asked for, twice, by several
+threads at once, and in another process, which orders sets in another way."""
 
 from __future__ import annotations
 
@@ -40,17 +40,31 @@ def transpiled(job: str) -> dtrans.DistributeTranspiler:
     tx = optax.chain(clip, optax.adamw(optax.cosine_decay_schedule(1e-2, 9)))
     params = mlp_params(SIZES)
     main = dtrans.trace(
-        dtrans.make_train_step(mlp_loss, tx), params, jax.eval_shape(tx.init, params), *mlp_batch(8, SIZES)
+        dtrans.make_train_step(mlp_loss, tx),
+        params,
+        jax.eval_shape(tx.init, params),
+        *mlp_batch(8, SIZES),
     )
     t = dtrans.DistributeTranspiler(dtrans.DistributeTranspilerConfig(**options))
     startup, nccl2 = dtrans.trace(init_of(tx), params), options.get("mode") == "nccl2"
-    t.transpile(1, main, ",".join(PSERVERS), ",".join(ENDPOINTS) if nccl2 else 2, True, startup, ENDPOINTS[1])
+    t.transpile(
+        1,
+        main,
+        ",".join(PSERVERS),
+        ",".join(ENDPOINTS) if nccl2 else 2,
+        True,
+        startup,
+        ENDPOINTS[1],
+    )
     return t
 
 
 def asks_of(t: dtrans.DistributeTranspiler, job: str) -> Asks:
     """All programs that there are to ask for, by name."""
-    asks: Asks = {"trainer": t.get_trainer_program, "trainer startup": t.get_trainer_startup_program}
+    asks: Asks = {
+        "trainer": t.get_trainer_program,
+        "trainer startup": t.get_trainer_startup_program,
+    }
     for ep in () if job == "nccl2" else PSERVERS:
         asks[f"{ep}"] = lambda ep=ep: t.get_pserver_program(ep)
         asks[f"{ep} startup"] = lambda ep=ep: t.get_pserver_programs(ep)[1]
@@ -63,14 +77,18 @@ def told(program: Program) -> tuple[str, str]:
 
 def of(t: dtrans.DistributeTranspiler, job: str) -> dict[str, tuple[str, str]]:
     """Every program as text and as a fingerprint; and the plan."""
-    return {name: told(ask()) for name, ask in asks_of(t, job).items()} | {"plan": (str(t.plan), "")}
+    return {name: told(ask()) for name, ask in asks_of(t, job).items()} | {
+        "plan": (str(t.plan), "")
+    }
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("job", JOBS)
 def test_any_order_and_any_number_of_calls(job: str) -> None:
     want = of(transpiled(job), job)
-    assert len({fingerprint for _, fingerprint in want.values()}) == len(want)  # none is like another
+    assert len({fingerprint for _, fingerprint in want.values()}) == len(
+        want
+    )  # none is like another
     programs = {n: x for n, x in want.items() if n != "plan"}
     for t in (transpiled(job), transpiled(job)):
         asks = asks_of(t, job)

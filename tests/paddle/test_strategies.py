@@ -1,4 +1,5 @@
-"""Sharding with Paddle's names: the same plan as with the package's own, and errors that name Paddle's options."""
+"""Sharding with Paddle's names: the same plan as with the package's own, and errors that name
+Paddle's options."""
 
 from __future__ import annotations
 
@@ -32,28 +33,64 @@ def programs() -> tuple[dtrans.Program, dtrans.Program]:
 # Paddle's options, and the same in the package's own words
 SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "defaults": ({}, {"degree": 8, "gather_bucket_MB": 32}),
-    "degrees": ({"stage": 2, "sharding_degree": 4, "dp_degree": 2}, {"stage": 2, "degree": 4, "replicas": 2}),
+    "degrees": (
+        {"stage": 2, "sharding_degree": 4, "dp_degree": 2},
+        {"stage": 2, "degree": 4, "replicas": 2},
+    ),
     "sizes": (
-        {"stage": 3, "sharding_degree": 4, "segment_broadcast_MB": 0, "fuse_grad_size_in_MB": 0, "min_slice_size": 0},
+        {
+            "stage": 3,
+            "sharding_degree": 4,
+            "segment_broadcast_MB": 0,
+            "fuse_grad_size_in_MB": 0,
+            "min_slice_size": 0,
+        },
         {"stage": 3, "degree": 4, "gather_bucket_MB": 0, "bucket_MB": 0, "min_slice_size": 0},
     ),
-    "owners": ({"partition_algor": "greedy_even", "sharding_degree": 2}, {"partition": "greedy_even", "degree": 2}),
+    "owners": (
+        {"partition_algor": "greedy_even", "sharding_degree": 2},
+        {"partition": "greedy_even", "degree": 2},
+    ),
     "micro-steps": (
         {"stage": 2, "sharding_degree": 2, "gradient_merge_acc_step": 4},
         {"stage": 2, "degree": 2, "num_micro_batch": 4},
     ),
     "streams": ({"sharding_degree": 2, "comm_stream_num": 2}, {"degree": 2, "chains": 2}),
-    "no overlap": ({"sharding_degree": 2, "enable_overlap": False}, {"degree": 2, "overlap": False}),
+    "no overlap": (
+        {"sharding_degree": 2, "enable_overlap": False},
+        {"degree": 2, "overlap": False},
+    ),
     "fp16": (
-        {"sharding_degree": 2, "amp": True, "incr_ratio": 4.0, "decr_ratio": 0.25, "incr_every_n_steps": 7},
-        {"degree": 2, "precision": "fp16", "loss_scaling": dtrans.LossScaling(32768.0, True, 4.0, 7)},
+        {
+            "sharding_degree": 2,
+            "amp": True,
+            "incr_ratio": 4.0,
+            "decr_ratio": 0.25,
+            "incr_every_n_steps": 7,
+        },
+        {
+            "degree": 2,
+            "precision": "fp16",
+            "loss_scaling": dtrans.LossScaling(32768.0, True, 4.0, 7),
+        },
     ),
     "a fixed scale": (
-        {"sharding_degree": 2, "amp": True, "init_loss_scaling": 128.0, "use_dynamic_loss_scaling": False},
+        {
+            "sharding_degree": 2,
+            "amp": True,
+            "init_loss_scaling": 128.0,
+            "use_dynamic_loss_scaling": False,
+        },
         {"degree": 2, "precision": "fp16", "loss_scaling": 128.0},
     ),
-    "bf16": ({"sharding_degree": 2, "amp": True, "amp_dtype": "bfloat16"}, {"degree": 2, "precision": "bf16"}),
-    "asks for nothing": ({"sharding_degree": 2, "mp_degree": 1, "optimize_cast": False}, {"degree": 2}),
+    "bf16": (
+        {"sharding_degree": 2, "amp": True, "amp_dtype": "bfloat16"},
+        {"degree": 2, "precision": "bf16"},
+    ),
+    "asks for nothing": (
+        {"sharding_degree": 2, "mp_degree": 1, "optimize_cast": False},
+        {"degree": 2},
+    ),
 }
 
 
@@ -70,7 +107,10 @@ def test_a_plan_is_that_of_the_packages_own_options(name: str, programs: Any) ->
     "options, says",
     [
         ({"sharding_degree": 0}, "sharding_degree must be a positive number of ranks, it is 0"),
-        ({"partition_algor": "odd"}, "partition_algor must be 'rows', 'greedy_even' or 'use_order', it is 'odd'"),
+        (
+            {"partition_algor": "odd"},
+            "partition_algor must be 'rows', 'greedy_even' or 'use_order', it is 'odd'",
+        ),
         ({"fuse_grad_size_in_MB": -1}, "fuse_grad_size_in_MB must be"),
         ({"comm_stream_num": 0}, "comm_stream_num must be a positive number"),
         (
@@ -78,13 +118,22 @@ def test_a_plan_is_that_of_the_packages_own_options(name: str, programs: Any) ->
             "enable_overlap=False and comm_stream_num=2: ",
         ),
         ({"gradient_merge_acc_step": 0}, "gradient_merge_acc_step must be a positive number"),
-        ({"amp": True, "amp_dtype": "fp16"}, "amp_dtype must be 'float16' or 'bfloat16', it is 'fp16'"),
-        ({"amp": True, "decr_ratio": 0.8}, "decr_ratio=0.8 and incr_ratio=2.0: .*; say decr_ratio=0.5"),
+        (
+            {"amp": True, "amp_dtype": "fp16"},
+            "amp_dtype must be 'float16' or 'bfloat16', it is 'fp16'",
+        ),
+        (
+            {"amp": True, "decr_ratio": 0.8},
+            "decr_ratio=0.8 and incr_ratio=2.0: .*; say decr_ratio=0.5",
+        ),
         ({"amp": True, "init_loss_scaling": 0.5}, "init_loss_scaling must be a number from 1"),
         ({"mp_degree": 2}, "mp_degree=2: dtrans.pipeline has tensor parallelism: .*; leave it out"),
         ({"optimize_offload": True}, "optimize_offload=True: dtrans.pipeline"),
         ({"degree": 2}, "degree is sharding_degree in dtrans.paddle.sharding"),
-        ({"shading_degree": 2}, "shading_degree is no option of dtrans.paddle.sharding; did you mean sharding_degree"),
+        (
+            {"shading_degree": 2},
+            "shading_degree is no option of dtrans.paddle.sharding; did you mean sharding_degree",
+        ),
     ],
     ids=str,
 )

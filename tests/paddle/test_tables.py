@@ -1,4 +1,5 @@
-"""Tables through Paddle's interface: what an `Embedding` asks for, and the numbers of one device."""
+"""Tables through Paddle's interface: what an `Embedding` asks for, and the numbers of one
+device."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def batches(steps: int) -> list[tuple[np.ndarray, ...]]:
     return [(rng.integers(0, 2, ROWS).astype(np.int32), ids(), ids()) for _ in range(steps)]
 
 
-def transpiled(table: Any, servers: Any = 2, trainers: int = 2, tx: Any = SGD, **config: Any) -> Any:
+def transpiled(
+    table: Any, servers: Any = 2, trainers: int = 2, tx: Any = SGD, **config: Any
+) -> Any:
     """What every process of a job would make; here they have one."""
     key, part = jax.random.key(0), [x[: ROWS // trainers] for x in batches(1)[0]]
     start = lambda key: init(tx, key)
@@ -69,13 +72,23 @@ def losses(role_threads: RoleThreads, plan: Any, steps: int) -> np.ndarray:
         (Embedding(), 2, SGD),
         (Embedding(is_distributed=True), 3, SGD),  # which do not divide the rows
         (Embedding(), 2, dtrans.paddle.optimizers.adam(0.1)),
-        (Embedding(is_distributed=True), 3, dtrans.paddle.optimizers.adam(0.1)),  # Paddle's was trained by SGD
+        (
+            Embedding(is_distributed=True),
+            3,
+            dtrans.paddle.optimizers.adam(0.1),
+        ),  # Paddle's was trained by SGD
     ],
 )
-def test_losses_are_those_of_one_device(role_threads: RoleThreads, table: Embedding, servers: int, tx: Any) -> None:
+def test_losses_are_those_of_one_device(
+    role_threads: RoleThreads, table: Embedding, servers: int, tx: Any
+) -> None:
     plan = transpiled(table, servers, tx=tx).plan
     assert list(plan.tables.of) == ["params/shared_w"]
-    step, (params, opt_state), wanted = jax.jit(dtrans.make_train_step(embedding, tx)), init(tx, jax.random.key(0)), []
+    step, (params, opt_state), wanted = (
+        jax.jit(dtrans.make_train_step(embedding, tx)),
+        init(tx, jax.random.key(0)),
+        [],
+    )
     for batch in batches(5):
         params, opt_state, value = step(params, opt_state, *batch)
         wanted.append(float(value))
@@ -102,9 +115,15 @@ def test_both_modes_have_tables(name: str) -> None:
     "sparse, said",
     [
         ("all", "sparse='all' must be None, 'auto', or {'params/emb': dtrans.paddle.Embedding"),
-        ({"params/shared_w": dtrans.Rows()}, r"sparse\['params/shared_w'\] must be a dtrans.paddle.Embedding"),
+        (
+            {"params/shared_w": dtrans.Rows()},
+            r"sparse\['params/shared_w'\] must be a dtrans.paddle.Embedding",
+        ),
         ({"params/fc_w": Embedding()}, "sparse: trainers cannot look up rows of params/fc_w alone"),
-        ({"params/table": Embedding()}, "sparse names params/table; the parameters that servers update are"),
+        (
+            {"params/table": Embedding()},
+            "sparse names params/table; the parameters that servers update are",
+        ),
     ],
 )
 def test_what_is_no_table_is_refused(sparse: Any, said: str) -> None:
@@ -114,7 +133,9 @@ def test_what_is_no_table_is_refused(sparse: Any, said: str) -> None:
 
 def test_only_servers_have_tables() -> None:
     config = dtrans.DistributeTranspilerConfig(mode="nccl2", sparse={"params/emb": Embedding()})
-    with pytest.raises(ConfigError, match="^sparse={'params/emb': .* is for mode='pserver', it is 'nccl2'"):
+    with pytest.raises(
+        ConfigError, match="^sparse={'params/emb': .* is for mode='pserver', it is 'nccl2'"
+    ):
         config.check()
     with pytest.raises(ConfigError, match="is_sparse must be True or False"):
         Embedding(is_sparse="yes")  # type: ignore[arg-type]

@@ -1,5 +1,5 @@
-"""Paddle's interface: its defaults, what is refused and in which words, and programs that do not depend on the
-order in which they are asked for."""
+"""Paddle's interface: its defaults, what is refused and in which words, and programs that do not
+depend on the order in which they are asked for."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ from paths import GOLDEN as GOLDEN_FOLDER
 
 import dtrans
 from dtrans import DistributeTranspiler, DistributeTranspilerConfig, PSDispatcher
-from dtrans.errors import ConfigAssertionError, ConfigError, GradientError, TraceError, UnknownEndpointError
+from dtrans.errors import (
+    ConfigAssertionError,
+    ConfigError,
+    GradientError,
+    TraceError,
+    UnknownEndpointError,
+)
 from dtrans.paddle.config import BEYOND
 
 
@@ -34,11 +40,20 @@ def programs() -> tuple[Any, Any]:
     return main, dtrans.trace(init_of(tx), params)
 
 
-def transpiled(programs: tuple[Any, Any], config: Any = None, **options: Any) -> DistributeTranspiler:
+def transpiled(
+    programs: tuple[Any, Any], config: Any = None, **options: Any
+) -> DistributeTranspiler:
     t = DistributeTranspiler(config)
     main, startup = programs
     t.transpile(
-        **{"trainer_id": 0, "program": main, "startup_program": startup, "pservers": EPS, "trainers": 2} | options
+        **{
+            "trainer_id": 0,
+            "program": main,
+            "startup_program": startup,
+            "pservers": EPS,
+            "trainers": 2,
+        }
+        | options
     )
     return t
 
@@ -49,7 +64,9 @@ def transpiled(programs: tuple[Any, Any], config: Any = None, **options: Any) ->
 def test_the_defaults_are_those_of_paddle() -> None:
     ours = {n: v for n, v in vars(DistributeTranspilerConfig()).items() if n not in BEYOND}
     assert ours == GOLDEN["config_defaults"]
-    assert {n: type(v) for n, v in ours.items()} == {n: type(v) for n, v in GOLDEN["config_defaults"].items()}
+    assert {n: type(v) for n, v in ours.items()} == {
+        n: type(v) for n, v in GOLDEN["config_defaults"].items()
+    }
 
 
 def test_every_option_is_an_attribute_with_a_type() -> None:
@@ -84,17 +101,23 @@ def test_an_unknown_option_is_refused_with_the_one_that_was_meant(name: str, mea
 
 def test_an_option_like_no_other_is_refused_with_the_list_of_all() -> None:
     with pytest.raises(
-        ConfigError, match="^DistributeTranspilerConfig has no option xyzzy; its options are slice_var_up, "
+        ConfigError,
+        match="^DistributeTranspilerConfig has no option xyzzy; its options are slice_var_up, ",
     ):
         DistributeTranspilerConfig(xyzzy=1)
 
 
 @pytest.mark.parametrize("size", [8191, 4096, 1, 0, -1, None, "8192", 8192.0, True])
 def test_a_min_block_size_below_the_floor_of_paddle_is_refused(programs: Any, size: Any) -> None:
-    message = f"^min_block_size must be 8192 or more, it is {size!r}; dtrans.pserver takes any positive number$"
+    message = (
+        f"^min_block_size must be 8192 or more, it is {size!r}; dtrans.pserver takes any "
+        "positive number$"
+    )
     with pytest.raises(ConfigError, match=message) as caught:
         DistributeTranspiler(DistributeTranspilerConfig(min_block_size=size))
-    assert isinstance(caught.value, ConfigAssertionError) and isinstance(caught.value, AssertionError)
+    assert isinstance(caught.value, ConfigAssertionError) and isinstance(
+        caught.value, AssertionError
+    )
     t = DistributeTranspiler()
     t.config.min_block_size = size  # set later, it is found when transpiling
     with pytest.raises(AssertionError, match=message):
@@ -103,7 +126,8 @@ def test_a_min_block_size_below_the_floor_of_paddle_is_refused(programs: Any, si
 
 def test_min_block_size_says_into_what_leaves_are_cut(programs: Any) -> None:
     small, large = (
-        transpiled(programs, DistributeTranspilerConfig(min_block_size=n)).plan.placement for n in (8192, 1 << 20)
+        transpiled(programs, DistributeTranspilerConfig(min_block_size=n)).plan.placement
+        for n in (8192, 1 << 20)
     )
     assert [b.name for b in small.table if b.count > 1] == ["params/w1.block0", "params/w1.block1"]
     assert [b.name for b in large.table if b.count > 1] == []
@@ -111,11 +135,14 @@ def test_min_block_size_says_into_what_leaves_are_cut(programs: Any) -> None:
 
 def test_slice_var_up_off_leaves_every_leaf_whole(programs: Any) -> None:
     plan = transpiled(programs, DistributeTranspilerConfig(slice_var_up=False)).plan
-    assert [b.name for b in plan.placement.table] == [f"params/{n}" for n in ("b1", "b2", "w1", "w2")]
+    assert [b.name for b in plan.placement.table] == [
+        f"params/{n}" for n in ("b1", "b2", "w1", "w2")
+    ]
 
 
 @pytest.mark.parametrize(
-    "method", [object, int, "RoundRobin", dtrans.RoundRobin([FIRST]), PSDispatcher, lambda eps: None]
+    "method",
+    [object, int, "RoundRobin", dtrans.RoundRobin([FIRST]), PSDispatcher, lambda eps: None],
 )
 def test_a_split_method_that_is_not_a_dispatcher_is_refused(programs: Any, method: Any) -> None:
     with pytest.raises(AssertionError) as caught:
@@ -123,10 +150,13 @@ def test_a_split_method_that_is_not_a_dispatcher_is_refused(programs: Any, metho
     assert isinstance(caught.value, ConfigAssertionError)
     t = DistributeTranspiler()
     t.config.split_method = method  # set later, it is found when transpiling
-    with pytest.raises(ConfigError, match="^split_method must be a subclass of dtrans.PSDispatcher"):
+    with pytest.raises(
+        ConfigError, match="^split_method must be a subclass of dtrans.PSDispatcher"
+    ):
         t.transpile(0, programs[0], EPS, 2, startup_program=programs[1])
     assert str(caught.value) == (
-        "split_method must be a subclass of dtrans.PSDispatcher, such as dtrans.RoundRobin or dtrans.HashName; "
+        "split_method must be a subclass of dtrans.PSDispatcher, such as dtrans.RoundRobin or "
+        "dtrans.HashName; "
         f"it is {method!r}"
     )
 
@@ -138,9 +168,13 @@ class AllOnTheLast(dtrans.RoundRobin):
         return [self.eps[-1]] * len(varlist)
 
 
-@pytest.mark.parametrize("method", [dtrans.HashName, dtrans.RoundRobin, dtrans.SizeBalanced, AllOnTheLast])
+@pytest.mark.parametrize(
+    "method", [dtrans.HashName, dtrans.RoundRobin, dtrans.SizeBalanced, AllOnTheLast]
+)
 def test_a_split_method_places_the_blocks(programs: Any, method: Any) -> None:
-    table = transpiled(programs, DistributeTranspilerConfig(split_method=method)).plan.placement.table
+    table = transpiled(
+        programs, DistributeTranspilerConfig(split_method=method)
+    ).plan.placement.table
     if method is AllOnTheLast:
         assert {b.endpoint for b in table} == {SECOND}
     else:
@@ -150,8 +184,15 @@ def test_a_split_method_places_the_blocks(programs: Any, method: Any) -> None:
 @pytest.mark.parametrize(
     "answer, message",
     [
-        ([], f"Wrong.dispatch gave [] for 5 blocks; it must give one of {FIRST}, {SECOND} for each"),
-        (None, f"Wrong.dispatch gave None for 5 blocks; it must give one of {FIRST}, {SECOND} for each"),
+        (
+            [],
+            f"Wrong.dispatch gave [] for 5 blocks; it must give one of {FIRST}, {SECOND} for each",
+        ),
+        (
+            None,
+            f"Wrong.dispatch gave None for 5 blocks; it must give one of {FIRST}, {SECOND} for "
+            "each",
+        ),
         (3, f"Wrong.dispatch gave 3 for 5 blocks; it must give one of {FIRST}, {SECOND} for each"),
         (
             [FIRST, SECOND, "127.0.0.1:1", FIRST, FIRST],
@@ -160,7 +201,9 @@ def test_a_split_method_places_the_blocks(programs: Any, method: Any) -> None:
         ),
     ],
 )
-def test_a_dispatcher_that_answers_wrongly_is_named(programs: Any, answer: Any, message: str) -> None:
+def test_a_dispatcher_that_answers_wrongly_is_named(
+    programs: Any, answer: Any, message: str
+) -> None:
     class Wrong(PSDispatcher):
         def dispatch(self, varlist: Any) -> Any:
             return answer
@@ -171,7 +214,9 @@ def test_a_dispatcher_that_answers_wrongly_is_named(programs: Any, answer: Any, 
 
 
 def test_a_config_of_another_kind_is_refused() -> None:
-    with pytest.raises(ConfigError, match="^config must be a DistributeTranspilerConfig, it is dict$"):
+    with pytest.raises(
+        ConfigError, match="^config must be a DistributeTranspilerConfig, it is dict$"
+    ):
         DistributeTranspiler({"min_block_size": 8192})  # type: ignore[arg-type]
 
 
@@ -179,18 +224,28 @@ def test_a_config_of_another_kind_is_refused() -> None:
 
 
 @pytest.mark.parametrize("mode", ["pserver", "nccl2"])
-def test_print_log_logs_the_plan(programs: Any, mode: str, caplog: pytest.LogCaptureFixture, capsys: Any) -> None:
+def test_print_log_logs_the_plan(
+    programs: Any, mode: str, caplog: pytest.LogCaptureFixture, capsys: Any
+) -> None:
     plan = transpiled if mode == "pserver" else nccl2
     t = plan(programs, DistributeTranspilerConfig(mode=mode))
     assert caplog.records == []
-    assert logging.getLogger().level == logging.WARNING  # which does not hold back what was asked for
+    assert (
+        logging.getLogger().level == logging.WARNING
+    )  # which does not hold back what was asked for
     plan(programs, DistributeTranspilerConfig(mode=mode, print_log=True))
     (record,) = caplog.records
-    assert (record.name, record.levelname, record.getMessage()) == ("dtrans.paddle.transpiler", "INFO", str(t.plan))
+    assert (record.name, record.levelname, record.getMessage()) == (
+        "dtrans.paddle.transpiler",
+        "INFO",
+        str(t.plan),
+    )
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_level_that_the_user_sets_is_kept(programs: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_level_that_the_user_sets_is_kept(
+    programs: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING, "dtrans.paddle.transpiler"):
         transpiled(programs, DistributeTranspilerConfig(print_log=True))
     assert caplog.records == []
@@ -213,19 +268,25 @@ def test_the_plan_goes_to_stderr_where_logging_is_not_set_up(
 def test_a_trainer_id_out_of_range_is_refused(programs: Any, trainer_id: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         transpiled(programs, trainer_id=trainer_id)
-    assert str(caught.value) == f"trainer_id {trainer_id!r} is out of range: with 2 trainers it is one of 0 to 1"
+    assert (
+        str(caught.value)
+        == f"trainer_id {trainer_id!r} is out of range: with 2 trainers it is one of 0 to 1"
+    )
 
 
 @pytest.mark.parametrize("trainers", [0, -1, 1.5, None, True])
 def test_a_number_of_trainers_that_is_none_is_refused(programs: Any, trainers: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         transpiled(programs, trainers=trainers)
-    assert str(caught.value) == f"trainers must be a positive number of trainers, it is {trainers!r}"
+    assert (
+        str(caught.value) == f"trainers must be a positive number of trainers, it is {trainers!r}"
+    )
 
 
 def test_trainers_as_a_list_of_endpoints_is_refused(programs: Any) -> None:
     with pytest.raises(
-        ConfigError, match="^trainers must be a number in pserver mode, it is '127.0.0.1:1,127.0.0.1:2'; "
+        ConfigError,
+        match="^trainers must be a number in pserver mode, it is '127.0.0.1:1,127.0.0.1:2'; ",
     ):
         transpiled(programs, trainers="127.0.0.1:1,127.0.0.1:2")
 
@@ -233,14 +294,18 @@ def test_trainers_as_a_list_of_endpoints_is_refused(programs: Any) -> None:
 def test_half_async_is_asynchronous(programs: Any) -> None:
     config = DistributeTranspilerConfig(half_async=True)
     assert transpiled(programs, config, sync_mode=False).plan.sync_mode is False
-    with pytest.raises(ConfigError, match="^half_async=True is for sync_mode=False, which is True$"):
+    with pytest.raises(
+        ConfigError, match="^half_async=True is for sync_mode=False, which is True$"
+    ):
         transpiled(programs, config)
     with pytest.raises(ConfigError, match="^sync_mode must be True or False, it is 'async'$"):
         transpiled(programs, sync_mode="async")
 
 
 @pytest.mark.parametrize("option", ["sync_mode", "enable_dc_asgd"])
-@pytest.mark.parametrize("mode", [{"mode": "nccl2"}, {"mode": "collective", "collective_mode": "local_sgd"}])
+@pytest.mark.parametrize(
+    "mode", [{"mode": "nccl2"}, {"mode": "collective", "collective_mode": "local_sgd"}]
+)
 def test_collectives_are_synchronous(programs: Any, mode: Any, option: str) -> None:
     value = option != "sync_mode"
     with pytest.raises(ConfigError, match=f"^{option}={value}"):
@@ -248,7 +313,9 @@ def test_collectives_are_synchronous(programs: Any, mode: Any, option: str) -> N
 
 
 @pytest.mark.parametrize("config, argument", [(False, True), (True, False), (False, False)])
-def test_async_training_is_asked_for_in_either_place(programs: Any, config: bool, argument: bool) -> None:
+def test_async_training_is_asked_for_in_either_place(
+    programs: Any, config: bool, argument: bool
+) -> None:
     t = transpiled(programs, DistributeTranspilerConfig(sync_mode=config), sync_mode=argument)
     assert t.plan.sync_mode is False
     assert "send_barrier" not in communication(t.get_trainer_program())
@@ -269,11 +336,24 @@ def test_modes_that_cannot_be(options: dict[str, Any], message: str) -> None:
 def test_an_endpoint_that_is_listed_twice_is_refused(programs: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         transpiled(programs, pservers=f"{EPS},{FIRST}")
-    assert str(caught.value) == f"the endpoint {FIRST} is listed 2 times; each pserver needs one of its own"
+    assert (
+        str(caught.value)
+        == f"the endpoint {FIRST} is listed 2 times; each pserver needs one of its own"
+    )
 
 
 @pytest.mark.parametrize(
-    "bad", ["127.0.0.1", "127.0.0.1:", ":6174", "127.0.0.1:0", "127.0.0.1:99999", "127.0.0.1:x", "a b:1", "tcp://a:1x"]
+    "bad",
+    [
+        "127.0.0.1",
+        "127.0.0.1:",
+        ":6174",
+        "127.0.0.1:0",
+        "127.0.0.1:99999",
+        "127.0.0.1:x",
+        "a b:1",
+        "tcp://a:1x",
+    ],
 )
 def test_something_that_is_not_an_endpoint_is_refused(programs: Any, bad: str) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -284,32 +364,46 @@ def test_something_that_is_not_an_endpoint_is_refused(programs: Any, bad: str) -
 @pytest.mark.parametrize("none", ["", "  "])
 def test_no_endpoints_at_all_are_refused(programs: Any, none: str) -> None:
     with pytest.raises(
-        ConfigError, match="^no pserver endpoints were given: write e.g. pservers='127.0.0.1:6174,127.0.0.1:6175'$"
+        ConfigError,
+        match="^no pserver endpoints were given: write e.g. "
+        "pservers='127.0.0.1:6174,127.0.0.1:6175'$",
     ):
         transpiled(programs, pservers=none)
 
 
 def test_spaces_around_endpoints_are_let_be(programs: Any) -> None:
-    assert list(transpiled(programs, pservers=f" {FIRST} , {SECOND}").plan.servers) == [FIRST, SECOND]
+    assert list(transpiled(programs, pservers=f" {FIRST} , {SECOND}").plan.servers) == [
+        FIRST,
+        SECOND,
+    ]
 
 
 @pytest.mark.parametrize("missing", ["program", "startup_program"])
 def test_a_missing_program_is_refused(programs: Any, missing: str) -> None:
-    with pytest.raises(ConfigError, match=r"^transpile needs program=dtrans.trace\(step, ...\) and startup_program="):
+    with pytest.raises(
+        ConfigError,
+        match=r"^transpile needs program=dtrans.trace\(step, ...\) and startup_program=",
+    ):
         transpiled(programs, **{missing: None})
 
 
 def test_something_that_is_not_a_program_is_refused(programs: Any) -> None:
-    with pytest.raises(ConfigError, match=r"^main must be a Program \(dtrans.trace\(fn, \*args\)\), it is function$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^main must be a Program \(dtrans.trace\(fn, \*args\)\), it is function$",
+    ):
         transpiled(programs, program=lambda: None)
-    with pytest.raises(ConfigError, match=r"^startup must be a Program \(dtrans.trace\(fn, \*args\)\), it is str$"):
+    with pytest.raises(
+        ConfigError, match=r"^startup must be a Program \(dtrans.trace\(fn, \*args\)\), it is str$"
+    ):
         transpiled(programs, startup_program="startup")
 
 
 def test_a_startup_program_of_another_model_is_refused(programs: Any) -> None:
     other = mlp_params((30, 7, 5))
     with pytest.raises(
-        TraceError, match=r"params/b1 is made as float32\[7\], and taken as float32\[600\]; startup must be"
+        TraceError,
+        match=r"params/b1 is made as float32\[7\], and taken as float32\[600\]; startup must be",
     ):
         transpiled(programs, startup_program=dtrans.trace(init_of(optax.adam(1e-2)), other))
 
@@ -348,14 +442,19 @@ def test_programs_are_not_there_before_transpile(ask: Any) -> None:
         ask(DistributeTranspiler())
 
 
-@pytest.mark.parametrize("ask", ["get_pserver_program", "get_pserver_programs", "get_startup_program"])
+@pytest.mark.parametrize(
+    "ask", ["get_pserver_program", "get_pserver_programs", "get_startup_program"]
+)
 def test_an_unknown_endpoint_is_named_beside_those_there_are(programs: Any, ask: str) -> None:
     t = transpiled(programs)
     with pytest.raises(KeyError) as caught:
         getattr(t, ask)("127.0.0.1:1")
     assert isinstance(caught.value, UnknownEndpointError) and isinstance(caught.value, ConfigError)
     # as it was written: KeyError would show the repr, with quotes around it and backslashes in it
-    assert str(caught.value) == f"'127.0.0.1:1' is not a pserver of this plan; its pservers are {FIRST}, {SECOND}"
+    assert (
+        str(caught.value)
+        == f"'127.0.0.1:1' is not a pserver of this plan; its pservers are {FIRST}, {SECOND}"
+    )
 
 
 def listings(t: DistributeTranspiler, order: int) -> dict[str, str]:
@@ -409,7 +508,11 @@ def test_one_object_gives_the_programs_of_every_role(programs: Any) -> None:
     assert {op.attrs["trainer_id"] for op in sends} == {1}
     assert all(n.endswith(".trainer_1") for op in sends for n in op.attrs["names"])
     assert communication(trainer)[-7:] == ["send_barrier", *["recv"] * 4, "fetch_barrier", "concat"]
-    assert communication(t.get_trainer_startup_program()) == [*["recv"] * 4, "fetch_barrier", "concat"]
+    assert communication(t.get_trainer_startup_program()) == [
+        *["recv"] * 4,
+        "fetch_barrier",
+        "concat",
+    ]
     for ep in (FIRST, SECOND):
         main, startup = t.get_pserver_programs(ep)
         assert main is t.get_pserver_program(ep)
@@ -430,38 +533,51 @@ def test_roles_that_plan_apart_plan_the_same(programs: Any) -> None:
     params, tx = mlp_params(SIZES), optax.adam(1e-2)
     again = (
         dtrans.trace(
-            dtrans.make_train_step(mlp_loss, tx), params, jax.eval_shape(tx.init, params), *mlp_batch(8, SIZES)
+            dtrans.make_train_step(mlp_loss, tx),
+            params,
+            jax.eval_shape(tx.init, params),
+            *mlp_batch(8, SIZES),
         ),
-        dtrans.trace(init_of(tx), jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)),
+        dtrans.trace(
+            init_of(tx), jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+        ),
     )
     server, trainer = transpiled(programs), transpiled(again, trainer_id=1)
     sent: dict[str, dict[str, Any]] = {FIRST: {}, SECOND: {}}
     for eqn in trainer.get_trainer_program().jaxpr.jaxpr.eqns:
         if eqn.primitive.name == "send":
-            for atom, ep, name in zip(eqn.invars, eqn.params["epmap"], eqn.params["names"], strict=True):
+            for atom, ep, name in zip(
+                eqn.invars, eqn.params["epmap"], eqn.params["names"], strict=True
+            ):
                 sent[ep][name] = (atom.aval.shape, atom.aval.dtype)
     from dtrans.run.parameter_server.update import ServerUpdate
 
     for ep, grads in sent.items():
         expected = ServerUpdate.of(server.get_pserver_program(ep)).grad_types
-        assert grads == {n: (t.shape, t.dtype) for n, t in expected.items() if n.endswith(".trainer_1")}
+        assert grads == {
+            n: (t.shape, t.dtype) for n, t in expected.items() if n.endswith(".trainer_1")
+        }
 
 
 def test_one_trainer_and_one_pserver_is_a_job_like_any_other(programs: Any) -> None:
     t = transpiled(programs, trainers=1, pservers=FIRST)
     sends = [op for op in t.get_trainer_program().ops if op.type == "send"]
-    assert {n for op in sends for n in op.attrs["names"]} == {f"params/{n}@GRAD" for n in ("b1", "b2", "w1", "w2")}
+    assert {n for op in sends for n in op.attrs["names"]} == {
+        f"params/{n}@GRAD" for n in ("b1", "b2", "w1", "w2")
+    }
 
 
 def test_a_program_that_communicates_says_how_to_run_it(programs: Any) -> None:
     trainer = transpiled(programs).get_trainer_program()
     with pytest.raises(
-        dtrans.errors.NotRealisedError, match=r"run it with dtrans.Executor\(\), or the whole job with plan.on_mesh\(\)"
+        dtrans.errors.NotRealisedError,
+        match=r"run it with dtrans.Executor\(\), or the whole job with plan.on_mesh\(\)",
     ):
         trainer(mlp_params(SIZES), *mlp_batch(8, SIZES))
 
 
-# -- what Paddle got wrong: the class of its error where it had one, the words, or no error where none is due ---------
+# -- what Paddle got wrong: the class of its error where it had one, the words, or no error where
+# none is due ---------
 
 
 def refusal(programs: Any, config: dict[str, Any], options: dict[str, Any]) -> ConfigError:
@@ -471,10 +587,18 @@ def refusal(programs: Any, config: dict[str, Any], options: dict[str, Any]) -> C
         setattr(t.config, name, value)
     with pytest.raises(ConfigError) as caught:
         t.transpile(
-            **{"trainer_id": 0, "program": programs[0], "startup_program": programs[1], "pservers": EPS, "trainers": 2}
+            **{
+                "trainer_id": 0,
+                "program": programs[0],
+                "startup_program": programs[1],
+                "pservers": EPS,
+                "trainers": 2,
+            }
             | options
         )
-    if config.get("enable_dc_asgd") is not True:  # whether that is to be synchronous is known when transpiling
+    if (
+        config.get("enable_dc_asgd") is not True
+    ):  # whether that is to be synchronous is known when transpiling
         with pytest.raises(type(caught.value)) as at_once:
             transpiled(programs, DistributeTranspilerConfig(**config), **options)
         assert str(at_once.value) == str(caught.value)
@@ -483,17 +607,21 @@ def refusal(programs: Any, config: dict[str, Any], options: dict[str, Any]) -> C
 
 @pytest.mark.parametrize("config, options, kind, message", [
     ({"sync_mode": None}, {}, ValueError, "sync_mode must be True or False, it is None"),
-    ({"runtime_split_send_recv": None}, {}, ValueError, "runtime_split_send_recv must be True or False, it is None"),
+    ({"runtime_split_send_recv": None}, {}, ValueError, "runtime_split_send_recv must be True or "
+"False, it is None"),
     ({"runtime_split_send_recv": True}, {}, ValueError,
      "runtime_split_send_recv=True is for sync_mode=False, which is True"),
     ({"runtime_split_send_recv": True, "sync_mode": True}, {}, ValueError,
      "runtime_split_send_recv=True is for sync_mode=False, which is True"),
     ({"completely_not_async": True, "sync_mode": False}, {}, ValueError,
-     "completely_not_async=True is for runtime_split_send_recv=True, which is False; sync_mode=True is the same "
+     "completely_not_async=True is for runtime_split_send_recv=True, which is False; "
+"sync_mode=True is the same "
      "without a communicator"),
-    ({"completely_not_async": True}, {}, ValueError, "completely_not_async=True is for sync_mode=False, which is True"),
+    ({"completely_not_async": True}, {}, ValueError, "completely_not_async=True is for "
+"sync_mode=False, which is True"),
     ({"half_async": True}, {}, ValueError, "half_async=True is for sync_mode=False, which is True"),
-    ({"geo_sgd_mode": True}, {}, ValueError, "geo_sgd_mode=True is for sync_mode=False, which is True"),
+    ({"geo_sgd_mode": True}, {}, ValueError, "geo_sgd_mode=True is for sync_mode=False, which is "
+"True"),
     ({"geo_sgd_need_push_nums": 5}, {}, ValueError,
      "geo_sgd_need_push_nums=5 is for geo_sgd_mode=True, which is False"),
     ({"geo_sgd_mode": True, "sync_mode": False, "geo_sgd_need_push_nums": 0}, {}, ValueError,
@@ -507,7 +635,8 @@ def refusal(programs: Any, config: dict[str, Any], options: dict[str, Any]) -> C
     ({"half_async": True, "mode": "nccl2"}, {"trainers": EPS}, ValueError,
      "half_async=True is for mode='pserver', it is 'nccl2'"),
     ({"enable_dc_asgd": True, "sync_mode": False, "runtime_split_send_recv": True}, {}, ValueError,
-     "enable_dc_asgd=True with runtime_split_send_recv=True is for half_async=True, which is False: a server knows "
+     "enable_dc_asgd=True with runtime_split_send_recv=True is for half_async=True, which is "
+"False: a server knows "
      "what a trainer has received, not which of that a step has that does not wait"),
     ({"nccl_comm_num": 2}, {}, ValueError, "nccl_comm_num=2 is for mode='nccl2', it is 'pserver'"),
     ({"hierarchical_allreduce_inter_nranks": 2}, {}, ValueError,
@@ -523,7 +652,8 @@ def refusal(programs: Any, config: dict[str, Any], options: dict[str, Any]) -> C
     ({"communicator": 20, "sync_mode": False, "runtime_split_send_recv": True}, {}, ValueError,
      "communicator must be a CommunicatorConfig, it is 20"),
     ({"enable_dc_asgd": True, "sync_mode": False, "runtime_split_send_recv": True, "completely_not_async": True}, {},
-     AssertionError, "enable_dc_asgd=True is for gradients with a delay, which completely_not_async=True has not"),
+     AssertionError, "enable_dc_asgd=True is for gradients with a delay, which "
+"completely_not_async=True has not"),
     ({"merge": {"params/nothing": "mean"}}, {}, ValueError,
      "merge['params/nothing']: no leaf of that name is made by the trainers; those that are: none"),
     ({"merge": "mean"}, {}, ValueError,
@@ -531,24 +661,31 @@ def refusal(programs: Any, config: dict[str, Any], options: dict[str, Any]) -> C
     ({"min_block_size": 4096}, {}, AssertionError,
      "min_block_size must be 8192 or more, it is 4096; dtrans.pserver takes any positive number"),
     ({"split_method": object}, {}, AssertionError,
-     "split_method must be a subclass of dtrans.PSDispatcher, such as dtrans.RoundRobin or dtrans.HashName; "
+     "split_method must be a subclass of dtrans.PSDispatcher, such as dtrans.RoundRobin or "
+"dtrans.HashName; "
      "it is <class 'object'>"),
     ({"enable_dc_asgd": True}, {}, AssertionError,
      "enable_dc_asgd=True is for sync_mode=False: a synchronous gradient has no delay"),
-    ({"mode": "bogus"}, {}, ValueError, "mode must be 'pserver', 'nccl2' or 'collective', it is 'bogus'"),
+    ({"mode": "bogus"}, {}, ValueError, "mode must be 'pserver', 'nccl2' or 'collective', it is "
+"'bogus'"),
     ({"mode": None}, {}, ValueError, "mode must be 'pserver', 'nccl2' or 'collective', it is None"),
-    ({"mode": ["nccl2"]}, {}, ValueError, "mode must be 'pserver', 'nccl2' or 'collective', it is ['nccl2']"),
+    ({"mode": ["nccl2"]}, {}, ValueError, "mode must be 'pserver', 'nccl2' or 'collective', it is "
+"['nccl2']"),
     ({"print_log": "yes"}, {}, ValueError, "print_log must be True or False, it is 'yes'"),
     ({"wait_port": 1}, {}, ValueError, "wait_port must be True or False, it is 1"),
     ({"enable_dc_asgd": 0}, {}, ValueError, "enable_dc_asgd must be True or False, it is 0"),
-    ({"slice_var_up": None}, {}, ValueError, "slice_var_up must be True, False or 'require', it is None"),
-    ({}, {"trainer_id": 2}, ValueError, "trainer_id 2 is out of range: with 2 trainers it is one of 0 to 1"),
+    ({"slice_var_up": None}, {}, ValueError, "slice_var_up must be True, False or 'require', it is "
+"None"),
+    ({}, {"trainer_id": 2}, ValueError, "trainer_id 2 is out of range: with 2 trainers it is one "
+"of 0 to 1"),
     ({}, {"trainers": "a,b"}, ValueError,
-     "trainers must be a number in pserver mode, it is 'a,b'; a list of endpoints belongs to mode='nccl2'"),
+     "trainers must be a number in pserver mode, it is 'a,b'; a list of endpoints belongs to "
+"mode='nccl2'"),
     ({}, {"pservers": f"{FIRST},{FIRST}"}, ValueError,
      f"the endpoint {FIRST} is listed 2 times; each pserver needs one of its own"),
     ({}, {"seed": -1}, ValueError, "seed must be an integer from 0 to 2**32 - 1, it is -1"),
-    ({}, {"seed": 2**32}, ValueError, f"seed must be an integer from 0 to 2**32 - 1, it is {2**32}"),
+    ({}, {"seed": 2**32}, ValueError, "seed must be an integer from 0 to 2**32 - 1, it is "
+f"{2**32}"),
     ({}, {"seed": None}, ValueError, "seed must be an integer from 0 to 2**32 - 1, it is None"),
     ({}, {"seed": True}, ValueError, "seed must be an integer from 0 to 2**32 - 1, it is True"),
     ({"mode": "nccl2"}, {}, AssertionError,
@@ -557,7 +694,11 @@ def refusal(programs: Any, config: dict[str, Any], options: dict[str, Any]) -> C
      "seed must be an integer from 0 to 2**32 - 1, it is '1'"),
 ])  # fmt: skip
 def test_what_paddle_refused_or_should_have(
-    programs: Any, config: dict[str, Any], options: dict[str, Any], kind: type[Exception], message: str
+    programs: Any,
+    config: dict[str, Any],
+    options: dict[str, Any],
+    kind: type[Exception],
+    message: str,
 ) -> None:
     error = refusal(programs, config, options)
     assert isinstance(error, kind)
@@ -567,7 +708,11 @@ def test_what_paddle_refused_or_should_have(
 def test_dc_asgd_is_for_asynchronous_training_by_either_switch(programs: Any) -> None:
     for config, argument in ((True, False), (False, True), (False, False)):
         try:
-            transpiled(programs, DistributeTranspilerConfig(enable_dc_asgd=True, sync_mode=config), sync_mode=argument)
+            transpiled(
+                programs,
+                DistributeTranspilerConfig(enable_dc_asgd=True, sync_mode=config),
+                sync_mode=argument,
+            )
         except ConfigError as error:
             assert not isinstance(error, AssertionError)
 
@@ -579,7 +724,8 @@ def test_there_are_no_threads_of_servers_to_set(programs: Any, ask: Any) -> None
         t._set_server_config(ask)
     assert isinstance(caught.value, ConfigError)
     assert str(caught.value) == (
-        f"server_config={ask!r}: there is no ServerRuntimeConfig in dtrans, whose servers have no numbers of threads "
+        f"server_config={ask!r}: there is no ServerRuntimeConfig in dtrans, whose servers have no "
+        "numbers of threads "
         "to set; leave _set_server_config out"
     )
     t._set_server_config()
@@ -595,7 +741,9 @@ def test_a_step_without_an_optimizer_is_refused(programs: Any) -> None:
         return params, opt_state, loss
 
     main = dtrans.trace(step, params, tx.init(params), *mlp_batch(8, SIZES))
-    with pytest.raises(GradientError, match="^no gradient was found in step: none of its parameters .* Use dtrans"):
+    with pytest.raises(
+        GradientError, match="^no gradient was found in step: none of its parameters .* Use dtrans"
+    ):
         transpiled(programs, program=main)
 
 
@@ -605,8 +753,12 @@ WORKS = {
     "a warm-up, whose block had variables of its own": optax.sgd(
         optax.warmup_exponential_decay_schedule(0, 1, 4, 8, 0.5)
     ),
-    "a clip, whose shapes were those of whole gradients": optax.chain(optax.clip(1.0), optax.sgd(0.1)),
-    "a clip by a norm of which each server had a part": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
+    "a clip, whose shapes were those of whole gradients": optax.chain(
+        optax.clip(1.0), optax.sgd(0.1)
+    ),
+    "a clip by a norm of which each server had a part": optax.chain(
+        optax.clip_by_global_norm(1.0), optax.sgd(0.1)
+    ),
 }
 
 
@@ -616,7 +768,10 @@ def test_what_paddle_refused_and_works(name: str) -> None:
     step = dtrans.make_train_step(mlp_loss, tx)
     main = dtrans.trace(step, params, tx.init(params), *mlp_batch(8, SIZES))
     t = transpiled((main, dtrans.trace(init_of(tx), params)))
-    assert [b.name for b in t.plan.placement.table if b.count > 1] == ["params/w1.block0", "params/w1.block1"]
+    assert [b.name for b in t.plan.placement.table if b.count > 1] == [
+        "params/w1.block0",
+        "params/w1.block1",
+    ]
     for endpoint in (FIRST, SECOND):
         assert [op.type for op in t.get_pserver_program(endpoint).ops] == ["listen_and_serv"]
 
@@ -633,12 +788,19 @@ def test_the_seed_is_that_of_the_order_of_whole_leaves(programs: Any) -> None:
     for seed in range(6):
         plan: Any = transpiled(programs, config, seed=seed).plan
         same = dtrans.pserver(
-            main, startup, pservers=EPS, trainers=2, placement=dtrans.BlockPlacement(slice_var_up=False, seed=seed)
+            main,
+            startup,
+            pservers=EPS,
+            trainers=2,
+            placement=dtrans.BlockPlacement(slice_var_up=False, seed=seed),
         )
         assert plan.placement == same.placement
         orders.add(plan.placement.order)
     assert len(orders) > 1
-    assert transpiled(programs, config).plan.placement == transpiled(programs, config, seed=0).plan.placement
+    assert (
+        transpiled(programs, config).plan.placement
+        == transpiled(programs, config, seed=0).plan.placement
+    )
     assert transpiled(programs, seed=5).plan.placement == transpiled(programs).plan.placement
 
 
@@ -648,12 +810,20 @@ def test_the_seed_is_that_of_the_order_of_whole_leaves(programs: Any) -> None:
 def nccl2(programs: tuple[Any, Any], config: Any = None, **options: Any) -> DistributeTranspiler:
     main, startup = programs
     t = DistributeTranspiler(config or DistributeTranspilerConfig(mode="nccl2"))
-    given = {"trainer_id": 0, "program": main, "startup_program": startup, "trainers": EPS, "current_endpoint": FIRST}
+    given = {
+        "trainer_id": 0,
+        "program": main,
+        "startup_program": startup,
+        "trainers": EPS,
+        "current_endpoint": FIRST,
+    }
     t.transpile(**given | options)
     return t
 
 
-@pytest.mark.parametrize("trainers", [EPS, EPS.split(","), tuple(EPS.split(",")), f" {FIRST} , {SECOND}"])
+@pytest.mark.parametrize(
+    "trainers", [EPS, EPS.split(","), tuple(EPS.split(",")), f" {FIRST} , {SECOND}"]
+)
 def test_nccl2_programs(programs: Any, trainers: Any) -> None:
     t = nccl2(programs, trainers=trainers, trainer_id=1, current_endpoint=SECOND)
     assert isinstance(t.plan, dtrans.CollectivePlan) and t.plan.trainers == 2
@@ -674,7 +844,9 @@ def test_nccl2_as_paddle_writes_it(programs: Any) -> None:
     config = DistributeTranspilerConfig()
     config.mode = "nccl2"
     t = DistributeTranspiler(config=config)
-    t.transpile(0, program=programs[0], startup_program=programs[1], trainers=EPS, current_endpoint=FIRST)
+    t.transpile(
+        0, program=programs[0], startup_program=programs[1], trainers=EPS, current_endpoint=FIRST
+    )
     assert t.plan.trainers == 2
 
 
@@ -689,7 +861,8 @@ def test_nccl2_trainers_must_be_endpoints(programs: Any, trainers: Any) -> None:
     with pytest.raises(ConfigAssertionError) as caught:
         nccl2(programs, trainers=trainers)
     assert str(caught.value) == (
-        f"trainers must be the trainers' endpoints in mode='nccl2', such as '{EPS}'; it is {trainers!r}"
+        f"trainers must be the trainers' endpoints in mode='nccl2', such as '{EPS}'; it is "
+        f"{trainers!r}"
     )
 
 
@@ -698,17 +871,32 @@ def test_nccl2_trainers_must_be_endpoints(programs: Any, trainers: Any) -> None:
     [
         ({"trainer_id": 2}, "trainer_id 2 is out of range: with 2 trainers it is one of 0 to 1"),
         ({"trainer_id": -1}, "trainer_id -1 is out of range: with 2 trainers it is one of 0 to 1"),
-        ({"trainer_id": "0"}, "trainer_id '0' is out of range: with 2 trainers it is one of 0 to 1"),
+        (
+            {"trainer_id": "0"},
+            "trainer_id '0' is out of range: with 2 trainers it is one of 0 to 1",
+        ),
         (
             {"trainer_id": 1},
             f"trainer 1 is at {SECOND}; the current endpoint {FIRST} is that of trainer 0",
         ),
-        ({"current_endpoint": "127.0.0.1:9"}, f"the current endpoint '127.0.0.1:9' is not one of the trainers': {EPS}"),
-        ({"current_endpoint": None}, f"the current endpoint None is not one of the trainers': {EPS}"),
-        ({"trainers": f"{EPS},{FIRST}"}, f"the endpoint {FIRST} is listed 2 times; each trainer needs one of its own"),
+        (
+            {"current_endpoint": "127.0.0.1:9"},
+            f"the current endpoint '127.0.0.1:9' is not one of the trainers': {EPS}",
+        ),
+        (
+            {"current_endpoint": None},
+            f"the current endpoint None is not one of the trainers': {EPS}",
+        ),
+        (
+            {"trainers": f"{EPS},{FIRST}"},
+            f"the endpoint {FIRST} is listed 2 times; each trainer needs one of its own",
+        ),
         ({"trainers": ""}, f"no trainer endpoints were given: write e.g. trainers='{EPS}'"),
         ({"trainers": "a"}, "'a' is not an endpoint: write host:port, e.g. 127.0.0.1:6174"),
-        ({"sync_mode": False}, "sync_mode=False: mode='nccl2' is synchronous; leave sync_mode=True"),
+        (
+            {"sync_mode": False},
+            "sync_mode=False: mode='nccl2' is synchronous; leave sync_mode=True",
+        ),
     ],
 )
 def test_nccl2_refuses(programs: Any, options: dict[str, Any], message: str) -> None:
@@ -719,7 +907,10 @@ def test_nccl2_refuses(programs: Any, options: dict[str, Any], message: str) -> 
 
 @pytest.mark.parametrize(
     "mode, reductions",
-    [("grad_allreduce", ["bucket/0", "bucket/1", "bucket/2", "bucket/3"]), ("local_sgd", ["bucket/0"])],
+    [
+        ("grad_allreduce", ["bucket/0", "bucket/1", "bucket/2", "bucket/3"]),
+        ("local_sgd", ["bucket/0"]),
+    ],
 )
 def test_collective_mode(programs: Any, mode: str, reductions: list[str]) -> None:
     t = nccl2(programs, DistributeTranspilerConfig(mode="collective", collective_mode=mode))
@@ -744,13 +935,27 @@ def test_collective_mode(programs: Any, mode: str, reductions: list[str]) -> Non
             {},
             "collective_mode must be 'grad_allreduce' or 'local_sgd' with mode='collective'",
         ),
-        ({"mode": "nccl2"}, {}, "collective_mode='local_sgd' is for mode='collective', it is 'nccl2'"),
-        ({"mode": "pserver"}, {}, "collective_mode='local_sgd' is for mode='collective', it is 'pserver'"),
+        (
+            {"mode": "nccl2"},
+            {},
+            "collective_mode='local_sgd' is for mode='collective', it is 'nccl2'",
+        ),
+        (
+            {"mode": "pserver"},
+            {},
+            "collective_mode='local_sgd' is for mode='collective', it is 'pserver'",
+        ),
         ({}, {"trainers": 2}, "trainers must be the trainers' endpoints in mode='collective'"),
-        ({}, {"sync_mode": False}, "sync_mode=False: mode='collective' is synchronous; leave sync_mode=True"),
+        (
+            {},
+            {"sync_mode": False},
+            "sync_mode=False: mode='collective' is synchronous; leave sync_mode=True",
+        ),
     ],
 )
-def test_collective_mode_that_cannot_be(programs: Any, config: Any, options: Any, message: str) -> None:
+def test_collective_mode_that_cannot_be(
+    programs: Any, config: Any, options: Any, message: str
+) -> None:
     given = {"mode": "collective", "collective_mode": "local_sgd"} | config
     with pytest.raises(ValueError, match=f"^{message}"):
         nccl2(programs, DistributeTranspilerConfig(**given), **options)
@@ -758,7 +963,9 @@ def test_collective_mode_that_cannot_be(programs: Any, config: Any, options: Any
 
 def of_hosts(*counts: int) -> list[str]:
     """Endpoints of so many trainers on each of several hosts."""
-    return [f"10.0.0.{host}:{6170 + k}" for host, count in enumerate(counts, 1) for k in range(count)]
+    return [
+        f"10.0.0.{host}:{6170 + k}" for host, count in enumerate(counts, 1) for k in range(count)
+    ]
 
 
 @pytest.mark.parametrize("inter, endpoints, axes", [
@@ -768,23 +975,34 @@ def of_hosts(*counts: int) -> list[str]:
     (0, of_hosts(2, 2), (2, 2)),
     (1, of_hosts(3, 3), (2, 3)),
 ])  # fmt: skip
-def test_nccl2_over_nodes(programs: Any, inter: int, endpoints: list[str], axes: tuple[int, int]) -> None:
+def test_nccl2_over_nodes(
+    programs: Any, inter: int, endpoints: list[str], axes: tuple[int, int]
+) -> None:
     config = DistributeTranspilerConfig(
         mode="nccl2", use_hierarchical_allreduce=True, hierarchical_allreduce_inter_nranks=inter
     )
     plan = nccl2(programs, config, trainers=endpoints, current_endpoint=endpoints[0]).plan
     assert plan.axes == (("trainers_exter", axes[0]), ("trainers_inter", axes[1]))
-    kinds = [op.type for op in plan.program.ops if op.role == "dist" and op.attrs.get("name") == "bucket/0"]
+    kinds = [
+        op.type
+        for op in plan.program.ops
+        if op.role == "dist" and op.attrs.get("name") == "bucket/0"
+    ]
     assert kinds == ["reduce_scatter", "all_reduce", "all_gather"]
 
 
 @pytest.mark.parametrize("inter, endpoints, kind, message", [
-    (3, of_hosts(4), AssertionError, "3 trainers in a node must be several, and divide the 4 trainers into several"),
-    (4, of_hosts(4), AssertionError, "4 trainers in a node must be several, and divide the 4 trainers into several"),
-    (0, of_hosts(4), AssertionError, "4 trainers in a node .*; set hierarchical_allreduce_inter_nranks$"),
+    (3, of_hosts(4), AssertionError, "3 trainers in a node must be several, and divide the 4 "
+"trainers into several"),
+    (4, of_hosts(4), AssertionError, "4 trainers in a node must be several, and divide the 4 "
+"trainers into several"),
+    (0, of_hosts(4), AssertionError, "4 trainers in a node .*; set "
+"hierarchical_allreduce_inter_nranks$"),
     (0, of_hosts(1, 1), AssertionError, "1 trainers in a node must be several"),
-    (0, of_hosts(3, 2), ConfigError, "hosts have different numbers of trainers, .*10.0.0.2:6171; set hierarchical"),
-    (-1, of_hosts(4), ConfigError, "hierarchical_allreduce_inter_nranks must be a number of trainers, it is -1"),
+    (0, of_hosts(3, 2), ConfigError, "hosts have different numbers of trainers, .*10.0.0.2:6171; "
+"set hierarchical"),
+    (-1, of_hosts(4), ConfigError, "hierarchical_allreduce_inter_nranks must be a number of "
+"trainers, it is -1"),
 ])  # fmt: skip
 def test_nccl2_nodes_that_cannot_be(
     programs: Any, inter: int, endpoints: list[str], kind: type[Exception], message: str
@@ -797,11 +1015,21 @@ def test_nccl2_nodes_that_cannot_be(
 
 
 def test_nccl2_contradictions(programs: Any) -> None:
-    with pytest.raises(ConfigError, match="^hierarchical_allreduce_inter_nranks=2 is for use_hierarchical_allreduce=T"):
-        nccl2(programs, DistributeTranspilerConfig(mode="nccl2", hierarchical_allreduce_inter_nranks=2))
-    with pytest.raises(ConfigError, match="^use_hierarchical_allreduce=True is for mode='nccl2', it is 'pserver'$"):
+    with pytest.raises(
+        ConfigError,
+        match="^hierarchical_allreduce_inter_nranks=2 is for use_hierarchical_allreduce=T",
+    ):
+        nccl2(
+            programs,
+            DistributeTranspilerConfig(mode="nccl2", hierarchical_allreduce_inter_nranks=2),
+        )
+    with pytest.raises(
+        ConfigError, match="^use_hierarchical_allreduce=True is for mode='nccl2', it is 'pserver'$"
+    ):
         DistributeTranspiler(DistributeTranspilerConfig(use_hierarchical_allreduce=True))
-    with pytest.raises(ConfigError, match="^nccl_comm_num must be a positive number, or None; it is 0$"):
+    with pytest.raises(
+        ConfigError, match="^nccl_comm_num must be a positive number, or None; it is 0$"
+    ):
         nccl2(programs, DistributeTranspilerConfig(mode="nccl2", nccl_comm_num=0))
 
 
@@ -811,7 +1039,9 @@ def test_nccl2_chains(programs: Any, count: int, chains: int | None) -> None:
     assert plan.options.reduce.chains == chains
 
 
-@pytest.mark.parametrize("ask", ["get_pserver_program", "get_pserver_programs", "get_startup_program"])
+@pytest.mark.parametrize(
+    "ask", ["get_pserver_program", "get_pserver_programs", "get_startup_program"]
+)
 def test_nccl2_has_no_pservers(programs: Any, ask: str) -> None:
     with pytest.raises(ConfigError, match=f"^{ask}: there are no pservers in mode='nccl2'; "):
         getattr(nccl2(programs), ask)(FIRST)
@@ -822,8 +1052,13 @@ def test_nccl2_communication_does_not_run_by_accident(programs: Any) -> None:
     with pytest.raises(dtrans.errors.NotRealisedError):
         t.get_trainer_startup_program()(mlp_params(SIZES))
     exe = dtrans.Executor(deadline=5)
-    with pytest.raises(ConfigError, match=r"^JAX was used already, .* call dtrans.connect\(\) before"):
+    with pytest.raises(
+        ConfigError, match=r"^JAX was used already, .* call dtrans.connect\(\) before"
+    ):
         exe.run(t.get_trainer_startup_program(), mlp_params(SIZES))
     params, tx = mlp_params(SIZES), optax.adam(1e-2)
-    with pytest.raises(ConfigError, match=r"^this process is not connected to other trainers: call dtrans.connect\(\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^this process is not connected to other trainers: call dtrans.connect\(\)",
+    ):
         exe.run(t.get_trainer_program(), params, tx.init(params), *mlp_batch(8, SIZES))

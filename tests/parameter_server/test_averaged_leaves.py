@@ -1,4 +1,5 @@
-"""State that trainers make themselves and servers average: the running statistics of a batch norm."""
+"""State that trainers make themselves and servers average: the running statistics of a batch
+norm."""
 
 from __future__ import annotations
 
@@ -24,22 +25,30 @@ def x64() -> Any:
 
 
 def reference(parts: int, batches: Any) -> Any:
-    """One device that normalises each trainer's rows by themselves, and averages what they make of the statistics."""
+    """One device that normalises each trainer's rows by themselves, and averages what they make of
+    the statistics."""
     params, opt_state = init_with(TX)(params_of())
     for x, y in batches:
         rows = len(x) // parts
         cut = [(x[k : k + rows], y[k : k + rows]) for k in range(0, len(x), rows)]
-        found = [jax.value_and_grad(loss, has_aux=True)(params["net"], params["stats"], *part) for part in cut]
+        found = [
+            jax.value_and_grad(loss, has_aux=True)(params["net"], params["stats"], *part)
+            for part in cut
+        ]
         grads = jax.tree.map(lambda *g: sum(g) / parts, *[g for _, g in found])
         stats = [s for (_, s), _ in found]
         mean = {n: sum(s[n] for s in stats) / parts for n in ("mean", "var")}
         updates, opt_state = TX.update(grads, opt_state, params["net"])
-        params = {"net": optax.apply_updates(params["net"], updates), "stats": {**params["stats"], **mean}}
+        params = {
+            "net": optax.apply_updates(params["net"], updates),
+            "stats": {**params["stats"], **mean},
+        }
     return params
 
 
 def check(got: Any, want: Any, parts: Any = None) -> None:
-    """All but what each trainer has seen is as in the reference; that is what was in its own parts."""
+    """All but what each trainer has seen is as in the reference; that is what was in its own
+    parts."""
     got, want = ({"net": p["net"], **p["stats"]} for p in (got, want))
     seen = got.pop("seen")
     want.pop("seen")
@@ -58,14 +67,18 @@ def test_servers_average_statistics_on_a_mesh() -> None:
 
 
 @pytest.mark.parametrize("runtime_split", [False, True], ids=["sync", "at run time"])
-def test_servers_average_statistics_of_processes(role_threads: RoleThreads, runtime_split: bool) -> None:
+def test_servers_average_statistics_of_processes(
+    role_threads: RoleThreads, runtime_split: bool
+) -> None:
     plan, batches = plan_for(2, 2, MEAN, rows=3, mode=dtrans.Sync(runtime_split)), batches_of(3)
 
     def train(k: int) -> Any:
         with dtrans.Executor(deadline=HANG) as exe:
             params = exe.run(plan.trainer_startup_program(k), params_of())
             for x, y in batches:
-                params, _ = exe.run(plan.trainer_program(k), params, x[3 * k : 3 * k + 3], y[3 * k : 3 * k + 3])
+                params, _ = exe.run(
+                    plan.trainer_program(k), params, x[3 * k : 3 * k + 3], y[3 * k : 3 * k + 3]
+                )
             return params
 
     for ep in plan.servers:
@@ -78,7 +91,9 @@ def test_servers_average_statistics_of_processes(role_threads: RoleThreads, runt
         check(ended[f"trainer {k}"], want, [(x[3 * k : 3 * k + 3], y) for x, y in batches])
     states = [ended[ep] for ep in plan.servers]
     for name in ("mean", "var"):
-        np.testing.assert_allclose(joined(plan, states, f"params/stats/{name}"), want["stats"][name], rtol=1e-12)
+        np.testing.assert_allclose(
+            joined(plan, states, f"params/stats/{name}"), want["stats"][name], rtol=1e-12
+        )
 
 
 def test_the_newest_statistics_count_without_synchrony(role_threads: RoleThreads) -> None:
@@ -96,13 +111,17 @@ def test_the_newest_statistics_count_without_synchrony(role_threads: RoleThreads
             check(got, want)
     ended = role_threads.all()
     states = [ended[ep] for ep in plan.servers]
-    np.testing.assert_allclose(joined(plan, states, "params/stats/var"), want["stats"]["var"], rtol=1e-12)
+    np.testing.assert_allclose(
+        joined(plan, states, "params/stats/var"), want["stats"]["var"], rtol=1e-12
+    )
 
 
 def test_statistics_are_not_compensated_for_their_delay() -> None:
     """They are no gradients; what a trainer had of them is not kept."""
     plan = plan_for(2, 2, MEAN, tx=optax.sgd(0.1), mode=dtrans.Async(dtrans.DelayCompensation()))
-    backups = {row.origin_name.split(".")[0] for row in plan.overview if row.slice_name.endswith("_bak")}
+    backups = {
+        row.origin_name.split(".")[0] for row in plan.overview if row.slice_name.endswith("_bak")
+    }
     assert backups == {"params/net/out", "params/net/w"}
     for programs in plan.servers.values():
         for block in programs.main.jaxpr.jaxpr.eqns[0].params["optimize_blocks"]:
@@ -114,16 +133,23 @@ def test_statistics_are_sent_when_they_are_made_and_are_nobodys_by_default() -> 
     plan, own = plan_for(2, 2, MEAN), plan_for(2, 2, None)
     assert own.frozen == ("params/stats/mean", "params/stats/seen", "params/stats/var")
     assert communication(plan.trainer).count("send") == communication(own.trainer).count("send") + 2
-    assert communication(plan_for(2, 2, {"params/stats": "own"}).trainer) == communication(own.trainer)
+    assert communication(plan_for(2, 2, {"params/stats": "own"}).trainer) == communication(
+        own.trainer
+    )
     sent = [op.inputs[0] for op in plan.trainer.ops if op.type in ("send", "split_byref")]
-    assert sent.index("params/stats/mean@GRAD") < sent.index("params/net/w@GRAD"), "in the forward pass"
+    assert sent.index("params/stats/mean@GRAD") < sent.index("params/net/w@GRAD"), (
+        "in the forward pass"
+    )
 
 
 @pytest.mark.parametrize("merge, message", [
-    ({"params/stats": "mean"}, "merge['params/stats']='mean': params/stats/seen is i32[], of which there is no "
+    ({"params/stats": "mean"}, "merge['params/stats']='mean': params/stats/seen is i32[], of which "
+"there is no "
      "mean; say 'own'"),
-    ({"params/stats/mean": "sum"}, "merge['params/stats/mean'] must be 'mean' or 'own', it is 'sum'"),
-    ({"params/net/w": "mean"}, "merge['params/net/w']: no leaf of that name is made by the trainers; those that are: "
+    ({"params/stats/mean": "sum"}, "merge['params/stats/mean'] must be 'mean' or 'own', it is "
+"'sum'"),
+    ({"params/net/w": "mean"}, "merge['params/net/w']: no leaf of that name is made by the "
+"trainers; those that are: "
      "params/stats/mean, params/stats/seen, params/stats/var"),
     ("mean", "merge='mean' must say for each name how to merge it, such as {'aux': 'sum'}"),
 ])  # fmt: skip
@@ -136,6 +162,8 @@ def test_what_cannot_be_averaged_is_named(merge: Any, message: str) -> None:
 def test_a_trainer_that_left_and_counts_as_zero_is_refused() -> None:
     """It does no harm among gradients; a mean of variances would go to zero."""
     with pytest.raises(
-        ConfigError, match="^on_trainer_exit='paddle' with merge: params/stats/mean of a trainer that left would"
+        ConfigError,
+        match="^on_trainer_exit='paddle' with merge: params/stats/mean of a trainer that left "
+        "would",
     ):
         plan_for(2, 2, MEAN, on_trainer_exit="paddle")

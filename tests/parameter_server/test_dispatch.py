@@ -1,5 +1,6 @@
-"""Blocks and dispatchers, against what paddlepaddle 1.8.5 did (every row of the recorded tables) and against
-the properties that the rest of the package relies on: blocks cover a leaf once, in whole rows, in order."""
+"""Blocks and dispatchers, against what paddlepaddle 1.8.5 did (every row of the recorded tables)
+and against the properties that the rest of the package relies on: blocks cover a leaf once, in
+whole rows, in order."""
 
 from __future__ import annotations
 
@@ -50,7 +51,13 @@ def test_every_row_that_paddle_recorded(table):
 def test_two_lists_of_paddles_own_test():
     """test_slice_var of paddle/fluid/tests/unittests/test_slice_var.py."""
     shapes = [[3, 5], [1024], [28, 784], [8, 1020], [800, 10]]
-    assert [sizes(s, 10, 1024) for s in shapes] == [[15], [1024], [2352] * 9 + [784], [2040] * 4, [1150] * 6 + [1100]]
+    assert [sizes(s, 10, 1024) for s in shapes] == [
+        [15],
+        [1024],
+        [2352] * 9 + [784],
+        [2040] * 4,
+        [1150] * 6 + [1100],
+    ]
     assert sizes([6, 33, 33, 33], 10, 8192) == [33 * 33 * 33] * 6
 
 
@@ -73,13 +80,16 @@ def test_a_scalar_or_empty_variable_is_one_block(shape):
 @pytest.mark.parametrize("count,least", [(0, 1), (-1, 1), (2, 0), (2, -8192)])
 def test_counts_and_sizes_must_be_positive(count, least):
     with pytest.raises(
-        ConfigError, match=f"slice_count and min_block_size must be positive, they are {count} and {least}"
+        ConfigError,
+        match=f"slice_count and min_block_size must be positive, they are {count} and {least}",
     ):
         slice_variable([var((3,))], count, least)
 
 
 def test_an_unknown_dimension_is_refused_by_name():
-    with pytest.raises(ConfigError, match=r"params/w has the unknown dimension -1 in its shape \(-1, 3\)"):
+    with pytest.raises(
+        ConfigError, match=r"params/w has the unknown dimension -1 in its shape \(-1, 3\)"
+    ):
         slice_variable([var((-1, 3), "params/w")], 2, 1)
 
 
@@ -134,9 +144,10 @@ HASHED = [2, 0, 1, 1, 1]
 
 def test_hash_name_goes_by_the_name_alone():
     assert [EPS.index(e) for e in HashName(EPS).dispatch(NAMES)] == HASHED
-    assert [EPS.index(e) for e in HashName(EPS).dispatch([VarBlock("params/w1", i, 1) for i in range(3)])] == HASHED[
-        1:4
-    ]
+    assert [
+        EPS.index(e)
+        for e in HashName(EPS).dispatch([VarBlock("params/w1", i, 1) for i in range(3)])
+    ] == HASHED[1:4]
 
 
 def test_hash_name_places_a_name_alike_whatever_came_before():
@@ -146,7 +157,10 @@ def test_hash_name_places_a_name_alike_whatever_came_before():
 
 @pytest.mark.parametrize("seed", ["1", "271828"])
 def test_hash_name_is_the_same_in_every_process(seed):
-    code = f"from dtrans.parameter_server.dispatch import HashName; print(*HashName([0, 1, 2]).dispatch({NAMES}))"
+    code = (
+        "from dtrans.parameter_server.dispatch import HashName; print(*HashName([0, 1, "
+        f"2]).dispatch({NAMES}))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={"PYTHONHASHSEED": seed, "JAX_PLATFORMS": "cpu", "PYTHONPATH": ":".join(sys.path)},
@@ -176,7 +190,13 @@ def test_a_dispatcher_of_ones_own_may_derive_from_any_other():
         pass
 
     params = {"w": jnp.ones((6, 2))}
-    plan = plan_of(lambda p, x: jnp.sum(p["w"]) * x, optax.sgd(0.1), params, jnp.ones(()), split_method=LastFirstAgain)
+    plan = plan_of(
+        lambda p, x: jnp.sum(p["w"]) * x,
+        optax.sgd(0.1),
+        params,
+        jnp.ones(()),
+        split_method=LastFirstAgain,
+    )
     assert [b.endpoint for b in plan.placement.table] == list(EPS[::-1])
 
 
@@ -206,7 +226,9 @@ def test_a_dispatcher_is_asked_twice_about_the_blocks_of_all_leaves():
 
     class Spy(PSDispatcher):
         def dispatch(self, varlist):
-            calls.append([(v.name, v.shape, v.dtype, v.size, v.nbytes, v.endpoint) for v in varlist])
+            calls.append(
+                [(v.name, v.shape, v.dtype, v.size, v.nbytes, v.endpoint) for v in varlist]
+            )
             return iter(self.eps[:1] * len(varlist))
 
     params = {"b": jnp.ones(3, jnp.bfloat16), "w": jnp.ones((4, 2))}
@@ -245,7 +267,9 @@ def weighing(*sizes):
 def test_the_largest_goes_first_to_the_server_with_the_fewest_bytes(sizes, where):
     by_size = SizeBalanced(EPS)
     assert [EPS.index(e) for e in by_size.dispatch(weighing(*sizes))] == where
-    assert by_size.held == {ep: sum(s for s, i in zip(sizes, where, strict=True) if EPS[i] == ep) for ep in EPS}
+    assert by_size.held == {
+        ep: sum(s for s, i in zip(sizes, where, strict=True) if EPS[i] == ep) for ep in EPS
+    }
 
 
 def test_by_size_goes_on_with_what_servers_hold_until_reset():
@@ -260,9 +284,13 @@ def test_by_size_goes_on_with_what_servers_hold_until_reset():
 
 
 def test_by_size_weighs_elements_where_there_are_no_bytes():
-    assert SizeBalanced(EPS[:2]).dispatch([VarBlock("w", 0, 2), VarBlock("w", 1, 3)]) == [EPS[1], EPS[0]]
+    assert SizeBalanced(EPS[:2]).dispatch([VarBlock("w", 0, 2), VarBlock("w", 1, 3)]) == [
+        EPS[1],
+        EPS[0],
+    ]
     with pytest.raises(
-        ConfigError, match="^dtrans.SizeBalanced weighs blocks by their nbytes or size; 'w.block0' has neither$"
+        ConfigError,
+        match="^dtrans.SizeBalanced weighs blocks by their nbytes or size; 'w.block0' has neither$",
     ):
         SizeBalanced(EPS).dispatch(["w.block0"])
 
@@ -270,30 +298,46 @@ def test_by_size_weighs_elements_where_there_are_no_bytes():
 @given(st.lists(st.integers(0, 1000), max_size=30), st.integers(1, 6))
 def test_no_server_has_more_than_the_others_by_more_than_its_last_block(sizes, servers):
     by_size = SizeBalanced(EPS_6[:servers])
-    assert by_size.dispatch(weighing(*sizes)) == SizeBalanced(EPS_6[:servers]).dispatch(weighing(*sizes))
+    assert by_size.dispatch(weighing(*sizes)) == SizeBalanced(EPS_6[:servers]).dispatch(
+        weighing(*sizes)
+    )
     held = by_size.held
     assert sum(held.values()) == sum(sizes)
-    # Graham: the fullest has at most 4/3 of what the best placement leaves to its fullest, which is no less than this
+    # Graham: the fullest has at most 4/3 of what the best placement leaves to its fullest, which is
+    # no less than this
     if len(sizes) <= servers:
         assert max(held.values()) == max(sizes, default=0)
     assert max(held.values()) - min(held.values()) <= max(sizes, default=0)
 
 
 def by_size_plan(tx, method=SizeBalanced, servers=2, **options):
-    params = {"a": jnp.ones((2, 3)), "b": jnp.ones((40, 3)), "c": jnp.ones((30, 3)), "d": jnp.ones((11, 3))}
+    params = {
+        "a": jnp.ones((2, 3)),
+        "b": jnp.ones((40, 3)),
+        "c": jnp.ones((30, 3)),
+        "d": jnp.ones((11, 3)),
+    }
     loss = lambda p, x: sum(jnp.sum(v**2) for v in p.values()) * x
     return plan_of(loss, tx, params, jnp.ones(()), servers=servers, split_method=method, **options)
 
 
 def test_by_size_in_a_plan_of_whole_leaves():
     plan = by_size_plan(optax.adam(0.1), slice_var_up=False)
-    assert {b.leaf[-1]: EPS.index(b.endpoint) for b in plan.placement.table} == {"a": 0, "b": 0, "c": 1, "d": 1}
+    assert {b.leaf[-1]: EPS.index(b.endpoint) for b in plan.placement.table} == {
+        "a": 0,
+        "b": 0,
+        "c": 1,
+        "d": 1,
+    }
     assert plan.balance < by_size_plan(optax.adam(0.1), RoundRobin, slice_var_up=False).balance
 
 
 def test_by_size_in_a_plan_of_blocks():
     plan = by_size_plan(optax.sgd(0.1), servers=3)
-    bytes_of = {ep: sum(b.nbytes for u in units for b in u.blocks) for ep, units in plan.placement.units.items()}
+    bytes_of = {
+        ep: sum(b.nbytes for u in units for b in u.blocks)
+        for ep, units in plan.placement.units.items()
+    }
     assert sum(len(blocks) > 1 for blocks in plan.placement.blocks.values()) == 4
     assert max(bytes_of.values()) - min(bytes_of.values()) <= 12
     assert plan.balance < by_size_plan(optax.sgd(0.1), RoundRobin, servers=3).balance
@@ -308,14 +352,18 @@ def test_what_cannot_be_cut_is_weighed_first_and_blocks_fill_up(heirs):
     for _ in range(heirs):
         method = type("Heir", (method,), {})
     tx = optax.multi_transform(
-        {"whole": MATRICES, "cut": optax.sgd(0.1)}, {"a": "cut", "b": "whole", "c": "cut", "d": "cut"}
+        {"whole": MATRICES, "cut": optax.sgd(0.1)},
+        {"a": "cut", "b": "whole", "c": "cut", "d": "cut"},
     )
     plan = by_size_plan(tx, method)
     assert list(plan.placement.whole) == ["params/b"]
     assert plan.placement.blocks["params/b"][0].endpoint == EPS[0]
     assert {b.endpoint for b in plan.placement.blocks["params/c"]} == {EPS[1]}
     # without it, what can be cut is spread over all, and what cannot comes on top of it
-    assert {b.endpoint for b in by_size_plan(tx, RoundRobin).placement.blocks["params/c"]} == {EPS[0], EPS[1]}
+    assert {b.endpoint for b in by_size_plan(tx, RoundRobin).placement.blocks["params/c"]} == {
+        EPS[0],
+        EPS[1],
+    }
 
 
 def test_an_heir_of_by_size_sees_blocks_only():
@@ -327,7 +375,8 @@ def test_an_heir_of_by_size_sees_blocks_only():
             return super().dispatch(varlist)
 
     tied = optax.multi_transform(
-        {"whole": MATRICES, "cut": optax.sgd(0.1)}, {"a": "cut", "b": "whole", "c": "cut", "d": "cut"}
+        {"whole": MATRICES, "cut": optax.sgd(0.1)},
+        {"a": "cut", "b": "whole", "c": "cut", "d": "cut"},
     )
     by_size_plan(tied, Heir)
     assert set(seen) == {"params/a", "params/c", "params/d"}
@@ -344,7 +393,10 @@ def test_the_seed_orders_whole_leaves_and_touches_no_global_state(seed):
     plan = by_size_plan(optax.sgd(0.1), RoundRobin, slice_var_up=False, seed=seed)
     assert (np.random.get_state()[1].tolist(), random.getstate()) == before
     np.random.seed(9)  # nor is it read
-    assert by_size_plan(optax.sgd(0.1), RoundRobin, slice_var_up=False, seed=seed).placement == plan.placement
+    assert (
+        by_size_plan(optax.sgd(0.1), RoundRobin, slice_var_up=False, seed=seed).placement
+        == plan.placement
+    )
     order = [f"params/{n}" for n in "abcd"]
     np.random.RandomState(seed).shuffle(order)
     assert list(plan.placement.order) == order
@@ -352,7 +404,9 @@ def test_the_seed_orders_whole_leaves_and_touches_no_global_state(seed):
 
 
 def test_seeds_differ_where_nothing_is_cut_and_only_there():
-    order = lambda seed, **options: by_size_plan(optax.sgd(0.1), RoundRobin, seed=seed, **options).placement.order
+    order = lambda seed, **options: (
+        by_size_plan(optax.sgd(0.1), RoundRobin, seed=seed, **options).placement.order
+    )
     assert len({order(seed, slice_var_up=False) for seed in range(4)}) > 1
     assert len({order(seed) for seed in range(4)}) == 1
 

@@ -1,13 +1,14 @@
 """Every optimizer of optax, by numbers: what three servers compute is what one device computes.
 
-For each case of `optimizer_zoo.py` five steps of a plan with three servers, two trainers and blocks as small as they
-get are carried out by hand, one equation after the other. What the servers hold, state included, is compared with
-`tx.update` on the mean of the same gradients, compiled as one program for one device: the largest difference in
-a leaf is below 1e-12 of its largest number in float64, and below 1e-5 in float32.
+For each case of `optimizer_zoo.py` five steps of a plan with three servers, two trainers and blocks
+as small as they get are carried out by hand, one equation after the other. What the servers hold,
+state included, is compared with `tx.update` on the mean of the same gradients, compiled as one
+program for one device: the largest difference in a leaf is below 1e-12 of its largest number in
+float64, and below 1e-5 in float32.
 
-What is bfloat16 must be equal, bit for bit. Both sides round after each equation, as its type says (`quick` forbids
-XLA to keep more), and JAX reduces bfloat16 in float32: a difference there is 1e-7, and would have to lie on the
-edge between two numbers of bfloat16 to be seen.
+What is bfloat16 must be equal, bit for bit. Both sides round after each equation, as its type says
+(`quick` forbids XLA to keep more), and JAX reduces bfloat16 in float32: a difference there is 1e-7,
+and would have to lie on the edge between two numbers of bfloat16 to be seen.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ def dtype(request):
 
 
 def one_by_one(jaxpr, *args):
-    """A closed jaxpr, an equation at a time, each compiled alone: once for all cases. Loops and branches are taken."""
+    """A closed jaxpr, an equation at a time, each compiled alone: once for all cases. Loops and
+    branches are taken."""
     inner = opened(jaxpr)
     env = dict(zip([*inner.invars, *inner.constvars], [*args, *constants(jaxpr)], strict=True))
     read = lambda a: jnp.asarray(a.val, a.aval.dtype) if hasattr(a, "val") else env[a]
@@ -141,7 +143,9 @@ def check(case, plan, dtype, steps=STEPS):
         moved |= {n for n in plan.placement.blocks if not np.array_equal(now[n], before[n])}
     for name in plan.placement.blocks:
         assert np.isfinite(now[name]).all(), name
-        assert (name in moved) != (name.removeprefix("params/") in case.still), f"{name} is trained or not"
+        assert (name in moved) != (name.removeprefix("params/") in case.still), (
+            f"{name} is trained or not"
+        )
 
 
 # -- every optimizer -------------------------------------------------------------------------------
@@ -162,7 +166,15 @@ def structure(plan):
     """Leaves are cut as finely as they can be, or are whole for a reason that the plan gives."""
     no_full_shapes(plan)
     reads_only_what_was_there_or_made_before(plan)
-    finest = {"embedding": 3, "few": 2, "half": 3, "kernel": 3, "one_row": 1, "scalar": 1, "wave": 3}
+    finest = {
+        "embedding": 3,
+        "few": 2,
+        "half": 3,
+        "kernel": 3,
+        "one_row": 1,
+        "scalar": 1,
+        "wave": 3,
+    }
     text = str(plan)
     for leaf, blocks in plan.placement.blocks.items():
         if leaf in plan.placement.whole:
@@ -184,14 +196,17 @@ def test_what_is_left_out_is_what_optax_cannot_train(name, dtype):
         state = jax.eval_shape(tx.init, params)
         _, new = jax.eval_shape(tx.update, params, state, params)
     except (IndexError, TypeError) as e:
-        assert "raises a" in "".join(CASES[name].without.values()) and type(e).__name__ in str(CASES[name].without)
+        assert "raises a" in "".join(CASES[name].without.values()) and type(e).__name__ in str(
+            CASES[name].without
+        )
     else:
         types = lambda tree: [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
         assert types(new) != types(state)
 
 
 class Crowded(dtrans.PSDispatcher):
-    """All blocks but the last of a leaf go to the first server, which has to join their parts; none to the second."""
+    """All blocks but the last of a leaf go to the first server, which has to join their parts; none
+    to the second."""
 
     def dispatch(self, varlist):
         first, _, last = self.eps
@@ -201,13 +216,18 @@ class Crowded(dtrans.PSDispatcher):
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
-    "name", ["lamb", "adafactor", "sm3", "dowg", "apply_if_finite", "flatten", "muon", "multi_transform"]
+    "name",
+    ["lamb", "adafactor", "sm3", "dowg", "apply_if_finite", "flatten", "muon", "multi_transform"],
 )
 def test_servers_may_have_several_blocks_of_a_leaf_or_none(name, dtype):
     plan = plan_of(CASES[name], dtype, split_method=Crowded)
     first, _, last = plan.servers
     if "params/embedding" not in plan.placement.whole:
-        assert [b.endpoint for b in plan.placement.blocks["params/embedding"]] == [first, first, last]
+        assert [b.endpoint for b in plan.placement.blocks["params/embedding"]] == [
+            first,
+            first,
+            last,
+        ]
     check(CASES[name], plan, dtype, steps=3)
     structure(plan)
 
@@ -222,7 +242,9 @@ PARTS = {
     "scale_by_trust_ratio": lambda rest: optax.chain(optax.scale_by_trust_ratio(), rest),
     "MultiSteps": lambda rest: optax.MultiSteps(rest, 2).gradient_transformation(),
     "apply_if_finite": lambda rest: optax.apply_if_finite(rest, 2),
-    "masked": lambda rest: optax.chain(optax.masked(optax.scale_by_adam(), optimizer_zoo.by_leaf), rest),
+    "masked": lambda rest: optax.chain(
+        optax.masked(optax.scale_by_adam(), optimizer_zoo.by_leaf), rest
+    ),
     "flatten": optax.flatten,
 }
 
@@ -257,7 +279,11 @@ def test_an_inf_in_one_slice_stops_every_leaf_on_every_server(dtype):
     held = serve(plan, held, by_name, evaluate=one_by_one)
     device.step(trees)
     params, state = device.params, device.state
-    counts = {"opt_state/notfinite_count": 1, "opt_state/last_finite": False, "opt_state/total_notfinite": 1}
+    counts = {
+        "opt_state/notfinite_count": 1,
+        "opt_state/last_finite": False,
+        "opt_state/total_notfinite": 1,
+    }
     for k, block in enumerate(plan.placement.table):
         leaf, first = block.leaf.removeprefix("params/"), block.span.start if block.span else 0
         trees, by_name = received(case, params, 1)
@@ -272,7 +298,10 @@ def test_an_inf_in_one_slice_stops_every_leaf_on_every_server(dtype):
                 if name in counts:
                     assert value == counts[name], (block.name, endpoint, name)
                 else:
-                    assert np.array_equal(as_numpy(value), as_numpy(held[endpoint][name])), (block.name, name)
+                    assert np.array_equal(as_numpy(value), as_numpy(held[endpoint][name])), (
+                        block.name,
+                        name,
+                    )
         device.params, device.state = params, state
         device.step(trees)
         compare(plan, new, device, dtype, block.name)
@@ -283,9 +312,12 @@ def test_an_inf_in_one_slice_stops_every_leaf_on_every_server(dtype):
         compare(plan, new, device, dtype, f"step {step} after an inf")
 
 
-@pytest.mark.parametrize("name", ["MultiSteps", "MultiSteps, global norm inside", "MultiSteps, skip_large_updates"])
+@pytest.mark.parametrize(
+    "name", ["MultiSteps", "MultiSteps, global norm inside", "MultiSteps, skip_large_updates"]
+)
 def test_micro_batches_make_an_update_every_other_step(name):
-    """That the five steps of the table hold updates, and steps without one; for skip_large_updates, skipped ones."""
+    """That the five steps of the table hold updates, and steps without one; for skip_large_updates,
+    skipped ones."""
     case = CASES[name]
     device = OneDevice(case, jnp.dtype(jnp.float32))
     moved = []
@@ -303,7 +335,12 @@ def test_micro_batches_make_an_update_every_other_step(name):
 def test_what_no_server_can_do_is_refused_by_name(name):
     refusal = REFUSED[name]
     with pytest.raises(refusal.error, match=refusal.match):
-        plan_of(Case(refusal.make, without={"half": "half of these mix types, which they would say first"}))
+        plan_of(
+            Case(
+                refusal.make,
+                without={"half": "half of these mix types, which they would say first"},
+            )
+        )
 
 
 @pytest.mark.parametrize("name", ["polyak_sgd", "reduce_on_plateau", "momo", "momo_adam"])
@@ -317,8 +354,12 @@ def test_a_step_that_hands_the_loss_to_its_update_is_refused_by_name(name):
 
     init = lambda params: (params, tx.init(params))
     main = dtrans.trace(step, *jax.eval_shape(init, params), jnp.ones(2))
-    with pytest.raises(dtrans.errors.OptimizerError, match=f"{name.removesuffix('_sgd')} uses loss"):
-        dtrans.pserver(main, dtrans.trace(init, params), pservers="127.0.0.1:6170,127.0.0.1:6171", trainers=2)
+    with pytest.raises(
+        dtrans.errors.OptimizerError, match=f"{name.removesuffix('_sgd')} uses loss"
+    ):
+        dtrans.pserver(
+            main, dtrans.trace(init, params), pservers="127.0.0.1:6170,127.0.0.1:6171", trainers=2
+        )
 
 
 # -- the table -------------------------------------------------------------------------------------

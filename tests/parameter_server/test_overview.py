@@ -1,5 +1,6 @@
-"""The overview of what servers hold: every row says of which array of the step it is, and of which part of it; held
-against values that differ in every element. And what is told from it: bytes, balance, and that of other dispatchers."""
+"""The overview of what servers hold: every row says of which array of the step it is, and of which
+part of it; held against values that differ in every element. And what is told from it: bytes,
+balance, and that of other dispatchers."""
 
 from __future__ import annotations
 
@@ -57,7 +58,9 @@ def loss(params: Any, x: Any) -> Any:
 def planned(tx: Any, servers: int = 3, **options: Any) -> Any:
     params = {n: jnp.ones(s) for n, s in SHAPES.items()}
     init = init_of(tx)
-    main = dtrans.trace(dtrans.make_train_step(loss, tx), *jax.eval_shape(init, params), jnp.ones(2))
+    main = dtrans.trace(
+        dtrans.make_train_step(loss, tx), *jax.eval_shape(init, params), jnp.ones(2)
+    )
     startup = dtrans.trace(lambda params: distinct(init(params)), params)
     return flat_options.pserver(
         main, startup, pservers=endpoints(servers), trainers=2, **{"min_block_size": 1, **options}
@@ -69,16 +72,32 @@ def tx(request: Any) -> Any:
     return OPTIMIZERS[request.param]
 
 
-@pytest.mark.parametrize("options", [{}, {"slice_var_up": False}, {"split_method": SizeBalanced}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"slice_var_up": False}, {"split_method": SizeBalanced}], ids=str
+)
 @pytest.mark.parametrize("servers", [1, 3])
-def test_every_row_is_that_part_of_that_array(tx: Any, servers: int, options: dict[str, Any]) -> None:
+def test_every_row_is_that_part_of_that_array(
+    tx: Any, servers: int, options: dict[str, Any]
+) -> None:
     plan, params = planned(tx, servers, **options)
-    whole = dict(zip(plan.startup.out_names, evaluate(plan.startup.jaxpr, *plan.startup.flatten(params)), strict=True))
+    whole = dict(
+        zip(
+            plan.startup.out_names,
+            evaluate(plan.startup.jaxpr, *plan.startup.flatten(params)),
+            strict=True,
+        )
+    )
     held = start_servers(plan, params)
-    assert [(r.endpoint, r.slice_name) for r in plan.overview] == [(ep, n) for ep in held for n in held[ep]]
+    assert [(r.endpoint, r.slice_name) for r in plan.overview] == [
+        (ep, n) for ep in held for n in held[ep]
+    ]
     for row in plan.overview:
         value, origin = held[row.endpoint][row.slice_name], whole[row.origin_name]
-        assert (row.origin_shape, row.slice_shape, row.dtype) == (origin.shape, value.shape, value.dtype)
+        assert (row.origin_shape, row.slice_shape, row.dtype) == (
+            origin.shape,
+            value.shape,
+            value.dtype,
+        )
         assert np.array_equal(value, origin[row.index]), row
         assert row.is_slice == (value.shape != origin.shape)
         assert (row.offset, row.axis) == (0, 0) or row.is_slice
@@ -90,7 +109,8 @@ def test_every_row_is_that_part_of_that_array(tx: Any, servers: int, options: di
         rows = plan.overview.by_origin(name)
         if rows[0].is_slice:
             assert np.array_equal(
-                np.concatenate([held[r.endpoint][r.slice_name] for r in rows], rows[0].axis), whole[name]
+                np.concatenate([held[r.endpoint][r.slice_name] for r in rows], rows[0].axis),
+                whole[name],
             )
             assert [r.block_id for r in rows] == list(range(len(rows)))
         elif name not in plan.shared_state:
@@ -107,7 +127,11 @@ def test_state_may_have_the_rows_along_another_axis() -> None:
     )
     plan, params = planned(optax.chain(turned, optax.sgd(0.1)))
     rows = plan.overview.by_origin("opt_state/0/table")
-    assert [(r.axis, r.offset, r.slice_shape) for r in rows] == [(1, 0, (4, 4)), (1, 4, (4, 4)), (1, 8, (4, 3))]
+    assert [(r.axis, r.offset, r.slice_shape) for r in rows] == [
+        (1, 0, (4, 4)),
+        (1, 4, (4, 4)),
+        (1, 8, (4, 3)),
+    ]
     held = start_servers(plan, params)
     for r in rows:
         assert np.array_equal(held[r.endpoint][r.slice_name], np.arange(44).reshape(4, 11)[r.index])
@@ -118,19 +142,44 @@ def test_rows_by_endpoint_by_origin_and_by_slice() -> None:
     overview = plan.overview
     assert isinstance(overview, tuple) and isinstance(overview, VarsDistributed)
     first, second, third = endpoints(3)
-    assert {r.slice_name for r in overview.by_endpoint(second)} == set(plan.servers[second].main.in_names)
-    assert overview.by_endpoint("nowhere:1") == overview.by_origin("nothing") == overview.by_slice("nothing") == ()
+    assert {r.slice_name for r in overview.by_endpoint(second)} == set(
+        plan.servers[second].main.in_names
+    )
+    assert (
+        overview.by_endpoint("nowhere:1")
+        == overview.by_origin("nothing")
+        == overview.by_slice("nothing")
+        == ()
+    )
     (row,) = overview.by_slice("params/w.block1")
     assert row == VarDistributed(
-        "params/w", (9, 3, 2), "params/w.block1", (3, 3, 2), np.dtype("float32"), 0, 3, 1, True, "Param", row.endpoint
+        "params/w",
+        (9, 3, 2),
+        "params/w.block1",
+        (3, 3, 2),
+        np.dtype("float32"),
+        0,
+        3,
+        1,
+        True,
+        "Param",
+        row.endpoint,
     )
-    assert str(row) == f"Param params/w.block1[3, 3, 2] on {row.endpoint}: params/w[9, 3, 2] from 3 along axis 0"
-    assert [r.slice_name for r in overview.by_origin("params/table")] == [f"params/table.block{i}" for i in range(3)]
+    assert (
+        str(row)
+        == f"Param params/w.block1[3, 3, 2] on {row.endpoint}: params/w[9, 3, 2] from 3 along axis "
+        "0"
+    )
+    assert [r.slice_name for r in overview.by_origin("params/table")] == [
+        f"params/table.block{i}" for i in range(3)
+    ]
     assert [r.offset for r in overview.by_origin("params/table")] == [0, 4, 8]
     # the count of steps is on each server, whole
     assert [r.endpoint for r in overview.by_slice("opt_state/0/count")] == [first, second, third]
     assert {r.is_slice for r in overview.by_origin("opt_state/0/count")} == {False}
-    assert {type(part) for part in (overview.by_endpoint(first), overview.by_origin("params/w"))} == {VarsDistributed}
+    assert {
+        type(part) for part in (overview.by_endpoint(first), overview.by_origin("params/w"))
+    } == {VarsDistributed}
     with pytest.raises(dataclasses.FrozenInstanceError):
         row.offset = 1  # type: ignore[misc]
 
@@ -150,11 +199,18 @@ def test_what_is_kept_for_a_block_is_cut_as_it_is() -> None:
         "params/w.block{}.trainer_0_bak": "params/w.trainer_0_bak",
         "params/w.block{}@GRAD.mean_square": "params/w@GRAD.mean_square",
     }
-    part = lambda i, beside: ServerVariable("params/w", i, (Slice(0, 0, 4), Slice(0, 4, 2))[i], beside)
-    servers = {f"a:{i + 1}": {n.format(i): part(i, beside) for n, beside in of.items()} for i in range(2)}
-    servers["a:1"]["params/b.trainer_0_bak"] = ServerVariable("params/b", beside="params/b.trainer_0_bak")
+    part = lambda i, beside: ServerVariable(
+        "params/w", i, (Slice(0, 0, 4), Slice(0, 4, 2))[i], beside
+    )
+    servers = {
+        f"a:{i + 1}": {n.format(i): part(i, beside) for n, beside in of.items()} for i in range(2)
+    }
+    servers["a:1"]["params/b.trainer_0_bak"] = ServerVariable(
+        "params/b", beside="params/b.trainer_0_bak"
+    )
     types = {
-        n: jax.core.ShapedArray(shape, np.dtype("float32")) for n, shape in (("params/b", (2,)), ("params/w", (6, 3)))
+        n: jax.core.ShapedArray(shape, np.dtype("float32"))
+        for n, shape in (("params/b", (2,)), ("params/w", (6, 3)))
     }
     rows = overview_of(servers, types, ["params/b", "params/w"])
     assert {r.origin_shape for r in rows.by_endpoint("a:2")} == {(6, 3)}
@@ -164,7 +220,11 @@ def test_what_is_kept_for_a_block_is_cut_as_it_is() -> None:
         ("params/w@GRAD.mean_square", 4, "Optimizer"),
     ]
     (row,) = rows.by_slice("params/b.trainer_0_bak")
-    assert (row.origin_name, row.is_slice, row.vtype) == ("params/b.trainer_0_bak", False, "Optimizer")
+    assert (row.origin_name, row.is_slice, row.vtype) == (
+        "params/b.trainer_0_bak",
+        False,
+        "Optimizer",
+    )
 
 
 # -- bytes -----------------------------------------------------------------------------------------
@@ -172,7 +232,10 @@ def test_what_is_kept_for_a_block_is_cut_as_it_is() -> None:
 
 def test_balance_is_the_fullest_over_the_mean(tx: Any) -> None:
     plan, params = planned(tx)
-    held = {ep: sum(x.nbytes for x in arrays.values()) for ep, arrays in start_servers(plan, params).items()}
+    held = {
+        ep: sum(x.nbytes for x in arrays.values())
+        for ep, arrays in start_servers(plan, params).items()
+    }
     assert {ep: sum(sizes.values()) for ep, sizes in plan.server_bytes.items()} == held
     assert plan.balance == pytest.approx(max(held.values()) / np.mean(list(held.values())))
     assert f"the fullest server holds {plan.balance:.2f} times the mean" in plan.notes
@@ -195,12 +258,18 @@ METHODS = (RoundRobin, HashName, SizeBalanced, AllOnTheLast)
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("slice_var_up", [True, False])
-def test_a_plan_says_what_the_balance_would_be_with_other_dispatchers(tx: Any, slice_var_up: bool) -> None:
-    plans = {m.__name__: planned(tx, slice_var_up=slice_var_up, split_method=m, seed=3)[0] for m in METHODS}
+def test_a_plan_says_what_the_balance_would_be_with_other_dispatchers(
+    tx: Any, slice_var_up: bool
+) -> None:
+    plans = {
+        m.__name__: planned(tx, slice_var_up=slice_var_up, split_method=m, seed=3)[0]
+        for m in METHODS
+    }
     for plan in plans.values():
         told = plan.compare(*METHODS)
         for name, other in plans.items():
-            # a few numbers of state are on each server that needs them, and another placement may need more
+            # a few numbers of state are on each server that needs them, and another placement may
+            # need more
             few = 8 * len(other.shared_state) * len(other.servers)
             total = sum(sum(sizes.values()) for sizes in other.server_bytes.values())
             assert told[name] == pytest.approx(other.balance, abs=3 * few / total)
@@ -213,7 +282,9 @@ def test_comparing_is_exact_where_all_state_has_rows() -> None:
         plan, _ = planned(OPTIMIZERS[name])
         for method in METHODS[:3]:
             assert plan.compare(method) == {
-                method.__name__: pytest.approx(planned(OPTIMIZERS[name], split_method=method)[0].balance)
+                method.__name__: pytest.approx(
+                    planned(OPTIMIZERS[name], split_method=method)[0].balance
+                )
             }
         assert list(plan.compare()) == ["RoundRobin", "HashName", "SizeBalanced"]
 
@@ -222,7 +293,9 @@ def test_backups_of_trainers_go_with_their_blocks() -> None:
     options = {"mode": dtrans.Async(dtrans.DelayCompensation(decay=0.9))}
     plan, _ = planned(OPTIMIZERS["adam"], **options)
     backups = plan.overview.by_origin("params/table.trainer_1_bak")
-    assert [(r.offset, r.origin_shape, r.vtype) for r in backups] == [(i, (11, 4), "Optimizer") for i in (0, 4, 8)]
+    assert [(r.offset, r.origin_shape, r.vtype) for r in backups] == [
+        (i, (11, 4), "Optimizer") for i in (0, 4, 8)
+    ]
     for method in METHODS[:3]:
         other, _ = planned(OPTIMIZERS["adam"], split_method=method, **options)
         assert plan.compare(method)[method.__name__] == pytest.approx(other.balance)
@@ -231,6 +304,7 @@ def test_backups_of_trainers_go_with_their_blocks() -> None:
 def test_only_dispatchers_are_compared() -> None:
     plan, _ = planned(OPTIMIZERS["sgd"])
     with pytest.raises(
-        ConfigError, match="^split_method must be a subclass of dtrans.PSDispatcher, .* it is <class 'o"
+        ConfigError,
+        match="^split_method must be a subclass of dtrans.PSDispatcher, .* it is <class 'o",
     ):
         plan.compare(object)

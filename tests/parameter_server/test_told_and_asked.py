@@ -1,4 +1,5 @@
-"""What trainers and servers tell each other beside gradients and parameters: arguments of the step, shared state."""
+"""What trainers and servers tell each other beside gradients and parameters: arguments of the step,
+shared state."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def loss_of(params: Any, x: jax.Array) -> jax.Array:
     return jnp.mean((x @ params["w"]) ** 2)
 
 
-def by_arguments(params: Any, opt_state: Any, x: jax.Array, rate: jax.Array, scales: jax.Array) -> Any:
+def by_arguments(
+    params: Any, opt_state: Any, x: jax.Array, rate: jax.Array, scales: jax.Array
+) -> Any:
     """Plain descent with a rate, and a scale for each column, that come with the batch."""
     loss, grads = dtrans.value_and_grad(loss_of)(params, x)
     new = {"w": params["w"] - rate * scales * grads["w"]}
@@ -63,8 +66,15 @@ def test_an_update_may_read_arguments_of_the_step(trainers: int) -> None:
 
 def test_arguments_go_with_the_gradients_to_the_servers_that_need_them() -> None:
     plan = planned(by_arguments, X[:6], 0.1, SCALES)
-    assert plan.arguments == {"rate": dict.fromkeys(SERVERS, 4), "scales": dict.fromkeys(SERVERS, 12)}
-    sends = [e for e in plan.trainer.eqns if e.primitive.name == "send" and "@ARG" in e.params["names"][0]]
+    assert plan.arguments == {
+        "rate": dict.fromkeys(SERVERS, 4),
+        "scales": dict.fromkeys(SERVERS, 12),
+    }
+    sends = [
+        e
+        for e in plan.trainer.eqns
+        if e.primitive.name == "send" and "@ARG" in e.params["names"][0]
+    ]
     assert [e.params["epmap"] for e in sends] == [SERVERS, SERVERS]
     assert plan.bytes_per_step == {"send": 4 * 15 + 2 * (4 + 12), "recv": 4 * 15}
     for programs in plan.servers.values():
@@ -83,12 +93,20 @@ def test_what_cannot_be_told_is_refused_by_name() -> None:
         loss, grads = dtrans.value_and_grad(loss_of)(params, x)
         return {"w": params["w"] - jnp.abs(x @ grads["w"]).max() * grads["w"]}, opt_state, loss
 
-    with pytest.raises(GradientError, match="params/w is updated with x, which only the trainers have"):
+    with pytest.raises(
+        GradientError, match="params/w is updated with x, which only the trainers have"
+    ):
         planned(by_rows, X[:6], batch=dtrans.Batch())
-    told = "params/w is updated with rate, which only the trainers have.*With mode=dtrans.Sync.. an update may read arg"
+    told = (
+        "params/w is updated with rate, which only the trainers have.*With mode=dtrans.Sync.. "
+        "an update may read arg"
+    )
     with pytest.raises(GradientError, match=told):
         planned(by_arguments, X[:6], 0.1, SCALES, mode=dtrans.Async())
-    with pytest.raises(ConfigError, match="rate, which the update reads, would count as zero of a trainer that left"):
+    with pytest.raises(
+        ConfigError,
+        match="rate, which the update reads, would count as zero of a trainer that left",
+    ):
         planned(by_arguments, X[:6], 0.1, SCALES, on_trainer_exit="paddle")
 
 
@@ -128,12 +146,17 @@ def test_a_loss_may_read_state_that_no_row_enters(trainers: int) -> None:
             np.testing.assert_allclose(loss, wanted, rtol=1e-12)
         np.testing.assert_allclose(job.params(state)["w"], alone[0]["w"], rtol=1e-12)
         assert int(job.opt_state(state)["steps"]) == 3
-        np.testing.assert_array_equal(*map(jax.random.key_data, (job.opt_state(state)["key"], alone[1]["key"])))
+        np.testing.assert_array_equal(
+            *map(jax.random.key_data, (job.opt_state(state)["key"], alone[1]["key"]))
+        )
 
 
 @pytest.mark.parametrize("mode", [dtrans.Async(), dtrans.HalfAsync(), dtrans.Geo()])
 def test_a_loss_that_reads_state_is_for_synchronous_servers(mode: Any) -> None:
-    told = "loss is computed from opt_state/key, which belongs to the .*With mode=dtrans.Sync.. .* a loss state of"
+    told = (
+        "loss is computed from opt_state/key, which belongs to the .*With mode=dtrans.Sync.. "
+        ".* a loss state of"
+    )
     with pytest.raises(GradientError, match=told):
         noisy_plan(2, mode=mode, batch="local")
 
@@ -149,7 +172,8 @@ def test_a_loss_may_not_read_state_of_which_each_server_has_rows() -> None:
     start = lambda key: (p := init(key)[0], tx.init(p))
     main = dtrans.trace(step, *jax.eval_shape(start, KEY), X[:6])
     with pytest.raises(
-        GradientError, match="loss is computed from opt_state/0/trace/w, which belongs to the optimizer"
+        GradientError,
+        match="loss is computed from opt_state/0/trace/w, which belongs to the optimizer",
     ):
         dtrans.pserver(main, dtrans.trace(start, KEY), pservers=SERVERS, trainers=2)
 
@@ -157,16 +181,22 @@ def test_a_loss_may_not_read_state_of_which_each_server_has_rows() -> None:
 # -- in processes --------------------------------------------------------------------------------
 
 
-def run(plan: Any, endpoints: tuple[str, ...], threads: RoleThreads, rates: dict[int, float]) -> dict[str, Any]:
+def run(
+    plan: Any, endpoints: tuple[str, ...], threads: RoleThreads, rates: dict[int, float]
+) -> dict[str, Any]:
     """A step of each trainer, with a rate of its own; what each role returned or raised."""
     count = len(rates)
 
     def server(ep: str) -> Any:
-        with ServerJob(plan, Role("pserver", count, endpoints, current_endpoint=ep), {"deadline": HANG}) as job:
+        with ServerJob(
+            plan, Role("pserver", count, endpoints, current_endpoint=ep), {"deadline": HANG}
+        ) as job:
             return job.serve(job.init(KEY))
 
     def trainer(k: int) -> Any:
-        with TrainerJob(plan, Role("trainer", count, endpoints, trainer_id=k), {"deadline": HANG}) as job:
+        with TrainerJob(
+            plan, Role("trainer", count, endpoints, trainer_id=k), {"deadline": HANG}
+        ) as job:
             state, loss = job.step(job.init(KEY), X[6 * k : 6 * k + 6], rates[k], SCALES)
             return job.params(state)["w"], loss
 

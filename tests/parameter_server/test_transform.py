@@ -1,6 +1,6 @@
-"""The parameter-server transform: its programs against those that paddlepaddle 1.8.5 made of the same nets
-(placement, order of communication, block structure), what it leaves alone, what its plans say, where initial
-values come from, and what is refused."""
+"""The parameter-server transform: its programs against those that paddlepaddle 1.8.5 made of the
+same nets (placement, order of communication, block structure), what it leaves alone, what its plans
+say, where initial values come from, and what is refused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,13 @@ from helpers import (
 from paths import GOLDEN as GOLDEN_FOLDER
 
 import dtrans
-from dtrans.errors import ConfigError, GradientError, NotRealisedError, TraceError, UnknownEndpointError
+from dtrans.errors import (
+    ConfigError,
+    GradientError,
+    NotRealisedError,
+    TraceError,
+    UnknownEndpointError,
+)
 from dtrans.step.cut import GRAD
 
 
@@ -48,12 +54,17 @@ def fc_loss(params, x, y):
 
 
 def fc_init(key):
-    return {"fc_b": jnp.zeros(1000), "fc_w": jax.random.uniform(key, (1000, 1000), minval=-0.05, maxval=0.05)}
+    return {
+        "fc_b": jnp.zeros(1000),
+        "fc_w": jax.random.uniform(key, (1000, 1000), minval=-0.05, maxval=0.05),
+    }
 
 
 def net_loss(params, x, label):
     hidden = jax.nn.relu(x @ params["w1"] + params["b1"])
-    return optax.softmax_cross_entropy_with_integer_labels(hidden @ params["w2"] + params["b2"], label).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(
+        hidden @ params["w2"] + params["b2"], label
+    ).mean()
 
 
 def net_init(key):
@@ -99,7 +110,9 @@ def programs(net, tx):
         return params, tx.init(params)
 
     key = jax.random.key(0)
-    return dtrans.trace(dtrans.make_train_step(loss, tx), *jax.eval_shape(init, key), *batch), dtrans.trace(init, key)
+    return dtrans.trace(
+        dtrans.make_train_step(loss, tx), *jax.eval_shape(init, key), *batch
+    ), dtrans.trace(init, key)
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -110,7 +123,10 @@ def case(request):
     # the recorded programs had random_seed 1, which orders the leaves that are not cut
     options = {"min_block_size": LEAST, "seed": 1, **config["cfg"]}
     plan = flat_options.pserver(
-        *programs(net, TX[tx]), pservers=endpoints(config["pservers"]), trainers=config["trainers"], **options
+        *programs(net, TX[tx]),
+        pservers=endpoints(config["pservers"]),
+        trainers=config["trainers"],
+        **options,
     )
     return golden, plan
 
@@ -123,20 +139,29 @@ def test_blocks_live_where_paddle_put_them(case):
     mine = {ep: [] for ep in plan.servers}
     for b in plan.placement.table:
         mine[b.endpoint].append([b.name.removeprefix("params/"), list(b.shape)])
-    assert {ep: sorted(bs) for ep, bs in mine.items()} == {ep: sorted(bs) for ep, bs in golden["placement"].items()}
+    assert {ep: sorted(bs) for ep, bs in mine.items()} == {
+        ep: sorted(bs) for ep, bs in golden["placement"].items()
+    }
 
 
 @pytest.mark.parametrize(
     "name,clip,rounds",
-    [("fc_sgd_clip_value_opt", optax.clip(0.001), 0), ("fc_sgd_clip_global_opt", optax.clip_by_global_norm(0.1), 1)],
+    [
+        ("fc_sgd_clip_value_opt", optax.clip(0.001), 0),
+        ("fc_sgd_clip_global_opt", optax.clip_by_global_norm(0.1), 1),
+    ],
 )
 def test_clipping_works_where_paddle_ended_in_an_error(name, clip, rounds):
-    """There a clip met a sliced parameter with the whole gradient; here both are sliced, and placed as there."""
+    """There a clip met a sliced parameter with the whole gradient; here both are sliced, and placed
+    as there."""
     golden = GOLDEN[name]
     assert "dimensions do not match" in golden["paddle_error"]
     tx = optax.chain(clip, optax.sgd(0.1))
     plan = dtrans.pserver(
-        *programs("fc", tx), pservers=endpoints(2), trainers=2, placement=dtrans.BlockPlacement(min_block_size=LEAST)
+        *programs("fc", tx),
+        pservers=endpoints(2),
+        trainers=2,
+        placement=dtrans.BlockPlacement(min_block_size=LEAST),
     )
     test_blocks_live_where_paddle_put_them((golden, plan))
     assert len(plan.rounds) == rounds
@@ -179,7 +204,9 @@ def test_each_send_stands_right_after_the_op_that_makes_its_gradient(case):
         assert maker.role in ("forward", "backward")
         assert len(ops[i].attrs["epmap"]) == len(ops[i].inputs)
     first, last = sends[0], sends[-1]
-    assert any(op.role == "backward" for op in ops[first:last]), "sends do not wait for the end of the backward pass"
+    assert any(op.role == "backward" for op in ops[first:last]), (
+        "sends do not wait for the end of the backward pass"
+    )
     assert not any(op.role in ("optimize", "lr_sched") for op in ops)
 
 
@@ -237,7 +264,9 @@ def test_what_a_trainer_receives_is_what_the_servers_hold(case):
         got = {}
         for op in program.ops:
             if op.type == "recv":
-                for n, ep, t in zip(op.attrs["names"], op.attrs["epmap"], op.attrs["types"], strict=True):
+                for n, ep, t in zip(
+                    op.attrs["names"], op.attrs["epmap"], op.attrs["types"], strict=True
+                ):
                     got[n, ep] = (t.shape, t.dtype)
         held = {(b.name, b.endpoint): (b.shape, b.dtype) for b in plan.placement.table}
         assert got == held
@@ -250,9 +279,12 @@ def test_each_trainer_names_its_own_gradients():
     golden = GOLDEN["mlp_sgd"]
     plan = dtrans.pserver(*programs("mlp", TX["sgd"]), pservers=endpoints(2), trainers=2)
     for k in range(2):
-        names = [n for op in plan.trainer_program(k).ops if op.type == "send" for n in op.attrs["names"]]
+        names = [
+            n for op in plan.trainer_program(k).ops if op.type == "send" for n in op.attrs["names"]
+        ]
         assert sorted(names) == [
-            f"params/{n}.trainer_{k}" for n in ("b1@GRAD", "b2@GRAD", "w1@GRAD.block0", "w1@GRAD.block1", "w2@GRAD")
+            f"params/{n}.trainer_{k}"
+            for n in ("b1@GRAD", "b2@GRAD", "w1@GRAD.block0", "w1@GRAD.block1", "w2@GRAD")
         ]
     one = dtrans.pserver(*programs("mlp", TX["sgd"]), pservers=endpoints(2), trainers=1)
     names = [n for op in one.trainer.ops if op.type == "send" for n in op.attrs["names"]]
@@ -294,7 +326,9 @@ def test_planning_does_not_touch_numpys_global_generator():
     np.random.seed(7)
     before = np.random.get_state()[1].copy()
     dtrans.pserver(
-        *programs("mlp", TX["sgd"]), pservers=endpoints(3), placement=dtrans.BlockPlacement(slice_var_up=False, seed=5)
+        *programs("mlp", TX["sgd"]),
+        pservers=endpoints(3),
+        placement=dtrans.BlockPlacement(slice_var_up=False, seed=5),
     )
     assert np.array_equal(np.random.get_state()[1], before)
 
@@ -303,7 +337,10 @@ def test_the_seed_orders_whole_leaves():
     main, startup = programs("mlp", TX["sgd"])
     plans = [
         dtrans.pserver(
-            main, startup, pservers=endpoints(3), placement=dtrans.BlockPlacement(slice_var_up=False, seed=s)
+            main,
+            startup,
+            pservers=endpoints(3),
+            placement=dtrans.BlockPlacement(slice_var_up=False, seed=s),
         )
         for s in range(6)
     ]
@@ -320,7 +357,9 @@ def test_bytes_per_step_are_those_of_the_parameters():
     size = 4 * (784 * 256 + 256 + 256 * 10 + 10)
     assert plan.bytes_per_step == {"send": size, "recv": size}
     assert sum(s["params"] for s in plan.server_bytes.values()) == size
-    assert sum(s["opt_state"] for s in plan.server_bytes.values()) == 2 * size + 3 * 4  # two moments; a count on each
+    assert (
+        sum(s["opt_state"] for s in plan.server_bytes.values()) == 2 * size + 3 * 4
+    )  # two moments; a count on each
     text = str(plan)
     assert f"each of 2 trainers sends {size:,} and receives {size:,} bytes per step" in text
     assert "on every server: opt_state/0/count" in text
@@ -335,7 +374,10 @@ def test_the_plan_prints_and_renders_each_block():
     html = plan._repr_html_()
     for b in plan.placement.table:
         row = f"{b.span.start}:{b.span.stop}"
-        assert any(line.split() == [b.name, row, f"{b.nbytes:,}", b.endpoint] for line in str(plan).splitlines())
+        assert any(
+            line.split() == [b.name, row, f"{b.nbytes:,}", b.endpoint]
+            for line in str(plan).splitlines()
+        )
         assert f"<code>{b.name}</code></td><td>{row}</td>" in html
     assert html.count("<tr>") == 1 + 6
 
@@ -352,11 +394,19 @@ def test_leaves_that_cannot_be_cut_say_why():
     for leaf, reason in plan.placement.whole.items():
         assert reason.startswith("cumsum mixes rows of f32[") and reason.endswith("(mixing)")
         assert f"{leaf}: whole on {plan.placement.blocks[leaf][0].endpoint}: {reason}" in plan.notes
-    assert {b.endpoint for b in plan.placement.table} == set(endpoints(2)), "each leaf is whole, on any server"
+    assert {b.endpoint for b in plan.placement.table} == set(endpoints(2)), (
+        "each leaf is whole, on any server"
+    )
 
 
 def test_a_whole_leaf_is_named_with_the_optimizer_that_made_it_so():
-    plan = plan_of(mlp_loss, optax.contrib.muon(0.1), mlp_params((5, 5, 5)), *mlp_batch(4, (5, 5, 5)), servers=2)
+    plan = plan_of(
+        mlp_loss,
+        optax.contrib.muon(0.1),
+        mlp_params((5, 5, 5)),
+        *mlp_batch(4, (5, 5, 5)),
+        servers=2,
+    )
     assert set(plan.placement.whole) == {"params/w1", "params/w2"}
     for leaf in plan.placement.whole:
         at = plan.placement.blocks[leaf][0].endpoint
@@ -367,9 +417,15 @@ def test_a_whole_leaf_is_named_with_the_optimizer_that_made_it_so():
 def test_slicing_can_be_required():
     made = plan_of(mlp_loss, optax.lamb(0.1), mlp_params(), *mlp_batch(), slice_var_up="require")
     assert made.placement.whole == {}
-    with pytest.raises(dtrans.errors.OptimizerError, match="slice_var_up='require'.*params/b1: cumsum mixes rows of"):
+    with pytest.raises(
+        dtrans.errors.OptimizerError,
+        match="slice_var_up='require'.*params/b1: cumsum mixes rows of",
+    ):
         plan_of(mlp_loss, mixing(), mlp_params(), *mlp_batch(), slice_var_up="require")
-    with pytest.raises(dtrans.errors.ConfigError, match="slice_var_up must be True, False or 'require', it is 'yes'"):
+    with pytest.raises(
+        dtrans.errors.ConfigError,
+        match="slice_var_up must be True, False or 'require', it is 'yes'",
+    ):
         plan_of(mlp_loss, optax.sgd(0.1), mlp_params(), *mlp_batch(), slice_var_up="yes")
 
 
@@ -378,7 +434,9 @@ def test_what_servers_tell_each_other_is_in_the_plan():
     plan = plan_of(mlp_loss, tx, mlp_params(), *mlp_batch(), servers=2)
     assert plan.placement.whole == {}
     (norms,) = plan.rounds
-    assert [(r.op, r.shape, r.owners, r.over) for r in norms] == [("sum", (), endpoints(2), endpoints(2))] * 4
+    assert [(r.op, r.shape, r.owners, r.over) for r in norms] == [
+        ("sum", (), endpoints(2), endpoints(2))
+    ] * 4
     assert "round 1 among pservers: 4 values, 16 bytes from each at most" in str(plan)
     alone = plan_of(mlp_loss, tx, mlp_params(), *mlp_batch(), servers=1)
     assert alone.rounds == (), "one server has nobody to tell"
@@ -387,7 +445,9 @@ def test_what_servers_tell_each_other_is_in_the_plan():
 
 def test_a_leaf_of_one_block_is_reduced_where_it_is():
     """No server but its own needs the norm that LAMB takes of it."""
-    plan = plan_of(mlp_loss, optax.lamb(0.1), mlp_params(), *mlp_batch(), servers=2, min_block_size=8192)
+    plan = plan_of(
+        mlp_loss, optax.lamb(0.1), mlp_params(), *mlp_batch(), servers=2, min_block_size=8192
+    )
     assert {b.count for b in plan.placement.table} == {1}
     assert plan.rounds == ()
     assert all(b.level == 0 for ep in plan.servers for b in blocks_of(plan, ep))
@@ -407,7 +467,9 @@ def test_whole_leaves_go_to_the_server_that_holds_least():
 
 
 def test_whole_leaves_keep_away_from_servers_that_cut_leaves_fill():
-    tx = optax.GradientTransformation(lambda p: (), lambda g, s, p: ({**g, "w": g["w"] / jnp.sum(g["w"])}, s))
+    tx = optax.GradientTransformation(
+        lambda p: (), lambda g, s, p: ({**g, "w": g["w"] / jnp.sum(g["w"])}, s)
+    )
     params = {"a": jnp.ones(64), "w": jnp.ones(3)}
     loss = lambda p, x: x * (jnp.sum(p["a"]) + jnp.sum(p["w"]))
     plan = plan_of(loss, tx, params, jnp.ones(()), servers=2, min_block_size=100)
@@ -424,7 +486,9 @@ def test_a_leaf_the_trainers_keep_is_named():
         return {**params, **{n: params[n] - g for n, g in grads.items()}}, opt_state, loss
 
     params = mlp_params()
-    plan = dtrans.pserver(dtrans.trace(step, params, (), *mlp_batch()), dtrans.trace(lambda p: (p, ()), params))
+    plan = dtrans.pserver(
+        dtrans.trace(step, params, (), *mlp_batch()), dtrans.trace(lambda p: (p, ()), params)
+    )
     assert plan.frozen == ("params/b1", "params/w1")
     assert "on the trainers only: params/b1, params/w1" in plan.notes
     assert {b.leaf for b in plan.placement.table} == {"params/b2", "params/w2"}
@@ -469,7 +533,11 @@ def test_servers_start_from_the_rows_of_the_single_device_init():
     main, startup = programs("mlp", tx)
     plan = dtrans.pserver(main, startup, pservers=endpoints(3), trainers=2)
     want = dict(
-        zip((n for n in main.in_names if n not in ("x", "label")), jax.tree.leaves(jax.jit(init)(key)), strict=True)
+        zip(
+            (n for n in main.in_names if n not in ("x", "label")),
+            jax.tree.leaves(jax.jit(init)(key)),
+            strict=True,
+        )
     )
     held = {ep: p.startup(key) for ep, p in plan.servers.items()}
     got = assemble(plan, held, list(want))
@@ -490,16 +558,25 @@ def test_a_server_makes_only_the_initial_values_it_holds():
         "opt_state/0/count",
     }
     no_weights = dtrans.pserver(
-        *programs("fc", TX["sgd"]), pservers=endpoints(2), placement=dtrans.BlockPlacement(slice_var_up=False)
+        *programs("fc", TX["sgd"]),
+        pservers=endpoints(2),
+        placement=dtrans.BlockPlacement(slice_var_up=False),
     )
-    (bias,) = [p.startup for p in no_weights.servers.values() if "params/fc_b" in p.startup.out_names]
+    (bias,) = [
+        p.startup for p in no_weights.servers.values() if "params/fc_b" in p.startup.out_names
+    ]
     assert not any("random" in op.type for op in bias.ops)
 
 
 def test_servers_without_blocks_serve_nothing():
     params = {"w": jnp.ones((2, 2))}
     plan = plan_of(
-        lambda p, x: jnp.sum(p["w"]) * x, optax.adam(0.1), params, jnp.ones(()), servers=3, min_block_size=100
+        lambda p, x: jnp.sum(p["w"]) * x,
+        optax.adam(0.1),
+        params,
+        jnp.ones(()),
+        servers=3,
+        min_block_size=100,
     )
     for ep in endpoints(3)[1:]:
         empty = plan.servers[ep]
@@ -507,7 +584,9 @@ def test_servers_without_blocks_serve_nothing():
         assert empty.main.in_names == empty.main.out_names == ()
         assert empty.startup(params) == {}
         assert plan.server_bytes[ep] == {"params": 0, "opt_state": 0}
-    assert plan.trainer.ops[-1].attrs["endpoints"] == endpoints(3), "every server is told that a step is over"
+    assert plan.trainer.ops[-1].attrs["endpoints"] == endpoints(3), (
+        "every server is told that a step is over"
+    )
 
 
 # -- shapes of user code ---------------------------------------------------------------------------
@@ -530,22 +609,31 @@ def test_nested_pytrees_keep_their_paths_and_structure():
             x = jnp.tanh(x @ layer.kernel + layer.bias)
         return jnp.mean((x @ params["head"]["w"] - batch["y"]) ** 2)
 
-    plan = plan_of(loss, optax.adam(0.1), params, {"x": jnp.ones((3, 4)), "y": jnp.ones((3, 2))}, servers=2)
+    plan = plan_of(
+        loss, optax.adam(0.1), params, {"x": jnp.ones((3, 4)), "y": jnp.ones((3, 2))}, servers=2
+    )
     assert [b.leaf for b in plan.placement.table if b.index == 0] == [
         "params/body/0/kernel", "params/body/0/bias", "params/body/1/kernel", "params/body/1/bias", "params/head/w"
     ]  # fmt: skip
     assert plan.trainer.in_names[-2:] == ("batch/x", "batch/y")
     assert plan.trainer.out_names == (
-        *(f"params/{n}" for n in ("body/0/kernel", "body/0/bias", "body/1/kernel", "body/1/bias", "head/w")),
+        *(
+            f"params/{n}"
+            for n in ("body/0/kernel", "body/0/bias", "body/1/kernel", "body/1/bias", "head/w")
+        ),
         "loss",
     )
-    assert jax.tree.structure(plan.trainer.args[0].unflatten(jax.tree.leaves(params))) == jax.tree.structure(params)
+    assert jax.tree.structure(
+        plan.trainer.args[0].unflatten(jax.tree.leaves(params))
+    ) == jax.tree.structure(params)
     out = plan.trainer.out.unflatten([*jax.tree.leaves(params), 0.0])
     assert jax.tree.structure(out[0]) == jax.tree.structure(params) and out[1] == 0.0
 
 
 def test_a_trainer_program_fits_another_batch_size():
-    plan = plan_of(mlp_loss, optax.adam(0.1), params := mlp_params(), *mlp_batch(8), servers=2, trainers=2)
+    plan = plan_of(
+        mlp_loss, optax.adam(0.1), params := mlp_params(), *mlp_batch(8), servers=2, trainers=2
+    )
     assert plan.trainer.specialize(params, *mlp_batch(8)) is plan.trainer
     other = plan.trainer_program(1).specialize(params, *mlp_batch(3))
     assert other.inputs["x"].shape == (3, 5)
@@ -558,14 +646,18 @@ def test_a_trainer_program_cannot_be_called():
     plan = plan_of(mlp_loss, optax.sgd(0.1), params := mlp_params(), *mlp_batch(), servers=2)
     with pytest.raises(
         NotRealisedError,
-        match=r"program trainer 0 communicates \(fetch_barrier, recv, send, send_barrier\), so it cannot be called: ",
+        match=r"program trainer 0 communicates \(fetch_barrier, recv, send, send_barrier\), so it "
+        r"cannot be called: ",
     ):
         plan.trainer(params, *mlp_batch())
     with pytest.raises(
-        NotRealisedError, match=r"`send` is communication|communication, which a plain function cannot carry out"
+        NotRealisedError,
+        match=r"`send` is communication|communication, which a plain function cannot carry out",
     ):
         plan.trainer.compiled(*plan.trainer.flatten(params, *mlp_batch()))
-    with pytest.raises(NotRealisedError, match=r"program pserver 127.0.0.1:6170 communicates \(listen_and_serv\)"):
+    with pytest.raises(
+        NotRealisedError, match=r"program pserver 127.0.0.1:6170 communicates \(listen_and_serv\)"
+    ):
         plan.servers["127.0.0.1:6170"].main(plan.servers["127.0.0.1:6170"].startup(params))
 
 
@@ -585,9 +677,9 @@ def test_the_transforms_roles_name_what_distribution_added():
 @pytest.fixture(scope="module")
 def small():
     params, tx = mlp_params(), optax.sgd(0.1)
-    return dtrans.trace(dtrans.make_train_step(mlp_loss, tx), params, tx.init(params), *mlp_batch()), dtrans.trace(
-        init_of(tx), params
-    )
+    return dtrans.trace(
+        dtrans.make_train_step(mlp_loss, tx), params, tx.init(params), *mlp_batch()
+    ), dtrans.trace(init_of(tx), params)
 
 
 class Nonsense(dtrans.RoundRobin):
@@ -603,7 +695,10 @@ class TooFew(dtrans.RoundRobin):
 @pytest.mark.parametrize(
     "options,text",
     [
-        ({"pservers": "a:1,a:1"}, "the endpoint a:1 is listed 2 times; each pserver needs one of its own"),
+        (
+            {"pservers": "a:1,a:1"},
+            "the endpoint a:1 is listed 2 times; each pserver needs one of its own",
+        ),
         ({"pservers": ""}, "no pserver endpoints were given"),
         ({"pservers": ()}, "no pserver endpoints were given"),
         ({"pservers": "127.0.0.1"}, "'127.0.0.1' is not an endpoint: write host:port"),
@@ -619,15 +714,28 @@ class TooFew(dtrans.RoundRobin):
         ({"slice_var_up": None}, "slice_var_up must be True, False or 'require', it is None"),
         ({"seed": -1}, r"seed must be an integer from 0 to 2\*\*32 - 1, it is -1"),
         ({"min_block_size": 0}, "min_block_size must be a positive number of elements, it is 0"),
-        ({"min_block_size": 0.5}, "min_block_size must be a positive number of elements, it is 0.5"),
+        (
+            {"min_block_size": 0.5},
+            "min_block_size must be a positive number of elements, it is 0.5",
+        ),
         ({"split_method": object}, "split_method must be a subclass of dtrans.PSDispatcher"),
-        ({"split_method": dtrans.PSDispatcher}, "split_method must be a subclass of dtrans.PSDispatcher"),
-        ({"split_method": dtrans.RoundRobin(["a:1"])}, "split_method must be a subclass of dtrans.PSDispatcher"),
+        (
+            {"split_method": dtrans.PSDispatcher},
+            "split_method must be a subclass of dtrans.PSDispatcher",
+        ),
+        (
+            {"split_method": dtrans.RoundRobin(["a:1"])},
+            "split_method must be a subclass of dtrans.PSDispatcher",
+        ),
         (
             {"split_method": Nonsense},
-            r"Nonsense.dispatch placed params/b1 on 'nowhere:1'; it must give one of .* for each block$",
+            r"Nonsense.dispatch placed params/b1 on 'nowhere:1'; it must give one of .* for each "
+            r"block$",
         ),
-        ({"split_method": TooFew}, r"TooFew.dispatch gave \[\] for 4 blocks; it must give one of .* for each$"),
+        (
+            {"split_method": TooFew},
+            r"TooFew.dispatch gave \[\] for 4 blocks; it must give one of .* for each$",
+        ),
     ],
 )
 def test_options_are_refused_by_name(small, options, text):
@@ -636,7 +744,9 @@ def test_options_are_refused_by_name(small, options, text):
 
 
 def test_programs_must_be_programs(small):
-    with pytest.raises(ConfigError, match=r"main must be a Program \(dtrans.trace\(fn, \*args\)\), it is function"):
+    with pytest.raises(
+        ConfigError, match=r"main must be a Program \(dtrans.trace\(fn, \*args\)\), it is function"
+    ):
         dtrans.pserver(mlp_loss, small[1])
     with pytest.raises(ConfigError, match="startup must be a Program"):
         dtrans.pserver(small[0], None)
@@ -646,7 +756,8 @@ def test_an_unknown_endpoint_is_named(small):
     plan = dtrans.pserver(*small, pservers=endpoints(2))
     with pytest.raises(
         UnknownEndpointError,
-        match="'b:9' is not a pserver of this plan; its pservers are 127.0.0.1:6170, 127.0.0.1:6171",
+        match="'b:9' is not a pserver of this plan; its pservers are 127.0.0.1:6170, "
+        "127.0.0.1:6171",
     ):
         plan.servers["b:9"]
 
@@ -656,7 +767,8 @@ def test_a_trainer_id_out_of_range_is_refused(small, trainer_id):
     plan = dtrans.pserver(*small, trainers=2)
     for ask in (plan.trainer_program, plan.trainer_startup_program):
         with pytest.raises(
-            ConfigError, match=f"trainer_id {trainer_id!r} is out of range: with 2 trainers it is one of 0 to 1"
+            ConfigError,
+            match=f"trainer_id {trainer_id!r} is out of range: with 2 trainers it is one of 0 to 1",
         ):
             ask(trainer_id)
 
@@ -664,21 +776,33 @@ def test_a_trainer_id_out_of_range_is_refused(small, trainer_id):
 def test_a_startup_that_makes_something_else_is_refused(small):
     main, _ = small
     params = mlp_params()
-    with pytest.raises(TraceError, match=r"opt_state/0/trace/b1 is made as float32\[6\], and taken as nothing"):
+    with pytest.raises(
+        TraceError, match=r"opt_state/0/trace/b1 is made as float32\[6\], and taken as nothing"
+    ):
         dtrans.pserver(main, dtrans.trace(init_of(optax.sgd(0.1, momentum=0.9)), params))
-    with pytest.raises(TraceError, match=r"params/b1 is made as float32\[7\], and taken as float32\[6\]"):
+    with pytest.raises(
+        TraceError, match=r"params/b1 is made as float32\[7\], and taken as float32\[6\]"
+    ):
         dtrans.pserver(main, dtrans.trace(init_of(optax.sgd(0.1)), mlp_params((5, 7, 3))))
-    with pytest.raises(TraceError, match=r"params/b1 is made as nothing, and taken as float32\[6\]"):
+    with pytest.raises(
+        TraceError, match=r"params/b1 is made as nothing, and taken as float32\[6\]"
+    ):
         dtrans.pserver(
-            main, dtrans.trace(lambda p: ({"_" + n: x for n, x in p.items()}, optax.sgd(0.1).init(p)), params)
+            main,
+            dtrans.trace(
+                lambda p: ({"_" + n: x for n, x in p.items()}, optax.sgd(0.1).init(p)), params
+            ),
         )
-    with pytest.raises(TraceError, match=r"it returns params alone, expected \(params, opt_state\)"):
+    with pytest.raises(
+        TraceError, match=r"it returns params alone, expected \(params, opt_state\)"
+    ):
         dtrans.pserver(main, dtrans.trace(lambda p: p, params))
 
 
 @pytest.mark.parametrize("form", ["in order", "swapped", "dict"])
 def test_what_startup_returns_is_told_apart_by_what_it_is(form):
-    # momentum has the shapes of the parameters: by position or shape alone it would be taken for them
+    # momentum has the shapes of the parameters: by position or shape alone it would be taken for
+    # them
     tx = optax.sgd(0.1, momentum=0.9)
 
     def init(params):
@@ -688,7 +812,9 @@ def test_what_startup_returns_is_told_apart_by_what_it_is(form):
 
     params = mlp_params()
     step = dtrans.make_train_step(mlp_loss, tx)
-    plan = dtrans.pserver(dtrans.trace(step, params, tx.init(params), *mlp_batch()), dtrans.trace(init, params))
+    plan = dtrans.pserver(
+        dtrans.trace(step, params, tx.init(params), *mlp_batch()), dtrans.trace(init, params)
+    )
     job = plan.on_mesh()
     state, _ = job.step(job.init(params), *mlp_batch())
     expected, _, _ = jax.jit(step)(params, tx.init(params), *mlp_batch())
@@ -703,10 +829,16 @@ def test_a_program_that_is_no_step_is_refused(small):
 def test_a_leaf_called_as_a_block_of_another_is_refused():
     params = {"w": jnp.ones((4, 2)), "w.block0": jnp.ones(1)}
     with pytest.raises(
-        ConfigError, match="params/w.block0 is a leaf, and would be the name of block 0 of params/w: rename a leaf"
+        ConfigError,
+        match="params/w.block0 is a leaf, and would be the name of block 0 of params/w: rename a "
+        "leaf",
     ):
         plan_of(
-            lambda p, x: x * (jnp.sum(p["w"]) + jnp.sum(p["w.block0"])), optax.sgd(0.1), params, jnp.ones(()), servers=2
+            lambda p, x: x * (jnp.sum(p["w"]) + jnp.sum(p["w.block0"])),
+            optax.sgd(0.1),
+            params,
+            jnp.ones(()),
+            servers=2,
         )
 
 
@@ -728,7 +860,9 @@ def test_a_result_computed_from_gradients_is_refused_with_several_trainers():
     init = lambda key: (p := {"w": jax.random.normal(key, (4, 2))}, tx.init(p))
     key = jax.random.key(0)
     main, startup = dtrans.trace(step, *init(key), jnp.ones((4, 4))), dtrans.trace(init, key)
-    with pytest.raises(dtrans.errors.GradientError, match="^aux is computed from gradients; with 2 trainers"):
+    with pytest.raises(
+        dtrans.errors.GradientError, match="^aux is computed from gradients; with 2 trainers"
+    ):
         dtrans.pserver(main, startup, trainers=2)
     job = dtrans.pserver(main, startup, trainers=1).on_mesh()
     _, _, norm = job.step(job.init(key), jnp.ones((4, 4)))
@@ -752,7 +886,10 @@ def test_what_a_step_prints_is_printed_once_and_what_trainers_cannot_see_is_refu
     key = jax.random.key(0)
     main, startup = dtrans.trace(step, *init(key), jnp.ones((4, 4))), dtrans.trace(init, key)
     if what == "momentum":
-        with pytest.raises(dtrans.errors.GradientError, match=r"^debug_.* \(test_transform.py:\d+\) reads .* servers"):
+        with pytest.raises(
+            dtrans.errors.GradientError,
+            match=r"^debug_.* \(test_transform.py:\d+\) reads .* servers",
+        ):
             dtrans.pserver(main, startup, trainers=2)
         return
     job = dtrans.pserver(main, startup, trainers=2).on_mesh()

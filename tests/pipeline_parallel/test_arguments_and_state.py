@@ -1,4 +1,5 @@
-"""Updates that read arguments of the step, and losses that read the optimizer's state: the numbers of one device."""
+"""Updates that read arguments of the step, and losses that read the optimizer's state: the numbers
+of one device."""
 
 from __future__ import annotations
 
@@ -24,7 +25,11 @@ MANNERS: dict[str, dict[str, Any]] = {
     "simulate": {"batch": WHOLE, "replicas": 2},
     "on_mesh, slices": {"batch": WHOLE, "replicas": 2, "memory": SLICES},
     "on_mesh, offload": {"batch": WHOLE, "memory": dtrans.StageMemory(offload=True)},
-    "simulate, chunks": {"batch": WHOLE, "schedule": "Interleaved", "stages": dtrans.Stages(chunks=2)},
+    "simulate, chunks": {
+        "batch": WHOLE,
+        "schedule": "Interleaved",
+        "stages": dtrans.Stages(chunks=2),
+    },
 }
 
 
@@ -40,7 +45,9 @@ def weights(key: jax.Array) -> Any:
 
 def planned(step: Any, init: Any, *batch: Any, **options: Any) -> Any:
     main = dtrans.trace(step, *jax.eval_shape(init, KEY), *batch)
-    return dtrans.pipeline(main, dtrans.trace(init, KEY), **{"num_stages": 2, "num_micro_batch": 2, **options})
+    return dtrans.pipeline(
+        main, dtrans.trace(init, KEY), **{"num_stages": 2, "num_micro_batch": 2, **options}
+    )
 
 
 def check(job: Any, step: Any, init: Any, *batches: Any) -> None:
@@ -51,7 +58,9 @@ def check(job: Any, step: Any, init: Any, *batches: Any) -> None:
         *alone, wanted, rest = (*step(*alone, *batch), ())[:4]
         for a, b in zip(jax.tree.leaves(found), [wanted, *jax.tree.leaves(rest)], strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-12)
-    for a, b in zip(*map(jax.tree.leaves, ((job.params(state), job.opt_state(state)), alone)), strict=True):
+    for a, b in zip(
+        *map(jax.tree.leaves, ((job.params(state), job.opt_state(state)), alone)), strict=True
+    ):
         if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
             a, b = jax.random.key_data(a), jax.random.key_data(b)
         np.testing.assert_allclose(a, b, rtol=1e-12)
@@ -61,10 +70,13 @@ def check(job: Any, step: Any, init: Any, *batches: Any) -> None:
 
 
 def by_arguments(params: Any, opt_state: Any, x: jax.Array, rate: Any, scales: jax.Array) -> Any:
-    """Clipped descent with a rate, and a scale for each column, that come with the batch; the last rate is kept."""
+    """Clipped descent with a rate, and a scale for each column, that come with the batch; the last
+    rate is kept."""
     loss, grads = dtrans.value_and_grad(loss_of)(params, x)
     norm = optax.tree.norm(grads)
-    new = [w - rate * scales * g / jnp.maximum(1.0, norm) for w, g in zip(params, grads, strict=True)]
+    new = [
+        w - rate * scales * g / jnp.maximum(1.0, norm) for w, g in zip(params, grads, strict=True)
+    ]
     return new, {"last": rate}, loss, {"taken": rate * norm}
 
 
@@ -75,7 +87,14 @@ def start(key: jax.Array) -> Any:
 @pytest.mark.usefixtures("x64")
 def test_an_update_may_read_arguments_of_the_step() -> None:
     with compiled_quickly():
-        plan = planned(by_arguments, start, X, 0.1, SCALES, batch=dtrans.Batch("micro", unsplit_inputs=("scales",)))
+        plan = planned(
+            by_arguments,
+            start,
+            X,
+            0.1,
+            SCALES,
+            batch=dtrans.Batch("micro", unsplit_inputs=("scales",)),
+        )
         assert plan.update.arguments == ("rate", "scales")
         rates = [jnp.asarray(0.1), jnp.asarray(0.02)]
         job = plan.on_mesh()
@@ -83,9 +102,14 @@ def test_an_update_may_read_arguments_of_the_step() -> None:
         assert [float(rate) for rate in rates] == [0.1, 0.02], "they are the user's, and stay"
         state, _, found = job.step(job.init(KEY), X, 1, SCALES)
     assert float(job.opt_state(state)["last"]) == 1.0 and found["taken"].dtype == jnp.float64
-    with pytest.raises(BatchError, match=r"scales is float64\[1\], and the update reads it as float64\[4\]: plan it"):
+    with pytest.raises(
+        BatchError,
+        match=r"scales is float64\[1\], and the update reads it as float64\[4\]: plan it",
+    ):
         job.step(job.init(KEY), X, 0.1, SCALES[:1])
-    with pytest.raises(BatchError, match=r"rate is complex128, the step was traced with float64\[\]: cast it"):
+    with pytest.raises(
+        BatchError, match=r"rate is complex128, the step was traced with float64\[\]: cast it"
+    ):
         job.step(job.init(KEY), X, np.asarray(1j), SCALES)
 
 
@@ -104,7 +128,10 @@ def reported(params: Any, opt_state: Any, x: jax.Array) -> Any:
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("step", [by_rows, reported])
 def test_an_update_may_not_read_rows_of_micro_batches(step: Any) -> None:
-    told = f"the update of {step.__name__} reads x, of which each micro-batch has rows: .*unsplit_inputs=.'x',."
+    told = (
+        f"the update of {step.__name__} reads x, of which each micro-batch has rows: "
+        ".*unsplit_inputs=.'x',."
+    )
     with pytest.raises(GradientError, match=told):
         planned(step, start, X)
     with pytest.raises(GradientError, match=told):
@@ -119,7 +146,9 @@ def test_a_result_is_made_of_gradients_or_of_the_loss() -> None:
         new = [w - 0.1 * g for w, g in zip(params, grads, strict=True)]
         return new, opt_state, loss, {"ratio": optax.tree.norm(grads) / loss}
 
-    with pytest.raises(GradientError, match="aux/ratio: computed from gradients and from what the loss function"):
+    with pytest.raises(
+        GradientError, match="aux/ratio: computed from gradients and from what the loss function"
+    ):
         planned(step, start, X, num_micro_batch=1)
 
 
@@ -127,13 +156,16 @@ def test_a_result_is_made_of_gradients_or_of_the_loss() -> None:
 
 
 def with_noise(params: Any, opt_state: Any, x: jax.Array, rate: Any, scales: jax.Array) -> Any:
-    """As before, with noise from a key in the optimizer's state, a weight by its count, and the count as a result."""
+    """As before, with noise from a key in the optimizer's state, a weight by its count, and the
+    count as a result."""
     key, new_key = jax.random.split(opt_state["key"])
     noise = jax.random.normal(key, x.shape, x.dtype)
     scale = 1.0 / (1 + opt_state["steps"])
     loss, grads = dtrans.value_and_grad(lambda p: scale * loss_of(p, x + noise))(params)
     norm = optax.tree.norm(grads)
-    new = [w - rate * scales * g / jnp.maximum(0.1, norm) for w, g in zip(params, grads, strict=True)]
+    new = [
+        w - rate * scales * g / jnp.maximum(0.1, norm) for w, g in zip(params, grads, strict=True)
+    ]
     steps = opt_state["steps"] + 1
     return new, {"key": new_key, "steps": steps}, loss, {"steps": steps, "taken": rate * norm}
 
@@ -162,5 +194,7 @@ def test_a_loss_may_not_read_state_that_belongs_to_a_leaf() -> None:
         updates, new = tx.update(grads, opt_state)
         return optax.apply_updates(params, updates), new, loss
 
-    with pytest.raises(GradientError, match="computed from opt_state/0/trace/0, which belongs to the optimizer"):
+    with pytest.raises(
+        GradientError, match="computed from opt_state/0/trace/0, which belongs to the optimizer"
+    ):
         planned(step, lambda key: (p := weights(key), tx.init(p)), X)

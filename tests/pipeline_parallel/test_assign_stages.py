@@ -1,5 +1,5 @@
-"""Which equations run on which stage: what equations cost, exact cuts against brute force, repeated blocks, what is
-made long before it is read, and the scopes of the user."""
+"""Which equations run on which stage: what equations cost, exact cuts against brute force, repeated
+blocks, what is made long before it is read, and the scopes of the user."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ from dtrans.step.scopes import replicate, split
 
 
 def forward(fn, *args):
-    """The forward pass of a function of arrays, calls inlined; rules of derivatives stay, as for a pipeline."""
+    """The forward pass of a function of arrays, calls inlined; rules of derivatives stay, as for a
+    pipeline."""
     return inline_calls(jax.make_jaxpr(fn)(*args), rules=True)
 
 
@@ -66,22 +67,48 @@ loop = lambda n: lambda x: lax.scan(lambda c, _: (jnp.sin(c) * 2, None), x, None
 COSTS = {
     "dense": (lambda x, w: x @ w, (jnp.ones((10, 10)), jnp.ones((10, 16))), 3200),
     "bias": (lambda y, b: y + b, (jnp.ones((10, 16)), jnp.ones(16)), 160),
-    "batched product": (lambda a, b: jnp.einsum("bij,bjk->bik", a, b), (jnp.ones((5, 2, 3)), jnp.ones((5, 3, 4))), 240),
+    "batched product": (
+        lambda a, b: jnp.einsum("bij,bjk->bik", a, b),
+        (jnp.ones((5, 2, 3)), jnp.ones((5, 3, 4))),
+        240,
+    ),
     "product, contracted twice": (lambda a, b: jnp.einsum("ij,ij->", a, b), (A, A), 24),
     "convolution": (
-        lambda x, k: lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=NHWC, feature_group_count=2),
+        lambda x, k: lax.conv_general_dilated(
+            x, k, (1, 1), "SAME", dimension_numbers=NHWC, feature_group_count=2
+        ),
         (IMAGE, KERNEL),
         2 * (2 * 8 * 8 * 6) * (3 * 3 * 2),
     ),
     "elementwise": (jnp.sin, (A,), 12),
-    "layout": (lambda x: jnp.broadcast_to(x.T.reshape(2, 6)[None, :, ::2], (5, 2, 3)).astype(jnp.bfloat16), (A,), 0),
+    "layout": (
+        lambda x: jnp.broadcast_to(x.T.reshape(2, 6)[None, :, ::2], (5, 2, 3)).astype(jnp.bfloat16),
+        (A,),
+        0,
+    ),
     "sum": (lambda x: x.sum(), (A,), 12),
-    "window": (lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (2,), (2,), "VALID"), (jnp.ones(8),), 4 * 2),
-    "scatter": (lambda x: x.at[lax.iota(jnp.int32, 2)].add(1.0, mode="promise_in_bounds"), (jnp.ones(9),), None),
+    "window": (
+        lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (2,), (2,), "VALID"),
+        (jnp.ones(8),),
+        4 * 2,
+    ),
+    "scatter": (
+        lambda x: x.at[lax.iota(jnp.int32, 2)].add(1.0, mode="promise_in_bounds"),
+        (jnp.ones(9),),
+        None,
+    ),
     "scan": (loop(5), (A,), 5 * 24),
-    "nested scan": (lambda x: lax.scan(lambda c, _: (loop(5)(c), None), x, None, length=3)[0], (A,), 15 * 24),
+    "nested scan": (
+        lambda x: lax.scan(lambda c, _: (loop(5)(c), None), x, None, length=3)[0],
+        (A,),
+        15 * 24,
+    ),
     "cond": (lambda x: lax.cond(True, jnp.sin, lambda x: jnp.sin(x) * jnp.cos(x), x), (A,), 36),
-    "while": (lambda x: lax.while_loop(lambda x: x.sum() < 9, lambda x: x * 2, x), (A,), 12 + 12 + 1),
+    "while": (
+        lambda x: lax.while_loop(lambda x: x.sum() < 9, lambda x: x * 2, x),
+        (A,),
+        12 + 12 + 1,
+    ),
     "remat": (jax.checkpoint(lambda x: jnp.sin(x) * 2), (A,), 24),
     "jit": (jax.jit(lambda x: jnp.sin(x) * 2), (A,), 24),
     "custom_jvp": (jax.nn.relu, (A,), 12),
@@ -99,7 +126,9 @@ def test_flops(fn, args, want):
 
 
 def test_nbytes():
-    assert [nbytes(jax.typeof(x)) for x in (A, A.astype(jnp.int8), jnp.float32(1), jax.random.key(0))] == [48, 12, 4, 8]
+    assert [
+        nbytes(jax.typeof(x)) for x in (A, A.astype(jnp.int8), jnp.float32(1), jax.random.key(0))
+    ] == [48, 12, 4, 8]
 
 
 # -- partitions ------------------------------------------------------------------------------------
@@ -127,7 +156,12 @@ def test_contiguous_is_optimal_in_all_three(data):
     numbers = st.lists(st.integers(0, 9), min_size=n, max_size=n)
     costs, crossing, parts = data.draw(numbers), data.draw(numbers), data.draw(st.integers(1, n))
     starts = contiguous(costs, crossing, parts)
-    assert starts[0] == 0 and list(starts) == sorted(set(starts)) and len(starts) == parts and starts[-1] < n
+    assert (
+        starts[0] == 0
+        and list(starts) == sorted(set(starts))
+        and len(starts) == parts
+        and starts[-1] < n
+    )
     assert quality(costs, crossing, starts) == by_brute_force(costs, crossing, parts)
 
 
@@ -155,7 +189,12 @@ SIZES = {
     "balance of 49": (partition_balance, [1] * 49, 2, [25, 24]),
     "balance of 49 in 3": (partition_balance, [1] * 49, 3, [17, 17, 15]),
     "balance of large numbers": (partition_balance, [10**15, 1, 10**15, 1], 2, [2, 2]),
-    "exact, the evenest": (lambda w, n: contiguous(w, [0] * len(w), n), [4, 1, 1, 1, 1], 3, [1, 2, 2]),
+    "exact, the evenest": (
+        lambda w, n: contiguous(w, [0] * len(w), n),
+        [4, 1, 1, 1, 1],
+        3,
+        [1, 2, 2],
+    ),
     "exact 6": (lambda w, n: contiguous(w, [0] * len(w), n), [1] * 6, 4, [2, 2, 1, 1]),
 }
 
@@ -176,17 +215,28 @@ def test_balanced_is_optimal_in_all_four(data):
     works = {c: [sum(costs[a:b]) for a, b in zip(c, [*c[1:], n], strict=True)] for c in cuts}
     most = SLACK * min(max(w) for w in works.values())
     least = max(min(w) for w in works.values() if max(w) <= most) / 2
-    key = lambda c: (sum(crossing[j] for j in c[1:]), -sum(costs[j] for j in c), sum(w * w for w in works[c]))
+    key = lambda c: (
+        sum(crossing[j] for j in c[1:]),
+        -sum(costs[j] for j in c),
+        sum(w * w for w in works[c]),
+    )
     starts = balanced(costs, crossing, parts)
     assert max(works[starts]) <= most and min(works[starts]) >= least
-    assert key(starts) == min(key(c) for c, w in works.items() if max(w) <= most and min(w) >= least)
+    assert key(starts) == min(
+        key(c) for c, w in works.items() if max(w) <= most and min(w) >= least
+    )
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=30), st.data())
 def test_balance_never_loses_a_part(weights, data):
     parts = data.draw(st.integers(1, len(weights)))
     starts = partition_balance(weights, parts)
-    assert len(starts) == parts and list(starts) == sorted(set(starts)) and starts[0] == 0 and starts[-1] < len(weights)
+    assert (
+        len(starts) == parts
+        and list(starts) == sorted(set(starts))
+        and starts[0] == 0
+        and starts[-1] < len(weights)
+    )
 
 
 @pytest.mark.parametrize(
@@ -218,7 +268,8 @@ def test_crossing_is_checked():
 
 
 def random_program(rng, floating=False):
-    """Products, sums and layouts of different sizes, with skip connections; each reads something that was made before.
+    """Products, sums and layouts of different sizes, with skip connections; each reads something
+    that was made before.
 
     With `floating`, weights are cast and computed long before they are read.
     """
@@ -230,7 +281,10 @@ def random_program(rng, floating=False):
     def fn(x, weights):
         values = [x @ weights[sizes[0], sizes[0]]]
         ready = (
-            {k: w * 2 if n % 2 else w.astype(jnp.float16) for n, (k, w) in enumerate(weights.items())}
+            {
+                k: w * 2 if n % 2 else w.astype(jnp.float16)
+                for n, (k, w) in enumerate(weights.items())
+            }
             if floating
             else weights
         )
@@ -241,7 +295,9 @@ def random_program(rng, floating=False):
             if kind < 0.4:
                 to = sizes[int(other * 4)]
                 values.append(
-                    (a @ ready[a.shape[1], to]).astype(jnp.float32) if floating else a @ ready[a.shape[1], to]
+                    (a @ ready[a.shape[1], to]).astype(jnp.float32)
+                    if floating
+                    else a @ ready[a.shape[1], to]
                 )
             elif kind < 0.6:
                 values.append(lax.add(a, b))
@@ -260,9 +316,20 @@ def slowest(jaxpr, stages, flops_per_byte):
     made = {v: s for e, s in zip(eqns, stages, strict=True) for v in e.outvars}
     cost = []
     for k in range(max(stages) + 1):
-        read_later = {a for e, s in zip(eqns, stages, strict=True) if s > k for a in e.invars if isinstance(a, Var)}
-        sent = sum(v.aval.size * v.aval.dtype.itemsize for v in read_later if made.get(v, k + 1) <= k)
-        cost.append(sum(flops(e) for e, s in zip(eqns, stages, strict=True) if s == k) + flops_per_byte * sent)
+        read_later = {
+            a
+            for e, s in zip(eqns, stages, strict=True)
+            if s > k
+            for a in e.invars
+            if isinstance(a, Var)
+        }
+        sent = sum(
+            v.aval.size * v.aval.dtype.itemsize for v in read_later if made.get(v, k + 1) <= k
+        )
+        cost.append(
+            sum(flops(e) for e, s in zip(eqns, stages, strict=True) if s == k)
+            + flops_per_byte * sent
+        )
     return max(cost)
 
 
@@ -288,9 +355,13 @@ def test_balance_flops_is_the_optimum_of_random_programs(part):
         flops_per_byte = rng.choice([0.0, 0.25, 1.0, 10.0])
         stages = stages_of(jaxpr, count, policy="BALANCE_FLOPS", flops_per_byte=flops_per_byte)
         check(jaxpr, stages, count)
-        assert slowest(jaxpr, stages, flops_per_byte) == best_in_program_order(jaxpr, count, flops_per_byte)
+        assert slowest(jaxpr, stages, flops_per_byte) == best_in_program_order(
+            jaxpr, count, flops_per_byte
+        )
         costs = stage_costs(jaxpr, stages)
-        assert max(c.flops + flops_per_byte * c.sends for c in costs) == slowest(jaxpr, stages, flops_per_byte)
+        assert max(c.flops + flops_per_byte * c.sends for c in costs) == slowest(
+            jaxpr, stages, flops_per_byte
+        )
         assert sum(c.equations for c in costs) == len(stages)
         differ += stages != stages_of(jaxpr, count, policy="BALANCE_FLOPS", flops_per_byte=0.0)
     assert differ > 5  # what crosses does matter
@@ -315,7 +386,8 @@ def test_what_stands_elsewhere_than_it_is_read_makes_no_stage_slower():
 
 
 def mlp(widths, batch=32, act=jnp.tanh, cast=False):
-    """A forward pass with one product for each layer; all weights are cast at the top where that is asked for."""
+    """A forward pass with one product for each layer; all weights are cast at the top where that is
+    asked for."""
 
     def fn(params, x):
         if cast:
@@ -360,7 +432,9 @@ def test_equal_blocks_are_shared_out_whole(layers, count, policy, width, cast):
     for name in ("dot_general", "add", "tanh"):
         assert counts(stages, eqns, name) == [layers // count] * count
     # what is sent is one activation, at the end of a block
-    assert [c.sends for c in stage_costs(jaxpr, stages)] == [32 * width * (2 if cast else 4)] * (count - 1) + [0]
+    assert [c.sends for c in stage_costs(jaxpr, stages)] == [32 * width * (2 if cast else 4)] * (
+        count - 1
+    ) + [0]
 
 
 @pytest.mark.parametrize("policy", [None, *(p for p in POLICIES if p != "REPEATED_LAYERS")])
@@ -386,7 +460,8 @@ def test_six_equal_layers_in_four_stages_are_two_or_one_each(width):
 @pytest.mark.parametrize("act", [jnp.tanh, jax.nn.relu])
 @pytest.mark.parametrize("widths", [[784, 256, 10], [256, 256, 1], [784, 256, 64, 10]])
 def test_layers_that_shrink_are_a_stage_each(widths, act):
-    """A network of digits: sending its first activations takes longer than all that comes after them."""
+    """A network of digits: sending its first activations takes longer than all that comes after
+    them."""
     jaxpr = mlp(widths, act=act)
     stages = stages_of(jaxpr, len(widths) - 1)
     check(jaxpr, stages, len(widths) - 1)
@@ -419,7 +494,10 @@ def test_a_heavy_head_gets_fewer_blocks_beside_it():
 
     jaxpr = forward(fn, jnp.ones((64, 64)), jnp.ones((64, 192)), jnp.ones((32, 64)))
     stages = stages_of(jaxpr, 4)
-    assert counts(stages, jaxpr.jaxpr.eqns, "tanh") == [4, 4, 4, 0] or counts(stages, jaxpr.jaxpr.eqns, "tanh")[3] < 3
+    assert (
+        counts(stages, jaxpr.jaxpr.eqns, "tanh") == [4, 4, 4, 0]
+        or counts(stages, jaxpr.jaxpr.eqns, "tanh")[3] < 3
+    )
     even = stages_of(jaxpr, 4, policy="REPEATED_LAYERS")
     assert counts(even, jaxpr.jaxpr.eqns, "tanh") == [3] * 4
     assert max(work(jaxpr, stages)) < max(work(jaxpr, even))
@@ -455,7 +533,9 @@ def flax_model(widths):
     return forward(model.apply, jax.eval_shape(model.init, jax.random.key(0), x), x)
 
 
-@pytest.mark.parametrize("widths", [(32,) * 8, (32, 33, 31, 34, 32, 30, 31, 33)], ids=["equal", "nearly equal"])
+@pytest.mark.parametrize(
+    "widths", [(32,) * 8, (32, 33, 31, 34, 32, 30, 31, 33)], ids=["equal", "nearly equal"]
+)
 def test_name_scopes_are_blocks(widths):
     jaxpr = flax_model(widths)
     eqns = jaxpr.jaxpr.eqns
@@ -488,7 +568,10 @@ def test_rematerialised_blocks_and_branches_are_compared_by_what_they_do():
         return x.sum()
 
     w, x = jnp.ones((32, 32)), jnp.ones((8, 32))
-    same, differ = forward(lambda w, x: fn(w, x, False), w, x), forward(lambda w, x: fn(w, x, True), w, x)
+    same, differ = (
+        forward(lambda w, x: fn(w, x, False), w, x),
+        forward(lambda w, x: fn(w, x, True), w, x),
+    )
     assert (len(best_blocks(same)), len(best_blocks(differ))) == (6, 5)
 
 
@@ -500,7 +583,9 @@ def own_rule(x):
 own_rule.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g * jnp.cos(x),))
 
 
-@pytest.mark.parametrize("act", [jax.nn.relu, jax.nn.silu, own_rule, jax.jit(own_rule), jax.checkpoint(own_rule)])
+@pytest.mark.parametrize(
+    "act", [jax.nn.relu, jax.nn.silu, own_rule, jax.jit(own_rule), jax.checkpoint(own_rule)]
+)
 def test_functions_with_rules_of_their_own_repeat(act):
     jaxpr = mlp([64] * 9, act=lambda x: act(jnp.tanh(x)))
     assert len(best_blocks(jaxpr)) == 8
@@ -521,12 +606,16 @@ def test_blocks_that_do_not_fit():
     assert len(best_blocks(jaxpr)) == 6
     stages = stages_of(jaxpr, 4)
     assert sorted(counts(stages, jaxpr.jaxpr.eqns, "dot_general")) == [4, 4, 5, 5]
-    assert max(work(jaxpr, stages)) <= SLACK * max(work(jaxpr, stages_of(jaxpr, 4, policy="BALANCE_FLOPS")))
+    assert max(work(jaxpr, stages)) <= SLACK * max(
+        work(jaxpr, stages_of(jaxpr, 4, policy="BALANCE_FLOPS"))
+    )
     # 31 in 4 are not
     jaxpr = mlp([64] * 32)
     stages = stages_of(jaxpr, 4)
     assert sorted(counts(stages, jaxpr.jaxpr.eqns, "dot_general")) == [7, 8, 8, 8]
-    assert counts(stages, jaxpr.jaxpr.eqns, "dot_general") == counts(stages, jaxpr.jaxpr.eqns, "tanh")
+    assert counts(stages, jaxpr.jaxpr.eqns, "dot_general") == counts(
+        stages, jaxpr.jaxpr.eqns, "tanh"
+    )
 
 
 # -- what is made before it is read ----------------------------------------------------------------
@@ -544,9 +633,15 @@ def test_casts_and_masks_go_where_they_are_read():
     stages = stages_of(jaxpr, 4)
     check(jaxpr, stages, 4)
     eqns = jaxpr.jaxpr.eqns
-    casts = [s for e, s in zip(eqns, stages, strict=True) if e.primitive.name == "convert_element_type"]
+    casts = [
+        s for e, s in zip(eqns, stages, strict=True) if e.primitive.name == "convert_element_type"
+    ]
     assert casts[:4] == [0, 1, 2, 3]
-    assert {s for e, s in zip(eqns, stages, strict=True) if e.primitive.name in ("iota", "ge", "select_n")} == {3}
+    assert {
+        s
+        for e, s in zip(eqns, stages, strict=True)
+        if e.primitive.name in ("iota", "ge", "select_n")
+    } == {3}
     assert [c.sends for c in stage_costs(jaxpr, stages)] == [32 * 64 * 2] * 3 + [0]
 
 
@@ -574,7 +669,10 @@ def test_what_depends_on_no_micro_batch_crosses_for_free():
     jaxpr = forward(fn, jnp.ones((64, 64)), jnp.ones((32, 64)))
     batch = [jaxpr.jaxpr.invars[1]]
     stages = stages_of(jaxpr, 2, batch=batch)
-    one, all_inputs = stage_costs(jaxpr, stages, batch)[0].sends, stage_costs(jaxpr, stages)[0].sends
+    one, all_inputs = (
+        stage_costs(jaxpr, stages, batch)[0].sends,
+        stage_costs(jaxpr, stages)[0].sends,
+    )
     assert (one, all_inputs) == (32 * 64 * 4, 32 * 64 * 4 + 64 * 64 * 4)
 
 
@@ -591,7 +689,9 @@ def test_a_cut_does_not_avoid_what_crosses_for_free():
         stages_of(jaxpr, 2, policy="BALANCE_FLOPS", batch=batch),
         stages_of(jaxpr, 2, policy="BALANCE_FLOPS"),
     )
-    assert counts(free, eqns, "dot_general") == [2, 2] and counts(not_free, eqns, "dot_general") == [3, 1]
+    assert counts(free, eqns, "dot_general") == [2, 2] and counts(
+        not_free, eqns, "dot_general"
+    ) == [3, 1]
 
 
 def test_blocks_begin_where_the_first_layer_differs_and_have_equal_types():
@@ -613,7 +713,9 @@ def test_skip_connections_are_counted_at_every_boundary():
     costs = stage_costs(jaxpr, (0, 0, 1, 1, 2, 2))
     assert [c.sends for c in costs] == [48 * 2, 48 * 2, 0]
     # a result that nothing reads later is not carried
-    assert [c.sends for c in stage_costs(forward(lambda x: (jnp.sin(x), jnp.cos(x)), A), (0, 1))] == [0, 0]
+    assert [
+        c.sends for c in stage_costs(forward(lambda x: (jnp.sin(x), jnp.cos(x)), A), (0, 1))
+    ] == [0, 0]
 
 
 # -- errors and edges ------------------------------------------------------------------------------
@@ -675,7 +777,13 @@ def test_scopes_are_the_stages():
     stages = scoped_stages(jaxpr)
     check(jaxpr, stages, 3)
     by_name = dict(zip(primitives(jaxpr), stages, strict=True))
-    assert (by_name["mul"], by_name["tanh"], by_name["sin"], by_name["exp"], by_name["log"]) == (1, 0, 0, 1, 2)
+    assert (by_name["mul"], by_name["tanh"], by_name["sin"], by_name["exp"], by_name["log"]) == (
+        1,
+        0,
+        0,
+        1,
+        2,
+    )
     assert [s for k, s in enumerate(stages) if k != 5] == [s for k, s in enumerate(want) if k != 5]
     assert stages == stages_of(jaxpr, 3)
     with pytest.raises(ConfigError, match="num_stages=2, and the model has 3 scopes"):
@@ -719,14 +827,19 @@ def test_scopes_that_contradict_what_depends_on_what(direct):
         with replicate(name="a"):
             return jnp.tanh(x)
 
-    with pytest.raises(ConfigError, match=r"tanh in replicate\(name='a'\) reads what replicate\(name='b'\) makes"):
+    with pytest.raises(
+        ConfigError, match=r"tanh in replicate\(name='a'\) reads what replicate\(name='b'\) makes"
+    ):
         stages_of(forward(fn, A), 2)
 
 
 @given(st.integers(0, 10**6))
 def test_random_scopes_give_stages_in_order(seed):
     rng = random.Random(seed)
-    plan = [(rng.random() < 0.4, rng.random(), rng.random(), rng.random()) for _ in range(rng.randint(2, 12))]
+    plan = [
+        (rng.random() < 0.4, rng.random(), rng.random(), rng.random())
+        for _ in range(rng.randint(2, 12))
+    ]
 
     def fn(x, y):
         values = [x, y]

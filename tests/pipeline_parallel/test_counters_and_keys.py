@@ -1,6 +1,8 @@
-"""Counters and random keys in the state of a pipeline, and numbers of the whole batch that updates and losses read.
+"""Counters and random keys in the state of a pipeline, and numbers of the whole batch that updates
+and losses read.
 
-Each step is taken on two batches of different sizes, and makes what one device makes; or it is refused at planning.
+Each step is taken on two batches of different sizes, and makes what one device makes; or it is
+refused at planning.
 """
 
 from __future__ import annotations
@@ -28,7 +30,10 @@ MANNERS: dict[str, dict[str, Any]] = {
     "simulate, replicas": {"replicas": 2},
     "on_mesh": {},
     "on_mesh, offload": {"memory": dtrans.StageMemory(offload=True)},
-    "on_mesh, slices": {"replicas": 2, "memory": dtrans.StageMemory(sharding_stage=2, min_slice_size=0)},
+    "on_mesh, slices": {
+        "replicas": 2,
+        "memory": dtrans.StageMemory(sharding_stage=2, min_slice_size=0),
+    },
     "on_mesh, one": {"num_micro_batch": 1},
 }
 
@@ -92,7 +97,8 @@ def typed_key(s: Any, x: Any, y: Any) -> Any:
 
 @step(rng=jax.random.PRNGKey(3), count=zero(np.uint32))
 def key_and_count_in_the_loss(s: Any, x: Any, y: Any) -> Any:
-    """As nnx's `Rngs` do: the key of each layer is folded with a count, which the loss function counts."""
+    """As nnx's `Rngs` do: the key of each layer is folded with a count, which the loss function
+    counts."""
 
     @jax.jit
     def loss_of(p: Any) -> Any:
@@ -128,9 +134,12 @@ def rows_that_the_update_reads(s: Any, x: Any, y: Any) -> Any:
 
 @step(seen=zero())
 def rows_that_both_read(s: Any, x: Any, y: Any) -> Any:
-    """The loss divides by the number, and has a penalty: micro-batches are given a portion, and the update is not."""
+    """The loss divides by the number, and has a penalty: micro-batches are given a portion, and the
+    update is not."""
     seen = s["seen"] + len(x)
-    loss, grads = gradients(lambda p: ((model(p, x) - y) ** 2).sum() / seen + penalty(p))(s["params"])
+    loss, grads = gradients(lambda p: ((model(p, x) - y) ** 2).sum() / seen + penalty(p))(
+        s["params"]
+    )
     return {"params": descent(s["params"], grads, 1 / seen), "seen": seen}, loss
 
 
@@ -145,13 +154,21 @@ def rows_counted_in_the_loss(s: Any, x: Any, y: Any) -> Any:
 def tokens(s: Any, x: Any, y: Any) -> Any:
     mask = (y > 0).astype(float)
     count = mask.sum()
-    loss, grads = gradients(lambda p: ((model(p, x) - y) ** 2 * mask).sum() / count + penalty(p))(s["params"])
-    return {"params": descent(s["params"], grads), "tokens": s["tokens"] + count}, loss, {"last": count}
+    loss, grads = gradients(lambda p: ((model(p, x) - y) ** 2 * mask).sum() / count + penalty(p))(
+        s["params"]
+    )
+    return (
+        {"params": descent(s["params"], grads), "tokens": s["tokens"] + count},
+        loss,
+        {"last": count},
+    )
 
 
 @step(norm=zero())
 def norm_of_parameters(s: Any, x: Any, y: Any) -> Any:
-    (loss, norm), grads = gradients(lambda p: (error(p, x, y), optax.tree.norm(p)), has_aux=True)(s["params"])
+    (loss, norm), grads = gradients(lambda p: (error(p, x, y), optax.tree.norm(p)), has_aux=True)(
+        s["params"]
+    )
     return {"params": descent(s["params"], grads, 0.1 * norm), "norm": norm}, loss
 
 
@@ -191,13 +208,19 @@ def data(rows: int) -> Any:
 
 
 def planned(state: Any, fn: Step, rows: int = 8, **options: Any) -> Any:
-    main, startup = dtrans.trace(fn, state, *data(rows)), dtrans.trace(lambda: jax.tree.map(jnp.asarray, state))
+    main, startup = (
+        dtrans.trace(fn, state, *data(rows)),
+        dtrans.trace(lambda: jax.tree.map(jnp.asarray, state)),
+    )
     return dtrans.pipeline(main, startup, **{"num_stages": 2, "num_micro_batch": 2, **options})
 
 
 def numbers(tree: Any) -> list[np.ndarray]:
     is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return [np.asarray(jax.random.key_data(x) if is_key(x) else x) for x in map(jnp.asarray, jax.tree.leaves(tree))]
+    return [
+        np.asarray(jax.random.key_data(x) if is_key(x) else x)
+        for x in map(jnp.asarray, jax.tree.leaves(tree))
+    ]
 
 
 def check(state: Any, fn: Step, manner: str, sizes: tuple[int, ...]) -> None:
@@ -220,7 +243,9 @@ def test_plans_with_counters_and_keys_compute_the_step(name: str) -> None:
     state, fn = STEPS[name]
     plan = planned({"params": weights(), **state}, fn)
     for rows in (8, 16):
-        assert (report := plan.verify(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in data(rows)))), str(report)
+        assert (
+            report := plan.verify(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in data(rows)))
+        ), str(report)
 
 
 @pytest.mark.parametrize("name", ["typed_key", "rows_that_both_read"])
@@ -259,7 +284,10 @@ def by_largest(s: Any, x: Any, y: Any) -> Any:
 @pytest.mark.parametrize("fn", [by_loss, by_largest])
 def test_an_update_that_reads_the_loss_is_refused_by_its_line(fn: Step, micro: int) -> None:
     state = {"params": weights(), "n": zero()}
-    told = r"the new s/params/\w is made of what the loss function returns \(test_counters_and_keys.py:\d+\): .*nccl2"
+    told = (
+        r"the new s/params/\w is made of what the loss function returns "
+        r"\(test_counters_and_keys.py:\d+\): .*nccl2"
+    )
     with pytest.raises(GradientError, match=told):
         planned(state, fn, num_micro_batch=micro)
     # the remedy works
@@ -282,7 +310,8 @@ def test_an_update_that_counts_rows_is_not_taken_for_a_batch_of_another_size() -
 
 
 def test_the_loss_and_the_update_read_rows_of_noise() -> None:
-    """Parts are given their rows, since no parameter enters them; the update was planned for so many."""
+    """Parts are given their rows, since no parameter enters them; the update was planned for so
+    many."""
 
     def rows_of_noise(s: Any, x: Any, y: Any) -> Any:
         noise = jax.random.normal(jax.random.fold_in(KEY, s["n"]), (len(x), 6))
@@ -295,5 +324,7 @@ def test_the_loss_and_the_update_read_rows_of_noise() -> None:
     plan = planned(state, rows_of_noise)
     assert (report := plan.verify()), str(report)
     job = plan.simulate()
-    with pytest.raises(BatchError, match=r"was planned for x of shape \(8, 6\), which is \(16, 6\) now"):
+    with pytest.raises(
+        BatchError, match=r"was planned for x of shape \(8, 6\), which is \(16, 6\) now"
+    ):
         job.step(job.init(), *data(16))

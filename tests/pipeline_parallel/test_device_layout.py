@@ -54,7 +54,9 @@ def test_hosts_may_have_unequal_numbers_of_devices_and_come_mixed():
     d = job(3, 1, 2)
     mixed = [d[3], d[0], d[4], d[1], d[5], d[2]]
     assert ids(Cluster(devices=mixed).virtual_devices([1])) == [[[3], [0], [1], [2], [4], [5]]]
-    assert ids(Cluster(devices=mixed, prefer_intra_node=False).virtual_devices([1])) == [[[3], [0], [4], [1], [5], [2]]]
+    assert ids(Cluster(devices=mixed, prefer_intra_node=False).virtual_devices([1])) == [
+        [[3], [0], [4], [1], [5], [2]]
+    ]
 
 
 @pytest.mark.parametrize("layout", ["auto", "all", "aware_row"])
@@ -102,7 +104,9 @@ def test_every_device_is_in_one_grid_or_idle(per_host, counts, replicas, rows):
     devices = job(*per_host)
     cluster = Cluster(devices=devices, prefer_intra_node=rows)
     if sum(counts) * replicas > len(devices):
-        with pytest.raises(ConfigError, match=f"uses {sum(counts)} devices, and {replicas} replicas"):
+        with pytest.raises(
+            ConfigError, match=f"uses {sum(counts)} devices, and {replicas} replicas"
+        ):
             cluster.virtual_devices(counts, replicas)
         return
     made = cluster.virtual_devices(counts, replicas)
@@ -122,13 +126,18 @@ def test_every_device_is_in_one_grid_or_idle(per_host, counts, replicas, rows):
 def test_all_gives_one_stage_every_device():
     assert ids(Cluster("all", job(2, 2)).virtual_devices([1])) == [[[0], [1], [2], [3]]]
     assert ids(Cluster("all", job(2, 2)).virtual_devices([4])) == [[[0, 1, 2, 3]]]
-    assert ids(Cluster("all", job(2, 2), prefer_intra_node=False).virtual_devices([2], 2)) == [[[0, 2], [1, 3]]]
+    assert ids(Cluster("all", job(2, 2), prefer_intra_node=False).virtual_devices([2], 2)) == [
+        [[0, 2], [1, 3]]
+    ]
 
 
 def test_specific_grids_are_taken_as_they_are():
     d = job(2, 2)
     grids = [[[d[3]], [d[0]]], [[d[2]], [d[1]]]]
-    assert ids(Cluster("specific", d, slices=grids).virtual_devices([1, 1])) == [[[3], [0]], [[2], [1]]]
+    assert ids(Cluster("specific", d, slices=grids).virtual_devices([1, 1])) == [
+        [[3], [0]],
+        [[2], [1]],
+    ]
     part = Cluster("specific", d, slices=np.array(grids)[:, :1]).virtual_devices([1, 1], 1)
     assert ids(part) == [[[3]], [[2]]] and [x.id for x in part.idle] == [0, 1]
 
@@ -139,7 +148,10 @@ def test_aware_row_makes_neighbours_the_replicas_of_a_stage():
     by_machine = job(1, 1, 1, 1, slice_index=[7, 3, 7, 3])
     assert ids(Cluster("aware_row", by_machine).virtual_devices([1, 1])) == [[[0], [2]], [[1], [3]]]
     # the first process stays first, wherever it is in the list
-    assert ids(Cluster("aware_row", by_machine[::-1]).virtual_devices([1, 1])) == [[[2], [0]], [[3], [1]]]
+    assert ids(Cluster("aware_row", by_machine[::-1]).virtual_devices([1, 1])) == [
+        [[2], [0]],
+        [[3], [1]],
+    ]
     left = Cluster("aware_row", job(1, 1, 1)).virtual_devices([1, 1], replicas=1)
     assert ids(left) == [[[0]], [[1]]] and left.notes == ["1 device is idle: d2"]
 
@@ -179,7 +191,11 @@ def test_clusters_that_cannot_be(options, message):
         (dict(layout="all"), ([2], 1), "makes 2 replicas of 4 devices at 2 each, and replicas=1"),
         (dict(layout="aware_row"), ([1],), "process 0 has 2; use layout='auto'"),
         (dict(layout="aware_row", devices=job(1, 1)), ([2],), "one device, and device_counts="),
-        (dict(layout="aware_row", devices=job(1, 1, 1)), ([1, 1],), "uses 2 devices, and 3 cannot be shared out"),
+        (
+            dict(layout="aware_row", devices=job(1, 1, 1)),
+            ([1, 1],),
+            "uses 2 devices, and 3 cannot be shared out",
+        ),
         (
             dict(layout="aware_row", devices=job(1, 1, 1, slice_index=[0, 0, 1])),
             ([1],),
@@ -196,10 +212,18 @@ def test_numbers_that_do_not_come_out(cluster, args, message):
     "slices, args, message",
     [
         ([[[D[0]]]], ([1, 1],), "slices is of 1 stages, and there are 2"),
-        ([[[D[0]], [D[1]]], [[D[2]]]], ([1, 1],), r"slices\[1\] is of 1 replicas, and slices\[0\] says 2"),
+        (
+            [[[D[0]], [D[1]]], [[D[2]]]],
+            ([1, 1],),
+            r"slices\[1\] is of 1 replicas, and slices\[0\] says 2",
+        ),
         ([[[D[0]], [D[1]]]], ([1], 1), r"slices\[0\] is of 2 replicas, and replicas says 1"),
         ([[]], ([1],), r"slices\[0\] is of 0 replicas"),
-        ([[[D[0], D[1]]]], ([1],), r"slices\[0\]\[0\] is of 2 devices, and a replica of stage 0 uses 1"),
+        (
+            [[[D[0], D[1]]]],
+            ([1],),
+            r"slices\[0\]\[0\] is of 2 devices, and a replica of stage 0 uses 1",
+        ),
         ([[[D[0]]], [[D[0]]]], ([1, 1],), "slices has d0 twice"),
         ([[["gpu:0"]]], ([1],), r"slices\[0\]\[0\] has gpu:0, which is none of the 4 devices"),
     ],

@@ -1,5 +1,5 @@
-"""Options of pipelines: what is computed once more, updates in parts, state on the host, slices of gradients, schedules
-of the user's own, devices of stages, and how stages are found."""
+"""Options of pipelines: what is computed once more, updates in parts, state on the host, slices of
+gradients, schedules of the user's own, devices of stages, and how stages are found."""
 
 from __future__ import annotations
 
@@ -29,7 +29,11 @@ from dtrans.run.pipeline_parallel.profile import measured
 from dtrans.step.cut import GRAD
 
 
-SHARED = ("PreferForward", "PreferBackward", "PreferBackwardOptimizer")  # schedules of the same programs
+SHARED = (
+    "PreferForward",
+    "PreferBackward",
+    "PreferBackwardOptimizer",
+)  # schedules of the same programs
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +49,8 @@ def soak(*values):
 
 
 def array(*shape, seed=0):
-    """Normal numbers, scaled by the first dimension as weights are. Of numpy: modules are loaded in 32 bits."""
+    """Normal numbers, scaled by the first dimension as weights are. Of numpy: modules are loaded in
+    32 bits."""
     x = np.random.default_rng([seed, *shape]).normal(size=shape)
     return x / np.sqrt(shape[0]) if len(shape) > 1 else x
 
@@ -58,7 +63,9 @@ def rows(count=16, n=4, m=4):
 def job_of(loss, params, batch, tx=None, *, has_aux=False):
     """A job whose parameters are given."""
     tx = tx or optax.adam(1e-2)
-    return Job(dtrans.make_train_step(loss, tx, has_aux=has_aux), lambda key: started(params, tx), batch)
+    return Job(
+        dtrans.make_train_step(loss, tx, has_aux=has_aux), lambda key: started(params, tx), batch
+    )
 
 
 def started(params, tx):
@@ -69,12 +76,17 @@ def started(params, tx):
 def planned(of, num_stages=2, num_micro_batch=2, flops_per_byte=0, **options):
     """With stages of equal work: models are so small here that it would be best to send nothing."""
     return flat_options.pipeline(
-        *of.traced(), num_stages=num_stages, num_micro_batch=num_micro_batch, flops_per_byte=flops_per_byte, **options
+        *of.traced(),
+        num_stages=num_stages,
+        num_micro_batch=num_micro_batch,
+        flops_per_byte=flops_per_byte,
+        **options,
     )
 
 
 def check(of, way="verify", **options):
-    """Return the plan, verified, or of a job that has the numbers of one device after three steps."""
+    """Return the plan, verified, or of a job that has the numbers of one device after three
+    steps."""
     plan = planned(of, **options)
     if way == "verify":
         assert (report := plan.verify()), str(report)
@@ -96,7 +108,9 @@ def primitives(*programs):
 # -- gradient_checkpoint ---------------------------------------------------------------------------
 
 WIDTH, INNER = 4, 16
-BLOCKS = [{"up": array(WIDTH, INNER, seed=i), "down": array(INNER, WIDTH, seed=i)} for i in range(4)]
+BLOCKS = [
+    {"up": array(WIDTH, INNER, seed=i), "down": array(INNER, WIDTH, seed=i)} for i in range(4)
+]
 
 
 def blocks(params, x, y):
@@ -133,7 +147,9 @@ CHECKPOINTS = [
 def test_what_is_computed_once_more_changes_no_number(schedules, names, options, way):
     of = job_of(blocks, BLOCKS, rows())
     want = of.on_one_device()
-    plan = planned(of, num_micro_batch=4, schedule=schedules[0], gradient_checkpoint=names, **options)
+    plan = planned(
+        of, num_micro_batch=4, schedule=schedules[0], gradient_checkpoint=names, **options
+    )
     assert primitives(*backwards(plan))["sin"] + primitives(*backwards(plan))["dot_general"] > 0
     job = getattr(plan, way)()
     for name in schedules:
@@ -143,7 +159,8 @@ def test_what_is_computed_once_more_changes_no_number(schedules, names, options,
 @pytest.mark.parametrize("schedule", ["PreferBackward", "ZeroBubble"])
 @pytest.mark.parametrize("names,each", [("auto", 0), (("before",), 1), (("before", "after"), 2)])
 def test_what_is_kept_is_what_was_sent_and_what_has_a_name(names, each, schedule):
-    """Of 4 rows in 64 bits: the stream of `WIDTH`, and for each of two blocks a value of `INNER`, or two."""
+    """Of 4 rows in 64 bits: the stream of `WIDTH`, and for each of two blocks a value of `INNER`,
+    or two."""
     of = job_of(blocks, BLOCKS, rows())
     plan = planned(of, num_micro_batch=4, gradient_checkpoint=names, schedule=schedule)
     stream, named = 4 * WIDTH * 8, each * 2 * 4 * INNER * 8
@@ -154,11 +171,14 @@ def test_what_is_kept_is_what_was_sent_and_what_has_a_name(names, each, schedule
 
 
 def test_what_is_kept_while_it_runs():
-    """Four micro-batches are kept by both devices, of which the second has what it was sent, and nothing else."""
+    """Four micro-batches are kept by both devices, of which the second has what it was sent, and
+    nothing else."""
     of = job_of(blocks, BLOCKS, rows())
     found = {}
     for names in ("", "auto"):
-        job = planned(of, num_micro_batch=4, schedule="PreferForward", gradient_checkpoint=names).simulate()
+        job = planned(
+            of, num_micro_batch=4, schedule="PreferForward", gradient_checkpoint=names
+        ).simulate()
         _, found[names] = measured(job, job.init(jax.random.key(0)), *of.batch)
     stream = 4 * WIDTH * 8
     assert found[""].peak == (4, 4) and found["auto"].peak == (0, 4)
@@ -183,11 +203,14 @@ def test_names_of_parts_that_values_do_not_have():
         planned(of, gradient_checkpoint=("after", "befor"))
     with pytest.raises(ConfigError, match="gradient_checkpoint names 'x'; .* is nothing"):
         planned(job_of(square, net(4, 5, 4), rows()), gradient_checkpoint=("x",))
-    with pytest.raises(ConfigError, match="must be 'auto', or a collection of names .* it is 'before'"):
+    with pytest.raises(
+        ConfigError, match="must be 'auto', or a collection of names .* it is 'before'"
+    ):
         planned(of, gradient_checkpoint="before")
     for end in (-2, True, "1"):
         with pytest.raises(
-            ConfigError, match=f"last_checkpointed_stage must be the number of a stage, .* it is {end!r}"
+            ConfigError,
+            match=f"last_checkpointed_stage must be the number of a stage, .* it is {end!r}",
         ):
             planned(of, gradient_checkpoint="auto", last_checkpointed_stage=end)
 
@@ -201,7 +224,9 @@ def test_a_name_inside_a_loop_is_refused():
             x, _ = jax.lax.scan(layer, x, jnp.stack([w.T for w in params.values()]))
         return jnp.mean((x - y) ** 2)
 
-    with pytest.raises(ConfigError, match="gradient_checkpoint names 'inside', which is inside a loop"):
+    with pytest.raises(
+        ConfigError, match="gradient_checkpoint names 'inside', which is inside a loop"
+    ):
         planned(job_of(loss, net(4, 4, 4), rows()), gradient_checkpoint=("inside",))
 
 
@@ -251,15 +276,27 @@ def draws(*programs):
 
 @pytest.mark.parametrize(
     "schedule,replicas",
-    [("ZeroBubble", 2), soak("PreferBackward", 1), soak("PreferBackward", 2), soak("ZeroBubble", 1)],
+    [
+        ("ZeroBubble", 2),
+        soak("PreferBackward", 1),
+        soak("PreferBackward", 2),
+        soak("ZeroBubble", 1),
+    ],
 )
 def test_masks_are_drawn_once(schedule, replicas):
-    """With and without, everything is the same bit for bit; a mask is kept as the bytes that it has."""
-    batch = (jnp.asarray(whole(16, WIDTH)), jnp.asarray(whole(16, WIDTH, seed=1)), jax.random.key(3))
+    """With and without, everything is the same bit for bit; a mask is kept as the bytes that it
+    has."""
+    batch = (
+        jnp.asarray(whole(16, WIDTH)),
+        jnp.asarray(whole(16, WIDTH, seed=1)),
+        jax.random.key(3),
+    )
     of = job_of(dropping, WHOLE, batch, optax.sgd(1.0), has_aux=True)
     found = []
     for names in ("", "auto"):
-        plan = planned(of, replicas=replicas, schedule=schedule, gradient_checkpoint=names, kind="local")
+        plan = planned(
+            of, replicas=replicas, schedule=schedule, gradient_checkpoint=names, kind="local"
+        )
         assert draws(*(s.forward for s in plan.step_programs.stages))
         assert not draws(*backwards(plan))
         assert not any("key" in n for p in backwards(plan) for n in p.in_names)
@@ -273,7 +310,8 @@ def test_masks_are_drawn_once(schedule, replicas):
 
 
 def test_noise_is_drawn_once_however_it_is_made():
-    """Normal numbers that are scaled by a parameter; a key that is made of data; one of the old kind."""
+    """Normal numbers that are scaled by a parameter; a key that is made of data; one of the old
+    kind."""
 
     def loss(params, x, y, key, old):
         h = jnp.tanh(x @ params["w0"])
@@ -317,7 +355,8 @@ def test_an_update_in_parts_changes_no_number(groups, tx, options):
 @pytest.mark.parametrize("tx", [optax.adam(0.1), CLIPPED], ids=["adam", "clipped"])
 @pytest.mark.parametrize("groups", [2, 3, 100])
 def test_parts_of_an_update_do_what_the_whole_does(groups, tx, replicas):
-    """The equations of a stage's parts are those of its whole update, each once; each leaf is of one part."""
+    """The equations of a stage's parts are those of its whole update, each once; each leaf is of
+    one part."""
     of = job_of(square, SIX, rows(), tx)
     one = planned(of, replicas=replicas).update.placed
     plan = planned(of, replicas=replicas, update_groups=groups)
@@ -330,7 +369,9 @@ def test_parts_of_an_update_do_what_the_whole_does(groups, tx, replicas):
         whole = [e for p in one.pieces if p.place == place for e in p.jaxpr.jaxpr.eqns]
         mine = [p for p in parts.pieces if p.place == place]
         found = [e for p in mine for e in p.jaxpr.jaxpr.eqns]
-        assert collections.Counter(map(described, found)) == collections.Counter(map(described, whole))
+        assert collections.Counter(map(described, found)) == collections.Counter(
+            map(described, whole)
+        )
         made = [v for e in found for v in e.outvars]
         assert len(set(made)) == len(made), "computed twice"
         made_by = [[name_of[v] for v in p.makes if v in name_of] for p in mine]
@@ -341,7 +382,9 @@ def test_parts_of_an_update_do_what_the_whole_does(groups, tx, replicas):
         assert len(by_leaf) == min(groups, len(leaves))
         sizes = [sum(SIX[n].size for n in names) for names in by_leaf]
         assert max(sizes) <= sum(sizes) / len(sizes) + max(SIX[n].size for n in leaves)
-        assert sum("opt_state" in n and n.endswith("count") for names in made_by for n in names) == 1
+        assert (
+            sum("opt_state" in n and n.endswith("count") for names in made_by for n in names) == 1
+        )
 
 
 def test_steps_are_counted_once_by_each_stage():
@@ -407,7 +450,9 @@ def test_state_on_the_host_changes_no_number(options):
     tree_close(of.of(planned(of, **options).on_mesh(stage_devices())), want, 1e-12)
 
 
-@pytest.mark.parametrize("options", [OFFLOADED[2], *map(soak, OFFLOADED[:2]), soak(OFFLOADED[3])], ids=str)
+@pytest.mark.parametrize(
+    "options", [OFFLOADED[2], *map(soak, OFFLOADED[:2]), soak(OFFLOADED[3])], ids=str
+)
 def test_parameters_are_fetched_for_each_task_and_nothing_stays(options):
     of = job_of(square, SIX, rows(), CLIPPED)
     plan = planned(of, offload=True, **options)
@@ -420,7 +465,9 @@ def test_parameters_are_fetched_for_each_task_and_nothing_stays(options):
     assert not there(devices).keys() - before.keys()
 
     tape, env = job.ready(state, *of.batch)
-    fetched = collections.Counter((m.what, m.stage) for m, _ in tape.instructions if is_fetch(m, plan))
+    fetched = collections.Counter(
+        (m.what, m.stage) for m, _ in tape.instructions if is_fetch(m, plan)
+    )
     wanted = collections.Counter()
     for task in plan.schedule.sequence():
         s = plan.step_programs.stages[task.stage]
@@ -429,7 +476,9 @@ def test_parameters_are_fetched_for_each_task_and_nothing_stays(options):
             wanted.update((n, task.stage) for n in program.in_names if n in s.params)
     assert fetched == wanted and fetched.total() > 2 * len(SIX)
 
-    new, loss = played(job, tape, env, {m.target for m, _ in tape.instructions if is_fetch(m, plan)})
+    new, loss = played(
+        job, tape, env, {m.target for m, _ in tape.instructions if is_fetch(m, plan)}
+    )
     del tape, env
     assert not there(devices).keys() - before.keys()
     assert {d for x in jax.tree.leaves(new) for d in x.devices()} == {host}
@@ -441,7 +490,9 @@ def played(job, tape, env, fetched):
 
     def look(ins):
         if isinstance(ins, RunStage):
-            assert {i for i in fetched if env[i] is not None} <= set(ins.reads), "kept for longer than its task"
+            assert {i for i in fetched if env[i] is not None} <= set(ins.reads), (
+                "kept for longer than its task"
+            )
 
     job.play(tape, env, look)
     return job.answer(tape, env)
@@ -456,7 +507,11 @@ def test_gradients_come_to_the_host_once_a_step():
     plan = planned(of, offload=True, num_micro_batch=4)
     job = plan.simulate()
     tape, _ = job.ready(job.init(jax.random.key(0)), *of.batch)
-    sent = [m.what for m, _ in tape.instructions if isinstance(m, Transfer) and m.to_host and m.what.endswith(GRAD)]
+    sent = [
+        m.what
+        for m, _ in tape.instructions
+        if isinstance(m, Transfer) and m.to_host and m.what.endswith(GRAD)
+    ]
     assert sorted(sent) == sorted(f"params/{n}{GRAD}" for n in SIX)
 
 
@@ -464,7 +519,9 @@ def test_offload_is_a_flag():
     of = job_of(square, SIX, rows())
     with pytest.raises(ConfigError, match="offload must be True or False, it is 'v1'"):
         planned(of, offload="v1")
-    with pytest.raises(ConfigError, match="offload=True and sharding_stage=1: what is on the host is there once"):
+    with pytest.raises(
+        ConfigError, match="offload=True and sharding_stage=1: what is on the host is there once"
+    ):
         planned(of, offload=True, sharding_stage=1)
 
 
@@ -476,7 +533,13 @@ SLICED = [
     (2, CLIPPED, 1, "on_mesh", {"schedule": "ZeroBubble"}),
     (4, CLIPPED, 1, "simulate", {"update_groups": 2}),
     (4, optax.sgd(0.1, momentum=0.9), 1, "on_mesh", {}),
-    soak(2, CLIPPED, 30, "simulate", {"schedule": "Interleaved", "num_micro_batch": 4, "chunks": 2, "num_stages": 1}),
+    soak(
+        2,
+        CLIPPED,
+        30,
+        "simulate",
+        {"schedule": "Interleaved", "num_micro_batch": 4, "chunks": 2, "num_stages": 1},
+    ),
     soak(4, optax.adam(0.1), 30, "simulate", {"gradient_checkpoint": "auto"}),
     soak(2, optax.adam(0.1), 10**6, "simulate", {}),
 ]
@@ -509,7 +572,10 @@ def test_sums_of_gradients_are_slices(least, replicas, schedule):
             t, full = makes.outputs[n + GRAD], plan.main.inputs[n].shape
             if n in sliced:
                 assert t.shape in scattered
-                assert t.size == -(-full[0] // replicas) * full[1] or t.size == -(-full[1] // replicas) * full[0]
+                assert (
+                    t.size == -(-full[0] // replicas) * full[1]
+                    or t.size == -(-full[1] // replicas) * full[0]
+                )
             else:
                 assert t.shape == full
                 of_whole.append(full)
@@ -555,7 +621,9 @@ def test_devices_hold_slices_of_sums_and_of_state():
 def test_slices_of_a_leaf_of_two_stages():
     """The stages that read it add up slices of their own, and these are added."""
     tied = net(4, 6, 4) | {"v": array(6, 6)}
-    loss = lambda p, x, y: jnp.mean((jnp.tanh(jnp.tanh(x @ p["w0"]) @ p["v"] @ p["w1"]) @ p["w0"] @ p["w0"].T - y) ** 2)
+    loss = lambda p, x, y: jnp.mean(
+        (jnp.tanh(jnp.tanh(x @ p["w0"]) @ p["v"] @ p["w1"]) @ p["w0"] @ p["w0"].T - y) ** 2
+    )
     of = job_of(loss, tied, rows(), CLIPPED)
     plan = check(of, replicas=2, sharding_stage=2, min_slice_size=1, schedule="ZeroBubble")
     assert plan.users["params/w0"] == (0, 1)
@@ -586,7 +654,11 @@ def test_a_schedule_of_the_users_own(split, chunks):
     of = job_of(square, net(*[4] * 7), rows())
     mine = in_turn(2, 4, split, chunks)
     plan = check(of, num_micro_batch=4, schedule=mine, chunks=None if chunks == 2 else 1)
-    assert plan.schedule is mine and plan.options.schedule == "in turn" and len(plan.stages) == 2 * chunks
+    assert (
+        plan.schedule is mine
+        and plan.options.schedule == "in turn"
+        and len(plan.stages) == 2 * chunks
+    )
     assert plan.schedule.peak == (chunks, chunks)
     job = plan.simulate()
     _, found = measured(job, job.init(jax.random.key(0)), *of.batch)
@@ -598,7 +670,10 @@ def test_a_schedule_of_the_users_own_is_exchanged_for_another():
     plan = planned(of, schedule=in_turn(2, 2))
     for name in SHARED:
         assert plan.scheduled(name).schedule == schedule_of(name, 2, 2)
-    with pytest.raises(ConfigError, match="ZeroBubble needs other programs than in turn: plan it with schedule='ZeroB"):
+    with pytest.raises(
+        ConfigError,
+        match="ZeroBubble needs other programs than in turn: plan it with schedule='ZeroB",
+    ):
         plan.scheduled("ZeroBubble")
     split = planned(of, schedule=in_turn(2, 2, split=True))
     assert split.scheduled("ZeroBubble").schedule.splits_backward
@@ -607,7 +682,10 @@ def test_a_schedule_of_the_users_own_is_exchanged_for_another():
 def test_a_schedule_for_another_job_is_refused():
     of = job_of(square, SIX, rows())
     for options in ({"num_stages": 3}, {"num_micro_batch": 4}, {"chunks": 2}):
-        with pytest.raises(ConfigError, match="in turn is for num_stages=2, num_micro_batch=2, chunks=1; the plan for"):
+        with pytest.raises(
+            ConfigError,
+            match="in turn is for num_stages=2, num_micro_batch=2, chunks=1; the plan for",
+        ):
             planned(of, schedule=in_turn(2, 2), **options)
 
 
@@ -623,7 +701,8 @@ def test_interleaved_has_two_stages_on_each_device_if_nothing_is_said():
 
 
 def devices_of(plan, job, state):
-    """By stage, the numbers of the devices that have its parameters and the optimizer's state of these."""
+    """By stage, the numbers of the devices that have its parameters and the optimizer's state of
+    these."""
     found = {}
     for n, x in (state.params | state.opt_state).items():
         home = plan.home(n)
@@ -646,7 +725,10 @@ def shuffled():
         (lambda: Cluster(devices=shuffled()), {"replicas": 3}, [(3, 4, 5), (1, 2, 6)]),
         (lambda: Cluster(devices=shuffled()), {"replicas": 2}, [(3, 4), (1, 6)]),
         (
-            lambda: Cluster("specific", slices=[[[d] for d in jax.devices()[4:6]], [[d] for d in jax.devices()[0:2]]]),
+            lambda: Cluster(
+                "specific",
+                slices=[[[d] for d in jax.devices()[4:6]], [[d] for d in jax.devices()[0:2]]],
+            ),
             {"replicas": 2},
             [(4, 5), (0, 1)],
         ),
@@ -680,11 +762,15 @@ def test_devices_that_are_given_come_before_those_of_the_cluster():
 
 def test_devices_that_are_not_enough_or_in_no_such_layout():
     of = job_of(square, SIX, rows())
-    with pytest.raises(ConfigError, match="one replica of 2 stages uses 2 devices, and 4 replicas 8; there are 6"):
+    with pytest.raises(
+        ConfigError, match="one replica of 2 stages uses 2 devices, and 4 replicas 8; there are 6"
+    ):
         planned(of, replicas=4, cluster=Cluster(devices=shuffled())).on_mesh()
     with pytest.raises(ConfigError, match="there are 1"):
         planned(of).on_mesh(jax.devices()[:1])
-    with pytest.raises(ConfigError, match="layout='all' gives one stage every device, and there are 2 stages"):
+    with pytest.raises(
+        ConfigError, match="layout='all' gives one stage every device, and there are 2 stages"
+    ):
         planned(of, cluster=Cluster("all")).on_mesh()
     with pytest.raises(ConfigError, match="layout='aware_row' is for processes of one device each"):
         planned(of, cluster=Cluster("aware_row")).on_mesh()
@@ -703,7 +789,9 @@ def test_policies_find_other_stages():
 
     even = planned(four, policy="REPEATED_LAYERS")
     assert [layers(s) for s in even.stages] == [[0, 1], [2, 3]]
-    with pytest.raises(ConfigError, match="policy='REPEATED_LAYERS' needs a number of .* multiple of num_stages=2"):
+    with pytest.raises(
+        ConfigError, match="policy='REPEATED_LAYERS' needs a number of .* multiple of num_stages=2"
+    ):
         planned(job_of(square, net(4, 4, 4, 4), rows()), policy="REPEATED_LAYERS")
 
     assert planned(four, policy="HEURISTIC").stage_of == even.stage_of == planned(four).stage_of
@@ -726,14 +814,22 @@ def test_policies_change_no_number(policy):
 
 
 def test_what_a_byte_costs_moves_the_cut():
-    """Stages of equal work send 64 numbers of each row; where that is dear, the last makes the mean alone."""
+    """Stages of equal work send 64 numbers of each row; where that is dear, the last makes the mean
+    alone."""
     params = net(2, 64, 64, 2, 64)
     of = job_of(square, params, rows(16, 2, 64))
     cheap, dear = (planned(of, policy="BALANCE_FLOPS", flops_per_byte=cost) for cost in (0, 1e4))
-    assert [s.sends for s in planned(of, flops_per_byte=1e4).stages] == [8 * 2 * 8, 0]  # by default a stage has a layer
-    assert [s.sends for s in cheap.stages] == [8 * 64 * 8, 0] and [s.sends for s in dear.stages] == [8, 0]
+    assert [s.sends for s in planned(of, flops_per_byte=1e4).stages] == [
+        8 * 2 * 8,
+        0,
+    ]  # by default a stage has a layer
+    assert [s.sends for s in cheap.stages] == [8 * 64 * 8, 0] and [
+        s.sends for s in dear.stages
+    ] == [8, 0]
     for cost in (-1, True, "1", float("nan")):
-        with pytest.raises(ConfigError, match="flops_per_byte must be a number of flops for each byte"):
+        with pytest.raises(
+            ConfigError, match="flops_per_byte must be a number of flops for each byte"
+        ):
             planned(of, flops_per_byte=cost)
 
 
@@ -743,11 +839,15 @@ def test_a_lopsided_plan_says_so():
     assert [s.params for s in plan.stages] == [("params/w0",), ("params/w1",)]
     first, last = (f"{s.flops / sum(s.flops for s in plan.stages):.1%}" for s in plan.stages)
     want = (
-        f"lopsided: stage 0 has {first} of the operations and stage 1 {last}, and the step waits for the first: "
+        f"lopsided: stage 0 has {first} of the operations and stage 1 {last}, and the step waits "
+        "for the first: "
         "take fewer stages, or begin them elsewhere (dtrans.replicate)"
     )
     assert want in plan.notes and f"\n{want}\n" in str(plan)
-    for even in (planned(job_of(square, net(8, 8, 8), rows(16, 8, 8))), planned(digits, num_stages=1)):
+    for even in (
+        planned(job_of(square, net(8, 8, 8), rows(16, 8, 8))),
+        planned(digits, num_stages=1),
+    ):
         assert "lopsided" not in str(even)
 
 
@@ -778,10 +878,16 @@ def layers_of(plan):
     "names,want",
     [
         (("a", "b", "c"), [["0"], ["1"], ["2"]]),
-        ((None, None, None), [["0"], ["1"], ["2"]]),  # a scope in a loop is as many as it is entered
+        (
+            (None, None, None),
+            [["0"], ["1"], ["2"]],
+        ),  # a scope in a loop is as many as it is entered
         (("a", "a", "b"), [["0", "1"], ["2"]]),  # entered twice, it is one stage
         (("a", "b", "b", "b"), [["0"], ["1", "2", "3"]]),
-        (("a", "", "b"), [["0", "1"], ["2"]]),  # what stands between scopes goes with the one before
+        (
+            ("a", "", "b"),
+            [["0", "1"], ["2"]],
+        ),  # what stands between scopes goes with the one before
         (("", "a", "b", ""), [["0", "1"], ["2", "3"]]),
     ],
 )
@@ -811,7 +917,9 @@ def test_auto_is_the_number_of_stages_with_which_a_step_is_fastest(devices, opti
 
 def test_auto_counts_turns_of_loops():
     stack = np.stack([array(8, 8, seed=i) for i in range(6)])
-    loss = lambda p, x, y: jnp.mean((jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, p)[0] - y) ** 2)
+    loss = lambda p, x, y: jnp.mean(
+        (jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, p)[0] - y) ** 2
+    )
     of = job_of(loss, stack, rows(32, 8, 8), optax.sgd(0.1))
     cluster = Cluster(devices=jax.devices()[:3])
     plan = planned(of, num_stages="auto", num_micro_batch=16, cluster=cluster)
@@ -821,11 +929,18 @@ def test_auto_counts_turns_of_loops():
 def test_auto_takes_what_the_model_the_schedule_and_the_cluster_say():
     of = scoped("a", "b", "c")
     assert layers_of(check(of, num_stages="auto")) == [["0"], ["1"], ["2"]]
-    with pytest.raises(ConfigError, match="num_stages='auto': the model has 3 scopes, which chunks=2 do not divide"):
+    with pytest.raises(
+        ConfigError, match="num_stages='auto': the model has 3 scopes, which chunks=2 do not divide"
+    ):
         planned(of, num_stages="auto", schedule="Interleaved")
     plain = job_of(square, net(*[8] * 7), rows(32, 8, 8))
-    assert planned(plain, num_stages="auto", schedule=schedule_of("1F1B", 5, 2)).options.num_stages == 5
-    with pytest.raises(ConfigError, match="num_stages='auto' and policy='REPEATED_LAYERS', which needs to know how"):
+    assert (
+        planned(plain, num_stages="auto", schedule=schedule_of("1F1B", 5, 2)).options.num_stages
+        == 5
+    )
+    with pytest.raises(
+        ConfigError, match="num_stages='auto' and policy='REPEATED_LAYERS', which needs to know how"
+    ):
         planned(plain, num_stages="auto", policy="REPEATED_LAYERS")
 
 
@@ -847,7 +962,10 @@ def test_devices_of_a_scope_share_a_replicas_part_of_the_batch():
     state = job.init(jax.random.key(0))
     assert {len(x.devices()) for x in state.params.values()} == {2}
     assert planned(of, replicas=2).options.replicas == 4
-    with pytest.raises(ConfigError, match=r"replicate\(name='layer 0'\) asks for 2 devices and .*layer 1'\) for 1: "):
+    with pytest.raises(
+        ConfigError,
+        match=r"replicate\(name='layer 0'\) asks for 2 devices and .*layer 1'\) for 1: ",
+    ):
         planned(devices_in_scopes(2, None))
 
 
@@ -857,11 +975,17 @@ def test_scopes_are_shared_out_over_chunks():
 
 
 def test_scopes_that_contradict():
-    with pytest.raises(ConfigError, match="num_stages=2, and the model has 3 scopes, each of them a stage"):
+    with pytest.raises(
+        ConfigError, match="num_stages=2, and the model has 3 scopes, each of them a stage"
+    ):
         planned(scoped("a", "b", "c"))
-    with pytest.raises(ConfigError, match="policy='BALANCE_FLOPS' beside 2 scopes in the model, which say what"):
+    with pytest.raises(
+        ConfigError, match="policy='BALANCE_FLOPS' beside 2 scopes in the model, which say what"
+    ):
         planned(scoped("a", "b"), policy="BALANCE_FLOPS")
     with pytest.raises(
-        ConfigError, match="in replicate\\(name='a'\\) reads what replicate\\(name='b'\\) makes, which begins after it"
+        ConfigError,
+        match="in replicate\\(name='a'\\) reads what replicate\\(name='b'\\) makes, which begins "
+        "after it",
     ):
         planned(scoped("a", "b", "a"))

@@ -1,4 +1,5 @@
-"""Planning a pipeline: each step that the plan needs is traced and cut once, and is kept for the next plan."""
+"""Planning a pipeline: each step that the plan needs is traced and cut once, and is kept for the
+next plan."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def traced(loss: Any, *batch: jax.Array) -> tuple[dtrans.Program, dtrans.Program
 
 
 class Calls:
-    """Calls of JAX's tracing of steps, by the rows of the batch and the mode, and of the cut, by the program."""
+    """Calls of JAX's tracing of steps, by the rows of the batch and the mode, and of the cut, by
+    the program."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.traces: list[Any] = []
@@ -71,12 +73,14 @@ def test_a_plan_traces_and_cuts_each_step_once(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_plan_with_values_of_the_whole_batch_does_so_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The captured whole step makes the count, and the parts that are given it are written from it."""
+    """The captured whole step makes the count, and the parts that are given it are written from
+    it."""
     given, calls = traced(masked_mean, X, MASK), Calls(monkeypatch)
     plan = dtrans.pipeline(*given, num_stages=2, num_micro_batch=4)
     assert plan.values is not None
     assert sorted(calls.traces) == [((2,), False), ((8,), True)]
-    # of the whole and of a micro-batch as they are, both with the count as an argument, and of the update
+    # of the whole and of a micro-batch as they are, both with the count as an argument, and of the
+    # update
     assert len(calls.cuts) == len(set(calls.cuts)) == 5
 
 
@@ -91,7 +95,8 @@ def test_another_plan_of_a_step_traces_nothing(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_rows_on_another_axis_are_replayed_for_other_batches() -> None:
-    """Adam's count, which has no axes, is in the state; the programs are those of rows on dim 0, for either batch."""
+    """Adam's count, which has no axes, is in the state; the programs are those of rows on dim 0,
+    for either batch."""
     turned = lambda params, x: mean_loss(params, x.T)
     options = {"num_stages": 2, "num_micro_batch": 2}
     plan = dtrans.pipeline(*traced(turned, X.T), batch=dtrans.Batch(axes=(1,)), **options)  # type: ignore[arg-type]

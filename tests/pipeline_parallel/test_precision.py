@@ -1,4 +1,5 @@
-"""Stages that compute in 16 bits: the numbers of one device that does, what is in 16 bits, and scales of the loss."""
+"""Stages that compute in 16 bits: the numbers of one device that does, what is in 16 bits, and
+scales of the loss."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ def quickly():
 
 
 def array(*shape, seed=0):
-    return np.asarray(np.random.default_rng([seed, *shape]).normal(size=shape) / np.sqrt(shape[0]), np.float32)
+    return np.asarray(
+        np.random.default_rng([seed, *shape]).normal(size=shape) / np.sqrt(shape[0]), np.float32
+    )
 
 
 def layers(params, x, y):
@@ -64,7 +67,8 @@ CASES = {
     "weights apart": (PLAIN, "on_mesh", {"schedule": "ZB-H1", "num_stages": 4}),
     "computed once more": (LOOP, "simulate", {"gradient_checkpoint": "auto"}),
 }
-# XLA leaves out roundings to bfloat16 where a value goes there and back: how many depends on the program
+# XLA leaves out roundings to bfloat16 where a value goes there and back: how many depends on the
+# program
 CLOSE = {"fp16": 2e-6, "bf16": 2.0**-12}
 SCALED = dtrans.Precision("fp16", loss_scaling=1024)
 
@@ -88,9 +92,15 @@ def test_products_are_in_16_bits_and_all_else_is_not():
             if e.primitive.name == "dot_general":
                 assert {a.aval.dtype for a in (*e.invars, *e.outvars)} == {jnp.dtype(jnp.bfloat16)}
             elif e.primitive.name != "convert_element_type":
-                assert all(v.aval.dtype != jnp.bfloat16 for v in e.outvars if e.primitive.name in ("max", "sub", "add"))
+                assert all(
+                    v.aval.dtype != jnp.bfloat16
+                    for v in e.outvars
+                    if e.primitive.name in ("max", "sub", "add")
+                )
     assert {t.dtype for n, t in plan.types.items()} == {jnp.dtype(jnp.float32)}
-    assert {plan.update.program.inputs[n].dtype for n in plan.update.sums} == {jnp.dtype(jnp.float32)}
+    assert {plan.update.program.inputs[n].dtype for n in plan.update.sums} == {
+        jnp.dtype(jnp.float32)
+    }
     assert "products of matrices in bf16" in plan.notes
     # stages are cut as without, and keep less
     without = planned(PLAIN, None, schedule="ZeroBubble")
@@ -99,7 +109,8 @@ def test_products_are_in_16_bits_and_all_else_is_not():
 
 
 def test_a_value_is_narrowed_where_it_is_read_first():
-    """In the order of stages, which is not that of the program: the second is written before the first goes on."""
+    """In the order of stages, which is not that of the program: the second is written before the
+    first goes on."""
 
     def loss(params, x, y):
         with dtrans.replicate(name="first"):
@@ -129,10 +140,14 @@ def test_a_batch_of_another_size_is_in_16_bits_too():
 def test_a_scale_keeps_gradients_that_would_vanish():
     """Cotangents of 2e-8 are nothing in float16; by 2^20 they are 0.02."""
     params = [np.eye(16, dtype=np.float32)] * 2
-    of = job_of(lambda p, x, y: 1e-8 * jnp.sum((x @ p[0]) @ p[1] * jnp.sign(y)), params, optax.sgd(1e6))
+    of = job_of(
+        lambda p, x, y: 1e-8 * jnp.sum((x @ p[0]) @ p[1] * jnp.sign(y)), params, optax.sgd(1e6)
+    )
     moved = {}
     for scale in (1.0, 2.0**20):
-        job = planned(of, dtrans.Precision("fp16", loss_scaling=scale), num_micro_batch=1, reduce="sum").simulate()
+        job = planned(
+            of, dtrans.Precision("fp16", loss_scaling=scale), num_micro_batch=1, reduce="sum"
+        ).simulate()
         state, _ = job.step(job.init(jax.random.key(0)), *of.batch)
         moved[scale] = job.params(state)
     want, _, _ = of.on_one_device(1)
@@ -145,7 +160,10 @@ def test_a_scale_keeps_gradients_that_would_vanish():
 def test_a_local_clip_sees_gradients_without_their_scale():
     options = {"clip_local_norm": 0.05, "clip_local_per": "micro_batch"}
     plain, scaled = (
-        PLAIN.of(planned(PLAIN, dtrans.Precision("bf16", loss_scaling=s), **options).simulate(), 1)[0] for s in (1, 128)
+        PLAIN.of(planned(PLAIN, dtrans.Precision("bf16", loss_scaling=s), **options).simulate(), 1)[
+            0
+        ]
+        for s in (1, 128)
     )
     tree_close(plain, scaled, 1e-6)
 
@@ -172,17 +190,24 @@ def test_a_stage_that_is_split():
 
 def test_what_cannot_be():
     for given in ("fp16", dtrans.Precision("bf16", loss_scaling=dtrans.LossScaling())):
-        with pytest.raises(ConfigError, match="with a scale of the loss that changes: .* fixed one, dtrans.Precision"):
+        with pytest.raises(
+            ConfigError,
+            match="with a scale of the loss that changes: .* fixed one, dtrans.Precision",
+        ):
             dtrans.StageMemory(precision=given)
     with pytest.raises(ConfigError, match="precision must be 'fp16', 'bf16' or None, it is 'fp8'"):
         dtrans.StageMemory(precision="fp8")
     half = job_of(lambda p, x, y: layers(p, x, y).astype(jnp.float16), list(STACK))
-    with pytest.raises(ConfigError, match="loss_scaling=100000.0 is infinite in float16, the type of the loss of step"):
+    with pytest.raises(
+        ConfigError,
+        match="loss_scaling=100000.0 is infinite in float16, the type of the loss of step",
+    ):
         planned(half, dtrans.Precision("fp16", loss_scaling=1e5))
 
 
 def test_scales_keep_what_terms_would_lose():
-    """Cotangents of a mean over a micro-batch are normal numbers in 16 bits; those of its term would be none."""
+    """Cotangents of a mean over a micro-batch are normal numbers in 16 bits; those of its term
+    would be none."""
     small = lambda params, x: jnp.mean(x @ params[0] @ params[1]) * 2.0**-32
     of = Job(
         dtrans.make_train_step(small, optax.sgd(2.0**32)),

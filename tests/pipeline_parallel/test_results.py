@@ -1,4 +1,5 @@
-"""What a pipeline gives beside its state: collections, summaries, and what the loss prints on its way."""
+"""What a pipeline gives beside its state: collections, summaries, and what the loss prints on its
+way."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def quickly(x64):
 
 
 def array(*shape, seed=0):
-    """Normal numbers, scaled by the first dimension as weights are. Of numpy: modules are loaded in 32 bits."""
+    """Normal numbers, scaled by the first dimension as weights are. Of numpy: modules are loaded in
+    32 bits."""
     x = np.random.default_rng([seed, *shape]).normal(size=shape)
     return x / np.sqrt(shape[0]) if len(shape) > 1 else x
 
@@ -62,7 +64,9 @@ def job_of(loss, *, has_aux=True, count=16):
     tx = optax.sgd(0.1)
     batch = (array(count, 4) * 4, array(count, 3, seed=1), np.arange(count))
     return Job(
-        dtrans.make_train_step(loss, tx, has_aux=has_aux), lambda key: started(tx), tuple(map(jnp.asarray, batch))
+        dtrans.make_train_step(loss, tx, has_aux=has_aux),
+        lambda key: started(tx),
+        tuple(map(jnp.asarray, batch)),
     )
 
 
@@ -140,7 +144,11 @@ def metrics(params, x, y, row):
 def numbers(params, x, y, row):
     """0-d values, which cannot be concatenated."""
     p = predicted(params, x)
-    return {"count": jnp.sum(p > 0), "mean": jnp.mean(hidden(params, x)), "error": jnp.mean((p - y) ** 2)}
+    return {
+        "count": jnp.sum(p > 0),
+        "mean": jnp.mean(hidden(params, x)),
+        "error": jnp.mean((p - y) ** 2),
+    }
 
 
 def collecting(params, x, y, row):
@@ -148,8 +156,12 @@ def collecting(params, x, y, row):
     values, zero_d = metrics(params, x, y, row), numbers(params, x, y, row)
     found = {
         key: {
-            "many": collect(jax.tree.map(lambda v: v + 0 if v.dtype != bool else v & True, values), key),
-            "one": None if key.endswith("CONCAT") else collect(jax.tree.map(lambda v: v + 0, zero_d), key),
+            "many": collect(
+                jax.tree.map(lambda v: v + 0 if v.dtype != bool else v & True, values), key
+            ),
+            "one": None
+            if key.endswith("CONCAT")
+            else collect(jax.tree.map(lambda v: v + 0, zero_d), key),
         }
         for key in KEYS
     }
@@ -236,16 +248,27 @@ def returning(fn):
 
 def test_collections_that_cannot_be():
     twice = returning(lambda p: [collect(collect(p, "GLOBAL_SUM"), "LOCAL_SUM")])
-    with pytest.raises(ConfigError, match="collected under both GLOBAL_SUM and LOCAL_SUM; choose one"):
+    with pytest.raises(
+        ConfigError, match="collected under both GLOBAL_SUM and LOCAL_SUM; choose one"
+    ):
         planned(twice)
-    with pytest.raises(ConfigError, match="aux is collected under GLOBAL_MEAN, and merge\\['aux'\\]='max': say one"):
+    with pytest.raises(
+        ConfigError, match="aux is collected under GLOBAL_MEAN, and merge\\['aux'\\]='max': say one"
+    ):
         planned(returning(lambda p: collect(jnp.sum(p), "GLOBAL_MEAN")), merge={"aux": "max"})
     with pytest.raises(ConfigError, match="'MEAN' is no collection; there are GLOBAL_CONCAT"):
         returning(lambda p: collect(p, "MEAN")).traced()
-    with pytest.raises(ConfigError, match="aux is collected under GLOBAL_CONCAT; it is 0-d, and has no dim 0"):
+    with pytest.raises(
+        ConfigError, match="aux is collected under GLOBAL_CONCAT; it is 0-d, and has no dim 0"
+    ):
         planned(returning(lambda p: collect(jnp.sum(p), "GLOBAL_CONCAT")))
-    in_loop = returning(lambda p: jax.lax.scan(lambda c, r: (c, collect(r, "GLOBAL_SUM")), 0.0, p)[1])
-    with pytest.raises(TraceError, match="collected under GLOBAL_SUM inside scan; return it from there, and collect"):
+    in_loop = returning(
+        lambda p: jax.lax.scan(lambda c, r: (c, collect(r, "GLOBAL_SUM")), 0.0, p)[1]
+    )
+    with pytest.raises(
+        TraceError,
+        match="collected under GLOBAL_SUM inside scan; return it from there, and collect",
+    ):
         planned(in_loop)
 
 
@@ -255,7 +278,11 @@ def collecting_outside(fn, wrap=lambda step: step):
     def step(params, opt_state, x, y):
         value, grads = dtrans.value_and_grad(lambda p: jnp.mean((predicted(p, x) - y) ** 2))(params)
         params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
-        return params, opt_state, {"loss": value, "more": collect(fn(value, grads, x), "GLOBAL_SUM")}
+        return (
+            params,
+            opt_state,
+            {"loss": value, "more": collect(fn(value, grads, x), "GLOBAL_SUM")},
+        )
 
     batch = (jnp.asarray(array(16, 4)), jnp.asarray(array(16, 3)))
     return Job(wrap(step), lambda key: (started(optax.sgd(0.1))[0], ()), batch)
@@ -267,9 +294,15 @@ def test_collections_outside_of_the_loss(wrap):
     of = collecting_outside(lambda value, grads, x: 2 * value + jnp.sum(x), wrap)
     _, (found,) = ran(of, planned(of))
     tree_close(found["more"], 4 * 2 * found["loss"] + jnp.sum(of.batch[0]), 1e-12)
-    with pytest.raises(ConfigError, match="more is collected under GLOBAL_SUM, which says how .* is for batch='micro'"):
+    with pytest.raises(
+        ConfigError,
+        match="more is collected under GLOBAL_SUM, which says how .* is for batch='micro'",
+    ):
         planned(of, kind="exact")
-    with pytest.raises(ConfigError, match="more is collected under GLOBAL_SUM; there is one of it, made of the gradie"):
+    with pytest.raises(
+        ConfigError,
+        match="more is collected under GLOBAL_SUM; there is one of it, made of the gradie",
+    ):
         planned(collecting_outside(lambda value, grads, x: norm(grads)))
 
 
@@ -282,7 +315,11 @@ def keeping(key):
 
     def step(params, opt_state, x, y):
         (value, kept), grads = dtrans.value_and_grad(loss, has_aux=True)(params, x, y)
-        return {n: kept if n == "mean" else p - 0.1 * grads[n] for n, p in params.items()}, opt_state, value
+        return (
+            {n: kept if n == "mean" else p - 0.1 * grads[n] for n, p in params.items()},
+            opt_state,
+            value,
+        )
 
     batch = (jnp.asarray(array(16, 4)), jnp.asarray(array(16, 3)))
     return Job(step, lambda _: (started(optax.sgd(0.1))[0] | {"mean": jnp.zeros(6)}, ()), batch)
@@ -356,7 +393,9 @@ def loaded(logdir):
     """What TensorBoard reads in a folder."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    sizes = dict.fromkeys(("scalars", "histograms", "images", "audio", "tensors", "compressedHistograms"), 0)  # all
+    sizes = dict.fromkeys(
+        ("scalars", "histograms", "images", "audio", "tensors", "compressedHistograms"), 0
+    )  # all
     return EventAccumulator(str(logdir), sizes).Reload()
 
 
@@ -378,16 +417,22 @@ def test_tensorboard_reads_what_a_job_writes(tmp_path):
     assert (tags["audio"], tags["tensors"]) == (["audio"], ["text"])
     for tag in tags["scalars"]:
         assert [e.step for e in read.Scalars(tag)] == [0, 1, 2]
-        np.testing.assert_allclose([e.value for e in read.Scalars(tag)], [float(v[tag]) for v in values], rtol=1e-6)
+        np.testing.assert_allclose(
+            [e.value for e in read.Scalars(tag)], [float(v[tag]) for v in values], rtol=1e-6
+        )
     assert len({float(v["train/scalar"]) for v in values}) == 3
     for event, v in zip(read.Histograms("histogram"), values, strict=True):
         found = event.histogram_value
         assert found.num == 16 * 6 and found.min == v["histogram"].min()
         assert found.sum == pytest.approx(float(v["histogram"].sum()))
-    pixels = np.asarray(Image.open(io.BytesIO(read.Images("image")[0].encoded_image_string)))[..., 0]
+    pixels = np.asarray(Image.open(io.BytesIO(read.Images("image")[0].encoded_image_string)))[
+        ..., 0
+    ]
     rows = np.rint(255 * np.asarray(values[0]["image"])[..., 0])  # in rows of eight
     assert pixels.shape == (4, 24)
-    np.testing.assert_array_equal(pixels, np.concatenate([np.concatenate(r, 1) for r in (rows[:8], rows[8:])]))
+    np.testing.assert_array_equal(
+        pixels, np.concatenate([np.concatenate(r, 1) for r in (rows[:8], rows[8:])])
+    )
     clip = read.Audio("audio")[2]
     with wave.open(io.BytesIO(clip.encoded_audio_string)) as of_file:
         heard = np.frombuffer(of_file.readframes(16), "<i2") / 32767
@@ -444,7 +489,10 @@ def test_a_summary_in_a_loop_is_named():
 
         return jax.lax.scan(body, 0.0, predicted(params, x))[0]
 
-    with pytest.raises(TraceError, match="the scalar inner is inside scan, and its value cannot be seen from outside"):
+    with pytest.raises(
+        TraceError,
+        match="the scalar inner is inside scan, and its value cannot be seen from outside",
+    ):
         planned(job_of(loss, has_aux=False))
 
 
@@ -477,7 +525,9 @@ def test_what_the_loss_tells_is_told_once_for_each_micro_batch(micro, replicas, 
     early, late = [], []
 
     def loss(params, x, y, row):
-        jax.debug.callback(lambda n, h: early.append((int(n), float(h))), row[0], jnp.sum(hidden(params, x)))
+        jax.debug.callback(
+            lambda n, h: early.append((int(n), float(h))), row[0], jnp.sum(hidden(params, x))
+        )
         value = jnp.mean((predicted(params, x) - y) ** 2)
         jax.debug.callback(lambda n, v: late.append((int(n), float(v))), row[0], value)
         return value
@@ -517,7 +567,12 @@ def test_rows_of_a_result_are_joined_along_the_dimension_that_has_them(micro, re
     step, x = dtrans.make_train_step(loss, tx, has_aux=True), array(3, 8, 4)
     main, startup = dtrans.trace(step, *started(tx), x), dtrans.trace(lambda: started(tx))
     job = dtrans.pipeline(
-        main, startup, num_stages=2, num_micro_batch=micro, replicas=replicas, batch=dtrans.Batch(axes=1)
+        main,
+        startup,
+        num_stages=2,
+        num_micro_batch=micro,
+        replicas=replicas,
+        batch=dtrans.Batch(axes=1),
     ).simulate()
     _, value, found = job.step(job.init(), x)
     *_, wanted, aux = step(*started(tx), x)

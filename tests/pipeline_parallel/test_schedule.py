@@ -1,5 +1,6 @@
-"""Schedules: the orders of EPL's three, replayed from the edges that EPL adds; bubbles, makespans and peaks that are
-known; that every order can be carried out, and that what is read off it is so; and how they are shown."""
+"""Schedules: the orders of EPL's three, replayed from the edges that EPL adds; bubbles, makespans
+and peaks that are known; that every order can be carried out, and that what is read off it is so;
+and how they are shown."""
 
 from __future__ import annotations
 
@@ -48,9 +49,13 @@ def schedules(draw):
 def played(draw):
     """A schedule, and costs to play it with."""
     s = draw(schedules())
-    each = lambda low, high: st.lists(st.integers(low, high), min_size=s.num_model_stages, max_size=s.num_model_stages)
+    each = lambda low, high: st.lists(
+        st.integers(low, high), min_size=s.num_model_stages, max_size=s.num_model_stages
+    )
     cost = lambda low, high: draw(st.one_of(st.integers(low, high), each(low, high)))
-    return s, dict(forward=cost(0, 5), backward=cost(2, 9), weight=cost(0, 2), transfer=draw(st.integers(0, 4)))
+    return s, dict(
+        forward=cost(0, 5), backward=cost(2, 9), weight=cost(0, 2), transfer=draw(st.integers(0, 4))
+    )
 
 
 def short(order):
@@ -81,7 +86,8 @@ def edges_of_epl(name, S, M):
 
 
 def replayed(name, S, M):
-    """What each stage does when a forward takes 1 and a backward 2 and all begin as soon as the edges let them."""
+    """What each stage does when a forward takes 1 and a backward 2 and all begin as soon as the
+    edges let them."""
     before = {(kind, s, m): set() for kind in "FB" for s in range(S) for m in range(M)}
     for kind, s, m in before:
         if kind == "F" and s:
@@ -127,11 +133,14 @@ def test_known_orders():
 
 
 def test_interleaved_is_megatrons_where_that_has_one():
-    """The formulas of Megatron-LM's schedules.py: of the i-th forward and backward, and how many forwards warm up."""
+    """The formulas of Megatron-LM's schedules.py: of the i-th forward and backward, and how many
+    forwards warm up."""
     for S, turns, v in itertools.product(range(1, 6), range(1, 4), (2, 3)):
         M = S * turns
         for device, order in enumerate(schedule("Interleaved", S, M, v).orders):
-            at = [(i // S % v, i // (S * v) * S + i % S) for i in range(M * v)]  # the chunk and the micro-batch
+            at = [
+                (i // S % v, i // (S * v) * S + i % S) for i in range(M * v)
+            ]  # the chunk and the micro-batch
             forwards = [(c * S + device, m) for c, m in at]
             backwards = [((v - 1 - c) * S + device, m) for c, m in at]
             warmup = min((S - device - 1) * 2 + (v - 1) * S, M * v)
@@ -144,7 +153,9 @@ def test_interleaved_is_megatrons_where_that_has_one():
 
 def test_backward_goes_up_in_all_schedules_and_at_all_stages():
     for s in (s for size in SIZES for s in all_of(*size)):
-        for kind, k in itertools.product("FBW" if s.splits_backward else "FB", range(s.num_model_stages)):
+        for kind, k in itertools.product(
+            "FBW" if s.splits_backward else "FB", range(s.num_model_stages)
+        ):
             micros = [t.micro for t in s.orders[s.device_of(k)] if (t.kind, t.stage) == (kind, k)]
             assert micros == list(range(s.num_micro_batch))
 
@@ -174,12 +185,16 @@ def test_bubble_of_the_others_is_less():
             assert zero.bubble == Fraction(S - 1, 3 * M + S - 1)
         for chunks in (2, 3, 4):
             several = schedule("Interleaved", S, M, chunks)
-            assert several.bubble < of_epl or S == 1 or M == 1  # one micro-batch is only ever on one device
+            assert (
+                several.bubble < of_epl or S == 1 or M == 1
+            )  # one micro-batch is only ever on one device
             assert idle(several.ticks()) < of_epl or S == 1 or M == 1
             # the way of one micro-batch, and of the others behind it
             length = 3 * (chunks * M + S - 1) if M >= S else 3 * (chunks * S + M - 1)
             assert several.makespan() == Fraction(length, chunks), (S, M, chunks)
-            assert several.makespan() < schedule("PreferBackward", S, M).makespan() or S == 1 or M == 1
+            assert (
+                several.makespan() < schedule("PreferBackward", S, M).makespan() or S == 1 or M == 1
+            )
     assert schedule("ZeroBubble", 1, 4).bubble == schedule("Interleaved", 1, 4).bubble == 0
 
 
@@ -190,18 +205,25 @@ def test_makespan_with_transfers(name, makespan):
 
 
 def test_nothing_is_transferred_between_stages_of_one_device():
-    assert schedule("Interleaved", 1, 3, 2).makespan(transfer=9) == schedule("Interleaved", 1, 3, 2).makespan() == 9
+    assert (
+        schedule("Interleaved", 1, 3, 2).makespan(transfer=9)
+        == schedule("Interleaved", 1, 3, 2).makespan()
+        == 9
+    )
 
 
 @pytest.mark.parametrize(
-    "name,same", [("GPipe", "PreferForward"), ("1F1B", "PreferBackward"), ("zb-h1", "ZeroBubble")], ids=str
+    "name,same",
+    [("GPipe", "PreferForward"), ("1F1B", "PreferBackward"), ("zb-h1", "ZeroBubble")],
+    ids=str,
 )
 def test_names_of_the_field(name, same):
     assert schedule(name, 4, 8) == schedule(same, 4, 8) and schedule(name, 4, 8).name == same
 
 
 def test_a_chunk_is_a_part_of_the_work_of_its_device():
-    """By hand: two devices of two chunks, two micro-batches. A forward of a chunk takes 1/2, a backward 1.
+    """By hand: two devices of two chunks, two micro-batches. A forward of a chunk takes 1/2, a
+    backward 1.
 
     device 0   F0@0 F1@0 F0@2 F1@2 .    B0@2 B1@2 B0@0 B1@0
     device 1   .    F0@1 F1@1 F0@3 .. B0@3 ..
@@ -211,7 +233,8 @@ def test_a_chunk_is_a_part_of_the_work_of_its_device():
     half = Fraction(1, 2)
     assert (at["F0@0"], at["F1@0"], at["F0@2"]) == ((0, half), (half, 1), (1, 3 * half))
     assert (at["F0@1"], at["F0@3"]) == ((half, 1), (3 * half, 2))
-    # 2 micro-batches x 2 chunks x 3/2 of work on a device, and half a forward and a backward of a chunk at both ends
+    # 2 micro-batches x 2 chunks x 3/2 of work on a device, and half a forward and a backward of a
+    # chunk at both ends
     assert s.makespan() == 2 * 3 + (half + 1) == Fraction(15, 2)
     assert schedule("PreferBackward", 2, 2).makespan() == 2 * 3 + 3
     # costs of model stages are as they are given
@@ -238,18 +261,26 @@ def test_peak(name):
         assert schedule(name, S, M).peak == tuple(PEAKS[name](S, M, s) for s in range(S)), (S, M)
 
 
-@pytest.mark.parametrize(("name", "peak"), list(zip(EPL, [(8, 8, 8, 8), (4, 3, 2, 1), (5, 4, 3, 1)], strict=True)))
+@pytest.mark.parametrize(
+    ("name", "peak"), list(zip(EPL, [(8, 8, 8, 8), (4, 3, 2, 1), (5, 4, 3, 1)], strict=True))
+)
 def test_peak_of_four_stages_and_eight_micro_batches(name, peak):
     assert schedule(name, 4, 8).peak == peak
 
 
 def test_peak_of_interleaved_counts_chunks():
-    assert schedule("Interleaved", 4, 8, 2).peak == (11, 9, 7, 5)  # 2(S - s - 1) + (chunks - 1) S + 1
+    assert schedule("Interleaved", 4, 8, 2).peak == (
+        11,
+        9,
+        7,
+        5,
+    )  # 2(S - s - 1) + (chunks - 1) S + 1
     assert schedule("Interleaved", 2, 1, 3).peak == (3, 3)
 
 
 def peak_seen(s, play):
-    """The most that is in flight by the clock; what ends when something begins makes room for it."""
+    """The most that is in flight by the clock; what ends when something begins makes room for
+    it."""
     last = "W" if s.splits_backward else "B"
     changes = [(t.start, 1, t.device, 1) for t in play if t.task.kind == "F"]
     changes += [(t.end, 0, t.device, -1) for t in play if t.task.kind == last]
@@ -292,19 +323,33 @@ def test_in_a_play_each_task_begins_as_soon_as_it_can(case):
     play = s.play(**costs)
     at = {t.task: t for t in play}
     assert len(at) == len(play) == sum(map(len, s.orders))
-    cost = lambda what, k: costs[what][k] if isinstance(costs[what], list) else Fraction(costs[what], s.chunks)
+    cost = lambda what, k: (
+        costs[what][k] if isinstance(costs[what], list) else Fraction(costs[what], s.chunks)
+    )
     for task, (_, device, start, end) in at.items():
         assert device == s.device_of(task.stage) == task.stage % s.num_stages
-        far = [at[t].end + (costs["transfer"] if at[t].device != device else 0) for t in s.needs(task)]
-        assert start == max([0, *far, *(at[t].end for t in s.dependencies(task) if at[t].device == device)])
-        whole, part = cost("backward", task.stage), cost("weight", task.stage) if s.splits_backward else 0
-        assert end - start == {"F": cost("forward", task.stage), "B": whole - part, "W": part}[task.kind]
+        far = [
+            at[t].end + (costs["transfer"] if at[t].device != device else 0) for t in s.needs(task)
+        ]
+        assert start == max(
+            [0, *far, *(at[t].end for t in s.dependencies(task) if at[t].device == device)]
+        )
+        whole, part = (
+            cost("backward", task.stage),
+            cost("weight", task.stage) if s.splits_backward else 0,
+        )
+        assert (
+            end - start
+            == {"F": cost("forward", task.stage), "B": whole - part, "W": part}[task.kind]
+        )
     for device, order in enumerate(s.orders):
         assert all(at[a].end <= at[b].start for a, b in itertools.pairwise(order))
         assert all(at[t].device == device for t in order)
     assert [(t.start, t.device) for t in play] == sorted((t.start, t.device) for t in play)
     assert play.makespan == s.makespan(**costs) == max(t.end for t in play)
-    assert all(isinstance(x, int if s.chunks == 1 else Rational) for t in play for x in (t.start, t.end))
+    assert all(
+        isinstance(x, int if s.chunks == 1 else Rational) for t in play for x in (t.start, t.end)
+    )
 
 
 @given(schedules())
@@ -329,7 +374,9 @@ def test_the_tick_table_is_the_sequence_tick_by_tick(s):
     for row, order in zip(table, s.orders, strict=True):
         assert tuple(t for t in row if t) == order
     # no task could have been a tick earlier
-    assert all(i == max([-1, *(tick[t] for t in s.dependencies(task))]) + 1 for task, i in tick.items())
+    assert all(
+        i == max([-1, *(tick[t] for t in s.dependencies(task))]) + 1 for task, i in tick.items()
+    )
 
 
 def test_costs_of_floats_and_of_each_stage():
@@ -346,7 +393,9 @@ def test_costs_of_floats_and_of_each_stage():
 
 
 def test_a_measured_play_can_be_asked():
-    ran = Play([TimedTask(Task("F", 1, 0), 1, 102.0, 103.0), TimedTask(Task("F", 0, 0), 0, 100.0, 101.0)])
+    ran = Play(
+        [TimedTask(Task("F", 1, 0), 1, 102.0, 103.0), TimedTask(Task("F", 0, 0), 0, 100.0, 101.0)]
+    )
     assert (ran.makespan, ran.num_devices, ran.bubble) == (3.0, 2, pytest.approx(2 / 3))
 
 
@@ -395,7 +444,10 @@ def test_names_are_in_any_case(name):
         (("Interleaved", 2, 2, 0), "chunks must be a positive number, it is 0"),
         (("Interleaved", 2, 2, True), "chunks must be a positive number, it is True"),
         (("Interleaved", 2, 2, 1), "Interleaved needs at least 2 model stages on each device"),
-        (("ZeroBubble", 2, 2, 2), "ZeroBubble has one model stage on each device, not chunks=2: use Interleaved"),
+        (
+            ("ZeroBubble", 2, 2, 2),
+            "ZeroBubble has one model stage on each device, not chunks=2: use Interleaved",
+        ),
     ],
 )
 def test_schedules_that_there_are_not(args, says):
@@ -421,7 +473,10 @@ FIRST, LAST = (F00, F01, B00, B01), (F10, B10, F11, B11)
         ([(F00, B00), LAST], "has no B1@0, nor 1 other task$"),
         ([(*FIRST, F00), LAST], "has F0@0 twice"),
         ([LAST, FIRST], "has F0@1 on device 0: its stage is on device 1"),
-        ([(*FIRST, Task("F", 2, 0)), LAST], "has F0@2 on device 0, which is no task of 2 model stages and 2 micro"),
+        (
+            [(*FIRST, Task("F", 2, 0)), LAST],
+            "has F0@2 on device 0, which is no task of 2 model stages and 2 micro",
+        ),
         ([(*FIRST, Task("F", 0, 2)), LAST], "has F2@0 on device 0, which is no task"),
         ([(*FIRST, Task("X", 0, 0)), LAST], "has X0@0 on device 0, which is no task"),
         ([(*FIRST, "F0"), LAST], "has F0 on device 0, which is no task"),
@@ -446,14 +501,17 @@ def test_counts_are_checked_in_ones_own_too(field, count):
 
 
 def test_one_of_ones_own():
-    mine = Schedule("mine", num_stages=2, num_micro_batch=2, chunks=1, orders=[list(FIRST), list(LAST)])
+    mine = Schedule(
+        "mine", num_stages=2, num_micro_batch=2, chunks=1, orders=[list(FIRST), list(LAST)]
+    )
     assert mine == dataclasses.replace(ONE, name="mine") and mine.orders == (FIRST, LAST)
     assert mine.bubble == Fraction(1, 3) and mine.peak == (2, 1)
 
 
 @given(schedules(), st.randoms(use_true_random=False), st.integers(0, 3))
 def test_orders_are_refused_if_and_only_if_devices_wait_for_each_other(s, random, swaps):
-    """Neighbours change places; whether that can be carried out, a topological sort of the standard library tells."""
+    """Neighbours change places; whether that can be carried out, a topological sort of the standard
+    library tells."""
     orders = [list(order) for order in s.orders]
     for _ in range(swaps):
         order = random.choice(orders)
@@ -482,12 +540,18 @@ def test_tasks_are_short():
 
 def test_text():
     lines = str(schedule("PreferBackward", 4, 8)).splitlines()
-    assert lines[0] == "PreferBackward: 4 devices, 8 micro-batches, bubble 3/11, peak in flight 4 3 2 1"
+    assert (
+        lines[0]
+        == "PreferBackward: 4 devices, 8 micro-batches, bubble 3/11, peak in flight 4 3 2 1"
+    )
     assert lines[1].split() == ["tick", *map(str, range(22))]
     assert lines[2] == "device 0  F0 F1 F2 F3 .  .  .  B0 F4 B1 F5 B2 F6 B3 F7 B4 .  B5 .  B6 .  B7"
     assert lines[5] == "device 3  .  .  .  F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7 .  .  ."
     assert len(lines) == 6
-    assert repr(schedule("Interleaved", 4, 8)) == "<Schedule Interleaved: 4 devices of 2 chunks, 8 micro-batches>"
+    assert (
+        repr(schedule("Interleaved", 4, 8))
+        == "<Schedule Interleaved: 4 devices of 2 chunks, 8 micro-batches>"
+    )
 
 
 @given(schedules())
@@ -510,7 +574,11 @@ def test_html():
     rows = [[cell.text or "." for cell in row.iter("td")] for row in root.iter("tr")]
     assert rows == [[f"{t.kind}{t.micro}" if t else "." for t in row] for row in s.ticks()]
     assert root.find("b").text.startswith("a<b: 2 devices")
-    colours = {c.text[0]: re.search("background:(#......)", c.get("style"))[1] for c in root.iter("td") if c.text}
+    colours = {
+        c.text[0]: re.search("background:(#......)", c.get("style"))[1]
+        for c in root.iter("td")
+        if c.text
+    }
     assert len(set(colours.values())) == 3
 
 
@@ -524,9 +592,17 @@ def bars_of(path):
     for group in root.iter(f"{SVG}g"):
         if re.match(r"play\d", group.get("id", "")):
             outline = group.find(f"{SVG}path")
-            points = [tuple(map(float, p)) for p in re.findall(r"[ML] ([\d.]+) ([\d.]+)", outline.get("d"))]
+            points = [
+                tuple(map(float, p))
+                for p in re.findall(r"[ML] ([\d.]+) ([\d.]+)", outline.get("d"))
+            ]
             xs, ys = zip(*points, strict=True)
-            bars[group.get("id")] = min(xs), max(xs), min(ys), re.search("fill: (#......)", outline.get("style"))[1]
+            bars[group.get("id")] = (
+                min(xs),
+                max(xs),
+                min(ys),
+                re.search("fill: (#......)", outline.get("style"))[1],
+            )
     return bars, [t.text for t in root.iter(f"{SVG}text")]
 
 
@@ -537,7 +613,9 @@ def test_a_chart_has_the_bars_of_all_plays(tmp_path):
     s.gantt(tmp_path / "chart.svg", panels, unit="ms")
     bars, text = bars_of(tmp_path / "chart.svg")
     assert len(bars) == 2 * len(s.sequence())
-    lefts = [min(bar[0] for name, bar in bars.items() if name.startswith(f"play{i}")) for i in range(2)]
+    lefts = [
+        min(bar[0] for name, bar in bars.items() if name.startswith(f"play{i}")) for i in range(2)
+    ]
     assert lefts[0] == pytest.approx(lefts[1], abs=0.01)  # times count from the first start
     scale = bars["play0-F0-stage0"][1] - bars["play0-F0-stage0"][0]  # one unit
     for i, (_, play) in enumerate(panels):
@@ -547,14 +625,19 @@ def test_a_chart_has_the_bars_of_all_plays(tmp_path):
             assert (left - lefts[i]) / scale == pytest.approx(start - first, abs=0.01)
             assert (right - left) / scale == pytest.approx(end - start, abs=0.01)
     for i in range(2):  # a row for each device, the first on top
-        tops = [{bar[2] for name, bar in bars.items() if re.match(rf"play{i}.*-stage{k}$", name)} for k in range(3)]
+        tops = [
+            {bar[2] for name, bar in bars.items() if re.match(rf"play{i}.*-stage{k}$", name)}
+            for k in range(3)
+        ]
         assert [len(t) for t in tops] == [1, 1, 1] and tops == sorted(tops, key=min)
     assert len({(name.split("-")[1][0], bar[3]) for name, bar in bars.items()}) == 3
     assert "planned (bubble 14.3%)" in text
     assert f"as it ran (bubble {float(s.play(transfer=1).bubble):.1%})" in text
     assert text.count("time (ms)") == text.count("device") == 2
     assert {"forward", "cotangents of inputs", "gradients of weights"} <= set(text)
-    assert sum(t in {"0", "1", "2", "3"} for t in text) >= 2 * len(s.sequence())  # the numbers in bars, and ticks
+    assert sum(t in {"0", "1", "2", "3"} for t in text) >= 2 * len(
+        s.sequence()
+    )  # the numbers in bars, and ticks
 
 
 def test_a_chart_of_the_schedule_alone(tmp_path):
@@ -604,7 +687,12 @@ def test_a_chart_as_pixels(tmp_path):
         ("nowhere/chart.svg", [("a", ONE.play())], "", "there is no directory .*nowhere"),
         ("chart.svg", [], "", "there are no plays to draw"),
         ("chart.svg", [("nothing", [])], "", "the play 'nothing' has no tasks to draw"),
-        ("chart.svg", [("odd", [TimedTask(Task("X", 0, 0), 0, 0, 1)])], "", "the play 'odd' has X0@0"),
+        (
+            "chart.svg",
+            [("odd", [TimedTask(Task("X", 0, 0), 0, 0, 1)])],
+            "",
+            "the play 'odd' has X0@0",
+        ),
         ("chart.svg", [("a", ONE.play())], ("s", "s"), "2 units were given for 1 plays"),
     ],
 )
@@ -621,5 +709,7 @@ def test_a_chart_that_cannot_be_written(tmp_path):
 
 def test_a_chart_needs_matplotlib(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"needs matplotlib: pip install 'dtrans-jax\[examples\]'"):
+    with pytest.raises(
+        ConfigError, match=r"needs matplotlib: pip install 'dtrans-jax\[examples\]'"
+    ):
         ONE.gantt(tmp_path / "chart.svg")

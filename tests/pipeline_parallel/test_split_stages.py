@@ -1,4 +1,5 @@
-"""Stages that are split over devices (`dtrans.split`): numbers, what each device has, what is moved, errors."""
+"""Stages that are split over devices (`dtrans.split`): numbers, what each device has, what is
+moved, errors."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def soak(*values):
 
 
 def array(*shape, seed=0):
-    """Normal numbers, scaled by the first dimension as weights are. Of numpy: modules are loaded in 32 bits."""
+    """Normal numbers, scaled by the first dimension as weights are. Of numpy: modules are loaded in
+    32 bits."""
     x = np.random.default_rng([seed, *shape]).normal(size=shape)
     return x / np.sqrt(shape[0]) if len(shape) > 1 else x
 
@@ -48,11 +50,15 @@ def job_of(loss, params, batch, tx=None, *, has_aux=False):
         made = jax.tree.map(jnp.asarray, params)
         return made, tx.init(made)
 
-    return Job(dtrans.make_train_step(loss, tx, has_aux=has_aux), init, tuple(map(jnp.asarray, batch)))
+    return Job(
+        dtrans.make_train_step(loss, tx, has_aux=has_aux), init, tuple(map(jnp.asarray, batch))
+    )
 
 
 def planned(of, num_stages=2, num_micro_batch=2, **options):
-    return flat_options.pipeline(*of.traced(), num_stages=num_stages, num_micro_batch=num_micro_batch, **options)
+    return flat_options.pipeline(
+        *of.traced(), num_stages=num_stages, num_micro_batch=num_micro_batch, **options
+    )
 
 
 def check(of, way="simulate", rtol=1e-12, **options):
@@ -68,7 +74,8 @@ BODY, WIDTH, ROWS = 6, 8, 16
 
 
 def classifier(shards, classes, body=True, tx=None):
-    """A layer, and a dense head with bias, cross entropy of integer labels and accuracy, which are split."""
+    """A layer, and a dense head with bias, cross entropy of integer labels and accuracy, which are
+    split."""
     params = {
         "body": {"w": array(BODY, WIDTH), "b": array(WIDTH)},
         "head": {"w": array(WIDTH, classes), "b": array(classes, seed=1)},
@@ -85,12 +92,18 @@ def classifier(shards, classes, body=True, tx=None):
             value = optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
             return value, jnp.mean(jnp.argmax(logits, -1) == y)
 
-    return job_of(loss, params, (array(ROWS, BODY) * 4, np.arange(ROWS) % classes), tx, has_aux=True)
+    return job_of(
+        loss, params, (array(ROWS, BODY) * 4, np.arange(ROWS) % classes), tx, has_aux=True
+    )
 
 
 def words(shards, rows=11, tied=False):
     """An embedding table that is split, a layer, and the table again as a head, or another one."""
-    params = {"table": array(rows, WIDTH) * 3, "w": array(WIDTH, WIDTH), "head": array(WIDTH, rows, seed=2)}
+    params = {
+        "table": array(rows, WIDTH) * 3,
+        "w": array(WIDTH, WIDTH),
+        "head": array(WIDTH, rows, seed=2),
+    }
 
     def loss(params, tokens):
         with dtrans.split(device_count=shards, name="table"):
@@ -156,7 +169,8 @@ HEADS = [
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("shards,classes,way,tx,options", HEADS)
 def test_a_head_that_is_split(shards, classes, way, tx, options):
-    """Of 7, 50 and 51 classes; over 2 and 4 devices they are padded. Loss and accuracy are those of one device."""
+    """Of 7, 50 and 51 classes; over 2 and 4 devices they are padded. Loss and accuracy are those of
+    one device."""
     plan = check(classifier(shards, classes, tx=tx), way, **options)
     assert plan.cuts.shards == (1, shards)
     assert [plan.cuts.state[f"params/head/{n}"] for n in "wb"] == [1, 0]
@@ -173,7 +187,9 @@ def test_heads_in_the_whole_product(shards, classes, replicas, schedule, way):
     check(classifier(shards, classes, tx=CLIPPED), way, **options)
 
 
-@pytest.mark.parametrize("shards,way,options", [soak(2, "simulate", {"replicas": 2}), (4, "on_mesh", {})])
+@pytest.mark.parametrize(
+    "shards,way,options", [soak(2, "simulate", {"replicas": 2}), (4, "on_mesh", {})]
+)
 def test_one_stage_that_is_split(shards, way, options):
     """There is no `replicate` scope: what is outside of the scope is whole on all shards."""
     plan = check(classifier(shards, 51, body=False), way, num_stages=1, **options)
@@ -185,7 +201,13 @@ MODELS = [
     (words, 2, "on_mesh", {"replicas": 2}, ["table"]),
     soak(words, 4, "simulate", {"schedule": "ZeroBubble"}, ["table"]),
     (two_layers, 2, "simulate", {"num_stages": 3, "replicas": 2}, ["bias", "down", "up"]),
-    soak(two_layers, 4, "on_mesh", {"num_stages": 3, "schedule": "ZeroBubble"}, ["bias", "down", "up"]),
+    soak(
+        two_layers,
+        4,
+        "on_mesh",
+        {"num_stages": 3, "schedule": "ZeroBubble"},
+        ["bias", "down", "up"],
+    ),
     (experts, 2, "on_mesh", {"replicas": 2}, ["down", "up"]),
     soak(experts, 4, "simulate", {"schedule": "ZeroBubble"}, ["down", "up"]),
     soak(two_layers, 3, "on_mesh", {"num_stages": 3}, ["bias", "down", "up"]),
@@ -196,7 +218,9 @@ MODELS = [
 @pytest.mark.parametrize("model,shards,way,options,cut", MODELS)
 def test_other_models_that_are_split(model, shards, way, options, cut):
     plan = check(model(shards), way, **options)
-    assert sorted(n.removeprefix("params/") for n in plan.cuts.state if n.startswith("params/")) == cut
+    assert (
+        sorted(n.removeprefix("params/") for n in plan.cuts.state if n.startswith("params/")) == cut
+    )
 
 
 def test_two_stages_that_are_split_over_other_numbers():
@@ -208,12 +232,16 @@ def test_two_stages_that_are_split_over_other_numbers():
         with dtrans.replicate(name="between"):
             h = h * 2
         with dtrans.split(device_count=3, name="b"):
-            return optax.softmax_cross_entropy_with_integer_labels(h @ params["b"] + params["bias"], y).mean()
+            return optax.softmax_cross_entropy_with_integer_labels(
+                h @ params["b"] + params["bias"], y
+            ).mean()
 
     of = job_of(loss, params, (array(ROWS, BODY), np.arange(ROWS) % 5))
     plan = check(of, "on_mesh", num_stages=3)
     assert plan.cuts.shards == (2, 1, 3)
-    assert "stage 0 is split over 2 devices" in str(plan) and "stage 2 is split over 3 devices" in str(plan)
+    assert "stage 0 is split over 2 devices" in str(
+        plan
+    ) and "stage 2 is split over 3 devices" in str(plan)
 
 
 @pytest.mark.parametrize("way", ["on_mesh", soak("simulate")])
@@ -224,8 +252,14 @@ def test_what_is_compressed_is_as_far_off_as_its_type_says(way):
     got = of.of(getattr(planned(of, replicas=count, compress="bf16"), way)(), 1)[0]
     exact = of.of(planned(of, replicas=count).simulate(), 1)[0]
     params = of.init(jax.random.key(0))[0]
-    halves = [Job(of.step, of.init, tuple(x[part] for x in of.batch)) for part in (slice(0, 8), slice(8, 16))]
-    shares = [jax.tree.map(lambda p, q: (p - q) / count, params, half.on_one_device(1)[0]) for half in halves]
+    halves = [
+        Job(of.step, of.init, tuple(x[part] for x in of.batch))
+        for part in (slice(0, 8), slice(8, 16))
+    ]
+    shares = [
+        jax.tree.map(lambda p, q: (p - q) / count, params, half.on_one_device(1)[0])
+        for half in halves
+    ]
     errors = []
     for a, b, one, other in zip(*map(jax.tree.leaves, (got, exact, *shares)), strict=True):
         error, size = np.abs(np.asarray(a - b)), np.abs(np.asarray(one)) + np.abs(np.asarray(other))
@@ -263,7 +297,8 @@ def test_each_device_has_its_piece(shards, classes, replicas):
 
 @pytest.mark.parametrize("schedule", ["PreferBackward", "ZeroBubble"])
 def test_logits_are_never_whole(schedule):
-    """No program of the stage has an array of all classes, and none gathers; what is reduced is of rows."""
+    """No program of the stage has an array of all classes, and none gathers; what is reduced is of
+    rows."""
     shards, classes, per = 2, 51, ROWS // 2
     plan = planned(classifier(shards, classes), schedule=schedule)
     s = plan.step_programs.stages[1]
@@ -277,7 +312,8 @@ def test_logits_are_never_whole(schedule):
                                           for e, _ in collectives(p.jaxpr))  # fmt: skip
     of_rows = (per,)
     assert kinds(s.forward) in (
-        # the largest logit, the sum of exponentials, the label's logit, and value and place of the largest
+        # the largest logit, the sum of exponentials, the label's logit, and value and place of the
+        # largest
         {
             ("all_reduce", "sum", (of_rows,)): 2,
             ("all_reduce", "max", (of_rows,)): 2,
@@ -315,7 +351,9 @@ def test_a_parameter_of_another_stage_too_is_not_cut():
 
 
 @pytest.mark.parametrize(
-    "tx", [optax.adafactor(0.1, min_dim_size_to_factor=2), soak(optax.lamb(0.1))], ids=["adafactor", "lamb"]
+    "tx",
+    [optax.adafactor(0.1, min_dim_size_to_factor=2), soak(optax.lamb(0.1))],
+    ids=["adafactor", "lamb"],
 )
 def test_optimizers_that_are_not_elementwise(tx):
     """Adafactor keeps sums of rows and columns, lamb takes norms of leaves."""
@@ -336,7 +374,8 @@ def test_another_batch_size_than_was_traced(way):
 
 def test_a_split_must_say_over_how_many_devices():
     with pytest.raises(
-        ConfigError, match="split\\(name='head'\\) must say over how many devices: dtrans.split\\(device_c"
+        ConfigError,
+        match="split\\(name='head'\\) must say over how many devices: dtrans.split\\(device_c",
     ):
         planned(classifier(None, 7))
 
@@ -346,7 +385,10 @@ def test_a_split_must_say_over_how_many_devices():
     [
         ({"sharding_stage": 1, "replicas": 2}, "sharding_stage=1 beside split\\(name='head'\\)"),
         ({"sharding_stage": 2, "replicas": 2}, "sharding_stage=2 beside split\\(name='head'\\)"),
-        ({"offload": True}, "offload=True beside split\\(name='head'\\): a stage that is split keeps its pieces"),
+        (
+            {"offload": True},
+            "offload=True beside split\\(name='head'\\): a stage that is split keeps its pieces",
+        ),
         (
             {"schedule": "Interleaved", "num_stages": 1},
             "chunks=2 beside split\\(name='head'\\): a device has one stage",
@@ -367,22 +409,29 @@ def test_a_stage_is_split_over_one_number_of_devices():
 
     of = job_of(loss, {"a": array(4, 8), "b": array(8, 4)}, (array(8, 4), array(8, 4)))
     with pytest.raises(
-        ConfigError, match="stage 0 is split over 2 devices by split\\(name='a'\\), and over 4 by split"
+        ConfigError,
+        match="stage 0 is split over 2 devices by split\\(name='a'\\), and over 4 by split",
     ):
         planned(of, num_stages=1)
 
 
-@pytest.mark.parametrize("outer,inner", [("replicate", "split"), ("split", "replicate"), ("split", "split")])
+@pytest.mark.parametrize(
+    "outer,inner", [("replicate", "split"), ("split", "replicate"), ("split", "split")]
+)
 def test_scopes_within_others_are_refused(outer, inner):
     def loss(params, x, y):
         with getattr(dtrans, outer)(name="outer"), getattr(dtrans, inner)(name="inner"):
             return jnp.mean((x @ params - y) ** 2)
 
     of = job_of(loss, array(4, 3), (array(8, 4), array(8, 3)))
-    with pytest.raises(ConfigError, match=f"{inner}\\(name='inner'\\) is entered within {outer}\\(name='outer'\\)"):
+    with pytest.raises(
+        ConfigError, match=f"{inner}\\(name='inner'\\) is entered within {outer}\\(name='outer'\\)"
+    ):
         of.traced()
 
 
 def test_devices_that_are_not_enough():
-    with pytest.raises(ConfigError, match="one replica of 2 stages uses 5 devices, and 2 replicas 10; there are 8"):
+    with pytest.raises(
+        ConfigError, match="one replica of 2 stages uses 5 devices, and 2 replicas 10; there are 8"
+    ):
         planned(classifier(4, 50), replicas=2).on_mesh()

@@ -1,4 +1,5 @@
-"""What pipelines are made of: the programs of stages, what is kept and sent, where arrays are, and what is refused."""
+"""What pipelines are made of: the programs of stages, what is kept and sent, where arrays are, and
+what is refused."""
 
 from __future__ import annotations
 
@@ -48,7 +49,12 @@ def planned(name="mlp", num_stages=4, rows=16, *, stacked=False, optimizer=optax
 
 
 def programs(plan):
-    return [p for s in plan.step_programs.stages for p in (s.forward, s.backward, s.weights) if p is not None]
+    return [
+        p
+        for s in plan.step_programs.stages
+        for p in (s.forward, s.backward, s.weights)
+        if p is not None
+    ]
 
 
 def primitives(*found):
@@ -68,15 +74,21 @@ def nbytes(t):
 @pytest.mark.parametrize("stages", [1, 2, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_everything_is_computed_once(name, stages, split):
-    """Stages together have all equations of the loss, and their programs the products that one device computes."""
+    """Stages together have all equations of the loss, and their programs the products that one
+    device computes."""
     of, _ = traced(name)
-    plan = planned(name, stages, num_micro_batch=2, schedule="ZeroBubble" if split else "PreferBackward")
+    plan = planned(
+        name, stages, num_micro_batch=2, schedule="ZeroBubble" if split else "PreferBackward"
+    )
     assert sum(s.eqns for s in plan.step_programs.stages) == len(plan.stage_of)
-    assert [s.eqns for s in plan.step_programs.stages] == [plan.stage_of.count(k) for k in range(stages)]
+    assert [s.eqns for s in plan.step_programs.stages] == [
+        plan.stage_of.count(k) for k in range(stages)
+    ]
     assert min(s.eqns for s in plan.step_programs.stages) > 0
     params, batch = jax.eval_shape(of.init, jax.random.key(0))[0], MODELS[name].batch(8)
     whole = Counter(
-        e.primitive.name for e in equations(jax.make_jaxpr(jax.value_and_grad(MODELS[name].loss))(params, *batch))
+        e.primitive.name
+        for e in equations(jax.make_jaxpr(jax.value_and_grad(MODELS[name].loss))(params, *batch))
     )
     found = primitives(*programs(plan))
     for product in PRODUCTS:
@@ -90,7 +102,8 @@ def test_everything_is_computed_once(name, stages, split):
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_cotangents_and_weights_together_are_the_backward(name, stages):
-    """Zero-bubble's two programs have the equations of the one, and its products are in one of them."""
+    """Zero-bubble's two programs have the equations of the one, and its products are in one of
+    them."""
     one = planned(name, stages, num_micro_batch=2).step_programs.stages
     two = planned(name, stages, num_micro_batch=2, schedule="ZeroBubble").step_programs.stages
     for whole, parts in zip(one, two, strict=True):
@@ -115,7 +128,12 @@ CASES = [(name, options) for name in MODELS for options in ({}, {"schedule": "Ze
 def test_backward_reads_what_forward_kept_and_what_comes_back(name, options):
     stages = planned(name, 4, num_micro_batch=2, **options).step_programs.stages
     for s, after in zip(stages, [*stages[1:], None], strict=True):
-        there = {*s.forward.in_names, *s.forward.out_names, *s.receives, *(n + GRAD for n in s.leaves)}
+        there = {
+            *s.forward.in_names,
+            *s.forward.out_names,
+            *s.receives,
+            *(n + GRAD for n in s.leaves),
+        }
         back = {n for n in after.backward.out_names if n.startswith("@value/")} if after else set()
         assert back <= {n + GRAD for n in s.sends}
         assert set(s.backward.in_names) <= there | back
@@ -141,7 +159,8 @@ def low(loss):
 @pytest.mark.parametrize("cast", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_no_weights_are_kept_for_each_micro_batch(name, cast):
-    """Whatever is kept is of a micro-batch of 13 rows: no weight, no transposed one, none in another type."""
+    """Whatever is kept is of a micro-batch of 13 rows: no weight, no transposed one, none in
+    another type."""
     model = MODELS[name]
     of = Model(low(model.loss) if cast else model.loss, model.params, model.batch).job(26)
     plan = dtrans.pipeline(*of.traced(), num_stages=3, num_micro_batch=2)
@@ -189,9 +208,12 @@ def test_micro_batches_in_flight_are_as_planned(schedule, running):
 
 
 @pytest.mark.parametrize(
-    "schedule,stages,chunks,peak", [("ZeroBubble", 4, 1, (4, 4, 4, 4)), ("Interleaved", 2, 2, (5, 3))]
+    "schedule,stages,chunks,peak",
+    [("ZeroBubble", 4, 1, (4, 4, 4, 4)), ("Interleaved", 2, 2, (5, 3))],
 )
-def test_micro_batches_in_flight_are_as_planned_with_programs_of_their_own(schedule, stages, chunks, peak):
+def test_micro_batches_in_flight_are_as_planned_with_programs_of_their_own(
+    schedule, stages, chunks, peak
+):
     plan = planned("mlp", stages, num_micro_batch=8, schedule=schedule, chunks=chunks)
     job = plan.simulate()
     _, found = measured(job, job.init(jax.random.key(0)), *traced("mlp")[0].batch)
@@ -203,18 +225,26 @@ def test_nothing_is_left_of_a_micro_batch(running):
     job, state = running
     tape, env = job.ready(state, *traced("mlp")[0].batch)
     job.play(tape, env)
-    stay = {*tape.state.values(), *tape.fixed, *tape.given.values(), *(slot for slot, *_ in tape.results.values())}
+    stay = {
+        *tape.state.values(),
+        *tape.fixed,
+        *tape.given.values(),
+        *(slot for slot, *_ in tape.results.values()),
+    }
     assert {i for i, x in enumerate(env) if x is not None} <= stay
     assert not any(env[slot] is not None for slots in tape.kept.values() for slot in slots)
 
 
 @pytest.mark.soak
 def test_one_forward_one_backward_keeps_less_than_half():
-    """The transformer at 16 micro-batches: on each device, bytes of what waits for its backward or is on its way."""
+    """The transformer at 16 micro-batches: on each device, bytes of what waits for its backward or
+    is on its way."""
     of, _ = traced("transformer")
     job = planned("transformer", 4, num_micro_batch=16).simulate()
     state = job.init(jax.random.key(0))
-    few, many = (measured(job.scheduled(n), state, *of.batch)[1] for n in ("PreferBackward", "PreferForward"))
+    few, many = (
+        measured(job.scheduled(n), state, *of.batch)[1] for n in ("PreferBackward", "PreferForward")
+    )
     assert all(a < b / 2 for a, b in zip(few.peak_bytes, many.peak_bytes, strict=True))
     kept = [s.kept for s in job.plan.stages]
     assert all(b >= 16 * k for b, k in zip(many.peak_bytes, kept, strict=True))
@@ -229,14 +259,17 @@ def test_tasks_are_timed_where_they_are(schedule):
     state = job.init(jax.random.key(0))
     made, play = timed(job, state, *of.batch)
     tree_close(made, job.step(state, *of.batch), 1e-6)
-    # the first stage sends no cotangents back: where backward is split, all that it has to do is in W
+    # the first stage sends no cotangents back: where backward is split, all that it has to do is in
+    # W
     idle = {Task("B", 0, m) for m in range(4)} if schedule == "ZeroBubble" else set()
     for device, order in enumerate(plan.schedule.orders):
         assert [t.task for t in play if t.device == device] == [t for t in order if t not in idle]
     ends = {t.task: t.end for t in play}
     for t in play:
         assert t.start <= t.end
-        assert all(ends[need] <= t.start for need in plan.schedule.needs(t.task) if need not in idle)
+        assert all(
+            ends[need] <= t.start for need in plan.schedule.needs(t.task) if need not in idle
+        )
 
 
 # -- memory ----------------------------------------------------------------------------------------
@@ -266,7 +299,8 @@ MEMORY = [
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name,options", MEMORY)
 def test_devices_hold_what_their_stages_have(name, options):
-    """After init, and after a step that may reuse the state it is given: the least that there can be, and batches."""
+    """After init, and after a step that may reuse the state it is given: the least that there can
+    be, and batches."""
     of, _ = traced(name, stacked=options.get("stacked", False))
     plan = planned(name, num_micro_batch=2, **options)
     replicas, stages = plan.options.replicas, plan.options.num_stages
@@ -278,7 +312,10 @@ def test_devices_hold_what_their_stages_have(name, options):
 
     def check(extra):
         now = live_bytes()
-        devices = {s: {d for n, x in state.params.items() if at(n) == s for d in x.devices()} for s in range(stages)}
+        devices = {
+            s: {d for n, x in state.params.items() if at(n) == s for d in x.devices()}
+            for s in range(stages)
+        }
         assert sorted(d.id for ds in devices.values() for d in ds) == [*range(stages * replicas)]
         for s, d in ((s, d) for s, ds in devices.items() for d in ds):
             assert 0.95 * want[s] <= now[d] - before[d] <= 1.05 * want[s] + extra
@@ -295,7 +332,9 @@ def test_devices_hold_what_their_stages_have(name, options):
 def test_the_plan_says_what_devices_hold(stacked):
     plan = planned("transformer", 4, num_micro_batch=2, stacked=stacked)
     for s in plan.stages:
-        assert s.held == sum(3 * nbytes(plan.types[n]) for n in s.params) + 4  # and a count of steps
+        assert (
+            s.held == sum(3 * nbytes(plan.types[n]) for n in s.params) + 4
+        )  # and a count of steps
     assert sum(nbytes(plan.types[n]) for n in plan.homes) == sum(
         nbytes(plan.main.inputs[n]) for n in plan.main.args[0].names
     )
@@ -303,7 +342,8 @@ def test_the_plan_says_what_devices_hold(stacked):
 
 
 def test_stages_hold_their_rows_of_a_stack():
-    """Four layers in four stages: rows of them, and of the optimizer's state; a job's parameters are whole."""
+    """Four layers in four stages: rows of them, and of the optimizer's state; a job's parameters
+    are whole."""
     of, _ = traced("transformer", stacked=True)
     plan = planned("transformer", 4, num_micro_batch=2, stacked=True)
     rows = [[n for n in s.params if n.startswith("params/blocks/qkv")] for s in plan.stages]
@@ -329,18 +369,26 @@ def blocks(count, width=8):
             x = x + jnp.tanh(x @ p["up"]) @ p["down"]
         return jnp.mean(x**2)
 
-    params = [{"up": np.ones((width, width), np.float32), "down": np.ones((width, width), np.float32)}] * count
+    params = [
+        {"up": np.ones((width, width), np.float32), "down": np.ones((width, width), np.float32)}
+    ] * count
     tx = optax.sgd(0.1)
     return Job(
-        dtrans.make_train_step(loss, tx), lambda key: (params, tx.init(params)), (np.ones((8, width), np.float32),)
+        dtrans.make_train_step(loss, tx),
+        lambda key: (params, tx.init(params)),
+        (np.ones((8, width), np.float32),),
     )
 
 
 @pytest.mark.parametrize("policy", [None, "REPEATED_LAYERS", "HEURISTIC"])
 def test_twelve_equal_blocks_are_three_for_each_of_four_stages(policy):
-    plan = dtrans.pipeline(*blocks(12).traced(), num_stages=4, num_micro_batch=4, stages=dtrans.Stages(policy=policy))
+    plan = dtrans.pipeline(
+        *blocks(12).traced(), num_stages=4, num_micro_batch=4, stages=dtrans.Stages(policy=policy)
+    )
     for k, s in enumerate(plan.stages):
-        assert {n.split("/")[1] for n in s.params} == {str(3 * k + i) for i in range(3)} and len(s.params) == 6
+        assert {n.split("/")[1] for n in s.params} == {str(3 * k + i) for i in range(3)} and len(
+            s.params
+        ) == 6
     assert [s.sends for s in plan.stages] == [2 * 8 * 4] * 3 + [0], "cut where one value crosses"
 
 
@@ -350,7 +398,10 @@ def test_the_table_of_stages():
     assert text.splitlines()[0] == "pipeline plan of step: 4 stages"
     for k, s in enumerate(plan.stages):
         (line,) = [row for row in text.splitlines() if re.match(rf"\s*{k}\s+{s.ops}\s", row)]
-        assert all(f"{n:,}" in line for n in (s.flops, s.sends, s.kept, s.peak, s.held)) and s.params[0] in line
+        assert (
+            all(f"{n:,}" in line for n in (s.flops, s.sends, s.kept, s.peak, s.held))
+            and s.params[0] in line
+        )
     assert "schedule PreferBackward: 8 micro-batches, bubble 3/11" in text
     assert repr(plan) == "<pipeline plan of step: 4 stages>"
     html = plan._repr_html_()
@@ -365,7 +416,12 @@ def test_flops_of_stages_are_those_of_a_micro_batch():
     plan = planned("mlp", 1, num_micro_batch=2)
     products = 2 * 8 * (5 * 32 + 3 * 32 * 32 + 32 * 3)
     assert products <= plan.stages[0].flops <= 2 * products
-    assert abs(sum(s.flops for s in planned("mlp", 4, num_micro_batch=2).stages) - plan.stages[0].flops) <= 8 * 32 * 4
+    assert (
+        abs(
+            sum(s.flops for s in planned("mlp", 4, num_micro_batch=2).stages) - plan.stages[0].flops
+        )
+        <= 8 * 32 * 4
+    )
 
 
 # -- errors ----------------------------------------------------------------------------------------
@@ -434,7 +490,10 @@ def test_more_stages_than_scopes():
 
 @pytest.mark.parametrize("micro,replicas", [(3, 1), (1, 3), (8, 2), (16, 1)])
 def test_batches_that_cannot_be_shared(micro, replicas):
-    match = f"batch/x has 8 rows.* num_micro_batch={micro} and replicas={replicas} .*multiple of {micro * replicas}"
+    match = (
+        f"batch/x has 8 rows.* num_micro_batch={micro} and replicas={replicas} .*multiple of "
+        f"{micro * replicas}"
+    )
     with pytest.raises(BatchError, match=match.replace("batch/x", ".*")):
         plan_of(num_micro_batch=micro, replicas=replicas)
 
@@ -454,7 +513,10 @@ BAD = [
     (dict(flops_per_byte=float("nan")), "flops_per_byte"),
     (dict(reduce="max"), "reduce must be 'mean', 'sum' or a dtrans.Reduce; it is 'max'"),
     (dict(sharding_stage=3), "sharding_stage must be 0, 1 or 2, it is 3"),
-    (dict(sharding_stage=1, replicas=2, clip_local_norm=1.0), "clip_local_norm=1.0 and sharding_stage=1"),
+    (
+        dict(sharding_stage=1, replicas=2, clip_local_norm=1.0),
+        "clip_local_norm=1.0 and sharding_stage=1",
+    ),
     (dict(compress="int8"), "compress must be 'bf16', 'fp16' or None, it is 'int8'"),
     (dict(compress_scale=8.0), "compress_scale=8.0 is for compress"),
     (dict(clip_local_norm=0.0), "clip_local_norm"),
@@ -464,12 +526,17 @@ BAD = [
     (dict(merge={"lss": "mean"}), "lss"),
     (dict(merge={"loss": "median"}), "median"),
     (dict(unsplit_inputs=("z",)), "'?z'?"),
-    (dict(example_count="loss"), "example_count='loss': micro-batches of a pipeline count the same"),
+    (
+        dict(example_count="loss"),
+        "example_count='loss': micro-batches of a pipeline count the same",
+    ),
     (dict(min_slice_size=-1), "min_slice_size must be a number of elements, 0 or more"),
 ]
 
 
-@pytest.mark.parametrize("options,match", BAD, ids=[" ".join(f"{k}={v}" for k, v in o.items()) for o, _ in BAD])
+@pytest.mark.parametrize(
+    "options,match", BAD, ids=[" ".join(f"{k}={v}" for k, v in o.items()) for o, _ in BAD]
+)
 def test_options_that_cannot_be(options, match):
     with pytest.raises(ConfigError, match=match):
         plan_of(**options)
@@ -515,10 +582,17 @@ def two_losses(params, state, x):
 
 
 STEPS = [
-    (with_jax_grad, "with jax.grad, or with what calls it: .*only dtrans.value_and_grad lets it see"),
+    (
+        with_jax_grad,
+        "with jax.grad, or with what calls it: .*only dtrans.value_and_grad lets it see",
+    ),
     (in_a_scan, "scan differentiates inside.*A step may take one update"),
     (accumulated, "in a loop or a branch. A pipeline takes the micro-batches itself"),
-    (twice, "params/a has 2 marked gradients in twice, and its update does not read their sum alone; add them up"),
+    (
+        twice,
+        "params/a has 2 marked gradients in twice, and its update does not read their sum alone; "
+        "add them up",
+    ),
     (two_losses, "two_losses calls dtrans.value_and_grad 2 times; a pipeline takes one loss"),
 ]
 
@@ -545,7 +619,9 @@ def test_too_few_devices():
 
 def test_schedules_that_need_other_programs():
     plan = plan_of(num_micro_batch=2)
-    with pytest.raises(ConfigError, match="ZeroBubble needs other programs than PreferBackward: plan it"):
+    with pytest.raises(
+        ConfigError, match="ZeroBubble needs other programs than PreferBackward: plan it"
+    ):
         plan.scheduled("ZeroBubble")
     with pytest.raises(ConfigError, match="Interleaved needs other programs"):
         plan.scheduled("Interleaved")

@@ -1,4 +1,5 @@
-"""What goes from step to step of a pipeline: states from elsewhere, state that the loss makes, what is handed on."""
+"""What goes from step to step of a pipeline: states from elsewhere, state that the loss makes, what
+is handed on."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def rows(count=8):
 def planned(step, init, *batch, **options):
     key = jax.random.key(0)
     options = {"num_stages": 2, "num_micro_batch": 2, "flops_per_byte": 0.0} | options
-    return flat_options.pipeline(dtrans.trace(step, *init(key), *batch), dtrans.trace(init, key), **options)
+    return flat_options.pipeline(
+        dtrans.trace(step, *init(key), *batch), dtrans.trace(init, key), **options
+    )
 
 
 def simple(tx=None, net=net, loss=loss):
@@ -65,9 +68,14 @@ def test_a_state_goes_on_in_another_job_of_the_plan():
 def test_a_state_of_another_plan_is_refused_by_the_leaf():
     job = planned(*simple(), rows()).simulate()
     other = planned(
-        *simple(net=lambda key: {n: w[:, :] for n, w in net(key).items()} | {"w1": jnp.ones((4, 3))}), rows()
+        *simple(
+            net=lambda key: {n: w[:, :] for n, w in net(key).items()} | {"w1": jnp.ones((4, 3))}
+        ),
+        rows(),
     )
-    with pytest.raises(StateError, match=r"params/w1 is float64\[4, 3\] in it, and float64\[4, 4\] here"):
+    with pytest.raises(
+        StateError, match=r"params/w1 is float64\[4, 3\] in it, and float64\[4, 4\] here"
+    ):
         job.step(other.simulate().init(jax.random.key(0)), rows())
     with pytest.raises(StateError, match="it has no params/w0"):
         job.step(type(other.simulate().init(jax.random.key(0)))({}, {}, {}), rows())
@@ -90,7 +98,9 @@ def test_what_a_step_hands_on_is_not_donated(way):
         q, tx_state, value = step(params, state["tx"], x)
         return q, {"tx": tx_state, "before": params}, value
 
-    start = lambda key: (lambda p, s: (p, {"tx": s, "before": jax.tree.map(jnp.zeros_like, p)}))(*init(key))
+    start = lambda key: (lambda p, s: (p, {"tx": s, "before": jax.tree.map(jnp.zeros_like, p)}))(
+        *init(key)
+    )
     job = getattr(planned(keeps, start, rows()), way)()
     state, want = job.init(jax.random.key(0)), start(jax.random.key(0))
     for _ in range(3):
@@ -110,9 +120,9 @@ def test_a_key_that_the_loss_splits_is_the_same_in_all_replicas(way):
 
     def step(params, state, x):
         weights = {n: w for n, w in params.items() if n != "key"}
-        (value, key), grads = dtrans.value_and_grad(lambda w: split(w | {"key": params["key"]}, x), has_aux=True)(
-            weights
-        )
+        (value, key), grads = dtrans.value_and_grad(
+            lambda w: split(w | {"key": params["key"]}, x), has_aux=True
+        )(weights)
         updates, state = tx.update(grads, state, weights)
         return optax.apply_updates(weights, updates) | {"key": key}, state, value
 
@@ -182,7 +192,9 @@ def test_results_that_are_numbers_and_buckets_by_count(way):
     job = getattr(planned(told, init, rows(), replicas=2, max_buckets=2), way)()
     _, results = job.step(job.init(jax.random.key(0)), rows())
     assert results["one"] == 1.0
-    np.testing.assert_allclose(results["loss"], told(*init(jax.random.key(0)), rows())[2]["loss"], rtol=1e-12)
+    np.testing.assert_allclose(
+        results["loss"], told(*init(jax.random.key(0)), rows())[2]["loss"], rtol=1e-12
+    )
 
 
 SCRIPT = """

@@ -1,4 +1,5 @@
-"""The numbers of pipelines: what a job in stages makes is what one device makes of the whole batch."""
+"""The numbers of pipelines: what a job in stages makes is what one device makes of the whole
+batch."""
 
 from __future__ import annotations
 
@@ -19,7 +20,11 @@ import dtrans
 from dtrans.errors import BatchError, ConfigError, StateError
 
 
-SHARED = ("PreferForward", "PreferBackward", "PreferBackwardOptimizer")  # schedules of the same programs
+SHARED = (
+    "PreferForward",
+    "PreferBackward",
+    "PreferBackwardOptimizer",
+)  # schedules of the same programs
 
 
 @pytest.fixture(autouse=True)
@@ -46,12 +51,16 @@ SIZES = {"mlp": 1, "convnet": 2, "transformer": 3}  # of programs
 def pairwise(factors):
     """Some of the product, in which every two values of two factors are together at least once."""
     names = [*factors]
-    product = [dict(zip(names, values, strict=True)) for values in itertools.product(*factors.values())]
+    product = [
+        dict(zip(names, values, strict=True)) for values in itertools.product(*factors.values())
+    ]
     pairs = lambda case: {((a, case[a]), (b, case[b])) for a, b in itertools.combinations(names, 2)}
     left = set().union(*map(pairs, product))
     while left:
         # of those that cover the most: the fewest programs to compile
-        size = lambda c: SIZES[c["model"]] * c["stages"] * (2 if c["schedule"] == "Interleaved" else 1)
+        size = lambda c: (
+            SIZES[c["model"]] * c["stages"] * (2 if c["schedule"] == "Interleaved" else 1)
+        )
         case = max(product, key=lambda c: (len(pairs(c) & left), -size(c)))
         left -= pairs(case)
         yield case
@@ -78,7 +87,10 @@ def check_case(models, case):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=[pytest.mark.soak] * (k % 2)) for k, case in enumerate(pairwise(FACTORS))],
+    [
+        pytest.param(case, marks=[pytest.mark.soak] * (k % 2))
+        for k, case in enumerate(pairwise(FACTORS))
+    ],
     ids=lambda case: "-".join(map(str, case.values())),
 )
 def test_numbers_are_those_of_one_device(case):
@@ -93,7 +105,9 @@ def test_numbers_are_those_of_one_device(case):
 def test_numbers_are_those_of_one_device_in_the_whole_product(model, stages, schedule):
     for i, (micro, replicas) in enumerate(itertools.product(FACTORS["micro"], FACTORS["replicas"])):
         way = FACTORS["way"][i % 2 ^ (micro in (2, 8))]  # each of both for one and two replicas
-        check_case(MODELS, dict(zip(FACTORS, (model, stages, micro, schedule, replicas, way), strict=True)))
+        check_case(
+            MODELS, dict(zip(FACTORS, (model, stages, micro, schedule, replicas, way), strict=True))
+        )
 
 
 # -- one small job after the other -----------------------------------------------------------------
@@ -102,7 +116,11 @@ def test_numbers_are_those_of_one_device_in_the_whole_product(model, stages, sch
 def job_of(loss, params, batch, tx=None, *, has_aux=False):
     """A job whose parameters are given."""
     tx = tx or optax.sgd(0.1, momentum=0.9)  # whose programs are small
-    return Job(dtrans.make_train_step(loss, tx, has_aux=has_aux), lambda key: (params, tx.init(params)), batch)
+    return Job(
+        dtrans.make_train_step(loss, tx, has_aux=has_aux),
+        lambda key: (params, tx.init(params)),
+        batch,
+    )
 
 
 def of_step(step, params, opt_state, batch):
@@ -111,12 +129,17 @@ def of_step(step, params, opt_state, batch):
 
 def planned(of, num_stages=2, num_micro_batch=2, replicas=2, **options):
     return flat_options.pipeline(
-        *of.traced(), num_stages=num_stages, num_micro_batch=num_micro_batch, replicas=replicas, **options
+        *of.traced(),
+        num_stages=num_stages,
+        num_micro_batch=num_micro_batch,
+        replicas=replicas,
+        **options,
     )
 
 
 def check(of, way="verify", rtol=1e-12, **options):
-    """Return the plan, verified, or of a job that has the numbers of one device after three steps."""
+    """Return the plan, verified, or of a job that has the numbers of one device after three
+    steps."""
     plan = planned(of, **options)
     if way == "verify":
         assert (report := plan.verify()), str(report)
@@ -128,12 +151,17 @@ def check(of, way="verify", rtol=1e-12, **options):
 def array(*shape, seed=0, dtype=None):
     """Normal numbers, scaled by the first dimension as weights are."""
     x = np.random.default_rng([seed, *shape]).normal(size=shape)
-    return np.asarray(x / np.sqrt(shape[0]) if len(shape) > 1 else x, dtype)  # not JAX's: 64 bits are for tests alone
+    return np.asarray(
+        x / np.sqrt(shape[0]) if len(shape) > 1 else x, dtype
+    )  # not JAX's: 64 bits are for tests alone
 
 
 def net(*widths, dtype=None):
     """Weights of layers."""
-    return {f"w{i}": array(n, m, seed=i, dtype=dtype) for i, (n, m) in enumerate(itertools.pairwise(widths))}
+    return {
+        f"w{i}": array(n, m, seed=i, dtype=dtype)
+        for i, (n, m) in enumerate(itertools.pairwise(widths))
+    }
 
 
 def applied(params, x):
@@ -177,7 +205,8 @@ def test_a_key_is_used_as_it_is_by_one_micro_batch():
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
-    "micro,replicas,way", [(2, 1, "simulate"), (1, 2, "on_mesh"), (2, 2, "simulate"), (4, 2, "on_mesh")]
+    "micro,replicas,way",
+    [(2, 1, "simulate"), (1, 2, "on_mesh"), (2, 2, "simulate"), (4, 2, "on_mesh")],
 )
 def test_a_key_is_folded_with_replica_and_micro_batch(micro, replicas, way):
     """By hand, and as nccl2 mode does with as many trainers and micro-steps."""
@@ -202,7 +231,9 @@ def test_a_key_is_folded_with_replica_and_micro_batch(micro, replicas, way):
     tree_close(loss, sum(losses) / len(losses), 1e-12)
     tree_close(params, jax.tree.map(lambda p, g: p - 0.1 * g, PARAMS, mean), 1e-12)
 
-    other = dtrans.nccl2(*of.traced(), trainers=replicas, num_micro_batch=micro, batch="local").simulate()
+    other = dtrans.nccl2(
+        *of.traced(), trainers=replicas, num_micro_batch=micro, batch="local"
+    ).simulate()
     state, *rest = other.step(other.init(key), *batch)
     tree_close((loss, kept), tuple(rest), 1e-12)
     tree_close(params, other.params(state), 1e-12)
@@ -219,7 +250,8 @@ def test_a_replicated_key_is_the_same_for_all():
 
 
 def test_16_bits_are_added_up_in_32():
-    """bfloat16 rounds what stages send, as one device does; sums are wide, so only the means are rounded anew."""
+    """bfloat16 rounds what stages send, as one device does; sums are wide, so only the means are
+    rounded anew."""
     params = net(8, 16, 16, 4, dtype=jnp.bfloat16)
     of = job_of(square, params, rows(64, 8, 4, dtype=jnp.bfloat16), optax.sgd(1.0))
     got = of.of(planned(of, num_micro_batch=8).simulate(), 1)
@@ -227,15 +259,21 @@ def test_16_bits_are_added_up_in_32():
     grads = jax.grad(square)(wide, *(x.astype(jnp.float64) for x in of.batch))
     for n in params:
         assert got[0][n].dtype == jnp.bfloat16
-        # a step's gradient is rounded to 8 bits a few times on its way through three layers, then is the parameter
+        # a step's gradient is rounded to 8 bits a few times on its way through three layers, then
+        # is the parameter
         error = np.abs(np.asarray(got[0][n], float) - np.asarray(wide[n] - grads[n]))
-        assert np.all(error <= 2**-8 * np.abs(np.asarray(got[0][n], float)) + 2**-6 * np.abs(grads[n]).max()), n
+        assert np.all(
+            error <= 2**-8 * np.abs(np.asarray(got[0][n], float)) + 2**-6 * np.abs(grads[n]).max()
+        ), n
 
 
 def test_sums_of_16_bits_do_not_stop_growing():
-    """Each of 16 micro-batches adds 1/16 of what is there in the end; in bfloat16 sums of 257 ones are 256."""
+    """Each of 16 micro-batches adds 1/16 of what is there in the end; in bfloat16 sums of 257 ones
+    are 256."""
     params = {"b": jnp.zeros((), jnp.bfloat16), "w": jnp.ones((2, 2), jnp.bfloat16)}
-    loss = lambda params, x: jnp.mean(jnp.sum(x @ params["w"], -1) * 0 + params["b"] * x[:, 0]) + 0 * params["b"]
+    loss = lambda params, x: (
+        jnp.mean(jnp.sum(x @ params["w"], -1) * 0 + params["b"] * x[:, 0]) + 0 * params["b"]
+    )
     x = jnp.asarray(np.stack([np.where(np.arange(512) == 0, 256.0, 1.0)] * 2, 1), jnp.bfloat16)
     of = job_of(loss, params, (x,), optax.sgd(1.0))
     plan = planned(of, num_micro_batch=512, replicas=1, reduce="sum")
@@ -244,7 +282,8 @@ def test_sums_of_16_bits_do_not_stop_growing():
 
 
 def test_leaves_that_are_frozen_or_no_numbers():
-    """Some are set to zero by the optimizer, some are integers, some None, some read by nobody, some 0-d."""
+    """Some are set to zero by the optimizer, some are integers, some None, some read by nobody,
+    some 0-d."""
     params = {
         "layers": net(4, 6, 5, 3),
         "frozen": array(4, 4, seed=5),
@@ -263,9 +302,13 @@ def test_leaves_that_are_frozen_or_no_numbers():
         return {n: "still" if n == "frozen" else "moving" for n in params}
 
     for way in ("simulate", "on_mesh"):
-        tx = optax.multi_transform({"still": optax.set_to_zero(), "moving": optax.adam(0.1)}, labels)
+        tx = optax.multi_transform(
+            {"still": optax.set_to_zero(), "moving": optax.adam(0.1)}, labels
+        )
         float_params = {n: p for n, p in params.items() if n != "table"}
-        of = job_of(lambda p, x, y: loss(p | {"table": params["table"]}, x, y), float_params, rows(), tx)
+        of = job_of(
+            lambda p, x, y: loss(p | {"table": params["table"]}, x, y), float_params, rows(), tx
+        )
         check(of, way)
         # integers have no state of the optimizer
         tx = optax.sgd(0.1, momentum=0.9)
@@ -294,8 +337,11 @@ def counted(params, opt_state, x, y):
 
 @pytest.mark.parametrize("way", ["simulate", "on_mesh"])
 def test_batch_statistics_of_micro_batches_are_merged(way):
-    """Each micro-batch makes them of those before the step; their mean is what one device makes of the batch."""
-    start = PARAMS | {"seen": {"count": jnp.zeros((), int), "mean": jnp.zeros(6), "spread": jnp.ones(6)}}
+    """Each micro-batch makes them of those before the step; their mean is what one device makes of
+    the batch."""
+    start = PARAMS | {
+        "seen": {"count": jnp.zeros((), int), "mean": jnp.zeros(6), "spread": jnp.ones(6)}
+    }
     check(of_step(counted, start, (), rows()), way)
     start["seen"]["count"] = jnp.zeros(())
     for place in (1, 2):
@@ -326,7 +372,9 @@ MERGE = {"aux/hits": "sum", "aux/worst": "max", "aux/bias": "same"}
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", ["simulate", "on_mesh"])
-@pytest.mark.parametrize("micro,replicas", [pytest.param(2, 1, marks=pytest.mark.soak), (1, 2), (4, 2)])
+@pytest.mark.parametrize(
+    "micro,replicas", [pytest.param(2, 1, marks=pytest.mark.soak), (1, 2), (4, 2)]
+)
 def test_results_are_those_of_the_whole_batch(micro, replicas, way):
     of = job_of(with_results, PARAMS, rows(16), has_aux=True)
     plan = check(of, way, num_micro_batch=micro, replicas=replicas, merge=MERGE)
@@ -338,12 +386,19 @@ def test_results_are_those_of_the_whole_batch(micro, replicas, way):
 def test_a_result_of_the_first_stage_is_merged_there(way):
     """It does not go through the others."""
     loss = scoped(
-        lambda p, v: {"h": (h := jnp.tanh(v["x"] @ p["w0"])), "seen": {"each": h, "mean": jnp.mean(h, 0)}},
+        lambda p, v: {
+            "h": (h := jnp.tanh(v["x"] @ p["w0"])),
+            "seen": {"each": h, "mean": jnp.mean(h, 0)},
+        },
         layer(1),
         lambda p, v: (jnp.mean((v["h"] @ p["w2"] - v["y"]) ** 2), v["seen"]),
     )
     plan = check(job_of(loss, net(4, 4, 4, 4), TARGETS, has_aux=True), way, num_stages=3)
-    assert [[*s.results] for s in plan.step_programs.stages] == [["aux/each", "aux/mean"], [], ["loss"]]
+    assert [[*s.results] for s in plan.step_programs.stages] == [
+        ["aux/each", "aux/mean"],
+        [],
+        ["loss"],
+    ]
     assert [len(s.sends) for s in plan.step_programs.stages] == [1, 1, 0]
 
 
@@ -353,12 +408,16 @@ def test_a_result_that_nobody_can_merge_is_each_replicas_own():
         plan = planned(of, num_micro_batch=1, merge={"aux/worst": "max", "aux/hits": "each"})
         hits = of.of(getattr(plan, way)(), 1)[-1]["hits"]
         predicted = of.on_one_device(1)[-1]["predicted"]
-        assert hits.tolist() == [int((half > 0).sum()) for half in np.split(np.asarray(predicted), 2)]
+        assert hits.tolist() == [
+            int((half > 0).sum()) for half in np.split(np.asarray(predicted), 2)
+        ]
 
 
 def test_what_becomes_of_integers_must_be_said_for_micro_batches():
     of = job_of(with_results, PARAMS, rows(16), has_aux=True)
-    with pytest.raises(ConfigError, match="aux/hits is int64.* and made in each of 2 micro-.*say how to merge it"):
+    with pytest.raises(
+        ConfigError, match="aux/hits is int64.* and made in each of 2 micro-.*say how to merge it"
+    ):
         planned(of, merge={"aux/worst": "max"})
     with pytest.raises(ConfigError, match="merge\\['aux/hits'\\]='each': .* each of 2 micro-"):
         planned(of, merge={"aux/hits": "each"})
@@ -368,12 +427,16 @@ def test_what_becomes_of_integers_must_be_said_for_micro_batches():
 
 def test_results_of_gradients():
     def step(params, opt_state, x, y):
-        (value, h), grads = dtrans.value_and_grad(lambda p: (square(p, x, y), jnp.mean(x @ p["w0"])), has_aux=True)(
-            params
-        )
+        (value, h), grads = dtrans.value_and_grad(
+            lambda p: (square(p, x, y), jnp.mean(x @ p["w0"])), has_aux=True
+        )(params)
         params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
         flags = {n: jnp.max(g) > 0 for n, g in grads.items()}
-        return params, opt_state, {"loss": value, "norm": optax.tree.norm(grads), "flags": flags, "h": h, "g": grads}
+        return (
+            params,
+            opt_state,
+            {"loss": value, "norm": optax.tree.norm(grads), "flags": flags, "h": h, "g": grads},
+        )
 
     for way in ("simulate", "on_mesh"):
         check(of_step(step, PARAMS, (), rows()), way)
@@ -417,7 +480,8 @@ FIRST = ("adamw", "clipped adam", "adafactor", "several steps")
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
-    "name", [*FIRST, *(pytest.param(n, marks=pytest.mark.soak) for n in OPTIMIZERS if n not in FIRST)]
+    "name",
+    [*FIRST, *(pytest.param(n, marks=pytest.mark.soak) for n in OPTIMIZERS if n not in FIRST)],
 )
 def test_optimizers(name):
     of = job_of(square, net(4, 6, 5, 3), rows(), OPTIMIZERS[name]())
@@ -425,7 +489,8 @@ def test_optimizers(name):
 
 
 def test_a_state_whose_new_value_is_a_constant_is_held():
-    """JAX keeps a constant schedule's array as a constant of the jaxpr, which no stage's update makes."""
+    """JAX keeps a constant schedule's array as a constant of the jaxpr, which no stage's update
+    makes."""
     tx = optax.inject_hyperparams(optax.sgd)(learning_rate=optax.constant_schedule(0.1))
     of = job_of(square, PARAMS, rows(), tx)
     job = check(of, replicas=1).simulate()
@@ -441,7 +506,10 @@ def test_a_clip_in_the_optimizer_is_of_reduced_gradients_and_one_before_of_each_
     after = job_of(loss, params, (x,), optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0)))
     before = job_of(loss, params, (x,), optax.sgd(1.0))
     for way in ("simulate", "on_mesh"):
-        for of, options, want in ((after, {}, (0.6, 0.8)), (before, {"clip_local_norm": 1.0}, (0.5, 0.5))):
+        for of, options, want in (
+            (after, {}, (0.6, 0.8)),
+            (before, {"clip_local_norm": 1.0}, (0.5, 0.5)),
+        ):
             plan = planned(of, num_micro_batch=1, **options)
             got = of.of(getattr(plan, way)(), 1)[0]["w"]
             assert distance(got, -jnp.asarray(want)) < 1e-12
@@ -471,18 +539,25 @@ CLIPS = [
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("way,options", CLIPS, ids=["replicas", "weights apart", "on the host"])
 def test_a_local_clip_of_each_micro_batch(way, options):
-    """EPL's default: the gradients of each micro-batch, of all stages, are clipped before any are added up."""
+    """EPL's default: the gradients of each micro-batch, of all stages, are clipped before any are
+    added up."""
     of = job_of(square, PARAMS, rows(16), optax.sgd(1.0))
     x, y = of.batch
-    parts = [jax.grad(square)(PARAMS, *of) for of in zip(np.split(x, 4), np.split(y, 4), strict=True)]
+    parts = [
+        jax.grad(square)(PARAMS, *of) for of in zip(np.split(x, 4), np.split(y, 4), strict=True)
+    ]
     norms = sorted(float(optax.tree.norm(g)) for g in parts)
     most = (norms[1] + norms[2]) / 2  # two of the four are clipped
     options = {"num_micro_batch": 4 // options.get("replicas", 2)} | options
     plan = planned(of, num_stages=3, clip_local_norm=most, clip_local_per="micro_batch", **options)
-    assert any(note.startswith("each micro-batch's gradients are clipped to ") for note in plan.notes)
+    assert any(
+        note.startswith("each micro-batch's gradients are clipped to ") for note in plan.notes
+    )
     got = of.of(getattr(plan, way)(), 1)[0]
     factors = [min(1, most / float(optax.tree.norm(g))) for g in parts]
-    clipped = [jax.tree.map(lambda g, by=by: g * by, of) for of, by in zip(parts, factors, strict=True)]
+    clipped = [
+        jax.tree.map(lambda g, by=by: g * by, of) for of, by in zip(parts, factors, strict=True)
+    ]
     tree_close(got, jax.tree.map(lambda p, *gs: p - sum(gs) / 4, PARAMS, *clipped), 1e-12)
     whole = of.of(planned(of, num_stages=3, clip_local_norm=most, **options).simulate(), 1)[0]
     assert distance(whole["w0"], got["w0"]) > 1e-6, "the two clips differ"
@@ -536,7 +611,9 @@ def test_another_batch_size_than_was_traced(way):
     for count in (16, 4, 8):
         other = Job(of.step, of.init, rows(count))
         tree_close(other.of(job), other.on_one_device(), 1e-12)
-    with pytest.raises(BatchError, match="10 rows, which num_micro_batch=2 and replicas=2 do not divide"):
+    with pytest.raises(
+        BatchError, match="10 rows, which num_micro_batch=2 and replicas=2 do not divide"
+    ):
         job.step(job.init(jax.random.key(0)), *rows(10))
 
 
@@ -546,7 +623,9 @@ def test_a_donated_state_is_refused_and_one_that_is_not_is_kept():
     job = plan.on_mesh()
     old = job.init(jax.random.key(0))
     new, loss = job.step(old, *of.batch)
-    with pytest.raises(StateError, match="already stepped from, and .*w0.* was donated .*donate=False"):
+    with pytest.raises(
+        StateError, match="already stepped from, and .*w0.* was donated .*donate=False"
+    ):
         job.step(old, *of.batch)
     kept = plan.on_mesh(donate=False)
     state = kept.init(jax.random.key(0))
@@ -559,7 +638,9 @@ def test_states_of_something_else_are_refused():
     of = job_of(square, PARAMS, rows())
     job = planned(of).simulate()
     state = job.init(jax.random.key(0))
-    with pytest.raises(StateError, match="step takes the state that init or step returned, not dict"):
+    with pytest.raises(
+        StateError, match="step takes the state that init or step returned, not dict"
+    ):
         job.step(state.params, *of.batch)
     other = planned(job_of(square, net(4, 3), rows()), num_stages=1).simulate()
     with pytest.raises(StateError, match="not a state of this job: it has no .*w1"):
@@ -578,7 +659,8 @@ def test_schedules_give_the_same_numbers_bit_for_bit():
 
 
 def scoped(*stages):
-    """A loss of functions of (params, values so far), each a stage of its own; the last gives what the loss returns."""
+    """A loss of functions of (params, values so far), each a stage of its own; the last gives what
+    the loss returns."""
 
     def loss(params, x, y):
         values = {"x": x, "y": y}
@@ -631,7 +713,12 @@ def test_a_parameter_that_three_stages_read():
         lambda p, v: {"h": jnp.tanh(v["h"] @ p["w0"] @ p["w1"])},
         lambda p, v: jnp.mean((v["h"] @ p["w0"].T - v["y"]) ** 2),
     )
-    for options in ({}, {"replicas": 1}, {"schedule": "ZeroBubble"}, {"sharding_stage": 1, "min_slice_size": 1}):
+    for options in (
+        {},
+        {"replicas": 1},
+        {"schedule": "ZeroBubble"},
+        {"sharding_stage": 1, "min_slice_size": 1},
+    ):
         plan = check(job_of(loss, net(4, 4, 4), TARGETS), num_stages=3, **options)
         assert plan.users["params/w0"] == (0, 1, 2) and plan.homes["params/w0"] == 0
 
@@ -652,20 +739,30 @@ def test_a_loss_that_is_made_before_the_last_stage():
     loss = scoped(
         layer(0, "x"),
         lambda p, v: {"loss": jnp.mean((v["h"] @ p["w1"] - v["y"]) ** 2)},
-        lambda p, v: (v["loss"], {"root": jnp.sqrt(v["loss"]), "late": jnp.tanh(v["h"] @ p["w2"] @ p["w3"])}),
+        lambda p, v: (
+            v["loss"],
+            {"root": jnp.sqrt(v["loss"]), "late": jnp.tanh(v["h"] @ p["w2"] @ p["w3"])},
+        ),
     )
-    for way, options in (("simulate", {}), ("on_mesh", {}), ("simulate", {"schedule": "ZeroBubble"})):
+    for way, options in (
+        ("simulate", {}),
+        ("on_mesh", {}),
+        ("simulate", {"schedule": "ZeroBubble"}),
+    ):
         merge = {"aux/root": "mean"}
         of = job_of(loss, SQUARES, TARGETS, has_aux=True)
         plan = planned(of, num_stages=3, merge=merge, **options)
         assert ["loss" in s.results for s in plan.step_programs.stages] == [False, True, False]
         got, want = of.of(getattr(plan, way)()), of.on_one_device()
         tree_close(got[:3], want[:3], 1e-12)
-        tree_close(got[3]["late"], want[3]["late"], 1e-12)  # the mean of roots is not the root of the mean
+        tree_close(
+            got[3]["late"], want[3]["late"], 1e-12
+        )  # the mean of roots is not the root of the mean
 
 
 def test_a_parameter_of_no_stage_that_makes_gradients_has_a_home():
-    """The last stage reads it for what is returned beside the loss; the optimizer makes its decay."""
+    """The last stage reads it for what is returned beside the loss; the optimizer makes its
+    decay."""
     loss = scoped(
         layer(0, "x"),
         lambda p, v: (jnp.mean((v["h"] - v["y"]) ** 2), v["h"] @ p["w1"]),
@@ -690,7 +787,8 @@ tripled.defjvps(lambda dx, _, x: 3 * jnp.cos(x) * dx)
 
 
 def test_rules_of_derivatives_are_used():
-    """One that doubles the gradient, one that triples it, one that stops it: by hand, and on one device."""
+    """One that doubles the gradient, one that triples it, one that stops it: by hand, and on one
+    device."""
 
     def loss(params, x, y, one=doubled, other=tripled, stop=jax.lax.stop_gradient):
         h = one(x @ params["w0"])
@@ -709,7 +807,8 @@ def test_rules_of_derivatives_are_used():
 
 
 def test_jit_and_checkpoint_and_loops_in_the_loss():
-    """A layer that is remembered as its input, one that is jitted, and a scan over layers, cut behind and before."""
+    """A layer that is remembered as its input, one that is jitted, and a scan over layers, cut
+    behind and before."""
 
     def loss(params, x, y):
         h = jax.checkpoint(lambda w, x: jnp.tanh(jnp.sin(x @ w)))(params["w0"], x)
@@ -741,7 +840,11 @@ def looped(params, x, y):
     return jnp.mean((h @ params["last"] - y) ** 2) + 0.1 * jnp.mean(means**2)
 
 
-LAYERS = {"first": array(4, 6), "layers": {"w": array(5, 6, 6), "b": array(5, 6)}, "last": array(6, 3)}
+LAYERS = {
+    "first": array(4, 6),
+    "layers": {"w": array(5, 6, 6), "b": array(5, 6)},
+    "last": array(6, 3),
+}
 LOOPS = [
     ("adamw", "simulate", {}),
     ("adamw", "on_mesh", {"num_stages": 3}),
@@ -756,15 +859,24 @@ LOOPS = [
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
-    "optimizer,way,options", [pytest.param(*of, marks=[pytest.mark.soak] * (k % 2)) for k, of in enumerate(LOOPS)]
+    "optimizer,way,options",
+    [pytest.param(*of, marks=[pytest.mark.soak] * (k % 2)) for k, of in enumerate(LOOPS)],
 )
 def test_a_scan_over_layers_is_cut(optimizer, way, options):
-    """Stages have their rows of the stack; where the optimizer does not let it be cut, one stage holds it all."""
+    """Stages have their rows of the stack; where the optimizer does not let it be cut, one stage
+    holds it all."""
     of = job_of(looped, LAYERS, rows(), OPTIMIZERS[optimizer]())
-    plan = check(of, way, rtol=1e-11 if optimizer == "muon" else 1e-12, flops_per_byte=0.0, **options)
-    loops = [[e.primitive.name for e in s.forward.jaxpr.jaxpr.eqns].count("scan") for s in plan.step_programs.stages]
+    plan = check(
+        of, way, rtol=1e-11 if optimizer == "muon" else 1e-12, flops_per_byte=0.0, **options
+    )
+    loops = [
+        [e.primitive.name for e in s.forward.jaxpr.jaxpr.eqns].count("scan")
+        for s in plan.step_programs.stages
+    ]
     assert max(loops) == 1 and sum(loops) > 1
-    owners = lambda leaf: len({home for n, home in plan.homes.items() if n.startswith(f"params/layers/{leaf}")})
+    owners = lambda leaf: len(
+        {home for n, home in plan.homes.items() if n.startswith(f"params/layers/{leaf}")}
+    )
     # Muon is for matrices: to it, biases of layers are one, and weights are for Adam
     assert (owners("w"), owners("b")) == (sum(loops), 1 if optimizer == "muon" else sum(loops))
 
@@ -775,7 +887,8 @@ def test_a_transformer_whose_layers_are_a_scan():
 
 
 def test_parameters_from_a_key():
-    """Each stage makes its own from the key; together they are those of one device. One array is there twice."""
+    """Each stage makes its own from the key; together they are those of one device. One array is
+    there twice."""
 
     def init(key):
         first, second = jax.random.split(key)
@@ -787,8 +900,11 @@ def test_parameters_from_a_key():
     plan = planned(of, num_stages=3)
     for job in (plan.simulate(), plan.on_mesh()):
         state = job.init(jax.random.key(0))
-        startup = plan.startup  # compiled, as stages' parts are: op by op the last bit may be another
+        startup = (
+            plan.startup
+        )  # compiled, as stages' parts are: op by op the last bit may be another
         tree_equal(
-            (job.params(state), job.opt_state(state)), startup.out.unflatten(startup.compiled(jax.random.key(0)))
+            (job.params(state), job.opt_state(state)),
+            startup.out.unflatten(startup.compiled(jax.random.key(0))),
         )
         tree_close(of.of(job), of.on_one_device(), 1e-12)

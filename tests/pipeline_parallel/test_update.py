@@ -1,4 +1,5 @@
-"""Programs whose inputs live in several places, cut into pieces: by hand, drawn, and the updates of optimizers."""
+"""Programs whose inputs live in several places, cut into pieces: by hand, drawn, and the updates of
+optimizers."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def program(fn, **inputs):
 
 
 def run(placed, values, places):
-    """Each output in each place where it is wanted; every place has its own values, and nothing else."""
+    """Each output in each place where it is wanted; every place has its own values, and nothing
+    else."""
     inner = placed.program.jaxpr.jaxpr
     env = {}
     for n, v in zip(placed.program.in_names, inner.invars, strict=True):
@@ -95,7 +97,8 @@ def test_what_is_of_several_places_is_made_at_the_hub_and_sent():
 
 @pytest.mark.parametrize("places", [4, 5])
 def test_a_sum_over_all_places_is_made_at_the_hub_at_once(places):
-    """What each has is sent there once, and each is sent the sum; in four places the hub has a part of it."""
+    """What each has is sent there once, and each is sent the sum; in four places the hub has a part
+    of it."""
 
     def fn(*xs):
         total = jnp.sin(xs[0])
@@ -107,7 +110,9 @@ def test_a_sum_over_all_places_is_made_at_the_hub_at_once(places):
     home, out_at = ({f"{n}{i}": i for i in range(4)} for n in ("x", "new"))
     placed = check(program(fn, **values), home, out_at, places, values)
     hub, elsewhere = places - 1, [p for p in range(4) if p != places - 1]
-    assert sorted(s[1:] for s in placed.sends) == sorted([(p, hub) for p in elsewhere] + [(hub, p) for p in elsewhere])
+    assert sorted(s[1:] for s in placed.sends) == sorted(
+        [(p, hub) for p in elsewhere] + [(hub, p) for p in elsewhere]
+    )
     assert [piece.place for piece in placed.pieces] == [0, 1, 2, 3, hub, *elsewhere]
 
 
@@ -118,21 +123,35 @@ def test_what_only_the_hub_made_goes_on_there():
 
 
 def test_what_every_place_has_is_made_where_it_is_read():
-    p = program(lambda a, b, count: {"x": a / (n := count + 1), "y": b / n, "count": n}, a=ONE, b=TWO, count=THREE)
+    p = program(
+        lambda a, b, count: {"x": a / (n := count + 1), "y": b / n, "count": n},
+        a=ONE,
+        b=TWO,
+        count=THREE,
+    )
     home = {"a": 0, "b": 1, "count": None}
-    placed = check(p, home, {"x": 0, "y": 1, "count": None}, 3, {"a": ONE, "b": TWO, "count": THREE})
+    placed = check(
+        p, home, {"x": 0, "y": 1, "count": None}, 3, {"a": ONE, "b": TWO, "count": THREE}
+    )
     assert described(placed) == [(0, ["add", "div"]), (1, ["add", "div"]), (2, ["add"])]
     assert not placed.sends
 
 
 def test_outputs_that_are_inputs_numbers_or_wanted_elsewhere():
-    p = program(lambda a, b: {"x": a, "one": 1.0 + 0 * ONE, "b": jnp.sin(b), "all": jnp.cos(a)}, a=ONE, b=TWO)
-    placed = check(p, {"a": 0, "b": 1}, {"x": 1, "one": 0, "b": 0, "all": None}, 3, {"a": ONE, "b": TWO})
+    p = program(
+        lambda a, b: {"x": a, "one": 1.0 + 0 * ONE, "b": jnp.sin(b), "all": jnp.cos(a)},
+        a=ONE,
+        b=TWO,
+    )
+    placed = check(
+        p, {"a": 0, "b": 1}, {"x": 1, "one": 0, "b": 0, "all": None}, 3, {"a": ONE, "b": TWO}
+    )
     assert sorted(s[1:] for s in placed.sends) == [(0, 1), (0, 1), (0, 2), (1, 0)]
 
 
 def test_there_and_back_and_there_again():
-    """Two layers of what is of several places, the second of which needs the first; vectors stay where they are."""
+    """Two layers of what is of several places, the second of which needs the first; vectors stay
+    where they are."""
 
     def fn(a, b):
         first = jnp.sum(a) + jnp.sum(b)
@@ -169,7 +188,8 @@ BINARY = (jnp.add, jnp.multiply, jnp.maximum)
 
 @st.composite
 def placements(draw):
-    """A program of some equations on vectors, one of which makes two; where its inputs are, and its outputs wanted."""
+    """A program of some equations on vectors, one of which makes two; where its inputs are, and its
+    outputs wanted."""
     places = draw(st.integers(1, 4))
     where = st.one_of(st.none(), st.integers(0, places - 1))
     homes = draw(st.lists(where, min_size=1, max_size=5))
@@ -199,7 +219,12 @@ def placements(draw):
 def test_pieces_in_order_with_sends_are_the_program(case):
     p, home, _, places, _ = case
     placed = check(*case)
-    made = [(piece.place, v) for piece in placed.pieces for e in piece.jaxpr.jaxpr.eqns for v in e.outvars]
+    made = [
+        (piece.place, v)
+        for piece in placed.pieces
+        for e in piece.jaxpr.jaxpr.eqns
+        for v in e.outvars
+    ]
     assert len(made) == len(set(made)), "no place makes anything twice"
     # what belongs to a place is made in one place; what all have is made in place of being sent
     shared = {v for n, v in zip(p.in_names, p.jaxpr.jaxpr.invars, strict=True) if home[n] is None}
@@ -208,7 +233,9 @@ def test_pieces_in_order_with_sends_are_the_program(case):
             shared |= {*e.outvars}
     assert not any(v in shared for v, _, _ in placed.sends)
     for e in p.jaxpr.jaxpr.eqns:
-        at = {piece.place for piece in placed.pieces if any(v in made_here(piece) for v in e.outvars)}
+        at = {
+            piece.place for piece in placed.pieces if any(v in made_here(piece) for v in e.outvars)
+        }
         assert len(at) <= (places if e.outvars[0] in shared else 1)
     for piece in placed.pieces:
         read = {a for e in piece.jaxpr.jaxpr.eqns for a in e.invars if isinstance(a, Var)}
@@ -229,12 +256,20 @@ def test_groups_of_outputs_are_taken_apart(case, count):
     whole, parts = run(placed, values, places), run(apart, values, places)
     assert whole.keys() == parts.keys()
     assert all(np.array_equal(whole[k], parts[k]) for k in whole)
-    of = {a: group[n] for n, a in zip(p.out_names, p.jaxpr.jaxpr.outvars, strict=True) if n in group}
+    of = {
+        a: group[n] for n, a in zip(p.out_names, p.jaxpr.jaxpr.outvars, strict=True) if n in group
+    }
     for piece in apart.pieces:
         groups = {of[v] for v in piece.makes if v in of}
         others = [v for v in piece.makes if v not in of]
-        read_later = [v for v in piece.makes if any(v in later.reads for later in apart.pieces if later is not piece)]
-        assert len(groups) < 2 or others or read_later, "groups are together only where another needs of them"
+        read_later = [
+            v
+            for v in piece.makes
+            if any(v in later.reads for later in apart.pieces if later is not piece)
+        ]
+        assert len(groups) < 2 or others or read_later, (
+            "groups are together only where another needs of them"
+        )
 
 
 # -- updates ---------------------------------------------------------------------------------------
@@ -259,12 +294,17 @@ def test_elementwise_updates_are_one_piece_for_each_stage(tx):
     assert not placed.sends
     for piece in placed.pieces:
         of = {n for n in plan.update.program.in_names if plan.home(n) == piece.place}
-        names = dict(zip(plan.update.program.jaxpr.jaxpr.invars, plan.update.program.in_names, strict=True))
-        assert {names[v] for v in piece.reads} - of <= {n for n in names.values() if plan.home(n) is None}
+        names = dict(
+            zip(plan.update.program.jaxpr.jaxpr.invars, plan.update.program.in_names, strict=True)
+        )
+        assert {names[v] for v in piece.reads} - of <= {
+            n for n in names.values() if plan.home(n) is None
+        }
 
 
 def test_a_clip_by_the_global_norm_is_three_layers_of_scalars():
-    """Sums of squares at each stage, the norm at the last, updates at each; one number goes there, and one back."""
+    """Sums of squares at each stage, the norm at the last, updates at each; one number goes there,
+    and one back."""
     plan = planned(optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.1)))
     placed = plan.update.placed
     count = 4
@@ -275,7 +315,9 @@ def test_a_clip_by_the_global_norm_is_three_layers_of_scalars():
     assert hub.place == 3 and square_roots(hub) == 1 + here.count(
         3
     )  # the norm, and Adam's of the leaves that are there
-    assert [(piece.place, square_roots(piece)) for piece in rest] == [(p, here.count(p)) for p in range(3)]
+    assert [(piece.place, square_roots(piece)) for piece in rest] == [
+        (p, here.count(p)) for p in range(3)
+    ]
     to_hub = [s for s in placed.sends if s[2] == 3]
     back = [s for s in placed.sends if s[1] == 3]
     assert len(to_hub) + len(back) == len(placed.sends)
@@ -285,7 +327,9 @@ def test_a_clip_by_the_global_norm_is_three_layers_of_scalars():
 
 SCALARS = {
     "clip": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.1)),
-    "clip twice": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.1), optax.clip_by_global_norm(1.0)),
+    "clip twice": lambda: optax.chain(
+        optax.clip_by_global_norm(0.1), optax.adam(0.1), optax.clip_by_global_norm(1.0)
+    ),
 }
 
 
@@ -325,5 +369,9 @@ def test_state_is_in_the_stage_of_its_leaf():
 def test_results_of_gradients_are_made_at_the_last_stage():
     of = MODELS["mlp"].job(16, gradients=True)
     plan = dtrans.pipeline(*of.traced(), num_stages=3, num_micro_batch=2)
-    names = [n for n in plan.update.program.out_names if n.partition("/")[0] not in ("params", "opt_state")]
+    names = [
+        n
+        for n in plan.update.program.out_names
+        if n.partition("/")[0] not in ("params", "opt_state")
+    ]
     assert len(names) == 11 and all(plan.update.placed.out_at[n] == 2 for n in names)

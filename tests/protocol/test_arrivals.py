@@ -1,4 +1,5 @@
-"""Values of a pipeline as they come: in any order and any pieces, and nothing else than is expected."""
+"""Values of a pipeline as they come: in any order and any pieces, and nothing else than is
+expected."""
 
 from __future__ import annotations
 
@@ -38,13 +39,16 @@ def messages(origin: int, step: int, key: int, x: np.ndarray, **fields: Any) -> 
     } | fields
     found = []
     for pieces, frames in wire.messages([("value", x)]):
-        found.append(wire.parse([wire.header("value", **head, pieces=pieces), *(bytes(f) for f in frames)]))
+        found.append(
+            wire.parse([wire.header("value", **head, pieces=pieces), *(bytes(f) for f in frames)])
+        )
     return found
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_values_come_in_any_order(arrivals: Arrivals, dropped: list[str], seed: int) -> None:
-    """Of two senders, whose messages are mixed; expected before or after they come; 0-d and empty ones too."""
+    """Of two senders, whose messages are mixed; expected before or after they come; 0-d and empty
+    ones too."""
     rng, shapes = random.Random(seed), [(), (0, 3), (1,), (700, 3), (2**20 + 1, 2)]
     values = {
         (origin, step, key): np.full(shape, origin * 100 + step * 10 + key, np.float32)
@@ -52,7 +56,10 @@ def test_values_come_in_any_order(arrivals: Arrivals, dropped: list[str], seed: 
         for step in (1, 2)
         for key, shape in enumerate(shapes)
     }
-    lines = {o: [m for name, x in values.items() if name[0] == o for m in messages(*name, x)] for o in (1, 2)}
+    lines = {
+        o: [m for name, x in values.items() if name[0] == o for m in messages(*name, x)]
+        for o in (1, 2)
+    }
     wanted = sorted(values, key=lambda name: (name[1], rng.random()))  # step by step
     for name in wanted:
         arrivals.expect(name, kind(values[name]))
@@ -111,14 +118,18 @@ def test_what_is_not_expected_is_dropped(
     np.testing.assert_array_equal(arrivals.take((1, 1, 7)), x)
 
 
-def test_a_shape_that_the_sender_says_stays_what_it_said(arrivals: Arrivals, dropped: list[str]) -> None:
+def test_a_shape_that_the_sender_says_stays_what_it_said(
+    arrivals: Arrivals, dropped: list[str]
+) -> None:
     x = np.ones((2**20 + 1, 2), np.float32)
     first, second, third = messages(1, 1, 0, x)
     arrivals.expect((1, 1, 0), ValueType((None, None), x.dtype))
     arrivals.hear(1, first)
     arrivals.hear(1, wire.Message(second.op, second.fields | {"shape": [2**20, 2]}, second.frames))
     assert len(dropped) == 1 and "of which a piece was of shape" in dropped[0]
-    arrivals.hear(1, wire.Message(second.op, second.fields | {"shape": [2**60, 2**60]}, second.frames))
+    arrivals.hear(
+        1, wire.Message(second.op, second.fields | {"shape": [2**60, 2**60]}, second.frames)
+    )
     arrivals.hear(1, *messages(1, 1, 1, np.ones((1, 2), np.float32), shape=[2**60, 2**60]))
     arrivals.expect((1, 1, 1), ValueType((None, None), x.dtype))
     assert "which cannot be one" in dropped[-1]
@@ -129,5 +140,7 @@ def test_a_shape_that_the_sender_says_stays_what_it_said(arrivals: Arrivals, dro
 
 def test_other_messages_are_dropped(arrivals: Arrivals) -> None:
     refused: list[WireError] = []
-    Arrivals(lambda _, e: refused.append(e)).hear(1, wire.parse([wire.header("abort", reason="I say so")]))
+    Arrivals(lambda _, e: refused.append(e)).hear(
+        1, wire.parse([wire.header("abort", reason="I say so")])
+    )
     assert str(refused[0]) == "a `abort` message of process 1, where values of a pipeline come"

@@ -35,7 +35,9 @@ class Observed:
         self.trainers = Presence(blocks, deadline=60.0, plan={"init": "one"})
         kind: SyncServer | AsyncServer
         if mode == "sync":
-            kind = SyncServer(blocks, SimulatedUpdate(blocks, lambda: None), self.trainers, self.say)
+            kind = SyncServer(
+                blocks, SimulatedUpdate(blocks, lambda: None), self.trainers, self.say
+            )
         else:
             update = SimulatedBlocks(blocks, lambda: None, geo=False)
             state = {n: np.frombuffer(h[0], np.float32) for n, h in update.history.items()}
@@ -63,7 +65,10 @@ class Observed:
 
     def gradients(self, k: int, step: int) -> list[tuple[str, np.ndarray]]:
         name = k if self.case.sync_mode else 0
-        return [(gradient_name(n, name), gradient(n, size, k, step)) for n, size in self.case.blocks.items()]
+        return [
+            (gradient_name(n, name), gradient(n, size, k, step))
+            for n, size in self.case.blocks.items()
+        ]
 
     def step(self, k: int, step: int) -> None:
         self.take(k, "send", self.gradients(k, step), step=step)
@@ -93,7 +98,9 @@ def test_who_is_there_and_what_each_does() -> None:
         2,
         "waiting for trainers 0, 1 to connect",
     )
-    assert [(t.state, t.doing, t.step, t.silent) for t in trainers] == [("not here yet", "", None, None)] * 2
+    assert [(t.state, t.doing, t.step, t.silent) for t in trainers] == [
+        ("not here yet", "", None, None)
+    ] * 2
     size = job.hello(0)
     job.now += 2.0
     server, (first, second) = job.status()
@@ -110,17 +117,26 @@ def test_who_is_there_and_what_each_does() -> None:
     assert job.status()[0].doing == "serving"
     size += job.take(0, "send", job.gradients(0, 0)[:1], step=0)
     assert job.status()[1][0].doing == "sending: 1 of 2 gradients are here"
-    size += job.take(0, "send", job.gradients(0, 0)[1:], step=0) + job.take(0, "send_barrier", step=0)
+    size += job.take(0, "send", job.gradients(0, 0)[1:], step=0) + job.take(
+        0, "send_barrier", step=0
+    )
     server, (first, second) = job.status()
     assert server.doing == "waiting for gradients of step 1 from trainer 1 (computing)"
-    assert (first.doing, first.received, second.doing) == ("waiting for the update", size, "computing")
+    assert (first.doing, first.received, second.doing) == (
+        "waiting for the update",
+        size,
+        "computing",
+    )
     job.step(1, 0)
     server, trainers = job.status()
     assert (server.step, [t.step for t in trainers], server.doing) == (1, [1, 1], "serving")
     assert [t.staleness for t in trainers] == [None, None]
     job.trainers.lose(b"trainer 1", job.now)
     job.take(0, "complete")
-    assert [(t.state, t.doing) for t in job.status()[1]] == [("left", ""), ("connection lost", "computing")]
+    assert [(t.state, t.doing) for t in job.status()[1]] == [
+        ("left", ""),
+        ("connection lost", "computing"),
+    ]
 
 
 def test_bytes_are_those_of_messages_and_rates_are_of_a_window() -> None:
@@ -152,7 +168,9 @@ def test_a_job_of_many_steps_a_second_has_a_window_of_ten_seconds() -> None:
         job.now += 0.5 if step < 20 else 1.0
         job.machine.look(job.now)
     server, trainers = job.status()
-    assert [server.steps_per_second, *(t.steps_per_second for t in trainers)] == pytest.approx([1.0] * 3)
+    assert [server.steps_per_second, *(t.steps_per_second for t in trainers)] == pytest.approx(
+        [1.0] * 3
+    )
     assert server.uptime == 30.0
 
 
@@ -256,7 +274,10 @@ def test_a_report_that_is_none_is_named() -> None:
         ({"server": good["server"] | {"step": "x"}}, "a status whose step is 'x'"),
         ({"server": {}}, "another version of dtrans"),
         ({"trainers": [None]}, "another version of dtrans"),
-        ({"trainers": [good["trainers"][0] | {"state": "bored"}]}, "a trainer whose state is 'bored'"),
+        (
+            {"trainers": [good["trainers"][0] | {"state": "bored"}]},
+            "a trainer whose state is 'bored'",
+        ),
         ({"server": good["server"] | {"tables": [1]}}, "another version of dtrans"),
         ({"server": good["server"] | {"checkpoint": {"name": "x"}}}, "another version of dtrans"),
     ]:
@@ -272,7 +293,10 @@ def test_a_server_that_has_no_status_now_goes_on() -> None:
     job = Observed()
     job.machine.kind.tables = Tables()  # type: ignore[assignment]
     op, fields = job.observe()
-    assert (op, fields["reason"]) == ("refuse", "there is no status now: it is in the middle of something")
+    assert (op, fields["reason"]) == (
+        "refuse",
+        "there is no status now: it is in the middle of something",
+    )
     job.hello(0), job.hello(1)
     job.step(0, 0), job.step(1, 0)
     assert job.machine.kind.step == 1
@@ -280,5 +304,7 @@ def test_a_server_that_has_no_status_now_goes_on() -> None:
 
 def test_a_report_is_small() -> None:
     """A thousand trainers are told in a message that is far from the limit of a frame."""
-    row = dataclasses.asdict(TrainerStatus(999, "present", "x" * 60, 10**6, 1e3, 99, 1.0, 10**12, 10**12))
+    row = dataclasses.asdict(
+        TrainerStatus(999, "present", "x" * 60, 10**6, 1e3, 99, 1.0, 10**12, 10**12)
+    )
     assert len(msgpack.packb([row] * 1000)) < wire.MAX_MESSAGE / 50

@@ -1,4 +1,5 @@
-"""What nobody of the job would send: 20,000 messages (1,000,000 in soak) in the middle of a step change nothing."""
+"""What nobody of the job would send: 20,000 messages (1,000,000 in soak) in the middle of a step
+change nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +31,10 @@ from tools.simulate.updates import SimulatedUpdate, gradient, gradient_name, ser
 CASE = Case(seed=0, mode="sync", steps=(2, 2), servers=((5, 300),))
 (EP,) = CASE.endpoints
 FLAT = 20.0  # MiB that a process may have more than before
-KEPT, LARGEST = 20_000, 1_000_000  # bytes that a thousand messages may leave behind, and take at a time
+KEPT, LARGEST = (
+    20_000,
+    1_000_000,
+)  # bytes that a thousand messages may leave behind, and take at a time
 PIECES = [[["w", 0, 4]], [[[f"{EP}/w0", 0, 1 << 62]]], [[gradient_name(f"{EP}/w0", 0), 0, 20]]]
 VALUES: list[Any] = [*malformed_messages.VALUES, *PIECES]
 
@@ -61,7 +65,9 @@ class Server:
             self.machine.take(b"trainer %d" % k, [head, *map(bytes, frames)], 0.0)
 
     def gradients(self, k: int, step: int) -> list[tuple[str, np.ndarray]]:
-        return [(gradient_name(n, k), gradient(n, size, k, step)) for n, size in CASE.blocks.items()]
+        return [
+            (gradient_name(n, k), gradient(n, size, k, step)) for n, size in CASE.blocks.items()
+        ]
 
     def shown(self) -> Any:
         """All that a message could have changed."""
@@ -70,7 +76,15 @@ class Server:
         grads = {n: x.tobytes() for n, x in kind._grads.items()}
         known = {k: (t.address, t.session, t.done, t.lost) for k, t in self.trainers.known.items()}
         state = {n: x.tobytes() for n, x in self.update.state.items()}
-        return kind.step, kind._rounds.number, turns, grads, known, dict(self.trainers.by_address), state
+        return (
+            kind.step,
+            kind._rounds.number,
+            turns,
+            grads,
+            known,
+            dict(self.trainers.by_address),
+            state,
+        )
 
 
 def recorded(server: Server) -> list[list[bytes]]:
@@ -106,7 +120,12 @@ def finished(server: Server, sent: int) -> None:
     """Let the job come to its end, and compare it with one device."""
     for step in range(2):
         for k in range(2):
-            server.take(k, "send", server.gradients(k, step)[sent if (k, step) == (0, 0) else 0 :], step=step)
+            server.take(
+                k,
+                "send",
+                server.gradients(k, step)[sent if (k, step) == (0, 0) else 0 :],
+                step=step,
+            )
             server.take(k, "send_barrier", step=step)
     for n, x in values_of(CASE)[-1].items():
         np.testing.assert_array_equal(server.update.state[n], x)
@@ -118,13 +137,17 @@ def finished(server: Server, sent: int) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_trainer_that_is_broken_ends_the_job_or_changes_nothing(seed: int) -> None:
-    """It has been let in; what it says is refused, or ends the job by name, and no other error comes of it."""
+    """It has been let in; what it says is refused, or ends the job by name, and no other error
+    comes of it."""
     r = random.Random(seed)
     server = Server()
     proper = [x for x in recorded(server) if b"hello" not in x[0]]
     ended = 0
     for _ in range(1000):
-        step, state = server.machine.kind.step, {n: x.tobytes() for n, x in server.update.state.items()}
+        step, state = (
+            server.machine.kind.step,
+            {n: x.tobytes() for n, x in server.update.state.items()},
+        )
         try:
             server.machine.take(b"trainer 0", malformed(r, proper, VALUES), 0.0)
         except DtransError as e:
@@ -137,7 +160,11 @@ def test_a_trainer_that_is_broken_ends_the_job_or_changes_nothing(seed: int) -> 
 
 
 @pytest.mark.parametrize(
-    "count", [pytest.param(50_000, id="by day"), pytest.param(1_000_000, id="a million", marks=pytest.mark.soak)]
+    "count",
+    [
+        pytest.param(50_000, id="by day"),
+        pytest.param(1_000_000, id="a million", marks=pytest.mark.soak),
+    ],
 )
 def test_malformed_messages_are_counted_and_leave_nothing_behind(count: int) -> None:
     """The parser refuses each with its own error, or reads a message of it; both keep no memory."""

@@ -38,7 +38,9 @@ def other(k: int) -> MeetingOther:
 def test_all_meet_in_any_order_and_among_strangers(seed: int) -> None:
     rng = random.Random(seed)
     one, others = first(), {k: other(k) for k in (1, 2, 3)}
-    to_others = [(k, b"the first", one.question(k)) for k in others for _ in range(rng.randint(1, 3))]
+    to_others = [
+        (k, b"the first", one.question(k)) for k in others for _ in range(rng.randint(1, 3))
+    ]
     to_others += [(rng.choice([*others]), b"a stranger", rng.choice(NOISE)) for _ in range(10)]
     to_first = [(rng.choice([*others]), rng.choice(NOISE)) for _ in range(10)]
     while to_others or to_first:
@@ -65,7 +67,9 @@ def test_all_meet_in_any_order_and_among_strangers(seed: int) -> None:
 def test_who_was_told_other_endpoints_refuses() -> None:
     one, stray = first(), MeetingOther(1, ("a:1", "x:9"), SECRET, deadline=60.0, now=0.0)
     answer = stray.heard(b"the first", [one.question(1)], 1.0)
-    reason = "this is trainer 1 of a:1,x:9, and trainer 0 takes it for trainer 1 of 'a:1,b:2,c:3,d:4'"
+    reason = (
+        "this is trainer 1 of a:1,x:9, and trainer 0 takes it for trainer 1 of 'a:1,b:2,c:3,d:4'"
+    )
     assert answer is not None and stray.refused == reason
     with pytest.raises(PeerError, match=f"^trainer 1 \\(b:2\\) refused trainer 0: {reason}$"):
         one.heard(1, [answer])
@@ -89,13 +93,20 @@ def test_time_is_up() -> None:
     waiting.heard(b"the first", [one.question(1)], 10.0)
     waiting.heard(b"the first", [one.question(1)], 50.0)  # asked again, which gives it no more time
     assert waiting.limit == 70.0 + GRACE
-    assert str(waiting.late()) == "trainer 1 waited 65 s at b:2 for trainer 0 (a:1) to find the others"
+    assert (
+        str(waiting.late()) == "trainer 1 waited 65 s at b:2 for trainer 0 (a:1) to find the others"
+    )
     waiting.heard(b"another first", [one.question(1)], 50.0)  # it was started anew
     assert waiting.limit == 110.0 + GRACE
     with pytest.raises(WireError):
         one.heard(3, [b"what?"])
-    assert str(one.late(5.0)).startswith("trainer 0 waited 5 s for trainer 1 (b:2) and trainer 2 (c:3) and trainer 3")
-    assert "; at d:4 is something that is not of this job: a message whose header is not msgpack" in str(one.late(5.0))
+    assert str(one.late(5.0)).startswith(
+        "trainer 0 waited 5 s for trainer 1 (b:2) and trainer 2 (c:3) and trainer 3"
+    )
+    assert (
+        "; at d:4 is something that is not of this job: a message whose header is not msgpack"
+        in str(one.late(5.0))
+    )
 
 
 def test_who_waits_says_for_whom_every_ten_seconds(caplog: pytest.LogCaptureFixture) -> None:

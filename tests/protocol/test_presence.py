@@ -53,20 +53,30 @@ class Job:
         self.server = (
             SyncServer(served, SyncUpdate(self.update, state, count), self.trainers, self.say)
             if sync_mode
-            else AsyncServer(served, BlockUpdates(self.update, state), state, self.trainers, self.say)
+            else AsyncServer(
+                served, BlockUpdates(self.update, state), state, self.trainers, self.say
+            )
         )
 
     def say(self, to: Any, op: str, /, blocks: Any = (), **fields: Any) -> None:
         self.said.append((to, op, fields | {n: np.array(x) for n, x in blocks}))
 
     def hello(self, k: int, *, session: str = "", address: bytes = b"", **counts: Any) -> str:
-        fields = {"trainer": k, "trainers": self.trainers.count, "session": session, "order": sys.byteorder, **counts}
+        fields = {
+            "trainer": k,
+            "trainers": self.trainers.count,
+            "session": session,
+            "order": sys.byteorder,
+            **counts,
+        }
         return self.trainers.hello(address or b"%d" % k, wire.Message("hello", fields), None)
 
     def send(self, k: int, value: float) -> None:
         """All gradients of trainer k, each full of a number."""
         types = self.update.grad_types.items()
-        grads = [(n, np.full(t.shape, value, t.dtype)) for n, t in types if n.endswith(f".trainer_{k}")]
+        grads = [
+            (n, np.full(t.shape, value, t.dtype)) for n, t in types if n.endswith(f".trainer_{k}")
+        ]
         for head, *frames in wire.framed("send", grads, step=self.server.step):
             self.server.send(k, wire.parse([head, *map(bytes, frames)]))
         self.server.send_barrier(k, wire.Message("send_barrier", {"step": self.server.step}))
@@ -76,18 +86,25 @@ def test_a_synchronous_step_is_made_of_messages_alone() -> None:
     job = Job(2)
     for k in (1, 0):
         assert job.hello(k) == ""
-    table = [[n, list(job.update.types[n].shape), job.update.types[n].dtype.name] for n in job.update.params]
+    table = [
+        [n, list(job.update.types[n].shape), job.update.types[n].dtype.name]
+        for n in job.update.params
+    ]
     job.send(0, 1.0)
     for k in range(2):
         job.server.recv(k, wire.Message("recv", {"step": k == 0, "blocks": table}))
-    assert [said[:2] for said in job.said] == [(b"1", "blocks")]  # trainer 0 has asked for the step after this one
+    assert [said[:2] for said in job.said] == [
+        (b"1", "blocks")
+    ]  # trainer 0 has asked for the step after this one
     job.server.recv(1, wire.Message("recv", {"step": 0}))
     job.said.clear()
     job.send(1, 3.0)
     assert [said[:2] for said in job.said] == [(b"0", "blocks")]
     assert job.server.step == 1
     for n in job.update.params:
-        np.testing.assert_array_equal(job.said[0][2][n], np.zeros(job.update.types[n].shape))  # 1 - 0.5 * (1 + 3) / 2
+        np.testing.assert_array_equal(
+            job.said[0][2][n], np.zeros(job.update.types[n].shape)
+        )  # 1 - 0.5 * (1 + 3) / 2
 
 
 def test_who_is_late_is_told_by_the_time_that_is_given() -> None:
@@ -97,8 +114,12 @@ def test_who_is_late_is_told_by_the_time_that_is_given() -> None:
     assert job.said == []
     job.send(0, 1.0)
     job.server.look(4.0)
-    assert job.said == [(b"0", "waiting", {"reason": "0.0 s for gradients of step 1 from trainer 1 (not here yet)"})]
-    with pytest.raises(DeadlineError, match=r"^pserver 127.0.0.1:1 waited 10.5 s for trainer 1 to say hello$"):
+    assert job.said == [
+        (b"0", "waiting", {"reason": "0.0 s for gradients of step 1 from trainer 1 (not here yet)"})
+    ]
+    with pytest.raises(
+        DeadlineError, match=r"^pserver 127.0.0.1:1 waited 10.5 s for trainer 1 to say hello$"
+    ):
         job.server.look(10.5)
 
 
@@ -109,7 +130,9 @@ def test_who_has_lost_its_connection_is_given_up_a_little_later() -> None:
     job.trainers.lose(b"1", 4.0)
     job.server.look(4.4)
     with pytest.raises(
-        PeerError, match=r"^the connection of trainer 1 to pserver 127.0.0.1:1 ended without a goodbye, in step 1$"
+        PeerError,
+        match=r"^the connection of trainer 1 to pserver 127.0.0.1:1 ended without a goodbye, in "
+        r"step 1$",
     ):
         job.server.look(4.6)
     job.hello(1, address=b"local")
@@ -142,7 +165,10 @@ def test_a_trainer_moves_to_another_socket_and_is_replaced_by_nobody() -> None:
     with pytest.raises(WireError, match="trainer 0 is here already"):
         job.hello(0, session="another")
     job.trainers.known[0].done = True
-    assert job.hello(0, session="another") == "the end of a job of 2 trainers, which trainer 0 has left"
+    assert (
+        job.hello(0, session="another")
+        == "the end of a job of 2 trainers, which trainer 0 has left"
+    )
     assert not job.trainers.served
     assert named([2, 0]) == "trainers 2, 0"
 
@@ -162,7 +188,9 @@ def test_who_is_waited_for_is_told_with_how_far_they_are() -> None:
         job.hello(k)
     job.send(0, 1.0)
     job.said.clear()
-    told = lambda: [fields["reason"].partition("from ")[2] for _, op, fields in job.said if op == "waiting"]
+    told = lambda: [
+        fields["reason"].partition("from ")[2] for _, op, fields in job.said if op == "waiting"
+    ]
     job.server.look(1.0)
     assert told() == ["trainer 1 (computing)"]
     types = {n: t for n, t in job.update.grad_types.items() if n.endswith(".trainer_1")}
@@ -222,11 +250,23 @@ def test_who_waits_says_so_every_ten_seconds(caplog: pytest.LogCaptureFixture) -
     job.send(0, 1.0)
     for now in range(30, 45):
         job.server.look(float(now))
-    assert caplog.messages == ["pserver 127.0.0.1:1 has waited 10 s for gradients of step 1 from trainer 1 (computing)"]
+    assert caplog.messages == [
+        "pserver 127.0.0.1:1 has waited 10 s for gradients of step 1 from trainer 1 (computing)"
+    ]
 
 
 def test_a_trainer_that_waits_says_for_whom(caplog: pytest.LogCaptureFixture) -> None:
-    line = TrainerLine("h:1", 0, 1, session="", sync_mode=True, plan={}, secret="", deadline=60.0, say=lambda x: None)
+    line = TrainerLine(
+        "h:1",
+        0,
+        1,
+        session="",
+        sync_mode=True,
+        plan={},
+        secret="",
+        deadline=60.0,
+        say=lambda x: None,
+    )
     line.wait("`recv` of step 3", 100.0)
     for now in (105.0, 110.0, 115.0, 120.5):
         line.say_that_it_waits(now)
@@ -243,7 +283,10 @@ def test_a_connection_that_a_network_broke_is_waited_for() -> None:
     job.trainers.back(b"1")
     job.server.look(20.0)
     job.trainers.lose(b"1", 20.0)
-    with pytest.raises(PeerError, match="^the connection of trainer 1 to pserver 127.0.0.1:1 ended without a goodbye"):
+    with pytest.raises(
+        PeerError,
+        match="^the connection of trainer 1 to pserver 127.0.0.1:1 ended without a goodbye",
+    ):
         job.server.look(25.1)
 
 
@@ -258,12 +301,16 @@ def test_who_comes_back_must_have_missed_nothing() -> None:
     job.server.look(20.0)
     with pytest.raises(WireError, match="broke, and was made again, but 3 messages are lost"):
         job.hello(1, sent=1, heard=0, back=True)
-    with pytest.raises(PeerError, match="trainer 1 to pserver 127.0.0.1:1 broke, .* 3 messages are lost, in step 1"):
+    with pytest.raises(
+        PeerError, match="trainer 1 to pserver 127.0.0.1:1 broke, .* 3 messages are lost, in step 1"
+    ):
         job.server.look(20.1)
 
 
 def test_who_comes_back_to_another_server_is_refused() -> None:
-    with pytest.raises(WireError, match="trainer 0 was in a job of pserver 127.0.0.1:1 that has ended"):
+    with pytest.raises(
+        WireError, match="trainer 0 was in a job of pserver 127.0.0.1:1 that has ended"
+    ):
         Job(2).hello(0, back=True)
 
 
@@ -281,14 +328,27 @@ def hello_again(job: Job, serving: Serving) -> list[str]:
     """Let the trainer say hello on a connection that was made again, and return what it is told."""
     job.trainers.lose(b"0", 1.0)
     job.said.clear()
-    say(serving, "hello", trainer=0, trainers=1, session="", order=sys.byteorder, back=True, sent=0, leaves=True)
+    say(
+        serving,
+        "hello",
+        trainer=0,
+        trainers=1,
+        session="",
+        order=sys.byteorder,
+        back=True,
+        sent=0,
+        leaves=True,
+    )
     return [op for _, op, _ in job.said]
 
 
 def test_a_server_ends_when_its_goodbye_is_answered() -> None:
     serving = ends_of(job := Job(1))
     say(serving, "goodbye")
-    assert job.said[0][1] == "refuse" and "trainer 0, which has not said `complete`" in job.said[0][2]["reason"]
+    assert (
+        job.said[0][1] == "refuse"
+        and "trainer 0, which has not said `complete`" in job.said[0][2]["reason"]
+    )
     say(serving, "complete")
     assert (job.said[-1][1], serving.ended) == ("goodbye", False)
     say(serving, "goodbye")
@@ -327,14 +387,26 @@ def test_who_left_after_a_message_was_lost_is_refused() -> None:
     """Messages before the `complete` are missing, and so is a part of the training."""
     serving = ends_of(job := Job(1))
     job.trainers.lose(b"0", 1.0)
-    say(serving, "hello", trainer=0, trainers=1, session="", order=sys.byteorder, back=True, sent=1, leaves=True)
+    say(
+        serving,
+        "hello",
+        trainer=0,
+        trainers=1,
+        session="",
+        order=sys.byteorder,
+        back=True,
+        sent=1,
+        leaves=True,
+    )
     assert job.said[-1][1] == "refuse" and "1 messages are lost" in job.said[-1][2]["reason"]
     assert not serving.ended
 
 
 def test_a_trainer_holds_what_it_says_until_its_connection_is_made_again() -> None:
     said: list[Any] = []
-    line = TrainerLine("h:1", 0, 1, session="", sync_mode=True, plan={}, secret="", deadline=60.0, say=said.append)
+    line = TrainerLine(
+        "h:1", 0, 1, session="", sync_mode=True, plan={}, secret="", deadline=60.0, say=said.append
+    )
     proof = {"proof": token.shown("", f"welcome {line._hello['nonce']}")}
     welcome = [wire.header("welcome", step=0, local="", **proof)]
     ops = lambda: [wire.parse(frames) for frames in said]

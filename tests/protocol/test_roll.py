@@ -39,7 +39,8 @@ def test_who_has_come_to_its_end_is_missed_only_by_those_that_do_more() -> None:
     assert known.why(1) == "trainer 1 (h:1) has come to its end"
     known.begun = 6
     assert known.failure() == (
-        "trainer 1 (h:1) has come to its end after 5 operations of the job, and this one has begun 6"
+        "trainer 1 (h:1) has come to its end after 5 operations of the job, and this one has begun "
+        "6"
     )
 
 

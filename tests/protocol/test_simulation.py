@@ -1,4 +1,5 @@
-"""Simulated jobs: the protocol's own machines under delays, breaks, pauses and deaths, and faults planted in them."""
+"""Simulated jobs: the protocol's own machines under delays, breaks, pauses and deaths, and faults
+planted in them."""
 
 from __future__ import annotations
 
@@ -55,13 +56,40 @@ def test_cases_are_of_all_kinds() -> None:
     """So that two thousand that hold say something."""
     found = list(verdicts(range(300)))
     cases = [v.case for v in found]
-    assert {c.mode for c in cases} == {"sync", "exchange", "async", "communicator", "half_async", "geo"}
+    assert {c.mode for c in cases} == {
+        "sync",
+        "exchange",
+        "async",
+        "communicator",
+        "half_async",
+        "geo",
+    }
     assert {c.trainers for c in cases} == {len(c.servers) for c in cases} == {1, 2, 3}
     assert {c.on_trainer_exit for c in cases} == {"drop", "paddle", "error"}
-    assert {e.kind for c in cases for e in c.events} == {"pause", "stop", "crash", "cut", "hold", "outage", "twice"}
+    assert {e.kind for c in cases for e in c.events} == {
+        "pause",
+        "stop",
+        "crash",
+        "cut",
+        "hold",
+        "outage",
+        "twice",
+    }
     assert {c.rounds for c in cases} == {0, 1, 2}
-    assert {c.mode for c in cases if c.table > 1} == {"sync", "async", "communicator", "half_async", "geo"}
-    assert {(c.ahead, c.staleness) for c in cases if c.table > 1} == {(0, 0), (1, 0), (2, 0), (1, 1), (2, 1)}
+    assert {c.mode for c in cases if c.table > 1} == {
+        "sync",
+        "async",
+        "communicator",
+        "half_async",
+        "geo",
+    }
+    assert {(c.ahead, c.staleness) for c in cases if c.table > 1} == {
+        (0, 0),
+        (1, 0),
+        (2, 0),
+        (1, 1),
+        (2, 1),
+    }
     assert {c.moves for c in cases} == {False, True}
     ends = [how.split(":")[0] for v in found for how in v.ends.values()]
     assert {"well", "killed", "PeerError", "DeadlineError"} <= set(ends)
@@ -72,7 +100,9 @@ PLAIN = Case(seed=0, mode="sync", steps=(2, 2), servers=((3,), (4, 1)))
 
 
 def test_who_is_killed_is_named_by_all_who_wait() -> None:
-    found = simulated(dataclasses.replace(PLAIN, events=(Event("crash", 0.1, "pserver 127.0.0.1:2"),)))
+    found = simulated(
+        dataclasses.replace(PLAIN, events=(Event("crash", 0.1, "pserver 127.0.0.1:2"),))
+    )
     assert not found.faults
     assert found.ends["pserver 127.0.0.1:2"] == "killed"
     others = {how for name, how in found.ends.items() if name != "pserver 127.0.0.1:2"}
@@ -110,7 +140,9 @@ def broken_at_the_end(mode: str) -> Iterator[Verdict]:
     case = dataclasses.replace(PLAIN, mode=mode)
     for line, at in simulated(case).left_at.items():
         for i in range(1, 30):
-            yield simulated(dataclasses.replace(case, events=(Event("cut", at + 0.0004 * i, line, 0.5),)))
+            yield simulated(
+                dataclasses.replace(case, events=(Event("cut", at + 0.0004 * i, line, 0.5),))
+            )
 
 
 @pytest.mark.parametrize("mode", ["sync", "exchange", "async", "communicator", "half_async", "geo"])
@@ -120,19 +152,29 @@ def test_a_connection_that_breaks_at_the_end_of_a_job_is_made_again(mode: str) -
         assert {*found.ends.values()} == {"well"}, str(found)
 
 
-def test_a_server_that_waits_for_no_answer_to_its_goodbye_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_waits_for_no_answer_to_its_goodbye_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(Presence, "parted", Presence.served)
-    assert any("and nothing had happened" in str(found.faults) for found in broken_at_the_end("sync"))
+    assert any(
+        "and nothing had happened" in str(found.faults) for found in broken_at_the_end("sync")
+    )
 
 
 def test_a_verdict_is_told() -> None:
-    case = dataclasses.replace(PLAIN, events=(Event("cut", 0.05, "trainer 0 pserver 127.0.0.1:1", 0.5),))
+    case = dataclasses.replace(
+        PLAIN, events=(Event("cut", 0.05, "trainer 0 pserver 127.0.0.1:1", 0.5),)
+    )
     told = str(simulated(case))
-    assert "0.050 s  the connection trainer 0 pserver 127.0.0.1:1 breaks, and comes up after 0.5 s" in told
+    assert (
+        "0.050 s  the connection trainer 0 pserver 127.0.0.1:1 breaks, and comes up after 0.5 s"
+        in told
+    )
     assert told.endswith("as it must be")
 
 
-# -- planted faults ----------------------------------------------------------------------------------
+# -- planted faults
+# ----------------------------------------------------------------------------------
 
 
 def _is_true_of_any(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +202,9 @@ def _answers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         real(self, k, message)
         if self._turns[k].waits:
             self._turns[k].waits = False
-            self._say(self._trainers.known[k].address, "blocks", _blocks(self, k), step=message["step"])
+            self._say(
+                self._trainers.known[k].address, "blocks", _blocks(self, k), step=message["step"]
+            )
 
     def _blocks(self: Any, k: int) -> list[Any]:
         return [(n, self._update.values[n]) for n in self._trainers.known[k].wants]
@@ -179,7 +223,9 @@ def _loses_what_came_early(monkeypatch: pytest.MonkeyPatch) -> None:
     real = SyncServer.take_peer
 
     def take_peer(self: Any, address: bytes, message: Any) -> bool:
-        return (message.op == "partials" and self._update.exchange is None) or real(self, address, message)
+        return (message.op == "partials" and self._update.exchange is None) or real(
+            self, address, message
+        )
 
     monkeypatch.setattr(SyncServer, "take_peer", take_peer)
 
@@ -206,7 +252,11 @@ def _answers_with_rows_of_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None
         sent = [i for i in self._trainers.known if self._turns[i].at_barrier]
         update, before = self._update, self._update.state
         if sent and not self._served.exchanges:
-            rows = {n: x for i in sent for n, x in self._requests.gradients(i, self._turns[i].grads).items()}
+            rows = {
+                n: x
+                for i in sent
+                for n, x in self._requests.gradients(i, self._turns[i].grads).items()
+            }
             update.begin({**self._grads, **rows}, frozenset(sent), self.step)
         real(self, k, message)
         update.state = before
@@ -222,7 +272,9 @@ def _counts_rows_of_those_who_left(monkeypatch: pytest.MonkeyPatch) -> None:
         rows = {n: x for k in turns for n, x in real(self._requests, k, turns[k].grads).items()}
         for t in self._served.tables.values() if self.on_trainer_exit == "drop" else ():
             again = [rows[t.gradients[k]] for k in self._trainers.left]
-            rows[t.gradients[present[0]]] = merged_rows([rows[t.gradients[present[0]]], *again], "sum")
+            rows[t.gradients[present[0]]] = merged_rows(
+                [rows[t.gradients[present[0]]], *again], "sum"
+            )
         of = self._trainers.known if self.on_trainer_exit == "paddle" else present
         self._go_on(self._update.begin({**self._grads, **rows}, frozenset(of), self.step))
 
@@ -264,14 +316,20 @@ def _nothing(*args: Any) -> None:
 
 PUSHED = InNumpy.pushed
 PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "a gradient that comes twice counts twice": lambda m: m.setattr(AsyncServer, "_check_step", _nothing),
-    "a round is added up in the order of arrival": lambda m: m.setattr(trainer_rounds, "sorted", list, raising=False),
+    "a gradient that comes twice counts twice": lambda m: m.setattr(
+        AsyncServer, "_check_step", _nothing
+    ),
+    "a round is added up in the order of arrival": lambda m: m.setattr(
+        trainer_rounds, "sorted", list, raising=False
+    ),
     "a round that was answered is answered again": lambda m: m.setattr(
         trainer_rounds.TrainerRounds, "_is_over", lambda *a: False
     ),
     "who left counts in each later step": lambda m: m.setattr(SyncServer, "_forget", _nothing),
     "who left counts though nothing comes": _counts_those_who_left,
-    "who left is waited for": lambda m: m.setattr(Presence, "present", property(lambda self: list(self.known))),
+    "who left is waited for": lambda m: m.setattr(
+        Presence, "present", property(lambda self: list(self.known))
+    ),
     "a block is whole when a part has come": lambda m: m.setattr(
         Inbox, "missing", lambda self: [n for n in self.memory if n not in self._arrived]
     ),
@@ -282,7 +340,9 @@ PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "parts of another server that come early are lost": _loses_what_came_early,
     "nobody looks who is late": lambda m: m.setattr(SyncServer, "look", _nothing),
     "a server speaks before it is welcome": lambda m: m.setattr(
-        PeerLine, "_empty", lambda self: [self._say(self._outbox.pop(0)) for _ in range(len(self._outbox))]
+        PeerLine,
+        "_empty",
+        lambda self: [self._say(self._outbox.pop(0)) for _ in range(len(self._outbox))],
     ),
     "a merged gradient is of one step": lambda m: m.setattr(
         TrainerLine, "send_blocks", functools.partialmethod(_of_one_step, TrainerLine.send_blocks)
@@ -292,7 +352,9 @@ PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         Presence, "served", property(lambda self: any(t.done for t in self.known.values()))
     ),
     "what was pushed is pushed again": lambda m: m.setattr(
-        InNumpy, "pushed", lambda self, local, old, trainers: (PUSHED(self, local, old, trainers)[0], old)
+        InNumpy,
+        "pushed",
+        lambda self, local, old, trainers: (PUSHED(self, local, old, trainers)[0], old),
     ),
     "a pull forgets the steps that were made since": lambda m: m.setattr(
         InNumpy, "pulled", lambda self, local, server, old: server
@@ -302,8 +364,12 @@ PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "a prefetch is answered with rows of the next step": _answers_with_rows_of_the_next_step,
     "gradients of rows of who left count twice": _counts_rows_of_those_who_left,
     "who left goes on looking up rows": lambda m: m.setattr(RowRequests, "used", _nothing),
-    "rows that were announced are not sent again": lambda m: m.setattr(RowsAhead, "made", _all_sent(RowsAhead.made)),
-    "rows are due too soon": lambda m: m.setattr(RowsAhead, "announce", _due_at_once(RowsAhead.announce)),
+    "rows that were announced are not sent again": lambda m: m.setattr(
+        RowsAhead, "made", _all_sent(RowsAhead.made)
+    ),
+    "rows are due too soon": lambda m: m.setattr(
+        RowsAhead, "announce", _due_at_once(RowsAhead.announce)
+    ),
     "rows that were announced are those that are looked up": lambda m: m.setattr(
         trainer.np, "array_equal", lambda a, b: True
     ),
@@ -325,7 +391,9 @@ def test_a_planted_fault_is_found(what: str, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_smaller_case_is_the_smallest(monkeypatch: pytest.MonkeyPatch) -> None:
     PLANTED["one trainer at the barrier is enough"](monkeypatch)
-    found = next(v for v in verdicts(range(10_000)) if v.faults and v.case.events and len(v.case.servers) > 1)
+    found = next(
+        v for v in verdicts(range(10_000)) if v.faults and v.case.events and len(v.case.servers) > 1
+    )
     least = smaller(found)
     assert least.faults
     assert not any(simulated(case).faults for case in reduced(least.case))
@@ -336,13 +404,19 @@ def test_a_smaller_case_is_the_smallest(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_the_command_shows_one_schedule() -> None:
     shown = subprocess.run(
-        [sys.executable, "-m", "tools.simulate", "--seed", "16"], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "tools.simulate", "--seed", "16"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert shown.returncode == 0, shown.stderr
     assert shown.stdout.startswith("seed 16: ") and shown.stdout.endswith("as it must be\n")
 
 
-def test_the_command_counts_schedules_and_makes_a_wrong_one_small(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_counts_schedules_and_makes_a_wrong_one_small(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     done = CliRunner().invoke(app, ["--count", "20"])
     assert done.exit_code == 0
     assert done.output.startswith("20 of 20 schedules are as they must be (")

@@ -57,7 +57,9 @@ def test_a_file_without_a_token_is_named(tmp_path: Path, content: bytes | None, 
         ),
     ],
 )
-def test_keys_are_derived_as_rfc_5869_says(secret: str, salt: str, purpose: str, length: int, want: str) -> None:
+def test_keys_are_derived_as_rfc_5869_says(
+    secret: str, salt: str, purpose: str, length: int, want: str
+) -> None:
     given = (bytes.fromhex(x) for x in (secret, salt, purpose))
     assert hkdf(*given, length).hex() == want
 
@@ -68,8 +70,15 @@ def test_keys_are_derived_as_rfc_5869_says(secret: str, salt: str, purpose: str,
         ("0123456789abcdefABCDEF0123456789", None),
         ("a token that is new", None),
         ("Zm9vYmFyYmF6cXV4Zm9vYg", None),
-        ("0" * 31, "DTRANS_TOKEN has 31 hexadecimal digits, where 32 hold 128 random bits; take the output of"),
-        ("Zm9vYmFyYmF6cXV4Zm9vY", "DTRANS_TOKEN has 21 characters, where 22 hold 128 random bits; take the output of"),
+        (
+            "0" * 31,
+            "DTRANS_TOKEN has 31 hexadecimal digits, where 32 hold 128 random bits; take the "
+            "output of",
+        ),
+        (
+            "Zm9vYmFyYmF6cXV4Zm9vY",
+            "DTRANS_TOKEN has 21 characters, where 22 hold 128 random bits; take the output of",
+        ),
     ],
 )
 def test_a_token_that_can_be_guessed_is_refused(token: str, words: str | None) -> None:

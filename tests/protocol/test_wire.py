@@ -1,5 +1,5 @@
-"""Messages carry arrays bit for bit, garbage is refused with WireError and writes nothing, and memory that is
-received into is used again only when nobody can see it."""
+"""Messages carry arrays bit for bit, garbage is refused with WireError and writes nothing, and
+memory that is received into is used again only when nobody can see it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ class Guarded:
     MARGIN = 64
 
     def __init__(self, sizes: dict[str, int]) -> None:
-        self.whole = {n: np.full(size + 2 * self.MARGIN, 0xAA, np.uint8) for n, size in sizes.items()}
+        self.whole = {
+            n: np.full(size + 2 * self.MARGIN, 0xAA, np.uint8) for n, size in sizes.items()
+        }
         self.sizes = sizes
         self.arrived: dict[str, int] = {}
 
@@ -36,7 +38,9 @@ class Guarded:
 
     def check_margins(self) -> None:
         for name, memory in self.whole.items():
-            edges = np.concatenate([memory[: self.MARGIN], memory[self.MARGIN + self.sizes[name] :]])
+            edges = np.concatenate(
+                [memory[: self.MARGIN], memory[self.MARGIN + self.sizes[name] :]]
+            )
             assert (edges == 0xAA).all(), name
 
     def untouched(self) -> bool:
@@ -66,7 +70,8 @@ def received(arrays: dict[str, Any]) -> tuple[list[list[bytes]], dict[str, np.nd
     there.check_margins()
     assert there.arrived == there.sizes
     return messages, {
-        n: there.target(n).copy().view(np.asarray(x).dtype).reshape(np.shape(x)) for n, x in arrays.items()
+        n: there.target(n).copy().view(np.asarray(x).dtype).reshape(np.shape(x))
+        for n, x in arrays.items()
     }
 
 
@@ -113,7 +118,11 @@ def test_a_large_block_is_cut_into_several_messages() -> None:
     size = 2 * wire.MESSAGE_BYTES + 12
     arrays = {"w": np.random.default_rng(0).integers(0, 255, size, np.uint8)}
     messages, got = received(arrays)
-    assert [sum(map(len, parts[1:])) for parts in messages] == [wire.MESSAGE_BYTES, wire.MESSAGE_BYTES, 12]
+    assert [sum(map(len, parts[1:])) for parts in messages] == [
+        wire.MESSAGE_BYTES,
+        wire.MESSAGE_BYTES,
+        12,
+    ]
     assert [wire.parse(parts)["pieces"] for parts in messages] == [
         [[["w", 0, wire.MESSAGE_BYTES]]],
         [[["w", wire.MESSAGE_BYTES, wire.MESSAGE_BYTES]]],
@@ -122,7 +131,9 @@ def test_a_large_block_is_cut_into_several_messages() -> None:
     assert_bitwise(got, arrays)
 
 
-@pytest.mark.parametrize("size", [wire.MESSAGE_BYTES - 1, wire.MESSAGE_BYTES, wire.MESSAGE_BYTES + 1])
+@pytest.mark.parametrize(
+    "size", [wire.MESSAGE_BYTES - 1, wire.MESSAGE_BYTES, wire.MESSAGE_BYTES + 1]
+)
 def test_blocks_around_the_size_of_a_message_arrive(size: int) -> None:
     rng = np.random.default_rng(0)
     arrays = {n: rng.integers(0, 255, s, np.uint8) for n, s in (("a", 5), ("w", size), ("b", 7))}
@@ -134,7 +145,9 @@ def test_blocks_around_the_size_of_a_message_arrive(size: int) -> None:
 def test_many_small_blocks_share_a_frame_and_a_large_one_travels_from_where_it_is() -> None:
     large = np.zeros(wire.SMALL, np.uint8)
     arrays = {f"s{i}": np.full(i, i, np.uint8) for i in range(20)}
-    ((pieces, frames),) = wire.messages([*arrays.items(), ("w", large), ("t", np.ones(3, np.uint8))])
+    ((pieces, frames),) = wire.messages(
+        [*arrays.items(), ("w", large), ("t", np.ones(3, np.uint8))]
+    )
     assert [len(table) for table in pieces] == [20, 1, 1]
     assert frames[0].nbytes == sum(range(20))
     assert np.shares_memory(frames[1], large)
@@ -158,12 +171,16 @@ def test_any_blocks_arrive_whatever_their_sizes(sizes: list[int], data: st.DataO
 
 
 def test_limits_let_every_message_of_a_plan_pass() -> None:
-    """Also where names are many, and the table of what is wanted is longer than any frame of data."""
+    """Also where names are many, and the table of what is wanted is longer than any frame of
+    data."""
     names = {f"params/layer_{i}/{'kernel' * 9}.block{i}@GRAD.trainer_1": 4 for i in range(20_000)}
     frame, count = wire.limits(names)
     table = [[n, [1 << 30] * 8, "float8_e4m3b11fnuz"] for n in names]
     assert len(wire.header("recv", step=1, blocks=table)) < frame
-    sent = [[wire.header("send", step=1, pieces=p), *f] for p, f in wire.messages((n, np.float32(0)) for n in names)]
+    sent = [
+        [wire.header("send", step=1, pieces=p), *f]
+        for p, f in wire.messages((n, np.float32(0)) for n in names)
+    ]
     assert max(len(bytes(f)) for parts in sent for f in parts) < frame and len(sent) < count
     assert wire.limits({"w": 1})[0] == wire.MESSAGE_BYTES
 
@@ -182,21 +199,51 @@ def test_limits_let_every_message_of_a_plan_pass() -> None:
             r"^a message whose header is not msgpack \(.*extra data",
         ),
         ([msgpack.packb([1, 2])], "^a message of protocol version None; this is version 2$"),
-        ([msgpack.packb({"v": 1, "op": "complete"})], "^a message of protocol version 1; this is version 2$"),
-        ([msgpack.packb({"v": "x" * 999, "op": "complete"})], r"^a message of protocol version 'x{76}\.\.\.; this is"),
+        (
+            [msgpack.packb({"v": 1, "op": "complete"})],
+            "^a message of protocol version 1; this is version 2$",
+        ),
+        (
+            [msgpack.packb({"v": "x" * 999, "op": "complete"})],
+            r"^a message of protocol version 'x{76}\.\.\.; this is",
+        ),
         ([msgpack.packb({"v": wire.VERSION})], "^a message of unknown kind None$"),
-        ([msgpack.packb({"v": wire.VERSION, "op": ["hello"]})], r"^a message of unknown kind \['hello'\]$"),
-        ([msgpack.packb({"v": wire.VERSION, "op": "h" * 99999})], r"^a message of unknown kind 'h{76}\.\.\.$"),
+        (
+            [msgpack.packb({"v": wire.VERSION, "op": ["hello"]})],
+            r"^a message of unknown kind \['hello'\]$",
+        ),
+        (
+            [msgpack.packb({"v": wire.VERSION, "op": "h" * 99999})],
+            r"^a message of unknown kind 'h{76}\.\.\.$",
+        ),
         (
             [msgpack.packb({"v": wire.VERSION, "op": "send_barrier"})],
             "^a `send_barrier` message without a proper step$",
         ),
-        ([msgpack.packb({"v": wire.VERSION, "op": "send_barrier", "step": True})], "without a proper step$"),
-        ([msgpack.packb({"v": wire.VERSION, "op": "recv", "step": 0, "blocks": {}})], "without a proper blocks$"),
-        ([msgpack.packb({"v": wire.VERSION, "op": "refuse", "reason": "", "last": 1})], "without a proper last$"),
-        ([msgpack.packb({"v": wire.VERSION, "op": "send_barrier", "step": 1.0})], "without a proper step$"),
-        ([msgpack.packb({1: 2})], "^a message whose header is not msgpack"),  # a key that is not a string
-        ([msgpack.packb({"v": wire.VERSION, "op": msgpack.ExtType(5, b"x")})], "^a message of unknown kind ExtType"),
+        (
+            [msgpack.packb({"v": wire.VERSION, "op": "send_barrier", "step": True})],
+            "without a proper step$",
+        ),
+        (
+            [msgpack.packb({"v": wire.VERSION, "op": "recv", "step": 0, "blocks": {}})],
+            "without a proper blocks$",
+        ),
+        (
+            [msgpack.packb({"v": wire.VERSION, "op": "refuse", "reason": "", "last": 1})],
+            "without a proper last$",
+        ),
+        (
+            [msgpack.packb({"v": wire.VERSION, "op": "send_barrier", "step": 1.0})],
+            "without a proper step$",
+        ),
+        (
+            [msgpack.packb({1: 2})],
+            "^a message whose header is not msgpack",
+        ),  # a key that is not a string
+        (
+            [msgpack.packb({"v": wire.VERSION, "op": msgpack.ExtType(5, b"x")})],
+            "^a message of unknown kind ExtType",
+        ),
     ],
 )
 def test_a_header_that_is_not_ours_is_refused(parts: list[bytes], reason: str) -> None:
@@ -212,9 +259,17 @@ def test_a_header_that_is_not_ours_is_refused(parts: list[bytes], reason: str) -
         ([[["w", 0, 8]]], [b"123456789"], "^a frame of 9 bytes where its header lists 8$"),
         ([[["w", 9, 8]]], [b"12345678"], "^bytes 9 to 17 of w, which has 16$"),
         ([[["w", 2, 8]]], [b"12345678"], "^bytes 2 to 10 of w, of which 0 are here$"),
-        ([[["w", 0, 8]], [["w", 0, 8]]], [b"12345678"] * 2, "^bytes 0 to 8 of w, of which 8 are here$"),
+        (
+            [[["w", 0, 8]], [["w", 0, 8]]],
+            [b"12345678"] * 2,
+            "^bytes 0 to 8 of w, of which 8 are here$",
+        ),
         ([[["w", 0, 4], ["u", 0, 4]]], [b"12345678"], "^unknown block u$"),
-        ([[["w", -1, 8]]], [b"12345678"], r"^a piece that is not \[name, offset, nbytes\]: \['w', -1, 8\]$"),
+        (
+            [[["w", -1, 8]]],
+            [b"12345678"],
+            r"^a piece that is not \[name, offset, nbytes\]: \['w', -1, 8\]$",
+        ),
         ([[["w", 0, -8]]], [b""], "^a piece that is not"),
         ([[["w", 0]]], [b""], "^a piece that is not"),
         ([[["w", False, 8]]], [b"12345678"], "^a piece that is not"),
@@ -232,12 +287,17 @@ def test_pieces_that_do_not_fit_are_refused_and_nothing_of_their_message_is_writ
     assert there.untouched()
 
 
-BLOCKS = {"a": np.arange(5, dtype=np.uint8), "w": np.arange(2 * wire.SMALL, dtype=np.uint8), "z": np.zeros(0, np.uint8)}
+BLOCKS = {
+    "a": np.arange(5, dtype=np.uint8),
+    "w": np.arange(2 * wire.SMALL, dtype=np.uint8),
+    "z": np.zeros(0, np.uint8),
+}
 (REAL,) = sent(BLOCKS)
 
 
 def refused_or_right(parts: list[bytes]) -> None:
-    """Receive; only WireError may be raised, then nothing is written, and nothing ever outside a block."""
+    """Receive; only WireError may be raised, then nothing is written, and nothing ever outside a
+    block."""
     there = Guarded({n: x.nbytes for n, x in BLOCKS.items()})
     try:
         there.take(parts)
@@ -258,17 +318,23 @@ JUNK = st.recursive(
     | st.floats()
     | st.text(max_size=5)
     | st.binary(max_size=5),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4)
+    ),
     max_leaves=8,
 )
 
 
 @given(
     op=st.sampled_from(sorted(wire.FIELDS)) | st.text(max_size=6),
-    fields=st.dictionaries(st.sampled_from(["step", "pieces", "trainer", "trainers", "session", "reason", "v"]), JUNK),
+    fields=st.dictionaries(
+        st.sampled_from(["step", "pieces", "trainer", "trainers", "session", "reason", "v"]), JUNK
+    ),
     frames=st.lists(st.binary(max_size=40), max_size=3),
 )
-def test_random_fields_are_refused_or_fit(op: str, fields: dict[str, Any], frames: list[bytes]) -> None:
+def test_random_fields_are_refused_or_fit(
+    op: str, fields: dict[str, Any], frames: list[bytes]
+) -> None:
     refused_or_right([msgpack.packb({"v": wire.VERSION, "op": op} | fields), *frames])
 
 
@@ -282,7 +348,9 @@ PIECE = st.tuples(
 @given(st.lists(st.tuples(st.lists(PIECE, max_size=3), st.binary(max_size=60)), max_size=3))
 @example([([("a", 0, 5)], b"12345"), ([("a", 5, 0)], b"")])
 def test_random_pieces_are_refused_or_fit(tables: list[tuple[list[Any], bytes]]) -> None:
-    refused_or_right([wire.header("send", step=0, pieces=[t for t, _ in tables]), *(f for _, f in tables)])
+    refused_or_right(
+        [wire.header("send", step=0, pieces=[t for t, _ in tables]), *(f for _, f in tables)]
+    )
 
 
 @given(st.data())
@@ -315,7 +383,8 @@ def address(x: np.ndarray) -> int:
 
 
 @pytest.mark.parametrize(
-    "shape, dtype", [((1000, 7), "float32"), ((), "float64"), ((0, 3), "float32"), ((5,), jnp.bfloat16)]
+    "shape, dtype",
+    [((1000, 7), "float32"), ((), "float64"), ((0, 3), "float32"), ((5,), jnp.bfloat16)],
 )
 def test_memory_is_aligned_and_of_the_right_type(shape: tuple[int, ...], dtype: Any) -> None:
     x = BufferPool().take("w", shape, dtype)
@@ -339,7 +408,9 @@ HOLDS = {
     "the bytes": lambda x: memoryview(x),
     "a jax array": jax.device_put,
     "a view of a jax array": lambda x: np.asarray(jax.device_put(x))[3:4],
-    "the result of a computation that hands it through": lambda x: jax.jit(lambda x: x)(jax.device_put(x)),
+    "the result of a computation that hands it through": lambda x: jax.jit(lambda x: x)(
+        jax.device_put(x)
+    ),
     "a jax array that another one was made of": lambda x: jax.device_put(jax.device_put(x)),
 }
 
@@ -376,7 +447,9 @@ def test_memory_of_a_jax_array_is_used_again_when_the_array_is_gone() -> None:
     until = time.monotonic() + 30
     while address(pool.take("w", (1 << 16,), "float32")) != at:
         assert time.monotonic() < until, "it is never used again"
-        jax.device_put(np.zeros(1))  # what a thread of JAX's has done with is let go in a later call of JAX
+        jax.device_put(
+            np.zeros(1)
+        )  # what a thread of JAX's has done with is let go in a later call of JAX
     assert total == 1 << 16
 
 

@@ -1,6 +1,6 @@
-"""Row analysis: which layout each value of an optimize half gets, which leaves may be cut, which must stay
-together, and the reasons that are given; what crosses between servers, and when. That cutting so is right is shown
-by numbers in `test_shards` and `test_any_update`."""
+"""Row analysis: which layout each value of an optimize half gets, which leaves may be cut, which
+must stay together, and the reasons that are given; what crosses between servers, and when. That
+cutting so is right is shown by numbers in `test_shards` and `test_any_update`."""
 
 from __future__ import annotations
 
@@ -27,13 +27,16 @@ NAMES = {f"params/{n}" for n in PARAMS}
 
 def analysed(tx, params=PARAMS, loss=mlp_loss, batch=None):
     batch = mlp_batch(4, (5, 5, 5)) if batch is None else batch
-    program = dtrans.trace(dtrans.make_train_step(loss, tx), params, jax.eval_shape(tx.init, params), *batch)
+    program = dtrans.trace(
+        dtrans.make_train_step(loss, tx), params, jax.eval_shape(tx.init, params), *batch
+    )
     done = cut(program)
     return analyse(done.optimize, done.optimized)
 
 
 def of_update(update, params=PARAMS, init=lambda p: ()):
-    """The analysis of `update(grads, state, params) -> (updates, state)`; the gradients are the batch."""
+    """The analysis of `update(grads, state, params) -> (updates, state)`; the gradients are the
+    batch."""
     loss = lambda p, g: sum(jnp.vdot(p[n], g[n]) for n in p)
     return analysed(optax.GradientTransformation(init, update), params, loss, (params,))
 
@@ -80,13 +83,22 @@ def test_elementwise_optimizers_leave_each_leaf_free(name):
         assert analysis.layout(analysis.outputs[leaf]) == RowAxis(leaf, 0)
     for state, var in analysis.inputs.items():
         if str(state).startswith("opt_state"):
-            of = [leaf for leaf in NAMES if "hyperparams" not in state and state.endswith(leaf.removeprefix("params"))]
+            of = [
+                leaf
+                for leaf in NAMES
+                if "hyperparams" not in state and state.endswith(leaf.removeprefix("params"))
+            ]
             assert analysis.layout(var) == (RowAxis(of[0], 0) if of else SHARED), state
 
 
 # how many values cross, by which operations, and at which levels their parts are made
 REDUCING = {
-    "clip_by_global_norm": (optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)), 4, {"sum"}, {0}),
+    "clip_by_global_norm": (
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)),
+        4,
+        {"sum"},
+        {0},
+    ),
     "apply_if_finite": (optax.apply_if_finite(optax.sgd(0.1), 2), 4, {"and"}, {0}),
     "multi_steps": (optax.MultiSteps(optax.sgd(0.1), 2), 0, set(), set()),
     "novograd": (optax.novograd(0.1), 8, {"sum"}, {0}),
@@ -94,8 +106,18 @@ REDUCING = {
     # optax.safe_norm takes a norm, and then that of what it has replaced where the first was small
     "lamb": (optax.lamb(0.1), 16, {"sum"}, {0, 1}),
     "lars": (optax.lars(0.1), 16, {"sum"}, {0, 1}),
-    "lamb_after_a_clip": (optax.chain(optax.clip_by_global_norm(1.0), optax.lamb(0.1)), 20, {"sum"}, {0, 1, 2}),
-    "adaptive_grad_clip": (optax.chain(optax.adaptive_grad_clip(0.1), optax.sgd(0.1)), 8, {"sum"}, {0}),
+    "lamb_after_a_clip": (
+        optax.chain(optax.clip_by_global_norm(1.0), optax.lamb(0.1)),
+        20,
+        {"sum"},
+        {0, 1, 2},
+    ),
+    "adaptive_grad_clip": (
+        optax.chain(optax.adaptive_grad_clip(0.1), optax.sgd(0.1)),
+        8,
+        {"sum"},
+        {0},
+    ),
     "adafactor": (optax.adafactor(0.1, min_dim_size_to_factor=2), 16, {"sum"}, {0, 1}),
 }
 
@@ -115,7 +137,9 @@ def test_reductions_leave_each_leaf_free_and_cross(name):
 
 def test_adafactor_has_rows_of_its_row_sums_and_shares_its_column_sums():
     analysis = analysed(optax.adafactor(0.1, min_dim_size_to_factor=2))
-    layouts = {n: analysis.layout(v) for n, v in analysis.inputs.items() if str(n).startswith("opt_state")}
+    layouts = {
+        n: analysis.layout(v) for n, v in analysis.inputs.items() if str(n).startswith("opt_state")
+    }
     assert layouts["opt_state/0/v_row/w1"] == RowAxis("params/w1", 0)
     assert layouts["opt_state/0/v_col/w1"] is SHARED
     assert layouts["opt_state/0/v/b1"] == RowAxis("params/b1", 0)
@@ -129,7 +153,9 @@ def test_novograd_shares_its_norms():
 def test_flatten_keeps_all_leaves_together():
     analysis = analysed(optax.flatten(optax.adam(0.1)))
     assert grouped(analysis) == {tuple(sorted(NAMES))}
-    assert all(g.reason.startswith("concatenate mixes leaves of f32[5]") for g in analysis.groups.values())
+    assert all(
+        g.reason.startswith("concatenate mixes leaves of f32[5]") for g in analysis.groups.values()
+    )
     assert ExchangeRounds(analysis).crossings == {}
 
 
@@ -205,7 +231,9 @@ def test_reasons_name_the_equation_the_type_and_where():
         with jax.named_scope("here"):
             return {**g, "w1": jnp.cumsum(g["w1"], 0)}, s
 
-    assert of_update(update).groups["params/w1"].reason.startswith("cumsum mixes rows of f32[5,5] (")
+    assert (
+        of_update(update).groups["params/w1"].reason.startswith("cumsum mixes rows of f32[5,5] (")
+    )
 
 
 def test_layouts_join_upwards():
@@ -232,20 +260,26 @@ def test_state_layouts_come_from_what_the_state_is_made_of_not_from_names():
 
 
 def test_a_number_reduced_from_rows_makes_state_that_is_shared():
-    analysis = of_update(lambda g, s, p: (g, {"norm": jnp.sum(g["w1"] ** 2)}), init=lambda p: {"norm": jnp.zeros(())})
+    analysis = of_update(
+        lambda g, s, p: (g, {"norm": jnp.sum(g["w1"] ** 2)}), init=lambda p: {"norm": jnp.zeros(())}
+    )
     assert analysis.groups == {}
     assert analysis.layout(analysis.outputs["opt_state/norm"]) is SHARED
     assert len(ExchangeRounds(analysis).crossings) == 1
 
 
 def test_a_number_picked_from_rows_makes_state_that_lives_with_the_leaf():
-    analysis = of_update(lambda g, s, p: (g, {"last": g["w1"][2, 1]}), init=lambda p: {"last": jnp.zeros(())})
+    analysis = of_update(
+        lambda g, s, p: (g, {"last": g["w1"][2, 1]}), init=lambda p: {"last": jnp.zeros(())}
+    )
     assert grouped(analysis) == {("params/w1",)}
     assert analysis.home(analysis.layout(analysis.outputs["opt_state/last"])) == "params/w1"
 
 
 def test_state_may_have_its_rows_along_another_axis():
-    analysis = of_update(lambda g, s, p: (g, {"t": s["t"] + g["w1"].T}), init=lambda p: {"t": jnp.zeros((5, 5))})
+    analysis = of_update(
+        lambda g, s, p: (g, {"t": s["t"] + g["w1"].T}), init=lambda p: {"t": jnp.zeros((5, 5))}
+    )
     assert analysis.groups == {}
     assert analysis.layout(analysis.inputs["opt_state/t"]) == RowAxis("params/w1", 1)
 
@@ -255,15 +289,18 @@ def test_state_that_swaps_places_settles():
         return g, {"a": s["b"], "b": s["c"], "c": g["w1"] + s["a"]}
 
     analysis = of_update(update, init=lambda p: {n: jnp.zeros((5, 5)) for n in "abc"})
-    assert {analysis.layout(analysis.inputs[f"opt_state/{n}"]) for n in "abc"} == {RowAxis("params/w1", 0)}
+    assert {analysis.layout(analysis.inputs[f"opt_state/{n}"]) for n in "abc"} == {
+        RowAxis("params/w1", 0)
+    }
 
 
 # -- primitives ------------------------------------------------------------------------------------
 
 R = RowAxis("params/k", 0)
 IOTA = np.arange(24.0, dtype=np.float32).reshape(4, 2, 3)
-# of `x`, the gradient of a leaf of shape (4, 2, 3): what a function makes of it, and its layout; the operation
-# where it is a reduction whose parts cross; or, as a string, how the reason for keeping it whole begins
+# of `x`, the gradient of a leaf of shape (4, 2, 3): what a function makes of it, and its layout;
+# the operation where it is a reduction whose parts cross; or, as a string, how the reason for
+# keeping it whole begins
 RULES = {
     "sin": (jnp.sin, R),
     "where": (lambda x: jnp.where(x > 0, x, 1.0), R),
@@ -293,7 +330,10 @@ RULES = {
     "ravel": (jnp.ravel, RowAxis("params/k", 0, 6)),
     "ravel_and_back": (lambda x: jnp.ravel(x).reshape(4, 3, 2), R),
     "merge_others": (lambda x: x.reshape(4, 6), R),
-    "merge_with_others_before": (lambda x: x.transpose(1, 0, 2).reshape(8, 3), "reshape mixes rows"),
+    "merge_with_others_before": (
+        lambda x: x.transpose(1, 0, 2).reshape(8, 3),
+        "reshape mixes rows",
+    ),
     "split_rows": (lambda x: x.reshape(2, 2, 2, 3), "reshape mixes rows"),
     "stack": (lambda x: jnp.stack([x, x + 1]), RowAxis("params/k", 1)),
     "stack_behind": (lambda x: jnp.stack([x, x + 1], 1), R),
@@ -316,7 +356,10 @@ RULES = {
     "slice": (lambda x: x[:, :1], R),
     "slice_of_rows": (lambda x: x[1:], "slice mixes rows"),
     "dynamic_slice": (lambda x: lax.dynamic_slice_in_dim(x, 1, 1, 2), R),
-    "dynamic_slice_of_rows": (lambda x: lax.dynamic_slice_in_dim(x, 1, 1, 0), "dynamic_slice mixes rows"),
+    "dynamic_slice_of_rows": (
+        lambda x: lax.dynamic_slice_in_dim(x, 1, 1, 0),
+        "dynamic_slice mixes rows",
+    ),
     "dynamic_update_slice": (lambda x: lax.dynamic_update_slice_in_dim(x, x[:, :1], 1, 1), R),
     "top_k": (lambda x: lax.top_k(x, 2)[0], R),
     "gather": (lambda x: x[jnp.array([2, 0])], "gather mixes rows"),
@@ -324,7 +367,10 @@ RULES = {
     "gram_of_columns": (lambda x: jnp.einsum("ijk,ijl->kl", x, x), "sum"),
     "gram_of_rows": (lambda x: jnp.einsum("ijk,ljk->il", x, x), "dot_general mixes rows"),
     "matmul": (lambda x: x @ jnp.ones((3, 5)), R),
-    "matmul_from_the_left": (lambda x: jnp.einsum("ab,icb->aic", jnp.ones((5, 3)), x), RowAxis("params/k", 1)),
+    "matmul_from_the_left": (
+        lambda x: jnp.einsum("ab,icb->aic", jnp.ones((5, 3)), x),
+        RowAxis("params/k", 1),
+    ),
     "batched": (lambda x: jnp.einsum("ijk,ilk->ijl", x, x), R),
     "contracted_with_shared": (lambda x: jnp.einsum("i,ijk->jk", jnp.arange(4.0), x), "sum"),
     "cholesky": (lambda x: jnp.linalg.cholesky(x @ x.transpose(0, 2, 1)), R),
@@ -335,10 +381,22 @@ RULES = {
     "fft_of_rows": (lambda x: jnp.fft.fftn(x).real, "fft mixes rows"),
     "cholesky_of_rows": (lambda x: jnp.linalg.cholesky(x[:2, 0, :2]), "slice mixes rows"),
     "fori_loop": (lambda x: lax.fori_loop(0, 3, lambda i, x: x * i, x), R),
-    "fori_loop_that_reduces": (lambda x: lax.fori_loop(0, 3, lambda i, x: x * jnp.sum(x), x), "scan reduces over rows"),
-    "scan_of_columns": (lambda x: lax.scan(lambda c, r: (c + r, c), x[:, 0], x.transpose(1, 0, 2))[0], R),
-    "scan_of_rows": (lambda x: lax.scan(lambda c, r: (c + r, c), x[0] * 0, x)[0], ("slice mixes", "scan goes")),
-    "while_of_a_count": (lambda x: lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, -c[1]), (0, x))[1], R),
+    "fori_loop_that_reduces": (
+        lambda x: lax.fori_loop(0, 3, lambda i, x: x * jnp.sum(x), x),
+        "scan reduces over rows",
+    ),
+    "scan_of_columns": (
+        lambda x: lax.scan(lambda c, r: (c + r, c), x[:, 0], x.transpose(1, 0, 2))[0],
+        R,
+    ),
+    "scan_of_rows": (
+        lambda x: lax.scan(lambda c, r: (c + r, c), x[0] * 0, x)[0],
+        ("slice mixes", "scan goes"),
+    ),
+    "while_of_a_count": (
+        lambda x: lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, -c[1]), (0, x))[1],
+        R,
+    ),
     "while_of_rows": (
         lambda x: lax.while_loop(lambda x: jnp.sum(x) < 3, lambda x: x + 1, x),
         "while reduces over rows",
@@ -354,9 +412,14 @@ def test_rules(name):
     params = {"k": jnp.ones((4, 2, 3))}
     made = jax.eval_shape(fn, params["k"])
     analysis = of_update(
-        lambda g, s, p: (g, {"out": fn(g["k"])}), params, lambda p: {"out": jnp.zeros(made.shape, made.dtype)}
+        lambda g, s, p: (g, {"out": fn(g["k"])}),
+        params,
+        lambda p: {"out": jnp.zeros(made.shape, made.dtype)},
     )
-    layout, crossings = analysis.layout(analysis.outputs["opt_state/out"]), ExchangeRounds(analysis).crossings.values()
+    layout, crossings = (
+        analysis.layout(analysis.outputs["opt_state/out"]),
+        ExchangeRounds(analysis).crossings.values(),
+    )
     if isinstance(expected, RowAxis):
         assert layout == expected
         assert not analysis.groups and not crossings
@@ -368,7 +431,9 @@ def test_rules(name):
         assert [c.op for c in crossings] == [expected]
         assert not analysis.groups
     else:
-        assert analysis.groups["params/k"].reason.startswith(expected), analysis.groups["params/k"].reason
+        assert analysis.groups["params/k"].reason.startswith(expected), analysis.groups[
+            "params/k"
+        ].reason
 
 
 def test_rows_of_matrices_need_not_be_their_first_axis():
@@ -399,15 +464,17 @@ def test_a_branch_over_all_leaves_is_taken_apart():
     analysis = of_update(update, init=lambda p: {"count": jnp.zeros((), jnp.int32)})
     assert analysis.groups == {}
     assert [len(e.outvars) for e in conds(analysis)] == [1] * len(NAMES)
-    assert {analysis.layout(e.outvars[0]) for e in conds(analysis)} == {RowAxis(n, 0) for n in NAMES}
+    assert {analysis.layout(e.outvars[0]) for e in conds(analysis)} == {
+        RowAxis(n, 0) for n in NAMES
+    }
 
 
 def test_a_branch_that_reduces_is_computed_on_both_sides():
     def update(g, s, p):
         norm = lambda g: jnp.sqrt(sum(jnp.sum(x**2) for x in g.values()))
-        return lax.cond(s["count"] % 2 == 0, lambda g: jax.tree.map(lambda x: x / norm(g), g), lambda g: g, g), {
-            "count": s["count"] + 1
-        }
+        return lax.cond(
+            s["count"] % 2 == 0, lambda g: jax.tree.map(lambda x: x / norm(g), g), lambda g: g, g
+        ), {"count": s["count"] + 1}
 
     analysis = of_update(update, init=lambda p: {"count": jnp.zeros((), jnp.int32)})
     assert analysis.groups == {}
@@ -417,14 +484,18 @@ def test_a_branch_that_reduces_is_computed_on_both_sides():
 
 def test_a_branch_within_a_branch_is_taken_apart_too():
     def update(g, s, p):
-        inner = lambda g: lax.cond(s["count"] > 3, lambda g: g, lambda g: jax.tree.map(jnp.sin, g), g)
+        inner = lambda g: lax.cond(
+            s["count"] > 3, lambda g: g, lambda g: jax.tree.map(jnp.sin, g), g
+        )
         return lax.cond(s["count"] % 2 == 0, inner, lambda g: g, g), {"count": s["count"] + 1}
 
     analysis = of_update(update, init=lambda p: {"count": jnp.zeros((), jnp.int32)})
     assert analysis.groups == {}
     assert [len(e.outvars) for e in conds(analysis)] == [1] * len(NAMES)
     for eqn in conds(analysis):
-        nested = [e for b in eqn.params["branches"] for e in equations(b) if e.primitive.name == "cond"]
+        nested = [
+            e for b in eqn.params["branches"] for e in equations(b) if e.primitive.name == "cond"
+        ]
         assert [len(e.outvars) for e in nested] == [1]
 
 
@@ -464,11 +535,21 @@ def test_a_loop_is_divided_into_what_is_shared_and_what_has_rows():
 def test_argmax_over_rows_becomes_reductions_with_the_same_answer(fn, column):
     """The first of equals; a NaN before all."""
     x = jnp.asarray(column)
-    analysis = of_update(lambda g, s, p: (g, {"at": fn(g["b"])}), {"b": x}, lambda p: {"at": jnp.zeros((), jnp.int32)})
+    analysis = of_update(
+        lambda g, s, p: (g, {"at": fn(g["b"])}),
+        {"b": x},
+        lambda p: {"at": jnp.zeros((), jnp.int32)},
+    )
     assert analysis.groups == {}
     assert not {"argmax", "argmin"} & set(primitives(analysis))
     jaxpr = analysis.half.jaxpr
     given = [x if v.aval.ndim else jnp.zeros((), v.aval.dtype) for v in jaxpr.jaxpr.invars]
-    outs = dict(zip(analysis.half.out_names, jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *given), strict=True))
+    outs = dict(
+        zip(
+            analysis.half.out_names,
+            jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *given),
+            strict=True,
+        )
+    )
     assert outs["opt_state/at"] == fn(x)
     assert outs["opt_state/at"].dtype == fn(x).dtype

@@ -18,7 +18,9 @@ def dealt(draw: st.DrawFn) -> list[RowBuckets]:
     size = draw(st.integers(1, 60))
     count = draw(st.integers(1, size))
     parts = draw(st.integers(1, count))
-    return [RowBuckets(count * i // parts, count * (i + 1) // parts, count, size) for i in range(parts)]
+    return [
+        RowBuckets(count * i // parts, count * (i + 1) // parts, count, size) for i in range(parts)
+    ]
 
 
 @given(dealt())
@@ -32,7 +34,9 @@ def test_each_row_is_in_one_part_and_parts_keep_the_order(parts: list[RowBuckets
         assert np.all(np.diff(numbers) > 0)
         assert all(p.start <= n % p.count < p.stop for n in numbers)
         assert p.local(numbers).tolist() == list(range(p.rows))
-        with_end = np.append(every, first.size).astype(np.int32)  # as ids are that are fewer than there is room for
+        with_end = np.append(every, first.size).astype(
+            np.int32
+        )  # as ids are that are fewer than there is room for
         assert with_end[p.among(with_end)].tolist() == numbers.tolist()
         assert p.local(with_end[p.among(with_end)]).dtype == np.int32
 
@@ -47,7 +51,10 @@ def test_rows_of_a_value_are_those_of_the_leaf(parts: list[RowBuckets], width: i
         row = RowAxis("", 1, width)
         wanted = x[:, p.index].reshape(2, -1)
         assert np.array_equal(flat[:, p.along(row).index], wanted)
-        assert DealtRows(p).of(row).of(ShapedArray(flat.shape, np.dtype("int32"))).shape == wanted.shape
+        assert (
+            DealtRows(p).of(row).of(ShapedArray(flat.shape, np.dtype("int32"))).shape
+            == wanted.shape
+        )
 
 
 @given(st.integers(0, 30), st.integers(0, 30))
@@ -60,7 +67,8 @@ def test_a_run_answers_the_same_questions(start: int, count: int) -> None:
 
 
 def test_buckets_are_even_where_few_rows_are_looked_up_often() -> None:
-    """Words by frequency, as Zipf has it: of the rows that a step looks up, the first run has most."""
+    """Words by frequency, as Zipf has it: of the rows that a step looks up, the first run has
+    most."""
     size, count, servers = 1_000_000, 256, 4
     chance = np.cumsum(1 / np.arange(1, size + 1))
     rng = np.random.default_rng(0)

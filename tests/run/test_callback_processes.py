@@ -1,4 +1,5 @@
-"""Host callbacks in jobs of processes: trainer 0 is called once for each step, with the value of one device."""
+"""Host callbacks in jobs of processes: trainer 0 is called once for each step, with the value of
+one device."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ PATIENCE = 120.0  # seconds for what takes ten on an idle machine
 def test_trainer_0_is_called_once_with_the_values_of_one_device(
     strategy: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """By debug.print, debug.callback, io_callback; the result of pure_callback enters the update."""
+    """By debug.print, debug.callback, io_callback; the result of pure_callback enters the
+    update."""
     step, (params, opt_state) = jax.jit(script.step_of(strategy)), script.init(jax.random.key(0))
     for batch in script.batches():
         params, opt_state, _ = step(params, opt_state, *batch)
@@ -41,7 +43,9 @@ def test_trainer_0_is_called_once_with_the_values_of_one_device(
         held = {n: found.pop(f"params/{n}") for n in params if role.is_trainer}
         for n, x in held.items():
             np.testing.assert_allclose(x, params[n], rtol=1e-5, atol=1e-6)
-        for x in found.pop("pure_callback", pure):  # of whoever makes the update, as often as it likes
+        for x in found.pop(
+            "pure_callback", pure
+        ):  # of whoever makes the update, as often as it likes
             assert min(np.abs(x - y).max() for y in pure) < 1e-5
         first = role.name == "trainer 0"
         assert found.keys() == (want.keys() if first else set()), role.name

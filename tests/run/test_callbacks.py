@@ -1,4 +1,5 @@
-"""Host callbacks of a step: a job calls each once, with the value of one device, or refuses it by its line."""
+"""Host callbacks of a step: a job calls each once, with the value of one device, or refuses it by
+its line."""
 
 from __future__ import annotations
 
@@ -45,7 +46,16 @@ def step_of(watch=lambda **values: None, loss=loss_of):
         value, grads = jax.value_and_grad(loss)(params, x, y)
         updates, new_state = TX.update(grads, opt_state, params)
         new = optax.apply_updates(params, updates)
-        watch(params=params, x=x, y=y, loss=value, grads=grads, state=opt_state, new_state=new_state, new=new)
+        watch(
+            params=params,
+            x=x,
+            y=y,
+            loss=value,
+            grads=grads,
+            state=opt_state,
+            new_state=new_state,
+            new=new,
+        )
         return new, new_state, value
 
     return step
@@ -58,7 +68,10 @@ def programs(step):
 def called(job, step):
     """The values that a step of a job calls with, and those of one device, by name."""
     found = []
-    for run in (lambda: jax.jit(step)(*init(None), X, Y), lambda: job.step(job.init(jax.random.key(0)), X, Y)):
+    for run in (
+        lambda: jax.jit(step)(*init(None), X, Y),
+        lambda: job.step(job.init(jax.random.key(0)), X, Y),
+    ):
         SEEN.clear()
         jax.block_until_ready(run())
         jax.effects_barrier()
@@ -79,8 +92,12 @@ FORWARD = {
     "rows": lambda v: told("rows", v["x"][:, 0]),
     "a count of rows": lambda v: told("count", v["x"].shape[0]),
     "parameters": lambda v: told("params", v["params"]["w"]),
-    "a scan": lambda v: jax.lax.scan(lambda c, row: (c, told("row", jnp.sum(v["x"]) + row)), 0, v["y"][:3]),
-    "a branch": lambda v: jax.lax.cond(v["loss"] > 0, lambda: told("positive", v["loss"]), lambda: None),
+    "a scan": lambda v: jax.lax.scan(
+        lambda c, row: (c, told("row", jnp.sum(v["x"]) + row)), 0, v["y"][:3]
+    ),
+    "a branch": lambda v: jax.lax.cond(
+        v["loss"] > 0, lambda: told("positive", v["loss"]), lambda: None
+    ),
     "io_callback": lambda v: io_callback(see("io"), None, v["loss"]),
 }
 LATE = {
@@ -91,7 +108,9 @@ LATE = {
     "state": lambda v: told("mu", v["state"][0].mu["w"] + 1),
     "new state": lambda v: told("count", v["new_state"][0].count),
     "io_callback of gradients": lambda v: io_callback(see("io"), None, v["grads"]["b"]),
-    "a scan over gradients": lambda v: jax.lax.scan(lambda c, g: (c, told("entry", g)), 0, v["grads"]["w"]),
+    "a scan over gradients": lambda v: jax.lax.scan(
+        lambda c, g: (c, told("entry", g)), 0, v["grads"]["w"]
+    ),
 }
 
 
@@ -107,7 +126,9 @@ def test_nccl2_calls_once_with_the_values_of_one_device(trainers, way, what):
 @pytest.mark.parametrize("what", FORWARD)
 def test_sharding_calls_once_what_ranks_have(what):
     step = step_of(lambda **values: FORWARD[what](values))
-    plan = dtrans.sharding(*programs(step), degree=2, stage=3, slices=dtrans.Slicing(min_slice_size=0))
+    plan = dtrans.sharding(
+        *programs(step), degree=2, stage=3, slices=dtrans.Slicing(min_slice_size=0)
+    )
     check(plan, step, "on_mesh")
     assert re.search(r"_callback \(test_callbacks.py:\d+\) is called by rank 0", str(plan))
 
@@ -133,7 +154,9 @@ def strategies(step):
 @pytest.mark.parametrize("what", LATE)
 def test_others_refuse_what_reads_gradients_by_its_line(what):
     for plan in strategies(step_of(lambda **values: LATE[what](values))).values():
-        with pytest.raises(dtrans.errors.GradientError, match=r"_callback \(test_callbacks.py:\d+\) reads .*; "):
+        with pytest.raises(
+            dtrans.errors.GradientError, match=r"_callback \(test_callbacks.py:\d+\) reads .*; "
+        ):
             plan()
 
 
@@ -153,9 +176,14 @@ def test_the_remedies_work():
 
 
 def test_every_micro_batch_calls_where_the_user_says_so():
-    step = dtrans.make_train_step(lambda p, x, y: (told("loss", loss_of(p, x, y)), loss_of(p, x, y))[1], TX)
+    step = dtrans.make_train_step(
+        lambda p, x, y: (told("loss", loss_of(p, x, y)), loss_of(p, x, y))[1], TX
+    )
     main, startup = programs(step)
-    with pytest.raises(dtrans.errors.GradientError, match=r"\(test_callbacks.py:\d+\) .*micro-batch; .*batch='micro'"):
+    with pytest.raises(
+        dtrans.errors.GradientError,
+        match=r"\(test_callbacks.py:\d+\) .*micro-batch; .*batch='micro'",
+    ):
         dtrans.pipeline(main, startup, num_stages=1, num_micro_batch=3)
     plan = dtrans.pipeline(main, startup, num_stages=1, num_micro_batch=3, batch="micro")
     assert "is called by its stage, for each micro-batch" in str(plan)
@@ -187,7 +215,9 @@ def test_micro_steps_do_not_call(what):
 
 def test_micro_steps_refuse_what_has_their_rows():
     step = step_of(lambda **values: told("loss", values["loss"]))
-    with pytest.raises(dtrans.errors.GradientError, match=r"\(test_callbacks.py:\d+\) reads values of the batch"):
+    with pytest.raises(
+        dtrans.errors.GradientError, match=r"\(test_callbacks.py:\d+\) reads values of the batch"
+    ):
         dtrans.nccl2(*programs(step), trainers=2, num_micro_batch=3)
 
 
@@ -212,14 +242,22 @@ def test_uneven_rows_are_called_with_as_they_are():
 
 def test_what_cannot_be_called_once_is_refused_by_its_line():
     ordered = step_of(lambda **values: jax.debug.print("{}", values["loss"], ordered=True))
-    asking = step_of(lambda **values: io_callback(lambda v: v, jax.ShapeDtypeStruct((), "float32"), values["loss"]))
+    asking = step_of(
+        lambda **values: io_callback(
+            lambda v: v, jax.ShapeDtypeStruct((), "float32"), values["loss"]
+        )
+    )
     for step, words in ((ordered, "ordered=True"), (asking, "returns values.*jax.pure_callback")):
-        with pytest.raises(dtrans.errors.GradientError, match=rf"\(test_callbacks.py:\d+\).*{words}"):
+        with pytest.raises(
+            dtrans.errors.GradientError, match=rf"\(test_callbacks.py:\d+\).*{words}"
+        ):
             dtrans.nccl2(*programs(step), trainers=2)
 
 
 def test_a_print_says_what_one_device_prints(capfd):
-    step = step_of(lambda **values: jax.debug.print("norm {n:.4f}", n=optax.tree.norm(values["grads"])))
+    step = step_of(
+        lambda **values: jax.debug.print("norm {n:.4f}", n=optax.tree.norm(values["grads"]))
+    )
     jax.block_until_ready(jax.jit(step)(*init(None), X, Y))
     jax.effects_barrier()
     one = capfd.readouterr().out
@@ -232,7 +270,9 @@ def test_a_print_says_what_one_device_prints(capfd):
 @pytest.mark.parametrize("of", ["rows", "gradients"])
 def test_a_pure_callback_is_a_function_like_others(of):
     """Its result feeds the loss, or the update: the state is that of one device."""
-    doubled = lambda v: jax.pure_callback(lambda a: 2 * np.asarray(a), jax.ShapeDtypeStruct(v.shape, v.dtype), v)
+    doubled = lambda v: jax.pure_callback(
+        lambda a: 2 * np.asarray(a), jax.ShapeDtypeStruct(v.shape, v.dtype), v
+    )
 
     def loss(params, x, y):
         return loss_of(params, doubled(x) if of == "rows" else x, y)

@@ -42,12 +42,18 @@ def planned(name: str) -> Plan:
     main, startup = dtrans.trace(STEP, *init(KEY), X, Y), dtrans.trace(init, KEY)
     if name == "pserver":
         return dtrans.pserver(
-            main, startup, pservers=endpoints(2), trainers=2, placement=dtrans.BlockPlacement(min_block_size=1)
+            main,
+            startup,
+            pservers=endpoints(2),
+            trainers=2,
+            placement=dtrans.BlockPlacement(min_block_size=1),
         )
     if name == "nccl2":
         return dtrans.nccl2(main, startup, trainers=2)
     if name == "sharding":
-        return dtrans.sharding(main, startup, stage=3, degree=2, slices=dtrans.Slicing(min_slice_size=0))
+        return dtrans.sharding(
+            main, startup, stage=3, degree=2, slices=dtrans.Slicing(min_slice_size=0)
+        )
     return dtrans.pipeline(main, startup, num_stages=2, num_micro_batch=2)
 
 
@@ -75,7 +81,9 @@ def test_a_job_trains_as_one_device_and_says_what_it_is(plan: Plan, way: str) ->
         assert repr(plan) in repr(job) and "closed" not in repr(job)
     assert "closed" in repr(job)
     for call in (lambda: job.step(state, X, Y), lambda: job.init(KEY)):
-        with pytest.raises(StateError, match="^this job is closed: make another of its plan, <.* plan of step"):
+        with pytest.raises(
+            StateError, match="^this job is closed: make another of its plan, <.* plan of step"
+        ):
             call()
 
 
@@ -83,10 +91,14 @@ def test_a_plan_says_what_it_is_and_what_it_costs(plan: Plan) -> None:
     assert isinstance(plan, Plan)
     assert repr(plan) == f"<{str(plan).splitlines()[0]}>"
     html = plan._repr_html_()
-    assert html.startswith("<b>") and all(cell in html for row in plan.rows for cell in row if "<" not in cell)
+    assert html.startswith("<b>") and all(
+        cell in html for row in plan.rows for cell in row if "<" not in cell
+    )
     assert all(isinstance(p, dtrans.Program) for p in plan.programs.values())
     costs = plan.costs()
-    assert isinstance(costs, Costs) and all(c.role in str(costs) and c.role in costs._repr_html_() for c in costs)
+    assert isinstance(costs, Costs) and all(
+        c.role in str(costs) and c.role in costs._repr_html_() for c in costs
+    )
     assert sum(c.count for c in costs) == {"PServerPlan": 4}.get(type(plan).__name__, 2)
     assert all(c.held > 0 and c.flops > 0 and c.rounds > 0 for c in costs)
 
@@ -101,25 +113,38 @@ def test_what_is_sent_is_received() -> None:
 def test_costs_are_those_counted_by_hand() -> None:
     w1, w2 = 4 * 6 * 4, 6 * 2 * 4
     trainer, *servers = planned("pserver").costs()
-    assert (trainer.held, trainer.sent, trainer.received, trainer.rounds) == (w1 + w2, w1 + w2, w1 + w2, 1)
+    assert (trainer.held, trainer.sent, trainer.received, trainer.rounds) == (
+        w1 + w2,
+        w1 + w2,
+        w1 + w2,
+        1,
+    )
     # of each parameter its two moments, and a count on each server
     assert sum(s.held for s in servers) == 3 * (w1 + w2) + 2 * 4
     (rank,) = planned("nccl2").costs()
     assert (rank.held, rank.sent) == (3 * (w1 + w2) + 4, w1 + w2 + 4)  # the gradients, and the loss
     first, last = planned("pipeline").costs()
     sent = planned("pipeline").stages[0].sends
-    assert (first.sent, first.received, last.sent, last.received) == (2 * sent,) * 4  # of two micro-batches
+    assert (first.sent, first.received, last.sent, last.received) == (
+        2 * sent,
+    ) * 4  # of two micro-batches
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.sampled(1)
 def test_states_that_are_not_of_the_job_are_refused(plan: Plan, way: str) -> None:
     job = getattr(plan, way)()
-    with pytest.raises(StateError, match="^step takes the state that init or step returned, not dict$"):
+    with pytest.raises(
+        StateError, match="^step takes the state that init or step returned, not dict$"
+    ):
         job.step({}, X, Y)
     state = job.init(KEY)
-    narrow = dataclasses.replace(state, params=jax.tree.map(lambda x: x.astype(jnp.bfloat16), state.params))
-    with pytest.raises(StateError, match=r"^this is not a state of this job: params/w\d is bfloat16\[.*\] in it"):
+    narrow = dataclasses.replace(
+        state, params=jax.tree.map(lambda x: x.astype(jnp.bfloat16), state.params)
+    )
+    with pytest.raises(
+        StateError, match=r"^this is not a state of this job: params/w\d is bfloat16\[.*\] in it"
+    ):
         job.step(narrow, X, Y)
     with pytest.raises(StateError, match="^this is not a state of this job: it has no params/w"):
         job.step(dataclasses.replace(state, params={}), X, Y)
@@ -130,7 +155,9 @@ def test_a_state_that_was_donated_is_refused(plan: Plan) -> None:
     job = plan.on_mesh()
     state = job.init(KEY)
     job.step(state, X, Y)
-    with pytest.raises(StateError, match="this state was already stepped from, and .* was donated to that step"):
+    with pytest.raises(
+        StateError, match="this state was already stepped from, and .* was donated to that step"
+    ):
         job.step(state, X, Y)
     kept = plan.on_mesh(donate=False)
     state = kept.init(KEY)
@@ -182,10 +209,14 @@ def test_a_role_runs_its_own_part_and_says_what_it_cannot(monkeypatch: pytest.Mo
                 call()
     with pytest.raises(StateError, match="^this job is closed"):
         job.serve(state)
-    with pytest.raises(ConfigError, match="^donate=False: a server updates its blocks where they are"):
+    with pytest.raises(
+        ConfigError, match="^donate=False: a server updates its blocks where they are"
+    ):
         plan.on_cluster(donate=False)
     monkeypatch.setenv("DTRANS_TRAINERS", "3")
-    with pytest.raises(ConfigError, match="^the plan is for 2 trainers and pservers .* environment says 3 and "):
+    with pytest.raises(
+        ConfigError, match="^the plan is for 2 trainers and pservers .* environment says 3 and "
+    ):
         plan.on_cluster()
 
 
@@ -212,13 +243,17 @@ def test_roles_save_their_own_parts_and_go_on_from_them(tmp_path: Any) -> None:
         role = dtrans.Role("pserver", 2, tuple(plan.servers), current_endpoint=endpoint)
         with ServerJob(plan, role, {"deadline": HANG}) as job:
             dtrans.checkpoint.check(path, job)
-            first = job.init(KEY) if came_from is None else dtrans.checkpoint.restore(came_from, job)
+            first = (
+                job.init(KEY) if came_from is None else dtrans.checkpoint.restore(came_from, job)
+            )
             dtrans.checkpoint.save(path, job, job.serve(first))
 
     def train(k: int, path: Any, came_from: Any) -> Any:
         role = dtrans.Role("trainer", 2, tuple(plan.servers), trainer_id=k)
         with TrainerJob(plan, role, {"deadline": HANG}) as job:
-            state = job.init(KEY) if came_from is None else dtrans.checkpoint.restore(came_from, job)
+            state = (
+                job.init(KEY) if came_from is None else dtrans.checkpoint.restore(came_from, job)
+            )
             state, _ = job.step(state, X[4 * k : 4 * k + 4], Y[4 * k : 4 * k + 4])
             dtrans.checkpoint.save(path, job, state)
             return job.params(state)
@@ -247,5 +282,7 @@ def test_a_checkpoint_looks_for_its_place_before_training(plan: Plan, tmp_path: 
     with pytest.raises(ConfigError, match=r"file/1 cannot hold a checkpoint: .*file is no folder$"):
         dtrans.checkpoint.check(tmp_path / "file" / "1", job)
     dtrans.checkpoint.save(tmp_path / "1", job, job.init(KEY))
-    with pytest.raises(ConfigError, match="-0 is there already: save each checkpoint of .* to a path of its own$"):
+    with pytest.raises(
+        ConfigError, match="-0 is there already: save each checkpoint of .* to a path of its own$"
+    ):
         dtrans.checkpoint.check(tmp_path / "1", job)

@@ -1,4 +1,5 @@
-"""Names are for people: whatever a user calls a leaf, each strategy trains it, or refuses it by its name."""
+"""Names are for people: whatever a user calls a leaf, each strategy trains it, or refuses it by its
+name."""
 
 from __future__ import annotations
 
@@ -33,18 +34,24 @@ def servers(**options: Any) -> Strategy:
 
 
 def ranks(**options: Any) -> Strategy:
-    return lambda main, startup: flat_options.sharding(main, startup, degree=2, min_slice_size=1, **options)
+    return lambda main, startup: flat_options.sharding(
+        main, startup, degree=2, min_slice_size=1, **options
+    )
 
 
 def stages(**options: Any) -> Strategy:
-    return lambda main, startup: flat_options.pipeline(main, startup, num_stages=2, num_micro_batch=2, **options)
+    return lambda main, startup: flat_options.pipeline(
+        main, startup, num_stages=2, num_micro_batch=2, **options
+    )
 
 
 STRATEGIES: dict[str, Strategy] = {
     "pserver": servers(),
     "pserver, whole leaves": servers(slice_var_up=False),
     "nccl2": lambda main, startup: dtrans.nccl2(main, startup, trainers=2),
-    "nccl2, micro-batches": lambda main, startup: dtrans.nccl2(main, startup, trainers=2, num_micro_batch=2),
+    "nccl2, micro-batches": lambda main, startup: dtrans.nccl2(
+        main, startup, trainers=2, num_micro_batch=2
+    ),
     "sharding 1": ranks(stage=1),
     "sharding 2, micro-batches": ranks(stage=2, num_micro_batch=2),
     "sharding 3": ranks(stage=3),
@@ -58,7 +65,9 @@ def job_of(plan: Any) -> Any:
     return plan.on_mesh() if isinstance(plan, dtrans.PServerPlan) else plan.simulate()
 
 
-def steps(loss: Callable[..., Any], params: Params, strategy: Strategy, tx: Any) -> tuple[Any, Any, Any, Any]:
+def steps(
+    loss: Callable[..., Any], params: Params, strategy: Strategy, tx: Any
+) -> tuple[Any, Any, Any, Any]:
     """Two steps of a strategy, and of one device: losses and parameters of both."""
     x = jax.random.normal(jax.random.key(1), (ROWS, 4))
     step = dtrans.make_train_step(loss, tx)
@@ -86,7 +95,9 @@ def in_turn(params: Params, x: Any) -> Any:
 def same(found: tuple[Any, Any, Any, Any]) -> None:
     told, expected, params, wanted = found
     np.testing.assert_allclose(told, expected, rtol=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), params, wanted)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), params, wanted
+    )
 
 
 @pytest.mark.sampled(1)
@@ -124,7 +135,9 @@ def looped(params: Params, x: Any) -> Any:
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("name", ["ws@GRAD", "ws.block0", "ws.block1", "ws@GRAD.block0", "ws.stage1"])
+@pytest.mark.parametrize(
+    "name", ["ws@GRAD", "ws.block0", "ws.block1", "ws@GRAD.block0", "ws.stage1"]
+)
 def test_beside_a_stack_any_name_trains(name: str) -> None:
     params = {"ws": 0.5 * jax.random.normal(jax.random.key(2), (4, 4, 4)), **small(name)}
     same(steps(looped, params, stages(), optax.adam(1e-2)))

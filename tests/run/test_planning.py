@@ -45,5 +45,7 @@ for strategy, plan in plans.items():
 
 
 def test_planning_starts_no_devices() -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 0, done.stderr

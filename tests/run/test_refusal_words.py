@@ -1,4 +1,5 @@
-"""Refusals speak of the roles that a strategy has, and of the method and the options that the user wrote."""
+"""Refusals speak of the roles that a strategy has, and of the method and the options that the user
+wrote."""
 
 from __future__ import annotations
 
@@ -91,7 +92,9 @@ def traced(step: Any, make: Any = init, *batch: Any) -> Any:
 def attempts(plan: Callable[..., Any]) -> Iterator[Callable[[], Any]]:
     """What users do wrong, or what some strategies do not take."""
     yield lambda: plan(*traced(STEP)[:1], dtrans.trace(lambda key: init(key)[0], jax.random.key(0)))
-    yield lambda: plan(*traced(STEP)[:1], dtrans.trace(lambda key: (*init(key), 0.0), jax.random.key(0)))
+    yield lambda: plan(
+        *traced(STEP)[:1], dtrans.trace(lambda key: (*init(key), 0.0), jax.random.key(0))
+    )
     yield lambda: plan(*traced(with_value, plateau_init))
     yield lambda: plan(*traced(with_value, plateau_init), batch="local")
     yield lambda: plan(*traced(perturbed), batch="local")
@@ -132,9 +135,21 @@ def test_refusals_speak_of_roles_that_the_strategy_has(name: str) -> None:
 def test_numbers_of_roles_are_refused_under_the_name_that_was_given() -> None:
     main, startup = traced(STEP)
     for make, options, words in (
-        (dtrans.nccl2, {"trainers": 0}, "^trainers must be a positive number of trainers, it is 0$"),
-        (dtrans.pserver, {"trainers": 0}, "^trainers must be a positive number of trainers, it is 0$"),
-        (dtrans.sharding, {"degree": 0, "stage": 1}, "^degree must be a positive number of ranks, it is 0$"),
+        (
+            dtrans.nccl2,
+            {"trainers": 0},
+            "^trainers must be a positive number of trainers, it is 0$",
+        ),
+        (
+            dtrans.pserver,
+            {"trainers": 0},
+            "^trainers must be a positive number of trainers, it is 0$",
+        ),
+        (
+            dtrans.sharding,
+            {"degree": 0, "stage": 1},
+            "^degree must be a positive number of ranks, it is 0$",
+        ),
         (dtrans.pipeline, {"num_stages": 0}, "^num_stages must be "),
     ):
         with pytest.raises(dtrans.errors.ConfigError, match=words):
@@ -145,13 +160,22 @@ def test_the_method_that_was_called_is_named() -> None:
     main, startup = traced(STEP)
     plan = dtrans.pserver(main, startup, trainers=2, mode=dtrans.Async())
     for way in ("on_mesh", "simulate"):
-        with pytest.raises(dtrans.errors.ConfigError, match=rf"^{way} takes the steps of all .* plan.on_cluster\(\)"):
+        with pytest.raises(
+            dtrans.errors.ConfigError,
+            match=rf"^{way} takes the steps of all .* plan.on_cluster\(\)",
+        ):
             getattr(plan, way)()
-    with pytest.raises(dtrans.errors.ConfigError, match="^64 ranks need as many devices, on_mesh has 8"):
+    with pytest.raises(
+        dtrans.errors.ConfigError, match="^64 ranks need as many devices, on_mesh has 8"
+    ):
         dtrans.sharding(main, startup, degree=64, stage=1).on_mesh()
 
 
-OPTIMIZERS = {"sgd": optax.sgd(0.1), "a schedule": optax.sgd(optax.constant_schedule(0.1)), "adam": TX}
+OPTIMIZERS = {
+    "sgd": optax.sgd(0.1),
+    "a schedule": optax.sgd(optax.constant_schedule(0.1)),
+    "adam": TX,
+}
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -166,6 +190,9 @@ def test_an_init_that_forgets_the_state_of_the_optimizer_is_told_so(name: str) -
         (dtrans.pserver, {"trainers": 2}),
         (dtrans.pipeline, {"num_stages": 1}),
     ):
-        words = r"it returns params alone, expected \(params, opt_state\); .* where opt_state is tx.init\(params\)$"
+        words = (
+            r"it returns params alone, expected \(params, opt_state\); .* where opt_state is "
+            r"tx.init\(params\)$"
+        )
         with pytest.raises(dtrans.errors.TraceError, match=words):
             make(main, startup, **options)

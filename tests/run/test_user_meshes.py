@@ -1,6 +1,8 @@
-"""Arrays that lie on a user's mesh, and a mesh that `jax.set_mesh` has set: jobs make one device's numbers.
+"""Arrays that lie on a user's mesh, and a mesh that `jax.set_mesh` has set: jobs make one device's
+numbers.
 
-A step is traced with such arrays, closes over one, or is given them; a state is made of them, and goes on from them.
+A step is traced with such arrays, closes over one, or is given them; a state is made of them, and
+goes on from them.
 """
 
 from __future__ import annotations
@@ -30,12 +32,23 @@ X, Y = RNG.normal(size=(12, 6)), np.arange(12) % 5
 
 PLANS: dict[str, Callable[..., Any]] = {
     "nccl2": lambda *given: dtrans.nccl2(*given, trainers=2),
-    "stage 1": lambda *given: dtrans.sharding(*given, degree=2, stage=1, slices=dtrans.Slicing(min_slice_size=0)),
-    "stage 3": lambda *given: dtrans.sharding(*given, degree=2, stage=3, slices=dtrans.Slicing(min_slice_size=0)),
-    "pserver": lambda *given: dtrans.pserver(*given, pservers="127.0.0.1:1,127.0.0.1:2", trainers=2),
+    "stage 1": lambda *given: dtrans.sharding(
+        *given, degree=2, stage=1, slices=dtrans.Slicing(min_slice_size=0)
+    ),
+    "stage 3": lambda *given: dtrans.sharding(
+        *given, degree=2, stage=3, slices=dtrans.Slicing(min_slice_size=0)
+    ),
+    "pserver": lambda *given: dtrans.pserver(
+        *given, pservers="127.0.0.1:1,127.0.0.1:2", trainers=2
+    ),
     "pipeline": lambda *given: dtrans.pipeline(*given, num_stages=2, num_micro_batch=2),
 }
-WAYS = [(plan, way) for plan in PLANS for way in ("on_mesh", "simulate") if (plan, way) != ("pserver", "simulate")]
+WAYS = [
+    (plan, way)
+    for plan in PLANS
+    for way in ("on_mesh", "simulate")
+    if (plan, way) != ("pserver", "simulate")
+]
 
 
 def mesh(kind: str) -> Mesh:
@@ -71,7 +84,9 @@ def step_with(shift: Any) -> Callable[..., Any]:
 
 def trained(plan: str, way: str, kind: str = "", what: str = "") -> Any:
     """What two steps make. `what` is on a mesh of this kind, or `all` is."""
-    at: Callable[[str, Any], Any] = lambda name, tree: placed(kind, tree) if what in (name, "all") else tree
+    at: Callable[[str, Any], Any] = lambda name, tree: (
+        placed(kind, tree) if what in (name, "all") else tree
+    )
     step, batch = step_with(at("constant", SHIFT)), (X, Y, KEY)
     main = dtrans.trace(step, *at("trace", init(KEY)), *at("trace", batch))
     job = getattr(PLANS[plan](main, dtrans.trace(init, at("trace", KEY))), way)()
@@ -100,7 +115,9 @@ def check(found: Any) -> None:
 @pytest.mark.parametrize("kind", ["auto", "explicit", "elsewhere", "one device"])
 @pytest.mark.parametrize("what", ["trace", "constant", "init", "batch", "state", "all"])
 @pytest.mark.parametrize(("plan", "way"), WAYS)
-def test_a_job_is_given_arrays_that_lie_elsewhere(plan: str, way: str, what: str, kind: str) -> None:
+def test_a_job_is_given_arrays_that_lie_elsewhere(
+    plan: str, way: str, what: str, kind: str
+) -> None:
     with compiled_quickly():
         check(trained(plan, way, kind, what))
 
@@ -109,9 +126,15 @@ def test_a_job_is_given_arrays_that_lie_elsewhere(plan: str, way: str, what: str
 @pytest.mark.parametrize("kind", ["auto", "explicit", "elsewhere"])
 @pytest.mark.parametrize(("plan", "way"), WAYS)
 def test_a_mesh_that_is_set_stays_out_of_jobs(plan: str, way: str, kind: str) -> None:
-    main, startup = dtrans.trace(step_with(SHIFT), *jax.eval_shape(init, KEY), X, Y, KEY), dtrans.trace(init, KEY)
+    main, startup = (
+        dtrans.trace(step_with(SHIFT), *jax.eval_shape(init, KEY), X, Y, KEY),
+        dtrans.trace(init, KEY),
+    )
     with compiled_quickly(), jax.set_mesh(mesh(kind)):
-        within = dtrans.trace(step_with(SHIFT), *jax.eval_shape(init, KEY), X, Y, KEY), dtrans.trace(init, KEY)
+        within = (
+            dtrans.trace(step_with(SHIFT), *jax.eval_shape(init, KEY), X, Y, KEY),
+            dtrans.trace(init, KEY),
+        )
         job = getattr(PLANS[plan](*within), way)()
         state, loss = job.step(job.init(KEY), X, Y, KEY)
         loss, w = np.asarray(loss), np.asarray(job.params(state)["w"])
@@ -125,7 +148,8 @@ def test_a_mesh_that_is_set_stays_out_of_jobs(plan: str, way: str, kind: str) ->
 @pytest.mark.parametrize("plan", ["nccl2", "pipeline"])
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_a_step_that_says_where_its_values_should_be(plan: str, kind: str) -> None:
-    """Constraints, shardings of `jit` and `device_put` are left out: the plan says where values are."""
+    """Constraints, shardings of `jit` and `device_put` are left out: the plan says where values
+    are."""
     on = mesh(kind)
     plain = step_with(SHIFT)
     rows = NamedSharding(on, P("d"))
@@ -134,16 +158,25 @@ def test_a_step_that_says_where_its_values_should_be(plan: str, kind: str) -> No
     def step(params: Any, opt_state: Any, x: Any, y: Any, key: Any) -> Any:
         x = put(x, P("d"))
         y = jax.device_put(y, rows)
-        double = jax.jit(lambda a: 2 * a) if kind == "explicit" else jax.jit(lambda a: 2 * a, in_shardings=rows)
+        double = (
+            jax.jit(lambda a: 2 * a)
+            if kind == "explicit"
+            else jax.jit(lambda a: 2 * a, in_shardings=rows)
+        )
         return plain(params, opt_state, double(x) / 2, y, key)
 
     with compiled_quickly():
         with contextlib.ExitStack() as stack:
             stack.enter_context(jax.set_mesh(on))
-            main, startup = dtrans.trace(step, *jax.eval_shape(init, KEY), X, Y, KEY), dtrans.trace(init, KEY)
+            main, startup = (
+                dtrans.trace(step, *jax.eval_shape(init, KEY), X, Y, KEY),
+                dtrans.trace(init, KEY),
+            )
         named = {e.primitive.name for e in main.eqns}
         assert named.isdisjoint(("reshard", "sharding_constraint", "device_put"))
         job = PLANS[plan](main, startup).on_mesh()
         state, first = job.step(job.init(KEY), X, Y, KEY)
-        job.step(state, np.tile(X, (2, 1)), np.tile(Y, 2), KEY)  # traced again, where no mesh is set
+        job.step(
+            state, np.tile(X, (2, 1)), np.tile(Y, 2), KEY
+        )  # traced again, where no mesh is set
     np.testing.assert_allclose(first, alone()[1], rtol=1e-10)

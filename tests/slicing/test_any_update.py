@@ -1,14 +1,17 @@
-"""Updates that nobody wrote, on servers and on whole arrays: random programs of elementwise equations, reductions,
-changes of shape, matrix products, branches and loops over several leaves, with state of several layouts.
+"""Updates that nobody wrote, on servers and on whole arrays: random programs of elementwise
+equations, reductions, changes of shape, matrix products, branches and loops over several leaves,
+with state of several layouts.
 
-All values are multiples of 1/8 between -4 and 4, and what an operation makes is rounded to such a number again. So
-sums are exact in whatever order they are taken: servers that reduce block by block must give the very numbers that
-whole arrays give, and comparisons, signs and `argmax` (with ties) can be among the operations. An operand is chosen
-by number, modulo how many there are: any list of instructions is a program, and a failure shrinks to a short one.
+All values are multiples of 1/8 between -4 and 4, and what an operation makes is rounded to such a
+number again. So sums are exact in whatever order they are taken: servers that reduce block by block
+must give the very numbers that whole arrays give, and comparisons, signs and `argmax` (with ties)
+can be among the operations. An operand is chosen by number, modulo how many there are: any list of
+instructions is a program, and a failure shrinks to a short one.
 
-Each example is carried out for two steps by hand (`helpers.serve`). Its structure is looked at too: no array of
-the full shape of a sliced leaf where one can be avoided, nothing read before it is made, and no leaf whole that none
-of the instructions binds. `DTRANS_EXAMPLES=2000` runs as many examples as it says (`make fuzz`).
+Each example is carried out for two steps by hand (`helpers.serve`). Its structure is looked at too:
+no array of the full shape of a sliced leaf where one can be avoided, nothing read before it is
+made, and no leaf whole that none of the instructions binds. `DTRANS_EXAMPLES=2000` runs as many
+examples as it says (`make fuzz`).
 """
 
 from __future__ import annotations
@@ -82,7 +85,9 @@ class Value:
         assert x.shape == self.x.shape, (x.shape, self.x.shape)
         return dataclasses.replace(self, x=x)
 
-    def viewed(self, how: str, to: Any, back: Any, rows: int | None, runs: bool | None = None) -> Value:
+    def viewed(
+        self, how: str, to: Any, back: Any, rows: int | None, runs: bool | None = None
+    ) -> Value:
         """Another view."""
         runs = self.runs if runs is None else runs
         return Value(to(self.x), f"{self.view} {how}", lambda z: self.back(back(z)), rows, runs)
@@ -206,7 +211,9 @@ def with_shared_array(w: Writer, v: Value, j: int) -> Value | None:
         lambda: lax.broadcasted_iota(F, shape, j // 8 % n) / 4,
         lambda: jnp.cumsum(jnp.full(shape, w.count, F), j // 8 % n) / 8,
         lambda: jnp.broadcast_to(w.scalar(j // 8) * jnp.arange(shape[-1], dtype=F), shape),
-        lambda: jnp.broadcast_to(jnp.arange(shape[0], dtype=F).reshape((-1,) + (1,) * (n - 1)), shape),
+        lambda: jnp.broadcast_to(
+            jnp.arange(shape[0], dtype=F).reshape((-1,) + (1,) * (n - 1)), shape
+        ),
         lambda: jnp.arange(v.x.size, dtype=F).reshape(shape) / 8,
         lambda: jnp.where(lax.broadcasted_iota(jnp.int32, shape, 0) > w.count, 1.0, table),
         lambda: jnp.flip(jnp.asarray(table) * w.count, j // 8 % n),
@@ -218,7 +225,9 @@ def with_shared_array(w: Writer, v: Value, j: int) -> Value | None:
 @op
 def noise(w: Writer, v: Value, j: int) -> Value | None:
     key = jax.random.fold_in(w.key, j)
-    made = jax.random.bernoulli(key, 0.5, v.x.shape) if j % 2 else jax.random.normal(key, v.x.shape, F)
+    made = (
+        jax.random.bernoulli(key, 0.5, v.x.shape) if j % 2 else jax.random.normal(key, v.x.shape, F)
+    )
     return v.new(q(v.x + q(made)))
 
 
@@ -248,7 +257,9 @@ def some_axes(v: Value, j: int) -> tuple[int, ...]:
     """Rows, all but rows, everything, or one."""
     n = v.x.ndim
     rest = tuple(d for d in range(n) if d != v.rows)
-    return [() if v.rows is None else (v.rows,), rest, tuple(range(n)), (j // 4 % n,) if n else ()][j % 4]
+    return [() if v.rows is None else (v.rows,), rest, tuple(range(n)), (j // 4 % n,) if n else ()][
+        j % 4
+    ]
 
 
 def reduced(v: Value, fn: Any, axes: tuple[int, ...], keep: bool) -> Value:
@@ -279,7 +290,9 @@ def arg_reduce(w: Writer, v: Value, j: int) -> Value | None:
     axis = j // 4 % v.x.ndim
     if axis == v.rows and v.runs:
         w.binds()
-    fn = lambda x, axis, keepdims: q(ARG[j // 2 % 2](x, axis=axis[0], keepdims=keepdims).astype(F) / 2)
+    fn = lambda x, axis, keepdims: q(
+        ARG[j // 2 % 2](x, axis=axis[0], keepdims=keepdims).astype(F) / 2
+    )
     return reduced(v, fn, (axis,), bool(j % 2))
 
 
@@ -346,7 +359,9 @@ def expanded(w: Writer, v: Value, j: int) -> Value | None:
     if v.x.ndim > 4:
         return None
     rows = None if v.rows is None else v.rows + (axis <= v.rows)
-    return v.viewed(f"expand{axis}", lambda x: jnp.expand_dims(x, axis), lambda z: jnp.squeeze(z, axis), rows)
+    return v.viewed(
+        f"expand{axis}", lambda x: jnp.expand_dims(x, axis), lambda z: jnp.squeeze(z, axis), rows
+    )
 
 
 @op
@@ -381,7 +396,11 @@ def beside(w: Writer, v: Value, j: int) -> Value | None:
     if axis == v.rows:
         w.binds()
     both = jnp.concatenate([v.x, y, y, v.x, -y, y], axis)
-    return v.new(lax.slice_in_dim(jnp.sort(both, axis) if j // 2 % 2 else both, 1, 1 + v.x.shape[axis], axis=axis))
+    return v.new(
+        lax.slice_in_dim(
+            jnp.sort(both, axis) if j // 2 % 2 else both, 1, 1 + v.x.shape[axis], axis=axis
+        )
+    )
 
 
 @op
@@ -393,7 +412,11 @@ def padded(w: Writer, v: Value, j: int) -> Value | None:
     if axis == v.rows:
         w.binds()
     config = [(9, 0, 0) if d == axis else (0, 0, 0) for d in range(v.x.ndim)]
-    return v.new(lax.slice_in_dim(lax.pad(v.x, jnp.asarray(0.5, F), config), 8, 8 + v.x.shape[axis], axis=axis))
+    return v.new(
+        lax.slice_in_dim(
+            lax.pad(v.x, jnp.asarray(0.5, F), config), 8, 8 + v.x.shape[axis], axis=axis
+        )
+    )
 
 
 @op
@@ -425,7 +448,12 @@ def along(w: Writer, v: Value, j: int) -> Value | None:
         lambda x: lax.cummax(x, axis),
         lambda x: jnp.argsort(x, axis).astype(F) / 2,
         lambda x: q(jax.nn.softmax(x, axis)),
-        lambda x: lax.top_k(jnp.moveaxis(x, axis, -1), 1)[0].reshape(jnp.max(x, axis, keepdims=True).shape) + 0 * x,
+        lambda x: (
+            lax.top_k(jnp.moveaxis(x, axis, -1), 1)[0].reshape(
+                jnp.max(x, axis, keepdims=True).shape
+            )
+            + 0 * x
+        ),
         lambda x: q(sum(jnp.split(x, x.shape[axis], axis)) + 0 * x),
         lambda x: jnp.take_along_axis(x, jnp.argsort(-x, axis), axis),
     ]
@@ -466,7 +494,11 @@ def dot(w: Writer, v: Value, j: int) -> Value | None:
     if k == 5:  # shared numbers, one for each row
         return v.new(q(x + jnp.arange(x.shape[0], dtype=F) @ y).reshape(v.x.shape))
     if k == 6:
-        return v.new(q(jnp.einsum("ij,kj->ik", x, jnp.ones((x.shape[1], x.shape[1])) * w.scalar(j))).reshape(v.x.shape))
+        return v.new(
+            q(jnp.einsum("ij,kj->ik", x, jnp.ones((x.shape[1], x.shape[1])) * w.scalar(j))).reshape(
+                v.x.shape
+            )
+        )
     return v.new(q(jnp.einsum("ij,ij->i", x, y)[:, None] * x).reshape(v.x.shape))
 
 
@@ -494,7 +526,9 @@ def linalg(w: Writer, v: Value, j: int) -> Value | None:
     square = x @ jnp.swapaxes(x, -1, -2) + jnp.eye(x.shape[-2])
     made = [
         lambda: jnp.linalg.cholesky(square),
-        lambda: lax.linalg.triangular_solve(jnp.linalg.cholesky(square), square, left_side=True, lower=True),
+        lambda: lax.linalg.triangular_solve(
+            jnp.linalg.cholesky(square), square, left_side=True, lower=True
+        ),
         lambda: square + jnp.linalg.eigvalsh(square)[..., None],
         lambda: jnp.linalg.solve(square, square + 1),
         lambda: jnp.linalg.inv(square),
@@ -524,7 +558,9 @@ def branch(w: Writer, v: Value, j: int) -> Value:
     s, other = w.scalar(j // 7), w.other(v, j // 3).x
     f, g, h = (INSIDE[j // d % len(INSIDE)] for d in (2, 11, 5))
     if j % 2:
-        return v.new(lax.cond(s > 0.25, lambda x, y: f(x, s), lambda x, y: q(g(y, s) + x), v.x, other))
+        return v.new(
+            lax.cond(s > 0.25, lambda x, y: f(x, s), lambda x, y: q(g(y, s) + x), v.x, other)
+        )
     case = (w.count + j) % 3
     nested = lambda x: lax.cond(jnp.sum(x) > 0, lambda x: h(x, s), lambda x: -x, x)
     return v.new(lax.switch(case, [lambda x: f(x, s), lambda x: g(x, s), nested], v.x))
@@ -542,7 +578,9 @@ def branch_of_all(w: Writer, v: Value, j: int) -> None:
         return {n: f(x, s) for n, x in t.items()}, s
 
     def second(t: Any) -> Any:
-        return {n: g(x, jnp.asarray(0.5, F)) if i % 2 else x for i, (n, x) in enumerate(t.items())}, w.scalar(j)
+        return {
+            n: g(x, jnp.asarray(0.5, F)) if i % 2 else x for i, (n, x) in enumerate(t.items())
+        }, w.scalar(j)
 
     test = w.scalar(j // 3) > 0.25 if j % 2 else w.count % 2 == 0
     if j // 5 % 3 == 0:
@@ -565,7 +603,9 @@ def loop(w: Writer, v: Value, j: int) -> Value:
     if kind == 0:
         return v.new(lax.fori_loop(0, turns, lambda i, x: q(f(x, s) + i), v.x))
     if kind == 1:
-        return v.new(lax.while_loop(lambda c: c[0] < turns, lambda c: (c[0] + 1, f(c[1], s)), (0, v.x))[1])
+        return v.new(
+            lax.while_loop(lambda c: c[0] < turns, lambda c: (c[0] + 1, f(c[1], s)), (0, v.x))[1]
+        )
     if kind == 2:
         keys = jnp.arange(turns, dtype=F)
         made, each = lax.scan(lambda x, k: (q(f(x, s) + k), x), v.x, keys)
@@ -628,7 +668,17 @@ def mixed(w: Writer, v: Value, j: int) -> Value | None:
 
 
 # what keeps rows is drawn more often than what mixes them, or every leaf would be whole
-RARE = ["first_entry", "mixed", "loop_of_all", "along", "beside", "padded", "columns_replaced", "scanned", "loop"]
+RARE = [
+    "first_entry",
+    "mixed",
+    "loop_of_all",
+    "along",
+    "beside",
+    "padded",
+    "columns_replaced",
+    "scanned",
+    "loop",
+]
 OFTEN = [n for n in OPS if n not in RARE]
 INSTRUCTION = st.tuples(
     st.one_of(*[st.sampled_from(OFTEN)] * 4, st.sampled_from(RARE)),
@@ -674,7 +724,9 @@ class Update:
         self.bound: set[str] = set()
 
     def init(self, params: Any) -> Any:
-        state: dict[str, Any] = {k: {n: initial(k, p, n) for n, p in params.items()} for k in self.program["kinds"]}
+        state: dict[str, Any] = {
+            k: {n: initial(k, p, n) for n, p in params.items()} for k in self.program["kinds"]
+        }
         return {**state, "count": jnp.zeros((), jnp.int32), "key": jax.random.key(3)}
 
     def update(self, grads: Any, state: Any, params: Any) -> Any:
@@ -763,12 +815,20 @@ def check(program: dict[str, Any]) -> None:
         made = interpret(whole, *jax.tree.leaves((grads, state, params)))
         params = {n: p + u for (n, p), u in zip(params.items(), made[: len(params)], strict=True)}
         state = jax.tree.unflatten(of_state, made[len(params) :])
-        expected = dict(zip(plan.main.in_names, plan.main.flatten(params, state, grads), strict=True))
+        expected = dict(
+            zip(plan.main.in_names, plan.main.flatten(params, state, grads), strict=True)
+        )
         got = assemble(plan, held, names)
         assert set(got) == set(names)
         for name, value in got.items():
             a, b = as_numpy(value), as_numpy(expected[name])
-            assert a.shape == b.shape and a.dtype == b.dtype, (name, a.shape, b.shape, a.dtype, b.dtype)
+            assert a.shape == b.shape and a.dtype == b.dtype, (
+                name,
+                a.shape,
+                b.shape,
+                a.dtype,
+                b.dtype,
+            )
             a, b = a.astype(np.float64), b.astype(np.float64)
             assert np.isfinite(b).all(), name
             assert np.abs(a - b).max(initial=0) <= 1e-12, f"step {step}: {name}: {a} is not {b}"
@@ -787,7 +847,12 @@ EXAMPLES = os.environ.get("DTRANS_EXAMPLES")
 TIED = {
     "leaves": ["a", "bias"],
     "kinds": ["moment", "fixed", "transposed"],
-    "instructions": [("unary", 0, 2, 0), ("loop_of_all", 0, 0, 252), ("unary", 0, 0, 0), ("beside", 0, 3, 20)],
+    "instructions": [
+        ("unary", 0, 2, 0),
+        ("loop_of_all", 0, 0, 252),
+        ("unary", 0, 0, 0),
+        ("beside", 0, 3, 20),
+    ],
     "choice": 0,
     "servers": 1,
 }

@@ -1,5 +1,5 @@
-"""Initial values in blocks: the equations of an init, written for some rows only, make the very numbers that the whole
-makes there, and nothing of the whole's size where the initialiser allows."""
+"""Initial values in blocks: the equations of an init, written for some rows only, make the very
+numbers that the whole makes there, and nothing of the whole's size where the initialiser allows."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ class Blocks:
 
     def nothing_of(self, *shapes: tuple[int, ...]) -> None:
         """No equation makes anything of these shapes."""
-        assert not [e for e in self.jaxpr.jaxpr.eqns if any(v.aval.shape in shapes for v in e.outvars)]
+        assert not [
+            e for e in self.jaxpr.jaxpr.eqns if any(v.aval.shape in shapes for v in e.outvars)
+        ]
         assert not [v for v in self.jaxpr.jaxpr.constvars if v.aval.shape in shapes]
 
 
@@ -102,11 +104,15 @@ INITIALIZERS = {
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float64], ids=lambda t: t.__name__)
+@pytest.mark.parametrize(
+    "dtype", [jnp.float32, jnp.bfloat16, jnp.float64], ids=lambda t: t.__name__
+)
 @pytest.mark.parametrize("name", INITIALIZERS)
 def test_a_block_of_an_initialiser_is_the_rows_of_the_whole(name, dtype):
     with jax.enable_x64(dtype == jnp.float64):
-        found = in_blocks(lambda key: INITIALIZERS[name](key, SHAPE, dtype), jit=jax.jit)  # as a server does
+        found = in_blocks(
+            lambda key: INITIALIZERS[name](key, SHAPE, dtype), jit=jax.jit
+        )  # as a server does
     found.equal()
     found.nothing_of(SHAPE)
 
@@ -131,10 +137,12 @@ DRAWN = {
     "four axes": lambda key: jax.random.normal(key, (13, 2, 1, 3)),
     "one axis": lambda key: jax.random.normal(key, (13,)),
     "old keys": lambda key: jax.random.normal(jax.random.PRNGKey(3), SHAPE),
-    "a key for each row": lambda key: jax.vmap(lambda k: jax.random.normal(k, (6,)))(jax.random.split(key, 13)),
-    "a key for each column": lambda key: jax.vmap(lambda k: jax.random.normal(k, (13,)), out_axes=1)(
-        jax.random.split(key, 6)
+    "a key for each row": lambda key: jax.vmap(lambda k: jax.random.normal(k, (6,)))(
+        jax.random.split(key, 13)
     ),
+    "a key for each column": lambda key: jax.vmap(
+        lambda k: jax.random.normal(k, (13,)), out_axes=1
+    )(jax.random.split(key, 6)),
 }
 
 
@@ -150,13 +158,17 @@ def test_a_block_of_what_is_drawn(name):
 def test_what_is_not_understood_is_made_whole_and_cut(name):
     fn = {
         "orthogonal": lambda key: init.orthogonal()(key, SHAPE),
-        "permutation": lambda key: jax.random.permutation(key, jnp.arange(78.0).reshape(SHAPE), axis=0),
+        "permutation": lambda key: jax.random.permutation(
+            key, jnp.arange(78.0).reshape(SHAPE), axis=0
+        ),
         "gamma": lambda key: jax.random.gamma(key, 2.0, SHAPE),
         "rbg": lambda key: jax.random.normal(jax.random.key(3, impl="rbg"), SHAPE),
     }[name]
     found = in_blocks(fn)
     for got, want in zip(found.blocks, found.whole, strict=True):
-        assert np.allclose(got, want, rtol=1e-5)  # a loop, compiled with a slice behind it, may round otherwise
+        assert np.allclose(
+            got, want, rtol=1e-5
+        )  # a loop, compiled with a slice behind it, may round otherwise
     assert any(v.aval.shape in (SHAPE, (78,)) for e in found.jaxpr.jaxpr.eqns for v in e.outvars)
 
 
@@ -165,12 +177,16 @@ def test_what_is_not_understood_is_made_whole_and_cut(name):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("bit_width", [8, 16, 32, 64])
-@pytest.mark.parametrize(("shape", "axis"), [((13,), 0), (SHAPE, 0), (SHAPE, 1), ((2, 13, 3), 1), ((13, 0), 0)])
+@pytest.mark.parametrize(
+    ("shape", "axis"), [((13,), 0), (SHAPE, 0), (SHAPE, 1), ((2, 13, 3), 1), ((13, 0), 0)]
+)
 def test_bits_of_a_block(bit_width, shape, axis):
     with jax.enable_x64(bit_width == 64):
         whole = jax.random.bits(KEY, shape, f"uint{bit_width}")
         for start, stop in [(0, shape[axis]), (1, 2), (2, 5)]:
-            got = block_bits(KEY, bit_width=bit_width, shape=shape, axis=axis, start=start, stop=stop)
+            got = block_bits(
+                KEY, bit_width=bit_width, shape=shape, axis=axis, start=start, stop=stop
+            )
             want = lax.slice_in_dim(whole, start, stop, axis=axis)
             assert got.dtype == want.dtype
             assert np.array_equal(got, want)
@@ -197,7 +213,9 @@ def test_counters_beyond_32_bits(shape, axis, start):
         want = want + (index.astype(np.uint64) * np.uint64(stride)).reshape(
             [-1 if e == d else 1 for e in range(len(shape))]
         )
-    assert np.array_equal(np.asarray(high).astype(np.uint64) << np.uint64(32) | np.asarray(low), want)
+    assert np.array_equal(
+        np.asarray(high).astype(np.uint64) << np.uint64(32) | np.asarray(low), want
+    )
 
 
 def test_bits_are_counted_in_the_default_mode_only():
@@ -247,8 +265,12 @@ FOLLOWED = {
     "reshape": lambda key: draw(key, 13, 2, 3).reshape(SHAPE),
     "split by reshape": lambda key: draw(key, 26, 3).reshape(SHAPE),
     "rows merged": lambda key: jnp.pad(draw(key, 4, 3, 6).reshape(12, 6), ((0, 1), (0, 0))),
-    "concatenate": lambda key: jnp.concatenate([draw(key, 4, 6), jnp.zeros((1, 6)), draw(key, 8, 6)]),
-    "gates side by side": lambda key: jnp.concatenate([draw(key, 13, 2), jnp.ones((13, 4))], axis=1),
+    "concatenate": lambda key: jnp.concatenate(
+        [draw(key, 4, 6), jnp.zeros((1, 6)), draw(key, 8, 6)]
+    ),
+    "gates side by side": lambda key: jnp.concatenate(
+        [draw(key, 13, 2), jnp.ones((13, 4))], axis=1
+    ),
     "stack": lambda key: jnp.stack([draw(k, 6) for k in jax.random.split(key, 13)]),
     "stack beside": lambda key: jnp.stack([draw(k, 13) for k in jax.random.split(key, 6)], axis=1),
     "split": lambda key: jnp.split(draw(key, 39, 6), 3)[1],
@@ -266,7 +288,8 @@ FOLLOWED = {
     "tile": lambda key: jnp.tile(draw(key, 13, 3), (1, 2)),
     "squeeze": lambda key: draw(key, 1, 13, 6)[0],
     "sinusoids": lambda key: jnp.concatenate(
-        [f(jnp.arange(13.0)[:, None] / 100 ** (jnp.arange(3.0) / 3)) for f in (jnp.sin, jnp.cos)], axis=1
+        [f(jnp.arange(13.0)[:, None] / 100 ** (jnp.arange(3.0) / 3)) for f in (jnp.sin, jnp.cos)],
+        axis=1,
     ),
 }
 
@@ -313,7 +336,8 @@ def test_the_whole_is_the_program_itself():
 
 
 def test_parts_of_one_program_share_what_they_can():
-    """The key is split once; parts that are wanted twice are made once; of wholes there are slices."""
+    """The key is split once; parts that are wanted twice are made once; of wholes there are
+    slices."""
 
     def fn(key):
         a, b = jax.random.split(key)
@@ -325,7 +349,9 @@ def test_parts_of_one_program_share_what_they_can():
     b.invars += jaxpr.jaxpr.invars
     w, zeros, again, q = jaxpr.jaxpr.outvars
     p = Slice(0, 2, 3)
-    made = write_parts(b, jaxpr, [(w, p), (zeros, p), (again, p), (w, Slice(0, 7, 1)), (q, p), (q, Slice(0, 0, 1))])
+    made = write_parts(
+        b, jaxpr, [(w, p), (zeros, p), (again, p), (w, Slice(0, 7, 1)), (q, p), (q, Slice(0, 0, 1))]
+    )
     assert made[0] is made[2]
     kinds = [e.primitive.name for e in b.eqns]
     assert kinds.count("random_split") == 1
@@ -403,23 +429,31 @@ SOURCES = {
     "normal": lambda key, shape: jnp.round(jax.random.normal(key, shape) * 8),
     "ones": lambda key, shape: jnp.ones(shape),
     "count": lambda key, shape: lax.broadcasted_iota(jnp.float32, shape, 0),
-    "table": lambda key, shape: jnp.asarray(np.arange(float(np.prod(shape)), dtype=np.float32).reshape(shape)),
+    "table": lambda key, shape: jnp.asarray(
+        np.arange(float(np.prod(shape)), dtype=np.float32).reshape(shape)
+    ),
     "row": lambda key, shape: jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.float32), shape),
-    "columns": lambda key, shape: jnp.broadcast_to(jax.random.randint(key, (shape[0], 1), 0, 9) * 1.0, shape),
+    "columns": lambda key, shape: jnp.broadcast_to(
+        jax.random.randint(key, (shape[0], 1), 0, 9) * 1.0, shape
+    ),
 }
 INSTRUCTION = st.tuples(st.sampled_from([*UNARY, *BINARY]), st.integers(0, 7))
 
 
 @given(
     sources=st.lists(
-        st.tuples(st.sampled_from(sorted(SOURCES)), st.integers(1, 6), st.integers(1, 4)), min_size=1, max_size=3
+        st.tuples(st.sampled_from(sorted(SOURCES)), st.integers(1, 6), st.integers(1, 4)),
+        min_size=1,
+        max_size=3,
     ),
     instructions=st.lists(INSTRUCTION, max_size=8),
     axis=st.integers(0, 1),
     where=st.tuples(st.floats(0, 1), st.floats(0, 1)),
 )
 @example([("drawn", 3, 4)], [("unfold", 0), ("flat", 1), ("fold", 2)], 0, (0.3, 0.6))
-@example([("normal", 5, 2)], [("pad", 0), ("twice", 1), ("every other", 2), ("flip", 3)], 0, (0.5, 0.5))
+@example(
+    [("normal", 5, 2)], [("pad", 0), ("twice", 1), ("every other", 2), ("flip", 3)], 0, (0.5, 0.5)
+)
 def test_any_init(sources, instructions, axis, where):
     """Whole numbers, so that nothing depends on an order of sums."""
 
@@ -465,7 +499,8 @@ def alone(fn: Callable[..., Any], *axes: int) -> list[bool]:
 
 
 def looked_up(fn: Callable[..., Any], axes: Sequence[int], numbers: Sequence[int]) -> Any:
-    """Check rows of an init against those of the whole, bit for bit; the program that makes them."""
+    """Check rows of an init against those of the whole, bit for bit; the program that makes
+    them."""
     made = rows_of(fn, axes, len(numbers))
     whole = jax.tree.leaves(jax.jit(fn)(KEY))
     found = run(made, [KEY, np.asarray(numbers, np.int32)], jax.jit)
@@ -486,7 +521,9 @@ TABLES = {
     "normal": lambda key: jax.random.normal(key, (1009, 6)),
     "uniform": lambda key: jax.random.uniform(key, (1009, 6), minval=-0.1, maxval=0.1),
     "truncated_normal": lambda key: 0.5 * jax.random.truncated_normal(key, -2.0, 2.0, (1009, 6)),
-    "variance_scaling": lambda key: init.variance_scaling(1.0, "fan_in", "normal", out_axis=0)(key, (1009, 6)),
+    "variance_scaling": lambda key: init.variance_scaling(1.0, "fan_in", "normal", out_axis=0)(
+        key, (1009, 6)
+    ),
     "bfloat16": lambda key: init.normal(0.02)(key, (1009, 6), jnp.bfloat16),
     "64 bits": lambda key: jax.random.normal(key, (1009, 6), float),  # with x64
     "zeros": lambda key: jnp.zeros((1009, 6)),
@@ -495,11 +532,19 @@ TABLES = {
     "reshaped": lambda key: jax.random.normal(key, (1009, 6)).reshape(1009, 2, 3),
     "from one axis": lambda key: jax.random.normal(key, (1009 * 6,)).reshape(1009, 6),
     "transposed": lambda key: jax.random.normal(key, (6, 1009)).T,
-    "another key": lambda key: jax.random.normal(jax.random.split(jax.random.fold_in(key, 3), 5)[4], (1009, 6)),
-    "old keys": lambda key: jax.random.normal(jax.random.split(jax.random.PRNGKey(3))[1], (1009, 6)),
-    "masked": lambda key: jnp.where(jnp.arange(1009)[:, None] == 0, 0.0, jax.random.normal(key, (1009, 6))),
+    "another key": lambda key: jax.random.normal(
+        jax.random.split(jax.random.fold_in(key, 3), 5)[4], (1009, 6)
+    ),
+    "old keys": lambda key: jax.random.normal(
+        jax.random.split(jax.random.PRNGKey(3))[1], (1009, 6)
+    ),
+    "masked": lambda key: jnp.where(
+        jnp.arange(1009)[:, None] == 0, 0.0, jax.random.normal(key, (1009, 6))
+    ),
     "counted": lambda key: jnp.arange(1009.0)[:, None] * jnp.ones(6),
-    "gates side by side": lambda key: jnp.concatenate([jax.random.normal(key, (1009, 3)), jnp.ones((1009, 3))], 1),
+    "gates side by side": lambda key: jnp.concatenate(
+        [jax.random.normal(key, (1009, 3)), jnp.ones((1009, 3))], 1
+    ),
 }
 
 
@@ -538,10 +583,14 @@ def test_rows_of_what_must_be_made_whole(name):
     fn = {
         "sorted": lambda key: jnp.sort(jax.random.normal(key, (113, 6)), axis=0),
         "over rows": lambda key: (w := jax.random.normal(key, (113, 6))) - jnp.max(w, 0),
-        "stacked": lambda key: jnp.concatenate([jax.random.normal(key, (112, 6)), jnp.zeros((1, 6))]),
+        "stacked": lambda key: jnp.concatenate(
+            [jax.random.normal(key, (112, 6)), jnp.zeros((1, 6))]
+        ),
         "table": lambda key: jnp.asarray(np.arange(678.0).reshape(113, 6)) * 2,
         "rbg": lambda key: jax.random.normal(jax.random.key(3, impl="rbg"), (113, 6)),
-        "keys": lambda key: jax.vmap(lambda k: jax.random.normal(k, (6,)))(jax.random.split(key, 113)),
+        "keys": lambda key: jax.vmap(lambda k: jax.random.normal(k, (6,)))(
+            jax.random.split(key, 113)
+        ),
     }[name]
     assert alone(fn, 0) == [False]
     looked_up(fn, [0], [112, 5, 5, 0])
@@ -552,8 +601,14 @@ def test_rows_are_numbered_beyond_32_bits():
     shape, numbers = (2**30, 3, 7), np.array([2**30 - 1, 5, 2**28 + 3], np.int32)
     high, low = counters(shape, 0, 0, 3, jnp.asarray(numbers))
     index = numbers.astype(np.uint64)[:, None, None]
-    want = index * 21 + np.arange(3, dtype=np.uint64)[:, None] * np.uint64(7) + np.arange(7, dtype=np.uint64)
-    assert np.array_equal(np.asarray(high).astype(np.uint64) << np.uint64(32) | np.asarray(low), want)
+    want = (
+        index * 21
+        + np.arange(3, dtype=np.uint64)[:, None] * np.uint64(7)
+        + np.arange(7, dtype=np.uint64)
+    )
+    assert np.array_equal(
+        np.asarray(high).astype(np.uint64) << np.uint64(32) | np.asarray(low), want
+    )
 
 
 @pytest.mark.parametrize("bit_width", [8, 16, 32, 64])
@@ -561,7 +616,9 @@ def test_rows_are_numbered_beyond_32_bits():
 def test_bits_from_a_place_that_is_computed(bit_width, axis):
     with jax.enable_x64(bit_width == 64):
         whole = jax.random.bits(KEY, SHAPE, f"uint{bit_width}")
-        draw = lambda at: block_bits(KEY, at, bit_width=bit_width, shape=SHAPE, axis=axis, start=1, stop=3)
+        draw = lambda at: block_bits(
+            KEY, at, bit_width=bit_width, shape=SHAPE, axis=axis, start=1, stop=3
+        )
         for at, got in enumerate(jax.vmap(draw)(jnp.arange(SHAPE[axis] - 2, dtype=jnp.int32))):
             assert np.array_equal(got, lax.slice_in_dim(whole, at + 1, at + 3, axis=axis))
 
@@ -582,13 +639,19 @@ def model_init(key: jax.Array) -> dict[str, Any]:
 
 def planned(servers: int = 3) -> Any:
     tx = optax.adam(1e-2)
-    loss = lambda p, x: sum(jnp.sum(jnp.square(w.astype(jnp.float32))) for w in jax.tree.leaves(p)) * jnp.mean(x)
+    loss = lambda p, x: (
+        sum(jnp.sum(jnp.square(w.astype(jnp.float32))) for w in jax.tree.leaves(p)) * jnp.mean(x)
+    )
     start = lambda key: (p := model_init(key), tx.init(p))
     step = dtrans.make_train_step(loss, tx)
     main = dtrans.trace(step, *jax.eval_shape(start, KEY), jnp.ones(4))
     pservers = [f"127.0.0.1:{6174 + i}" for i in range(servers)]
     return dtrans.pserver(
-        main, dtrans.trace(start, KEY), pservers=pservers, trainers=2, placement=dtrans.BlockPlacement(min_block_size=1)
+        main,
+        dtrans.trace(start, KEY),
+        pservers=pservers,
+        trainers=2,
+        placement=dtrans.BlockPlacement(min_block_size=1),
     ), start
 
 

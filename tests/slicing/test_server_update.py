@@ -1,7 +1,8 @@
-"""The slicing of optimizers, shown by numbers: for each optimizer a plan with three servers and blocks as
-small as they get is carried out by hand, one optimize block after the other, and what the servers hold is put
-together and compared with `tx.update` on whole arrays, over three steps in float64. The structure is tested
-beside it: which leaves are cut, and that no server makes an array of a cut leaf's full shape."""
+"""The slicing of optimizers, shown by numbers: for each optimizer a plan with three servers and
+blocks as small as they get is carried out by hand, one optimize block after the other, and what the
+servers hold is put together and compared with `tx.update` on whole arrays, over three steps in
+float64. The structure is tested beside it: which leaves are cut, and that no server makes an array
+of a cut leaf's full shape."""
 
 from __future__ import annotations
 
@@ -39,7 +40,10 @@ OPTIMIZERS = {
     "adam": (optax.adam(0.1), True),
     "adam_mu_bf16": (optax.adam(0.1, mu_dtype=jnp.bfloat16), True),
     "adamw_schedule": (optax.adamw(SCHEDULE, weight_decay=0.01), True),
-    "adamw_masked": (optax.adamw(0.1, weight_decay=0.01, mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p)), True),
+    "adamw_masked": (
+        optax.adamw(0.1, weight_decay=0.01, mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p)),
+        True,
+    ),
     "adamax": (optax.adamax(0.1), True),
     "rmsprop": (optax.rmsprop(0.1, centered=True, momentum=0.9), True),
     "lion": (optax.lion(0.1), True),
@@ -53,7 +57,9 @@ OPTIMIZERS = {
     "inject": (optax.inject_hyperparams(optax.adam)(learning_rate=SCHEDULE), True),
     "masked": (
         optax.chain(
-            optax.masked(optax.sgd(0.5, momentum=0.9), lambda p: jax.tree.map(lambda x: x.ndim > 1, p)),
+            optax.masked(
+                optax.sgd(0.5, momentum=0.9), lambda p: jax.tree.map(lambda x: x.ndim > 1, p)
+            ),
             optax.scale(0.1),
         ),
         True,
@@ -61,13 +67,20 @@ OPTIMIZERS = {
     "multi_transform": (
         optax.multi_transform(
             {"a": optax.adam(0.1), "s": optax.sgd(0.1), "z": optax.set_to_zero()},
-            lambda p: {k: "z" if k == "frozen" else "a" if x.ndim > 1 else "s" for k, x in p.items()},
+            lambda p: {
+                k: "z" if k == "frozen" else "a" if x.ndim > 1 else "s" for k, x in p.items()
+            },
         ),
         True,
     ),
     "schedule_free": (optax.contrib.schedule_free_adamw(0.1), False),
     "lookahead_free": (
-        optax.chain(optax.trace(0.9), optax.add_decayed_weights(0.1), optax.scale_by_sign(), optax.scale(-0.01)),
+        optax.chain(
+            optax.trace(0.9),
+            optax.add_decayed_weights(0.1),
+            optax.scale_by_sign(),
+            optax.scale(-0.01),
+        ),
         True,
     ),
     "clip_by_global_norm": (optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.1)), False),
@@ -87,13 +100,16 @@ OPTIMIZERS = {
 ELEMENTWISE = [n for n, (_, free) in OPTIMIZERS.items() if free]
 WITHOUT = {
     "sm3": {"scalar"},  # optax.sm3 does not take 0-d leaves
-    "inject": {"half"},  # it makes float64 state of bfloat16 leaves, so that no state can stay as it is
+    "inject": {
+        "half"
+    },  # it makes float64 state of bfloat16 leaves, so that no state can stay as it is
     "noisy": {"half", "kernel", "few", "one_row", "scalar"},  # for speed
 }
 
 
 def leaves(dtype=jnp.float64, without=()):
-    """One row, fewer rows than servers, no rows, a conv kernel, an uneven last block, bf16, frozen."""
+    """One row, fewer rows than servers, no rows, a conv kernel, an uneven last block, bf16,
+    frozen."""
     rng = np.random.default_rng(0)
     # few distinct shapes, of blocks too: each costs a compilation for each primitive
     shapes = {
@@ -120,7 +136,10 @@ def loss(params, x):
 def gradients(params, seed):
     """Numbers to be gradients; those of `frozen` are zero."""
     rng = np.random.default_rng(seed)
-    return {n: jnp.asarray(rng.normal(size=p.shape) * (n != "frozen"), p.dtype) for n, p in params.items()}
+    return {
+        n: jnp.asarray(rng.normal(size=p.shape) * (n != "frozen"), p.dtype)
+        for n, p in params.items()
+    }
 
 
 def mean_of(trees):
@@ -133,7 +152,9 @@ def check(tx, params, plan, trainers, steps=3, rtol=1e-12):
     state = tx.init(params)
     held = quick(lambda p: start_servers(plan, p))(params)
     one_round = quick(
-        lambda held, grads: serve(plan, held, [{f"params/{n}": g for n, g in tree.items()} for tree in grads])
+        lambda held, grads: serve(
+            plan, held, [{f"params/{n}": g for n, g in tree.items()} for tree in grads]
+        )
     )
 
     @quick
@@ -145,7 +166,9 @@ def check(tx, params, plan, trainers, steps=3, rtol=1e-12):
         grads = [gradients(params, 10 * step + k) for k in range(trainers)]
         held = one_round(held, grads)
         params, state = reference(params, state, grads)
-        whole = dict(zip(names, plan.main.flatten(params, state, jnp.ones(2, jnp.float64)), strict=False))
+        whole = dict(
+            zip(names, plan.main.flatten(params, state, jnp.ones(2, jnp.float64)), strict=False)
+        )
         got = assemble(plan, held, names)
         assert set(got) == set(names) - set(plan.frozen)
         for name, value in got.items():
@@ -171,13 +194,24 @@ def test_three_servers_compute_what_whole_arrays_compute(case):
     if elementwise:
         assert plan.placement.whole == {}
         counts = {b.leaf.removeprefix("params/"): b.count for b in plan.placement.table}
-        free = {"bias": 2, "embedding": 3, "few": 2, "frozen": 3, "half": 3, "kernel": 3, "one_row": 1, "scalar": 1}
+        free = {
+            "bias": 2,
+            "embedding": 3,
+            "few": 2,
+            "frozen": 3,
+            "half": 3,
+            "kernel": 3,
+            "one_row": 1,
+            "scalar": 1,
+        }
         assert counts == {n: free[n] for n in params if f"params/{n}" not in plan.frozen}
         no_full_shapes(plan)
     else:
         for leaf, reason in plan.placement.whole.items():
             assert plan.placement.blocks[leaf][0].count == 1
-            assert f"{leaf}: whole on {plan.placement.blocks[leaf][0].endpoint}: {reason}" in str(plan)
+            assert f"{leaf}: whole on {plan.placement.blocks[leaf][0].endpoint}: {reason}" in str(
+                plan
+            )
 
 
 class TwoOnTheFirst(dtrans.PSDispatcher):
@@ -271,15 +305,23 @@ def test_a_table_of_the_leaf_shape_is_cut_with_it():
         of = {b.name: b for b in blocks_of(plan, endpoint)}
         for unit in units:
             if unit.blocks[0].count > 1:
-                assert all(np.shape(c)[0] == unit.blocks[0].rows for c in of[unit.name].jaxpr.consts)
+                assert all(
+                    np.shape(c)[0] == unit.blocks[0].rows for c in of[unit.name].jaxpr.consts
+                )
 
 
 def test_a_flat_view_of_a_leaf_is_cut_where_its_rows_begin():
-    """An entry of `g.ravel()` is a part of a row: rows 1 and 2 of two columns are its entries 2 to 5."""
-    tables = {n: np.random.default_rng(4).normal(size=np.prod(s, dtype=int)) for n, s in SHAPES.items()}
+    """An entry of `g.ravel()` is a part of a row: rows 1 and 2 of two columns are its entries 2 to
+    5."""
+    tables = {
+        n: np.random.default_rng(4).normal(size=np.prod(s, dtype=int)) for n, s in SHAPES.items()
+    }
 
     def update(grads, state, params):
-        flat = {n: g.ravel() * tables[n] + jax.lax.iota(g.dtype, g.size) * params[n].ravel() for n, g in grads.items()}
+        flat = {
+            n: g.ravel() * tables[n] + jax.lax.iota(g.dtype, g.size) * params[n].ravel()
+            for n, g in grads.items()
+        }
         return {n: flat[n].reshape(g.shape) for n, g in grads.items()}, state
 
     plan = agree(update)
@@ -288,7 +330,8 @@ def test_a_flat_view_of_a_leaf_is_cut_where_its_rows_begin():
 
 
 def test_what_rows_are_reduced_to_meets_rows_of_the_same_number():
-    """Sums of columns of a square leaf, one for each row: they are everybody's, and no rows of the leaf."""
+    """Sums of columns of a square leaf, one for each row: they are everybody's, and no rows of the
+    leaf."""
 
     def fn(g, p, m, count):
         if g.ndim != 2:
@@ -363,7 +406,10 @@ def test_state_that_never_changes_is_cut_with_the_leaf_it_is_read_beside():
     def update(grads, state, params):
         return {n: g * state[n] + state[n] for n, g in grads.items()}, state
 
-    plan = agree(update, lambda p: jax.tree.map(lambda x: jnp.cumsum(jnp.ones_like(x).ravel()).reshape(x.shape), p))
+    plan = agree(
+        update,
+        lambda p: jax.tree.map(lambda x: jnp.cumsum(jnp.ones_like(x).ravel()).reshape(x.shape), p),
+    )
     assert plan.placement.whole == {}
     assert plan.shared_state == ("opt_state/d",)
 
@@ -402,11 +448,15 @@ def reductions(plan):
 
 
 def variants(plan, params, deaf):
-    """Parameters and gradients by which a server that hears nothing of some reduction may give itself away: random
-    ones, some large and some small; its own rows zero, so that its norm is; others' rows not finite."""
+    """Parameters and gradients by which a server that hears nothing of some reduction may give
+    itself away: random ones, some large and some small; its own rows zero, so that its norm is;
+    others' rows not finite."""
     rng = np.random.default_rng(7)
     for scale in (1.0, 0.01, 100.0):
-        yield params, {n: jnp.asarray(rng.normal(size=p.shape) * scale, p.dtype) for n, p in params.items()}
+        yield (
+            params,
+            {n: jnp.asarray(rng.normal(size=p.shape) * scale, p.dtype) for n, p in params.items()},
+        )
     grads = {n: rng.normal(size=p.shape) for n, p in params.items()}
     for block in plan.placement.table:
         name = block.leaf.removeprefix("params/")
@@ -429,21 +479,31 @@ def variants(plan, params, deaf):
     ],
     ids=["clip_lamb", "adafactor", "apply_if_finite"],
 )
-@pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero) encountered:RuntimeWarning")
+@pytest.mark.filterwarnings(
+    "ignore:(invalid value|overflow|divide by zero) encountered:RuntimeWarning"
+)
 def test_a_server_that_goes_on_with_its_own_part_of_a_reduction_is_noticed(tx, ops):
-    """For each `all_reduce` of each server; but for that of a value which is its own, that it only sends."""
+    """For each `all_reduce` of each server; but for that of a value which is its own, that it only
+    sends."""
     with jax.enable_x64(True):
         rng = np.random.default_rng(6)
         shapes = {"a": (7, 2), "b": (4,), "one": (1, 3), "scalar": ()}
         params = {n: jnp.asarray(rng.normal(size=s), jnp.float64) for n, s in shapes.items()}
-        plan = plan_of(lambda p, g: sum(jnp.vdot(p[n], g[n]) for n in p), tx, params, params, servers=3)
+        plan = plan_of(
+            lambda p, g: sum(jnp.vdot(p[n], g[n]) for n in p), tx, params, params, servers=3
+        )
 
         def run(params, grads, deaf=None):
             held = start_servers(plan, params, evaluate=interpret)
             for step in range(2):
                 # not in proportion: what Adafactor divides by itself would be 1 everywhere
-                now = {n: g * np.linspace(1, 1 + 4 * step, g.size).reshape(g.shape) for n, g in grads.items()}
-                held = serve(plan, held, [{f"params/{n}": g for n, g in now.items()}], interpret, deaf)
+                now = {
+                    n: g * np.linspace(1, 1 + 4 * step, g.size).reshape(g.shape)
+                    for n, g in grads.items()
+                }
+                held = serve(
+                    plan, held, [{f"params/{n}": g for n, g in now.items()}], interpret, deaf
+                )
             return held
 
         found = [(ep, p) for ep, p in reductions(plan) if p["owners"] != (ep,)]
@@ -457,7 +517,9 @@ def test_a_server_that_goes_on_with_its_own_part_of_a_reduction_is_noticed(tx, o
                 right[ep, i] = expected
                 got = run(start, grads, (ep, p["name"]))
                 if any(
-                    not np.allclose(as_numpy(got[s][n]), as_numpy(x), rtol=1e-9, atol=0, equal_nan=True)
+                    not np.allclose(
+                        as_numpy(got[s][n]), as_numpy(x), rtol=1e-9, atol=0, equal_nan=True
+                    )
                     for s, held in expected.items()
                     for n, x in held.items()
                 ):
@@ -473,12 +535,26 @@ def test_a_server_that_goes_on_with_its_own_part_of_a_reduction_is_noticed(tx, o
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["adam", "lamb", "adafactor"])
 def test_each_server_holds_its_share_of_parameters_and_state(name):
-    """Within 5%, after startup and after steps; Adafactor's column sums, on every server, are in that."""
+    """Within 5%, after startup and after steps; Adafactor's column sums, on every server, are in
+    that."""
     tx = {"adam": optax.adam(0.1), "lamb": optax.lamb(0.1), "adafactor": optax.adafactor(0.1)}[name]
-    shapes = {"embedding": (1999, 256), "kernel": (96, 3, 3, 64), "w1": (256, 512), "b1": (512,), "w2": (512, 10)}
+    shapes = {
+        "embedding": (1999, 256),
+        "kernel": (96, 3, 3, 64),
+        "w1": (256, 512),
+        "b1": (512,),
+        "w2": (512, 10),
+    }
     params = {n: jnp.ones(s) for n, s in shapes.items()}
     batch = {n: jnp.ones(s) for n, s in shapes.items()}
-    plan = plan_of(lambda p, g: sum(jnp.vdot(p[n], g[n]) for n in p), tx, params, batch, servers=4, min_block_size=1024)
+    plan = plan_of(
+        lambda p, g: sum(jnp.vdot(p[n], g[n]) for n in p),
+        tx,
+        params,
+        batch,
+        servers=4,
+        min_block_size=1024,
+    )
     assert plan.placement.whole == {}
     job = plan.on_mesh(unsplit_inputs=list(plan.trainer.in_names[len(params) :]))
     state = job.init(params)
@@ -486,11 +562,14 @@ def test_each_server_holds_its_share_of_parameters_and_state(name):
     for step in range(3):
         live = {ep: sum(x.nbytes for x in held.values()) for ep, held in state.servers.items()}
         for ep, size in live.items():
-            assert abs(size - total / 4) <= 0.05 * total / 4, f"after {step} steps {ep} holds {size} of {total} bytes"
+            assert abs(size - total / 4) <= 0.05 * total / 4, (
+                f"after {step} steps {ep} holds {size} of {total} bytes"
+            )
         state, _ = job.step(state, batch)
 
 
-# -- what random updates have shown (tests/slicing/test_any_update.py) -------------------------------------
+# -- what random updates have shown (tests/slicing/test_any_update.py)
+# -------------------------------------
 
 
 def test_a_loop_that_carries_rows_and_something_shared_becomes_two():
@@ -507,11 +586,15 @@ def test_a_loop_that_carries_rows_and_something_shared_becomes_two():
 
 
 def test_a_number_of_a_leaf_on_one_server_is_sent_into_a_loop_of_another():
-    """`c` has one row, so that its norm is a value of its server only; the loop adds rows of what is made of it."""
+    """`c` has one row, so that its norm is a value of its server only; the loop adds rows of what
+    is made of it."""
 
     def update(grads, state, params):
         add = jax.lax.broadcasted_iota(jnp.float64, (5, 3), 0) * jnp.sum(grads["c"] ** 2)
-        return {**grads, "a": jax.lax.fori_loop(0, 3, lambda i, x: jnp.sin(x) + add, grads["a"])}, state
+        return {
+            **grads,
+            "a": jax.lax.fori_loop(0, 3, lambda i, x: jnp.sin(x) + add, grads["a"]),
+        }, state
 
     plan = agree(update)
     assert plan.placement.whole == {}
@@ -541,9 +624,16 @@ def test_state_that_is_a_number_of_one_leaf_and_then_of_another():
     """It lives with one of them."""
 
     def update(grads, state, params):
-        return {**grads, "a": grads["a"] * state["x"]}, {"x": params["d"], "y": jnp.sum(grads["c"]), "z": state["y"]}
+        return {**grads, "a": grads["a"] * state["x"]}, {
+            "x": params["d"],
+            "y": jnp.sum(grads["c"]),
+            "z": state["y"],
+        }
 
-    assert agree(update, lambda p: {n: jnp.ones((), p["d"].dtype) for n in "xyz"}).placement.whole == {}
+    assert (
+        agree(update, lambda p: {n: jnp.ones((), p["d"].dtype) for n in "xyz"}).placement.whole
+        == {}
+    )
 
 
 def test_stacked_columns_and_counted_rows_stay_cut():
@@ -552,14 +642,18 @@ def test_stacked_columns_and_counted_rows_stay_cut():
             return g, m
         both = jnp.stack([g, p])
         rows = jax.lax.broadcasted_iota(jnp.float64, g.shape, 0)
-        return both.sum(0) * rows + jnp.unstack(both, axis=2)[0][1][:, None], jnp.tile(m, (1, 2))[:, : g.shape[1]]
+        return both.sum(0) * rows + jnp.unstack(both, axis=2)[0][1][:, None], jnp.tile(m, (1, 2))[
+            :, : g.shape[1]
+        ]
 
     plan = agree(per_leaf(fn))
     assert plan.placement.whole == {}
     no_full_shapes(plan)
 
 
-@pytest.mark.parametrize("dtype", [jnp.int32, jnp.uint8, jnp.float64, jnp.bfloat16], ids=lambda d: d.__name__)
+@pytest.mark.parametrize(
+    "dtype", [jnp.int32, jnp.uint8, jnp.float64, jnp.bfloat16], ids=lambda d: d.__name__
+)
 def test_rows_are_counted_from_those_of_the_whole_leaf(dtype):
     """bfloat16 cannot tell large numbers apart: they are rounded once, as in the whole."""
 
@@ -567,7 +661,9 @@ def test_rows_are_counted_from_those_of_the_whole_leaf(dtype):
         if g.ndim < 2:
             return g, m
         rows = jax.lax.broadcasted_iota(dtype, g.shape, 0)
-        return g * rows.astype(g.dtype), m + jax.lax.broadcasted_iota(dtype, g.shape, 1).astype(g.dtype)
+        return g * rows.astype(g.dtype), m + jax.lax.broadcasted_iota(dtype, g.shape, 1).astype(
+            g.dtype
+        )
 
     plan = agree(per_leaf(fn), shapes={"w": (700, 2), "c": (1, 2)})
     assert plan.placement.whole == {}

@@ -1,5 +1,5 @@
-"""Collections: marks that survive every transformation of JAX and vanish in lowering, how they are read, and what
-merging means, held against numpy."""
+"""Collections: marks that survive every transformation of JAX and vanish in lowering, how they are
+read, and what merging means, held against numpy."""
 
 from __future__ import annotations
 
@@ -32,11 +32,14 @@ class Metrics:
 
 def keys_in(fn, *args):
     """The keys of all marks in a function, nested ones included."""
-    return [e.params["key"] for e in equations(jax.make_jaxpr(fn)(*args)) if e.primitive is collect_p]
+    return [
+        e.params["key"] for e in equations(jax.make_jaxpr(fn)(*args)) if e.primitive is collect_p
+    ]
 
 
 def read(fn, *args):
-    """What `collected` finds in a function: the key of each output, None for those that are not marked."""
+    """What `collected` finds in a function: the key of each output, None for those that are not
+    marked."""
     jaxpr = inline_calls(lowered_jaxpr(fn, *args), keep=(COLLECT,))
     found = collected(jaxpr)
     return [found.get(v) for v in jaxpr.jaxpr.outvars]
@@ -46,13 +49,20 @@ def read(fn, *args):
 
 
 def test_the_constants_are_the_keys():
-    assert all(getattr(importlib.import_module("dtrans.step.collect"), k) == k for k in KEYS) and len(set(KEYS)) == 6
+    assert (
+        all(getattr(importlib.import_module("dtrans.step.collect"), k) == k for k in KEYS)
+        and len(set(KEYS)) == 6
+    )
 
 
 @pytest.mark.parametrize("key", KEYS)
 def test_structures_come_back_as_they_are(key):
     x = jnp.arange(3.0)
-    value = {"m": Metrics(x, [x + 1, None]), "p": Pair(x, (np.ones(2), [x])), "d": collections.OrderedDict(z=x, a=x)}
+    value = {
+        "m": Metrics(x, [x + 1, None]),
+        "p": Pair(x, (np.ones(2), [x])),
+        "d": collections.OrderedDict(z=x, a=x),
+    }
     made = collect(value, key)
     assert jax.tree.structure(made) == jax.tree.structure(value)
     tree_equal(made, jax.tree.map(jnp.asarray, value))
@@ -63,7 +73,10 @@ def test_structures_come_back_as_they_are(key):
     "value, message",
     [
         ({"a": [jnp.ones(2), "text"]}, "a/1 cannot be collected under LOCAL_SUM: it is 'text'"),
-        (Pair(jnp.ones(2), 3.0), "b cannot be collected under LOCAL_SUM: it is 3.0, and collections are of arrays"),
+        (
+            Pair(jnp.ones(2), 3.0),
+            "b cannot be collected under LOCAL_SUM: it is 3.0, and collections are of arrays",
+        ),
         (len, "the value cannot be collected"),
     ],
 )
@@ -72,9 +85,13 @@ def test_leaves_that_are_no_arrays_are_named(value, message):
         collect(value, "LOCAL_SUM")
 
 
-@pytest.mark.parametrize("call", [lambda: collect(jnp.ones(2), "MEAN"), lambda: merged("MEAN", [[jnp.ones(2)]])])
+@pytest.mark.parametrize(
+    "call", [lambda: collect(jnp.ones(2), "MEAN"), lambda: merged("MEAN", [[jnp.ones(2)]])]
+)
 def test_unknown_keys_are_refused_with_those_there_are(call):
-    with pytest.raises(ConfigError, match="'MEAN' is no collection; there are GLOBAL_CONCAT, .*, LOCAL_SUM"):
+    with pytest.raises(
+        ConfigError, match="'MEAN' is no collection; there are GLOBAL_CONCAT, .*, LOCAL_SUM"
+    ):
         call()
 
 
@@ -121,14 +138,17 @@ def test_marks_survive_and_change_nothing(name):
     assert found and set(found) == {"GLOBAL_CONCAT"}
     lowered = jax.jit(transform(loss)).lower(w, x).as_text()
     assert "collect" not in lowered
-    # vmap may move its axis; a value and its mark are two values to what differentiates a call or a loop
+    # vmap may move its axis; a value and its mark are two values to what differentiates a call or a
+    # loop
     if "vmap" not in name and name not in ("grad of jit", "grad of scan"):
         unmarked = jax.jit(transform(plain)).lower(w, x).as_text()
         assert lowered.replace("loss", "f") == unmarked.replace("plain", "f")
 
 
 def test_gradients_of_collected_values_are_not_collected():
-    marked = jax.make_jaxpr(jax.jvp, static_argnums=0)(lambda x: collect(x * 2, "LOCAL_SUM"), (1.0,), (1.0,))
+    marked = jax.make_jaxpr(jax.jvp, static_argnums=0)(
+        lambda x: collect(x * 2, "LOCAL_SUM"), (1.0,), (1.0,)
+    )
     assert len([e for e in equations(marked) if e.primitive is collect_p]) == 1
 
 
@@ -144,7 +164,11 @@ def test_the_axis_that_is_mapped_comes_first():
 
 
 def test_each_marked_output_has_its_key():
-    fn = lambda x: (collect({"b": x * 2, "a": x + 1}, "GLOBAL_SUM"), x, jax.jit(lambda y: collect(y, "LOCAL_MEAN"))(x))
+    fn = lambda x: (
+        collect({"b": x * 2, "a": x + 1}, "GLOBAL_SUM"),
+        x,
+        jax.jit(lambda y: collect(y, "LOCAL_MEAN"))(x),
+    )
     assert read(fn, jnp.ones(3)) == ["GLOBAL_SUM", "GLOBAL_SUM", None, "LOCAL_MEAN"]
     assert read(lambda x: x + 1, jnp.ones(3)) == [None]
 
@@ -158,7 +182,9 @@ def test_the_value_before_the_mark_is_not_merged():
 
 
 def test_one_collection_twice_is_one_collection():
-    assert read(lambda x: collect(collect(x, "LOCAL_SUM"), "LOCAL_SUM"), jnp.ones(3)) == ["LOCAL_SUM"]
+    assert read(lambda x: collect(collect(x, "LOCAL_SUM"), "LOCAL_SUM"), jnp.ones(3)) == [
+        "LOCAL_SUM"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -167,7 +193,9 @@ def test_one_collection_twice_is_one_collection():
         lambda x: collect(collect(x * 2, "LOCAL_SUM"), "GLOBAL_MEAN"),
         lambda x: [collect(y, k) for y in [x * 2] for k in ("LOCAL_SUM", "GLOBAL_MEAN")],
         lambda x: collect(jax.jit(lambda y: collect(y, "LOCAL_SUM"))(x * 2), "GLOBAL_MEAN"),
-        lambda x: [collect(y, k) for y in [collect(x, "LOCAL_SUM")] for k in ("LOCAL_SUM", "GLOBAL_MEAN")],
+        lambda x: [
+            collect(y, k) for y in [collect(x, "LOCAL_SUM")] for k in ("LOCAL_SUM", "GLOBAL_MEAN")
+        ],
     ],
     ids=["a mark of a mark", "two marks of one value", "through a call", "deeper"],
 )
@@ -187,29 +215,40 @@ def test_a_value_in_two_collections_is_an_error(fn):
     ],
 )
 def test_values_that_nothing_can_see_are_an_error(fn, inside):
-    with pytest.raises(TraceError, match=f"collected under GLOBAL_CONCAT inside {inside}; return it from there"):
+    with pytest.raises(
+        TraceError, match=f"collected under GLOBAL_CONCAT inside {inside}; return it from there"
+    ):
         read(fn, jnp.ones((4, 2)), jnp.ones((3, 4)))
 
 
 def test_what_is_computed_once_more_was_seen_the_first_time():
     fn = jax.value_and_grad(
-        jax.checkpoint(lambda w: (lambda y: (jnp.sum(y**2), y))(collect(w * 2, "LOCAL_SUM"))), has_aux=True
+        jax.checkpoint(lambda w: (lambda y: (jnp.sum(y**2), y))(collect(w * 2, "LOCAL_SUM"))),
+        has_aux=True,
     )
     assert read(fn, jnp.ones(3)) == [None, "LOCAL_SUM", None]
 
 
 # -- merging ---------------------------------------------------------------------------------------
 
-BY_NUMPY = {"SUM": lambda xs: np.sum(xs, axis=0), "MEAN": lambda xs: np.mean(xs, axis=0), "CONCAT": np.concatenate}
+BY_NUMPY = {
+    "SUM": lambda xs: np.sum(xs, axis=0),
+    "MEAN": lambda xs: np.mean(xs, axis=0),
+    "CONCAT": np.concatenate,
+}
 
 
 @given(st.data(), st.sampled_from(KEYS), st.integers(1, 3), st.integers(1, 4))
 def test_merging_is_what_numpy_says(data, key, replicas, micros):
-    shape = data.draw(st.sampled_from([(), (1,), (3,), (2, 2)] if "CONCAT" not in key else [(1,), (3,), (2, 2)]))
+    shape = data.draw(
+        st.sampled_from([(), (1,), (3,), (2, 2)] if "CONCAT" not in key else [(1,), (3,), (2, 2)])
+    )
     kind = data.draw(st.sampled_from([np.float32, np.int32, np.int8, np.bool_]))
     seed = data.draw(st.integers(0, 99))
     values = (
-        np.random.default_rng(seed).integers(0, 2 if kind is np.bool_ else 9, (replicas, micros, *shape)).astype(kind)
+        np.random.default_rng(seed)
+        .integers(0, 2 if kind is np.bool_ else 9, (replicas, micros, *shape))
+        .astype(kind)
     )
     place, how = key.split("_")
     merge = BY_NUMPY[how]
@@ -264,8 +303,16 @@ def test_merging_can_be_traced():
 @pytest.mark.parametrize(
     "key, values, message",
     [
-        ("LOCAL_CONCAT", [[jnp.float32(1)]], "LOCAL_CONCAT concatenates along dimension 0, and a 0-d value has none"),
-        ("GLOBAL_SUM", [[jnp.ones(2), jnp.ones(3)]], r"merges values of one shape, and these are of \(2,\), \(3,\)"),
+        (
+            "LOCAL_CONCAT",
+            [[jnp.float32(1)]],
+            "LOCAL_CONCAT concatenates along dimension 0, and a 0-d value has none",
+        ),
+        (
+            "GLOBAL_SUM",
+            [[jnp.ones(2), jnp.ones(3)]],
+            r"merges values of one shape, and these are of \(2,\), \(3,\)",
+        ),
         ("GLOBAL_CONCAT", [[jnp.ones((2, 1)), jnp.ones((2, 2))]], "merges entries of one shape"),
         (
             "GLOBAL_MEAN",

@@ -1,6 +1,6 @@
-"""The cut of a training step at its gradients: that steps written with `jax.grad` are cut where the marks of
-`dtrans.value_and_grad` would be, that the halves put together are the step, that roles are exact, and what
-is refused and in which words."""
+"""The cut of a training step at its gradients: that steps written with `jax.grad` are cut where the
+marks of `dtrans.value_and_grad` would be, that the halves put together are the step, that roles are
+exact, and what is refused and in which words."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ def micro_batched(tx):
             return (carry[0] + value, jax.tree.map(jnp.add, carry[1], grads)), None
 
         micro = tuple(a.reshape(4, -1, *a.shape[1:]) for a in (x, y))
-        (total, grads), _ = jax.lax.scan(one, (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)), micro)
+        (total, grads), _ = jax.lax.scan(
+            one, (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)), micro
+        )
         updates, opt_state = tx.update(jax.tree.map(lambda g: g / 4, grads), opt_state, params)
         return optax.apply_updates(params, updates), opt_state, total / 4
 
@@ -67,7 +69,9 @@ def cast_loss_step(tx):
 
     def step(params, opt_state, x, y):
         low = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
-        loss, grads = jax.value_and_grad(mlp_loss)(low, x.astype(jnp.bfloat16), y.astype(jnp.bfloat16))
+        loss, grads = jax.value_and_grad(mlp_loss)(
+            low, x.astype(jnp.bfloat16), y.astype(jnp.bfloat16)
+        )
         grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
@@ -78,7 +82,9 @@ def cast_loss_step(tx):
 def cast_marked_step(tx):
     def step(params, opt_state, x, y):
         low = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
-        loss, grads = dtrans.value_and_grad(mlp_loss)(low, x.astype(jnp.bfloat16), y.astype(jnp.bfloat16))
+        loss, grads = dtrans.value_and_grad(mlp_loss)(
+            low, x.astype(jnp.bfloat16), y.astype(jnp.bfloat16)
+        )
         grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
@@ -91,7 +97,8 @@ SPARE = {**SQUARE, "v": PARAMS["w2"]}
 ADAM = optax.adam(1e-2)
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))
 PARTLY = optax.multi_transform(
-    {"a": optax.adam(1e-2), "z": optax.set_to_zero()}, {n: "z" if n == "w2" else "a" for n in PARAMS}
+    {"a": optax.adam(1e-2), "z": optax.set_to_zero()},
+    {n: "z" if n == "w2" else "a" for n in PARAMS},
 )
 
 # name: (step with jax.grad, the same with marks, optimizer, params)
@@ -100,7 +107,12 @@ STEPS = {
     "adam": (plain_step(mlp_loss, ADAM), None, ADAM, PARAMS),
     "clipped": (plain_step(mlp_loss, CLIPPED), None, CLIPPED, PARAMS),
     "lamb": (plain_step(mlp_loss, optax.lamb(1e-2)), None, optax.lamb(1e-2), PARAMS),
-    "muon": (plain_step(mlp_loss, optax.contrib.muon(1e-2)), None, optax.contrib.muon(1e-2), PARAMS),
+    "muon": (
+        plain_step(mlp_loss, optax.contrib.muon(1e-2)),
+        None,
+        optax.contrib.muon(1e-2),
+        PARAMS,
+    ),
     "frozen": (plain_step(mlp_loss, PARTLY), None, PARTLY, PARAMS),
     "tied": (plain_step(tied_loss, ADAM), dtrans.make_train_step(tied_loss, ADAM), ADAM, SQUARE),
     "jitted_step": (jax.jit(plain_step(mlp_loss, ADAM)), None, ADAM, PARAMS),
@@ -131,7 +143,9 @@ def gradients_of(done, params, state, batch):
     kept, _ = backward_slice(program.jaxpr.jaxpr.eqns, done.gradients.values())
     for i in kept:
         builder.keep(program.jaxpr.jaxpr.eqns[i])
-    outs = computed(builder.build(list(done.gradients.values())), *program.flatten(params, state, *batch))
+    outs = computed(
+        builder.build(list(done.gradients.values())), *program.flatten(params, state, *batch)
+    )
     return dict(zip(done.gradients, outs, strict=True))
 
 
@@ -143,7 +157,11 @@ def test_inferred_gradients_are_the_marked_ones(name):
     assert not any(e.primitive is mark_p for e in equations(inferred.program.jaxpr))
     assert any(e.primitive is mark_p for e in equations(known.program.jaxpr))
     assert set(inferred.gradients) == set(known.gradients)
-    assert (inferred.optimized, inferred.frozen, inferred.results) == (known.optimized, known.frozen, known.results)
+    assert (inferred.optimized, inferred.frozen, inferred.results) == (
+        known.optimized,
+        known.frozen,
+        known.results,
+    )
     state = tx.init(params)
     a, b = (gradients_of(c, params, state, BATCH) for c in (inferred, known))
     for leaf in a:
@@ -163,14 +181,23 @@ def test_the_halves_make_the_step(name, marked):
     done = cut(traced(step, tx, params))
     state = tx.init(params)
     grads = gradients_of(done, params, state, BATCH)
-    values = dict(zip(done.program.in_names, done.program.flatten(params, state, *BATCH), strict=True))
+    values = dict(
+        zip(done.program.in_names, done.program.flatten(params, state, *BATCH), strict=True)
+    )
     values |= {Gradient(n): g for n, g in grads.items()}
     half = done.optimize
-    made = dict(zip(half.out_names, computed(half.jaxpr, *[values[n] for n in half.in_names]), strict=True))
-    want = dict(zip(done.program.out_names, jax.tree.leaves(quick(step)(params, state, *BATCH)), strict=True))
+    made = dict(
+        zip(half.out_names, computed(half.jaxpr, *[values[n] for n in half.in_names]), strict=True)
+    )
+    want = dict(
+        zip(
+            done.program.out_names, jax.tree.leaves(quick(step)(params, state, *BATCH)), strict=True
+        )
+    )
     assert set(made) == set(done.optimized) | set(done.opt_state)
     for n, v in made.items():
-        # Adam's first step divides a gradient by its own size: an error of the last bit of a tiny one shows
+        # Adam's first step divides a gradient by its own size: an error of the last bit of a tiny
+        # one shows
         assert distance(v, want[n]) <= (2e-2 if name == "mixed_precision" else 1e-5), n
 
 
@@ -179,13 +206,17 @@ def test_the_optimize_half_takes_no_batch_and_makes_no_loss():
     assert not set(done.optimize.in_names) & set(done.batch)
     assert done.batch == ("x", "y")
     assert done.results == ("loss",)
-    assert done.optimize.in_names[: len(PARAMS)] == tuple(Gradient(f"params/{n}") for n in sorted(PARAMS))
+    assert done.optimize.in_names[: len(PARAMS)] == tuple(
+        Gradient(f"params/{n}") for n in sorted(PARAMS)
+    )
 
 
 def test_a_gradient_summed_in_a_scan_is_cut_after_the_scan():
     done = cut(traced(micro_batched(ADAM), ADAM, PARAMS))
     eqns = done.program.jaxpr.jaxpr.eqns
-    makers = {e.primitive.name for e in eqns for v in e.outvars if v in set(done.gradients.values())}
+    makers = {
+        e.primitive.name for e in eqns for v in e.outvars if v in set(done.gradients.values())
+    }
     assert makers == {"scan"}
     (scan,) = [i for i, e in enumerate(eqns) if e.primitive.name == "scan"]
     assert done.program.roles[scan] == "backward"
@@ -214,12 +245,17 @@ def test_a_leaf_that_is_never_changed_stays_with_the_trainers():
 
 @pytest.mark.parametrize("grad", [jax.value_and_grad, dtrans.value_and_grad])
 def test_a_statistic_that_the_trainers_make_stays_with_the_trainers(grad):
-    """A running mean of the batch, kept among the parameters. Of a derivative it could be a hidden gradient."""
+    """A running mean of the batch, kept among the parameters. Of a derivative it could be a hidden
+    gradient."""
 
     def step_with(statistic):
         def step(params, opt_state, x):
             loss, grads = grad(lambda w: jnp.mean((x @ w) ** 2))(params["w"])
-            return {"mean": 0.9 * params["mean"] + 0.1 * statistic(x), "w": params["w"] - grads}, opt_state, loss
+            return (
+                {"mean": 0.9 * params["mean"] + 0.1 * statistic(x), "w": params["w"] - grads},
+                opt_state,
+                loss,
+            )
 
         return step
 
@@ -228,17 +264,27 @@ def test_a_statistic_that_the_trainers_make_stays_with_the_trainers(grad):
     assert (done.frozen, done.optimized) == (("params/mean",), ("params/w",))
     hidden = lambda x: 2 * jax.grad(lambda x: jnp.sum(x**3))(x).mean(0)
     if grad is jax.value_and_grad:
-        refused(step_with(hidden), params, (), BATCH[0], match="params/mean is updated with a derivative")
+        refused(
+            step_with(hidden),
+            params,
+            (),
+            BATCH[0],
+            match="params/mean is updated with a derivative",
+        )
 
 
 @pytest.mark.parametrize("marked", [False, True])
 def test_a_leaf_that_the_loss_does_not_use_is_updated_on_the_servers(marked):
     tx = optax.adamw(1e-2)
-    step = dtrans.make_train_step(some_unused_loss, tx) if marked else plain_step(some_unused_loss, tx)
+    step = (
+        dtrans.make_train_step(some_unused_loss, tx) if marked else plain_step(some_unused_loss, tx)
+    )
     done = cut(traced(step, tx, SPARE))
     assert done.optimized == ("params/b", "params/v", "params/w")
     state = tx.init(SPARE)
-    values = dict(zip(done.program.in_names, done.program.flatten(SPARE, state, *BATCH), strict=True))
+    values = dict(
+        zip(done.program.in_names, done.program.flatten(SPARE, state, *BATCH), strict=True)
+    )
     values |= {Gradient(n): g for n, g in gradients_of(done, SPARE, state, BATCH).items()}
     made = computed(done.optimize.jaxpr, *[values[n] for n in done.optimize.in_names])
     want = quick(step)(SPARE, state, *BATCH)
@@ -247,7 +293,8 @@ def test_a_leaf_that_the_loss_does_not_use_is_updated_on_the_servers(marked):
 
 @pytest.mark.parametrize("name", STEPS)
 def test_roles_are_exact(name):
-    """Optimize is what new state is made of beyond the gradients; backward what differentiation transposed."""
+    """Optimize is what new state is made of beyond the gradients; backward what differentiation
+    transposed."""
     done = cut(traced(STEPS[name][0], STEPS[name][2], STEPS[name][3]))
     program = done.program
     eqns = program.jaxpr.jaxpr.eqns
@@ -260,7 +307,10 @@ def test_roles_are_exact(name):
         if i not in optimize:
             transposed = any(
                 "transpose(" in scope_of(e)
-                for e in [eqn, *(s for j in eqn.params.values() if hasattr(j, "eqns") for s in equations(j))]
+                for e in [
+                    eqn,
+                    *(s for j in eqn.params.values() if hasattr(j, "eqns") for s in equations(j)),
+                ]
             )
             assert (role == "backward") == transposed
     assert {"forward", "backward", "optimize"} == set(program.roles)
@@ -270,7 +320,9 @@ def test_the_program_of_a_cut_is_the_step():
     step = STEPS["clipped"][0]
     state = CLIPPED.init(PARAMS)
     tree_close(
-        cut(traced(step, CLIPPED, PARAMS)).program(PARAMS, state, *BATCH), quick(step)(PARAMS, state, *BATCH), 1e-6
+        cut(traced(step, CLIPPED, PARAMS)).program(PARAMS, state, *BATCH),
+        quick(step)(PARAMS, state, *BATCH),
+        1e-6,
     )
 
 
@@ -341,27 +393,34 @@ def test_a_hidden_gradient_is_refused():
         params,
         (),
         *BATCH,
-        match="no gradient was found in step: none of its parameters .* is updated from the derivative",
+        match="no gradient was found in step: none of its parameters .* is updated from the "
+        "derivative",
     )
 
 
 @pytest.mark.parametrize("grad", [jax.value_and_grad, dtrans.value_and_grad])
 def test_a_gradient_hidden_beside_others_is_refused(grad):
-    """Such leaves are made from the trainer's own gradient alone: on many trainers they would drift apart."""
+    """Such leaves are made from the trainer's own gradient alone: on many trainers they would drift
+    apart."""
 
     def step(params, opt_state, x, y):
         flat, back = jax.flatten_util.ravel_pytree({n: params[n] for n in ("b1", "w1")})
         rest = {n: params[n] for n in params if n not in ("b1", "w1")}
         g = jax.grad(lambda f: mlp_loss({**back(f), **rest}, x, y))(flat)
         loss, grads = grad(lambda r: mlp_loss({**params, **r}, x, y))(rest)
-        return {**back(flat - 0.1 * g), **jax.tree.map(lambda p, g: p - g, rest, grads)}, opt_state, loss
+        return (
+            {**back(flat - 0.1 * g), **jax.tree.map(lambda p, g: p - g, rest, grads)},
+            opt_state,
+            loss,
+        )
 
     refused(
         step,
         PARAMS,
         (),
         *BATCH,
-        match="params/b1 is updated with a derivative that is not one of its gradients .*so that each part",
+        match="params/b1 is updated with a derivative that is not one of its gradients .*so that "
+        "each part",
     )
 
 
@@ -371,7 +430,10 @@ def test_two_marks_whose_sum_the_update_does_not_read_are_refused():
         _, b = dtrans.value_and_grad(mlp_loss)(params, y, x)
         return jax.tree.map(lambda p, a, b: p - a - b, params, a, b), opt_state, loss
 
-    told = "params/b1 has 2 marked gradients in step, and its update does not read their sum alone; add them up before"
+    told = (
+        "params/b1 has 2 marked gradients in step, and its update does not read their sum "
+        "alone; add them up before"
+    )
     refused(step, PARAMS, (), *BATCH, match=told)
 
 
@@ -387,7 +449,8 @@ def test_a_mark_on_something_that_is_no_leaf_is_refused():
         params,
         (),
         *BATCH,
-        match="was taken with respect to `its argument`, which is not a leaf of `params`, the first argument of step",
+        match="was taken with respect to `its argument`, which is not a leaf of `params`, the "
+        "first argument of step",
     )
 
 
@@ -398,7 +461,12 @@ def test_an_update_that_reads_the_batch_is_refused(grad):
         return jax.tree.map(lambda p, g: p - lr * g, params, grads), opt_state, loss
 
     text = refused(
-        step, PARAMS, (), *BATCH, jnp.float32(0.1), match="params/b1 is updated with lr, which only the trainers have"
+        step,
+        PARAMS,
+        (),
+        *BATCH,
+        jnp.float32(0.1),
+        match="params/b1 is updated with lr, which only the trainers have",
     )
     assert "optax.inject_hyperparams" in text
 
@@ -453,14 +521,21 @@ def test_state_that_changes_its_type_is_refused():
 
 
 def test_a_second_gradient_in_the_update_is_refused():
-    """A penalty differentiated apart from the loss would be added after the cut, on the trainers' parameters only."""
+    """A penalty differentiated apart from the loss would be added after the cut, on the trainers'
+    parameters only."""
 
     def step(params, opt_state, x, y):
         loss, grads = dtrans.value_and_grad(mlp_loss)(params, x, y)
         extra = jax.grad(lambda p: mlp_loss(p, y, x))(params)
         return jax.tree.map(lambda p, g, e: p - g - e, params, grads, extra), opt_state, loss
 
-    refused(step, PARAMS, (), *BATCH, match="params/b1 is updated with a derivative that is not one of its gradients")
+    refused(
+        step,
+        PARAMS,
+        (),
+        *BATCH,
+        match="params/b1 is updated with a derivative that is not one of its gradients",
+    )
 
 
 def test_new_state_is_told_by_order_where_structures_are_equal():
@@ -471,7 +546,9 @@ def test_new_state_is_told_by_order_where_structures_are_equal():
 
     params = mlp_params()
     program = dtrans.trace(step, params, params, *mlp_batch())
-    assert [n.split("/")[0] for n in program.out_names] == ["loss"] + ["params"] * 4 + ["momentum"] * 4
+    assert [n.split("/")[0] for n in program.out_names] == ["loss"] + ["params"] * 4 + [
+        "momentum"
+    ] * 4
     assert cut(program).results == ("loss",)
 
 
@@ -480,7 +557,10 @@ def test_a_step_that_returns_gradients_first_is_refused():
         loss, grads = jax.value_and_grad(mlp_loss)(params, x, y)
         return loss, grads, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), opt_state
 
-    with pytest.raises(GradientError, match="where it cannot be told: parts 1, 2 of its result all have the structure"):
+    with pytest.raises(
+        GradientError,
+        match="where it cannot be told: parts 1, 2 of its result all have the structure",
+    ):
         cut(dtrans.trace(step, mlp_params(), (), *mlp_batch()))
 
 
@@ -488,9 +568,15 @@ def test_marked_gradients_of_single_examples_are_refused():
     def step(params, opt_state, x, y):
         one = lambda p, x, y: mlp_loss(p, x[None], y[None])
         _, grads = jax.vmap(dtrans.value_and_grad(one), (None, 0, 0))(params, x, y)
-        return jax.tree.map(lambda p, g: p - 0.1 * g.mean(0), params, grads), opt_state, mlp_loss(params, x, y)
+        return (
+            jax.tree.map(lambda p, g: p - 0.1 * g.mean(0), params, grads),
+            opt_state,
+            mlp_loss(params, x, y),
+        )
 
-    with pytest.raises(GradientError, match="gradients of single examples .* take the gradient of the mean loss"):
+    with pytest.raises(
+        GradientError, match="gradients of single examples .* take the gradient of the mean loss"
+    ):
         cut(dtrans.trace(step, mlp_params(), (), *mlp_batch()))
 
 
@@ -506,7 +592,9 @@ def test_a_loop_that_takes_several_steps_is_not_a_gradient(cast):
             new = jax.tree.map(lambda p: jax.lax.reduce_precision(p, 8, 23), new)
         return new, opt_state, losses[-1]
 
-    with pytest.raises(GradientError, match="scan differentiates inside.*A step may take one update"):
+    with pytest.raises(
+        GradientError, match="scan differentiates inside.*A step may take one update"
+    ):
         cut(dtrans.trace(step, mlp_params(), (), *mlp_batch()))
 
 
@@ -515,7 +603,10 @@ def test_a_loop_that_takes_several_steps_is_not_a_gradient(cast):
     [
         (optax.polyak_sgd(0.1), "optax.scale_by_polyak"),
         (optax.lbfgs(0.1), "optax.scale_by_zoom_linesearch"),
-        (optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau()), "optax.contrib.reduce_on_plateau"),
+        (
+            optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau()),
+            "optax.contrib.reduce_on_plateau",
+        ),
     ],
     ids=["polyak", "lbfgs", "plateau"],
 )
@@ -528,18 +619,23 @@ def test_an_optimizer_that_is_told_the_loss_is_refused_by_name(tx, who):
 
     params = mlp_params()
     program = dtrans.trace(step, params, jax.eval_shape(tx.init, params), *mlp_batch())
-    with pytest.raises(dtrans.errors.OptimizerError, match=f"{who} uses loss, which only the trainers have"):
+    with pytest.raises(
+        dtrans.errors.OptimizerError, match=f"{who} uses loss, which only the trainers have"
+    ):
         refuse_across(cut(program), "which only the trainers have")
 
 
 def test_a_gradient_computed_from_another_gradient_is_refused_for_several_trainers():
-    """Sharpness-aware steps perturb parameters by their gradient; each trainer would do so by its own."""
+    """Sharpness-aware steps perturb parameters by their gradient; each trainer would do so by its
+    own."""
     ascent = optax.chain(optax.contrib.normalize(), optax.sgd(0.5))
     tx = optax.contrib.sam(optax.sgd(0.1), ascent, opaque_mode=True)
 
     def step(params, state, x, y):
         loss, grads = jax.value_and_grad(mlp_loss)(params, x, y)
-        updates, state = tx.update(grads, state, params, grad_fn=lambda p, _: jax.grad(mlp_loss)(p, x, y))
+        updates, state = tx.update(
+            grads, state, params, grad_fn=lambda p, _: jax.grad(mlp_loss)(p, x, y)
+        )
         return optax.apply_updates(params, updates), state, loss
 
     params = mlp_params()
@@ -552,7 +648,8 @@ def test_a_gradient_computed_from_another_gradient_is_refused_for_several_traine
         wanted, _, _ = step(params, tx.init(params), *mlp_batch())
         tree_close(job.params(state), wanted, 1e-6)
     with pytest.raises(
-        GradientError, match="computed from another derivative .*with 2 trainers each would use its own"
+        GradientError,
+        match="computed from another derivative .*with 2 trainers each would use its own",
     ):
         dtrans.pserver(main, startup, trainers=2, batch="local")
     with pytest.raises(GradientError, match="computed from another derivative"):
@@ -568,7 +665,9 @@ def test_a_derivative_inside_the_loss_is_part_of_it():
 
     tx = optax.sgd(0.1)
     params = mlp_params()
-    program = dtrans.trace(plain_step(loss, tx), params, jax.eval_shape(tx.init, params), *mlp_batch())
+    program = dtrans.trace(
+        plain_step(loss, tx), params, jax.eval_shape(tx.init, params), *mlp_batch()
+    )
     assert cut(program).nested == ""
 
 
@@ -589,7 +688,12 @@ def test_state_that_the_batch_enters_is_looked_for_once(monkeypatch):
             return optax.apply_updates(params, updates), {"means": means, "opt": inner}, value
 
         params = [jnp.ones((4, 2))] * leaves
-        main = dtrans.trace(step, params, {"means": [jnp.ones(4)] * leaves, "opt": tx.init(params)}, jnp.ones((8, 4)))
+        main = dtrans.trace(
+            step,
+            params,
+            {"means": [jnp.ones(4)] * leaves, "opt": tx.init(params)},
+            jnp.ones((8, 4)),
+        )
         passes.clear()
         need = cut(main).across or cut(main).told
         assert need is not None and need.what.endswith("state/means/0 is updated with x")

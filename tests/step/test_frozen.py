@@ -37,7 +37,9 @@ def start(tx: Any) -> tuple[Tree, Tree]:
 MULTI = optax.multi_transform({"held": optax.set_to_zero(), "moved": optax.adam(1e-2)}, LABELS)
 ZEROS = optax.masked(optax.set_to_zero(), {"emb": True, "w": False})
 MASKED = optax.chain(ZEROS, optax.adam(1e-2))
-CLIPPED = optax.chain(optax.clip_by_global_norm(1e-3), optax.adam(optax.cosine_decay_schedule(1e-2, 10)))
+CLIPPED = optax.chain(
+    optax.clip_by_global_norm(1e-3), optax.adam(optax.cosine_decay_schedule(1e-2, 10))
+)
 HELD = {
     "multi_transform": (loss, MULTI),
     "masked": (loss, MASKED),
@@ -51,14 +53,18 @@ HELD = {
 MOVED = {
     "trained": (loss, optax.adam(1e-2)),
     "weight decay": (loss_without, optax.adamw(1e-2)),
-    "zeros behind Adam": (loss, optax.chain(optax.adam(1e-2), ZEROS)),  # whose moments need the gradient
+    "zeros behind Adam": (
+        loss,
+        optax.chain(optax.adam(1e-2), ZEROS),
+    ),  # whose moments need the gradient
     "a moving state of zeros": (loss, optax.chain(optax.ema(0.9), optax.sgd(0.1))),
 }
 
 
 def traced(of: Any, tx: Any) -> tuple[Any, Any]:
     return of_two_parts(
-        dtrans.trace(dtrans.make_train_step(of, tx), *start(tx), X), dtrans.trace(lambda: start(tx), name="start")
+        dtrans.trace(dtrans.make_train_step(of, tx), *start(tx), X),
+        dtrans.trace(lambda: start(tx), name="start"),
     )
 
 
@@ -71,7 +77,9 @@ def test_a_leaf_that_is_held_still_is_handed_on(name: str) -> None:
     main, _ = traced(*HELD[name])
     assert handed_on(main) == ["params/emb"]
     *state, _ = main.inputs.values()
-    assert handed_on(main.specialize_flat([*state, jax.ShapeDtypeStruct((8, 6), "float32")])) == ["params/emb"]
+    assert handed_on(main.specialize_flat([*state, jax.ShapeDtypeStruct((8, 6), "float32")])) == [
+        "params/emb"
+    ]
 
 
 @pytest.mark.parametrize("name", MOVED)
@@ -87,9 +95,15 @@ def test_a_leaf_whose_rows_change_places_is_not(turn: Any) -> None:
     def step(params: Tree, opt_state: Tree, x: Any) -> Any:
         value, gradients = dtrans.value_and_grad(loss_without)(params, x)
         updates, opt_state = tx.update(gradients, opt_state, params)
-        return {**optax.apply_updates(params, updates), "emb": turn(params["emb"])}, opt_state, value
+        return (
+            {**optax.apply_updates(params, updates), "emb": turn(params["emb"])},
+            opt_state,
+            value,
+        )
 
-    main, _ = of_two_parts(dtrans.trace(step, *start(tx), X), dtrans.trace(lambda: start(tx), name="start"))
+    main, _ = of_two_parts(
+        dtrans.trace(step, *start(tx), X), dtrans.trace(lambda: start(tx), name="start")
+    )
     assert handed_on(main) == []
 
 

@@ -1,5 +1,6 @@
-"""Marks: `dtrans.value_and_grad` is `jax.value_and_grad` with an equation that survives every transformation
-of JAX and vanishes in lowering; `dtrans.make_train_step` is the step that everybody writes."""
+"""Marks: `dtrans.value_and_grad` is `jax.value_and_grad` with an equation that survives every
+transformation of JAX and vanishes in lowering; `dtrans.make_train_step` is the step that everybody
+writes."""
 
 from __future__ import annotations
 
@@ -10,7 +11,16 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from helpers import mlp_batch, mlp_loss, mlp_params, plain_run, plain_step, quick, tree_close, tree_equal
+from helpers import (
+    mlp_batch,
+    mlp_loss,
+    mlp_params,
+    plain_run,
+    plain_step,
+    quick,
+    tree_close,
+    tree_equal,
+)
 
 import dtrans
 from dtrans._jax import equations, lowered_jaxpr
@@ -24,7 +34,9 @@ BATCH = mlp_batch()
 
 def marks(fn, *args):
     """The leaves named by the marks in a function, nested ones included."""
-    return sorted(e.params["leaf"] for e in equations(lowered_jaxpr(fn, *args)) if e.primitive is mark_p)
+    return sorted(
+        e.params["leaf"] for e in equations(lowered_jaxpr(fn, *args)) if e.primitive is mark_p
+    )
 
 
 # -- value_and_grad --------------------------------------------------------------------------------
@@ -32,9 +44,14 @@ def marks(fn, *args):
 
 def test_it_is_jax_value_and_grad():
     tree_equal(
-        quick(dtrans.value_and_grad(mlp_loss))(PARAMS, *BATCH), quick(jax.value_and_grad(mlp_loss))(PARAMS, *BATCH)
+        quick(dtrans.value_and_grad(mlp_loss))(PARAMS, *BATCH),
+        quick(jax.value_and_grad(mlp_loss))(PARAMS, *BATCH),
     )
-    tree_close(dtrans.value_and_grad(mlp_loss)(PARAMS, *BATCH), jax.value_and_grad(mlp_loss)(PARAMS, *BATCH), 1e-6)
+    tree_close(
+        dtrans.value_and_grad(mlp_loss)(PARAMS, *BATCH),
+        jax.value_and_grad(mlp_loss)(PARAMS, *BATCH),
+        1e-6,
+    )
 
 
 def test_each_leaf_has_one_mark():
@@ -46,14 +63,18 @@ def test_each_leaf_has_one_mark():
 def test_argnums(argnums):
     fn = lambda a, b, scale: jnp.sum(jnp.sin(a["x"]) * b) * scale
     args = ({"x": jnp.arange(3.0)}, jnp.ones(3), 2.0)
-    want = jax.value_and_grad(fn, argnums=tuple(argnums) if isinstance(argnums, list) else argnums)(*args)
+    want = jax.value_and_grad(fn, argnums=tuple(argnums) if isinstance(argnums, list) else argnums)(
+        *args
+    )
     tree_close(dtrans.value_and_grad(fn, argnums=argnums)(*args), want, 1e-6)
 
 
 def test_has_aux_and_keyword_arguments():
     fn = lambda p, x, *, power=1: (jnp.sum(p * x) ** power, {"seen": x})
     got = dtrans.value_and_grad(fn, has_aux=True)(jnp.ones(3), jnp.arange(3.0), power=3)
-    tree_close(got, jax.value_and_grad(fn, has_aux=True)(jnp.ones(3), jnp.arange(3.0), power=3), 1e-6)
+    tree_close(
+        got, jax.value_and_grad(fn, has_aux=True)(jnp.ones(3), jnp.arange(3.0), power=3), 1e-6
+    )
 
 
 def test_leaves_that_cannot_be_differentiated_are_held_still():
@@ -61,11 +82,15 @@ def test_leaves_that_cannot_be_differentiated_are_held_still():
     value, grads = dtrans.value_and_grad(lambda p: jnp.sum(p["f"](p["w"]) * p["n"]))(params)
     assert float(value) == pytest.approx(3 * float(jnp.tanh(1.0)))
     assert grads["f"] is None and grads["n"] is None
-    tree_close(grads["w"], jax.grad(lambda w: jnp.sum(jnp.tanh(w) * jnp.arange(3)))(jnp.ones(3)), 1e-6)
+    tree_close(
+        grads["w"], jax.grad(lambda w: jnp.sum(jnp.tanh(w) * jnp.arange(3)))(jnp.ones(3)), 1e-6
+    )
 
 
 def test_nothing_to_differentiate_is_refused():
-    with pytest.raises(GradientError, match="argument 0 of count has no floating-point array to differentiate"):
+    with pytest.raises(
+        GradientError, match="argument 0 of count has no floating-point array to differentiate"
+    ):
 
         def count(n):
             return n.sum()
@@ -75,7 +100,9 @@ def test_nothing_to_differentiate_is_refused():
 
 def test_the_function_keeps_its_name_and_signature():
     wrapped = dtrans.value_and_grad(mlp_loss)
-    assert wrapped.__name__ == "mlp_loss" and inspect.signature(wrapped) == inspect.signature(mlp_loss)
+    assert wrapped.__name__ == "mlp_loss" and inspect.signature(wrapped) == inspect.signature(
+        mlp_loss
+    )
 
 
 # -- marks under JAX's transformations -------------------------------------------------------------
@@ -98,7 +125,9 @@ def under_vmap(g):
 
 
 def under_vmap_of_params(g):
-    return lambda p, x, y: jax.vmap(g, (0, None, None))(jax.tree.map(lambda a: jnp.stack([a, a + 1]), p), x, y)
+    return lambda p, x, y: jax.vmap(g, (0, None, None))(
+        jax.tree.map(lambda a: jnp.stack([a, a + 1]), p), x, y
+    )
 
 
 def under_scan(g):
@@ -124,7 +153,17 @@ def under_jvp(g):
 
 
 @pytest.mark.parametrize(
-    "wrap", [under_jit, under_vmap, under_vmap_of_params, under_scan, under_remat, under_cond, under_grad, under_jvp]
+    "wrap",
+    [
+        under_jit,
+        under_vmap,
+        under_vmap_of_params,
+        under_scan,
+        under_remat,
+        under_cond,
+        under_grad,
+        under_jvp,
+    ],
 )
 def test_marks_survive(wrap):
     marked = wrap(grads_of)
@@ -150,25 +189,39 @@ def test_marks_vanish_in_lowering():
 
 @pytest.mark.parametrize(
     "tx",
-    [optax.sgd(0.1, momentum=0.9), optax.adamw(1e-2), optax.chain(optax.clip_by_global_norm(0.1), optax.lamb(1e-2))],
+    [
+        optax.sgd(0.1, momentum=0.9),
+        optax.adamw(1e-2),
+        optax.chain(optax.clip_by_global_norm(0.1), optax.lamb(1e-2)),
+    ],
 )
 def test_it_is_the_step_that_everybody_writes(tx):
     batches = [mlp_batch(seed=s) for s in range(3)]
     args = (PARAMS, tx.init(PARAMS), batches)
-    tree_equal(plain_run(dtrans.make_train_step(mlp_loss, tx), *args), plain_run(plain_step(mlp_loss, tx), *args))
+    tree_equal(
+        plain_run(dtrans.make_train_step(mlp_loss, tx), *args),
+        plain_run(plain_step(mlp_loss, tx), *args),
+    )
 
 
 def test_aux_is_returned_after_the_loss():
     fn = lambda params, x, y: (mlp_loss(params, x, y), {"rows": x.shape[0], "mean": y.mean()})
     tx = optax.sgd(0.1)
-    params, state, loss, aux = dtrans.make_train_step(fn, tx, has_aux=True)(PARAMS, tx.init(PARAMS), *BATCH)
+    params, state, loss, aux = dtrans.make_train_step(fn, tx, has_aux=True)(
+        PARAMS, tx.init(PARAMS), *BATCH
+    )
     assert aux["rows"] == 8 and float(aux["mean"]) == float(BATCH[1].mean())
-    tree_close((params, state, loss), plain_step(mlp_loss, tx)(PARAMS, tx.init(PARAMS), *BATCH), 1e-6)
+    tree_close(
+        (params, state, loss), plain_step(mlp_loss, tx)(PARAMS, tx.init(PARAMS), *BATCH), 1e-6
+    )
 
 
 def test_parameters_keep_their_dtype():
     params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
-    tx = optax.chain(optax.sgd(0.1), optax.stateless(lambda u, p: jax.tree.map(lambda x: x.astype(jnp.float32), u)))
+    tx = optax.chain(
+        optax.sgd(0.1),
+        optax.stateless(lambda u, p: jax.tree.map(lambda x: x.astype(jnp.float32), u)),
+    )
     got = quick(dtrans.make_train_step(mlp_loss, tx))(params, tx.init(params), *BATCH)
     want = quick(plain_step(mlp_loss, tx))(params, tx.init(params), *BATCH)
     assert {p.dtype for p in jax.tree.leaves(got[0])} == {jnp.dtype(jnp.bfloat16)}
@@ -177,14 +230,18 @@ def test_parameters_keep_their_dtype():
 
 def test_integers_and_functions_among_the_parameters():
     net = (eqx.nn.MLP(5, 3, 4, 0, key=jax.random.key(0)), {"steps": jnp.arange(2)})
-    loss = lambda params, x, y: jnp.mean((jax.vmap(params[0])(x) - y) ** 2) + params[1]["steps"].sum()
+    loss = lambda params, x, y: (
+        jnp.mean((jax.vmap(params[0])(x) - y) ** 2) + params[1]["steps"].sum()
+    )
     tx = optax.adam(1e-2)
     state = tx.init(eqx.filter(net, eqx.is_inexact_array))
     got, new_state, value = eqx.filter_jit(dtrans.make_train_step(loss, tx))(net, state, *BATCH)
     want_value, grads = eqx.filter_jit(eqx.filter_value_and_grad(loss))(net, *BATCH)
     updates, want_state = tx.update(grads, state, eqx.filter(net, eqx.is_inexact_array))
     want = eqx.apply_updates(net, updates)
-    assert got[0].activation is net[0].activation and jnp.array_equal(got[1]["steps"], net[1]["steps"])
+    assert got[0].activation is net[0].activation and jnp.array_equal(
+        got[1]["steps"], net[1]["steps"]
+    )
     tree_close(eqx.filter(got, eqx.is_array), eqx.filter(want, eqx.is_array), 1e-6)
     tree_close((new_state, value), (want_state, want_value), 1e-6)
 
@@ -205,7 +262,9 @@ def test_the_batch_keeps_the_names_of_the_loss():
 
 
 def test_a_batch_argument_called_as_the_state_is_refused():
-    with pytest.raises(GradientError, match="the batch arguments of loss_fn may not be called params or opt_state"):
+    with pytest.raises(
+        GradientError, match="the batch arguments of loss_fn may not be called params or opt_state"
+    ):
         dtrans.make_train_step(lambda p, opt_state: 0.0, optax.sgd(0.1))
 
 
@@ -216,7 +275,9 @@ def test_a_loss_without_argument_names_has_a_batch():
 
     tx = optax.sgd(0.1)
     params = {"w": jnp.ones((3, 2))}
-    program = dtrans.trace(dtrans.make_train_step(loss, tx), params, tx.init(params), jnp.ones((4, 3)))
+    program = dtrans.trace(
+        dtrans.make_train_step(loss, tx), params, tx.init(params), jnp.ones((4, 3))
+    )
     assert program.in_names == ("params/w", "batch/0")
 
 
@@ -227,14 +288,20 @@ def test_a_loss_without_argument_names_has_a_batch():
         (optax.lbfgs(0.1), "scale_by_zoom_linesearch", "'value', 'grad', and 'value_fn'"),
         (optax.contrib.momo(0.1), "momo", "'value'"),
         (optax.contrib.sophia(0.1), "hutchinson", "obj_fn"),
-        (optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.5), opaque_mode=True), "opaque_mode=True", "grad_fn"),
+        (
+            optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.5), opaque_mode=True),
+            "opaque_mode=True",
+            "grad_fn",
+        ),
     ],
     ids=["polyak", "lbfgs", "momo", "sophia", "sam"],
 )
 def test_optimizers_that_must_be_told_the_loss_are_refused_by_name(tx, who, what):
     params = mlp_params()
     step = dtrans.make_train_step(mlp_loss, tx)
-    with pytest.raises(dtrans.errors.OptimizerError, match=f"{who} needs {what} in its update.*Use one that takes"):
+    with pytest.raises(
+        dtrans.errors.OptimizerError, match=f"{who} needs {what} in its update.*Use one that takes"
+    ):
         dtrans.trace(step, params, jax.eval_shape(tx.init, params), *mlp_batch())
 
 
@@ -252,5 +319,7 @@ def test_an_optimizer_that_takes_rows_for_examples_is_refused():
     tx = optax.contrib.differentially_private_aggregate(1.0, 0.1, key=0)
     params = {"w": jnp.ones((4, 3))}
     step = dtrans.make_train_step(lambda params, x: jnp.mean(x @ params["w"]), tx)
-    with pytest.raises(dtrans.errors.OptimizerError, match=r"update of shape \(3,\) for params/w of shape \(4, 3\)"):
+    with pytest.raises(
+        dtrans.errors.OptimizerError, match=r"update of shape \(3,\) for params/w of shape \(4, 3\)"
+    ):
         step(params, tx.init(params), jnp.ones((2, 4)))

@@ -32,7 +32,10 @@ def kinds(name: str) -> dict[str, str]:
 @pytest.mark.usefixtures("x64")
 def test_what_each_leaf_is_for() -> None:
     of = kinds("flax_batch_norm_dropout")
-    parts = {n.split("/")[1]: {k for m, k in of.items() if m.split("/")[1] == n.split("/")[1]} for n in of}
+    parts = {
+        n.split("/")[1]: {k for m, k in of.items() if m.split("/")[1] == n.split("/")[1]}
+        for n in of
+    }
     assert parts == {
         "step": {"optimizer"},
         "params": {"parameter"},
@@ -43,7 +46,13 @@ def test_what_each_leaf_is_for() -> None:
     of = kinds("actor_critic")
     for n, k in of.items():
         part = n.split("/")[1]
-        assert k == ("optimizer" if part.startswith("opt") else "follower" if "target" in part else "parameter"), n
+        assert k == (
+            "optimizer"
+            if part.startswith("opt")
+            else "follower"
+            if "target" in part
+            else "parameter"
+        ), n
     of = kinds("lora")
     assert {n: k for n, k in of.items() if "/opt" not in n} == {
         "state/base/b": "constant",
@@ -51,11 +60,14 @@ def test_what_each_leaf_is_for() -> None:
         "state/lora/a": "parameter",
         "state/lora/b": "parameter",
     }
-    assert kinds("injected_rate")["state/opt/hyperparams/learning_rate"] == "optimizer"  # constant, for updates alone
+    assert (
+        kinds("injected_rate")["state/opt/hyperparams/learning_rate"] == "optimizer"
+    )  # constant, for updates alone
 
 
 def descent(state: Tree, x: jax.Array) -> tuple[Tree, jax.Array]:
-    """An autoencoder: what it returns looks like the batch. It counts its steps with a number of Python's."""
+    """An autoencoder: what it returns looks like the batch. It counts its steps with a number of
+    Python's."""
     loss = lambda w: jnp.mean((x @ w @ w.T - x) ** 2)
     w = state["w"] - 0.1 * jax.grad(loss)(state["w"])
     return {"w": w, "steps": state["steps"] + 1, "rate": state["rate"]}, x @ w @ w.T
@@ -89,7 +101,9 @@ def test_a_result_may_look_like_the_batch_and_a_number_that_changes_is_data() ->
 def test_a_startup_program_that_makes_something_else_is_refused_by_leaf() -> None:
     main = dtrans.trace(lambda s, x: (descent(s, x)[0], x.sum()), autoencoder(), X)
     wide = lambda: {**autoencoder(), "w": jnp.ones((4, 3))}
-    with pytest.raises(TraceError, match=r"s/w is made as float32\[4, 3\], and taken as float32\[4, 2\]; startup"):
+    with pytest.raises(
+        TraceError, match=r"s/w is made as float32\[4, 3\], and taken as float32\[4, 2\]; startup"
+    ):
         dtrans.nccl2(main, dtrans.trace(wide), trainers=2)
 
 
@@ -97,7 +111,8 @@ def test_a_step_without_a_gradient_says_what_was_found() -> None:
     step = lambda s, x: ({"w": s["w"] - 0.1 * x.mean(), "n": s["n"] + 1}, x.sum())
     init = lambda: {"w": jnp.ones(3), "n": jnp.zeros((), int)}
     with pytest.raises(
-        GradientError, match=r"found: s/n \(optimizer\), s/w \(statistics\). Take gradients with dtrans"
+        GradientError,
+        match=r"found: s/n \(optimizer\), s/w \(statistics\). Take gradients with dtrans",
     ):
         dtrans.nccl2(dtrans.trace(step, init(), X), dtrans.trace(init), trainers=2)
 
@@ -122,7 +137,9 @@ def test_a_function_of_the_parameters_reads_what_it_needs(mode: str) -> None:
     given = dtrans.trace(STEP, *start(), X), dtrans.trace(start)
     plans: dict[str, Any] = {
         "nccl2": lambda: dtrans.nccl2(*given, trainers=2),
-        "stage 3": lambda: dtrans.sharding(*given, degree=2, stage=3, slices=dtrans.Slicing(min_slice_size=0)),
+        "stage 3": lambda: dtrans.sharding(
+            *given, degree=2, stage=3, slices=dtrans.Slicing(min_slice_size=0)
+        ),
         "pserver": lambda: dtrans.pserver(*given, pservers="127.0.0.1:1,127.0.0.1:2", trainers=2),
         "pipeline": lambda: dtrans.pipeline(*given, num_stages=2, num_micro_batch=2),
     }
@@ -131,14 +148,20 @@ def test_a_function_of_the_parameters_reads_what_it_needs(mode: str) -> None:
     params, _, _ = STEP(*start(), X)
     np.testing.assert_allclose(job.apply(dense, state, X), dense(params, X), rtol=1e-5)
     np.testing.assert_allclose(job.apply(dense, state, X[:3]), dense(params, X[:3]), rtol=1e-5)
-    loss = jax.jit(lambda params, x: {"of": (dense(params, x) ** 2).mean()})  # any pytree; jitted functions too
-    np.testing.assert_allclose(job.apply(loss, state, X)["of"], (dense(params, X) ** 2).mean(), rtol=1e-5)
+    loss = jax.jit(
+        lambda params, x: {"of": (dense(params, x) ** 2).mean()}
+    )  # any pytree; jitted functions too
+    np.testing.assert_allclose(
+        job.apply(loss, state, X)["of"], (dense(params, X) ** 2).mean(), rtol=1e-5
+    )
 
 
 def test_slices_stay_where_they_are() -> None:
     """What is sliced enters the compiled function as slices; XLA gathers what a product needs."""
     given = dtrans.trace(STEP, *start(), X), dtrans.trace(start)
-    job = dtrans.sharding(*given, degree=2, stage=3, slices=dtrans.Slicing(min_slice_size=0)).on_mesh()
+    job = dtrans.sharding(
+        *given, degree=2, stage=3, slices=dtrans.Slicing(min_slice_size=0)
+    ).on_mesh()
     state = job.init()
     leaves = job._leaves(state, ["params/w1"])
     assert leaves["params/w1"].sharding.shard_shape((4, 5)) == (2, 5)
@@ -147,7 +170,9 @@ def test_slices_stay_where_they_are() -> None:
 @pytest.mark.usefixtures("x64")
 def test_servers_are_not_asked_for_what_a_function_does_not_read() -> None:
     case = library_zoo.by_name("flax_train_state")
-    main = dtrans.trace(case.step(case.value_and_grad), *case.state(jax.random.key(0)), *case.batch(4))
+    main = dtrans.trace(
+        case.step(case.value_and_grad), *case.state(jax.random.key(0)), *case.batch(4)
+    )
     startup = dtrans.trace(case.init, jax.random.key(0))
     plan = dtrans.pserver(main, startup, pservers="127.0.0.1:1", trainers=1)
     job = plan.simulate()
@@ -176,8 +201,12 @@ def test_hyperparameters_are_changed_between_steps(mode: str, way: str) -> None:
             kept["learning_rate"] = jnp.full((), rate, kept["learning_rate"].dtype)
             state, _ = job.step(state, *batch)
             alone, _ = step(alone, *batch)
-        np.testing.assert_allclose(job.gather(state)["params"]["w"], alone["params"]["w"], rtol=1e-12)
-        with pytest.raises(ConfigError, match="the optimizer keeps no 'lr' in its state; it keeps b1, b2, eps"):
+        np.testing.assert_allclose(
+            job.gather(state)["params"]["w"], alone["params"]["w"], rtol=1e-12
+        )
+        with pytest.raises(
+            ConfigError, match="the optimizer keeps no 'lr' in its state; it keeps b1, b2, eps"
+        ):
             job.with_hyperparameters(state, lr=0.1)
 
 
@@ -196,11 +225,18 @@ def test_hyperparameters_of_an_nnx_optimizer_have_their_short_names() -> None:
         return nnx.state(parts), loss
 
     key, x = jax.random.key(0), jnp.ones((4, 4))
-    job = dtrans.nccl2(dtrans.trace(step, jax.eval_shape(init, key), x), dtrans.trace(init, key), trainers=2).simulate()
+    job = dtrans.nccl2(
+        dtrans.trace(step, jax.eval_shape(init, key), x), dtrans.trace(init, key), trainers=2
+    ).simulate()
     still, _ = job.step(job.with_hyperparameters(job.init(key), learning_rate=0.0), x)
-    for one, other in zip(jax.tree.leaves(job.params(still)), jax.tree.leaves(job.params(job.init(key))), strict=True):
+    for one, other in zip(
+        jax.tree.leaves(job.params(still)), jax.tree.leaves(job.params(job.init(key))), strict=True
+    ):
         np.testing.assert_array_equal(one, other)
-    with pytest.raises(ConfigError, match="the optimizer keeps no 'rate' in its state; it keeps learning_rate by name"):
+    with pytest.raises(
+        ConfigError,
+        match="the optimizer keeps no 'rate' in its state; it keeps learning_rate by name",
+    ):
         job.with_hyperparameters(still, rate=0.1)
 
 
@@ -212,13 +248,17 @@ def test_a_hyperparameter_that_two_optimizers_keep_is_said_by_its_whole_name() -
         return params, {name: tx.init(leaf) for name, leaf in params.items()}
 
     def step(params: Any, state: Any, x: jax.Array) -> Any:
-        loss, grads = jax.value_and_grad(lambda p: jnp.mean((x @ (p["critic"] + p["actor"])) ** 2))(params)
+        loss, grads = jax.value_and_grad(lambda p: jnp.mean((x @ (p["critic"] + p["actor"])) ** 2))(
+            params
+        )
         new = {n: tx.update(grads[n], state[n], params[n]) for n in params}
         return {n: params[n] + new[n][0] for n in params}, {n: new[n][1] for n in params}, loss
 
     x = jnp.eye(2)
     job = dtrans.nccl2(dtrans.trace(step, *init(), x), dtrans.trace(init), trainers=2).simulate()
-    with pytest.raises(ConfigError, match=r"kept by several optimizers: state/actor/hyperparams/learning_rate, "):
+    with pytest.raises(
+        ConfigError, match=r"kept by several optimizers: state/actor/hyperparams/learning_rate, "
+    ):
         job.with_hyperparameters(job.init(), learning_rate=0.0)
     name = "state/actor/hyperparams/learning_rate"
     state, _ = job.step(job.with_hyperparameters(job.init(), **{name: 0.0}), x)
@@ -235,7 +275,10 @@ def test_a_step_with_state_behind_its_batch_is_told_where_it_belongs() -> None:
         return optax.apply_updates(model, updates), opt_state, loss
 
     main = dtrans.trace(make_step, model, jnp.ones((4, 3)), tx.init(model))
-    said = r"make_step returns its argument 3 \(opt_state\) too: its state must come first, as step\(params, opt_state"
+    said = (
+        r"make_step returns its argument 3 \(opt_state\) too: its state must come first, as "
+        r"step\(params, opt_state"
+    )
     with pytest.raises(TraceError, match=said):
         dtrans.nccl2(main, dtrans.trace(lambda: (model, tx.init(model))), trainers=2)
 
@@ -248,5 +291,7 @@ def test_a_pipeline_says_that_it_cannot_count_rows() -> None:
 
     init = lambda: {"a": jnp.eye(4), "b": jnp.eye(4), "seen": jnp.zeros((), int)}
     main = dtrans.trace(step, init(), jnp.ones((4, 4)))
-    with pytest.raises(ConfigError, match="s/seen .* each micro-batch would count its own; count outside of a step"):
+    with pytest.raises(
+        ConfigError, match="s/seen .* each micro-batch would count its own; count outside of a step"
+    ):
         dtrans.pipeline(main, dtrans.trace(init), num_stages=2, num_micro_batch=2)

@@ -1,5 +1,5 @@
-"""Scopes of the user: they are read from whatever JAX makes of what was traced in them, they are told apart as entered,
-their text is the same in every trace, and none is in another."""
+"""Scopes of the user: they are read from whatever JAX makes of what was traced in them, they are
+told apart as entered, their text is the same in every trace, and none is in another."""
 
 from __future__ import annotations
 
@@ -66,7 +66,12 @@ def test_a_scope_is_read_however_the_function_is_called(wrap, inside, scope):
     assert found[0] == ("exp", None) and found[-1] == ("tanh", None)
     assert want in {s for _, s in found} <= {None, want}
     # what the condition of the branch is made of stands outside of the scope that is inside
-    assert {n for n, s in found[1:-1] if s is None} <= {"slice", "squeeze", "gt", "convert_element_type"}
+    assert {n for n, s in found[1:-1] if s is None} <= {
+        "slice",
+        "squeeze",
+        "gt",
+        "convert_element_type",
+    }
 
 
 @pytest.mark.parametrize("wrap", [WRAPPERS[k] for k in ("plain", "jit", "remat", "scan")])
@@ -85,7 +90,9 @@ def test_derivatives_are_in_the_scope_of_what_they_are_derived_from(wrap):
     assert set(forward) >= {"a", "b"}
 
 
-@pytest.mark.parametrize("name", ["stage0", "a/b", "x]y[z", "c:d:3", "jvp(e)", "überschrift", "100%", " "])
+@pytest.mark.parametrize(
+    "name", ["stage0", "a/b", "x]y[z", "c:d:3", "jvp(e)", "überschrift", "100%", " "]
+)
 def test_any_name_is_read_back(name):
     def fn(x):
         with replicate(3, name):
@@ -170,7 +177,9 @@ def test_a_name_says_one_number_of_devices():
         with replicate(2, "a"):
             return jnp.cos(x)
 
-    with pytest.raises(ConfigError, match=r"replicate\(name='a'\) has device_count=1 and device_count=2"):
+    with pytest.raises(
+        ConfigError, match=r"replicate\(name='a'\) has device_count=1 and device_count=2"
+    ):
         scopes(fn, X)
 
 
@@ -242,7 +251,8 @@ def test_without_numbering_scopes_are_still_told_apart():
 
 
 @pytest.mark.parametrize(
-    ("outer", "inner"), [(replicate, replicate), (split, split), (split, replicate), (replicate, split)]
+    ("outer", "inner"),
+    [(replicate, replicate), (split, split), (split, replicate), (replicate, split)],
 )
 def test_scopes_are_not_nested(outer, inner):
     def fn(x):
@@ -268,7 +278,8 @@ def test_nesting_is_seen_in_what_jax_kept_of_a_jitted_function():
 
     inner(X)
     with pytest.raises(
-        ConfigError, match=r"sin equation is in replicate\(name='around'\) and in split\(name='within'\)"
+        ConfigError,
+        match=r"sin equation is in replicate\(name='around'\) and in split\(name='within'\)",
     ):
         scopes(fn, X)
 
@@ -281,7 +292,8 @@ def test_a_loop_has_one_scope():
             return jnp.cos(x), None
 
     with pytest.raises(
-        ConfigError, match=r"one scan equation is in replicate\(name='a'\) and in replicate\(name='b'\)"
+        ConfigError,
+        match=r"one scan equation is in replicate\(name='a'\) and in replicate\(name='b'\)",
     ):
         scopes(lambda x: jax.lax.scan(body, x, None, length=2)[0], X)
 

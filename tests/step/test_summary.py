@@ -1,5 +1,5 @@
-"""Summaries: equations that survive every transformation of JAX and do nothing, how they are found and merged, and
-what TensorBoard's own loader reads of what is written."""
+"""Summaries: equations that survive every transformation of JAX and do nothing, how they are found
+and merged, and what TensorBoard's own loader reads of what is written."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ from dtrans.step.summary import Summary, merge, summaries, summary_p
 
 def tags(fn, *args):
     """The tags of all summaries in a function, nested ones included."""
-    return [e.params["tag"] for e in equations(jax.make_jaxpr(fn)(*args)) if e.primitive is summary_p]
+    return [
+        e.params["tag"] for e in equations(jax.make_jaxpr(fn)(*args)) if e.primitive is summary_p
+    ]
 
 
 def found(fn, *args):
@@ -138,25 +140,52 @@ def test_a_mapped_dimension_comes_first_and_is_counted():
 
     jaxpr = jax.make_jaxpr(jax.vmap(jax.vmap(fn, in_axes=1, out_axes=1)))(jnp.ones((2, 5, 3)))
     s, a = summaries(jaxpr)
-    assert (s.mapped, s.atom.aval.shape) == (2, (2, 3)) and (a.mapped, a.atom.aval.shape) == (2, (2, 3, 5))
+    assert (s.mapped, s.atom.aval.shape) == (2, (2, 3)) and (a.mapped, a.atom.aval.shape) == (
+        2,
+        (2, 3, 5),
+    )
 
 
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda: summary.scalar("a b", 1.0), "the tag of a scalar is 'a b'; tags are of letters, digits and _ . - /"),
+        (
+            lambda: summary.scalar("a b", 1.0),
+            "the tag of a scalar is 'a b'; tags are of letters, digits and _ . - /",
+        ),
         (lambda: summary.scalar("/a", 1.0), "the tag of a scalar is '/a'"),
         (lambda: summary.text("", "x"), "the tag of a text is ''"),
         (lambda: summary.histogram(3, jnp.ones(2)), "the tag of a histogram is 3"),
-        (lambda: summary.scalar("a", jnp.ones(2)), r"the scalar a is float32\[2\]; it must be one number"),
+        (
+            lambda: summary.scalar("a", jnp.ones(2)),
+            r"the scalar a is float32\[2\]; it must be one number",
+        ),
         (lambda: summary.scalar("a", "1"), "the scalar a is '1'; it must be an array"),
-        (lambda: summary.scalar("a", jnp.complex64(1)), r"the scalar a is complex64\[\]; it must be real numbers"),
-        (lambda: summary.histogram("h", jax.random.key(0)), "the histogram h is key.* must be real numbers"),
-        (lambda: summary.histogram("h", jnp.ones((0, 2))), r"float32\[0, 2\]; it must be at least one number"),
-        (lambda: summary.image("i", jnp.ones((4, 4))), r"the image i is float32\[4, 4\]; it must be \[\(images,\)"),
+        (
+            lambda: summary.scalar("a", jnp.complex64(1)),
+            r"the scalar a is complex64\[\]; it must be real numbers",
+        ),
+        (
+            lambda: summary.histogram("h", jax.random.key(0)),
+            "the histogram h is key.* must be real numbers",
+        ),
+        (
+            lambda: summary.histogram("h", jnp.ones((0, 2))),
+            r"float32\[0, 2\]; it must be at least one number",
+        ),
+        (
+            lambda: summary.image("i", jnp.ones((4, 4))),
+            r"the image i is float32\[4, 4\]; it must be \[\(images,\)",
+        ),
         (lambda: summary.image("i", jnp.ones((4, 4, 2))), "height, width, 1|3|4"),
-        (lambda: summary.image("i", jnp.ones((4, 4, 3), int)), "int32.* must be floats from 0 to 1, or uint8"),
-        (lambda: summary.audio("n", jnp.ones((4, 3)), 8000), r"the audio n is float32\[4, 3\]; it must be \[frames"),
+        (
+            lambda: summary.image("i", jnp.ones((4, 4, 3), int)),
+            "int32.* must be floats from 0 to 1, or uint8",
+        ),
+        (
+            lambda: summary.audio("n", jnp.ones((4, 3)), 8000),
+            r"the audio n is float32\[4, 3\]; it must be \[frames",
+        ),
         (lambda: summary.audio("n", jnp.ones(4, int), 8000), "must be floats from -1 to 1"),
         (lambda: summary.audio("n", jnp.ones(4), 0.5), "the audio n is of 0.5 frames per second"),
         (lambda: summary.text("t", 3), "the text t is int; it must be a str"),
@@ -193,7 +222,9 @@ def test_a_tag_used_twice_is_an_error():
         summary.scalar("x", x)
         summary.histogram("x", x)
 
-    with pytest.raises(ConfigError, match="the tag x names a scalar and a histogram of one step; give each its own"):
+    with pytest.raises(
+        ConfigError, match="the tag x names a scalar and a histogram of one step; give each its own"
+    ):
         found(fn, 1.0)
 
 
@@ -207,7 +238,9 @@ def test_a_tag_used_twice_is_an_error():
     ],
 )
 def test_a_summary_that_nothing_can_see_is_an_error(wrap, inside):
-    with pytest.raises(TraceError, match=f"the scalar mean is inside {inside}, .*; return the value from there"):
+    with pytest.raises(
+        TraceError, match=f"the scalar mean is inside {inside}, .*; return the value from there"
+    ):
         found(wrap(loss), jnp.ones((4, 2)), jnp.ones((3, 4)))
 
 
@@ -270,7 +303,9 @@ def test_collected_values_are_merged_as_their_key_says(s, shape, key, want):
 def test_images_of_8_bits_stay_so():
     made = merge(Summary("i", "image"), micro((1, 1, 1), dtype=jnp.uint8), "GLOBAL_SUM")
     assert made.dtype == jnp.uint8 and made.tolist() == [[[[255]]]]
-    assert merge(Summary("i", "image"), micro((1, 1, 1), dtype=jnp.uint8), "GLOBAL_MEAN").tolist() == [[[[60]]]]
+    assert merge(
+        Summary("i", "image"), micro((1, 1, 1), dtype=jnp.uint8), "GLOBAL_MEAN"
+    ).tolist() == [[[[60]]]]
 
 
 # -- written ---------------------------------------------------------------------------------------
@@ -280,7 +315,9 @@ def loaded(logdir):
     """What TensorBoard reads in a folder."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    sizes = dict.fromkeys(("scalars", "histograms", "images", "audio", "tensors", "compressedHistograms"), 0)  # all
+    sizes = dict.fromkeys(
+        ("scalars", "histograms", "images", "audio", "tensors", "compressedHistograms"), 0
+    )  # all
     return EventAccumulator(str(logdir), sizes).Reload()
 
 
@@ -318,7 +355,12 @@ def test_tensorboard_reads_what_is_written(tmp_path):
     shown = [np.asarray(Image.open(io.BytesIO(e.encoded_image_string))) for e in read.Images("i")]
     assert [(s.shape, set(s.flat)) for s in shown] == [((3, 10, 3), {30}), ((3, 10, 3), {40})]
     first, _ = read.Audio("a")
-    assert (first.step, first.sample_rate, first.length_frames, first.content_type) == (3, 8000, 3, "audio/wav")
+    assert (first.step, first.sample_rate, first.length_frames, first.content_type) == (
+        3,
+        8000,
+        3,
+        "audio/wav",
+    )
     with wave.open(io.BytesIO(first.encoded_audio_string)) as clip:
         assert (clip.getnchannels(), clip.getframerate(), clip.getnframes()) == (2, 8000, 3)
         heard = np.frombuffer(clip.readframes(3), "<i2") / 32767
@@ -348,7 +390,10 @@ def test_each_tag_is_written_once_whatever_the_job_looks_like(tmp_path):
     for r in read:
         assert len(r.Scalars("mean")) == len(r.Images("pixels")) == 1
         assert r.Scalars("mean")[0].value == pytest.approx(23 / 48, rel=1e-6)
-        assert r.Images("pixels")[0].encoded_image_string == read[0].Images("pixels")[0].encoded_image_string
+        assert (
+            r.Images("pixels")[0].encoded_image_string
+            == read[0].Images("pixels")[0].encoded_image_string
+        )
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.int8, jnp.bool_])
@@ -378,7 +423,9 @@ def test_pixels_are_from_0_to_255(tmp_path, value, want):
 def test_values_that_are_not_finite_are_shown_where_they_can_be(tmp_path):
     with SummaryWriter(tmp_path) as writer:
         writer.write(0, {"s": jnp.nan}, [Summary("s", "scalar")])
-        with pytest.raises(ConfigError, match="the histogram h of step 7 has 2 entries that are not finite"):
+        with pytest.raises(
+            ConfigError, match="the histogram h of step 7 has 2 entries that are not finite"
+        ):
             writer.write(7, {"h": jnp.array([1, jnp.nan, jnp.inf])}, [Summary("h", "histogram")])
     assert np.isnan(loaded(tmp_path).Scalars("s")[0].value)
 
@@ -396,8 +443,16 @@ def test_two_writers_of_one_folder_do_not_overwrite_each_other(tmp_path):
     [
         ({}, [Summary("s", "scalar")], "no value of s"),
         ({"s": 1.0, "z": 2.0}, [Summary("s", "scalar")], "no summary z"),
-        ({"s": np.ones(2)}, [Summary("s", "scalar")], r"the scalar s is float64\[2\]; it must be of \(0,\) dimensions"),
-        ({"i": np.ones((2, 2, 1), int)}, [Summary("i", "image")], "must be floats from 0 to 1, or uint8"),
+        (
+            {"s": np.ones(2)},
+            [Summary("s", "scalar")],
+            r"the scalar s is float64\[2\]; it must be of \(0,\) dimensions",
+        ),
+        (
+            {"i": np.ones((2, 2, 1), int)},
+            [Summary("i", "image")],
+            "must be floats from 0 to 1, or uint8",
+        ),
         ({"a": np.ones(())}, [Summary("a", "audio")], r"must be of \(1, 2, 3\) dimensions"),
     ],
 )
@@ -408,5 +463,7 @@ def test_what_cannot_be_written_is_named(tmp_path, values, specs, message):
 
 def test_without_the_library_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    with pytest.raises(ConfigError, match=r"written with tensorboardX: pip install 'dtrans-jax\[summary\]'"):
+    with pytest.raises(
+        ConfigError, match=r"written with tensorboardX: pip install 'dtrans-jax\[summary\]'"
+    ):
         SummaryWriter("nowhere")

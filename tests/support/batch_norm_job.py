@@ -20,7 +20,10 @@ TX = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2))
 def params_of() -> dict[str, Any]:
     rng = np.random.default_rng(0)
     net = {"w": jnp.asarray(rng.normal(size=(5, 4))), "out": jnp.asarray(rng.normal(size=(4, 1)))}
-    return {"net": net, "stats": {"mean": jnp.zeros(4), "var": jnp.ones(4), "seen": jnp.zeros((), jnp.int32)}}
+    return {
+        "net": net,
+        "stats": {"mean": jnp.zeros(4), "var": jnp.ones(4), "seen": jnp.zeros((), jnp.int32)},
+    }
 
 
 def loss(net: Any, stats: Any, x: Any, y: Any) -> Any:
@@ -35,9 +38,15 @@ def loss(net: Any, stats: Any, x: Any, y: Any) -> Any:
 
 def step_with(tx: Any) -> Any:
     def step(params: Any, opt_state: Any, x: Any, y: Any) -> Any:
-        (value, stats), grads = dtrans.value_and_grad(loss, has_aux=True)(params["net"], params["stats"], x, y)
+        (value, stats), grads = dtrans.value_and_grad(loss, has_aux=True)(
+            params["net"], params["stats"], x, y
+        )
         updates, opt_state = tx.update(grads, opt_state, params["net"])
-        return {"net": optax.apply_updates(params["net"], updates), "stats": stats}, opt_state, value
+        return (
+            {"net": optax.apply_updates(params["net"], updates), "stats": stats},
+            opt_state,
+            value,
+        )
 
     return step
 
@@ -48,10 +57,15 @@ def init_with(tx: Any) -> Any:
 
 def batches_of(count: int, rows: int = 6) -> list[Any]:
     rng = np.random.default_rng(1)
-    return [(jnp.asarray(rng.normal(size=(rows, 5))), jnp.asarray(rng.normal(size=(rows, 1)))) for _ in range(count)]
+    return [
+        (jnp.asarray(rng.normal(size=(rows, 5))), jnp.asarray(rng.normal(size=(rows, 1))))
+        for _ in range(count)
+    ]
 
 
-def plan_for(trainers: int, servers: int, merge: Any, rows: int = 2, tx: Any = TX, **options: Any) -> Any:
+def plan_for(
+    trainers: int, servers: int, merge: Any, rows: int = 2, tx: Any = TX, **options: Any
+) -> Any:
     params, init = params_of(), init_with(tx)
     main = dtrans.trace(step_with(tx), *jax.eval_shape(init, params), *batches_of(1, rows)[0])
     return flat_options.pserver(main, dtrans.trace(init, params), pservers=free_endpoints(servers), trainers=trainers,

@@ -1,5 +1,6 @@
-"""Jaxprs carried out with numpy, an equation at a time: random small programs differ in every shape, and to compile
-their primitives, one by one, would take a hundred times as long. What is not here, JAX does.
+"""Jaxprs carried out with numpy, an equation at a time: random small programs differ in every
+shape, and to compile their primitives, one by one, would take a hundred times as long. What is not
+here, JAX does.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""One role of the jobs in test_callback_processes.py: its step calls back to the host in each of JAX's ways.
+"""One role of the jobs in test_callback_processes.py: its step calls back to the host in each of
+JAX's ways.
 
-The first argument is the strategy, the second a folder. What a process was called with goes to `trainer-K.npz` or
-`pserver-K.npz` there, in the order of the calls.
+The first argument is the strategy, the second a folder. What a process was called with goes to
+`trainer-K.npz` or `pserver-K.npz` there, in the order of the calls.
 """
 
 from __future__ import annotations
@@ -85,7 +86,9 @@ def plan_of(strategy: str, role: dtrans.Role) -> Any:
     if strategy == "nccl2":
         return dtrans.nccl2(main, startup, trainers=role.trainers)
     if strategy == "sharding":
-        return dtrans.sharding(main, startup, degree=role.trainers, slices=dtrans.Slicing(min_slice_size=0))
+        return dtrans.sharding(
+            main, startup, degree=role.trainers, slices=dtrans.Slicing(min_slice_size=0)
+        )
     return dtrans.pserver(main, startup, pservers=role.pservers, trainers=role.trainers)
 
 
@@ -93,7 +96,9 @@ def main(strategy: str, folder: str) -> None:
     role = dtrans.Role.from_env()
     if not role.pserver_endpoints:
         dtrans.connect(deadline=60)
-    with plan_of(strategy, role).on_cluster(**({"deadline": 60} if role.pserver_endpoints else {})) as job:
+    with plan_of(strategy, role).on_cluster(
+        **({"deadline": 60} if role.pserver_endpoints else {})
+    ) as job:
         state, found = job.init(jax.random.key(0)), {}
         if role.is_pserver:
             job.serve(state)

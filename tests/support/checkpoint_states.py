@@ -10,7 +10,8 @@ import optax
 
 
 def odd_state() -> optax.GradientTransformation:
-    """State of many types: a transposed copy of each parameter, a typed random key, a flag, and a count."""
+    """State of many types: a transposed copy of each parameter, a typed random key, a flag, and a
+    count."""
 
     def init(params: Any) -> Any:
         return {

@@ -1,5 +1,6 @@
-"""One trainer of the jobs in test_cluster.py: a script that `dtrans.Role` tells who it is. Its first argument is what
-to do, the others are for that. What it finds goes to `trainer-K.npz` in a folder."""
+"""One trainer of the jobs in test_cluster.py: a script that `dtrans.Role` tells who it is. Its
+first argument is what to do, the others are for that. What it finds goes to `trainer-K.npz` in a
+folder."""
 
 from __future__ import annotations
 
@@ -40,7 +41,11 @@ def noisy_loss(params: Any, x: jax.Array, y: jax.Array, key: jax.Array) -> jax.A
 
 def init(key: jax.Array) -> Any:
     k1, k2 = jax.random.split(key)
-    params = {"w1": jax.random.normal(k1, (5, 6)), "b1": jnp.zeros(6), "w2": jax.random.normal(k2, (6, 2))}
+    params = {
+        "w1": jax.random.normal(k1, (5, 6)),
+        "b1": jnp.zeros(6),
+        "w2": jax.random.normal(k2, (6, 2)),
+    }
     return params, optimizer().init(params)
 
 
@@ -49,11 +54,15 @@ def batches() -> list[tuple[np.ndarray, np.ndarray]]:
     return [(rng.normal(size=(ROWS, 5)), rng.normal(size=(ROWS, 2))) for _ in range(STEPS)]
 
 
-def programs(loss: Callable[..., Any] = loss_fn, rows: int = 2, *more: Any, rate: float = 1e-2) -> tuple[Any, Any]:
+def programs(
+    loss: Callable[..., Any] = loss_fn, rows: int = 2, *more: Any, rate: float = 1e-2
+) -> tuple[Any, Any]:
     """The step and its init, traced."""
     step = dtrans.make_train_step(loss, optimizer(rate), has_aux=loss is loss_fn)
     (x, y), key = batches()[0], jax.random.key(0)
-    return dtrans.trace(step, *jax.eval_shape(init, key), x[:rows], y[:rows], *more), dtrans.trace(init, key)
+    return dtrans.trace(step, *jax.eval_shape(init, key), x[:rows], y[:rows], *more), dtrans.trace(
+        init, key
+    )
 
 
 def flat(**trees: Any) -> dict[str, np.ndarray]:
@@ -88,7 +97,9 @@ def numbers(folder: str) -> None:
     k, n = cluster.trainer_id, cluster.trainers
     assert (k, n) == (role.trainer_id, role.trainers) and dtrans.connect() is cluster
     other = role.trainer_endpoints[::-1]
-    said["another role"] = refused(dtrans.connect, dtrans.Role("trainer", n, (), k, other[k], other))
+    said["another role"] = refused(
+        dtrans.connect, dtrans.Role("trainer", n, (), k, other[k], other)
+    )
     part = lambda *xs: tuple(x[k * ROWS // n : (k + 1) * ROWS // n] for x in xs)
 
     main, startup = programs()
@@ -105,24 +116,36 @@ def numbers(folder: str) -> None:
     said["donated"] = refused(job.step, before, *part(*batch))
     found |= flat(job1_turned=turned(n), uneven=uneven(job))
     said["even"] = refused(job.step, state, *(dtrans.UnevenPart(x, ROWS) for x in part(*batch)))
-    said["part"] = refused(job.step, state, *(dtrans.UnevenPart(x, ROWS - 1) for x in (batch[0][:2], batch[1][:2])))
+    said["part"] = refused(
+        job.step, state, *(dtrans.UnevenPart(x, ROWS - 1) for x in (batch[0][:2], batch[1][:2]))
+    )
     said["rows"] = refused(job.step, state, batch[0][: 7 + k], batch[1][: 7 + k])
     said["ragged"] = refused(job.step, state, batch[0][:3], batch[1][:2])
     said["count"] = refused(dtrans.nccl2(main, startup, trainers=n + 1).on_cluster)
-    fused = dtrans.nccl2(main, startup, trainers=n, reduce=dtrans.Reduce(bucket_MB=32 if k == 0 else 0))
+    fused = dtrans.nccl2(
+        main, startup, trainers=n, reduce=dtrans.Reduce(bucket_MB=32 if k == 0 else 0)
+    )
     said["plan"] = refused(lambda: fused.on_cluster().step(state, *part(*batch)))
 
     merged = dtrans.nccl2(
-        main, startup, trainers=n, batch=dtrans.Batch("local", merge={"aux/wrong": "sum" if k == 0 else "max"})
+        main,
+        startup,
+        trainers=n,
+        batch=dtrans.Batch("local", merge={"aux/wrong": "sum" if k == 0 else "max"}),
     )
     said["merge"] = refused(lambda: merged.on_cluster().step(state, *part(*batch)))
     other_rate = dtrans.nccl2(*programs(rate=1e-2 + k), trainers=n)
     said["rate"] = refused(lambda: other_rate.on_cluster().step(state, *part(*batch)))
-    said["dtype"] = refused(job.step, state, *(x.astype(np.float32 if k else np.float16) for x in part(*batch)))
+    said["dtype"] = refused(
+        job.step, state, *(x.astype(np.float32 if k else np.float16) for x in part(*batch))
+    )
     wide = dtrans.nccl2(*programs_without_arrays(2 + k), trainers=n).on_cluster()
     said["init"] = refused(wide.init, np.ones(2 + k, np.float32))
 
-    noisy, key = dtrans.nccl2(*programs(noisy_loss, 2, jax.random.key(0)), trainers=n), jax.random.key(7)
+    noisy, key = (
+        dtrans.nccl2(*programs(noisy_loss, 2, jax.random.key(0)), trainers=n),
+        jax.random.key(7),
+    )
     job = noisy.on_cluster(donate=False)
     state = job.init(jax.random.key(0))
     for batch in batches()[:2]:
@@ -149,10 +172,14 @@ def numbers(folder: str) -> None:
 
 def turned(trainers: int) -> dict[str, Any]:
     """The results of the second step of a job whose batch has its rows along dimension 1 of `x`."""
-    step = dtrans.make_train_step(lambda params, x, y: loss_fn(params, x.T, y), optimizer(), has_aux=True)
+    step = dtrans.make_train_step(
+        lambda params, x, y: loss_fn(params, x.T, y), optimizer(), has_aux=True
+    )
     (x, y), key = batches()[0], jax.random.key(0)
     main, startup = dtrans.trace(step, *jax.eval_shape(init, key), x.T, y), dtrans.trace(init, key)
-    job = dtrans.nccl2(main, startup, trainers=trainers, batch=dtrans.Batch(axes=(1, 0))).on_cluster()
+    job = dtrans.nccl2(
+        main, startup, trainers=trainers, batch=dtrans.Batch(axes=(1, 0))
+    ).on_cluster()
     state = job.init(key)
     for x, y in batches()[:2]:
         state, loss, aux = job.step(state, *job.shard_batch(x.T, y))
@@ -161,7 +188,9 @@ def turned(trainers: int) -> dict[str, Any]:
 
 def uneven_batches() -> list[tuple[np.ndarray, np.ndarray]]:
     """Batches that trainers do not divide, the last of them of one row, and one that they do."""
-    return [(x[:rows], y[:rows]) for rows, (x, y) in zip((ROWS - 1, ROWS, 1), batches(), strict=False)]
+    return [
+        (x[:rows], y[:rows]) for rows, (x, y) in zip((ROWS - 1, ROWS, 1), batches(), strict=False)
+    ]
 
 
 def uneven(job: Any) -> tuple[Any, ...]:
@@ -174,7 +203,8 @@ def uneven(job: Any) -> tuple[Any, ...]:
 
 
 def counted_loss(params: Any, x: jax.Array, y: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The mean over the rows that count, and how many do: trainers have different numbers of them."""
+    """The mean over the rows that count, and how many do: trainers have different numbers of
+    them."""
     mask = (x[:, 0] > 0) + 0.5
     out, _ = loss_fn(params, x, y)
     each = jnp.sum((jnp.tanh(x @ params["w1"] + params["b1"]) @ params["w2"] - y) ** 2, -1)
@@ -209,7 +239,9 @@ def planned(options: dict[str, Any], trainers: int) -> Any:
     (x, y), key = batches()[0], jax.random.key(0)
     step = dtrans.make_train_step(counted_loss, optimizer(), has_aux=True)
     main = dtrans.trace(step, *jax.eval_shape(init, key), x, y)
-    return flat_options.nccl2(main, dtrans.trace(init, key), trainers=trainers, merge={"aux/count": "sum"}, **options)
+    return flat_options.nccl2(
+        main, dtrans.trace(init, key), trainers=trainers, merge={"aux/count": "sum"}, **options
+    )
 
 
 def devices(folder: str) -> None:
@@ -230,7 +262,10 @@ def options(folder: str, of: dict[str, dict[str, Any]] | None = None) -> None:
         for x, y in batches()[:2]:
             state, loss, aux = job.step(state, *job.shard_batch(x, y))
         if of and name == "nodes":
-            found["said"] = refused(job.step, state, x[:3], y[:3]), refused(planned(given, 8).on_cluster)
+            found["said"] = (
+                refused(job.step, state, x[:3], y[:3]),
+                refused(planned(given, 8).on_cluster),
+            )
         found |= flat(**{name: (job.params(state), job.opt_state(state), loss, aux)})
     if n == 4:
         found |= nodes_by_config(k)
@@ -263,8 +298,13 @@ def nodes_by_config(k: int) -> dict[str, np.ndarray]:
 def programs_without_arrays(width: int = 2) -> tuple[Any, Any]:
     """A step and its init, traced without making JAX look for devices."""
     w = jax.ShapeDtypeStruct((width,), np.float32)
-    step = lambda params, opt_state, x: (params - jax.grad(lambda p: jnp.mean((x @ p) ** 2))(params), opt_state)
-    return dtrans.trace(step, w, (), jax.ShapeDtypeStruct((4, width), np.float32)), dtrans.trace(lambda w: (w, ()), w)
+    step = lambda params, opt_state, x: (
+        params - jax.grad(lambda p: jnp.mean((x @ p) ** 2))(params),
+        opt_state,
+    )
+    return dtrans.trace(step, w, (), jax.ShapeDtypeStruct((4, width), np.float32)), dtrans.trace(
+        lambda w: (w, ()), w
+    )
 
 
 def endless(fate: str) -> None:
@@ -288,7 +328,8 @@ def endless(fate: str) -> None:
 
 
 def survive(folder: str, fates: str) -> None:
-    """Train on one's own rows while others meet their fates: `2@3:kill,1@5:raise` are trainers, steps and ends."""
+    """Train on one's own rows while others meet their fates: `2@3:kill,1@5:raise` are trainers,
+    steps and ends."""
     cluster = dtrans.connect(deadline=10, on_trainer_loss="drop")
     k, n = cluster.trainer_id, cluster.trainers
     fate_of = {}
@@ -313,7 +354,8 @@ def survive(folder: str, fates: str) -> None:
 
 
 def alone() -> None:
-    """Trainer 0 goes back to parts of three rows, trainer 1 goes on with parts of two. Both have compiled both."""
+    """Trainer 0 goes back to parts of three rows, trainer 1 goes on with parts of two. Both have
+    compiled both."""
     k = dtrans.connect(deadline=5).trainer_id
     job = dtrans.nccl2(*programs(), trainers=2).on_cluster()
     state = job.init(jax.random.key(0))

@@ -1,4 +1,5 @@
-"""Strangers at JAX's coordinator, the addresses where a process listens, and certificates of a test's own."""
+"""Strangers at JAX's coordinator, the addresses where a process listens, and certificates of a
+test's own."""
 
 from __future__ import annotations
 
@@ -60,8 +61,32 @@ def context(folder: Path, *, own: bool) -> ssl.SSLContext:
 def make_certificates(folder: Path, host: str) -> None:
     """Write `ca.pem`, and `own.pem` with `own.key` for processes at one address."""
     (folder / "names").write_text(f"subjectAltName=IP:{host}\n")
-    authority = ("req", "-x509", *KEY, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=authority", "-days", "2")
+    authority = (
+        "req",
+        "-x509",
+        *KEY,
+        "-keyout",
+        "ca.key",
+        "-out",
+        "ca.pem",
+        "-subj",
+        "/CN=authority",
+        "-days",
+        "2",
+    )
     request = ("req", *KEY, "-keyout", "own.key", "-out", "own.csr", "-subj", "/CN=trainer")
-    sign = ("x509", "-req", "-in", "own.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2")
+    sign = (
+        "x509",
+        "-req",
+        "-in",
+        "own.csr",
+        "-CA",
+        "ca.pem",
+        "-CAkey",
+        "ca.key",
+        "-CAcreateserial",
+        "-days",
+        "2",
+    )
     for command in (authority, request, (*sign, "-extfile", "names", "-out", "own.pem")):
         subprocess.run(["openssl", *command], cwd=folder, check=True, capture_output=True)

@@ -1,5 +1,6 @@
-"""Plans whose servers exchange partial results, written by hand: the update of momentum SGD, after the gradients were
-clipped by their global norm, and, in a second round, divided by one more than their largest magnitude."""
+"""Plans whose servers exchange partial results, written by hand: the update of momentum SGD, after
+the gradients were clipped by their global norm, and, in a second round, divided by one more than
+their largest magnitude."""
 
 from __future__ import annotations
 
@@ -82,7 +83,9 @@ def with_blocks(main: Program, blocks: Sequence[OptimizeBlock]) -> Program:
     inner = main.jaxpr.jaxpr
     (eqn,) = inner.eqns
     eqn = eqn.replace(params=eqn.params | {"optimize_blocks": tuple(blocks)})
-    return dataclasses.replace(main, jaxpr=type(main.jaxpr)(inner.replace(eqns=[eqn]), main.jaxpr.consts))
+    return dataclasses.replace(
+        main, jaxpr=type(main.jaxpr)(inner.replace(eqns=[eqn]), main.jaxpr.consts)
+    )
 
 
 def block(
@@ -105,7 +108,11 @@ def all_reduce(op: str, name: str, owners: Sequence[str], over: Sequence[str], x
 
 
 def _blocks(
-    ep: str, units: Sequence[OptimizeBlock], rounds: int, owners: tuple[str, ...], over: tuple[str, ...]
+    ep: str,
+    units: Sequence[OptimizeBlock],
+    rounds: int,
+    owners: tuple[str, ...],
+    over: tuple[str, ...],
 ) -> list[OptimizeBlock]:
     if not units:
         return []
@@ -116,11 +123,19 @@ def _blocks(
         grads = {g.name: types[g.name] for g in unit.grads}
         if ep in owners:
             first = lambda g: (g, jnp.sum(g**2))
-            made.append(block(unit.name, OPTIMIZE, 0, first, grads, [f"mean/{i}", f"square/{i}"], unit.grads))
-    total = lambda *x: all_reduce("sum", "all_reduce/0", owners, over, sum(x) if x else jnp.zeros((), scalar.dtype))
+            made.append(
+                block(
+                    unit.name, OPTIMIZE, 0, first, grads, [f"mean/{i}", f"square/{i}"], unit.grads
+                )
+            )
+    total = lambda *x: all_reduce(
+        "sum", "all_reduce/0", owners, over, sum(x) if x else jnp.zeros((), scalar.dtype)
+    )
     squares = {f"square/{i}": scalar for i in range(len(units))} if ep in owners else {}
     made.append(block("all_reduce", DIST, 0, lambda *x: [total(*x)], squares, ["all_reduce/0"]))
-    made.append(block("lr_sched", LR_SCHED, 1, clip_factor, {"all_reduce/0": scalar}, ["lr_sched/0"]))
+    made.append(
+        block("lr_sched", LR_SCHED, 1, clip_factor, {"all_reduce/0": scalar}, ["lr_sched/0"])
+    )
     level = 1
     if rounds == 2:
         for i, unit in enumerate(units):
@@ -148,7 +163,11 @@ def _blocks(
 
         # some go on with the mean that was made before, some make it again
         again = i % 2 or ep not in owners
-        inputs = {f"lr_sched/{level - 1}": scalar, **state, **(grads if again else {f"mean/{i}": types[param]})}
+        inputs = {
+            f"lr_sched/{level - 1}": scalar,
+            **state,
+            **(grads if again else {f"mean/{i}": types[param]}),
+        }
         read = unit.grads if again else ()
         made.append(block(unit.name, OPTIMIZE, level, last, inputs, unit.out_names, read))
     return made

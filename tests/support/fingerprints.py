@@ -1,8 +1,10 @@
-"""What plans say, as lines of text: communication in order with shapes and bytes, blocks, owners, roles, and losses.
+"""What plans say, as lines of text: communication in order with shapes and bytes, blocks, owners,
+roles, and losses.
 
-`golden/fingerprints.json` has these lines as they were before the package was laid out anew. Names that changed
-since are in `golden/renames.json`, old to new; nothing else is normalised. What JAX writes differs by version, and
-the characters that are learnt are those of Python's own library: both versions are recorded beside the lines.
+`golden/fingerprints.json` has these lines as they were before the package was laid out anew. Names
+that changed since are in `golden/renames.json`, old to new; nothing else is normalised. What JAX
+writes differs by version, and the characters that are learnt are those of Python's own library:
+both versions are recorded beside the lines.
 
     python tests/support/fingerprints.py tests/golden/fingerprints.json     writes the file anew
 """
@@ -49,9 +51,12 @@ STEPS = 20
 
 
 def lines_of(program: Program) -> Iterator[str]:
-    """A program: what communicates, equation by equation; of all else the roles, and how many equations there are."""
+    """A program: what communicates, equation by equation; of all else the roles, and how many
+    equations there are."""
     yield "in " + " ".join(f"{n}:{short_type(t)}" for n, t in program.inputs.items())
-    yield "out " + " ".join(f"{n}:{short_type(t)}" for n, t in program.outputs.items() if n not in program.inputs)
+    yield "out " + " ".join(
+        f"{n}:{short_type(t)}" for n, t in program.outputs.items() if n not in program.inputs
+    )
     plain: collections.Counter[str] = collections.Counter()
     role = ""
     for op, eqn in zip(program.ops, program.jaxpr.jaxpr.eqns, strict=True):
@@ -72,8 +77,8 @@ def lines_of(program: Program) -> Iterator[str]:
 def moved(lines: list[str]) -> list[str]:
     """The lines without what another JAX writes otherwise.
 
-    That is plain equations, the numbers of values without a name, and residuals: what a derivative keeps of its forward
-    pass.
+    That is plain equations, the numbers of values without a name, and residuals: what a derivative
+    keeps of its forward pass.
     """
     kept = (line for line in lines if not line.lstrip().startswith("ops "))
     return [re.sub(r"%\d+", "%", re.sub(r" ?@residual/\S+", "", line)) for line in kept]
@@ -86,16 +91,26 @@ def _counted(role: str, plain: collections.Counter[str]) -> str:
 
 
 def _operands(op: Any, eqn: Any) -> str:
-    side = lambda names, atoms: " ".join(f"{n}:{short_type(a.aval)}" for n, a in zip(names, atoms, strict=True))
+    side = lambda names, atoms: " ".join(
+        f"{n}:{short_type(a.aval)}" for n, a in zip(names, atoms, strict=True)
+    )
     return f"{side(op.inputs, eqn.invars)} -> {side(op.outputs, eqn.outvars)} ({_bytes(eqn)} bytes)"
 
 
 def _bytes(eqn: Any) -> int:
-    return sum(math.prod(a.aval.shape) * a.aval.dtype.itemsize for a in eqn.invars if hasattr(a.aval, "dtype"))
+    return sum(
+        math.prod(a.aval.shape) * a.aval.dtype.itemsize
+        for a in eqn.invars
+        if hasattr(a.aval, "dtype")
+    )
 
 
 def _attributes(eqn: Any) -> str:
-    shown = {k: v for k, v in eqn.params.items() if k not in ("optimize_blocks", "types") and "jaxpr" not in k}
+    shown = {
+        k: v
+        for k, v in eqn.params.items()
+        if k not in ("optimize_blocks", "types") and "jaxpr" not in k
+    }
     return " ".join(f"{k}={v}" for k, v in shown.items())
 
 
@@ -105,7 +120,10 @@ def _nested(eqn: Any, depth: int) -> Iterator[str]:
         for e in opened(body).eqns:
             if is_communication(e):
                 types = [short_type(a.aval) for a in (*e.invars, *e.outvars)]
-                yield f"{'  ' * depth}in {eqn.primitive.name}: {e.primitive.name} {' '.join(types)} {_attributes(e)}"
+                yield (
+                    f"{'  ' * depth}in {eqn.primitive.name}: {e.primitive.name} "
+                    f"{' '.join(types)} {_attributes(e)}"
+                )
             yield from _nested(e, depth + 1)
 
 
@@ -118,8 +136,13 @@ def _blocks(eqn: Any) -> Iterator[str]:
         yield f"    makes {' '.join(block.out_names)}"
         for e in inner.eqns:
             if is_communication(e):
-                yield f"    {e.primitive.name} {' '.join(short_type(a.aval) for a in e.invars)} {_attributes(e)}"
-        means = [op for of in sent.values() if len(of) > 1 for op in [*["add"] * (len(of) - 1), "mul"]]
+                yield (
+                    f"    {e.primitive.name} {' '.join(short_type(a.aval) for a in e.invars)} "
+                    f"{_attributes(e)}"
+                )
+        means = [
+            op for of in sent.values() if len(of) > 1 for op in [*["add"] * (len(of) - 1), "mul"]
+        ]
         yield f"ops   {' '.join([*means, *(e.primitive.name for e in inner.eqns if not is_communication(e))])}"
 
 
@@ -133,10 +156,14 @@ def of_servers(plan: Any, trainer_id: int = 0) -> list[str]:
         rows = "-" if b.span is None else f"{b.span.start}:{b.span.stop}"
         found.append(f"block {b.name} {rows} {b.nbytes} {b.endpoint}")
     found += [f"whole {leaf}: {why}" for leaf, why in plan.placement.whole.items()]
-    found += [f"holds {row.slice_name} {row.slice_shape} of {row.origin_name} at {row.offset}, {row.vtype}, "
+    found += [f"holds {row.slice_name} {row.slice_shape} of {row.origin_name} at {row.offset}, "
+f"{row.vtype}, "
               f"{row.endpoint}" for row in plan.overview]  # fmt: skip
     found += ["held " + " ".join(plan.frozen), "shared " + " ".join(plan.shared_state)]
-    programs = {"trainer": plan.trainer_program(trainer_id), "startup": plan.trainer_startup_program(trainer_id)}
+    programs = {
+        "trainer": plan.trainer_program(trainer_id),
+        "startup": plan.trainer_startup_program(trainer_id),
+    }
     for ep, of in plan.servers.items():
         programs |= {f"server {ep}": of.main, f"server startup {ep}": of.startup}
     for name, program in programs.items():
@@ -146,14 +173,20 @@ def of_servers(plan: Any, trainer_id: int = 0) -> list[str]:
 
 def of_ranks(plan: Any) -> list[str]:
     """What ranks hold, and their program."""
-    found = [f"cut {n} axis {s.axis} size {s.size} padded {s.padded} of {s.degree}" for n, s in plan.cuts.items()]
+    found = [
+        f"cut {n} axis {s.axis} size {s.size} padded {s.padded} of {s.degree}"
+        for n, s in plan.cuts.items()
+    ]
     found += [f"memory {plan.memory()}", f"traffic {plan.traffic()}"]
     return [*found, *of_trainers(plan)]
 
 
 def of_trainers(plan: Any) -> list[str]:
     """Buckets, merges, and the program of each trainer."""
-    found = [f"bucket {b.name} {' '.join(b.leaves)} {np.dtype(b.dtype).name} {b.nbytes}" for b in plan.buckets]
+    found = [
+        f"bucket {b.name} {' '.join(b.leaves)} {np.dtype(b.dtype).name} {b.nbytes}"
+        for b in plan.buckets
+    ]
     found += [f"merge {n} {way}" for n, way in plan.merges.items()]
     return [*found, f"moved {plan.bytes_per_step}", *lines_of(plan.program)]
 
@@ -161,11 +194,16 @@ def of_trainers(plan: Any) -> list[str]:
 def of_stages(plan: Any) -> list[str]:
     """Stages, their programs, and the order of their tasks."""
     found = [
-        f"stage {s.index}: {' '.join(s.params)}; sends {s.sends}, holds {s.held}, keeps {s.peak} micro-batches"
+        f"stage {s.index}: {' '.join(s.params)}; sends {s.sends}, holds {s.held}, keeps {s.peak} "
+        "micro-batches"
         for s in plan.stages
     ]
-    found += [f"ops {s.ops} in stage {s.index}: {s.flops} flops, keeps {s.kept}" for s in plan.stages]
-    found += [f"home {n} {s}" for n, s in plan.homes.items()] + [f"users {n} {s}" for n, s in plan.users.items()]
+    found += [
+        f"ops {s.ops} in stage {s.index}: {s.flops} flops, keeps {s.kept}" for s in plan.stages
+    ]
+    found += [f"home {n} {s}" for n, s in plan.homes.items()] + [
+        f"users {n} {s}" for n, s in plan.users.items()
+    ]
     found += [f"merge {n} {way}" for n, way in plan.merges.items()]
     for k, order in enumerate(plan.schedule.orders):
         found.append(f"device {k}: " + " ".join(f"{t.kind}{t.micro}.{t.stage}" for t in order))
@@ -186,7 +224,13 @@ OPTIMIZERS = (
 )  # fmt: skip
 SHARDED = ("uneven", "transformer", "scan")
 SAME_PROGRAMS = ("PreferForward", "PreferBackwardOptimizer")  # as PreferBackward
-SCHEDULES = ("PreferForward", "PreferBackward", "PreferBackwardOptimizer", "Interleaved", "ZeroBubble")
+SCHEDULES = (
+    "PreferForward",
+    "PreferBackward",
+    "PreferBackwardOptimizer",
+    "Interleaved",
+    "ZeroBubble",
+)
 
 
 def plans() -> Iterator[tuple[str, Callable[[], list[str]]]]:
@@ -194,28 +238,49 @@ def plans() -> Iterator[tuple[str, Callable[[], list[str]]]]:
     for name in (*paddle_golden.CASES, paddle_golden.GEO):
         yield f"golden {name}", lambda name=name: _golden(name)  # type: ignore[misc]
     for name in OPTIMIZERS:
-        yield f"optimizer {name}", lambda name=name: of_servers(optimizer_zoo.plan_of(optimizer_zoo.CASES[name]))  # type: ignore[misc]
+        yield (
+            f"optimizer {name}",
+            lambda name=name: of_servers(optimizer_zoo.plan_of(optimizer_zoo.CASES[name])),
+        )  # type: ignore[misc]
     for model in SHARDED:
         for stage in (1, 2, 3):
-            yield f"sharding {model} {stage}", lambda model=model, stage=stage: _sharded(model, stage)  # type: ignore[misc]
+            yield (
+                f"sharding {model} {stage}",
+                lambda model=model, stage=stage: _sharded(model, stage),
+            )  # type: ignore[misc]
     for name in SCHEDULES:
         yield f"pipeline {name}", lambda name=name: _staged(name)  # type: ignore[misc]
     yield "nccl2", lambda: of_trainers(dtrans.nccl2(*_traced("transformer"), trainers=4))
-    many = {"trainers_per_node": 2, "compress": "bf16", "num_micro_batch": 2, "clip_local_norm": 1.0}
-    yield "nccl2 with options", lambda: of_trainers(flat_options.nccl2(*_traced("transformer"), trainers=4, **many))
+    many = {
+        "trainers_per_node": 2,
+        "compress": "bf16",
+        "num_micro_batch": 2,
+        "clip_local_norm": 1.0,
+    }
+    yield (
+        "nccl2 with options",
+        lambda: of_trainers(flat_options.nccl2(*_traced("transformer"), trainers=4, **many)),
+    )
 
 
 def _golden(name: str) -> list[str]:
-    recorded = paddle_golden.RECORDED[paddle_golden.WITHOUT_CLIP.get(name, name)] | paddle_golden.RECORDED[name]
+    recorded = (
+        paddle_golden.RECORDED[paddle_golden.WITHOUT_CLIP.get(name, name)]
+        | paddle_golden.RECORDED[name]
+    )
     main, startup = paddle_golden.programs("fc_sgd" if name == paddle_golden.GEO else name)
-    return of_servers(paddle_golden.transpiled(recorded, main, startup).plan, recorded["trainer_id"])
+    return of_servers(
+        paddle_golden.transpiled(recorded, main, startup).plan, recorded["trainer_id"]
+    )
 
 
 def _sharded(name: str, stage: int) -> list[str]:
     model = sharding_models.MODELS[name]
     tx = model.around(sharding_models.OPTIMIZERS["clip, adam"]())
     params, batch = model.params(np.float32), model.batch(0, np.float32)
-    return of_ranks(sharding_models.plan_of(model.loss, tx, params, *batch, degree=2, replicas=2, stage=stage))
+    return of_ranks(
+        sharding_models.plan_of(model.loss, tx, params, *batch, degree=2, replicas=2, stage=stage)
+    )
 
 
 def _traced(model: str, rows: int = 16) -> tuple[Program, Program]:
@@ -225,14 +290,21 @@ def _traced(model: str, rows: int = 16) -> tuple[Program, Program]:
 def _staged(schedule: str) -> list[str]:
     chunks = {"chunks": 2} if schedule == "Interleaved" else {}
     main, startup = _traced("transformer")
-    return of_stages(flat_options.pipeline(main, startup, num_stages=2, num_micro_batch=4, schedule=schedule, **chunks))
+    return of_stages(
+        flat_options.pipeline(
+            main, startup, num_stages=2, num_micro_batch=4, schedule=schedule, **chunks
+        )
+    )
 
 
 def losses() -> Iterator[tuple[str, Callable[[], list[float]]]]:
     """Name, and what runs some steps of it."""
     yield "digits pserver", lambda: _digits(lambda main, startup: dtrans.pserver(
         main, startup, pservers="127.0.0.1:6174,127.0.0.1:6175", trainers=2))  # fmt: skip
-    yield "digits nccl2", lambda: _digits(lambda main, startup: dtrans.nccl2(main, startup, trainers=2))
+    yield (
+        "digits nccl2",
+        lambda: _digits(lambda main, startup: dtrans.nccl2(main, startup, trainers=2)),
+    )
     yield "characters pipeline", _characters
 
 
@@ -277,7 +349,9 @@ def recorded() -> dict[str, Any]:
     """What was recorded, with the names of today."""
     old = json.loads((GOLDEN / "fingerprints.json").read_text())
     renames = json.loads((GOLDEN / "renames.json").read_text())
-    old["plans"] = {name: [renamed(line, renames) for line in lines] for name, lines in old["plans"].items()}
+    old["plans"] = {
+        name: [renamed(line, renames) for line in lines] for name, lines in old["plans"].items()
+    }
     return old
 
 

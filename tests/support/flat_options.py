@@ -3,7 +3,8 @@
 flat_options.nccl2(main, startup, trainers=2, bucket_MB=0)
 dtrans.nccl2(main, startup, trainers=2, reduce=dtrans.Reduce(bucket_MB=0))
 
-What only trainers with numbers of their own have (`reduce`, `example_count`, `merge`) says that they are such.
+What only trainers with numbers of their own have (`reduce`, `example_count`, `merge`) says that
+they are such.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""What several test files share: small models, comparisons, the single-device reference, and parameter
-servers carried out by hand, one `OptimizeBlock` after the other, without any of `dtrans.run`."""
+"""What several test files share: small models, comparisons, the single-device reference, and
+parameter servers carried out by hand, one `OptimizeBlock` after the other, without any of
+`dtrans.run`."""
 
 from __future__ import annotations
 
@@ -23,8 +24,11 @@ from dtrans.parameter_server.plan import PServerPlan
 from dtrans.rows.writer import RowRange
 
 
-# the future of `jax.checkpoint`: lowering a step opens it, and each rematerialised function is traced once
-closes_remat = pytest.mark.skipif("JAX_REMAT3" in os.environ, reason="with JAX_REMAT3 lowering opens jax.checkpoint")
+# the future of `jax.checkpoint`: lowering a step opens it, and each rematerialised function is
+# traced once
+closes_remat = pytest.mark.skipif(
+    "JAX_REMAT3" in os.environ, reason="with JAX_REMAT3 lowering opens jax.checkpoint"
+)
 
 
 # -- comparisons -----------------------------------------------------------------------------------
@@ -32,11 +36,14 @@ closes_remat = pytest.mark.skipif("JAX_REMAT3" in os.environ, reason="with JAX_R
 
 def as_numpy(x: Any) -> np.ndarray:
     """An array, random keys included."""
-    return np.asarray(jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
+    return np.asarray(
+        jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    )
 
 
 def distance(a: Any, b: Any) -> float:
-    """max|a - b| / max|b|, in float64; the absolute distance where b is zero, and 0 for exact equality."""
+    """max|a - b| / max|b|, in float64; the absolute distance where b is zero, and 0 for exact
+    equality."""
     a, b = as_numpy(a), as_numpy(b)
     assert a.shape == b.shape, (a.shape, b.shape)
     assert a.dtype == b.dtype, (a.dtype, b.dtype)
@@ -51,9 +58,12 @@ def distance(a: Any, b: Any) -> float:
 
 
 def tree_close(a: Any, b: Any, rtol: float) -> None:
-    """Assert that two pytrees are of one structure and, leaf by leaf, max|a - b| <= rtol * max|b|."""
+    """Assert that two pytrees are of one structure and, leaf by leaf, max|a - b| <= rtol *
+    max|b|."""
     assert jax.tree.structure(a) == jax.tree.structure(b)
-    for (path, x), y in zip(jax.tree_util.tree_flatten_with_path(a)[0], jax.tree.leaves(b), strict=True):
+    for (path, x), y in zip(
+        jax.tree_util.tree_flatten_with_path(a)[0], jax.tree.leaves(b), strict=True
+    ):
         far = distance(x, y)
         assert far <= rtol, f"{jax.tree_util.keystr(path)}: {far:.3g} > {rtol}"
 
@@ -66,7 +76,9 @@ def tree_equal(a: Any, b: Any) -> None:
 # -- models ----------------------------------------------------------------------------------------
 
 
-def mlp_params(sizes: Sequence[int] = (5, 6, 3), dtype: Any = jnp.float32, seed: int = 0) -> dict[str, jax.Array]:
+def mlp_params(
+    sizes: Sequence[int] = (5, 6, 3), dtype: Any = jnp.float32, seed: int = 0
+) -> dict[str, jax.Array]:
     """`b1, b2, ..., w1, w2, ...` of a multi-layer perceptron."""
     rng = np.random.default_rng(seed)
     params = {}
@@ -92,10 +104,14 @@ def mlp_batch(
     rows: int = 8, sizes: Sequence[int] = (5, 6, 3), dtype: Any = jnp.float32, seed: int = 1
 ) -> tuple[jax.Array, jax.Array]:
     rng = np.random.default_rng(seed)
-    return jnp.asarray(rng.normal(size=(rows, sizes[0])), dtype), jnp.asarray(rng.normal(size=(rows, sizes[-1])), dtype)
+    return jnp.asarray(rng.normal(size=(rows, sizes[0])), dtype), jnp.asarray(
+        rng.normal(size=(rows, sizes[-1])), dtype
+    )
 
 
-def plain_step(loss: Callable[..., Any], tx: Any, grad: Callable[..., Any] = jax.value_and_grad) -> Callable[..., Any]:
+def plain_step(
+    loss: Callable[..., Any], tx: Any, grad: Callable[..., Any] = jax.value_and_grad
+) -> Callable[..., Any]:
     """The training step as anybody writes it."""
 
     def step(params: Any, opt_state: Any, *batch: Any) -> tuple[Any, Any, Any]:
@@ -157,7 +173,9 @@ def start_servers(
     made = {}
     for endpoint, programs in plan.servers.items():
         start = programs.startup
-        made[endpoint] = dict(zip(start.out_names, evaluate(start.jaxpr, *start.flatten(*args)), strict=True))
+        made[endpoint] = dict(
+            zip(start.out_names, evaluate(start.jaxpr, *start.flatten(*args)), strict=True)
+        )
     return made
 
 
@@ -168,20 +186,26 @@ def serve(
     evaluate: Callable[..., list[Any]] = evaluate,
     deaf: tuple[str, str] | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """One round of every server, level by level. `grads`: for each trainer, leaf name to its whole gradient.
+    """One round of every server, level by level. `grads`: for each trainer, leaf name to its whole
+    gradient.
 
-    `deaf` is a server and an `all_reduce` of which it does not hear: it goes on with its own operand.
+    `deaf` is a server and an `all_reduce` of which it does not hear: it goes on with its own
+    operand.
     """
     values: dict[str, dict[str, Any]] = {}
     new = {endpoint: dict(held[endpoint]) for endpoint in plan.servers}
     for endpoint, units in plan.placement.units.items():
         values[endpoint] = dict(held[endpoint])
         for block in (b for unit in units for b in unit.blocks):
-            if f"{block.name}.trainer_0_bak" in held[endpoint]:  # a gradient of the newest parameters
+            if (
+                f"{block.name}.trainer_0_bak" in held[endpoint]
+            ):  # a gradient of the newest parameters
                 values[endpoint][f"{block.name}.bak"] = held[endpoint][block.name]
             if block.leaf not in plan.unsent:
                 sent = [of[block.leaf][block.span.index if block.span else ...] for of in grads]
-                values[endpoint][block.gradient(0, 1)] = functools.reduce(jnp.add, sent) * (1 / len(sent))
+                values[endpoint][block.gradient(0, 1)] = functools.reduce(jnp.add, sent) * (
+                    1 / len(sent)
+                )
     levels = {b.level for endpoint in plan.servers for b in blocks_of(plan, endpoint)}
     for level in sorted(levels):
         here = [(ep, b) for ep in plan.servers for b in blocks_of(plan, ep) if b.level == level]
@@ -198,7 +222,9 @@ def serve(
                     if name in held[endpoint]:
                         new[endpoint][name] = value
                     else:
-                        assert block.role == "dist" or name not in values[endpoint], f"{name} is made twice"
+                        assert block.role == "dist" or name not in values[endpoint], (
+                            f"{name} is made twice"
+                        )
                         values[endpoint][name] = value
     return new
 
@@ -211,7 +237,8 @@ def exchange(
     combining: bool,
     deaf: tuple[str, str] | None = None,
 ) -> list[Any]:
-    """A block that communicates: notes this server's parts or, once those of all are there, combines them."""
+    """A block that communicates: notes this server's parts or, once those of all are there,
+    combines them."""
     inner = block.jaxpr.jaxpr
     env = dict(zip(inner.invars, [values[n] for n in block.in_names], strict=True))
     env.update(zip(inner.constvars, block.jaxpr.consts, strict=True))
@@ -220,22 +247,29 @@ def exchange(
         operands = [read(a) for a in eqn.invars]
         if eqn.primitive is not all_reduce_p:
             made = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
-            env.update(zip(eqn.outvars, made if eqn.primitive.multiple_results else [made], strict=True))
+            env.update(
+                zip(eqn.outvars, made if eqn.primitive.multiple_results else [made], strict=True)
+            )
             continue
         p = eqn.params
         assert endpoint in p["over"]
         found = parts.setdefault(p["name"], {})
         found[endpoint] = operands[0]
         if combining and deaf != (endpoint, p["name"]):
-            assert set(found) == set(p["over"]), f"{p['name']} is over {p['over']}, {list(found)} have it"
+            assert set(found) == set(p["over"]), (
+                f"{p['name']} is over {p['over']}, {list(found)} have it"
+            )
             (env[eqn.outvars[0]],) = [combine(p["op"], [found[ep] for ep in p["owners"]])]
         else:
             env[eqn.outvars[0]] = operands[0]
     return [read(a) for a in inner.outvars]
 
 
-def assemble(plan: PServerPlan, held: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
-    """Whole leaves out of the servers' blocks. What several servers hold must be the same on each."""
+def assemble(
+    plan: PServerPlan, held: Mapping[str, Mapping[str, Any]], names: Sequence[str]
+) -> dict[str, Any]:
+    """Whole leaves out of the servers' blocks. What several servers hold must be the same on
+    each."""
     found = {}
     for name in names:
         copies = [h[name] for h in held.values() if name in h]
@@ -261,19 +295,27 @@ def assemble(plan: PServerPlan, held: Mapping[str, Mapping[str, Any]], names: Se
 
 
 def no_full_shapes(plan: PServerPlan) -> None:
-    """No equation of a cut leaf's block makes an array of the leaf's full shape out of rows, in bodies neither.
+    """No equation of a cut leaf's block makes an array of the leaf's full shape out of rows, in
+    bodies neither.
 
     (A part of a reduction may have it: `a @ b.T @ a` with a shared `a` is a sum of such.)
-    Out of shared values it does only where that cannot be helped: it, or who reads it, is no equation that could
-    be carried out on some of the rows (random bits; a table that is sorted; an array that a loop reads).
+    Out of shared values it does only where that cannot be helped: it, or who reads it, is no
+    equation that could be carried out on some of the rows (random bits; a table that is sorted; an
+    array that a loop reads).
     """
-    by_rows = lambda e: facts_of(e).elementwise or e.primitive.name in ("broadcast_in_dim", "iota", "slice")
+    by_rows = lambda e: (
+        facts_of(e).elementwise or e.primitive.name in ("broadcast_in_dim", "iota", "slice")
+    )
 
-    def look(jaxpr: Any, ours: set[int], full: tuple[int, ...], where: str, parts: Sequence[int] = ()) -> None:
+    def look(
+        jaxpr: Any, ours: set[int], full: tuple[int, ...], where: str, parts: Sequence[int] = ()
+    ) -> None:
         inner = opened(jaxpr)
         reduced = {inner.outvars[i] for i in parts}
         rows = {v for i, v in enumerate(inner.invars) if i in ours}
-        needed = {a for e in inner.eqns if not by_rows(e) for a in e.invars if not isinstance(a, Literal)}
+        needed = {
+            a for e in inner.eqns if not by_rows(e) for a in e.invars if not isinstance(a, Literal)
+        }
         for eqn in reversed(inner.eqns):
             if any(v in needed for v in eqn.outvars):
                 needed |= {a for a in eqn.invars if not isinstance(a, Literal)}
@@ -308,7 +350,8 @@ def no_full_shapes(plan: PServerPlan) -> None:
 
 
 def reads_only_what_was_there_or_made_before(plan: PServerPlan) -> None:
-    """State is that of before the step, whoever makes the new one; other values are made once, by a block before."""
+    """State is that of before the step, whoever makes the new one; other values are made once, by a
+    block before."""
     for endpoint, programs in plan.servers.items():
         state = set(programs.main.in_names)
         units = plan.placement.units[endpoint]
@@ -339,7 +382,12 @@ def plan_of(
     main = dtrans.trace(step, params, jax.eval_shape(tx.init, params), *batch)
     startup = dtrans.trace(init_of(tx), params)
     return flat_options.pserver(
-        main, startup, pservers=endpoints(servers), trainers=trainers, min_block_size=min_block_size, **options
+        main,
+        startup,
+        pservers=endpoints(servers),
+        trainers=trainers,
+        min_block_size=min_block_size,
+        **options,
     )
 
 

@@ -1,7 +1,8 @@
-"""Edits of jaxprs: equations are replaced by one of their operands, by an input, by zeros, or by their own body.
+"""Edits of jaxprs: equations are replaced by one of their operands, by an input, by zeros, or by
+their own body.
 
-An edit names an equation by its place: its position, or the position of a loop, a branch or a call, the number of a
-body and a place in there. Places are those of the jaxpr without edits.
+An edit names an equation by its place: its position, or the position of a loop, a branch or a call,
+the number of a body and a place in there. Places are those of the jaxpr without edits.
 """
 
 from __future__ import annotations
@@ -34,19 +35,23 @@ from dtrans._jax import (
 
 Place = tuple[int, ...]
 Edits = tuple[tuple[Place, int], ...]
-# an edit is the number of the value that replaces an output, among those of its type, or one of these
+# an edit is the number of the value that replaces an output, among those of its type, or one of
+# these
 BODY, ZEROS = -1, 99
 
 
 def without_dead_equations(fn: Callable[..., Any], types: Sequence[Any]) -> Any:
-    """Return the jaxpr of a function of arrays of these types, without equations that nothing reads."""
+    """Return the jaxpr of a function of arrays of these types, without equations that nothing
+    reads."""
     made = small_jaxpr(fn, types)
     inner = opened(made)
     live, _ = live_part(inner, [True] * len(inner.outvars), [True] * len(inner.invars))
     return closed(live.constvars, constants(made), live.invars, live.outvars, live.eqns, live)
 
 
-def run_with_edits(jaxpr: Any, edits: Mapping[Place, int], place: Place, args: Sequence[Any]) -> list[Any]:
+def run_with_edits(
+    jaxpr: Any, edits: Mapping[Place, int], place: Place, args: Sequence[Any]
+) -> list[Any]:
     """Return the outputs of a jaxpr with edits."""
     inner = opened(jaxpr)
     env = dict(zip([*inner.constvars, *inner.invars], [*constants(jaxpr), *args], strict=True))
@@ -67,14 +72,18 @@ def run_with_edits(jaxpr: Any, edits: Mapping[Place, int], place: Place, args: S
 
 
 def _run_once(eqn: Any, edits: Mapping[Place, int], at: Place, ins: Sequence[Any]) -> list[Any]:
-    """Return the outputs of a call's body, of the first branch, or of a loop's first turn as those of every turn."""
+    """Return the outputs of a call's body, of the first branch, or of a loop's first turn as those
+    of every turn."""
     body, name = bodies(eqn)[0], eqn.primitive.name
     if name != SCAN:
         return run_with_edits(body, edits, (*at, 0), ins[1:] if name == COND else ins)
     consts, carried = scan_counts(eqn)
     first = consts + carried
     made = run_with_edits(body, edits, (*at, 0), [*ins[:first], *(x[0] for x in ins[first:])])
-    return [*made[:carried], *(jnp.broadcast_to(x, (scan_length(eqn), *jnp.shape(x))) for x in made[carried:])]
+    return [
+        *made[:carried],
+        *(jnp.broadcast_to(x, (scan_length(eqn), *jnp.shape(x))) for x in made[carried:]),
+    ]
 
 
 def _short_bodies(eqn: Any, edits: Mapping[Place, int], at: Place) -> Iterator[Any]:

@@ -1,4 +1,5 @@
-"""Faults in jaxprs: one equation of a traced program, in whatever body, is replaced by a function."""
+"""Faults in jaxprs: one equation of a traced program, in whatever body, is replaced by a
+function."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ class Surgery:
 
     Attributes:
       primitive: of the equation.
-      number: how many such equations stand before it, those in bodies included; negative from the end.
+      number: how many such equations stand before it, those in bodies included; negative from the
+        end.
       fault: computes the outputs from the operands, from the outputs that are right as `right`, and
         from those of an earlier equation as `earlier`.
       where: chooses among equations by their first output's shape; all by default.
@@ -42,7 +44,9 @@ class Surgery:
         self._counts: dict[str, int] = {}
         self._with_fault: dict[int, Any] = {}
         found = self._rewritten(jaxpr, {})
-        assert self.done, f"the program has {self.seen} equations {self.primitive}, not {self.number + 1}"
+        assert self.done, (
+            f"the program has {self.seen} equations {self.primitive}, not {self.number + 1}"
+        )
         return found
 
     def _count(self, jaxpr: Any) -> int:
@@ -109,7 +113,8 @@ class Surgery:
         return made
 
     def _replacement(self, eqn: Any, axes: Mapping[str, int], instead: dict[Var, Any]) -> list[Any]:
-        """Return equations of the fault, behind the equation if they read it; later ones read the fault's outputs."""
+        """Return equations of the fault, behind the equation if they read it; later ones read the
+        fault's outputs."""
         count, made_here = len(eqn.invars), len(eqn.outvars)
 
         def fn(*values: Any) -> Any:
@@ -128,7 +133,9 @@ class Surgery:
             operands = [a if isinstance(a, Literal) else env.get(a, a) for a in inner.invars]
             made.append(inner.replace(invars=operands))
         outs = [a if isinstance(a, Literal) else env.get(a, a) for a in body.outvars]
-        read = {a for e in made for a in e.invars if isinstance(a, Var)} | {a for a in outs if isinstance(a, Var)}
+        read = {a for e in made for a in e.invars if isinstance(a, Var)} | {
+            a for a in outs if isinstance(a, Var)
+        }
         instead.update(zip(eqn.outvars, outs, strict=True))
         return [*([eqn] if read & {*eqn.outvars} else []), *made]
 

@@ -29,8 +29,11 @@ ORDER = "the gradient of .* is taken at the new .*, so that the step updates one
 REFUSED = {  # what they are refused for
     "pserver": dict.fromkeys(("gan_in_order", "actor_critic"), ORDER),
     "pipeline": {
-        **dict.fromkeys(("flax_batch_norm_dropout", "meta_gradient"), "has values of the whole batch"),
-        "sharpness_aware": "dtrans.value_and_grad was taken with respect to .*, which is not a leaf of `state`",
+        **dict.fromkeys(
+            ("flax_batch_norm_dropout", "meta_gradient"), "has values of the whole batch"
+        ),
+        "sharpness_aware": "dtrans.value_and_grad was taken with respect to .*, which is not a "
+        "leaf of `state`",
         "gan": "calls dtrans.value_and_grad 2 times; a pipeline takes one loss",
         **dict.fromkeys(("gan_in_order", "actor_critic"), ORDER),
     },
@@ -96,7 +99,9 @@ def planned(case: library_zoo.LibraryCase, mode: str) -> Any:
         return dtrans.nccl2(*given, trainers=TRAINERS)
     if mode == "pserver":
         placement = dtrans.BlockPlacement(min_block_size=1)
-        return dtrans.pserver(*given, pservers="127.0.0.1:1,127.0.0.1:2", trainers=TRAINERS, placement=placement)
+        return dtrans.pserver(
+            *given, pservers="127.0.0.1:1,127.0.0.1:2", trainers=TRAINERS, placement=placement
+        )
     if mode == "pipeline":
         return dtrans.pipeline(*given, num_stages=2, num_micro_batch=TRAINERS)
     slices = dtrans.Slicing(min_slice_size=0)

@@ -1,7 +1,9 @@
-"""Training steps as the first pages of other libraries write them: one state, or several models and optimizers.
+"""Training steps as the first pages of other libraries write them: one state, or several models and
+optimizers.
 
-Each case is a step for one device that knows nothing of dtrans. Its gradients are taken by `value_and_grad`, the
-library's own; a pipeline is given `dtrans.value_and_grad` in its place. All is in float64.
+Each case is a step for one device that knows nothing of dtrans. Its gradients are taken by
+`value_and_grad`, the library's own; a pipeline is given `dtrans.value_and_grad` in its place. All
+is in float64.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ class LibraryCase:
       name: of the case.
       what: is special about it.
       init: of a key: the state, one pytree or (params, opt_state).
-      step: of a function that takes gradients: (state, *batch) -> (state, ...), or with params and opt_state.
+      step: of a function that takes gradients: (state, *batch) -> (state, ...), or with params and
+        opt_state.
       value_and_grad: the library's own.
       batch: makes one, of a number of rows and a seed.
       one: whether the state is one pytree.
@@ -120,7 +123,9 @@ class StateWithStatistics(train_state.TrainState):
     key: jax.Array
 
 
-def _train_state(module: nn.Module, shape: tuple[int, ...]) -> Callable[[jax.Array], train_state.TrainState]:
+def _train_state(
+    module: nn.Module, shape: tuple[int, ...]
+) -> Callable[[jax.Array], train_state.TrainState]:
     def init(key: jax.Array) -> train_state.TrainState:
         params = module.init(key, jnp.ones((1, *shape)))["params"]
         return train_state.TrainState.create(apply_fn=module.apply, params=params, tx=ADAM)
@@ -133,7 +138,9 @@ def flax_train_state(value_and_grad: Any) -> Step:
     """Flax's `TrainState`, whose count of steps begins as a number of Python's."""
 
     def step(state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, jax.Array]:
-        loss, grads = value_and_grad(lambda p: cross_entropy(state.apply_fn({"params": p}, x), y))(state.params)
+        loss, grads = value_and_grad(lambda p: cross_entropy(state.apply_fn({"params": p}, x), y))(
+            state.params
+        )
         return state.apply_gradients(grads=grads), loss
 
     return step
@@ -153,7 +160,10 @@ def flax_mnist(value_and_grad: Any) -> Step:
             return cross_entropy(logits, label), logits
 
         (loss, logits), grads = value_and_grad(loss_fn, has_aux=True)(state.params)
-        return state.apply_gradients(grads=grads), {"loss": loss, "accuracy": (logits.argmax(-1) == label).mean()}
+        return state.apply_gradients(grads=grads), {
+            "loss": loss,
+            "accuracy": (logits.argmax(-1) == label).mean(),
+        }
 
     return step
 
@@ -169,14 +179,17 @@ def _with_statistics(key: jax.Array) -> StateWithStatistics:
 
 @_case(_with_statistics)
 def flax_batch_norm_dropout(value_and_grad: Any) -> Step:
-    """A `TrainState` with running statistics, and a key that is folded with the count of steps for dropout."""
+    """A `TrainState` with running statistics, and a key that is folded with the count of steps for
+    dropout."""
 
     def step(state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, jax.Array]:
         key = jax.random.fold_in(state.key, state.step)
 
         def loss_fn(params: Tree) -> tuple[jax.Array, Tree]:
             variables = {"params": params, "batch_stats": state.batch_stats}
-            logits, new = state.apply_fn(variables, x, train=True, mutable=["batch_stats"], rngs={"dropout": key})
+            logits, new = state.apply_fn(
+                variables, x, train=True, mutable=["batch_stats"], rngs={"dropout": key}
+            )
             return cross_entropy(logits, y), new
 
         (loss, new), grads = value_and_grad(loss_fn, has_aux=True)(state.params)
@@ -275,7 +288,9 @@ def equinox_transformer(value_and_grad: Any) -> Step:
     """A causal transformer of Equinox and its optimizer, in one dict."""
 
     def step(state: dict[str, Any], text: jax.Array) -> tuple[dict[str, Any], jax.Array]:
-        loss, grads = value_and_grad(lambda m: cross_entropy(jax.vmap(m)(text[:, :-1]), text[:, 1:]))(state["model"])
+        loss, grads = value_and_grad(
+            lambda m: cross_entropy(jax.vmap(m)(text[:, :-1]), text[:, 1:])
+        )(state["model"])
         updates, opt = ADAM.update(grads, state["opt"], state["model"])
         return {"model": eqx.apply_updates(state["model"], updates), "opt": opt}, loss
 
@@ -325,17 +340,26 @@ def mean_teacher(value_and_grad: Any) -> Step:
 
     def step(state: Tree, x: jax.Array, y: jax.Array) -> tuple[Tree, jax.Array]:
         def loss_fn(p: Tree) -> jax.Array:
-            return cross_entropy(_logits(p, x), y) + ((_logits(p, x) - _logits(state["teacher"], x)) ** 2).mean()
+            return (
+                cross_entropy(_logits(p, x), y)
+                + ((_logits(p, x) - _logits(state["teacher"], x)) ** 2).mean()
+            )
 
         loss, grads = value_and_grad(loss_fn)(state["student"])
         student = jax.tree.map(lambda p, g: p - 0.1 * g, state["student"], grads)
-        return {"student": student, "teacher": optax.incremental_update(student, state["teacher"], 0.1)}, loss
+        return {
+            "student": student,
+            "teacher": optax.incremental_update(student, state["teacher"], 0.1),
+        }, loss
 
     return step
 
 
 def _low_rank(key: jax.Array) -> Tree:
-    lora = {"a": jax.random.normal(jax.random.fold_in(key, 1), (FEATURES, 2)), "b": jnp.zeros((2, CLASSES))}
+    lora = {
+        "a": jax.random.normal(jax.random.fold_in(key, 1), (FEATURES, 2)),
+        "b": jnp.zeros((2, CLASSES)),
+    }
     return {"base": _linear(key), "lora": lora, "opt": ADAM.init(lora)}
 
 
@@ -430,7 +454,8 @@ def _gan(value_and_grad: Any, *, in_order: bool) -> Step:
 
 @_case(_adversaries, batch=with_noise)
 def gan(value_and_grad: Any) -> Step:
-    """Generator and discriminator, each with its loss and optimizer, updated from the same parameters."""
+    """Generator and discriminator, each with its loss and optimizer, updated from the same
+    parameters."""
     return _gan(value_and_grad, in_order=False)
 
 
@@ -462,13 +487,21 @@ def transitions(rows: int, seed: int = 0) -> tuple[jax.Array, ...]:
 def actor_critic(value_and_grad: Any) -> Step:
     """DDPG: a critic, then an actor by the new critic, and targets that follow both."""
 
-    def step(s: Tree, seen: jax.Array, act: jax.Array, reward: jax.Array, then: jax.Array) -> tuple[Tree, Any]:
+    def step(
+        s: Tree, seen: jax.Array, act: jax.Array, reward: jax.Array, then: jax.Array
+    ) -> tuple[Tree, Any]:
         value = lambda critic, o, a: _apply(critic, jnp.concatenate([o, a], -1))[:, 0]
-        goal = reward + 0.9 * value(s["critic_target"], then, jnp.tanh(_apply(s["actor_target"], then)))
-        loss_c, grads = value_and_grad(lambda c: ((value(c, seen, act) - goal) ** 2).mean())(s["critic"])
+        goal = reward + 0.9 * value(
+            s["critic_target"], then, jnp.tanh(_apply(s["actor_target"], then))
+        )
+        loss_c, grads = value_and_grad(lambda c: ((value(c, seen, act) - goal) ** 2).mean())(
+            s["critic"]
+        )
         updates, opt_critic = ADAM.update(grads, s["opt_critic"])
         critic = optax.apply_updates(s["critic"], updates)
-        loss_a, grads = value_and_grad(lambda a: -value(critic, seen, jnp.tanh(_apply(a, seen))).mean())(s["actor"])
+        loss_a, grads = value_and_grad(
+            lambda a: -value(critic, seen, jnp.tanh(_apply(a, seen))).mean()
+        )(s["actor"])
         updates, opt_actor = ADAM.update(grads, s["opt_actor"])
         actor = optax.apply_updates(s["actor"], updates)
         follow = lambda target, new: optax.incremental_update(new, target, 0.05)

@@ -16,7 +16,9 @@ from dtrans.parameter_server.plan import PServerPlan
 
 
 ROWS = 3  # of each trainer, in each step
-TX = optax.chain(optax.clip_by_global_norm(0.05), optax.sgd(0.1, momentum=0.9))  # servers exchange partial sums
+TX = optax.chain(
+    optax.clip_by_global_norm(0.05), optax.sgd(0.1, momentum=0.9)
+)  # servers exchange partial sums
 
 
 def params_of() -> Any:
@@ -35,7 +37,10 @@ def plan_for(pservers: Sequence[str], trainers: int, **options: Any) -> PServerP
     params = params_of()
     return flat_options.pserver(
         dtrans.trace(
-            dtrans.make_train_step(mlp_loss, TX), params, jax.eval_shape(TX.init, params), *batch_of(0, trainers)
+            dtrans.make_train_step(mlp_loss, TX),
+            params,
+            jax.eval_shape(TX.init, params),
+            *batch_of(0, trainers),
         ),
         dtrans.trace(init_of(TX), params),
         pservers=pservers,

@@ -1,6 +1,7 @@
 """One role of the jobs in test_lifecycle.py, test_failed_saves.py and test_sync_matrix.py.
 
-A process that says on its standard output how far it is, and goes on past a gate when it is told to. Its argument is
+A process that says on its standard output how far it is, and goes on past a gate when it is told
+to. Its argument is
 JSON: what to do, and the rest for that.
 """
 
@@ -52,7 +53,8 @@ def pserver(job: dict[str, Any]) -> None:
 
 
 def trainer(job: dict[str, Any]) -> None:
-    """Take the steps from `first` on, with a gate before the one that `gate` names, and before closing with `stays`."""
+    """Take the steps from `first` on, with a gate before the one that `gate` names, and before
+    closing with `stays`."""
     from lifecycle_job import batch_of, params_of, plan_for, rows
 
     import dtrans
@@ -64,7 +66,9 @@ def trainer(job: dict[str, Any]) -> None:
         params = exe.run(plan.trainer_startup_program(k), params_of())
         for i in range(job["first"], job["first"] + job["steps"]):
             (gate if i == job.get("gate") else say)(f"step {i}")
-            params, _ = exe.run(plan.trainer_program(k), params, *rows([k], batch_of(i, job["trainers"])))
+            params, _ = exe.run(
+                plan.trainer_program(k), params, *rows([k], batch_of(i, job["trainers"]))
+            )
         jax.block_until_ready(params)
         if job["stays"]:
             gate("done")
@@ -75,10 +79,11 @@ def saving(job: dict[str, Any]) -> None:
     """Take a role of a job that saves checkpoints after some of its steps.
 
     Args:
-      job: `role`, its environment; `start`, the checkpoint to go on from; `first` and `last`, the steps; `data`, an
-        offset that gives each run batches of its own; `saves`, the name of the checkpoint that trainer 0 asks for after
-        each of some steps; `held`, the checkpoint whose writer waits in the middle of its piece until the process is
-        killed; `refused`, the checkpoints that may fail, and for some of them the system call that fails and its error.
+      job: `role`, its environment; `start`, the checkpoint to go on from; `first` and `last`, the
+        steps; `data`, an offset that gives each run batches of its own; `saves`, the name of the
+        checkpoint that trainer 0 asks for after each of some steps; `held`, the checkpoint whose
+        writer waits in the middle of its piece until the process is killed; `refused`, the
+        checkpoints that may fail, and for some of them the system call that fails and its error.
     """
     from lifecycle_job import batch_of, params_of, plan_for
 
@@ -93,12 +98,18 @@ def saving(job: dict[str, Any]) -> None:
         for name, failure in job["refused"].items():
             refuse(folder / name, *failure)
     with plan_for(role.pserver_endpoints, role.trainers).on_cluster(deadline=60) as cluster:
-        state = dtrans.checkpoint.restore(job["start"], cluster) if job["start"] else cluster.init(params_of())
+        state = (
+            dtrans.checkpoint.restore(job["start"], cluster)
+            if job["start"]
+            else cluster.init(params_of())
+        )
         if role.is_pserver:
             np.savez(job["out"], **cluster.serve(state, checkpoints=folder))
             return
         for i in range(job["first"], job["last"]):
-            state, _ = cluster.step(state, *cluster.shard_batch(*batch_of(job["data"] + i, role.trainers)))
+            state, _ = cluster.step(
+                state, *cluster.shard_batch(*batch_of(job["data"] + i, role.trainers))
+            )
             name = job["saves"].get(str(i + 1))
             if role.trainer_id or name is None:
                 continue
@@ -174,7 +185,9 @@ def matrix_trainer(job: dict[str, Any]) -> None:
             for i in range(STEPS):
                 params, loss = exe.run(program, params, *part_of(batch_of(i, n), k, n))
                 losses.append(np.asarray(loss))
-        found |= {f"{name}/{path}": x for path, x in flat(params).items()} | {f"{name}/losses": np.stack(losses)}
+        found |= {f"{name}/{path}": x for path, x in flat(params).items()} | {
+            f"{name}/losses": np.stack(losses)
+        }
     np.savez(job["out"], **found)
 
 
@@ -182,4 +195,6 @@ if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parent)]
     what = json.loads(sys.argv[1])
     jax.config.update("jax_enable_x64", what["x64"])
-    {fn.__name__: fn for fn in (pserver, trainer, saving, matrix_pserver, matrix_trainer)}[what["do"]](what)
+    {fn.__name__: fn for fn in (pserver, trainer, saving, matrix_pserver, matrix_trainer)}[
+        what["do"]
+    ](what)

@@ -42,7 +42,9 @@ def two_links(encryption: str = "auto") -> Iterator[list[P2PChannels]]:
     endpoints = free_endpoints(2)
 
     def make(k: int) -> None:
-        made[k] = P2PChannels(Membership(k, (0, 1), endpoints, deadline=HANG, encryption=encryption), "job")
+        made[k] = P2PChannels(
+            Membership(k, (0, 1), endpoints, deadline=HANG, encryption=encryption), "job"
+        )
 
     with (
         mock.patch.object(board_module, "bulletin_board", lambda: board),

@@ -1,4 +1,5 @@
-"""Ways in which models come to their layers: stacks that loops take apart, pick from, cut up, cast, or read twice."""
+"""Ways in which models come to their layers: stacks that loops take apart, pick from, cut up, cast,
+or read twice."""
 
 from __future__ import annotations
 
@@ -34,7 +35,10 @@ class Shape:
         """Random parameters."""
         shapes = self.leaves(layers, width)
         keys = jax.random.split(jax.random.key(0), len(shapes))
-        return {n: jax.random.normal(k, s, dtype) / width**0.5 for k, (n, s) in zip(keys, shapes.items(), strict=True)}
+        return {
+            n: jax.random.normal(k, s, dtype) / width**0.5
+            for k, (n, s) in zip(keys, shapes.items(), strict=True)
+        }
 
 
 def one_stack(layers: int, width: int) -> dict[str, tuple[int, ...]]:
@@ -82,7 +86,9 @@ def in_pairs(p: Params, x: jax.Array) -> jax.Array:
 
 
 def saved_dots(p: Params, x: jax.Array) -> jax.Array:
-    return end(scanned(x, p["w"], jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_saveable)))
+    return end(
+        scanned(x, p["w"], jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_saveable))
+    )
 
 
 def with_experts(p: Params, x: jax.Array) -> jax.Array:
@@ -111,19 +117,29 @@ def half(p: Params, x: jax.Array) -> jax.Array:
 
 
 def half_inside(p: Params, x: jax.Array) -> jax.Array:
-    return end(scanned(x.astype(jnp.bfloat16), p["w"], lambda h, w: layer(h, w.astype(jnp.bfloat16))))
+    return end(
+        scanned(x.astype(jnp.bfloat16), p["w"], lambda h, w: layer(h, w.astype(jnp.bfloat16)))
+    )
 
 
 SHAPES = {
     "a scan": Shape(lambda p, x: end(scanned(x, p["w"])), one_stack),
-    "and sum(p**2) in the loss": Shape(lambda p, x: end(scanned(x, p["w"])) + 1e-4 * squares(p), one_stack),
-    "and the norm of the stack": Shape(lambda p, x: end(scanned(x, p["w"])) + 1e-4 * squares(p) ** 0.5, one_stack),
+    "and sum(p**2) in the loss": Shape(
+        lambda p, x: end(scanned(x, p["w"])) + 1e-4 * squares(p), one_stack
+    ),
+    "and the norm of the stack": Shape(
+        lambda p, x: end(scanned(x, p["w"])) + 1e-4 * squares(p) ** 0.5, one_stack
+    ),
     "scans over p[:half], p[half:]": Shape(
-        lambda p, x: end(scanned(scanned(x, p["w"][: len(p["w"]) // 2]), p["w"][len(p["w"]) // 2 :])), one_stack
+        lambda p, x: end(
+            scanned(scanned(x, p["w"][: len(p["w"]) // 2]), p["w"][len(p["w"]) // 2 :])
+        ),
+        one_stack,
     ),
     "fori_loop, dynamic_index_in_dim": Shape(by_index, one_stack),
     "a scan over numbers, p[i]": Shape(
-        lambda p, x: end(scanned(x, jnp.arange(len(p["w"])), lambda h, i: layer(h, p["w"][i]))), one_stack
+        lambda p, x: end(scanned(x, jnp.arange(len(p["w"])), lambda h, i: layer(h, p["w"][i]))),
+        one_stack,
     ),
     "no loop, p[0], p[1], ...": Shape(unrolled, one_stack),
     "a reshaped stack, two layers a turn": Shape(in_pairs, one_stack),
@@ -131,17 +147,27 @@ SHAPES = {
         lambda p, x: end(scanned(x, p, lambda h, w: layer(layer(h, w["a"])[0], w["b"]))), two_stacks
     ),
     "a scan in a scan": Shape(
-        lambda p, x: end(scanned(x, p["w"], lambda h, ws: (scanned(h, ws), None))), stack_of_stacks, axis=2
+        lambda p, x: end(scanned(x, p["w"], lambda h, ws: (scanned(h, ws), None))),
+        stack_of_stacks,
+        axis=2,
     ),
     "experts in each layer": Shape(with_experts, stack_of_stacks),
     "encoder and decoder": Shape(encoded, two_stacks),
-    "two scans over one stack": Shape(lambda p, x: end(scanned(scanned(x, p["w"]), p["w"])), one_stack),
+    "two scans over one stack": Shape(
+        lambda p, x: end(scanned(scanned(x, p["w"]), p["w"])), one_stack
+    ),
     "a stack times 0.5": Shape(lambda p, x: end(scanned(x, p["w"] * 0.5)), one_stack),
-    "layers transposed in the loop": Shape(lambda p, x: end(scanned(x, p["w"], lambda h, w: layer(h, w.T))), one_stack),
+    "layers transposed in the loop": Shape(
+        lambda p, x: end(scanned(x, p["w"], lambda h, w: layer(h, w.T))), one_stack
+    ),
     "branches in the loop": Shape(in_branches, one_stack),
-    "checkpoint in the loop": Shape(lambda p, x: end(scanned(x, p["w"], jax.checkpoint(layer))), one_stack),
+    "checkpoint in the loop": Shape(
+        lambda p, x: end(scanned(x, p["w"], jax.checkpoint(layer))), one_stack
+    ),
     "checkpoint that saves products": Shape(saved_dots, one_stack),
-    "checkpoint around the loop": Shape(lambda p, x: end(jax.checkpoint(scanned)(x, p["w"])), one_stack),
+    "checkpoint around the loop": Shape(
+        lambda p, x: end(jax.checkpoint(scanned)(x, p["w"])), one_stack
+    ),
     "astype(bf16) before the loop": Shape(half, one_stack, low=True),
     "astype(bf16) in the loop": Shape(half_inside, one_stack, low=True),
 }

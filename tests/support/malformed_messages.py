@@ -12,10 +12,22 @@ from dtrans.protocol import wire
 
 
 NUMBERS = [None, True, -1, 0, 1, 2**63, 2**64 - 1, 1.5, float("nan")]
-VALUES: list[Any] = [*NUMBERS, "", "x" * 300, b"", [], [[]], {}, {"a": 1}, [["float32", [1 << 40], []]]]
+VALUES: list[Any] = [
+    *NUMBERS,
+    "",
+    "x" * 300,
+    b"",
+    [],
+    [[]],
+    {},
+    {"a": 1},
+    [["float32", [1 << 40], []]],
+]
 
 
-def malformed(r: random.Random, proper: Sequence[list[bytes]], values: Sequence[Any] = VALUES) -> list[bytes]:
+def malformed(
+    r: random.Random, proper: Sequence[list[bytes]], values: Sequence[Any] = VALUES
+) -> list[bytes]:
     """Return noise, a header with any values, or a proper message with other bits."""
     kind = r.randrange(3)
     if kind == 0:
@@ -27,7 +39,9 @@ def malformed(r: random.Random, proper: Sequence[list[bytes]], values: Sequence[
             for n in [*wire.FIELDS.get(op, {}), *wire.OPTIONAL.get(op, {}), "then"]
             if r.random() < 0.9
         }
-        head = msgpack.packb({"v": r.choice([wire.VERSION, wire.VERSION, 0, "1"]), "op": op, **fields})
+        head = msgpack.packb(
+            {"v": r.choice([wire.VERSION, wire.VERSION, 0, "1"]), "op": op, **fields}
+        )
         return [head, *(r.randbytes(r.randrange(40)) for _ in range(r.randrange(3)))]
     frames = [bytearray(f) for f in r.choice(proper)]
     for _ in range(r.randrange(1, 4)):

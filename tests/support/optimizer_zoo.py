@@ -1,8 +1,10 @@
-"""Every optimizer there is, as cases of one test (`test_optimizer_zoo.py`) and rows of one table (docs/optimizers.md).
+"""Every optimizer there is, as cases of one test (`test_optimizer_zoo.py`) and rows of one table
+(docs/optimizers.md).
 
-A `Case` is an optimizer, and what is particular about it. A `Refusal` is one that needs what no server has; it must
-be refused, by name. `table()` writes docs/optimizers.md from the plans of the cases, nothing in it by hand:
-`make docs`, or `python tests/support/optimizer_zoo.py docs/optimizers.md`.
+A `Case` is an optimizer, and what is particular about it. A `Refusal` is one that needs what no
+server has; it must be refused, by name. `table()` writes docs/optimizers.md from the plans of the
+cases, nothing in it by hand: `make docs`, or `python tests/support/optimizer_zoo.py
+docs/optimizers.md`.
 """
 
 from __future__ import annotations
@@ -58,7 +60,10 @@ WHY: Mapping[str, str] = {
 def leaves(dtype: Any, without: Collection[str] = (), complex_leaf: bool = False) -> dict[str, Any]:
     """The parameters of the model."""
     rng = np.random.default_rng(0)
-    params = {n: jnp.asarray(rng.normal(size=s), jnp.bfloat16 if n == "half" else dtype) for n, s in SHAPES.items()}
+    params = {
+        n: jnp.asarray(rng.normal(size=s), jnp.bfloat16 if n == "half" else dtype)
+        for n, s in SHAPES.items()
+    }
     if complex_leaf:
         kind = jnp.complex128 if dtype == jnp.float64 else jnp.complex64
         params["wave"] = jnp.asarray(rng.normal(size=(3, 2)) + 1j * rng.normal(size=(3, 2)), kind)
@@ -66,17 +71,21 @@ def leaves(dtype: Any, without: Collection[str] = (), complex_leaf: bool = False
 
 
 def loss(params: Any, x: jax.Array) -> jax.Array:
-    """Something that has a gradient by every leaf. Its value is of no interest: gradients are given (`gradients`)."""
-    return jnp.mean(x) * sum(jnp.sum(jnp.abs(p).astype(x.dtype) ** 2) for p in jax.tree.leaves(params))
+    """Something that has a gradient by every leaf. Its value is of no interest: gradients are given
+    (`gradients`)."""
+    return jnp.mean(x) * sum(
+        jnp.sum(jnp.abs(p).astype(x.dtype) ** 2) for p in jax.tree.leaves(params)
+    )
 
 
 def gradients(params: Any, step: int, trainer: int) -> Any:
     """Numbers to be gradients.
 
-    Trainers agree about signs, and no number is near zero, nor is the mean: where it is, rounding would decide about
-    the sign of an update (sign_sgd, lion, rprop), and the limits would have to be wider than they are. The seed is one
-    whose sums over all leaves (of gradients times past gradients, in dadapt_adamw) do not happen to cancel, which
-    would leave of float32 what rounding left of it.
+    Trainers agree about signs, and no number is near zero, nor is the mean: where it is, rounding
+    would decide about the sign of an update (sign_sgd, lion, rprop), and the limits would have to
+    be wider than they are. The seed is one whose sums over all leaves (of gradients times past
+    gradients, in dadapt_adamw) do not happen to cancel, which would leave of float32 what rounding
+    left of it.
     """
     signs, rng = np.random.default_rng(130 + step), np.random.default_rng((step, trainer))
 
@@ -99,7 +108,8 @@ class Case:
     Attributes:
       make: makes it.
       without: the leaves that optax itself cannot train with it on one device, and why.
-      pair: whether its parameters are a pair, `optax.LookaheadParams`, of which gradients are by the first.
+      pair: whether its parameters are a pair, `optax.LookaheadParams`, of which gradients are by
+        the first.
       complex_leaf: whether the model gets a leaf of complex numbers.
       still: the leaves that it leaves as they are.
     """
@@ -158,7 +168,9 @@ def plan_of(case: Case, dtype: Any = jnp.float32, **options: Any) -> PServerPlan
     main = dtrans.trace(case.step(), params, jax.eval_shape(tx.init, params), x)
     startup = dtrans.trace(lambda params: (params, tx.init(params)), params)
     pservers = endpoints(SERVERS)
-    return flat_options.pserver(main, startup, pservers=pservers, trainers=TRAINERS, min_block_size=1, **options)
+    return flat_options.pserver(
+        main, startup, pservers=pservers, trainers=TRAINERS, min_block_size=1, **options
+    )
 
 
 def then_sgd(*transforms: Any) -> Any:
@@ -184,7 +196,8 @@ class _SlowState(NamedTuple):
 
 
 def slow_in_state(tx: Any) -> Any:
-    """`optax.lookahead` with the slow parameters in the state, where each lives beside the rows of its fast one."""
+    """`optax.lookahead` with the slow parameters in the state, where each lives beside the rows of
+    its fast one."""
 
     def init(params: Any) -> _SlowState:
         return _SlowState(tx.init(optax.LookaheadParams.init_synced(params)), params)
@@ -198,7 +211,8 @@ def slow_in_state(tx: Any) -> Any:
 
 
 def squared_gradients() -> Any:
-    """Gauss and Newton's guess at the diagonal of a Hessian, for sophia: it needs no loss function."""
+    """Gauss and Newton's guess at the diagonal of a Hessian, for sophia: it needs no loss
+    function."""
     return optax.stateless(lambda updates, params: jax.tree.map(jnp.square, updates))
 
 
@@ -213,17 +227,22 @@ SCHEDULES: Mapping[str, Callable[[], Any]] = {
     "linear_onecycle_schedule": lambda: optax.linear_onecycle_schedule(5, 0.1),
     "linear_schedule": lambda: optax.linear_schedule(0.1, 0.01, 4),
     "piecewise_constant_schedule": lambda: optax.piecewise_constant_schedule(0.1, {2: 0.5, 4: 0.5}),
-    "piecewise_interpolate_schedule": lambda: optax.piecewise_interpolate_schedule("cosine", 0.1, {2: 0.5, 4: 0.5}),
+    "piecewise_interpolate_schedule": lambda: optax.piecewise_interpolate_schedule(
+        "cosine", 0.1, {2: 0.5, 4: 0.5}
+    ),
     "polynomial_schedule": lambda: optax.polynomial_schedule(0.1, 0.01, 2, 4),
     "sgdr_schedule": lambda: optax.sgdr_schedule(
         [dict(init_value=0.0, peak_value=0.1, decay_steps=3, warmup_steps=1, end_value=0.01)] * 2
     ),
     "warmup_constant_schedule": lambda: optax.warmup_constant_schedule(0.0, 0.1, 2),
     "warmup_cosine_decay_schedule": lambda: optax.warmup_cosine_decay_schedule(0.0, 0.1, 2, 4),
-    "warmup_exponential_decay_schedule": lambda: optax.warmup_exponential_decay_schedule(0.0, 0.1, 2, 2, 0.5),
+    "warmup_exponential_decay_schedule": lambda: optax.warmup_exponential_decay_schedule(
+        0.0, 0.1, 2, 2, 0.5
+    ),
 }
 
-# Why optax cannot train a leaf on one device; `test_what_is_left_out_is_what_optax_cannot_train` tries.
+# Why optax cannot train a leaf on one device; `test_what_is_left_out_is_what_optax_cannot_train`
+# tries.
 PROMOTES = {"half": "optax makes its bfloat16 state wider in an update"}
 NO_ROWS = {"scalar": "optax raises an IndexError"}
 NO_MIX = {"half": "optax raises a TypeError for leaves of two types"}
@@ -232,7 +251,9 @@ ALIASES: Mapping[str, Case] = {
     "adabelief": Case(lambda: optax.adabelief(0.1)),
     "adadelta": Case(lambda: optax.adadelta(10.0)),
     "adafactor": Case(lambda: optax.adafactor(0.1, min_dim_size_to_factor=2)),
-    "adafactor, momentum, nothing factored": Case(lambda: optax.adafactor(0.1, momentum=0.9, weight_decay_rate=0.01)),
+    "adafactor, momentum, nothing factored": Case(
+        lambda: optax.adafactor(0.1, momentum=0.9, weight_decay_rate=0.01)
+    ),
     "adagrad": Case(lambda: optax.adagrad(0.1)),
     "adam": Case(lambda: optax.adam(0.1)),
     "adam, bfloat16 momentum": Case(lambda: optax.adam(0.1, mu_dtype=jnp.bfloat16)),
@@ -240,7 +261,9 @@ ALIASES: Mapping[str, Case] = {
     "adamaxw": Case(lambda: optax.adamaxw(0.1, weight_decay=0.01)),
     "adamw": Case(lambda: optax.adamw(0.1, weight_decay=0.01)),
     "adamw, masked decay and a schedule": Case(
-        lambda: optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 0.1, 2, 10), weight_decay=0.01, mask=by_leaf)
+        lambda: optax.adamw(
+            optax.warmup_cosine_decay_schedule(0.0, 0.1, 2, 10), weight_decay=0.01, mask=by_leaf
+        )
     ),
     "adan": Case(lambda: optax.adan(0.1, weight_decay=0.01)),
     "amsgrad": Case(lambda: optax.amsgrad(0.1)),
@@ -258,7 +281,9 @@ ALIASES: Mapping[str, Case] = {
     "optimistic_gradient_descent": Case(lambda: optax.optimistic_gradient_descent(0.1)),
     "radam": Case(lambda: optax.radam(0.1, threshold=4.5)),
     "rmsprop": Case(lambda: optax.rmsprop(0.1)),
-    "rmsprop, centered, momentum": Case(lambda: optax.rmsprop(0.1, centered=True, momentum=0.9, nesterov=True)),
+    "rmsprop, centered, momentum": Case(
+        lambda: optax.rmsprop(0.1, centered=True, momentum=0.9, nesterov=True)
+    ),
     # the scalar's gradient never keeps its sign for three steps, as it has to for rprop to move it
     "rprop": Case(lambda: optax.rprop(0.1), still={"scalar"}),
     "sgd": Case(lambda: optax.sgd(0.1)),
@@ -278,7 +303,8 @@ CONTRIB: Mapping[str, Case] = {
     "dadapt_adamw": Case(lambda: optax.contrib.dadapt_adamw(1.0, estim_lr0=0.1), without=PROMOTES),
     "dog": Case(lambda: optax.contrib.dog(1.0, init_step=("heuristic", 0.1)), without=PROMOTES),
     "dog, first step given": Case(
-        lambda: optax.contrib.dog(1.0, init_step=("learning_rate", 0.1), weight_decay=0.01), without=PROMOTES
+        lambda: optax.contrib.dog(1.0, init_step=("learning_rate", 0.1), weight_decay=0.01),
+        without=PROMOTES,
     ),
     "dowg": Case(lambda: optax.contrib.dowg(1.0, init_estim_sq_dist=0.1), without=PROMOTES),
     "galore": Case(lambda: optax.contrib.galore(0.1, rank=1, update_proj_gap=2, weight_decay=0.01)),
@@ -288,14 +314,20 @@ CONTRIB: Mapping[str, Case] = {
     "normalize": Case(lambda: then_sgd(optax.contrib.normalize())),
     "prodigy": Case(lambda: optax.contrib.prodigy(1.0, estim_lr0=0.1), without=PROMOTES),
     "sam": Case(
-        lambda: optax.contrib.sam(optax.sgd(0.1, momentum=0.9), optax.chain(optax.contrib.normalize(), optax.sgd(0.05)))
+        lambda: optax.contrib.sam(
+            optax.sgd(0.1, momentum=0.9), optax.chain(optax.contrib.normalize(), optax.sgd(0.05))
+        )
     ),
     "schedule_free": Case(lambda: optax.contrib.schedule_free(optax.adam(0.1, b1=0.0), 0.1)),
-    "schedule_free_adamw": Case(lambda: optax.contrib.schedule_free_adamw(0.1, warmup_steps=2, weight_decay=0.01)),
+    "schedule_free_adamw": Case(
+        lambda: optax.contrib.schedule_free_adamw(0.1, warmup_steps=2, weight_decay=0.01)
+    ),
     "schedule_free_sgd": Case(lambda: optax.contrib.schedule_free_sgd(0.1, warmup_steps=2)),
     "simplified_ademamix": Case(lambda: optax.contrib.simplified_ademamix(0.01)),
     "sophia, own Hessian": Case(
-        lambda: optax.contrib.sophia(0.1, update_interval=2, hessian_diagonal_fn=squared_gradients())
+        lambda: optax.contrib.sophia(
+            0.1, update_interval=2, hessian_diagonal_fn=squared_gradients()
+        )
     ),
     "split_real_and_imaginary": Case(
         lambda: optax.contrib.split_real_and_imaginary(optax.adam(0.1)), complex_leaf=True
@@ -320,11 +352,19 @@ PADDLE: Mapping[str, Case] = {
         "lars_momentum": lambda: paddle.lars_momentum(0.1, 0.9, lars_coeff=0.5),
         "dpsgd": lambda: paddle.dpsgd(0.1, clip=0.8, batch_size=4.0, sigma=0.5),
         "dpsgd, fix=True": lambda: paddle.dpsgd(0.1, clip=0.8, batch_size=4.0, sigma=0.5, fix=True),
-        "gradient_clip_by_value": lambda: optax.chain(paddle.gradient_clip_by_value(0.8), paddle.sgd(0.1)),
-        "gradient_clip_by_norm": lambda: optax.chain(paddle.gradient_clip_by_norm(0.8), paddle.sgd(0.1)),
-        "gradient_clip_by_global_norm": lambda: optax.chain(paddle.gradient_clip_by_global_norm(5.6), paddle.sgd(0.1)),
+        "gradient_clip_by_value": lambda: optax.chain(
+            paddle.gradient_clip_by_value(0.8), paddle.sgd(0.1)
+        ),
+        "gradient_clip_by_norm": lambda: optax.chain(
+            paddle.gradient_clip_by_norm(0.8), paddle.sgd(0.1)
+        ),
+        "gradient_clip_by_global_norm": lambda: optax.chain(
+            paddle.gradient_clip_by_global_norm(5.6), paddle.sgd(0.1)
+        ),
         "noam_decay": lambda: paddle.sgd(paddle.noam_decay(4, 3)),
-        "exponential_decay": lambda: paddle.sgd(paddle.exponential_decay(0.1, 2, 0.5, staircase=True)),
+        "exponential_decay": lambda: paddle.sgd(
+            paddle.exponential_decay(0.1, 2, 0.5, staircase=True)
+        ),
         "natural_exp_decay": lambda: paddle.sgd(paddle.natural_exp_decay(0.1, 2, 0.5)),
         "inverse_time_decay": lambda: paddle.sgd(paddle.inverse_time_decay(0.1, 2, 0.5)),
         "polynomial_decay": lambda: paddle.sgd(paddle.polynomial_decay(0.1, 2, 0.01, cycle=True)),
@@ -353,7 +393,11 @@ WRAPPERS: Mapping[str, Case] = {
     ),
     "MultiSteps, skip_large_updates": Case(
         lambda: optax.MultiSteps(
-            optax.adam(0.1), 2, should_skip_update_fn=functools.partial(optax.skip_large_updates, max_squared_norm=31.0)
+            optax.adam(0.1),
+            2,
+            should_skip_update_fn=functools.partial(
+                optax.skip_large_updates, max_squared_norm=31.0
+            ),
         )
     ),
     "apply_if_finite": Case(lambda: optax.apply_if_finite(optax.adam(0.1), 2)),
@@ -364,39 +408,60 @@ WRAPPERS: Mapping[str, Case] = {
     "lookahead, resetting the state": Case(
         lambda: slow_in_state(optax.lookahead(optax.adam(0.1), 2, 0.5, reset_state=True))
     ),
-    "inject_hyperparams, adam": Case(lambda: optax.inject_hyperparams(optax.adam)(learning_rate=0.1), without=PROMOTES),
+    "inject_hyperparams, adam": Case(
+        lambda: optax.inject_hyperparams(optax.adam)(learning_rate=0.1), without=PROMOTES
+    ),
     "multi_transform": Case(
         lambda: optax.multi_transform(
-            {"a": optax.adam(0.1), "s": then_sgd(optax.clip_by_global_norm(1.5)), "z": optax.set_to_zero()},
-            lambda params: {n: "z" if n == "kernel" else "a" if p.ndim > 1 else "s" for n, p in params.items()},
+            {
+                "a": optax.adam(0.1),
+                "s": then_sgd(optax.clip_by_global_norm(1.5)),
+                "z": optax.set_to_zero(),
+            },
+            lambda params: {
+                n: "z" if n == "kernel" else "a" if p.ndim > 1 else "s" for n, p in params.items()
+            },
         ),
         still={"kernel"},
     ),
     "masked": Case(lambda: then_sgd(optax.masked(optax.scale_by_adam(), by_leaf))),
-    "masked, global norm": Case(lambda: then_sgd(optax.masked(optax.clip_by_global_norm(5.3), by_leaf))),
+    "masked, global norm": Case(
+        lambda: then_sgd(optax.masked(optax.clip_by_global_norm(5.3), by_leaf))
+    ),
     "flatten": Case(lambda: optax.flatten(optax.adam(0.1))),
 }
 
 INJECTED: Mapping[str, Case] = {
     f"inject_hyperparams, {name}": Case(
-        functools.partial(lambda make: optax.inject_hyperparams(optax.sgd)(learning_rate=make()), make)
+        functools.partial(
+            lambda make: optax.inject_hyperparams(optax.sgd)(learning_rate=make()), make
+        )
     )
     for name, make in SCHEDULES.items()
 }
 
 CHAINS: Mapping[str, Case] = {
     "clip_by_global_norm, scale_by_adam, scale_by_trust_ratio": Case(
-        lambda: then_sgd(optax.clip_by_global_norm(5.6), optax.scale_by_adam(), optax.scale_by_trust_ratio())
+        lambda: then_sgd(
+            optax.clip_by_global_norm(5.6), optax.scale_by_adam(), optax.scale_by_trust_ratio()
+        )
     ),
     "centralize, adaptive_grad_clip, add_noise": Case(
-        lambda: then_sgd(optax.centralize(), optax.adaptive_grad_clip(1.0), optax.add_noise(0.01, 0.5, key=0))
+        lambda: then_sgd(
+            optax.centralize(), optax.adaptive_grad_clip(1.0), optax.add_noise(0.01, 0.5, key=0)
+        )
     ),
     "scale_by_trust_ratio, clip_by_global_norm, clip_by_block_rms": Case(
-        lambda: then_sgd(optax.scale_by_trust_ratio(), optax.clip_by_global_norm(4.5), optax.clip_by_block_rms(0.9))
+        lambda: then_sgd(
+            optax.scale_by_trust_ratio(),
+            optax.clip_by_global_norm(4.5),
+            optax.clip_by_block_rms(0.9),
+        )
     ),
     "MultiSteps of apply_if_finite of clip_by_global_norm": Case(
         lambda: optax.MultiSteps(
-            optax.apply_if_finite(optax.chain(optax.clip_by_global_norm(4.0), optax.adam(0.1)), 2), 2
+            optax.apply_if_finite(optax.chain(optax.clip_by_global_norm(4.0), optax.adam(0.1)), 2),
+            2,
         )
     ),
 }
@@ -415,7 +480,9 @@ CASES: Mapping[str, Case] = {n: c for cases in GROUPS.values() for n, c in cases
 A_SCHEDULE = "a learning-rate schedule: a function of the count of steps"
 BATCHED = "the gradient of each example; trainers send the mean over theirs"
 REFUSED: Mapping[str, Refusal] = {
-    "polyak_sgd": Refusal(optax.polyak_sgd, "the loss (`value`)", A_SCHEDULE, "scale_by_polyak needs 'value'"),
+    "polyak_sgd": Refusal(
+        optax.polyak_sgd, "the loss (`value`)", A_SCHEDULE, "scale_by_polyak needs 'value'"
+    ),
     "lbfgs": Refusal(
         optax.lbfgs,
         "a line search: the loss, and the function that makes it (`value`, `value_fn`)",
@@ -428,8 +495,12 @@ REFUSED: Mapping[str, Refusal] = {
         A_SCHEDULE,
         "reduce_on_plateau needs 'value'",
     ),
-    "momo": Refusal(optax.contrib.momo, "the loss (`value`)", "`dog`, `prodigy`", "momo needs 'value'"),
-    "momo_adam": Refusal(optax.contrib.momo_adam, "the loss (`value`)", "`prodigy`", "momo_adam needs 'value'"),
+    "momo": Refusal(
+        optax.contrib.momo, "the loss (`value`)", "`dog`, `prodigy`", "momo needs 'value'"
+    ),
+    "momo_adam": Refusal(
+        optax.contrib.momo_adam, "the loss (`value`)", "`prodigy`", "momo_adam needs 'value'"
+    ),
     "sophia": Refusal(
         lambda: optax.contrib.sophia(0.1),
         "the loss as a function of parameters (`obj_fn`), for Hutchinson's estimate of the Hessian",
@@ -469,14 +540,20 @@ REFUSED: Mapping[str, Refusal] = {
 
 
 def exported() -> Iterator[str]:
-    """The names of the optimizers that optax exports, and of all functions of optax.contrib and of Paddle's module."""
+    """The names of the optimizers that optax exports, and of all functions of optax.contrib and of
+    Paddle's module."""
     for name, made in vars(optax).items():
         fn = getattr(made, "func", made)  # nadam is a partial of adam
         if inspect.isfunction(fn) and fn.__module__ == "optax._src.alias":
             yield name
     for name, fn in vars(optax.contrib).items():
-        # the parts that its own optimizers are made of, and a function of parameters, are no optimizers
-        if inspect.isfunction(fn) and not name.startswith("scale_by_") and name != "schedule_free_eval_params":
+        # the parts that its own optimizers are made of, and a function of parameters, are no
+        # optimizers
+        if (
+            inspect.isfunction(fn)
+            and not name.startswith("scale_by_")
+            and name != "schedule_free_eval_params"
+        ):
             yield name
     for name, fn in vars(paddle).items():
         if inspect.isfunction(fn):
@@ -486,7 +563,10 @@ def exported() -> Iterator[str]:
 def exported_schedules() -> Iterator[str]:
     """The name of every schedule that optax exports."""
     for name, fn in vars(optax).items():
-        if inspect.isfunction(fn) and inspect.signature(fn).return_annotation in (optax.Schedule, "base.Schedule"):
+        if inspect.isfunction(fn) and inspect.signature(fn).return_annotation in (
+            optax.Schedule,
+            "base.Schedule",
+        ):
             yield name
 
 
@@ -518,7 +598,10 @@ plans. Sliced leaves are counted among those that have rows. A leaf that optax i
 one device is left out of the model, and the last column says so.
 """
 
-HEADER = "| optimizer | sliced leaves | rounds | all_reduces | whole leaves, and why |\n| --- | --- | --- | --- | --- |"
+HEADER = (
+    "| optimizer | sliced leaves | rounds | all_reduces | whole leaves, and why |\n| --- | "
+    "--- | --- | --- | --- |"
+)
 
 LOOKAHEAD = """
 `lookahead` takes a pair of parameters, `optax.LookaheadParams`. In a step of one's own, with the gradient by
@@ -553,17 +636,25 @@ def row(name: str, plan: PServerPlan) -> str:
         why = f"`{found[1]}` {found[2]}" if found else reason
         whole.setdefault(why, []).append(leaf.removeprefix("params/"))
     everything = {n.removeprefix("params/") for n in with_rows}
-    notes = [f"{'every leaf' if everything <= set(names) else ', '.join(names)}: {why}" for why, names in whole.items()]
+    notes = [
+        f"{'every leaf' if everything <= set(names) else ', '.join(names)}: {why}"
+        for why, names in whole.items()
+    ]
     notes += [f"without {leaf}: {why}" for leaf, why in case.without.items()]
     values = sum(len(values) for values in plan.rounds)
     function, _, detail = name.partition(", ")
     shown = name if case in CHAINS.values() else f"`{function}`" + (f", {detail}" if detail else "")
-    return f"| {shown} | {len(sliced)} of {len(with_rows)} | {len(plan.rounds)} | {values} | {'; '.join(notes)} |"
+    return (
+        f"| {shown} | {len(sliced)} of {len(with_rows)} | {len(plan.rounds)} | {values} | "
+        f"{'; '.join(notes)} |"
+    )
 
 
 def document() -> str:
     """All of docs/optimizers.md."""
-    model = "\n".join(f"- `{n}`, {p.dtype.name}{list(p.shape)}: {WHY[n]}" for n, p in leaves(jnp.float32).items())
+    model = "\n".join(
+        f"- `{n}`, {p.dtype.name}{list(p.shape)}: {WHY[n]}" for n, p in leaves(jnp.float32).items()
+    )
     parts = [INTRODUCTION.replace("{model}", model)]
     for title, cases in GROUPS.items():
         rows = [row(name, plan_of(case)) for name, case in cases.items()]
@@ -574,7 +665,10 @@ def document() -> str:
     parts.append(REFUSALS)
     for name, refusal in REFUSED.items():
         function, _, detail = name.partition(", ")
-        parts.append(f"| `{function}`{f', `{detail}`' if detail else ''} | {refusal.needs} | {refusal.instead} |\n")
+        parts.append(
+            f"| `{function}`{f', `{detail}`' if detail else ''} | {refusal.needs} | "
+            f"{refusal.instead} |\n"
+        )
     return "".join(parts)
 
 

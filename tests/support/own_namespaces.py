@@ -1,7 +1,8 @@
 """Hosts of a test's own: network namespaces on one switch, that share nothing but the file system.
 
-Each has a name, and resolves that and localhost, but no other host. Each has a folder of its own for temporary files,
-in one place for all: so the path of a Unix socket on one host is no socket on another.
+Each has a name, and resolves that and localhost, but no other host. Each has a folder of its own
+for temporary files, in one place for all: so the path of a Unix socket on one host is no socket on
+another.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class Namespaces:
         return ("nsenter", f"--net=/run/netns/{self.names[i]}")
 
     def name_addresses(self, addresses: Mapping[str, str]) -> Path:
-        """Give the first host more addresses, and names that it alone resolves; return its /etc/hosts."""
+        """Give the first host more addresses, and names that it alone resolves; return its
+        /etc/hosts."""
         name = self.names[0]
         for address in set(addresses.values()) - {self.address(0)}:
             _ip("-n", name, "addr", "add", f"{address}/24", "dev", "e")
@@ -73,7 +75,9 @@ class Namespaces:
         found = []
         for pid in pids:
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                found.append(Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode())
+                found.append(
+                    Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+                )
         return [command for command in found if command]
 
 
@@ -81,7 +85,9 @@ def why_not() -> str:
     """Return why no namespaces can be made here; empty where they can."""
     if shutil.which("ip") is None:
         return "there is no ip (Debian: iproute2)"
-    made = subprocess.run(["ip", "netns", "add", f"dt{os.getpid()}try"], capture_output=True, text=True)
+    made = subprocess.run(
+        ["ip", "netns", "add", f"dt{os.getpid()}try"], capture_output=True, text=True
+    )
     if made.returncode:
         return f"network namespaces cannot be made: {made.stderr.strip()}"
     _ip("netns", "del", f"dt{os.getpid()}try")
@@ -112,7 +118,20 @@ def namespaces(count: int) -> Iterator[Namespaces]:
             files.mkdir(parents=True)
             stack.callback(shutil.rmtree, files)
             (files / "hosts").write_text(f"127.0.0.1 localhost\n{hosts.address(i)} {name}\n")
-            _ip("link", "add", "e", "netns", name, "type", "veth", "peer", "name", f"p{i}", "netns", hosts.switch)
+            _ip(
+                "link",
+                "add",
+                "e",
+                "netns",
+                name,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                f"p{i}",
+                "netns",
+                hosts.switch,
+            )
             _ip("-n", name, "addr", "add", f"{hosts.address(i)}/24", "dev", "e")
             for device in ("e", "lo"):
                 _ip("-n", name, "link", "set", device, "up")

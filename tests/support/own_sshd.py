@@ -1,4 +1,5 @@
-"""An ssh server of a test's own, on a port that the system chooses, with keys that nobody else has."""
+"""An ssh server of a test's own, on a port that the system chooses, with keys that nobody else
+has."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ from role_threads import free_endpoints
 from dtrans.endpoints import split_endpoint
 
 
-SEPARATION = Path("/run/sshd")  # sshd asks for this folder, which Debian makes when it starts a server
+SEPARATION = Path(
+    "/run/sshd"
+)  # sshd asks for this folder, which Debian makes when it starts a server
 PATIENCE = 30.0
 
 
@@ -44,19 +47,25 @@ def own_sshd(folder: Path, host: str = "127.0.0.1", wrap: Sequence[str] = ()) ->
     """
     folder.mkdir(exist_ok=True)
     for key in ("host", "user", "stranger"):
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True)
+        subprocess.run(
+            ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True
+        )
     _, port = split_endpoint(free_endpoints(1)[0])
     public = (folder / "host.pub").read_text().split()[:2]
     (folder / "known_hosts").write_text(f"[{host}]:{port} {' '.join(public)}\n")
     (folder / "config").write_text(
-        f"ListenAddress {host}:{port}\nHostKey {folder}/host\nAuthorizedKeysFile {folder}/user.pub\nPidFile none\n"
+        f"ListenAddress {host}:{port}\nHostKey {folder}/host\nAuthorizedKeysFile "
+        f"{folder}/user.pub\nPidFile none\n"
         "StrictModes no\nUsePAM no\nPermitRootLogin prohibit-password\nPasswordAuthentication no\n"
         "KbdInteractiveAuthentication no\n"
     )
-    # it stays at the end: the servers of other tests, in other processes, need it for each connection
+    # it stays at the end: the servers of other tests, in other processes, need it for each
+    # connection
     SEPARATION.mkdir(exist_ok=True)
     server = subprocess.Popen(
-        [*wrap, sshd() or "sshd", "-D", "-e", "-f", folder / "config"], stderr=subprocess.PIPE, text=True
+        [*wrap, sshd() or "sshd", "-D", "-e", "-f", folder / "config"],
+        stderr=subprocess.PIPE,
+        text=True,
     )
     with server:
         assert server.stderr is not None
@@ -64,7 +73,8 @@ def own_sshd(folder: Path, host: str = "127.0.0.1", wrap: Sequence[str] = ()) ->
         assert "Server listening" in said[0], said
         try:
             yield (
-                f"ssh -F none -p {port} -i {folder}/user -o IdentitiesOnly=yes -o StrictHostKeyChecking=yes "
+                f"ssh -F none -p {port} -i {folder}/user -o IdentitiesOnly=yes -o "
+                "StrictHostKeyChecking=yes "
                 f"-o UserKnownHostsFile={folder}/known_hosts"
             )
         finally:

@@ -38,13 +38,18 @@ def fc(params: Any, x: Any, y: Any) -> Any:
 
 
 def fc_params(key: Any) -> dict[str, Any]:
-    return {"fc_b": jnp.zeros(1000), "fc_w": jax.random.uniform(key, (1000, 1000), minval=-0.05, maxval=0.05)}
+    return {
+        "fc_b": jnp.zeros(1000),
+        "fc_w": jax.random.uniform(key, (1000, 1000), minval=-0.05, maxval=0.05),
+    }
 
 
 def mlp(params: Any, x: Any, label: Any) -> Any:
     """Two layers and the cross entropy."""
     hidden = jax.nn.relu(x @ params["w1"] + params["b1"])
-    return optax.softmax_cross_entropy_with_integer_labels(hidden @ params["w2"] + params["b2"], label).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(
+        hidden @ params["w2"] + params["b2"], label
+    ).mean()
 
 
 def mlp_params(key: Any) -> dict[str, Any]:
@@ -86,7 +91,11 @@ NETS: dict[str, tuple[Any, Any, tuple[Any, ...]]] = {
 
 def decays(params: Any) -> Any:
     """L2 decay is for the weight alone."""
-    return WeightFirst(True, False) if isinstance(params, WeightFirst) else {"fc_b": False, "fc_w": True}
+    return (
+        WeightFirst(True, False)
+        if isinstance(params, WeightFirst)
+        else {"fc_b": False, "fc_w": True}
+    )
 
 
 SGD = optax.sgd(0.1)
@@ -102,8 +111,9 @@ CASES: dict[str, tuple[str, Any]] = {
     "mlp_sgd": ("mlp", SGD),
     "fc_sgd_lr_exponential": ("fc", optax.sgd(DECAY)),
     "mlp_adam_lr_exponential": ("mlp", optax.adam(DECAY)),
-    # Paddle dispatches parameters as it meets them, and meets one that has a regularizer when it sees the op of that;
-    # dtrans dispatches them in leaf order: this tree has the weight first, as Paddle did
+    # Paddle dispatches parameters as it meets them, and meets one that has a regularizer when it
+    # sees the op of that; dtrans dispatches them in leaf order: this tree has the weight first, as
+    # Paddle did
     "fc_sgd_l2_w": ("fc, the weight first", L2),
     "fc_sgd_clip_value_opt": ("fc", optax.chain(optax.clip(1e-5), SGD)),
     "fc_sgd_clip_global_opt": ("fc", optax.chain(optax.clip_by_global_norm(0.1), SGD)),
@@ -122,7 +132,8 @@ CASES: dict[str, tuple[str, Any]] = {
     "mlp_adam_dcasgd": ("mlp", optax.adam(0.1)),
 }
 GEO = "geo_fc_sgd"
-# A table whose rows went to the servers by their numbers. Paddle 1.8 raised; this was recorded of one that was mended.
+# A table whose rows went to the servers by their numbers. Paddle 1.8 raised; this was recorded of
+# one that was mended.
 DISTRIBUTED = {"PATCHED_emb1_dist_sgd_sync": ("emb1", SGD)}
 # What the layers said of the table, where it was not dense.
 TABLES = {
@@ -131,8 +142,12 @@ TABLES = {
     "emb1_sparse_adam_async": Embedding(is_sparse=True),
     "PATCHED_emb1_dist_sgd_sync": Embedding(is_sparse=True, is_distributed=True),
 }
-# Paddle raised: a clip met a cut parameter with the whole gradient. Here they are as without the clip, but for it.
-WITHOUT_CLIP: dict[str, str] = {"fc_sgd_clip_value_opt": "fc_sgd", "fc_sgd_clip_global_opt": "fc_sgd"}
+# Paddle raised: a clip met a cut parameter with the whole gradient. Here they are as without the
+# clip, but for it.
+WITHOUT_CLIP: dict[str, str] = {
+    "fc_sgd_clip_value_opt": "fc_sgd",
+    "fc_sgd_clip_global_opt": "fc_sgd",
+}
 
 
 def programs(name: str) -> tuple[dtrans.Program, dtrans.Program]:

@@ -1,7 +1,7 @@
 """One role of the jobs in test_interruptions.py: a script that `dtrans.Role` tells who it is.
 
-Its arguments are the strategy and a folder. Trainers take one step after the other at a pace, print each, and write the
-parameters that they end with to `trainer-K.npz` in the folder.
+Its arguments are the strategy and a folder. Trainers take one step after the other at a pace, print
+each, and write the parameters that they end with to `trainer-K.npz` in the folder.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ def planned(kind: str, role: dtrans.Role) -> Any:
     if kind == "pserver":
         return dtrans.pserver(*traced, pservers=role.pservers, trainers=role.trainers)
     if kind == "sharding":
-        return dtrans.sharding(*traced, degree=role.trainers, stage=3, slices=dtrans.Slicing(min_slice_size=0))
+        return dtrans.sharding(
+            *traced, degree=role.trainers, stage=3, slices=dtrans.Slicing(min_slice_size=0)
+        )
     if kind == "pipeline":
         return dtrans.pipeline(*traced, num_stages=role.trainers, num_micro_batch=2)
     return dtrans.nccl2(*traced, trainers=role.trainers)

@@ -1,4 +1,5 @@
-"""Models that pipelines are tested with: an MLP, a residual convnet, a transformer that reads its embedding twice."""
+"""Models that pipelines are tested with: an MLP, a residual convnet, a transformer that reads its
+embedding twice."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ import dtrans
 
 @contextlib.contextmanager
 def compiled_quickly() -> Iterator[None]:
-    """Programs within are compiled fast rather than to run fast: models are small here, and there are many."""
+    """Programs within are compiled fast rather than to run fast: models are small here, and there
+    are many."""
     before = jax.config.values["jax_disable_most_optimizations"]
     jax.config.update("jax_disable_most_optimizations", True)
     try:
@@ -34,20 +36,31 @@ class Model:
     params: Callable[[jax.Array], Any]
     batch: Callable[[int], tuple[Any, ...]]
 
-    def job(self, rows: int, tx: Any = None, *, has_aux: bool = False, gradients: bool = False) -> Job:
-        """The step, the init and a batch. `gradients`: the step returns them too, and their norm."""
+    def job(
+        self, rows: int, tx: Any = None, *, has_aux: bool = False, gradients: bool = False
+    ) -> Job:
+        """The step, the init and a batch. `gradients`: the step returns them too, and their
+        norm."""
         tx = tx or optax.adam(1e-2)
 
         def with_gradients(params: Any, opt_state: Any, *batch: Any) -> Any:
             value, grads = dtrans.value_and_grad(self.loss)(params, *batch)
             updates, opt_state = tx.update(grads, opt_state, params)
-            return optax.apply_updates(params, updates), opt_state, value, grads, optax.tree.norm(grads)
+            return (
+                optax.apply_updates(params, updates),
+                opt_state,
+                value,
+                grads,
+                optax.tree.norm(grads),
+            )
 
         def init(key: jax.Array) -> Any:
             params = self.params(key)
             return params, tx.init(params)
 
-        step = with_gradients if gradients else dtrans.make_train_step(self.loss, tx, has_aux=has_aux)
+        step = (
+            with_gradients if gradients else dtrans.make_train_step(self.loss, tx, has_aux=has_aux)
+        )
         return Job(step, init, self.batch(rows))
 
 
@@ -61,7 +74,9 @@ class Job:
 
     def traced(self) -> tuple[Any, Any]:
         key = jax.random.key(0)
-        return dtrans.trace(self.step, *jax.eval_shape(self.init, key), *self.batch), dtrans.trace(self.init, key)
+        return dtrans.trace(self.step, *jax.eval_shape(self.init, key), *self.batch), dtrans.trace(
+            self.init, key
+        )
 
     def on_one_device(self, steps: int = 3) -> Any:
         """Parameters, optimizer state and results after some steps on the same batch."""
@@ -117,12 +132,15 @@ def _convnet() -> Model:
         k = jax.random.split(key, 6)
         conv = lambda k, n, m: _normal(k, (3, 3, n, m)) / (9 * n) ** 0.5
         blocks = [
-            {"a": conv(k[2 * i + 1], 6, 6), "b": conv(k[2 * i + 2], 6, 6), "scale": jnp.ones(6)} for i in range(2)
+            {"a": conv(k[2 * i + 1], 6, 6), "b": conv(k[2 * i + 2], 6, 6), "scale": jnp.ones(6)}
+            for i in range(2)
         ]
         return {"stem": conv(k[0], 3, 6), "blocks": blocks, "head": _dense(k[5], 6, 4)}
 
     def conv(x: jax.Array, w: jax.Array) -> jax.Array:
-        return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        return jax.lax.conv_general_dilated(
+            x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
 
     def loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
         h = jax.nn.relu(conv(x, params["stem"]))
@@ -138,9 +156,15 @@ def _convnet() -> Model:
 
 
 def transformer(
-    layers: int = 4, width: int = 16, vocabulary: int = 11, length: int = 6, *, stacked: bool = False
+    layers: int = 4,
+    width: int = 16,
+    vocabulary: int = 11,
+    length: int = 6,
+    *,
+    stacked: bool = False,
 ) -> Model:
-    """A causal transformer; its embedding is also its last layer. `stacked`: layers are one stack, and a scan."""
+    """A causal transformer; its embedding is also its last layer. `stacked`: layers are one stack,
+    and a scan."""
 
     def block(key: jax.Array) -> Any:
         k = jax.random.split(key, 4)
@@ -167,7 +191,9 @@ def transformer(
 
     def normed(x: jax.Array, p: Any) -> jax.Array:
         mean = jnp.mean(x, -1, keepdims=True)
-        return (x - mean) * jax.lax.rsqrt(jnp.var(x, -1, keepdims=True) + 1e-5) * p["scale"] + p["bias"]
+        return (x - mean) * jax.lax.rsqrt(jnp.var(x, -1, keepdims=True) + 1e-5) * p["scale"] + p[
+            "bias"
+        ]
 
     def apply(p: Any, h: jax.Array) -> jax.Array:
         q, k, v = jnp.split(normed(h, p["norm1"]) @ p["qkv"], 3, -1)

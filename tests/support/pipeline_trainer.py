@@ -1,5 +1,6 @@
-"""One process of the jobs in test_cluster.py: a script that `dtrans.Role` tells who it is. Its arguments are what it
-does, a folder, and options. What it finds goes to `trainer-K.npz` in the folder."""
+"""One process of the jobs in test_cluster.py: a script that `dtrans.Role` tells who it is. Its
+arguments are what it does, a folder, and options. What it finds goes to `trainer-K.npz` in the
+folder."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ def main(folder: Path, given: dict[str, Any]) -> None:
 
 
 def parts(folder: Path, given: dict[str, Any]) -> None:
-    """Train a model that tells rows apart, on arrays of every kind, in a buffer that is used again."""
+    """Train a model that tells rows apart, on arrays of every kind, in a buffer that is used
+    again."""
     k = connected(1, 60).trainer_id
     one = noisy()
     job = planned_noisy(one).on_cluster(donate=False)
@@ -60,7 +62,9 @@ def parts(folder: Path, given: dict[str, Any]) -> None:
     job.step(state, x, key, shift, y)  # now both sizes are known
     rows = ROWS // 2 if k else ROWS
     said = refused(job.step, state, x[:rows], key, shift, y[:rows])
-    found |= flat(last=job.params(state), again=job.step(state, *part([x]), key, shift, *part([y]))[1])
+    found |= flat(
+        last=job.params(state), again=job.step(state, *part([x]), key, shift, *part([y]))[1]
+    )
     save(folder, said=np.array([["sizes", said]]), **found)
     job.close()
 
@@ -83,7 +87,8 @@ def given(folder: Path, given: dict[str, Any]) -> None:
 
 
 def masked() -> Job:
-    """A masked mean after a dropout, weighted by a count of the optimizer's; a rate that comes with the batch.
+    """A masked mean after a dropout, weighted by a count of the optimizer's; a rate that comes with
+    the batch.
 
     The update counts rows, and reads their number.
     """
@@ -108,7 +113,11 @@ def masked() -> Job:
         return {"w": new, "key": key}, {"steps": opt_state["steps"] + 1, "seen": seen}, loss
 
     rng = np.random.default_rng(0)
-    return Job(step, init, (rng.normal(size=(ROWS, 4)), (rng.random(ROWS) < 0.7).astype(float), np.asarray(0.1)))
+    return Job(
+        step,
+        init,
+        (rng.normal(size=(ROWS, 4)), (rng.random(ROWS) < 0.7).astype(float), np.asarray(0.1)),
+    )
 
 
 def planned_masked(one: Job) -> dtrans.PipelinePlan:
@@ -116,7 +125,8 @@ def planned_masked(one: Job) -> dtrans.PipelinePlan:
 
 
 def noisy() -> Job:
-    """Results by row, noise that depends on where a row is, and an input that every micro-batch gets whole."""
+    """Results by row, noise that depends on where a row is, and an input that every micro-batch
+    gets whole."""
 
     def params(key: jax.Array) -> Any:
         return [jax.random.normal(k, (4, 4)) for k in jax.random.split(key, 4)]
@@ -138,9 +148,18 @@ def noisy() -> Job:
 
 def planned_noisy(one: Job) -> dtrans.PipelinePlan:
     """In two stages, of which the second reads what is whole and the labels."""
-    name = dtrans.trace(one.step, *jax.eval_shape(one.init, jax.random.key(0)), *one.batch).args[4].names
-    batch, stages = dtrans.Batch("local", unsplit_inputs=name), dtrans.Stages(policy="BALANCE_OP_NUM")
-    return dtrans.pipeline(*one.traced(), num_stages=2, num_micro_batch=2, batch=batch, stages=stages)
+    name = (
+        dtrans.trace(one.step, *jax.eval_shape(one.init, jax.random.key(0)), *one.batch)
+        .args[4]
+        .names
+    )
+    batch, stages = (
+        dtrans.Batch("local", unsplit_inputs=name),
+        dtrans.Stages(policy="BALANCE_OP_NUM"),
+    )
+    return dtrans.pipeline(
+        *one.traced(), num_stages=2, num_micro_batch=2, batch=batch, stages=stages
+    )
 
 
 def connected(devices: int, deadline: float) -> Any:
@@ -161,4 +180,6 @@ def save(folder: Path, **found: Any) -> None:
 
 
 if __name__ == "__main__":
-    {job.__name__: job for job in (main, parts, given)}[sys.argv[1]](Path(sys.argv[2]), json.loads(sys.argv[3]))
+    {job.__name__: job for job in (main, parts, given)}[sys.argv[1]](
+        Path(sys.argv[2]), json.loads(sys.argv[3])
+    )

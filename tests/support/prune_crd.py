@@ -2,9 +2,10 @@
 
     python tests/support/prune_crd.py jobset.x-k8s.io_jobsets.yaml >tests/hosts/jobset_schema.yaml
 
-The argument is a copy of `config/components/crd/bases/jobset.x-k8s.io_jobsets.yaml` of kubernetes-sigs/jobset.
-Types, required fields, enumerations and patterns are those of the CRD. `additionalProperties: false` makes a
-field with a typo fail. `STRICTER` has what Kubernetes, or the webhook of JobSet, checks beyond the CRD.
+The argument is a copy of `config/components/crd/bases/jobset.x-k8s.io_jobsets.yaml` of
+kubernetes-sigs/jobset. Types, required fields, enumerations and patterns are those of the CRD.
+`additionalProperties: false` makes a field with a typo fail. `STRICTER` has what Kubernetes, or the
+  webhook of JobSet, checks beyond the CRD.
 """
 
 from __future__ import annotations
@@ -28,7 +29,18 @@ HEAD = f"""\
 """
 
 # keywords of a schema that say what is valid; the others are for people, and for servers
-KEPT = ("type", "format", "enum", "pattern", "anyOf", "required", "minimum", "maximum", "minLength", "maxLength")
+KEPT = (
+    "type",
+    "format",
+    "enum",
+    "pattern",
+    "anyOf",
+    "required",
+    "minimum",
+    "maximum",
+    "minLength",
+    "maxLength",
+)
 KEPT += ("minItems", "maxItems")
 
 _LABEL = {"pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", "maxLength": 63}  # a DNS label
@@ -59,7 +71,10 @@ STRICTER: dict[str, dict[str, Any]] = {
 def emitted_jobsets() -> list[Any]:
     """Return JobSets that have every field that dtrans writes."""
     command = ("python", "train.py")
-    tables = [role_table("pserver", 2, 2, command, cores=2), role_table("nccl2", 2, command=command)]
+    tables = [
+        role_table("pserver", 2, 2, command, cores=2),
+        role_table("nccl2", 2, command=command),
+    ]
     return [yaml.safe_load(emit_jobset(table)) for table in tables]
 
 
@@ -81,12 +96,19 @@ def prune(schema: Mapping[str, Any], values: Sequence[Any], path: str = "") -> d
             for name, item in value.items():
                 by_name.setdefault(name, []).append(item)
         if unknown := sorted(by_name.keys() - schema["properties"].keys()):
-            raise ValueError(f"the schema has no {path}.{unknown[0]}; take a newer CRD, or do not write that field")
+            raise ValueError(
+                f"the schema has no {path}.{unknown[0]}; take a newer CRD, or do not write that "
+                "field"
+            )
         properties = schema["properties"]
-        found["properties"] = {k: prune(properties[k], v, f"{path}.{k}") for k, v in sorted(by_name.items())}
+        found["properties"] = {
+            k: prune(properties[k], v, f"{path}.{k}") for k, v in sorted(by_name.items())
+        }
         found["additionalProperties"] = False
     elif "items" in schema:
-        found["items"] = prune(schema["items"], [item for value in values for item in value], f"{path}[]")
+        found["items"] = prune(
+            schema["items"], [item for value in values for item in value], f"{path}[]"
+        )
     elif isinstance(schema.get("additionalProperties"), Mapping):
         items = [item for value in values for item in value.values()]
         found["additionalProperties"] = prune(schema["additionalProperties"], items, f"{path}.*")
@@ -95,7 +117,9 @@ def prune(schema: Mapping[str, Any], values: Sequence[Any], path: str = "") -> d
 
 def schema_of(crd: Mapping[str, Any], version: str = VERSION) -> Any:
     """Return the schema of one version of a CRD."""
-    (found,) = (v["schema"]["openAPIV3Schema"] for v in crd["spec"]["versions"] if v["name"] == version)
+    (found,) = (
+        v["schema"]["openAPIV3Schema"] for v in crd["spec"]["versions"] if v["name"] == version
+    )
     return found
 
 

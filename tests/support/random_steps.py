@@ -1,7 +1,9 @@
-"""Random training steps: a forward pass of drawn instructions, a gradient, an optimizer, and updates that read values.
+"""Random training steps: a forward pass of drawn instructions, a gradient, an optimizer, and
+updates that read values.
 
-An instruction takes its operands by number, modulo how many there are of a kind. So every list of instructions is a
-step, and a failure shrinks to a short one. `draw_steps()` is the strategy of hypothesis, `RandomStep` what it draws.
+An instruction takes its operands by number, modulo how many there are of a kind. So every list of
+instructions is a step, and a failure shrinks to a short one. `draw_steps()` is the strategy of
+hypothesis, `RandomStep` what it draws.
 
     rows     (B, D)    vector   (B,)     pairs   (B, B)
     columns  (D,)      matrix   (D, D)   scalar  ()
@@ -38,7 +40,8 @@ Instruction = tuple[str, int, int, int]
 
 
 def make_batch(rows: int) -> tuple[Any, ...]:
-    """Return the types of a batch: inputs, targets, labels, a mask of 0 and 1 and a weight of each row."""
+    """Return the types of a batch: inputs, targets, labels, a mask of 0 and 1 and a weight of each
+    row."""
     real = jnp.result_type(float)
     matrix, vector = jax.ShapeDtypeStruct((rows, WIDTH), real), jax.ShapeDtypeStruct((rows,), real)
     labels = jax.ShapeDtypeStruct((rows,), jnp.int32)
@@ -150,8 +153,20 @@ BINARY: list[Callable[[jax.Array, jax.Array], jax.Array]] = [
 @operation
 def combine(w: Writer, i: int, j: int, k: int) -> tuple[str, jax.Array]:
     """Two values, the second broadcast to the first."""
-    first = ("rows", "rows", "rows", "rows", "vector", "vector", "columns", "matrix", "pairs")[k % 9]
-    second = ("rows", "vector", "columns", "scalar", "vector", "scalar", "columns", "columns", "vector")[k % 9]
+    first = ("rows", "rows", "rows", "rows", "vector", "vector", "columns", "matrix", "pairs")[
+        k % 9
+    ]
+    second = (
+        "rows",
+        "vector",
+        "columns",
+        "scalar",
+        "vector",
+        "scalar",
+        "columns",
+        "columns",
+        "vector",
+    )[k % 9]
     x, y = w.pick(first, i), w.pick(second, j)
     if second == "vector" and x.ndim == 2:
         y = y[:, None]
@@ -313,12 +328,24 @@ def loop(w: Writer, i: int, j: int, k: int) -> tuple[str, jax.Array]:
         ("rows", lambda: counted(rows)),
         ("rows", lambda: rows + until(rows)),
         ("rows", lambda: lax.cond(scalar > 0.1, lambda h: h * scalar, lambda h: jnp.sin(h), rows)),
-        ("rows", lambda: lax.cond(jnp.mean(rows) > 0, lambda h: h - h.mean(0), lambda h: 2 * h, rows)),
+        (
+            "rows",
+            lambda: lax.cond(jnp.mean(rows) > 0, lambda h: h - h.mean(0), lambda h: 2 * h, rows),
+        ),
         ("columns", lambda: lax.scan(lambda c, r: (jnp.tanh(c + r), None), rows[0], rows)[0]),
         ("vector", lambda: lax.scan(lambda c, r: (0.5 * c + r, c), scalar, vector)[1]),
-        ("vector", lambda: jax.vmap(lambda r: lax.fori_loop(0, 2, lambda t, z: jnp.sin(z), r))(vector)),
-        ("rows", lambda: jax.vmap(lambda r, v: lax.cond(v > 0.2, jnp.sin, jnp.cos, r))(rows, vector)),
-        ("rows", lambda: lax.switch(w.labels[0] % 3, [jnp.sin, lambda h: h - h.max(0), jnp.tanh], rows)),
+        (
+            "vector",
+            lambda: jax.vmap(lambda r: lax.fori_loop(0, 2, lambda t, z: jnp.sin(z), r))(vector),
+        ),
+        (
+            "rows",
+            lambda: jax.vmap(lambda r, v: lax.cond(v > 0.2, jnp.sin, jnp.cos, r))(rows, vector),
+        ),
+        (
+            "rows",
+            lambda: lax.switch(w.labels[0] % 3, [jnp.sin, lambda h: h - h.max(0), jnp.tanh], rows),
+        ),
         ("rows", lambda: lax.map(lambda r: r * r.sum(), rows)),
         ("matrix", lambda: lax.scan(lambda c, m: (c @ m, None), w.pick("matrix", j), layers)[0]),
     ]
@@ -327,16 +354,21 @@ def loop(w: Writer, i: int, j: int, k: int) -> tuple[str, jax.Array]:
 
 
 def _custom(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function with a backward rule of its own, which gets the operands and the cotangent."""
+    """Return a function with a backward rule of its own, which gets the operands and the
+    cotangent."""
     fn = jax.custom_vjp(forward)
     fn.defvjp(lambda *xs: (forward(*xs), xs), lambda xs, g: backward(xs, g))
     return fn
 
 
 _scaled_back = _custom(lambda x: x, lambda xs, g: (0.5 * g,))
-_clipped_back = _custom(lambda x: x, lambda xs, g: (g / jnp.maximum(1, 4 * jnp.sqrt((g**2).sum())),))
+_clipped_back = _custom(
+    lambda x: x, lambda xs, g: (g / jnp.maximum(1, 4 * jnp.sqrt((g**2).sum())),)
+)
 _centred_back = _custom(lambda x: x, lambda xs, g: (g - g.mean(0),))
-_mean_back = _custom(lambda x: x.mean(0), lambda xs, g: (jnp.broadcast_to(g / len(xs[0]), xs[0].shape),))
+_mean_back = _custom(
+    lambda x: x.mean(0), lambda xs, g: (jnp.broadcast_to(g / len(xs[0]), xs[0].shape),)
+)
 _linear = _custom(lambda x, m: x @ m, lambda xs, g: (g @ xs[1].T, xs[0].T @ g))
 _scaled_linear = _custom(lambda x, m: x @ m, lambda xs, g: (g @ xs[1].T, xs[0].T @ g / len(g)))
 _rounded = _custom(jnp.sign, lambda xs, g: (jnp.where(jnp.abs(xs[0]) < 1, g, 0.0),))
@@ -399,9 +431,13 @@ LOSSES: dict[str, Callable[[Writer, int], jax.Array]] = {
     "sum": lambda w, i: jnp.sum(jnp.sin(w.pick("rows", i))),
     "vector": lambda w, i: jnp.mean(w.pick("vector", i) * w.pick("rows", i)[:, 0]),
     "masked": lambda w, i: _masked_mean(w.pick("rows", i).sum(1) ** 2, w.mask),
-    "weighted": lambda w, i: jnp.average(w.pick("rows", i)[:, 0] ** 2, weights=1 + w.pools["vector"][0] ** 2),
+    "weighted": lambda w, i: jnp.average(
+        w.pick("rows", i)[:, 0] ** 2, weights=1 + w.pools["vector"][0] ** 2
+    ),
     "entropy": lambda w, i: _entropy(w.pick("rows", i), w.labels).mean(),
-    "penalty": lambda w, i: jnp.mean(w.pick("rows", i) ** 2) + 0.01 * sum((p**2).sum() for p in w.params.values()),
+    "penalty": lambda w, i: (
+        jnp.mean(w.pick("rows", i) ** 2) + 0.01 * sum((p**2).sum() for p in w.params.values())
+    ),
     "scalar": lambda w, i: jnp.mean(w.pick("rows", i) ** 2) + w.pick("scalar", i) ** 2,
     "columns": lambda w, i: jnp.mean(w.pick("columns", i) ** 2) + jnp.mean(w.pick("rows", i)),
     "matrix": lambda w, i: jnp.sum(jnp.tanh(w.pick("matrix", i))) * jnp.mean(w.pick("rows", i)),
@@ -467,10 +503,11 @@ class RandomStep:
       loss: of `LOSSES`, and which value it takes.
       optimizer: of `OPTIMIZERS`.
       readings: what the update reads beside gradients.
-      gradient: how it is taken: `marked` (by `dtrans.value_and_grad`), `plain` (by JAX's), `twice` (at parameters
-        that a first one moved), `by row` (a mean of gradients of rows, clipped).
+      gradient: how it is taken: `marked` (by `dtrans.value_and_grad`), `plain` (by JAX's), `twice`
+        (at parameters that a first one moved), `by row` (a mean of gradients of rows, clipped).
       one_state: parameters and state are one pytree.
-      anchored: every parameter enters the loss; else a step may be refused, since it has no gradient.
+      anchored: every parameter enters the loss; else a step may be refused, since it has no
+        gradient.
       edits: of the jaxpr of forward, by which a failure is reduced.
     """
 
@@ -517,7 +554,9 @@ class RandomStep:
     def editable(self, rows: int) -> tuple[Any, int]:
         """Return the jaxpr that edits are of, and how many outputs they may replace."""
         first = jax.eval_shape(self.init)
-        return self._whole_forward(first["params"] if self.one_state else first[0], *make_batch(rows))[0], 0
+        return self._whole_forward(
+            first["params"] if self.one_state else first[0], *make_batch(rows)
+        )[0], 0
 
     def take_gradient(self, params: Any, *batch: jax.Array) -> tuple[Any, Any]:
         """Return (loss, values) and gradients."""
@@ -530,11 +569,15 @@ class RandomStep:
             alone = jax.grad(lambda p, *row: self.forward(p, *(a[None] for a in row))[0])
             each = jax.vmap(alone, in_axes=(None, *(0 for _ in batch)))(params, *batch)
             norms = jnp.sqrt(sum(jax.vmap(jnp.vdot)(g, g) for g in jax.tree.leaves(each)) + 0.1)
-            grads = jax.tree.map(lambda g: jnp.einsum("b,b...->...", 1 / norms, g) / len(norms), each)
+            grads = jax.tree.map(
+                lambda g: jnp.einsum("b,b...->...", 1 / norms, g) / len(norms), each
+            )
             return self.forward(params, *batch), grads
         return fn(params, *batch)
 
-    def values(self, loss: Any, read: list[Any], grads: Any, batch: tuple[jax.Array, ...]) -> list[jax.Array]:
+    def values(
+        self, loss: Any, read: list[Any], grads: Any, batch: tuple[jax.Array, ...]
+    ) -> list[jax.Array]:
         """Return the value of each reading: an array, which its use makes a number of."""
         x, y, labels, *_ = batch
         others: dict[str, Callable[[], jax.Array]] = {
@@ -550,11 +593,17 @@ class RandomStep:
         """Carry out the step, as a user would write it."""
         (loss, read), grads = self.take_gradient(params, *batch)
         updates, inner = OPTIMIZERS[self.optimizer]().update(grads, state["inner"], params)
-        new, kept, results = optax.apply_updates(params, updates), {**state, "inner": inner}, {"loss": loss}
+        new, kept, results = (
+            optax.apply_updates(params, updates),
+            {**state, "inner": inner},
+            {"loss": loss},
+        )
         for r, value in zip(self.readings, self.values(loss, read, grads, batch), strict=True):
             number = REDUCED[r.statistic % len(REDUCED)](value, axis=tuple(range(value.ndim)))
             if r.use == "rate":
-                new = jax.tree.map(lambda p, q, a=number: q + 0.1 * jnp.tanh(a) * (p - q), params, new)
+                new = jax.tree.map(
+                    lambda p, q, a=number: q + 0.1 * jnp.tanh(a) * (p - q), params, new
+                )
             elif r.use == "gate":
                 new = jax.tree.map(lambda p, q, a=number: jnp.where(a < 0.4, p, q), params, new)
             elif r.use == "parameter":
@@ -599,7 +648,9 @@ class RandomStep:
         return len(list(equations(self.short(rows))))
 
 
-def draw_steps(*, longest: int = 6, marked: bool = False, most_readings: int = 2) -> st.SearchStrategy[RandomStep]:
+def draw_steps(
+    *, longest: int = 6, marked: bool = False, most_readings: int = 2
+) -> st.SearchStrategy[RandomStep]:
     """Return the strategy that draws a step.
 
     Args:
@@ -608,14 +659,26 @@ def draw_steps(*, longest: int = 6, marked: bool = False, most_readings: int = 2
       most_readings: the number of values that the update reads.
     """
     small = st.integers(0, 3)
-    instruction = st.tuples(st.sampled_from(list(OPERATIONS)), small, st.integers(0, 8), st.integers(0, 71))
-    reading = st.builds(
-        Reading, st.sampled_from(SOURCES), small, st.integers(0, len(REDUCED) - 1), st.sampled_from(USES)
+    instruction = st.tuples(
+        st.sampled_from(list(OPERATIONS)), small, st.integers(0, 8), st.integers(0, 71)
     )
-    gradients = ("marked",) if marked else ("marked", "plain", "marked", "plain", "marked", "twice", "by row")
+    reading = st.builds(
+        Reading,
+        st.sampled_from(SOURCES),
+        small,
+        st.integers(0, len(REDUCED) - 1),
+        st.sampled_from(USES),
+    )
+    gradients = (
+        ("marked",)
+        if marked
+        else ("marked", "plain", "marked", "plain", "marked", "twice", "by row")
+    )
     return st.builds(
         RandomStep,
-        leaves=st.lists(st.sampled_from(sorted(SHAPES.keys() - {"w"})), max_size=2, unique=True).map(tuple),
+        leaves=st.lists(
+            st.sampled_from(sorted(SHAPES.keys() - {"w"})), max_size=2, unique=True
+        ).map(tuple),
         instructions=st.lists(instruction, max_size=longest).map(tuple),
         loss=st.tuples(st.sampled_from(list(LOSSES)), small),
         optimizer=st.sampled_from(list(OPTIMIZERS)),

@@ -1,7 +1,7 @@
 """A Ray cluster on this machine, in a process of its own: Ray forks, which JAX does not like.
 
-As a script it starts nodes, prints the address and waits for lines: the id of a node removes that node, and the end of
-standard input ends all.
+As a script it starts nodes, prints the address and waits for lines: the id of a node removes that
+node, and the end of standard input ends all.
 """
 
 from __future__ import annotations
@@ -32,9 +32,13 @@ class RayCluster:
         # actors import dtrans, and modules of tests
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(x for x in sys.path if x)}
         command = [sys.executable, __file__, str(nodes), str(cpus)]
-        self._process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(
+            command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         assert self._process.stdout is not None
-        self.address = next(line.split()[1] for line in self._process.stdout if line.startswith("address "))
+        self.address = next(
+            line.split()[1] for line in self._process.stdout if line.startswith("address ")
+        )
 
     def remove(self, node: str) -> None:
         """Remove a node, by its id."""
@@ -45,7 +49,10 @@ class RayCluster:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._process.communicate()
 
@@ -53,7 +60,11 @@ class RayCluster:
 def main() -> None:
     """Run the cluster until standard input ends."""
     folder = tempfile.mkdtemp(prefix="r", dir="/tmp")  # names of sockets in it must be short
-    os.environ |= {"RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
+    os.environ |= {
+        "RAY_TMPDIR": folder,
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_AUTH_MODE": "disabled",
+    }
     os.environ |= {"RAY_worker_niceness": "0"}  # Ray's 15 lets actors starve beside other tests
     from ray.cluster_utils import Cluster
 

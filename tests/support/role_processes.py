@@ -38,7 +38,11 @@ class Process:
         path = [str(SCRIPT.parent), *sys.path]
         self._popen = subprocess.Popen(
             [*wrap, sys.executable, "-W", "error", str(SCRIPT), told],
-            env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(p for p in path if p)},
+            env={
+                **os.environ,
+                "JAX_PLATFORMS": "cpu",
+                "PYTHONPATH": os.pathsep.join(p for p in path if p),
+            },
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -1,4 +1,5 @@
-"""Scripts of roles that do not import dtrans, and so start in milliseconds; how a test sees that they have ended."""
+"""Scripts of roles that do not import dtrans, and so start in milliseconds; how a test sees that
+they have ended."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What the tests of the endpoints share: the roles of a job in threads of this process, ports, and a peer that
-says whatever it is told to."""
+"""What the tests of the endpoints share: the roles of a job in threads of this process, ports, and
+a peer that says whatever it is told to."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ atexit.register(RESERVED.close)
 
 
 def free_endpoints(count: int) -> tuple[str, ...]:
-    """Return endpoints on loopback that no other test gets, in no process, before its server binds them."""
+    """Return endpoints on loopback that no other test gets, in no process, before its server binds
+    them."""
     return RESERVED.choose(count)
 
 
@@ -42,7 +43,8 @@ SERVED: dict[str, PServerPlan] = {}  # the plan of each server that was started,
 
 
 class RoleThreads:
-    """Functions that run in threads; what each returned or raised, by name. Never waits for ever."""
+    """Functions that run in threads; what each returned or raised, by name. Never waits for
+    ever."""
 
     def __init__(self) -> None:
         self._threads: dict[str, threading.Thread] = {}
@@ -60,12 +62,16 @@ class RoleThreads:
             except BaseException as e:
                 self._ended[name] = e.with_traceback(None)  # whose frames would hold sockets
 
-        self._threads[name] = threading.Thread(target=body, name=f"role_threads {name}", daemon=True)
+        self._threads[name] = threading.Thread(
+            target=body, name=f"role_threads {name}", daemon=True
+        )
         self._threads[name].start()
 
     def end(self, name: str) -> Any:
         """What one returned, or the exception it raised."""
-        self._threads[name].join(2 * HANG)  # it may find only after HANG that another does not come, and has yet to end
+        self._threads[name].join(
+            2 * HANG
+        )  # it may find only after HANG that another does not come, and has yet to end
         assert not self._threads[name].is_alive(), f"{name} hangs"
         return self._ended[name]
 
@@ -95,7 +101,12 @@ def serve(plan: PServerPlan, endpoint: str, *args: Any, **options: Any) -> dict[
 
 
 def train(
-    plan: PServerPlan, k: int, batches: Sequence[Sequence[Any]], *args: Any, before: Any = None, **options: Any
+    plan: PServerPlan,
+    k: int,
+    batches: Sequence[Sequence[Any]],
+    *args: Any,
+    before: Any = None,
+    **options: Any,
 ) -> tuple[Any, list[Any]]:
     """One trainer, as its process would run it, on its rows of each batch.
 
@@ -115,7 +126,8 @@ def train(
 
 
 class StepOrder:
-    """Lets trainers step in a given order, from when all of them are there: all begin with the same parameters."""
+    """Lets trainers step in a given order, from when all of them are there: all begin with the same
+    parameters."""
 
     def __init__(self, order: Sequence[int]) -> None:
         self._order = list(order)
@@ -138,7 +150,9 @@ class StepOrder:
     def end(self) -> None:
         """Wait until all turns were taken."""
         with self._changed:
-            assert self._changed.wait_for(lambda: self._at == len(self._order), HANG), "some turns were never taken"
+            assert self._changed.wait_for(lambda: self._at == len(self._order), HANG), (
+                "some turns were never taken"
+            )
 
 
 def joined(plan: PServerPlan, states: Sequence[dict[str, Any]], name: str) -> Any:
@@ -150,11 +164,15 @@ def joined(plan: PServerPlan, states: Sequence[dict[str, Any]], name: str) -> An
     return jnp.concatenate([held[f"{name}.block{i}"] for i in range(count)])
 
 
-def check_state(plan: PServerPlan, states: Any, params: Any, opt_state: Any, rtol: float = 1e-12) -> None:
+def check_state(
+    plan: PServerPlan, states: Any, params: Any, opt_state: Any, rtol: float = 1e-12
+) -> None:
     for root, tree in (("params", params), ("opt_state", opt_state)):
         for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
             name = f"{root}/{jax.tree_util.keystr(path, simple=True, separator='/')}"
-            np.testing.assert_allclose(joined(plan, states, name), x, rtol=rtol, atol=rtol, err_msg=name)
+            np.testing.assert_allclose(
+                joined(plan, states, name), x, rtol=rtol, atol=rtol, err_msg=name
+            )
 
 
 class Peer:
@@ -170,7 +188,11 @@ class Peer:
         self._socket = new_socket(self._context, zmq.DEALER)
         self._socket.reconnect_ivl = 5  # milliseconds, where nobody is there yet
         connect(
-            self._socket, f"tcp://{endpoint}", Keys(token.job_token(), encryption_of(encryption)), user, "trainer 0"
+            self._socket,
+            f"tcp://{endpoint}",
+            Keys(token.job_token(), encryption_of(encryption)),
+            user,
+            "trainer 0",
         )
 
     def __enter__(self) -> Peer:
@@ -209,7 +231,13 @@ class Peer:
 
     def hello(self, trainer: int = 0, trainers: int = 1, **fields: Any) -> None:
         plan = SERVED[self._endpoint].identity if self._endpoint in SERVED else {}
-        header = {"trainer": trainer, "trainers": trainers, "session": "peer", "order": sys.byteorder, "plan": plan}
+        header = {
+            "trainer": trainer,
+            "trainers": trainers,
+            "session": "peer",
+            "order": sys.byteorder,
+            "plan": plan,
+        }
         self.tell("hello", **header | fields)
 
 
@@ -268,4 +296,8 @@ class FakeServer:
         self._socket.send_multipart([self._last, *frames])
 
     def tell(self, op: str, **fields: Any) -> None:
-        self.say(wire.header(op, **{"proof": token.shown(token.job_token(), f"{op} {self._nonce}")} | fields))
+        self.say(
+            wire.header(
+                op, **{"proof": token.shown(token.job_token(), f"{op} {self._nonce}")} | fields
+            )
+        )

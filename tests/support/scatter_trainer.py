@@ -1,5 +1,5 @@
-"""One rank of the jobs in test_scatters.py. Its first argument is what to do, the second a folder, in which it leaves
-what it found as `trainer-K.npz`."""
+"""One rank of the jobs in test_scatters.py. Its first argument is what to do, the second a folder,
+in which it leaves what it found as `trainer-K.npz`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ STEPS = 25  # of training
 
 
 def scatters(folder: Path) -> None:
-    """How many reduce-scatters of each size are not the sum, bit for bit; and whether XLA is asked for any."""
+    """How many reduce-scatters of each size are not the sum, bit for bit; and whether XLA is asked
+    for any."""
     cluster = dtrans.connect(deadline=60)
     k = cluster.trainer_id
     mesh = Mesh(np.array(trainer_devices()), ("ranks",))
@@ -37,10 +38,16 @@ def scatters(folder: Path) -> None:
         made = OVER_AXIS[reduce_scatter_p](*sent, over=("ranks",), axis=0)
         return [x[None] for x in made]
 
-    scatter = jax.jit(jax.shard_map(several, mesh=mesh, in_specs=P("ranks"), out_specs=P("ranks"), check_vma=False))
+    scatter = jax.jit(
+        jax.shard_map(
+            several, mesh=mesh, in_specs=P("ranks"), out_specs=P("ranks"), check_vma=False
+        )
+    )
     for side, times in zip(SIDES, TIMES, strict=True):
         of_all = np.random.default_rng(side).standard_normal((2, side, side), dtype=np.float32)
-        here = jax.make_array_from_process_local_data(NamedSharding(mesh, P("ranks")), of_all[k : k + 1])
+        here = jax.make_array_from_process_local_data(
+            NamedSharding(mesh, P("ranks")), of_all[k : k + 1]
+        )
         mine = slice(k * side // 2, (k + 1) * side // 2)
         wanted = [sum(x[mine] * np.float32(i + 1) for x in of_all) for i in range(TOGETHER)]
         wrong = 0
@@ -68,7 +75,10 @@ def training(folder: Path) -> None:
 
     def init(key: jax.Array) -> Any:
         keys = jax.random.split(key, len(sizes) - 1)
-        params = [jax.random.normal(k, (m, n)) / m**0.5 for k, m, n in zip(keys, sizes[:-1], sizes[1:], strict=True)]
+        params = [
+            jax.random.normal(k, (m, n)) / m**0.5
+            for k, m, n in zip(keys, sizes[:-1], sizes[1:], strict=True)
+        ]
         return params, tx.init(params)
 
     rng = np.random.default_rng(0)

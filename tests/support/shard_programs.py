@@ -1,4 +1,5 @@
-"""Programs of shards that are run on one device, or on several, and compared with the function that they are of."""
+"""Programs of shards that are run on one device, or on several, and compared with the function that
+they are of."""
 
 from __future__ import annotations
 
@@ -37,14 +38,18 @@ def one_shard(program):
     inner, consts = program.jaxpr.jaxpr, program.jaxpr.consts
 
     def run(*args):
-        env = {**dict(zip(inner.constvars, consts, strict=True)), **dict(zip(inner.invars, args, strict=True))}
+        env = {
+            **dict(zip(inner.constvars, consts, strict=True)),
+            **dict(zip(inner.invars, args, strict=True)),
+        }
         return interpret(inner.eqns, env, inner.outvars, RULES)
 
     return run
 
 
 def pieces_of(x, axis, shards):
-    """The pieces of an array, padded with zeros, on a new first dimension: what `jax.vmap` gives shards."""
+    """The pieces of an array, padded with zeros, on a new first dimension: what `jax.vmap` gives
+    shards."""
     local = Shards(shards, ()).local(x.shape[axis], cut_along(axis))
     behind = [(0, local * shards - n if d == axis else 0) for d, n in enumerate(x.shape)]
     np_ = np if isinstance(x, np.ndarray) else jnp
@@ -63,15 +68,27 @@ def on_shards(program, types, args, noise=False):
     """Run all shards on one device; the whole outputs."""
     if program.shards == 1:
         return one_shard(program)(*args)
-    parts = [x if d is None else pieces_of(x, d, program.shards) for x, d in zip(args, program.in_cuts, strict=True)]
+    parts = [
+        x if d is None else pieces_of(x, d, program.shards)
+        for x, d in zip(args, program.in_cuts, strict=True)
+    ]
     if noise:  # padding may hold anything
         parts = [
             p if d is None else _with_noise(p, d, x.shape[d])
             for p, d, x in zip(parts, program.in_cuts, args, strict=True)
         ]
-    ways = [tuple(None if d is None else 0 for d in cuts) for cuts in (program.in_cuts, program.out_cuts)]
+    ways = [
+        tuple(None if d is None else 0 for d in cuts)
+        for cuts in (program.in_cuts, program.out_cuts)
+    ]
     made = quick(
-        jax.vmap(one_shard(program), in_axes=ways[0], out_axes=list(ways[1]), axis_name=AXIS, axis_size=program.shards)
+        jax.vmap(
+            one_shard(program),
+            in_axes=ways[0],
+            out_axes=list(ways[1]),
+            axis_name=AXIS,
+            axis_size=program.shards,
+        )
     )(*parts)
     return [
         x if d is None else whole_of(np.asarray(x), d, t.shape[d])
@@ -101,7 +118,9 @@ def on_mesh(program, types, args):
     """The same on devices of this process."""
     spec = lambda cuts: tuple(P() if d is None else P(*(None,) * d, AXIS) for d in cuts)
     wide = [
-        x if d is None else np.pad(x, [(0, -x.shape[d] % program.shards if k == d else 0) for k in range(x.ndim)])
+        x
+        if d is None
+        else np.pad(x, [(0, -x.shape[d] % program.shards if k == d else 0) for k in range(x.ndim)])
         for x, d in zip(args, program.in_cuts, strict=True)
     ]
     mesh = Mesh(np.array(jax.devices()[: program.shards]), (AXIS,))
@@ -136,14 +155,20 @@ def checked(fn, args, cuts, shards, *, outs=None, mesh=False, noise=True, trace=
         assert a.shape == b.shape and a.dtype == b.dtype
         if jnp.issubdtype(a.dtype, jnp.inexact):
             wide = a.dtype == np.float64
-            np.testing.assert_allclose(b, a, rtol=1e-12 if wide else 1e-5, atol=1e-12 if wide else 1e-5)
+            np.testing.assert_allclose(
+                b, a, rtol=1e-12 if wide else 1e-5, atol=1e-12 if wide else 1e-5
+            )
         else:
             np.testing.assert_array_equal(b, a)
     return program
 
 
 def kinds(program):
-    return [e.primitive.name for e in equations(program.jaxpr) if is_communication(e) and e.outvars[0].aval.ndim]
+    return [
+        e.primitive.name
+        for e in equations(program.jaxpr)
+        if is_communication(e) and e.outvars[0].aval.ndim
+    ]
 
 
 def floats(*shape, seed=0):

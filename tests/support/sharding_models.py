@@ -1,4 +1,5 @@
-"""Models that tests of sharding train, each with what is hard about it, and how a plan of them is run and compared."""
+"""Models that tests of sharding train, each with what is hard about it, and how a plan of them is
+run and compared."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class Model:
       loss: of parameters and a batch.
       batch: makes one, of a seed and a type.
       around: what is put around an optimizer.
-      exact: whether all is computed in the type that was asked for, so that a sum over ranks is that of one device.
+      exact: whether all is computed in the type that was asked for, so that a sum over ranks is
+        that of one device.
     """
 
     params: Callable[[Any], Tree]
@@ -52,9 +54,19 @@ def _drawn(dtype: Any, **shapes: tuple[int, ...]) -> dict[str, jax.Array]:
 
 
 def uneven_params(dtype: Any) -> Tree:
-    """Rows that no degree divides, one row, no dimension, a leaf that nobody trains, and one that nobody reads."""
+    """Rows that no degree divides, one row, no dimension, a leaf that nobody trains, and one that
+    nobody reads."""
     return _drawn(
-        dtype, w1=(5, 7), b1=(7,), w2=(7, 11), b2=(11,), w3=(11, 3), row=(1, 11), scale=(), frozen=(7, 7), unread=(9, 2)
+        dtype,
+        w1=(5, 7),
+        b1=(7,),
+        w2=(7, 11),
+        b2=(11,),
+        w3=(11, 3),
+        row=(1, 11),
+        scale=(),
+        frozen=(7, 7),
+        unread=(9, 2),
     )
 
 
@@ -64,9 +76,13 @@ def uneven_loss(p: Tree, x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.mean((h @ p["w3"] - y) ** 2)
 
 
-def numbers(seed: int, dtype: Any, columns: int = 5, out: int = 3, rows: int = ROWS) -> tuple[jax.Array, jax.Array]:
+def numbers(
+    seed: int, dtype: Any, columns: int = 5, out: int = 3, rows: int = ROWS
+) -> tuple[jax.Array, jax.Array]:
     rng = np.random.default_rng(seed)
-    return jnp.asarray(rng.normal(size=(rows, columns)), dtype), jnp.asarray(rng.normal(size=(rows, out)), dtype)
+    return jnp.asarray(rng.normal(size=(rows, columns)), dtype), jnp.asarray(
+        rng.normal(size=(rows, out)), dtype
+    )
 
 
 def not_frozen(params: Tree) -> Tree:
@@ -108,7 +124,9 @@ def transformer_loss(p: Tree, tokens: jax.Array) -> jax.Array:
 
 
 def tokens(seed: int, dtype: Any, rows: int = ROWS) -> tuple[jax.Array]:
-    return (jnp.asarray(np.random.default_rng(seed).integers(0, VOCABULARY, (rows, LENGTH)), jnp.int32),)
+    return (
+        jnp.asarray(np.random.default_rng(seed).integers(0, VOCABULARY, (rows, LENGTH)), jnp.int32),
+    )
 
 
 # -- layers in a loop ------------------------------------------------------------------------------
@@ -117,7 +135,9 @@ DEPTH = 4
 
 
 def stacked_params(dtype: Any, depth: int = DEPTH, width: int = 6) -> Tree:
-    return _drawn(dtype, first=(5, width), kernel=(depth, width, width), bias=(depth, width), last=(width, 3))
+    return _drawn(
+        dtype, first=(5, width), kernel=(depth, width, width), bias=(depth, width), last=(width, 3)
+    )
 
 
 def _layer(h: jax.Array, layer: Tree) -> tuple[jax.Array, None]:
@@ -130,7 +150,11 @@ def _half_layer(h: jax.Array, layer: Tree) -> tuple[jax.Array, None]:
 
 
 def stacked_loss(
-    p: Tree, x: jax.Array, y: jax.Array, layer: Any = _layer, before: Callable[[Any], Any] = lambda s: s
+    p: Tree,
+    x: jax.Array,
+    y: jax.Array,
+    layer: Any = _layer,
+    before: Callable[[Any], Any] = lambda s: s,
 ) -> jax.Array:
     stack = before({n: p[n] for n in ("kernel", "bias")})
     h, _ = jax.lax.scan(layer, x @ p["first"], stack)
@@ -146,7 +170,9 @@ def _cast_layer(h: jax.Array, layer: Tree) -> tuple[jax.Array, None]:
 
 
 def nested_params(dtype: Any) -> Tree:
-    return _drawn(dtype, first=(5, 6), kernel=(2, 3, 6, 6), bias=(2, 3, 6), outer=(2, 6, 6), last=(6, 3))
+    return _drawn(
+        dtype, first=(5, 6), kernel=(2, 3, 6, 6), bias=(2, 3, 6), outer=(2, 6, 6), last=(6, 3)
+    )
 
 
 def nested_loss(p: Tree, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -168,7 +194,10 @@ def half_params(dtype: Any) -> Tree:
 
 def half_loss(p: Tree, x: jax.Array, y: jax.Array) -> jax.Array:
     whole = jnp.round(x)  # so that sums of gradients are exact in 16 bits
-    return jnp.mean((jnp.tanh(x @ p["w1"]) @ p["w2"] - y) ** 2) + jnp.mean(whole @ p["half"].astype(x.dtype)) * 3
+    return (
+        jnp.mean((jnp.tanh(x @ p["w1"]) @ p["w2"] - y) ** 2)
+        + jnp.mean(whole @ p["half"].astype(x.dtype)) * 3
+    )
 
 
 MODELS: Mapping[str, Model] = {
@@ -286,7 +315,9 @@ def _a_loop_that_returns_its_weights(p: Tree, x: jax.Array, h: jax.Array) -> Any
 
 @_small(w=(6, 6), v=(6, 6))
 def _a_branch(p: Tree, x: jax.Array, h: jax.Array) -> Any:
-    return jax.lax.cond(p["first"][0, 0] > 0, lambda h: jnp.tanh(h @ p["w"]), lambda h: jnp.sin(h @ p["v"]), h)
+    return jax.lax.cond(
+        p["first"][0, 0] > 0, lambda h: jnp.tanh(h @ p["w"]), lambda h: jnp.sin(h @ p["v"]), h
+    )
 
 
 @_small(w=(6, 6), v=(6, 6))
@@ -303,7 +334,9 @@ def _nothing_in_it(p: Tree, x: jax.Array, h: jax.Array) -> Any:
 @_small(kernel=(3, 3, 2, 4), out=(4, 5))
 def _a_convolution(p: Tree, x: jax.Array, h: jax.Array) -> Any:
     image = jnp.broadcast_to(h[:, :, None, None], (x.shape[0], 6, 5, 2))
-    made = jax.lax.conv_general_dilated(image, p["kernel"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    made = jax.lax.conv_general_dilated(
+        image, p["kernel"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
     return h, jnp.mean((made @ p["out"]) ** 2)
 
 
@@ -350,8 +383,12 @@ OPTIMIZERS: Mapping[str, Callable[[], Any]] = {
 # -- running ---------------------------------------------------------------------------------------
 
 
-def plan_of(loss: Any, tx: Any, params: Tree, *batch: Any, has_aux: bool = False, **options: Any) -> ShardingPlan:
-    return plan_of_step(dtrans.make_train_step(loss, tx, has_aux=has_aux), init_of(tx), params, *batch, **options)
+def plan_of(
+    loss: Any, tx: Any, params: Tree, *batch: Any, has_aux: bool = False, **options: Any
+) -> ShardingPlan:
+    return plan_of_step(
+        dtrans.make_train_step(loss, tx, has_aux=has_aux), init_of(tx), params, *batch, **options
+    )
 
 
 def plan_of_step(step: Any, init: Any, params: Tree, *batch: Any, **options: Any) -> ShardingPlan:
@@ -369,7 +406,9 @@ def job_of(plan: ShardingPlan, way: str = "simulate", fast: bool = True) -> Any:
     return job
 
 
-def trained(plan: ShardingPlan, way: str, params: Tree, batches: Sequence[Any], fast: bool = True) -> Any:
+def trained(
+    plan: ShardingPlan, way: str, params: Tree, batches: Sequence[Any], fast: bool = True
+) -> Any:
     """(parameters, optimizer state, results of each step)."""
     job, results = job_of(plan, way, fast), []
     state = job.init(params)
@@ -381,7 +420,8 @@ def trained(plan: ShardingPlan, way: str, params: Tree, batches: Sequence[Any], 
 
 
 def ranks_agree(job: Any, state: Any) -> None:
-    """What several ranks of a mesh hold of the same is the same, bit for bit. (`simulate` compiles nothing else.)"""
+    """What several ranks of a mesh hold of the same is the same, bit for bit. (`simulate` compiles
+    nothing else.)"""
     for n, x in {**state.params, **state.opt_state}.items():
         seen: dict[Any, np.ndarray] = {}
         for shard in x.addressable_shards:
@@ -419,7 +459,8 @@ def mean_of_parts(loss: Any, tx: Any, ranks: int) -> Any:
     return step
 
 
-# -- optimizers on gradients that are given ---------------------------------------------------------
+# -- optimizers on gradients that are given
+# ---------------------------------------------------------
 
 
 def given_gradients(case: Any, params: Any, degree: int, steps: int = 3) -> list[Any]:
@@ -438,7 +479,8 @@ def inner_product(params: Any, grads: Any) -> jax.Array:
 
 
 def zoo_step(case: Any, ranks: int | None) -> Any:
-    """The step of a case, on gradients that are given; on one device, of the mean of those of all ranks."""
+    """The step of a case, on gradients that are given; on one device, of the mean of those of all
+    ranks."""
     tx = case.make()
 
     def step(params: Any, opt_state: Any, grads: Any) -> Any:

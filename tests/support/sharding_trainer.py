@@ -1,5 +1,6 @@
-"""One rank of the jobs in test_sharding_cluster.py: a script that `dtrans.Role` tells who it is. Its first argument is
-what to do, the others are for that. What it finds goes to `trainer-K.npz` in a folder."""
+"""One rank of the jobs in test_sharding_cluster.py: a script that `dtrans.Role` tells who it is.
+Its first argument is what to do, the others are for that. What it finds goes to `trainer-K.npz` in
+a folder."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def loss_fn(params: Any, x: jax.Array, y: jax.Array) -> tuple[jax.Array, dict[st
 
 
 def init_from(mean: np.ndarray) -> Any:
-    """An init with a constant, and a state of which no rank makes the whole. Rows are odd: slices have padding."""
+    """An init with a constant, and a state of which no rank makes the whole. Rows are odd: slices
+    have padding."""
 
     def init(key: jax.Array) -> Any:
         k1, k2 = jax.random.split(key)
@@ -65,7 +67,8 @@ def planned(k: int = 0, rows: int = ROWS, **options: Any) -> Any:
 
 
 def train(folder: Path, options: str) -> None:
-    """Train in every stage; save the last state of each, and go on from one that was saved by another job."""
+    """Train in every stage; save the last state of each, and go on from one that was saved by
+    another job."""
     given: dict[str, Any] = json.loads(options)
     cluster = dtrans.connect(deadline=30)
     k, n = cluster.trainer_id, cluster.trainers
@@ -98,7 +101,9 @@ def train(folder: Path, options: str) -> None:
     kept = keeps.init(jax.random.key(0))
     after = [flat(now=keeps.step(kept, *part(batch))[1]) for _ in range(2)]
     assert after[0] == after[1]
-    other = dtrans.trace(lambda key: init_from(mean_of(0))(jax.random.fold_in(key, k)), jax.random.key(0))
+    other = dtrans.trace(
+        lambda key: init_from(mean_of(0))(jax.random.fold_in(key, k)), jax.random.key(0)
+    )
     odd = flat_options.sharding(plan.main, other, min_slice_size=0, **given["plan"])
     said["init"] = refused(odd.on_cluster().init, jax.random.key(0))
     if given["start"] is not None:

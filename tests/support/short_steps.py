@@ -4,8 +4,8 @@
     forward    edits of the jaxpr of the loss, which is differentiated then     `RandomStep.edits`
     step       edits of the jaxpr of the whole step                             `ShortStep`
 
-Hypothesis shrinks draws: one number can be an instruction of forty equations, and the simplest step has eleven. So the
-other halves work on jaxprs. `shrink` is the function to call.
+Hypothesis shrinks draws: one number can be an instruction of forty equations, and the simplest step
+has eleven. So the other halves work on jaxprs. `shrink` is the function to call.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class ShortStep:
 
     Attributes:
       whole: the step.
-      edits: pairs of a place and an edit. `(OUT, n)` is a leaf of the new state, which stays unchanged, or a
-        result, which is dropped.
+      edits: pairs of a place and an edit. `(OUT, n)` is a leaf of the new state, which stays
+        unchanged, or a result, which is dropped.
     """
 
     whole: RandomStep
@@ -54,10 +54,13 @@ class ShortStep:
         """Carry out the step."""
         jaxpr, dropped, tree = self.jaxpr(*args)
         made = iter(evaluate(jaxpr, *jax.tree.leaves(args)))
-        return jax.tree.unflatten(tree, [None if n in dropped else next(made) for n in range(tree.num_leaves)])
+        return jax.tree.unflatten(
+            tree, [None if n in dropped else next(made) for n in range(tree.num_leaves)]
+        )
 
     def jaxpr(self, *args: Any) -> tuple[Any, set[int], Any]:
-        """Return the equations that are left, the numbers of results that are dropped, and the structure of outputs."""
+        """Return the equations that are left, the numbers of results that are dropped, and the
+        structure of outputs."""
         whole, out = jax.make_jaxpr(self.whole.step(), return_shape=True)(*args)
         edits = dict(self.edits)
         states = len(jax.tree.leaves(jax.eval_shape(self.init)))
@@ -65,7 +68,9 @@ class ShortStep:
 
         def run(*leaves: Any) -> list[Any]:
             made = run_with_edits(whole, edits, (), leaves)
-            made = [leaves[n] if n < states and (OUT, n) in edits else x for n, x in enumerate(made)]
+            made = [
+                leaves[n] if n < states and (OUT, n) in edits else x for n, x in enumerate(made)
+            ]
             return [x for n, x in enumerate(made) if n not in dropped]
 
         left = without_dead_equations(run, [v.aval for v in opened(whole).invars])
@@ -101,7 +106,9 @@ def shrink(case: Any, fails: Callable[[Any], bool], *, whole: bool) -> Any:
     return _reduced(short, fails, _shorter) if whole and fails(short) else case
 
 
-def _reduced(case: Any, fails: Callable[[Any], bool], candidates: Callable[[Any], Iterator[Any]]) -> Any:
+def _reduced(
+    case: Any, fails: Callable[[Any], bool], candidates: Callable[[Any], Iterator[Any]]
+) -> Any:
     """Take candidates that fail until none does. Each search begins where the last one ended."""
     start = 0
     while True:
@@ -130,7 +137,9 @@ SIMPLEST: dict[str, Any] = {
 def _simpler(case: Any) -> Iterator[Any]:
     """Yield cases whose step has one thing less."""
     step = case.step
-    with_step = lambda **changes: dataclasses.replace(case, step=dataclasses.replace(step, **changes))
+    with_step = lambda **changes: dataclasses.replace(
+        case, step=dataclasses.replace(step, **changes)
+    )
     for name, value in SIMPLEST.items():
         if getattr(step, name) != value:
             yield with_step(**{name: value})

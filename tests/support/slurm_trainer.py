@@ -1,5 +1,5 @@
-"""One process of a pipeline that Slurm started, by its variables, as if each were on a host of its own: an address of
-loopback of its own. Its argument is a folder, where it says what it found."""
+"""One process of a pipeline that Slurm started, by its variables, as if each were on a host of its
+own: an address of loopback of its own. Its argument is a folder, where it says what it found."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ ROWS = 8
 
 def listening(port: str) -> list[str]:
     """The addresses, as Linux writes them, at which a process of this host listens at a port."""
-    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    rows = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+    ]
     bound = [row[1].split(":") for row in rows if row[3] == "0A"]
     return [host for host, its in bound if int(its, 16) == int(port)]
 
@@ -37,7 +41,11 @@ def main(folder: Path) -> None:
     cluster = dtrans.connect(deadline=60)
     of = MODELS["mlp"].job(ROWS)
     plan = dtrans.pipeline(*of.traced(), num_stages=2, num_micro_batch=2)
-    said = {"remote": refused(plan.on_cluster), "trainers": cluster.trainers, "endpoints": cluster.endpoints}
+    said = {
+        "remote": refused(plan.on_cluster),
+        "trainers": cluster.trainers,
+        "endpoints": cluster.endpoints,
+    }
     said["listens"] = listening(os.environ["JAX_COORDINATOR_PORT"])
     dtrans.connect(allow_remote=True)
     job = plan.on_cluster()

@@ -1,5 +1,5 @@
-"""What somebody does to a socket who wants to harm it: recorded connections with other bits, many connections, and a
-peer that never reads what it is told."""
+"""What somebody does to a socket who wants to harm it: recorded connections with other bits, many
+connections, and a peer that never reads what it is told."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ class Tap:
             client, _ = self._listener.accept()
             server = socket.create_connection(address(self._target))
             self._open += [client, server]
-            self._threads.append(threading.Thread(target=self._pump, args=(server, client, None), daemon=True))
+            self._threads.append(
+                threading.Thread(target=self._pump, args=(server, client, None), daemon=True)
+            )
             self._threads[-1].start()
             self._pump(client, server, self.recorded)
 
@@ -62,7 +64,10 @@ class Tap:
 
 def replay(endpoint: str, stream: bytes) -> None:
     """Say the bytes of a connection, and be gone."""
-    with contextlib.suppress(ConnectionError), socket.create_connection(address(endpoint), timeout=HANG) as line:
+    with (
+        contextlib.suppress(ConnectionError),
+        socket.create_connection(address(endpoint), timeout=HANG) as line,
+    ):
         line.sendall(stream)
         with contextlib.suppress(OSError):  # the other end has seen enough
             line.shutdown(socket.SHUT_WR)
@@ -71,7 +76,8 @@ def replay(endpoint: str, stream: bytes) -> None:
 
 
 def flipped(stream: bytes, r: random.Random, count: int) -> bytes:
-    """The same with so many other bits: early ones end the handshake, so that most are behind it."""
+    """The same with so many other bits: early ones end the handshake, so that most are behind
+    it."""
     made = bytearray(stream)
     early = r.random() < 0.2
     for _ in range(count):
@@ -88,7 +94,8 @@ def flips(endpoint: str, stream: bytes, seed: int, connections: int, each: int) 
 
 @contextlib.contextmanager
 def many_connections(endpoint: str, count: int, open_at_once: int) -> Iterator[Callable[[], None]]:
-    """Gives what opens so many connections, one after the other; the last ones stay open until the block ends."""
+    """Gives what opens so many connections, one after the other; the last ones stay open until the
+    block ends."""
     held: list[socket.socket] = []
 
     def open_all() -> None:

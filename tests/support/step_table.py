@@ -59,7 +59,11 @@ def on_servers(case: step_zoo.StepCase) -> str:
     """What parameter servers make of it."""
     key = jax.random.key(0)
     main = dtrans.trace(case.step, *case.init(key), *case.batch(ROWS // TRAINERS))
-    options = {"pservers": "127.0.0.1:1,127.0.0.1:2", "trainers": TRAINERS, "batch": Batch(axes=axes_of(case))}
+    options = {
+        "pservers": "127.0.0.1:1,127.0.0.1:2",
+        "trainers": TRAINERS,
+        "batch": Batch(axes=axes_of(case)),
+    }
     try:
         plan = dtrans.pserver(main, dtrans.trace(case.init, key), **options)  # type: ignore[arg-type]
     except DtransError as e:
@@ -88,7 +92,9 @@ def why(error: DtransError) -> str:
         "values of the whole batch": "rows meet after parameters",
         "is computed from gradients": "a result is made of gradients",
     }
-    (found,) = (short for long, short in words.items() if long in told)  # a StopIteration would end `map`
+    (found,) = (
+        short for long, short in words.items() if long in told
+    )  # a StopIteration would end `map`
     return found
 
 
@@ -98,9 +104,15 @@ def row(case: step_zoo.StepCase) -> str:
     for x in found.part.exchanged:
         moved.setdefault(x.op, []).append(x.nbytes)
     alone = f"{found.reduce} of parts" if found.proven else "no"
-    listed = ", ".join(f"{len(n)} {op}, {sum(n):,} bytes" for op, n in sorted(moved.items())) or "nothing"
+    listed = (
+        ", ".join(f"{len(n)} {op}, {sum(n):,} bytes" for op, n in sorted(moved.items()))
+        or "nothing"
+    )
     what = case.what.rstrip(".")
-    return f"| {case.name} | {what} | {alone} | {listed} | {on_servers(case)} | {in_pipeline(case)} |\n"
+    return (
+        f"| {case.name} | {what} | {alone} | {listed} | {on_servers(case)} | "
+        f"{in_pipeline(case)} |\n"
+    )
 
 
 def page() -> str:

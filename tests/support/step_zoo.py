@@ -1,6 +1,8 @@
-"""Training steps for one device, each with another way in which rows of a batch meet: means, statistics, keys, pairs.
+"""Training steps for one device, each with another way in which rows of a batch meet: means,
+statistics, keys, pairs.
 
-A loss or a step below is a case by its decorator: its name and its docstring are those of the case. All is in float64.
+A loss or a step below is a case by its decorator: its name and its docstring are those of the case.
+All is in float64.
 """
 
 from __future__ import annotations
@@ -40,11 +42,12 @@ class StepCase:
       init: of a key: the params and the optimizer state.
       step: (params, opt_state, *batch) -> (params, opt_state, loss[, aux]).
       batch: makes one, of a number of rows and a seed.
-      batch_axes: for each array of a batch the axis that has the rows, or None if all rows share it. None for all:
-        axis 0, and arrays without axes are shared.
+      batch_axes: for each array of a batch the axis that has the rows, or None if all rows share
+        it. None for all: axis 0, and arrays without axes are shared.
       what: is special about it.
       params: makes the params of a key, where a loss is trained.
-      loss: that is trained, of params and a batch; None for a step that is written by hand, or has further results.
+      loss: that is trained, of params and a batch; None for a step that is written by hand, or has
+        further results.
     """
 
     name: str
@@ -60,18 +63,27 @@ class StepCase:
 _CASES: list[StepCase] = []
 
 
-def _stepped(init: Any, batch: Any, batch_axes: tuple[int | None, ...] | None = None) -> Callable[[Any], Any]:
+def _stepped(
+    init: Any, batch: Any, batch_axes: tuple[int | None, ...] | None = None
+) -> Callable[[Any], Any]:
     """Of a step that is written by hand, a case."""
 
     def add(step: Any) -> Any:
-        _CASES.append(StepCase(step.__name__, init, step, batch, batch_axes, inspect.getdoc(step) or ""))
+        _CASES.append(
+            StepCase(step.__name__, init, step, batch, batch_axes, inspect.getdoc(step) or "")
+        )
         return step
 
     return add
 
 
 def _trained(
-    params: Any, batch: Any, tx: Any, *, has_aux: bool = False, batch_axes: tuple[int | None, ...] | None = None
+    params: Any,
+    batch: Any,
+    tx: Any,
+    *,
+    has_aux: bool = False,
+    batch_axes: tuple[int | None, ...] | None = None,
 ) -> Callable[[Any], Any]:
     """Of a loss, the case that trains it with an optimizer."""
 
@@ -82,13 +94,19 @@ def _trained(
     def add(loss: Any) -> Any:
         step = dtrans.make_train_step(loss, tx, has_aux=has_aux)
         trained = (params, None if has_aux else loss)
-        _CASES.append(StepCase(loss.__name__, init, step, batch, batch_axes, inspect.getdoc(loss) or "", *trained))
+        _CASES.append(
+            StepCase(
+                loss.__name__, init, step, batch, batch_axes, inspect.getdoc(loss) or "", *trained
+            )
+        )
         return loss
 
     return add
 
 
-def _beside(params: Any, tx: Any, which: str = "params") -> Callable[[jax.Array], tuple[Tree, Tree]]:
+def _beside(
+    params: Any, tx: Any, which: str = "params"
+) -> Callable[[jax.Array], tuple[Tree, Tree]]:
     """The init of params of which only one part is trained."""
 
     def init(key: jax.Array) -> tuple[Tree, Tree]:
@@ -103,14 +121,18 @@ def _update(tx: Any, grads: Tree, opt_state: Tree, params: Tree) -> tuple[Tree, 
     return optax.apply_updates(params, updates), opt_state
 
 
-# -- params, batches and layers that several cases share ---------------------------------------------
+# -- params, batches and layers that several cases share
+# ---------------------------------------------
 
 
 def _drawn(key: jax.Array, **shapes: tuple[int, ...]) -> dict[str, jax.Array]:
-    """Normal matrices, of a scale that keeps that of what they are multiplied with; vectors are zero."""
+    """Normal matrices, of a scale that keeps that of what they are multiplied with; vectors are
+    zero."""
     keys = jax.random.split(key, len(shapes))
     return {
-        n: jax.random.normal(k, s, jnp.float64) / np.sqrt(s[-2]) if len(s) > 1 else jnp.zeros(s, jnp.float64)
+        n: jax.random.normal(k, s, jnp.float64) / np.sqrt(s[-2])
+        if len(s) > 1
+        else jnp.zeros(s, jnp.float64)
         for k, (n, s) in zip(keys, shapes.items(), strict=True)
     }
 
@@ -133,7 +155,9 @@ def _logits(p: Tree, x: Any) -> jax.Array:
 
 
 def _deep(key: jax.Array) -> Tree:
-    return _drawn(key, w1=(FEATURES, HIDDEN), w2=(HIDDEN, HIDDEN), w3=(HIDDEN, CLASSES), b3=(CLASSES,))
+    return _drawn(
+        key, w1=(FEATURES, HIDDEN), w2=(HIDDEN, HIDDEN), w3=(HIDDEN, CLASSES), b3=(CLASSES,)
+    )
 
 
 def _entropy(logits: Any, y: Any) -> jax.Array:
@@ -175,7 +199,8 @@ def _binary(rows: int, seed: int = 0) -> tuple[Any, ...]:
     return rng.normal(size=(rows, FEATURES)), (rng.random((rows, CLASSES)) < 0.2).astype(np.float64)
 
 
-# -- how examples are weighed ------------------------------------------------------------------------
+# -- how examples are weighed
+# ------------------------------------------------------------------------
 
 
 @_trained(_mlp, _labelled, SGD)
@@ -224,7 +249,8 @@ def label_smoothing(params: Tree, x: Any, y: Any) -> jax.Array:
 
 @_trained(_mlp, _binary, ADAM)
 def focal_by_positives(params: Tree, x: Any, y: Any) -> jax.Array:
-    """A focal loss with a temperature, over the number of positive labels in the batch, at least 1."""
+    """A focal loss with a temperature, over the number of positive labels in the batch, at least
+    1."""
     focal = optax.sigmoid_focal_loss(_logits(params, x) / 0.5, y, alpha=0.25, gamma=2.0)
     return focal.sum() / jnp.maximum(1.0, y.sum())
 
@@ -243,7 +269,9 @@ class _BatchNormed(nn.Module):
     @nn.compact
     def __call__(self, x: Any) -> Any:
         x = nn.Dense(HIDDEN, use_bias=False, dtype=jnp.float64, param_dtype=jnp.float64)(x)
-        x = nn.BatchNorm(use_running_average=False, momentum=0.9, dtype=jnp.float64, param_dtype=jnp.float64)(x)
+        x = nn.BatchNorm(
+            use_running_average=False, momentum=0.9, dtype=jnp.float64, param_dtype=jnp.float64
+        )(x)
         return nn.Dense(CLASSES, dtype=jnp.float64, param_dtype=jnp.float64)(nn.relu(x))
 
 
@@ -251,9 +279,13 @@ class _ConvNet(nn.Module):
     @nn.compact
     def __call__(self, x: Any) -> Any:
         x = nn.Conv(4, (3, 3), use_bias=False, dtype=jnp.float64, param_dtype=jnp.float64)(x)
-        x = nn.BatchNorm(use_running_average=False, momentum=0.9, dtype=jnp.float64, param_dtype=jnp.float64)(x)
+        x = nn.BatchNorm(
+            use_running_average=False, momentum=0.9, dtype=jnp.float64, param_dtype=jnp.float64
+        )(x)
         x = nn.avg_pool(nn.relu(x), (2, 2), strides=(2, 2))
-        return nn.Dense(CLASSES, dtype=jnp.float64, param_dtype=jnp.float64)(x.reshape(x.shape[0], -1))
+        return nn.Dense(CLASSES, dtype=jnp.float64, param_dtype=jnp.float64)(
+            x.reshape(x.shape[0], -1)
+        )
 
 
 class _GroupNormed(nn.Module):
@@ -277,16 +309,23 @@ def _images(rows: int, seed: int = 0) -> tuple[Any, ...]:
     return rng.normal(size=(rows, 6, 6, 2)), rng.integers(0, CLASSES, rows).astype(np.int32)
 
 
-def _of_flax(model: nn.Module, shape: tuple[int, ...] = (1, FEATURES)) -> Callable[[jax.Array], Tree]:
+def _of_flax(
+    model: nn.Module, shape: tuple[int, ...] = (1, FEATURES)
+) -> Callable[[jax.Array], Tree]:
     def params(key: jax.Array) -> Tree:
         made = model.init(key, jnp.zeros(shape, jnp.float64))
-        return jax.tree.map(lambda leaf: leaf.astype(jnp.float64), made)  # statistics are made in float32
+        return jax.tree.map(
+            lambda leaf: leaf.astype(jnp.float64), made
+        )  # statistics are made in float32
 
     return params
 
 
-def _flax_step(model: nn.Module, tx: Any, params: Tree, opt_state: Tree, x: Any, y: Any) -> tuple[Any, ...]:
-    """As on Flax's page of batch norm: new statistics come beside the loss, and replace the old ones."""
+def _flax_step(
+    model: nn.Module, tx: Any, params: Tree, opt_state: Tree, x: Any, y: Any
+) -> tuple[Any, ...]:
+    """As on Flax's page of batch norm: new statistics come beside the loss, and replace the old
+    ones."""
 
     def loss_fn(trained: Tree) -> tuple[jax.Array, Tree]:
         logits, new = model.apply({**params, "params": trained}, x, mutable=["batch_stats"])
@@ -372,7 +411,8 @@ def _equinox_params(key: jax.Array) -> Tree:
 
 @_stepped(_beside(_equinox_params, CLIPPED_ADAMW, "model"), _labelled)
 def equinox_batch_norm(params: Tree, opt_state: Tree, x: Any, y: Any) -> tuple[Any, ...]:
-    """Equinox's batch norm: a mean over the axis of a vmap, and a state of arrays beside the model."""
+    """Equinox's batch norm: a mean over the axis of a vmap, and a state of arrays beside the
+    model."""
     shapes, _ = eqx.filter_eval_shape(eqx.nn.make_with_state(_EquinoxNet), jax.random.key(0))
     static = eqx.filter(shapes, lambda leaf: not isinstance(leaf, jax.ShapeDtypeStruct))
 
@@ -401,7 +441,8 @@ def group_norm(params: Tree, x: Any, y: Any) -> jax.Array:
     return _entropy(_GroupNormed().apply(params, x), y).mean()
 
 
-# -- random keys -------------------------------------------------------------------------------------
+# -- random keys
+# -------------------------------------------------------------------------------------
 
 
 def _dropped(p: Tree, key: jax.Array, x: Any) -> jax.Array:
@@ -438,7 +479,9 @@ def _keyed_params(key: jax.Array) -> Tree:
 def dropout_key_in_params(params: Tree, opt_state: Tree, x: Any, y: Any) -> tuple[Any, ...]:
     """Dropout, from a key in the params that each step splits."""
     key, use = jax.random.split(params["key"])
-    loss, grads = dtrans.value_and_grad(lambda w: _entropy(_dropped(w, use, x), y).mean())(params["w"])
+    loss, grads = dtrans.value_and_grad(lambda w: _entropy(_dropped(w, use, x), y).mean())(
+        params["w"]
+    )
     w, opt_state = _update(SGD, grads, opt_state, params["w"])
     return {"w": w, "key": key}, opt_state, loss
 
@@ -518,7 +561,9 @@ def vae(params: Tree, x: Any, key: Any) -> jax.Array:
 
 
 def _embedded(key: jax.Array) -> Tree:
-    return _drawn(key, w1=(FEATURES, HIDDEN), b1=(HIDDEN,), words=(VOCABULARY, HIDDEN), bias=(VOCABULARY,))
+    return _drawn(
+        key, w1=(FEATURES, HIDDEN), b1=(HIDDEN,), words=(VOCABULARY, HIDDEN), bias=(VOCABULARY,)
+    )
 
 
 def _words(rows: int, seed: int = 0) -> tuple[Any, ...]:
@@ -547,7 +592,8 @@ def nce_negatives_per_row(params: Tree, x: Any, word: Any, key: Any) -> jax.Arra
     return -jnp.mean(jax.nn.log_sigmoid(true) + jax.nn.log_sigmoid(-false).sum(-1))
 
 
-# -- rows that meet other rows -----------------------------------------------------------------------
+# -- rows that meet other rows
+# -----------------------------------------------------------------------
 
 
 def _towers(key: jax.Array) -> Tree:
@@ -598,12 +644,18 @@ EXPERTS = 3
 
 
 def _moe_params(key: jax.Array) -> Tree:
-    return _drawn(key, gate=(FEATURES, EXPERTS), up=(EXPERTS, FEATURES, HIDDEN), down=(EXPERTS, HIDDEN, CLASSES))
+    return _drawn(
+        key,
+        gate=(FEATURES, EXPERTS),
+        up=(EXPERTS, FEATURES, HIDDEN),
+        down=(EXPERTS, HIDDEN, CLASSES),
+    )
 
 
 @_trained(_moe_params, _labelled, ADAM)
 def moe_top1(params: Tree, x: Any, y: Any) -> jax.Array:
-    """One expert for each row, and the loss of Switch that balances them: a product of two means over rows."""
+    """One expert for each row, and the loss of Switch that balances them: a product of two means
+    over rows."""
     gates = jax.nn.softmax(x @ params["gate"])
     chosen = jax.nn.one_hot(jnp.argmax(gates, -1), EXPERTS, dtype=x.dtype)
     h = jnp.tanh(jnp.einsum("be,bf,efh->beh", chosen, x, params["up"]))
@@ -612,7 +664,8 @@ def moe_top1(params: Tree, x: Any, y: Any) -> jax.Array:
     return _entropy(out, y).mean() + 0.01 * balance
 
 
-# -- sequences ---------------------------------------------------------------------------------------
+# -- sequences
+# ---------------------------------------------------------------------------------------
 
 
 def _speech(rows: int, seed: int = 0) -> tuple[Any, ...]:
@@ -650,7 +703,9 @@ def _layers(key: jax.Array, depth: int = 2) -> Tree:
 
 def _transformer(key: jax.Array) -> Tree:
     one, two = jax.random.split(key)
-    return _drawn(one, words=(VOCABULARY, HIDDEN), places=(LENGTH, HIDDEN)) | {"layers": _layers(two)}
+    return _drawn(one, words=(VOCABULARY, HIDDEN), places=(LENGTH, HIDDEN)) | {
+        "layers": _layers(two)
+    }
 
 
 def _tokens(rows: int, seed: int = 0) -> tuple[Any, ...]:
@@ -678,17 +733,24 @@ def _packed(rows: int, seed: int = 0) -> tuple[Any, ...]:
 
 @_trained(_transformer, _packed, CLIPPED_ADAMW)
 def sequence_packing(params: Tree, tokens: Any, segments: Any) -> jax.Array:
-    """Sequences packed into rows: attention within each, and a mean over all tokens that have a next one."""
-    allowed = (segments[:, :, None] == segments[:, None, :]) & jnp.tril(jnp.ones((LENGTH, LENGTH), bool))
+    """Sequences packed into rows: attention within each, and a mean over all tokens that have a
+    next one."""
+    allowed = (segments[:, :, None] == segments[:, None, :]) & jnp.tril(
+        jnp.ones((LENGTH, LENGTH), bool)
+    )
     h = params["words"][tokens] + params["places"]
     for i in range(2):
         h = _attended(jax.tree.map(lambda w, i=i: w[i], params["layers"]), h, allowed[:, None])
     has_next = ((segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)).astype(h.dtype)
-    return (_entropy(h[:, :-1] @ params["words"].T, tokens[:, 1:]) * has_next).sum() / has_next.sum()
+    return (
+        _entropy(h[:, :-1] @ params["words"].T, tokens[:, 1:]) * has_next
+    ).sum() / has_next.sum()
 
 
 def _recurrent(key: jax.Array) -> Tree:
-    return _drawn(key, into=(FEATURES, HIDDEN), again=(HIDDEN, HIDDEN), bias=(HIDDEN,), out=(HIDDEN, CLASSES))
+    return _drawn(
+        key, into=(FEATURES, HIDDEN), again=(HIDDEN, HIDDEN), bias=(HIDDEN,), out=(HIDDEN, CLASSES)
+    )
 
 
 def _time_major(rows: int, seed: int = 0) -> tuple[Any, ...]:
@@ -708,7 +770,13 @@ def rnn_time_major(params: Tree, x: Any, y: Any) -> jax.Array:
 
 
 def _gru_params(key: jax.Array) -> Tree:
-    return _drawn(key, into=(FEATURES, 3 * HIDDEN), again=(HIDDEN, 3 * HIDDEN), bias=(3 * HIDDEN,), out=(HIDDEN, 1))
+    return _drawn(
+        key,
+        into=(FEATURES, 3 * HIDDEN),
+        again=(HIDDEN, 3 * HIDDEN),
+        bias=(3 * HIDDEN,),
+        out=(HIDDEN, 1),
+    )
 
 
 def _series(rows: int, seed: int = 0) -> tuple[Any, ...]:
@@ -732,7 +800,8 @@ def gru_batch_major(params: Tree, x: Any, y: Any) -> jax.Array:
     return jnp.mean((jnp.swapaxes(hs, 0, 1) @ params["out"] - y[..., None]) ** 2)
 
 
-# -- other nets and derivatives in the step ----------------------------------------------------------
+# -- other nets and derivatives in the step
+# ----------------------------------------------------------
 
 
 def _critic(key: jax.Array) -> Tree:
@@ -741,7 +810,11 @@ def _critic(key: jax.Array) -> Tree:
 
 def _real_and_fake(rows: int, seed: int = 0) -> tuple[Any, ...]:
     rng = np.random.default_rng(seed)
-    return rng.normal(size=(rows, FEATURES)), rng.normal(1.0, 0.5, (rows, FEATURES)), jax.random.key(seed)
+    return (
+        rng.normal(size=(rows, FEATURES)),
+        rng.normal(1.0, 0.5, (rows, FEATURES)),
+        jax.random.key(seed),
+    )
 
 
 @_trained(_critic, _real_and_fake, optax.adam(1e-2, b1=0.0, b2=0.9))
@@ -793,13 +866,17 @@ def _transitions(rows: int, seed: int = 0) -> tuple[Any, ...]:
 
 
 @_stepped(_beside(_with_copy("online", "target"), ADAM, "online"), _transitions)
-def dqn(params: Tree, opt_state: Tree, seen: Any, action: Any, reward: Any, after: Any, done: Any) -> tuple[Any, ...]:
+def dqn(
+    params: Tree, opt_state: Tree, seen: Any, action: Any, reward: Any, after: Any, done: Any
+) -> tuple[Any, ...]:
     """Q-learning with a target net, which becomes the trained one each second step."""
 
     def loss_fn(online: Tree) -> jax.Array:
         value = jnp.take_along_axis(_logits(online, seen), action[:, None], -1)[:, 0]
         best = _logits(params["target"], after).max(-1)
-        return optax.huber_loss(value, jax.lax.stop_gradient(reward + 0.99 * (1 - done) * best)).mean()
+        return optax.huber_loss(
+            value, jax.lax.stop_gradient(reward + 0.99 * (1 - done) * best)
+        ).mean()
 
     loss, grads = dtrans.value_and_grad(loss_fn)(params["online"])
     online, opt_state = _update(ADAM, grads, opt_state, params["online"])
@@ -828,14 +905,17 @@ def rate_argument(params: Tree, opt_state: Tree, x: Any, y: Any, rate: Any) -> t
     return params, opt_state, loss
 
 
-# -- what is reported beside the loss ----------------------------------------------------------------
+# -- what is reported beside the loss
+# ----------------------------------------------------------------
 
 
 @_trained(_mlp, _labelled, SGD, has_aux=True)
 def metrics_mean(params: Tree, x: Any, y: Any) -> tuple[jax.Array, Tree]:
     """Reports the accuracy, a mean over rows."""
     logits = _logits(params, x)
-    return _entropy(logits, y).mean(), {"accuracy": jnp.mean(jnp.argmax(logits, -1) == y, dtype=x.dtype)}
+    return _entropy(logits, y).mean(), {
+        "accuracy": jnp.mean(jnp.argmax(logits, -1) == y, dtype=x.dtype)
+    }
 
 
 @_trained(_mlp, _labelled, ADAM, has_aux=True)
@@ -843,7 +923,11 @@ def metrics_counts(params: Tree, x: Any, y: Any) -> tuple[jax.Array, Tree]:
     """Reports whole numbers: rows that are right, and all, counted and by the shape."""
     logits = _logits(params, x)
     right = (jnp.argmax(logits, -1) == y).sum()
-    return _entropy(logits, y).mean(), {"right": right, "counted": jnp.ones_like(y).sum(), "rows": y.shape[0]}
+    return _entropy(logits, y).mean(), {
+        "right": right,
+        "counted": jnp.ones_like(y).sum(),
+        "rows": y.shape[0],
+    }
 
 
 @_trained(_mlp, _labelled, MOMENTUM, has_aux=True)
@@ -867,7 +951,12 @@ def metrics_grad_norm(params: Tree, opt_state: Tree, x: Any, y: Any) -> tuple[An
     """Reports the norm of all gradients and the optimizer's count of steps."""
     loss, grads = dtrans.value_and_grad(lambda p: _entropy(_logits(p, x), y).mean())(params)
     params, opt_state = _update(ADAM, grads, opt_state, params)
-    return params, opt_state, loss, {"norm": optax.tree.norm(grads), "count": optax.tree.get(opt_state, "count")}
+    return (
+        params,
+        opt_state,
+        loss,
+        {"norm": optax.tree.norm(grads), "count": optax.tree.get(opt_state, "count")},
+    )
 
 
 CASES: tuple[StepCase, ...] = tuple(_CASES)

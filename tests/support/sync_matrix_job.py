@@ -1,4 +1,5 @@
-"""The jobs of test_sync_server.py, in its processes and in those that it starts: a batch norm and a frozen layer."""
+"""The jobs of test_sync_server.py, in its processes and in those that it starts: a batch norm and a
+frozen layer."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ def loss_fn(net: Any, frozen: Any, stats: Any, x: jax.Array, y: jax.Array) -> tu
     seen = {"mean": jnp.mean(h, 0), "var": jnp.var(h, 0)}
     h = (h - seen["mean"]) / jnp.sqrt(seen["var"] + 1e-3) * net["scale"] + net["shift"]
     out = jnp.tanh(h) @ net["w2"] + net["b2"]
-    return jnp.mean((out - y) ** 2), jax.tree.map(lambda old, new: 0.9 * old + 0.1 * new, stats, seen)
+    return jnp.mean((out - y) ** 2), jax.tree.map(
+        lambda old, new: 0.9 * old + 0.1 * new, stats, seen
+    )
 
 
 def step_of(name: str, loss: Any = loss_fn, grad: Any = dtrans.value_and_grad) -> Any:
@@ -53,7 +56,11 @@ def step_of(name: str, loss: Any = loss_fn, grad: Any = dtrans.value_and_grad) -
         net, frozen = params["net"], params["frozen"]
         (value, stats), grads = grad(loss, has_aux=True)(net, frozen, params["stats"], x, y)
         updates, opt_state = OPTIMIZERS[name].update(grads, opt_state, net)
-        return {"net": optax.apply_updates(net, updates), "frozen": frozen, "stats": stats}, opt_state, value
+        return (
+            {"net": optax.apply_updates(net, updates), "frozen": frozen, "stats": stats},
+            opt_state,
+            value,
+        )
 
     return step
 
@@ -65,9 +72,15 @@ def init_of(name: str) -> tuple[Any, tuple[Any, ...]]:
         return params, OPTIMIZERS[name].init(params["net"])
 
     rng = np.random.default_rng(0)
-    weights = [jnp.asarray(rng.normal(size=shape), dtype()) / 2 for shape in itertools.pairwise(SIZES)]
+    weights = [
+        jnp.asarray(rng.normal(size=shape), dtype()) / 2 for shape in itertools.pairwise(SIZES)
+    ]
     width = SIZES[2]
-    net = {"w1": weights[1], "scale": jnp.ones(width, dtype()), "shift": jnp.zeros(width, dtype()) + 0.1}
+    net = {
+        "w1": weights[1],
+        "scale": jnp.ones(width, dtype()),
+        "shift": jnp.zeros(width, dtype()) + 0.1,
+    }
     net |= {"w2": weights[2], "b2": jnp.full(SIZES[-1], 0.2, dtype())}
     stats = {"mean": jnp.zeros(width, dtype()), "var": jnp.ones(width, dtype())}
     return init, ({"net": net, "frozen": {"w0": weights[0]}, "stats": stats},)

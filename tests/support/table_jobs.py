@@ -1,4 +1,5 @@
-"""What the tests of tables share: a step that looks up rows, its plans, and jobs of them in threads."""
+"""What the tests of tables share: a step that looks up rows, its plans, and jobs of them in
+threads."""
 
 from __future__ import annotations
 
@@ -35,13 +36,21 @@ def loss(params: Any, ids: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.mean((jnp.tanh(x) @ params["w"] - y) ** 2)
 
 
-def batches(steps: int = STEPS, rows: int = ROWS, least: int = 0) -> list[tuple[np.ndarray, np.ndarray]]:
+def batches(
+    steps: int = STEPS, rows: int = ROWS, least: int = 0
+) -> list[tuple[np.ndarray, np.ndarray]]:
     rng = np.random.default_rng(0)
     return [(rng.integers(least, V // 2, (rows, 2)), rng.normal(size=rows)) for _ in range(steps)]
 
 
 def planned(
-    tx: Any, sparse: Any, trainers: int, servers: int, fn: Callable[..., Any] = loss, mode: Any = SYNC, **options: Any
+    tx: Any,
+    sparse: Any,
+    trainers: int,
+    servers: int,
+    fn: Callable[..., Any] = loss,
+    mode: Any = SYNC,
+    **options: Any,
 ) -> Any:
     step, key = dtrans.make_train_step(fn, tx), jax.random.key(0)
     start = lambda key: init(tx, key)
@@ -70,7 +79,8 @@ def trained(plan: Any, k: int, given: Sequence[Any]) -> Any:
 
 
 def outcome(role_threads: RoleThreads, plan: Any, given: Sequence[Any]) -> Any:
-    """The parameters and losses of trainer 0; others have the same. And what servers hold at the end."""
+    """The parameters and losses of trainer 0; others have the same. And what servers hold at the
+    end."""
     for ep in plan.servers:
         role_threads.start(ep, serve, plan, ep, jax.random.key(0))
     for k in range(plan.trainers):
@@ -93,7 +103,9 @@ def one_device(tx: Any, given: Sequence[Any], fn: Callable[..., Any] = loss) -> 
 
 def close(a: Any, b: Any, tolerance: float = 1e-12) -> None:
     assert jax.tree.structure(a) == jax.tree.structure(b)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance), a, b)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance), a, b
+    )
 
 
 OPTIMIZERS = {

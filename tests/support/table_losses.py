@@ -1,4 +1,5 @@
-"""Losses that look up rows of tables: by index, in loops, in branches, and where they are computed again."""
+"""Losses that look up rows of tables: by index, in loops, in branches, and where they are computed
+again."""
 
 from __future__ import annotations
 
@@ -17,17 +18,28 @@ READ = {
     "by index": (lambda p, ids: jnp.mean((p["emb"][ids] @ p["w"]) ** 2), 8),
     "jnp.take": (lambda p, ids: jnp.mean(jnp.take(p["emb"], ids[:, 0], axis=0) @ p["w"]), 4),
     "one row": (lambda p, ids: jnp.mean(p["emb"][ids[0, 0]] @ p["w"]), 1),
-    "vmap of one row": (lambda p, ids: jnp.mean(jax.vmap(lambda i: p["emb"][i] @ p["w"])(ids[:, 0])), 4),
-    "after a cast and a factor": (lambda p, ids: jnp.mean((p["emb"].astype(jnp.bfloat16) * 2)[ids[:, 0]]), 4),
+    "vmap of one row": (
+        lambda p, ids: jnp.mean(jax.vmap(lambda i: p["emb"][i] @ p["w"])(ids[:, 0])),
+        4,
+    ),
+    "after a cast and a factor": (
+        lambda p, ids: jnp.mean((p["emb"].astype(jnp.bfloat16) * 2)[ids[:, 0]]),
+        4,
+    ),
     "twice": (lambda p, ids: jnp.mean(p["emb"][ids[:, 0]] * p["emb"][ids[:, 1]]), 8),
     "times a constant row": (lambda p, ids: jnp.mean((p["emb"] * jnp.arange(3.0))[ids[:, 0]]), 4),
-    "flax.linen.Embed": (lambda p, ids: jnp.mean(EMBED.apply({"params": {"embedding": p["emb"]}}, ids)), 8),
+    "flax.linen.Embed": (
+        lambda p, ids: jnp.mean(EMBED.apply({"params": {"embedding": p["emb"]}}, ids)),
+        8,
+    ),
 }
 
 
 def turns(p: Any, ids: jax.Array, f: Any) -> jax.Array:
     """A recurrence over rows that each turn looks up."""
-    return jax.lax.scan(lambda h, i: (jnp.tanh(h @ p["w"] + f(p, i)), None), jnp.zeros(D), ids)[0].sum()
+    return jax.lax.scan(lambda h, i: (jnp.tanh(h @ p["w"] + f(p, i)), None), jnp.zeros(D), ids)[
+        0
+    ].sum()
 
 
 def drawn(p: Any, ids: jax.Array) -> jax.Array:
@@ -43,7 +55,12 @@ def drawn(p: Any, ids: jax.Array) -> jax.Array:
 
 
 def branched(p: Any, ids: jax.Array) -> jax.Array:
-    return jax.lax.cond(ids[0, 0] > 3, lambda i: p["emb"][i].sum(), lambda i: (p["emb"][i + 1] ** 2).sum(), ids[:, 0])
+    return jax.lax.cond(
+        ids[0, 0] > 3,
+        lambda i: p["emb"][i].sum(),
+        lambda i: (p["emb"][i + 1] ** 2).sum(),
+        ids[:, 0],
+    )
 
 
 def again(p: Any, ids: jax.Array) -> jax.Array:
@@ -53,13 +70,20 @@ def again(p: Any, ids: jax.Array) -> jax.Array:
 # the same, with how many rows of each table
 LOOPS = {
     "a turn": (lambda p, ids: turns(p, ids[:, 0], lambda p, i: p["emb"][i]), {"params/emb": 4}),
-    "rows a turn": (lambda p, ids: turns(p, ids, lambda p, i: jnp.take(p["emb"], i, 0).sum(0)), {"params/emb": 8}),
+    "rows a turn": (
+        lambda p, ids: turns(p, ids, lambda p, i: jnp.take(p["emb"], i, 0).sum(0)),
+        {"params/emb": 8},
+    ),
     "a cast in a turn": (
-        lambda p, ids: turns(p, ids[:, 0], lambda p, i: p["emb"].astype(jnp.bfloat16)[i].astype(jnp.float32)),
+        lambda p, ids: turns(
+            p, ids[:, 0], lambda p, i: p["emb"].astype(jnp.bfloat16)[i].astype(jnp.float32)
+        ),
         {"params/emb": 4},
     ),
     "a loop in a loop": (
-        lambda p, ids: turns(p, ids, lambda p, i: turns(p, i, lambda p, j: p["emb"][j]) * p["emb"][i[0]]),
+        lambda p, ids: turns(
+            p, ids, lambda p, i: turns(p, i, lambda p, j: p["emb"][j]) * p["emb"][i[0]]
+        ),
         {"params/emb": 12},
     ),
     "beside a loop": (
@@ -78,7 +102,9 @@ LOOPS = {
     "branches": (branched, {"params/emb": 8}),
     "computed again": (again, {"params/emb": 4}),
     "layers computed again": (
-        lambda p, ids: turns(p, ids[:, 0], lambda p, i: jax.checkpoint(lambda w: jnp.sin(w[i]))(p["emb"])),
+        lambda p, ids: turns(
+            p, ids[:, 0], lambda p, i: jax.checkpoint(lambda w: jnp.sin(w[i]))(p["emb"])
+        ),
         {"params/emb": 4},
     ),
 }

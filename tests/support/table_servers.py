@@ -1,4 +1,5 @@
-"""The servers of a plan with a table, without a protocol: updates, and what goes from one to the other."""
+"""The servers of a plan with a table, without a protocol: updates, and what goes from one to the
+other."""
 
 from __future__ import annotations
 
@@ -28,13 +29,21 @@ class TableServers:
     def __init__(self, plan: PServerPlan, lookups: Sequence[Sequence[Sequence[int]]]) -> None:
         self.plan, self._lookups = plan, lookups
         with dtrans.Executor() as exe:
-            self.of = {ep: _begun(p, plan, exe.run(p.startup, jax.random.key(0))) for ep, p in plan.servers.items()}
+            self.of = {
+                ep: _begun(p, plan, exe.run(p.startup, jax.random.key(0)))
+                for ep, p in plan.servers.items()
+            }
 
     def step(self, at: int, grads: Sequence[Gradients]) -> None:
         """Make one, with as many exchanges as it takes."""
         present = frozenset(range(self.plan.trainers))
-        sent = {ep: server.begin(self._received(ep, grads, at), present, at) for ep, server in self.of.items()}
-        while waiting := {ep: x for ep, server in self.of.items() if (x := server.exchange) is not None}:
+        sent = {
+            ep: server.begin(self._received(ep, grads, at), present, at)
+            for ep, server in self.of.items()
+        }
+        while waiting := {
+            ep: x for ep, server in self.of.items() if (x := server.exchange) is not None
+        }:
             level = min(x.level for x in waiting.values())
             here = {ep: x for ep, x in waiting.items() if x.level == level}
             arrived = {ep: {peer: sent[peer][ep] for peer in x.sources} for ep, x in here.items()}

@@ -30,7 +30,11 @@ def environment(role: Role) -> dict[str, str]:
 
 def plain_environment() -> dict[str, str]:
     """That of a process that is told nothing, but how tests compile."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("DTRANS_", "JAX_")) or k in COMPILING}
+    env = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith(("DTRANS_", "JAX_")) or k in COMPILING
+    }
     return env | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
 
 
@@ -49,19 +53,26 @@ def slurm_environment(k: int, tasks: int, port: int) -> dict[str, str]:
 
 @contextlib.contextmanager
 def started(roles: int | Sequence[Role], *command: str) -> Iterator[list[subprocess.Popen[str]]]:
-    """The processes of a job, whose roles are given or are so many trainers. None outlives the block."""
+    """The processes of a job, whose roles are given or are so many trainers. None outlives the
+    block."""
     with contextlib.ExitStack() as stack:
         processes = []
         for role in trainer_roles(free_endpoints(roles)) if isinstance(roles, int) else roles:
             process = subprocess.Popen(
-                command, env=environment(role), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+                command,
+                env=environment(role),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
             )
             processes.append(stack.enter_context(process))
             stack.callback(process.kill)
         yield processes
 
 
-def outcome(trainers: int, folder: Path, patience: float, command: Sequence[str]) -> list[dict[str, Any]]:
+def outcome(
+    trainers: int, folder: Path, patience: float, command: Sequence[str]
+) -> list[dict[str, Any]]:
     """What each trainer of a job wrote into the folder."""
     with started(trainers, *command) as processes:
         said = [p.communicate(timeout=patience)[0] for p in processes]

@@ -1,4 +1,5 @@
-"""Plans of the steps and optimizers of the zoos, verified, and the page that says what is found: `docs/verified.md`.
+"""Plans of the steps and optimizers of the zoos, verified, and the page that says what is found:
+`docs/verified.md`.
 
 python tests/support/verified_table.py     writes it anew (`make docs`)
 """
@@ -36,10 +37,18 @@ SMALL = dtrans.Slicing(min_slice_size=1)
 SERVERS = "127.0.0.1:1,127.0.0.1:2"
 STRATEGIES: Mapping[str, Callable[..., Any]] = {
     "nccl2": lambda main, startup, **o: dtrans.nccl2(main, startup, trainers=3, **o),
-    "stage 1": lambda main, startup, **o: dtrans.sharding(main, startup, degree=3, stage=1, slices=SMALL, **o),
-    "stage 3": lambda main, startup, **o: dtrans.sharding(main, startup, degree=3, stage=3, slices=SMALL, **o),
-    "pserver": lambda main, startup, **o: dtrans.pserver(main, startup, pservers=SERVERS, trainers=3, **o),
-    "pipeline": lambda main, startup, **o: dtrans.pipeline(main, startup, num_stages=2, num_micro_batch=3, **o),
+    "stage 1": lambda main, startup, **o: dtrans.sharding(
+        main, startup, degree=3, stage=1, slices=SMALL, **o
+    ),
+    "stage 3": lambda main, startup, **o: dtrans.sharding(
+        main, startup, degree=3, stage=3, slices=SMALL, **o
+    ),
+    "pserver": lambda main, startup, **o: dtrans.pserver(
+        main, startup, pservers=SERVERS, trainers=3, **o
+    ),
+    "pipeline": lambda main, startup, **o: dtrans.pipeline(
+        main, startup, num_stages=2, num_micro_batch=3, **o
+    ),
 }
 # of the page alone, each compared at one point: a replay has as many steps as the order has turns
 REPLAYED: Mapping[str, Callable[..., Any]] = {
@@ -73,7 +82,9 @@ CLASSES: Mapping[str, Callable[[], Any]] = {
     "products of matrices": lambda: optax.contrib.muon(1e-2),
     "random numbers": lambda: optax.noisy_sgd(1e-2, key=0),
     "every second step": lambda: optax.MultiSteps(optax.adam(1e-2), 2),
-    "a schedule": lambda: optax.inject_hyperparams(optax.sgd)(optax.cosine_decay_schedule(0.1, 4), momentum=0.9),
+    "a schedule": lambda: optax.inject_hyperparams(optax.sgd)(
+        optax.cosine_decay_schedule(0.1, 4), momentum=0.9
+    ),
 }
 
 

@@ -83,7 +83,9 @@ def test_state_of_the_optimizer_is_compared(mode: str) -> None:
 @pytest.mark.parametrize("merge", ["own", "mean"])
 def test_a_leaf_that_trainers_make(merge: str) -> None:
     """The newest counts where servers have it."""
-    plan = _plan(ASYNCHRONOUS["async"], SGD, batch=dtrans.Batch("local", merge={"params/seen": merge}))
+    plan = _plan(
+        ASYNCHRONOUS["async"], SGD, batch=dtrans.Batch("local", merge={"params/seen": merge})
+    )
     assert (report := plan.verify()), str(report)
     assert any("servers" in n and "seen" in n for n in report.compared) == (merge == "mean")
 
@@ -106,7 +108,9 @@ def _backward_rows(whole: Any, sections: Any) -> list[Any]:
 
 
 def _without_one(self: BlockUpdates, arrived: Any, used: Any) -> list[str]:
-    return [b for b, grads in self.grads.items() if b not in used and all(n in arrived for n in grads)][:-1]
+    return [
+        b for b, grads in self.grads.items() if b not in used and all(n in arrived for n in grads)
+    ][:-1]
 
 
 def _begun_twice(self: BlockUpdates, state: Any) -> Any:
@@ -147,9 +151,15 @@ def _servers_alone(local: Any, server: Any, old: Any) -> Any:
 
 FAULTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
     "a block's offset": ("async", lambda m: m.setitem(COMPUTED, split_byref_p, _first_rows)),
-    "a block's offset, cut when it is sent": ("half", lambda m: m.setattr(traffic, "rows_of", _backward_rows)),
+    "a block's offset, cut when it is sent": (
+        "half",
+        lambda m: m.setattr(traffic, "rows_of", _backward_rows),
+    ),
     "a gradient is dropped": ("async", lambda m: m.setattr(BlockUpdates, "ready", _without_one)),
-    "a step is counted twice": ("communicator", lambda m: m.setattr(BlockUpdates, "begin", _begun_twice)),
+    "a step is counted twice": (
+        "communicator",
+        lambda m: m.setattr(BlockUpdates, "begin", _begun_twice),
+    ),
     "no compensation": ("compensated", lambda m: m.setattr(dc_asgd, "_fixed", _uncompensated)),
     "another decay": ("adaptive", lambda m: m.setattr(dc_asgd, "_adaptive", _decays_late)),
     "a sum for a mean": ("geo", lambda m: m.setattr(geo, "_pushed", _undivided)),
@@ -170,5 +180,7 @@ def test_a_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("mode", ["async", "geo"])
 def test_the_plan_of_another_step_is_seen(mode: str) -> None:
     wrong = _plan(ASYNCHRONOUS[mode], SGD, factor=3.0)
-    report = dataclasses.replace(wrong, main=_plan(ASYNCHRONOUS[mode], SGD).main).verify(points=(0,))
+    report = dataclasses.replace(wrong, main=_plan(ASYNCHRONOUS[mode], SGD).main).verify(
+        points=(0,)
+    )
     assert any("params/w1" in d.output for d in report.differences), str(report)

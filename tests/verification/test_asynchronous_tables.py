@@ -1,4 +1,5 @@
-"""Tables of asynchronous jobs, and lazy updates, are compared with replays that are written from their definitions."""
+"""Tables of asynchronous jobs, and lazy updates, are compared with replays that are written from
+their definitions."""
 
 from __future__ import annotations
 
@@ -41,19 +42,24 @@ pytestmark = pytest.mark.usefixtures("x64")
 def _loss(params: Any, ids: Any, y: Any) -> Any:
     """Words of one table, of which one is padding, and tags of another of the same shape."""
     words = jnp.where((ids[:, :1] != PADDING), params["words"][ids[:, 0]], 0)
-    x = jnp.concatenate([words, jnp.take(params["tags"], ids[:, 1], axis=0), params["words"][ids[:, 1]]], 1)
+    x = jnp.concatenate(
+        [words, jnp.take(params["tags"], ids[:, 1], axis=0), params["words"][ids[:, 1]]], 1
+    )
     return jnp.mean((jnp.tanh(x) @ params["w"] - y) ** 2)
 
 
 @functools.cache
 def _plan(mode: str, optimizer: str, update: str) -> dtrans.PServerPlan:
-    """Plan a step with two tables of one shape; servers have them in runs of rows, and in buckets."""
+    """Plan a step with two tables of one shape; servers have them in runs of rows, and in
+    buckets."""
     tx = OPTIMIZERS[optimizer]
 
     def init(key: Any) -> Any:
         keys = jax.random.split(key, 3)
         shape = (COUNT, WIDTH)
-        tables = {n: jax.random.normal(k, shape) for n, k in zip(("words", "tags"), keys, strict=False)}
+        tables = {
+            n: jax.random.normal(k, shape) for n, k in zip(("words", "tags"), keys, strict=False)
+        }
         params = {**tables, "w": jax.random.normal(keys[2], (3 * WIDTH,))}
         return params, tx.init(params)
 
@@ -62,17 +68,34 @@ def _plan(mode: str, optimizer: str, update: str) -> dtrans.PServerPlan:
     of_tags = dtrans.Rows(update, place="bucket", buckets=5)
     how = {"pservers": SERVERS, "trainers": 3, "mode": MODES[mode]}
     how |= {"sparse": {"params/words": dtrans.Rows(update), "params/tags": of_tags}}
-    return dtrans.pserver(main, dtrans.trace(init, key), placement=dtrans.BlockPlacement(min_block_size=1), **how)
+    return dtrans.pserver(
+        main, dtrans.trace(init, key), placement=dtrans.BlockPlacement(min_block_size=1), **how
+    )
 
 
 def _ids() -> np.ndarray:
-    """Return numbers of rows with repetitions and padding, in which trainers share some rows and not others."""
-    pairs = [[0, 1], [2, 2], [2, 3], [0, 30], [4, 17], [2, 17], [17, 1], [0, 20], [20, 20], [30, 2], [1, 0], [0, 0]]
+    """Return numbers of rows with repetitions and padding, in which trainers share some rows and
+    not others."""
+    pairs = [
+        [0, 1],
+        [2, 2],
+        [2, 3],
+        [0, 30],
+        [4, 17],
+        [2, 17],
+        [17, 1],
+        [0, 20],
+        [20, 20],
+        [30, 2],
+        [1, 0],
+        [0, 0],
+    ]
     return np.array(pairs)
 
 
 def _verify(plan: dtrans.PServerPlan) -> Report:
-    # with GEO-SGD trainers have batches of their own: numbers are drawn, since those that are given are for all of them
+    # with GEO-SGD trainers have batches of their own: numbers are drawn, since those that are given
+    # are for all of them
     ids = jax.ShapeDtypeStruct((ROWS, 2), int) if plan.push_every else _ids()
     return plan.verify(ids, jax.ShapeDtypeStruct((ROWS,), jnp.float64), points=(0,))
 
@@ -93,7 +116,10 @@ TURNS = [
 def test_turns_are_those_of_the_replay(mode: str, optimizer: str, update: str) -> None:
     report = _verify(_plan(mode, optimizer, update))
     assert report, str(report)
-    assert {"servers/127.0.0.1:1/params/words.block0", "servers/127.0.0.1:2/params/tags.block1"} <= {*report.compared}
+    assert {
+        "servers/127.0.0.1:1/params/words.block0",
+        "servers/127.0.0.1:2/params/tags.block1",
+    } <= {*report.compared}
 
 
 @pytest.mark.parametrize("optimizer", ["momentum", "adamw", "rowwise_adam"])
@@ -112,11 +138,17 @@ LOSSES |= {name: (loss, [*sizes]) for name, (loss, sizes) in LOOPS.items()}
 def test_rows_that_losses_look_up(name: str, mode: str) -> None:
     """Also in loops and branches, which look rows up before them."""
     loss, leaves = LOSSES[name]
-    params = {n: jnp.ones(shape) for n, shape in (("emb", (V, D)), ("w", (D, D)), ("table", (V, D)))}
+    params = {
+        n: jnp.ones(shape) for n, shape in (("emb", (V, D)), ("w", (D, D)), ("table", (V, D)))
+    }
     tx, ids = optax.sgd(0.1, 0.9), jnp.zeros((4, 2), int)
     sparse = {n: dtrans.Rows("lazy") for n in leaves}
     main = dtrans.trace(dtrans.make_train_step(loss, tx), params, tx.init(params), ids)
-    how: Any = {"mode": MODES[mode], "sparse": sparse, "placement": dtrans.BlockPlacement(min_block_size=1)}
+    how: Any = {
+        "mode": MODES[mode],
+        "sparse": sparse,
+        "placement": dtrans.BlockPlacement(min_block_size=1),
+    }
     how |= {} if mode == "sync" else {"batch": "local"}
     startup = dtrans.trace(lambda: (params, tx.init(params)))
     plan = dtrans.pserver(main, startup, pservers=SERVERS, trainers=2, **how)
@@ -231,7 +263,9 @@ def _operate(primitive: str, number: int, fault: Any) -> Callable[[pytest.Monkey
 
     def traced(plan: Any, batch: Any) -> Any:
         found = _TURNS(plan, batch)
-        return dataclasses.replace(found, jaxpr=Surgery(primitive, number, fault).apply(found.jaxpr))
+        return dataclasses.replace(
+            found, jaxpr=Surgery(primitive, number, fault).apply(found.jaxpr)
+        )
 
     return _patch(verified, "traced_turns", traced)
 
@@ -259,33 +293,55 @@ class Planted:
 
 FAULTS: dict[str, Planted] = {
     "rows of neighbours are pushed": Planted(
-        "async", "adagrad", "dense", _patch(ordered_job, "part_of_block", _others_rows), "add (optax.scale_by_rss)"
+        "async",
+        "adagrad",
+        "dense",
+        _patch(ordered_job, "part_of_block", _others_rows),
+        "add (optax.scale_by_rss)",
     ),
     "a repeated row is counted once": Planted(
         "async", "adagrad", "dense", _operate("scatter-add", 2, _once), "add_any"
     ),
-    "rows are stale": Planted("async", "adagrad", "dense", _patch(SERVER, "give_rows", _stale), "concatenate"),
+    "rows are stale": Planted(
+        "async", "adagrad", "dense", _patch(SERVER, "give_rows", _stale), "concatenate"
+    ),
     "a copy of another trainer's rows": Planted(
         "compensated", "sgd", "dense", _patch(SERVER, "give_rows", _backup_of_the_first), "sub"
     ),
     "state of other rows": Planted(
-        "async", "adam", "lazy", _patch(traced_tables, "taken_at", _state_of_neighbours), "add (optax.scale_by_adam)"
+        "async",
+        "adam",
+        "lazy",
+        _patch(traced_tables, "taken_at", _state_of_neighbours),
+        "add (optax.scale_by_adam)",
     ),
-    "room is a row": Planted("async", "adam", "lazy", _patch(traced_tables, "room_after", _room_is_a_row), "scatter"),
+    "room is a row": Planted(
+        "async", "adam", "lazy", _patch(traced_tables, "room_after", _room_is_a_row), "scatter"
+    ),
     "a mean for a sum": Planted(
         "async", "adagrad", "dense", _patch(block_update, "gradients_with_room", _halved), "div"
     ),
     "rows of another table": Planted(
         "async", "adagrad", "dense", _patch(SERVER, "give_rows", _of_another_table), "concatenate"
     ),
-    "a step is missed": Planted("async", "momentum", "dense", _patch(MEMORY, "_caught_up", _not_caught_up), "scatter"),
-    "a lazy row moves": Planted("async", "momentum", "lazy", _patch(MEMORY, "_caught_up", _caught_up), "mul"),
-    "old rows are stale": Planted("geo", "adagrad", "dense", _patch(KeptRows, "_agree", _old_is_stale), "move_rows"),
+    "a step is missed": Planted(
+        "async", "momentum", "dense", _patch(MEMORY, "_caught_up", _not_caught_up), "scatter"
+    ),
+    "a lazy row moves": Planted(
+        "async", "momentum", "lazy", _patch(MEMORY, "_caught_up", _caught_up), "mul"
+    ),
+    "old rows are stale": Planted(
+        "geo", "adagrad", "dense", _patch(KeptRows, "_agree", _old_is_stale), "move_rows"
+    ),
     "a changed row is not told": Planted(
         "geo", "adagrad", "dense", _patch(UnseenChanges, "changed", _told_nobody), "concatenate"
     ),
-    "a sum of changes": Planted("geo", "adagrad", "dense", _patch(KeptRows, "pushed", _undivided), "move_rows"),
-    "a slot of another row": Planted("geo", "adam", "lazy", _patch(IdSlots, "find", _slot_of_neighbour), "concatenate"),
+    "a sum of changes": Planted(
+        "geo", "adagrad", "dense", _patch(KeptRows, "pushed", _undivided), "move_rows"
+    ),
+    "a slot of another row": Planted(
+        "geo", "adam", "lazy", _patch(IdSlots, "find", _slot_of_neighbour), "concatenate"
+    ),
 }
 
 

@@ -1,4 +1,5 @@
-"""`dtrans.verify`: hand-written `shard_map` steps with faults, each named; and the same without them."""
+"""`dtrans.verify`: hand-written `shard_map` steps with faults, each named; and the same without
+them."""
 
 from __future__ import annotations
 
@@ -85,7 +86,8 @@ def data_parallel(reduce_grads: Any, reduce_loss: Any, *, check_vma: bool = Fals
 
 
 def of_global_loss(*, scale: float) -> Any:
-    """Return SGD whose ranks differentiate the loss of the whole batch: psum is its own transpose here."""
+    """Return SGD whose ranks differentiate the loss of the whole batch: psum is its own transpose
+    here."""
 
     def rank_step(params: Any, x: Any, y: Any) -> Any:
         loss, grads = jax.value_and_grad(lambda p: lax.pmean(_loss(p, x, y), "data"))(params)
@@ -103,7 +105,9 @@ def zero(piece_of: Callable[[Any], Any], divisor: int) -> Any:
         grad = jax.grad(lambda w: jnp.mean((x @ w - y[:, 0]) ** 2))(w)
         mine = lax.psum_scatter(grad, "data", tiled=True) / divisor
         size = len(mine)
-        piece = lax.dynamic_slice(w, (piece_of(lax.axis_index("data")) * size,), (size,)) - RATE * mine
+        piece = (
+            lax.dynamic_slice(w, (piece_of(lax.axis_index("data")) * size,), (size,)) - RATE * mine
+        )
         return lax.all_gather(piece, "data", tiled=True)
 
     specs = (P(), P("data"), P("data"))
@@ -119,7 +123,9 @@ def tensor_parallel(axis: str | None) -> Any:
         return part if axis is None else lax.psum(part, axis)
 
     specs = ({"up": P(None, "model"), "down": P("model")}, P("data"), P("data"))
-    return jax.shard_map(rank_forward, mesh=GRID, in_specs=specs, out_specs=P("data"), check_vma=False)
+    return jax.shard_map(
+        rank_forward, mesh=GRID, in_specs=specs, out_specs=P("data"), check_vma=False
+    )
 
 
 def halo(shift: int) -> Any:
@@ -144,54 +150,68 @@ FLAT_ARGS = (jnp.arange(4.0), *BATCH)
 FAULTS: dict[str, tuple[Any, Any, Any, Any, str]] = {
     "sum for mean": (
         adam_step, ADAM_ARGS, data_parallel(total, mean), data_parallel(mean, mean),
-        r"fault: psum over axis 'data' \(size 4\) at test_by_hand.py:\d+ sums what should be averaged; "
-        r"use jax.lax.pmean, or divide by 4 \(mends params/down, params/up, opt_state/0/mu/down and 3 others\)",
+        r"fault: psum over axis 'data' \(size 4\) at test_by_hand.py:\d+ sums what should be "
+r"averaged; "
+        r"use jax.lax.pmean, or divide by 4 \(mends params/down, params/up, opt_state/0/mu/down "
+r"and 3 others\)",
     ),
     "summed by jax.grad": (
         adam_step, ADAM_ARGS, data_parallel(keep, mean, check_vma=True),
         data_parallel(lambda g: g / 4, mean, check_vma=True),
-        r"fault: psum_invariant over axis 'data' \(size 4\) at test_by_hand.py:\d+, in the gradient, sums what "
+        r"fault: psum_invariant over axis 'data' \(size 4\) at test_by_hand.py:\d+, in the "
+r"gradient, sums what "
         r"should be averaged; divide the gradient by 4",
     ),
     "missing reduction": (
         sgd_step, SGD_ARGS,
         jax.shard_map(sgd_step, mesh=DATA, in_specs=(P(), P("data"), P("data")), out_specs=P(), check_vma=False),
         of_global_loss(scale=1),
-        r"params/up: 24 of 24 entries differ; ranks hold copies that differ along axis 'data' \(size 4\), where "
-        r"out_specs has one\n(.*\n)*  fault: a reduction is missing: .*; use jax.lax.pmean over 'data' \(mends",
+        r"params/up: 24 of 24 entries differ; ranks hold copies that differ along axis 'data' "
+r"\(size 4\), where "
+        r"out_specs has one\n(.*\n)*  fault: a reduction is missing: .*; use jax.lax.pmean over "
+r"'data' \(mends",
     ),
     "scaled by the number of devices": (
         sgd_step, SGD_ARGS, of_global_loss(scale=4), of_global_loss(scale=1),
-        r"params/down: 6 of 6 entries differ; it changes by the step's change times 4, the size of axis 'data'",
+        r"params/down: 6 of 6 entries differ; it changes by the step's change times 4, the size of "
+r"axis 'data'",
     ),
     "loss is added again": (
         adam_step, ADAM_ARGS, data_parallel(mean, lambda x: total(mean(x))), data_parallel(mean, mean),
-        r"loss: 1 of 1 entries differ; it is the step's value times 4, the size of axis 'data': .*\n"
-        r"  fault: psum over .* adds 4 equal values, which scales by the number of devices; leave it out \(mends loss",
+        r"loss: 1 of 1 entries differ; it is the step's value times 4, the size of axis 'data': "
+r".*\n"
+        r"  fault: psum over .* adds 4 equal values, which scales by the number of devices; leave "
+r"it out \(mends loss",
     ),
     "loss is averaged twice": (
         adam_step, ADAM_ARGS, data_parallel(mean, lambda x: mean(x) / 4), data_parallel(mean, mean),
-        r"loss: .* it is the step's value divided by 4, the size of axis 'data': averaged where it should be summed",
+        r"loss: .* it is the step's value divided by 4, the size of axis 'data': averaged where it "
+r"should be summed",
     ),
     "pieces of a neighbour": (
         flat_step, FLAT_ARGS, zero(lambda k: (k + 1) % 4, 4), zero(keep, 4),
-        r"w: 4 of 4 entries differ; the right change is added to its pieces: its 4 blocks along dimension 0 are the "
+        r"w: 4 of 4 entries differ; the right change is added to its pieces: its 4 blocks along "
+r"dimension 0 are the "
         r"input's blocks 1, 2, 3, 0: other ranks'",
     ),
     "scattered sum for mean": (
         flat_step, FLAT_ARGS, zero(keep, 1), zero(keep, 4),
-        r"changes by the step's change times 4, .*\n  fault: reduce_scatter over .* sums what should be averaged",
+        r"changes by the step's change times 4, .*\n  fault: reduce_scatter over .* sums what "
+r"should be averaged",
     ),
     "columns are not added": (
         forward, SGD_ARGS, tensor_parallel(None), tensor_parallel("model"),
-        r"differ along axis 'model' \(size 3\).*\n  fault: a reduction is missing: .* use jax.lax.psum over 'model'",
+        r"differ along axis 'model' \(size 3\).*\n  fault: a reduction is missing: .* use "
+r"jax.lax.psum over 'model'",
     ),
     "the other axis": (
         forward, SGD_ARGS, tensor_parallel("data"), tensor_parallel("model"),
-        r"psum over axis 'data' \(size 2\) at .* joins the wrong ranks; use jax.lax.psum over 'model'",
+        r"psum over axis 'data' \(size 2\) at .* joins the wrong ranks; use jax.lax.psum over "
+r"'model'",
     ),
     "the wrong way": (
-        smooth, BATCH[:1], halo(-1), halo(1), r"ppermute over axis 'data' .* sends the wrong way; swap source",
+        smooth, BATCH[:1], halo(-1), halo(1), r"ppermute over axis 'data' .* sends the wrong way; "
+r"swap source",
     ),
 }  # fmt: skip
 
@@ -214,16 +234,22 @@ def test_types_stand_for_arrays() -> None:
 
 def test_the_page_shows_what_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (DOCS / "verify_shard_map.md").read_text()
-    code, shown = re.search(r"```python\n(# by_hand.py\n.*?)```\n\n```text\n(.*?)```", page, re.S).groups()
+    code, shown = re.search(
+        r"```python\n(# by_hand.py\n.*?)```\n\n```text\n(.*?)```", page, re.S
+    ).groups()
     (tmp_path / "by_hand.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     module = importlib.import_module("by_hand")
     with pytest.raises(VerifyError) as error:
         dtrans.verify(module.parallel, module.step, jnp.ones(2), jnp.ones((8, 2)))
-    (tmp_path / "checks.py").write_text(re.search(r"```python\n(# checks.py\n.*?)```", page, re.S)[1])
+    (tmp_path / "checks.py").write_text(
+        re.search(r"```python\n(# checks.py\n.*?)```", page, re.S)[1]
+    )
     assert check("checks:update").faults == error.value.report.faults
     without_seconds = lambda text: re.sub(r", [\d.]+ s\)", ")", text)
-    assert f"dtrans.errors.VerifyError: {without_seconds(str(error.value))}\n" == without_seconds(shown)
+    assert f"dtrans.errors.VerifyError: {without_seconds(str(error.value))}\n" == without_seconds(
+        shown
+    )
 
 
 # -- collectives -----------------------------------------------------------------------------------
@@ -281,8 +307,12 @@ def test_collectives_are_what_jax_computes(name: str) -> None:
 
 def test_groups_of_an_axis() -> None:
     summed = lambda x: lax.psum(x, "data", axis_index_groups=[[0, 3], [1, 2]])
-    mapped = jax.shard_map(summed, mesh=DATA, in_specs=P("data"), out_specs=P("data"), check_vma=False)
-    ((found,),) = World().run(jax.make_jaxpr(mapped)(jnp.ones(4)), [(lifted(jnp.arange(4.0), jnp.float32),)])
+    mapped = jax.shard_map(
+        summed, mesh=DATA, in_specs=P("data"), out_specs=P("data"), check_vma=False
+    )
+    ((found,),) = World().run(
+        jax.make_jaxpr(mapped)(jnp.ones(4)), [(lifted(jnp.arange(4.0), jnp.float32),)]
+    )
     assert found.shadow.tolist() == [3, 3, 3, 3]
 
 
@@ -290,7 +320,9 @@ def test_axes_that_are_left_to_xla() -> None:
     mesh = jax.make_mesh((2, 3), BOTH, axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
     def rank_step(params: Any, x: Any, y: Any) -> Any:
-        params["up"] = lax.with_sharding_constraint(params["up"], NamedSharding(mesh, P(None, "model")))
+        params["up"] = lax.with_sharding_constraint(
+            params["up"], NamedSharding(mesh, P(None, "model"))
+        )
         loss, grads = jax.value_and_grad(_loss)(params, x, y)
         grads = jax.tree.map(lambda g: g / 2, grads)
         return jax.tree.map(lambda p, g: p - RATE * g, params, grads), lax.pmean(loss, "data")
@@ -325,7 +357,10 @@ def _constrained(mesh: Any) -> Any:
     ("make", "words"),
     [
         (_sharded, r"sgd_step has no shard_map in its jaxpr. XLA shards it by jit"),
-        (_constrained, r"XLA shards it by sharding_constraint.* XLA adds the collectives .* when it compiles"),
+        (
+            _constrained,
+            r"XLA shards it by sharding_constraint.* XLA adds the collectives .* when it compiles",
+        ),
         (
             lambda mesh: sgd_step,
             r"has no shard_map in its jaxpr. XLA adds .*; write .* with jax.shard_map",
@@ -340,7 +375,9 @@ def test_programs_without_collectives_are_refused(make: Any, words: str) -> None
 
 
 def test_another_structure_is_refused() -> None:
-    with pytest.raises(TraceError, match=r"lambda returns .*, sgd_step returns .*; let both return the same"):
+    with pytest.raises(
+        TraceError, match=r"lambda returns .*, sgd_step returns .*; let both return the same"
+    ):
         dtrans.verify(lambda *args: of_global_loss(scale=1)(*args)[0], sgd_step, *SGD_ARGS)
 
 

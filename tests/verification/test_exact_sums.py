@@ -46,6 +46,8 @@ def test_parts_add_up(fn: Callable[..., Any], equal: bool, dtype: str) -> None:
         point = Real(field.random_elements(rng, (7,)), rng.normal(size=7))
         world = World()
         ((found,),) = world.run(jax.make_jaxpr(fn)(x), [(point,)])
-        ((wanted,),) = world.run(jax.make_jaxpr(lambda x: jnp.sum(x) / jnp.sum(x * x))(x), [(point,)])
+        ((wanted,),) = world.run(
+            jax.make_jaxpr(lambda x: jnp.sum(x) / jnp.sum(x * x))(x), [(point,)]
+        )
         assert not world.unknown and (found.elements == wanted.elements) == equal
         assert np.isclose(found.shadow, wanted.shadow) == equal

@@ -60,18 +60,28 @@ def test_sums_over_axes_and_places() -> None:
 
 def test_a_hash_depends_on_the_name_and_on_each_argument() -> None:
     x, y = _drawn(50), _drawn(51)[:50]
-    made = [field.hashed("exp", x), field.hashed("log", x), field.hashed("pow", x, y), field.hashed("pow", y, x)]
+    made = [
+        field.hashed("exp", x),
+        field.hashed("log", x),
+        field.hashed("pow", x, y),
+        field.hashed("pow", y, x),
+    ]
     assert all((a != b).all() for i, a in enumerate(made) for b in made[:i])
     assert (field.hashed("exp", x) == made[0]).all()
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("wanted", [Fraction(1, 12), Fraction(1, 10), Fraction(2, 3), Fraction(-9, 10), Fraction(3)])
+@pytest.mark.parametrize(
+    "wanted", [Fraction(1, 12), Fraction(1, 10), Fraction(2, 3), Fraction(-9, 10), Fraction(3)]
+)
 def test_a_rounded_constant_is_the_number_that_was_meant(wanted: Fraction, dtype: str) -> None:
     rounded = float(np.asarray(float(wanted), ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype))
     found = rational_of(rounded, dtype)
     assert found.denominator <= wanted.denominator
-    assert float(np.asarray(float(found), ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)) == rounded
+    assert (
+        float(np.asarray(float(found), ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype))
+        == rounded
+    )
     if dtype != "bfloat16":
         assert found == wanted
 
@@ -83,11 +93,16 @@ def test_the_simplest_fraction_is_found() -> None:
         (Fraction(-1), Fraction(2)),
     ):
         found = simplest_between(low, high)
-        by_size = [Fraction(n, d) for d in range(1, found.denominator) for n in range(-4 * d, 4 * d)]
+        by_size = [
+            Fraction(n, d) for d in range(1, found.denominator) for n in range(-4 * d, 4 * d)
+        ]
         assert low <= found <= high
         assert not any(low <= x <= high for x in by_size)
 
 
 def test_numbers_that_are_not_finite_have_elements_of_their_own() -> None:
-    assert len({element_of(x, "float64") for x in (float("inf"), float("-inf"), float("nan"), 0.0)}) == 4
+    assert (
+        len({element_of(x, "float64") for x in (float("inf"), float("-inf"), float("nan"), 0.0)})
+        == 4
+    )
     assert elements_of(np.array([-1, 2]), np.int32).tolist() == [field.P - 1, 2]

@@ -1,4 +1,5 @@
-"""Differences are named: the first value of a job that is no piece, partial sum or copy of one of the step."""
+"""Differences are named: the first value of a job that is no piece, partial sum or copy of one of
+the step."""
 
 from __future__ import annotations
 
@@ -133,7 +134,9 @@ def test_terms_that_only_their_sum_gives_a_meaning() -> None:
         return w - 0.1 * ((terms[0] + 5 * terms[1] + terms[2]) / ROWS)
 
     values = {"w": _random((4,), 0), "x": _random((ROWS, 4), 1)}
-    found = find_causes((jax.make_jaxpr(_step)(w, x), values), (jax.make_jaxpr(job)(w, x), [*values.values()]), [0])
+    found = find_causes(
+        (jax.make_jaxpr(_step)(w, x), values), (jax.make_jaxpr(job)(w, x), [*values.values()]), [0]
+    )
     assert found[0] is not None and found[0].primitive == "mul"
     assert found[0].operands[0].startswith("a term of partial sums of dot_general")
 

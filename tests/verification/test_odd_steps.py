@@ -1,4 +1,5 @@
-"""Steps with odd loops, branches and rules: literals, closures, rows in reverse. Each strategy computes them."""
+"""Steps with odd loops, branches and rules: literals, closures, rows in reverse. Each strategy
+computes them."""
 
 from __future__ import annotations
 
@@ -57,7 +58,9 @@ def rows_in_reverse(p: Any, x: jax.Array, y: jax.Array) -> jax.Array:
 
 def a_loop_ends_by_the_largest_of_all_rows(p: Any, x: jax.Array, y: jax.Array) -> jax.Array:
     smaller, turns = lax.while_loop(
-        lambda carried: jnp.max(jnp.abs(carried[0])) > 0.1, lambda carried: (carried[0] / 2, carried[1] + 1), (x, 0)
+        lambda carried: jnp.max(jnp.abs(carried[0])) > 0.1,
+        lambda carried: (carried[0] / 2, carried[1] + 1),
+        (x, 0),
     )
     return jnp.mean((predicted(p, smaller) * turns - y) ** 2)
 
@@ -113,7 +116,8 @@ def a_number_is_added_to_a_sum_over_rows(p: Any, x: jax.Array, y: jax.Array) -> 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_an_entry_of_a_sum_is_changed_once(strategy: str) -> None:
-    """The number is a literal, and is in no part's term: parts that exchange nothing are refused by its line."""
+    """The number is a literal, and is in no part's term: parts that exchange nothing are refused by
+    its line."""
     if strategy in ("nccl2", "stage 3"):
         verify(a_number_is_added_to_a_sum_over_rows, strategy)
     else:

@@ -34,7 +34,10 @@ STRATEGIES = {
     "sharding": lambda *of: dtrans.sharding(*of, degree=3, stage=3, slices=SMALL),
     "sharding of state": lambda *of: dtrans.sharding(*of, degree=3, stage=1, slices=SMALL),
     "pserver": lambda *of: dtrans.pserver(
-        *of, pservers="127.0.0.1:1,127.0.0.1:2", trainers=3, placement=dtrans.BlockPlacement(min_block_size=1)
+        *of,
+        pservers="127.0.0.1:1,127.0.0.1:2",
+        trainers=3,
+        placement=dtrans.BlockPlacement(min_block_size=1),
     ),
     "pipeline": lambda *of: dtrans.pipeline(*of, num_stages=2, num_micro_batch=3),
 }
@@ -226,19 +229,34 @@ PLANTED = (
     Planted("stale copy", "sharding", "add", -1, first_term, "shard_map", ROWS_W1),
     Planted("wrong state slice", "sharding", "mul", 1, of_another_rank, "ppermute", ROWS_W1),
     Planted("padding counted", "sharding", "select_n", 1, unmasked, "reduce_sum", W1, rows=11),
-    Planted("wrong rows of a mask", "sharding", "select_n", 1, other_rows, "reduce_sum", W1, rows=11),
+    Planted(
+        "wrong rows of a mask", "sharding", "select_n", 1, other_rows, "reduce_sum", W1, rows=11
+    ),
     Planted("custom rule lost", "sharding", "mul", 2, last_term, "mul", loss=_with_rule),
     Planted("dropped gradient", "pserver", "add", 0, first_term, "add", BLOCK),
     Planted("doubled gradient", "pserver", "add", 1, doubled_term, "add", BLOCK),
-    Planted("gradients of one trainer", "pserver", "slice", 1, reordered, "add", (1, 3, 1), earlier=("slice", 0)),
+    Planted(
+        "gradients of one trainer",
+        "pserver",
+        "slice",
+        1,
+        reordered,
+        "add",
+        (1, 3, 1),
+        earlier=("slice", 0),
+    ),
     Planted("wrong axis", "pserver", "transpose", 1, other_axis, "reshape"),
     Planted("wrong offset", "pserver", "slice", -1, one_further, "add", ROWS_W1),
     Planted("mean for sum", "pserver", "mul", 0, third, "div", BLOCK),
     Planted("missing term", "pserver", "add_any", 0, first_term, "reduce_sum"),
     Planted("stale copy", "pserver", "add", -1, first_term, "concatenate", BLOCK),
     Planted("wrong state slice", "pserver", "mul", 2, rolled, "concatenate", BLOCK),
-    Planted("padding counted", "pserver", "select_n", 1, unmasked, "reduce_sum", (3, 4, 6), rows=11),
-    Planted("wrong rows of a mask", "pserver", "select_n", 1, other_rows, "select_n", (3, 4, 6), rows=11),
+    Planted(
+        "padding counted", "pserver", "select_n", 1, unmasked, "reduce_sum", (3, 4, 6), rows=11
+    ),
+    Planted(
+        "wrong rows of a mask", "pserver", "select_n", 1, other_rows, "select_n", (3, 4, 6), rows=11
+    ),
     Planted("custom rule lost", "pserver", "mul", 2, last_term, "mul", loss=_with_rule),
     Planted("dropped sum", "pipeline", "add", 1, last_term, "mul", W2),
     Planted("doubled term", "pipeline", "add", 1, doubled_term, "add", W2),
@@ -247,9 +265,26 @@ PLANTED = (
     Planted("wrong offset", "pipeline", "mul", 1, nearer, "sub", ()),
     Planted("wrong micro-batch", "pipeline", "mul", 2, next_one, "sub", ()),
     Planted("missing term", "pipeline", "add_any", 0, first_term, "reduce_sum"),
-    Planted("stale copy of another micro-batch", "pipeline", "jit", 7, of_earlier, "mul", earlier=("jit", 4)),
+    Planted(
+        "stale copy of another micro-batch",
+        "pipeline",
+        "jit",
+        7,
+        of_earlier,
+        "mul",
+        earlier=("jit", 4),
+    ),
     Planted("wrong state", "pipeline", "mul", -2, rolled, "concatenate", W1),
-    Planted("wrong rows of a mask", "pipeline", "select_n", 0, other_rows, "reduce_sum", (4, 1), loss=_masked),
+    Planted(
+        "wrong rows of a mask",
+        "pipeline",
+        "select_n",
+        0,
+        other_rows,
+        "reduce_sum",
+        (4, 1),
+        loss=_masked,
+    ),
     Planted("mask lost", "pipeline", "select_n", 0, unmasked, "reduce_sum", (4, 1), loss=_masked),
     Planted("custom rule lost", "pipeline", "mul", 3, last_term, "mul", loss=_with_rule),
 )
@@ -276,7 +311,9 @@ def test_a_planted_fault_is_named(planted: Planted, monkeypatch: pytest.MonkeyPa
 
 def test_there_are_twelve_of_each_strategy() -> None:
     of = [p.strategy.partition(" ")[0] for p in PLANTED]
-    assert {name: of.count(name) for name in of} == dict.fromkeys(("nccl2", "sharding", "pserver", "pipeline"), 12)
+    assert {name: of.count(name) for name in of} == dict.fromkeys(
+        ("nccl2", "sharding", "pserver", "pipeline"), 12
+    )
     assert len({(p.strategy, p.kind) for p in PLANTED}) == 48
 
 
@@ -294,7 +331,8 @@ def _note_arguments(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def _first_wrong(right: Any, faulty: Any, arguments: Sequence[Any]) -> set[str]:
-    """Return the first equation whose value the right job does not have, and others up to the next collective.
+    """Return the first equation whose value the right job does not have, and others up to the next
+    collective.
 
     There is none, where a fault takes a right value for another one.
     """
@@ -315,6 +353,8 @@ def _first_wrong(right: Any, faulty: Any, arguments: Sequence[Any]) -> set[str]:
         sources = {s for x in made[n].operands for s in logs[1].sources(x)}
         if sources & reached:
             found.add(str(made[n]))
-            is_collective = made[n].name in GROUPS and any(isinstance(a, str) for a in axes_of(made[n].eqn))
+            is_collective = made[n].name in GROUPS and any(
+                isinstance(a, str) for a in axes_of(made[n].eqn)
+            )
             reached |= set() if is_collective else {n}
     return found

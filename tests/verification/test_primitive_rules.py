@@ -1,4 +1,5 @@
-"""Rules of primitives: shadows are what JAX computes, and elements have the properties that plans use."""
+"""Rules of primitives: shadows are what JAX computes, and elements have the properties that plans
+use."""
 
 from __future__ import annotations
 
@@ -44,8 +45,12 @@ ROWWISE: dict[str, Callable[..., Any]] = {
     "determinant": lambda x: jnp.linalg.slogdet(x)[1],
     "upper solve": lambda x: jax.scipy.linalg.solve_triangular(x, x, trans=1),
     "lower solve": lambda x: jax.lax.linalg.triangular_solve(x, x, left_side=False, lower=True),
-    "unit solve": lambda x: jax.lax.linalg.triangular_solve(x, x, left_side=True, unit_diagonal=True, transpose_a=True),
-    "tridiagonal solve": lambda x: jax.lax.linalg.tridiagonal_solve(x[:, 0], 9 + x[:, 1], x[:, 2], x),
+    "unit solve": lambda x: jax.lax.linalg.triangular_solve(
+        x, x, left_side=True, unit_diagonal=True, transpose_a=True
+    ),
+    "tridiagonal solve": lambda x: jax.lax.linalg.tridiagonal_solve(
+        x[:, 0], 9 + x[:, 1], x[:, 2], x
+    ),
     "qr": lambda x: jnp.linalg.qr(x)[1],
     "svd": lambda x: jnp.linalg.svd(x, compute_uv=False),
     "eigh": lambda x: jnp.linalg.eigh(x + x.mT)[0],
@@ -55,16 +60,18 @@ ROWWISE: dict[str, Callable[..., Any]] = {
     "median": lambda x: jnp.median(x, axis=1),
     "largest": lambda x: jax.lax.top_k(x, 2)[0],
     "about the largest": lambda x: jax.lax.approx_max_k(x, 2)[0] - jax.lax.approx_min_k(x, 2)[0],
-    "convolution": lambda x: jax.lax.conv_general_dilated(x, jnp.ones((2, 3, 2)), (1,), "SAME", None, (2,)),
+    "convolution": lambda x: jax.lax.conv_general_dilated(
+        x, jnp.ones((2, 3, 2)), (1,), "SAME", None, (2,)
+    ),
 }
 WHOLE: dict[str, Callable[..., Any]] = {
     "segment maximum": lambda x: jax.ops.segment_max(x, IDS, 4),
     "segment minimum": lambda x: jax.ops.segment_min(x, IDS, 5),
     "segment product": lambda x: jax.ops.segment_prod(x, IDS, 4),
     "ragged product": lambda x: jax.lax.ragged_dot(x[:, 0], x[:2], jnp.array([1, 3])),
-    "gradient of one": lambda x: jax.grad(lambda y: (jax.lax.ragged_dot(x[:, 0], y, jnp.array([1, 3])) ** 2).sum())(
-        x[:2]
-    ),
+    "gradient of one": lambda x: jax.grad(
+        lambda y: (jax.lax.ragged_dot(x[:, 0], y, jnp.array([1, 3])) ** 2).sum()
+    )(x[:2]),
     "a reduction of two": lambda x: jax.lax.reduce(x, 0.0, lambda a, b: a + b + 0.5 * a * b, (0,)),
     "gamma": lambda x: jax.random.gamma(jax.random.key(0), jnp.abs(x) + 1),
 }
@@ -106,7 +113,9 @@ BANDS = np.array([[0.0, 1, 2], [7, 8, 9], [3, 4, 0]])
 LINEAR: dict[str, Callable[..., Any]] = {
     "fft": jnp.fft.fft2,
     "irfft": lambda x: jnp.fft.irfft(x + 1j * x.mT),
-    "triangular": lambda x: jax.scipy.linalg.solve_triangular(jnp.asarray(SOLVED), x[0], lower=True),
+    "triangular": lambda x: jax.scipy.linalg.solve_triangular(
+        jnp.asarray(SOLVED), x[0], lower=True
+    ),
     "solve": lambda x: jnp.linalg.solve(jnp.asarray(SOLVED), x[0]),
     "tridiagonal": lambda x: jax.lax.linalg.tridiagonal_solve(*map(jnp.asarray, BANDS), x[0]),
     "ragged": lambda x: jax.lax.ragged_dot(x[:, 0], jnp.asarray(X[:2]), jnp.array([1, 3])),
@@ -121,7 +130,10 @@ def test_sums_go_through_linear_maps(name: str) -> None:
 
 
 def test_systems_are_solved_exactly() -> None:
-    a, b = lifted(np.array([[2.0, 0], [3, 5]]), np.float64), lifted(np.array([[1.0], [2.0]]), np.float64)
+    a, b = (
+        lifted(np.array([[2.0, 0], [3, 5]]), np.float64),
+        lifted(np.array([[1.0], [2.0]]), np.float64),
+    )
     solved = evaluated(lambda a, b: a @ jax.scipy.linalg.solve_triangular(a, b, lower=True), a, b)
     assert same(solved, b)
 
@@ -153,12 +165,16 @@ def _spectral_loss(params: Any, x: Any, y: Any) -> Any:
     """A layer in the frequencies, with complex weights, behind a whitening by Cholesky factors."""
     mixed = jnp.fft.irfft(jnp.fft.rfft(x) * params["w"], n=4)
     spread = jnp.linalg.cholesky(jnp.einsum("bi,bj->bij", mixed, mixed) + jnp.eye(4))
-    return jnp.mean((jnp.einsum("bij,bj->b", spread, x) - y) ** 2) + jnp.sum(jnp.abs(params["w"]) ** 2)
+    return jnp.mean((jnp.einsum("bij,bj->b", spread, x) - y) ** 2) + jnp.sum(
+        jnp.abs(params["w"]) ** 2
+    )
 
 
 STRATEGIES: dict[str, Callable[..., Any]] = {
     "nccl2": lambda *of: dtrans.nccl2(*of, trainers=3),
-    "stage 3": lambda *of: dtrans.sharding(*of, degree=3, stage=3, slices=dtrans.Slicing(min_slice_size=1)),
+    "stage 3": lambda *of: dtrans.sharding(
+        *of, degree=3, stage=3, slices=dtrans.Slicing(min_slice_size=1)
+    ),
     "pserver": lambda *of: dtrans.pserver(*of, pservers="127.0.0.1:1,127.0.0.1:2", trainers=3),
 }
 

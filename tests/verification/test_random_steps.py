@@ -1,6 +1,7 @@
 """Plans of random steps compute the step, or are refused by an error of dtrans.
 
-`make test` draws the same steps each time. `make fuzz` draws others, as many as DTRANS_EXAMPLES says.
+`make test` draws the same steps each time. `make fuzz` draws others, as many as DTRANS_EXAMPLES
+says.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class Strategy:
       plan: of a traced step, a traced init and a number of ranks.
       share: of all examples, in percent.
       parts: in how many parts each rank takes its rows; other strategies take any number of rows.
-      narrow: it differentiates anew, so that it refuses gradients that are not marked, and most values that an
-        update reads.
+      narrow: it differentiates anew, so that it refuses gradients that are not marked, and most
+        values that an update reads.
     """
 
     plan: Callable[[Any, Any, int], Any]
@@ -59,20 +60,34 @@ STRATEGIES = {
     "nccl2": Strategy(lambda *of: dtrans.nccl2(*of[:2], trainers=of[2]), share=18),
     "stage 1": Strategy(lambda *of: dtrans.sharding(*of[:2], degree=of[2], stage=1, slices=FINEST)),
     "stage 2": Strategy(lambda *of: dtrans.sharding(*of[:2], degree=of[2], stage=2, slices=FINEST)),
-    "stage 3": Strategy(lambda *of: dtrans.sharding(*of[:2], degree=of[2], stage=3, slices=FINEST), share=18),
-    "groups": Strategy(lambda *of: dtrans.sharding(*of[:2], degree=2, replicas=of[2], stage=3, slices=FINEST)),
-    "by leaf": Strategy(lambda *of: dtrans.sharding(*of[:2], degree=of[2], stage=2, slices=WHOLE), share=4),
+    "stage 3": Strategy(
+        lambda *of: dtrans.sharding(*of[:2], degree=of[2], stage=3, slices=FINEST), share=18
+    ),
+    "groups": Strategy(
+        lambda *of: dtrans.sharding(*of[:2], degree=2, replicas=of[2], stage=3, slices=FINEST)
+    ),
+    "by leaf": Strategy(
+        lambda *of: dtrans.sharding(*of[:2], degree=of[2], stage=2, slices=WHOLE), share=4
+    ),
     "micro-steps": Strategy(
-        lambda *of: dtrans.sharding(*of[:2], degree=of[2], stage=2, slices=FINEST, num_micro_batch=2),
+        lambda *of: dtrans.sharding(
+            *of[:2], degree=of[2], stage=2, slices=FINEST, num_micro_batch=2
+        ),
         share=5,
         parts=2,
         narrow=True,
     ),
     "pserver": Strategy(
-        lambda *of: dtrans.pserver(*of[:2], pservers=SERVERS, trainers=of[2], placement=FINE_BLOCKS), share=15
+        lambda *of: dtrans.pserver(
+            *of[:2], pservers=SERVERS, trainers=of[2], placement=FINE_BLOCKS
+        ),
+        share=15,
     ),
     "pipeline": Strategy(
-        lambda *of: dtrans.pipeline(*of[:2], num_stages=2, num_micro_batch=of[2]), share=5, parts=1, narrow=True
+        lambda *of: dtrans.pipeline(*of[:2], num_stages=2, num_micro_batch=of[2]),
+        share=5,
+        parts=1,
+        narrow=True,
     ),
     "pipelines": Strategy(
         lambda *of: dtrans.pipeline(*of[:2], num_stages=2, num_micro_batch=2, replicas=of[2]),
@@ -125,7 +140,9 @@ def draw_cases(draw: st.DrawFn, name: str) -> Case:
     rows = draw(st.sampled_from((12, 35)))
     given = draw(st.sampled_from((rows, rows, 11)))
     if strategy.parts:
-        rows, given = (n % 4 * strategy.parts * ranks or 2 * strategy.parts * ranks for n in (rows, given))
+        rows, given = (
+            n % 4 * strategy.parts * ranks or 2 * strategy.parts * ranks for n in (rows, given)
+        )
     step = draw(draw_steps(marked=strategy.narrow, most_readings=1 if strategy.narrow else 2))
     return Case(step, name, ranks, rows, given, draw(st.booleans()))
 
@@ -134,9 +151,15 @@ MINIMAL = RandomStep((), (), ("linear", 0), "sgd", (), "marked", one_state=False
 # shrunk inputs of faults that were found, and what was wrong
 KEPT = {
     "a result that is an array of a batch: padded rows were handed out": Case(
-        dataclasses.replace(MINIMAL, readings=(Reading("vector", 0, 0, "each"),)), "pserver", 3, 35, 35, wide=True
+        dataclasses.replace(MINIMAL, readings=(Reading("vector", 0, 0, "each"),)),
+        "pserver",
+        3,
+        35,
+        35,
+        wide=True,
     ),
-    "a penalty that the first micro-step has alone: it was taken for a gradient that every rank has": Case(
+    "a penalty that the first micro-step has alone: it was taken for a gradient that every rank "
+    "has": Case(
         dataclasses.replace(MINIMAL, leaves=("scale",), loss=("sum", 0), anchored=True),
         "micro-steps",
         3,
@@ -144,8 +167,11 @@ KEPT = {
         18,
         wide=False,
     ),
-    "a loop of the padded step reads all of a leaf: other slices of it were taken than ranks hold": Case(
-        dataclasses.replace(MINIMAL, leaves=("layers",), instructions=(("loop", 0, 0, 33),), anchored=True),
+    "a loop of the padded step reads all of a leaf: other slices of it were taken than ranks "
+    "hold": Case(
+        dataclasses.replace(
+            MINIMAL, leaves=("layers",), instructions=(("loop", 0, 0, 33),), anchored=True
+        ),
         "stage 3",
         2,
         35,
@@ -180,7 +206,9 @@ def test_plans_of_random_steps_compute_them(name: str) -> None:
     found: Counter[str] = Counter()
     failures: list[Case] = []
 
-    @settings(max_examples=(EXAMPLES or BY_DAY) * STRATEGIES[name].share // 100, phases=[Phase.generate])
+    @settings(
+        max_examples=(EXAMPLES or BY_DAY) * STRATEGIES[name].share // 100, phases=[Phase.generate]
+    )
     @given(draw_cases(name))
     def check(case: Case) -> None:
         try:
@@ -235,17 +263,20 @@ PLANTED = {
         "self._define(eqn, way.outs, made)",
     ),
     "trainers draw the same mask": (
-        "nccl2", "engine/pieces.py", "b.call(times(local), self.index())", "b.call(times(0), self.index())"
+        "nccl2", "engine/pieces.py", "b.call(times(local), self.index())", "b.call(times(0), "
+"self.index())"
     ),
     "a replicated value is added up": (
-        "stage 1", "engine/values.py", "(made,) = self.b.call(on_first, value, self.pieces.index())", "made = value"
+        "stage 1", "engine/values.py", "(made,) = self.b.call(on_first, value, "
+"self.pieces.index())", "made = value"
     ),
     "what ranks gather is doubled": (
         "stage 3", "zero/all_gather.py", "sent.append(x)", "sent += b.call(times(2), x)"
     ),
     "groups add up nothing": (
         "groups", "zero/reduce_scatter.py",
-        "return self._sum(bucket.name, mine, (o.slices.replica_axis_name,)) if o.replicas > 1 else mine", "return mine",
+        "return self._sum(bucket.name, mine, (o.slices.replica_axis_name,)) if o.replicas > 1 else "
+"mine", "return mine",
     ),
     "a trainer's gradients are left out": (
         "pserver", "slicing/mean.py", "functools.reduce(jax.lax.add, grads)",
@@ -278,12 +309,15 @@ def plant(file: str, old: str, new: str) -> Iterator[None]:
 
 
 def _forget_traces() -> None:
-    """Clear the caches of traced functions, whose keys do not change with the text of a function."""
+    """Clear the caches of traced functions, whose keys do not change with the text of a
+    function."""
     jax.clear_caches()
     builder._traced.cache_clear()
 
 
-def _pairs_of_functions(module: str, names: Mapping[str, Any], changed: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
+def _pairs_of_functions(
+    module: str, names: Mapping[str, Any], changed: Mapping[str, Any]
+) -> Iterator[tuple[Any, Any]]:
     """Yield the functions and methods of a module, each with the changed one."""
     for name, value in list(names.items()):
         now, other = (inspect.unwrap(getattr(x, "__func__", x)) for x in (value, changed.get(name)))

@@ -22,7 +22,11 @@ pytestmark = pytest.mark.usefixtures("x64")
 def _loss(params: Any, key: Any, x: Any, mask: Any) -> Any:
     noise = 1 + 0.1 * jax.random.normal(key, x.shape)
     each = jnp.sum(jnp.tanh((x * noise) @ params["w"] + params["b"]) ** 2, -1) * mask
-    return jnp.sum(each) / jnp.sum(mask), {"count": jnp.sum(mask), "each": each, "worst": jnp.max(each)}
+    return jnp.sum(each) / jnp.sum(mask), {
+        "count": jnp.sum(mask),
+        "each": each,
+        "worst": jnp.max(each),
+    }
 
 
 def _plan(trainers: int, steps: int, **options: Any) -> dtrans.CollectivePlan:
@@ -34,9 +38,13 @@ def _plan(trainers: int, steps: int, **options: Any) -> dtrans.CollectivePlan:
     return dtrans.nccl2(main, dtrans.trace(init), trainers=trainers, local_sgd=steps, batch=how)
 
 
-@pytest.mark.parametrize("options", [{}, {"example_count": "aux/count"}], ids=["equal weights", "weighted"])
+@pytest.mark.parametrize(
+    "options", [{}, {"example_count": "aux/count"}], ids=["equal weights", "weighted"]
+)
 @pytest.mark.parametrize(("trainers", "steps"), [(3, 1), (2, 3)])
-def test_local_steps_are_those_of_the_replay(trainers: int, steps: int, options: dict[str, str]) -> None:
+def test_local_steps_are_those_of_the_replay(
+    trainers: int, steps: int, options: dict[str, str]
+) -> None:
     report = _plan(trainers, steps, **options).verify()
     assert report, str(report)
     assert {"loss", "aux/each", "aux/worst"} <= {*report.compared}
@@ -51,7 +59,9 @@ def _without_the_last(*xs: Any, over: Any, **params: Any) -> Any:
 
 
 @pytest.mark.parametrize("fault", [_wrong_sum, _without_the_last])
-def test_a_wrong_average_is_seen(fault: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_average_is_seen(
+    fault: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(lowering.OVER_AXIS, all_reduce_p, fault)
     report = _plan(3, 2).verify()
     assert any("w" in d.output for d in report.differences), str(report)
@@ -59,6 +69,8 @@ def test_a_wrong_average_is_seen(fault: Callable[..., Any], monkeypatch: pytest.
 
 def test_rows_in_another_order_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = accumulation.parts_of
-    monkeypatch.setattr(accumulation, "parts_of", lambda x, axis, count: jnp.flip(whole(x, axis, count), 0))
+    monkeypatch.setattr(
+        accumulation, "parts_of", lambda x, axis, count: jnp.flip(whole(x, axis, count), 0)
+    )
     report = _plan(3, 2).verify()
     assert any("w" in d.output for d in report.differences), str(report)

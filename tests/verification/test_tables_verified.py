@@ -40,7 +40,9 @@ def _plan(tx: Any, sparse: Any = DENSE, trainers: int = 3, **options: Any) -> dt
     key, batch = jax.random.key(0), (jnp.zeros((ROWS, 2), int), jnp.ones(ROWS))
     main = dtrans.trace(dtrans.make_train_step(_loss, tx), *jax.eval_shape(init, key), *batch)
     how = {"pservers": SERVERS, "trainers": trainers, "sparse": sparse, **options}
-    return dtrans.pserver(main, dtrans.trace(init, key), placement=dtrans.BlockPlacement(min_block_size=1), **how)
+    return dtrans.pserver(
+        main, dtrans.trace(init, key), placement=dtrans.BlockPlacement(min_block_size=1), **how
+    )
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -91,11 +93,19 @@ def _left(table: Any, at: Any, made: Any, state: Any) -> Any:
 
 
 FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "a lookup has the rows of its neighbours": lambda m: m.setattr(mesh_tables, "rows_from", _shifted),
-    "the gradient of a row is dropped": lambda m: m.setattr(traced_tables, "among", _without_the_last),
-    "a block begins elsewhere": lambda m: m.setattr(RowRange, "local", lambda self, ids: ids - self.start // 2),
+    "a lookup has the rows of its neighbours": lambda m: m.setattr(
+        mesh_tables, "rows_from", _shifted
+    ),
+    "the gradient of a row is dropped": lambda m: m.setattr(
+        traced_tables, "among", _without_the_last
+    ),
+    "a block begins elsewhere": lambda m: m.setattr(
+        RowRange, "local", lambda self, ids: ids - self.start // 2
+    ),
     "rows are not put back": lambda m: m.setattr(traced_tables, "put_at", _left),
-    "only the first trainer's rows count": lambda m: m.setattr(traced_tables, "all_ids", _ids_of_the_first),
+    "only the first trainer's rows count": lambda m: m.setattr(
+        traced_tables, "all_ids", _ids_of_the_first
+    ),
 }
 
 
@@ -111,7 +121,9 @@ def _still(blocks: Any, rows: Any, values: Any) -> Any:
 def test_rows_that_do_not_catch_up_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(missed_steps, "at_zero_gradient", _still)
     ids = jnp.zeros((ROWS, 2), int)
-    report = _plan(optax.adam(0.1)).verify(ids, jax.ShapeDtypeStruct((ROWS,), jnp.float64), points=(0,))
+    report = _plan(optax.adam(0.1)).verify(
+        ids, jax.ShapeDtypeStruct((ROWS,), jnp.float64), points=(0,)
+    )
     assert any("mu/emb" in d.output for d in report.differences), str(report)
 
 
@@ -119,5 +131,7 @@ def test_rows_that_do_not_catch_up_are_seen(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     FAULTS[fault](monkeypatch)
     ids = np.arange(2 * ROWS).reshape(ROWS, 2) % COUNT
-    report = _plan(optax.adagrad(0.1)).verify(ids, jax.ShapeDtypeStruct((ROWS,), jnp.float64), points=(0,))
+    report = _plan(optax.adagrad(0.1)).verify(
+        ids, jax.ShapeDtypeStruct((ROWS,), jnp.float64), points=(0,)
+    )
     assert any("params/" in d.output for d in report.differences), str(report)

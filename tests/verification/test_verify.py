@@ -20,7 +20,15 @@ from dtrans.ops import all_gather_p, all_reduce_p, reduce_scatter_p
 from dtrans.run.base import lowering
 from dtrans.run.collective import job as collective_job
 from dtrans.verification.evaluate import World
-from dtrans.verification.field_values import NearTie, Real, Replicas, Unknown, lifted, same, ties_by_elements
+from dtrans.verification.field_values import (
+    NearTie,
+    Real,
+    Replicas,
+    Unknown,
+    lifted,
+    same,
+    ties_by_elements,
+)
 
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -67,14 +75,24 @@ def test_batches_that_ranks_do_not_divide(strategy: str) -> None:
 
 
 OTHERS = {
-    "whole leaves": lambda *of: dtrans.sharding(*of, degree=3, stage=2, slices=dtrans.Slicing(partition="greedy_even")),
-    "groups of ranks": lambda *of: dtrans.sharding(*of, degree=3, replicas=2, stage=3, slices=SMALL),
+    "whole leaves": lambda *of: dtrans.sharding(
+        *of, degree=3, stage=2, slices=dtrans.Slicing(partition="greedy_even")
+    ),
+    "groups of ranks": lambda *of: dtrans.sharding(
+        *of, degree=3, replicas=2, stage=3, slices=SMALL
+    ),
     "bf16": lambda *of: dtrans.sharding(*of, degree=3, stage=3, slices=SMALL, precision="bf16"),
-    "a scaled loss": lambda *of: dtrans.sharding(*of, degree=3, stage=2, slices=SMALL, precision="fp16"),
+    "a scaled loss": lambda *of: dtrans.sharding(
+        *of, degree=3, stage=2, slices=SMALL, precision="fp16"
+    ),
     "micro-steps": lambda *of: dtrans.nccl2(*of, trainers=3, num_micro_batch=2),
-    "parts of each trainer": lambda *of: dtrans.pserver(*of, pservers=SERVERS, trainers=3, batch="local"),
+    "parts of each trainer": lambda *of: dtrans.pserver(
+        *of, pservers=SERVERS, trainers=3, batch="local"
+    ),
     "replicas": lambda *of: dtrans.pipeline(*of, num_stages=2, num_micro_batch=2, replicas=3),
-    "backward in two": lambda *of: dtrans.pipeline(*of, num_stages=2, num_micro_batch=3, schedule="ZeroBubble"),
+    "backward in two": lambda *of: dtrans.pipeline(
+        *of, num_stages=2, num_micro_batch=3, schedule="ZeroBubble"
+    ),
 }
 
 
@@ -116,7 +134,10 @@ def test_extremes_of_near_ties_are_those_of_parts(extreme: Any) -> None:
     x = lifted(np.array([1.0, 2.0, 2.0, -3.0, -3.0]), jnp.float64)
     x = Real(np.arange(5, dtype=np.uint64)[::-1].copy(), x.shadow)
     one = lambda fn, *of: World().run(jax.make_jaxpr(fn)(*of), [(x,)])[0][0]
-    whole, parts = (lambda a: extreme(a)), (lambda a: extreme(jnp.stack([extreme(a[3:]), extreme(a[:2]), a[2]])))
+    whole, parts = (
+        (lambda a: extreme(a)),
+        (lambda a: extreme(jnp.stack([extreme(a[3:]), extreme(a[:2]), a[2]]))),
+    )
     with pytest.raises(NearTie):
         one(whole, jnp.ones(5))
     with ties_by_elements():
@@ -137,7 +158,11 @@ def _without_bias(params: Any, x: Any, y: Any) -> Any:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(
     ("tx", "loss"),
-    [(optax.adam(1e-2), _summed), (optax.adam(1e-2), _without_bias), (optax.adam(1.0001e-2), _loss)],
+    [
+        (optax.adam(1e-2), _summed),
+        (optax.adam(1e-2), _without_bias),
+        (optax.adam(1.0001e-2), _loss),
+    ],
     ids=["sum for mean", "a term is missing", "another rate"],
 )
 def test_the_plan_of_another_step_is_seen(strategy: str, tx: Any, loss: Any) -> None:
@@ -170,7 +195,9 @@ def _without_the_last(*xs: Any, over: Any, **params: Any) -> Any:
 
 @pytest.mark.parametrize("strategy", ["nccl2", "stage 1"])
 @pytest.mark.parametrize("fault", [_dropped, _doubled, _averaged, _of_the_first, _without_the_last])
-def test_a_wrong_reduction_is_seen(strategy: str, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_reduction_is_seen(
+    strategy: str, fault: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(lowering.OVER_AXIS, all_reduce_p, fault)
     report = STRATEGIES[strategy](*_programs(CLIPPED)).verify()
     assert not report.equal, str(report)
@@ -185,7 +212,9 @@ def _next_slice(*xs: Any, over: Any, axis: int, **params: Any) -> Any:
     return [jax.lax.ppermute(x, over, [(0, 1), (1, 2), (2, 0)]) for x in scattered]
 
 
-@pytest.mark.parametrize(("primitive", "fault"), [(all_gather_p, _turned), (reduce_scatter_p, _next_slice)])
+@pytest.mark.parametrize(
+    ("primitive", "fault"), [(all_gather_p, _turned), (reduce_scatter_p, _next_slice)]
+)
 def test_a_wrong_slice_is_seen(primitive: Any, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(lowering.OVER_AXIS, primitive, fault)
     report = STRATEGIES["stage 3"](*_programs(CLIPPED)).verify()
@@ -205,14 +234,18 @@ def test_the_padding_of_the_first_state_is_compared(monkeypatch: pytest.MonkeyPa
 
 def test_a_server_that_makes_other_rows_is_seen() -> None:
     main, startup = _programs(CLIPPED)
-    other = dtrans.trace(lambda key: jax.tree.map(lambda x: x * 2, _init_of(startup)(key)), jax.random.key(0))
+    other = dtrans.trace(
+        lambda key: jax.tree.map(lambda x: x * 2, _init_of(startup)(key)), jax.random.key(0)
+    )
     plan, wrong = (STRATEGIES["pserver"](main, made) for made in (startup, other))
     servers = dict(plan.servers)
     last = list(servers)[-1]
     servers[last] = dataclasses.replace(servers[last], startup=wrong.servers[last].startup)
     report = dataclasses.replace(plan, servers=servers).verify()
     differing = [d.output for d in report.differences]
-    assert differing and all(name.startswith((f"init/servers/{last}", "init/params")) for name in differing)
+    assert differing and all(
+        name.startswith((f"init/servers/{last}", "init/params")) for name in differing
+    )
 
 
 def _init_of(startup: Any) -> Any:
@@ -284,7 +317,9 @@ COLLECTIVES = {
     "loop": lambda x: jax.lax.scan(lambda c, r: (c + jax.lax.psum(r, "d"), c * r), x[0], x)[1],
     "branch": lambda x: jax.lax.cond(x[0, 0] > 5, lambda: 2 * x, lambda: x - 1),
     "turns": lambda x: jax.lax.while_loop(lambda c: c[0, 0] < 20, lambda c: c * 2, x + 1),
-    "rows": lambda x: x.at[jnp.array([1, 1, 7])].add(1.0) + jnp.take(x, jnp.array([0, 1]), axis=0, mode="clip"),
+    "rows": lambda x: (
+        x.at[jnp.array([1, 1, 7])].add(1.0) + jnp.take(x, jnp.array([0, 1]), axis=0, mode="clip")
+    ),
     "order": lambda x: jnp.sort(x, axis=1)[:, ::-1] + jnp.cumsum(x, 0) + jnp.argmax(x, 1)[:, None],
 }
 
@@ -294,8 +329,12 @@ def test_shadows_are_what_jax_computes(name: str) -> None:
     """Both the shadow and, where a program has sums and products only, the elements."""
     x = jnp.arange(18.0).reshape(6, 3) % 7
     fn = COLLECTIVES[name]
-    run = lambda mesh: jax.shard_map(fn, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=False)
-    ((found,),) = World().run(jax.make_jaxpr(run(AbstractMesh((3,), ("d",))))(x), [(lifted(x, x.dtype),)])
+    run = lambda mesh: jax.shard_map(
+        fn, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=False
+    )
+    ((found,),) = World().run(
+        jax.make_jaxpr(run(AbstractMesh((3,), ("d",))))(x), [(lifted(x, x.dtype),)]
+    )
     wanted = jax.vmap(fn, axis_name="d")(x.reshape(3, 2, 3))
     wanted = wanted.reshape(-1, *wanted.shape[2:])
     assert (found.shadow == wanted).all()

@@ -1,4 +1,5 @@
-"""Plans of the zoos of steps and of optimizers compute the step; `docs/verified.md` says which are refused."""
+"""Plans of the zoos of steps and of optimizers compute the step; `docs/verified.md` says which are
+refused."""
 
 from __future__ import annotations
 
@@ -55,6 +56,8 @@ def test_every_optimizer_trains_three_losses(optimizer: str, name: str, strategy
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("kind", CLASSES)
 @pytest.mark.parametrize("name", [case.name for case in step_zoo.CASES if case.loss is not None])
-def test_each_loss_is_trained_by_an_optimizer_of_each_class(name: str, kind: str, strategy: str) -> None:
+def test_each_loss_is_trained_by_an_optimizer_of_each_class(
+    name: str, kind: str, strategy: str
+) -> None:
     case = train(step_zoo.by_name(name), optimizer_zoo.Case(CLASSES[kind]))
     _check(verify(case, strategy))

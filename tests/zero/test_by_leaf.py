@@ -1,5 +1,6 @@
-"""Sharding by whole leaves: who owns what (Paddle's two rules), that ranks which update what they own compute what one
-device computes, and that what they move and hold is what bins of these leaves take."""
+"""Sharding by whole leaves: who owns what (Paddle's two rules), that ranks which update what they
+own compute what one device computes, and that what they move and hold is what bins of these leaves
+take."""
 
 from __future__ import annotations
 
@@ -40,7 +41,14 @@ from dtrans.zero.by_leaf.packing import Bins
 
 # -- who owns what ---------------------------------------------------------------------------------
 
-NET = {"fc_0.w_0": 32 * 64, "fc_0.b_0": 64, "fc_1.w_0": 64 * 256, "fc_1.b_0": 256, "fc_2.w_0": 256 * 2, "fc_2.b_0": 2}
+NET = {
+    "fc_0.w_0": 32 * 64,
+    "fc_0.b_0": 64,
+    "fc_1.w_0": 64 * 256,
+    "fc_1.b_0": 256,
+    "fc_2.w_0": 256 * 2,
+    "fc_2.b_0": 2,
+}
 GIANT = [1] * 7 + [1000]
 
 
@@ -96,7 +104,9 @@ def test_leaves_are_given_away_in_the_order_of_their_use(rule: str) -> None:
     assert [*plan.owned.owner.values()] == owners_of([*NET.values()], 2, rule)
     if rule == "use_order":
         assert plan.owned.loads == [18496, 770]
-        assert "rank 1 owns 770 elements of parameters: params/b2, params/w3, params/b3" in plan.notes
+        assert (
+            "rank 1 owns 770 elements of parameters: params/b2, params/w3, params/b3" in plan.notes
+        )
 
 
 def test_leaves_that_are_bound_together_have_one_owner() -> None:
@@ -118,7 +128,10 @@ def test_leaves_that_are_bound_together_have_one_owner() -> None:
 def test_bins_give_back_what_they_were_given() -> None:
     rng = np.random.default_rng(0)
     shapes = {"a": (2, 3), "b": (), "c": (4,), "none": (0, 2), "d": (1, 1)}
-    arrays = {n: jnp.asarray(rng.normal(size=s), jnp.bfloat16 if n == "c" else jnp.float32) for n, s in shapes.items()}
+    arrays = {
+        n: jnp.asarray(rng.normal(size=s), jnp.bfloat16 if n == "c" else jnp.float32)
+        for n, s in shapes.items()
+    }
     owner = {"a": 1, "b": 0, "c": 2, "none": 0, "d": 1}
     bins = Bins.of(arrays, owner, 3, "x")
     packed = bins.packed(arrays)
@@ -157,10 +170,18 @@ def check(
     m = MODELS[model]
     tx, params = m.around(tx), m.params(dtype)
     batches = [m.batch(s, dtype, rows=24) for s in range(steps)]  # type: ignore[call-arg]
-    plan = plan_of(m.loss, tx, params, *batches[0], degree=degree, replicas=replicas, partition=rule, **options)
+    plan = plan_of(
+        m.loss, tx, params, *batches[0], degree=degree, replicas=replicas, partition=rule, **options
+    )
     got = trained(plan, way, params, batches)
     want = alone(plain_step(m.loss, tx), init_of(tx), params, batches)
-    assert sum(not np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (got[0], params)), strict=True)) > 2
+    assert (
+        sum(
+            not np.array_equal(a, b)
+            for a, b in zip(*map(jax.tree.leaves, (got[0], params)), strict=True)
+        )
+        > 2
+    )
     tree_close(got, want, rtol)
 
 
@@ -196,9 +217,15 @@ def test_degrees_rules_and_groups(name: str, degree: int, rule: str, replicas: i
 @pytest.mark.parametrize("fuse", [32, 0], ids=["in one", "in parts"])
 @pytest.mark.parametrize(
     "name, degree, rule, replicas",
-    [("clip, muon", 2, "greedy_even", 1), ("adam", 3, "use_order", 1), ("momentum", 4, "greedy_even", 2)],
+    [
+        ("clip, muon", 2, "greedy_even", 1),
+        ("adam", 3, "use_order", 1),
+        ("momentum", 4, "greedy_even", 2),
+    ],
 )
-def test_gradients_in_parts_behind_each_other(name: str, degree: int, rule: str, replicas: int, fuse: float) -> None:
+def test_gradients_in_parts_behind_each_other(
+    name: str, degree: int, rule: str, replicas: int, fuse: float
+) -> None:
     check("uneven", OPTIMIZERS[name](), degree, rule, replicas, stage=2, bucket_MB=fuse)
 
 
@@ -217,7 +244,9 @@ def test_on_a_mesh(model: str, name: str, degree: int, rule: str, replicas: int)
 
 @pytest.mark.parametrize("way", ["simulate", "mesh"])
 def test_float32(way: str) -> None:
-    check("scan", OPTIMIZERS["clip, muon"](), 2, "greedy_even", way=way, dtype=jnp.float32, rtol=1e-5)
+    check(
+        "scan", OPTIMIZERS["clip, muon"](), 2, "greedy_even", way=way, dtype=jnp.float32, rtol=1e-5
+    )
 
 
 @pytest.mark.usefixtures("x64")
@@ -225,7 +254,10 @@ def test_float32(way: str) -> None:
 @pytest.mark.parametrize("way", ["simulate", "mesh"])
 def test_more_ranks_than_leaves(rule: str, way: str) -> None:
     tx = optax.chain(optax.clip_by_global_norm(0.05), optax.adam(0.1))
-    params, batches = mlp_params((5, 3), jnp.float64), [mlp_batch(8, (5, 3), jnp.float64, s) for s in range(3)]
+    params, batches = (
+        mlp_params((5, 3), jnp.float64),
+        [mlp_batch(8, (5, 3), jnp.float64, s) for s in range(3)],
+    )
     plan = plan_of(mlp_loss, tx, params, *batches[0], degree=4, partition=rule)
     assert plan.owned is not None
     assert plan.owned.loads == [15, 3, 0, 0]
@@ -251,7 +283,10 @@ def test_a_leaf_of_16_bits_beside_others(name: str) -> None:
 @pytest.mark.parametrize("degree", [2, 3])
 def test_a_gradient_that_enters_a_norm_and_no_update(degree: int) -> None:
     """A frozen leaf has an owner too: somebody must know its gradient."""
-    params, batches = mlp_params(dtype=jnp.float64), [mlp_batch(12, dtype=jnp.float64, seed=s) for s in range(3)]
+    params, batches = (
+        mlp_params(dtype=jnp.float64),
+        [mlp_batch(12, dtype=jnp.float64, seed=s) for s in range(3)],
+    )
     clip = optax.clip_by_global_norm(0.05)
 
     def step(p: Any, s: Any, *batch: Any) -> Any:
@@ -270,7 +305,16 @@ def test_a_gradient_that_enters_a_norm_and_no_update(degree: int) -> None:
     tree_close(got, alone(step, init, params, batches), 1e-12)
 
 
-FEW = ("adafactor", "sm3", "dog", "flatten", "noisy_sgd", "lookahead", "multi_transform", "apply_if_finite")
+FEW = (
+    "adafactor",
+    "sm3",
+    "dog",
+    "flatten",
+    "noisy_sgd",
+    "lookahead",
+    "multi_transform",
+    "apply_if_finite",
+)
 
 
 @pytest.mark.sampled(1)
@@ -291,7 +335,9 @@ def zoo_case(name: str, degree: int, rule: str) -> None:
     case = optimizer_zoo.CASES[name]
     params = case.params(jnp.float64)
     batches, init = given_gradients(case, params, degree), init_of(case.make())
-    plan = plan_of_step(zoo_step(case, None), init, params, *batches[0], kind="local", degree=degree, partition=rule)
+    plan = plan_of_step(
+        zoo_step(case, None), init, params, *batches[0], kind="local", degree=degree, partition=rule
+    )
     got = trained(plan, "simulate", params, batches)
     tree_close(got[:2], alone(zoo_step(case, degree), init, params, batches)[:2], 1e-12)
 
@@ -313,10 +359,14 @@ def zoo_case(name: str, degree: int, rule: str) -> None:
     ids=lambda o: next(iter(o)),
 )
 def test_options_do_what_they_do_to_rows(options: dict[str, Any]) -> None:
-    params, batches = mlp_params(dtype=jnp.float64), [mlp_batch(12, dtype=jnp.float64, seed=s) for s in range(3)]
+    params, batches = (
+        mlp_params(dtype=jnp.float64),
+        [mlp_batch(12, dtype=jnp.float64, seed=s) for s in range(3)],
+    )
     tx = OPTIMIZERS["clip, lamb"]()
     plans = [
-        plan_of(mlp_loss, tx, params, *batches[0], degree=2, partition=of, **options) for of in ("rows", "greedy_even")
+        plan_of(mlp_loss, tx, params, *batches[0], degree=2, partition=of, **options)
+        for of in ("rows", "greedy_even")
     ]
     both = [trained(plan, "simulate", params, batches) for plan in plans]
     tree_close(both[1], both[0], 1e-12)
@@ -325,7 +375,10 @@ def test_options_do_what_they_do_to_rows(options: dict[str, Any]) -> None:
 @pytest.mark.usefixtures("x64")
 def test_a_gradient_that_only_results_use() -> None:
     """It has no owner, and is reduced as it is."""
-    params, batches = mlp_params(dtype=jnp.float64), [mlp_batch(8, dtype=jnp.float64, seed=s) for s in range(2)]
+    params, batches = (
+        mlp_params(dtype=jnp.float64),
+        [mlp_batch(8, dtype=jnp.float64, seed=s) for s in range(2)],
+    )
     tx = optax.adam(0.1)
 
     def step(p: Any, s: Any, *batch: Any) -> Any:
@@ -339,7 +392,9 @@ def test_a_gradient_that_only_results_use() -> None:
     assert plan.owned is not None
     assert set(plan.owned.owner) == {"p/w2", "p/b2"}
     assert "p/w1 is whole on every rank: it is not updated" in plan.notes
-    tree_close(trained(plan, "simulate", params, batches), alone(step, init, params, batches), 1e-12)
+    tree_close(
+        trained(plan, "simulate", params, batches), alone(step, init, params, batches), 1e-12
+    )
 
 
 @pytest.mark.usefixtures("x64")
@@ -354,11 +409,19 @@ def test_weights_and_results_that_are_made_of_gradients(way: str) -> None:
     def step(p: Any, s: Any, *batch: Any) -> Any:
         (value, aux), grads = dtrans.value_and_grad(loss, has_aux=True)(p, *batch)
         updates, s = tx.update(grads, s, p)
-        return optax.apply_updates(p, updates), s, value, {**aux, "norm": optax.tree.norm(grads), "bias": grads["b"]}
+        return (
+            optax.apply_updates(p, updates),
+            s,
+            value,
+            {**aux, "norm": optax.tree.norm(grads), "bias": grads["b"]},
+        )
 
     rng = np.random.default_rng(0)
     params = {"w": jnp.asarray(rng.normal(size=(5, 3))), "b": jnp.asarray(rng.normal(size=3))}
-    batches = [(*numbers(s, jnp.float64), jnp.asarray(rng.integers(0, 2, 16), jnp.float64)) for s in range(3)]
+    batches = [
+        (*numbers(s, jnp.float64), jnp.asarray(rng.integers(0, 2, 16), jnp.float64))
+        for s in range(3)
+    ]
     both = [
         trained(
             plan_of_step(
@@ -380,12 +443,16 @@ def test_other_batch_shapes_and_keys() -> None:
     both = []
     for of in ("rows", "use_order"):
         plan = plan_of(loss, tx, params, *mlp_batch(8), key, degree=2, partition=of)
-        both.append(trained(plan, "simulate", params, [(*mlp_batch(rows), key) for rows in (8, 4, 12)]))
+        both.append(
+            trained(plan, "simulate", params, [(*mlp_batch(rows), key) for rows in (8, 4, 12)])
+        )
     tree_close(both[1], both[0], 1e-5)
 
 
 def test_a_plan_for_more_groups_has_the_same_owners() -> None:
-    plan = plan_of(mlp_loss, optax.adam(0.1), mlp_params(), *mlp_batch(), degree=2, partition="use_order")
+    plan = plan_of(
+        mlp_loss, optax.adam(0.1), mlp_params(), *mlp_batch(), degree=2, partition="use_order"
+    )
     more = plan.for_trainers(4)
     assert plan.owned is not None
     assert more.owned is not None
@@ -394,7 +461,9 @@ def test_a_plan_for_more_groups_has_the_same_owners() -> None:
 
 
 def test_one_rank_owns_everything_as_it_is() -> None:
-    plan = plan_of(mlp_loss, optax.adam(0.1), mlp_params(), *mlp_batch(), degree=1, partition="greedy_even")
+    plan = plan_of(
+        mlp_loss, optax.adam(0.1), mlp_params(), *mlp_batch(), degree=1, partition="greedy_even"
+    )
     assert plan.owned is None
     assert not any(is_communication(e) for e in equations(plan.program.jaxpr))
 
@@ -407,9 +476,12 @@ SIZES = (8, 16, 4)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("degree", [2, 4])
 def test_what_is_moved_and_held(rule: str, degree: int) -> None:
-    """One reduce_scatter and one all_gather, each of the longest rank's part from all; state is that of the longest."""
+    """One reduce_scatter and one all_gather, each of the longest rank's part from all; state is
+    that of the longest."""
     params = mlp_params(SIZES)
-    plan = plan_of(mlp_loss, optax.adam(0.1), params, *mlp_batch(8, SIZES), degree=degree, partition=rule)
+    plan = plan_of(
+        mlp_loss, optax.adam(0.1), params, *mlp_batch(8, SIZES), degree=degree, partition=rule
+    )
     assert plan.owned is not None
     elements, longest = sum(x.size for x in params.values()), max(plan.owned.loads)
     assert sum(plan.owned.loads) == elements
@@ -437,7 +509,8 @@ def positions(plan: Any, *names: str) -> list[int]:
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_gradients_are_scattered_when_all_of_a_part_are_made(stage: int) -> None:
-    """Parts are of as many bytes as was asked for, or of the largest leaf; no more is moved than in one."""
+    """Parts are of as many bytes as was asked for, or of the largest leaf; no more is moved than in
+    one."""
     sizes = (8,) * 9
     params, batch = mlp_params(sizes), mlp_batch(8, sizes)
     options: dict[str, Any] = {"degree": 2, "partition": "greedy_even", "stage": stage}
@@ -457,7 +530,11 @@ def test_gradients_are_scattered_when_all_of_a_part_are_made(stage: int) -> None
         assert all(between[:-1])
     for bucket, i in zip(plan.buckets, found, strict=True):
         assert plan.program.ops[i].attrs["name"] == bucket.name
-        assert bucket.nbytes == sum(v.aval.size * 4 for v in plan.program.jaxpr.jaxpr.eqns[i].invars) <= 2 * 64 * 4
+        assert (
+            bucket.nbytes
+            == sum(v.aval.size * 4 for v in plan.program.jaxpr.jaxpr.eqns[i].invars)
+            <= 2 * 64 * 4
+        )
 
 
 def test_groups_add_up_what_ranks_own() -> None:
@@ -477,23 +554,38 @@ def switches(plan: Any) -> list[Any]:
     return [e for e in plan.program.jaxpr.jaxpr.eqns if e.primitive.name == "cond"]
 
 
-@pytest.mark.parametrize("name, levels", [("muon", 1), ("adam", 1), ("lamb", 1), ("clip, muon", 2), ("muon, clip", 2)])
+@pytest.mark.parametrize(
+    "name, levels", [("muon", 1), ("adam", 1), ("lamb", 1), ("clip, muon", 2), ("muon, clip", 2)]
+)
 def test_one_switch_for_each_level(name: str, levels: int) -> None:
-    """Norms of whole leaves are where the leaves are; only what is of all leaves takes a level, and no branch talks."""
+    """Norms of whole leaves are where the leaves are; only what is of all leaves takes a level, and
+    no branch talks."""
     plan = plan_of(
-        mlp_loss, OPTIMIZERS[name](), mlp_params(SIZES), *mlp_batch(8, SIZES), degree=3, partition="greedy_even"
+        mlp_loss,
+        OPTIMIZERS[name](),
+        mlp_params(SIZES),
+        *mlp_batch(8, SIZES),
+        degree=3,
+        partition="greedy_even",
     )
     found = switches(plan)
     assert len(found) == levels
     for eqn in found:
         assert len(eqn.params["branches"]) == 3
-        assert not any(is_communication(e) for body in jaxprs_in_params(eqn.params) for e in equations(body))
-    moved = [op for op in plan.program.ops if op.type == all_reduce_p.name and op.attrs["name"] == "optimizer"]
+        assert not any(
+            is_communication(e) for body in jaxprs_in_params(eqn.params) for e in equations(body)
+        )
+    moved = [
+        op
+        for op in plan.program.ops
+        if op.type == all_reduce_p.name and op.attrs["name"] == "optimizer"
+    ]
     assert len(moved) == levels - 1
 
 
 def test_each_matrix_is_multiplied_by_one_rank() -> None:
-    """The work of Muon is shared out; what it makes at the first level it does not make again at the second."""
+    """The work of Muon is shared out; what it makes at the first level it does not make again at
+    the second."""
     shapes = {"a": (6, 6), "b": (6, 8), "c": (8, 6)}
     rng = np.random.default_rng(0)
     params = {n: jnp.asarray(rng.normal(size=s), jnp.float32) for n, s in shapes.items()}
@@ -502,7 +594,10 @@ def test_each_matrix_is_multiplied_by_one_rank() -> None:
     batch = jnp.ones((6, 6))
     plan = plan_of(loss, tx, params, batch, degree=3, partition="greedy_even")
     steps = [  # Newton-Schulz turns in a loop
-        [sum(e.primitive.name in ("scan", "while") for e in equations(body)) for body in eqn.params["branches"]]
+        [
+            sum(e.primitive.name in ("scan", "while") for e in equations(body))
+            for body in eqn.params["branches"]
+        ]
         for eqn in switches(plan)
     ]
     assert steps == [[1, 1, 1], [0, 0, 0]]
@@ -531,16 +626,25 @@ def test_state_is_in_bins_over_the_axis_and_told_whole() -> None:
 
 def test_the_program_is_the_same_each_time() -> None:
     make = lambda: plan_of(
-        mlp_loss, OPTIMIZERS["clip, muon"](), mlp_params(), *mlp_batch(), degree=3, partition="greedy_even"
+        mlp_loss,
+        OPTIMIZERS["clip, muon"](),
+        mlp_params(),
+        *mlp_batch(),
+        degree=3,
+        partition="greedy_even",
     )
     assert make().program.fingerprint == make().program.fingerprint
 
 
 def test_counts_are_made_outside_of_branches() -> None:
     """So that they are the same on all ranks, whatever a rank owns."""
-    plan = plan_of(mlp_loss, optax.adam(0.1), mlp_params(), *mlp_batch(), degree=2, partition="greedy_even")
+    plan = plan_of(
+        mlp_loss, optax.adam(0.1), mlp_params(), *mlp_batch(), degree=2, partition="greedy_even"
+    )
     count = next(n for n in plan.program.out_names if n.endswith("count"))
-    out: Any = dict(zip(plan.program.out_names, plan.program.jaxpr.jaxpr.outvars, strict=True))[count]
+    out: Any = dict(zip(plan.program.out_names, plan.program.jaxpr.jaxpr.outvars, strict=True))[
+        count
+    ]
     made = {v: e for e in plan.program.jaxpr.jaxpr.eqns for v in e.outvars}
     assert made[out].primitive.name not in ("cond", reduce_scatter_p.name, all_gather_p.name)
 
@@ -565,27 +669,45 @@ def test_state_that_has_the_name_of_bins() -> None:
 @pytest.mark.parametrize(
     "options, told",
     [
-        ({"stage": 2, "num_micro_batch": 2}, "partition='use_order' and num_micro_batch=2 in stage 2"),
+        (
+            {"stage": 2, "num_micro_batch": 2},
+            "partition='use_order' and num_micro_batch=2 in stage 2",
+        ),
         ({"stage": 3}, "partition='use_order' and stage=3"),
         ({"precision": "bf16"}, "partition='use_order' and precision='bf16'"),
     ],
 )
 def test_what_owners_cannot(options: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        plan_of(mlp_loss, optax.adam(0.1), mlp_params(), *mlp_batch(), degree=2, partition="use_order", **options)
+        plan_of(
+            mlp_loss,
+            optax.adam(0.1),
+            mlp_params(),
+            *mlp_batch(),
+            degree=2,
+            partition="use_order",
+            **options,
+        )
 
 
 def test_a_rule_that_there_is_not() -> None:
-    with pytest.raises(ConfigError, match="partition must be 'rows', 'greedy_even' or 'use_order', it is 'even'"):
+    with pytest.raises(
+        ConfigError, match="partition must be 'rows', 'greedy_even' or 'use_order', it is 'even'"
+    ):
         plan_of(mlp_loss, optax.adam(0.1), mlp_params(), *mlp_batch(), degree=2, partition="even")
 
 
 def test_the_state_of_another_plan() -> None:
     params, batch = mlp_params(), mlp_batch(8)
-    of = lambda degree, **options: plan_of(mlp_loss, optax.adam(0.1), params, *batch, degree=degree, **options)
+    of = lambda degree, **options: plan_of(
+        mlp_loss, optax.adam(0.1), params, *batch, degree=degree, **options
+    )
     job = job_of(of(2, partition="greedy_even"), fast=False)
     for other, told in (
-        (of(4, partition="greedy_even"), "opt_state/bins/float32 is float32.*take a state from one plan to another"),
+        (
+            of(4, partition="greedy_even"),
+            "opt_state/bins/float32 is float32.*take a state from one plan to another",
+        ),
         (of(2), "this is not a state of this job: it has no opt_state/bins/float32"),
     ):
         with pytest.raises(StateError, match=told):

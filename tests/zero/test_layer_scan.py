@@ -1,4 +1,5 @@
-"""Loops over layers in stage 3: what one loop makes of layers for another, and what neither may lose."""
+"""Loops over layers in stage 3: what one loop makes of layers for another, and what neither may
+lose."""
 
 from __future__ import annotations
 
@@ -25,7 +26,10 @@ Loss = Callable[..., Any]
 
 def start(**more: tuple[int, ...]) -> dict[str, jax.Array]:
     shapes = {"a": (LAYERS, D, D), "first": (5, D), "last": (D, 3), **more}
-    return {n: jax.random.normal(jax.random.fold_in(KEY, k), s) / 3 for k, (n, s) in enumerate(shapes.items())}
+    return {
+        n: jax.random.normal(jax.random.fold_in(KEY, k), s) / 3
+        for k, (n, s) in enumerate(shapes.items())
+    }
 
 
 X, Y = jax.random.normal(KEY, (8, 5)), jnp.linspace(-1, 1, 24).reshape(8, 3)
@@ -43,15 +47,21 @@ def casts(p: Any, x: jax.Array, y: jax.Array) -> jax.Array:
     return end(p, lax.scan(cast, x @ p["first"], p["a"])[0], y)
 
 
-def planned(loss: Loss, params: Any, has_aux: bool = False, batch: Any = (X, Y), **options: Any) -> ShardingPlan:
+def planned(
+    loss: Loss, params: Any, has_aux: bool = False, batch: Any = (X, Y), **options: Any
+) -> ShardingPlan:
     tx = optax.sgd(0.05)
     step = dtrans.make_train_step(loss, tx, has_aux=has_aux)
     init = lambda: (params, tx.init(params))
     main, startup = dtrans.trace(step, params, tx.init(params), *batch), dtrans.trace(init)
-    return flat_options.sharding(main, startup, **{"stage": 3, "degree": 4, "min_slice_size": 0, **options})
+    return flat_options.sharding(
+        main, startup, **{"stage": 3, "degree": 4, "min_slice_size": 0, **options}
+    )
 
 
-def check(loss: Loss, params: Any, rtol: float, has_aux: bool = False, batch: Any = (X, Y), **options: Any) -> Any:
+def check(
+    loss: Loss, params: Any, rtol: float, has_aux: bool = False, batch: Any = (X, Y), **options: Any
+) -> Any:
     """Three steps are those of one device; the plan."""
     tx = optax.sgd(0.05)
     step = jax.jit(dtrans.make_train_step(loss, tx, has_aux=has_aux))
@@ -63,7 +73,9 @@ def check(loss: Loss, params: Any, rtol: float, has_aux: bool = False, batch: An
             state, *_ = job.step(state, *batch)
             want, s, *_ = step(want, s, *batch)
         for n, x in job.params(state).items():
-            np.testing.assert_allclose(x - params[n], want[n] - params[n], rtol=rtol, atol=rtol / 50, err_msg=n)
+            np.testing.assert_allclose(
+                x - params[n], want[n] - params[n], rtol=rtol, atol=rtol / 50, err_msg=n
+            )
     return plan
 
 
@@ -87,8 +99,12 @@ def test_a_gradient_that_all_ranks_make_is_not_added_up() -> None:
     check(loss, start(), 1e-4, degree=2, replicas=2)
 
 
-@pytest.mark.parametrize("options", [{"compress": "bf16"}, {"clip_local_norm": 1e9}], ids=["compress", "clip"])
-def test_gradients_that_no_loop_scatters_are_made_of_layers_all_the_same(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options", [{"compress": "bf16"}, {"clip_local_norm": 1e9}], ids=["compress", "clip"]
+)
+def test_gradients_that_no_loop_scatters_are_made_of_layers_all_the_same(
+    options: dict[str, Any],
+) -> None:
     check(casts, start(), 6e-2, **options)
 
 
@@ -98,7 +114,11 @@ def test_layers_that_two_loops_read() -> None:
 
 def test_layers_that_another_loop_made() -> None:
     tanh = lambda h, w: (jnp.tanh(h @ w), None)
-    check(lambda p, x, y: end(p, lax.scan(tanh, x @ p["first"], lax.map(jnp.tanh, p["a"]))[0], y), start(), 1e-4)
+    check(
+        lambda p, x, y: end(p, lax.scan(tanh, x @ p["first"], lax.map(jnp.tanh, p["a"]))[0], y),
+        start(),
+        1e-4,
+    )
 
 
 def test_what_a_loop_makes_of_layers_may_be_a_result() -> None:
@@ -118,25 +138,36 @@ def test_gathers_wait_for_nothing_that_is_not_made() -> None:
 
 
 def test_a_gather_behind_a_loop_waits_for_what_the_loop_scattered() -> None:
-    """Else XLA may gather it before the loop, and keep it whole beside the gradients of all layers."""
+    """Else XLA may gather it before the loop, and keep it whole beside the gradients of all
+    layers."""
 
     def loss(p: Any, x: jax.Array, y: jax.Array) -> jax.Array:
-        h = jnp.tanh(jnp.tanh(x @ p["first"]) @ p["second"])  # whose backward reads "second" behind that of the loop
+        h = jnp.tanh(
+            jnp.tanh(x @ p["first"]) @ p["second"]
+        )  # whose backward reads "second" behind that of the loop
         return end(p, lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, p["a"])[0], y)
 
     params = start(second=(D, D))
     eqns = planned(loss, params, prefetch=0).program.eqns
     scattered = [v for e in eqns if e.primitive.name == "scan" for v in e.outvars]
     waits = [e for e in eqns if e.primitive.name == "after" and e.invars[1] in scattered]
-    gathers = [e for e in eqns if e.primitive.name == "all_gather" and e.params["name"] == "params/second"]
+    gathers = [
+        e for e in eqns if e.primitive.name == "all_gather" and e.params["name"] == "params/second"
+    ]
     assert len(gathers) == 2 and gathers[1].invars[0] in [v for e in waits for v in e.outvars]
     check(loss, params, 1e-4)
 
 
 def test_keys_and_constants_beside_layers() -> None:
     def loss(p: Any, x: jax.Array, y: jax.Array, key: jax.Array) -> jax.Array:
-        drop = jax.checkpoint(lambda h, w, k: jnp.tanh(h @ w) * jax.random.bernoulli(k, 1.0, h.shape))
-        h, _ = lax.scan(lambda h, a: (drop(h, *a), None), x @ p["first"], (p["a"], jax.random.split(key, LAYERS)))
+        drop = jax.checkpoint(
+            lambda h, w, k: jnp.tanh(h @ w) * jax.random.bernoulli(k, 1.0, h.shape)
+        )
+        h, _ = lax.scan(
+            lambda h, a: (drop(h, *a), None),
+            x @ p["first"],
+            (p["a"], jax.random.split(key, LAYERS)),
+        )
         return end(p, h, y)
 
     check(loss, start(), 1e-4, batch=(X, Y, jax.random.key(1)))

@@ -1,4 +1,5 @@
-"""Stage 3 on many shapes of loops: one layer is whole at a time, whatever the way to it; numbers are one device's."""
+"""Stage 3 on many shapes of loops: one layer is whole at a time, whatever the way to it; numbers
+are one device's."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ ROWS, LAYERS, WIDTH = 8, 8, 6
 ADAM = optax.adam(1e-2)
 
 
-def planned(name: str, dtype: Any, layers: int = LAYERS, width: int = WIDTH, **options: Any) -> tuple[Any, Any, Any]:
+def planned(
+    name: str, dtype: Any, layers: int = LAYERS, width: int = WIDTH, **options: Any
+) -> tuple[Any, Any, Any]:
     shape = SHAPES[name]
     params = shape.params(layers, width, dtype)
     x = jnp.asarray(np.random.default_rng(0).normal(size=(ROWS, width)), dtype)
@@ -82,7 +85,9 @@ def test_nothing_makes_a_stack_of_whole_layers(name: str) -> None:
     least = min(np.prod(shape) for shape in SHAPES[name].leaves(16, 24).values())
     outs = [(e, v.aval) for e in equations(plan.program.jaxpr) for v in e.outvars]
     large = [e for e, t in outs if t.shape[-2:] == (24, 24) and 2 * t.size >= least]
-    if name != "no loop, p[0], p[1], ...":  # whose gradients JAX pads to the size of the stack, to add them up
+    if (
+        name != "no loop, p[0], p[1], ..."
+    ):  # whose gradients JAX pads to the size of the stack, to add them up
         assert [e.primitive.name for e in large if e.primitive.name != "broadcast_in_dim"] == []
 
 
@@ -98,14 +103,20 @@ def test_no_rank_gathers_in_a_branch_that_its_own_rows_choose() -> None:
     params = SHAPES["a scan"].params(LAYERS, WIDTH)
     init = lambda: (params, ADAM.init(params))
     main = dtrans.trace(dtrans.make_train_step(loss, ADAM), *init(), jnp.ones((ROWS, WIDTH)))
-    plan = flat_options.sharding(main, dtrans.trace(init), stage=3, degree=2, min_slice_size=0, kind="local")
+    plan = flat_options.sharding(
+        main, dtrans.trace(init), stage=3, degree=2, min_slice_size=0, kind="local"
+    )
     branches = [e for e in equations(plan.program.jaxpr) if e.primitive.name == "cond"]
-    inside = [x.primitive.name for e in branches for b in e.params["branches"] for x in equations(b)]
+    inside = [
+        x.primitive.name for e in branches for b in e.params["branches"] for x in equations(b)
+    ]
     assert branches and "all_gather" not in inside
 
 
 @pytest.mark.parametrize("name", ["a scan", "and sum(p**2) in the loss"])
-def test_a_step_that_donates_its_state_needs_a_quarter_of_its_parameters_beside_activations(name: str) -> None:
+def test_a_step_that_donates_its_state_needs_a_quarter_of_its_parameters_beside_activations(
+    name: str,
+) -> None:
     """Slices of gradients, an eighth, and a layer or its gradient, a sixteenth."""
     shape, layers, width, rows = SHAPES[name], 16, 512, 64
     types = jax.eval_shape(lambda: shape.params(layers, width))

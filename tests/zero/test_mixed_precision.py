@@ -1,4 +1,5 @@
-"""Mixed precision of sharding: what is in 16 bits, what the loss is scaled by, and that all ranks agree."""
+"""Mixed precision of sharding: what is in 16 bits, what the loss is scaled by, and that all ranks
+agree."""
 
 from __future__ import annotations
 
@@ -92,15 +93,25 @@ FOLLOWS = [(name, amp, stage) for name in MODELS for amp in ("bf16", "fp16") for
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "amp", "stage"),
-    [pytest.param(*case, marks=[] if k % 3 == k // 3 % 3 else pytest.mark.soak) for k, case in enumerate(FOLLOWS)],
+    [
+        pytest.param(*case, marks=[] if k % 3 == k // 3 % 3 else pytest.mark.soak)
+        for k, case in enumerate(FOLLOWS)
+    ],
 )
 def test_training_follows_one_device(name: str, amp: str, stage: int) -> None:
-    """The update of the first step points where that of one device does, and the loss goes as its does."""
+    """The update of the first step points where that of one device does, and the loss goes as its
+    does."""
     loss, params = MODELS[name]
     tx = optax.sgd(0.5)
     main, startup, step, init = programs(loss, params, tx, X, Y)
     job = dtrans.sharding(
-        main, startup, stage=stage, degree=4, replicas=2, precision=amp, slices=dtrans.Slicing(min_slice_size=0)
+        main,
+        startup,
+        stage=stage,
+        degree=4,
+        replicas=2,
+        precision=amp,
+        slices=dtrans.Slicing(min_slice_size=0),
     ).simulate()
     state, want = job.init(KEY), init(KEY)
     start = flat(want[0])
@@ -109,7 +120,9 @@ def test_training_follows_one_device(name: str, amp: str, stage: int) -> None:
         x = X * (1 + k)
         state, l = job.step(state, x, Y)
         *want, expected = one(*want, x, Y)
-        assert abs(float(l - expected)) < (2e-3 if amp == "bf16" else 2e-4) * max(1.0, float(expected))
+        assert abs(float(l - expected)) < (2e-3 if amp == "bf16" else 2e-4) * max(
+            1.0, float(expected)
+        )
         if not k:
             ours, theirs = flat(job.params(state)) - start, flat(want[0]) - start
             cosine = ours @ theirs / np.linalg.norm(ours) / np.linalg.norm(theirs)
@@ -131,7 +144,8 @@ def test_the_mesh_gives_the_numbers_of_one_device_in_float16(stage: int) -> None
 
 @pytest.mark.parametrize("scaling", [1.0, dtrans.LossScaling(initial=4096.0)])
 def test_a_scale_changes_nothing_that_fits(scaling: Any) -> None:
-    """Powers of two: float16 gradients are the same bits further up, where none is too small or too large."""
+    """Powers of two: float16 gradients are the same bits further up, where none is too small or too
+    large."""
     tx = optax.sgd(0.5)
     states = []
     for s in (scaling, 256.0):
@@ -159,9 +173,15 @@ def test_half_the_bytes_are_moved(name: str, amp: str) -> None:
 def test_what_is_read_both_ways_is_gathered_once_as_it_is() -> None:
     ids = jnp.arange(BATCH) % 8
     main, startup, *_ = programs(
-        embedded, lambda key: {"table": jax.random.normal(key, (8, D))}, optax.sgd(0.1), ids, jnp.ones((BATCH, 8))
+        embedded,
+        lambda key: {"table": jax.random.normal(key, (8, D))},
+        optax.sgd(0.1),
+        ids,
+        jnp.ones((BATCH, 8)),
     )
-    plan = dtrans.sharding(main, startup, stage=1, degree=4, precision="bf16", slices=dtrans.Slicing(min_slice_size=0))
+    plan = dtrans.sharding(
+        main, startup, stage=1, degree=4, precision="bf16", slices=dtrans.Slicing(min_slice_size=0)
+    )
     (gather,) = [op for op in plan.program.ops if op.type == "all_gather"]
     assert plan.traffic()["all_gather", "shard"] == 4 * 8 * D
     assert gather.outputs == ("params/table.gathered",)
@@ -175,8 +195,14 @@ def test_ranks_hold_slices_in_32_bits_alone(stage: int) -> None:
 
 
 def test_products_are_in_16_bits_and_nothing_else() -> None:
-    ops = [op for op in plan_of("mlp", stage=1, precision="bf16").program.ops if op.role in ("forward", "backward")]
-    assert {str(op.attrs["preferred_element_type"]) for op in ops if op.type == "dot_general"} == {"bfloat16"}
+    ops = [
+        op
+        for op in plan_of("mlp", stage=1, precision="bf16").program.ops
+        if op.role in ("forward", "backward")
+    ]
+    assert {str(op.attrs["preferred_element_type"]) for op in ops if op.type == "dot_general"} == {
+        "bfloat16"
+    }
     plan = plan_of("mlp", stage=1, precision="bf16")
     others = [
         v.aval.dtype
@@ -188,10 +214,13 @@ def test_products_are_in_16_bits_and_nothing_else() -> None:
 
 
 def test_nothing_is_cast_in_vain() -> None:
-    """No change of type whose result nobody reads, and none of a value that was wider a moment ago."""
+    """No change of type whose result nobody reads, and none of a value that was wider a moment
+    ago."""
     plan = plan_of("mlp", stage=2, precision="bf16")
     eqns = plan.program.jaxpr.jaxpr.eqns
-    read = {id(a) for e in eqns for a in e.invars} | {id(a) for a in plan.program.jaxpr.jaxpr.outvars}
+    read = {id(a) for e in eqns for a in e.invars} | {
+        id(a) for a in plan.program.jaxpr.jaxpr.outvars
+    }
     casts = [e for e in eqns if e.primitive.name == "convert_element_type"]
     assert casts and all(id(e.outvars[0]) in read for e in casts)
 
@@ -201,7 +230,10 @@ def test_gradients_are_reduced_in_16_bits_and_others_are_not() -> None:
     scatters = [e for e in plan.program.jaxpr.jaxpr.eqns if e.primitive.name == "reduce_scatter"]
     kinds = {str(a.aval.dtype) for e in scatters for a in e.invars}
     assert kinds == {"bfloat16", "float32"}  # weights, biases
-    moved = {kind: sum(a.aval.size for e in scatters for a in e.invars if str(a.aval.dtype) == kind) for kind in kinds}
+    moved = {
+        kind: sum(a.aval.size for e in scatters for a in e.invars if str(a.aval.dtype) == kind)
+        for kind in kinds
+    }
     assert moved == {"bfloat16": LAYERS * D * D, "float32": LAYERS * D}
 
 
@@ -219,10 +251,15 @@ SOAK = pytest.mark.soak
         (5, 2, "simulate"),
         (5, 3, "on_mesh"),
         *(pytest.param(5 - r, s, "simulate", marks=SOAK) for r, s in ((0, 1), (5, 2), (5, 3))),
-        *(pytest.param(r, s, "on_mesh", marks=SOAK) for r, s in ((0, 1), (5, 1), (0, 2), (5, 2), (0, 3))),
+        *(
+            pytest.param(r, s, "on_mesh", marks=SOAK)
+            for r, s in ((0, 1), (5, 1), (0, 2), (5, 2), (0, 3))
+        ),
     ],
 )
-def test_one_gradient_that_is_not_finite_changes_nothing_anywhere(stage: int, rank: int, how: str) -> None:
+def test_one_gradient_that_is_not_finite_changes_nothing_anywhere(
+    stage: int, rank: int, how: str
+) -> None:
     plan = plan_of("mlp", stage=stage, precision="fp16", degree=4, replicas=2)
     job = getattr(plan, how)(donate=False) if how == "on_mesh" else plan.simulate()
     before, _ = job.step(job.init(KEY), X, Y)
@@ -239,7 +276,9 @@ def test_one_gradient_that_is_not_finite_changes_nothing_anywhere(stage: int, ra
 
 def test_an_overflow_alone_is_found() -> None:
     """A gradient that is finite, but not when it is scaled."""
-    job = plan_of("mlp", stage=2, precision="fp16", loss_scaling=dtrans.LossScaling(initial=2.0**40)).simulate()
+    job = plan_of(
+        "mlp", stage=2, precision="fp16", loss_scaling=dtrans.LossScaling(initial=2.0**40)
+    ).simulate()
     state = job.init(KEY)
     start = flat(job.params(state))
     for k in range(1, 4):
@@ -273,7 +312,9 @@ def test_a_fixed_scale_never_skips() -> None:
 def test_the_scale_saves_gradients_that_float16_would_lose() -> None:
     """Gradients of 1e-8 and less are nothing in float16; with their scale they train."""
     tiny = lambda params, x: jnp.mean(x @ params["w"]) * 1e-6
-    main, startup, *_ = programs(tiny, lambda key: {"w": jnp.ones((8, 4))}, optax.sgd(1e6), jnp.ones((8, 8)))
+    main, startup, *_ = programs(
+        tiny, lambda key: {"w": jnp.ones((8, 4))}, optax.sgd(1e6), jnp.ones((8, 8))
+    )
     moved = {}
     for scale in (1.0, 2.0**15):
         job = dtrans.sharding(
@@ -329,8 +370,11 @@ def test_micro_steps_are_scaled_too() -> None:
 @pytest.mark.parametrize("scaling", [64.0, dtrans.LossScaling(initial=2.0**15)])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("clip", [1e-2, 1e3])
-def test_gradients_are_clipped_as_they_are_without_the_scale(clip: float, stage: int, scaling: Any) -> None:
-    """Each rank clips its own gradient, then these are averaged: a norm far above the bound, and one far below."""
+def test_gradients_are_clipped_as_they_are_without_the_scale(
+    clip: float, stage: int, scaling: Any
+) -> None:
+    """Each rank clips its own gradient, then these are averaged: a norm far above the bound, and
+    one far below."""
     loss, params = MODELS["mlp"]
     start, parts = params(KEY), 2
     wanted = jax.tree.map(jnp.zeros_like, start)
@@ -340,7 +384,13 @@ def test_gradients_are_clipped_as_they_are_without_the_scale(clip: float, stage:
         own, _ = optax.clip_by_global_norm(clip).update(own, optax.EmptyState())
         wanted = jax.tree.map(lambda a, b: a + b / parts, wanted, own)
     plan = plan_of(
-        "mlp", optax.sgd(1.0), stage=stage, precision="fp16", degree=parts, clip_local_norm=clip, loss_scaling=scaling
+        "mlp",
+        optax.sgd(1.0),
+        stage=stage,
+        precision="fp16",
+        degree=parts,
+        clip_local_norm=clip,
+        loss_scaling=scaling,
     )
     job = plan.simulate()
     state, _ = job.step(job.init(KEY), X, Y)
@@ -374,7 +424,9 @@ def test_leaves_of_float16_learn_under_any_scale(scale: float, dynamic: bool) ->
         slices=dtrans.Slicing(min_slice_size=0),
     ).simulate()
     state, _ = job.step(job.init(KEY), x)
-    np.testing.assert_allclose(np.asarray(job.params(state)["w"], np.float32), 1 - 0.1 / 4, rtol=1e-3)
+    np.testing.assert_allclose(
+        np.asarray(job.params(state)["w"], np.float32), 1 - 0.1 / 4, rtol=1e-3
+    )
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -388,20 +440,36 @@ def test_a_step_that_is_skipped_leaves_statistics_as_they_were(stage: int) -> No
 
         (loss, mean), grads = dtrans.value_and_grad(loss_fn, has_aux=True)(params["weights"])
         updates, opt_state = tx.update(grads, opt_state, params["weights"])
-        seen = {"mean": 0.9 * params["seen"]["mean"] + 0.1 * mean, "steps": params["seen"]["steps"] + 1}
-        return {"weights": optax.apply_updates(params["weights"], updates), "seen": seen}, opt_state, loss
+        seen = {
+            "mean": 0.9 * params["seen"]["mean"] + 0.1 * mean,
+            "steps": params["seen"]["steps"] + 1,
+        }
+        return (
+            {"weights": optax.apply_updates(params["weights"], updates), "seen": seen},
+            opt_state,
+            loss,
+        )
 
     def init(key: jax.Array) -> Any:
         weights = {"w": jax.random.normal(key, (D, 4))}
-        return {"weights": weights, "seen": {"mean": jnp.zeros(D), "steps": jnp.int32(0)}}, tx.init(weights)
+        return {"weights": weights, "seen": {"mean": jnp.zeros(D), "steps": jnp.int32(0)}}, tx.init(
+            weights
+        )
 
     main, startup = dtrans.trace(step, *init(KEY), X), dtrans.trace(init, KEY)
-    options = {"stage": stage, "degree": 4, "precision": "fp16", "loss_scaling": dtrans.LossScaling(initial=256.0)}
+    options = {
+        "stage": stage,
+        "degree": 4,
+        "precision": "fp16",
+        "loss_scaling": dtrans.LossScaling(initial=256.0),
+    }
     job = flat_options.sharding(main, startup, **options, min_slice_size=0).simulate()
     once, _ = job.step(job.init(KEY), X)
     after, _ = job.step(once, X.at[3, 2].set(jnp.inf))
     np.testing.assert_array_equal(flat(job.params(after)), flat(job.params(once)))
-    assert np.isfinite(flat(job.params(after))).all() and int(job.params(once)["seen"]["steps"]) == 1
+    assert (
+        np.isfinite(flat(job.params(after))).all() and int(job.params(once)["seen"]["steps"]) == 1
+    )
 
 
 @pytest.mark.parametrize("amp", ["bf16", "fp16"])
@@ -409,19 +477,31 @@ def test_a_linear_solve_keeps_its_rules(amp: str) -> None:
     """JAX keeps the bodies of a linear solve in a tuple that has names."""
 
     def loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
-        return jnp.mean((jnp.linalg.solve(jnp.eye(D) * 4 + params["a"], x.T).T @ params["w"] - y) ** 2)
+        return jnp.mean(
+            (jnp.linalg.solve(jnp.eye(D) * 4 + params["a"], x.T).T @ params["w"] - y) ** 2
+        )
 
     def params(key: jax.Array) -> Any:
-        return {"a": 0.1 * jax.random.normal(key, (D, D)), "w": jax.random.normal(key, (D, D)) / D**0.5}
+        return {
+            "a": 0.1 * jax.random.normal(key, (D, D)),
+            "w": jax.random.normal(key, (D, D)) / D**0.5,
+        }
 
     main, startup, step, init = programs(loss, params, optax.sgd(0.5), X, Y)
     want, *_ = step(*init(KEY), X, Y)
     for stage in (1, 3):
         job = dtrans.sharding(
-            main, startup, stage=stage, degree=4, precision=amp, slices=dtrans.Slicing(min_slice_size=0)
+            main,
+            startup,
+            stage=stage,
+            degree=4,
+            precision=amp,
+            slices=dtrans.Slicing(min_slice_size=0),
         ).on_mesh()
         state, _ = job.step(job.init(KEY), X, Y)
-        np.testing.assert_allclose(flat(job.params(state)), flat(want), atol=2e-2 if amp == "bf16" else 2e-3)
+        np.testing.assert_allclose(
+            flat(job.params(state)), flat(want), atol=2e-2 if amp == "bf16" else 2e-3
+        )
 
 
 # -- what is refused -------------------------------------------------------------------------------
@@ -437,7 +517,9 @@ def test_a_loss_whose_derivative_is_not_marked_cannot_be_scaled() -> None:
 
     init = lambda key: (mlp_params(key), tx.init(mlp_params(key)))
     main, startup = dtrans.trace(step, *init(KEY), X, Y), dtrans.trace(init, KEY)
-    with pytest.raises(GradientError, match=r"the loss of step cannot be scaled, .* dtrans.value_and_grad"):
+    with pytest.raises(
+        GradientError, match=r"the loss of step cannot be scaled, .* dtrans.value_and_grad"
+    ):
         dtrans.sharding(main, startup, stage=1, degree=2, precision="fp16")
     dtrans.sharding(main, startup, stage=1, degree=2, precision="bf16")
 
@@ -445,10 +527,23 @@ def test_a_loss_whose_derivative_is_not_marked_cannot_be_scaled() -> None:
 def test_a_scale_that_is_infinite_in_the_type_of_the_loss_is_refused() -> None:
     low = lambda params, x: jnp.mean(x @ params["w"])
     x = jnp.ones((8, 8), jnp.float16)
-    main, startup, *_ = programs(low, lambda key: {"w": jnp.ones((8, 4), jnp.float16)}, optax.sgd(0.1), x)
-    with pytest.raises(ConfigError, match=r"loss_scaling=65536.0 is infinite in float16, the type of the loss of step"):
-        dtrans.sharding(main, startup, stage=1, degree=2, precision=dtrans.Precision("fp16", loss_scaling=65536.0))
-    dtrans.sharding(main, startup, stage=1, degree=2, precision=dtrans.Precision("fp16", loss_scaling=32768.0))
+    main, startup, *_ = programs(
+        low, lambda key: {"w": jnp.ones((8, 4), jnp.float16)}, optax.sgd(0.1), x
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"loss_scaling=65536.0 is infinite in float16, the type of the loss of step",
+    ):
+        dtrans.sharding(
+            main,
+            startup,
+            stage=1,
+            degree=2,
+            precision=dtrans.Precision("fp16", loss_scaling=65536.0),
+        )
+    dtrans.sharding(
+        main, startup, stage=1, degree=2, precision=dtrans.Precision("fp16", loss_scaling=32768.0)
+    )
 
 
 @pytest.mark.parametrize(
@@ -456,16 +551,34 @@ def test_a_scale_that_is_infinite_in_the_type_of_the_loss_is_refused() -> None:
     [
         ({"precision": "fp8"}, r"precision must be 'fp16', 'bf16' or None, it is 'fp8'"),
         ({"precision": "bf16", "compress": "bf16"}, r"precision='bf16' and compress='bf16'"),
-        ({"loss_scaling": 8.0}, r"loss_scaling=.* is for precision='fp16' or 'bf16', which is None"),
+        (
+            {"loss_scaling": 8.0},
+            r"loss_scaling=.* is for precision='fp16' or 'bf16', which is None",
+        ),
         (
             {"precision": "fp16", "loss_scaling": 0.0},
             r"initial must be a number from 1 to 3.4e38, it is 0.0",
         ),
-        ({"precision": "fp16", "loss_scaling": 0.5}, r"initial must be a number from 1 to 3.4e38, it is 0.5"),
-        ({"precision": "fp16", "loss_scaling": float("inf")}, r"initial must be a number from 1 to 3.4e38, it is inf"),
-        ({"precision": "fp16", "loss_scaling": float("nan")}, r"initial must be a number from 1 to 3.4e38, it is nan"),
-        ({"precision": "fp16", "loss_scaling": 1e39}, r"initial must be a number from 1 to 3.4e38, it is 1e\+39"),
-        ({"precision": "fp16", "loss_scaling": True}, r"must be a number, a LossScaling or None; it is True"),
+        (
+            {"precision": "fp16", "loss_scaling": 0.5},
+            r"initial must be a number from 1 to 3.4e38, it is 0.5",
+        ),
+        (
+            {"precision": "fp16", "loss_scaling": float("inf")},
+            r"initial must be a number from 1 to 3.4e38, it is inf",
+        ),
+        (
+            {"precision": "fp16", "loss_scaling": float("nan")},
+            r"initial must be a number from 1 to 3.4e38, it is nan",
+        ),
+        (
+            {"precision": "fp16", "loss_scaling": 1e39},
+            r"initial must be a number from 1 to 3.4e38, it is 1e\+39",
+        ),
+        (
+            {"precision": "fp16", "loss_scaling": True},
+            r"must be a number, a LossScaling or None; it is True",
+        ),
     ],
 )
 def test_options_that_cannot_be(options: dict[str, Any], message: str) -> None:

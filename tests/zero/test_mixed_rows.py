@@ -1,4 +1,5 @@
-"""Optimizers that mix the rows of a leaf: ranks hold slices of leaves and state, and the numbers are one device's."""
+"""Optimizers that mix the rows of a leaf: ranks hold slices of leaves and state, and the numbers
+are one device's."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ pytestmark = pytest.mark.usefixtures("x64")
 
 
 def shampoo(rate: float = 0.1) -> Any:
-    """Precondition the rows and the columns of matrices, as Shampoo does, with plain powers of statistics."""
+    """Precondition the rows and the columns of matrices, as Shampoo does, with plain powers of
+    statistics."""
 
     def power(statistics: jax.Array) -> jax.Array:
         values, vectors = jnp.linalg.eigh(statistics)
@@ -52,7 +54,12 @@ OPTIMIZERS: Mapping[str, Callable[[], Any]] = {
     "lamb": lambda: optax.lamb(0.01),
     "lbfgs": lambda: optax.lbfgs(0.1, linesearch=None),
 }
-CASES = [(tx, model, stage) for tx in OPTIMIZERS for model in ("uneven", "transformer", "scan") for stage in (1, 2, 3)]
+CASES = [
+    (tx, model, stage)
+    for tx in OPTIMIZERS
+    for model in ("uneven", "transformer", "scan")
+    for stage in (1, 2, 3)
+]
 
 
 def planned(optimizer: str, model: str, stage: int, **options: Any) -> tuple[Any, Any, Any, Any]:
@@ -60,7 +67,12 @@ def planned(optimizer: str, model: str, stage: int, **options: Any) -> tuple[Any
     params, tx = case.params(jnp.float64), case.around(OPTIMIZERS[optimizer]())
     step, init = dtrans.make_train_step(case.loss, tx), init_of(tx)
     batches = [case.batch(seed, jnp.float64) for seed in range(3)]
-    return plan_of_step(step, init, params, *batches[0], stage=stage, degree=DEGREE, **options), step, init, batches
+    return (
+        plan_of_step(step, init, params, *batches[0], stage=stage, degree=DEGREE, **options),
+        step,
+        init,
+        batches,
+    )
 
 
 @pytest.mark.sampled(6)
@@ -93,7 +105,9 @@ def test_state_is_shared_by_all_ranks(optimizer: str) -> None:
 def test_one_of_two_factors_is_cut() -> None:
     """Ranks would gather the other factor of Adafactor's statistics in each step."""
     plan, *_ = planned("adafactor", "transformer", 1)
-    matrices = [n.rpartition("/")[2] for n in plan.main.args[0].names if plan.main.inputs[n].ndim == 2]
+    matrices = [
+        n.rpartition("/")[2] for n in plan.main.args[0].names if plan.main.inputs[n].ndim == 2
+    ]
     cut = [n.rpartition("/")[2] for n in plan.slices.state if "/v_row/" in n or "/v_col/" in n]
     assert sorted(cut) == sorted(matrices)
 
@@ -125,6 +139,10 @@ def test_small_statistics_stay_whole() -> None:
 
     tx, params = optax.GradientTransformation(init, update), {"w": jnp.ones((8, 20))}
     step = dtrans.make_train_step(lambda p, x: jnp.mean((x @ p["w"]) ** 2), tx)
-    plan = plan_of_step(step, init_of(tx), params, jnp.ones((4, 8)), degree=DEGREE, min_slice_size=100)
-    assert {n.rpartition("/")[0] for n in plan.slices.state} == {"opt_state/0/1"}  # of columns: 20 x 20
+    plan = plan_of_step(
+        step, init_of(tx), params, jnp.ones((4, 8)), degree=DEGREE, min_slice_size=100
+    )
+    assert {n.rpartition("/")[0] for n in plan.slices.state} == {
+        "opt_state/0/1"
+    }  # of columns: 20 x 20
     assert plan.memory()["padding"] == 0

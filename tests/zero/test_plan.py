@@ -1,4 +1,5 @@
-"""Sharding by structure: which collectives there are and where, bytes that are moved and held, what is refused."""
+"""Sharding by structure: which collectives there are and where, bytes that are moved and held, what
+is refused."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ ROUND = (8, 16, 24, 8)
 def round_params() -> dict[str, jax.Array]:
     rng = np.random.default_rng(0)
     shapes = {f"w{i}": (ROUND[i], ROUND[i + 1]) for i in range(3)}
-    return {n: jnp.asarray(rng.normal(size=s) / 4, jnp.float32) for n, s in shapes.items()} | {"scale": jnp.ones(())}
+    return {n: jnp.asarray(rng.normal(size=s) / 4, jnp.float32) for n, s in shapes.items()} | {
+        "scale": jnp.ones(())
+    }
 
 
 def round_loss(p: Any, x: jax.Array) -> jax.Array:
@@ -56,7 +59,9 @@ def round_plan(tx: Any = ADAM, **options: Any) -> Any:
 
 def uneven_plan(**options: Any) -> Any:
     m = MODELS["uneven"]
-    return plan_of(m.loss, m.around(ADAM), m.params(jnp.float32), *m.batch(0, jnp.float32), **options)
+    return plan_of(
+        m.loss, m.around(ADAM), m.params(jnp.float32), *m.batch(0, jnp.float32), **options
+    )
 
 
 # -- looking at programs ---------------------------------------------------------------------------
@@ -116,7 +121,9 @@ def test_stage_1_scatters_behind_the_backward_pass(fuse: float) -> None:
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("model", ["uneven", "transformer"])
 @pytest.mark.parametrize("fuse", [0, 1e-3, 32])
-def test_stages_2_and_3_scatter_right_after_the_last_gradient_of_a_bucket(fuse: float, model: str, stage: int) -> None:
+def test_stages_2_and_3_scatter_right_after_the_last_gradient_of_a_bucket(
+    fuse: float, model: str, stage: int
+) -> None:
     m = MODELS[model]
     plan = plan_of(
         m.loss, m.around(ADAM), m.params(jnp.float32), *m.batch(0, jnp.float32), stage=stage, degree=4,
@@ -142,7 +149,13 @@ def test_stages_2_and_3_scatter_right_after_the_last_gradient_of_a_bucket(fuse: 
 def test_what_stage_3_gathers_is_read_in_one_direction(model: str, prefetch: int) -> None:
     m = MODELS[model]
     plan = plan_of(
-        m.loss, m.around(ADAM), m.params(jnp.float32), *m.batch(0, jnp.float32), stage=3, degree=4, prefetch=prefetch
+        m.loss,
+        m.around(ADAM),
+        m.params(jnp.float32),
+        *m.batch(0, jnp.float32),
+        stage=3,
+        degree=4,
+        prefetch=prefetch,
     )
     gathers = of_type(plan, "all_gather")
     for _, e in gathers:
@@ -153,7 +166,9 @@ def test_what_stage_3_gathers_is_read_in_one_direction(model: str, prefetch: int
         assert counts.pop("params/unread") == 0
         assert counts.pop("params/w1") == counts.pop("params/b1") == counts.pop("params/b2") == 1
     else:
-        assert counts.pop("params/embedding") == 3  # looked up, then multiplied with, and again in the backward pass
+        assert (
+            counts.pop("params/embedding") == 3
+        )  # looked up, then multiplied with, and again in the backward pass
         assert [counts.pop(f"params/{i}_up_bias") for i in range(2)] == [1, 1]
     assert set(counts.values()) == {2}
     assert not any(v in opened(plan.program.jaxpr).outvars for _, e in gathers for v in e.outvars)
@@ -196,7 +211,9 @@ def test_a_leaf_that_is_read_again_much_later_is_gathered_again(others: int) -> 
 
     params = {"tied": jnp.ones((8, 4)), **{f"w{i}": jnp.ones((4, 4)) for i in range(others)}}
     plan = plan_of(loss, ADAM, params, X, stage=3, degree=4)
-    assert whole_names(plan, "all_gather").count("params/tied") == (2 if others == KEPT_WINDOWS else 3)
+    assert whole_names(plan, "all_gather").count("params/tied") == (
+        2 if others == KEPT_WINDOWS else 3
+    )
 
 
 def test_without_overlap_collectives_are_one_chain() -> None:
@@ -223,8 +240,14 @@ def test_what_is_compiled_gathers_again_for_the_backward_pass(prefetch: int) -> 
 
 def test_what_micro_steps_have_scattered_is_not_sent_again() -> None:
     plan = round_plan(stage=2, degree=4, num_micro_batch=2, compress="bf16")
-    small = [e for e in plan.program.jaxpr.jaxpr.eqns if any(v.aval.dtype == jnp.bfloat16 for v in e.outvars)]
-    assert all(not v.aval.ndim for e in small for v in e.outvars), "only the scale is whole, and sent"
+    small = [
+        e
+        for e in plan.program.jaxpr.jaxpr.eqns
+        if any(v.aval.dtype == jnp.bfloat16 for v in e.outvars)
+    ]
+    assert all(not v.aval.ndim for e in small for v in e.outvars), (
+        "only the scale is whole, and sent"
+    )
     assert not of_type(plan, "reduce_scatter")
     (loop,) = [e for e in plan.program.jaxpr.jaxpr.eqns if e.primitive.name == "scan"]
     scattered = [e for e in equations(loop.params["jaxpr"]) if e.primitive.name == "reduce_scatter"]
@@ -239,7 +262,13 @@ DEEP, WIDE = 12, 5
 def deep_plan(layer: Any = None, degree: int = 2, **options: Any) -> Any:
     loss = stacked_loss if layer is None else lambda p, x, y: stacked_loss(p, x, y, layer)
     return plan_of(
-        loss, ADAM, stacked_params(jnp.float32, DEEP, WIDE), *numbers(0, jnp.float32), stage=3, degree=degree, **options
+        loss,
+        ADAM,
+        stacked_params(jnp.float32, DEEP, WIDE),
+        *numbers(0, jnp.float32),
+        stage=3,
+        degree=degree,
+        **options,
     )
 
 
@@ -266,20 +295,36 @@ LAYERS = {
 
 @pytest.mark.parametrize("options", [{}, {"replicas": 2}, {"bucket_MB": 0}, {"prefetch": 0}])
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_loop_gathers_a_layer_at_a_time_and_nothing_makes_the_stack(name: str, options: Any) -> None:
+def test_a_loop_gathers_a_layer_at_a_time_and_nothing_makes_the_stack(
+    name: str, options: Any
+) -> None:
     plan = deep_plan(LAYERS[name], **options)
     assert plan.slices.leaves["params/kernel"].axis == 1
     padded = 6
-    forbidden = {(DEEP, WIDE, WIDE), (DEEP, padded, WIDE), (DEEP, WIDE, padded), (DEEP, WIDE), (DEEP, padded)}
+    forbidden = {
+        (DEEP, WIDE, WIDE),
+        (DEEP, padded, WIDE),
+        (DEEP, WIDE, padded),
+        (DEEP, WIDE),
+        (DEEP, padded),
+    }
     assert not shapes_in(plan.program.jaxpr) & forbidden
     assert set(whole_names(plan, "all_gather")) == {"params/first", "params/last"}
     assert all(v.aval.ndim < 3 for _, e in of_type(plan, "reduce_scatter") for v in e.outvars)
     # each layer is gathered once in each direction, and its gradient scattered, in loops
-    kernel, bias, ends = 4 * DEEP * padded * WIDE, 4 * DEEP * padded, 4 * (padded * WIDE + padded * 3)
-    again = bias if "checkpoint" in name else 0  # what is computed again is read again; else nobody needs a bias
+    kernel, bias, ends = (
+        4 * DEEP * padded * WIDE,
+        4 * DEEP * padded,
+        4 * (padded * WIDE + padded * 3),
+    )
+    again = (
+        bias if "checkpoint" in name else 0
+    )  # what is computed again is read again; else nobody needs a bias
     moved = plan.traffic()
     forward, backward = kernel + bias, kernel + again
-    if "cast" in name:  # what is cast right behind a gather is cast before it; a checkpoint is not looked into
+    if (
+        "cast" in name
+    ):  # what is cast right behind a gather is cast before it; a checkpoint is not looked into
         forward, backward = forward // 2, backward // (1 if "checkpoint" in name else 2)
     assert moved["all_gather", "shard"] == forward + backward + ends + 4 * padded * 3
     assert moved["reduce_scatter", "shard"] == kernel + bias + ends
@@ -344,8 +389,11 @@ def test_padding_is_told_by_the_byte(stage: int) -> None:
 @pytest.mark.parametrize("degree", [2, 4])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("fuse", [0, 32])
-def test_collectives_move_what_zero_says(stage: int, degree: int, replicas: int, fuse: float) -> None:
-    """Twice the parameters in stages 1 and 2, three times in stage 3; between groups the slices of gradients."""
+def test_collectives_move_what_zero_says(
+    stage: int, degree: int, replicas: int, fuse: float
+) -> None:
+    """Twice the parameters in stages 1 and 2, three times in stage 3; between groups the slices of
+    gradients."""
     plan = round_plan(stage=stage, degree=degree, replicas=replicas, bucket_MB=fuse)
     scale, loss = 4, 4
     everywhere = "dp and shard" if replicas > 1 else "shard"
@@ -366,7 +414,9 @@ def test_leaves_that_nobody_trains_or_reads_cost_no_reduction(stage: int) -> Non
     assert not moved & {"params/frozen", "params/unread"}
     assert "params/unread" in plan.slices.leaves
     moments = [n for n in plan.main.in_names if n.startswith("opt_state") and n.endswith("unread")]
-    assert len(moments) == 2 and set(moments) <= plan.slices.state.keys(), "nobody reads it, and its moments are slices"
+    assert len(moments) == 2 and set(moments) <= plan.slices.state.keys(), (
+        "nobody reads it, and its moments are slices"
+    )
     # its update may change it all the same (decay of weights)
     assert whole_names(plan, "all_gather").count("params/unread") == (1 if stage < 3 else 0)
     if stage < 3:
@@ -384,18 +434,26 @@ def test_leaves_that_nobody_trains_or_reads_cost_no_reduction(stage: int) -> Non
 
 def test_a_dtype_is_a_bucket_and_a_size_is_its_limit() -> None:
     params = {f"w{i}": jnp.ones((8, 4), jnp.bfloat16 if i % 2 else jnp.float32) for i in range(6)}
-    loss = lambda p, x: sum(jnp.mean(jnp.tanh(x.astype(w.dtype) @ w) ** 2).astype(jnp.float32) for w in p.values())
+    loss = lambda p, x: sum(
+        jnp.mean(jnp.tanh(x.astype(w.dtype) @ w) ** 2).astype(jnp.float32) for w in p.values()
+    )
     leaves = lambda plan: sorted(sorted(b.leaves) for b in plan.buckets)
     even, odd = [[f"params/w{i}" for i in range(6) if i % 2 == k] for k in (0, 1)]
     for stage in (1, 2, 3):
         plan = plan_of(loss, ADAM, params, X, stage=stage, degree=4)
         assert leaves(plan) == [even, odd]
         assert len(of_type(plan, "reduce_scatter")) == 2
-        assert all(len({a.aval.dtype for a in e.invars}) == 1 for _, e in of_type(plan, "reduce_scatter"))
+        assert all(
+            len({a.aval.dtype for a in e.invars}) == 1 for _, e in of_type(plan, "reduce_scatter")
+        )
         if stage < 3:
             assert [len(e.invars) for _, e in of_type(plan, "all_gather")] == [3, 3]
         two = plan_of(loss, ADAM, params, X, stage=stage, degree=4, bucket_MB=2 * 8 * 4 * 4 / 2**20)
-        assert sorted(len(b.leaves) for b in two.buckets) == [1, 2, 3]  # those of 16 bits are half as large
+        assert sorted(len(b.leaves) for b in two.buckets) == [
+            1,
+            2,
+            3,
+        ]  # those of 16 bits are half as large
         one = plan_of(loss, ADAM, params, X, stage=stage, degree=4, bucket_MB=0)
         assert all(len(b.leaves) == 1 for b in one.buckets) and len(one.buckets) == 6
 
@@ -416,11 +474,16 @@ def test_nothing_is_copied_for_a_bucket(stage: int, fuse: float) -> None:
 def test_a_plan_changes_nothing_and_is_the_same_each_time(model: str, stage: int) -> None:
     m = MODELS[model]
     tx, params = m.around(ADAM), m.params(jnp.float32)
-    main = dtrans.trace(dtrans.make_train_step(m.loss, tx), params, tx.init(params), *m.batch(0, jnp.float32))
+    main = dtrans.trace(
+        dtrans.make_train_step(m.loss, tx), params, tx.init(params), *m.batch(0, jnp.float32)
+    )
     startup = dtrans.trace(init_of(tx), params)
     before = str(main), str(startup)
     one, two = (
-        dtrans.sharding(main, startup, stage=stage, degree=4, slices=dtrans.Slicing(min_slice_size=0)) for _ in range(2)
+        dtrans.sharding(
+            main, startup, stage=stage, degree=4, slices=dtrans.Slicing(min_slice_size=0)
+        )
+        for _ in range(2)
     )
     assert (str(main), str(startup)) == before
     assert without_addresses(str(one.program)) == without_addresses(str(two.program))
@@ -430,14 +493,22 @@ def test_a_plan_changes_nothing_and_is_the_same_each_time(model: str, stage: int
 
 
 def test_a_plan_says_which_leaves_are_whole_and_why() -> None:
-    params = {"few": jnp.ones((3, 2)), "half": jnp.ones((5, 3)), "none": jnp.ones(()), "w": jnp.ones((8, 9))}
+    params = {
+        "few": jnp.ones((3, 2)),
+        "half": jnp.ones((5, 3)),
+        "none": jnp.ones(()),
+        "w": jnp.ones((8, 9)),
+    }
     loss = lambda p, x: sum(jnp.sum(jnp.tanh(w)) for w in p.values()) * jnp.mean(x)
     plan = plan_of(loss, ADAM, params, X, stage=3, degree=8, min_slice_size=0)
     assert plan.slices.wholes == {
         "params/few": "no dimension of float32[3,2] has rows for 8 ranks",
         "params/none": "it has no dimensions",
     }
-    assert "params/few is whole on every rank: no dimension of float32[3,2] has rows for 8 ranks" in str(plan)
+    assert (
+        "params/few is whole on every rank: no dimension of float32[3,2] has rows for 8 ranks"
+        in str(plan)
+    )
     small = plan_of(loss, ADAM, params, X, stage=3, degree=2, min_slice_size=16)
     assert small.slices.wholes["params/half"] == "it has 15 elements, fewer than 16"
     assert list(small.slices.leaves) == ["params/w"]
@@ -456,13 +527,22 @@ def test_statistics_that_forward_updates_are_not_called_unchanged(partition: str
     main, startup = dtrans.trace(step, *init(), X), dtrans.trace(init)
     slices = dtrans.Slicing(min_slice_size=0, partition=partition)
     notes = dtrans.sharding(main, startup, degree=2, stage=1, slices=slices).notes
-    assert any(re.search("mean.* forward updates it, not the optimizer", note) for note in notes), notes
+    assert any(re.search("mean.* forward updates it, not the optimizer", note) for note in notes), (
+        notes
+    )
     assert any(re.search("still.* it is not updated", note) for note in notes), notes
 
 
 def test_no_leaf_has_rows_for_so_many_ranks() -> None:
     """All leaves stay whole, the plan says why, and what is moved is what nccl2 mode moves."""
-    plan = plan_of(mlp_loss, ADAM, mlp_params((5, 6, 3)), *numbers(0, jnp.float32, 5, 3, 64), stage=3, degree=64)
+    plan = plan_of(
+        mlp_loss,
+        ADAM,
+        mlp_params((5, 6, 3)),
+        *numbers(0, jnp.float32, 5, 3, 64),
+        stage=3,
+        degree=64,
+    )
     assert not plan.slices.leaves and len(plan.slices.wholes) == 4
     assert str(plan).count("is whole on every rank: no dimension of") == 4
     assert not of_type(plan, "all_gather") and not of_type(plan, "reduce_scatter")
@@ -475,7 +555,13 @@ def test_muon_gathers_each_matrix_once_for_all_of_its_iterations() -> None:
     assert not plan.slices.wholes
     gathers = [e for _, e in of_type(plan, "all_gather") if e.params["name"] == "optimizer"]
     assert [e.outvars[0].aval.shape for e in gathers] == [(1, 8, 8), (1, 8, 8)]
-    assert sum("the update gathers float32[1, 8, 8], 256 bytes, for scan of" in note for note in plan.notes) == 2
+    assert (
+        sum(
+            "the update gathers float32[1, 8, 8], 256 bytes, for scan of" in note
+            for note in plan.notes
+        )
+        == 2
+    )
 
 
 # -- memory of compiled programs -------------------------------------------------------------------
@@ -493,7 +579,10 @@ def deep_case(layers: int, width: int, unrolled: bool) -> Any:
 
     def init(key: jax.Array) -> Any:
         if unrolled:
-            w: Any = [jax.random.normal(k, (width, width)) / width**0.5 for k in jax.random.split(key, layers)]
+            w: Any = [
+                jax.random.normal(k, (width, width)) / width**0.5
+                for k in jax.random.split(key, layers)
+            ]
         else:
             w = jax.random.normal(key, (layers, width, width)) / width**0.5
         return {"w": w}, ADAM.init({"w": w})
@@ -526,12 +615,19 @@ def test_no_device_ever_holds_a_whole_leaf_of_the_first_state() -> None:
 
 
 def test_jobs_on_cpus_do_not_gather_ahead_in_loops_by_themselves() -> None:
-    """Nothing is gathered beside computation there; what is asked for stays, and so does what other platforms do."""
-    plan, asked, first = (round_plan(degree=2, **o) for o in ({"stage": 3}, {"stage": 3, "prefetch": 1}, {"stage": 1}))
+    """Nothing is gathered beside computation there; what is asked for stays, and so does what other
+    platforms do."""
+    plan, asked, first = (
+        round_plan(degree=2, **o) for o in ({"stage": 3}, {"stage": 3, "prefetch": 1}, {"stage": 1})
+    )
     on_cpus = as_run_on(plan, "cpu")
     assert (plan.options.prefetches_in_loops, on_cpus.options.prefetches_in_loops) == (True, False)
     assert on_cpus.options.prefetch == plan.options.prefetch == 1
-    assert as_run_on(plan, "gpu") is plan and as_run_on(asked, "cpu") is asked and as_run_on(first, "cpu") is first
+    assert (
+        as_run_on(plan, "gpu") is plan
+        and as_run_on(asked, "cpu") is asked
+        and as_run_on(first, "cpu") is first
+    )
 
 
 # -- what is refused -------------------------------------------------------------------------------
@@ -555,18 +651,27 @@ REFUSED: Sequence[tuple[dict[str, Any], str]] = [
     ),
     ({"loss_scaling": 2.0}, "for precision='fp16' or 'bf16', which is None"),
     ({"loss_scaling": "2"}, "loss_scaling must be a number, a LossScaling or None; it is '2'"),
-    ({"loss_scaling": True, "precision": "fp16"}, "loss_scaling must be a number, a LossScaling or None; it is True"),
+    (
+        {"loss_scaling": True, "precision": "fp16"},
+        "loss_scaling must be a number, a LossScaling or None; it is True",
+    ),
     (
         {"loss_scaling": -2.0, "precision": "fp16"},
         "initial must be a number from 1 to 3.4e38, it is -2.0",
     ),
     ({"bucket_MB": -1}, "bucket_MB must be a size in megabytes"),
     ({"overlap": 1}, "overlap must be True or False, it is 1"),
-    ({"overlap": False, "prefetch": 1}, "overlap=False and prefetch=1: what is gathered ahead of time overlaps"),
+    (
+        {"overlap": False, "prefetch": 1},
+        "overlap=False and prefetch=1: what is gathered ahead of time overlaps",
+    ),
     ({"overlap": False, "chains": 2}, "overlap=False and chains=2: several chains of reductions"),
     ({"prefetch": -1}, "prefetch must be a number of gathers, 0 or more, or None; it is -1"),
     ({"prefetch": True}, "prefetch must be a number of gathers, 0 or more, or None; it is True"),
-    ({"gather_bucket_MB": "1"}, "gather_bucket_MB must be a size in megabytes, 0 or more; it is '1'"),
+    (
+        {"gather_bucket_MB": "1"},
+        "gather_bucket_MB must be a size in megabytes, 0 or more; it is '1'",
+    ),
     ({"gather_bucket_MB": float("nan")}, "gather_bucket_MB must be a size in megabytes"),
     ({"min_slice_size": -1}, "min_slice_size must be a number of elements, 0 or more; it is -1"),
     ({"min_slice_size": 0.5}, "min_slice_size must be a number of elements, 0 or more; it is 0.5"),
@@ -647,7 +752,9 @@ def test_a_step_that_communicates_by_itself_is_refused(stage: int) -> None:
 def test_devices_are_as_many_as_ranks() -> None:
     plan = round_plan(degree=2, replicas=2)
     for count in (2, 8):
-        with pytest.raises(ConfigError, match=f"degree=2 and replicas=2 are 4 ranks, on_mesh was given {count} dev"):
+        with pytest.raises(
+            ConfigError, match=f"degree=2 and replicas=2 are 4 ranks, on_mesh was given {count} dev"
+        ):
             plan.on_mesh(jax.devices()[:count])
     assert plan.on_mesh(jax.devices()[4:]).mesh.devices.shape == (2, 2)
     with pytest.raises(ConfigError, match="16 ranks need as many devices, on_mesh has 8"):
@@ -669,13 +776,17 @@ def test_a_batch_that_ranks_cannot_share_is_refused(way: str) -> None:
 def test_micro_steps_that_do_not_divide_rows_are_refused() -> None:
     plan = round_plan(stage=2, degree=4, num_micro_batch=4)
     job = plan.simulate()
-    with pytest.raises(BatchError, match="x has 2 rows on each rank, which 4 micro-steps do not divide"):
+    with pytest.raises(
+        BatchError, match="x has 2 rows on each rank, which 4 micro-steps do not divide"
+    ):
         job.step(job.init(round_params()), X[:8])
 
 
 def test_a_state_of_another_job_is_refused() -> None:
     job = round_plan(stage=3, degree=2).simulate()
-    other = plan_of(mlp_loss, ADAM, mlp_params(), *numbers(0, jnp.float32), stage=3, degree=2).simulate()
+    other = plan_of(
+        mlp_loss, ADAM, mlp_params(), *numbers(0, jnp.float32), stage=3, degree=2
+    ).simulate()
     with pytest.raises(StateError, match="this is not a state of this job: it has no params/"):
         job.step(other.init(mlp_params()), X)
 

@@ -1,5 +1,6 @@
-"""Sharding by numbers: ranks that keep slices compute what one device computes on the global batch, whatever the stage,
-the degree, the optimizer and the options; parameters, optimizer state and results."""
+"""Sharding by numbers: ranks that keep slices compute what one device computes on the global batch,
+whatever the stage, the degree, the optimizer and the options; parameters, optimizer state and
+results."""
 
 from __future__ import annotations
 
@@ -54,10 +55,16 @@ Choice = tuple[Any, ...]
 
 
 def pairwise(factors: Sequence[Sequence[Any]]) -> list[Choice]:
-    """Choices of which any two factors have all their combinations: greedily, the same each time."""
+    """Choices of which any two factors have all their combinations: greedily, the same each
+    time."""
     places = range(len(factors))
     pairs = lambda c: {(i, c[i], j, c[j]) for i, j in itertools.combinations(places, 2)}
-    left = {(i, a, j, b) for i, j in itertools.combinations(places, 2) for a in factors[i] for b in factors[j]}
+    left = {
+        (i, a, j, b)
+        for i, j in itertools.combinations(places, 2)
+        for a in factors[i]
+        for b in factors[j]
+    }
     rng, found = np.random.default_rng(0), []
     while left:
         i, a, j, b = min(left, key=str)
@@ -72,7 +79,9 @@ def pairwise(factors: Sequence[Sequence[Any]]) -> list[Choice]:
     return found
 
 
-def on_one_device(model: str, optimizer: str, ranks: int, dtype: Any = jnp.float64, steps: int = 3) -> Any:
+def on_one_device(
+    model: str, optimizer: str, ranks: int, dtype: Any = jnp.float64, steps: int = 3
+) -> Any:
     m = MODELS[model]
     return _on_one_device(model, optimizer, 1 if m.exact else ranks, jnp.dtype(dtype).name, steps)
 
@@ -99,7 +108,10 @@ def check(
     )  # fmt: skip
     got = trained(plan, way, params, batches)
     want = on_one_device(model, optimizer, degree * replicas, dtype)
-    moved = [not np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (got[0], params)), strict=True)]
+    moved = [
+        not np.array_equal(a, b)
+        for a, b in zip(*map(jax.tree.leaves, (got[0], params)), strict=True)
+    ]
     assert sum(moved) >= len(moved) - 2, "the model must learn something"
     tree_close(got, want, rtol)
 
@@ -125,7 +137,9 @@ PAIRS = [*pairwise(list(FACTORS.values())), *OTHERS]
 @pytest.mark.sampled(1)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
-    "choice", [pytest.param(c, marks=[pytest.mark.soak] * (k % 2)) for k, c in enumerate(PAIRS)], ids=named
+    "choice",
+    [pytest.param(c, marks=[pytest.mark.soak] * (k % 2)) for k, c in enumerate(PAIRS)],
+    ids=named,
 )
 def test_ranks_compute_what_one_device_computes(choice: Choice) -> None:
     check(*choice)
@@ -140,7 +154,9 @@ def test_every_model_computes_what_one_device_computes(choice: Choice) -> None:
 
 @pytest.mark.soak
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("choice", [*itertools.product(["uneven"], *list(FACTORS.values())[1:])], ids=named)
+@pytest.mark.parametrize(
+    "choice", [*itertools.product(["uneven"], *list(FACTORS.values())[1:])], ids=named
+)
 def test_ranks_compute_what_one_device_computes_in_every_combination(choice: Choice) -> None:
     check(*choice)
 
@@ -172,8 +188,12 @@ def test_float32_is_that_of_one_device_to_its_precision(stage: int, way: str) ->
 @pytest.mark.sampled(1)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("prefetch, segment", [(0, 0), (3, 0), (2, 1e-3), (1, 32)])
-@pytest.mark.parametrize("model", ["uneven", pytest.param("transformer", marks=pytest.mark.soak), "scan"])
-def test_what_is_gathered_ahead_of_time_or_together_is_the_same(model: str, prefetch: int, segment: float) -> None:
+@pytest.mark.parametrize(
+    "model", ["uneven", pytest.param("transformer", marks=pytest.mark.soak), "scan"]
+)
+def test_what_is_gathered_ahead_of_time_or_together_is_the_same(
+    model: str, prefetch: int, segment: float
+) -> None:
     check(model, "adamw", 4, 3, 32, True, 1, prefetch=prefetch, gather_bucket_MB=segment)
 
 
@@ -202,17 +222,22 @@ def test_a_step_without_marks(stage: int) -> None:
     batches = [numbers(s, jnp.float64) for s in range(3)]
     step = plain_step(uneven_loss, tx)
     plan = plan_of_step(step, init_of(tx), params, *batches[0], stage=stage, degree=4)
-    tree_close(trained(plan, "simulate", params, batches), alone(step, init_of(tx), params, batches), 1e-12)
+    tree_close(
+        trained(plan, "simulate", params, batches), alone(step, init_of(tx), params, batches), 1e-12
+    )
 
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_what_rows_are_reduced_to_meets_rows_of_the_same_number(stage: int) -> None:
-    """Sums of columns of a square leaf, one for each row: every rank has them, and they are no rows of the leaf."""
+    """Sums of columns of a square leaf, one for each row: every rank has them, and they are no rows
+    of the leaf."""
     by_columns = lambda x, y: x * jnp.cumsum(jnp.sum(y, 0)[:, None] * jnp.ones((1, 5)), 1)
 
     def loss(params: Any, x: Any, y: Any) -> Any:
-        return jnp.mean(jnp.tanh(x @ params["w"]) ** 2) + 1e-2 * jnp.sum(by_columns(params["w"], params["w"]))
+        return jnp.mean(jnp.tanh(x @ params["w"]) ** 2) + 1e-2 * jnp.sum(
+            by_columns(params["w"], params["w"])
+        )
 
     def update(grads: Any, state: Any, params: Any) -> Any:
         return jax.tree.map(lambda g, p: -0.1 * by_columns(g, g * p), grads, params), state
@@ -237,7 +262,10 @@ def test_batches_of_other_sizes_are_traced_anew(stage: int) -> None:
     tree_close(trained(plan, "simulate", params, batches), want, 1e-12)
 
 
-HARD = [(name, {"replicas": 2} if k % 3 else {"num_micro_batch": 2}, bool(k % 2)) for k, name in enumerate(SMALL)]
+HARD = [
+    (name, {"replicas": 2} if k % 3 else {"num_micro_batch": 2}, bool(k % 2))
+    for k, name in enumerate(SMALL)
+]
 
 
 @pytest.mark.sampled(1)
@@ -248,14 +276,18 @@ def test_models_that_are_hard_to_gather(name: str, options: Any, marked: bool) -
     params, batches = m.params(jnp.float64), [m.batch(s, jnp.float64) for s in range(2)]
     step = dtrans.make_train_step(m.loss, tx) if marked else plain_step(m.loss, tx)
     plan = plan_of_step(step, init_of(tx), params, *batches[0], stage=3, degree=4, **options)
-    tree_close(trained(plan, "simulate", params, batches), alone(step, init_of(tx), params, batches), 1e-12)
+    tree_close(
+        trained(plan, "simulate", params, batches), alone(step, init_of(tx), params, batches), 1e-12
+    )
 
 
 @pytest.mark.soak
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize("stage, degree, prefetch", [(1, 2, 1), (2, 3, 1), (3, 2, 0), (3, 6, 2)])
-def test_models_that_are_hard_to_gather_elsewhere(name: str, stage: int, degree: int, prefetch: int) -> None:
+def test_models_that_are_hard_to_gather_elsewhere(
+    name: str, stage: int, degree: int, prefetch: int
+) -> None:
     """With the sum over ranks of what each has of a sum."""
     m, tx = SMALL[name], OPTIMIZERS["clip, adam"]()
     params, batches = m.params(jnp.float64), [m.batch(s, jnp.float64, rows=12) for s in range(2)]
@@ -283,7 +315,9 @@ def test_models_that_are_hard_to_gather_elsewhere(name: str, stage: int, degree:
 ])  # fmt: skip
 @pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.soak), 3])
 def test_what_padding_holds_changes_nothing(stage: int, optimizer: str, way: str) -> None:
-    finite = lambda: optax.apply_if_finite(optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.1)), 3)
+    finite = lambda: optax.apply_if_finite(
+        optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.1)), 3
+    )
     tx = (finite if optimizer == "apply_if_finite" else OPTIMIZERS[optimizer])()
     params = uneven_params(jnp.float64)
     batches = [numbers(s, jnp.float64) for s in range(3)]
@@ -327,7 +361,8 @@ MERGE = {
 
 
 def weighted_loss(net: Any, x: jax.Array, y: jax.Array, mask: jax.Array, total: bool) -> Any:
-    """The mean over what the mask counts, or the sum; with results, each of which wants to be merged in its own way."""
+    """The mean over what the mask counts, or the sum; with results, each of which wants to be
+    merged in its own way."""
     predicted = mlp_forward(net, x)
     each = jnp.sum((predicted - y) ** 2, -1) * mask
     count = jnp.sum(mask)
@@ -339,7 +374,8 @@ def weighted_loss(net: Any, x: jax.Array, y: jax.Array, mask: jax.Array, total: 
 
 
 def full_step(total: bool = False) -> Any:
-    """A step that also keeps statistics in its parameters, and returns what it computes from gradients."""
+    """A step that also keeps statistics in its parameters, and returns what it computes from
+    gradients."""
 
     def step(params: Any, opt_state: Any, x: jax.Array, y: jax.Array, mask: jax.Array) -> Any:
         of = lambda net: weighted_loss(net, x, y, mask, total)
@@ -351,7 +387,12 @@ def full_step(total: bool = False) -> Any:
             "top": jnp.maximum(params["top"], jnp.max(x)),
         }
         along = jax.tree.map(lambda g, p: jnp.sum(g * p), grads, params["net"])
-        return new, opt_state, value, aux | {"norm": optax.tree.norm(grads), "grads": grads, "along": along}
+        return (
+            new,
+            opt_state,
+            value,
+            aux | {"norm": optax.tree.norm(grads), "grads": grads, "along": along},
+        )
 
     return step
 
@@ -401,8 +442,12 @@ def averaged(name: str, ranks: int) -> Any:
     """What trainers of nccl2 mode make with these options."""
     options, merge = OPTIONS[name], merge_of(OPTIONS[name])
     batches, init = full_batches("example_count" in options), full_init
-    main = dtrans.trace(full_step("reduce" in options), *jax.eval_shape(init, full_start()), *batches[0])
-    plan: Any = flat_options.nccl2(main, dtrans.trace(init, full_start()), trainers=ranks, merge=merge, **options)
+    main = dtrans.trace(
+        full_step("reduce" in options), *jax.eval_shape(init, full_start()), *batches[0]
+    )
+    plan: Any = flat_options.nccl2(
+        main, dtrans.trace(init, full_start()), trainers=ranks, merge=merge, **options
+    )
     return trained(plan, "simulate", full_start(), batches)
 
 
@@ -411,7 +456,9 @@ def merge_of(options: Mapping[str, Any]) -> dict[str, str]:
 
 
 CASES = [
-    pytest.param(name, stage, degree, replicas, marks=[] if stage == 3 - k % 3 else pytest.mark.soak)
+    pytest.param(
+        name, stage, degree, replicas, marks=[] if stage == 3 - k % 3 else pytest.mark.soak
+    )
     for k, name in enumerate(OPTIONS)
     for stage in (1, 2, 3)
     # sums of two numbers are rounded alike, whatever their order
@@ -424,21 +471,25 @@ CASES = [
 @pytest.mark.sampled(1)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name, stage, degree, replicas", CASES)
-def test_every_option_does_what_it_does_in_nccl2_mode(name: str, stage: int, degree: int, replicas: int) -> None:
+def test_every_option_does_what_it_does_in_nccl2_mode(
+    name: str, stage: int, degree: int, replicas: int
+) -> None:
     options = OPTIONS[name]
     batches = full_batches("example_count" in options)
     plan = plan_of_step(
         full_step("reduce" in options), full_init, full_start(), *batches[0], stage=stage, degree=degree,
         replicas=replicas, merge=merge_of(options), **options,
     )  # fmt: skip
-    tree_close(trained(plan, "simulate", full_start(), batches), averaged(name, degree * replicas), 1e-12)
+    tree_close(
+        trained(plan, "simulate", full_start(), batches), averaged(name, degree * replicas), 1e-12
+    )
 
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("stage, replicas", [pytest.param(2, 1, marks=pytest.mark.soak), (3, 2)])
 def test_micro_steps_are_compressed_each(stage: int, replicas: int) -> None:
-    """What is sent is rounded once, and each sum, by at most the unit roundoff of what is added up; between groups the
-    sum of all micro-steps is sent once more."""
+    """What is sent is rounded once, and each sum, by at most the unit roundoff of what is added up;
+    between groups the sum of all micro-steps is sent once more."""
     tx, params, degree, steps = optax.sgd(1.0), uneven_params(jnp.float64), 2, 2
     batch = numbers(0, jnp.float64)
     plan = plan_of(
@@ -461,11 +512,19 @@ def test_micro_steps_are_compressed_each(stage: int, replicas: int) -> None:
 @pytest.mark.sampled(1)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
-    "options", [{}, {"replicas": 2}, {"num_micro_batch": 2}, {"example_count": "aux/count"}], ids=str
+    "options",
+    [{}, {"replicas": 2}, {"num_micro_batch": 2}, {"example_count": "aux/count"}],
+    ids=str,
 )
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.soak), pytest.param(2, marks=pytest.mark.soak), 3])
-def test_results_that_are_computed_from_updates_and_new_parameters(stage: int, options: Any) -> None:
-    tx = MODELS["uneven"].around(optax.chain(optax.clip_by_global_norm(0.05), optax.sgd(0.1)))  # without a state
+@pytest.mark.parametrize(
+    "stage", [pytest.param(1, marks=pytest.mark.soak), pytest.param(2, marks=pytest.mark.soak), 3]
+)
+def test_results_that_are_computed_from_updates_and_new_parameters(
+    stage: int, options: Any
+) -> None:
+    tx = MODELS["uneven"].around(
+        optax.chain(optax.clip_by_global_norm(0.05), optax.sgd(0.1))
+    )  # without a state
 
     def step(params: Any, opt_state: Any, x: jax.Array, y: jax.Array) -> Any:
         value, grads = dtrans.value_and_grad(uneven_loss)(params, x, y)
@@ -485,8 +544,13 @@ def test_results_that_are_computed_from_updates_and_new_parameters(stage: int, o
 
     params, batches = uneven_params(jnp.float64), [numbers(s, jnp.float64) for s in range(2)]
     merge = {} if "example_count" in options else {"aux/count": "sum"}
-    plan = plan_of_step(step, init_of(tx), params, *batches[0], stage=stage, degree=4, merge=merge, **options)
-    got, want = trained(plan, "simulate", params, batches), alone(step, init_of(tx), params, batches)
+    plan = plan_of_step(
+        step, init_of(tx), params, *batches[0], stage=stage, degree=4, merge=merge, **options
+    )
+    got, want = (
+        trained(plan, "simulate", params, batches),
+        alone(step, init_of(tx), params, batches),
+    )
     tree_close(got, want, 1e-12)
 
 
@@ -498,7 +562,14 @@ def test_parts_of_unequal_weight_and_micro_steps_are_one_batch(name: str, stage:
     options = OPTIONS[name]
     batches = full_batches("example_count" in options)
     plan = plan_of_step(
-        full_step(), full_init, full_start(), *batches[0], stage=stage, degree=4, merge=merge_of(options), **options
+        full_step(),
+        full_init,
+        full_start(),
+        *batches[0],
+        stage=stage,
+        degree=4,
+        merge=merge_of(options),
+        **options,
     )
     got = trained(plan, "mesh", full_start(), batches)
     want = alone(full_step(), full_init, full_start(), batches)
@@ -519,13 +590,21 @@ def test_each_rank_has_a_key_of_its_own(stage: int) -> None:
     tx, params = OPTIMIZERS["adamw"](), {"w": uneven_params(jnp.float64)["w1"][:, :3]}
     x, _ = numbers(0, jnp.float64)
     key = jax.random.key(7)
-    exact = trained(plan_of(loss, tx, params, x, key, stage=stage, degree=2), "simulate", params, [(x, key)])
+    exact = trained(
+        plan_of(loss, tx, params, x, key, stage=stage, degree=2), "simulate", params, [(x, key)]
+    )
     tree_close(exact, alone(plain_step(loss, tx), init_of(tx), params, [(x, key)]), 1e-12)
     plan = plan_of(loss, tx, params, x, key, stage=stage, degree=2, replicas=2, kind="local")
     got = trained(plan, "simulate", params, [(x, key)])
 
     def mean(params: Any, x: jax.Array, key: jax.Array) -> jax.Array:
-        return sum(loss(params, part, jax.random.fold_in(key, k)) for k, part in enumerate(jnp.split(x, 4))) / 4
+        return (
+            sum(
+                loss(params, part, jax.random.fold_in(key, k))
+                for k, part in enumerate(jnp.split(x, 4))
+            )
+            / 4
+        )
 
     tree_close(got, alone(plain_step(mean, tx), init_of(tx), params, [(x, key)]), 1e-12)
     plan = plan_of(lambda p, x, key: loss(p, x, jax.random.fold_in(key, 0)) * 0 + jnp.mean(
@@ -546,15 +625,30 @@ def zoo_case(name: str, stage: int, degree: int) -> None:
     params = case.params(jnp.float64)
     batches = given_gradients(case, params, degree)
     init = init_of(case.make())
-    plan = plan_of_step(zoo_step(case, None), init, params, *batches[0], kind="local", stage=stage, degree=degree)
+    plan = plan_of_step(
+        zoo_step(case, None), init, params, *batches[0], kind="local", stage=stage, degree=degree
+    )
     got = trained(plan, "simulate", params, batches)
     want = alone(zoo_step(case, degree), init, params, batches)
     tree_close(got[:2], want[:2], 1e-12)
-    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(got[0]), jax.tree.leaves(want[0]), strict=True):
+    for (path, x), y in zip(
+        jax.tree_util.tree_leaves_with_path(got[0]), jax.tree.leaves(want[0]), strict=True
+    ):
         assert x.dtype != jnp.bfloat16 or distance(x, y) == 0, path
 
 
-FEW = ("adam", "adafactor", "lars", "sm3", "muon", "dog", "flatten", "noisy_sgd", "lookahead", "multi_transform")
+FEW = (
+    "adam",
+    "adafactor",
+    "lars",
+    "sm3",
+    "muon",
+    "dog",
+    "flatten",
+    "noisy_sgd",
+    "lookahead",
+    "multi_transform",
+)
 
 
 @pytest.mark.sampled(1)
@@ -586,9 +680,17 @@ SIMPLE = (
 )  # fmt: skip
 
 
-@given(shapes, st.sampled_from(SIMPLE), st.integers(2, 6), st.sampled_from([1, 2, 3]), st.sampled_from([0, 1e-4, 32]))
+@given(
+    shapes,
+    st.sampled_from(SIMPLE),
+    st.integers(2, 6),
+    st.sampled_from([1, 2, 3]),
+    st.sampled_from([0, 1e-4, 32]),
+)
 @settings(derandomize=True)
-def test_any_leaves(found: Sequence[tuple[int, ...]], name: str, degree: int, stage: int, fuse: float) -> None:
+def test_any_leaves(
+    found: Sequence[tuple[int, ...]], name: str, degree: int, stage: int, fuse: float
+) -> None:
     with jax.enable_x64(True):
         case = optimizer_zoo.CASES[name]
         rng = np.random.default_rng(len(found))
@@ -596,7 +698,14 @@ def test_any_leaves(found: Sequence[tuple[int, ...]], name: str, degree: int, st
         batches = given_gradients(case, params, degree, steps=2)
         init = init_of(case.make())
         plan = plan_of_step(
-            zoo_step(case, None), init, params, *batches[0], kind="local", stage=stage, degree=degree, bucket_MB=fuse
+            zoo_step(case, None),
+            init,
+            params,
+            *batches[0],
+            kind="local",
+            stage=stage,
+            degree=degree,
+            bucket_MB=fuse,
         )
         got = trained(plan, "simulate", params, batches)
         tree_close(got[:2], alone(zoo_step(case, degree), init, params, batches)[:2], 1e-12)

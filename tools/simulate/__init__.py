@@ -1,4 +1,5 @@
-"""A seeded simulator of jobs: the machines of `dtrans.protocol` over a virtual network and a virtual clock.
+"""A seeded simulator of jobs: the machines of `dtrans.protocol` over a virtual network and a
+virtual clock.
 
     python -m tools.simulate --seed 16          shows one schedule
     python -m tools.simulate --count 5000       checks many

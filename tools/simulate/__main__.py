@@ -17,14 +17,17 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 
 @app.command()
 def simulate(
-    seed: Annotated[int, typer.Option(min=0, help="Of the first schedule; all of it follows from the seed.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Of the first schedule; all of it follows from the seed.")
+    ] = 0,
     count: Annotated[int, typer.Option(min=1, help="How many schedules; of one all is shown.")] = 1,
 ) -> None:
-    """Run jobs of parameter servers over a simulated network, where messages are late and roles die.
+    """Run jobs of parameter servers over a simulated network, where messages are late and roles
+    die.
 
-    Servers and trainers are those of real jobs, without their sockets and clocks; what they compute is simulated. A
-    schedule in which a job does what it must not do is made as small as it can be, and shown; exit code 1 if there is
-    one.
+    Servers and trainers are those of real jobs, without their sockets and clocks; what they compute
+    is simulated. A schedule in which a job does what it must not do is made as small as it can be,
+    and shown; exit code 1 if there is one.
     """
     if count == 1:
         found = simulated(drawn(seed))

@@ -1,4 +1,5 @@
-"""A job and what happens to it, drawn from a seed: a value that says all that a simulation depends on."""
+"""A job and what happens to it, drawn from a seed: a value that says all that a simulation depends
+on."""
 
 from __future__ import annotations
 
@@ -9,7 +10,11 @@ from dtrans.ops import CommunicatorConfig
 from dtrans.protocol import wire
 
 
-COMMUNICATING = ("communicator", "half_async", "geo")  # the modes in which trainers have a communicator
+COMMUNICATING = (
+    "communicator",
+    "half_async",
+    "geo",
+)  # the modes in which trainers have a communicator
 LOOKING_UP = ("sync", "async", *COMMUNICATING)  # those in which servers may have tables
 
 
@@ -18,9 +23,10 @@ class Event:
     """Something that happens to a role or a connection.
 
     Attributes:
-      kind: "pause" of a role for some seconds, in which it computes; "stop" of its whole process for some seconds;
-        "crash" of a role; "cut" of a connection that comes up again after some seconds; "hold" of one direction of it
-        for some seconds; "outage", the same of both; or "twice": one of its messages arrives twice.
+      kind: "pause" of a role for some seconds, in which it computes; "stop" of its whole process
+        for some seconds; "crash" of a role; "cut" of a connection that comes up again after some
+        seconds; "hold" of one direction of it for some seconds; "outage", the same of both; or
+        "twice": one of its messages arrives twice.
       time: when.
       who: the name of the role, or of the connection: "client server".
       seconds: as `kind` has it; of "twice", the number of the message.
@@ -40,8 +46,9 @@ class Case:
 
     Attributes:
       seed: of delays and of the time that computation takes.
-      mode: "sync", "exchange" (synchronous; servers tell each other parts of a norm), "async", "communicator" (the
-        same, with one), "half_async" (which waits for it at the end of each step) or "geo" (GEO-SGD).
+      mode: "sync", "exchange" (synchronous; servers tell each other parts of a norm), "async",
+        "communicator" (the same, with one), "half_async" (which waits for it at the end of each
+        step) or "geo" (GEO-SGD).
       steps: of each trainer.
       servers: of each, the number of entries of each of its blocks.
       on_trainer_exit: as of `dtrans.pserver`.
@@ -53,11 +60,14 @@ class Case:
       message_bytes: of gradients, in one message; larger blocks travel as several.
       communicator: of "communicator", "half_async" and "geo".
       pace: typical seconds that a step computes.
-      table: how many rows of a table each server has, but for the last of several; 0, where there is none.
-      ahead: how many steps before their own synchronous trainers announce rows; 0, where they do not.
+      table: how many rows of a table each server has, but for the last of several; 0, where there
+        is none.
+      ahead: how many steps before their own synchronous trainers announce rows; 0, where they do
+        not.
       staleness: how many updates such rows may lack.
       moves_rows: whether servers take it that an update moves all rows of a table.
-      every, waits: of "geo": after how many steps a trainer pushes, and whether it waits for the answer.
+      every, waits: of "geo": after how many steps a trainer pushes, and whether it waits for the
+        answer.
       events: what happens.
     """
 
@@ -101,7 +111,11 @@ class Case:
     @property
     def tables(self) -> dict[str, int]:
         """Block of the table to the number of its rows."""
-        return {f"{ep}/t": self.table for ep in self.endpoints[:-1] or self.endpoints} if self.table else {}
+        return (
+            {f"{ep}/t": self.table for ep in self.endpoints[:-1] or self.endpoints}
+            if self.table
+            else {}
+        )
 
     @property
     def trainers(self) -> int:
@@ -115,18 +129,33 @@ class Case:
 
     @property
     def harmless(self) -> bool:
-        """Return True if the job can notice no event: all pauses together end before its deadlines."""
+        """Return True if the job can notice no event: all pauses together end before its
+        deadlines."""
         spans = sum(e.seconds for e in self.events)
-        most = min([self.deadline / 2] + [self.patience / 2 for e in self.events if e.kind != "pause"])
-        return all(e.kind in ("pause", "stop", "hold", "outage") for e in self.events) and spans < most
+        most = min(
+            [self.deadline / 2] + [self.patience / 2 for e in self.events if e.kind != "pause"]
+        )
+        return (
+            all(e.kind in ("pause", "stop", "hold", "outage") for e in self.events) and spans < most
+        )
 
     def __str__(self) -> str:
         blocks = ", ".join(f"{len(b)} blocks" for b in self.servers)
-        happens = "".join(f"\n  {e.time:.3f} s  {_told(e)}" for e in sorted(self.events, key=lambda e: e.time))
+        happens = "".join(
+            f"\n  {e.time:.3f} s  {_told(e)}" for e in sorted(self.events, key=lambda e: e.time)
+        )
         rounds = f", {self.rounds} rounds a step" if self.rounds else ""
         moves = ", trainers move" if self.moves else ""
-        small = f", messages of {self.message_bytes} bytes" if self.message_bytes < wire.MESSAGE_BYTES else ""
-        table = f", {self.table} rows of a table each" + " that move" * self.moves_rows if self.table else ""
+        small = (
+            f", messages of {self.message_bytes} bytes"
+            if self.message_bytes < wire.MESSAGE_BYTES
+            else ""
+        )
+        table = (
+            f", {self.table} rows of a table each" + " that move" * self.moves_rows
+            if self.table
+            else ""
+        )
         if self.ahead and self.table:
             table += f", announced {self.ahead} steps ahead, {self.staleness} stale"
         patience = f", patience {self.patience:g} s"
@@ -134,7 +163,8 @@ class Case:
         if self.mode == "geo":
             beside += f", pushes after {self.every} steps" + " and waits" * self.waits
         return (
-            f"{self.mode}, trainers of {', '.join(map(str, self.steps))} steps, servers of {blocks}{table}, "
+            f"{self.mode}, trainers of {', '.join(map(str, self.steps))} steps, servers of "
+            f"{blocks}{table}, "
             f"on_trainer_exit={self.on_trainer_exit}{patience}{rounds}{moves}{small}{beside}{happens}"
         )
 
@@ -145,7 +175,8 @@ def _told(e: Event) -> str:
         "stop": f"{e.who} is stopped for {e.seconds:.3g} s",
         "crash": f"{e.who} is killed",
         "cut": f"the connection {e.who} breaks, and comes up after {e.seconds:.3g} s",
-        "hold": f"the connection {e.who} lets nothing to the {('server', 'client')[e.way]} for {e.seconds:.3g} s",
+        "hold": f"the connection {e.who} lets nothing to the {('server', 'client')[e.way]} for "
+        f"{e.seconds:.3g} s",
         "outage": f"the connection {e.who} lets nothing through for {e.seconds:.3g} s",
         "twice": f"message {e.seconds:.0f} of the connection {e.who} comes twice",
     }
@@ -161,10 +192,28 @@ def drawn(seed: int) -> Case:
       (True, False)
     """
     r = Random(seed)
-    mode = r.choice(["sync", "sync", "sync", "exchange", "exchange", "async", "communicator", "half_async", "geo"])
+    mode = r.choice(
+        [
+            "sync",
+            "sync",
+            "sync",
+            "exchange",
+            "exchange",
+            "async",
+            "communicator",
+            "half_async",
+            "geo",
+        ]
+    )
     trainers = r.randint(1, 3)
-    steps = tuple([r.randint(1, 3)] * trainers if r.random() < 0.6 else [r.randint(0, 3) for _ in range(trainers)])
-    servers = tuple(tuple(r.randint(1, 6) for _ in range(r.randint(1, 2))) for _ in range(r.randint(1, 3)))
+    steps = tuple(
+        [r.randint(1, 3)] * trainers
+        if r.random() < 0.6
+        else [r.randint(0, 3) for _ in range(trainers)]
+    )
+    servers = tuple(
+        tuple(r.randint(1, 6) for _ in range(r.randint(1, 2))) for _ in range(r.randint(1, 3))
+    )
     if mode == "exchange" and len(servers) == 1:
         mode = "sync"
     case = Case(
@@ -184,12 +233,18 @@ def drawn(seed: int) -> Case:
     count = r.choice([0, 0, 1, 1, 1, 2, 3])
     events = tuple(_event(r, case) for _ in range(count))
     table = r.choice([0, 1, 4, 4] if mode == "sync" else [0, 1, 4]) if mode in LOOKING_UP else 0
-    pace = r.choice([0.1, 0.002]) if mode == "communicator" else 0.1  # gradients are merged where steps are fast
-    case = dataclasses.replace(case, events=events, pace=pace, table=table, patience=(3.5, 30.0)[seed % 2])
+    pace = (
+        r.choice([0.1, 0.002]) if mode == "communicator" else 0.1
+    )  # gradients are merged where steps are fast
+    case = dataclasses.replace(
+        case, events=events, pace=pace, table=table, patience=(3.5, 30.0)[seed % 2]
+    )
     if not (case.table and case.sync_mode):
         return case
     ahead, moves = r.choice([0, 1, 1, 2]), r.random() < 0.3
-    return dataclasses.replace(case, ahead=ahead, staleness=r.choice([0, 0, 1]) if ahead else 0, moves_rows=moves)
+    return dataclasses.replace(
+        case, ahead=ahead, staleness=r.choice([0, 0, 1]) if ahead else 0, moves_rows=moves
+    )
 
 
 def _communicator(r: Random) -> CommunicatorConfig:
@@ -198,18 +253,26 @@ def _communicator(r: Random) -> CommunicatorConfig:
 
 
 def _event(r: Random, case: Case) -> Event:
-    roles = [f"trainer {k}" for k in range(case.trainers)] + [f"pserver {ep}" for ep in case.endpoints]
+    roles = [f"trainer {k}" for k in range(case.trainers)] + [
+        f"pserver {ep}" for ep in case.endpoints
+    ]
     lines = [f"trainer {k} pserver {ep}" for k in range(case.trainers) for ep in case.endpoints]
     if case.mode == "exchange":
-        lines += [f"pserver {a} pserver {b}" for a in case.endpoints for b in case.endpoints if a != b]
+        lines += [
+            f"pserver {a} pserver {b}" for a in case.endpoints for b in case.endpoints if a != b
+        ]
     kind = r.choice(["pause", "stop", "crash", "cut", "hold", "twice"])
     span = 0.2 + 0.2 * max(case.steps) + 30 * case.delay
     time = r.random() * span
     if kind in ("pause", "stop", "crash"):
-        return Event(kind, time, r.choice(roles), 0.0 if kind == "crash" else 10 ** r.uniform(-2, 2))
+        return Event(
+            kind, time, r.choice(roles), 0.0 if kind == "crash" else 10 ** r.uniform(-2, 2)
+        )
     if kind == "twice":
         number = r.randint(0, 8)
-        return Event(kind, 0.0, r.choice(lines), number % 5 if case.rounds else number)  # parts of rounds come early
+        return Event(
+            kind, 0.0, r.choice(lines), number % 5 if case.rounds else number
+        )  # parts of rounds come early
     found = Event(kind, time, r.choice(lines), 10 ** r.uniform(-2, 2), r.randint(0, 1))
     both = kind == "hold" and r.random() < 0.4
     return dataclasses.replace(found, kind="outage") if both else found

@@ -1,4 +1,5 @@
-"""A virtual clock: events in the order of their times, and of their making where those are equal."""
+"""A virtual clock: events in the order of their times, and of their making where those are
+equal."""
 
 from __future__ import annotations
 

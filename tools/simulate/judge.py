@@ -1,19 +1,23 @@
 """Checks of a job that has ended.
 
 - Every role ends in time: well, or with an error of dtrans.
-- Where nothing happens that a job may notice, all end well, and whoever leaves early does as `on_trainer_exit` says. A
-  connection that breaks for a moment when its trainer has said that it has done is such a thing.
-- Whoever ends well has done all of its work: a trainer its steps, a server the steps of all trainers.
-- Parameters that a trainer received are those of one device, bit for bit, whatever happened later. They are computed
-  here anew, so that a gradient that counts twice, or not at all, or in another order, shows.
-- Rows that a trainer looked up are those of one device before this step, bit for bit, also where it announced them, or
-  as many updates before as they may lack; and so are tables in the end.
-- With GEO-SGD and one trainer, servers have in the end what it has made of the parameters, but for rounding. Of rows of
-  a table that a trainer keeps it knows after each pull what they were on the server at one moment: all of them, with
-  what it had pushed before, bit for bit.
-- An asynchronous server has applied no gradient twice and none out of its trainer's order, what it gives is a value
-  that the block has had, and whoever ended well was heard in full. Rows of a table are of no older value than rows
-  before, and have the gradients of all steps of their trainer, where it waits for them, and of no later ones.
+- Where nothing happens that a job may notice, all end well, and whoever leaves early does as
+  `on_trainer_exit` says. A connection that breaks for a moment when its trainer has said that it
+  has done is such a thing.
+- Whoever ends well has done all of its work: a trainer its steps, a server the steps of all
+  trainers.
+- Parameters that a trainer received are those of one device, bit for bit, whatever happened later.
+  They are computed here anew, so that a gradient that counts twice, or not at all, or in another
+  order, shows.
+- Rows that a trainer looked up are those of one device before this step, bit for bit, also where it
+  announced them, or as many updates before as they may lack; and so are tables in the end.
+- With GEO-SGD and one trainer, servers have in the end what it has made of the parameters, but for
+  rounding. Of rows of a table that a trainer keeps it knows after each pull what they were on the
+  server at one moment: all of them, with what it had pushed before, bit for bit.
+- An asynchronous server has applied no gradient twice and none out of its trainer's order, what it
+  gives is a value that the block has had, and whoever ended well was heard in full. Rows of a table
+  are of no older value than rows before, and have the gradients of all steps of their trainer,
+  where it waits for them, and of no later ones.
 """
 
 from __future__ import annotations
@@ -47,53 +51,89 @@ from tools.simulate.updates import (
 )
 
 
-def faults(case: Case, servers: Mapping[str, SimulatedServer], trainers: list[SimulatedTrainer]) -> Iterator[str]:
+def faults(
+    case: Case, servers: Mapping[str, SimulatedServer], trainers: list[SimulatedTrainer]
+) -> Iterator[str]:
     """Yield the promises that a job violated."""
     for role in (*servers.values(), *trainers):
         yield from _of_role(role)
     uneven = len(set(case.steps)) > 1 and case.sync_mode and case.on_trainer_exit == "error"
-    harmless = case.harmless or (case.events and all(_breaks_at_the_end(case, e, trainers) for e in case.events))
+    harmless = case.harmless or (
+        case.events and all(_breaks_at_the_end(case, e, trainers) for e in case.events)
+    )
     if harmless and not uneven:
         for role in (*servers.values(), *trainers):
             if role.error is not None:
                 yield f"{role.name} ended, and nothing had happened: {role.error}"
     expected = values_of(case) if case.sync_mode else []
     for t in trainers:
-        if t.error is None and t.ended is not None and (not t.pulled or t.pulled[-1][0] != case.sends[t.k]):
-            yield f"{t.name} ended well, and not all of its {case.sends[t.k]} sends are in what it received"
+        if (
+            t.error is None
+            and t.ended is not None
+            and (not t.pulled or t.pulled[-1][0] != case.sends[t.k])
+        ):
+            yield (
+                f"{t.name} ended well, and not all of its {case.sends[t.k]} sends are in what "
+                "it received"
+            )
         for step, pulled in t.pulled if expected else ():
             for n, x in pulled.items():
                 if x.tobytes() != expected[step][n].tobytes():
-                    yield f"{t.name} has another {n} after step {step} than one device: {x}, not {expected[step][n]}"
+                    yield (
+                        f"{t.name} has another {n} after step {step} than one device: {x}, not "
+                        f"{expected[step][n]}"
+                    )
         for step, (ids, rows) in enumerate(t.looked_up if expected else ()):
             had = expected[updates_in(case, t.k, step)]
             one = np.concatenate([had[n] for n in case.tables])[ids]
             if len(t.pulled) > step + 1 and rows.tobytes() != one.tobytes():
-                yield f"{t.name} has looked up other rows for step {step} than one device: {rows}, not {one}"
+                yield (
+                    f"{t.name} has looked up other rows for step {step} than one device: "
+                    f"{rows}, not {one}"
+                )
         for i, found in enumerate(t.reduced):
             step, number = divmod(i, case.rounds)
-            total = functools.reduce(np.add, [_part(k, step, number) for k, n in enumerate(case.steps) if n > step])
+            total = functools.reduce(
+                np.add, [_part(k, step, number) for k, n in enumerate(case.steps) if n > step]
+            )
             if found.tobytes() != total.tobytes():
                 yield f"{t.name} has another sum of round {number} of step {step}"
     for server in servers.values():
         made = server.machine.kind.step
-        if case.sync_mode and server.ended is not None and server.error is None and made != max(case.steps):
+        if (
+            case.sync_mode
+            and server.ended is not None
+            and server.error is None
+            and made != max(case.steps)
+        ):
             yield f"{server.name} ended well after {made} of {max(case.steps)} steps"
         elif case.sync_mode and server.ended is not None and server.error is None:
             for n, x in server.machine.kind.state.items():
                 if x.tobytes() != expected[made][n].tobytes():
-                    yield f"{server.name} has another {n} in the end than one device: {x}, not {expected[made][n]}"
+                    yield (
+                        f"{server.name} has another {n} in the end than one device: {x}, not "
+                        f"{expected[made][n]}"
+                    )
     if not case.sync_mode:
         for server in servers.values():
             yield from _of_blocks(case, server, trainers)
-    if case.mode == "geo" and case.trainers == 1 and trainers[0].error is None and trainers[0].ended is not None:
+    if (
+        case.mode == "geo"
+        and case.trainers == 1
+        and trainers[0].error is None
+        and trainers[0].ended is not None
+    ):
         yield from _of_geo(case, servers)
     if uneven and harmless and all(t.error is None for t in trainers):
-        yield "trainers made different numbers of steps with on_trainer_exit='error', and nobody said so"
+        yield (
+            "trainers made different numbers of steps with on_trainer_exit='error', and "
+            "nobody said so"
+        )
 
 
 def _breaks_at_the_end(case: Case, event: Event, trainers: list[SimulatedTrainer]) -> bool:
-    """Return True for a connection that breaks when its trainer has left, and is made again in time."""
+    """Return True for a connection that breaks when its trainer has left, and is made again in
+    time."""
     left_at = {name: at for t in trainers for name, at in t.left_at.items()}
     if event.kind != "cut" or event.seconds > RETRY / 2 or case.moves:
         return False
@@ -112,12 +152,15 @@ def _of_role(role: Process) -> Iterator[str]:
 def values_of(case: Case) -> list[dict[str, np.ndarray]]:
     """The parameters of one device after each step."""
     sizes = {
-        block_name(ep, i): n for ep, row in zip(case.endpoints, case.servers, strict=True) for i, n in enumerate(row)
+        block_name(ep, i): n
+        for ep, row in zip(case.endpoints, case.servers, strict=True)
+        for i, n in enumerate(row)
     }
     values = [{n: initial(n, size) for n, size in (sizes | case.tables).items()}]
     for step in range(max(case.steps)):
         grads = {
-            n: [g for k in range(case.trainers) for g in _counted(case, n, size, k, step)] for n, size in sizes.items()
+            n: [g for k in range(case.trainers) for g in _counted(case, n, size, k, step)]
+            for n, size in sizes.items()
         }
         means = {n: mean(g) for n, g in grads.items()}
         norm = np.float32(0)
@@ -126,7 +169,9 @@ def values_of(case: Case) -> list[dict[str, np.ndarray]]:
                 norm += norm_part({n: x for n, x in means.items() if n.startswith(f"{ep}/")})[0]
         new = {n: applied(values[-1][n], means[n], norm) for n in sizes}
         for i, n in enumerate(case.tables):
-            rows = [g for k in range(case.trainers) for g in _rows_counted(case, values, i, k, step)]
+            rows = [
+                g for k in range(case.trainers) for g in _rows_counted(case, values, i, k, step)
+            ]
             new[n] = with_rows(values[-1][n], rows) if rows else values[-1][n]
         values.append(new)
     return values
@@ -135,7 +180,8 @@ def values_of(case: Case) -> list[dict[str, np.ndarray]]:
 def _rows_counted(
     case: Case, values: list[dict[str, np.ndarray]], block: int, k: int, step: int
 ) -> Iterator[RowGradient]:
-    """What counts of a trainer in a step for a block of the table: as of other blocks, but zeros are of no rows."""
+    """What counts of a trainer in a step for a block of the table: as of other blocks, but zeros
+    are of no rows."""
     own = case.steps[k]
     if step >= own and case.on_trainer_exit != "paddle":
         return
@@ -149,16 +195,21 @@ def _rows_counted(
 
 
 def _counted(case: Case, block: str, size: int, k: int, step: int) -> list[np.ndarray]:
-    """What counts of a trainer in a step: nothing, a gradient, or zeros that the mean is of, too."""
+    """What counts of a trainer in a step: nothing, a gradient, or zeros that the mean is of,
+    too."""
     own = case.steps[k]
     if step < own:
         return [gradient(block, size, k, step)]
     if case.on_trainer_exit != "paddle":
         return []
-    return [gradient(block, size, k, own - 1) if step == own and own else np.zeros(size, np.float32)]
+    return [
+        gradient(block, size, k, own - 1) if step == own and own else np.zeros(size, np.float32)
+    ]
 
 
-def _of_blocks(case: Case, server: SimulatedServer, trainers: list[SimulatedTrainer]) -> Iterator[str]:
+def _of_blocks(
+    case: Case, server: SimulatedServer, trainers: list[SimulatedTrainer]
+) -> Iterator[str]:
     """Of an asynchronous server."""
     update = server.update
     assert isinstance(update, SimulatedBlocks)
@@ -170,25 +221,38 @@ def _of_blocks(case: Case, server: SimulatedServer, trainers: list[SimulatedTrai
         after = [tuple(known)]  # the same after each update
         for name, found in update.log:
             if name == block:
-                source = next((t for t in trainers if _steps_in(case, t, block, known[t.k], found)), None)
+                source = next(
+                    (t for t in trainers if _steps_in(case, t, block, known[t.k], found)), None
+                )
                 if source is None:
-                    yield f"{server.name} applied a gradient to {block} that was not sent, or that it had applied"
+                    yield (
+                        f"{server.name} applied a gradient to {block} that was not sent, or "
+                        "that it had applied"
+                    )
                     return
                 known[source.k] += _steps_in(case, source, block, known[source.k], found)
                 after.append(tuple(known))
         for t in done:
             made, due = known[t.k], case.sends[t.k]
             if made < due and not server.killed:
-                yield f"{server.name} applied {made} gradients of {t.name} to {block}, which sent {due}"
+                yield (
+                    f"{server.name} applied {made} gradients of {t.name} to {block}, which "
+                    f"sent {due}"
+                )
         values = dict(zip(update.history[block], after, strict=True))
         if block in case.tables:
-            yield from (_of_kept if case.mode == "geo" else _of_rows)(case, server, block, after, trainers)
+            yield from (_of_kept if case.mode == "geo" else _of_rows)(
+                case, server, block, after, trainers
+            )
             continue
         for t in trainers:
             for steps, pulled in t.pulled:
                 had = values.get(pulled[block].tobytes())
                 if had is None or had[t.k] < steps:
-                    yield f"{t.name} received, after {steps} of its steps, a {block} with {had and had[t.k]} of them"
+                    yield (
+                        f"{t.name} received, after {steps} of its steps, a {block} with "
+                        f"{had and had[t.k]} of them"
+                    )
 
 
 def _of_rows(
@@ -219,7 +283,10 @@ def _of_rows(
             due = (i for i, n in enumerate(had) if i >= at and (n == step or (ahead and n < step)))
             now = next((i for i in due if np.array_equal(values[i][here], found)), None)
             if now is None:
-                yield f"{t.name} has looked up rows of {block} before step {step} that were not there then: {found}"
+                yield (
+                    f"{t.name} has looked up rows of {block} before step {step} that were not "
+                    f"there then: {found}"
+                )
                 return
             at = now
 
@@ -244,7 +311,10 @@ def _of_kept(
             due = (i for i, known in enumerate(after) if i >= at and known[t.k] == pushes)
             now = next((i for i in due if np.array_equal(values[i][here], found)), None)
             if now is None:
-                yield f"{t.name} knows of rows of {block}, after {pushes} pushes, what they never were: {found}"
+                yield (
+                    f"{t.name} knows of rows of {block}, after {pushes} pushes, what they "
+                    f"never were: {found}"
+                )
                 return
             at = now
 
@@ -258,13 +328,20 @@ def _of_geo(case: Case, servers: Mapping[str, SimulatedServer]) -> Iterator[str]
                 continue
             size = case.blocks[block]
             changes = [gradient(block, size, 0, step) for step in range(case.steps[0])]
-            expected, found = sum(changes, initial(block, size)), np.frombuffer(values[-1], np.float32)
+            expected, found = (
+                sum(changes, initial(block, size)),
+                np.frombuffer(values[-1], np.float32),
+            )
             if not np.allclose(found, expected, rtol=1e-4, atol=1e-5):
-                yield f"{server.name} has {found} as {block} in the end, and its only trainer made {expected} of it"
+                yield (
+                    f"{server.name} has {found} as {block} in the end, and its only trainer "
+                    f"made {expected} of it"
+                )
 
 
 def _steps_in(case: Case, t: SimulatedTrainer, block: str, since: int, found: bytes) -> int:
-    """Return the number of steps, from one on, whose gradients a trainer's gradient sums; 0 for another trainer's."""
+    """Return the number of steps, from one on, whose gradients a trainer's gradient sums; 0 for
+    another trainer's."""
     sent = t.pushed.get(block, [])[since:]
     most = case.communicator.max_merge_var_num if case.mode in COMMUNICATING else 1
     total = None

@@ -1,8 +1,10 @@
-"""Connections of a virtual network. Each keeps the order of its messages, as TCP does; different ones overtake.
+"""Connections of a virtual network. Each keeps the order of its messages, as TCP does; different
+ones overtake.
 
-A message takes the connection's delay and its bytes over the bandwidth, and is read when it arrives: whoever sends
-memory may not write it before. A connection that breaks loses what is on its way, and is made anew after a while
-where somebody still listens; both ends are told, the server by an empty message from the same address.
+A message takes the connection's delay and its bytes over the bandwidth, and is read when it
+arrives: whoever sends memory may not write it before. A connection that breaks loses what is on its
+way, and is made anew after a while where somebody still listens; both ends are told, the server by
+an empty message from the same address.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ class Network:
       bandwidth: bytes a second.
     """
 
-    def __init__(self, clock: Clock, delay: Callable[[], float], patience: float, bandwidth: float = 1e9) -> None:
+    def __init__(
+        self, clock: Clock, delay: Callable[[], float], patience: float, bandwidth: float = 1e9
+    ) -> None:
         self.clock = clock
         self.delay, self.patience = delay, patience
         self.bandwidth = bandwidth
@@ -132,11 +136,14 @@ class SimulatedConnection:
         clock = self.network.clock
         self.server.deliver(("lost", self.address))
         if self.client.there:
-            clock.at(clock.now + self.network.delay(), lambda: self.client.deliver(("broken", self.key)))
+            clock.at(
+                clock.now + self.network.delay(), lambda: self.client.deliver(("broken", self.key))
+            )
             clock.at(clock.now + seconds + 2 * self.network.delay(), self.establish)
 
     def close(self, way: int) -> None:
-        """Be closed by the client (0) or the server (1): what it has sent still arrives, and then the end."""
+        """Be closed by the client (0) or the server (1): what it has sent still arrives, and then
+        the end."""
         if way == 0:
             self._closed = True
         if not self.up:
@@ -153,7 +160,9 @@ class SimulatedConnection:
         network = self.network
         size = sum(_size(x) for x in event[2]) if len(event) > 2 else 0
         start = max(network.clock.now + later, self.held[way])
-        time = self._last[way] = max(self._last[way], start + network.delay() + size / network.bandwidth)
+        time = self._last[way] = max(
+            self._last[way], start + network.delay() + size / network.bandwidth
+        )
         made = self._made
 
         def deliver() -> None:

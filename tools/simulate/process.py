@@ -1,7 +1,7 @@
 """A role of a simulation, as a process: it takes one event at a time.
 
-While it computes or pauses, events wait in its queue, as messages wait in sockets. A pause stops all of a process, its
-signs of life too; one that is killed says nothing more.
+While it computes or pauses, events wait in its queue, as messages wait in sockets. A pause stops
+all of a process, its signs of life too; one that is killed says nothing more.
 """
 
 from __future__ import annotations

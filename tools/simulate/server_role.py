@@ -39,7 +39,9 @@ class SimulatedServer(Process):
         work: Callable[[], None] = lambda: self.spend(random.expovariate(1.0) * 0.01)
         trainers = self._trainers = Presence(blocks, deadline=case.deadline, plan={"init": "one"})
         self.update = (
-            SimulatedUpdate(blocks, work) if blocks.sync_mode else SimulatedBlocks(blocks, work, geo=case.mode == "geo")
+            SimulatedUpdate(blocks, work)
+            if blocks.sync_mode
+            else SimulatedBlocks(blocks, work, geo=case.mode == "geo")
         )
         kind = (
             SyncServer(blocks, self.update, trainers, self.say)
@@ -65,7 +67,9 @@ class SimulatedServer(Process):
         peers = self.machine.kind.peers
         for ep, peer in peers.known.items():
             connection = self._to_peers[ep] = network.connect(self, servers[ep], ep)
-            self._lines[ep] = PeerLine(self.endpoint, peer, peers.greeting(peer), "", self._sender(connection))
+            self._lines[ep] = PeerLine(
+                self.endpoint, peer, peers.greeting(peer), "", self._sender(connection)
+            )
         self._tick()
 
     def _sender(self, connection: SimulatedConnection) -> Callable[[list[Any]], None]:
@@ -76,7 +80,9 @@ class SimulatedServer(Process):
             self.deliver(("look",))
             self.clock.at(self.clock.now + TICK, self._tick)
 
-    def say(self, to: bytes | str, op: str, /, blocks: Sequence[tuple[str, Any]] = (), **fields: Any) -> None:
+    def say(
+        self, to: bytes | str, op: str, /, blocks: Sequence[tuple[str, Any]] = (), **fields: Any
+    ) -> None:
         """Send a message, as `dtrans.protocol.presence.Say` does."""
         messages = self._trainers.counted(to, op, wire.framed(op, blocks, **fields))
         if isinstance(to, str):

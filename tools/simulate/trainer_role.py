@@ -1,4 +1,5 @@
-"""A trainer of a simulation, around its machines: what an executor does with a trainer's program."""
+"""A trainer of a simulation, around its machines: what an executor does with a trainer's
+program."""
 
 from __future__ import annotations
 
@@ -65,7 +66,8 @@ class SimulatedTrainer(Process):
     """A trainer: what an executor does with the trainer's program.
 
     Attributes:
-      pulled: how many of its steps were in what it received, and that; the initial parameters first.
+      pulled: how many of its steps were in what it received, and that; the initial parameters
+        first.
       pushed: what it has sent of each block, or would have sent, in this order.
       reduced: what came of each round.
       looked_up: for each step, the numbers of rows of the table, and what it received as these.
@@ -73,10 +75,22 @@ class SimulatedTrainer(Process):
     """
 
     def __init__(
-        self, case: Case, k: int, clock: Clock, random: Random, network: Network, servers: dict[str, SimulatedServer]
+        self,
+        case: Case,
+        k: int,
+        clock: Clock,
+        random: Random,
+        network: Network,
+        servers: dict[str, SimulatedServer],
     ) -> None:
         super().__init__(f"trainer {k}", clock)
-        self.case, self.k, self.random, self.network, self.servers = case, k, random, network, servers
+        self.case, self.k, self.random, self.network, self.servers = (
+            case,
+            k,
+            random,
+            network,
+            servers,
+        )
         self.pulled: list[tuple[int, dict[str, np.ndarray]]] = []
         self.pushed: dict[str, list[np.ndarray]] = {}
         self.reduced: list[np.ndarray] = []
@@ -136,7 +150,9 @@ class SimulatedTrainer(Process):
         first = now + case.ahead if now else 1
         for step in range(first, now + case.ahead + 1) if case.tables and case.ahead else ():
             right = announced(case, self.k, step) is not None
-            self._steps.announce([self._room_for(looked_up(case, self.k, step if right else step + 100))])
+            self._steps.announce(
+                [self._room_for(looked_up(case, self.k, step if right else step + 100))]
+            )
 
     def _prefetch(self, step: int) -> Answer:
         """Receive the rows that a step looks up, unless they were announced."""
@@ -194,7 +210,9 @@ class SimulatedTrainer(Process):
         for number in range(self.case.rounds):
             ep = self.case.endpoints[number % len(self.case.endpoints)]
             part = round_part(self.k, step, number)
-            self.reduced += yield from self._steps.exchange(ep, number, [(part, ("all_reduce", "sum"))])
+            self.reduced += yield from self._steps.exchange(
+                ep, number, [(part, ("all_reduce", "sum"))]
+            )
 
     def _gradients(self, step: int) -> list[tuple[str, np.ndarray]]:
         """The gradient of each block."""
@@ -218,12 +236,15 @@ class SimulatedTrainer(Process):
         line.messages.clear()
         line.events.clear()
         line.opened += 1
-        line.connection = self.network.connect(self, self.servers[line.line.endpoint], (line, line.opened))
+        line.connection = self.network.connect(
+            self, self.servers[line.line.endpoint], (line, line.opened)
+        )
 
     # -- how it waits ----------------------------------------------------------------------------
 
     def handle(self, event: tuple[Any, ...]) -> None:
-        """Take one event: into the socket that it comes by; and go on if it is what was waited for."""
+        """Take one event: into the socket that it comes by; and go on if it is what was waited
+        for."""
         what, *rest = event
         if rest and rest[0][0].opened != rest[0][1]:
             pass  # of a connection that is closed
@@ -242,7 +263,8 @@ class SimulatedTrainer(Process):
             self._listen(self._waits)
 
     def _listen(self, line: _Line) -> None:
-        """Run one turn of a connection's loop: messages first, then events of the connection, then the clock."""
+        """Run one turn of a connection's loop: messages first, then events of the connection, then
+        the clock."""
         now = self.clock.now
         try:
             while self._waits is line:
@@ -268,14 +290,19 @@ class SimulatedTrainer(Process):
     def _go_on(self, answer: Any) -> None:
         """Let the script go on to where it waits next."""
         try:
-            waits = self._script.throw(answer) if isinstance(answer, BaseException) else self._script.send(answer)
+            waits = (
+                self._script.throw(answer)
+                if isinstance(answer, BaseException)
+                else self._script.send(answer)
+            )
         except StopIteration:
             self.end(self.error)
             return
         self._wait_for(waits)
 
     def _wait_for(self, waits: Any) -> None:
-        """Wait for what the script has yielded: seconds, the last words of a server, or the answer of a line."""
+        """Wait for what the script has yielded: seconds, the last words of a server, or the answer
+        of a line."""
         if isinstance(waits, float):
             self.clock.at(self.clock.now + waits, lambda: self.deliver(("go",)))
         elif waits[0] == "hear out":
@@ -304,7 +331,9 @@ class SimulatedTrainer(Process):
         """As `Connection._heard_out` does."""
         while line.messages or line.events:
             if line.messages:
-                with contextlib.suppress(WireError):  # whatever it says, there is nothing to be done any more
+                with contextlib.suppress(
+                    WireError
+                ):  # whatever it says, there is nothing to be done any more
                     line.line.gone = wire.parse(line.messages.popleft()).op == "goodbye"
             else:
                 line.take_event(self.clock.now)
@@ -363,11 +392,14 @@ class CommunicatingTrainer(SimulatedTrainer):
             rows = self._row_gradients(step)
             yield lambda: len(self._groups) < case.communicator.send_queue_size
             group: list[tuple[Leaf, Any]] = [
-                (_as_gradient(x), np.concatenate([made[n] for n in x.names])) for x in leaves.values()
+                (_as_gradient(x), np.concatenate([made[n] for n in x.names]))
+                for x in leaves.values()
             ]
             if rows:
                 whole = np.concatenate([x for _, x in rows])
-                group.append((_as_gradient(_table(case)), RowGradient(self.looked_up[step][0], whole)))
+                group.append(
+                    (_as_gradient(_table(case)), RowGradient(self.looked_up[step][0], whole))
+                )
             self._groups.append(group)
             if case.mode == "half_async":
                 yield lambda step=step: self._newest is not None and self._newest[0] > step
@@ -446,8 +478,8 @@ class GeoSgdTrainer(CommunicatingTrainer):
     """A trainer of GEO-SGD.
 
     Attributes:
-      agreed: of each pull, how many pushes are in it, and the rows that the trainer had when it asked for it, by their
-        numbers: as it knows from then that servers had them.
+      agreed: of each pull, how many pushes are in it, and the rows that the trainer had when it
+        asked for it, by their numbers: as it knows from then that servers had them.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -464,10 +496,13 @@ class GeoSgdTrainer(CommunicatingTrainer):
             yield from self._change_rows(step)
             yield self.random.expovariate(1.0) * self.case.pace
             changes = [
-                np.concatenate([gradient(n, case.blocks[n], self.k, step) for n in x.names]) for x in leaves.values()
+                np.concatenate([gradient(n, case.blocks[n], self.k, step) for n in x.names])
+                for x in leaves.values()
             ]
             values = [added(x, c) for x, c in zip(values, changes, strict=True)]
-            values = yield from self._waited(steps.step(values, case.every, block_on_pull=case.waits))
+            values = yield from self._waited(
+                steps.step(values, case.every, block_on_pull=case.waits)
+            )
         yield from self._waited(steps.finish())
 
     def _waited(self, waits: Waits) -> Answer:
@@ -488,7 +523,9 @@ class GeoSgdTrainer(CommunicatingTrainer):
         new = kept.missing(ids)
         if len(new):
             rows, table = np.empty(len(new), np.float32), _table(self.case)
-            wanted = wanted_of(new, rows, epmap=table.endpoints, names=table.names, spans=table.spans)
+            wanted = wanted_of(
+                new, rows, epmap=table.endpoints, names=table.names, spans=table.spans
+            )
             traffic.look_up(wanted, self.clock.now, train=True)
             yield lambda: not traffic.looking_up
             kept.add(new, rows)
@@ -507,9 +544,15 @@ class GeoSgdTrainer(CommunicatingTrainer):
             (_as_gradient(leaf), x) for leaf, x in zip(self._all.values(), deltas, strict=True)
         ]
         if self.case.tables:
-            self._had, table, made = len(self._kept), _table(self.case), self._kept.pushed(self.case.trainers)
+            self._had, table, made = (
+                len(self._kept),
+                _table(self.case),
+                self._kept.pushed(self.case.trainers),
+            )
             for name, run in zip(table.names, table.spans, strict=True):
-                mine = RowGradient(run.local(made.ids[run.among(made.ids)]), made.rows[run.among(made.ids)])
+                mine = RowGradient(
+                    run.local(made.ids[run.among(made.ids)]), made.rows[run.among(made.ids)]
+                )
                 self.pushed.setdefault(name, []).append(spread(mine, run.rows))
             group.append((_as_gradient(table), made))
         self._groups.append(group)
@@ -524,7 +567,9 @@ class GeoSgdTrainer(CommunicatingTrainer):
         self._note()
         if self.case.tables and self._put:
             self._kept.pulled(self._newest[1]["t"])
-            self.agreed.append((self._put, self._kept.ids[: self._had].copy(), self._kept.old[: self._had].copy()))
+            self.agreed.append(
+                (self._put, self._kept.ids[: self._had].copy(), self._kept.old[: self._had].copy())
+            )
         return [self._newest[1][key] for key in self._all]
 
 

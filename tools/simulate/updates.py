@@ -1,4 +1,5 @@
-"""Updates of simulated servers: a decay, a mean of gradients in the order of trainers, and parts of a norm.
+"""Updates of simulated servers: a decay, a mean of gradients in the order of trainers, and parts of
+a norm.
 
 Numbers are of 32 bits, so that another order of a sum, or a gradient more or less, has other bits.
 """
@@ -50,7 +51,8 @@ def gradient(block: str, size: int, k: int, step: int) -> np.ndarray:
 def looked_up(case: Case, k: int, step: int) -> np.ndarray:
     """The numbers of the rows that trainer k looks up in a step, of a table of all servers.
 
-    There may be none; but there are some of each block where it is by gradients that their trainer is known again.
+    There may be none; but there are some of each block where it is by gradients that their trainer
+    is known again.
     """
     r, ids = Random(f"rows {k} {step}"), list[int]()
     for i, size in enumerate(case.tables.values()):
@@ -60,7 +62,8 @@ def looked_up(case: Case, k: int, step: int) -> np.ndarray:
 
 
 def announced(case: Case, k: int, step: int) -> int | None:
-    """At which step trainer k announces what it looks up in this one; None where it does not, or announces others."""
+    """At which step trainer k announces what it looks up in this one; None where it does not, or
+    announces others."""
     is_right = Random(f"announced {k} {step}").random() < 0.8
     return max(0, step - case.ahead) if case.ahead and case.tables and step and is_right else None
 
@@ -73,7 +76,9 @@ def updates_in(case: Case, k: int, step: int) -> int:
 
 def row_gradient(rows: np.ndarray, k: int, step: int) -> np.ndarray:
     """The gradient of rows that trainer k has looked up: they enter it."""
-    return np.asarray(_numbers(len(rows), f"of rows {k} {step}") + np.float32(0.25) * rows, np.float32)
+    return np.asarray(
+        _numbers(len(rows), f"of rows {k} {step}") + np.float32(0.25) * rows, np.float32
+    )
 
 
 def round_part(k: int, step: int, number: int) -> np.ndarray:
@@ -110,7 +115,8 @@ def decayed(x: np.ndarray, g: np.ndarray) -> np.ndarray:
 
 
 def with_rows(x: np.ndarray, grads: Sequence[RowGradient]) -> np.ndarray:
-    """A block of a table after the mean of gradients: rows that none of them is of stay as they are."""
+    """A block of a table after the mean of gradients: rows that none of them is of stay as they
+    are."""
     ids = np.unique(np.concatenate([g.ids for g in grads]))
     if not len(ids):
         return x
@@ -149,7 +155,10 @@ class InNumpy:
         self, local: Sequence[np.ndarray], old: Sequence[np.ndarray], trainers: int
     ) -> tuple[Sequence[np.ndarray], Sequence[np.ndarray]]:
         """What is sent, and what is agreed on from then."""
-        deltas = [np.asarray((x - o) / np.float32(trainers), np.float32) for x, o in zip(local, old, strict=True)]
+        deltas = [
+            np.asarray((x - o) / np.float32(trainers), np.float32)
+            for x, o in zip(local, old, strict=True)
+        ]
         return deltas, [added(o, d) for o, d in zip(old, deltas, strict=True)]
 
     def pulled(
@@ -166,7 +175,10 @@ def served(case: Case, endpoint: str) -> ServedBlocks:
     sync = case.sync_mode
     # a synchronous trainer has names of its own; asynchronous ones send one name each
     table = {n: rows for n, rows in case.tables.items() if n.startswith(f"{endpoint}/")}
-    sent = [{k: gradient_name(b, k if sync else 0) for k in range(case.trainers)} for b in (*blocks, *table)]
+    sent = [
+        {k: gradient_name(b, k if sync else 0) for k in range(case.trainers)}
+        for b in (*blocks, *table)
+    ]
     rows_of = lambda rows, sent: ServedRows(
         rows,
         (),
@@ -177,10 +189,16 @@ def served(case: Case, endpoint: str) -> ServedBlocks:
         staleness=case.staleness,
     )
     tables = {n: rows_of(rows, sent[-1]) for n, rows in table.items()}
-    types = {gradient_name(b, k): t for b, t in blocks.items() for k in (range(case.trainers) if sync else (0,))}
+    types = {
+        gradient_name(b, k): t
+        for b, t in blocks.items()
+        for k in (range(case.trainers) if sync else (0,))
+    }
     exchanges = (_exchange(case, endpoint),) if case.mode == "exchange" else ()
     how = (sync, case.on_trainer_exit)
-    return ServedBlocks(endpoint, case.trainers, *how, blocks, types, sent, exchanges=exchanges, tables=tables)
+    return ServedBlocks(
+        endpoint, case.trainers, *how, blocks, types, sent, exchanges=exchanges, tables=tables
+    )
 
 
 def _exchange(case: Case, endpoint: str) -> Exchange:
@@ -193,7 +211,9 @@ def _exchange(case: Case, endpoint: str) -> Exchange:
 
 def _sizes(blocks: ServedBlocks) -> dict[str, int]:
     """The blocks of a server, and those of tables: name to the number of entries."""
-    return {n: t.shape[0] for n, t in blocks.params.items()} | {n: t.rows for n, t in blocks.tables.items()}
+    return {n: t.shape[0] for n, t in blocks.params.items()} | {
+        n: t.rows for n, t in blocks.tables.items()
+    }
 
 
 class SimulatedUpdate:
@@ -272,13 +292,19 @@ class SimulatedBlocks:
         return [n for n in self.history if n not in used and gradient_name(n, 0) in arrived]
 
     def apply(
-        self, block: str, grads: Mapping[str, Any], state: Mapping[str, Any], values: Mapping[str, Any]
+        self,
+        block: str,
+        grads: Mapping[str, Any],
+        state: Mapping[str, Any],
+        values: Mapping[str, Any],
     ) -> dict[str, Any]:
         """As `BlockUpdate.apply`."""
         self._work()
         given = grads[gradient_name(block, 0)]
         if isinstance(given, RowGradient):
-            made = added_rows(state[block], given) if self._geo else with_rows(state[block], [given])
+            made = (
+                added_rows(state[block], given) if self._geo else with_rows(state[block], [given])
+            )
             given = spread(given, len(state[block]))
         else:
             given = given.copy()
@@ -287,7 +313,9 @@ class SimulatedBlocks:
         self.history[block].append(made.tobytes())
         return {block: made}
 
-    def rows(self, name: str, ids: np.ndarray, state: Mapping[str, Any], *, train: bool) -> np.ndarray:
+    def rows(
+        self, name: str, ids: np.ndarray, state: Mapping[str, Any], *, train: bool
+    ) -> np.ndarray:
         """As `BlockUpdate.rows`."""
         rows: np.ndarray = state[name][ids]
         return rows

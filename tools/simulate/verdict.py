@@ -51,7 +51,8 @@ def simulated(case: Case) -> Verdict:
       >>> from tools.simulate.verdict import simulated
       >>> case = Case(seed=0, mode="sync", steps=(2, 2), servers=((3,), (4, 1)))
       >>> print(simulated(case).ends)
-      {'pserver 127.0.0.1:1': 'well', 'pserver 127.0.0.1:2': 'well', 'trainer 0': 'well', 'trainer 1': 'well'}
+      {'pserver 127.0.0.1:1': 'well', 'pserver 127.0.0.1:2': 'well', 'trainer 0': 'well', 'trainer
+      1': 'well'}
     """
     usual = wire.MESSAGE_BYTES
     # there are many cases, and a verdict says what became of each
@@ -72,7 +73,9 @@ def _simulated(case: Case) -> Verdict:
     trainer_of = GeoSgdTrainer if case.mode == "geo" else trainer_of
     trainers = [trainer_of(case, k, clock, random, network, servers) for k in range(case.trainers)]
     roles: dict[str, Process] = {r.name: r for r in (*servers.values(), *trainers)}
-    begins = lambda role, start: clock.at(random.random() * 0.2, lambda: None if role.over else start())
+    begins = lambda role, start: clock.at(
+        random.random() * 0.2, lambda: None if role.over else start()
+    )
     for server in servers.values():
         begins(server, functools.partial(server.start, network, servers))
     for trainer in trainers:
@@ -102,7 +105,9 @@ def _end(role: Process) -> str:
 def _schedule(event: Event, clock: Clock, network: Network, roles: dict[str, Process]) -> None:
     role = roles.get(event.who)
     if role is not None:
-        clock.at(event.time, role.kill if event.kind == "crash" else lambda: role.pause(event.seconds))
+        clock.at(
+            event.time, role.kill if event.kind == "crash" else lambda: role.pause(event.seconds)
+        )
     if event.kind == "stop" and event.seconds > network.patience:
         left = event.seconds - network.patience
         clock.at(event.time + network.patience, lambda: network.break_all(event.who, left))

@@ -1,9 +1,10 @@
-"""Paddle's optimizers, decays of the learning rate and clips of gradients, with the numbers of Paddle 1.8.
+"""Paddle's optimizers, decays of the learning rate and clips of gradients, with the numbers of
+Paddle 1.8.
 
-Each optimizer and clip is an ordinary `optax.GradientTransformation`, with the update rule, names and defaults of
-Paddle fluid 1.8 (python/paddle/fluid/optimizer.py, and the CPU kernels under paddle/fluid/operators/optimizers/). Each
-decay is an ordinary schedule. A job that moves here keeps its losses; where the kernel is not what it is named after,
-`fix=True` gives the rule of the paper.
+Each optimizer and clip is an ordinary `optax.GradientTransformation`, with the update rule, names
+and defaults of Paddle fluid 1.8 (python/paddle/fluid/optimizer.py, and the CPU kernels under
+paddle/fluid/operators/optimizers/). Each decay is an ordinary schedule. A job that moves here keeps
+its losses; where the kernel is not what it is named after, `fix=True` gives the rule of the paper.
 
     here              differs from the paper                         and from optax's, by default too
     sgd, momentum     no                                             no
@@ -20,16 +21,18 @@ decay is an ordinary schedule. A job that moves here keeps its losses; where the
     lars_momentum     no                                             divides by ‖g + weight decay · p‖
     dpsgd             one noise for all elements; `fix`              clips the gradient of each example
 
-What Paddle's optimizers do before their op is chained in Paddle's order: clips, then regularization.
+What Paddle's optimizers do before their op is chained in Paddle's order: clips, then
+regularization.
 
     optax.chain(gradient_clip_by_global_norm(1.0), optax.add_decayed_weights(c), momentum(0.1, 0.9))   # L2Decay(c)
 
-L1Decay is an `optax.stateless` that adds c·sign(param) in the same place. Learning rates by parameter are
-`optax.partition`, Lookahead is `optax.lookahead`, ExponentialMovingAverage `optax.incremental_update`. DGC and
-ModelAverage have no counterpart.
+L1Decay is an `optax.stateless` that adds c·sign(param) in the same place. Learning rates by
+parameter are `optax.partition`, Lookahead is `optax.lookahead`, ExponentialMovingAverage
+`optax.incremental_update`. DGC and ModelAverage have no counterpart.
 
-Arguments that pick parameters (`need_clip`, `apply_decay_param_fun`, `exclude_from_weight_decay_fn`) are functions of
-a leaf's path, e.g. `dense/bias`, where Paddle hands them the parameter or its name.
+Arguments that pick parameters (`need_clip`, `apply_decay_param_fun`,
+`exclude_from_weight_decay_fn`) are functions of a leaf's path, e.g. `dense/bias`, where Paddle
+hands them the parameter or its name.
 """
 
 from dtrans.paddle.optimizers.adaptive import (

@@ -1,4 +1,5 @@
-"""Paddle's Adagrad, DecayedAdagrad, Adadelta, RMSProp and Ftrl: steps by sums or averages of squared gradients."""
+"""Paddle's Adagrad, DecayedAdagrad, Adadelta, RMSProp and Ftrl: steps by sums or averages of
+squared gradients."""
 
 from __future__ import annotations
 
@@ -8,7 +9,15 @@ import jax.numpy as jnp
 import optax
 
 from dtrans.errors import ConfigError
-from dtrans.paddle.optimizers.leafwise import LeafStep, LearningRate, Scalar, complement, is_number, of, transformation
+from dtrans.paddle.optimizers.leafwise import (
+    LeafStep,
+    LearningRate,
+    Scalar,
+    complement,
+    is_number,
+    of,
+    transformation,
+)
 
 
 class AdagradState(NamedTuple):
@@ -41,7 +50,8 @@ class AdadeltaState(NamedTuple):
     Attributes:
       count: updates so far, int32; None where the learning rate is no schedule.
       avg_squared_grad: per leaf, the moving average of squared gradients.
-      avg_squared_update: per leaf, the moving average of squared updates, as the kernel first computed them.
+      avg_squared_update: per leaf, the moving average of squared updates, as the kernel first
+        computed them.
     """
 
     count: Any
@@ -71,7 +81,8 @@ def adagrad(
         moment = moment + g²
         param  = param - learning_rate · g / (sqrt(moment) + epsilon)
 
-    This is the paper's rule too. `optax.adagrad` has epsilon inside the root, and starts the moment at 0.1.
+    This is the paper's rule too. `optax.adagrad` has epsilon inside the root, and starts the moment
+    at 0.1.
 
     Args:
       learning_rate: a number or a schedule.
@@ -79,14 +90,15 @@ def adagrad(
       initial_accumulator_value: what the moment starts with.
 
     Returns:
-      A transformation with state `AdagradState`, the moment of the shapes and dtypes of the parameters. Its `update`
-      needs the parameters.
+      A transformation with state `AdagradState`, the moment of the shapes and dtypes of the
+      parameters. Its `update` needs the parameters.
 
     Raises:
       ConfigError: from `update` without parameters.
 
     Source: `AdagradOptimizer` of Paddle's python/paddle/fluid/optimizer.py, and
-    paddle/fluid/operators/optimizers/adagrad_op.h. Paper: Duchi et al., Adaptive Subgradient Methods, 2011.
+    paddle/fluid/operators/optimizers/adagrad_op.h. Paper: Duchi et al., Adaptive Subgradient
+    Methods, 2011.
 
     Example:
       >>> import jax.numpy as jnp, optax, dtrans
@@ -101,7 +113,9 @@ def adagrad(
         moment = moment + g * g
         return -(leaf.lr * g / (jnp.sqrt(moment) + of(epsilon, p))), moment
 
-    return transformation("adagrad", learning_rate, AdagradState, rule, initial=initial_accumulator_value)
+    return transformation(
+        "adagrad", learning_rate, AdagradState, rule, initial=initial_accumulator_value
+    )
 
 
 def decayed_adagrad(
@@ -120,8 +134,8 @@ def decayed_adagrad(
       epsilon: added to the root; with 0, an element whose gradients have all been zero becomes NaN.
 
     Returns:
-      A transformation with state `DecayedAdagradState`, the moment of the shapes and dtypes of the parameters.
-      Its `update` needs the parameters.
+      A transformation with state `DecayedAdagradState`, the moment of the shapes and dtypes of the
+      parameters. Its `update` needs the parameters.
 
     Raises:
       ConfigError: from `update` without parameters.
@@ -157,19 +171,20 @@ def adadelta(
 
     Defects of the kernel:
 
-    - It names the update and does not store it: the last line computes it again, from the average that the third line
-      has just written. The paper adds `first` to the parameter.
+    - It names the update and does not store it: the last line computes it again, from the average
+      that the third line has just written. The paper adds `first` to the parameter.
     - It has no learning rate: Paddle takes one, and drops it.
 
     Args:
-      learning_rate: read with `fix` alone: a number or a schedule. Paddle has no default; the paper's is 1.
+      learning_rate: read with `fix` alone: a number or a schedule. Paddle has no default; the
+        paper's is 1.
       epsilon: added to both averages.
       rho: how much of the averages stays.
       fix: the paper's rule, times the learning rate: `optax.adadelta(learning_rate, rho, epsilon)`.
 
     Returns:
-      A transformation with state `AdadeltaState`, averages of the shapes and dtypes of the parameters (with `fix` that
-      of optax). Its `update` needs the parameters.
+      A transformation with state `AdadeltaState`, averages of the shapes and dtypes of the
+      parameters (with `fix` that of optax). Its `update` needs the parameters.
 
     Raises:
       ConfigError: from `update` without parameters.
@@ -237,17 +252,23 @@ def rmsprop(
 
 
 def ftrl(
-    learning_rate: LearningRate, l1: Scalar = 0.0, l2: Scalar = 0.0, lr_power: Scalar = -0.5, fix: bool = False
+    learning_rate: LearningRate,
+    l1: Scalar = 0.0,
+    l2: Scalar = 0.0,
+    lr_power: Scalar = -0.5,
+    fix: bool = False,
 ) -> optax.GradientTransformation:
-    """Follow The Regularized Leader (FTRL-Proximal), which drives parameters to exactly zero with `l1`.
+    """Follow The Regularized Leader (FTRL-Proximal), which drives parameters to exactly zero with
+    `l1`.
 
         new    = squared + g²
         linear = linear + g - (new^-lr_power - squared^-lr_power) / learning_rate · param
         param  = (l1·sign(linear) - linear) / (new^-lr_power / learning_rate + 2·l2)   where |linear| > l1, else 0
 
-    with 1e-10 added to `l1` and to `l2`. The parameter is set, not moved: an element whose gradient has been zero
-    from the start becomes 0, whatever it was. (The update is the difference, so that in floating point what was
-    set is met to within a rounding of the old parameter; zeros are met exactly.)
+    with 1e-10 added to `l1` and to `l2`. The parameter is set, not moved: an element whose gradient
+    has been zero from the start becomes 0, whatever it was. (The update is the difference, so that
+    in floating point what was set is met to within a rounding of the old parameter; zeros are met
+    exactly.)
 
     Defect: Paddle hands the kernel `l1` for its `l2`, so that the `l2` of the user has no effect.
 
@@ -255,20 +276,22 @@ def ftrl(
       learning_rate: a number or a schedule. It divides, so it may not be 0, not even in a warm-up.
       l1: strength of the L1 regularization.
       l2: strength of the L2 regularization, read with `fix` alone.
-      lr_power: how the step shrinks as squared gradients add up; -0.5 is the square root, 0 no shrinking.
+      lr_power: how the step shrinks as squared gradients add up; -0.5 is the square root, 0 no
+        shrinking.
       fix: the formula with the user's `l2`. It is the paper's, whose lambda2 is 2·l2, and beta 0.
 
     Returns:
-      A transformation with state `FtrlState`, its accumulators of the shapes and dtypes of the parameters. Its
-      `update` needs the parameters.
+      A transformation with state `FtrlState`, its accumulators of the shapes and dtypes of the
+      parameters. Its `update` needs the parameters.
 
     Raises:
-      ConfigError: a learning rate of 0 or an `lr_power` above 0, with which all becomes NaN; and from `update`
-        without parameters.
+      ConfigError: a learning rate of 0 or an `lr_power` above 0, with which all becomes NaN; and
+        from `update` without parameters.
 
     Source: `FtrlOptimizer` of Paddle's python/paddle/fluid/optimizer.py, and the dense branch of
-    paddle/fluid/operators/optimizers/ftrl_op.h. (The formula in the docstring of the former divides by
-    learning_rate · param; the kernel does not.) Paper: McMahan et al., Ad Click Prediction, 2013.
+    paddle/fluid/operators/optimizers/ftrl_op.h. (The formula in the docstring of the former divides
+    by learning_rate · param; the kernel does not.) Paper: McMahan et al., Ad Click Prediction,
+    2013.
 
     Example:
       >>> import jax.numpy as jnp, optax, dtrans

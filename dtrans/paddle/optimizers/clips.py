@@ -33,7 +33,8 @@ def gradient_clip_by_value(
     Raises:
       ConfigError: a `max` that is not above 0, without a `min`.
 
-    Source: `GradientClipByValue` of Paddle's python/paddle/fluid/clip.py, and paddle/fluid/operators/clip_op.h.
+    Source: `GradientClipByValue` of Paddle's python/paddle/fluid/clip.py, and
+      paddle/fluid/operators/clip_op.h.
 
     Example:
       >>> import jax.numpy as jnp, dtrans
@@ -42,13 +43,18 @@ def gradient_clip_by_value(
       [0.5, -0.25, 0.125]
     """
     if min is None and is_number(max) and max <= 0:
-        raise ConfigError(f"max is {max}, and min would be {-max}; give a min too, or a max above 0")
+        raise ConfigError(
+            f"max is {max}, and min would be {-max}; give a min too, or a max above 0"
+        )
     low = -max if min is None else min
     return _clip(need_clip, lambda grads: [jnp.clip(g, of(low, g), of(max, g)) for g in grads])
 
 
-def gradient_clip_by_norm(clip_norm: Scalar, need_clip: NeedClip = None) -> optax.GradientTransformation:
-    """Scale the gradient of each leaf whose norm is above `clip_norm` down to it: `g · clip_norm / ‖g‖`.
+def gradient_clip_by_norm(
+    clip_norm: Scalar, need_clip: NeedClip = None
+) -> optax.GradientTransformation:
+    """Scale the gradient of each leaf whose norm is above `clip_norm` down to it: `g · clip_norm /
+    ‖g‖`.
 
     Args:
       clip_norm: the largest norm of a leaf's gradient.
@@ -60,7 +66,8 @@ def gradient_clip_by_norm(clip_norm: Scalar, need_clip: NeedClip = None) -> opta
     Raises:
       ConfigError: a `clip_norm` that is not above 0.
 
-    Source: `GradientClipByNorm` of Paddle's python/paddle/fluid/clip.py, and paddle/fluid/operators/clip_by_norm_op.h.
+    Source: `GradientClipByNorm` of Paddle's python/paddle/fluid/clip.py, and
+      paddle/fluid/operators/clip_by_norm_op.h.
 
     Example:
       >>> import jax.numpy as jnp, dtrans
@@ -76,7 +83,9 @@ def gradient_clip_by_norm(clip_norm: Scalar, need_clip: NeedClip = None) -> opta
     return _clip(need_clip, clip)
 
 
-def gradient_clip_by_global_norm(clip_norm: Scalar, need_clip: NeedClip = None) -> optax.GradientTransformation:
+def gradient_clip_by_global_norm(
+    clip_norm: Scalar, need_clip: NeedClip = None
+) -> optax.GradientTransformation:
     """Scale all gradients by `clip_norm / max(clip_norm, ‖all gradients‖)`.
 
     Paddle's `group_name` is not needed: a clip is of the leaves that it is given.
@@ -114,7 +123,9 @@ def gradient_clip_by_global_norm(clip_norm: Scalar, need_clip: NeedClip = None) 
 
 def _check_norm(clip_norm: Scalar) -> None:
     if is_number(clip_norm) and clip_norm <= 0:
-        raise ConfigError(f"clip_norm is {clip_norm}; the largest norm of a gradient has to be above 0")
+        raise ConfigError(
+            f"clip_norm is {clip_norm}; the largest norm of a gradient has to be above 0"
+        )
 
 
 def _factor(length: Any, clip_norm: Scalar) -> jax.Array:
@@ -132,6 +143,8 @@ def _clip(
         leaves, treedef = jax.tree_util.tree_flatten_with_path(grads)
         needs = [need_clip is None or need_clip(path_name(path)) for path, _ in leaves]
         clipped = iter(clip([g for (_, g), need in zip(leaves, needs, strict=True) if need]))
-        return treedef.unflatten([next(clipped) if need else g for (_, g), need in zip(leaves, needs, strict=True)])
+        return treedef.unflatten(
+            [next(clipped) if need else g for (_, g), need in zip(leaves, needs, strict=True)]
+        )
 
     return optax.stateless(update)

@@ -1,11 +1,13 @@
-"""Paddle's decays of the learning rate, and its warm-up: functions of the number of updates before this one.
+"""Paddle's decays of the learning rate, and its warm-up: functions of the number of updates before
+this one.
 
-Each is a schedule as optax has them, for any `learning_rate` here or in optax. Values are float32 (float64 where JAX
-has 64 bits enabled), and powers and quotients are taken in it, as Paddle takes them in float32.
+Each is a schedule as optax has them, for any `learning_rate` here or in optax. Values are float32
+(float64 where JAX has 64 bits enabled), and powers and quotients are taken in it, as Paddle takes
+them in float32.
 
-Paddle's schedules read one counter of the program, which is 0 in the first step; `noam_decay` starts it at 1. Of those
-that its dygraph mode alone has, LambdaDecay's function is a schedule itself, and ReduceLROnPlateau has to be told the
-loss, which no server knows.
+Paddle's schedules read one counter of the program, which is 0 in the first step; `noam_decay`
+starts it at 1. Of those that its dygraph mode alone has, LambdaDecay's function is a schedule
+itself, and ReduceLROnPlateau has to be told the loss, which no server knows.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ def noam_decay(d_model: float, warmup_steps: float, learning_rate: float = 1.0) 
     return schedule
 
 
-def exponential_decay(learning_rate: float, decay_steps: float, decay_rate: float, staircase: bool = False) -> Schedule:
+def exponential_decay(
+    learning_rate: float, decay_steps: float, decay_rate: float, staircase: bool = False
+) -> Schedule:
     """Decay by a factor: `learning_rate · decay_rate^(step / decay_steps)`.
 
     Args:
@@ -76,7 +80,9 @@ def exponential_decay(learning_rate: float, decay_steps: float, decay_rate: floa
     return lambda count: learning_rate * decay_rate ** _turns(count, decay_steps, staircase)
 
 
-def natural_exp_decay(learning_rate: float, decay_steps: float, decay_rate: float, staircase: bool = False) -> Schedule:
+def natural_exp_decay(
+    learning_rate: float, decay_steps: float, decay_rate: float, staircase: bool = False
+) -> Schedule:
     """Decay by a rate: `learning_rate · exp(-decay_rate · step / decay_steps)`.
 
     Args:
@@ -96,7 +102,9 @@ def natural_exp_decay(learning_rate: float, decay_steps: float, decay_rate: floa
       >>> [round(float(lr(step)), 4) for step in range(3)]
       [1.0, 0.6065, 0.3679]
     """
-    return lambda count: learning_rate * jnp.exp(-decay_rate * _turns(count, decay_steps, staircase))
+    return lambda count: (
+        learning_rate * jnp.exp(-decay_rate * _turns(count, decay_steps, staircase))
+    )
 
 
 def inverse_time_decay(
@@ -125,17 +133,22 @@ def inverse_time_decay(
 
 
 def polynomial_decay(
-    learning_rate: float, decay_steps: float, end_learning_rate: float = 0.0001, power: float = 1.0, cycle: bool = False
+    learning_rate: float,
+    decay_steps: float,
+    end_learning_rate: float = 0.0001,
+    power: float = 1.0,
+    cycle: bool = False,
 ) -> Schedule:
-    """Decay to an end: `(learning_rate - end_learning_rate) · (1 - step / decay_steps)^power + end_learning_rate`.
+    """Decay to an end: `(learning_rate - end_learning_rate) · (1 - step / decay_steps)^power +
+    end_learning_rate`.
 
     Args:
       learning_rate: that of the first step.
       decay_steps: the step at which the end is reached; steps after it stay there.
       end_learning_rate: the end.
       power: 1 for a line, 2 for a parabola.
-      cycle: whether `decay_steps` is multiplied, once the end is reached, by the least whole number that is enough for
-        the step, so that the rate rises again and decays more slowly.
+      cycle: whether `decay_steps` is multiplied, once the end is reached, by the least whole number
+        that is enough for the step, so that the rate rises again and decays more slowly.
 
     Returns:
       A schedule.
@@ -161,7 +174,8 @@ def polynomial_decay(
 
 
 def piecewise_decay(boundaries: Sequence[float], values: Sequence[float]) -> Schedule:
-    """Take one value after the other: `values[i]` in the steps before `boundaries[i]`, and the last after them all.
+    """Take one value after the other: `values[i]` in the steps before `boundaries[i]`, and the last
+    after them all.
 
     Args:
       boundaries: steps, ascending.
@@ -182,7 +196,9 @@ def piecewise_decay(boundaries: Sequence[float], values: Sequence[float]) -> Sch
       [1.0, 0.5, 0.5, 0.25]
     """
     if len(values) != len(boundaries) + 1:
-        raise ConfigError(f"{len(boundaries)} boundaries need {len(boundaries) + 1} values, not {len(values)}")
+        raise ConfigError(
+            f"{len(boundaries)} boundaries need {len(boundaries) + 1} values, not {len(values)}"
+        )
 
     def schedule(count: Any) -> jax.Array:
         step = _real(count)
@@ -195,7 +211,8 @@ def piecewise_decay(boundaries: Sequence[float], values: Sequence[float]) -> Sch
 
 
 def cosine_decay(learning_rate: float, step_each_epoch: float, epochs: float) -> Schedule:
-    """Decay along half a cosine, epoch by epoch: `learning_rate · (cos(pi · epoch / epochs) + 1) / 2`.
+    """Decay along half a cosine, epoch by epoch: `learning_rate · (cos(pi · epoch / epochs) + 1) /
+    2`.
 
     After `epochs` it rises again.
 
@@ -215,13 +232,16 @@ def cosine_decay(learning_rate: float, step_each_epoch: float, epochs: float) ->
       >>> [round(float(lr(step)), 6) for step in range(5)]
       [1.0, 1.0, 0.5, 0.5, 0.0]
     """
-    return lambda count: learning_rate * 0.5 * (jnp.cos(_turns(count, step_each_epoch, True) * math.pi / epochs) + 1)
+    return lambda count: (
+        learning_rate * 0.5 * (jnp.cos(_turns(count, step_each_epoch, True) * math.pi / epochs) + 1)
+    )
 
 
 def step_decay(learning_rate: float, step_size: int, decay_rate: float = 0.1) -> Schedule:
     """Decay by a factor every `step_size`: `learning_rate · decay_rate^floor(step / step_size)`.
 
-    Paddle's counts calls of its method `epoch`; this one counts updates: multiply `step_size` by those of an epoch.
+    Paddle's counts calls of its method `epoch`; this one counts updates: multiply `step_size` by
+    those of an epoch.
 
     Args:
       learning_rate: that of the first step.
@@ -242,10 +262,13 @@ def step_decay(learning_rate: float, step_size: int, decay_rate: float = 0.1) ->
     return exponential_decay(learning_rate, step_size, decay_rate, staircase=True)
 
 
-def multi_step_decay(learning_rate: float, milestones: Sequence[int], decay_rate: float = 0.1) -> Schedule:
+def multi_step_decay(
+    learning_rate: float, milestones: Sequence[int], decay_rate: float = 0.1
+) -> Schedule:
     """Decay by a factor at each milestone.
 
-    Paddle's counts calls of its method `epoch`; this one counts updates: multiply milestones by those of an epoch.
+    Paddle's counts calls of its method `epoch`; this one counts updates: multiply milestones by
+    those of an epoch.
 
     Args:
       learning_rate: that of the first step.
@@ -263,11 +286,17 @@ def multi_step_decay(learning_rate: float, milestones: Sequence[int], decay_rate
       >>> [float(lr(step)) for step in range(4)]
       [1.0, 0.5, 0.5, 0.25]
     """
-    return piecewise_decay(milestones, [learning_rate * decay_rate**i for i in range(len(milestones) + 1)])
+    return piecewise_decay(
+        milestones, [learning_rate * decay_rate**i for i in range(len(milestones) + 1)]
+    )
 
 
 def linear_lr_warmup(
-    learning_rate: float | Callable[[Any], Any], warmup_steps: float, start_lr: float, end_lr: float, begin: int = 0
+    learning_rate: float | Callable[[Any], Any],
+    warmup_steps: float,
+    start_lr: float,
+    end_lr: float,
+    begin: int = 0,
 ) -> Schedule:
     """Rise along a line for `warmup_steps`, then take another learning rate.
 
@@ -280,8 +309,8 @@ def linear_lr_warmup(
       warmup_steps: the step with which `learning_rate` starts.
       start_lr: the learning rate of the first step.
       end_lr: what the line leads to.
-      begin: the first step's number. In Paddle the warm-up shares the counter of the schedule after it, which is 1 in
-        the first step of a `noam_decay`.
+      begin: the first step's number. In Paddle the warm-up shares the counter of the schedule after
+        it, which is 1 in the first step of a `noam_decay`.
 
     Returns:
       A schedule.
@@ -298,7 +327,9 @@ def linear_lr_warmup(
     def schedule(count: Any) -> jax.Array:
         step = _real(count) + begin
         after = learning_rate(count) if callable(learning_rate) else learning_rate
-        return jnp.where(step < warmup_steps, start_lr + (end_lr - start_lr) * (step / warmup_steps), after)
+        return jnp.where(
+            step < warmup_steps, start_lr + (end_lr - start_lr) * (step / warmup_steps), after
+        )
 
     return schedule
 

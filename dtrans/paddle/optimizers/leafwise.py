@@ -1,7 +1,8 @@
-"""A transformation that applies one rule to each leaf, as Paddle has one optimizer op for each parameter.
+"""A transformation that applies one rule to each leaf, as Paddle has one optimizer op for each
+parameter.
 
-A rule sees one leaf at a time and is elementwise, but for norms of the whole leaf; nothing is reshaped, so that row
-analysis (`dtrans.rows.analysis`) can follow it.
+A rule sees one leaf at a time and is elementwise, but for norms of the whole leaf; nothing is
+reshaped, so that row analysis (`dtrans.rows.analysis`) can follow it.
 """
 
 from __future__ import annotations
@@ -49,21 +50,22 @@ def transformation(
 ) -> optax.GradientTransformation:
     """Make the transformation that applies `rule(leaf, grad, param, *accumulators)` to each leaf.
 
-    The rule returns the update and the new accumulators. A leaf whose gradient is None has the update None, and keeps
-    its accumulators.
+    The rule returns the update and the new accumulators. A leaf whose gradient is None has the
+    update None, and keeps its accumulators.
 
     Args:
       name: the optimizer's name, for errors.
       learning_rate: a number or a schedule.
-      state_type: a NamedTuple of the count of updates, the accumulators and the powers of the betas. The count is None
-        where the learning rate is no schedule.
+      state_type: a NamedTuple of the count of updates, the accumulators and the powers of the
+        betas. The count is None where the learning rate is no schedule.
       rule: the update rule.
-      betas: numbers of whose powers the rule reads. They are multiplied step by step, as Paddle's are: 1 - beta^t of a
-        beta near 1 tells in float32 how the power was computed, by 1e-5 of it.
+      betas: numbers of whose powers the rule reads. They are multiplied step by step, as Paddle's
+        are: 1 - beta^t of a beta near 1 tells in float32 how the power was computed, by 1e-5 of it.
       initial: what accumulators start with.
 
     Returns:
-      A transformation whose `update` needs the parameters. Accumulators have the shapes and dtypes of the parameters.
+      A transformation whose `update` needs the parameters. Accumulators have the shapes and dtypes
+      of the parameters.
 
     Raises:
       ConfigError: from `update` without parameters.
@@ -94,7 +96,9 @@ def transformation(
         new, *accumulators = ([row[i] for row in rows] for i in range(1 + len(accumulators)))
         count = None if count is None else optax.safe_increment(count)
         powers = [power * _real(beta) for power, beta in zip(powers, betas, strict=True)]
-        return treedef.unflatten(new), state_type(count, *map(treedef.unflatten, accumulators), *powers)
+        return treedef.unflatten(new), state_type(
+            count, *map(treedef.unflatten, accumulators), *powers
+        )
 
     return optax.GradientTransformation(init, update)
 
@@ -110,12 +114,14 @@ def is_number(x: Any) -> bool:
 
 
 def of(x: Any, leaf: jax.Array) -> Any:
-    """`x` such that it does not change the dtype of what it meets: a Python number, or of the leaf's dtype."""
+    """`x` such that it does not change the dtype of what it meets: a Python number, or of the
+    leaf's dtype."""
     return float(x) if is_number(x) else jnp.asarray(x, leaf.dtype)
 
 
 def complement(x: Any, leaf: jax.Array) -> Any:
-    """1 - x as the kernel has it: of the rounded x. In float32 that of 0.999 differs from 0.001 by 5e-5 of it."""
+    """1 - x as the kernel has it: of the rounded x. In float32 that of 0.999 differs from 0.001 by
+    5e-5 of it."""
     if is_number(x):
         real = jnp.result_type(float).type
         return float(real(1) - real(x))
@@ -123,7 +129,8 @@ def complement(x: Any, leaf: jax.Array) -> Any:
 
 
 def _real(x: Any) -> jax.Array:
-    """A hyperparameter whose rounding matters, in float32, or float64 where JAX has 64 bits enabled."""
+    """A hyperparameter whose rounding matters, in float32, or float64 where JAX has 64 bits
+    enabled."""
     return jnp.asarray(x, jnp.result_type(float))
 
 

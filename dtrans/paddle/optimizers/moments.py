@@ -83,9 +83,10 @@ def adam(
         lr      = learning_rate · sqrt(1 - beta2^t) / (1 - beta1^t)
         param   = param - lr · moment1 / (sqrt(moment2) + epsilon)
 
-    in update number t. Defect: the paper adds epsilon to the corrected root, sqrt(moment2 / (1 - beta2^t)). Where
-    epsilon matters, it is 32 times too large in the first update (with the default of beta2), and shrinks to its size.
-    (The paper's shorter form is this one, with an epsilon of its own. Paddle 2 has the paper's rule.)
+    in update number t. Defect: the paper adds epsilon to the corrected root, sqrt(moment2 / (1 -
+    beta2^t)). Where epsilon matters, it is 32 times too large in the first update (with the default
+    of beta2), and shrinks to its size. (The paper's shorter form is this one, with an epsilon of
+    its own. Paddle 2 has the paper's rule.)
 
     Paddle's `lazy_mode` is about sparse gradients, of which there are none here.
 
@@ -97,8 +98,8 @@ def adam(
       fix: the paper's rule: `optax.adam(learning_rate, beta1, beta2, epsilon)`.
 
     Returns:
-      A transformation with state `AdamState`, moments of the shapes and dtypes of the parameters (with `fix` that of
-      optax). Its `update` needs the parameters.
+      A transformation with state `AdamState`, moments of the shapes and dtypes of the parameters
+      (with `fix` that of optax). Its `update` needs the parameters.
 
     Raises:
       ConfigError: from `update` without parameters.
@@ -140,14 +141,15 @@ def adamw(
 
         param = param - weight_decay·param - (the step of `adam`)
 
-    Defects: the decay is not multiplied by the learning rate, so that it goes on undiminished when a schedule has
-    brought that down; and the epsilon is that of `adam`.
+    Defects: the decay is not multiplied by the learning rate, so that it goes on undiminished when
+    a schedule has brought that down; and the epsilon is that of `adam`.
 
     Args:
       learning_rate: a number or a schedule.
-      weight_decay: the part of a parameter that each step takes off it, whatever the learning rate. (Paddle 1.8 has
-        no default, and fails with 0.)
-      apply_decay_param_fun: which leaves decay: a function of a leaf's path, e.g. `dense/bias`. By default all.
+      weight_decay: the part of a parameter that each step takes off it, whatever the learning rate.
+        (Paddle 1.8 has no default, and fails with 0.)
+      apply_decay_param_fun: which leaves decay: a function of a leaf's path, e.g. `dense/bias`. By
+        default all.
       beta1: how much of the first moment stays.
       beta2: how much of the second moment stays.
       epsilon: added to the root.
@@ -160,8 +162,8 @@ def adamw(
       ConfigError: from `update` without parameters (with `fix` a ValueError of optax).
 
     Source: `extend_with_decoupled_weight_decay(AdamOptimizer)` of Paddle's
-    python/paddle/fluid/contrib/extend_optimizer/extend_optimizer_with_weight_decay.py. Paper: Loshchilov and Hutter,
-    Decoupled Weight Decay Regularization, 2019.
+    python/paddle/fluid/contrib/extend_optimizer/extend_optimizer_with_weight_decay.py. Paper:
+    Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019.
 
     Example:
       >>> import jax.numpy as jnp, dtrans
@@ -178,11 +180,15 @@ def adamw(
         return jax.tree_util.tree_map_with_path(lambda path, p: fun(path_name(path)), params)
 
     if fix:
-        return optax.adamw(learning_rate, beta1, beta2, epsilon, weight_decay=weight_decay, mask=decays)
+        return optax.adamw(
+            learning_rate, beta1, beta2, epsilon, weight_decay=weight_decay, mask=decays
+        )
 
     # the gradient was taken before the decay, and Adam's step reads no parameter: the two add up
     minus = -weight_decay
-    return optax.chain(adam(learning_rate, beta1, beta2, epsilon), optax.add_decayed_weights(minus, mask=decays))
+    return optax.chain(
+        adam(learning_rate, beta1, beta2, epsilon), optax.add_decayed_weights(minus, mask=decays)
+    )
 
 
 def adamax(
@@ -198,7 +204,8 @@ def adamax(
         inf_norm = max(|g|, beta2·inf_norm + epsilon)
         param    = param - learning_rate / (1 - beta1^t) · moment / inf_norm
 
-    in update number t. Defect: epsilon is added again and again to a maximum that stays, up to epsilon / (1 - beta2) in
+    in update number t. Defect: epsilon is added again and again to a maximum that stays, up to
+    epsilon / (1 - beta2) in
     all: 1000 times epsilon with the default of beta2. The paper has none.
 
     Args:
@@ -206,11 +213,12 @@ def adamax(
       beta1: how much of the moment stays.
       beta2: how much of the maximum stays.
       epsilon: keeps the maximum from 0.
-      fix: the paper's rule, with epsilon added to each |g| but kept out of the decay: `optax.adamax`.
+      fix: the paper's rule, with epsilon added to each |g| but kept out of the decay:
+        `optax.adamax`.
 
     Returns:
-      A transformation with state `AdamaxState`, accumulators of the shapes and dtypes of the parameters (with `fix`
-      that of optax). Its `update` needs the parameters.
+      A transformation with state `AdamaxState`, accumulators of the shapes and dtypes of the
+      parameters (with `fix` that of optax). Its `update` needs the parameters.
 
     Raises:
       ConfigError: from `update` without parameters.
@@ -255,9 +263,9 @@ def lamb(
         step    = moment1 / (sqrt(moment2) + epsilon) + weight_decay·param
         param   = param - learning_rate · ‖param‖ / ‖step‖ · step
 
-    where the factor is the learning rate itself if a norm is 0. Defect: the moments are not corrected, though the op
-    is given the powers of beta. In the first update the step is 3 times as large as it should be beside the weight
-    decay and epsilon (with the defaults of beta).
+    where the factor is the learning rate itself if a norm is 0. Defect: the moments are not
+    corrected, though the op is given the powers of beta. In the first update the step is 3 times as
+    large as it should be beside the weight decay and epsilon (with the defaults of beta).
 
     Args:
       learning_rate: a number or a schedule.
@@ -265,19 +273,21 @@ def lamb(
       beta1: how much of the first moment stays.
       beta2: how much of the second moment stays.
       epsilon: added to the root.
-      exclude_from_weight_decay_fn: which leaves do not decay: a function of a leaf's path, e.g. `dense/bias`. They are
-        scaled to their norm as the others. By default none.
+      exclude_from_weight_decay_fn: which leaves do not decay: a function of a leaf's path, e.g.
+        `dense/bias`. They are scaled to their norm as the others. By default none.
       fix: the paper's rule, with corrected moments: `optax.lamb`.
 
     Returns:
-      A transformation with state `LambState`, moments of the shapes and dtypes of the parameters (with `fix` that of
-      optax). Its `update` needs the parameters. Norms of leaves of half precision are taken in float32.
+      A transformation with state `LambState`, moments of the shapes and dtypes of the parameters
+      (with `fix` that of optax). Its `update` needs the parameters. Norms of leaves of half
+      precision are taken in float32.
 
     Raises:
       ConfigError: from `update` without parameters (with `fix` a ValueError of optax).
 
     Source: `LambOptimizer` of Paddle's python/paddle/fluid/optimizer.py, and
-    paddle/fluid/operators/optimizers/lamb_op.h. Paper: You et al., Large Batch Optimization for Deep Learning, 2020.
+    paddle/fluid/operators/optimizers/lamb_op.h. Paper: You et al., Large Batch Optimization for
+    Deep Learning, 2020.
 
     Example:
       >>> import jax.numpy as jnp, optax, dtrans
@@ -289,8 +299,12 @@ def lamb(
     """
     excluded = exclude_from_weight_decay_fn or (lambda path: False)
     if fix:
-        mask = lambda params: jax.tree_util.tree_map_with_path(lambda path, p: not excluded(path_name(path)), params)
-        return optax.lamb(learning_rate, beta1, beta2, epsilon, weight_decay=lamb_weight_decay, mask=mask)
+        mask = lambda params: jax.tree_util.tree_map_with_path(
+            lambda path, p: not excluded(path_name(path)), params
+        )
+        return optax.lamb(
+            learning_rate, beta1, beta2, epsilon, weight_decay=lamb_weight_decay, mask=mask
+        )
 
     def rule(leaf: LeafStep, g: Any, p: Any, moment1: Any, moment2: Any) -> tuple[Any, ...]:
         moment1, moment2 = _moments(g, p, moment1, moment2, beta1, beta2)
@@ -305,7 +319,9 @@ def lamb(
     return transformation("lamb", learning_rate, LambState, rule)
 
 
-def _moments(g: Any, p: Any, moment1: Any, moment2: Any, beta1: Scalar, beta2: Scalar) -> tuple[Any, Any]:
+def _moments(
+    g: Any, p: Any, moment1: Any, moment2: Any, beta1: Scalar, beta2: Scalar
+) -> tuple[Any, Any]:
     """The moving averages of gradients and of their squares."""
     moment1 = of(beta1, p) * moment1 + complement(beta1, p) * g
     return moment1, of(beta2, p) * moment2 + complement(beta2, p) * g * g

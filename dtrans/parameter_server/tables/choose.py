@@ -10,7 +10,12 @@ from dtrans.ir.program import Program
 from dtrans.ops.exact_sum import MOST
 from dtrans.parameter_server.tables.lookups import TableLookups, find_lookups
 from dtrans.parameter_server.tables.options import Rows
-from dtrans.parameter_server.tables.zero_gradient import ZeroGradient, at_zero_gradient, find_waiting, numbers_of
+from dtrans.parameter_server.tables.zero_gradient import (
+    ZeroGradient,
+    at_zero_gradient,
+    find_waiting,
+    numbers_of,
+)
 from dtrans.rows.analysis import RowAnalysis
 from dtrans.step.cut import Cut
 
@@ -83,7 +88,8 @@ def choose_tables(
       analysis: of the update.
       startup: the init, with names as in the step.
       sparse: as in `dtrans.pserver`.
-      beside: what servers keep beside each table that moves with a gradient of zero: what follows its name.
+      beside: what servers keep beside each table that moves with a gradient of zero: what follows
+        its name.
       otherwise: the remedy where an update has no lazy form.
 
     Raises:
@@ -95,21 +101,31 @@ def choose_tables(
     options: Mapping[str, Rows] = {} if isinstance(sparse, str) else sparse
     for n in options:
         if n not in step.optimized:
-            raise ConfigError(f"sparse names {n}; the parameters that servers update are {', '.join(step.optimized)}")
+            raise ConfigError(
+                f"sparse names {n}; the parameters that servers update are "
+                f"{', '.join(step.optimized)}"
+            )
     found = find_lookups(step, None if is_auto else list(options))
     others = dict(found.refused)
     if others and not is_auto:
         name, why = next(iter(others.items()))
-        raise ConfigError(f"sparse: trainers cannot look up rows of {name} alone: {why}. Leave it out")
+        raise ConfigError(
+            f"sparse: trainers cannot look up rows of {name} alone: {why}. Leave it out"
+        )
     of: dict[str, Table] = {}
     for n, lookups in found.tables.items():
         if is_auto and lookups.size * AUTO > lookups.rows:
             others[n] = f"a step looks up as many as {lookups.size} of its {lookups.rows} rows"
             continue
         if n in analysis.groups:
-            why = f"its update cannot be cut: {analysis.groups[n].reason or 'it needs another leaf'}"
+            why = (
+                f"its update cannot be cut: {analysis.groups[n].reason or 'it needs another leaf'}"
+            )
             if not is_auto:
-                raise ConfigError(f"sparse: {n} cannot be a table: {why}. Leave it out, or give it another optimizer")
+                raise ConfigError(
+                    f"sparse: {n} cannot be a table: {why}. Leave it out, or give it another "
+                    "optimizer"
+                )
             others[n] = why
             continue
         zero = at_zero_gradient(analysis, n, numbers_of(startup))
@@ -127,7 +143,8 @@ def choose_tables(
 
 
 def added_exactly(step: Cut, tables: Tables, trainers: int) -> frozenset[str]:
-    """Leaves whose rows are added up exactly, so that bits do not depend on where rows are: all of a plan with tables.
+    """Leaves whose rows are added up exactly, so that bits do not depend on where rows are: all of
+    a plan with tables.
 
     But for those of more rows than an exact sum can have.
     """
@@ -135,7 +152,9 @@ def added_exactly(step: Cut, tables: Tables, trainers: int) -> frozenset[str]:
     def numbers(name: str) -> int:
         table = tables.of.get(name)
         shape = step.program.inputs[name].shape
-        return table.lookups.size * trainers if table and not table.whole else shape[0] if shape else 1
+        return (
+            table.lookups.size * trainers if table and not table.whole else shape[0] if shape else 1
+        )
 
     return frozenset(n for n in step.optimized if tables.of and numbers(n) <= MOST)
 
@@ -143,10 +162,16 @@ def added_exactly(step: Cut, tables: Tables, trainers: int) -> frozenset[str]:
 def _table(name: str, lookups: TableLookups, zero: ZeroGradient, option: Rows) -> Table:
     alone = _rows_alone(zero)
     if option.update == "lazy":
-        return Table(lookups, zero, False, False, "lazy: rows that nobody looks up stay as they are")
+        return Table(
+            lookups, zero, False, False, "lazy: rows that nobody looks up stay as they are"
+        )
     if not zero.moves and not alone:
         return Table(lookups, zero, False, False, "dense: rows that nobody looks up would not move")
-    why = f"{', '.join(zero.moves)} move{'s' * (len(zero.moves) == 1)} with a gradient of zero" if zero.moves else alone
+    why = (
+        f"{', '.join(zero.moves)} move{'s' * (len(zero.moves) == 1)} with a gradient of zero"
+        if zero.moves
+        else alone
+    )
     if option.update is None:
         raise ConfigError(
             f"sparse: say how rows of {name} are updated that nobody looks up, since {why}: "
@@ -154,8 +179,12 @@ def _table(name: str, lookups: TableLookups, zero: ZeroGradient, option: Rows) -
             "dtrans.Rows(update='lazy') leaves them as they are"
         )
     if alone:
-        return Table(lookups, zero, True, False, f"dense: servers update all rows in each step, since {why}")
-    return Table(lookups, zero, False, True, f"dense: rows catch up when they are looked up, since {why}")
+        return Table(
+            lookups, zero, True, False, f"dense: servers update all rows in each step, since {why}"
+        )
+    return Table(
+        lookups, zero, False, True, f"dense: rows catch up when they are looked up, since {why}"
+    )
 
 
 def _limited(name: str, table: Table, limit: int | None) -> Table:
@@ -163,7 +192,8 @@ def _limited(name: str, table: Table, limit: int | None) -> Table:
         return table
     if table.whole or (table.catches_up and table.zero.rests is None):
         raise ConfigError(
-            f"sparse: {name} cannot have a limit of rows: its update moves those too that nobody has looked up yet "
+            f"sparse: {name} cannot have a limit of rows: its update moves those too that nobody "
+            "has looked up yet "
             f"({table.why}). Leave the limit out, or say dtrans.Rows(update='lazy', limit={limit})"
         )
     return dataclasses.replace(table, limit=limit)
@@ -191,7 +221,8 @@ def notes_of(tables: Tables, moved: Mapping[str, int], often: str = "") -> Seque
     for n, t in tables.of.items():
         size, rows, keeps = t.lookups.size, t.lookups.rows, ", which keeps them" * t.kept
         notes.append(
-            f"table {n}: {rows:,} rows{f' in {t.buckets} buckets' * bool(t.buckets)}, at most {size:,} looked up by a "
+            f"table {n}: {rows:,} rows{f' in {t.buckets} buckets' * bool(t.buckets)}, at most "
+            f"{size:,} looked up by a "
             f"trainer in a step{keeps}, at most {moved[n]:,} bytes{often}; {t.why}"
             + f"; rows asked for ahead may lack {t.staleness} updates"
             * bool(t.staleness)

@@ -1,17 +1,20 @@
 """Which leaves a step reads by rows alone, and how.
 
-A leaf is a *table* of a step where forward and backward do nothing with it but pick single rows of it by number
-(`emb[ids]`, `jnp.take`, an embedding layer), whose numbers no row of a table enters, and where its gradient is zeros to
-which rows are added by number. Row analysis says so (`dtrans.rows`): the leaf has rows, and what is done to all of them
-alike (a cast, a factor) keeps them; a pick of rows makes a value that everybody can have, and what adds to rows keeps
-them. Anything else, as a matrix product with the leaf, is what binds it, and is the reason why it is no table.
+A leaf is a *table* of a step where forward and backward do nothing with it but pick single rows of
+it by number (`emb[ids]`, `jnp.take`, an embedding layer), whose numbers no row of a table enters,
+and where its gradient is zeros to which rows are added by number. Row analysis says so
+(`dtrans.rows`): the leaf has rows, and what is done to all of them alike (a cast, a factor) keeps
+them; a pick of rows makes a value that everybody can have, and what adds to rows keeps them.
+Anything else, as a matrix product with the leaf, is what binds it, and is the reason why it is no
+table.
 
-The gradient begins with zeros of the leaf's shape, which nothing connects with the leaf: they are found backwards from
-it.
+The gradient begins with zeros of the leaf's shape, which nothing connects with the leaf: they are
+found backwards from it.
 
-Rows may be picked in loops, in branches, and in what `jax.checkpoint` computes again. Their numbers are wanted before:
-those of a `scan` as a stack, which goes in, or comes out, or is made by a `scan` of the numbers alone; those of all
-branches, whichever is taken. A `while` does not say how often it turns, and so is refused.
+Rows may be picked in loops, in branches, and in what `jax.checkpoint` computes again. Their numbers
+are wanted before: those of a `scan` as a stack, which goes in, or comes out, or is made by a `scan`
+of the numbers alone; those of all branches, whichever is taken. A `while` does not say how often it
+turns, and so is refused.
 """
 
 from __future__ import annotations
@@ -64,7 +67,8 @@ class RowPick(Step):
 
     Attributes:
       numbers: the operand that has the numbers.
-      component: which entry along its last dimension is the number of a row; None where it is a number itself.
+      component: which entry along its last dimension is the number of a row; None where it is a
+        number itself.
     """
 
     numbers: int = 1
@@ -98,7 +102,8 @@ class Lookups:
       eqns: forward and backward.
       plain: the same, without calls in bodies.
       flow: what each of these does to rows of tables.
-      numbering: equations beside these, which make the numbers of rows that loops and branches pick.
+      numbering: equations beside these, which make the numbers of rows that loops and branches
+        pick.
     """
 
     tables: Mapping[str, TableLookups]
@@ -140,7 +145,8 @@ class _Zeros:
 
 
 class _LookupPass(_Pass):
-    """One pass forward that knows what picks rows; in loops, branches and what is computed again too.
+    """One pass forward that knows what picks rows; in loops, branches and what is computed again
+    too.
 
     Args:
       zeros: what gradients of tables begin with.
@@ -183,7 +189,11 @@ def find_lookups(step: Cut, leaves: Iterable[str] | None = None) -> Lookups:
     half = half_equations(step, step.results)[0]
     eqns = [inline_inside(e) for e in half]
     vars_of = step.program.invars
-    chosen = [n for n in step.optimized if _is_picked(eqns, vars_of[n])] if leaves is None else list(leaves)
+    chosen = (
+        [n for n in step.optimized if _is_picked(eqns, vars_of[n])]
+        if leaves is None
+        else list(leaves)
+    )
     refused: dict[str, str] = {}
     while True:
         start: dict[Var, Layout] = {vars_of[n]: RowAxis(n, 0) for n in chosen}
@@ -193,13 +203,17 @@ def find_lookups(step: Cut, leaves: Iterable[str] | None = None) -> Lookups:
         flow = _LookupPass(zeros).over(eqns, start)
         picks, numbering = _lookups_in(eqns, flow)
         found = {n: _refusal(step, eqns, flow, n, picks) for n in chosen}
-        found |= _refused_numbers([*eqns, *numbering], picks, {vars_of[n] for n in chosen}, step.program.jaxpr)
+        found |= _refused_numbers(
+            [*eqns, *numbering], picks, {vars_of[n] for n in chosen}, step.program.jaxpr
+        )
         refused |= {n: why for n, why in found.items() if why}
         if not any(found.values()):
             break
         chosen = [n for n in chosen if not found[n]]
     rows = {n: step.program.inputs[n].shape[0] for n in chosen}
-    return Lookups({n: _table(n, rows[n], picks) for n in chosen}, refused, half, eqns, flow, numbering)
+    return Lookups(
+        {n: _table(n, rows[n], picks) for n in chosen}, refused, half, eqns, flow, numbering
+    )
 
 
 def numbers_first(eqns: Sequence[JaxprEqn], numbers: Iterable[Atom], like: Any) -> list[JaxprEqn]:
@@ -234,12 +248,20 @@ def _is_picked(eqns: Sequence[JaxprEqn], var: Var) -> bool:
         keeps = facts_of(eqn).elementwise
         return [keeps and v.aval.shape in read for v in eqn.outvars]
 
-    forward(ForwardAnalysis[bool](operator.or_, rule, lambda aval, value: False), eqns, {var: bool(var.aval.ndim)})
+    forward(
+        ForwardAnalysis[bool](operator.or_, rule, lambda aval, value: False),
+        eqns,
+        {var: bool(var.aval.ndim)},
+    )
     return bool(picks)
 
 
 def _find_zeros(
-    eqns: Sequence[JaxprEqn], gradient: Atom | None, shape: tuple[int, ...], row: RowAxis, found: _Zeros
+    eqns: Sequence[JaxprEqn],
+    gradient: Atom | None,
+    shape: tuple[int, ...],
+    row: RowAxis,
+    found: _Zeros,
 ) -> None:
     """Find the arrays of one number that a gradient of some shape is accumulated into."""
 
@@ -256,14 +278,17 @@ def _find_zeros(
         return [follows and (k == 0 or not adds) for k in range(len(eqn.invars))]
 
     if gradient is not None:
-        backward(BackwardAnalysis[bool](operator.or_, rule, default=False), eqns, [(gradient, True)])
+        backward(
+            BackwardAnalysis[bool](operator.or_, rule, default=False), eqns, [(gradient, True)]
+        )
 
 
 # -- which rows ------------------------------------------------------------------------------------
 
 
 def _lookups_in(eqns: Sequence[JaxprEqn], flow: Flow) -> tuple[list[_Lookup], list[JaxprEqn]]:
-    """All picks of rows, and equations that make numbers of rows outside of the bodies where they are picked."""
+    """All picks of rows, and equations that make numbers of rows outside of the bodies where they
+    are picked."""
     found: list[_Lookup] = []
     extra: list[JaxprEqn] = []
     made_by: dict[Any, Sequence[Var]] = {}  # the numbers of forward are those of backward
@@ -274,15 +299,21 @@ def _lookups_in(eqns: Sequence[JaxprEqn], flow: Flow) -> tuple[list[_Lookup], li
             assert row is not None
             found.append(_Lookup(eqn, row.leaf, eqn.invars[done.numbers], done.component))
         elif eqn.primitive.name == SCAN:
-            inside, made = _in_scan(eqn, bodies(eqn)[0], done.bodies[0], made_by) if done.bodies else ([], [])
+            inside, made = (
+                _in_scan(eqn, bodies(eqn)[0], done.bodies[0], made_by) if done.bodies else ([], [])
+            )
             found += inside
             extra += made
         elif done.bodies and eqn.primitive.name != WHILE:
             for e in eqns[:i] if not made_by else ():
                 if all(not jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in e.outvars):
                     made_by.setdefault(_same(e, e.invars), e.outvars)
-            for body, read, inner in zip(map(opened, bodies(eqn)), wiring(eqn).ins, done.bodies, strict=True):
-                env: dict[Var, Atom] = dict(zip(body.invars, [eqn.invars[i] for i in read], strict=True))
+            for body, read, inner in zip(
+                map(opened, bodies(eqn)), wiring(eqn).ins, done.bodies, strict=True
+            ):
+                env: dict[Var, Atom] = dict(
+                    zip(body.invars, [eqn.invars[i] for i in read], strict=True)
+                )
                 inside, made = _lookups_in(body.eqns, inner)
                 wanted = backward_slice([*body.eqns, *made], [x.numbers for x in inside])[0]
                 for j in wanted:  # a row that another branch would pick is looked up too
@@ -294,18 +325,29 @@ def _lookups_in(eqns: Sequence[JaxprEqn], flow: Flow) -> tuple[list[_Lookup], li
 def _in_scan(
     eqn: JaxprEqn, jaxpr: Any, flow: Flow, made_by: dict[Any, Sequence[Var]]
 ) -> tuple[list[_Lookup], list[JaxprEqn]]:
-    """What the turns of a `scan` pick: numbers that go in or come out as stacks, or a `scan` that makes these."""
+    """What the turns of a `scan` pick: numbers that go in or come out as stacks, or a `scan` that
+    makes these."""
     body, wires = opened(jaxpr), wiring(eqn)
     inside, made = _lookups_in(body.eqns, flow)
     carried = len(wires.carried)
-    env: dict[Var, Atom] = {v: eqn.invars[i] for i, v in enumerate(body.invars) if i not in wires.carried}
+    env: dict[Var, Atom] = {
+        v: eqn.invars[i] for i, v in enumerate(body.invars) if i not in wires.carried
+    }
     env |= {v: eqn.outvars[j] for j in wires.stacks if isinstance(v := body.outvars[j], Var)}
-    wanted = [a for a in dict.fromkeys(x.numbers for x in inside if isinstance(x.numbers, Var)) if a not in env]
+    wanted = [
+        a
+        for a in dict.fromkeys(x.numbers for x in inside if isinstance(x.numbers, Var))
+        if a not in env
+    ]
     extra = []
     if wanted:
-        new = closed_with(jaxpr, outvars=[*body.outvars[:carried], *wanted], eqns=[*body.eqns, *made])
+        new = closed_with(
+            jaxpr, outvars=[*body.outvars[:carried], *wanted], eqns=[*body.eqns, *made]
+        )
         stacks = [Var(a.aval.update(shape=(scan_length(eqn), *a.aval.shape))) for a in wanted]
-        turns = rebuilt(eqn, [new], eqn.invars, [*(Var(v.aval) for v in eqn.outvars[:carried]), *stacks])
+        turns = rebuilt(
+            eqn, [new], eqn.invars, [*(Var(v.aval) for v in eqn.outvars[:carried]), *stacks]
+        )
         (turns,) = numbers_first([turns], stacks, jaxpr)
         if wiring(turns).carried:  # forward and backward carry other values, and share no loop
             extra.append(turns)
@@ -321,25 +363,41 @@ def _outer(atom: Atom, env: Mapping[Var, Atom]) -> Atom:
     return atom if isinstance(atom, Literal) else env[atom]
 
 
-def _outside(eqn: JaxprEqn, env: dict[Var, Atom], made_by: dict[Any, Sequence[Var]]) -> list[JaxprEqn]:
-    """An equation of a body as it is outside, unless it is there already; `env` is told what it makes."""
+def _outside(
+    eqn: JaxprEqn, env: dict[Var, Atom], made_by: dict[Any, Sequence[Var]]
+) -> list[JaxprEqn]:
+    """An equation of a body as it is outside, unless it is there already; `env` is told what it
+    makes."""
     atoms = [_outer(a, env) for a in eqn.invars]
     key = _same(eqn, atoms)
-    made = [] if key in made_by else [eqn.replace(invars=atoms, outvars=[Var(v.aval) for v in eqn.outvars])]
-    env.update(zip(eqn.outvars, made_by.setdefault(key, made[0].outvars if made else ()), strict=True))
+    made = (
+        []
+        if key in made_by
+        else [eqn.replace(invars=atoms, outvars=[Var(v.aval) for v in eqn.outvars])]
+    )
+    env.update(
+        zip(eqn.outvars, made_by.setdefault(key, made[0].outvars if made else ()), strict=True)
+    )
     return made
 
 
 def _same(eqn: JaxprEqn, atoms: Sequence[Atom]) -> Any:
     """What two equations have in common that make the same."""
-    return (eqn.primitive.name, str(eqn.params), *(str(a) if isinstance(a, Literal) else id(a) for a in atoms))
+    return (
+        eqn.primitive.name,
+        str(eqn.params),
+        *(str(a) if isinstance(a, Literal) else id(a) for a in atoms),
+    )
 
 
 def _table(leaf: str, rows: int, picks: Sequence[_Lookup]) -> TableLookups:
     mine = [x for x in picks if x.leaf == leaf]
     read = dict.fromkeys((x.numbers, x.component) for x in mine if not _adds(x.eqn))
     values = {a for a, _ in read}
-    ids = [*read, *(x for x in dict.fromkeys((x.numbers, x.component) for x in mine) if x[0] not in values)]
+    ids = [
+        *read,
+        *(x for x in dict.fromkeys((x.numbers, x.component) for x in mine) if x[0] not in values),
+    ]
     size = sum(a.aval.size // (1 if c is None else max(1, int(a.aval.shape[-1]))) for a, c in read)
     return TableLookups(leaf, rows, tuple(ids), max(1, min(rows, size)))
 
@@ -347,17 +405,24 @@ def _table(leaf: str, rows: int, picks: Sequence[_Lookup]) -> TableLookups:
 # -- what is no table ------------------------------------------------------------------------------
 
 
-def _refusal(step: Cut, eqns: Sequence[JaxprEqn], flow: Flow, leaf: str, picks: Sequence[_Lookup]) -> str:
+def _refusal(
+    step: Cut, eqns: Sequence[JaxprEqn], flow: Flow, leaf: str, picks: Sequence[_Lookup]
+) -> str:
     """Why a leaf is no table; empty where it is one."""
     for i, done in flow.steps.items():
-        rows = [x for a in eqns[i].invars if isinstance(x := flow.layout(a), RowAxis) and x.leaf == leaf]
+        rows = [
+            x for a in eqns[i].invars if isinstance(x := flow.layout(a), RowAxis) and x.leaf == leaf
+        ]
         bound = [x for x in done.outs if isinstance(x, Whole) and leaf in x.leaves]
         if rows and bound:
             return bound[0].reason or f"{_said(eqns[i])} mixes its rows"
         if rows and done.reduce:
             return f"{_said(eqns[i])} reads all of its rows"
         if rows and eqns[i].primitive.name == WHILE:
-            return f"{_said(eqns[i])} reads it in each of turns that nothing counts: look its rows up before"
+            return (
+                f"{_said(eqns[i])} reads it in each of turns that nothing counts: look its "
+                "rows up before"
+            )
     if not any(x.leaf == leaf and not _adds(x.eqn) for x in picks):
         return "no equation of the step picks rows of it"
     gradient = step.gradients.get(leaf)
@@ -376,12 +441,16 @@ def _refused_numbers(
     eqns: Sequence[JaxprEqn], picks: Sequence[_Lookup], tables: Collection[Var], like: Any
 ) -> dict[str, str]:
     """The tables whose rows are picked by what rows of tables say."""
-    read = lambda numbers: {a for e in numbers_first(eqns, numbers, like) for a in e.invars if isinstance(a, Var)}
+    read = lambda numbers: {
+        a for e in numbers_first(eqns, numbers, like) for a in e.invars if isinstance(a, Var)
+    }
     reads = lambda numbers: not read(numbers).isdisjoint(tables)
     if not reads([x.numbers for x in picks]):
         return {}
     return {
-        x.leaf: f"the rows that {_said(x.eqn)} picks depend on rows of a table" for x in picks if reads([x.numbers])
+        x.leaf: f"the rows that {_said(x.eqn)} picks depend on rows of a table"
+        for x in picks
+        if reads([x.numbers])
     }
 
 
@@ -401,7 +470,11 @@ def _said(eqn: JaxprEqn) -> str:
 
 def _gather(eqn: JaxprEqn, row: RowAxis) -> RowPick | None:
     numbers = eqn.params["dimension_numbers"]
-    if row.axis not in numbers.start_index_map or eqn.params["slice_sizes"][row.axis] != 1 or row.width != 1:
+    if (
+        row.axis not in numbers.start_index_map
+        or eqn.params["slice_sizes"][row.axis] != 1
+        or row.width != 1
+    ):
         return None
     return RowPick((row, None), (SHARED,), component=numbers.start_index_map.index(row.axis))
 
@@ -420,7 +493,11 @@ def _scatter_add(eqn: JaxprEqn, row: RowAxis) -> RowPick | None:
 
 
 def _dynamic_slice(eqn: JaxprEqn, row: RowAxis) -> RowPick | None:
-    if eqn.params["slice_sizes"][row.axis] != 1 or eqn.invars[0].aval.shape[row.axis] == 1 or row.width != 1:
+    if (
+        eqn.params["slice_sizes"][row.axis] != 1
+        or eqn.invars[0].aval.shape[row.axis] == 1
+        or row.width != 1
+    ):
         return None
     return RowPick((row, *(None,) * (len(eqn.invars) - 1)), (SHARED,), numbers=1 + row.axis)
 

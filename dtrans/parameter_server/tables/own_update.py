@@ -1,7 +1,9 @@
-"""GEO-SGD's tables: a trainer updates the rows that it looks up by itself, with an optimizer of its own.
+"""GEO-SGD's tables: a trainer updates the rows that it looks up by itself, with an optimizer of its
+own.
 
-It keeps the rows that it has looked up, and their state (`dtrans.protocol.tables.kept_rows`); a step is given
-those of its batch. The update is that of a server which has these rows of tables, and all of the other leaves.
+It keeps the rows that it has looked up, and their state (`dtrans.protocol.tables.kept_rows`); a
+step is given those of its batch. The update is that of a server which has these rows of tables, and
+all of the other leaves.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ INSTEAD = "Leave it out, or give it another optimizer"
 KEEPS = "with dtrans.Geo trainers update the rows that they look up by themselves"
 
 
-def choose_kept_tables(step: Cut, startup: Program, sparse: Mapping[str, Rows] | str | None) -> Tables:
+def choose_kept_tables(
+    step: Cut, startup: Program, sparse: Mapping[str, Rows] | str | None
+) -> Tables:
     """Choose the tables of which trainers keep rows, and update them.
 
     Args:
@@ -51,7 +55,11 @@ def choose_kept_tables(step: Cut, startup: Program, sparse: Mapping[str, Rows] |
         return Tables()
     analysis = analyse(step.optimize, step.optimized)
     found = choose_tables(step, analysis, startup, sparse, otherwise=INSTEAD)
-    refused = {n: f"{KEEPS}, and {why}" for n, t in found.of.items() if (why := _why_not_kept(t, analysis, startup))}
+    refused = {
+        n: f"{KEEPS}, and {why}"
+        for n, t in found.of.items()
+        if (why := _why_not_kept(t, analysis, startup))
+    }
     for n, why in refused.items():
         if not isinstance(sparse, str):
             raise ConfigError(f"sparse: {n} cannot be a table: {why}")
@@ -60,7 +68,8 @@ def choose_kept_tables(step: Cut, startup: Program, sparse: Mapping[str, Rows] |
 
 
 def _why_not_kept(table: Table, analysis: RowAnalysis, startup: Program) -> str:
-    """Why a trainer cannot update the rows of a table that it looks up, without the others; empty where it can."""
+    """Why a trainer cannot update the rows of a table that it looks up, without the others; empty
+    where it can."""
     lazy = f"sparse={{{table.lookups.leaf!r}: dtrans.Rows(update='lazy')}}"
     if table.catches_up:
         if waits := find_waiting(analysis, table.lookups.leaf):
@@ -80,14 +89,18 @@ def on_servers(table: Table, analysis: RowAnalysis) -> Table:
 
 
 def write_update(
-    b: Builder, step: Cut, sizes: Mapping[str, int], read: Mapping[str, Atom], gradients: Mapping[str, Atom]
+    b: Builder,
+    step: Cut,
+    sizes: Mapping[str, int],
+    read: Mapping[str, Atom],
+    gradients: Mapping[str, Atom],
 ) -> dict[str, Atom]:
     """Write what a step updates.
 
     Args:
       sizes: how many rows of each table there are.
-      read: parameters and the optimizer's state, by name: of tables, and of state that has a row for each of theirs,
-        so many rows.
+      read: parameters and the optimizer's state, by name: of tables, and of state that has a row
+        for each of theirs, so many rows.
       gradients: by leaf.
 
     Returns:
@@ -97,7 +110,9 @@ def write_update(
     types = {n: step.program.inputs[n] for n in step.optimized}
     placed = of_tables(place(analysis, types, (HERE,), BlockPlacement()), sizes)
     work = write_server(analyse_update(analysis, resized(placed, sizes)), HERE)
-    return inline_update(b, work, {**read, **{g.name: gradients[g.leaf] for x in work.blocks for g in x.grads}})
+    return inline_update(
+        b, work, {**read, **{g.name: gradients[g.leaf] for x in work.blocks for g in x.grads}}
+    )
 
 
 def state_of_rows(startup: Program, state: Sequence[str]) -> RowsProgram:
@@ -115,10 +130,13 @@ def _state_rows(startup: Program, state: Sequence[str], count: int) -> ClosedJax
     b = Builder(startup.jaxpr)
     numbers = b.input(ShapedArray((count,), jnp.int32))
     b.invars += startup.inner.invars
-    return eliminate_dead(b.build(write_rows(b, startup.jaxpr, [(made[n], 0) for n in state], numbers)))
+    return eliminate_dead(
+        b.build(write_rows(b, startup.jaxpr, [(made[n], 0) for n in state], numbers))
+    )
 
 
 def no_rows_of(tables: Tables, types: Mapping[str, Any]) -> dict[str, Any]:
-    """The types of what a trainer's state has of tables, and of state that has a row for each of theirs: none."""
+    """The types of what a trainer's state has of tables, and of state that has a row for each of
+    theirs: none."""
     names = [m for n, t in tables.of.items() for m in (n, *t.zero.state)]
     return {n: ShapedArray((0, *types[n].shape[1:]), types[n].dtype) for n in names}

@@ -1,9 +1,10 @@
 """A server's update, written for the rows that were looked up.
 
-The same writer makes it (`dtrans.slicing.server_update`), of blocks with as many rows as there is room for: rows that
-were looked up lie one behind the other, with the rows of the state that belong to them, and where there are fewer, rows
-whose gradient is zero. Programs are made for a few sizes: powers of two for updates
-(`room_for`), and sizes eight times each other for what makes rows, or makes up for missed steps (`rooms`).
+The same writer makes it (`dtrans.slicing.server_update`), of blocks with as many rows as there is
+room for: rows that were looked up lie one behind the other, with the rows of the state that belong
+to them, and where there are fewer, rows whose gradient is zero. Programs are made for a few sizes:
+powers of two for updates (`room_for`), and sizes eight times each other for what makes rows, or
+makes up for missed steps (`rooms`).
 """
 
 from __future__ import annotations
@@ -31,9 +32,11 @@ class TableBlock:
       held: the block, and the arrays of the optimizer's state that have a row for each of its rows.
       gradients: trainer to the name under which it sends the gradient of rows.
       whole: whether each update is of all rows.
-      moves: whether rows that nobody looked up move too, or their state: they catch up before they are read.
+      moves: whether rows that nobody looked up move too, or their state: they catch up before they
+        are read.
       leaf_moves: whether the rows of the table themselves do.
-      rests: what arrays of the state have at rows that do not move all the same, by name; None where there are none.
+      rests: what arrays of the state have at rows that do not move all the same, by name; None
+        where there are none.
       limit: how many rows may be made at most.
       kept: whether trainers keep the rows that they have asked for (GEO-SGD).
       staleness: how many updates rows may lack that were asked for ahead.
@@ -83,10 +86,12 @@ def room_for(count: int) -> int:
 
 
 def rooms(count: int) -> Iterator[tuple[int, int, int]]:
-    """Cut so many rows into runs for programs of few sizes: start and stop of each run, and the size of its program.
+    """Cut so many rows into runs for programs of few sizes: start and stop of each run, and the
+    size of its program.
 
-    A program takes longer to compile than to run some thousand times, so that sizes are eight times each other, and
-    one that has room for twice as many rows as are left is not taken where a smaller one will do.
+    A program takes longer to compile than to run some thousand times, so that sizes are eight times
+    each other, and one that has room for twice as many rows as are left is not taken where a
+    smaller one will do.
     """
     start = 0
     while start < count:
@@ -103,11 +108,14 @@ def resized(placement: Placement, sizes: Mapping[str, int]) -> Placement:
     def block(b: Block) -> Block:
         if b.name not in sizes:
             return b
-        return dataclasses.replace(b, span=RowRange(0, sizes[b.name]), shape=(sizes[b.name], *b.shape[1:]))
+        return dataclasses.replace(
+            b, span=RowRange(0, sizes[b.name]), shape=(sizes[b.name], *b.shape[1:])
+        )
 
     return placement.map(block)
 
 
 def of_tables(placement: Placement, tables: Mapping[str, Any]) -> Placement:
-    """Return the placement with blocks of tables written as runs of rows, also a block that has all of them."""
+    """Return the placement with blocks of tables written as runs of rows, also a block that has all
+    of them."""
     return placement.map(lambda b: dataclasses.replace(b, is_table=True) if b.leaf in tables else b)

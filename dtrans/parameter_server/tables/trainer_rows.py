@@ -1,12 +1,14 @@
 """A trainer's half, written for the rows that it looks up.
 
-First come the numbers of rows, and all that they are made of; then, for each table, `split_ids` and `prefetch`; then
-everything else, with an operand of `size` rows in the place of the table. A number becomes the place of its row among
-those that are there, which are sorted. So no value of the program has the rows of a table. Bodies of loops, of branches
-and of what is computed again are given the numbers too, as constants.
+First come the numbers of rows, and all that they are made of; then, for each table, `split_ids` and
+`prefetch`; then everything else, with an operand of `size` rows in the place of the table. A number
+becomes the place of its row among those that are there, which are sorted. So no value of the
+program has the rows of a table. Bodies of loops, of branches and of what is computed again are
+given the numbers too, as constants.
 
-Of what else meets rows of a table the rows with these numbers are made (`dtrans.rows.parts`): a constant of one value
-is made smaller, and what needs its whole operands is made whole, and its rows are picked.
+Of what else meets rows of a table the rows with these numbers are made (`dtrans.rows.parts`): a
+constant of one value is made smaller, and what needs its whole operands is made whole, and its rows
+are picked.
 """
 
 from __future__ import annotations
@@ -55,8 +57,11 @@ class _TableRows:
         return list(self.uniq.values())
 
 
-def _pick(places: dict[tuple[Any, ...], Atom], w: RowWriter, eqn: JaxprEqn, step: Step) -> list[Var] | None:
-    """Write what picks rows, or adds to rows, among those that are here; None for any other equation.
+def _pick(
+    places: dict[tuple[Any, ...], Atom], w: RowWriter, eqn: JaxprEqn, step: Step
+) -> list[Var] | None:
+    """Write what picks rows, or adds to rows, among those that are here; None for any other
+    equation.
 
     Args:
       places: where rows are among sorted ones, by the numbers that they are picked by.
@@ -77,7 +82,8 @@ def _pick(places: dict[tuple[Any, ...], Atom], w: RowWriter, eqn: JaxprEqn, step
 
 
 class TableWriter:
-    """Writer of a trainer's half for the rows of tables that it looks up (`dtrans.step.forward_backward.HalfWriter`).
+    """Writer of a trainer's half for the rows of tables that it looks up
+    (`dtrans.step.forward_backward.HalfWriter`).
 
     Args:
       b: what it is written with.
@@ -86,8 +92,8 @@ class TableWriter:
       tables: by name, the variable that stands for a table in `jaxpr`.
       where: by name, the parameters of `prefetch` that say where rows are.
       eqns, roles: of the half.
-      state: by table, the trainer's own arrays that have a row for each of its rows, which come with these: the
-        variables by name. None where rows alone come, from servers.
+      state: by table, the trainer's own arrays that have a row for each of its rows, which come
+        with these: the variables by name. None where rows alone come, from servers.
 
     Attributes:
       sizes: by table, how many rows of it there are.
@@ -125,7 +131,9 @@ class TableWriter:
                 self._keep(e)
                 self._done.add(id(e))
             else:  # the part of a loop that makes numbers
-                made = b.copy(e, [self.writer.whole(a) for a in e.invars], [v.aval for v in e.outvars])
+                made = b.copy(
+                    e, [self.writer.whole(a) for a in e.invars], [v.aval for v in e.outvars]
+                )
                 self.writer.wholes.update(zip(e.outvars, made, strict=True))
         self._prefetch(tables)
 
@@ -136,7 +144,9 @@ class TableWriter:
         w = self.writer
         if id(eqn) in self._done:
             return
-        plain, step = self._plain.get(id(eqn), (eqn, None))  # an exchange was not there when rows were looked for
+        plain, step = self._plain.get(
+            id(eqn), (eqn, None)
+        )  # an exchange was not there when rows were looked for
         if step is None:
             self._keep(eqn)
         else:
@@ -146,7 +156,9 @@ class TableWriter:
     def result(self, atom: Atom, maker: int) -> Atom:
         """Return a value that is wanted."""
         layout = RowAxis("", 0) if isinstance(atom, Literal) else self.writer.flow.layout(atom)
-        return self.writer.read(atom, layout if isinstance(layout, RowAxis) and layout.leaf else None)
+        return self.writer.read(
+            atom, layout if isinstance(layout, RowAxis) and layout.leaf else None
+        )
 
     # -- equations -------------------------------------------------------------------------------
 
@@ -155,12 +167,14 @@ class TableWriter:
         self.writer.wholes.update((v, v) for v in eqn.outvars)
 
     def _ids(self, table: TableLookups, wide: WideNumbers) -> list[Atom]:
-        """The numbers of the rows of a table that a step looks up, as they were before JAX cut them."""
+        """The numbers of the rows of a table that a step looks up, as they were before JAX cut
+        them."""
         numbers = [(a, c) if c is None else wide.component(a, c) for a, c in table.ids]
         return [self.b.call(_component(c), wide.of(a))[0] for a, c in numbers]
 
     def _prefetch(self, tables: Mapping[str, Var]) -> None:
-        """Get the rows that a step looks up: those of all tables at once, nothing is computed in between."""
+        """Get the rows that a step looks up: those of all tables at once, nothing is computed in
+        between."""
         b, found = self.b, self._tables
         b.role = FORWARD
         wide = WideNumbers(b, self.writer.made_by, self.writer.whole)
@@ -175,7 +189,13 @@ class TableWriter:
         for n, t in found.items():
             here = {n: tables[n], **(self._state[n] if self._state else {})}
             types = tuple(v.aval.update(shape=(t.size, *v.aval.shape[1:])) for v in here.values())
-            rows = dict(zip(here, b.bind(primitive, self.uniq[n], types=types, **self._where[n]), strict=True))
+            rows = dict(
+                zip(
+                    here,
+                    b.bind(primitive, self.uniq[n], types=types, **self._where[n]),
+                    strict=True,
+                )
+            )
             self.writer.env[tables[n]] = rows[n]
             self.held |= rows
             b.labels.update((v, f"{name}@ROWS") for name, v in rows.items())
@@ -194,7 +214,9 @@ def _placed(component: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """Numbers with a component that says where among sorted ones it is."""
 
     def fn(numbers: jax.Array, uniq: jax.Array) -> jax.Array:
-        at = jnp.searchsorted(uniq, numbers[..., component].astype(uniq.dtype)).astype(numbers.dtype)
+        at = jnp.searchsorted(uniq, numbers[..., component].astype(uniq.dtype)).astype(
+            numbers.dtype
+        )
         entry = jax.lax.broadcasted_iota(jnp.int32, numbers.shape, numbers.ndim - 1)
         return jnp.where(entry == component, at[..., None], numbers)
 
@@ -214,4 +236,7 @@ def without_unused(b: Builder, outs: Sequence[Atom]) -> None:
         if is_communication(eqn) or eqn.effects or used.intersection(eqn.outvars):
             kept.append(i)
             used.update(a for a in eqn.invars if isinstance(a, Var))
-    b.eqns[:], b.roles[:] = [b.eqns[i] for i in reversed(kept)], [b.roles[i] for i in reversed(kept)]
+    b.eqns[:], b.roles[:] = (
+        [b.eqns[i] for i in reversed(kept)],
+        [b.roles[i] for i in reversed(kept)],
+    )

@@ -1,8 +1,9 @@
 """Numbers of rows before JAX cuts them to 32 bits.
 
-`emb[ids]` is a gather of 32-bit numbers, whatever `ids` are: of 64 bits JAX takes the low half, without a word, and so
-another row. What is checked is made once more from the numbers as they were given: through the equations that JAX
-writes for an index, which count negative numbers from the end and put numbers side by side.
+`emb[ids]` is a gather of 32-bit numbers, whatever `ids` are: of 64 bits JAX takes the low half,
+without a word, and so another row. What is checked is made once more from the numbers as they were
+given: through the equations that JAX writes for an index, which count negative numbers from the end
+  and put numbers side by side.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from dtrans.ir.builder import Builder
 
 
 # what JAX writes between a number and the gather
-_OF_INDEXES = frozenset({"add", "lt", "select_n", "broadcast_in_dim", "reshape", "squeeze", "concatenate"})
+_OF_INDEXES = frozenset(
+    {"add", "lt", "select_n", "broadcast_in_dim", "reshape", "squeeze", "concatenate"}
+)
 
 
 class WideNumbers:
@@ -32,14 +35,20 @@ class WideNumbers:
       whole: gives a value as it is written already.
     """
 
-    def __init__(self, b: Builder, made_by: Mapping[Var, JaxprEqn], whole: Callable[[Atom], Atom]) -> None:
+    def __init__(
+        self, b: Builder, made_by: Mapping[Var, JaxprEqn], whole: Callable[[Atom], Atom]
+    ) -> None:
         self._b, self._made_by, self._whole = b, made_by, whole
         self._found: dict[Var, Atom | None] = {}
 
     def component(self, atom: Atom, component: int) -> tuple[Atom, int]:
         """Of numbers of several dimensions, what has those of one, and which of it they are."""
         eqn = None if isinstance(atom, Literal) else self._made_by.get(atom)
-        if eqn is not None and eqn.primitive.name == "concatenate" and eqn.params["dimension"] == atom.aval.ndim - 1:
+        if (
+            eqn is not None
+            and eqn.primitive.name == "concatenate"
+            and eqn.params["dimension"] == atom.aval.ndim - 1
+        ):
             for a in eqn.invars:
                 if component < a.aval.shape[-1]:
                     return a, component
@@ -62,7 +71,11 @@ class WideNumbers:
 
     def _made(self, eqn: JaxprEqn) -> Atom | None:
         if eqn.primitive.name == "convert_element_type":
-            return self.of(eqn.invars[0]) if _cuts(eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype) else None
+            return (
+                self.of(eqn.invars[0])
+                if _cuts(eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype)
+                else None
+            )
         if eqn.primitive.name not in _OF_INDEXES:
             return None
         found = [self._wide(a) for a in eqn.invars]
@@ -71,7 +84,11 @@ class WideNumbers:
             return None
         cast = _cast_to(types.pop())
         atoms = [
-            x if x is not None else self._b.call(cast, self._whole(a))[0] if _is_int(a.aval.dtype) else self._whole(a)
+            x
+            if x is not None
+            else self._b.call(cast, self._whole(a))[0]
+            if _is_int(a.aval.dtype)
+            else self._whole(a)
             for x, a in zip(found, eqn.invars, strict=True)
         ]
         (made,) = self._b.copy(eqn, atoms)

@@ -1,18 +1,21 @@
 """What an update does to rows whose gradient is zero.
 
-Rows that nobody looked up have a gradient of zero. Where the update then leaves a row, and its part of the optimizer's
-state, as they are, it is enough to update the rows that were looked up: it is what one device does. What each value of
-the update is at such a row is followed through its equations: one number for all of it, an array of the state as it
-was, or something else. A number times zero is zero here, though it may be infinite.
+Rows that nobody looked up have a gradient of zero. Where the update then leaves a row, and its part
+of the optimizer's state, as they are, it is enough to update the rows that were looked up: it is
+what one device does. What each value of the update is at such a row is followed through its
+equations: one number for all of it, an array of the state as it was, or something else. A number
+  times zero is zero here, though it may be infinite.
 
-Where something is reduced over rows (a clip by the norm of the gradients), such rows must add nothing to it.
+Where something is reduced over rows (a clip by the norm of the gradients), such rows must add
+nothing to it.
 
-A row that nobody has looked up yet may rest though others move: Adam's moments begin with zero, and stay so.
+A row that nobody has looked up yet may rest though others move: Adam's moments begin with zero, and
+stay so.
 
-A lazy update leaves such rows out. It loses nothing where each step uses a row's gradient at once, as Adam does: only
-the decay of moments is left out. An accumulator (`optax.MultiSteps`) keeps gradients until a later step, and that step
-must reach every row. `find_waiting` follows a row through the update for each outcome of each condition, and tells the
-two apart.
+A lazy update leaves such rows out. It loses nothing where each step uses a row's gradient at once,
+as Adam does: only the decay of moments is left out. An accumulator (`optax.MultiSteps`) keeps
+gradients until a later step, and that step must reach every row. `find_waiting` follows a row
+through the update for each outcome of each condition, and tells the two apart.
 """
 
 from __future__ import annotations
@@ -90,12 +93,13 @@ class ZeroGradient:
 
     Attributes:
       moves: what changes though nobody looked it up: the leaf, or arrays of the state.
-      counts: the equation by which such rows enter what is reduced over all of them; empty where none does.
+      counts: the equation by which such rows enter what is reduced over all of them; empty where
+        none does.
       positions: the equation that makes of a row's number what enters it; empty where none does.
       state: the arrays of the optimizer's state that have a row for each row of the leaf.
       unlike: those of them whose rows are not along dimension 0.
-      rests: what arrays of the state have at rows that do not move, by name: what they begin with, where such rows rest
-        until they are looked up for the first time. None where they do not.
+      rests: what arrays of the state have at rows that do not move, by name: what they begin with,
+        where such rows rest until they are looked up for the first time. None where they do not.
     """
 
     moves: tuple[str, ...]
@@ -117,7 +121,9 @@ def at_zero_gradient(analysis: RowAnalysis, leaf: str, begins: Mapping[Any, Any]
     def moved(begins: Mapping[Any, Any]) -> tuple[_Followed, tuple[str, ...]]:
         seen = _follow(analysis, leaf, begins=begins)
         before = {n: begins.get(n, Alias(v)) for n, v in rows.items()}
-        return seen, tuple(n for n in rows if not are_equal(seen.kind(analysis.outputs[n]), before[n]))
+        return seen, tuple(
+            n for n in rows if not are_equal(seen.kind(analysis.outputs[n]), before[n])
+        )
 
     seen, moves = moved({})
     state = tuple(n for n in rows if n != leaf)
@@ -130,13 +136,14 @@ def at_zero_gradient(analysis: RowAnalysis, leaf: str, begins: Mapping[Any, Any]
 def find_waiting(analysis: RowAnalysis, leaf: str) -> str:
     """Return why gradients of a row wait for a later step; empty where each step uses them at once.
 
-    The row is followed, with a gradient of zero and any state, for each outcome of each condition of the update.
-    Gradients wait where an outcome decides if other arrays enter the leaf or an array of the state
-    (`optax.MultiSteps`, a lookahead), or if such an array is set anew. Steps that use no gradient of any row
-    (`optax.apply_if_finite`) do not count.
+    The row is followed, with a gradient of zero and any state, for each outcome of each condition
+    of the update. Gradients wait where an outcome decides if other arrays enter the leaf or an
+    array of the state (`optax.MultiSteps`, a lookahead), or if such an array is set anew. Steps
+    that use no gradient of any row (`optax.apply_if_finite`) do not count.
 
-    Conditions are truths that all rows share, and comparisons of a row's whole numbers, such as its own count. A
-    number that is zero in some steps counts where a condition selects it, and not where it is computed.
+    Conditions are truths that all rows share, and comparisons of a row's whole numbers, such as its
+    own count. A number that is zero in some steps counts where a condition selects it, and not
+    where it is computed.
     """
     rows, outputs = _arrays_with_rows(analysis, leaf), analysis.outputs
     cases: list[_Followed] = []
@@ -159,7 +166,9 @@ def find_waiting(analysis: RowAnalysis, leaf: str) -> str:
         others = frozenset[Var]().union(*reads) - {v}
         if cause := _decider(cases, [bool(x - {v}) for x in reads], said):
             waiting = ", ".join(sorted(names[x] for x in others))
-            return f"{waiting} enter{'s' * (len(others) == 1)} {n} only in steps that {cause} selects"
+            return (
+                f"{waiting} enter{'s' * (len(others) == 1)} {n} only in steps that {cause} selects"
+            )
         if cause := _decider(cases, [v in x for x in reads], said):
             return f"{n} is set anew only in steps that {cause} selects"
     return ""
@@ -167,7 +176,9 @@ def find_waiting(analysis: RowAnalysis, leaf: str) -> str:
 
 def _arrays_with_rows(analysis: RowAnalysis, leaf: str) -> dict[str, Var]:
     """Return inputs that have rows of a leaf, and that the update gives back."""
-    of_leaf = lambda v: leaf in leaves_of([analysis.layout(v)]) and isinstance(analysis.layout(v), RowAxis)
+    of_leaf = lambda v: (
+        leaf in leaves_of([analysis.layout(v)]) and isinstance(analysis.layout(v), RowAxis)
+    )
     named = {n: v for n, v in analysis.inputs.items() if isinstance(n, str)}
     return {n: v for n, v in named.items() if n in analysis.outputs and of_leaf(v)}
 
@@ -189,24 +200,34 @@ def _follow(
     """
     seen = _Followed(leaf, analysis.flow, analysis.half.inner.eqns, assumed or {})
     known = begins or {}
-    seen.kinds |= {v: known[n] if n in known else Alias(v) for n, v in analysis.inputs.items() if seen.is_row(v)}
+    seen.kinds |= {
+        v: known[n] if n in known else Alias(v)
+        for n, v in analysis.inputs.items()
+        if seen.is_row(v)
+    }
     gradient = analysis.inputs.get(Gradient(leaf))
     if gradient is not None:
-        seen.kinds[gradient] = Alias(gradient) if any_gradient else np.zeros((), gradient.aval.dtype)
+        seen.kinds[gradient] = (
+            Alias(gradient) if any_gradient else np.zeros((), gradient.aval.dtype)
+        )
     seen.run()
     return seen
 
 
 def _skips(analysis: RowAnalysis, leaf: str, assumed: Mapping[Var, _Kind]) -> bool:
-    """Return True if rows stay as they are, with any gradient, where conditions have these outcomes."""
+    """Return True if rows stay as they are, with any gradient, where conditions have these
+    outcomes."""
     seen = _follow(analysis, leaf, assumed=assumed, any_gradient=True)
     rows = _arrays_with_rows(analysis, leaf)
     return all(are_equal(seen.kind(analysis.outputs[n]), Alias(v)) for n, v in rows.items())
 
 
 def _decider(cases: Sequence[_Followed], holds: Sequence[bool], said: Mapping[Var, str]) -> str:
-    """Return the condition that decides something, for people; empty where it holds in all cases, or in none."""
-    yes, no = ([c for c, x in zip(cases, holds, strict=True) if x is wanted] for wanted in (True, False))
+    """Return the condition that decides something, for people; empty where it holds in all cases,
+    or in none."""
+    yes, no = (
+        [c for c, x in zip(cases, holds, strict=True) if x is wanted] for wanted in (True, False)
+    )
     found: list[list[Var]] = []
     for a, b in itertools.product(yes, no):
         found.append([v for v, x in a.assumed.items() if v in b.assumed and b.assumed[v] != x])
@@ -259,14 +280,20 @@ class _Followed:
         if a not in self.kinds:
             eqn = self._made_by.get(a)
             plain = eqn is not None and (facts_of(eqn).elementwise or bool(moved_operands(eqn)))
-            self.kinds[a] = _made(eqn, [*map(self.kind, eqn.invars)], a) if plain and eqn is not None else _OTHER
+            self.kinds[a] = (
+                _made(eqn, [*map(self.kind, eqn.invars)], a)
+                if plain and eqn is not None
+                else _OTHER
+            )
         return self.kinds[a]
 
     def run(self) -> None:
         """Follow all equations."""
         for i, eqn in enumerate(self.eqns):
             step = self.flow.steps.get(i)
-            if step is None or not any(isinstance(x, RowAxis) and x.leaf == self.leaf for x in step.operands):
+            if step is None or not any(
+                isinstance(x, RowAxis) and x.leaf == self.leaf for x in step.operands
+            ):
                 continue
             self._look_for_conditions(eqn)
             if eqn.primitive.name == COND:
@@ -275,18 +302,25 @@ class _Followed:
             if eqn.primitive.name in (SCAN, WHILE):
                 self.loop = self.loop or _said(eqn)
             for a, row in zip(eqn.invars, step.operands, strict=True):
-                alike = row is None or not isinstance(self.flow.layout(a), Shared) or self._is_alike(a, row.axis)
+                alike = (
+                    row is None
+                    or not isinstance(self.flow.layout(a), Shared)
+                    or self._is_alike(a, row.axis)
+                )
                 self.positions = self.positions or ("" if alike else _said(eqn))
             given = [*map(self.kind, eqn.invars)]
             if step.reduce:
-                neutral = isinstance(given[0], np.ndarray) and given[0] == _NEUTRAL.get(step.reduce, np.nan)
+                neutral = isinstance(given[0], np.ndarray) and given[0] == _NEUTRAL.get(
+                    step.reduce, np.nan
+                )
                 self.counts = self.counts or ("" if neutral else _said(eqn))
                 continue
             for v in eqn.outvars:
                 self.kinds[v] = _made(eqn, given, v)
 
     def _look_for_conditions(self, eqn: JaxprEqn) -> None:
-        """Note a condition that enters rows here: a truth, or one that a shared number is made of."""
+        """Note a condition that enters rows here: a truth, or one that a shared number is made
+        of."""
         for a in eqn.invars:
             if not isinstance(a, Literal) and (a.aval.dtype == bool or not self.is_row(a)):
                 self._open_first(a)
@@ -311,9 +345,15 @@ class _Followed:
                 self._set_open(a, (False, True), eqn)
 
     def _set_open(self, a: Atom, outcomes: Sequence[Any], eqn: JaxprEqn | None) -> None:
-        if self.open is None and not isinstance(a, Literal) and not isinstance(self.kind(a), np.ndarray):
+        if (
+            self.open is None
+            and not isinstance(a, Literal)
+            and not isinstance(self.kind(a), np.ndarray)
+        ):
             found = tuple(np.asarray(x, a.aval.dtype) for x in outcomes)
-            self.open = _Condition(a, found, _said(eqn) if eqn is not None else "a condition of its state")
+            self.open = _Condition(
+                a, found, _said(eqn) if eqn is not None else "a condition of its state"
+            )
 
     def _cond(self, eqn: JaxprEqn, step: Step) -> None:
         """Follow the branch that is taken, or what all branches make alike."""
@@ -321,7 +361,9 @@ class _Followed:
         def run(number: int, branch: Any, given: list[_Kind]) -> tuple[None, list[_Kind]]:
             inner = opened(branch)
             outer = dict(zip(inner.invars, eqn.invars[1:], strict=True))
-            inside = _Followed(self.leaf, step.bodies[number], inner.eqns, self.assumed, self, outer)
+            inside = _Followed(
+                self.leaf, step.bodies[number], inner.eqns, self.assumed, self, outer
+            )
             inside.kinds |= zip(inner.invars, given, strict=True)
             inside.run()
             self.counts = self.counts or inside.counts
@@ -344,7 +386,9 @@ class _Followed:
             dims, shape = eqn.params["broadcast_dimensions"], eqn.invars[0].aval.shape
             return axis not in dims or shape[dims.index(axis)] == 1 != a.aval.shape[axis]
         like = facts_of(eqn).elementwise
-        return like and all(self._is_alike(x, axis) for x in eqn.invars if x.aval.ndim == a.aval.ndim)
+        return like and all(
+            self._is_alike(x, axis) for x in eqn.invars if x.aval.ndim == a.aval.ndim
+        )
 
 
 def _passes_on(eqn: JaxprEqn) -> bool:

@@ -1,10 +1,11 @@
 """Which rows of a server's tables have changed since each trainer of GEO-SGD was told of them last.
 
-A trainer keeps the rows that it has asked for. What it has changed itself is no news to it. A server notes what is
-(`UnseenChanges`), and a trainer receives it (`ChangedInbox`).
+A trainer keeps the rows that it has asked for. What it has changed itself is no news to it. A
+server notes what is (`UnseenChanges`), and a trainer receives it (`ChangedInbox`).
 
-Source: `AsyncSparseParamUpdateRecorder` in paddle/fluid/operators/distributed/async_sparse_param_update_recorder.h,
-which tells a trainer of its own changes, too, and of rows that it does not have.
+Source: `AsyncSparseParamUpdateRecorder` in
+paddle/fluid/operators/distributed/async_sparse_param_update_recorder.h, which tells a trainer of
+its own changes, too, and of rows that it does not have.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ class UnseenChanges:
             has[ids] = np.maximum(has[ids], KEPT)
 
     def changed(self, k: int, name: str, ids: np.ndarray) -> None:
-        """Trainer k has changed these rows of a block: others are to be told of those that they have."""
+        """Trainer k has changed these rows of a block: others are to be told of those that they
+        have."""
         if name not in self._rows:
             return
         for other in range(self._trainers):
@@ -90,7 +92,9 @@ class UnseenChanges:
     def forget(self, k: int) -> None:
         """Trainer k has no rows."""
         for n, rows in self._rows.items():
-            self._has[k, n] = np.zeros(rows, np.uint8)  # the system gives memory when it is written to
+            self._has[k, n] = np.zeros(
+                rows, np.uint8
+            )  # the system gives memory when it is written to
             self._news[k, n] = []
 
 
@@ -122,22 +126,28 @@ class ChangedInbox:
         self._inboxes: dict[tuple[str, str], Inbox] = {}
 
     def take(self, endpoint: str, message: wire.Message) -> None:
-        """Take a `changed`. Raises PeerError for one that was not asked for, WireError for one that is malformed."""
+        """Take a `changed`. Raises PeerError for one that was not asked for, WireError for one that
+        is malformed."""
         name, count, key = message["table"], message["count"], (endpoint, message["table"])
         block = self._blocks.get(key)
         if block is None or not 0 <= count <= block.span.rows:
             raise PeerError(
-                f"pserver {endpoint} tells of {wire.brief(count)} rows of {wire.brief(name)}, not asked for"
+                f"pserver {endpoint} tells of {wire.brief(count)} rows of {wire.brief(name)}, not "
+                "asked for"
             )
         if key not in self._inboxes:
-            memory = {"ids": np.empty(count, np.int32), "rows": np.empty((count, *block.row), block.dtype)}
+            memory = {
+                "ids": np.empty(count, np.int32),
+                "rows": np.empty((count, *block.row), block.dtype),
+            }
             self._inboxes[key] = Inbox(memory, lambda n: f"a `changed` with {wire.brief(n)}")
         self._inboxes[key].take(message)
         if not self._inboxes[key].missing():
             ids = self._inboxes[key].memory["ids"]
             if count and (ids[0] < 0 or ids[-1] >= block.span.rows or np.any(ids[1:] <= ids[:-1])):
                 raise PeerError(
-                    f"rows of {name} that pserver {endpoint} tells of do not go up to {block.span.rows - 1}"
+                    f"rows of {name} that pserver {endpoint} tells of do not go up to "
+                    f"{block.span.rows - 1}"
                 )
 
     def check_whole(self, endpoint: str) -> None:
@@ -145,15 +155,21 @@ class ChangedInbox:
         for ep, name in self._blocks:
             inbox = self._inboxes.get((ep, name))
             if ep == endpoint and (inbox is None or inbox.missing()):
-                raise PeerError(f"pserver {endpoint} has not told of all rows of {name} that have changed")
+                raise PeerError(
+                    f"pserver {endpoint} has not told of all rows of {name} that have changed"
+                )
 
     def rows(self) -> dict[str, RowGradient]:
         """The numbers and values of all that have come, by table."""
         found: dict[str, list[RowGradient]] = {block.table: [] for block in self._blocks.values()}
         for key, inbox in self._inboxes.items():
             block, memory = self._blocks[key], inbox.memory
-            found[block.table].append(RowGradient(block.span.in_leaf(memory["ids"]), memory["rows"]))
+            found[block.table].append(
+                RowGradient(block.span.in_leaf(memory["ids"]), memory["rows"])
+            )
         return {
-            table: RowGradient(np.concatenate([x.ids for x in of]), np.concatenate([x.rows for x in of]))
+            table: RowGradient(
+                np.concatenate([x.ids for x in of]), np.concatenate([x.rows for x in of])
+            )
             for table, of in found.items()
         }

@@ -1,12 +1,13 @@
-"""What is said of tables between two steps: what servers have of them, which rows have changed, and rows given up.
+"""What is said of tables between two steps: what servers have of them, which rows have changed, and
+rows given up.
 
     tables          a report of each block
     changed_since   the numbers of rows that steps after one have changed, and of those that were given up since
     evict           rows that none of so many last steps has updated are given up
 
-A synchronous server gives rows up when all trainers have said so between the same two steps, and so does each server:
-no trainer is in the middle of a step then, and has rows that are not there any more. An asynchronous one does it at
-once, and keeps rows of which a gradient is to come.
+A synchronous server gives rows up when all trainers have said so between the same two steps, and so
+does each server: no trainer is in the middle of a step then, and has rows that are not there any
+more. An asynchronous one does it at once, and keeps rows of which a gradient is to come.
 """
 
 from __future__ import annotations
@@ -53,36 +54,54 @@ class TableReport:
     step: int
 
     def __str__(self) -> str:
-        gone = f"; {self.evicted:,} {'was' if self.evicted == 1 else 'were'} given up" if self.evicted else ""
-        return f"{self.name}: {self.made:,} of {self.rows:,} rows are made, {self.bytes:,} bytes{gone}"
+        gone = (
+            f"; {self.evicted:,} {'was' if self.evicted == 1 else 'were'} given up"
+            if self.evicted
+            else ""
+        )
+        return (
+            f"{self.name}: {self.made:,} of {self.rows:,} rows are made, {self.bytes:,} bytes{gone}"
+        )
 
 
 class HeldTables(Protocol):
-    """The blocks of tables of one server. Every method may raise StateError for what cannot be done."""
+    """The blocks of tables of one server. Every method may raise StateError for what cannot be
+    done."""
 
     def report(self) -> Sequence[TableReport]:
         """What there is of each block."""
 
     def evict(self, name: str, unused_for: int, under_way: np.ndarray) -> int:
-        """Give up rows that none of so many last steps has updated, but those under way; how many they are."""
+        """Give up rows that none of so many last steps has updated, but those under way; how many
+        they are."""
 
     def changed(self, name: str, since: int) -> tuple[int, np.ndarray, np.ndarray]:
-        """The step that a block is at; rows that steps after one have changed, and those that were given up since."""
+        """The step that a block is at; rows that steps after one have changed, and those that were
+        given up since."""
 
 
-def check_eviction(endpoint: str, tables: Mapping[str, ServedRows], k: int, message: wire.Message) -> tuple[str, int]:
-    """Which rows trainer k gives up: the block, and for how many steps none has updated them. Raises WireError."""
+def check_eviction(
+    endpoint: str, tables: Mapping[str, ServedRows], k: int, message: wire.Message
+) -> tuple[str, int]:
+    """Which rows trainer k gives up: the block, and for how many steps none has updated them.
+    Raises WireError."""
     name, unused_for = message["table"], message["unused_for"]
     if name not in tables:
-        raise WireError(f"trainer {k} gives up rows of {wire.brief(name)}, which is no table of {endpoint}")
+        raise WireError(
+            f"trainer {k} gives up rows of {wire.brief(name)}, which is no table of {endpoint}"
+        )
     if tables[name].kept:
         raise WireError(f"trainer {k} gives up rows of {name}, which trainers of GEO-SGD keep")
     if unused_for < 1:
-        raise WireError(f"trainer {k} gives up rows that were not used for {wire.brief(unused_for)} steps")
+        raise WireError(
+            f"trainer {k} gives up rows that were not used for {wire.brief(unused_for)} steps"
+        )
     return name, unused_for
 
 
-def evict(held: HeldTables | None, name: str, unused_for: int, under_way: np.ndarray) -> dict[str, Any]:
+def evict(
+    held: HeldTables | None, name: str, unused_for: int, under_way: np.ndarray
+) -> dict[str, Any]:
     """Give rows up; the fields of the answer."""
     try:
         if held is None:
@@ -103,12 +122,23 @@ def tell_changes(held: HeldTables | None, say: Say, address: bytes, message: wir
     now, ids, gone, error = 0, np.empty(0, np.int32), np.empty(0, np.int32), ""
     try:
         if held is None:
-            raise WireError(f"nothing here knows which rows of {wire.brief(message['table'])} have changed")
+            raise WireError(
+                f"nothing here knows which rows of {wire.brief(message['table'])} have changed"
+            )
         now, ids, gone = held.changed(message["table"], message["since"])
     except DtransError as e:
         error = str(e)
-    blocks = [("ids", ids.astype(np.int32, copy=False)), ("gone", gone.astype(np.int32, copy=False))]
-    fields = {"table": message["table"], "now": now, "count": len(ids), "gone": len(gone), "error": error}
+    blocks = [
+        ("ids", ids.astype(np.int32, copy=False)),
+        ("gone", gone.astype(np.int32, copy=False)),
+    ]
+    fields = {
+        "table": message["table"],
+        "now": now,
+        "count": len(ids),
+        "gone": len(gone),
+        "error": error,
+    }
     say(address, "changes", blocks, **fields, **message.request)
 
 

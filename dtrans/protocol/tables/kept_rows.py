@@ -1,13 +1,14 @@
-"""The rows of a table that a trainer of GEO-SGD keeps: those that it has looked up, and no array of all.
+"""The rows of a table that a trainer of GEO-SGD keeps: those that it has looked up, and no array of
+all.
 
     local    as the trainer's steps have made them, and what was pulled
     old      what local rows and the servers' agreed on
     state    the optimizer's, of each row
 
-A push is of the rows that steps have looked up since the last one: d = (local - old) / trainers, and old + d is the new
-old. A pull is of rows that others have changed: local + (server - old), and the server's is the new old. It is the
-arithmetic of `dtrans.protocol.geo_steps`, row by row. What is left between local and old of a row that is not
-looked up again stays there.
+A push is of the rows that steps have looked up since the last one: d = (local - old) / trainers,
+and old + d is the new old. A pull is of rows that others have changed: local + (server - old), and
+the server's is the new old. It is the arithmetic of `dtrans.protocol.geo_steps`, row by row. What
+is left between local and old of a row that is not looked up again stays there.
 
 Source: `GeoSgdCommunicator::SendUpdateSparseVars` and `RecvUpdateSparseVars` in
 paddle/fluid/operators/distributed/communicator.cc.
@@ -32,16 +33,25 @@ class KeptRows:
 
     Args:
       types: of the table and of each array of its state: all but the number of rows.
-      state: makes the state of rows as the init does, by their numbers; None where there is no state.
+      state: makes the state of rows as the init does, by their numbers; None where there is no
+        state.
     """
 
-    def __init__(self, types: Sequence[Any], state: Callable[[np.ndarray], Sequence[np.ndarray]] | None = None) -> None:
+    def __init__(
+        self,
+        types: Sequence[Any],
+        state: Callable[[np.ndarray], Sequence[np.ndarray]] | None = None,
+    ) -> None:
         self._slots = IdSlots()
         self._state = state
-        self._held = [np.empty((LEAST, *t.shape[1:]), t.dtype) for t in types]  # local rows, and their state
+        self._held = [
+            np.empty((LEAST, *t.shape[1:]), t.dtype) for t in types
+        ]  # local rows, and their state
         self._old = np.empty_like(self._held[0])
         self._is_touched = np.zeros(LEAST, bool)
-        self._touched: list[np.ndarray] = []  # slots of rows that were looked up since the last push
+        self._touched: list[
+            np.ndarray
+        ] = []  # slots of rows that were looked up since the last push
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -65,7 +75,9 @@ class KeptRows:
         """Those of some numbers whose rows are not here."""
         return ids[self._slots.find(ids) < 0]
 
-    def add(self, ids: np.ndarray, rows: np.ndarray, state: Sequence[np.ndarray] | None = None) -> None:
+    def add(
+        self, ids: np.ndarray, rows: np.ndarray, state: Sequence[np.ndarray] | None = None
+    ) -> None:
         """Keep rows that were not here, as servers have them.
 
         Args:
@@ -117,14 +129,16 @@ class KeptRows:
     # Rows move here, and floats are computed above: where a step is traced, the two are apart.
 
     def _unpushed(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the rows that were looked up since the last push: their numbers, local and old rows."""
+        """Return the rows that were looked up since the last push: their numbers, local and old
+        rows."""
         slots = np.concatenate([np.empty(0, np.int32), *self._touched])
         self._is_touched[slots], self._touched = False, []
         slots = slots[np.argsort(self._slots.ids[slots])]
         return self._slots.ids[slots], self._held[0][slots], self._old[slots]
 
     def _known(self, server: RowGradient) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return the numbers of those of some rows that are here: these rows, local and old ones."""
+        """Return the numbers of those of some rows that are here: these rows, local and old
+        ones."""
         slots = self._slots.find(server.ids)
         is_here = slots >= 0
         slots = slots[is_here]
@@ -140,7 +154,8 @@ class KeptRows:
     # -- as arrays -------------------------------------------------------------------------------
 
     def arrays(self, size: int) -> list[np.ndarray]:
-        """Return the numbers of rows, which of them a push owes, local rows, their state, and old rows.
+        """Return the numbers of rows, which of them a push owes, local rows, their state, and old
+        rows.
 
         Args:
           size: of each array; it is the number of no row.

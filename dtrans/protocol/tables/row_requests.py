@@ -5,8 +5,8 @@
               otherwise    the rows, for whoever looks at them
     row_ids                nothing: the gradient of the step is of these rows
 
-Where gradients are compensated for their delay, rows that a trainer trains are kept as it receives them, until their
-gradient is used.
+Where gradients are compensated for their delay, rows that a trainer trains are kept as it receives
+them, until their gradient is used.
 
 A request may come in several messages. One that cannot be is refused, and changes nothing.
 """
@@ -38,22 +38,31 @@ class RowRequests:
         self._tables = tables
         self._ids: dict[tuple[int, str], np.ndarray] = {}  # of the rows that a trainer trains
         self._begun: dict[tuple[int, str, str, int], tuple[bool, Inbox]] = {}
-        self._given: dict[tuple[int, str], RowGradient] = {}  # rows of a block as a trainer has received them
+        self._given: dict[
+            tuple[int, str], RowGradient
+        ] = {}  # rows of a block as a trainer has received them
 
     def memory_of(self, k: int) -> dict[str, np.ndarray]:
-        """The gradients of trainer k, before it has asked for any row: name to an array without rows."""
+        """The gradients of trainer k, before it has asked for any row: name to an array without
+        rows."""
         return {t.gradients[k]: np.empty((0, *t.row), t.dtype) for t in self._tables.values()}
 
-    def take(self, k: int, message: wire.Message, grads: Inbox) -> tuple[str, np.ndarray, bool] | None:
-        """Take a message; the block, the rows of it that are to be answered with, and `train`, when all have come.
+    def take(
+        self, k: int, message: wire.Message, grads: Inbox
+    ) -> tuple[str, np.ndarray, bool] | None:
+        """Take a message; the block, the rows of it that are to be answered with, and `train`, when
+        all have come.
 
         Args:
-          grads: where the trainer's gradients arrive: there is room for those of these rows afterwards, unless they are
-            of a later step.
+          grads: where the trainer's gradients arrive: there is room for those of these rows
+            afterwards, unless they are of a later step.
         """
         name, table = message["table"], self._tables.get(message["table"])
         if table is None:
-            raise WireError(f"trainer {k} asks for rows of {wire.brief(name)}, which is no table of {self._endpoint}")
+            raise WireError(
+                f"trainer {k} asks for rows of {wire.brief(name)}, which is no table of "
+                f"{self._endpoint}"
+            )
         numbers = self._numbers(k, message, name, table, message["train"])
         if numbers is None:
             return None
@@ -62,8 +71,11 @@ class RowRequests:
             self._expect(k, message, table, ids, grads)
         return name, ids, train
 
-    def begin(self, k: int, message: wire.Message, name: str, ids: np.ndarray, grads: Inbox) -> None:
-        """Make room for the gradient of rows that trainer k has announced: the first of its step has come."""
+    def begin(
+        self, k: int, message: wire.Message, name: str, ids: np.ndarray, grads: Inbox
+    ) -> None:
+        """Make room for the gradient of rows that trainer k has announced: the first of its step
+        has come."""
         self._expect(k, message, self._tables[name], ids, grads)
 
     def answered(self, k: int, name: str, ids: np.ndarray, rows: np.ndarray) -> None:
@@ -76,7 +88,10 @@ class RowRequests:
         gradient = message["gradient"]
         found = next(((n, t) for n, t in self._tables.items() if t.gradients[k] == gradient), None)
         if found is None:
-            raise WireError(f"trainer {k} has rows of {wire.brief(gradient)}, of which {self._endpoint} has no table")
+            raise WireError(
+                f"trainer {k} has rows of {wire.brief(gradient)}, of which {self._endpoint} has no "
+                "table"
+            )
         name, table = found
         numbers = self._numbers(k, message, name, table, True)
         if numbers is None:
@@ -89,11 +104,20 @@ class RowRequests:
     def _numbers(
         self, k: int, message: wire.Message, name: str, table: ServedRows, train: bool
     ) -> tuple[bool, np.ndarray] | None:
-        """The numbers of rows in the messages of a request, and what its first one says of them, when all have come."""
+        """The numbers of rows in the messages of a request, and what its first one says of them,
+        when all have come."""
         count, key = message["count"], (k, message.op, name, message.fields.get("ahead", 0))
         if not 0 <= count <= table.rows:
-            raise WireError(f"trainer {k} asks for {wire.brief(count)} rows of {name}, which has {table.rows}")
-        fresh = (train, Inbox({"ids": np.empty(count, np.int32)}, lambda n: f"a `{message.op}` with {wire.brief(n)}"))
+            raise WireError(
+                f"trainer {k} asks for {wire.brief(count)} rows of {name}, which has {table.rows}"
+            )
+        fresh = (
+            train,
+            Inbox(
+                {"ids": np.empty(count, np.int32)},
+                lambda n: f"a `{message.op}` with {wire.brief(n)}",
+            ),
+        )
         train, inbox = self._begun.pop(key, fresh)
         inbox.take(message)
         if inbox.missing():
@@ -101,34 +125,50 @@ class RowRequests:
             return None
         ids = inbox.memory["ids"]
         if count and (ids[0] < 0 or ids[-1] >= table.rows or np.any(ids[1:] <= ids[:-1])):
-            raise WireError(f"the rows of {name} that trainer {k} asks for do not go up from 0 to {table.rows - 1}")
+            raise WireError(
+                f"the rows of {name} that trainer {k} asks for do not go up from 0 to "
+                f"{table.rows - 1}"
+            )
         return train, ids
 
-    def _expect(self, k: int, message: wire.Message, table: ServedRows, ids: np.ndarray, grads: Inbox) -> None:
-        """Make room for a gradient of these rows: zeros, of which updates are made where none comes any more."""
+    def _expect(
+        self, k: int, message: wire.Message, table: ServedRows, ids: np.ndarray, grads: Inbox
+    ) -> None:
+        """Make room for a gradient of these rows: zeros, of which updates are made where none comes
+        any more."""
         gradient = table.gradients[k]
         if grads.has_begun(gradient):
-            raise WireError(f"a `{message.op}` of step {message['step']} after its gradient, {gradient}")
+            raise WireError(
+                f"a `{message.op}` of step {message['step']} after its gradient, {gradient}"
+            )
         self._ids[k, gradient] = ids
         grads.renew(gradient, np.zeros((len(ids), *table.row), table.dtype))
 
     def under_way(self, name: str) -> np.ndarray:
         """The rows of a block of which trainers are to send gradients that were not used yet."""
-        ids = [self._ids.get((k, gradient), ()) for k, gradient in self._tables[name].gradients.items()]
+        ids = [
+            self._ids.get((k, gradient), ()) for k, gradient in self._tables[name].gradients.items()
+        ]
         return np.unique(np.concatenate([np.asarray(x, np.int32) for x in ids]))
 
     def gradients(self, k: int, grads: Inbox) -> dict[str, Any]:
         """The gradients of trainer k, by name: those of tables with the numbers of their rows."""
         none = np.empty(0, np.int32)
-        rows = {n: RowGradient(self._ids.get((k, n), none), grads.memory[n]) for n in self.memory_of(k)}
+        rows = {
+            n: RowGradient(self._ids.get((k, n), none), grads.memory[n]) for n in self.memory_of(k)
+        }
         return {**grads.memory, **rows}
 
     def backups(self, k: int) -> dict[str, RowGradient]:
-        """What trainer k has received of the rows that its gradients are of, where updates read it."""
+        """What trainer k has received of the rows that its gradients are of, where updates read
+        it."""
         found = {}
         for n, t in self._tables.items():
             if t.backed:
-                given, ids = self._received(k, n), self._ids.get((k, t.gradients[k]), np.empty(0, np.int32))
+                given, ids = (
+                    self._received(k, n),
+                    self._ids.get((k, t.gradients[k]), np.empty(0, np.int32)),
+                )
                 found[n + BACKUP] = RowGradient(ids, given.rows[np.searchsorted(given.ids, ids)])
         return found
 
@@ -142,4 +182,6 @@ class RowRequests:
 
     def _received(self, k: int, name: str) -> RowGradient:
         t = self._tables[name]
-        return self._given.get((k, name)) or RowGradient(np.empty(0, np.int32), np.empty((0, *t.row), t.dtype))
+        return self._given.get((k, name)) or RowGradient(
+            np.empty(0, np.int32), np.empty((0, *t.row), t.dtype)
+        )

@@ -1,21 +1,22 @@
 """Rows of tables that a synchronous trainer asks for before the step that looks them up.
 
-A trainer announces the rows of a later step, and computes this one while they come. It says how many steps ahead that
-is; the server works out from when on an update no longer matters to these rows: `staleness` steps before they are
-looked up, or now where that is over. Then it is *due*.
+A trainer announces the rows of a later step, and computes this one while they come. It says how
+many steps ahead that is; the server works out from when on an update no longer matters to these
+rows: `staleness` steps before they are looked up, or now where that is over. Then it is *due*.
 
     at once   the rows as they are, unless each update moves all of them
     when due  those that an update has changed since; all, where none went before
 
-Nothing in this is a race. An announcement of step t reaches the server before what ends the trainer's step t, since
-both go by one line, in order; and no update t is made without that. So rows are read as they are after t updates, and
-which rows later updates change is known: those of which some trainer had gradients. What is due after an update goes
-before the answer to `recv` of the same step, by the same line: a trainer that has heard that has heard all that is due.
-So a step that begins has its rows, and waits for none.
+Nothing in this is a race. An announcement of step t reaches the server before what ends the
+trainer's step t, since both go by one line, in order; and no update t is made without that. So rows
+are read as they are after t updates, and which rows later updates change is known: those of which
+some trainer had gradients. What is due after an update goes before the answer to `recv` of the same
+step, by the same line: a trainer that has heard that has heard all that is due. So a step that
+begins has its rows, and waits for none.
 
-A step may turn out to look up other rows than were announced. Then it asks for them as usual, and what was announced is
-forgotten on both sides. So is what was announced of a table of which rows are given up (`job.evict`): all trainers wait
-for that, and nothing is under way.
+A step may turn out to look up other rows than were announced. Then it asks for them as usual, and
+what was announced is forgotten on both sides. So is what was announced of a table of which rows are
+given up (`job.evict`): all trainers wait for that, and nothing is under way.
 """
 
 from __future__ import annotations
@@ -93,7 +94,9 @@ class RowsAhead:
 
     def __init__(self, tables: Mapping[str, ServedRows]) -> None:
         self._tables = tables
-        self._of: dict[tuple[int, str, int], _Announced] = {}  # by trainer, block and the step that looks them up
+        self._of: dict[
+            tuple[int, str, int], _Announced
+        ] = {}  # by trainer, block and the step that looks them up
 
     def __bool__(self) -> bool:
         return bool(self._of)
@@ -107,11 +110,17 @@ class RowsAhead:
         return DueRows(k, name, target, ids, None, due == step) if goes_now else None
 
     def check(self, k: int, name: str, step: int, ahead: int) -> None:
-        """Raise WireError where trainer k has announced that before, or announces it too far ahead."""
+        """Raise WireError where trainer k has announced that before, or announces it too far
+        ahead."""
         if not 1 <= ahead <= MOST:
-            raise WireError(f"trainer {k} announces rows of {name} {ahead} steps ahead, which may be 1 to {MOST}")
+            raise WireError(
+                f"trainer {k} announces rows of {name} {ahead} steps ahead, which may be 1 to "
+                f"{MOST}"
+            )
         if (k, name, step + ahead) in self._of:
-            raise WireError(f"trainer {k} announces rows of {name} for step {step + ahead} a second time")
+            raise WireError(
+                f"trainer {k} announces rows of {name} for step {step + ahead} a second time"
+            )
 
     def made(self, step: int, touched: Mapping[str, Sequence[np.ndarray]]) -> Iterator[DueRows]:
         """Note that an update is made, and `step` of them now; what is due.
@@ -133,7 +142,8 @@ class RowsAhead:
                     yield DueRows(k, name, target, x.ids[at], at, True)
 
     def begin(self, k: int, step: int) -> list[tuple[str, np.ndarray]]:
-        """The blocks and rows that the gradients of trainer k are of in this step, as far as it has announced them."""
+        """The blocks and rows that the gradients of trainer k are of in this step, as far as it has
+        announced them."""
         names = [n for i, n, target in self._of if (i, target) == (k, step)]
         return [(n, self._of.pop((k, n, step)).ids) for n in names]
 
@@ -173,11 +183,14 @@ class ComingRows:
         self._whole[name, target] = Inbox({name: rows}, self._not_asked)
 
     def take(self, message: wire.Message) -> None:
-        """Take rows. Raises PeerError for those that were not announced, WireError for those that cannot be."""
+        """Take rows. Raises PeerError for those that were not announced, WireError for those that
+        cannot be."""
         name, key = message["table"], (message["table"], message["ahead"])
         inbox = self._whole.get(key)
         if inbox is None or key in self._here:
-            raise PeerError(f"pserver {self._endpoint} sent rows of {wire.brief(name)} that were not announced")
+            raise PeerError(
+                f"pserver {self._endpoint} sent rows of {wire.brief(name)} that were not announced"
+            )
         if "count" in message.fields:
             inbox = self._places(key, inbox.memory[name], message["count"])
         inbox.take(message)
@@ -188,7 +201,9 @@ class ComingRows:
 
     def _places(self, key: tuple[str, int], rows: np.ndarray, count: int) -> Inbox:
         if not 0 <= count <= len(rows):
-            raise WireError(f"{wire.brief(count)} rows of {key[0]} again, of {len(rows)} that were announced")
+            raise WireError(
+                f"{wire.brief(count)} rows of {key[0]} again, of {len(rows)} that were announced"
+            )
         if key not in self._again:
             room = np.empty((count, *rows.shape[1:]), rows.dtype)
             self._again[key] = Inbox({AT: np.empty(count, np.int32), key[0]: room}, self._not_asked)
@@ -209,7 +224,10 @@ class ComingRows:
         self._whole.pop((name, target))
         self._here.discard((name, target))
         if not here:
-            raise PeerError(f"pserver {self._endpoint} has not sent the rows of {name} announced for step {target}")
+            raise PeerError(
+                f"pserver {self._endpoint} has not sent the rows of {name} announced for step "
+                f"{target}"
+            )
 
     def forget(self, name: str, target: int) -> None:
         """Expect no more of what was announced: the server has forgotten it too."""

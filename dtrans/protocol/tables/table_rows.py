@@ -12,12 +12,16 @@ from dtrans.errors import BatchError
 from dtrans.protocol.served import RowGradient
 
 
-# of a block that rows are asked of: its server, its name, the numbers of rows in it, increasing, and memory for them
+# of a block that rows are asked of: its server, its name, the numbers of rows in it, increasing,
+# and memory for them
 WantedRows = tuple[str, str, np.ndarray, np.ndarray]
 
 
-def unique_ids(ids: Sequence[Any], *, table: str, rows: int, size: int, whose: str = "") -> np.ndarray:
-    """The numbers of rows in several arrays, unique and sorted; `rows` stands where there are fewer than `size`.
+def unique_ids(
+    ids: Sequence[Any], *, table: str, rows: int, size: int, whose: str = ""
+) -> np.ndarray:
+    """The numbers of rows in several arrays, unique and sorted; `rows` stands where there are fewer
+    than `size`.
 
     Args:
       whose: the arrays are, for an error: " of trainer 1's part".
@@ -33,25 +37,32 @@ def unique_ids(ids: Sequence[Any], *, table: str, rows: int, size: int, whose: s
       >>> unique_ids([np.array([[2, 5], [2, 9]])], table="params/emb", rows=9, size=4)  # doctest: +ELLIPSIS
       Traceback (most recent call last):
       ...
-      dtrans.errors.BatchError: lookup 0 of params/emb asks for row 9 at [1, 1]; the table has rows 0 to 8...
+      dtrans.errors.BatchError: lookup 0 of params/emb asks for row 9 at [1, 1]; the table has rows
+        0 to 8...
     """
     arrays = [np.asarray(x) for x in ids]
     for i, x in enumerate(arrays):
         if not np.issubdtype(x.dtype, np.integer):
             first = f"row {x.flat[0]} at [{', '.join('0' * x.ndim)}]{whose}, " if x.size else ""
-            raise BatchError(f"lookup {i} of {table} asks for {first}of {x.dtype.name}: numbers of rows are integers")
+            raise BatchError(
+                f"lookup {i} of {table} asks for {first}of {x.dtype.name}: numbers of rows are "
+                "integers"
+            )
         if x.size and (x.min() < 0 or x.max() >= rows):
             at = np.unravel_index(np.argmax((x < 0) | (x >= rows)), x.shape)
             raise BatchError(
-                f"lookup {i} of {table} asks for row {x[at]} at [{', '.join(map(str, at))}]{whose}; the table has "
-                f"rows 0 to {rows - 1} (a negative number is counted from the end before it comes here)"
+                f"lookup {i} of {table} asks for row {x[at]} at "
+                f"[{', '.join(map(str, at))}]{whose}; the table has "
+                f"rows 0 to {rows - 1} (a negative number is counted from the end before it comes "
+                "here)"
             )
     found = sorted_once(np.concatenate([x.reshape(-1).astype(np.int32) for x in arrays]))
     return np.concatenate([found, np.full(size - len(found), rows, np.int32)])
 
 
 def sorted_once(numbers: np.ndarray) -> np.ndarray:
-    """The numbers of a flat array, sorted, each once: as `numpy.unique`, which hashes them, in a tenth of its time."""
+    """The numbers of a flat array, sorted, each once: as `numpy.unique`, which hashes them, in a
+    tenth of its time."""
     found = np.sort(numbers)
     if not len(found):
         return found
@@ -65,7 +76,9 @@ def are_among(numbers: np.ndarray, others: np.ndarray) -> np.ndarray:
     """Which of some numbers are among others, both sorted, each once: as `numpy.isin`."""
     if not len(others):
         return np.zeros(len(numbers), bool)
-    return np.asarray(others[np.minimum(np.searchsorted(others, numbers), len(others) - 1)] == numbers)
+    return np.asarray(
+        others[np.minimum(np.searchsorted(others, numbers), len(others) - 1)] == numbers
+    )
 
 
 class BlockRowSet(Protocol):
@@ -111,11 +124,18 @@ def runs_of(sections: Sequence[int]) -> list[RowRun]:
 
 
 def wanted_of(
-    uniq: np.ndarray, rows: np.ndarray, *, epmap: Sequence[str], names: Sequence[str], spans: Sequence[BlockRowSet]
+    uniq: np.ndarray,
+    rows: np.ndarray,
+    *,
+    epmap: Sequence[str],
+    names: Sequence[str],
+    spans: Sequence[BlockRowSet],
 ) -> list[WantedRows]:
-    """What is to be asked of each block of a table, whose rows go into `rows`; these are zeros behind them.
+    """What is to be asked of each block of a table, whose rows go into `rows`; these are zeros
+    behind them.
 
-    Where a block's rows do not lie one behind the other in `rows`, they come to memory of their own (`put_in_place`).
+    Where a block's rows do not lie one behind the other in `rows`, they come to memory of their own
+    (`put_in_place`).
 
     Args:
       uniq: increasing numbers; those that the table does not have stand for nothing.
@@ -146,7 +166,8 @@ def put_in_place(
 
 
 def merged_rows(parts: Sequence[RowGradient], how: str) -> RowGradient:
-    """The sum or the mean of gradients of rows, as one of all their rows: each is zero where it has no row.
+    """The sum or the mean of gradients of rows, as one of all their rows: each is zero where it has
+    no row.
 
     Args:
       how: "sum" or "mean".

@@ -14,15 +14,19 @@ from dtrans.errors import BatchError
 from dtrans.ir.pytree import TreeSpec, as_array
 
 
-# The dimension along which trainers have parts of an array of the batch; or `replicated`; or `key`: each has its own.
+# The dimension along which trainers have parts of an array of the batch; or `replicated`; or `key`:
+# each has its own.
 Share = int | str
 
 
-def batch_arrays(specs: Sequence[TreeSpec], batch: Sequence[Any], types: Mapping[str, Any]) -> list[Any]:
+def batch_arrays(
+    specs: Sequence[TreeSpec], batch: Sequence[Any], types: Mapping[str, Any]
+) -> list[Any]:
     """The arrays of a batch, whose arguments must be of the structures in `specs`.
 
     Args:
-      types: of the arrays that the step was traced with, by name; their number of dimensions counts.
+      types: of the arrays that the step was traced with, by name; their number of dimensions
+        counts.
 
     Raises:
       BatchError, TraceError: they are not.
@@ -35,17 +39,23 @@ def batch_arrays(specs: Sequence[TreeSpec], batch: Sequence[Any], types: Mapping
         for name, x in zip(spec.names, arrays, strict=True):
             if x.ndim != types[name].ndim:
                 raise BatchError(
-                    f"{name} is of shape {tuple(x.shape)}, the step was traced with {types[name].str_short()}"
+                    f"{name} is of shape {tuple(x.shape)}, the step was traced with "
+                    f"{types[name].str_short()}"
                 )
             of_python = x.ndim == 0 and getattr(x, "weak_type", False)
-            if of_python and x.dtype.kind in "biuf" and jnp.issubdtype(types[name].dtype, jnp.floating):
+            if (
+                of_python
+                and x.dtype.kind in "biuf"
+                and jnp.issubdtype(types[name].dtype, jnp.floating)
+            ):
                 continue
             if (
                 not jnp.issubdtype(x.dtype, jax.dtypes.extended)
                 and jax.dtypes.canonicalize_dtype(x.dtype) != types[name].dtype
             ):
                 raise BatchError(
-                    f"{name} is {x.dtype}, the step was traced with {types[name].str_short()}: cast it, or trace the "
+                    f"{name} is {x.dtype}, the step was traced with {types[name].str_short()}: "
+                    "cast it, or trace the "
                     "step with arrays of this type"
                 )
         found += arrays
@@ -53,7 +63,8 @@ def batch_arrays(specs: Sequence[TreeSpec], batch: Sequence[Any], types: Mapping
 
 
 def on_one_device(x: Any) -> Any:
-    """Return an array where one device computes: arrays of a mesh, or of another device, are moved."""
+    """Return an array where one device computes: arrays of a mesh, or of another device, are
+    moved."""
     if not isinstance(x, jax.Array) or is_traced(x) or not x.committed:
         return x
     one = jax.local_devices()[0]
@@ -61,7 +72,11 @@ def on_one_device(x: Any) -> Any:
 
 
 def shared_batch(
-    names: Sequence[str], arrays: Sequence[Any], trainers: int, whole: Collection[str], whole_option: str
+    names: Sequence[str],
+    arrays: Sequence[Any],
+    trainers: int,
+    whole: Collection[str],
+    whole_option: str,
 ) -> list[tuple[Any, Share]]:
     """The arrays of a batch, and how trainers share each.
 
@@ -73,14 +88,20 @@ def shared_batch(
     Raises:
       BatchError: arrays that differ in their number of rows, or that the trainers do not divide.
     """
-    shared = [(x, share_of(name, x, trainers, whole)) for name, x in zip(names, arrays, strict=True)]
+    shared = [
+        (x, share_of(name, x, trainers, whole)) for name, x in zip(names, arrays, strict=True)
+    ]
     check_rows(rows_of(names, shared), trainers, whole_option)
     return shared
 
 
 def rows_of(names: Sequence[str], shared: Sequence[tuple[Any, Share]]) -> dict[str, int]:
     """How many rows each array has that trainers have parts of."""
-    return {n: x.shape[share] for n, (x, share) in zip(names, shared, strict=True) if isinstance(share, int)}
+    return {
+        n: x.shape[share]
+        for n, (x, share) in zip(names, shared, strict=True)
+        if isinstance(share, int)
+    }
 
 
 def check_rows(
@@ -91,7 +112,8 @@ def check_rows(
     uneven: bool = False,
     noun: str = "trainer",
 ) -> None:
-    """Raises BatchError for arrays that differ in their number of rows, or that the trainers do not divide."""
+    """Raises BatchError for arrays that differ in their number of rows, or that the trainers do not
+    divide."""
     rows: dict[int, str] = {}
     for name, count in given.items():
         rows.setdefault(count, name)
@@ -119,12 +141,14 @@ def share_of(name: str, x: Any, trainers: int, whole: Collection[str]) -> Share:
 
 
 def even_rows(x: Any, axis: int, trainers: int) -> Any:
-    """An array with rows behind, such that the trainers divide it. They are like the last one, and enter nothing."""
+    """An array with rows behind, such that the trainers divide it. They are like the last one, and
+    enter nothing."""
     return with_rows(x, axis, -(-x.shape[axis] // trainers) * trainers)
 
 
 def with_rows(x: Any, axis: int, count: int) -> Any:
-    """An array with so many rows: those behind are like the last one, or zero where there is none."""
+    """An array with so many rows: those behind are like the last one, or zero where there is
+    none."""
     rows = x.shape[axis]
     if rows:
         return x if rows == count else jnp.take(x, np.minimum(np.arange(count), rows - 1), axis)
@@ -132,7 +156,8 @@ def with_rows(x: Any, axis: int, count: int) -> Any:
 
 
 def check_uneven(rows: int, trainers: int, taken: bool) -> None:
-    """Raise BatchError for `dtrans.UnevenPart`s of rows that trainers divide, or where they must have equal parts."""
+    """Raise BatchError for `dtrans.UnevenPart`s of rows that trainers divide, or where they must
+    have equal parts."""
     if not taken or not rows % trainers:
         raise BatchError(
             f"these are parts of a batch of {rows} rows for trainers that do not divide it: "
@@ -143,7 +168,8 @@ def check_uneven(rows: int, trainers: int, taken: bool) -> None:
 def uneven_rows(
     names: Sequence[str], arrays: Sequence[tuple[Any, Share]], whole: int, part: int, size: int
 ) -> list[Any]:
-    """A process's part of a batch that trainers do not divide, with rows behind where it has fewer than others.
+    """A process's part of a batch that trainers do not divide, with rows behind where it has fewer
+    than others.
 
     Args:
       arrays: of this process, and how trainers share each.
@@ -158,7 +184,8 @@ def uneven_rows(
     for n, (x, share) in zip(names, arrays, strict=True):
         if isinstance(share, int) and x.shape[share] != mine:
             raise BatchError(
-                f"{n} has {x.shape[share]} rows here, and part {part} of a batch of {whole} rows has {mine}: "
+                f"{n} has {x.shape[share]} rows here, and part {part} of a batch of {whole} rows "
+                f"has {mine}: "
                 "job.shard_batch(*batch) cuts them so"
             )
     return [with_rows(x, share, size) if isinstance(share, int) else x for x, share in arrays]
@@ -178,4 +205,6 @@ def resized(x: Any, share: Share, rows: Callable[[int], int]) -> jax.ShapeDtypeS
     """The type of an array with another number of rows, from how many it has."""
     if isinstance(share, str):
         return jax.ShapeDtypeStruct(x.shape, x.dtype)
-    return jax.ShapeDtypeStruct((*x.shape[:share], rows(x.shape[share]), *x.shape[share + 1 :]), x.dtype)
+    return jax.ShapeDtypeStruct(
+        (*x.shape[:share], rows(x.shape[share]), *x.shape[share + 1 :]), x.dtype
+    )

@@ -4,8 +4,9 @@
         for x, y in batches:
             state, loss = job.step(state, x, y)
 
-The iterator gives global batches: a loader of NumPy arrays, of grain, `tf.data.Dataset.as_numpy_iterator()`, a
-generator. Each process takes its own part of them (`job.shard_batch`); on a mesh they are put where steps want them.
+The iterator gives global batches: a loader of NumPy arrays, of grain,
+`tf.data.Dataset.as_numpy_iterator()`, a generator. Each process takes its own part of them
+(`job.shard_batch`); on a mesh they are put where steps want them.
 """
 
 from __future__ import annotations
@@ -30,16 +31,18 @@ _END = object()
 def feed(batches: Iterable[Any], job: Job, ahead: int = 2) -> Iterator[Iterator[Any]]:
     """Take batches from an iterator ahead of the steps that need them, in one thread beside them.
 
-    Leaving the block ends the thread, once the iterator has given what it was asked for; what it gave ahead is dropped.
-    An error of the iterator is raised where the batch was to come.
+    Leaving the block ends the thread, once the iterator has given what it was asked for; what it
+    gave ahead is dropped. An error of the iterator is raised where the batch was to come.
 
     Args:
-      batches: of all trainers: each is the argument of `job.step` behind the state, or a tuple of them.
+      batches: of all trainers: each is the argument of `job.step` behind the state, or a tuple of
+        them.
       job: whose steps they are for.
       ahead: how many wait at most.
 
     Yields:
-      This process's parts of the batches, in their order, as the iterator has them: arguments, or tuples of them.
+      This process's parts of the batches, in their order, as the iterator has them: arguments, or
+      tuples of them.
 
     Raises:
       ConfigError: `ahead` is no positive number.
@@ -61,7 +64,9 @@ def feed(batches: Iterable[Any], job: Job, ahead: int = 2) -> Iterator[Iterator[
     check_int("ahead", ahead, "a positive number of batches")
     made: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(ahead)
     ended = threading.Event()
-    wide = bool(jax.config.read("jax_enable_x64"))  # of this thread; the other has a setting of its own
+    wide = bool(
+        jax.config.read("jax_enable_x64")
+    )  # of this thread; the other has a setting of its own
 
     def take() -> None:
         try:

@@ -1,4 +1,5 @@
-"""Functions that are compiled: those of a step are recorded while it is made, and equal ones are compiled once."""
+"""Functions that are compiled: those of a step are recorded while it is made, and equal ones are
+compiled once."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ class LoweredStep:
     """The lowered functions of a step, in the order in which they are called.
 
     Attributes:
-      parts: name to what `jax.jit(...).lower` gives: `trainers 0`, `127.0.0.1:6174 phase 0`, `stage 1 forward`.
+      parts: name to what `jax.jit(...).lower` gives: `trainers 0`, `127.0.0.1:6174 phase 0`, `stage
+        1 forward`.
     """
 
     parts: Mapping[str, Any]
@@ -50,8 +52,8 @@ def called(name: Callable[[], str], jitted: Callable[..., Any], *args: Any) -> A
 def jitted_once(fn: Callable[..., Any], *args: Any, **options: Any) -> Callable[..., Any]:
     """A jitted function; functions that are lowered to the same text are one, and compiled once.
 
-    To lower takes a tenth of the time of compiling. The tables of a model often have the same shape, and so have the
-    programs that make their rows.
+    To lower takes a tenth of the time of compiling. The tables of a model often have the same
+    shape, and so have the programs that make their rows.
 
     Args:
       fn: a pure function.

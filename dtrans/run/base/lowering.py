@@ -1,4 +1,5 @@
-"""A program as a function of one trainer on a named axis, over which JAX communicates (`dtrans.ops.OVER_AXIS`)."""
+"""A program as a function of one trainer on a named axis, over which JAX communicates
+(`dtrans.ops.OVER_AXIS`)."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from dtrans.run.base.segments import Rules, interpret
 
 
 @realises(CollectivePlan, "function")
-def per_trainer(program: Program, rules: Callable[[], Rules] = lambda: OVER_AXIS) -> Callable[..., list[Any]]:
+def per_trainer(
+    program: Program, rules: Callable[[], Rules] = lambda: OVER_AXIS
+) -> Callable[..., list[Any]]:
     """Return a program as a function of flat arrays, for one trainer on a named axis.
 
     Args:
@@ -24,7 +27,10 @@ def per_trainer(program: Program, rules: Callable[[], Rules] = lambda: OVER_AXIS
 
     def run(*args: Any) -> list[Any]:
         return interpret(
-            inner.eqns, {**constants, **dict(zip(inner.invars, args, strict=True))}, inner.outvars, rules()
+            inner.eqns,
+            {**constants, **dict(zip(inner.invars, args, strict=True))},
+            inner.outvars,
+            rules(),
         )
 
     return run

@@ -15,8 +15,9 @@ class Merge:
     """Way in which the results of all trainers become one.
 
     Attributes:
-      way: "mean" or "sum"; "same" for a value that all trainers have; "concat" for rows of the batch, trainer after
-        trainer; "each" for values stacked on a leading dimension; "joined" for rows that are concatenated already.
+      way: "mean" or "sum"; "same" for a value that all trainers have; "concat" for rows of the
+        batch, trainer after trainer; "each" for values stacked on a leading dimension; "joined" for
+        rows that are concatenated already.
       axis: Dimension of the rows.
       rows: Number of rows that are not padding; None where there is no padding.
 
@@ -31,10 +32,15 @@ class Merge:
     rows: int | None = None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Merge the results of all trainers, which are stacked on a leading dimension unless they are joined."""
+        """Merge the results of all trainers, which are stacked on a leading dimension unless they
+        are joined."""
         if self.way in ("concat", "joined"):
             joined = in_one(x, self.axis) if self.way == "concat" else x
-            return joined if self.rows is None else jax.lax.slice_in_dim(joined, 0, self.rows, axis=self.axis)
+            return (
+                joined
+                if self.rows is None
+                else jax.lax.slice_in_dim(joined, 0, self.rows, axis=self.axis)
+            )
         if self.way == "each":
             return x
         if self.way == "same":

@@ -1,4 +1,5 @@
-"""Numbers of training, written where people look: TensorBoard, a CSV file, a function of one's own."""
+"""Numbers of training, written where people look: TensorBoard, a CSV file, a function of one's
+own."""
 
 from __future__ import annotations
 
@@ -24,8 +25,9 @@ class MetricsWriter:
     """Writer of each step's numbers; a context manager.
 
     Args:
-      to: any number of destinations. A path that ends in `.csv` is a file. Another path is a folder of TensorBoard
-        events. A function is called with the step's number and its numbers by name. Missing folders are made.
+      to: any number of destinations. A path that ends in `.csv` is a file. Another path is a folder
+        of TensorBoard events. A function is called with the step's number and its numbers by name.
+        Missing folders are made.
 
     Raises:
       ConfigError: a folder needs tensorboardX, which is not installed; a file cannot be written.
@@ -42,7 +44,9 @@ class MetricsWriter:
         self._sinks: list[Sink] = []
         try:
             for destination in to:
-                self._sinks.append(destination if callable(destination) else self._opened(Path(destination)))
+                self._sinks.append(
+                    destination if callable(destination) else self._opened(Path(destination))
+                )
         except BaseException:
             self.close()  # the files before the one that cannot be opened
             raise
@@ -52,8 +56,8 @@ class MetricsWriter:
 
         Args:
           step: its number.
-          values: a pytree of numbers, or of arrays with one element: a loss, metrics. They are named by their paths;
-            one that is nothing but a number is the `loss`.
+          values: a pytree of numbers, or of arrays with one element: a loss, metrics. They are
+            named by their paths; one that is nothing but a number is the `loss`.
 
         Raises:
           ConfigError: an array of several elements; other names than before, for a CSV file.
@@ -63,7 +67,9 @@ class MetricsWriter:
             name = jax.tree_util.keystr(path, simple=True, separator="/") or "loss"
             array = np.asarray(x)
             if array.size != 1:
-                raise ConfigError(f"{name} has {array.size} elements, and a metric is one number: reduce it first")
+                raise ConfigError(
+                    f"{name} has {array.size} elements, and a metric is one number: reduce it first"
+                )
             found[name] = float(array.reshape(()))
         for sink in self._sinks:
             sink(step, found)
@@ -77,7 +83,12 @@ class MetricsWriter:
     def __enter__(self) -> MetricsWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self.close()
 
     def _opened(self, path: Path) -> Sink:
@@ -102,7 +113,10 @@ class MetricsWriter:
                 names.extend(values)
                 table.writerow(["step", *names])
             if names != list(values):
-                raise ConfigError(f"{path} has columns for {', '.join(names)}; step {step} has {', '.join(values)}")
+                raise ConfigError(
+                    f"{path} has columns for {', '.join(names)}; step {step} has "
+                    f"{', '.join(values)}"
+                )
             table.writerow([step, *values.values()])
             file.flush()
 

@@ -1,11 +1,12 @@
 """Gradients that are not finite, found on the trainer where they are.
 
-A realiser takes `on_nonfinite`: "ignore", "warn" or "error". Then each trainer looks at its own gradients before they
-are reduced or sent, and names those with an infinity or a NaN in them: after that they are everybody's.
+A realiser takes `on_nonfinite`: "ignore", "warn" or "error". Then each trainer looks at its own
+gradients before they are reduced or sent, and names those with an infinity or a NaN in them: after
+that they are everybody's.
 
     collectives        in the compiled step, before the first reduction of each bucket. A host callback hears of it, if
-                       there is something to hear of, so that a step never waits. An error comes with a later step, or
-                       with what reads the state
+                       there is something to hear of, so that a step never waits. An error comes
+                       with a later step, or with what reads the state
     parameter servers  where gradients are sent. An error comes before, and no server has them
 
 A gradient that a loop scatters layer by layer (stage 3 of sharding) is looked at in the loop.
@@ -81,10 +82,12 @@ class GradientWatch:
             found, self._found = self._found, []
             raise NonfiniteError("; ".join(dict.fromkeys(found)))
 
-    # -- arrays of the host, and of the devices of a mesh ----------------------------------------------
+    # -- arrays of the host, and of the devices of a mesh
+    # ----------------------------------------------
 
     def look(self, named: Iterable[tuple[str, Any]]) -> None:
-        """Look at what is about to be sent, under names that say whose it is. Raises NonfiniteError."""
+        """Look at what is about to be sent, under names that say whose it is. Raises
+        NonfiniteError."""
         if not self.looks:
             return
         bad = [name for name, x in named if not all_finite(np.asarray(x))]
@@ -92,15 +95,18 @@ class GradientWatch:
             self.hear(None, bad)
             self.check()
 
-    # -- inside of a compiled step ---------------------------------------------------------------------
+    # -- inside of a compiled step
+    # ---------------------------------------------------------------------
 
-    def rules(self, rules: Rules, buckets: Mapping[str, Sequence[str]], over: Sequence[str]) -> Rules:
+    def rules(
+        self, rules: Rules, buckets: Mapping[str, Sequence[str]], over: Sequence[str]
+    ) -> Rules:
         """Rules that look at the operands of reductions first. They are for one trace of a program.
 
         Args:
           rules: those of all communication.
-          buckets: the leaves of each reduction of gradients, by its name; where it is reduced twice, in a node and
-            among nodes, the first is looked at.
+          buckets: the leaves of each reduction of gradients, by its name; where it is reduced
+            twice, in a node and among nodes, the first is looked at.
           over: the axes that trainers are on.
         """
         if not self.looks:
@@ -126,8 +132,11 @@ class GradientWatch:
         if not each:
             return
         # leaves that are packed into one array, or share one, are named together
-        names = list(leaves) if len(leaves) == len(xs) == len(each) else [", ".join(leaves)] * len(each)
-        # sums tell, at the speed of memory, unless they overflow themselves: only then is each element looked at
+        names = (
+            list(leaves) if len(leaves) == len(xs) == len(each) else [", ".join(leaves)] * len(each)
+        )
+        # sums tell, at the speed of memory, unless they overflow themselves: only then is each
+        # element looked at
         fine = jnp.stack([jnp.isfinite(x.sum()) for x in each]).all()
         index = jax.lax.axis_index(tuple(over)) if over else jnp.int32(0)
         jax.lax.cond(fine, _nothing, functools.partial(self._call, names), index, *each)
@@ -147,7 +156,8 @@ def _nothing(index: jax.Array, *xs: jax.Array) -> None:
 
 
 def all_finite(x: np.ndarray) -> bool:
-    """Whether no element is an infinity or a NaN. The sum tells, at the speed of memory, unless it overflows itself."""
+    """Whether no element is an infinity or a NaN. The sum tells, at the speed of memory, unless it
+    overflows itself."""
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return True
     with np.errstate(over="ignore", invalid="ignore"):

@@ -1,6 +1,8 @@
-"""Differences between platforms that plans and compilations heed; those of a collective are in its file of `ops`.
+"""Differences between platforms that plans and compilations heed; those of a collective are in its
+file of `ops`.
 
-XLA on CPUs gathers nothing beside computation, and divides by a number in another way where nothing else reads that.
+XLA on CPUs gathers nothing beside computation, and divides by a number in another way where nothing
+else reads that.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ def as_run_on(plan: CollectivePlan, platform: str = "") -> CollectivePlan:
 def as_written() -> dict[str, str] | None:
     """Options to compile a function with whose bits may not depend on what is compiled beside it.
 
-    XLA makes `x * (1 / s)` of `x / s` where one equation alone reads the number `s`; so Adam on a server with one block
-    would differ from Adam on one with two, whose corrections both read. On CPUs it can be told not to, and an optimizer
-    is no slower then.
+    XLA makes `x * (1 / s)` of `x / s` where one equation alone reads the number `s`; so Adam on a
+    server with one block would differ from Adam on one with two, whose corrections both read. On
+    CPUs it can be told not to, and an optimizer is no slower then.
     """
     return {"xla_disable_hlo_passes": "algsimp"} if jax.default_backend() == "cpu" else None

@@ -1,12 +1,14 @@
-"""A communicating program, cut into pieces: what is compiled, and what its fabric carries out in between.
+"""A communicating program, cut into pieces: what is compiled, and what its fabric carries out in
+between.
 
-Equations between two communications become one jitted function. A `send` needs no answer, so it may wait: it
-is moved behind later computation until `group_bytes` of gradients are ready, which makes few, large pieces,
-and blocks that are ready together travel together. Pieces are dispatched asynchronously, and the sends of
-one piece stand after the dispatch of the next, so that gradients travel while others are computed.
-Everything that is not a send keeps its place.
+Equations between two communications become one jitted function. A `send` needs no answer, so it may
+wait: it is moved behind later computation until `group_bytes` of gradients are ready, which makes
+few, large pieces, and blocks that are ready together travel together. Pieces are dispatched
+asynchronously, and the sends of one piece stand after the dispatch of the next, so that gradients
+travel while others are computed. Everything that is not a send keeps its place.
 
-A fabric that would rather have `split_byref` and `concat` computed than carried out passes rules for them.
+A fabric that would rather have `split_byref` and `concat` computed than carried out passes rules
+for them.
 """
 
 from __future__ import annotations
@@ -48,7 +50,10 @@ def _split(x: jax.Array, *, sections: Sequence[int]) -> list[jax.Array]:
 
 
 # split_byref and concat as computation, for fabrics whose values are device arrays
-COMPUTED: Rules = {split_byref_p: _split, concat_p: lambda *blocks, axis: [jnp.concatenate(blocks, axis)]}
+COMPUTED: Rules = {
+    split_byref_p: _split,
+    concat_p: lambda *blocks, axis: [jnp.concatenate(blocks, axis)],
+}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -92,9 +97,12 @@ class Segments:
     dropped: tuple[tuple[Var, ...], ...]
 
     def run(
-        self, args: Sequence[Any], compute: Callable[[Compute, Sequence[Any]], Sequence[Any]] | None = None
+        self,
+        args: Sequence[Any],
+        compute: Callable[[Compute, Sequence[Any]], Sequence[Any]] | None = None,
     ) -> Generator[tuple[JaxprEqn, list[Any]], Sequence[Any], list[Any]]:
-        """Run on flat arguments. Yields each equation to carry out with its operands, and is sent its results.
+        """Run on flat arguments. Yields each equation to carry out with its operands, and is sent
+        its results.
 
         Args:
           args: the arrays of the program's inputs.
@@ -175,7 +183,8 @@ def cut_program(
         if v not in outs:
             dropped[i].append(v)
     steps = [
-        _piece(program.jaxpr, s, i, last, outs, rules) if isinstance(s, list) else Carry(s) for i, s in enumerate(order)
+        _piece(program.jaxpr, s, i, last, outs, rules) if isinstance(s, list) else Carry(s)
+        for i, s in enumerate(order)
     ]
     return Segments(program, tuple(steps), tuple(map(tuple, dropped)))
 
@@ -190,13 +199,19 @@ def _piece(
 ) -> Compute:
     """The equations of one piece as a function of what they read to what is read later."""
     made = {v for e in eqns for v in e.outvars}
-    reads = list(dict.fromkeys(a for e in eqns for a in e.invars if isinstance(a, Var) and a not in made))
+    reads = list(
+        dict.fromkeys(a for e in eqns for a in e.invars if isinstance(a, Var) and a not in made)
+    )
     constants = set(opened(jaxpr).constvars)
     reads = [v for v in reads if v not in constants]
     makes = [v for e in eqns for v in e.outvars if last[v] > index or v in outs]
-    used = frozenset(x.primitive for e in eqns for x in (e, *equations_inside(e)) if x.primitive in rules)
+    used = frozenset(
+        x.primitive for e in eqns for x in (e, *equations_inside(e)) if x.primitive in rules
+    )
     if not used:
-        return Compute(jaxpr_as_fun(extract_part(jaxpr, reads, eqns, makes)), tuple(reads), tuple(makes))
+        return Compute(
+            jaxpr_as_fun(extract_part(jaxpr, reads, eqns, makes)), tuple(reads), tuple(makes)
+        )
     values = dict(zip(opened(jaxpr).constvars, jaxpr.consts, strict=True))
 
     def run(*args: Any) -> list[Any]:
@@ -205,15 +220,22 @@ def _piece(
     return Compute(run, tuple(reads), tuple(makes), used)
 
 
-def interpret(eqns: Sequence[JaxprEqn], env: dict[Var, Any], outs: Sequence[Atom], rules: Rules) -> list[Any]:
-    """The values of `outs`, equation by equation; communication by its rule. `env` has what they read."""
+def interpret(
+    eqns: Sequence[JaxprEqn], env: dict[Var, Any], outs: Sequence[Atom], rules: Rules
+) -> list[Any]:
+    """The values of `outs`, equation by equation; communication by its rule. `env` has what they
+    read."""
     read: Callable[[Atom], Any] = lambda a: a.val if isinstance(a, Literal) else env[a]
     for e in eqns:
         operands = map(read, e.invars)
         if e.primitive in rules:
             made = rules[e.primitive](*operands, **e.params)
         else:
-            params = _inside(e, rules) if any(x.primitive in rules for x in equations_inside(e)) else e.params
+            params = (
+                _inside(e, rules)
+                if any(x.primitive in rules for x in equations_inside(e))
+                else e.params
+            )
             with jax.named_scope(scope_of(e)):
                 made = e.primitive.bind(*operands, **e.primitive.get_bind_params(params))
         env.update(zip(e.outvars, made if e.primitive.multiple_results else [made], strict=True))
@@ -221,7 +243,8 @@ def interpret(eqns: Sequence[JaxprEqn], env: dict[Var, Any], outs: Sequence[Atom
 
 
 def _inside(eqn: JaxprEqn, rules: Rules) -> dict[str, Any]:
-    """The parameters of an equation, with communication in its bodies as what the rules make of it."""
+    """The parameters of an equation, with communication in its bodies as what the rules make of
+    it."""
 
     def traced(body: Any) -> Any:
         inner = opened(body)

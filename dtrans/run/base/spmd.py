@@ -3,8 +3,9 @@
     on_mesh         by `jax.shard_map`: each trainer is a device
     on_one_device   by `jax.vmap`, one call for each axis: one device stands for all trainers
 
-Trainers lie on named axes. Both functions take the sharding of each operand and result as an `AxisSharding`, and both
-return a function of the global arrays. Collectives of the program name the axes.
+Trainers lie on named axes. Both functions take the sharding of each operand and result as an
+`AxisSharding`, and both return a function of the global arrays. Collectives of the program name the
+axes.
 """
 
 from __future__ import annotations
@@ -29,10 +30,12 @@ class AxisSharding:
     """Sharding of a value over named axes. Without attributes: every trainer has the whole value.
 
     Attributes:
-      cut: Pairs of a dimension and the axes that it is sharded over; dimensions of one trainer's value.
-      own: Axes along which each trainer has a value of its own. The global array stacks them on a leading dimension.
-      first: Axes along which each trainer computes the result, and the first trainer's is taken. Along axes that are
-        in no attribute, the results of all trainers must be one value.
+      cut: Pairs of a dimension and the axes that it is sharded over; dimensions of one trainer's
+        value.
+      own: Axes along which each trainer has a value of its own. The global array stacks them on a
+        leading dimension.
+      first: Axes along which each trainer computes the result, and the first trainer's is taken.
+        Along axes that are in no attribute, the results of all trainers must be one value.
     """
 
     cut: tuple[tuple[int, tuple[str, ...]], ...] = ()
@@ -56,16 +59,22 @@ class AxisSharding:
         return frozenset(self.own).union(*(names for _, names in self.cut))
 
     def cut_along(self, dim: int | None, *axes: str) -> AxisSharding:
-        """Return the same with one dimension sharded over these axes, and no other; with None, the same."""
+        """Return the same with one dimension sharded over these axes, and no other; with None, the
+        same."""
         if dim is None:
             return self
         others = tuple(entry for entry in self.cut if entry[1] != axes)
         return dataclasses.replace(self, cut=(*others, (dim, axes)))
 
     def restrict_to(self, axes: Collection[str]) -> AxisSharding:
-        """Return the sharding over some of the axes, where the others have size 1 and are in no program."""
+        """Return the sharding over some of the axes, where the others have size 1 and are in no
+        program."""
         known = lambda names: tuple(name for name in names if name in axes)
-        return AxisSharding(tuple((dim, known(names)) for dim, names in self.cut), known(self.own), known(self.first))
+        return AxisSharding(
+            tuple((dim, known(names)) for dim, names in self.cut),
+            known(self.own),
+            known(self.first),
+        )
 
 
 def on_mesh(
@@ -114,14 +123,15 @@ def on_one_device(
 
     Args:
       fn: Function of flat arrays, with collectives over the axes.
-      axes: Names and sizes of the axes, the outermost first. Other axes that shardings name are ignored.
+      axes: Names and sizes of the axes, the outermost first. Other axes that shardings name are
+        ignored.
       ins, outs: Shardings of its operands and results.
-      in_turn: One trainer runs after the other, in the memory of one. The function has no collectives then, and every
-        result varies.
+      in_turn: One trainer runs after the other, in the memory of one. The function has no
+        collectives then, and every result varies.
 
     Returns:
-      A function of global arrays. It raises ValueError where trainers compute different values of a result that
-      should be one value.
+      A function of global arrays. It raises ValueError where trainers compute different values of a
+      result that should be one value.
     """
 
     names = {name for name, _ in axes}
@@ -132,24 +142,33 @@ def on_one_device(
         for name, size in reversed(axes):
             in_axes = tuple(0 if name in sharding.varies else None for sharding in ins)
             # None refuses values that differ
-            out_axes = [0 if name in sharding.varies.union(sharding.first) else None for sharding in outs]
+            out_axes = [
+                0 if name in sharding.varies.union(sharding.first) else None for sharding in outs
+            ]
             if in_turn:
                 mapped = _mapped_in_turn(mapped, in_axes, size)
             else:
-                mapped = jax.vmap(mapped, in_axes=in_axes, out_axes=out_axes, axis_name=name, axis_size=size)
-        found = mapped(*(_to_leading(x, sharding, axes) for x, sharding in zip(args, ins, strict=True)))
+                mapped = jax.vmap(
+                    mapped, in_axes=in_axes, out_axes=out_axes, axis_name=name, axis_size=size
+                )
+        found = mapped(
+            *(_to_leading(x, sharding, axes) for x, sharding in zip(args, ins, strict=True))
+        )
         return [_from_leading(x, sharding, axes) for x, sharding in zip(found, outs, strict=True)]
 
     return all_trainers
 
 
 def _mapped_in_turn(fn: Function, in_axes: Sequence[int | None], size: int) -> Function:
-    """Map a function over the leading dimension of some of its operands, one call after the other."""
+    """Map a function over the leading dimension of some of its operands, one call after the
+    other."""
 
     def every_turn(*args: Any) -> Any:
         def one(mine: Sequence[Any]) -> Sequence[Any]:
             rest = iter(mine)
-            return fn(*(x if axis is None else next(rest) for x, axis in zip(args, in_axes, strict=True)))
+            return fn(
+                *(x if axis is None else next(rest) for x, axis in zip(args, in_axes, strict=True))
+            )
 
         own = [x for x, axis in zip(args, in_axes, strict=True) if axis is not None]
         if size == 1:
@@ -160,7 +179,8 @@ def _mapped_in_turn(fn: Function, in_axes: Sequence[int | None], size: int) -> F
 
 
 def _to_leading(x: Any, sharding: AxisSharding, axes: Axes) -> Any:
-    """Return a global array with a leading dimension for each axis along which trainers have different values."""
+    """Return a global array with a leading dimension for each axis along which trainers have
+    different values."""
     sizes, cut = dict(axes), dict(sharding.cut)
     shape = [sizes[name] for name in sharding.own]
     position = {name: k for k, name in enumerate(sharding.own)}

@@ -14,7 +14,9 @@ from dtrans.errors import StateError
 def check_kind(state: Any, kind: type) -> None:
     """Raises StateError for what no `init` or `step` of such a job returned."""
     if not isinstance(state, kind):
-        raise StateError(f"step takes the state that init or step returned, not {type(state).__name__}")
+        raise StateError(
+            f"step takes the state that init or step returned, not {type(state).__name__}"
+        )
 
 
 def check_arrays(held: Iterable[tuple[str, Any]], *, donates: bool) -> None:
@@ -31,13 +33,15 @@ def check_arrays(held: Iterable[tuple[str, Any]], *, donates: bool) -> None:
             )
         if seen.setdefault(id(x), n) != n and donates:  # nor that it was to give its memory twice
             raise StateError(
-                f"{n} and {seen[id(x)]} are one array, whose memory cannot be donated twice: copy one of them "
+                f"{n} and {seen[id(x)]} are one array, whose memory cannot be donated twice: copy "
+                "one of them "
                 "(jnp.copy), or use a job with donate=False"
             )
 
 
 def check_types(held: Mapping[str, Any], types: Mapping[str, Any]) -> None:
-    """Raises StateError for arrays of other shapes or types than a job has: a state of another plan.
+    """Raises StateError for arrays of other shapes or types than a job has: a state of another
+    plan.
 
     Args:
       types: of the arrays of the job, by name.
@@ -48,6 +52,7 @@ def check_types(held: Mapping[str, Any], types: Mapping[str, Any]) -> None:
         x = held[n]
         if (x.shape, x.dtype) != (t.shape, t.dtype):
             raise StateError(
-                f"this is not a state of this job: {n} is {x.dtype}{list(x.shape)} in it, and {t.dtype}{list(t.shape)} "
+                f"this is not a state of this job: {n} is {x.dtype}{list(x.shape)} in it, and "
+                f"{t.dtype}{list(t.shape)} "
                 "here; dtrans.checkpoint.save and restore take a state from one plan to another"
             )

@@ -1,6 +1,7 @@
 """Summaries written as TensorBoard events.
 
-Clips of audio are encoded here, with Python's own `wave`: the library that writes the events needs another one for it.
+Clips of audio are encoded here, with Python's own `wave`: the library that writes the events needs
+another one for it.
 """
 
 from __future__ import annotations
@@ -48,13 +49,20 @@ class SummaryWriter:
         except ImportError as e:
             raise not_installed("summaries are written with tensorboardX", "summary") from e
         # names of files go by the second
-        self._writer = tensorboardX.SummaryWriter(os.fspath(logdir), filename_suffix=f".{os.getpid()}.{next(_files)}")
+        self._writer = tensorboardX.SummaryWriter(
+            os.fspath(logdir), filename_suffix=f".{os.getpid()}.{next(_files)}"
+        )
         self._texts: set[str] = set()
 
     def __enter__(self) -> SummaryWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -66,18 +74,22 @@ class SummaryWriter:
 
         Args:
           step: its number.
-          values: tag to merged value, as `merge` makes them; an image may also be [height, width, channels], and audio
-            [frames] or [frames, channels].
+          values: tag to merged value, as `merge` makes them; an image may also be [height, width,
+            channels], and audio [frames] or [frames, channels].
           specs: what there is to write. Of a text that is all.
 
         Raises:
-          ConfigError: a tag without a value or the other way round, or a value that cannot be shown, such as a
-            histogram of what is not finite.
+          ConfigError: a tag without a value or the other way round, or a value that cannot be
+            shown, such as a histogram of what is not finite.
         """
         shown = {s.tag: s for s in specs}
         missing = [t for t, s in shown.items() if s.kind != TEXT and t not in values]
         if missing or (strange := [t for t in values if t not in shown]):
-            raise ConfigError(f"no value of {', '.join(missing)}" if missing else f"no summary {', '.join(strange)}")
+            raise ConfigError(
+                f"no value of {', '.join(missing)}"
+                if missing
+                else f"no summary {', '.join(strange)}"
+            )
         for tag, s in shown.items():
             if s.kind != TEXT:
                 self._write(step, s, np.asarray(values[tag]))
@@ -89,24 +101,32 @@ class SummaryWriter:
         if array.dtype.kind not in "biuf":  # floats that numpy has not got, such as bfloat16
             array = array.astype(np.float32)
         ranks = {SCALAR: (0,), IMAGE: (3, 4), AUDIO: (1, 2, 3)}.get(s.kind)
-        require(ranks is None or array.ndim in ranks, s.kind, s.tag, array, f"of {ranks} dimensions")
+        require(
+            ranks is None or array.ndim in ranks, s.kind, s.tag, array, f"of {ranks} dimensions"
+        )
         if s.kind == SCALAR:
             self._writer.add_scalar(s.tag, float(array), step)
         elif s.kind == HISTOGRAM:
             array = array.astype(np.float64)
             wrong = int(np.sum(~np.isfinite(array)))
             if wrong:
-                raise ConfigError(f"the histogram {s.tag} of step {step} has {wrong} entries that are not finite")
+                raise ConfigError(
+                    f"the histogram {s.tag} of step {step} has {wrong} entries that are not finite"
+                )
             self._writer.add_histogram(s.tag, array, step)
         elif s.kind == IMAGE:
             images = array.reshape(-1, *array.shape[-3:])
             if images.dtype != np.uint8:
-                require(images.dtype.kind == "f", IMAGE, s.tag, array, "floats from 0 to 1, or uint8")
+                require(
+                    images.dtype.kind == "f", IMAGE, s.tag, array, "floats from 0 to 1, or uint8"
+                )
                 images = np.rint(255 * np.clip(np.nan_to_num(images), 0, 1)).astype(np.uint8)
             self._writer.add_images(s.tag, images, step, dataformats="NHWC")
         else:
             clips = array.reshape(-1, 1) if array.ndim == 1 else array.reshape(-1, array.shape[-1])
-            self._writer.file_writer.add_summary(_audio_event(s.tag, clips, s.options["sample_rate"]), step)
+            self._writer.file_writer.add_summary(
+                _audio_event(s.tag, clips, s.options["sample_rate"]), step
+            )
 
 
 def _text_event(tag: str, text: str) -> Any:
@@ -126,7 +146,9 @@ def _audio_event(tag: str, frames: np.ndarray[Any, Any], sample_rate: int) -> An
             clip.setnchannels(frames.shape[1])
             clip.setsampwidth(2)
             clip.setframerate(sample_rate)
-            clip.writeframes(np.rint(32767 * np.clip(np.nan_to_num(frames), -1, 1)).astype("<i2").tobytes())
+            clip.writeframes(
+                np.rint(32767 * np.clip(np.nan_to_num(frames), -1, 1)).astype("<i2").tobytes()
+            )
         encoded = file.getvalue()
     audio = Event.Audio(
         sample_rate=sample_rate,

@@ -1,15 +1,17 @@
-"""nccl2 mode as processes: each trainer is a device of a `jax.distributed` job, most often the one of its process.
+"""nccl2 mode as processes: each trainer is a device of a `jax.distributed` job, most often the one
+of its process.
 
     ClusterTrainers   where the trainers of such a job are; `plan.on_cluster()` makes it
     SurvivingJob      a job that goes on when trainers are lost
     ClusterFabric     the programs of the job, one by one; `Executor` has it
 
-Every process runs the same compiled program, and XLA carries out the reductions: with Gloo on CPUs, with NCCL on GPUs.
-The first state is trainer 0's, whatever the others made. How processes are connected, and how the job goes on when
-one ends, is in `dtrans.run.distributed.connect`.
+Every process runs the same compiled program, and XLA carries out the reductions: with Gloo on CPUs,
+with NCCL on GPUs. The first state is trainer 0's, whatever the others made. How processes are
+connected, and how the job goes on when one ends, is in `dtrans.run.distributed.connect`.
 
-All trainers must reduce the same things in the same order. That they mean to is checked at the first step, and whenever
-the parts of the batch get other types; a trainer that does so alone waits for the others in vain, up to the deadline.
+All trainers must reduce the same things in the same order. That they mean to is checked at the
+first step, and whenever the parts of the batch get other types; a trainer that does so alone waits
+for the others in vain, up to the deadline.
 """
 
 from __future__ import annotations
@@ -63,10 +65,11 @@ logger = logging.getLogger(__name__)
 class ClusterTrainers(MeshTrainers):
     """Trainers that are processes; each has some of the devices of one mesh.
 
-    Each process gives its own part of a batch. Parts are of one size, or `dtrans.UnevenPart`s; process k of N has rows
-    k*B/N to (k+1)*B/N of the global batch, and splits them over its devices if it has several. 0-d arrays, and those
-    that the plan has as `unsplit_inputs`, must be the same in every process. Parameters, state and results come whole,
-    as arrays of this process's first device.
+    Each process gives its own part of a batch. Parts are of one size, or `dtrans.UnevenPart`s;
+    process k of N has rows k*B/N to (k+1)*B/N of the global batch, and splits them over its devices
+    if it has several. 0-d arrays, and those that the plan has as `unsplit_inputs`, must be the same
+    in every process. Parameters, state and results come whole, as arrays of this process's first
+    device.
     """
 
     gathers = True
@@ -91,7 +94,10 @@ class ClusterTrainers(MeshTrainers):
         return jax.make_array_from_callback(host.shape, where, lambda index: host[index])
 
     def batch(self, arrays: Sequence[Any], shares: Sequence[Share]) -> list[Any]:
-        return [to_global_array(x, self.of_batch(share)) for x, share in zip(arrays, shares, strict=True)]
+        return [
+            to_global_array(x, self.of_batch(share))
+            for x, share in zip(arrays, shares, strict=True)
+        ]
 
     def check_start(self, startup: ClosedJaxpr) -> None:
         text = fingerprint.of_value(startup).encode()
@@ -102,7 +108,9 @@ class ClusterTrainers(MeshTrainers):
         (told,) = all_reduce_sum(told)
         if told.any():
             who = " and ".join(f"trainer {k}" for k in np.flatnonzero(told))
-            raise PeerError(f"{who} disagrees with trainer 0 about how training starts: it has another init")
+            raise PeerError(
+                f"{who} disagrees with trainer 0 about how training starts: it has another init"
+            )
 
     def check_step(self, program: Program, split: Sequence[str], merges: Mapping[str, str]) -> None:
         check_consistent(program, split, merges)
@@ -112,7 +120,8 @@ class ClusterTrainers(MeshTrainers):
 
     @cached_property
     def _gathering(self) -> Callable[[jax.Array, int, int], jax.Array]:
-        """An array of slices as a whole one, without padding, in every process; all of them call it."""
+        """An array of slices as a whole one, without padding, in every process; all of them call
+        it."""
         gather = lambda x, axis, size: jax.lax.slice_in_dim(x, 0, size, axis=axis)
         return jax.jit(gather, static_argnums=(1, 2), out_shardings=self.at(None))
 
@@ -124,9 +133,11 @@ class ClusterTrainers(MeshTrainers):
 
 
 class SurvivingJob(Job):
-    """A job that goes on with the trainers that are left; made where `connect(on_trainer_loss="drop")` was said.
+    """A job that goes on with the trainers that are left; made where
+    `connect(on_trainer_loss="drop")` was said.
 
-    Nothing is donated: a step that fails is taken again, from the same state. `plan` is that of those left.
+    Nothing is donated: a step that fails is taken again, from the same state. `plan` is that of
+    those left.
     """
 
     def __init__(self, plan: CollectivePlan, on_nonfinite: str) -> None:
@@ -188,7 +199,8 @@ class SurvivingJob(Job):
         return self._job.sharding_of(name)
 
     def _with_those_left(self, run: Callable[[CollectiveJob], Any]) -> Any:
-        """What a function of all trainers gives; anew, with those left, when some have ended meanwhile."""
+        """What a function of all trainers gives; anew, with those left, when some have ended
+        meanwhile."""
         while True:
             if len(trainer_devices()) != self.plan.trainers:
                 self._job = job_of(self.plan, donate=False, on_nonfinite=self._on_nonfinite)
@@ -200,7 +212,9 @@ class SurvivingJob(Job):
                 left = lost(loss.trainers)
                 gone = " and ".join(f"trainer {k}" for k in sorted(loss.trainers))
                 count = jax.process_count()
-                logger.warning("%s: %s ended; going on with %d of %d", left.name, gone, left.trainers, count)
+                logger.warning(
+                    "%s: %s ended; going on with %d of %d", left.name, gone, left.trainers, count
+                )
                 continue
             return made
 
@@ -208,17 +222,25 @@ class SurvivingJob(Job):
 @realises(CollectivePlan, "cluster")
 def on_cluster(plan: CollectivePlan, *, donate: bool, on_nonfinite: str = "ignore") -> Job:
     """This process's trainers, as they run best on their platform."""
-    drop = connected().on_trainer_loss == "drop"  # first: it finds a job that the user has connected
+    drop = (
+        connected().on_trainer_loss == "drop"
+    )  # first: it finds a job that the user has connected
     devices = trainer_devices()
     if drop and isinstance(plan, ShardingPlan):
         raise ConfigError(
-            "a sharded job cannot go on without the ranks that are lost, whose slices nobody else has: connect "
+            "a sharded job cannot go on without the ranks that are lost, whose slices nobody else "
+            "has: connect "
             'without on_trainer_loss="drop", and go on from a checkpoint'
         )
     if plan.trainers not in (len(devices), jax.device_count()):
         each = jax.local_device_count()
-        many = f": {len(connected().members)} processes with {each} devices each" if each > 1 else ""
-        raise ConfigError(f"the plan is for {plan.trainers} {plan.options.noun}s, {len(devices)} are connected{many}")
+        many = (
+            f": {len(connected().members)} processes with {each} devices each" if each > 1 else ""
+        )
+        raise ConfigError(
+            f"the plan is for {plan.trainers} {plan.options.noun}s, {len(devices)} are "
+            f"connected{many}"
+        )
     if drop:
         return SurvivingJob(plan, on_nonfinite)
     return job_of(as_run_on(plan, jax.default_backend()), donate=donate, on_nonfinite=on_nonfinite)
@@ -228,7 +250,9 @@ def job_of(plan: CollectivePlan, *, donate: bool, on_nonfinite: str) -> Collecti
     """A job of all trainers that are there."""
     devices = trainer_devices()
     plan = plan.for_trainers(len(devices))
-    return CollectiveJob(plan, ClusterTrainers(mesh_of(plan, devices)), donate=donate, on_nonfinite=on_nonfinite)
+    return CollectiveJob(
+        plan, ClusterTrainers(mesh_of(plan, devices)), donate=donate, on_nonfinite=on_nonfinite
+    )
 
 
 def own_of(x: Any) -> Any:
@@ -237,9 +261,12 @@ def own_of(x: Any) -> Any:
 
 
 class ClusterFabric:
-    """What one process needs to run the programs of an nccl2 job; arguments are those of `Executor`."""
+    """What one process needs to run the programs of an nccl2 job; arguments are those of
+    `Executor`."""
 
-    def __init__(self, *, deadline: float, patience: float, allow_remote: bool, encryption: str | None) -> None:
+    def __init__(
+        self, *, deadline: float, patience: float, allow_remote: bool, encryption: str | None
+    ) -> None:
         self._deadline, self._patience = deadline, patience
         self._allow_remote, self._encryption = allow_remote, encryption
         self._compiled: dict[Program, tuple[Callable[..., Any], list[NamedSharding]]] = {}
@@ -262,7 +289,8 @@ class ClusterFabric:
         return [None]
 
     def run(self, program: Program, flat: Sequence[Any]) -> list[Any]:
-        """The outputs of a trainer's program: results as far as they are reduced, else this trainer's own part."""
+        """The outputs of a trainer's program: results as far as they are reduced, else this
+        trainer's own part."""
         if program is not self._last:
             connected()
             check_consistent(program, _parts(program))
@@ -277,8 +305,10 @@ class ClusterFabric:
     def _compile(self, program: Program) -> tuple[Callable[..., Any], list[NamedSharding]]:
         if jax.local_device_count() != 1:
             raise ConfigError(
-                f"a program of one trainer runs on one device, this process sees {jax.local_device_count()}: start one "
-                "process for each, and show it its own (JAX_LOCAL_DEVICE_IDS, CUDA_VISIBLE_DEVICES), or run the plan "
+                "a program of one trainer runs on one device, this process sees "
+                f"{jax.local_device_count()}: start one "
+                "process for each, and show it its own (JAX_LOCAL_DEVICE_IDS, "
+                "CUDA_VISIBLE_DEVICES), or run the plan "
                 "as a job, plan.on_cluster()"
             )
         axes = axes_of(program, connected().trainers)
@@ -316,7 +346,9 @@ def axes_of(program: Program, trainers: int) -> dict[str, int]:
 def is_of_cluster(program: Program) -> bool:
     """Whether a program communicates over trainers alone, and so is compiled as a whole."""
     kinds = {e.primitive for e in program.eqns}
-    return any(map(_is_over_trainers, program.eqns)) and kinds.isdisjoint((send_p, recv_p, exchange_p))
+    return any(map(_is_over_trainers, program.eqns)) and kinds.isdisjoint(
+        (send_p, recv_p, exchange_p)
+    )
 
 
 def _is_over_trainers(eqn: JaxprEqn) -> bool:

@@ -1,4 +1,5 @@
-"""Jobs of data-parallel plans and of sharding: one program for all trainers, whose reductions XLA carries out.
+"""Jobs of data-parallel plans and of sharding: one program for all trainers, whose reductions XLA
+carries out.
 
 A job has a plan and a place where its trainers are:
 
@@ -6,13 +7,13 @@ A job has a plan and a place where its trainers are:
     SimulatedTrainers   on one device: jit(vmap) with the axis name
     ClusterTrainers     in processes, each with some of the devices of one mesh
 
-Each makes one function of a step, compiled once for each batch shape. An array of the state that is sliced
-(`dtrans.sharding`) is one array over the whole mesh, padded, with each rank's slice on its device; any other is whole
-on every device.
+Each makes one function of a step, compiled once for each batch shape. An array of the state that is
+sliced (`dtrans.sharding`) is one array over the whole mesh, padded, with each rank's slice on its
+device; any other is whole on every device.
 
-The first state comes from the startup program. Where something is sliced it is compiled for slices: XLA makes each
-device's part on that device, so that none ever holds a whole leaf (but for what an initialiser needs whole: an
-orthogonal matrix, a permutation).
+The first state comes from the startup program. Where something is sliced it is compiled for slices:
+XLA makes each device's part on that device, so that none ever holds a whole leaf (but for what an
+initialiser needs whole: an orthogonal matrix, a permutation).
 """
 
 from __future__ import annotations
@@ -70,8 +71,9 @@ class StepLayout:
       axes: the axes that they are on, with their sizes.
       sliced: the dimension of slices of each array of the state; None where it is whole.
       shares: how they share each array of the batch (`dtrans.run.base.batch.Share`).
-      ways: how their outputs are merged: an output is the `same` on all, or that of the `first`; `concat` joins their
-        rows along a dimension, `each` gives each a row; or it is a `slice` along a dimension.
+      ways: how their outputs are merged: an output is the `same` on all, or that of the `first`;
+        `concat` joins their rows along a dimension, `each` gives each a row; or it is a `slice`
+        along a dimension.
       rules: makes the rules of communication of a trace.
     """
 
@@ -109,18 +111,21 @@ class StepLayout:
 
 @functools.cache
 def slices_along(axis: int | None, names: tuple[str, ...]) -> AxisSharding:
-    """Return the sharding of an array of the state: slices over the last axis, the same in all groups."""
+    """Return the sharding of an array of the state: slices over the last axis, the same in all
+    groups."""
     return AxisSharding().cut_along(axis, names[-1])
 
 
 @functools.cache
 def parts_along(share: Share, names: tuple[str, ...]) -> AxisSharding:
-    """Return the sharding of an array of the batch: parts for all trainers, or the whole for each."""
+    """Return the sharding of an array of the batch: parts for all trainers, or the whole for
+    each."""
     return AxisSharding() if isinstance(share, str) else AxisSharding().cut_along(share, *names)
 
 
 class Trainers(abc.ABC):
-    """Where the trainers of a job are: how arrays get there, and how a program is run by all of them.
+    """Where the trainers of a job are: how arrays get there, and how a program is run by all of
+    them.
 
     Attributes:
       mesh: Their devices; None where one device stands for all.
@@ -137,7 +142,8 @@ class Trainers(abc.ABC):
     who = ""
 
     def at(self, axis: int | None) -> NamedSharding | None:
-        """Where an array of the state is, which is sliced along a dimension, or whole everywhere."""
+        """Where an array of the state is, which is sliced along a dimension, or whole
+        everywhere."""
         return None
 
     @abc.abstractmethod
@@ -153,14 +159,19 @@ class Trainers(abc.ABC):
         return arrays
 
     def check_start(self, startup: ClosedJaxpr) -> None:  # noqa: B027
-        """Check that all processes start with the same program, where each makes its own slices with it."""
+        """Check that all processes start with the same program, where each makes its own slices
+        with it."""
 
     def check_step(self, program: Program, split: Sequence[str], merges: Mapping[str, str]) -> None:  # noqa: B027
         """Check that all processes mean to run the same program."""
 
     def whole(self, x: Any, axis: int | None, size: int) -> Any:
         """An array of the state without its padding, in this process."""
-        return x if axis is None or x.shape[axis] == size else jax.lax.slice_in_dim(x, 0, size, axis=axis)
+        return (
+            x
+            if axis is None or x.shape[axis] == size
+            else jax.lax.slice_in_dim(x, 0, size, axis=axis)
+        )
 
     def results(self, tree: Any) -> Any:
         """Results, in this process."""
@@ -172,20 +183,30 @@ class Trainers(abc.ABC):
 
     @abc.abstractmethod
     def mapped(self, program: Program, layout: StepLayout) -> Function:
-        """Return a program for all trainers: a function of the arrays of state and batch that gives merged outputs."""
+        """Return a program for all trainers: a function of the arrays of state and batch that gives
+        merged outputs."""
 
 
 class CollectiveJob(Job):
-    """A plan, running. `init` and `step` are functions of a state; the job itself holds what it compiled.
+    """A plan, running. `init` and `step` are functions of a state; the job itself holds what it
+    compiled.
 
     Args:
       plan: what to run.
       trainers: where.
       donate: whether a step may reuse the memory of the state that it is given.
-      on_nonfinite: what is done about gradients of a trainer that are not finite: "ignore", "warn" or "error".
+      on_nonfinite: what is done about gradients of a trainer that are not finite: "ignore", "warn"
+        or "error".
     """
 
-    def __init__(self, plan: CollectivePlan, trainers: Trainers, *, donate: bool, on_nonfinite: str = "ignore") -> None:
+    def __init__(
+        self,
+        plan: CollectivePlan,
+        trainers: Trainers,
+        *,
+        donate: bool,
+        on_nonfinite: str = "ignore",
+    ) -> None:
         self.watch = GradientWatch(on_nonfinite)
         if self.watch.looks:
             _check_watched(plan, on_nonfinite)
@@ -195,7 +216,9 @@ class CollectiveJob(Job):
         self._specs = main.args[2:]
         self._names = [n for spec in self._specs for n in spec.names]
         unsplit = {n for n in self._names if is_under(n, plan.unsplit_inputs)}
-        self._shares: list[Share] = [share_of(n, main.inputs[n], plan.trainers, unsplit) for n in self._names]
+        self._shares: list[Share] = [
+            share_of(n, main.inputs[n], plan.trainers, unsplit) for n in self._names
+        ]
         if plan.shared is not None and plan.trainers > 1:
             self._shares = [plan.shared.axes.get(n, "replicated") for n in self._names]
         self._split = self._split_of(self._names)
@@ -206,14 +229,19 @@ class CollectiveJob(Job):
         self._last: list[Any] = []  # types of the last batch: one like it needs no second look
         # state goes through jit as a whole: to take it apart here would cost more than a small step
         self._jitted = jax.jit(self._traced, donate_argnums=0 if donate else ())
-        self._uneven: dict[int, Any] = {}  # the same for batches that trainers do not divide, by their rows
+        self._uneven: dict[
+            int, Any
+        ] = {}  # the same for batches that trainers do not divide, by their rows
 
     # -- what a user calls -----------------------------------------------------------------------
 
     def init(self, *args: Any) -> CollectiveState:
-        """The first state, from the arguments of `init`; among processes, from those of trainer 0."""
+        """The first state, from the arguments of `init`; among processes, from those of trainer
+        0."""
         self._check_open()
-        made = dict(zip(self._startup.out_names, self._started(self._startup.flatten(*args)), strict=True))
+        made = dict(
+            zip(self._startup.out_names, self._started(self._startup.flatten(*args)), strict=True)
+        )
         extra = {n: jnp.asarray(x) for n, x in self.plan.extra_state.items()}
         if extra:
             made |= zip(extra, self.trainers.everywhere([*extra.values()]), strict=True)
@@ -223,13 +251,16 @@ class CollectiveJob(Job):
     def step(self, state: CollectiveState, *batch: Any) -> tuple[Any, ...]:
         """One step: (state, loss[, aux]), or whatever else the step returns beside its state.
 
-        The batch is the global one, or this process's part of it in a job of processes (`shard_batch`). Its arrays are
-        split over the trainers on dim 0; 0-d arrays, and those that the plan has as `unsplit_inputs`, go to every
-        trainer whole. A PRNG key (`jax.random.key`) is folded with the trainer's number.
+        The batch is the global one, or this process's part of it in a job of processes
+        (`shard_batch`). Its arrays are split over the trainers on dim 0; 0-d arrays, and those that
+        the plan has as `unsplit_inputs`, go to every trainer whole. A PRNG key (`jax.random.key`)
+        is folded with the trainer's number.
 
         Raises:
-          BatchError: arrays that differ in their number of rows, or that the trainers do not divide.
-          StateError: not a state of this job, or one that was already stepped from, and was donated.
+          BatchError: arrays that differ in their number of rows, or that the trainers do not
+            divide.
+          StateError: not a state of this job, or one that was already stepped from, and was
+            donated.
           NonfiniteError: with on_nonfinite="error", gradients of a step before.
           PeerError: another trainer has ended, or trains something else.
           DeadlineError: parts of another shape, and a trainer that goes on with those of before.
@@ -247,7 +278,9 @@ class CollectiveJob(Job):
                 arrays = self.trainers.batch(arrays, self._shares)
             else:
                 arrays = self._checked(arrays)
-                self.trainers.check_step(self._program(state, arrays), self._split, self.plan.merges)
+                self.trainers.check_step(
+                    self._program(state, arrays), self._split, self.plan.merges
+                )
                 self._last = types
             try:
                 new, rest = step(state, arrays)
@@ -266,7 +299,11 @@ class CollectiveJob(Job):
         return self.plan.for_whole is not None
 
     def cut_axes(self) -> Mapping[str, int]:
-        return {n: share for n, share in zip(self._names, self._shares, strict=True) if isinstance(share, int)}
+        return {
+            n: share
+            for n, share in zip(self._names, self._shares, strict=True)
+            if isinstance(share, int)
+        }
 
     def place(self, *batch: Any) -> tuple[Any, ...]:
         if self.part[1] > 1 or self.mesh is None:
@@ -279,7 +316,9 @@ class CollectiveJob(Job):
 
     def state_of(self, params: Any, opt_state: Any) -> CollectiveState:
         given = arrays_of(self.plan.main, params, opt_state)
-        return state_of(self, given, lambda rows: [as_numpy(given[row.origin_name][row.index]) for row in rows])
+        return state_of(
+            self, given, lambda rows: [as_numpy(given[row.origin_name][row.index]) for row in rows]
+        )
 
     def lower(self, state: CollectiveState, *batch: Any) -> Any:
         batch, whole = without_parts(batch)
@@ -291,7 +330,8 @@ class CollectiveJob(Job):
         return step.lower(state, arrays)
 
     def params(self, state: CollectiveState) -> Any:
-        """The parameters, whole, as the pytree that they were given in; in a job of processes, called by all."""
+        """The parameters, whole, as the pytree that they were given in; in a job of processes,
+        called by all."""
         return self._whole_tree(self.plan.main.args[0], state.params)
 
     def opt_state(self, state: CollectiveState) -> Any:
@@ -301,7 +341,8 @@ class CollectiveJob(Job):
     # -- for checkpoints, and jobs that go on with other trainers --------------------------------
 
     def slice_axis(self, name: str) -> int | None:
-        """The dimension along which trainers on the last axis have slices of an array of the state; None for no slices.
+        """The dimension along which trainers on the last axis have slices of an array of the state;
+        None for no slices.
 
         The array itself is of all slices, one behind the other.
         """
@@ -320,7 +361,8 @@ class CollectiveJob(Job):
         check_arrays((item for of in held for item in of.items()), donates=self.donate)
 
     def arrays(self, batch: Sequence[Any]) -> Sequence[Any]:
-        """The arrays of a batch where steps want them. Raises BatchError where trainers cannot share them."""
+        """The arrays of a batch where steps want them. Raises BatchError where trainers cannot
+        share them."""
         return self._checked(batch_arrays(self._specs, batch, self.plan.main.inputs))
 
     def here(self, state: CollectiveState) -> CollectiveState:
@@ -338,13 +380,15 @@ class CollectiveJob(Job):
 
     @cached_property
     def _opened_startup(self) -> ClosedJaxpr:
-        """The startup program, whose first inputs are its constants: of processes, those of rank 0 are everybody's."""
+        """The startup program, whose first inputs are its constants: of processes, those of rank 0
+        are everybody's."""
         inner = self._startup.inner
         return closed([], [], [*inner.constvars, *inner.invars], inner.outvars, inner.eqns, inner)
 
     @cached_property
     def starting(self) -> Any:
-        """The same for all ranks, jitted: from flat arrays to what it makes, padded, where ranks have it."""
+        """The same for all ranks, jitted: from flat arrays to what it makes, padded, where ranks
+        have it."""
         names, run = self._startup.out_names, jaxpr_as_fun(self._opened_startup)
 
         def padded(name: str, x: Any) -> Any:
@@ -353,7 +397,8 @@ class CollectiveJob(Job):
 
         places = None if self.mesh is None else [self.sharding_of(n) for n in names]
         return jax.jit(
-            lambda *args: [padded(n, x) for n, x in zip(names, run(*args), strict=True)], out_shardings=places
+            lambda *args: [padded(n, x) for n, x in zip(names, run(*args), strict=True)],
+            out_shardings=places,
         )
 
     def _started(self, args: list[Any]) -> list[Any]:
@@ -398,19 +443,25 @@ class CollectiveJob(Job):
         values = dict(zip(program.out_names, made, strict=True))
         for (way, axis), name in zip(ways, program.out_names, strict=True):
             if way == "concat" and types is not None:
-                values[name] = Merge("joined", axis or 0, types[name].shape[axis or 0])(values[name])
+                values[name] = Merge("joined", axis or 0, types[name].shape[axis or 0])(
+                    values[name]
+                )
         new = CollectiveState(*({n: values[n] for n in names} for names in self._state))
         return new, [values[n] for n in self._rest.names]
 
     def _rules(self) -> Rules:
-        return self.watch.rules(OVER_AXIS, {b.name: b.leaves for b in self.plan.buckets}, self.plan.axis_names)
+        return self.watch.rules(
+            OVER_AXIS, {b.name: b.leaves for b in self.plan.buckets}, self.plan.axis_names
+        )
 
     def _program(self, state: CollectiveState, arrays: Sequence[Any]) -> Program:
         """The program for a trainer's part of a batch."""
         parts = part_types(list(zip(arrays, self._shares, strict=True)), self.plan.trainers)
         held = dict(zip(self._held_names, self._held(state), strict=True))
         check_types(held, self._types)
-        return self.plan.program.specialize_flat([*(self.plan.program.inputs[n] for n in self._held_names), *parts])
+        return self.plan.program.specialize_flat(
+            [*(self.plan.program.inputs[n] for n in self._held_names), *parts]
+        )
 
     # -- batches that trainers do not divide -----------------------------------------------------
 
@@ -426,8 +477,16 @@ class CollectiveJob(Job):
         if whole:
             check_uneven(whole, self.plan.trainers, self.takes_uneven_parts)
             return whole
-        rows = {x.shape[share] for x, share in zip(arrays, self._shares, strict=True) if isinstance(share, int)}
-        if self.plan.for_whole is None or len(rows) != 1 or self.trainers.here != self.plan.trainers:
+        rows = {
+            x.shape[share]
+            for x, share in zip(arrays, self._shares, strict=True)
+            if isinstance(share, int)
+        }
+        if (
+            self.plan.for_whole is None
+            or len(rows) != 1
+            or self.trainers.here != self.plan.trainers
+        ):
             return 0
         (count,) = rows
         return count if count % self.plan.trainers else 0
@@ -435,7 +494,13 @@ class CollectiveJob(Job):
     def _of_odd_rows(self, arrays: Sequence[Any], rows: int) -> tuple[Any, Any]:
         """The step for such a batch, and its arrays with rows behind that enter nothing."""
         shared = list(zip(arrays, self._shares, strict=True))
-        wide = uneven_rows(self._names, shared, rows, self.part[0], -(-rows // self.plan.trainers) * self.trainers.here)
+        wide = uneven_rows(
+            self._names,
+            shared,
+            rows,
+            self.part[0],
+            -(-rows // self.plan.trainers) * self.trainers.here,
+        )
         if rows not in self._uneven:
             inputs = self.plan.main.inputs
             held = [inputs[n] for spec in self.plan.main.args[:2] for n in spec.names]
@@ -449,7 +514,8 @@ class CollectiveJob(Job):
         return self._uneven[rows], self.trainers.batch(wide, self._shares)
 
     def _held(self, state: CollectiveState) -> list[Any]:
-        """The arrays of a state, in the order of the program. Raises StateError for that of another job."""
+        """The arrays of a state, in the order of the program. Raises StateError for that of another
+        job."""
         held = (state.params, state.opt_state, state.extra)
         try:
             return [of[n] for of, names in zip(held, self._state, strict=True) for n in names]
@@ -501,7 +567,10 @@ class CollectiveJob(Job):
     def _whole_tree(self, spec: Any, held: Mapping[str, Any]) -> Any:
         self.watch.check(wait=True)
         cuts, whole = self.plan.cuts, self.trainers.whole
-        found = {n: whole(x, cuts[n].axis, cuts[n].size) if n in cuts else whole(x, None, 0) for n, x in held.items()}
+        found = {
+            n: whole(x, cuts[n].axis, cuts[n].size) if n in cuts else whole(x, None, 0)
+            for n, x in held.items()
+        }
         if self.plan.owned is not None:
             found = self.plan.owned.opened(found)
         return spec.unflatten([found[n] for n in spec.names])
@@ -511,15 +580,26 @@ def _check_watched(plan: CollectivePlan, on_nonfinite: str) -> None:
     """Refuse plans whose trainers reduce no gradients, or some that may be infinite."""
     why = ""
     if plan.trainers == 1:
-        why = 'one trainer reduces no gradients; jax.config.update("jax_debug_nans", True) looks at all that it makes'
+        why = (
+            'one trainer reduces no gradients; jax.config.update("jax_debug_nans", True) '
+            "looks at all that it makes"
+        )
     elif plan.options.local_sgd is not None:
         why = "trainers that take steps of their own average parameters, and not gradients"
     elif plan.extra_state:
-        why = "a loss that is scaled has gradients that overflow, and skips the steps in which they do"
+        why = (
+            "a loss that is scaled has gradients that overflow, and skips the steps in which "
+            "they do"
+        )
     if why:
         raise ConfigError(f"on_nonfinite={on_nonfinite!r}: {why}; leave it out")
 
 
 def _unpadded(x: Any, s: Any) -> Any:
-    """All slices of an array, without padding, where it is cut (`dtrans.zero.choose_slices.Sliced`); traced."""
-    return x if s is None or x.shape[s.axis] == s.size else jax.lax.slice_in_dim(x, 0, s.size, axis=s.axis)
+    """All slices of an array, without padding, where it is cut
+    (`dtrans.zero.choose_slices.Sliced`); traced."""
+    return (
+        x
+        if s is None or x.shape[s.axis] == s.size
+        else jax.lax.slice_in_dim(x, 0, s.size, axis=s.axis)
+    )

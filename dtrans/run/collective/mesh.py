@@ -1,4 +1,5 @@
-"""Trainers on a mesh of this process's devices: `jit(shard_map)`; XLA carries out the reductions."""
+"""Trainers on a mesh of this process's devices: `jit(shard_map)`; XLA carries out the
+reductions."""
 
 from __future__ import annotations
 
@@ -53,8 +54,14 @@ class MeshTrainers(Trainers):
         return NamedSharding(self.mesh, parts_along(share, self.mesh.axis_names).spec)
 
     def mapped(self, program: Program, layout: StepLayout) -> Function:
-        gathered = [k for k, (way, _) in enumerate(layout.ways) if self.gathers and way in ("concat", "each")]
-        return on_mesh_axes(per_trainer(program, layout.rules), self.mesh, layout.ins, layout.outs, gathered)
+        gathered = [
+            k
+            for k, (way, _) in enumerate(layout.ways)
+            if self.gathers and way in ("concat", "each")
+        ]
+        return on_mesh_axes(
+            per_trainer(program, layout.rules), self.mesh, layout.ins, layout.outs, gathered
+        )
 
 
 @realises(CollectivePlan, "mesh")
@@ -72,21 +79,26 @@ def on_mesh(
     if isinstance(plan, ShardingPlan) and devices is not None and len(given) != plan.trainers:
         o = plan.options
         raise ConfigError(
-            f"degree={o.degree} and replicas={o.replicas} are {plan.trainers} ranks, on_mesh was given "
+            f"degree={o.degree} and replicas={o.replicas} are {plan.trainers} ranks, on_mesh was "
+            "given "
             f"{len(given)} devices"
         )
     if len(given) < plan.trainers:
         hint = (
-            f'; set CPU devices with jax.config.update("jax_num_cpu_devices", {plan.trainers}) before JAX is used'
+            f'; set CPU devices with jax.config.update("jax_num_cpu_devices", {plan.trainers}) '
+            "before JAX is used"
             if not given or given[0].platform == "cpu"
             else ""
         )
         raise ConfigError(
-            f"{plan.trainers} {plan.options.noun}s need as many devices, on_mesh has {len(given)}{hint}; "
+            f"{plan.trainers} {plan.options.noun}s need as many devices, on_mesh has "
+            f"{len(given)}{hint}; "
             "plan.simulate() runs any number on one"
         )
     trainers = MeshTrainers(mesh_of(plan, given))
-    return CollectiveJob(as_run_on(plan, given[0].platform), trainers, donate=donate, on_nonfinite=on_nonfinite)
+    return CollectiveJob(
+        as_run_on(plan, given[0].platform), trainers, donate=donate, on_nonfinite=on_nonfinite
+    )
 
 
 def mesh_of(plan: CollectivePlan, devices: Sequence[jax.Device]) -> Mesh:

@@ -2,10 +2,12 @@
 
     endpoints are known      each process binds the host of its endpoint (`reached_here`)
     all are on one host      loopback
-    a scheduler started them the address from which a process reaches the coordinator, which all of them can reach
+    a scheduler started them the address from which a process reaches the coordinator, which all of
+    them can reach
 
-A process that is on the coordinator's host would reach it by loopback, or by a name for it; it binds all addresses of
-its host, and the others reach it by the coordinator's name, as they reached the coordinator.
+A process that is on the coordinator's host would reach it by loopback, or by a name for it; it
+binds all addresses of its host, and the others reach it by the coordinator's name, as they reached
+the coordinator.
 """
 
 from __future__ import annotations
@@ -69,7 +71,8 @@ def this_host() -> str:
 
 
 def may_bind(cluster: Membership, hosts: Sequence[str]) -> bool:
-    """Return True if processes have endpoints, are on one host, or may bind addresses that other hosts reach."""
+    """Return True if processes have endpoints, are on one host, or may bind addresses that other
+    hosts reach."""
     return bool(cluster.endpoints) or len(set(hosts)) == 1 or cluster.allow_remote
 
 
@@ -82,8 +85,8 @@ def address_of(cluster: Membership, hosts: Sequence[str], coordinator: str) -> A
       coordinator: the address, with its port, at which `jax.distributed` connected the processes.
 
     Raises:
-      ConfigError: trainers are on several hosts, and nobody said that this is allowed, or nothing protects what they
-        send; or this host has no way to the coordinator.
+      ConfigError: trainers are on several hosts, and nobody said that this is allowed, or nothing
+        protects what they send; or this host has no way to the coordinator.
     """
     found = _address_of(cluster, hosts, coordinator)
     cluster.keys.check(f"{cluster.name} is at {found.reach}", found.reach)
@@ -92,13 +95,16 @@ def address_of(cluster: Membership, hosts: Sequence[str], coordinator: str) -> A
 
 def _address_of(cluster: Membership, hosts: Sequence[str], coordinator: str) -> Address:
     if cluster.endpoints:
-        host, _ = split_endpoint(reached_here(cluster.endpoints[cluster.trainer_id], cluster.endpoints))
+        host, _ = split_endpoint(
+            reached_here(cluster.endpoints[cluster.trainer_id], cluster.endpoints)
+        )
         return Address(host, host)
     if len(set(hosts)) == 1:
         return Address("127.0.0.1", "127.0.0.1")
     if not may_bind(cluster, hosts):
         raise ConfigError(
-            f"the {len(hosts)} trainers are on {len(set(hosts))} hosts: to bind an address that other hosts reach "
+            f"the {len(hosts)} trainers are on {len(set(hosts))} hosts: to bind an address that "
+            "other hosts reach "
             "needs dtrans.connect(allow_remote=True), or DTRANS_ALLOW_REMOTE=1"
         )
     own = route_to_coordinator(cluster, coordinator)
@@ -108,8 +114,8 @@ def _address_of(cluster: Membership, hosts: Sequence[str], coordinator: str) -> 
 def reached_here(endpoint: str, endpoints: Sequence[str]) -> str:
     """Return an endpoint as a process of this host binds it, or connects to it.
 
-    Debian resolves a host's own name to 127.0.1.1, where other hosts reach nothing. If some endpoints
-    are on other hosts, such a name stands for the address from which messages go there.
+    Debian resolves a host's own name to 127.0.1.1, where other hosts reach nothing. If some
+    endpoints are on other hosts, such a name stands for the address from which messages go there.
 
     Args:
       endpoint: one of `endpoints`.
@@ -135,10 +141,16 @@ def reached_here(endpoint: str, endpoints: Sequence[str]) -> str:
             with contextlib.suppress(OSError):  # the next one may have a name that is known here
                 own = route_to(*split_endpoint(other))
                 return f"[{own}]:{port}" if ":" in own else f"{own}:{port}"
-    how = "which is loopback" if host == address else f"whose name {host} resolves to {address} on this host"
+    how = (
+        "which is loopback"
+        if host == address
+        else f"whose name {host} resolves to {address} on this host"
+    )
     raise ConfigError(
-        f"trainer {endpoints.index(endpoint)} is at {endpoint}, {how}, and {elsewhere[0]} is on another host, which "
-        "cannot reach it; write an address of this host that the others reach in DTRANS_TRAINER_ENDPOINTS, everywhere"
+        f"trainer {endpoints.index(endpoint)} is at {endpoint}, {how}, and {elsewhere[0]} is on "
+        "another host, which "
+        "cannot reach it; write an address of this host that the others reach in "
+        "DTRANS_TRAINER_ENDPOINTS, everywhere"
     )
 
 
@@ -151,11 +163,14 @@ def route_to_coordinator(cluster: Membership, coordinator: str) -> str:
     try:
         return route_to(*split_endpoint(coordinator))
     except OSError as e:
-        raise ConfigError(f"{cluster.name} finds no way from this host to the coordinator at {coordinator}: {e}") from e
+        raise ConfigError(
+            f"{cluster.name} finds no way from this host to the coordinator at {coordinator}: {e}"
+        ) from e
 
 
 def route_to(host: str, port: int) -> str:
-    """The address of this host from which messages go to another. Nothing is sent. Raises OSError if there is none."""
+    """The address of this host from which messages go to another. Nothing is sent. Raises OSError
+    if there is none."""
     family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as s:
         s.connect(where)

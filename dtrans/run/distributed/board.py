@@ -21,7 +21,8 @@ LOOK = 0.5  # seconds after which one that waits looks whether another has ended
 
 
 def read(place: str, limit: float, look: Callable[[], None]) -> str | None:
-    """What is at a place of the board, or None when there is nothing by a time of the monotonic clock.
+    """What is at a place of the board, or None when there is nothing by a time of the monotonic
+    clock.
 
     Args:
       look: is called now and then while nothing is there; what it raises ends the wait.
@@ -29,7 +30,9 @@ def read(place: str, limit: float, look: Callable[[], None]) -> str | None:
     while True:
         left = limit - time.monotonic()
         try:
-            found = bulletin_board().blocking_key_value_get(place, math.ceil(max(0.001, min(left, LOOK)) * 1000))
+            found = bulletin_board().blocking_key_value_get(
+                place, math.ceil(max(0.001, min(left, LOOK)) * 1000)
+            )
             return str(found)
         except jax.errors.JaxRuntimeError as e:
             if "DEADLINE_EXCEEDED" not in str(e):
@@ -40,7 +43,11 @@ def read(place: str, limit: float, look: Callable[[], None]) -> str | None:
 
 
 def told(
-    cluster: Membership, what: str, mine: str, missed: str, look: Callable[[int], None] = lambda k: None
+    cluster: Membership,
+    what: str,
+    mine: str,
+    missed: str,
+    look: Callable[[int], None] = lambda k: None,
 ) -> dict[int, str]:
     """What each process says; this one says `mine`.
 
@@ -57,13 +64,18 @@ def told(
     for k in set(range(cluster.trainers)) - {me}:
         word = read(f"dtrans/{what}/{k}", time.monotonic() + cluster.deadline, lambda k=k: look(k))  # type: ignore[misc]
         if word is None:
-            raise DeadlineError(f"trainer {me} waited {cluster.deadline:g} s for trainer {k} to {missed}")
+            raise DeadlineError(
+                f"trainer {me} waited {cluster.deadline:g} s for trainer {k} to {missed}"
+            )
         found[k] = word
     return found
 
 
-def shared_keys(cluster: Membership, what: str, missed: str, look: Callable[[int], None] = lambda k: None) -> Keys:
-    """Return keys that only the processes of a job have: of the job, and of a word of its first process.
+def shared_keys(
+    cluster: Membership, what: str, missed: str, look: Callable[[int], None] = lambda k: None
+) -> Keys:
+    """Return keys that only the processes of a job have: of the job, and of a word of its first
+    process.
 
     Raises:
       ConfigError: another process protects its connections in another way.
@@ -74,7 +86,8 @@ def shared_keys(cluster: Membership, what: str, missed: str, look: Callable[[int
         _, _, setting = said.partition(" ")
         if setting != keys.setting:
             raise ConfigError(
-                f"trainer {cluster.trainer_id} has {keys.setting}, and trainer {k} has {setting}; give all processes "
+                f"trainer {cluster.trainer_id} has {keys.setting}, and trainer {k} has {setting}; "
+                "give all processes "
                 f"of a job the same, or {ENCRYPTION}"
             )
     return dataclasses.replace(keys, word=words[min(words)].partition(" ")[0])

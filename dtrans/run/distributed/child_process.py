@@ -1,8 +1,8 @@
 """One role as a child process: its own session, its output line by line, its end as an event.
 
-Every child leads a session, and so a process group, of its own: a Ctrl-C on the terminal reaches the launcher
-alone, which then decides, and what a role starts itself is ended with it. Each output stream has a thread that
-reads lines; a further thread waits for the end. Nothing polls.
+Every child leads a session, and so a process group, of its own: a Ctrl-C on the terminal reaches
+the launcher alone, which then decides, and what a role starts itself is ended with it. Each output
+stream has a thread that reads lines; a further thread waits for the end. Nothing polls.
 
 This module loads without JAX, for agents on other hosts.
 """
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 
 TAIL = 60  # lines of standard error that are kept to say why a role failed
-DRAIN = 5.0  # seconds for the last lines of a role whose group is gone; only another session can hold them up
+# seconds for the last lines of a role whose group is gone; only another session can hold them up
+DRAIN = 5.0
 
 Emit = Callable[[str, str], None]
 
@@ -89,12 +90,16 @@ class Child:
     def begin(self) -> None:
         """Let the role begin, once somebody is there to end it if the launcher is killed."""
         assert self.process.stdin is not None
-        with self.process.stdin as gate, contextlib.suppress(BrokenPipeError):  # it was killed: its end is an event
+        with (
+            self.process.stdin as gate,
+            contextlib.suppress(BrokenPipeError),
+        ):  # it was killed: its end is an event
             gate.write(b"\n")
 
     @property
     def pid(self) -> int:
-        """The process id, which is also that of its group; 0 where it is no process of this host."""
+        """The process id, which is also that of its group; 0 where it is no process of this
+        host."""
         return self.process.pid
 
     @property
@@ -114,7 +119,8 @@ class Child:
         return f"exit code {self.returncode}"
 
     def tell_ended(self, role: str, how: str) -> None:
-        """Tell this role that another has ended. On this host a folder says so (`dtrans.run.net.ended_roles`)."""
+        """Tell this role that another has ended. On this host a folder says so
+        (`dtrans.run.net.ended_roles`)."""
 
     def signal(self, signum: int) -> None:
         """Send a signal to the role and to all that it started. Only before `reap`."""
@@ -130,9 +136,14 @@ class Child:
             reader.join(DRAIN)
 
     def last_words(self) -> str:
-        """What it wrote to standard error: from the first traceback on if there is one, else the last lines."""
+        """What it wrote to standard error: from the first traceback on if there is one, else the
+        last lines."""
         lines = list(self.tail)
-        starts = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
+        starts = [
+            i
+            for i, line in enumerate(lines)
+            if line.startswith("Traceback (most recent call last)")
+        ]
         return "\n".join(lines[starts[0] :] if starts else lines)
 
     def _thread(self, run: Callable[..., None], *args: Any) -> threading.Thread:
@@ -153,7 +164,8 @@ class Child:
 
     def _wait(self, events: SimpleQueue[Any]) -> None:
         if hasattr(os, "waitid"):
-            # leaves the process to be reaped, so that its id cannot be given to another before we are done
+            # leaves the process to be reaped, so that its id cannot be given to another before we
+            # are done
             os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         else:  # macOS before Python 3.13
             self.process.wait()
@@ -171,7 +183,8 @@ def _check_command(role: Role, program: str, env: Mapping[str, str]) -> None:
 
 
 class Guard:
-    """Ends registered processes when this one is gone; see `dtrans.run.distributed.orphan_guard`. A context manager."""
+    """Ends registered processes when this one is gone; see `dtrans.run.distributed.orphan_guard`. A
+    context manager."""
 
     def __init__(self, python: str) -> None:
         self._process = subprocess.Popen(
@@ -196,7 +209,10 @@ class Guard:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()

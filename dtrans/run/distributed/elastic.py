@@ -4,15 +4,17 @@
                     agree on who is still there
     Loss            raised behind it, on all that are left, when somebody has ended; the step is taken again without it
 
-A lost trainer's part of the batch is lost with it: the mean is over those left. Trainer 0 is the coordinator; when it
-ends, JAX ends all. A trainer is known to be lost when it has been silent for `connect(patience=...)`
-seconds, or at once if it left by itself.
+A lost trainer's part of the batch is lost with it: the mean is over those left. Trainer 0 is the
+coordinator; when it ends, JAX ends all. A trainer is known to be lost when it has been silent for
+`connect(patience=...)` seconds, or at once if it left by itself.
 
-What a dead process was to send breaks the reduction of those it spoke to. Others of four or more may wait for these,
-which have given up: XLA ends that on CPUs after a time that is set to the deadline. So the deadline must be longer than
-any trainer may keep others waiting, and one that is slow for longer ends the job.
+What a dead process was to send breaks the reduction of those it spoke to. Others of four or more
+may wait for these, which have given up: XLA ends that on CPUs after a time that is set to the
+deadline. So the deadline must be longer than any trainer may keep others waiting, and one that is
+slow for longer ends the job.
 
-Source: JAX's fault tolerance, `jax.experimental.multihost_utils.live_devices`, which is experimental.
+Source: JAX's fault tolerance, `jax.experimental.multihost_utils.live_devices`, which is
+  experimental.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ class Loss(Exception):
 
 
 def prepare(seconds: int) -> None:
-    """Before JAX connects processes: let it go on without one, and bound how long a reduction may take."""
+    """Before JAX connects processes: let it go on without one, and bound how long a reduction may
+    take."""
     config: Any = jax.config
     config.update("jax_enable_recoverability", True)
     flags = os.environ.get("XLA_FLAGS", "")
@@ -67,7 +70,8 @@ def all_or_none() -> Iterator[None]:
 
 
 def leave(trainer_id: int, deadline: float) -> None:
-    """At the end of the job: wait for those that are there, and let trainer 0 go last, or it would take them along."""
+    """At the end of the job: wait for those that are there, and let trainer 0 go last, or it would
+    take them along."""
     while True:
         try:
             with all_or_none():

@@ -1,7 +1,9 @@
-"""The address at which the other processes reach this one's Gloo, which carries out collectives on CPUs.
+"""The address at which the other processes reach this one's Gloo, which carries out collectives on
+CPUs.
 
-Gloo binds one address and tells it to the others. Left alone it takes the one that the host's own name resolves to.
-On Debian that is 127.0.1.1, which no other host can reach: all processes end with SIGABRT. dtrans names the address:
+Gloo binds one address and tells it to the others. Left alone it takes the one that the host's own
+name resolves to. On Debian that is 127.0.1.1, which no other host can reach: all processes end with
+SIGABRT. dtrans names the address:
 
     endpoints are known      the host of this process's own, as `reached_here` says
     all are on one host      loopback
@@ -30,7 +32,8 @@ HOSTS = "/etc/hosts"
 
 
 def bind_gloo(endpoints: Sequence[str], deadline: float) -> None:
-    """Let Gloo bind an address that the other processes reach. Call it before this process makes its devices.
+    """Let Gloo bind an address that the other processes reach. Call it before this process makes
+    its devices.
 
     Raises:
       ConfigError: trainers are on several hosts, and there is no such address.
@@ -46,9 +49,15 @@ def bind_gloo(endpoints: Sequence[str], deadline: float) -> None:
     else:
         members = Membership(me, tuple(range(count)), deadline=deadline)
         hosts = told(members, "gloo/hosts", this_host(), MISSED)
-        known = told(members, "gloo/coordinator", resolved(split_endpoint(coordinator())[0]), MISSED)
+        known = told(
+            members, "gloo/coordinator", resolved(split_endpoint(coordinator())[0]), MISSED
+        )
         spread = len({*hosts.values()}) > 1
-        found = reachable(me, route_to_coordinator(members, coordinator()), hosts, known) if spread else "127.0.0.1"
+        found = (
+            reachable(me, route_to_coordinator(members, coordinator()), hosts, known)
+            if spread
+            else "127.0.0.1"
+        )
     started = backends_started()
     if found and not started and let_gloo_bind(found):
         return
@@ -80,14 +89,18 @@ def reachable(me: int, own: str, hosts: Mapping[int, str], known: Mapping[int, s
 
 
 def check_own_name(me: int) -> None:
-    """Raise ConfigError where this host's own name, by which Gloo is reached, resolves to loopback or to nothing."""
+    """Raise ConfigError where this host's own name, by which Gloo is reached, resolves to loopback
+    or to nothing."""
     name = socket.gethostname()
     address = resolved(name)
     if address and not is_loopback(address):
         return
     raise ConfigError(
-        f"trainer {me} cannot be reached from other hosts: Gloo, which carries out collectives on CPUs, binds what "
-        f"the name of the host resolves to, and {name} resolves to {address or 'nothing'} there; write the host's own "
-        f"address beside {name} in its {HOSTS}, or call dtrans.connect() before JAX is used, with endpoints "
+        f"trainer {me} cannot be reached from other hosts: Gloo, which carries out collectives on "
+        "CPUs, binds what "
+        f"the name of the host resolves to, and {name} resolves to {address or 'nothing'} there; "
+        "write the host's own "
+        f"address beside {name} in its {HOSTS}, or call dtrans.connect() before JAX is used, with "
+        "endpoints "
         "(DTRANS_TRAINER_ENDPOINTS) that are addresses of the hosts"
     )

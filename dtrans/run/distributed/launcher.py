@@ -2,26 +2,28 @@
 
     launch -> Child (one process per role) -> events -> launch
 
-All that can happen (a role has ended, a signal has come, time is up) arrives at one queue, and one loop reads
-it. Signal handlers only put the number there, so no exception ever strikes between starting a process and
-noting that it was started.
+All that can happen (a role has ended, a signal has come, time is up) arrives at one queue, and one
+loop reads it. Signal handlers only put the number there, so no exception ever strikes between
+starting a process and noting that it was started.
 
-In nccl2 mode there are trainers only. Each is shown one GPU of its host. JAX's preemption service is off: it takes
-SIGTERM for a request to save, and such a trainer could not be ended.
+In nccl2 mode there are trainers only. Each is shown one GPU of its host. JAX's preemption service
+is off: it takes SIGTERM for a request to save, and such a trainer could not be ended.
 
 `Site` is the one place that knows where roles run; `dtrans.hosts` has those for other hosts.
 
-When a role fails, the others are told to end (SIGTERM), and are killed when they have not done so after a
-grace period. The error is that of the role that failed *first*. Roles tell each other of their failures, so a
-role may well end with a `PeerError` before the one that caused it has finished printing its traceback:
-such an end is held for a moment, and gives way to a role that fails for a reason of its own.
+When a role fails, the others are told to end (SIGTERM), and are killed when they have not done so
+after a grace period. The error is that of the role that failed *first*. Roles tell each other of
+their failures, so a role may well end with a `PeerError` before the one that caused it has finished
+printing its traceback: such an end is held for a moment, and gives way to a role that fails for a
+reason of its own.
 
-Of every role that ends the others are told (`dtrans.run.net.ended_roles`): one that ends before it has greeted the
-servers would be waited for up to their deadline.
+Of every role that ends the others are told (`dtrans.run.net.ended_roles`): one that ends before it
+has greeted the servers would be waited for up to their deadline.
 
 If the launcher itself is killed, `dtrans.run.distributed.orphan_guard` ends the roles.
 
-Source of the behaviour: torch/distributed/elastic/multiprocessing/api.py, python/paddle/distributed/launch_ps.py.
+Source of the behaviour: torch/distributed/elastic/multiprocessing/api.py,
+python/paddle/distributed/launch_ps.py.
 """
 
 from __future__ import annotations
@@ -74,10 +76,13 @@ class Site:
 
     def roles(self, mode: str, trainers: int, pservers: int) -> tuple[Role, ...]:
         """Return every role of the job, with endpoints where they run."""
-        return roles_at(mode, trainers, self._choose_endpoints(trainers if mode == "nccl2" else pservers))
+        return roles_at(
+            mode, trainers, self._choose_endpoints(trainers if mode == "nccl2" else pservers)
+        )
 
     def status_endpoint(self, roles: Sequence[Role]) -> str:
-        """Return where trainer 0 of collectives can answer `dtrans status`; empty where nobody knows a port.
+        """Return where trainer 0 of collectives can answer `dtrans status`; empty where nobody
+        knows a port.
 
         Args:
           roles: every role of the job, from `roles`.
@@ -85,7 +90,8 @@ class Site:
         return self._choose_endpoints(1)[0]
 
     def variables(self, role: Role) -> dict[str, str]:
-        """Return the variables of a role that hold where neither the user nor the launcher has set them."""
+        """Return the variables of a role that hold where neither the user nor the launcher has set
+        them."""
         return jax_variables(role.trainer_id) if role.mode == "nccl2" else {}
 
     def start(
@@ -121,36 +127,40 @@ def launch(
 ) -> None:
     """Run one command as every role of a job, and wait until all have ended.
 
-    Each role finds out from its environment what it is (`Role.from_env`). Its output comes out line by line
-    behind its name, standard output on `sys.stdout` and standard error on `sys.stderr`. Nothing that was
-    started is left when this returns or raises.
+    Each role finds out from its environment what it is (`Role.from_env`). Its output comes out line
+    by line behind its name, standard output on `sys.stdout` and standard error on `sys.stderr`.
+    Nothing that was started is left when this returns or raises.
 
     Args:
       command: program and arguments, the same for every role.
       trainers, pservers: how many of each; one pserver by default, and none in nccl2 mode.
       mode: "pserver" or "nccl2".
-      on_trainer_loss: "abort" ends all roles when one fails. With "drop" a trainer that fails does not end the job, as
-        long as another is left: in nccl2 mode, where trainer 0 has to stay, `dtrans.connect()` tells the others to go
-        on without it; with parameter servers these decide, and those of asynchronous modes go on.
+      on_trainer_loss: "abort" ends all roles when one fails. With "drop" a trainer that fails does
+        not end the job, as long as another is left: in nccl2 mode, where trainer 0 has to stay,
+        `dtrans.connect()` tells the others to go on without it; with parameter servers these
+        decide, and those of asynchronous modes go on.
       deadline: seconds that the whole job may take.
       grace: seconds that a role gets to end by itself when it is told to.
       env: variables to add to this process's environment for the roles.
-      inherit_stdout: trainer 0 keeps this process's standard output as it is, so that what it draws on a
-        terminal looks as it should.
-      log_dir: a folder for what the roles print, a file for each, `trainer-0.log` for instance. It has both streams.
+      inherit_stdout: trainer 0 keeps this process's standard output as it is, so that what it draws
+        on a terminal looks as it should.
+      log_dir: a folder for what the roles print, a file for each, `trainer-0.log` for instance. It
+        has both streams.
       site: where the roles run; this host by default.
 
     Raises:
-      LaunchError: a role failed, or cannot be started; the message has its last words, and `code` its
-        exit status.
+      LaunchError: a role failed, or cannot be started; the message has its last words, and `code`
+        its exit status.
       DeadlineError: time was up.
-      KeyboardInterrupt, SystemExit: this process was interrupted, or told to end. They are raised when
-        every role has ended; a second signal kills the roles at once.
+      KeyboardInterrupt, SystemExit: this process was interrupted, or told to end. They are raised
+        when every role has ended; a second signal kills the roles at once.
     """
     if not command:
         raise ConfigError("launch was given no command")
     if mode not in ("pserver", "nccl2"):
-        raise ConfigError(f"mode must be 'pserver', or 'nccl2' (also for sharding and pipelines), it is {mode!r}")
+        raise ConfigError(
+            f"mode must be 'pserver', or 'nccl2' (also for sharding and pipelines), it is {mode!r}"
+        )
     if mode == "nccl2" and pservers is not None:
         raise ConfigError(f"there are no pservers in mode='nccl2', pservers={pservers}")
     if on_trainer_loss not in ("abort", "drop"):
@@ -193,7 +203,9 @@ def launch(
             for role in roles:
                 keeps = inherit_stdout and role.name == "trainer 0"
                 its = where.variables(role) | base | role.environment()
-                child = where.start(role, command, its, events, logged(role.name), inherit_stdout=keeps)
+                child = where.start(
+                    role, command, its, events, logged(role.name), inherit_stdout=keeps
+                )
                 job.started(child, guard)
             signum = job.wait(limit)
         finally:
@@ -202,7 +214,8 @@ def launch(
         raise KeyboardInterrupt if signum == signal.SIGINT else SystemExit(128 + signum)
     if job.timed_out:
         raise DeadlineError(
-            f"the launcher waited {deadline:g} s for the job: {job.timed_out} had not ended, and was stopped"
+            f"the launcher waited {deadline:g} s for the job: {job.timed_out} had not ended, and "
+            "was stopped"
         )
     if job.failed is not None:
         raise _failure(job.failed)
@@ -210,7 +223,8 @@ def launch(
 
 @contextlib.contextmanager
 def _announced(endpoints: Sequence[str], secret: str) -> Iterator[None]:
-    """Say where the job answers observers, if it does; let this user's find a token that the launcher made."""
+    """Say where the job answers observers, if it does; let this user's find a token that the
+    launcher made."""
     with contextlib.ExitStack() as stack:
         if endpoints:
             if not token.job_token():  # it is not the user's, who could set it
@@ -220,7 +234,8 @@ def _announced(endpoints: Sequence[str], secret: str) -> Iterator[None]:
 
 
 def roles_at(mode: str, trainers: int, endpoints: Sequence[str]) -> tuple[Role, ...]:
-    """Return every role of a job whose pservers, or trainers in nccl2 mode, are at these endpoints."""
+    """Return every role of a job whose pservers, or trainers in nccl2 mode, are at these
+    endpoints."""
     return trainer_roles(endpoints) if mode == "nccl2" else roles_of(trainers, endpoints)
 
 
@@ -233,7 +248,12 @@ class _Job:
     """The roles that run, and what became of them."""
 
     def __init__(
-        self, events: SimpleQueue[Event], grace: float, may_go: Collection[int], told: EndedRoles, site: Site
+        self,
+        events: SimpleQueue[Event],
+        grace: float,
+        may_go: Collection[int],
+        told: EndedRoles,
+        site: Site,
     ) -> None:
         self._told = told
         self._site = site
@@ -253,7 +273,8 @@ class _Job:
         child.begin()
 
     def wait(self, limit: float | None) -> int | None:
-        """Wait until all have ended, one has failed, or time is up. Returns the signal, if that came first."""
+        """Wait until all have ended, one has failed, or time is up. Returns the signal, if that
+        came first."""
         while self.running:
             event = self._next(limit)
             if event is None:
@@ -296,7 +317,9 @@ class _Job:
     def _next(self, limit: float | None) -> Event | None:
         """What happens next; None when time is up."""
         try:
-            return self.events.get(timeout=None if limit is None else max(0.0, limit - time.monotonic()))
+            return self.events.get(
+                timeout=None if limit is None else max(0.0, limit - time.monotonic())
+            )
         except queue.Empty:
             return None
 
@@ -316,13 +339,16 @@ class _Job:
                 return
             say(f"{child.role.name}{child.where} failed with {child.how()}; the others go on")
         elif (
-            child.code and not self._ending and (self.failed is None or (_by_peer(self.failed) and not _by_peer(child)))
+            child.code
+            and not self._ending
+            and (self.failed is None or (_by_peer(self.failed) and not _by_peer(child)))
         ):
             self.failed = child
 
 
 def _by_peer(child: Child) -> bool:
-    """Whether a role failed because another did: its last words are a `PeerError`, or what JAX says of lost peers."""
+    """Whether a role failed because another did: its last words are a `PeerError`, or what JAX says
+    of lost peers."""
     return any(
         line.startswith("dtrans.errors.PeerError")
         or (("Error: " in line or "distributed service" in line) and is_by_peer(line))
@@ -333,7 +359,11 @@ def _by_peer(child: Child) -> bool:
 def _failure(child: Child) -> LaunchError:
     words = child.last_words()
     said = f"it said:\n{words}" if words else "it wrote nothing to standard error"
-    message = f"{child.role.name}{child.where} failed with {child.how()}, and the other roles were ended; {said}"
+    message = (
+        f"{child.role.name}{child.where} failed with {child.how()}, and the other roles "
+        "were "
+        f"ended; {said}"
+    )
     return LaunchError(message, role=child.role.name, code=child.code)
 
 
@@ -342,7 +372,8 @@ _output = threading.Lock()
 
 @contextlib.contextmanager
 def _logs(folder: str | Path | None) -> Iterator[Callable[[str], Emit]]:
-    """Give what takes the lines of a role: it writes them behind the role's name, and into the role's log."""
+    """Give what takes the lines of a role: it writes them behind the role's name, and into the
+    role's log."""
     with contextlib.ExitStack() as files:
 
         def logged(name: str) -> Emit:
@@ -383,9 +414,9 @@ def say(line: str) -> None:
 def _signals_to(events: SimpleQueue[Event]) -> Iterator[None]:
     """Put signals into the queue instead of acting on them.
 
-    Only the main thread may set handlers; elsewhere (a notebook's worker thread, say) signals stay what they
-    were. A signal that this process was told to ignore, as a shell does for jobs in the background and
-    nohup for SIGHUP, stays ignored.
+    Only the main thread may set handlers; elsewhere (a notebook's worker thread, say) signals stay
+    what they were. A signal that this process was told to ignore, as a shell does for jobs in the
+    background and nohup for SIGHUP, stays ignored.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

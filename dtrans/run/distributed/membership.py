@@ -73,11 +73,15 @@ def known() -> Membership | None:
 def current() -> Membership:
     """The job that this process is a member of. Raises ConfigError when there is none."""
     if _current is None:
-        raise ConfigError("this process is not connected to other trainers: call dtrans.connect() first")
+        raise ConfigError(
+            "this process is not connected to other trainers: call dtrans.connect() first"
+        )
     return _current
 
 
 def lost(trainers: Collection[int]) -> Membership:
     """Note that trainers are gone; the job of those left."""
     now = current()
-    return join(dataclasses.replace(now, members=tuple(k for k in now.members if k not in trainers)))
+    return join(
+        dataclasses.replace(now, members=tuple(k for k in now.members if k not in trainers))
+    )

@@ -1,7 +1,7 @@
 """What trainers that are processes hold together: arrays, sums, and an agreement on what they run.
 
-A trainer's part of the batch is its piece of an array that all of them hold together; what it gets back, parameters
-and results, are arrays of its own device.
+A trainer's part of the batch is its piece of an array that all of them hold together; what it gets
+back, parameters and results, are arrays of its own device.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ def trainer_devices() -> list[jax.Device]:
       ConfigError: processes have different numbers of them.
     """
     members = current().members
-    devices = sorted((d for d in jax.devices() if d.process_index in members), key=lambda d: (d.process_index, d.id))
+    devices = sorted(
+        (d for d in jax.devices() if d.process_index in members),
+        key=lambda d: (d.process_index, d.id),
+    )
     counts = {k: sum(d.process_index == k for d in devices) for k in members}
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"trainer {k} has {n}" for k, n in counts.items())
@@ -46,12 +49,15 @@ def trainer_devices() -> list[jax.Device]:
 
 
 def to_global_array(x: Any, sharding: NamedSharding) -> jax.Array:
-    """This process's array as its piece of one of all: the whole if it is replicated, else a run of a dimension."""
+    """This process's array as its piece of one of all: the whole if it is replicated, else a run of
+    a dimension."""
     if isinstance(x, jax.Array) and x.sharding == sharding:
         return x
     here = [d for d in sharding.mesh.devices.flat if d.process_index == jax.process_index()]
     if not sharding.spec:
-        return jax.make_array_from_single_device_arrays(x.shape, sharding, [jax.device_put(x, d) for d in here])
+        return jax.make_array_from_single_device_arrays(
+            x.shape, sharding, [jax.device_put(x, d) for d in here]
+        )
     axis = len(sharding.spec) - 1
     rows, before = x.shape[axis] // len(here), (slice(None),) * axis
     own = lambda i: x[(*before, slice(i * rows, (i + 1) * rows))] if len(here) > 1 else x
@@ -70,9 +76,14 @@ def all_reduce_sum(*xs: np.ndarray) -> list[np.ndarray]:
     first = {d.process_index: d for d in reversed(trainer_devices())}
     mesh = Mesh(np.array([first[k] for k in sorted(first)]), ("trainers",))
     everywhere = NamedSharding(mesh, P())
-    # each process's own value in the place of one that is the same on all: only the reduction looks at it
+    # each process's own value in the place of one that is the same on all: only the reduction looks
+    # at it
     added = jax.shard_map(
-        lambda xs: jax.lax.psum(xs, "trainers"), mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False
+        lambda xs: jax.lax.psum(xs, "trainers"),
+        mesh=mesh,
+        in_specs=P(),
+        out_specs=P(),
+        check_vma=False,
     )
     with peers():
         made = jax.jit(added)([to_global_array(x, everywhere) for x in xs])
@@ -87,15 +98,23 @@ def broadcast(xs: Sequence[Any], root: int = 0) -> list[jax.Array]:
     """
     _refuse(_told([_digest([f"{x.shape} {x.dtype}" for x in xs])]), 0, OTHER_STATE)
     mine = jax.process_index() == root
-    raw = [jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in xs]
+    raw = [
+        jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in xs
+    ]
     host = [np.asarray(x) for x in raw]
     # as bytes, which every backend can add: all others add zeros
-    sent = [np.frombuffer(x.tobytes(), np.uint8) if mine else np.zeros(x.nbytes, np.uint8) for x in host]
+    sent = [
+        np.frombuffer(x.tobytes(), np.uint8) if mine else np.zeros(x.nbytes, np.uint8) for x in host
+    ]
     kept = [i for i, b in enumerate(sent) if b.size]
-    bytes_of = dict(zip(kept, all_reduce_sum(*(sent[i] for i in kept)) if kept else [], strict=True))
+    bytes_of = dict(
+        zip(kept, all_reduce_sum(*(sent[i] for i in kept)) if kept else [], strict=True)
+    )
     made: list[jax.Array] = []
     for i, (x, h) in enumerate(zip(xs, host, strict=True)):
-        array = np.frombuffer(bytes_of[i].tobytes(), h.dtype).reshape(h.shape) if i in bytes_of else h
+        array = (
+            np.frombuffer(bytes_of[i].tobytes(), h.dtype).reshape(h.shape) if i in bytes_of else h
+        )
         put = jax.device_put(array, jax.local_devices()[0])
         is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
         made.append(jax.random.wrap_key_data(put, impl=jax.random.key_impl(x)) if is_key else put)
@@ -103,12 +122,16 @@ def broadcast(xs: Sequence[Any], root: int = 0) -> list[jax.Array]:
 
 
 def check_consistent(
-    program: Program, split: Collection[str], merges: Mapping[str, str] | None = None, *, rows: int | None = None
+    program: Program,
+    split: Collection[str],
+    merges: Mapping[str, str] | None = None,
+    *,
+    rows: int | None = None,
 ) -> None:
     """Check that all trainers are about to run the same program on parts of one size.
 
-    Each says what it is about to run, where all can read it; this is not a reduction, so that a trainer that runs
-    something else makes the others wait up to the deadline, and not for ever.
+    Each says what it is about to run, where all can read it; this is not a reduction, so that a
+    trainer that runs something else makes the others wait up to the deadline, and not for ever.
 
     Args:
       split: the names of what trainers have parts of.
@@ -126,12 +149,15 @@ def check_consistent(
     options = fingerprint.digest(fingerprint.of_value(merges or {}))
     parts = {**fingerprint.environment(), **program.fingerprints, "options": options}
     said = _told([_digest(held), str(rows), *(text.rpartition(" ")[2] for text in parts.values())])
-    # held first: a trainer with other parameters runs another program too, and so does one with other rows
+    # held first: a trainer with other parameters runs another program too, and so does one with
+    # other rows
     _refuse(said, 0, OTHER_STATE)
     counts = {k: words[1] for k, words in said.items()}
     if len({*counts.values()}) > 1:
         listed = ", ".join(f"trainer {k} gives {n}" for k, n in counts.items())
-        raise BatchError(f"{PARTS_DIFFER}; of {first} {listed} rows; take parts with job.shard_batch(*batch)")
+        raise BatchError(
+            f"{PARTS_DIFFER}; of {first} {listed} rows; take parts with job.shard_batch(*batch)"
+        )
     for i, part in enumerate(parts, 2):
         _refuse(said, i, f"another step, or other options: part '{part}' differs")
 
@@ -141,19 +167,24 @@ def _refuse(said: Mapping[int, Sequence[str]], i: int, what: str) -> None:
     others = [k for k, words in said.items() if words[i] != said[0][i]]
     if others:
         who = " and ".join(f"trainer {k}" for k in others)
-        raise PeerError(f"{who} disagrees with trainer 0 about what is being trained: it has {what}")
+        raise PeerError(
+            f"{who} disagrees with trainer 0 about what is being trained: it has {what}"
+        )
 
 
 _rounds: dict[tuple[int, ...], int] = {}  # how often these trainers have agreed
 
 
 def _told(words: Sequence[str]) -> dict[int, list[str]]:
-    """What each trainer says, by its number. Raises DeadlineError where one says nothing, PeerError where it ended."""
+    """What each trainer says, by its number. Raises DeadlineError where one says nothing, PeerError
+    where it ended."""
     cluster, board = current(), bulletin_board()
     me, among = cluster.trainer_id, cluster.members
     now = _rounds.get(among, 0)
     place = lambda k, i: f"dtrans/agree/{'-'.join(map(str, among))}/{i}/{k}"
-    board.key_value_set(place(me, now), " ".join(words), allow_overwrite=True)  # it may have waited in vain before
+    board.key_value_set(
+        place(me, now), " ".join(words), allow_overwrite=True
+    )  # it may have waited in vain before
     limit = time.monotonic() + cluster.deadline
     said: dict[int, list[str]] = {}
     missing, watched = [], watch()
@@ -165,7 +196,8 @@ def _told(words: Sequence[str]) -> dict[int, list[str]]:
             said[k] = word.split(" ")
     if missing:
         raise DeadlineError(
-            f"{cluster.name} waited {cluster.deadline:g} s for {' and '.join(missing)} to start the same step: "
+            f"{cluster.name} waited {cluster.deadline:g} s for {' and '.join(missing)} to start "
+            "the same step: "
             "they are at another, or give parts of the shape of before"
         )
     if now > 1:  # all have read it, or they could not have written the last one
@@ -191,10 +223,14 @@ def peers() -> Iterator[None]:
             me, why = f"trainer {jax.process_index()}", str(e).splitlines()[0]
             if "Timed out" in str(e):
                 raise PeerError(
-                    f"{me} waited too long for the other trainers in the middle of a reduction ({why})"
+                    f"{me} waited too long for the other trainers in the middle of a reduction "
+                    f"({why})"
                 ) from e
             others = [f"trainer {k}" for k in current().members if k != jax.process_index()]
-            who, how = others[0] if len(others) == 1 else f"one of {', '.join(others)}", "it has ended"
+            who, how = (
+                others[0] if len(others) == 1 else f"one of {', '.join(others)}",
+                "it has ended",
+            )
             if watched is not None and (found := watched.failure(wait=KNOWN)):
                 who, how = " and ".join(f"trainer {k}" for k in watched.roll.failed()) or who, found
             raise PeerError(f"{me} lost {who} in the middle of a reduction: {how} ({why})") from e

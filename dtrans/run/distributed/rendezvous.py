@@ -3,9 +3,10 @@
     trainer 0   asks every other at its endpoint, again and again, until all have answered or time is up
     trainer k   listens at its endpoint for trainer 0, and then for its word that all are there
 
-What they say is `dtrans.protocol.meeting`. JAX's own way of waiting for processes ends them with SIGABRT when one does
-not come, and does not say which. Here trainer 0 knows, and tells those that came. After that trainer 0's endpoint is
-the coordinator of `jax.distributed`; the other endpoints are not used any more.
+What they say is `dtrans.protocol.meeting`. JAX's own way of waiting for processes ends them with
+SIGABRT when one does not come, and does not say which. Here trainer 0 knows, and tells those that
+came. After that trainer 0's endpoint is the coordinator of `jax.distributed`; the other endpoints
+are not used any more.
 
 What is no message, or not of this job, is dropped and counted, and trainer 0 asks again there.
 
@@ -31,7 +32,16 @@ from dtrans.protocol.meeting import MeetingFirst, MeetingOther
 from dtrans.protocol.refusals import Refusals
 from dtrans.run.distributed.address import reached_here
 from dtrans.run.net.keys import Keys
-from dtrans.run.net.sockets import LINGER, Doorkeeper, Handshakes, bind, check_host, connect, new_socket, tcp_address
+from dtrans.run.net.sockets import (
+    LINGER,
+    Doorkeeper,
+    Handshakes,
+    bind,
+    check_host,
+    connect,
+    new_socket,
+    tcp_address,
+)
 
 
 log = logging.getLogger("dtrans.rendezvous")
@@ -40,7 +50,12 @@ AGAIN = 1.0  # seconds after which trainer 0 asks again, where somebody else has
 
 
 def rendezvous(
-    trainer_id: int, endpoints: Sequence[str], *, deadline: float, allow_remote: bool = False, encryption: str = "auto"
+    trainer_id: int,
+    endpoints: Sequence[str],
+    *,
+    deadline: float,
+    allow_remote: bool = False,
+    encryption: str = "auto",
 ) -> None:
     """Return when the trainers at all endpoints are there.
 
@@ -50,7 +65,9 @@ def rendezvous(
       PeerError: a trainer was told other endpoints, or has other keys.
     """
     remedy, keys = "dtrans.connect(allow_remote=True)", Keys.from_environment(encryption)
-    check_host(f"trainer {trainer_id}", endpoints[trainer_id], remedy, keys, allow_remote=allow_remote)
+    check_host(
+        f"trainer {trainer_id}", endpoints[trainer_id], remedy, keys, allow_remote=allow_remote
+    )
     own = reached_here(endpoints[trainer_id], endpoints)
     context: zmq.Context[Any] = zmq.Context()
     try:
@@ -66,7 +83,9 @@ def rendezvous(
         context.term()  # waits for last words, for as long as its sockets let them linger
 
 
-def _gather(context: zmq.Context[Any], own: str, endpoints: Sequence[str], keys: Keys, deadline: float) -> None:
+def _gather(
+    context: zmq.Context[Any], own: str, endpoints: Sequence[str], keys: Keys, deadline: float
+) -> None:
     """As trainer 0: ask all others."""
     limit = time.monotonic() + deadline
     refusals = Refusals(log)
@@ -81,7 +100,9 @@ def _gather(context: zmq.Context[Any], own: str, endpoints: Sequence[str], keys:
             lines[k] = stack.enter_context(contextlib.closing(new_socket(context, zmq.DEALER)))
             watched = stack.enter_context(contextlib.closing(Handshakes(lines[k], keys, address)))
             handshakes[watched.monitor] = k, watched
-            connect(lines[k], address, keys, FIRST, "trainer 0")  # ZeroMQ tries again until somebody is there
+            connect(
+                lines[k], address, keys, FIRST, "trainer 0"
+            )  # ZeroMQ tries again until somebody is there
             lines[k].send(meeting.question(k))
             poller.register(lines[k], zmq.POLLIN)
             poller.register(watched.monitor, zmq.POLLIN)
@@ -97,12 +118,16 @@ def _gather(context: zmq.Context[Any], own: str, endpoints: Sequence[str], keys:
                 answered = ready.keys() & who.keys()
                 if not answered and time.monotonic() >= limit:
                     raise meeting.late(deadline)
-                meeting.say_that_it_waits(time.monotonic())  # it looks once in AGAIN seconds at least
+                meeting.say_that_it_waits(
+                    time.monotonic()
+                )  # it looks once in AGAIN seconds at least
                 if time.monotonic() >= again:
                     again = time.monotonic() + AGAIN
                     for k in [*meeting.others]:
                         with contextlib.suppress(zmq.Again):
-                            lines[k].send(meeting.question(k), zmq.NOBLOCK)  # another may be there by now
+                            lines[k].send(
+                                meeting.question(k), zmq.NOBLOCK
+                            )  # another may be there by now
                 for line in answered:
                     k = who[line]
                     try:
@@ -111,8 +136,11 @@ def _gather(context: zmq.Context[Any], own: str, endpoints: Sequence[str], keys:
                         refusals.note("trainer 0 dropped what came from %s: %s", endpoints[k], e)
         except BaseException as e:
             late = isinstance(e, DeadlineError)
-            reason = str(e) if isinstance(e, PeerError) else f"trainer 0 failed: {type(e).__name__}: {e}"
-            # not who refused, which has gone; who has yet to come is told if it comes while this lingers
+            reason = (
+                str(e) if isinstance(e, PeerError) else f"trainer 0 failed: {type(e).__name__}: {e}"
+            )
+            # not who refused, which has gone; who has yet to come is told if it comes while this
+            # lingers
             for k in meeting.here if late else [*meeting.here, *meeting.missing]:
                 _let_linger(lines[k])
                 _say(lines[k], "abort", reason=reason, late=late)
@@ -129,7 +157,8 @@ def _let_linger(made: zmq.Socket[Any]) -> None:
 
 def _say(line: zmq.Socket[Any], op: str, **fields: Any) -> None:
     """The last words to another trainer, if it is there to hear them."""
-    # ZeroMQ gives up a connection to something that does not speak its protocol, and to send would wait for another
+    # ZeroMQ gives up a connection to something that does not speak its protocol, and to send would
+    # wait for another
     with contextlib.suppress(zmq.Again):
         line.send(wire.header(op, **fields), zmq.NOBLOCK)
 
@@ -145,7 +174,9 @@ def _held(endpoint: str) -> Iterator[None]:
     host, port = split_endpoint(endpoint)
     with contextlib.ExitStack() as stack:
         try:
-            (family, kind, protocol, _, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            (family, kind, protocol, _, address), *_ = socket.getaddrinfo(
+                host, port, type=socket.SOCK_STREAM
+            )
             held = stack.enter_context(socket.socket(family, kind, protocol))
             held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             held.bind(address)
@@ -155,7 +186,12 @@ def _held(endpoint: str) -> Iterator[None]:
 
 
 def _come(
-    door: zmq.Socket[Any], own: str, trainer_id: int, endpoints: Sequence[str], keys: Keys, deadline: float
+    door: zmq.Socket[Any],
+    own: str,
+    trainer_id: int,
+    endpoints: Sequence[str],
+    keys: Keys,
+    deadline: float,
 ) -> None:
     """As another trainer: wait to be asked, and for the word that all are there."""
     me = f"trainer {trainer_id}"
@@ -163,7 +199,9 @@ def _come(
         bind(door, tcp_address(own), keys)
     except zmq.ZMQError as e:
         raise ConfigError(f"{me} cannot listen at {own}: {zmq.strerror(e.errno or 0)}") from e
-    meeting = MeetingOther(trainer_id, endpoints, keys.secret, deadline=deadline, now=time.monotonic())
+    meeting = MeetingOther(
+        trainer_id, endpoints, keys.secret, deadline=deadline, now=time.monotonic()
+    )
     refusals = Refusals(log)
     while not meeting.met:
         if not door.poll(_milliseconds(meeting.wakes)):

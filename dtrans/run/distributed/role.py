@@ -14,10 +14,11 @@
     DTRANS_TRANSPORT_ENCRYPTION required, auto or disabled; the same in all processes; see there
     DTRANS_ALLOW_REMOTE         1 allows addresses that other hosts reach; see `dtrans.run.net.net_options`
 
-`dtrans launch` sets them; so can any scheduler. The mode is told by whose endpoints there are. They are Paddle's
-(TRAINING_ROLE, PADDLE_TRAINER_ID, ...; python/paddle/distributed/launch_ps.py), under names of our own.
-`Role.environment` and `Role.from_env` are each other's inverse. `dtrans.run.distributed.schedulers` derives the names
-above from the variables of Slurm, Open MPI, torchrun, JobSet and Paddle.
+`dtrans launch` sets them; so can any scheduler. The mode is told by whose endpoints there are. They
+are Paddle's (TRAINING_ROLE, PADDLE_TRAINER_ID, ...; python/paddle/distributed/launch_ps.py), under
+names of our own. `Role.environment` and `Role.from_env` are each other's inverse.
+`dtrans.run.distributed.schedulers` derives the names above from the variables of Slurm, Open MPI,
+torchrun, JobSet and Paddle.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ VARIABLES = (
     "DTRANS_TRAINER_ENDPOINTS",
     "DTRANS_CURRENT_ENDPOINT",
 )
-LOSS = "DTRANS_ON_TRAINER_LOSS"  # not who a process is, but what it does when others end: see `dtrans.connect`
+# not who a process is, but what it does when others end: see `dtrans.connect`
+LOSS = "DTRANS_ON_TRAINER_LOSS"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +54,10 @@ class Role:
     Attributes:
       kind: `trainer` or `pserver`.
       trainers: how many trainers there are.
-      pserver_endpoints: of all pservers, in the order that every role has to agree on; none in nccl2 mode.
-      trainer_id: which trainer this is; 0 in a pserver, so that it can be handed to `transpile` as it is.
+      pserver_endpoints: of all pservers, in the order that every role has to agree on; none in
+        nccl2 mode.
+      trainer_id: which trainer this is; 0 in a pserver, so that it can be handed to `transpile` as
+        it is.
       current_endpoint: of a pserver, or of a trainer in nccl2 mode, its own; else empty.
       trainer_endpoints: in nccl2 mode those of all trainers, in their order; else none.
 
@@ -89,7 +93,8 @@ class Role:
             check_trainer_id(self.trainer_id, self.trainers)
         elif self.current_endpoint not in self.pserver_endpoints:
             raise ConfigError(
-                f"this pserver's endpoint {self.current_endpoint!r} (DTRANS_CURRENT_ENDPOINT) is not one of "
+                f"this pserver's endpoint {self.current_endpoint!r} (DTRANS_CURRENT_ENDPOINT) is "
+                "not one of "
                 f"DTRANS_PSERVER_ENDPOINTS: {self.pservers}"
             )
 
@@ -102,7 +107,8 @@ class Role:
             )
         if len(self.trainer_endpoints) != self.trainers:
             raise ConfigError(
-                f"DTRANS_TRAINERS is {self.trainers}, and DTRANS_TRAINER_ENDPOINTS has {len(self.trainer_endpoints)}: "
+                f"DTRANS_TRAINERS is {self.trainers}, and DTRANS_TRAINER_ENDPOINTS has "
+                f"{len(self.trainer_endpoints)}: "
                 f"{','.join(self.trainer_endpoints)}"
             )
         check_trainer_endpoint(self.trainer_id, self.current_endpoint, self.trainer_endpoints)
@@ -130,7 +136,11 @@ class Role:
     @property
     def name(self) -> str:
         """`trainer 0`, `pserver 1`: what messages call it."""
-        index = self.trainer_id if self.is_trainer else self.pserver_endpoints.index(self.current_endpoint)
+        index = (
+            self.trainer_id
+            if self.is_trainer
+            else self.pserver_endpoints.index(self.current_endpoint)
+        )
         return f"{self.kind} {index}"
 
     def environment(self) -> dict[str, str]:
@@ -172,7 +182,9 @@ class Role:
                 tuple(e for e in env.get("DTRANS_PSERVER_ENDPOINTS", "").split(",") if e),
                 trainer_id=_number(env, "DTRANS_TRAINER_ID"),
                 current_endpoint=_read(env, "DTRANS_CURRENT_ENDPOINT"),
-                trainer_endpoints=parse_endpoints(_read(env, "DTRANS_TRAINER_ENDPOINTS"), "trainer"),
+                trainer_endpoints=parse_endpoints(
+                    _read(env, "DTRANS_TRAINER_ENDPOINTS"), "trainer"
+                ),
             )
         endpoints = parse_endpoints(_read(env, "DTRANS_PSERVER_ENDPOINTS"))
         if kind == TRAINER:
@@ -201,7 +213,8 @@ def _read(env: Mapping[str, str], name: str) -> str:
     value = env.get(name, "").strip()
     if not value:
         raise ConfigError(
-            f"the environment variable {name} is not set: start this script with `dtrans launch script.py`, "
+            f"the environment variable {name} is not set: start this script with `dtrans launch "
+            "script.py`, "
             f"or set {', '.join(VARIABLES)}"
         )
     return value

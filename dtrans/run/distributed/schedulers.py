@@ -115,7 +115,9 @@ def expand_tasks(text: str) -> tuple[int, ...]:
     for item in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item)
         if match is None:
-            raise ConfigError(f"{text!r} is not a list of tasks per node; write one such as 2(x3),1")
+            raise ConfigError(
+                f"{text!r} is not a list of tasks per node; write one such as 2(x3),1"
+            )
         counts += [int(match[1])] * int(match[2] or 1)
     return tuple(counts)
 
@@ -179,7 +181,8 @@ def _slurm(env: Mapping[str, str]) -> _World | None:
 
 
 def _of_groups(env: Mapping[str, str]) -> list[str]:
-    """Return the hosts of a heterogeneous job; a step over all groups numbers its tasks through them."""
+    """Return the hosts of a heterogeneous job; a step over all groups numbers its tasks through
+    them."""
     hosts: list[str] = []
     groups = _integer(env, "SLURM_HET_SIZE", "Slurm sets it") if env.get("SLURM_HET_SIZE") else 0
     for group in range(groups):
@@ -249,14 +252,18 @@ def _of_paddle(env: Mapping[str, str]) -> dict[str, str]:
         found["DTRANS_CURRENT_ENDPOINT"] = f"{env['POD_IP']}:{env['PADDLE_PORT']}"
     for name in filter(None, needed):
         if not found[name]:
-            raise ConfigError(f"this is Paddle's {role}, and {PADDLE[name]} is not set; set it, or {name}")
+            raise ConfigError(
+                f"this is Paddle's {role}, and {PADDLE[name]} is not set; set it, or {name}"
+            )
     return {**env, **found}
 
 
 def _of_world(env: Mapping[str, str], world: _World) -> dict[str, str]:
     started = f"{world.name} started this process as rank {world.rank} of {world.size}"
     if world.rank >= world.size:
-        raise ConfigError(f"{started}, expected ranks 0 to {world.size - 1}; set DTRANS_ROLE and its companions")
+        raise ConfigError(
+            f"{started}, expected ranks 0 to {world.size - 1}; set DTRANS_ROLE and its companions"
+        )
     servers = _servers(env, started)
     if servers >= world.size:
         raise ConfigError(
@@ -277,7 +284,9 @@ def _of_world(env: Mapping[str, str], world: _World) -> dict[str, str]:
     if env.get(name):
         endpoints: Sequence[str] = parse_endpoints(env[name])
         if len(endpoints) != count:
-            raise ConfigError(f"{started}: {name} has {len(endpoints)} endpoints, expected {count}: {env[name]}")
+            raise ConfigError(
+                f"{started}: {name} has {len(endpoints)} endpoints, expected {count}: {env[name]}"
+            )
     else:
         endpoints = _endpoints(env, world, count, started)
 
@@ -288,7 +297,9 @@ def _of_world(env: Mapping[str, str], world: _World) -> dict[str, str]:
     found |= {"DTRANS_ROLE": "trainer", "DTRANS_TRAINER_ID": str(world.rank - servers)}
     if not servers:
         found["DTRANS_CURRENT_ENDPOINT"] = endpoints[world.rank]
-    return found | {n: env[n] for n in ("DTRANS_TRAINER_ID", "DTRANS_CURRENT_ENDPOINT") if env.get(n)}
+    return found | {
+        n: env[n] for n in ("DTRANS_TRAINER_ID", "DTRANS_CURRENT_ENDPOINT") if env.get(n)
+    }
 
 
 def _servers(env: Mapping[str, str], started: str) -> int:
@@ -299,7 +310,8 @@ def _servers(env: Mapping[str, str], started: str) -> int:
     if env.get("DTRANS_TRAINER_ENDPOINTS"):
         return 0
     raise ConfigError(
-        f"{started}, and DTRANS_PSERVERS is not set; set it to the number of servers, which are the "
+        f"{started}, and DTRANS_PSERVERS is not set; set it to the number of servers, which are "
+        "the "
         "first processes, or to 0 for nccl2 mode"
     )
 

@@ -2,7 +2,8 @@
 
 The launcher, or the user, says where in DTRANS_STATUS_ENDPOINT.
 
-Observers show the job's token alone, and trainers another secret, so the door has a separate ZeroMQ context.
+Observers show the job's token alone, and trainers another secret, so the door has a separate ZeroMQ
+context.
 """
 
 from __future__ import annotations
@@ -23,7 +24,16 @@ from dtrans.protocol.refusals import Refusals
 from dtrans.protocol.roll import Doing, Roll
 from dtrans.protocol.tables.held_tables import HeldTables
 from dtrans.run.net.keys import STATUS, Keys
-from dtrans.run.net.sockets import Doorkeeper, Speakers, bind, bound_address, check_host, limit, new_socket, tcp_address
+from dtrans.run.net.sockets import (
+    Doorkeeper,
+    Speakers,
+    bind,
+    bound_address,
+    check_host,
+    limit,
+    new_socket,
+    tcp_address,
+)
 
 
 log = logging.getLogger(__name__)
@@ -51,7 +61,12 @@ class WatchedTrainers:
     bytes_sent = None
 
     def __init__(
-        self, endpoint: str, count: int, roll: Roll, me: Callable[[], Doing], awaited: Callable[[], str]
+        self,
+        endpoint: str,
+        count: int,
+        roll: Roll,
+        me: Callable[[], Doing],
+        awaited: Callable[[], str],
     ) -> None:
         self.endpoint, self.count = endpoint, count
         self.started = time.monotonic()
@@ -109,7 +124,9 @@ class StatusDoor:
     def __init__(self, trainers: WatchedTrainers, keys: Keys, *, allow_remote: bool) -> None:
         self._endpoint = trainers.endpoint
         remedy = "dtrans.connect(allow_remote=True)"
-        check_host(f"{VARIABLE} of trainer 0", self._endpoint, remedy, keys, allow_remote=allow_remote)
+        check_host(
+            f"{VARIABLE} of trainer 0", self._endpoint, remedy, keys, allow_remote=allow_remote
+        )
         self._refusals = Refusals(log)
         self.reporter = StatusReporter(trainers, trainers, self._refusals)
         self.reporter.barred = Refusals(log)
@@ -122,10 +139,14 @@ class StatusDoor:
             bind(self.socket, bound_address(self._endpoint), keys, tcp_address(self._endpoint))
         except zmq.ZMQError as e:
             self.close()
-            raise ConfigError(f"{VARIABLE}={self._endpoint} cannot be bound: {zmq.strerror(e.errno or 0)}") from e
+            raise ConfigError(
+                f"{VARIABLE}={self._endpoint} cannot be bound: {zmq.strerror(e.errno or 0)}"
+            ) from e
 
     def _note_barred(self) -> None:
-        self.reporter.barred.note("trainer 0 refused a connection of an observer that has not the job's token")
+        self.reporter.barred.note(
+            "trainer 0 refused a connection of an observer that has not the job's token"
+        )
 
     def look(self, now: float) -> None:
         """Note the counts of the job, and who was not let in."""

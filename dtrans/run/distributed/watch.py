@@ -1,23 +1,24 @@
-"""The trainers of collectives keep a line to trainer 0, by which all know at once when one ends, and who.
+"""The trainers of collectives keep a line to trainer 0, by which all know at once when one ends,
+and who.
 
     trainer k    says that it is here, now and then what it does, and at its end why it ends
     trainer 0    tells all others; of one whose connection ends without a word it says so
 
-An operation of Gloo or NCCL fails where a process is gone, and does not say which; where one has been stopped, or has
-gone to its end after fewer steps, it never fails, and JAX ends all processes with SIGABRT in the end. A line beside
-them knows: the kernel tells of a process that is gone, and ZeroMQ's own threads find out that one has been stopped for
-longer than the job's patience.
+An operation of Gloo or NCCL fails where a process is gone, and does not say which; where one has
+been stopped, or has gone to its end after fewer steps, it never fails, and JAX ends all processes
+with SIGABRT in the end. A line beside them knows: the kernel tells of a process that is gone, and
+ZeroMQ's own threads find out that one has been stopped for longer than the job's patience.
 
     who is about to begin an operation            gets a PeerError (`operation`)
     who waits for a value of a pipeline           the same (`check`)
     who is in the middle of an operation          cannot be told: PATIENCE seconds later the process says what it was
                                                   doing, and ends with exit code 1
 
-A trainer that waits for long in an operation that others have not begun says in its log whom it waits for, and where in
-their code these are: all say every few seconds what they do.
+A trainer that waits for long in an operation that others have not begun says in its log whom it
+waits for, and where in their code these are: all say every few seconds what they do.
 
-What a process does in its own Python is left alone: it may be saving what it has. Where trainers may be lost
-(`on_trainer_loss="drop"`) there is no such line; JAX's own heartbeats say who is left.
+What a process does in its own Python is left alone: it may be saving what it has. Where trainers
+may be lost (`on_trainer_loss="drop"`) there is no such line; JAX's own heartbeats say who is left.
 """
 
 from __future__ import annotations
@@ -47,7 +48,12 @@ from dtrans.protocol.roll import GRACE, Doing, Ended, Roll
 from dtrans.run.distributed.address import Address, address_of, may_bind, this_host
 from dtrans.run.distributed.board import shared_keys, told
 from dtrans.run.distributed.membership import Membership
-from dtrans.run.distributed.status_door import VARIABLE as STATUS, StatusDoor, WatchedTrainers, status_endpoint
+from dtrans.run.distributed.status_door import (
+    VARIABLE as STATUS,
+    StatusDoor,
+    WatchedTrainers,
+    status_endpoint,
+)
 from dtrans.run.net.keys import Keys, is_local
 from dtrans.run.net.sockets import Doorkeeper, Speakers, connect, limit, new_socket, user_of
 from dtrans.step_meter import steps_made
@@ -58,16 +64,23 @@ PATIENCE = 3.0  # seconds that a process which waits in JAX has, once another ha
 LINGER = 2.0  # seconds that last words may take
 SAY = 2.0  # seconds between two words about what a process does
 SLOW = 20.0  # seconds after which one that waits says for whom; again when it is twice as long
-LOOK = 0.1  # seconds between two looks at what the process does, once it is known that it cannot go on
-KNOWN = 1.0  # seconds that it may take to know which process has ended, where an operation has failed
+LOOK = (
+    0.1  # seconds between two looks at what the process does, once it is known that it cannot go on
+)
+KNOWN = (
+    1.0  # seconds that it may take to know which process has ended, where an operation has failed
+)
 MISSED = "connect"
-UNWATCHED = "a job of one trainer, or with on_trainer_loss='drop', has nobody who knows of all trainers"
+UNWATCHED = (
+    "a job of one trainer, or with on_trainer_loss='drop', has nobody who knows of all trainers"
+)
 JAX = str(Path(jax.__file__).parent)
 HERE = str(Path(__file__).parents[2])  # of dtrans
 
 
 def is_by_peer(text: str) -> bool:
-    """Whether an error of JAX, or a line of its log, is what the end of another process looks like."""
+    """Whether an error of JAX, or a line of its log, is what the end of another process looks
+    like."""
     return "Gloo" in text or "NCCL" in text or "distributed service detected fatal errors" in text
 
 
@@ -77,14 +90,17 @@ class Watch:
     Args:
       cluster: the job that it is connected to.
       keys: of the job.
-      at: where trainer 0 can be reached: an address to bind for itself, one to connect to for the others.
+      at: where trainer 0 can be reached: an address to bind for itself, one to connect to for the
+        others.
     """
 
     def __init__(self, cluster: Membership, keys: Keys, at: Address | str) -> None:
         self.me, self._leads = cluster.name, cluster.trainer_id == 0
         self._number, self._count = cluster.trainer_id, cluster.trainers
         where = cluster.endpoints or [""] * self._count
-        self.roll = Roll(self._number, [f"trainer {k}" + f" ({x})" * bool(x) for k, x in enumerate(where)])
+        self.roll = Roll(
+            self._number, [f"trainer {k}" + f" ({x})" * bool(x) for k, x in enumerate(where)]
+        )
         self._addresses: dict[bytes, int] = {}  # of the others, at trainer 0
         self._heard: dict[int, float] = {}  # when they said something last
         self._open = contextlib.ExitStack()
@@ -98,7 +114,9 @@ class Watch:
             self._bind(keys, at, cluster.patience)
         else:
             self._socket = new_socket(self._context, zmq.DEALER, cluster.patience)
-            self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+            self._monitor = self._socket.get_monitor_socket(
+                zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+            )
             self._open.callback(self._monitor.close, linger=0)
             self._open.callback(self._socket.disable_monitor)
             connect(self._socket, at, keys, _user(self._number), cluster.name)
@@ -108,7 +126,9 @@ class Watch:
         self._known_since: float | None = None
         self._said = Doing(-1, "")
         self._next_word = 0.0
-        self._waits_since: tuple[float, int] | None = None  # in one operation; and how many it has begun by then
+        self._waits_since: tuple[float, int] | None = (
+            None  # in one operation; and how many it has begun by then
+        )
         self._patience = SLOW
         self._stopping = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
         self._stopping[0].bind("inproc://stop")
@@ -128,7 +148,9 @@ class Watch:
         self.address = at.bind_socket(self._socket, keys)
 
     def _status_door(self, cluster: Membership) -> StatusDoor:
-        trainers = WatchedTrainers(status_endpoint(), self._count, self.roll, self._now_doing, self._awaited)
+        trainers = WatchedTrainers(
+            status_endpoint(), self._count, self.roll, self._now_doing, self._awaited
+        )
         door = StatusDoor(trainers, cluster.keys, allow_remote=cluster.allow_remote)
         self._open.callback(door.close)
         self._heard = trainers.heard
@@ -139,7 +161,8 @@ class Watch:
         return Doing(self.roll.begun, _where(), steps_made())
 
     def _awaited(self) -> str:
-        """Return for what this process has waited in JAX since it said last what it does; empty, where it has not."""
+        """Return for what this process has waited in JAX since it said last what it does; empty,
+        where it has not."""
         since = self._waits_since
         if since is None or since[1] != self.roll.begun or not (behind := self.roll.behind()):
             return ""
@@ -149,7 +172,8 @@ class Watch:
 
     @contextlib.contextmanager
     def operation(self) -> Iterator[None]:
-        """What all trainers carry out together. Raises PeerError where one has ended that would have to."""
+        """What all trainers carry out together. Raises PeerError where one has ended that would
+        have to."""
         self.roll.begun += 1
         self._doing += 1
         try:
@@ -163,14 +187,16 @@ class Watch:
             self._doing -= 1
 
     def check(self, origin: int | None = None) -> None:
-        """Raise PeerError where this process cannot go on, or where `origin`, which it waits for, has ended."""
+        """Raise PeerError where this process cannot go on, or where `origin`, which it waits for,
+        has ended."""
         why = self.roll.failure() or ("" if origin is None else self.roll.why(origin))
         if why:
             self._raised = True
             raise PeerError(f"{self.me} cannot go on: {why}")
 
     def failure(self, wait: float) -> str:
-        """Why this process cannot go on, which may take so many seconds to be known; empty, if it is not."""
+        """Why this process cannot go on, which may take so many seconds to be known; empty, if it
+        is not."""
         if not self._wake.wait(wait) and self.roll.due() is not None:
             self._wake.wait(self._retry)  # a connection has ended, which may be made again
         return self.roll.failure()
@@ -231,7 +257,9 @@ class Watch:
 
     def _hear_monitor(self, now: float) -> None:
         if not self._leads:
-            while self._socket.poll(0):  # last words first; and then at once, since JAX may end this process
+            while self._socket.poll(
+                0
+            ):  # last words first; and then at once, since JAX may end this process
                 self._hear()
             if recv_monitor_message(self._monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self.roll.back(0)
@@ -270,7 +298,11 @@ class Watch:
         elif now - self._waits_since[0] > self._patience and (behind := self.roll.behind()):
             waited = now - self._waits_since[0]
             log.warning(
-                "%s has waited %.0f s in operation %d of the job: %s", self.me, waited, doing.operations, behind
+                "%s has waited %.0f s in operation %d of the job: %s",
+                self.me,
+                waited,
+                doing.operations,
+                behind,
             )
             self._patience *= 2
 
@@ -283,11 +315,16 @@ class Watch:
             log.error("%s: %s", self.me, why)
             self._wake.set()
         # trainer 0 last: JAX ends the others when it has gone
-        if now - self._known_since > PATIENCE + 0.5 * self._leads and not self._raised and self._waits_in_jax():
+        if (
+            now - self._known_since > PATIENCE + 0.5 * self._leads
+            and not self._raised
+            and self._waits_in_jax()
+        ):
             frame = sys._current_frames().get(threading.main_thread().ident or 0)
             stack = "".join(traceback.format_stack(frame))
             error = (
-                f"{PeerError.__module__}.PeerError: {self.me} cannot go on, and waits in JAX for what does not come: "
+                f"{PeerError.__module__}.PeerError: {self.me} cannot go on, and waits in JAX "
+                "for what does not come: "
             )
             sys.stderr.write(f"Waiting (most recent call last):\n{stack}{error}{why}\n")
             self._say_end(why)
@@ -320,7 +357,9 @@ class Watch:
         if self._socket.closed:
             return
         failed = getattr(sys, "last_value", None)
-        reason = "" if failed is None else traceback.format_exception_only(failed)[-1].strip()[:1000]
+        reason = (
+            "" if failed is None else traceback.format_exception_only(failed)[-1].strip()[:1000]
+        )
         if is_by_peer(reason):  # JAX's error does not say whose; the log does
             reason = self.failure(KNOWN) or reason
         self._stopping[1].send(b"")
@@ -338,7 +377,11 @@ class Watch:
 def _where() -> str:
     """Where the process is in its own code: `train.py:12 in load`."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None and frame.f_back is not None and frame.f_code.co_filename.startswith((JAX, HERE)):
+    while (
+        frame is not None
+        and frame.f_back is not None
+        and frame.f_code.co_filename.startswith((JAX, HERE))
+    ):
         frame = frame.f_back
     if frame is None:
         return "its end"
@@ -353,7 +396,8 @@ _watch: Watch | None = None
 
 
 def start(cluster: Membership) -> None:
-    """Open the line of this process. There is none where trainer 0 may not bind an address that the others reach.
+    """Open the line of this process. There is none where trainer 0 may not bind an address that the
+    others reach.
 
     Raises:
       ConfigError: observers are to be answered where this process may not, or cannot listen.

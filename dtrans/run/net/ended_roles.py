@@ -1,7 +1,9 @@
-"""The roles of a job that have ended, as its launcher tells the others: in a folder, a file for each.
+"""The roles of a job that have ended, as its launcher tells the others: in a folder, a file for
+each.
 
-A role that ends before it has greeted the others has no connection whose end they could see, and the launcher knows of
-every end at once. It makes the folder and names it in the environment; servers look into it every second.
+A role that ends before it has greeted the others has no connection whose end they could see, and
+the launcher knows of every end at once. It makes the folder and names it in the environment;
+servers look into it every second.
 """
 
 from __future__ import annotations

@@ -1,17 +1,21 @@
-"""Keys of a job: what its processes show when they connect, and which of their connections are encrypted.
+"""Keys of a job: what its processes show when they connect, and which of their connections are
+encrypted.
 
-A connection is opened by ZeroMQ's CURVE, which encrypts and signs each message, or by PLAIN, which shows a password:
+A connection is opened by ZeroMQ's CURVE, which encrypts and signs each message, or by PLAIN, which
+shows a password:
 
     transport_encryption   other hosts   loopback   Unix sockets
     "auto"                 CURVE         PLAIN      PLAIN
     "required"             CURVE         CURVE      CURVE
     "disabled"             PLAIN         PLAIN      PLAIN
 
-Both ends decide by the address that the connecting one writes, so that they agree where they have the same setting.
+Both ends decide by the address that the connecting one writes, so that they agree where they have
+the same setting.
 
-Keys come from the job's token by HKDF: one X25519 key for all sockets that are bound, and one for each *user*, the name
-as which a process connects. A process that has the token can make all of them. DTRANS_KEYS names a folder of separate
-keys instead (`dtrans keygen`); then every connection is encrypted:
+Keys come from the job's token by HKDF: one X25519 key for all sockets that are bound, and one for
+each *user*, the name as which a process connects. A process that has the token can make all of
+them. DTRANS_KEYS names a folder of separate keys instead (`dtrans keygen`); then every connection
+is encrypted:
 
     server.secret, server.public     of sockets that are bound, and of servers that connect to servers
     trainer-0.secret, ...            of the roles that connect
@@ -52,7 +56,8 @@ SALT = b"dtrans"
 
 
 def is_local(address: str) -> bool:
-    """Return True if an address never leaves this host: an endpoint, a host, or either as ZeroMQ writes it."""
+    """Return True if an address never leaves this host: an endpoint, a host, or either as ZeroMQ
+    writes it."""
     if address.startswith("ipc:"):
         return True
     host = address.removeprefix("tcp://")
@@ -68,7 +73,8 @@ class Keys:
       token: the job's; empty where it has none.
       encryption: "required", "auto" or "disabled", as `transport_encryption`.
       folder: of separate keys; empty where keys come from the token.
-      word: is a part of the secret beside the token, for connections whose processes have agreed on one.
+      word: is a part of the secret beside the token, for connections whose processes have agreed on
+        one.
     """
 
     token: str
@@ -80,7 +86,8 @@ class Keys:
         check_one_of("transport_encryption", self.encryption, ENCRYPTIONS)
         if self.folder and self.encryption == "disabled":
             raise ConfigError(
-                f"transport_encryption='disabled' and {FOLDER}={self.folder!r}: keys of that folder are only of use to "
+                f"transport_encryption='disabled' and {FOLDER}={self.folder!r}: keys of that "
+                "folder are only of use to "
                 "encrypted connections; leave out one of the two"
             )
 
@@ -109,7 +116,8 @@ class Keys:
         """Refuse an address that this process cannot protect; warn where it is told not to.
 
         Args:
-          who: is about to bind it or to connect to it, for messages: "trainer 0 connects to 10.0.0.1:6174".
+          who: is about to bind it or to connect to it, for messages: "trainer 0 connects to
+            10.0.0.1:6174".
 
         Raises:
           ConfigError: there is no secret, or one that can be guessed; or libzmq cannot encrypt.
@@ -126,7 +134,8 @@ class Keys:
             check_libzmq()
         else:
             warnings.warn(
-                f"{who}, and {self.setting}: who can read the network reads parameters, gradients and the job's "
+                f"{who}, and {self.setting}: who can read the network reads parameters, gradients "
+                "and the job's "
                 "password",
                 UnencryptedWarning,
                 stacklevel=3,
@@ -144,7 +153,11 @@ class Keys:
 
     def client_secret(self, user: str, role: str) -> bytes:
         """Return the secret key of a role that connects as a user."""
-        return self._read(f"{_file_name(role)}.secret") if self.folder else _derived(self.secret, f"client {user}")
+        return (
+            self._read(f"{_file_name(role)}.secret")
+            if self.folder
+            else _derived(self.secret, f"client {user}")
+        )
 
     def users_by_key(self, users: Mapping[str, str]) -> Mapping[bytes, str]:
         """Return as whom each public key, as ZAP writes it, is let in.
@@ -168,9 +181,13 @@ class Keys:
             found = path.read_text().strip()
         except (OSError, UnicodeDecodeError) as e:
             why = e.strerror if isinstance(e, OSError) else "it is not text"
-            raise ConfigError(f"{FOLDER} is {self.folder!r}, and its file {name} cannot be read: {why}") from e
+            raise ConfigError(
+                f"{FOLDER} is {self.folder!r}, and its file {name} cannot be read: {why}"
+            ) from e
         if not re.fullmatch(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}", found):
-            raise ConfigError(f"{FOLDER} is {self.folder!r}, and its file {name} holds no key of `dtrans keygen`")
+            raise ConfigError(
+                f"{FOLDER} is {self.folder!r}, and its file {name} holds no key of `dtrans keygen`"
+            )
         return found.encode()
 
     # -- sockets ---------------------------------------------------------------------------------
@@ -198,13 +215,15 @@ class Keys:
     # -- refusals --------------------------------------------------------------------------------
 
     def other_mechanism(self, address: str) -> str:
-        """Return what is wrong where the other end has another mechanism; it names both settings."""
+        """Return what is wrong where the other end has another mechanism; it names both
+        settings."""
         encrypts = self.encrypts(address)
         others = [Keys(self.token, e) for e in ENCRYPTIONS]
         theirs = " or ".join(k.setting for k in others if k.encrypts(address) != encrypts)
         does, not_ = ("encrypts", "does not") if encrypts else ("does not encrypt", "does")
         return (
-            f"this process {does} the connection ({self.setting}), and the other {not_} ({theirs}), if it is of this "
+            f"this process {does} the connection ({self.setting}), and the other {not_} "
+            f"({theirs}), if it is of this "
             f"job at all; give all processes the same transport_encryption, or {ENCRYPTION}"
         )
 
@@ -212,7 +231,8 @@ class Keys:
         """Return what is wrong where the other end does not take what this process shows."""
         if self.folder:
             return (
-                f"its keys are not those of {FOLDER}={self.folder!r}, or do not let this role in any more; both ends "
+                f"its keys are not those of {FOLDER}={self.folder!r}, or do not let this role in "
+                "any more; both ends "
                 "need one server key, and the server the role's file in the folder `clients`"
             )
         return f"the two have not the same {token.VARIABLE}, which all processes of a job must have"
@@ -241,7 +261,8 @@ def _file_name(role: str) -> str:
 
 
 def make_folder(folder: Path, roles: Iterable[str]) -> list[Path]:
-    """Make separate keys for a server and for roles, each in files of mode 0600; what is there stays.
+    """Make separate keys for a server and for roles, each in files of mode 0600; what is there
+    stays.
 
     Returns:
       The files that were written.
@@ -266,7 +287,9 @@ def make_folder(folder: Path, roles: Iterable[str]) -> list[Path]:
                     out.write(key + b"\n")
             made += files
     except OSError as e:
-        raise ConfigError(f"keys cannot be written to {str(folder)!r}: {e.strerror or e} ({e.filename})") from e
+        raise ConfigError(
+            f"keys cannot be written to {str(folder)!r}: {e.strerror or e} ({e.filename})"
+        ) from e
     return made
 
 
@@ -274,16 +297,21 @@ def make_folder(folder: Path, roles: Iterable[str]) -> list[Path]:
 
 
 def check_libzmq() -> None:
-    """Raise ConfigError where libzmq has no CURVE, or one that is too slow and not audited (tweetnacl)."""
+    """Raise ConfigError where libzmq has no CURVE, or one that is too slow and not audited
+    (tweetnacl)."""
     remedy = (
-        "install pyzmq's own wheel (`pip install --force-reinstall --only-binary pyzmq pyzmq`), or write "
+        "install pyzmq's own wheel (`pip install --force-reinstall --only-binary pyzmq pyzmq`), or "
+        "write "
         "transport_encryption='disabled' where nobody else can read the network"
     )
     if not zmq.has("curve"):
-        raise ConfigError(f"libzmq {zmq.zmq_version()} has no CURVE, which encrypts connections; {remedy}")
+        raise ConfigError(
+            f"libzmq {zmq.zmq_version()} has no CURVE, which encrypts connections; {remedy}"
+        )
     if not _has_libsodium():
         raise ConfigError(
-            f"libzmq {zmq.zmq_version()} encrypts without libsodium, which is not among the libraries of this process; "
+            f"libzmq {zmq.zmq_version()} encrypts without libsodium, which is not among the "
+            "libraries of this process; "
             f"{remedy}"
         )
 

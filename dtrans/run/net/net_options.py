@@ -43,7 +43,8 @@ def encryption_of(given: str | None) -> str:
     """Return which connections are encrypted: "required", "auto" or "disabled".
 
     Args:
-      given: the user's `transport_encryption`; None leaves it to DTRANS_TRANSPORT_ENCRYPTION, else to "auto".
+      given: the user's `transport_encryption`; None leaves it to DTRANS_TRANSPORT_ENCRYPTION, else
+        to "auto".
 
     Raises:
       ConfigError: it is another word.

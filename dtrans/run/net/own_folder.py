@@ -1,7 +1,9 @@
-"""A folder for the Unix socket of one process, which the next process sweeps where this one was killed.
+"""A folder for the Unix socket of one process, which the next process sweeps where this one was
+killed.
 
-A process that gets SIGKILL removes nothing. Each folder has a file on which its process holds a lock, which the kernel
-lets go of with the process, however it ends: whoever makes a folder removes those whose lock nobody holds.
+A process that gets SIGKILL removes nothing. Each folder has a file on which its process holds a
+lock, which the kernel lets go of with the process, however it ends: whoever makes a folder removes
+those whose lock nobody holds.
 """
 
 from __future__ import annotations
@@ -58,7 +60,9 @@ def living_folders() -> list[Path]:
 def _sweep(among: Path) -> None:
     """Remove the folders of processes that are gone."""
     for lock in among.glob(f"{PREFIX}*/{LOCK}"):
-        with contextlib.suppress(OSError):  # of another user, or of another process that sweeps or ends
+        with contextlib.suppress(
+            OSError
+        ):  # of another user, or of another process that sweeps or ends
             held = os.open(lock, os.O_RDWR)
             try:
                 fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,8 +1,10 @@
-"""Sockets as this package makes them: on loopback unless told otherwise, with bounded queues of what lingers.
+"""Sockets as this package makes them: on loopback unless told otherwise, with bounded queues of
+what lingers.
 
-A socket that is bound lets in who shows a key or the password of the job (`dtrans.run.net.keys`), and by a Unix socket
-only processes of the same user. Before that only a short greeting is read: no message of a stranger reaches this
-process, however long it is. ZeroMQ asks about each connection by another socket, which a thread answers.
+A socket that is bound lets in who shows a key or the password of the job (`dtrans.run.net.keys`),
+and by a Unix socket only processes of the same user. Before that only a short greeting is read: no
+message of a stranger reaches this process, however long it is. ZeroMQ asks about each connection by
+another socket, which a thread answers.
 """
 
 from __future__ import annotations
@@ -26,13 +28,21 @@ from dtrans.run.net.keys import Keys
 
 
 log = logging.getLogger(__name__)
-_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_REFUSED = (
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 _OTHER_MECHANISM = zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
 LINGER = 5.0  # seconds that closing may take to hand over the last words
 ZAP = "inproc://zeromq.zap.01"  # where ZeroMQ asks (RFC 27)
-PATIENCE = 30.0  # seconds without a sign of the other end's process after which a connection is given up
+PATIENCE = (
+    30.0  # seconds without a sign of the other end's process after which a connection is given up
+)
 HANDSHAKE = 10.0  # seconds that one may take
-BROKEN = 3  # handshakes in a row that the other end breaks off, after which it is asked whether it would encrypt
+# handshakes in a row that the other end breaks off, after which it is asked whether it would
+# encrypt
+BROKEN = 3
 GREETING = 1.0  # seconds that somebody may take to greet
 CURVE_BYTES = 33  # that CURVE adds to a frame: a name, a nonce, a code of authentication and flags
 
@@ -46,8 +56,9 @@ def tcp_address(endpoint: str) -> str:
 def bound_address(endpoint: str) -> str:
     """Return what ZeroMQ binds for an endpoint of this process.
 
-    That is the endpoint itself. It is every address of this host where the host's name is loopback on it: Debian
-    resolves a host's own name to 127.0.1.1, while other hosts resolve it to an address that they reach.
+    That is the endpoint itself. It is every address of this host where the host's name is loopback
+    on it: Debian resolves a host's own name to 127.0.1.1, while other hosts resolve it to an
+    address that they reach.
 
     Example:
       >>> from dtrans.run.net.sockets import bound_address
@@ -65,30 +76,38 @@ def new_socket(context: zmq.Context[Any], kind: int, patience: float = PATIENCE)
     Who wants last words of it to go says so when closing it.
 
     Args:
-      patience: seconds without a sign of the other end's process after which ZeroMQ ends a connection.
+      patience: seconds without a sign of the other end's process after which ZeroMQ ends a
+        connection.
     """
     made = context.socket(kind)
-    # ZeroMQ keeps a copy of this from when a socket is bound, and goes by that copy for peers that have gone: by its
-    # default, to end the context would wait for ever where one goes just before the socket is closed
+    # ZeroMQ keeps a copy of this from when a socket is bound, and goes by that copy for peers that
+    # have gone: by its default, to end the context would wait for ever where one goes just before
+    # the socket is closed
     made.setsockopt(zmq.LINGER, 0)
     made.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE)
     made.setsockopt(zmq.SNDHWM, 0)  # a step's gradients are what bounds the queue
-    made.setsockopt(zmq.RCVHWM, 0)  # of what is sent to sockets that connect; `limit` is for those that are bound
+    made.setsockopt(
+        zmq.RCVHWM, 0
+    )  # of what is sent to sockets that connect; `limit` is for those that are bound
     made.setsockopt(zmq.IPV6, 1)
     made.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE * 1000))
-    # many signs in the time that one may be late: TCP sends again, less and less often, what an outage has lost
+    # many signs in the time that one may be late: TCP sends again, less and less often, what an
+    # outage has lost
     made.setsockopt(zmq.HEARTBEAT_IVL, max(1, int(patience * 100)))
     made.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, int(patience * 900)))
     if kind == zmq.ROUTER:
         # who comes again is who it was, also before the old connection has ended
         made.setsockopt(zmq.ROUTER_HANDOVER, 1)
     if kind == zmq.DEALER:
-        made.setsockopt_string(zmq.ROUTING_ID, token.new_token())  # of this socket, whatever becomes of its connections
+        made.setsockopt_string(
+            zmq.ROUTING_ID, token.new_token()
+        )  # of this socket, whatever becomes of its connections
     return made
 
 
 def bind(made: zmq.Socket[Any], address: str, keys: Keys, reach: str = "") -> str:
-    """Bind a socket to which a `Doorkeeper` lets peers in. Returns the address with its port, as ZeroMQ names it.
+    """Bind a socket to which a `Doorkeeper` lets peers in. Returns the address with its port, as
+    ZeroMQ names it.
 
     Args:
       address: `tcp://host:port`, where the port may be `*`, or `ipc://path`.
@@ -114,7 +133,8 @@ def connect(made: zmq.Socket[Any], address: str, keys: Keys, user: str, role: st
 
 @contextlib.contextmanager
 def _room_for_curve(made: zmq.Socket[Any], keys: Keys, address: str) -> Iterator[None]:
-    """Let encrypted frames be as much larger as encryption makes them. ZeroMQ keeps a copy of the limit per address."""
+    """Let encrypted frames be as much larger as encryption makes them. ZeroMQ keeps a copy of the
+    limit per address."""
     limit = made.getsockopt(zmq.MAXMSGSIZE)
     assert isinstance(limit, int)
     made.setsockopt(zmq.MAXMSGSIZE, limit + CURVE_BYTES * keys.encrypts(address))
@@ -129,8 +149,8 @@ def limit(bound: zmq.Socket[Any], frame: int, messages: int) -> None:
 
     Args:
       frame: bytes of the largest frame; whoever sends a larger one is cut off.
-      messages: how many of one peer may wait to be read, before they wait at the peer; and how many to one peer may
-        wait to be sent, before they are dropped.
+      messages: how many of one peer may wait to be read, before they wait at the peer; and how many
+        to one peer may wait to be sent, before they are dropped.
     """
     bound.setsockopt(zmq.MAXMSGSIZE, frame)
     bound.setsockopt(zmq.RCVHWM, messages)
@@ -138,7 +158,8 @@ def limit(bound: zmq.Socket[Any], frame: int, messages: int) -> None:
 
 
 def check_host(who: str, endpoint: str, remedy: str, keys: Keys, *, allow_remote: bool) -> None:
-    """Raise ConfigError for an endpoint that may not be bound: beyond loopback that takes leave, and keys.
+    """Raise ConfigError for an endpoint that may not be bound: beyond loopback that takes leave,
+    and keys.
 
     Args:
       who: is to bind it, for the message.
@@ -147,7 +168,8 @@ def check_host(who: str, endpoint: str, remedy: str, keys: Keys, *, allow_remote
     if not is_loopback(split_endpoint(endpoint)[0]) and not allow_remote:
         needs = [remedy] + [token.NEEDED] * (not keys.token and not keys.folder)
         raise ConfigError(
-            f"{who} is at {endpoint}, which is not on loopback; to bind an address that other hosts reach needs "
+            f"{who} is at {endpoint}, which is not on loopback; to bind an address that other "
+            "hosts reach needs "
             f"{' and '.join(needs)}"
         )
     keys.check(f"{who} is at {endpoint}", endpoint)
@@ -160,14 +182,17 @@ class Doorkeeper:
 
     Args:
       keys: of the job.
-      users: as whom they may come, each with the role that alone may; an empty one lets every role come.
+      users: as whom they may come, each with the role that alone may; an empty one lets every role
+        come.
     """
 
     def __init__(self, context: zmq.Context[Any], keys: Keys, users: Mapping[str, str]) -> None:
         self._context = context
         self._asked = context.socket(zmq.REP)
         self._asked.bind(ZAP)
-        self._thread = threading.Thread(target=self._answer, args=(keys, users), name="dtrans doorkeeper", daemon=True)
+        self._thread = threading.Thread(
+            target=self._answer, args=(keys, users), name="dtrans doorkeeper", daemon=True
+        )
         self._thread.start()
 
     def _answer(self, keys: Keys, users: Mapping[str, str]) -> None:
@@ -175,9 +200,15 @@ class Doorkeeper:
             self._asked.linger = 0
             while len(asked := self._asked.recv_multipart()) > 1:
                 version, request, _, origin, _, mechanism, *shown = asked
-                user = _user(keys, users, mechanism, shown) if _may_come(origin.decode(errors="replace")) else None
+                user = (
+                    _user(keys, users, mechanism, shown)
+                    if _may_come(origin.decode(errors="replace"))
+                    else None
+                )
                 status = b"400" if user is None else b"200"
-                self._asked.send_multipart([version, request, status, b"", (user or "").encode(), b""])
+                self._asked.send_multipart(
+                    [version, request, status, b"", (user or "").encode(), b""]
+                )
             self._asked.unbind(ZAP)  # at once: another may be bound to it next
 
     def close(self) -> None:
@@ -193,7 +224,8 @@ def _may_come(origin: str) -> bool:
     """Return False for who comes by a Unix socket and has another uid.
 
     Args:
-      origin: what ZeroMQ says of where a connection comes from: the other host's number, or `name:uid:gid:pid`.
+      origin: what ZeroMQ says of where a connection comes from: the other host's number, or
+        `name:uid:gid:pid`.
     """
     try:
         ipaddress.ip_address(origin.partition("%")[0])
@@ -211,7 +243,9 @@ def _user(keys: Keys, users: Mapping[str, str], mechanism: bytes, shown: list[by
             log.error("nobody is let in: %s", e)
             return None
     user, password = (x.decode(errors="replace") for x in (*shown, b"", b"")[:2])
-    is_right = mechanism == b"PLAIN" and user in users and token.is_shown(password, keys.secret, user)
+    is_right = (
+        mechanism == b"PLAIN" and user in users and token.is_shown(password, keys.secret, user)
+    )
     return user if is_right else None
 
 
@@ -234,7 +268,8 @@ class Handshakes:
         self._broken = 0  # handshakes in a row that the other end broke off
 
     def take(self) -> tuple[int, str]:
-        """Take the next event. Returns it, and what is wrong where the other end lets nobody in with such keys."""
+        """Take the next event. Returns it, and what is wrong where the other end lets nobody in
+        with such keys."""
         found = recv_monitor_message(self.monitor)
         event = int(found["event"])
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -243,8 +278,9 @@ class Handshakes:
             return event, self._keys.other_mechanism(self._address)
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             return event, self._keys.other_keys(self._address)
-        # CURVE says nothing to who takes the server for one with another key: it breaks off. So does a tunnel with
-        # nobody behind it, and a process that is stopped says nothing either: neither greets
+        # CURVE says nothing to who takes the server for one with another key: it breaks off. So
+        # does a tunnel with nobody behind it, and a process that is stopped says nothing either:
+        # neither greets
         if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and self._keys.encrypts(self._address):
             self._broken += 1
             if self._broken == BROKEN:
@@ -292,13 +328,16 @@ class Speakers:
     """
 
     def __init__(self, bound: zmq.Socket[Any], refused: Callable[[], None]) -> None:
-        self.monitor: zmq.Socket[Any] = bound.get_monitor_socket(_REFUSED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
+        self.monitor: zmq.Socket[Any] = bound.get_monitor_socket(
+            _REFUSED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+        )
         self._bound, self._refused = bound, refused
         self._known: dict[int, bytes] = {}  # by the file descriptors of their connections
         self._lost: list[bytes] = []
 
     def know(self, address: zmq.Frame) -> None:
-        """Note by which connection somebody speaks. One that has the number of another comes behind its end."""
+        """Note by which connection somebody speaks. One that has the number of another comes behind
+        its end."""
         connection, speaker = int(address.get(zmq.SRCFD)), bytes(address.buffer)
         if self._known.get(connection) != speaker:
             self.listen()
@@ -312,7 +351,9 @@ class Speakers:
                 self._refused()
             elif found["event"] == zmq.EVENT_DISCONNECTED and found["value"] in self._known:
                 speaker = self._known.pop(found["value"])
-                if speaker not in self._known.values():  # else it has come by another connection before
+                if (
+                    speaker not in self._known.values()
+                ):  # else it has come by another connection before
                     self._lost.append(speaker)
 
     def lost(self) -> Iterator[bytes]:

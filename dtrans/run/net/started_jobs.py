@@ -1,7 +1,7 @@
 """Jobs that launchers of this user have started on this host: where they answer, and their tokens.
 
-A launcher that makes the token of a job keeps it in a folder that only this user can read, while the
-job runs. `dtrans status` looks there for a job that answers at the endpoints that it was given.
+A launcher that makes the token of a job keeps it in a folder that only this user can read, while
+the job runs. `dtrans status` looks there for a job that answers at the endpoints that it was given.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def announce_job(endpoints: Sequence[str], token: str) -> Iterator[None]:
 
 
 def token_of_job(endpoints: Sequence[str]) -> str:
-    """Return the token of the job of this user and host that answers at endpoints; empty for none."""
+    """Return the token of the job of this user and host that answers at endpoints; empty for
+    none."""
     for folder in living_folders():
         # a job may end meanwhile, and its folder with it
         with contextlib.suppress(FileNotFoundError):

@@ -1,4 +1,5 @@
-"""Parameter servers, running: in one process on a mesh of devices, or as one process per role over ZeroMQ.
+"""Parameter servers, running: in one process on a mesh of devices, or as one process per role over
+ZeroMQ.
 
     mesh            the whole job in this process; mesh_trainers: all trainers of it at once
     update          what a server does with gradients, compiled; block_update: block by block, for async_server
@@ -13,11 +14,13 @@
     ordered_job     asynchronous roles in one process that take turns, for `plan.verify()`
     background      what a trainer does beside its steps: communicator, geo
 
-A step is one exchange between each trainer and each server: gradients, a barrier and a request go out
-without waiting, and the new blocks come back when the update is made. Where the optimizer reduces over rows that
-live on several servers, those exchange their partial results in the middle of an update. Everything
-that waits has a deadline and says who waits for whom. Nothing on the wire is unpickled or run. Servers bind loopback
-unless told otherwise, and move trainers on the same host to a Unix socket.
+A step is one exchange between each trainer and each server: gradients, a barrier and a request go
+out without waiting, and the new blocks come back when the update is made. Where the optimizer
+reduces over rows that live on several servers, those exchange their partial results in the middle
+of an update. Everything that waits has a deadline and says who waits for whom. Nothing on the wire
+is unpickled or run. Servers bind loopback unless told otherwise, and move trainers on the same host
+to a Unix socket.
 
-Source of the protocol: paddle/fluid/operators/distributed/ (request_handler_impl.cc, rpc_server.cc).
+Source of the protocol: paddle/fluid/operators/distributed/ (request_handler_impl.cc,
+rpc_server.cc).
 """

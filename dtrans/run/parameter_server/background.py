@@ -9,8 +9,8 @@
     prefetch       of GEO-SGD: rows that the trainer keeps; it asks servers for those that it does not have
     fake_init      of GEO-SGD: the trainer keeps no row yet
 
-The connections belong to the communicator from the first such equation on, until `rest`, which whoever uses them in
-another way calls first.
+The connections belong to the communicator from the first such equation on, until `rest`, which
+whoever uses them in another way calls first.
 """
 
 from __future__ import annotations
@@ -99,7 +99,9 @@ class BackgroundComm:
             return bool(self._pending)
         of_communicator = (send_p, recv_p, prefetch_p, send_rows_p, fetch_barrier_p)
         of_geo = (geo_send_p, geo_prefetch_p, geo_init_p)
-        return eqn.primitive in of_geo or (eqn.primitive in of_communicator and "communicator" in eqn.params)
+        return eqn.primitive in of_geo or (
+            eqn.primitive in of_communicator and "communicator" in eqn.params
+        )
 
     def carry_out(self, eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
         """The outputs of one equation. Raises what has ended the communicator."""
@@ -123,7 +125,8 @@ class BackgroundComm:
         if self._pending:
             pending, self._pending = self._pending, []
             self._received = None
-            # not before they are made: a queue of what is still being computed would have steps run ahead of themselves
+            # not before they are made: a queue of what is still being computed would have steps run
+            # ahead of themselves
             jax.block_until_ready([x.rows if isinstance(x, RowGradient) else x for _, x in pending])
             communicator.put(pending)
         if eqn.primitive is fetch_barrier_p:
@@ -131,7 +134,9 @@ class BackgroundComm:
         if eqn.primitive is send_barrier_p:
             communicator.barrier()
             return [None]
-        if self._received is None:  # all leaves of a step are of one answer, and its own: the user may donate them
+        if (
+            self._received is None
+        ):  # all leaves of a step are of one answer, and its own: the user may donate them
             newest = communicator.newest()
             self._received = dict(zip(newest, jax.device_put(list(newest.values())), strict=True))
         return [self._received[eqn.params["names"][0]]]
@@ -154,7 +159,8 @@ class BackgroundComm:
         return True
 
     def between(self, call: Callable[[], T]) -> T:
-        """Let something else use the connections, when what was sent is received. GEO-SGD goes on afterwards."""
+        """Let something else use the connections, when what was sent is received. GEO-SGD goes on
+        afterwards."""
         if self._geo is None or self._communicator is None:
             self.rest()
             return call()
@@ -194,7 +200,11 @@ class BackgroundComm:
     def _geo_send(self, eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
         params = eqn.params
         if params["push_every"]:
-            geo, values, of_tables = self._begun(), values[: len(params["names"])], iter(values[len(params["names"]) :])
+            geo, values, of_tables = (
+                self._begun(),
+                values[: len(params["names"])],
+                iter(values[len(params["names"]) :]),
+            )
             for table, count in params.get("tables", ()):
                 uniq, *made = (next(of_tables) for _ in range(1 + count))
                 geo.rows(table).put(_numbers(uniq, geo.leaf(table)), made)
@@ -238,7 +248,8 @@ class BackgroundComm:
     def _begun(self) -> GeoTrainer:
         if self._geo is None:
             raise StateError(
-                "GEO-SGD changes parameters that the servers know: run the trainer's startup program in this "
+                "GEO-SGD changes parameters that the servers know: run the trainer's startup "
+                "program in this "
                 "executor first, and no other program that communicates between its steps"
             )
         return self._geo

@@ -1,8 +1,9 @@
-"""A server's optimize blocks, one by one: what an asynchronous server does with a gradient that has come.
+"""A server's optimize blocks, one by one: what an asynchronous server does with a gradient that has
+come.
 
-The lr_sched block is run once for each step of a trainer, and every other block when its gradients are there, on the
-state as it is then; one of a table on the rows that the gradient is of. `dtrans.run.parameter_server.update` is the
-same for all blocks at once.
+The lr_sched block is run once for each step of a trainer, and every other block when its gradients
+are there, on the state as it is then; one of a table on the rows that the gradient is of.
+`dtrans.run.parameter_server.update` is the same for all blocks at once.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class BlockUpdates:
     Args:
       update: of the server.
       state: name to array; the initial values.
-      memory: by name, blocks of tables that an update changes a few rows of, as `TableMemory` has them; by default
-        in memory of their own.
+      memory: by name, blocks of tables that an update changes a few rows of, as `TableMemory` has
+        them; by default in memory of their own.
 
     Attributes:
       grads: the gradients that each block reads, by its name.
@@ -45,18 +46,27 @@ class BlockUpdates:
       before: called before each update of a block.
 
     Raises:
-      ConfigError: blocks that reduce over rows with other servers, which takes the gradients of all at once.
+      ConfigError: blocks that reduce over rows with other servers, which takes the gradients of all
+        at once.
     """
 
-    def __init__(self, update: ServerUpdate, state: State, memory: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, update: ServerUpdate, state: State, memory: Mapping[str, Any] | None = None
+    ) -> None:
         self.update = update
         self._memory = memory_of(update, state) if memory is None else memory
-        self._whole_updates = collections.Counter[str]()  # of tables each of whose updates is of all rows
+        self._whole_updates = collections.Counter[
+            str
+        ]()  # of tables each of whose updates is of all rows
         steps = lambda name: self._whole_updates[name]
-        self.held = ServerTables(update.endpoint, update.tables, self._memory, lambda: self.state, steps)
+        self.held = ServerTables(
+            update.endpoint, update.tables, self._memory, lambda: self.state, steps
+        )
         self.state = {**state, **{n: x for t in self._memory.values() for n, x in t.held.items()}}
         if any(b.level or b.role == DIST for b in update.blocks):
-            raise ConfigError(f"pserver {update.endpoint} reduces over rows, and cannot be asynchronous")
+            raise ConfigError(
+                f"pserver {update.endpoint} reduces over rows, and cannot be asynchronous"
+            )
         self._first = [b for b in update.blocks if b.role == LR_SCHED]
         self._blocks = {b.name: b for b in update.blocks if b.role != LR_SCHED}
         self.grads = {name: [g.name for g in b.grads] for name, b in self._blocks.items()}
@@ -66,18 +76,23 @@ class BlockUpdates:
         params = set(update.params)
         # what a block makes anew, and nobody else has a use for
         self._spent = {
-            name: [n for n in b.in_names if n in b.out_names and readers[n] == 1 and n not in params]
+            name: [
+                n for n in b.in_names if n in b.out_names and readers[n] == 1 and n not in params
+            ]
             for name, b in self._blocks.items()
         }
         self.spent = frozenset(n for names in self._spent.values() for n in names)
         self.before: Callable[[], object] = lambda: None
         self._tables = {n: t for t in update.tables.values() for n in t.gradients.values()}
-        self._sized: dict[tuple[str, int], Callable[[State, State], dict[str, Any]]] = {}  # by block and rows
+        self._sized: dict[
+            tuple[str, int], Callable[[State, State], dict[str, Any]]
+        ] = {}  # by block and rows
         self._compiled: dict[Any, Callable[..., Any]] = {}
         self._jitted = {b.name: self._compile(b) for b in update.blocks}
 
     def begin(self, state: State) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Begin a step of a trainer: the state that is new, and the values that blocks of this step read."""
+        """Begin a step of a trainer: the state that is new, and the values that blocks of this step
+        read."""
         values = {n: state[n] for n in self._replaced}
         new: dict[str, Any] = {}
         for block in self._first:
@@ -93,10 +108,15 @@ class BlockUpdates:
         """
         if not arrived:
             return []
-        return [b for b, grads in self.grads.items() if b not in used and all(n in arrived for n in grads)]
+        return [
+            b
+            for b, grads in self.grads.items()
+            if b not in used and all(n in arrived for n in grads)
+        ]
 
     def apply(self, block: str, grads: State, state: State, values: State) -> dict[str, Any]:
-        """The state that is new after a block's update. What it alone reads of the state may be gone.
+        """The state that is new after a block's update. What it alone reads of the state may be
+        gone.
 
         Waits until it is computed: the memory of gradients is written again with the next step.
         """
@@ -123,7 +143,11 @@ class BlockUpdates:
 
     def rows(self, name: str, ids: np.ndarray, state: State, *, train: bool) -> np.ndarray:
         """Rows of a block of a table, as they are."""
-        return self._memory[name].rows(ids, train=train) if name in self._memory else np.asarray(state[name])[ids]
+        return (
+            self._memory[name].rows(ids, train=train)
+            if name in self._memory
+            else np.asarray(state[name])[ids]
+        )
 
     def tables(self) -> dict[str, Any]:
         """Blocks of tables, and their state, as after the last update."""
@@ -134,11 +158,18 @@ class BlockUpdates:
         return {n: x for t in self._memory.values() for n, x in t.snapshot(patience).items()}
 
     def _made(
-        self, block: str, run: Callable[[State, State], dict[str, Any]], grads: State, state: State, values: State
+        self,
+        block: str,
+        run: Callable[[State, State], dict[str, Any]],
+        grads: State,
+        state: State,
+        values: State,
     ) -> dict[str, Any]:
         names = self._blocks[block].in_names
         spent = {n: state[n] for n in self._spent[block]}
-        return jax.block_until_ready(run(_picked([n for n in names if n not in spent], grads, values, state), spent))
+        return jax.block_until_ready(
+            run(_picked([n for n in names if n not in spent], grads, values, state), spent)
+        )
 
     def _compile(self, block: OptimizeBlock) -> Callable[[State, State], dict[str, Any]]:
         """A block as a function of what it reads: what others may still read, and what nobody will.
@@ -153,7 +184,9 @@ class BlockUpdates:
         if key not in self._compiled:
 
             def run(read: Sequence[Any], lost: Sequence[Any]) -> Sequence[Any]:
-                made: Sequence[Any] = evaluate(block.jaxpr, *((lost if own else read)[i] for own, i in order))
+                made: Sequence[Any] = evaluate(
+                    block.jaxpr, *((lost if own else read)[i] for own, i in order)
+                )
                 return made
 
             self._compiled[key] = jax.jit(run, donate_argnums=1)

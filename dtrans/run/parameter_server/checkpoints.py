@@ -1,8 +1,9 @@
-"""Checkpoints of one server: the folder, the names, and the marks of what it writes while it serves.
+"""Checkpoints of one server: the folder, the names, and the marks of what it writes while it
+serves.
 
-A name is what the user called it. When a job ends by an error nobody names what its servers still hold. The name is the
-number of the step then, counted as the user does: from the last checkpoint of this job that has a number for its name,
-or from the one that the job was begun from.
+A name is what the user called it. When a job ends by an error nobody names what its servers still
+hold. The name is the number of the step then, counted as the user does: from the last checkpoint of
+this job that has a number for its name, or from the one that the job was begun from.
 """
 
 from __future__ import annotations
@@ -39,11 +40,13 @@ class ServerCheckpoints:
         """Save what trainers have asked for."""
         checkpoint.save_serving(self.folder / name, self.plan, self.endpoint, state, mark)
 
-    def keep_last(self, state: Mapping[str, Any], mark: Mark, asked: Mapping[str, int]) -> Path | None:
+    def keep_last(
+        self, state: Mapping[str, Any], mark: Mark, asked: Mapping[str, int]
+    ) -> Path | None:
         """Save what the server holds when its job ends by an error.
 
-        Synchronous servers that are at different steps write to different folders, neither of them whole. Asynchronous
-        ones have no step in common: the first of them chooses the name for all.
+        Synchronous servers that are at different steps write to different folders, neither of them
+        whole. Asynchronous ones have no step in common: the first of them chooses the name for all.
 
         Args:
           mark: of the run, and the step of this server.
@@ -67,17 +70,23 @@ class ServerCheckpoints:
             name = f"{name}-{mark.run[0]}"
             self.keep(name, state, mark)
         if not self.plan.sync_mode and self.endpoint == holding[0]:
-            for other in (ep for ep in self.plan.servers if ep not in holding):  # these count no steps
+            for other in (
+                ep for ep in self.plan.servers if ep not in holding
+            ):  # these count no steps
                 dataclasses.replace(self, endpoint=other).keep(name, {}, mark)
         return self.folder / name
 
     def _number(self, step: int, asked: Mapping[str, int]) -> int:
         """Return the number of a step as the user counts."""
-        last = max(((made, int(name)) for name, made in asked.items() if name.isdecimal()), default=(0, self.begun))
+        last = max(
+            ((made, int(name)) for name, made in asked.items() if name.isdecimal()),
+            default=(0, self.begun),
+        )
         return last[1] + step - last[0]
 
     def _agreed(self, name: str, mark: Mark) -> str:
-        """Return the name that the first server of this run has chosen: a link is there at once, or is not."""
+        """Return the name that the first server of this run has chosen: a link is there at once, or
+        is not."""
         self.folder.mkdir(parents=True, exist_ok=True)
         link = self.folder / f".last-of-{mark.run[0]}"
         try:

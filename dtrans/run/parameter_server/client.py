@@ -1,8 +1,9 @@
-"""A trainer's connection to one server: the sockets that its `dtrans.protocol.trainer_line` is driven with.
+"""A trainer's connection to one server: the sockets that its `dtrans.protocol.trainer_line` is
+driven with.
 
-The connection is made over TCP; a server on the same host answers with the address of a Unix socket, and
-the trainer moves there. Both ends know of each other by ZeroMQ's heartbeats, which its own threads send: a process that
-computes, or holds Python's lock, is not taken for dead.
+The connection is made over TCP; a server on the same host answers with the address of a Unix
+socket, and the trainer moves there. Both ends know of each other by ZeroMQ's heartbeats, which its
+own threads send: a process that computes, or holds Python's lock, is not taken for dead.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class Connection:
       line: what is said.
 
     Raises:
-      DeadlineError: the server did not answer in time. PeerError: it refused, or it is not there and
-        `wait_port` is off.
+      DeadlineError: the server did not answer in time. PeerError: it refused, or it is not there
+        and `wait_port` is off.
     """
 
     def __init__(
@@ -88,7 +89,9 @@ class Connection:
             try:
                 socket.create_connection((host, port), timeout=deadline).close()
             except OSError as e:
-                raise PeerError(f"{self.line.me} finds no pserver at {endpoint}: {e.strerror or e}") from e
+                raise PeerError(
+                    f"{self.line.me} finds no pserver at {endpoint}: {e.strerror or e}"
+                ) from e
         self._open(address)
         try:
             local = answered(greeted(self.line), self.receive)
@@ -126,7 +129,8 @@ class Connection:
         """The next message that is an answer. Raises as the class does."""
         line.wait(waiting_for, time.monotonic())
         while True:
-            # a connection that ended is looked at once more: the last words of a server come before its end
+            # a connection that ended is looked at once more: the last words of a server come before
+            # its end
             gone = line.gone
             line.say_that_it_waits(time.monotonic())
             wait = 0.0 if gone else max(0.0, min(line.wakes - time.monotonic(), LONG))
@@ -143,7 +147,8 @@ class Connection:
                 line.look(time.monotonic())
 
     def _note_event(self) -> None:
-        """Take what the monitor reports. Raises PeerError where the server lets nobody in who has such keys."""
+        """Take what the monitor reports. Raises PeerError where the server lets nobody in who has
+        such keys."""
         event, why = self._handshakes.take()
         if why:
             raise self.line.barred(why)
@@ -161,7 +166,9 @@ class Connection:
     def _open(self, address: str) -> None:
         self.line.opened(local=address.startswith("ipc:"))
         self._socket: zmq.Socket[Any] = new_socket(self._context, zmq.DEALER, self._patience)
-        self._socket.setsockopt(zmq.PROBE_ROUTER, 1)  # the server is told of a connection though this trainer computes
+        self._socket.setsockopt(
+            zmq.PROBE_ROUTER, 1
+        )  # the server is told of a connection though this trainer computes
         self._handshakes = Handshakes(self._socket, self._keys, address)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
@@ -169,7 +176,8 @@ class Connection:
         connect(self._socket, address, self._keys, DOOR, self.line.me)
 
     def _move(self, address: str) -> None:
-        """Go on by another connection; the first is closed when the server knows of it, and does not miss it."""
+        """Go on by another connection; the first is closed when the server knows of it, and does
+        not miss it."""
         socket, handshakes = self._socket, self._handshakes
         try:
             self._open(address)
@@ -200,7 +208,11 @@ class Connection:
         while not self.line.gone and time.monotonic() < limit:
             ready = dict(self._poller.poll(max(0, int((limit - time.monotonic()) * 1000))))
             if self._socket in ready:
-                with contextlib.suppress(WireError):  # whatever it says, there is nothing to be done any more
-                    self.line.gone = wire.parse(self._socket.recv_multipart(copy=False)).op == "goodbye"
+                with contextlib.suppress(
+                    WireError
+                ):  # whatever it says, there is nothing to be done any more
+                    self.line.gone = (
+                        wire.parse(self._socket.recv_multipart(copy=False)).op == "goodbye"
+                    )
             elif self._handshakes.monitor in ready:
                 self._note_event()

@@ -1,10 +1,12 @@
-"""What sends and receives for a trainer beside its steps: a thread around `dtrans.protocol.traffic`.
+"""What sends and receives for a trainer beside its steps: a thread around
+`dtrans.protocol.traffic`.
 
-A step puts its gradients into a queue (`put`) and takes the parameters that were received last (`newest`); neither
-waits, unless the queue is full, or nothing was received yet. The thread owns the connections while it runs.
+A step puts its gradients into a queue (`put`) and takes the parameters that were received last
+(`newest`); neither waits, unless the queue is full, or nothing was received yet. The thread owns
+the connections while it runs.
 
-`barrier` waits until all that was put is in what was received; with it at the end of every step, a trainer is as one
-without a communicator. `look_up` waits for rows of tables.
+`barrier` waits until all that was put is in what was received; with it at the end of every step, a
+trainer is as one without a communicator. `look_up` waits for rows of tables.
 """
 
 from __future__ import annotations
@@ -41,9 +43,11 @@ class Communicator:
       deadline: seconds that parameters may be on their way.
       name: of the trainer.
       endpoints: servers that have rows of tables.
-      kept: tables of which the trainer keeps rows: what it receives of these is which of them others have changed.
+      kept: tables of which the trainer keeps rows: what it receives of these is which of them
+        others have changed.
 
-    Every method raises what has ended the thread: PeerError, DeadlineError, WireError, or what JAX raised.
+    Every method raises what has ended the thread: PeerError, DeadlineError, WireError, or what JAX
+    raised.
     """
 
     def __init__(
@@ -59,15 +63,22 @@ class Communicator:
     ) -> None:
         self.config = config
         self.name = name
-        everywhere = (*(ep for leaf in (*leaves.values(), *kept.values()) for ep in leaf.endpoints), *endpoints)
+        everywhere = (
+            *(ep for leaf in (*leaves.values(), *kept.values()) for ep in leaf.endpoints),
+            *endpoints,
+        )
         self._lines = {ep: lines(ep) for ep in dict.fromkeys(everywhere)}
         self._changed = threading.Condition()
         self._queue: collections.deque[Group] = collections.deque()
         self._put = 0  # steps put so far
-        self._wanted: tuple[Sequence[WantedRows], bool] | None = None  # rows that are to be asked for
+        self._wanted: tuple[Sequence[WantedRows], bool] | None = (
+            None  # rows that are to be asked for
+        )
         self._looks_up = False  # whether somebody waits for rows
         self._call: tuple[Callable[[], Any], concurrent.futures.Future[Any]] | None = None
-        self._newest: tuple[int, dict[str, Any]] | None = None  # how many steps are in it; and the leaves
+        self._newest: tuple[int, dict[str, Any]] | None = (
+            None  # how many steps are in it; and the leaves
+        )
         self._ended = False
         self._discarded = False
         self._error: BaseException | None = None
@@ -81,7 +92,9 @@ class Communicator:
             kept=dict(kept),
         )
         self._wake, self._waker = os.pipe()
-        self._thread = threading.Thread(target=self._run, name=f"dtrans communicator of {name}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name=f"dtrans communicator of {name}", daemon=True
+        )
         self._thread.start()
 
     # -- what steps call -------------------------------------------------------------------------
@@ -89,17 +102,20 @@ class Communicator:
     def put(self, group: Group) -> None:
         """Let what a step has made be sent. Waits while the queue is full."""
         with self._changed:
-            self._changed.wait_for(lambda: self._error or len(self._queue) < self.config.send_queue_size)
+            self._changed.wait_for(
+                lambda: self._error or len(self._queue) < self.config.send_queue_size
+            )
             self._check()
             self._queue.append(group)
             self._put += 1
         os.write(self._waker, b"+")
 
     def newest(self) -> dict[str, Any]:
-        """The parameters that were received last, as memory that is not written again while anybody refers to it.
+        """The parameters that were received last, as memory that is not written again while anybody
+        refers to it.
 
-        Waits for the first. Of tables of which the trainer keeps rows, a `RowGradient` has those that others have
-        changed; who keeps rows has to take each answer.
+        Waits for the first. Of tables of which the trainer keeps rows, a `RowGradient` has those
+        that others have changed; who keeps rows has to take each answer.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._error or self._newest is not None)
@@ -108,7 +124,8 @@ class Communicator:
             return self._newest[1]
 
     def received(self) -> int:
-        """How many of the steps that were put are in what was received last; -1 when nothing was."""
+        """How many of the steps that were put are in what was received last; -1 when nothing
+        was."""
         with self._changed:
             self._check()
             return -1 if self._newest is None else self._newest[0]
@@ -116,11 +133,14 @@ class Communicator:
     def barrier(self) -> None:
         """Wait until all that was put is sent, and what was made of it received."""
         with self._changed:
-            self._changed.wait_for(lambda: self._error or (self._newest is not None and self._newest[0] >= self._put))
+            self._changed.wait_for(
+                lambda: self._error or (self._newest is not None and self._newest[0] >= self._put)
+            )
             self._check()
 
     def look_up(self, wanted: Sequence[WantedRows], *, train: bool) -> None:
-        """Receive rows of tables as they are now, each into its memory. With `train` a step is made of them."""
+        """Receive rows of tables as they are now, each into its memory. With `train` a step is made
+        of them."""
         with self._changed:
             self._check()
             self._wanted, self._looks_up = (wanted, train), True
@@ -130,7 +150,8 @@ class Communicator:
             self._check()
 
     def between(self, call: Callable[[], T]) -> T:
-        """Let something else use the connections, when all that was put is received. Raises what it raises."""
+        """Let something else use the connections, when all that was put is received. Raises what it
+        raises."""
         made: concurrent.futures.Future[T] = concurrent.futures.Future()
         with self._changed:
             self._check()
@@ -142,7 +163,8 @@ class Communicator:
         return made.result()
 
     def stop(self, *, discard: bool = False) -> None:
-        """Send what is left, unless it is to be discarded, and give the connections back when all answers are here."""
+        """Send what is left, unless it is to be discarded, and give the connections back when all
+        answers are here."""
         with self._changed:
             self._ended = True
             self._discarded = discard
@@ -193,11 +215,21 @@ class Communicator:
                 self._make_call()
             if self._discarded or (over and not traffic.pulling and not traffic.looking_up):
                 return
-            gone = [line for line in self._lines.values() if line.line.gone]  # what they said last may be here
+            gone = [
+                line for line in self._lines.values() if line.line.gone
+            ]  # what they said last may be here
             lines = self._lines.values()
-            until = min([t for t in (traffic.wakes, *(x.line.retries_until for x in lines)) if t is not None])
+            until = min(
+                [
+                    t
+                    for t in (traffic.wakes, *(x.line.retries_until for x in lines))
+                    if t is not None
+                ]
+            )
             left = None if until == math.inf else max(0.0, until - time.monotonic())
-            ready = dict(poller.poll(0 if groups or gone else None if left is None else int(left * 1000) + 1))
+            ready = dict(
+                poller.poll(0 if groups or gone else None if left is None else int(left * 1000) + 1)
+            )
             if self._wake in ready:
                 os.read(self._wake, 4096)
             for line in {of[s] for s in ready if s in of}.union(gone):

@@ -4,13 +4,14 @@
     send           to the outbox of each server; it leaves when it is full, or with the message that ends the step
     send_barrier   is only noted
     recv           only notes what is wanted, and where in its parameter's memory it goes
-    fetch_barrier  one message to each server: what is left in its outbox, that it was all, and what is wanted; then
-                   each block is received into the parameters. An asynchronous step has none: that message goes before
-                   what comes next, or at the program's end (`settle`)
+    fetch_barrier  one message to each server: what is left in its outbox, that it was all, and what
+                   is wanted; then each block is received into the parameters. An asynchronous step
+                   has none: that message goes before what comes next, or at the program's end
+                   (`settle`)
     split_ids      the numbers of rows that a step looks up, unique and sorted; they are checked here
     prefetch       only notes what is wanted: before anything else is done (`land_rows`), a message goes to each server
-                   for each block of which rows are wanted, and then all answers are waited for. Rows that were
-                   announced (`announce`) have come before
+                   for each block of which rows are wanted, and then all answers are waited for.
+                   Rows that were announced (`announce`) have come before
     fake_init      an array of none of the table's rows
     send_rows      as `send`, of the rows that were asked for, to the servers that have them
     exchange       a message to the server of the round, and its answer, which is waited for
@@ -18,11 +19,13 @@
     listen_and_serv  serves
     init_on_use    gives what stands for rows that nobody has asked for yet
 
-What programs leave to a communicator or to GEO-SGD is carried out by `dtrans.run.parameter_server.background`. Where a
-leaf is cut at run time, its blocks are views of its memory, too.
+What programs leave to a communicator or to GEO-SGD is carried out by
+`dtrans.run.parameter_server.background`. Where a leaf is cut at run time, its blocks are views of
+its memory, too.
 
-The copies: a gradient leaves from where XLA made it (blocks of a few KB are gathered into one frame); a block
-is copied once, from ZeroMQ's frame into its parameter, which JAX takes without a copy.
+The copies: a gradient leaves from where XLA made it (blocks of a few KB are gathered into one
+frame); a block is copied once, from ZeroMQ's frame into its parameter, which JAX takes without a
+copy.
 """
 
 from __future__ import annotations
@@ -76,7 +79,8 @@ T = TypeVar("T")
 
 
 class EndpointFabric:
-    """What one process needs to take part; see the module's docstring. Arguments are those of `Executor`."""
+    """What one process needs to take part; see the module's docstring. Arguments are those of
+    `Executor`."""
 
     def __init__(
         self,
@@ -102,8 +106,12 @@ class EndpointFabric:
         self._plan: Mapping[str, str] = {}  # the parts of the fingerprint of the plan
         self._steps = TrainerSteps(lambda endpoint: self._connection(endpoint).line)
         self._landings: list[Landing] = []  # the blocks being received
-        self._rows: list[tuple[JaxprEqn, LookedUp]] = []  # the rows that are to be received, of which equation
-        self._barriered: tuple[str, ...] = ()  # the servers of a send_barrier that no fetch_barrier follows
+        self._rows: list[
+            tuple[JaxprEqn, LookedUp]
+        ] = []  # the rows that are to be received, of which equation
+        self._barriered: tuple[
+            str, ...
+        ] = ()  # the servers of a send_barrier that no fetch_barrier follows
         self._pool = BufferPool()
         self._beside = BackgroundComm(self._connection, deadline)
         self._closed = False
@@ -119,14 +127,17 @@ class EndpointFabric:
             split_ids_p: lambda eqn, values: [unique_ids(values, **eqn.params)],
             prefetch_p: self._prefetch,
             send_rows_p: self._send_rows,
-            fake_init_p: lambda eqn, values: [np.zeros(v.aval.shape, v.aval.dtype) for v in eqn.outvars],
+            fake_init_p: lambda eqn, values: [
+                np.zeros(v.aval.shape, v.aval.dtype) for v in eqn.outvars
+            ],
             concat_p: self._concat,
             listen_and_serv_p: self._serve,
             init_on_use_p: new_rows,
         }
 
     def carry_out(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
-        """The outputs of one communication equation. Those of `recv` are not there before the next, or `settle`."""
+        """The outputs of one communication equation. Those of `recv` are not there before the next,
+        or `settle`."""
         if self._closed:
             raise StateError("this executor is closed; make a new one")
         if self._watch.looks:
@@ -151,24 +162,31 @@ class EndpointFabric:
     # -- gradients -------------------------------------------------------------------------------
 
     def _look(self, eqn: JaxprEqn, values: Sequence[Any]) -> None:
-        """Look at what is about to be sent. Raises NonfiniteError; ConfigError where that is no gradient."""
+        """Look at what is about to be sent. Raises NonfiniteError; ConfigError where that is no
+        gradient."""
         if eqn.primitive is geo_send_p:
             raise ConfigError(
-                f"on_nonfinite={self._watch.how!r}: with dtrans.Geo trainers keep their gradients, and send what has "
+                f"on_nonfinite={self._watch.how!r}: with dtrans.Geo trainers keep their gradients, "
+                "and send what has "
                 "changed; leave it out"
             )
         if eqn.primitive is send_rows_p:
             self._watch.look([(eqn.params["table"], values[1])])
         if eqn.primitive is send_p:
-            names = eqn.params["names"]  # of blocks; a leaf that is cut when it is sent is one value
-            self._watch.look(zip(names if len(names) == len(values) else [", ".join(names)], values, strict=True))
+            names = eqn.params[
+                "names"
+            ]  # of blocks; a leaf that is cut when it is sent is one value
+            self._watch.look(
+                zip(names if len(names) == len(values) else [", ".join(names)], values, strict=True)
+            )
 
     def _split(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         (x,) = values
         return rows_of(np.asarray(x), eqn.params["sections"])
 
     def settle(self) -> None:
-        """Receive what programs without a `fetch_barrier` have asked for: all of it with one request to each server."""
+        """Receive what programs without a `fetch_barrier` have asked for: all of it with one
+        request to each server."""
         self.land_rows()
         self._receive()
 
@@ -185,7 +203,10 @@ class EndpointFabric:
     def _send(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         self._identify(eqn)
         if "sections" in eqn.params:
-            values = [rows for _, _, rows in leaf_of(eqn, eqn.invars[0].aval).blocks(np.asarray(values[0]))]
+            values = [
+                rows
+                for _, _, rows in leaf_of(eqn, eqn.invars[0].aval).blocks(np.asarray(values[0]))
+            ]
         for x, endpoint, name in zip(values, eqn.params["epmap"], eqn.params["names"], strict=True):
             self._steps.send(endpoint, name, np.asarray(x))
         return [None]
@@ -210,7 +231,8 @@ class EndpointFabric:
         return LookedUp(table, uniq, rows, rows_wanted(eqn, uniq, rows))
 
     def announce(self, lookups: Sequence[tuple[JaxprEqn, np.ndarray]]) -> None:
-        """Ask for the rows of `prefetch` equations of a later step, by their numbers, and wait for none."""
+        """Ask for the rows of `prefetch` equations of a later step, by their numbers, and wait for
+        none."""
         if self._closed:
             raise StateError("this executor is closed; make a new one")
         self.settle()
@@ -222,12 +244,15 @@ class EndpointFabric:
         """Receive the rows that `prefetch` equations want: what reads them comes next."""
         noted, self._rows = self._rows, []
         if noted:
-            self._answered(self._steps.prefetch([w for _, x in noted for w in x.wanted], train=True))
+            self._answered(
+                self._steps.prefetch([w for _, x in noted for w in x.wanted], train=True)
+            )
         for eqn, x in noted:
             put_in_place(x.uniq, x.rows, x.wanted, eqn.params["spans"])
 
     def look_up(self, eqn: JaxprEqn, ids: np.ndarray) -> np.ndarray:
-        """Rows of a table by their numbers, increasing, for a `prefetch` equation; no step is made of them."""
+        """Rows of a table by their numbers, increasing, for a `prefetch` equation; no step is made
+        of them."""
         t = eqn.params["types"][0]
         rows = np.empty((len(ids), *t.shape[1:]), t.dtype)
         wanted = rows_wanted(eqn, ids, rows)
@@ -244,11 +269,14 @@ class EndpointFabric:
         return [None]
 
     def between(self, what: str, ask: Callable[[TrainerSteps], Waiting[T]]) -> T:
-        """Ask servers for something between two steps of this trainer; `what` it is, for an error."""
+        """Ask servers for something between two steps of this trainer; `what` it is, for an
+        error."""
         if self._closed:
             raise StateError("this executor is closed; make a new one")
         if self._me is None:
-            raise ConfigError(f"{what}: no server knows this trainer before its first parameters: job.init")
+            raise ConfigError(
+                f"{what}: no server knows this trainer before its first parameters: job.init"
+            )
         self.settle()
         return self._beside.between(lambda: self._answered(ask(self._steps)))
 
@@ -257,7 +285,9 @@ class EndpointFabric:
         self._steps.in_step = True
         return self.exchange(eqn.params["endpoint"], eqn.params["round"], eqn.params["how"], values)
 
-    def exchange(self, endpoint: str, number: int, how: Sequence[Sequence[Any]], values: Sequence[Any]) -> list[Any]:
+    def exchange(
+        self, endpoint: str, number: int, how: Sequence[Sequence[Any]], values: Sequence[Any]
+    ) -> list[Any]:
         """Values of which each trainer has a part, made one by a server (`dtrans.ops.rpc`)."""
         parts = [(np.asarray(x), way) for x, way in zip(values, how, strict=True)]
         return self._answered(self._steps.exchange(endpoint, number, parts))
@@ -275,7 +305,13 @@ class EndpointFabric:
             leaf = leaf_of(eqn, types[0])
         else:
             rows = [t.shape[0] for t in types]
-            leaf = Leaf(eqn.params["epmap"], names, tuple(rows), (sum(rows), *types[0].shape[1:]), types[0].dtype)
+            leaf = Leaf(
+                eqn.params["epmap"],
+                names,
+                tuple(rows),
+                (sum(rows), *types[0].shape[1:]),
+                types[0].dtype,
+            )
         whole = self._pool.take(names[0], leaf.shape, leaf.dtype)
         blocks = leaf.blocks(whole)
         self._landings += blocks
@@ -285,7 +321,8 @@ class EndpointFabric:
         if "trainers" in eqn.params:
             self._identify(eqn)
         landings = self._landings
-        # also of a server that has nothing for us: it answers when all trainers are there, and nobody runs ahead
+        # also of a server that has nothing for us: it answers when all trainers are there, and
+        # nobody runs ahead
         self._land(landings, eqn.params["endpoints"])
         return [rows for _, _, rows in landings]
 
@@ -295,7 +332,9 @@ class EndpointFabric:
         self._answered(self._steps.request(landings, endpoints, barriered))
 
     def _answered(self, waiting: Waiting[T]) -> T:
-        return answered(waiting, lambda line, what: self._connections[line.endpoint].receive(line, what))
+        return answered(
+            waiting, lambda line, what: self._connections[line.endpoint].receive(line, what)
+        )
 
     def _concat(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         if all(isinstance(v, np.ndarray) for v in values):
@@ -310,7 +349,8 @@ class EndpointFabric:
         me = (eqn.params["trainer_id"], eqn.params["trainers"])
         if self._me not in (None, me):
             raise ConfigError(
-                f"this executor already ran programs of trainer {self._me[0]}, and cannot be trainer {me[0]}"
+                f"this executor already ran programs of trainer {self._me[0]}, and cannot be "
+                f"trainer {me[0]}"
             )
         if self._me is None and eqn.params["trainer_id"] == 0:
             note(TRAINER, self._session)  # by which the servers know the run, too
@@ -362,7 +402,8 @@ class EndpointFabric:
         return [final[n] for n in names]
 
     def close(self, error: BaseException | None) -> None:
-        """Leave every server, with the reason if there is one. In the middle of a synchronous step there is."""
+        """Leave every server, with the reason if there is one. In the middle of a synchronous step
+        there is."""
         if self._closed:
             return
         self._closed = True
@@ -378,7 +419,8 @@ class EndpointFabric:
         except DtransError as e:  # all that was trained is there: servers end as they should
             failed = e
         if self._steps.in_step and reason is None:
-            reason = "it closed in the middle of a step"  # which some servers may have heard of, and others not
+            # which some servers may have heard of, and others not
+            reason = "it closed in the middle of a step"
         with contextlib.ExitStack() as stack:  # each is closed, whatever the others say
             if self._context is not None:
                 stack.callback(self._context.destroy, linger=int(LINGER * 1000))
@@ -399,7 +441,9 @@ def _side_by_side(blocks: Sequence[np.ndarray]) -> np.ndarray | None:
             return None
         at += b.nbytes
     return (
-        np.ndarray((total, *first.shape[1:]), first.dtype, base, first.ctypes.data - base.ctypes.data)
+        np.ndarray(
+            (total, *first.shape[1:]), first.dtype, base, first.ctypes.data - base.ctypes.data
+        )
         if base is not None
         else None
     )

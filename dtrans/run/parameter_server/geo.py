@@ -1,7 +1,7 @@
 """GEO-SGD in a trainer's process: `dtrans.protocol.geo_steps` on JAX's arrays and a communicator.
 
-Rows of tables, which the trainer keeps beside (`dtrans.protocol.tables.kept_rows`), are pushed and pulled with the
-other parameters.
+Rows of tables, which the trainer keeps beside (`dtrans.protocol.tables.kept_rows`), are pushed and
+pulled with the other parameters.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class PushQueue(Protocol):
         """Let a push be sent."""
 
     def newest(self) -> Mapping[str, Any]:
-        """Return what was received last: parameters by their position, and rows of tables that others have changed."""
+        """Return what was received last: parameters by their position, and rows of tables that
+        others have changed."""
 
     def received(self) -> int:
         """Return how many pushes are in what was received last."""
@@ -44,7 +45,8 @@ class GeoTrainer:
       leaves: the parameters, as deltas to be sent.
       trainers: how many there are.
       values: the parameters that it starts from.
-      tables: the rows that it keeps of each table, with the table as deltas to be sent, by its name.
+      tables: the rows that it keeps of each table, with the table as deltas to be sent, by its
+        name.
     """
 
     def __init__(
@@ -75,13 +77,17 @@ class GeoTrainer:
     def report(self) -> list[str]:
         """How many rows of each table are kept, and what they weigh."""
         who = self._communicator.name
-        return [f"{who}: {n}: {len(x):,} rows are kept, {x.nbytes:,} bytes" for n, (_, x) in self._tables.items()]
+        return [
+            f"{who}: {n}: {len(x):,} rows are kept, {x.nbytes:,} bytes"
+            for n, (_, x) in self._tables.items()
+        ]
 
     def finish(self) -> None:
         """Push what was not. Raises StateError where that is not there any more."""
         if self._steps.owes and any(x.is_deleted() for x in self._steps.local):
             raise StateError(
-                "the parameters of the last step were donated to another computation, and what has changed in them "
+                "the parameters of the last step were donated to another computation, and what has "
+                "changed in them "
                 "since the last push is lost: close the executor before"
             )
         self._driven(self._steps.finish())
@@ -128,7 +134,8 @@ class DeviceArithmetic:
 
 @jax.jit
 def _copied(values: list[Any]) -> list[jax.Array]:
-    # the memory of what was received is written again when nobody refers to it, and a user may donate what they have
+    # the memory of what was received is written again when nobody refers to it, and a user may
+    # donate what they have
     return [x.copy() for x in values]
 
 
@@ -136,7 +143,9 @@ def _copied(values: list[Any]) -> list[jax.Array]:
 def _pushed(trainers: int) -> Any:
     def fn(local: list[Any], old: list[Any]) -> tuple[list[Any], list[Any]]:
         deltas = [((x - o) / trainers).astype(o.dtype) for x, o in zip(local, old, strict=True)]
-        deltas = jax.lax.optimization_barrier(deltas)  # rounded as they are sent, so that old is what the server has
+        deltas = jax.lax.optimization_barrier(
+            deltas
+        )  # rounded as they are sent, so that old is what the server has
         return deltas, [o + d for o, d in zip(old, deltas, strict=True)]
 
     return jax.jit(fn)

@@ -1,4 +1,5 @@
-"""The whole job in one process: trainers on one mesh of devices, each server on a device of another.
+"""The whole job in one process: trainers on one mesh of devices, each server on a device of
+another.
 
     trainer program, cut in pieces    jit(shard_map) over the `trainers` axis: one dispatch for all trainers
     send                              device_put of each trainer's block to its server's device
@@ -8,10 +9,10 @@
     split_ids, prefetch, send_rows    rows of tables go by the host (`dtrans.run.parameter_server.tables.mesh_tables`)
     exchange                          a gather over the axis, and what a server would make of it
 
-A trainer sees its own part of the batch and its own gradients, and nothing else crosses between trainers but
-through servers, as between processes. With fewer devices than trainers each device takes several in turn
-(a `lax.map`, so that the arithmetic of one trainer is the same wherever it runs). Without more than one device
-everything runs on that one, and no copy is made.
+A trainer sees its own part of the batch and its own gradients, and nothing else crosses between
+trainers but through servers, as between processes. With fewer devices than trainers each device
+takes several in turn (a `lax.map`, so that the arithmetic of one trainer is the same wherever it
+runs). Without more than one device everything runs on that one, and no copy is made.
 """
 
 from __future__ import annotations
@@ -34,7 +35,15 @@ from dtrans.checkpoint.runs import THIS_PROCESS
 from dtrans.errors import ConfigError, StateError
 from dtrans.ir.array_fns import parts_of, words
 from dtrans.ir.pytree import is_under
-from dtrans.ops import fake_init_p, fetch_barrier_p, recv_p, send_barrier_p, send_p, send_rows_p, split_ids_p
+from dtrans.ops import (
+    fake_init_p,
+    fetch_barrier_p,
+    recv_p,
+    send_barrier_p,
+    send_p,
+    send_rows_p,
+    split_ids_p,
+)
 from dtrans.parameter_server.overview import VarDistributed
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.parameter_server.state import MeshState
@@ -53,7 +62,12 @@ from dtrans.run.base.lowered import LoweredStep, recording
 from dtrans.run.base.nonfinite import GradientWatch
 from dtrans.run.base.segments import COMPUTED, Segments, cut_program
 from dtrans.run.base.state import check_arrays, check_kind, check_types
-from dtrans.run.parameter_server.mesh_trainers import AXIS, OF_ROWS, MeshTrainerPrograms, shared_program
+from dtrans.run.parameter_server.mesh_trainers import (
+    AXIS,
+    OF_ROWS,
+    MeshTrainerPrograms,
+    shared_program,
+)
 from dtrans.run.parameter_server.tables.mesh_tables import (
     Servers,
     prefetched,
@@ -70,7 +84,9 @@ from dtrans.step_meter import metered
 
 
 _ONE_PROCESS = (
-    "is of servers in processes of their own, plan.on_cluster(): in one process all rows are made at the start"
+    "is of servers in processes of their own, plan.on_cluster(): in one process all "
+    "rows are "
+    "made at the start"
 )
 
 
@@ -78,21 +94,23 @@ _ONE_PROCESS = (
 class MeshJob(Job):
     """A plan, running in this process.
 
-    `init` and `step` are functions of a state; the job itself holds only compiled code. What comes out of several
-    trainers is merged. Where the batch is shared exactly, results are those of one device. With batch="local" a result
-    that grows with the batch is concatenated, any other floating-point result (the loss) is averaged, and any other
-    result gets a leading axis, one row per trainer, since nothing says whether it is a count to be added or a flag.
+    `init` and `step` are functions of a state; the job itself holds only compiled code. What comes
+    out of several trainers is merged. Where the batch is shared exactly, results are those of one
+    device. With batch="local" a result that grows with the batch is concatenated, any other
+    floating-point result (the loss) is averaged, and any other result gets a leading axis, one row
+    per trainer, since nothing says whether it is a count to be added or a flag.
 
     Args:
       plan: what to run.
-      devices: trainers take the first, servers those after them, round-robin where there are fewer than
-        roles; all of this process's by default.
-      unsplit_inputs: with batch="local", names of batch arrays that every trainer gets whole, e.g. class weights.
-      on_nonfinite: what is done about gradients of a trainer with an infinity or a NaN in them: "ignore", "warn", or
-        "error", before a server has them.
-      donate: let updates reuse the memory of the optimizer state they replace, and of tables of which they replace
-        some rows. A state that was stepped from can then not be stepped from again; parameters that trainers have are
-        never donated.
+      devices: trainers take the first, servers those after them, round-robin where there are fewer
+        than roles; all of this process's by default.
+      unsplit_inputs: with batch="local", names of batch arrays that every trainer gets whole, e.g.
+        class weights.
+      on_nonfinite: what is done about gradients of a trainer with an infinity or a NaN in them:
+        "ignore", "warn", or "error", before a server has them.
+      donate: let updates reuse the memory of the optimizer state they replace, and of tables of
+        which they replace some rows. A state that was stepped from can then not be stepped from
+        again; parameters that trainers have are never donated.
 
     Raises:
       ConfigError: no devices, or `unsplit_inputs` names that the batch does not have.
@@ -125,19 +143,23 @@ class MeshJob(Job):
         self.watch = GradientWatch(on_nonfinite)
         if not plan.sync_mode:
             raise ConfigError(
-                f"{way} takes the steps of all trainers at once, and trainers of an asynchronous mode take their own; "
+                f"{way} takes the steps of all trainers at once, and trainers of an asynchronous "
+                "mode take their own; "
                 "run the plan in processes, plan.on_cluster()"
             )
         if plan.runtime_split:
             raise ConfigError(
-                f"{way} splits no leaves at run time; leave out runtime_split, or run the plan in processes, "
+                f"{way} splits no leaves at run time; leave out runtime_split, or run the plan in "
+                "processes, "
                 "plan.on_cluster()"
             )
         for n, t in plan.tables.of.items():
             if t.staleness:
                 raise ConfigError(
-                    f"sparse[{n!r}].staleness={t.staleness}: in one process no rows are asked for ahead, and none are "
-                    "older than the step; leave staleness out, or run the plan in processes (on_cluster)"
+                    f"sparse[{n!r}].staleness={t.staleness}: in one process no rows are asked for "
+                    "ahead, and none are "
+                    "older than the step; leave staleness out, or run the plan in processes "
+                    "(on_cluster)"
                 )
         devices = list(jax.devices() if devices is None else devices)
         if not devices:
@@ -150,15 +172,23 @@ class MeshJob(Job):
         self._whole = {n for n in names if is_under(n, unsplit_inputs)}
         unknown = [r for r in unsplit_inputs if not any(is_under(n, [r]) for n in names)]
         if isinstance(unsplit_inputs, str) or unknown:
-            raise ConfigError(f"unsplit_inputs={unsplit_inputs!r} must name arrays of the batch: {', '.join(names)}")
+            raise ConfigError(
+                f"unsplit_inputs={unsplit_inputs!r} must name arrays of the batch: "
+                f"{', '.join(names)}"
+            )
         if plan.shared is not None and unsplit_inputs:
             raise ConfigError(
-                f"unsplit_inputs={unsplit_inputs!r}: the plan shares the batch exactly; say it there, as "
+                f"unsplit_inputs={unsplit_inputs!r}: the plan shares the batch exactly; say it "
+                "there, as "
                 "dtrans.pserver(batch=dtrans.Batch(unsplit_inputs=...))"
             )
-        count = max(d for d in range(1, min(len(devices), self.trainers) + 1) if self.trainers % d == 0)
+        count = max(
+            d for d in range(1, min(len(devices), self.trainers) + 1) if self.trainers % d == 0
+        )
         self.mesh = Mesh(np.array(devices[:count]), (AXIS,))
-        self.device_of = {ep: devices[(self.trainers + i) % len(devices)] for i, ep in enumerate(plan.servers)}
+        self.device_of = {
+            ep: devices[(self.trainers + i) % len(devices)] for i, ep in enumerate(plan.servers)
+        }
         self._pieces: dict[tuple[Any, ...], MeshTrainerPrograms] = {}  # by the types of the batch
         self._last: Any = lambda: None  # the state that was returned last: it needs no second look
         one = SingleDeviceSharding(devices[0])
@@ -188,17 +218,19 @@ class MeshJob(Job):
 
     @metered
     def step(self, state: MeshState, *batch: Any) -> tuple[Any, ...]:
-        """One step on the global batch: (state, loss[, aux]), or whatever else the step returns beside its state.
+        """One step on the global batch: (state, loss[, aux]), or whatever else the step returns
+        beside its state.
 
-        Arrays of the batch are split over the trainers as the plan says; with batch="local" on dim 0, where 0-d arrays,
-        and those named in `unsplit_inputs`, go to every trainer whole, and a PRNG key (`jax.random.key`) is folded with
-        the trainer's number, so that noise differs between trainers, and from what one device would draw.
+        Arrays of the batch are split over the trainers as the plan says; with batch="local" on dim
+        0, where 0-d arrays, and those named in `unsplit_inputs`, go to every trainer whole, and a
+        PRNG key (`jax.random.key`) is folded with the trainer's number, so that noise differs
+        between trainers, and from what one device would draw.
 
         Raises:
-          BatchError: arrays that differ in their number of rows, or, with batch="local", that the trainers do not
-            divide.
-          StateError: not a state of this job, or one that was already stepped from, and whose optimizer state
-            was donated.
+          BatchError: arrays that differ in their number of rows, or, with batch="local", that the
+            trainers do not divide.
+          StateError: not a state of this job, or one that was already stepped from, and whose
+            optimizer state was donated.
           NonfiniteError: gradients of a trainer, with on_nonfinite="error".
         """
         self.check(state)
@@ -216,7 +248,11 @@ class MeshJob(Job):
             )
         )
         results = runner.results({n: values[n] for n in runner.result_names})
-        values |= {n: self._to_each(values[n]) for n in self._local if not runner.is_stacked(runner.outs[n])}
+        values |= {
+            n: self._to_each(values[n])
+            for n in self._local
+            if not runner.is_stacked(runner.outs[n])
+        }
         return (self._newest(MeshState({n: values[n] for n in state.params}, servers)), *results)
 
     def _newest(self, state: MeshState) -> MeshState:
@@ -236,7 +272,8 @@ class MeshJob(Job):
           An array of the shape of `ids`, followed by that of a row.
 
         Raises:
-          ConfigError: no table. BatchError: a row that it does not have. StateError: no state of this job, or none.
+          ConfigError: no table. BatchError: a row that it does not have. StateError: no state of
+            this job, or none.
         """
         state = self._last() if state is None else state
         if state is None:
@@ -246,7 +283,9 @@ class MeshJob(Job):
 
         def read(uniq: np.ndarray) -> np.ndarray:
             assert row is not None
-            return rows_from(self.plan, name, uniq, np.empty((len(uniq), *row.shape[1:]), row.dtype), servers)
+            return rows_from(
+                self.plan, name, uniq, np.empty((len(uniq), *row.shape[1:]), row.dtype), servers
+            )
 
         return looked_up(self.plan, name, ids, read)
 
@@ -260,14 +299,18 @@ class MeshJob(Job):
         raise ConfigError(f"job.evict({name!r}, ...) {_ONE_PROCESS}")
 
     def params(self, state: MeshState) -> Any:
-        """The parameters, as the pytree that they were given in; tables too, put together from the servers."""
+        """The parameters, as the pytree that they were given in; tables too, put together from the
+        servers."""
         spec, rows = self.plan.main.args[0], by_origin(self.plan.overview)
-        held = dict(state.params) | {n: held[0] for n, held in state.params.items() if n in self._local}
+        held = dict(state.params) | {
+            n: held[0] for n, held in state.params.items() if n in self._local
+        }
         held |= {n: _joined(rows[n], state.servers) for n in self.plan.tables.of}
         return spec.unflatten([held[n] for n in spec.names])
 
     def opt_state(self, state: MeshState) -> Any:
-        """The optimizer's state, put together from the servers, as the pytree that it was given in."""
+        """The optimizer's state, put together from the servers, as the pytree that it was given
+        in."""
         spec, rows = self.plan.main.args[1], by_origin(self.plan.overview)
         return spec.unflatten([_joined(rows[n], state.servers) for n in spec.names])
 
@@ -294,13 +337,20 @@ class MeshJob(Job):
     def state_of(self, params: Any, opt_state: Any) -> MeshState:
         given = arrays_of(self.plan.main, params, opt_state)
         given |= {n: given[n][:0] for n in self.plan.tables.of}
-        held = {ep: jax.device_put(scatter(self.plan, ep, params, opt_state), self._at[ep]) for ep in self.plan.servers}
-        own = {n: jax.device_put(jnp.copy(given[n]), self._replicated) for n in self.plan.main.args[0].names}
+        held = {
+            ep: jax.device_put(scatter(self.plan, ep, params, opt_state), self._at[ep])
+            for ep in self.plan.servers
+        }
+        own = {
+            n: jax.device_put(jnp.copy(given[n]), self._replicated)
+            for n in self.plan.main.args[0].names
+        }
         own |= {n: self._to_each(own[n]) for n in self._local}
         return MeshState(own, held)
 
     def lower(self, state: MeshState, *batch: Any) -> LoweredStep:
-        """What `step` compiles for these arguments: the pieces of trainers, and the phases of each server.
+        """What `step` compiles for these arguments: the pieces of trainers, and the phases of each
+        server.
 
         It makes a step from a copy of the state.
         """
@@ -315,11 +365,14 @@ class MeshJob(Job):
         """Of the parameters, as a state has them."""
         types = {n: self.plan.main.inputs[n] for n in self.plan.main.args[0].names}
         types |= {n: types[n].update(shape=(0, *types[n].shape[1:])) for n in self.plan.tables.of}
-        return types | {n: types[n].update(shape=(self.trainers, *types[n].shape)) for n in self._local}
+        return types | {
+            n: types[n].update(shape=(self.trainers, *types[n].shape)) for n in self._local
+        }
 
     @cached_property
     def _local(self) -> frozenset[str]:
-        """Parameters of which each trainer has its own: made in the trainer half. None with one trainer."""
+        """Parameters of which each trainer has its own: made in the trainer half. None with one
+        trainer."""
         outs = self.plan.main.outputs
         if self.trainers == 1:
             return frozenset()
@@ -329,15 +382,23 @@ class MeshJob(Job):
         return frozenset(n for n in self.plan.frozen if made[n] is not ins[n])
 
     def _shared(self, given: Sequence[Any]) -> list[tuple[Any, Share]]:
-        """The arrays of a batch, and how trainers share each. Raises BatchError where they cannot."""
+        """The arrays of a batch, and how trainers share each. Raises BatchError where they
+        cannot."""
         if self.plan.shared is None:
-            return shared_batch(self._names, given, self.trainers, self._whole, "plan.on_mesh(unsplit_inputs=(...))")
+            return shared_batch(
+                self._names, given, self.trainers, self._whole, "plan.on_mesh(unsplit_inputs=(...))"
+            )
         axes = self.plan.shared.axes
         arrays: list[tuple[Any, Share]] = [
             (x, axes.get(n, "replicated")) for n, x in zip(self._names, given, strict=True)
         ]
         option = "dtrans.pserver(batch=dtrans.Batch(unsplit_inputs=(...)))"
-        check_rows(rows_of(self._names, arrays), self.trainers, option, uneven=self.plan.for_whole is not None)
+        check_rows(
+            rows_of(self._names, arrays),
+            self.trainers,
+            option,
+            uneven=self.plan.for_whole is not None,
+        )
         return arrays
 
     def _place(self, x: Any, share: Share) -> Any:
@@ -354,7 +415,9 @@ class MeshJob(Job):
         key = tuple((x.shape, x.dtype) for x, _ in arrays)
         if key not in self._pieces:
             program, merges = shared_program(self.plan, arrays)
-            self._pieces[key] = MeshTrainerPrograms(program, arrays, self.mesh, self.plan, self._local, merges)
+            self._pieces[key] = MeshTrainerPrograms(
+                program, arrays, self.mesh, self.plan, self._local, merges
+            )
         return self._pieces[key]
 
     def _drive(
@@ -367,7 +430,9 @@ class MeshJob(Job):
         """Run a trainer program for all trainers. `servers` is brought up to date in place."""
         run = pieces.run(args, None if runner is None else runner.compute)
         grads: dict[str, dict[str, Any]] = {ep: {} for ep in servers}
-        looked_at: list[tuple[str, Any, bool]] = []  # gradients that are sent, and whether trainers have their own
+        looked_at: list[
+            tuple[str, Any, bool]
+        ] = []  # gradients that are sent, and whether trainers have their own
         outs: Sequence[Any] | None = None
         while True:
             try:
@@ -376,7 +441,9 @@ class MeshJob(Job):
                 return done.value
             if eqn.primitive is send_p:
                 assert runner is not None
-                for atom, x, ep, name in zip(eqn.invars, values, eqn.params["epmap"], eqn.params["names"], strict=True):
+                for atom, x, ep, name in zip(
+                    eqn.invars, values, eqn.params["epmap"], eqn.params["names"], strict=True
+                ):
                     if self.watch.looks:
                         looked_at.append((name, x, runner.is_stacked(atom)))
                     grads[ep][name] = _shards(x) if runner.is_stacked(atom) else x
@@ -391,12 +458,19 @@ class MeshJob(Job):
             elif eqn.primitive is send_rows_p:
                 assert runner is not None
                 if self.watch.looks:
-                    looked_at.append((eqn.params["table"], values[1], runner.is_stacked(eqn.invars[1])))
-                for ep, sent in sent_rows(self.plan, eqn, *runner.on_host(eqn.invars, values)).items():
+                    looked_at.append(
+                        (eqn.params["table"], values[1], runner.is_stacked(eqn.invars[1]))
+                    )
+                for ep, sent in sent_rows(
+                    self.plan, eqn, *runner.on_host(eqn.invars, values)
+                ).items():
                     grads[ep] |= sent
                 outs = [None]
             elif eqn.primitive is recv_p:
-                outs = [words(servers[ep][n]) for ep, n in zip(eqn.params["epmap"], eqn.params["names"], strict=True)]
+                outs = [
+                    words(servers[ep][n])
+                    for ep, n in zip(eqn.params["epmap"], eqn.params["names"], strict=True)
+                ]
             elif eqn.primitive is fake_init_p:
                 outs = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in eqn.outvars]
             elif eqn.primitive is fetch_barrier_p:
@@ -404,7 +478,9 @@ class MeshJob(Job):
             else:
                 raise ConfigError(f"a mesh cannot carry out `{eqn.primitive.name}`")
 
-    def _of_rows(self, eqn: JaxprEqn, values: Sequence[Any], servers: Servers, runner: MeshTrainerPrograms) -> Any:
+    def _of_rows(
+        self, eqn: JaxprEqn, values: Sequence[Any], servers: Servers, runner: MeshTrainerPrograms
+    ) -> Any:
         """The numbers of rows that trainers look up, or these rows."""
         stacked = runner.is_stacked(eqn.outvars[0])
         each = [*zip(*runner.on_host(eqn.invars, values), strict=True)][: None if stacked else 1]
@@ -416,7 +492,8 @@ class MeshJob(Job):
         return _put(stack(made), self._split) if stacked else _put(made[0], self._replicated)
 
     def _look(self, sent: Sequence[tuple[str, Any, bool]]) -> None:
-        """Look at the gradients of all trainers, before a server has them. Raises NonfiniteError."""
+        """Look at the gradients of all trainers, before a server has them. Raises
+        NonfiniteError."""
         if not sent:
             return
         blocks = {b.gradient(0, self.trainers): b.name for b in self.plan.placement.table}
@@ -429,7 +506,9 @@ class MeshJob(Job):
             self.watch.hear(trainer, names)
         self.watch.check()
 
-    def _update(self, servers: dict[str, dict[str, Any]], grads: Mapping[str, Mapping[str, Any]]) -> None:
+    def _update(
+        self, servers: dict[str, dict[str, Any]], grads: Mapping[str, Mapping[str, Any]]
+    ) -> None:
         """One update of every server, level by level. `servers` is brought up to date in place."""
         runs = {ep: self._servers[ep].run(grads[ep], held) for ep, held in servers.items()}
         arrived: dict[str, Any] = dict.fromkeys(runs)
@@ -443,7 +522,9 @@ class MeshJob(Job):
                     servers[ep] = done.value
             level = min((exchange.level for exchange, _ in at.values()), default=None)
             arrived = {
-                ep: jax.device_put({source: at[source][1][ep] for source in exchange.sources}, self._at[ep])
+                ep: jax.device_put(
+                    {source: at[source][1][ep] for source in exchange.sources}, self._at[ep]
+                )
                 for ep, (exchange, _) in at.items()
                 if exchange.level == level
             }
@@ -477,24 +558,33 @@ class _MeshServer:
       late: as in `LateRowsJob`.
     """
 
-    def __init__(self, update: ServerUpdate, at: Sharding, trainers: int, *, donate: bool, late: bool) -> None:
+    def __init__(
+        self, update: ServerUpdate, at: Sharding, trainers: int, *, donate: bool, late: bool
+    ) -> None:
         self._update, self._at, self._trainers, self._donate = update, at, trainers, donate
         # a state is a value: nothing beside it says which rows are behind
         is_whole = lambda t: t.whole or (t.moves and not late)
-        self._tables = {n: dataclasses.replace(t, whole=is_whole(t)) for n, t in update.tables.items()}
+        self._tables = {
+            n: dataclasses.replace(t, whole=is_whole(t)) for n, t in update.tables.items()
+        }
         moving = [t for t in self._tables.values() if t.moves and not t.whole]
         self._missed = {t.name: MissedSteps(update, t, None) for t in moving}
         if self._missed:
             reads = frozenset(n for missed in self._missed.values() for n in missed.reads)
             self._update = dataclasses.replace(update, watched=reads)
         self._by_rows = RowUpdates(self._tables, taken_there, partial(put_there, donate=donate))
-        self._compiled: dict[tuple[int, ...], CompiledUpdate] = {}  # by how many rows of tables it is of
+        self._compiled: dict[
+            tuple[int, ...], CompiledUpdate
+        ] = {}  # by how many rows of tables it is of
 
     def run(
         self, grads: Mapping[str, Any], state: Mapping[str, Any]
     ) -> Generator[tuple[Exchange, Vectors], Vectors, dict[str, Any]]:
-        """Make a step, as `CompiledUpdate.run` does, of gradients of trainers or of servers' devices."""
-        there = {n: x if isinstance(x, RowGradient) else _put(x, self._at) for n, x in grads.items()}
+        """Make a step, as `CompiledUpdate.run` does, of gradients of trainers or of servers'
+        devices."""
+        there = {
+            n: x if isinstance(x, RowGradient) else _put(x, self._at) for n, x in grads.items()
+        }
         if any(isinstance(x, RowGradient) and is_traced(x.rows) for x in there.values()):
             return self._traced(there, state)
         assert not self._missed, "rows that catch up late are traced"
@@ -504,10 +594,15 @@ class _MeshServer:
     def _traced(
         self, grads: Mapping[str, Any], state: Mapping[str, Any]
     ) -> Generator[tuple[Exchange, Vectors], Vectors, dict[str, Any]]:
-        """Make a step whose numbers of rows are not known: as `RowUpdates.run`, with room for all of them."""
+        """Make a step whose numbers of rows are not known: as `RowUpdates.run`, with room for all
+        of them."""
         given = {n: x for n, x in grads.items() if not isinstance(x, RowGradient)}
         read, numbers = dict(state), dict[str, Any]()
-        memory = {n: TracedMemory(t, self._missed.get(n), state) for n, t in self._tables.items() if not t.whole}
+        memory = {
+            n: TracedMemory(t, self._missed.get(n), state)
+            for n, t in self._tables.items()
+            if not t.whole
+        }
         for n, t in self._tables.items():
             at, each = gradients_with_room(t, {g: grads[g] for g in t.gradients.values()})
             given |= each
@@ -515,7 +610,9 @@ class _MeshServer:
                 numbers[n] = at
                 read |= memory[n].take(at, len(at))
         watched: dict[str, Any] = {}
-        made = yield from self._sized({n: len(at) for n, at in numbers.items()}).run(given, read, watched)
+        made = yield from self._sized({n: len(at) for n, at in numbers.items()}).run(
+            given, read, watched
+        )
         for n, at in numbers.items():
             made |= memory[n].put(at, made, watched)
         return made
@@ -541,14 +638,16 @@ def _finite(xs: Sequence[Any], own: Sequence[bool]) -> list[jax.Array]:
 
 
 def _shards(x: jax.Array) -> list[jax.Array]:
-    """Return the parts of a stacked array, in the order of the trainers; of a step that is traced there is one."""
+    """Return the parts of a stacked array, in the order of the trainers; of a step that is traced
+    there is one."""
     if is_traced(x):
         return [x]
     return [s.data for s in sorted(x.addressable_shards, key=lambda s: s.index[0].start or 0)]
 
 
 def _unstacked(sent: Sequence[Mapping[int, str]], grads: Mapping[str, Any]) -> dict[str, Any]:
-    """Each trainer's gradients by name, from those of all under the name that trainer 0 sends them by.
+    """Each trainer's gradients by name, from those of all under the name that trainer 0 sends them
+    by.
 
     They are stacked shards, or one that all trainers share; of tables each trainer's own.
     """
@@ -570,7 +669,8 @@ def simulated(plan: PServerPlan) -> MeshJob:
 
 
 class LateRowsJob(MeshJob):
-    """A simulated job whose rows of tables catch up behind the update, as on servers in processes of their own.
+    """A simulated job whose rows of tables catch up behind the update, as on servers in processes
+    of their own.
 
     Its step is traced to be verified, and does not run: rows catch up at once.
     """

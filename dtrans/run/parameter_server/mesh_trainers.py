@@ -1,13 +1,14 @@
 """A trainer program, compiled for all trainers of a mesh at once.
 
-A value of several trainers is *stacked*: a global array with a leading axis, sharded over the trainer mesh. One
-that is the same for all trainers is *replicated*; the batch comes *split* on dim 0. Each piece of the program
-becomes one `jit(shard_map)`; a device that stands for several trainers takes them in turn. What trainers exchange in
-the middle of a step crosses on the axis, combined in their order, as a server does it.
+A value of several trainers is *stacked*: a global array with a leading axis, sharded over the
+trainer mesh. One that is the same for all trainers is *replicated*; the batch comes *split* on dim
+0. Each piece of the program becomes one `jit(shard_map)`; a device that stands for several trainers
+takes them in turn. What trainers exchange in the middle of a step crosses on the axis, combined in
+their order, as a server does it.
 
-Results of several trainers are merged: where the batch is shared exactly, as the plan says; else one that grows with
-the batch is concatenated, any other floating-point result (the loss) is averaged, and any other gets a leading axis,
-one row per trainer.
+Results of several trainers are merged: where the batch is shared exactly, as the plan says; else
+one that grows with the batch is concatenated, any other floating-point result (the loss) is
+averaged, and any other gets a leading axis, one row per trainer.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ def _exchange(*parts: Any, how: Sequence[tuple[Any, ...]], **_: Any) -> list[Any
     return [exchanged(way, _gathered(x), _mine) for way, x in zip(how, parts, strict=True)]
 
 
-OF_ROWS = frozenset({split_ids_p, prefetch_p})  # what each trainer does with the rows that it looks up
+OF_ROWS = frozenset(
+    {split_ids_p, prefetch_p}
+)  # what each trainer does with the rows that it looks up
 
 _TURN_OF = {
     None: AxisSharding(),
@@ -73,10 +76,13 @@ def shared_program(
     """A trainer's program for its part of a batch, and how results are merged, if the plan says so.
 
     Args:
-      arrays: of the batch, and how trainers share each; they need not divide those of an exact plan.
+      arrays: of the batch, and how trainers share each; they need not divide those of an exact
+        plan.
     """
     main, shared = plan.main, plan.shared
-    if shared is None or not any(isinstance(s, int) and x.shape[s] % plan.trainers for x, s in arrays):
+    if shared is None or not any(
+        isinstance(s, int) and x.shape[s] % plan.trainers for x, s in arrays
+    ):
         state = [plan.trainer.inputs[n] for n in main.args[0].names]
         program = plan.trainer.specialize_flat([*state, *part_types(arrays, plan.trainers)])
         if shared is None:
@@ -88,7 +94,9 @@ def shared_program(
     shared, program = plan.for_whole(types, 0)
     whole = main.specialize_flat(types).outputs
     rows = {n: whole[n].shape[axis] for n, axis in shared.joined.items()}
-    return program, {n: Merge(way, shared.joined.get(n, 0), rows.get(n)) for n, way in shared.merges.items()}
+    return program, {
+        n: Merge(way, shared.joined.get(n, 0), rows.get(n)) for n, way in shared.merges.items()
+    }
 
 
 class MeshTrainerPrograms:
@@ -96,8 +104,8 @@ class MeshTrainerPrograms:
 
     Args:
       program: of trainer 0, for a trainer's part of the batch.
-      batch: the arrays of the global batch, and how trainers share each (`dtrans.run.base.batch.Share`); only types are
-        looked at.
+      batch: the arrays of the global batch, and how trainers share each
+        (`dtrans.run.base.batch.Share`); only types are looked at.
       merges: how results become those of one device; None where the plan does not say.
       mesh: the trainers' devices, on one axis.
       plan: that the program is of.
@@ -134,9 +142,13 @@ class MeshTrainerPrograms:
             if isinstance(step, Compute):
                 differs = self._differs(step)
             else:
-                differs = step.eqn.primitive in OF_ROWS and any(v in self.kinds for v in step.eqn.invars)
+                differs = step.eqn.primitive in OF_ROWS and any(
+                    v in self.kinds for v in step.eqn.invars
+                )
             if differs:
-                self.kinds |= dict.fromkeys(step.makes if isinstance(step, Compute) else step.eqn.outvars, "stacked")
+                self.kinds |= dict.fromkeys(
+                    step.makes if isinstance(step, Compute) else step.eqn.outvars, "stacked"
+                )
         self.outs = program.outvars
         self.steps = [s for s in self.pieces.steps if isinstance(s, Compute)]
         self.compiled = {s: self._compile(s) for s in self.steps}
@@ -148,7 +160,8 @@ class MeshTrainerPrograms:
         return isinstance(atom, Var) and self.kinds.get(atom) == "stacked"
 
     def on_host(self, atoms: Sequence[Any], values: Sequence[Any]) -> list[list[np.ndarray]]:
-        """Return what each trainer has of each value, on the host; of a step that is traced, as it is."""
+        """Return what each trainer has of each value, on the host; of a step that is traced, as it
+        is."""
         at_hand = [x if is_traced(x) else np.asarray(x) for x in values]
         return [self._on_host(a, x) for a, x in zip(atoms, at_hand, strict=True)]
 
@@ -160,11 +173,15 @@ class MeshTrainerPrograms:
 
     def _differs(self, piece: Compute) -> bool:
         """Whether each trainer makes something else of it."""
-        return any(v in self.kinds for v in piece.reads) or not AMONG_TRAINERS.keys().isdisjoint(piece.rules)
+        return any(v in self.kinds for v in piece.reads) or not AMONG_TRAINERS.keys().isdisjoint(
+            piece.rules
+        )
 
     def compute(self, piece: Compute, values: Sequence[Any]) -> Sequence[Any]:
         """Run one piece for all trainers."""
-        made: Sequence[Any] = called(lambda: f"trainers {self.steps.index(piece)}", self.compiled[piece], *values)
+        made: Sequence[Any] = called(
+            lambda: f"trainers {self.steps.index(piece)}", self.compiled[piece], *values
+        )
         return made
 
     def _compile(self, piece: Compute) -> Callable[..., Sequence[Any]]:
@@ -176,9 +193,12 @@ class MeshTrainerPrograms:
         ins = [_TURN_OF[kind] for kind in kinds]
         outs = [_TURN_OF["stacked"]] * len(piece.makes)
 
-        # one device stands for several trainers; each is a turn of its own if they need nothing of each other
+        # one device stands for several trainers; each is a turn of its own if they need nothing of
+        # each other
         on_device = on_one_device(piece.fn, [(TURN, each)], ins, outs, in_turn=not communicates)
-        over_devices = [AxisSharding().cut_along(0, AXIS) if kind else AxisSharding() for kind in kinds]
+        over_devices = [
+            AxisSharding().cut_along(0, AXIS) if kind else AxisSharding() for kind in kinds
+        ]
         stacked = [AxisSharding().cut_along(0, AXIS)] * len(outs)
         return jax.jit(on_mesh(on_device, self.mesh, over_devices, stacked))
 
@@ -206,7 +226,8 @@ class MeshTrainerPrograms:
             elif whole[n].shape != local[n].shape:
                 if whole[n].shape != (self.plan.trainers * local[n].shape[0], *local[n].shape[1:]):
                     raise BatchError(
-                        f"{n} is {list(local[n].shape)} on a trainer and {list(whole[n].shape)} on one device: "
+                        f"{n} is {list(local[n].shape)} on a trainer and {list(whole[n].shape)} on "
+                        "one device: "
                         "it cannot be merged; results may grow with the batch on dim 0 only"
                     )
                 how.append(Merge("concat"))
@@ -216,7 +237,8 @@ class MeshTrainerPrograms:
         return _merging(how)
 
     def _merge_of(self, name: str, merge: Merge) -> Merge | None:
-        """Return the merge of a result by where it lies: stacked, as rows of the batch, or one for all trainers."""
+        """Return the merge of a result by where it lies: stacked, as rows of the batch, or one for
+        all trainers."""
         atom = self.outs[name]
         kind = self.kinds.get(atom) if isinstance(atom, Var) else None
         if kind == "split":
@@ -233,5 +255,8 @@ class MeshTrainerPrograms:
 
 
 def _merging(how: Sequence[Merge | None]) -> Callable[[list[Any]], list[Any]]:
-    """What makes one of the results of several trainers, each in its way; None leaves a result as it is."""
-    return jax.jit(lambda values: [x if way is None else way(x) for x, way in zip(values, how, strict=True)])
+    """What makes one of the results of several trainers, each in its way; None leaves a result as
+    it is."""
+    return jax.jit(
+        lambda values: [x if way is None else way(x) for x, way in zip(values, how, strict=True)]
+    )

@@ -3,12 +3,13 @@
     servers   their blocks, with the updates of an asynchronous server (`block_update`)
     trainers  their programs, cut at communication; one turn is one step of one trainer
 
-A turn begins with lookups of rows and the computation of gradients. It ends with updates of the servers, and with the
-parameters that the trainer receives. The next turn, of another trainer, begins before that: its parameters and rows
-lack these updates, as in a job of processes. With GEO-SGD a trainer takes in what servers answered its last push at its
-next step.
+A turn begins with lookups of rows and the computation of gradients. It ends with updates of the
+servers, and with the parameters that the trainer receives. The next turn, of another trainer,
+begins before that: its parameters and rows lack these updates, as in a job of processes. With
+GEO-SGD a trainer takes in what servers answered its last push at its next step.
 
-`plan.verify()` traces `step`, and compares it with a sequential replay of the same order (`dtrans.run.replays`).
+`plan.verify()` traces `step`, and compares it with a sequential replay of the same order
+(`dtrans.run.replays`).
 """
 
 from __future__ import annotations
@@ -53,7 +54,11 @@ from dtrans.run.parameter_server.block_update import BlockUpdates
 from dtrans.run.parameter_server.geo import GeoTrainer
 from dtrans.run.parameter_server.tables.mesh_tables import split_ids
 from dtrans.run.parameter_server.tables.missed_steps import MissedSteps
-from dtrans.run.parameter_server.tables.traced_geo import TracedChanges, TracedKeptRows, rows_of_table
+from dtrans.run.parameter_server.tables.traced_geo import (
+    TracedChanges,
+    TracedKeptRows,
+    rows_of_table,
+)
 from dtrans.run.parameter_server.tables.traced_tables import TracedMemory, fetch_rows, part_of_block
 from dtrans.run.parameter_server.update import ServerUpdate
 
@@ -90,8 +95,8 @@ class RecordedOrder:
 
     Attributes:
       turns: in order.
-      batches: how many batches there are. Each round has one, which trainers share; with GEO-SGD each trainer has one,
-        and in the next round the next trainer's.
+      batches: how many batches there are. Each round has one, which trainers share; with GEO-SGD
+        each trainer has one, and in the next round the next trainer's.
     """
 
     turns: tuple[Turn, ...]
@@ -112,7 +117,8 @@ class RecordedOrder:
 
     @classmethod
     def for_plan(cls, plan: PServerPlan) -> RecordedOrder:
-        """Return the order for a plan: long enough for stale parameters, and for a push and its answer."""
+        """Return the order for a plan: long enough for stale parameters, and for a push and its
+        answer."""
         rounds = plan.push_every + ROUNDS if plan.push_every else ROUNDS
         turns = []
         for number in range(rounds):
@@ -151,7 +157,8 @@ def kept_at_start(rows: int, trainer: int) -> np.ndarray:
 
 
 def new_state(eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any]:
-    """Return the state of all rows of a table as the init makes it, for a `fake_init` equation of GEO-SGD."""
+    """Return the state of all rows of a table as the init makes it, for a `fake_init` equation of
+    GEO-SGD."""
     p = eqn.params
     rows = sum(span.rows for span in p["spans"])
     if len(p["types"]) == 1:
@@ -166,7 +173,8 @@ def table_types(plan: PServerPlan) -> dict[str, Any]:
 
 
 def part_axes(plan: PServerPlan) -> dict[str, int]:
-    """Return the dimension along which trainers have parts of an array of a batch; with GEO-SGD there are none."""
+    """Return the dimension along which trainers have parts of an array of a batch; with GEO-SGD
+    there are none."""
     if plan.push_every or plan.trainers == 1:
         return {}
     if plan.shared is not None:
@@ -186,12 +194,13 @@ def part_of_trainer(x: Any, axis: int | None, trainer: int, trainers: int) -> An
 class OrderedJob:
     """An asynchronous plan, running in one process in a recorded order.
 
-    A state has what servers hold, what each trainer has received, and what trainer 0 makes itself. With GEO-SGD
-    trainers keep some rows of tables from the start of a step (`kept_at_start`).
+    A state has what servers hold, what each trainer has received, and what trainer 0 makes itself.
+    With GEO-SGD trainers keep some rows of tables from the start of a step (`kept_at_start`).
 
     Args:
       plan: asynchronous.
-      begins: arguments of the init, which makes the state of rows that trainers of GEO-SGD look up for the first time.
+      begins: arguments of the init, which makes the state of rows that trainers of GEO-SGD look up
+        for the first time.
     """
 
     def __init__(self, plan: PServerPlan, begins: Sequence[Any] = ()) -> None:
@@ -213,7 +222,8 @@ class OrderedJob:
 
     @cached_property
     def state_of_rows(self) -> dict[str, tuple[str, ...]]:
-        """Return the arrays of optimizer state whose rows trainers keep, for each table of GEO-SGD."""
+        """Return the arrays of optimizer state whose rows trainers keep, for each table of
+        GEO-SGD."""
         return {n: t.zero.state for n, t in self.plan.tables.of.items() if t.kept}
 
     @property
@@ -226,18 +236,24 @@ class OrderedJob:
         given = arrays_of(self.plan.main, params, opt_state)
         servers = {ep: held_of(self.plan, ep, given) for ep in self.plan.servers}
         received = {n: given[n] for n in self.served}
-        return self._state({n: given[n] for n in self.own}, servers, [received] * self.plan.trainers)
+        return self._state(
+            {n: given[n] for n in self.own}, servers, [received] * self.plan.trainers
+        )
 
     def init(self, *args: Any) -> OrderedState:
         """Return the first state: each role runs its startup program."""
         servers = {}
         for ep, programs in self.plan.servers.items():
             made = programs.startup.compiled(*programs.startup.flatten(*args))
-            servers[ep] = _OrderedServer(programs, dict(zip(programs.startup.out_names, made, strict=True)))
+            servers[ep] = _OrderedServer(
+                programs, dict(zip(programs.startup.out_names, made, strict=True))
+            )
         begun = []
         for k in range(self.plan.trainers):
             startup = self.plan.trainer_startup_program(k)
-            begun.append(_OrderedTrainer(self, k, servers, {}, {}).start(startup, startup.flatten(*args)))
+            begun.append(
+                _OrderedTrainer(self, k, servers, {}, {}).start(startup, startup.flatten(*args))
+            )
         own = {n: begun[0][n] for n in self.own}
         return self._state(own, {ep: x.state for ep, x in servers.items()}, begun)
 
@@ -252,11 +268,16 @@ class OrderedJob:
             n: [kept_at_start(plan.main.inputs[n].shape[0], k) for k in range(plan.trainers)]
             for n in self.state_of_rows
         }
-        servers = {ep: _OrderedServer(programs, state["servers"][ep], kept) for ep, programs in plan.servers.items()}
+        servers = {
+            ep: _OrderedServer(programs, state["servers"][ep], kept)
+            for ep, programs in plan.servers.items()
+        }
         trainers = [self._trainer(k, servers, state) for k in range(plan.trainers)]
         specs = plan.main.args[2:]
         arrays = {
-            n: x for spec, b in zip(specs, batch, strict=True) for n, x in zip(spec.names, spec.flatten(b), strict=True)
+            n: x
+            for spec, b in zip(specs, batch, strict=True)
+            for n, x in zip(spec.names, spec.flatten(b), strict=True)
         }
         results: dict[str, Any] = {}
         steps: dict[int, Step] = {}  # by trainer
@@ -264,7 +285,8 @@ class OrderedJob:
             k = turn.trainer
             if not ends:
                 part = {
-                    n: part_of_trainer(x[turn.batch], self._axes.get(n), k, plan.trainers) for n, x in arrays.items()
+                    n: part_of_trainer(x[turn.batch], self._axes.get(n), k, plan.trainers)
+                    for n, x in arrays.items()
                 }
                 steps[k] = trainers[k].step(part)
                 next(steps[k])
@@ -274,23 +296,31 @@ class OrderedJob:
         for k, trainer in enumerate(trainers):
             of_rows = trainer.rows_over()
             names = (*self.served, *self.own) if k else self.served
-            results |= {f"trainer {k}/{n}": (trainer.values | of_rows)[n] for n in (*names, *self.state_of_rows)}
+            results |= {
+                f"trainer {k}/{n}": (trainer.values | of_rows)[n]
+                for n in (*names, *self.state_of_rows)
+            }
         own = {n: (trainers[0].values | trainers[0].rows_over())[n] for n in self.own}
         newest = {n: trainers[0].newest_of(n) for n in self.served}
         held = {ep: x.settled(plan.trainers) for ep, x in servers.items()}
         return self._state(own, held, [newest] * plan.trainers), results
 
-    def _trainer(self, number: int, servers: Mapping[str, _OrderedServer], state: OrderedState) -> _OrderedTrainer:
+    def _trainer(
+        self, number: int, servers: Mapping[str, _OrderedServer], state: OrderedState
+    ) -> _OrderedTrainer:
         """Return a trainer at the start of a step. It has only the table rows that it keeps."""
         types = table_types(self.plan)
-        types |= {n: self.plan.main.inputs[n] for names in self.state_of_rows.values() for n in names}
+        types |= {
+            n: self.plan.main.inputs[n] for names in self.state_of_rows.values() for n in names
+        }
         none_of = {n: jnp.zeros((0, *t.shape[1:]), t.dtype) for n, t in types.items()}
         values = {**state["own"], **state["trainers"][str(number)], **none_of}
         kept = {}
         for n, names in self.state_of_rows.items():
             blocks = self.plan.placement.blocks[n]
             of_blocks = [
-                RowGradient(np.arange(b.rows, dtype=np.int32), servers[b.endpoint].state[b.name]) for b in blocks
+                RowGradient(np.arange(b.rows, dtype=np.int32), servers[b.endpoint].state[b.name])
+                for b in blocks
             ]
             spans = [b.span for b in blocks if b.span is not None]
             found = rows_of_table(spans, of_blocks)
@@ -306,11 +336,19 @@ class OrderedJob:
         startup = self.plan.trainer_startup_program(0)
         for eqn in startup.eqns:
             if eqn.primitive is geo_init_p:
-                found |= zip(self.state_of_rows[eqn.params["table"]], new_state(eqn, self._begins), strict=True)
+                found |= zip(
+                    self.state_of_rows[eqn.params["table"]],
+                    new_state(eqn, self._begins),
+                    strict=True,
+                )
         return found
 
-    def _state(self, own: Values, servers: Mapping[str, Mapping[str, Any]], trainers: Sequence[Values]) -> OrderedState:
-        received = {str(k): {n: values[n] for n in self.served} for k, values in enumerate(trainers)}
+    def _state(
+        self, own: Values, servers: Mapping[str, Mapping[str, Any]], trainers: Sequence[Values]
+    ) -> OrderedState:
+        received = {
+            str(k): {n: values[n] for n in self.served} for k, values in enumerate(trainers)
+        }
         return {"own": own, "servers": servers, "trainers": received}
 
 
@@ -321,7 +359,9 @@ class _OrderedServer:
       kept: for each table the rows that each trainer keeps at the start.
     """
 
-    def __init__(self, programs: ServerPrograms, state: Values, kept: Mapping[str, Sequence[np.ndarray]] = {}) -> None:
+    def __init__(
+        self, programs: ServerPrograms, state: Values, kept: Mapping[str, Sequence[np.ndarray]] = {}
+    ) -> None:
         self.update = update = ServerUpdate.of(programs.main)
         by_rows = {n: t for n, t in update.tables.items() if not t.whole}
         missed = {n: MissedSteps(update, t, None) for n, t in by_rows.items() if t.moves}
@@ -342,7 +382,9 @@ class _OrderedServer:
         """Update blocks with the gradients of one step of a trainer."""
         backups = {n + BACKUP: self.state[backup_of(n, trainer)] for n in self._backed}
         rows = {n + BACKUP: x for (k, n), x in self._given.items() if k == trainer}
-        updated = StepUpdates().take(self._blocks, self.state, grads.keys(), {**grads, **backups, **rows})
+        updated = StepUpdates().take(
+            self._blocks, self.state, grads.keys(), {**grads, **backups, **rows}
+        )
         for name in (x for x in updated if x in self.update.tables):
             (gradient,) = set(self.update.tables[name].gradients.values())
             self._changed.changed(trainer, name, grads[gradient].ids)
@@ -354,7 +396,8 @@ class _OrderedServer:
         return words(self.state[name])
 
     def give_rows(self, trainer: int, name: str, ids: Any) -> Any:
-        """Return rows of a block that a trainer looks up. Keep them where gradients are compensated."""
+        """Return rows of a block that a trainer looks up. Keep them where gradients are
+        compensated."""
         rows: Any = jnp.take(self.state[name], ids, 0, mode="fill", fill_value=0)
         if self.update.served.tables[name].backed:
             self._given[trainer, name] = RowGradient(ids, rows)
@@ -394,7 +437,8 @@ class _OrderedTrainer:
         self._pushed: list[str] = []  # the parameters of a push
 
     def step(self, batch: Values) -> Step:
-        """Take one step, and stop once: where gradients are computed, and not sent. Return results by name."""
+        """Take one step, and stop once: where gradients are computed, and not sent. Return results
+        by name."""
         given = {**self.values, **batch}
         program = self._job.plan.trainer_program(self._number)
         inputs = [given[n] for n in program.in_names]
@@ -407,7 +451,8 @@ class _OrderedTrainer:
         return finished(self._run(program, args))
 
     def _run(self, program: Program, args: Sequence[Any]) -> Step:
-        """Run a program, and carry out its communication; stop before what it sends first. Return outputs by name."""
+        """Run a program, and carry out its communication; stop before what it sends first. Return
+        outputs by name."""
         run = cut_program(program, computed=COMPUTED).run(args)
         outs: Sequence[Any] | None = None
         while True:
@@ -425,14 +470,20 @@ class _OrderedTrainer:
 
     def newest_of(self, leaf: str) -> Any:
         """Return a parameter as servers have it."""
-        parts = [self._servers[b.endpoint].state[b.name] for b in self._job.plan.placement.blocks[leaf]]
+        parts = [
+            self._servers[b.endpoint].state[b.name] for b in self._job.plan.placement.blocks[leaf]
+        ]
         return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
     def _carry_out(self, eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
         p = eqn.params
         if eqn.primitive is send_p:
             whole = "sections" in p
-            parts = [x for *_, x in leaf_of(eqn, eqn.invars[0].aval).blocks(values[0])] if whole else values
+            parts = (
+                [x for *_, x in leaf_of(eqn, eqn.invars[0].aval).blocks(values[0])]
+                if whole
+                else values
+            )
             for ep, name, x in zip(p["epmap"], p["names"], parts, strict=True):
                 self._sent.setdefault(ep, {})[name] = x
             return [None]
@@ -456,7 +507,10 @@ class _OrderedTrainer:
         if eqn.primitive is geo_send_p:
             return self._geo_send(eqn, values) if p["push_every"] else values
         if eqn.primitive is recv_p:
-            there = [self._servers[ep].give(self._number, n) for ep, n in zip(p["epmap"], p["names"], strict=True)]
+            there = [
+                self._servers[ep].give(self._number, n)
+                for ep, n in zip(p["epmap"], p["names"], strict=True)
+            ]
             return there if len(there) == len(eqn.outvars) else [jnp.concatenate(there)]
         assert eqn.primitive in (send_barrier_p, fetch_barrier_p), eqn
         return values if eqn.primitive is fetch_barrier_p else [None]
@@ -472,7 +526,8 @@ class _OrderedTrainer:
     name = "a trainer"
 
     def rows_over(self) -> dict[str, Any]:
-        """Return tables and the state of their rows: those that are kept, zeros and new state elsewhere."""
+        """Return tables and the state of their rows: those that are kept, zeros and new state
+        elsewhere."""
         found: dict[str, Any] = {}
         for table, kept in self._kept.items():
             t, names = self._job.plan.main.inputs[table], self._job.state_of_rows[table]
@@ -481,13 +536,21 @@ class _OrderedTrainer:
         return found
 
     def _geo_prefetch(self, eqn: JaxprEqn, uniq: Any) -> Sequence[Any]:
-        """Return rows that the trainer keeps, and their state; new ones are as servers and the init have them."""
+        """Return rows that the trainer keeps, and their state; new ones are as servers and the init
+        have them."""
         p = eqn.params
-        kept, state = self._kept[p["table"]], [self._job.new_state[n] for n in self._job.state_of_rows[p["table"]]]
+        kept, state = (
+            self._kept[p["table"]],
+            [self._job.new_state[n] for n in self._job.state_of_rows[p["table"]]],
+        )
         self._tables[p["table"]] = as_deltas(leaf_of(eqn, p["types"][0])), kept
         new = kept.missing(uniq)
         give = lambda ep, name, ids: self._servers[ep].give_rows(self._number, name, ids)
-        kept.add(new, fetch_rows(eqn, new, give), [jnp.take(x, new, 0, mode="fill", fill_value=0) for x in state])
+        kept.add(
+            new,
+            fetch_rows(eqn, new, give),
+            [jnp.take(x, new, 0, mode="fill", fill_value=0) for x in state],
+        )
         return kept.take(uniq, len(uniq))
 
     def _geo_send(self, eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
@@ -498,7 +561,9 @@ class _OrderedTrainer:
             of_block = {b.name: b.leaf for b in self._job.plan.placement.table}
             self._pushed = [of_block[names[0]] for names in p["names"]]
             where = zip(p["epmap"], p["names"], p["sections"], values, strict=True)
-            deltas = [as_deltas(Leaf(eps, names, n, x.shape, x.dtype)) for eps, names, n, x in where]
+            deltas = [
+                as_deltas(Leaf(eps, names, n, x.shape, x.dtype)) for eps, names, n, x in where
+            ]
             begun = [self.values[n] for n in self._pushed]
             self._geo = GeoTrainer(self, deltas, self._job.plan.trainers, begun, self._tables)
         for table, count in p.get("tables", ()):
@@ -530,7 +595,8 @@ class _OrderedTrainer:
         return self._pushes
 
     def newest(self) -> Mapping[str, Any]:
-        """Return what servers answered the last push with: parameters by number, and changed rows by table."""
+        """Return what servers answered the last push with: parameters by number, and changed rows
+        by table."""
         return self._answer
 
     def barrier(self) -> None:

@@ -1,7 +1,7 @@
 """A parameter server: one loop that takes messages, and looks every second who is late.
 
-The protocol is `dtrans.protocol.serving`; here are the sockets, the clock, the signals and the compiled update that it
-is driven with. Only this loop and its sockets read the clock and wait.
+The protocol is `dtrans.protocol.serving`; here are the sockets, the clock, the signals and the
+compiled update that it is driven with. Only this loop and its sockets read the clock and wait.
 """
 
 from __future__ import annotations
@@ -50,11 +50,12 @@ class Server:
       patience: seconds without a sign of another process after which it counts as dead.
       allow_remote: bind an endpoint that is not loopback.
       keys: of the job.
-      plan: the parts of the fingerprint of the plan, which trainers and other servers must have too.
-      keep: saves a state, as `serve` returns it, under a name, with the mark of the run and step; None where there is
-        no place for checkpoints.
-      keep_last: saves the state of a job that ends by an error, given the mark and the checkpoints that were asked
-        for; returns where, or None where there is nothing to be saved.
+      plan: the parts of the fingerprint of the plan, which trainers and other servers must have
+        too.
+      keep: saves a state, as `serve` returns it, under a name, with the mark of the run and step;
+        None where there is no place for checkpoints.
+      keep_last: saves the state of a job that ends by an error, given the mark and the checkpoints
+        that were asked for; returns where, or None where there is nothing to be saved.
 
     Raises:
       ConfigError: an endpoint that may not be, or cannot be bound.
@@ -75,15 +76,23 @@ class Server:
         keep_last: KeepLast | None = None,
     ) -> None:
         served = update.served
-        trainers = Presence(served, deadline=deadline, plan=plan, secret=keys.secret, retry=min(RETRY, patience))
-        self._sockets = ServerSockets(context, update.endpoint, keys, wire.limits(_sizes(update)), patience)
-        tables = {n for t in update.tables.values() if not t.whole for n in t.held}  # have memory of their own
+        trainers = Presence(
+            served, deadline=deadline, plan=plan, secret=keys.secret, retry=min(RETRY, patience)
+        )
+        self._sockets = ServerSockets(
+            context, update.endpoint, keys, wire.limits(_sizes(update)), patience
+        )
+        tables = {
+            n for t in update.tables.values() if not t.whole for n in t.held
+        }  # have memory of their own
         own = own_buffers({n: x for n, x in state.items() if n not in tables})
         self._sockets.counted = trainers.counted
         state, say = {**state, **own}, self._sockets.say
         kind: SyncServer | AsyncServer
         if served.sync_mode:
-            self._update: SyncUpdate | BlockUpdates = (steps := SyncUpdate(update, state, served.trainers))
+            self._update: SyncUpdate | BlockUpdates = (
+                steps := SyncUpdate(update, state, served.trainers)
+            )
             kind = SyncServer(served, steps, trainers, say)
         else:
             self._update = blocks = BlockUpdates(update, state)
@@ -96,7 +105,9 @@ class Server:
         self._keep_last = keep_last
         self._writer: StateWriter | None = None
         if keep is not None:
-            self._writer = StateWriter(keep, {n: x for n, x in own.items() if self._is_copied(n, x)})
+            self._writer = StateWriter(
+                keep, {n: x for n, x in own.items() if self._is_copied(n, x)}
+            )
         if self._writer is not None:
             self._protocol.keep = self._save
             self._update.before = self._writer.wait_copied
@@ -109,8 +120,8 @@ class Server:
         """Serve until every trainer has closed; the state that is left.
 
         Raises:
-          DeadlineError: a trainer that did not come, fell silent or kept the others waiting, or a server that did.
-            PeerError: one that failed, refused, or left before the others.
+          DeadlineError: a trainer that did not come, fell silent or kept the others waiting, or a
+            server that did. PeerError: one that failed, refused, or left before the others.
         """
         protocol = self._protocol
         protocol.trainers.begin(time.monotonic())
@@ -127,7 +138,9 @@ class Server:
             return self._state()
         except BaseException as e:
             failure = e
-            if ending is not None:  # launchers end all roles when one has failed: first this one writes what it has
+            if (
+                ending is not None
+            ):  # launchers end all roles when one has failed: first this one writes what it has
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
             protocol.say_why(e)
             raise
@@ -144,21 +157,29 @@ class Server:
         return {**self._protocol.kind.state, **self._update.tables()}
 
     def _save(self, name: str, made: int) -> int:
-        """Begin to save the server's present state under a name; return the number of its blocks."""
+        """Begin to save the server's present state under a name; return the number of its
+        blocks."""
         assert self._writer is not None
         tables = self._update.snapshot(self._protocol.trainers.deadline / 4)
         dense = {n: _snapshot(x) for n, x in self._protocol.kind.state.items() if n not in tables}
         spent = [n for n in dense if self._is_copied(n, self._protocol.kind.state[n])]
-        self._writer.begin(name, {**dense, **tables}, Mark(self._protocol.trainers.sessions, made), spent)
+        self._writer.begin(
+            name, {**dense, **tables}, Mark(self._protocol.trainers.sessions, made), spent
+        )
         return len(dense) + len(tables)
 
     def _is_copied(self, name: str, x: Any) -> bool:
         """Return True if a snapshot would be a view of memory that an update donates: on CPU."""
-        is_lent = isinstance(x, jax.Array) and not is_key(x.dtype) and {d.platform for d in x.devices()} == {"cpu"}
+        is_lent = (
+            isinstance(x, jax.Array)
+            and not is_key(x.dtype)
+            and {d.platform for d in x.devices()} == {"cpu"}
+        )
         return is_lent and name in self._update.spent
 
     def _save_last(self, failure: BaseException) -> None:
-        """Save what the server holds when its job ends by an error, if it was trained; say where in log and error."""
+        """Save what the server holds when its job ends by an error, if it was trained; say where in
+        log and error."""
         kind = self._protocol.kind
         if self._keep_last is None:
             return
@@ -169,11 +190,18 @@ class Server:
             mark = Mark(self._protocol.trainers.sessions, made)
             place = self._keep_last(self._state(), mark, self._protocol.asked())
         except Exception as e:  # the error that has ended the job is the one to raise
-            log.exception("pserver %s could not save what it held when its job ended", kind.endpoint)
-            failure.add_note(f"pserver {kind.endpoint} could not save what it held: {type(e).__name__}: {e}")
+            log.exception(
+                "pserver %s could not save what it held when its job ended", kind.endpoint
+            )
+            failure.add_note(
+                f"pserver {kind.endpoint} could not save what it held: {type(e).__name__}: {e}"
+            )
         else:
             if place is not None:
-                told = f"pserver {kind.endpoint} saved what it held after {made} steps of this job: {place}"
+                told = (
+                    f"pserver {kind.endpoint} saved what it held after {made} steps of this "
+                    f"job: {place}"
+                )
                 log.warning(told)
                 failure.add_note(told)
 
@@ -192,7 +220,9 @@ class Server:
                 self._protocol.written(name, error, time.monotonic())
             if time.monotonic() >= look:
                 # what came while an update was made may be what somebody is about to be missed for
-                for _ in range(1000 * self._protocol.trainers.count):  # and no more, whoever is flooding us
+                for _ in range(
+                    1000 * self._protocol.trainers.count
+                ):  # and no more, whoever is flooding us
                     if not self._sockets.poll(0, self._take):
                         break
                 for role, how in ended_roles().items():
@@ -213,7 +243,8 @@ class Server:
 
 
 def _snapshot(x: Any) -> Any:
-    """Return an array with the memory that `x` has now. XLA leaves memory alone that NumPy has a view of."""
+    """Return an array with the memory that `x` has now. XLA leaves memory alone that NumPy has a
+    view of."""
     return copied(x) if is_key(x.dtype) else np.asarray(x)
 
 

@@ -87,7 +87,8 @@ class ServerSockets:
 
     Args:
       keys: of the job.
-      limits: the largest frame, and how many messages of one peer may wait (`dtrans.protocol.wire.limits`).
+      limits: the largest frame, and how many messages of one peer may wait
+        (`dtrans.protocol.wire.limits`).
       patience: seconds without a sign of another process after which its connection ends.
 
     Attributes:
@@ -96,13 +97,20 @@ class ServerSockets:
     """
 
     def __init__(
-        self, context: zmq.Context[Any], endpoint: str, keys: Keys, limits: tuple[int, int], patience: float
+        self,
+        context: zmq.Context[Any],
+        endpoint: str,
+        keys: Keys,
+        limits: tuple[int, int],
+        patience: float,
     ) -> None:
         self.endpoint = endpoint
         self._keys = keys
         self._limits, self._patience = limits, patience
         self.barred = Refusals(log)
-        self.counted: Callable[[bytes | str, str, Iterator[Any]], Iterator[Any]] = lambda to, op, messages: messages
+        self.counted: Callable[[bytes | str, str, Iterator[Any]], Iterator[Any]] = (
+            lambda to, op, messages: messages
+        )
         self.local = ""
         self._context = context
         self._bound = ""
@@ -121,13 +129,17 @@ class ServerSockets:
         self._folder = OwnFolder()
         local = str(self._folder.path / "socket")
         try:
-            self._bound = bind(self._socket, bound_address(self.endpoint), self._keys, tcp_address(self.endpoint))
+            self._bound = bind(
+                self._socket, bound_address(self.endpoint), self._keys, tcp_address(self.endpoint)
+            )
             if len(os.fsencode(local)) <= zmq.IPC_PATH_MAX_LEN:
                 bind(self._socket, f"ipc://{local}", self._keys)
                 self.local = local
         except zmq.ZMQError as e:
             self.close(failed=True)
-            raise ConfigError(f"pserver {self.endpoint} cannot be bound: {zmq.strerror(e.errno or 0)}") from e
+            raise ConfigError(
+                f"pserver {self.endpoint} cannot be bound: {zmq.strerror(e.errno or 0)}"
+            ) from e
 
     def connect(self, peers: ServerPeers) -> None:
         """Open the lines to other servers, and listen to all."""
@@ -144,7 +156,8 @@ class ServerSockets:
         self._poller.register(fd, zmq.POLLIN)
 
     def poll(self, seconds: float, take: Callable[[list[Any]], None]) -> bool:
-        """Wait until something is here; whether that was a message to this server, whose frames `take` is given."""
+        """Wait until something is here; whether that was a message to this server, whose frames
+        `take` is given."""
         self._ready = dict(self._poller.poll(max(0, int(seconds * 1000))))
         if self._socket not in self._ready:
             return False
@@ -177,11 +190,14 @@ class ServerSockets:
 
     def _note_refused(self) -> None:
         self.barred.note(
-            "pserver %s refused a connection that does not speak the protocol, or has not the job's token or keys",
+            "pserver %s refused a connection that does not speak the protocol, or has not the "
+            "job's token or keys",
             self.endpoint,
         )
 
-    def say(self, to: bytes | str, op: str, /, blocks: Sequence[tuple[str, Any]] = (), **fields: Any) -> None:
+    def say(
+        self, to: bytes | str, op: str, /, blocks: Sequence[tuple[str, Any]] = (), **fields: Any
+    ) -> None:
         """Send a message to a trainer or to another server, as `dtrans.protocol.presence.Say`.
 
         Raises:
@@ -207,7 +223,8 @@ class ServerSockets:
         self._folder.close()
 
     def _let_go(self) -> None:
-        """Stop listening, and wait until the endpoint can be bound again: ZeroMQ closes sockets in its own time."""
+        """Stop listening, and wait until the endpoint can be bound again: ZeroMQ closes sockets in
+        its own time."""
         if not self._bound:
             return
         self._socket.linger = int(LINGER * 1000)

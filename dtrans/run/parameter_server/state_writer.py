@@ -1,11 +1,12 @@
 """Checkpoints that a server writes during its steps: one thread copies, another one writes.
 
-The server takes a snapshot between two messages and continues. A snapshot refers to the arrays that no update donates.
-The others are copied into memory of the last snapshot, in a thread, while the server waits for gradients; the next
-update waits for the copy. Without it XLA would not donate them, and the update would fill fresh pages: 3 copies' time.
+The server takes a snapshot between two messages and continues. A snapshot refers to the arrays that
+no update donates. The others are copied into memory of the last snapshot, in a thread, while the
+server waits for gradients; the next update waits for the copy. Without it XLA would not donate
+them, and the update would fill fresh pages: 3 copies' time.
 
-The second thread writes one snapshot after the other. A pipe tells the server's loop of the end, which answers who
-asked.
+The second thread writes one snapshot after the other. A pipe tells the server's loop of the end,
+which answers who asked.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class StateWriter:
 
     Args:
       keep: writes a state under a name.
-      spent: arrays that updates donate, by name: memory for a copy is taken now, since a save would wait for new pages.
+      spent: arrays that updates donate, by name: memory for a copy is taken now, since a save would
+        wait for new pages.
 
     Attributes:
       wake: a file descriptor that can be read when `ended` has news.
@@ -46,7 +48,9 @@ class StateWriter:
 
     def __init__(self, keep: Keep, spent: Mapping[str, Any] = {}) -> None:
         self._keep = keep
-        self._due: queue.SimpleQueue[tuple[str, Future[dict[str, Any]], Mark] | None] = queue.SimpleQueue()
+        self._due: queue.SimpleQueue[tuple[str, Future[dict[str, Any]], Mark] | None] = (
+            queue.SimpleQueue()
+        )
         self._ended: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         self.wake, self._waker = os.pipe()
         config: Any = jax.config
@@ -56,9 +60,13 @@ class StateWriter:
         self._copies: Future[dict[str, Any]] | None = None
         self._pool = BufferPool(mmap.PAGESIZE)  # which files are written from without another copy
         self._begun = 0  # and not ended, as far as the server's loop knows
-        self._copier.submit(_write_to_pages, {n: (x.shape, x.dtype) for n, x in spent.items()}, self._pool)
+        self._copier.submit(
+            _write_to_pages, {n: (x.shape, x.dtype) for n, x in spent.items()}, self._pool
+        )
 
-    def begin(self, name: str, state: Mapping[str, Any], mark: Mark, spent: Collection[str] = ()) -> None:
+    def begin(
+        self, name: str, state: Mapping[str, Any], mark: Mark, spent: Collection[str] = ()
+    ) -> None:
         """Begin to write a state under a name.
 
         Args:
@@ -67,7 +75,9 @@ class StateWriter:
           spent: the names of NumPy's views of arrays that the next update donates.
         """
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="dtrans checkpoints", daemon=True)
+            self._thread = threading.Thread(
+                target=self._run, name="dtrans checkpoints", daemon=True
+            )
             self._thread.start()
         # memory is kept for one snapshot: that of a second one at the same time is given back
         pool = BufferPool() if self._begun else self._pool
@@ -82,7 +92,8 @@ class StateWriter:
             self._copies = None
 
     def ended(self) -> Iterator[tuple[str, str]]:
-        """The checkpoints that have ended since the last call: the name, and why it could not be written, if so."""
+        """The checkpoints that have ended since the last call: the name, and why it could not be
+        written, if so."""
         while not self._ended.empty():
             os.read(self.wake, 1)
             self._begun -= 1
@@ -106,7 +117,8 @@ class StateWriter:
                 os.write(self._waker, b"+")
 
     def _written(self, name: str, copies: Future[dict[str, Any]], mark: Mark) -> str:
-        """Write a state and return an empty text, or why that cannot be. The job continues without it."""
+        """Write a state and return an empty text, or why that cannot be. The job continues without
+        it."""
         state: Mapping[str, Any] = {}
         try:
             state = copies.result()
@@ -124,13 +136,15 @@ class StateWriter:
 
 
 def _write_to_pages(types: Mapping[str, tuple[tuple[int, ...], Any]], pool: BufferPool) -> None:
-    """Take memory from the system that a snapshot will be copied into: it gives pages when they are written to."""
+    """Take memory from the system that a snapshot will be copied into: it gives pages when they are
+    written to."""
     for name, (shape, dtype) in types.items():
         pool.take(name, shape, dtype).fill(0)
 
 
 def _copied(state: dict[str, Any], spent: Collection[str], pool: BufferPool) -> dict[str, Any]:
-    """Return a state whose `spent` arrays are in memory of the pool; nothing refers to the others any more."""
+    """Return a state whose `spent` arrays are in memory of the pool; nothing refers to the others
+    any more."""
     for name in spent:
         copy = pool.take(name, state[name].shape, state[name].dtype)
         np.copyto(copy, state[name])

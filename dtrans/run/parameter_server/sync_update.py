@@ -1,10 +1,11 @@
 """The state of a synchronous server, and the update of one step at a time.
 
-An update that reduces over rows is made in phases, with an exchange between servers after each but the last: it stops
-there, and goes on when it is given what the other servers have sent.
+An update that reduces over rows is made in phases, with an exchange between servers after each but
+the last: it stops there, and goes on when it is given what the other servers have sent.
 
-Tables are updated by the rows that trainers have asked for (`dtrans.run.parameter_server.tables`). Where each update
-needs all rows of a table, the gradients of rows are put among zeros, and it is updated as any other block.
+Tables are updated by the rows that trainers have asked for (`dtrans.run.parameter_server.tables`).
+Where each update needs all rows of a table, the gradients of rows are put among zeros, and it is
+updated as any other block.
 """
 
 from __future__ import annotations
@@ -51,7 +52,11 @@ class SyncUpdate:
         self._tables = memory_of(update, state)
         self._steps = 0
         self.held = ServerTables(
-            update.endpoint, update.tables, self._tables, lambda: self.state, lambda name: self._steps
+            update.endpoint,
+            update.tables,
+            self._tables,
+            lambda: self.state,
+            lambda name: self._steps,
         )
         watched = frozenset(n for t in self._tables.values() for n in t.reads)
         self._watched: dict[str, Any] = {}
@@ -65,7 +70,8 @@ class SyncUpdate:
         self._publish()
 
     def begin(self, grads: Mapping[str, Any], present: frozenset[int], step: int) -> Vectors | None:
-        """Make a step of the gradients of some of the trainers, as far as the first exchange; see `go_on`."""
+        """Make a step of the gradients of some of the trainers, as far as the first exchange; see
+        `go_on`."""
         self.before()
         compiled = lambda sizes: self._update_of(present, step, sizes)
         self._watched = {}
@@ -73,31 +79,44 @@ class SyncUpdate:
         return self.go_on(None)
 
     def go_on(self, arrived: Vectors | None) -> Vectors | None:
-        """Make the step as far as the next exchange, and return the vectors for other servers; None when it is made.
+        """Make the step as far as the next exchange, and return the vectors for other servers; None
+        when it is made.
 
         Args:
           arrived: what other servers have sent for the exchange before.
         """
         assert self._run is not None
         try:
-            self.exchange, outgoing = next(self._run) if arrived is None else self._run.send(arrived)
+            self.exchange, outgoing = (
+                next(self._run) if arrived is None else self._run.send(arrived)
+            )
         except StopIteration as made:
             self._run = self.exchange = None
             self._steps += 1
-            # the memory of its gradients and of what other servers sent is written again, so nothing may still read it
+            # the memory of its gradients and of what other servers sent is written again, so
+            # nothing may still read it
             self.state = jax.block_until_ready(made.value) if self._whole.exchanges else made.value
             self._publish()
             return None
         return outgoing
 
-    def _update_of(self, present: frozenset[int], step: int, sizes: Mapping[str, int]) -> CompiledUpdate:
-        """What makes the new state: one is compiled for every set of trainers, and for some numbers of rows."""
+    def _update_of(
+        self, present: frozenset[int], step: int, sizes: Mapping[str, int]
+    ) -> CompiledUpdate:
+        """What makes the new state: one is compiled for every set of trainers, and for some numbers
+        of rows."""
         key = present, tuple(sizes.values())
         if key not in self._updates:
             gone = self._all - present
             if gone and not any(of == present for of, _ in self._updates):
                 told = "pserver %s goes on without %s, which left: step %d and later ones are of %s"
-                log.warning(told, self._whole.endpoint, named(sorted(gone)), step + 1, named(sorted(present)))
+                log.warning(
+                    told,
+                    self._whole.endpoint,
+                    named(sorted(gone)),
+                    step + 1,
+                    named(sorted(present)),
+                )
             update = self._whole.sized(sizes) if sizes else self._whole
             self._updates[key] = CompiledUpdate(update.sent_by(present) if gone else update)
         return self._updates[key]
@@ -109,7 +128,9 @@ class SyncUpdate:
 
     # -- tables ----------------------------------------------------------------------------------
 
-    def _taken(self, table: TableBlock, ids: np.ndarray, size: int, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _taken(
+        self, table: TableBlock, ids: np.ndarray, size: int, state: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
         return self._tables[table.name].take(ids, size)
 
     def _put_back(
@@ -119,7 +140,11 @@ class SyncUpdate:
 
     def rows(self, name: str, ids: np.ndarray, *, train: bool) -> np.ndarray:
         """Rows of a block of a table, as they are."""
-        return self._tables[name].rows(ids, train=train) if name in self._tables else self.values[name][ids]
+        return (
+            self._tables[name].rows(ids, train=train)
+            if name in self._tables
+            else self.values[name][ids]
+        )
 
     def tables(self) -> dict[str, Any]:
         """Blocks of tables, and their state, as after the last step."""

@@ -1,8 +1,9 @@
 """What one server does with gradients: its optimize blocks, as functions to compile.
 
-The blocks of `listen_and_serv` read and write values by name. What lies between two exchanges with other servers
-is a *phase*, and is compiled at once: the lr_sched block feeds the others, which are independent, and XLA sees all
-of them. Where no block reduces over rows there is one phase, and an update is one call. Leaves stay separate
+The blocks of `listen_and_serv` read and write values by name. What lies between two exchanges with
+other servers is a *phase*, and is compiled at once: the lr_sched block feeds the others, which are
+independent, and XLA sees all of them. Where no block reduces over rows there is one phase, and an
+update is one call. Leaves stay separate
 arrays: on CPU, one flat vector costs more to assemble than the optimizer costs to run.
 """
 
@@ -42,7 +43,8 @@ class Phase:
       kept: the state it reads that others read too, or that nobody makes anew: by name.
       spent: the state it makes anew and was the last to read.
       makes: the state it makes.
-      takes: the values it reads that phases before it gave; `drops` are those that no later one reads.
+      takes: the values it reads that phases before it gave; `drops` are those that no later one
+        reads.
       gives: the values it makes, or begins with, that later phases read.
     """
 
@@ -60,7 +62,8 @@ class Phase:
     def __call__(
         self, read: Mapping[str, Any], grads: Mapping[str, Any], arrived: Vectors
     ) -> tuple[dict[str, Any], dict[str, Any], list[list[jax.Array]]]:
-        """The state it makes, the values it gives, and the parcels of the exchange that ends it. Pure.
+        """The state it makes, the values it gives, and the parcels of the exchange that ends it.
+        Pure.
 
         Args:
           read: state as it was before the step, and values of earlier phases, by name.
@@ -74,7 +77,9 @@ class Phase:
         new: dict[str, Any] = {}
         packed: list[list[jax.Array]] = []
         for block in self.blocks:
-            ones = {g.name: made_one(g.op, [grads[n] for n in g.sent.values()]) for g in block.grads}
+            ones = {
+                g.name: made_one(g.op, [grads[n] for n in g.sent.values()]) for g in block.grads
+            }
             given = [ones[n] if n in ones else values[n] for n in block.in_names]
             if self.ends is not None and block is self.blocks[-1]:
                 outs = evaluate(self.ends.local, *given)
@@ -107,7 +112,9 @@ class ServerUpdate:
         for eqn in program.eqns:
             if eqn.primitive is listen_and_serv_p:
                 return cls(eqn)
-        raise ConfigError(f"program {program.name} is not a pserver program: it has no listen_and_serv")
+        raise ConfigError(
+            f"program {program.name} is not a pserver program: it has no listen_and_serv"
+        )
 
     @cached_property
     def served(self) -> ServedBlocks:
@@ -115,7 +122,11 @@ class ServerUpdate:
         p = self.eqn.params
         of_tables = {n for t in self.tables.values() for n in t.gradients.values()}
         # a gradient that is an update of its own has one name, whoever sends it
-        sent = lambda t: t.gradients if p["sync_mode"] else dict.fromkeys(range(p["Fanin"]), *t.gradients.values())
+        sent = lambda t: (
+            t.gradients
+            if p["sync_mode"]
+            else dict.fromkeys(range(p["Fanin"]), *t.gradients.values())
+        )
         read = {n for b in self.blocks for n in b.in_names}
         row = lambda n: (self.types[n].shape[1:], self.types[n].dtype)
         return ServedBlocks(
@@ -131,7 +142,13 @@ class ServerUpdate:
             frozenset(n for n in self.params if backup_of(n, 0) in self.types),
             {
                 n: ServedRows(
-                    t.rows, *row(n), sent(t), n + BACKUP in read, t.kept, t.whole or t.moves, staleness=t.staleness
+                    t.rows,
+                    *row(n),
+                    sent(t),
+                    n + BACKUP in read,
+                    t.kept,
+                    t.whole or t.moves,
+                    staleness=t.staleness,
                 )
                 for n, t in self.tables.items()
             },
@@ -150,7 +167,9 @@ class ServerUpdate:
     def sent_by(self, present: Collection[int]) -> ServerUpdate:
         """The update by the gradients of some of the trainers alone (`dtrans.slicing.mean`)."""
         blocks = tuple(sent_by(block, present) for block in self.blocks)
-        return dataclasses.replace(self, eqn=self.eqn.replace(params={**self.eqn.params, "optimize_blocks": blocks}))
+        return dataclasses.replace(
+            self, eqn=self.eqn.replace(params={**self.eqn.params, "optimize_blocks": blocks})
+        )
 
     @property
     def endpoint(self) -> str:
@@ -165,7 +184,9 @@ class ServerUpdate:
     @cached_property
     def types(self) -> dict[str, Any]:
         """Name to type, of the state."""
-        return {n: a.aval for n, a in zip(self.eqn.params["state_names"], self.eqn.invars, strict=True)}
+        return {
+            n: a.aval for n, a in zip(self.eqn.params["state_names"], self.eqn.invars, strict=True)
+        }
 
     @cached_property
     def grad_types(self) -> dict[str, Any]:
@@ -188,7 +209,8 @@ class ServerUpdate:
 
     @cached_property
     def params(self) -> tuple[str, ...]:
-        """The parameter blocks, which trainers ask for; everything else in the state is the server's own."""
+        """The parameter blocks, which trainers ask for; everything else in the state is the
+        server's own."""
         return tuple(self.eqn.params["param_names"])
 
     @cached_property
@@ -210,14 +232,18 @@ class ServerUpdate:
         if current:
             parts.append((current, None))
         levels = [x.level for _, x in parts if x is not None]
-        assert levels == sorted(set(levels)), f"pserver {self.endpoint} exchanges at levels {levels}"
+        assert levels == sorted(set(levels)), (
+            f"pserver {self.endpoint} exchanges at levels {levels}"
+        )
 
         reads = [list(dict.fromkeys(n for b in blocks for n in b.in_names)) for blocks, _ in parts]
         last = {n: i for i, names in enumerate(reads) for n in names}
         made_in: dict[str, int] = {}  # the first phase that knows a value
         for i, (blocks, exchange) in enumerate(parts):
             results = {n for n, _ in exchange.results} if exchange else set()
-            made_in |= {n: i + (n in results) for b in blocks for n in b.out_names if n not in self.types}
+            made_in |= {
+                n: i + (n in results) for b in blocks for n in b.out_names if n not in self.types
+            }
         gives: list[list[str]] = [[] for _ in parts]
         for n, i in made_in.items():
             if last.get(n, -1) > i or n in self.watched:
@@ -260,7 +286,11 @@ class CompiledUpdate:
     """
 
     def __init__(
-        self, update: ServerUpdate, *, donate: bool = True, prepare: Callable[[Any], Mapping[str, Any]] = dict
+        self,
+        update: ServerUpdate,
+        *,
+        donate: bool = True,
+        prepare: Callable[[Any], Mapping[str, Any]] = dict,
     ) -> None:
         self.update = update
         self._prepare = prepare
@@ -269,10 +299,12 @@ class CompiledUpdate:
     def run(
         self, grads: Any, state: Mapping[str, Any], watched: dict[str, Any] | None = None
     ) -> Generator[tuple[Exchange, Vectors], Vectors, dict[str, Any]]:
-        """Make a step; the new state. That of before keeps its parameters, and with donation may lose the rest.
+        """Make a step; the new state. That of before keeps its parameters, and with donation may
+        lose the rest.
 
-        At each exchange it yields that, with the vectors for every other server (`Exchange.parcels`), and goes on
-        with those of every other server (`Exchange.sources`). Nothing waits for what is computed.
+        At each exchange it yields that, with the vectors for every other server
+        (`Exchange.parcels`), and goes on with those of every other server (`Exchange.sources`).
+        Nothing waits for what is computed.
 
         Args:
           watched: is given what the update says is watched.
@@ -283,7 +315,9 @@ class CompiledUpdate:
         # a function with options of XLA cannot be called where another one is traced
         in_trace = any(map(is_traced, state.values()))
         copied = (lambda x: x) if in_trace else np.asarray
-        seen |= {n: copied(state[n]) for n in self.update.watched if n in state}  # it may be gone afterwards
+        seen |= {
+            n: copied(state[n]) for n in self.update.watched if n in state
+        }  # it may be gone afterwards
         for i, (phase, jitted) in enumerate(self._jitted):
             made, given, packed = called(
                 lambda i=i: f"{self.update.endpoint} phase {i}",  # type: ignore[misc]
@@ -308,7 +342,11 @@ class CompiledUpdate:
 
     def _compile(self, phase: Phase, donate: bool) -> Callable[..., Any]:
         def update(
-            grads: Any, kept: dict[str, Any], spent: dict[str, Any], values: dict[str, Any], arrived: Vectors
+            grads: Any,
+            kept: dict[str, Any],
+            spent: dict[str, Any],
+            values: dict[str, Any],
+            arrived: Vectors,
         ) -> Any:
             read = {**kept, **spent, **values}
             return phase(read, self._prepare(grads) if phase.grads else {}, arrived)
@@ -319,5 +357,6 @@ class CompiledUpdate:
 
 
 def own_buffers(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state whose arrays share no memory with each other, nor with what they were made from, as donation needs."""
+    """A state whose arrays share no memory with each other, nor with what they were made from, as
+    donation needs."""
     return {n: jnp.copy(x) for n, x in state.items()}

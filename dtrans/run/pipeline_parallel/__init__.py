@@ -12,5 +12,6 @@
     processes       what a job asks of the processes that its stages are in; cluster, p2p: of several, and their lines
     profile         what really ran when, and what was kept meanwhile
 
-Everything is dispatched by one thread in the order of the schedule; devices work through what they were given.
+Everything is dispatched by one thread in the order of the schedule; devices work through what they
+were given.
 """

@@ -1,13 +1,14 @@
 """A pipeline as processes: each has some of the stages, with all their replicas on its own devices.
 
-Every process goes through the same list of instructions, carries out those of its stages, and sends or receives where a
-value goes from a stage of one process to that of another (`dtrans.run.pipeline_parallel.p2p`). The processes are the
-trainers that `dtrans.connect()` connected; process k of N has the stages k*S/N to (k+1)*S/N.
+Every process goes through the same list of instructions, carries out those of its stages, and sends
+or receives where a value goes from a stage of one process to that of another
+(`dtrans.run.pipeline_parallel.p2p`). The processes are the trainers that `dtrans.connect()`
+connected; process k of N has the stages k*S/N to (k+1)*S/N.
 
-Each gives its part of a batch: process k has rows k*B/N to (k+1)*B/N of the global one. A stage reads whole arrays, so
-each part of an array is sent to the processes whose stages read it: tokens to the first, labels to the last. Values of
-the whole batch that no parameter enters are made by the first process, which is sent what they are made of; it sends
-them to those whose stages read them.
+Each gives its part of a batch: process k has rows k*B/N to (k+1)*B/N of the global one. A stage
+reads whole arrays, so each part of an array is sent to the processes whose stages read it: tokens
+to the first, labels to the last. Values of the whole batch that no parameter enters are made by the
+first process, which is sent what they are made of; it sends them to those whose stages read them.
 """
 
 from __future__ import annotations
@@ -51,8 +52,9 @@ MAKER = 0  # the process that makes values of the whole batch: it has stage 0
 def cluster_job(plan: PipelinePlan, *, donate: bool) -> PipelineJob:
     """The stages of this process; what `plan.on_cluster()` makes, in each of the processes.
 
-    As `plan.on_mesh()`, but for the batch: each process gives its own part to `step`, and all get all results. A state
-    has the arrays of the process's own stages; `params` and `opt_state` collect all, and must be called by all.
+    As `plan.on_mesh()`, but for the batch: each process gives its own part to `step`, and all get
+    all results. A state has the arrays of the process's own stages; `params` and `opt_state`
+    collect all, and must be called by all.
     """
     cluster = connected()
     stages, count, me = plan.options.num_stages, cluster.trainers, cluster.trainer_id
@@ -60,13 +62,15 @@ def cluster_job(plan: PipelinePlan, *, donate: bool) -> PipelineJob:
         raise ConfigError("on_trainer_loss='drop': a pipeline cannot go on without its stages")
     if stages % count:
         raise ConfigError(
-            f"the plan has {stages} stages, which {count} processes do not divide: plan a multiple of {count}"
+            f"the plan has {stages} stages, which {count} processes do not divide: plan a multiple "
+            f"of {count}"
         )
     each, local, replicas = stages // count, jax.local_devices(), plan.options.replicas
     shards = plan.cuts.shards[me * each :][:each]
     if len(local) < sum(shards) * replicas:
         raise ConfigError(
-            f"the {each} stages of trainer {me} need {sum(shards) * replicas} devices for {replicas} replicas, it has "
+            f"the {each} stages of trainer {me} need {sum(shards) * replicas} devices for "
+            f"{replicas} replicas, it has "
             f"{len(local)}"
         )
     grids = dataclasses.replace(plan.cluster, devices=local).virtual_devices(shards, replicas)
@@ -92,7 +96,9 @@ class ConnectedProcesses(OneProcess):
         self.run_id, self.saves = cluster.run, self.me == 0
         o = at.plan.options
         self._whole = {n for n in at.plan.batch if is_under(n, o.batch.unsplit_inputs)}
-        self._same = {f.name: repr(getattr(o, f.name)) for f in dataclasses.fields(o)} | {**at.plan.merges}
+        self._same = {f.name: repr(getattr(o, f.name)) for f in dataclasses.fields(o)} | {
+            **at.plan.merges
+        }
         self._same |= {"orders": repr(at.plan.schedule.orders), "stages": str(at.plan.stage_of)}
         check_consistent(at.plan.main, (), self._same)
         self.state_types = StateLayout(at).types
@@ -106,7 +112,9 @@ class ConnectedProcesses(OneProcess):
         return self.at.plan.device_of(stage) // (self.at.plan.options.num_stages // self.count)
 
     def check_reorder(self, name: str) -> None:
-        raise ConfigError(f"in a job of processes, plan.scheduled({name!r}).on_cluster() runs another schedule")
+        raise ConfigError(
+            f"in a job of processes, plan.scheduled({name!r}).on_cluster() runs another schedule"
+        )
 
     def close(self) -> None:
         self._links.close()
@@ -122,8 +130,10 @@ class ConnectedProcesses(OneProcess):
         for n, rows in split.items():
             if rows * self.count % o.parts:
                 raise BatchError(
-                    f"{n} has {rows} rows in each of {self.count} processes, {rows * self.count} in all, which "
-                    f"num_micro_batch={o.num_micro_batch} and replicas={o.replicas} do not divide: give parts "
+                    f"{n} has {rows} rows in each of {self.count} processes, {rows * self.count} "
+                    "in all, which "
+                    f"num_micro_batch={o.num_micro_batch} and replicas={o.replicas} do not divide: "
+                    "give parts "
                     f"that make a multiple of {o.parts} rows"
                 )
         types = whole_types([(x, self._share(n, x)) for n, x in arrays.items()], self.count)
@@ -143,8 +153,12 @@ class ConnectedProcesses(OneProcess):
             readers.setdefault(n, set()).add(self.process_of(place))
         for n in () if tape.values is None else tape.values.read:
             readers.setdefault(n, set()).add(MAKER)
-        keys = itertools.count(len(tape.instructions) + len(tape.results))  # the numbers before are theirs
-        split = {n: (next(keys), x) for n, x in arrays.items() if isinstance(self._share(n, x), int)}
+        keys = itertools.count(
+            len(tape.instructions) + len(tape.results)
+        )  # the numbers before are theirs
+        split = {
+            n: (next(keys), x) for n, x in arrays.items() if isinstance(self._share(n, x), int)
+        }
         for n, (key, x) in split.items():
             others = readers.get(n, set()) - {self.me}
             # a copy: it is sent later, and an array of NumPy may be written to meanwhile
@@ -153,11 +167,17 @@ class ConnectedProcesses(OneProcess):
                 self._links.send(k, self._round, key, part)
         self._check_arguments(arrays, keys)
         whole = {**arrays} | {
-            n: jnp.concatenate([x if k == self.me else self._part(k, key, n, x) for k in range(self.count)])
+            n: jnp.concatenate(
+                [x if k == self.me else self._part(k, key, n, x) for k in range(self.count)]
+            )
             for n, (key, x) in split.items()
             if self.me in readers.get(n, ())
         }
-        return whole if tape.values is None else whole | self._given(tape, tape.values, whole, held, readers, keys)
+        return (
+            whole
+            if tape.values is None
+            else whole | self._given(tape, tape.values, whole, held, readers, keys)
+        )
 
     def _given(
         self,
@@ -186,7 +206,10 @@ class ConnectedProcesses(OneProcess):
         if self.me != MAKER:
             mine = {n: key for n, key in numbered.items() if self.me in readers.get(n, ())}
             what = "a value of the whole batch"
-            return {n: self._receive(MAKER, key, of_value(values.outputs[n]), what) for n, key in mine.items()}
+            return {
+                n: self._receive(MAKER, key, of_value(values.outputs[n]), what)
+                for n, key in mine.items()
+            }
         made = self.made_first(tape, whole, state)
         for n, key in numbered.items():
             for k in {*readers.get(n, ())} - {self.me}:
@@ -194,7 +217,8 @@ class ConnectedProcesses(OneProcess):
         return made
 
     def _check_arguments(self, arrays: Mapping[str, Any], keys: Iterator[int]) -> None:
-        """Raise PeerError where processes give an argument that the update reads, and that they must have the same."""
+        """Raise PeerError where processes give an argument that the update reads, and that they
+        must have the same."""
         others = [k for k in range(self.count) if k != self.me]
         numbered = dict(zip(self.at.plan.arguments, keys, strict=False))
         for n, key in numbered.items():
@@ -207,8 +231,10 @@ class ConnectedProcesses(OneProcess):
                 if x.tobytes() != mine.tobytes():
                     one, two = sorted([(self.me, mine.tolist()), (k, x.tolist())])
                     raise PeerError(
-                        f"{n} is {wire.brief(one[1])} on trainer {one[0]}, and {wire.brief(two[1])} on trainer "
-                        f"{two[0]}: the update reads it, and there is one update; give all processes the same"
+                        f"{n} is {wire.brief(one[1])} on trainer {one[0]}, and "
+                        f"{wire.brief(two[1])} on trainer "
+                        f"{two[0]}: the update reads it, and there is one update; give all "
+                        "processes the same"
                     )
 
     def _part(self, origin: int, key: int, name: str, mine: Any) -> Any:
@@ -216,7 +242,8 @@ class ConnectedProcesses(OneProcess):
         x = self._receive(origin, key, of_value(mine, any_size=True), name)
         if x.shape != mine.shape:
             raise BatchError(
-                f"{PARTS_DIFFER}; trainer {origin} gives {name} as {list(x.shape)}, trainer {self.me} as "
+                f"{PARTS_DIFFER}; trainer {origin} gives {name} as {list(x.shape)}, trainer "
+                f"{self.me} as "
                 f"{list(mine.shape)}; take parts with job.shard_batch(*batch)"
             )
         return x
@@ -234,7 +261,9 @@ class ConnectedProcesses(OneProcess):
         elif origin == self.me:
             self._links.send(target, self._round, number, env[ins.source])
         elif target == self.me:
-            x = self._receive(origin, number, self._playing[number], f"{ins.what} for stage {ins.stage}")
+            x = self._receive(
+                origin, number, self._playing[number], f"{ins.what} for stage {ins.stage}"
+            )
             env[ins.target] = self.at.put(ins, x)
 
     def share_results(self, tape: StepProgram, env: list[Any]) -> None:
@@ -301,5 +330,9 @@ class _Local(Places):
     ) -> Function:
         at = self._local(stage)
         # that of another process is never run here: it says what types it makes
-        places = OneDevice(self.replicas, [self._shards[stage % self._stages]]) if at is None else self._on
+        places = (
+            OneDevice(self.replicas, [self._shards[stage % self._stages]])
+            if at is None
+            else self._on
+        )
         return places.compiled(fn, 0 if at is None else at, ins, outs, donated)

@@ -7,8 +7,8 @@ The list is written once for each batch shape, in the order in which the schedul
     tasks        the programs of micro-batches, and what goes from stage to stage
     the update   and what merges results (`dtrans.run.pipeline_parallel.compile_update`)
 
-Which slots nothing reads any more after an instruction follows from the list, and they are emptied there: so what is
-alive at any time is what the schedule says.
+Which slots nothing reads any more after an instruction follows from the list, and they are emptied
+there: so what is alive at any time is what the schedule says.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ def compile_step(
         stage = programs.stages[task.stage]
         _TASKS[task.kind](d, stage, task)
         if task.kind == "F":
-            kept[task.stage, task.micro] = tuple(d.slots.value(stage.index, n, task.micro) for n in stage.kept)
+            kept[task.stage, task.micro] = tuple(
+                d.slots.value(stage.index, n, task.micro) for n in stage.kept
+            )
     state, from_update = write_update(d)
     results, made = write_results(d)
     state, results = state | made, results | from_update
@@ -61,7 +63,15 @@ def compile_step(
         stay |= set(slots.given.values())
     instructions = with_releases(d.instructions, stay)
     return StepProgram(
-        instructions, len(slots), slots.given, slots.fixed, state, results, kept, slots.passing(), values
+        instructions,
+        len(slots),
+        slots.given,
+        slots.fixed,
+        state,
+        results,
+        kept,
+        slots.passing(),
+        values,
     )
 
 
@@ -75,7 +85,9 @@ def _send_params(d: Draft) -> None:
             target, home = d.slots.param(s.index, n), plan.homes[n]
             device = plan.device_of(home)
             if device != plan.device_of(s.index) and target not in sent:
-                d.instructions.append(Transfer(d.slots.state(device, n), target, home, s.index, SAME, n))
+                d.instructions.append(
+                    Transfer(d.slots.state(device, n), target, home, s.index, SAME, n)
+                )
                 sent.add(target)
 
 
@@ -109,7 +121,14 @@ def _write_forward(d: Draft, s: StagePrograms, task: Task) -> None:
     _write_task(d, s.forward, s, task, lambda n: d.slots.value(k, n, m))
     for n in s.sends:
         d.instructions.append(
-            Transfer(d.slots.of(own, "value", k, n, m), d.slots.of(own, "value", k + 1, n, m), k, k + 1, own, n)
+            Transfer(
+                d.slots.of(own, "value", k, n, m),
+                d.slots.of(own, "value", k + 1, n, m),
+                k,
+                k + 1,
+                own,
+                n,
+            )
         )
 
 
@@ -119,7 +138,14 @@ def _write_backward(d: Draft, s: StagePrograms, task: Task) -> None:
     for n in s.backward.out_names:
         if n in s.cotangents:
             d.instructions.append(
-                Transfer(d.slots.of(own, "back", k, n, m), d.slots.of(own, "cotangent", k - 1, n, m), k, k - 1, own, n)
+                Transfer(
+                    d.slots.of(own, "back", k, n, m),
+                    d.slots.of(own, "cotangent", k - 1, n, m),
+                    k,
+                    k - 1,
+                    own,
+                    n,
+                )
             )
 
 
@@ -135,7 +161,9 @@ _TASKS: dict[str, Callable[[Draft, StagePrograms, Task], None]] = {
 }
 
 
-def _write_task(d: Draft, p: Program, s: StagePrograms, task: Task, made: Callable[[str], int]) -> None:
+def _write_task(
+    d: Draft, p: Program, s: StagePrograms, task: Task, made: Callable[[str], int]
+) -> None:
     """Write a program of a micro-batch; `made` gives the slot of each output."""
     if not p.out_names:
         return

@@ -1,4 +1,5 @@
-"""The end of a pipelined step: the instructions of its update, and of what merges the results of micro-batches."""
+"""The end of a pipelined step: the instructions of its update, and of what merges the results of
+micro-batches."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ from dtrans.run.pipeline_parallel.stage_devices import EACH, SAME
 
 
 StateSlots: TypeAlias = dict[tuple[int, str], int]  # by (place, name)
-ResultSlots: TypeAlias = dict[str, tuple[int, AxisSharding, int]]  # slot, kind, and the stage that makes it
+ResultSlots: TypeAlias = dict[
+    str, tuple[int, AxisSharding, int]
+]  # slot, kind, and the stage that makes it
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -65,12 +68,16 @@ class _UpdateValues:
         is_state = n in plan.state
         if is_state and home is None:
             return slots.state(stage, n)
-        if home != stage and not (n in plan.homes and plan.device_of(home or 0) == plan.device_of(stage)):
+        if home != stage and not (
+            n in plan.homes and plan.device_of(home or 0) == plan.device_of(stage)
+        ):
             return slots.of(self.kinds[v], "update", stage, v)
         if is_state:
             return slots.state(at.place(n, stage), n)
         leaf, _, m = plan.update.sums[n]
-        return slots.of(at.update_kind(n), "sum" if at.host is None else "sum on the host", stage, leaf, m)
+        return slots.of(
+            at.update_kind(n), "sum" if at.host is None else "sum on the host", stage, leaf, m
+        )
 
 
 def write_update(d: Draft) -> tuple[StateSlots, ResultSlots]:
@@ -100,7 +107,9 @@ def _sums_to_host(d: Draft) -> None:
         return
     own = d.at.own
     for name, (leaf, stage, m) in d.at.plan.update.sums.items():
-        here, there = (d.slots.of(own, which, stage, leaf, m) for which in ("sum", "sum on the host"))
+        here, there = (
+            d.slots.of(own, which, stage, leaf, m) for which in ("sum", "sum on the host")
+        )
         d.instructions.append(Transfer(here, there, stage, stage, own, name, to_host=True))
 
 
@@ -108,39 +117,68 @@ def _arguments_to_host(values: _UpdateValues) -> None:
     """Send the arguments that the update reads to the host, if that is where parameters are."""
     d = values.d
     placed, arguments = d.at.plan.update.placed, d.at.plan.update.arguments
-    read = {(p.place, v): values.name_of[v] for p in placed.pieces for v in p.reads if v in values.name_of}
+    read = {
+        (p.place, v): values.name_of[v]
+        for p in placed.pieces
+        for v in p.reads
+        if v in values.name_of
+    }
     for (stage, v), n in read.items():
         if d.at.host is not None and n in arguments:
             here, there = d.slots.array(stage, n), values.slot(v, stage)
-            d.instructions.append(Transfer(here, there, stage, stage, values.kinds[v], n, to_host=True))
+            d.instructions.append(
+                Transfer(here, there, stage, stage, values.kinds[v], n, to_host=True)
+            )
 
 
-def _send(values: _UpdateValues, v: Var, stage: int, targets: Mapping[tuple[Var, int], Sequence[int]]) -> None:
+def _send(
+    values: _UpdateValues, v: Var, stage: int, targets: Mapping[tuple[Var, int], Sequence[int]]
+) -> None:
     """Send a value of the update to the stages that read it."""
     d = values.d
     for target in targets.get((v, stage), ()):
         a, b = values.slot(v, stage), values.slot(v, target)
         if a != b:
             what = values.name_of.get(v, "update")
-            d.instructions.append(Transfer(a, b, stage, target, values.kinds[v], what, to_host=d.at.host is not None))
+            d.instructions.append(
+                Transfer(a, b, stage, target, values.kinds[v], what, to_host=d.at.host is not None)
+            )
 
 
 def _write_piece(values: _UpdateValues, piece: StagePart, later: Sequence[StagePart]) -> None:
     d = values.d
     reads, makes = ([values.slot(v, piece.place) for v in vs] for vs in (piece.reads, piece.makes))
-    donated = _donated(values, piece, {(v, p.place) for p in later for v in p.reads}) if d.at.donate else []
+    donated = (
+        _donated(values, piece, {(v, p.place) for p in later for v in p.reads})
+        if d.at.donate
+        else []
+    )
     what = f"update of stage {piece.place}"
-    d.run(piece, lambda: _of_piece(piece), piece.place, reads, makes, what, donated=donated, on=d.at.host)
+    d.run(
+        piece,
+        lambda: _of_piece(piece),
+        piece.place,
+        reads,
+        makes,
+        what,
+        donated=donated,
+        on=d.at.host,
+    )
 
 
-def _donated(values: _UpdateValues, piece: StagePart, later: Collection[tuple[Var, int]]) -> list[int]:
-    """The positions of old state whose new value is made in the same piece, and that is not wanted any more."""
+def _donated(
+    values: _UpdateValues, piece: StagePart, later: Collection[tuple[Var, int]]
+) -> list[int]:
+    """The positions of old state whose new value is made in the same piece, and that is not wanted
+    any more."""
     plan = values.d.at.plan
     program = plan.update.placed.program
     outs = program.outvars.items()
     new_of = {a: n for n, a in outs if n in plan.state and isinstance(a, Var)}
     made = {new_of[v] for v in piece.makes if v in new_of}
-    spent = lambda v: values.name_of.get(v) in made and (v, piece.place) not in later and v not in new_of
+    spent = lambda v: (
+        values.name_of.get(v) in made and (v, piece.place) not in later and v not in new_of
+    )
     return [i for i, v in enumerate(piece.reads) if spent(v)]
 
 
@@ -150,7 +188,12 @@ def _of_piece(piece: StagePart) -> Callable[..., Sequence[Any]]:
     values = dict(zip(inner.constvars, constants(piece.jaxpr), strict=True))
 
     def run(*args: Any) -> Sequence[Any]:
-        return interpret(inner.eqns, {**values, **dict(zip(inner.invars, args, strict=True))}, inner.outvars, OVER_AXIS)
+        return interpret(
+            inner.eqns,
+            {**values, **dict(zip(inner.invars, args, strict=True))},
+            inner.outvars,
+            OVER_AXIS,
+        )
 
     return run
 
@@ -195,7 +238,11 @@ def write_results(d: Draft) -> tuple[ResultSlots, StateSlots]:
     for s, p in zip(d.programs.stages, d.programs.results, strict=True):
         if p is None:
             continue
-        of = {micro_name(n, m): (n, m) for n in s.results for m in range(d.at.plan.options.num_micro_batch)}
+        of = {
+            micro_name(n, m): (n, m)
+            for n in s.results
+            for m in range(d.at.plan.options.num_micro_batch)
+        }
         reads = [d.slots.value(s.index, *of[n]) for n in p.in_names]
         kinds = [d.at.result_kind(n) for n in p.out_names]
         makes = [d.slots.of(kind, "result", n) for n, kind in zip(p.out_names, kinds, strict=True)]
@@ -215,12 +262,15 @@ def _to_home(d: Draft, name: str, slot: int, kind: AxisSharding, stage: int) -> 
     if plan.device_of(home) == plan.device_of(stage) and d.at.host is None:
         return slot
     target = d.slots.of(kind, "moved", name)
-    d.instructions.append(Transfer(slot, target, stage, home, kind, name, to_host=d.at.host is not None))
+    d.instructions.append(
+        Transfer(slot, target, stage, home, kind, name, to_host=d.at.host is not None)
+    )
     return target
 
 
 def _kinds(at: Deployment, name_of: Mapping[Var, str]) -> dict[Any, AxisSharding]:
-    """How replicas have each value of the update: what is made of what they have for themselves is their own."""
+    """How replicas have each value of the update: what is made of what they have for themselves is
+    their own."""
     program = at.plan.update.placed.program
     inner = program.inner
     kinds: dict[Any, AxisSharding] = {v: at.update_kind(n) for v, n in name_of.items()}
@@ -231,6 +281,8 @@ def _kinds(at: Deployment, name_of: Mapping[Var, str]) -> dict[Any, AxisSharding
         own = own or eqn.primitive is trainer_index_p
         kinds |= dict.fromkeys(eqn.outvars, EACH if own and not whole else SAME)
     for n, a in program.outvars.items():
-        if isinstance(a, Var):  # state that is not cut is the same in all replicas, and so are results
+        if isinstance(
+            a, Var
+        ):  # state that is not cut is the same in all replicas, and so are results
             kinds[a] = at.state_kind(n)
     return kinds

@@ -1,7 +1,8 @@
-"""A plan on its devices: where the arrays of its state and its batches are, and how the replicas of a stage have them.
+"""A plan on its devices: where the arrays of its state and its batches are, and how the replicas of
+a stage have them.
 
-State is in *places*. The place of a parameter is a device, since the stages of one device share it; that of all other
-state is a stage. What every stage has (a count of steps) is in each of them.
+State is in *places*. The place of a parameter is a device, since the stages of one device share it;
+that of all other state is a stage. What every stage has (a count of steps) is in each of them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,15 @@ from dtrans.pipeline_parallel.plan import PipelinePlan
 from dtrans.pipeline_parallel.results import is_whole
 from dtrans.run.base.spmd import AxisSharding
 from dtrans.run.pipeline_parallel.instructions import Transfer
-from dtrans.run.pipeline_parallel.stage_devices import EACH, FIRST, ROWS, SAME, Host, Places, cut_along
+from dtrans.run.pipeline_parallel.stage_devices import (
+    EACH,
+    FIRST,
+    ROWS,
+    SAME,
+    Host,
+    Places,
+    cut_along,
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -59,14 +68,17 @@ class Deployment:
         return self.plan.device_of(stage) if name in self.plan.homes else stage
 
     def first_place(self, name: str) -> int:
-        """The place that holds an array of the state; the first of them, where every stage has it."""
+        """The place that holds an array of the state; the first of them, where every stage has
+        it."""
         home = self.plan.home(name)
         return 0 if home is None else self.place(name, home)
 
     def state_kind(self, name: str) -> AxisSharding:
         """How the replicas and shards of a stage have an array of its state."""
         axis = self.plan.update.slice_axis(name) if self.plan.options.replicas > 1 else None
-        return (SAME if axis is None else cut_along(axis)).cut_along(self.plan.cuts.state.get(name), SPLIT)
+        return (SAME if axis is None else cut_along(axis)).cut_along(
+            self.plan.cuts.state.get(name), SPLIT
+        )
 
     # -- what a step makes -----------------------------------------------------------------------
 

@@ -44,10 +44,13 @@ class Draft:
         donated: Sequence[int] = (),
         on: Places | None = None,
     ) -> None:
-        """Write a run of what `fn` gives, compiled; once for each `of`, however many schedules it is in."""
+        """Write a run of what `fn` gives, compiled; once for each `of`, however many schedules it
+        is in."""
         places, kinds = self.at.places, self.slots.kinds
         ins, outs = tuple(kinds[i] for i in reads), tuple(kinds[i] for i in makes)
         key = (of, ins, outs, tuple(donated))
         if key not in places.known:
             places.known[key] = (on or places).compiled(fn(), stage, ins, outs, donated)
-        self.instructions.append(RunStage(stage, places.known[key], tuple(reads), tuple(makes), what, task))
+        self.instructions.append(
+            RunStage(stage, places.known[key], tuple(reads), tuple(makes), what, task)
+        )

@@ -79,7 +79,8 @@ class StepProgram:
       results: slot of each result, the kind that it is of, and the stage that makes it.
       kept: by (stage, micro-batch), slots of what is kept from forward to backward.
       passing: the stage of each slot that is of one micro-batch.
-      values: makes what micro-batches are given beside the batch, from the whole of it, if anything.
+      values: makes what micro-batches are given beside the batch, from the whole of it, if
+        anything.
     """
 
     instructions: tuple[tuple[Instruction, tuple[int, ...]], ...]

@@ -58,14 +58,17 @@ class PipelineJob(Job):
     def step(self, state: PipelineState, *batch: Any) -> tuple[Any, ...]:
         """One step: (state, loss[, aux]), or whatever else the step returns beside its state.
 
-        The batch is the global one; in a job of processes it is this process's part, 1/N of the rows. Arrays of the
-        global batch are cut on dim 0, first for replicas and then for micro-batches; 0-d arrays, and those that the
-        plan has as `unsplit_inputs`, go to every micro-batch whole, and are the same in every process. A PRNG key is
-        folded with the numbers of both.
+        The batch is the global one; in a job of processes it is this process's part, 1/N of the
+        rows. Arrays of the global batch are cut on dim 0, first for replicas and then for
+        micro-batches; 0-d arrays, and those that the plan has as `unsplit_inputs`, go to every
+        micro-batch whole, and are the same in every process. A PRNG key is folded with the numbers
+        of both.
 
         Raises:
-          BatchError: arrays that micro-batches and replicas do not divide, or processes whose parts differ in size.
-          StateError: not a state of this job, or one that was already stepped from, and was donated.
+          BatchError: arrays that micro-batches and replicas do not divide, or processes whose parts
+            differ in size.
+          StateError: not a state of this job, or one that was already stepped from, and was
+            donated.
         """
         tape, env = self.ready(state, *batch)
         self.play(tape, env)
@@ -78,10 +81,15 @@ class PipelineJob(Job):
     def cut_axes(self) -> Mapping[str, int]:
         whole = self.plan.options.batch.unsplit_inputs
         inputs = self.plan.main.inputs
-        return {n: self.plan.axes.get(n, 0) for n in self.plan.batch if inputs[n].ndim and not is_under(n, whole)}
+        return {
+            n: self.plan.axes.get(n, 0)
+            for n in self.plan.batch
+            if inputs[n].ndim and not is_under(n, whole)
+        }
 
     def params(self, state: PipelineState) -> Any:
-        """The parameters, as the pytree that they were given in. All processes of a job must ask for them together."""
+        """The parameters, as the pytree that they were given in. All processes of a job must ask
+        for them together."""
         return self._tree(0, state.params)
 
     def opt_state(self, state: PipelineState) -> Any:
@@ -112,7 +120,8 @@ class PipelineJob(Job):
 
     @property
     def summaries(self) -> dict[str, Any]:
-        """What the model showed in the last step (`dtrans.summary`), merged, by tag; of texts nothing.
+        """What the model showed in the last step (`dtrans.summary`), merged, by tag; of texts
+        nothing.
 
         Example of writing it: `writer.write(i, job.summaries, job.plan.summaries)`.
         """
@@ -121,14 +130,17 @@ class PipelineJob(Job):
             x = self._shown.get(summary_name(s.tag))
             if x is not None:
                 rows = x if self.places.replicas > 1 else x[None]
-                found[s.tag] = merge(s, [list(of) for of in rows], self.plan.collected.get(summary_name(s.tag)))
+                found[s.tag] = merge(
+                    s, [list(of) for of in rows], self.plan.collected.get(summary_name(s.tag))
+                )
         return found
 
     def scheduled(self, name: str) -> PipelineJob:
         """A job that does the same in another order, with what this one has compiled.
 
         Raises:
-          ConfigError: the schedule is unknown, or needs other programs: interleaved stages, a backward in two parts.
+          ConfigError: the schedule is unknown, or needs other programs: interleaved stages, a
+            backward in two parts.
         """
         self.processes.check_reorder(name)
         return PipelineJob(OneProcess(dataclasses.replace(self.at, plan=self.plan.scheduled(name))))
@@ -143,7 +155,9 @@ class PipelineJob(Job):
     def ready(self, state: PipelineState, *batch: Any) -> tuple[StepProgram, list[Any]]:
         """The instructions of a step, and the slots that they work on."""
         main = self.plan.main
-        given = dict(zip(self.plan.batch, batch_arrays(main.args[2:], batch, main.inputs), strict=True))
+        given = dict(
+            zip(self.plan.batch, batch_arrays(main.args[2:], batch, main.inputs), strict=True)
+        )
         self._check_open()
         held = self._layout.arrays(state)
         if state is not self._last():
@@ -158,19 +172,30 @@ class PipelineJob(Job):
         for (place, n), slot in tape.given.items():
             if place in self.at.mine:
                 x = arrays.get(n)
-                env[slot] = held[place, n] if x is None else self.places.put(x, place, self.at.batch_kind(n, x))
+                env[slot] = (
+                    held[place, n]
+                    if x is None
+                    else self.places.put(x, place, self.at.batch_kind(n, x))
+                )
         return tape, env
 
     def _as_read(self, name: str, x: Any) -> Any:
-        """An argument that the update reads, in the type that it has there, where that is what JAX would make of it."""
+        """An argument that the update reads, in the type that it has there, where that is what JAX
+        would make of it."""
         wanted = self.plan.update.program.inputs[name].dtype
-        return x.astype(wanted) if x.dtype != wanted and jnp.promote_types(x.dtype, wanted) == wanted else x
+        return (
+            x.astype(wanted)
+            if x.dtype != wanted and jnp.promote_types(x.dtype, wanted) == wanted
+            else x
+        )
 
     def _tape(self, arrays: Mapping[str, Any]) -> StepProgram:
         """The instructions of a step, for a batch of these arrays."""
         key = tuple((x.shape, x.dtype) for x in arrays.values())
         if key not in self._tapes:
-            types = {n: jax.ShapeDtypeStruct(t.shape, t.dtype) for n, t in self.plan.main.inputs.items()}
+            types = {
+                n: jax.ShapeDtypeStruct(t.shape, t.dtype) for n, t in self.plan.main.inputs.items()
+            }
             given = self.processes.whole_types(arrays)
             values = self.plan.values_for(given)
             made = {} if values is None else values.outputs
@@ -181,7 +206,9 @@ class PipelineJob(Job):
             self._tapes[key] = tape
         return self._tapes[key]
 
-    def play(self, tape: StepProgram, env: list[Any], look: Callable[[Instruction], None] | None = None) -> None:
+    def play(
+        self, tape: StepProgram, env: list[Any], look: Callable[[Instruction], None] | None = None
+    ) -> None:
         """Carry out all instructions of this process; `look` is called after each."""
         for number, (ins, empty) in enumerate(tape.instructions):
             if isinstance(ins, Transfer):
@@ -198,14 +225,23 @@ class PipelineJob(Job):
 
     def answer(self, tape: StepProgram, env: list[Any]) -> tuple[Any, ...]:
         """The new state, and what the step returns beside it."""
-        new = self._layout.state({key: env[slot] for key, slot in tape.state.items() if key[0] in self.at.mine})
+        new = self._layout.state(
+            {key: env[slot] for key, slot in tape.state.items() if key[0] in self.at.mine}
+        )
         self._last = weakref.ref(new)
-        values = {n: self._result(n, env[slot], kind) for n, (slot, kind, _) in tape.results.items()}
-        self._shown = {n: env[slot] for n, (slot, _, _) in tape.results.items() if self.plan.merges.get(n) == STACK}
+        values = {
+            n: self._result(n, env[slot], kind) for n, (slot, kind, _) in tape.results.items()
+        }
+        self._shown = {
+            n: env[slot]
+            for n, (slot, _, _) in tape.results.items()
+            if self.plan.merges.get(n) == STACK
+        }
         return (new, *result_of(self._rest, [values[n] for n in self._rest.names]))
 
     def _result(self, name: str, x: Any, kind: AxisSharding) -> Any:
-        """Return a result as the user gets it: of values that replicas have for themselves, rows, all, or the first."""
+        """Return a result as the user gets it: of values that replicas have for themselves, rows,
+        all, or the first."""
         if not kind.own:
             return x
         way = {"GLOBAL_CONCAT": "concat"}.get(self.plan.merges[name], self.plan.merges[name])
@@ -220,10 +256,16 @@ class PipelineJob(Job):
 
 
 @realises(PipelinePlan, "mesh")
-def on_mesh(plan: PipelinePlan, devices: Sequence[jax.Device] | None, *, donate: bool) -> PipelineJob:
+def on_mesh(
+    plan: PipelinePlan, devices: Sequence[jax.Device] | None, *, donate: bool
+) -> PipelineJob:
     """A job on devices of this process."""
     o = plan.options
-    cluster = plan.cluster if devices is None else dataclasses.replace(plan.cluster, devices=tuple(devices))
+    cluster = (
+        plan.cluster
+        if devices is None
+        else dataclasses.replace(plan.cluster, devices=tuple(devices))
+    )
     grids = cluster.virtual_devices(plan.cuts.shards[: o.num_stages], o.replicas)
     return _in_one_process(plan, OnDevices(grids), donate=donate)
 

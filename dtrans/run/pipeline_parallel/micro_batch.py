@@ -1,4 +1,5 @@
-"""The program of a micro-batch, as a function of whole arrays of the batch and the number of the micro-batch."""
+"""The program of a micro-batch, as a function of whole arrays of the batch and the number of the
+micro-batch."""
 
 from __future__ import annotations
 
@@ -19,8 +20,11 @@ def is_numbered(at: Deployment, p: Program, batch: Mapping[str, Any]) -> bool:
     )
 
 
-def of_micro_batch(at: Deployment, p: Program, batch: Mapping[str, Any]) -> Callable[..., Sequence[Any]]:
-    """A program that takes whole arrays, and the number of the micro-batch last where it `is_numbered`."""
+def of_micro_batch(
+    at: Deployment, p: Program, batch: Mapping[str, Any]
+) -> Callable[..., Sequence[Any]]:
+    """A program that takes whole arrays, and the number of the micro-batch last where it
+    `is_numbered`."""
     one, names, types, o = per_trainer(p), p.in_names, p.inputs, at.plan.options
     split = {i for i, n in enumerate(names) if n in batch and at.is_split(n, batch[n])}
     keys = {i for i, n in enumerate(names) if n in batch and at.is_key(n, batch[n])}

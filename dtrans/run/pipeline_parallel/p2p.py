@@ -1,14 +1,16 @@
 """Values from process to process: a line from each to each, and what has come by them.
 
-Every process binds one socket, and says where on the board of the job. What it sends is named by the number of the step
-and of what is sent in it, so that nothing depends on the order in which values come (`dtrans.protocol.arrivals`).
-Sending never makes the sender wait: a thread has the sockets, waits for values to be computed, and
-cuts them into messages (`dtrans.protocol.wire`). Receiving waits up to a deadline, and then says for whom.
+Every process binds one socket, and says where on the board of the job. What it sends is named by
+the number of the step and of what is sent in it, so that nothing depends on the order in which
+values come (`dtrans.protocol.arrivals`). Sending never makes the sender wait: a thread has the
+sockets, waits for values to be computed, and cuts them into messages (`dtrans.protocol.wire`).
+Receiving waits up to a deadline, and then says for whom.
 
-The processes know a secret that the first of them has put on the board, beside the job's token. Each link has a
-key or a password that is made of it (`dtrans.run.net.keys`), by which a process knows who sends: it hears nothing of
-others, and of a process it takes values of its own, of steps that are not over, each once, and of the type that the
-plan has there. What is not such a value is dropped and counted.
+The processes know a secret that the first of them has put on the board, beside the job's token.
+Each link has a key or a password that is made of it (`dtrans.run.net.keys`), by which a process
+knows who sends: it hears nothing of others, and of a process it takes values of its own, of steps
+that are not over, each once, and of the type that the plan has there. What is not such a value is
+dropped and counted.
 """
 
 from __future__ import annotations
@@ -62,16 +64,22 @@ class P2PChannels:
         self._doorkeeper = Doorkeeper(self._context, self._keys, users)
         self._in = new_socket(self._context, zmq.PULL)
         limit(self._in, wire.MESSAGE_BYTES, AHEAD)
-        self._in.setsockopt(zmq.HEARTBEAT_IVL, 0)  # a process that does not read its messages is not dead
+        self._in.setsockopt(
+            zmq.HEARTBEAT_IVL, 0
+        )  # a process that does not read its messages is not dead
         hosts = told(cluster, f"links/{name}/hosts", this_host(), MISSED, _look)
         address = address_of(cluster, list(hosts.values()), coordinator())
-        self._peers = told(cluster, f"links/{name}/at", address.bind_socket(self._in, self._keys), MISSED, _look)
+        self._peers = told(
+            cluster, f"links/{name}/at", address.bind_socket(self._in, self._keys), MISSED, _look
+        )
         self.refusals = Refusals(logger)
         self._refused: dict[int, str] = {}  # what was dropped last of each process
         self._arrivals = Arrivals(self._refuse)
         self._outbox: queue.SimpleQueue[tuple[int, int, int, Any] | None] = queue.SimpleQueue()
         self._failed: list[BaseException] = []
-        self._sender = threading.Thread(target=self._send_all, name="dtrans pipeline links", daemon=True)
+        self._sender = threading.Thread(
+            target=self._send_all, name="dtrans pipeline links", daemon=True
+        )
         self._sender.start()
         atexit.register(self.close)
 
@@ -95,7 +103,9 @@ class P2PChannels:
                 sockets[k] = new_socket(self._context, zmq.PUSH)
                 sockets[k].setsockopt(zmq.HEARTBEAT_IVL, 0)
                 sockets[k].setsockopt(zmq.LINGER, int(LINGER * 1000))
-                connect(sockets[k], address, self._keys, self._link(self.me, k), f"trainer {self.me}")
+                connect(
+                    sockets[k], address, self._keys, self._link(self.me, k), f"trainer {self.me}"
+                )
             while (item := self._outbox.get()) is not None:
                 to, step, key, value = item
                 array, impl = on_host(value)
@@ -129,7 +139,8 @@ class P2PChannels:
 
         Raises:
           DeadlineError: it did not come.
-          PeerError: another process has ended, or sending something to one has failed, which may be why nothing comes.
+          PeerError: another process has ended, or sending something to one has failed, which may be
+            why nothing comes.
         """
         limit = time.monotonic() + self.deadline
         watched, last = watch(), False
@@ -140,7 +151,8 @@ class P2PChannels:
             left = limit - time.monotonic()
             if left <= 0:
                 raise DeadlineError(
-                    f"trainer {self.me} waited {self.deadline:g} s for {what} of step {step}, which trainer {origin} "
+                    f"trainer {self.me} waited {self.deadline:g} s for {what} of step {step}, "
+                    f"which trainer {origin} "
                     f"sends{self._refused.get(origin, '')}"
                 )
             if self._in.poll(min(int(left * 1000) + 1, LOOK)):
@@ -148,7 +160,9 @@ class P2PChannels:
             elif watched is not None and last:
                 watched.check(origin)
             else:  # what a process sent before its end may come behind the news of that
-                last = watched is not None and bool(watched.roll.why(origin) or watched.roll.failure())
+                last = watched is not None and bool(
+                    watched.roll.why(origin) or watched.roll.failure()
+                )
         array = self._arrivals.take(name)
         return jax.random.wrap_key_data(jnp.asarray(array), impl=kind.impl) if kind.impl else array
 
@@ -168,7 +182,9 @@ class P2PChannels:
 
     def _check_sender(self) -> None:
         if self._failed:
-            raise PeerError(f"trainer {self.me} could not send to another: {self._failed[0]}") from self._failed[0]
+            raise PeerError(
+                f"trainer {self.me} could not send to another: {self._failed[0]}"
+            ) from self._failed[0]
 
     def close(self) -> None:
         """End the lines; what was sent is handed over."""
@@ -190,7 +206,8 @@ def _look(trainer: int) -> None:
 
 
 def on_host(value: Any) -> tuple[np.ndarray, str]:
-    """A value as its sender has it, computed; keys as their data, and the kind of keys that they are."""
+    """A value as its sender has it, computed; keys as their data, and the kind of keys that they
+    are."""
     impl = ""
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         impl, value = str(jax.random.key_impl(value)), jax.random.key_data(value)

@@ -1,4 +1,5 @@
-"""The processes that the stages of a pipeline are in: what a job asks of them, and how it is with one process.
+"""The processes that the stages of a pipeline are in: what a job asks of them, and how it is with
+one process.
 
 `dtrans.run.pipeline_parallel.cluster` has those of a job of several.
 """
@@ -25,7 +26,10 @@ class OneProcess:
     """
 
     part = (0, 1)  # which part of a batch is given here, and how many parts there are
-    run_id, saves = THIS_PROCESS, True  # which run of the job it is, and whether this process saves what all have
+    run_id, saves = (
+        THIS_PROCESS,
+        True,
+    )  # which run of the job it is, and whether this process saves what all have
 
     def __init__(self, at: Deployment) -> None:
         self.at = at
@@ -44,7 +48,8 @@ class OneProcess:
     def whole_batch(
         self, tape: StepProgram, arrays: Mapping[str, Any], held: Mapping[tuple[int, str], Any]
     ) -> Mapping[str, Any]:
-        """The arrays of the global batch that stages of this process read, with what is made of it first.
+        """The arrays of the global batch that stages of this process read, with what is made of it
+        first.
 
         Of arrays that they do not read, it is this process's part.
 
@@ -62,7 +67,10 @@ class OneProcess:
         if values is None:
             return {}
         state = [held[self.at.first_place(n), n] for n in values.args[-1].names]
-        given = [self.at.places.put(x, 0, SAME) for x in (*(arrays[n] for n in self.at.plan.batch), *state)]
+        given = [
+            self.at.places.put(x, 0, SAME)
+            for x in (*(arrays[n] for n in self.at.plan.batch), *state)
+        ]
         made = called(lambda: "values of the whole batch", values.compiled, *given)
         return dict(zip(values.out_names, made, strict=True))
 

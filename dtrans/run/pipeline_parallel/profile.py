@@ -3,8 +3,9 @@
     measured    a step, dispatched as ever, with a look at the buffers after each instruction
     timed       a step in which each device has a thread of its own, which waits for what it reads and what it makes
 
-The clock of `timed` is that of the host. A device's thread begins a task when what it reads has arrived, and holds it
-until what it makes is there: so times are those of the tasks, at the price of dispatching nothing ahead.
+The clock of `timed` is that of the host. A device's thread begins a task when what it reads has
+arrived, and holds it until what it makes is there: so times are those of the tasks, at the price of
+dispatching nothing ahead.
 """
 
 from __future__ import annotations
@@ -28,16 +29,19 @@ class Measured:
     """What a step kept.
 
     Attributes:
-      peak: by device, the most micro-batches of which it kept something from their forward to their backward, counted
-        once for each stage that it has.
-      peak_bytes: by device, the most bytes of such values, and of values under way, that it had at a time.
+      peak: by device, the most micro-batches of which it kept something from their forward to their
+        backward, counted once for each stage that it has.
+      peak_bytes: by device, the most bytes of such values, and of values under way, that it had at
+        a time.
     """
 
     peak: tuple[int, ...]
     peak_bytes: tuple[int, ...]
 
 
-def measured(job: PipelineJob, state: PipelineState, *batch: Any) -> tuple[tuple[Any, ...], Measured]:
+def measured(
+    job: PipelineJob, state: PipelineState, *batch: Any
+) -> tuple[tuple[Any, ...], Measured]:
     """What `job.step` returns, and what it kept."""
     tape, env = job.ready(state, *batch)
     count = job.plan.options.num_stages
@@ -71,14 +75,17 @@ def timed(job: PipelineJob, state: PipelineState, *batch: Any) -> tuple[tuple[An
       ConfigError: the job has stages in other processes.
     """
     if len(job.at.mine) < job.plan.options.model_stages:
-        raise ConfigError("timed() is for a job whose stages are all in this process: plan.on_mesh()")
+        raise ConfigError(
+            "timed() is for a job whose stages are all in this process: plan.on_mesh()"
+        )
     tape, env = job.ready(state, *batch)
     jax.block_until_ready(env)
     runner = _Threads(job, tape, env)
     runner.run()
     begin = min(t.start for t in runner.times)
     played = Play(
-        TimedTask(t.task, t.device, t.start - begin, t.end - begin) for t in sorted(runner.times, key=lambda t: t.start)
+        TimedTask(t.task, t.device, t.start - begin, t.end - begin)
+        for t in sorted(runner.times, key=lambda t: t.start)
     )
     return job.answer(tape, env), played
 
@@ -97,7 +104,8 @@ class _Threads:
         for i, ins in enumerate(self.list):
             self.waits.append([made_by[s] for s in ins.reads if s in made_by])
             made_by |= dict.fromkeys(ins.makes, i)
-        # what is moved is received by a thread of its own, as a link would: a device does not wait for it
+        # what is moved is received by a thread of its own, as a link would: a device does not wait
+        # for it
         self.of: dict[Any, list[int]] = {}
         for i, ins in enumerate(self.list):
             here = job.plan.device_of(ins.stage)
@@ -105,7 +113,10 @@ class _Threads:
             self.of.setdefault(key, []).append(i)
 
     def run(self) -> None:
-        threads = [threading.Thread(target=self._work, args=(mine,), daemon=True) for mine in self.of.values()]
+        threads = [
+            threading.Thread(target=self._work, args=(mine,), daemon=True)
+            for mine in self.of.values()
+        ]
         for t in threads:
             t.start()
         for t in threads:

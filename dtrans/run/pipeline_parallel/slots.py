@@ -1,4 +1,5 @@
-"""The slots of a step: what is in each, how replicas have it, and after which instruction it is empty."""
+"""The slots of a step: what is in each, how replicas have it, and after which instruction it is
+empty."""
 
 from __future__ import annotations
 
@@ -85,10 +86,17 @@ class Slots:
 
     def value(self, stage: int, name: str, m: int) -> int:
         """A value of the forward pass."""
-        return self.of(self._at.own.cut_along(self._programs.cuts.get((stage, name)), SPLIT), "value", stage, name, m)
+        return self.of(
+            self._at.own.cut_along(self._programs.cuts.get((stage, name)), SPLIT),
+            "value",
+            stage,
+            name,
+            m,
+        )
 
     def sum_of(self, stage: int, leaf: str, m: int | None) -> int:
-        """The sum of a leaf's gradients that a stage makes; where each micro-batch is clipped, the gradient of one."""
+        """The sum of a leaf's gradients that a stage makes; where each micro-batch is clipped, the
+        gradient of one."""
         one = None if self._at.plan.options.clip_of_each is None else m
         return self.of(self._at.sum_kind(leaf), "sum", stage, leaf, one)
 
@@ -96,7 +104,11 @@ class Slots:
         """An output of a backward program."""
         if name in s.sums:
             return self.sum_of(s.index, s.sums[name], m)
-        return self.of(self._at.own, "back", s.index, name, m) if name in s.cotangents else self.value(s.index, name, m)
+        return (
+            self.of(self._at.own, "back", s.index, name, m)
+            if name in s.cotangents
+            else self.value(s.index, name, m)
+        )
 
     def read(self, s: StagePrograms, name: str, m: int) -> int:
         """An input of a program of a stage."""
@@ -112,7 +124,11 @@ class Slots:
 
     def passing(self) -> dict[int, int]:
         """The stage of each slot that is of one micro-batch."""
-        return {slot: key[1] for key, slot in self._numbers.items() if key[0] in ("value", "cotangent", "back")}
+        return {
+            slot: key[1]
+            for key, slot in self._numbers.items()
+            if key[0] in ("value", "cotangent", "back")
+        }
 
 
 def with_releases(
@@ -126,7 +142,14 @@ def with_releases(
     wanted = set(stay)
     found = []
     for ins in reversed(instructions):
-        found.append((ins, tuple(slot for slot in dict.fromkeys((*ins.reads, *ins.makes)) if slot not in wanted)))
+        found.append(
+            (
+                ins,
+                tuple(
+                    slot for slot in dict.fromkeys((*ins.reads, *ins.makes)) if slot not in wanted
+                ),
+            )
+        )
         wanted.difference_update(ins.makes)  # what is there before is another value
         wanted.update(ins.reads)
     return tuple(reversed(found))

@@ -1,4 +1,5 @@
-"""Devices of a pipeline's stages: those of each stage's replicas and shards, or one device that stands for all.
+"""Devices of a pipeline's stages: those of each stage's replicas and shards, or one device that
+stands for all.
 
 A value of a stage has one of these shardings:
 
@@ -8,8 +9,8 @@ A value of a stage has one of these shardings:
     FIRST            replicas compute equal values, and the first one's is taken
     cut_along(axis)  slices of one array along a dimension, one for each replica
 
-Of a split stage each of them may also be cut along a dimension over SPLIT, one piece for each shard. With one replica
-and one shard there are no axes, and programs are compiled as they are.
+Of a split stage each of them may also be cut along a dimension over SPLIT, one piece for each
+shard. With one replica and one shard there are no axes, and programs are compiled as they are.
 """
 
 from __future__ import annotations
@@ -100,7 +101,11 @@ class OnDevices(Places):
         if known is None:
             mesh = self._meshes[place]
             alone = mesh.size == 1
-            known = SingleDeviceSharding(mesh.devices.item()) if alone else NamedSharding(mesh, kind.spec)
+            known = (
+                SingleDeviceSharding(mesh.devices.item())
+                if alone
+                else NamedSharding(mesh, kind.spec)
+            )
             self._where[place, kind] = known
         return known
 
@@ -150,12 +155,16 @@ class OneDevice(Places):
         sizes = ((AXIS, self.replicas), (SPLIT, self._shards[stage % len(self._shards)]))
         axes = [(name, size) for name, size in sizes if size > 1]
         # shards compute whole values each for itself
-        firsts = [k if SPLIT in k.varies else dataclasses.replace(k, first=(*k.first, SPLIT)) for k in outs]
+        firsts = [
+            k if SPLIT in k.varies else dataclasses.replace(k, first=(*k.first, SPLIT))
+            for k in outs
+        ]
         return jax.jit(on_one_device(fn, axes, ins, firsts))
 
 
 class Host(OneDevice):
-    """The memory of this process's host, where parameters are between uses, and where they are updated."""
+    """The memory of this process's host, where parameters are between uses, and where they are
+    updated."""
 
     def __init__(self, replicas: int) -> None:
         super().__init__(replicas)

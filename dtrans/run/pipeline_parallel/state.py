@@ -22,7 +22,9 @@ from dtrans.run.pipeline_parallel.deployment import Deployment
 from dtrans.run.pipeline_parallel.stage_devices import SAME
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["params", "opt_state", "extra"], meta_fields=[])
+@partial(
+    jax.tree_util.register_dataclass, data_fields=["params", "opt_state", "extra"], meta_fields=[]
+)
 @dataclasses.dataclass(frozen=True)
 class PipelineState:
     """Where a job is: a pytree of arrays by name, each on the devices of the stage that holds it.
@@ -45,7 +47,8 @@ class StateLayout:
 
     @cached_property
     def _entries(self) -> list[tuple[str, str, tuple[int, str]]]:
-        """Where a state has the arrays of this process's stages: the part of it, the key there, (place, name)."""
+        """Where a state has the arrays of this process's stages: the part of it, the key there,
+        (place, name)."""
         plan, found = self.at.plan, []
         for part, spec in zip(("params", "opt_state"), plan.update.program.args[:2], strict=True):
             for n in spec.names:
@@ -71,7 +74,9 @@ class StateLayout:
             made = fn(*(at.at_rest.put(x, stage, SAME) for x in flat))
             for n, x in zip(names, made, strict=True):
                 # copies: a state may be donated, and init may return one array twice
-                found[at.place(n, stage), n] = at.at_rest.put(self._padded(n, jnp.copy(x)), stage, at.state_kind(n))
+                found[at.place(n, stage), n] = at.at_rest.put(
+                    self._padded(n, jnp.copy(x)), stage, at.state_kind(n)
+                )
         return self.state(found)
 
     def state(self, arrays: Mapping[tuple[int, str], Any]) -> PipelineState:
@@ -97,7 +102,8 @@ class StateLayout:
             check_types({n: x}, {n: self.types[n]})
 
     def put(self, held: Mapping[tuple[int, str], Any]) -> dict[tuple[int, str], Any]:
-        """Arrays of a state that may be from elsewhere, where stages have them. Raises StateError as `arrays`."""
+        """Arrays of a state that may be from elsewhere, where stages have them. Raises StateError
+        as `arrays`."""
         self.check(held)
         return {at: self._put(at, x) for at, x in held.items()}
 
@@ -108,7 +114,11 @@ class StateLayout:
         for _, _, at in self._entries:
             whole, part = rows.get(at[1], (at[1], None))
             x = jnp.asarray(arrays[whole])
-            x = jnp.copy(x) if part is None else jax.lax.slice_in_dim(x, part.first, part.stop, axis=part.axis)
+            x = (
+                jnp.copy(x)
+                if part is None
+                else jax.lax.slice_in_dim(x, part.first, part.stop, axis=part.axis)
+            )
             found[at] = self._put(at, self._padded(at[1], x))
         return self.state(found)
 
@@ -122,7 +132,9 @@ class StateLayout:
     @cached_property
     def types(self) -> dict[str, Any]:
         """Of the arrays of a state, with their padding."""
-        return {n: jax.eval_shape(partial(self._padded, n), t) for n, t in self.at.plan.types.items()}
+        return {
+            n: jax.eval_shape(partial(self._padded, n), t) for n, t in self.at.plan.types.items()
+        }
 
 
 def _startup_of(plan: PipelinePlan, names: Sequence[str]) -> ClosedJaxpr:
@@ -142,7 +154,8 @@ def _startup_of(plan: PipelinePlan, names: Sequence[str]) -> ClosedJaxpr:
 
 
 def tree_of(plan: PipelinePlan, spec: TreeSpec, held: Callable[[str], Any]) -> Any:
-    """Arrays of the state as the pytree that they were given in: no padding, rows of one array together."""
+    """Arrays of the state as the pytree that they were given in: no padding, rows of one array
+    together."""
     leaves = []
     for n in spec.names:
         rows = plan.stacks.get(n)
@@ -150,7 +163,11 @@ def tree_of(plan: PipelinePlan, spec: TreeSpec, held: Callable[[str], Any]) -> A
             leaves.append(_unpadded(plan, n, held(n)))
         else:
             parts = [_unpadded(plan, r.name, held(r.name)) for r in rows]
-            leaves.append(jnp.concatenate([jax.device_put(p, parts[0].sharding) for p in parts], rows[0].part.axis))
+            leaves.append(
+                jnp.concatenate(
+                    [jax.device_put(p, parts[0].sharding) for p in parts], rows[0].part.axis
+                )
+            )
     return spec.unflatten(leaves)
 
 

@@ -16,8 +16,11 @@ from dtrans.protocol.arrivals import ValueType
 from dtrans.run.pipeline_parallel.instructions import StepProgram, Transfer
 
 
-def value_types(tape: StepProgram, types: Mapping[str, jax.ShapeDtypeStruct]) -> dict[int, ValueType]:
-    """The type of each transfer, by the number of its instruction, and of each result, by the numbers behind these.
+def value_types(
+    tape: StepProgram, types: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[int, ValueType]:
+    """The type of each transfer, by the number of its instruction, and of each result, by the
+    numbers behind these.
 
     Args:
       types: of the arrays of the state and of the whole batch, by name.
@@ -41,12 +44,14 @@ def value_types(tape: StepProgram, types: Mapping[str, jax.ShapeDtypeStruct]) ->
         for slot, x in zip(ins.makes, known[key], strict=True):
             env[slot] = x
     return found | {
-        len(tape.instructions) + i: of_value(env[slot]) for i, (slot, _, _) in enumerate(tape.results.values())
+        len(tape.instructions) + i: of_value(env[slot])
+        for i, (slot, _, _) in enumerate(tape.results.values())
     }
 
 
 def of_value(x: Any, *, any_size: bool = False) -> ValueType:
-    """What is to come where another process has such an array, or, with `any_size`, one of as many dimensions."""
+    """What is to come where another process has such an array, or, with `any_size`, one of as many
+    dimensions."""
     impls: list[str] = []
 
     def data(key: Any) -> Any:
@@ -55,4 +60,6 @@ def of_value(x: Any, *, any_size: bool = False) -> ValueType:
 
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.eval_shape(data, jax.ShapeDtypeStruct(x.shape, x.dtype))
-    return ValueType((None,) * len(x.shape) if any_size else tuple(x.shape), np.dtype(x.dtype), "".join(impls))
+    return ValueType(
+        (None,) * len(x.shape) if any_size else tuple(x.shape), np.dtype(x.dtype), "".join(impls)
+    )

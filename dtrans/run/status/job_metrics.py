@@ -1,7 +1,7 @@
 """The status of a job as metrics that Prometheus scrapes (the extra `prometheus`).
 
-Each scrape asks the job, and what does not answer is `dtrans_up 0`. Counters and gauges carry the labels `endpoint` or
-`trainer`.
+Each scrape asks the job, and what does not answer is `dtrans_up 0`. Counters and gauges carry the
+labels `endpoint` or `trainer`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,12 @@ LOOPBACK = "127.0.0.1"
 # metric, field of a server's status, kind and help
 OF_SERVERS = (
     ("dtrans_step", "step", "gauge", "Steps that the server has made."),
-    ("dtrans_steps_per_second", "steps_per_second", "gauge", "Steps a second over the last seconds."),
+    (
+        "dtrans_steps_per_second",
+        "steps_per_second",
+        "gauge",
+        "Steps a second over the last seconds.",
+    ),
     ("dtrans_received_bytes", "received", "counter", "Bytes from trainers and other servers."),
     ("dtrans_sent_bytes", "sent", "counter", "Bytes to trainers and other servers."),
     ("dtrans_refused_messages", "refused", "counter", "Messages that were refused."),
@@ -29,9 +34,24 @@ OF_SERVERS = (
     ("dtrans_uptime_seconds", "uptime", "gauge", "Seconds since the server began."),
 )
 OF_TRAINERS = (
-    ("dtrans_trainer_step", "step", "gauge", "Steps that the trainer has made, at the slowest server."),
-    ("dtrans_trainer_steps_per_second", "steps_per_second", "gauge", "Its steps a second over the last seconds."),
-    ("dtrans_trainer_staleness", "staleness", "gauge", "Steps of other trainers that its last gradients lacked."),
+    (
+        "dtrans_trainer_step",
+        "step",
+        "gauge",
+        "Steps that the trainer has made, at the slowest server.",
+    ),
+    (
+        "dtrans_trainer_steps_per_second",
+        "steps_per_second",
+        "gauge",
+        "Its steps a second over the last seconds.",
+    ),
+    (
+        "dtrans_trainer_staleness",
+        "staleness",
+        "gauge",
+        "Steps of other trainers that its last gradients lacked.",
+    ),
     ("dtrans_trainer_silent_seconds", "silent", "gauge", "Seconds since a server heard of it."),
     ("dtrans_trainer_received_bytes", "bytes_in", "counter", "Bytes that it was sent."),
     ("dtrans_trainer_sent_bytes", "bytes_out", "counter", "Bytes that it sent."),
@@ -69,23 +89,41 @@ def job_metrics(answers: Sequence[Answer]) -> Iterable[Any]:
     yield up
     servers = [x for x in answers if x.server is not None]
     for name, field, kind, text in OF_SERVERS:
-        yield _family(name, kind, text, "endpoint", {x.endpoint: getattr(x.server, field) for x in servers})
+        yield _family(
+            name, kind, text, "endpoint", {x.endpoint: getattr(x.server, field) for x in servers}
+        )
     saved = {x.endpoint: x.server.checkpoint for x in servers if x.server and x.server.checkpoint}
     ago = {ep: x["ago"] for ep, x in saved.items() if not x["error"]}
-    yield _family("dtrans_checkpoint_age_seconds", "gauge", "Seconds since the last checkpoint.", "endpoint", ago)
+    yield _family(
+        "dtrans_checkpoint_age_seconds",
+        "gauge",
+        "Seconds since the last checkpoint.",
+        "endpoint",
+        ago,
+    )
     failed = {ep: float(bool(x["error"])) for ep, x in saved.items()}
     yield _family(
-        "dtrans_checkpoint_failed", "gauge", "1 if the last checkpoint could not be written.", "endpoint", failed
+        "dtrans_checkpoint_failed",
+        "gauge",
+        "1 if the last checkpoint could not be written.",
+        "endpoint",
+        failed,
     )
-    rows = GaugeMetricFamily("dtrans_table_rows", "Rows of tables that are made.", labels=["endpoint", "block"])
+    rows = GaugeMetricFamily(
+        "dtrans_table_rows", "Rows of tables that are made.", labels=["endpoint", "block"]
+    )
     for x in servers:
         for table in x.server.tables if x.server else ():
             rows.add_metric([x.endpoint, table["name"]], table["made"])
     yield rows
     trainers = merge_trainers(answers)
     for name, field, kind, text in OF_TRAINERS:
-        yield _family(name, kind, text, "trainer", {str(t.trainer): getattr(t, field) for t in trainers})
-    states = GaugeMetricFamily("dtrans_trainer_state", "1 for the state of the trainer.", labels=["trainer", "state"])
+        yield _family(
+            name, kind, text, "trainer", {str(t.trainer): getattr(t, field) for t in trainers}
+        )
+    states = GaugeMetricFamily(
+        "dtrans_trainer_state", "1 for the state of the trainer.", labels=["trainer", "state"]
+    )
     for t in trainers:
         for state in STATES:
             states.add_metric([str(t.trainer), state], float(t.state == state))
@@ -96,7 +134,9 @@ def _family(name: str, kind: str, text: str, label: str, values: dict[str, Any])
     """Return one metric with a value for each label; None is no value."""
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-    family = (CounterMetricFamily if kind == "counter" else GaugeMetricFamily)(name, text, labels=[label])
+    family = (CounterMetricFamily if kind == "counter" else GaugeMetricFamily)(
+        name, text, labels=[label]
+    )
     for at, value in values.items():
         if value is not None:
             family.add_metric([at], value)
@@ -125,5 +165,7 @@ def serve_metrics(observer: JobObserver, where: str) -> tuple[Any, str]:
     try:
         server, _ = start_http_server(port, addr=host, registry=registry)
     except OSError as e:
-        raise ConfigError(f"--prometheus {where} cannot be bound: {e.strerror}; choose another port") from e
+        raise ConfigError(
+            f"--prometheus {where} cannot be bound: {e.strerror}; choose another port"
+        ) from e
     return server, f"{host}:{server.server_port}"

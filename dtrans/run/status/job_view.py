@@ -1,6 +1,7 @@
 """The status of a job: that of its servers, and that of each trainer over all servers.
 
-Servers are asked one after the other. Their counts belong to nearly one time, and may differ by a step.
+Servers are asked one after the other. Their counts belong to nearly one time, and may differ by a
+step.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class TrainerRow:
       steps_per_second: at the slowest server.
       staleness: the largest; None in synchronous mode.
       silent: seconds since any server heard of it; None where none has.
-      bytes_in, bytes_out: that it was sent, and that it sent, to all of these servers; None where nobody counts.
+      bytes_in, bytes_out: that it was sent, and that it sent, to all of these servers; None where
+        nobody counts.
     """
 
     trainer: int
@@ -53,7 +55,10 @@ def _merge(k: int, views: Sequence[TrainerStatus]) -> TrainerRow:
     counted = [t for t in views if t.step is not None]
     state = min((t.state for t in views), key=STATES.index)
     # a trainer that waits at one server may be sending to another
-    slowest = min(counted or views, key=lambda t: (t.step or 0, t.doing.startswith("waiting"), t.doing == "computing"))
+    slowest = min(
+        counted or views,
+        key=lambda t: (t.step or 0, t.doing.startswith("waiting"), t.doing == "computing"),
+    )
     stale = [t.staleness for t in views if t.staleness is not None]
     rates = [t.steps_per_second for t in counted if t.steps_per_second is not None]
     return TrainerRow(
@@ -75,10 +80,15 @@ def _sum(counts: Sequence[int | None]) -> int | None:
 
 
 def as_document(answers: Sequence[Answer]) -> dict[str, Any]:
-    """Return the status of a job for JSON: `time`, `servers` (an `error` for one that did not answer), `trainers`."""
+    """Return the status of a job for JSON: `time`, `servers` (an `error` for one that did not
+    answer), `trainers`."""
     servers = []
     for x in answers:
         fields = {"error": x.error} if x.server is None else dataclasses.asdict(x.server)
         servers.append({**fields, "endpoint": x.endpoint})
     trainers = [dataclasses.asdict(t) for t in merge_trainers(answers)]
-    return {"time": datetime.datetime.now(datetime.UTC).isoformat(), "servers": servers, "trainers": trainers}
+    return {
+        "time": datetime.datetime.now(datetime.UTC).isoformat(),
+        "servers": servers,
+        "trainers": trainers,
+    }

@@ -1,7 +1,8 @@
 """An observer of a running job: asks each server for its status over one connection.
 
-It connects as `dtrans.protocol.job_status.OBSERVER`, which servers answer and otherwise leave alone. One request is
-under way to each server at most: one that cannot be sent is not kept for a server that comes later.
+It connects as `dtrans.protocol.job_status.OBSERVER`, which servers answer and otherwise leave
+alone. One request is under way to each server at most: one that cannot be sent is not kept for a
+server that comes later.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class Answer:
 class JobObserver:
     """Connections to the servers of a job, to ask for their status.
 
-    The token is that of the environment. Without one it is that of the job here that answers at these
-    endpoints (`dtrans.run.net.started_jobs`).
+    The token is that of the environment. Without one it is that of the job here that answers at
+    these endpoints (`dtrans.run.net.started_jobs`).
 
     Args:
       endpoints: of the servers.
@@ -108,14 +109,18 @@ class _Line:
     def _open(self) -> None:
         address = tcp_address(self.endpoint)
         self._socket = new_socket(self._context, zmq.DEALER)
-        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # a request is sent on a connection that is there, or not at all
+        self._socket.setsockopt(
+            zmq.IMMEDIATE, 1
+        )  # a request is sent on a connection that is there, or not at all
         self._handshakes = Handshakes(self._socket, self._keys, address)
         connect(self._socket, address, self._keys, OBSERVER, STATUS)
 
     def begin(self) -> None:
         """Begin another request."""
         self._request, self._asked, self.answer = self._request + 1, False, None
-        if self._barred:  # ZeroMQ does not connect again by itself, and another job may be there now
+        if (
+            self._barred
+        ):  # ZeroMQ does not connect again by itself, and another job may be there now
             self.close()
             self._open()
             self._barred = False
@@ -129,7 +134,10 @@ class _Line:
         """Send the request, or take the answer, as far as that is possible now."""
         events = ready.get(self._socket, 0)
         if self._handshakes.monitor in ready and (why := self._handshakes.take()[1]):
-            self._barred, self.answer = True, Answer(self.endpoint, f"it does not let dtrans status in: {why}")
+            self._barred, self.answer = (
+                True,
+                Answer(self.endpoint, f"it does not let dtrans status in: {why}"),
+            )
         if events & zmq.POLLOUT and not self._asked:
             with contextlib.suppress(zmq.Again):  # the connection has ended since
                 self._socket.send(wire.header("status", request=self._request), zmq.NOBLOCK)

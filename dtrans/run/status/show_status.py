@@ -21,8 +21,11 @@ from dtrans.run.status.status_table import job_tables
 WIDTH = 160  # columns where the output is no terminal
 
 
-def show_status(endpoints: Sequence[str], *, timeout: float, interval: float | None, as_json: bool) -> bool:
-    """Print the status of a job. Return True if every server answered, the last time that it was asked.
+def show_status(
+    endpoints: Sequence[str], *, timeout: float, interval: float | None, as_json: bool
+) -> bool:
+    """Print the status of a job. Return True if every server answered, the last time that it was
+    asked.
 
     Args:
       endpoints: of its servers.
@@ -67,7 +70,10 @@ def show_metrics(endpoints: Sequence[str], where: str, *, timeout: float) -> Non
     with JobObserver(endpoints, timeout) as observer, contextlib.suppress(KeyboardInterrupt):
         server, address = serve_metrics(observer, where)
         try:
-            print(f"metrics of {', '.join(endpoints)} at http://{address}/metrics; Ctrl-C ends this", flush=True)
+            print(
+                f"metrics of {', '.join(endpoints)} at http://{address}/metrics; Ctrl-C ends this",
+                flush=True,
+            )
             threading.Event().wait()
         finally:
             server.shutdown()

@@ -1,4 +1,5 @@
-"""The status of a job as tables for a terminal: one row for each server, and one for each trainer."""
+"""The status of a job as tables for a terminal: one row for each server, and one for each
+trainer."""
 
 from __future__ import annotations
 
@@ -14,9 +15,28 @@ from dtrans.run.status.observer import Answer
 
 
 NONE = "-"  # where there is nothing to count
-SERVER = ("endpoint", "step", "steps/s", "in", "out", "in/s", "out/s", "rows made", "checkpoint", "doing")
+SERVER = (
+    "endpoint",
+    "step",
+    "steps/s",
+    "in",
+    "out",
+    "in/s",
+    "out/s",
+    "rows made",
+    "checkpoint",
+    "doing",
+)
 TRAINER = ("trainer", "step", "steps/s", "in", "out", "heard", "staleness", "doing")
-OPTIONAL = ("in", "out", "in/s", "out/s", "rows made", "checkpoint", "staleness")  # shown where a row has them
+OPTIONAL = (
+    "in",
+    "out",
+    "in/s",
+    "out/s",
+    "rows made",
+    "checkpoint",
+    "staleness",
+)  # shown where a row has them
 
 
 def job_tables(answers: Sequence[Answer]) -> Group:
@@ -25,26 +45,44 @@ def job_tables(answers: Sequence[Answer]) -> Group:
     rows = merge_trainers(answers)
     if not rows:
         return Group(servers)
-    return Group(Text(_title(answers, rows)), servers, Text(), _table(TRAINER, [_trainer(t) for t in rows]))
+    return Group(
+        Text(_title(answers, rows)), servers, Text(), _table(TRAINER, [_trainer(t) for t in rows])
+    )
 
 
 def _title(answers: Sequence[Answer], rows: Sequence[TrainerRow]) -> str:
     first = next(x.server for x in answers if x.server)
     present = sum(t.state == "present" for t in rows)
     plans = {x.server.plan for x in answers if x.server}
-    plan = "" if plans == {""} else f" plan {first.plan}," if len(plans) == 1 else " SERVERS OF DIFFERENT PLANS,"
-    return f"{first.mode} job,{plan} {present} of {first.count} trainers here, up {duration(first.uptime)}"
+    plan = (
+        ""
+        if plans == {""}
+        else f" plan {first.plan},"
+        if len(plans) == 1
+        else " SERVERS OF DIFFERENT PLANS,"
+    )
+    return (
+        f"{first.mode} job,{plan} {present} of {first.count} trainers here, up "
+        f"{duration(first.uptime)}"
+    )
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[Text]]) -> Table:
     """Return a table without the optional columns that no row has."""
     columns = list(zip(*rows, strict=True))
-    shown = [i for i, head in enumerate(heads) if head not in OPTIONAL or {x.plain for x in columns[i]} - {NONE, ""}]
+    shown = [
+        i
+        for i, head in enumerate(heads)
+        if head not in OPTIONAL or {x.plain for x in columns[i]} - {NONE, ""}
+    ]
     table = Table(box=None, pad_edge=False, header_style="bold")
     for i in shown:
         is_last = i == len(heads) - 1
         table.add_column(
-            heads[i], justify="left" if i == 0 or is_last else "right", no_wrap=not is_last, overflow="fold"
+            heads[i],
+            justify="left" if i == 0 or is_last else "right",
+            no_wrap=not is_last,
+            overflow="fold",
         )
     for row in rows:
         table.add_row(*(row[i] for i in shown))
@@ -58,10 +96,22 @@ def _server(endpoint: str, x: ServerStatus | None, error: str) -> list[Text]:
     doing = x.doing
     for name, seconds in x.saving.items():
         doing = f"saving {name} for {duration(seconds)}; {doing}"
-    wrong = [f"{n} {what} refused" for n, what in ((x.refused, "messages"), (x.barred, "connections")) if n]
+    wrong = [
+        f"{n} {what} refused"
+        for n, what in ((x.refused, "messages"), (x.barred, "connections"))
+        if n
+    ]
     rates = [size(n, "/s") for n in (x.received_per_second, x.sent_per_second)]
     made = f"{sum(t['made'] for t in x.tables):,}" if x.tables else NONE
-    cells = [endpoint, count(x.step), rate(x.steps_per_second), size(x.received), size(x.sent), *rates, made]
+    cells = [
+        endpoint,
+        count(x.step),
+        rate(x.steps_per_second),
+        size(x.received),
+        size(x.sent),
+        *rates,
+        made,
+    ]
     return [Text(cell) for cell in (*cells, _checkpoint(x), "; ".join([doing, *wrong]))]
 
 
@@ -77,13 +127,21 @@ def _checkpoint(x: ServerStatus) -> str:
 def _trainer(t: TrainerRow) -> list[Text]:
     """Return the cells of `TRAINER`."""
     heard = NONE if t.silent is None else f"{duration(t.silent)} ago"
-    cells = [str(t.trainer), count(t.step), rate(t.steps_per_second), size(t.bytes_in), size(t.bytes_out), heard]
+    cells = [
+        str(t.trainer),
+        count(t.step),
+        rate(t.steps_per_second),
+        size(t.bytes_in),
+        size(t.bytes_out),
+        heard,
+    ]
     style = {"present": "", "left": "dim"}.get(t.state, "red")
     doing = Text(t.doing if t.state == "present" else t.state, style=style)
     return [*map(Text, cells), Text(count(t.staleness)), doing]
 
 
-# -- numbers for people ------------------------------------------------------------------------------
+# -- numbers for people
+# ------------------------------------------------------------------------------
 
 
 def count(n: int | None) -> str:
@@ -114,6 +172,8 @@ def duration(seconds: float) -> str:
     for unit, length, most in (("s", 1, 120), ("min", 60, 120), ("h", 3600, 48)):
         if seconds < most * length:
             return (
-                f"{seconds / length:.1f} {unit}" if unit == "s" and seconds < 9.95 else f"{seconds / length:.0f} {unit}"
+                f"{seconds / length:.1f} {unit}"
+                if unit == "s" and seconds < 9.95
+                else f"{seconds / length:.0f} {unit}"
             )
     return f"{seconds / 86400:.0f} d"

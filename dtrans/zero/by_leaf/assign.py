@@ -3,12 +3,14 @@
     greedy_even    the next leaf to the rank that has the fewest elements so far, the first of those that have as many
     use_order      the leaves in order; the next rank begins once its share of all elements is passed
 
-Both take leaves in the order in which the program first uses them, and weigh them by their elements. `greedy_even` is
-as even as whole leaves in this order let it be. `use_order` keeps neighbours together, and may leave ranks with
-nothing: it goes on by one rank at most, however large the leaf was. In stage 2 gradients leave late with it: what is
-scattered at once is of all ranks, and those of rank 0 are made last.
+Both take leaves in the order in which the program first uses them, and weigh them by their
+elements. `greedy_even` is as even as whole leaves in this order let it be. `use_order` keeps
+neighbours together, and may leave ranks with
+nothing: it goes on by one rank at most, however large the leaf was. In stage 2 gradients leave late
+with it: what is scattered at once is of all ranks, and those of rank 0 are made last.
 
-Leaves that their optimizer binds together (`RowAnalysis.groups`) go together, where the first of them is.
+Leaves that their optimizer binds together (`RowAnalysis.groups`) go together, where the first of
+them is.
 
 Source: `partition_parameters` of passes/auto_parallel_sharding.py (Paddle).
 """
@@ -70,14 +72,17 @@ def owned_leaves(step: Cut, analysis: RowAnalysis, ranks: int, rule: str) -> dic
 
 
 def first_used(step: Cut) -> list[str]:
-    """The leaves in the order in which the program first uses them; those that it does not use come last."""
+    """The leaves in the order in which the program first uses them; those that it does not use come
+    last."""
     inner = step.program.inner
     params = set(step.params)
     leaf_of = {v: n for n, v in step.program.invars.items() if n in params}
     used: dict[str, None] = {}
     for eqn, role in zip(inner.eqns, step.program.roles, strict=True):
         if role in (FORWARD, BACKWARD):
-            used |= dict.fromkeys(leaf_of[a] for a in eqn.invars if isinstance(a, Var) and a in leaf_of)
+            used |= dict.fromkeys(
+                leaf_of[a] for a in eqn.invars if isinstance(a, Var) and a in leaf_of
+            )
     return [*used, *(n for n in step.params if n not in used)]
 
 

@@ -2,17 +2,18 @@
 
     forward, backward     each rank on its part of the batch
     reduce_scatter        gradients, packed by owner: a rank gets the sum of those that it owns, and no others; behind
-                          the backward pass in stage 1, in stage 2 part by part, each once all ranks' are made
+                          the backward pass in stage 1, in stage 2 part by part, each once all
+                          ranks' are made
     optimize              each rank its own leaves (`dtrans.zero.by_leaf.update`)
     all_gather            parameters, packed by owner
 
-It is for optimizers that mix rows at great cost (Muon): with `partition="rows"` every rank gathers each matrix and
-iterates on all of them, here each rank iterates on the matrices that it owns. It costs padding, where leaves are not
-even; `dtrans.zero.by_leaf.assign` says who owns what. State of leaves is in bins (`opt_state/bins/float32`), which take
-the place of the arrays that lie in them.
+It is for optimizers that mix rows at great cost (Muon): with `partition="rows"` every rank gathers
+each matrix and iterates on all of them, here each rank iterates on the matrices that it owns. It
+costs padding, where leaves are not even; `dtrans.zero.by_leaf.assign` says who owns what. State of
+leaves is in bins (`opt_state/bins/float32`), which take the place of the arrays that lie in them.
 
-Source: the sharding pass of Paddle (auto_parallel_sharding.py), which moves whole variables to and from owners, one by
-one.
+Source: the sharding pass of Paddle (auto_parallel_sharding.py), which moves whole variables to and
+from owners, one by one.
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ class Owned:
         read = next((n for n in step.asked if n in writer.state.places), None)
         if read:
             raise ConfigError(
-                f"partition={o.slices.partition!r}: {step.asked[read]} is made of {read}, which the owner of its leaf "
+                f"partition={o.slices.partition!r}: {step.asked[read]} is made of {read}, which "
+                "the owner of its leaf "
                 "alone would have; partition='rows' keeps such leaves whole on every rank"
             )
         types = {n: step.program.inputs[n] for n in opt_state.names if n not in writer.state.places}
@@ -136,13 +138,20 @@ class Owned:
         parts = _parts(self.grads, o)
         leaves = {n: self.grads.inside(p) for n, p in parts.items()}
         return tuple(
-            dataclasses.replace(x, leaves=tuple(n for name in x.leaves for n in leaves.get(name, [name])))
+            dataclasses.replace(
+                x, leaves=tuple(n for name in x.leaves for n in leaves.get(name, [name]))
+            )
             for x in buckets_of(_packed_values(values, self.grads, parts), o, _kind(parts))
         )
 
-    def whole_gradients(self, b: Builder, means: Mapping[str, Atom], o: ShardingOptions) -> dict[str, Atom]:
+    def whole_gradients(
+        self, b: Builder, means: Mapping[str, Atom], o: ShardingOptions
+    ) -> dict[str, Atom]:
         """Write the gather of reduced gradients; those of all leaves."""
-        return {**means, **gathered(b, self.grads, {n: means[n] for n in self.grads.types}, o, "grads")}
+        return {
+            **means,
+            **gathered(b, self.grads, {n: means[n] for n in self.grads.types}, o, "grads"),
+        }
 
     # -- the first state -------------------------------------------------------------------------
 
@@ -160,12 +169,18 @@ class Owned:
             found |= packed(b, self.state, found)
         out = tuple_of(*self.args[:2])
         return Program(
-            startup.name, b.build([found[n] for n in out.names]), startup.args, out, tuple(b.roles), startup.labels
+            startup.name,
+            b.build([found[n] for n in out.names]),
+            startup.args,
+            out,
+            tuple(b.roles),
+            startup.labels,
         )
 
     @cached_property
     def opened(self) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-        """From arrays, those of bins among them, to the same with what lies in the bins; without bins as they are."""
+        """From arrays, those of bins among them, to the same with what lies in the bins; without
+        bins as they are."""
         run: Any = jax.jit(self.state.unpacked)
 
         def opened(held: Mapping[str, Any]) -> dict[str, Any]:
@@ -176,18 +191,30 @@ class Owned:
 
 
 class _BinScatterer(Scatterer):
-    """Reduces gradients that have owners, in parts of bins: `means` are a rank's bins, by their names.
+    """Reduces gradients that have owners, in parts of bins: `means` are a rank's bins, by their
+    names.
 
-    A part is what lies at the same places of the bins of all ranks. It is packed, and scattered, when the last gradient
-    that reaches into it is there: gradients lie in their bins in the order in which they are made.
+    A part is what lies at the same places of the bins of all ranks. It is packed, and scattered,
+    when the last gradient that reaches into it is there: gradients lie in their bins in the order
+    in which they are made.
     """
 
     def __init__(
-        self, b: Builder, values: Mapping[str, Atom], o: ShardingOptions, example_count: Atom | None, bins: Bins
+        self,
+        b: Builder,
+        values: Mapping[str, Atom],
+        o: ShardingOptions,
+        example_count: Atom | None,
+        bins: Bins,
     ) -> None:
         self.parts = parts = _parts(bins, o)
-        slices = {n: Sliced(0, (p.stop - p.start) * bins.ranks, p.stop - p.start, bins.ranks) for n, p in parts.items()}
-        super().__init__(b, _packed_values(values, bins, parts), o, example_count, GRAD, slices, _kind(parts))
+        slices = {
+            n: Sliced(0, (p.stop - p.start) * bins.ranks, p.stop - p.start, bins.ranks)
+            for n, p in parts.items()
+        }
+        super().__init__(
+            b, _packed_values(values, bins, parts), o, example_count, GRAD, slices, _kind(parts)
+        )
         self.bins = bins
         self.owned: dict[str, Atom] = {}
         self.lacking = {n: set(bins.inside(p)) for n, p in parts.items()}
@@ -238,10 +265,15 @@ def _parts(bins: Bins, o: ShardingOptions) -> dict[str, BinPart]:
     return {p.name: p for p in bins.parts(o.reduce.bucket_MB * 2**20)}
 
 
-def _packed_values(values: Mapping[str, Atom], bins: Bins, parts: Mapping[str, BinPart]) -> dict[str, Atom]:
-    """Gradients by leaf, and in the place of those that have owners, parts of bins, in the order in which they end."""
+def _packed_values(
+    values: Mapping[str, Atom], bins: Bins, parts: Mapping[str, BinPart]
+) -> dict[str, Atom]:
+    """Gradients by leaf, and in the place of those that have owners, parts of bins, in the order in
+    which they end."""
     at = {n: i for i, n in enumerate(values)}
-    ends = {n: max((at[leaf] for leaf in bins.inside(p)), default=len(at)) for n, p in parts.items()}
+    ends = {
+        n: max((at[leaf] for leaf in bins.inside(p)), default=len(at)) for n, p in parts.items()
+    }
     found: dict[str, Atom] = {n: v for n, v in values.items() if n not in bins.places}
     for n in sorted(parts, key=ends.__getitem__):
         p = parts[n]
@@ -254,9 +286,11 @@ def _kind(parts: Mapping[str, BinPart]) -> Callable[[str], ScatterSpec]:
 
 
 def _updating_what_is_read(step: Cut) -> tuple[list[str], OptimizeHalf]:
-    """The leaves that need an owner, and the optimize half with all of them going in and coming out.
+    """The leaves that need an owner, and the optimize half with all of them going in and coming
+    out.
 
-    A leaf that is not updated may have a gradient that others read (in a norm of all): somebody has to own that.
+    A leaf that is not updated may have a gradient that others read (in a norm of all): somebody has
+    to own that.
     """
     half = step.optimize
     more = [n for n in step.params if n in half.graded and n not in step.optimized]

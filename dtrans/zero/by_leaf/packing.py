@@ -1,13 +1,14 @@
 """Bins: how arrays that differ from rank to rank become arrays of one shape on all.
 
-A program that is one for all ranks has arrays of the same shapes on each of them. What a rank owns is laid out in
-vectors, one for each dtype, array behind array, and padded with zeros to the length of the longest:
+A program that is one for all ranks has arrays of the same shapes on each of them. What a rank owns
+is laid out in vectors, one for each dtype, array behind array, and padded with zeros to the length
+of the longest:
 
     rank 0    w1 w1 w1 w1 b1 b1
     rank 1    w2 w2 w2 b2  0  0
 
-Of all ranks together a bin is the one vector of these rows, one behind the other, which is how `reduce_scatter` takes
-it and `all_gather` gives it.
+Of all ranks together a bin is the one vector of these rows, one behind the other, which is how
+`reduce_scatter` takes it and `all_gather` gives it.
 """
 
 from __future__ import annotations
@@ -106,19 +107,25 @@ class Bins:
         filled: dict[str, list[int]] = {}
         for n, t in types.items():
             if jnp.issubdtype(t.dtype, jax.dtypes.extended):
-                raise ConfigError(f"{n} is of type {t.dtype}, which no rank can own alone; use partition='rows'")
+                raise ConfigError(
+                    f"{n} is of type {t.dtype}, which no rank can own alone; use partition='rows'"
+                )
             name = f"{root}/{t.dtype}"
             loads = filled.setdefault(name, [0] * ranks)
             places[n] = BinSlot(name, owner[n], loads[owner[n]], tuple(t.shape), t.dtype)
             loads[owner[n]] += places[n].size
         dtypes = {p.bin: p.dtype for p in places.values()}
         # a bin of arrays without elements has one of padding: collectives want something to move
-        return cls(ranks, places, {n: ShapedArray((max(1, *f),), dtypes[n]) for n, f in filled.items()})
+        return cls(
+            ranks, places, {n: ShapedArray((max(1, *f),), dtypes[n]) for n, f in filled.items()}
+        )
 
     @property
     def cuts(self) -> dict[str, Sliced]:
         """The bins of all ranks together, as slices of them are on each."""
-        return {n: Sliced(0, t.size * self.ranks, t.size, self.ranks) for n, t in self.types.items()}
+        return {
+            n: Sliced(0, t.size * self.ranks, t.size, self.ranks) for n, t in self.types.items()
+        }
 
     @property
     def padding(self) -> int:
@@ -135,7 +142,10 @@ class Bins:
     def packed_of(self, rank: int, values: Mapping[str, Any]) -> dict[str, Any]:
         """The bins of one rank, given its arrays."""
         own = self.of_rank(rank)
-        return {n: _joined(self._rows(BinPart(n, 0, t.size), own, values), t.dtype) for n, t in self.types.items()}
+        return {
+            n: _joined(self._rows(BinPart(n, 0, t.size), own, values), t.dtype)
+            for n, t in self.types.items()
+        }
 
     def packed(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """The bins of all ranks, given all arrays."""
@@ -149,7 +159,8 @@ class Bins:
         )
 
     def parts(self, limit: float) -> list[BinPart]:
-        """Each bin in parts: of so many bytes in all ranks together, or of the largest array in it if that is more."""
+        """Each bin in parts: of so many bytes in all ranks together, or of the largest array in it
+        if that is more."""
         found = []
         for name, t in self.types.items():
             largest = max(p.size for p in self.places.values() if p.bin == name)
@@ -163,17 +174,28 @@ class Bins:
         of = [(n, p) for n, p in self.places.items() if p.bin == part.bin]
         return [n for n, p in of if max(p.start, part.start) < min(p.start + p.size, part.stop)]
 
-    def _rows(self, part: BinPart, own: Mapping[str, BinSlot], values: Mapping[str, Any]) -> list[Any]:
+    def _rows(
+        self, part: BinPart, own: Mapping[str, BinSlot], values: Mapping[str, Any]
+    ) -> list[Any]:
         """What lies in a part of a rank's bin, padding included."""
         rows, filled = [], part.start
         for n in self.inside(part):
             if n in own:
                 p = own[n]
-                start, stop = max(part.start, p.start) - p.start, min(part.stop, p.start + p.size) - p.start
+                start, stop = (
+                    max(part.start, p.start) - p.start,
+                    min(part.stop, p.start + p.size) - p.start,
+                )
                 row = jax.lax.convert_element_type(values[n], p.dtype).reshape(p.size)
-                rows.append(row if stop - start == p.size else jax.lax.slice(row, (start,), (stop,)))
+                rows.append(
+                    row if stop - start == p.size else jax.lax.slice(row, (start,), (stop,))
+                )
                 filled += stop - start
-        return rows + ([jnp.zeros(part.stop - filled, self.types[part.bin].dtype)] if filled < part.stop else [])
+        return rows + (
+            [jnp.zeros(part.stop - filled, self.types[part.bin].dtype)]
+            if filled < part.stop
+            else []
+        )
 
     def array_of(self, name: str, bins: Mapping[str, Any]) -> Any:
         """One array, given the bins of its rank."""

@@ -1,8 +1,9 @@
-"""The optimize half where each leaf has an owner: one program for all ranks, in which each updates what it owns.
+"""The optimize half where each leaf has an owner: one program for all ranks, in which each updates
+what it owns.
 
-Leaves are whole, so that nothing is cut; what differs from rank to rank is which equations there are. They stand in the
-branches of a `switch` over the number of the rank. Its work is what a parameter server would do that has these leaves
-(`dtrans.slicing.server_update`), level by level:
+Leaves are whole, so that nothing is cut; what differs from rank to rank is which equations there
+are. They stand in the branches of a `switch` over the number of the rank. Its work is what a
+parameter server would do that has these leaves (`dtrans.slicing.server_update`), level by level:
 
     level 0    switch        each rank: its parts of what crosses; what later levels need of this one
                all_reduce    parts made one: a value has one owner, all others add nothing
@@ -10,10 +11,10 @@ branches of a `switch` over the number of the rank. Its work is what a parameter
     last       switch        new state and new parameters, in bins
                all_gather    parameters
 
-Branches hold no collective, and all give arrays of the same types: what ranks keep from level to level, and what they
-make, is in bins (`dtrans.zero.by_leaf.packing`). What no leaf enters (counts, schedules) is made anew in each branch
-that needs it. The new values of such state are made once, outside of the branches, so that they are the same on every
-rank whatever it owns.
+Branches hold no collective, and all give arrays of the same types: what ranks keep from level to
+level, and what they make, is in bins (`dtrans.zero.by_leaf.packing`). What no leaf enters (counts,
+schedules) is made anew in each branch that needs it. The new values of such state are made once,
+outside of the branches, so that they are the same on every rank whatever it owns.
 """
 
 from __future__ import annotations
@@ -46,11 +47,13 @@ class OwnerWriter:
     """Writes the optimize half.
 
     Args:
-      analysis: of the half of one device. All that it says of a leaf that has no owner is that it is read.
+      analysis: of the half of one device. All that it says of a leaf that has no owner is that it
+        is read.
       owner: the rank of each leaf.
       o: the options.
       root: what the names of the bins of state begin with.
-      ready: the leaves in the order in which their gradients are made, which is that of the bins of gradients.
+      ready: the leaves in the order in which their gradients are made, which is that of the bins of
+        gradients.
 
     Attributes:
       grads: where gradients are, by the name of the leaf.
@@ -77,10 +80,14 @@ class OwnerWriter:
         self.grads = Bins.of(graded, owner, ranks, free_name("grads", types))
         changed = {n: types[n] for n in owner if a.outputs[n] is not a.inputs[n]}
         self.params = Bins.of(changed, owner, ranks, "params")
-        self.rank_of = {n: owner[home] for home, names in a.state_of.items() if home is not None for n in names}
+        self.rank_of = {
+            n: owner[home] for home, names in a.state_of.items() if home is not None for n in names
+        }
         self.state = Bins.of({n: types[n] for n in self.rank_of}, self.rank_of, ranks, root)
         endpoints = self.spec.placement.endpoints
-        self.work = [[b for b in write_server(self.spec, ep).blocks if b.role != DIST] for ep in endpoints]
+        self.work = [
+            [b for b in write_server(self.spec, ep).blocks if b.role != DIST] for ep in endpoints
+        ]
         grads = (g for work in self.work for b in work for g in b.grads)
         self.graded = {g.name: g.leaf for g in grads if g.leaf in self.grads.places}
         self.units = {u.name for units in self.spec.placement.units.values() for u in units}
@@ -93,11 +100,13 @@ class OwnerWriter:
         return block.role != LR_SCHED and block.name in self.units
 
     def _named(self, name: str) -> str:
-        """What a value that a block makes is called here: blocks read state as it was before the step."""
+        """What a value that a block makes is called here: blocks read state as it was before the
+        step."""
         return f"new {name}" if name in self.analysis.inputs else name
 
     def _outside(self) -> None:
-        """Find what makes new values of state that lives with no leaf, and which crossings it takes."""
+        """Find what makes new values of state that lives with no leaf, and which crossings it
+        takes."""
         eqns = self.spec.rounds.eqns
         outs = [self.analysis.outputs[n] for n in self.spec.shared_state]
         self.outside, read = backward_slice(eqns, outs, self.crossings)
@@ -115,7 +124,13 @@ class OwnerWriter:
             later |= {self._named(n) for n in (*self.state.of_rank(k), *self.params.of_rank(k))}
             for b in work:
                 if b.level == level and self._is_unit(b):
-                    made = dict(zip(map(self._named, b.out_names), (a.aval for a in b.inner.outvars), strict=True))
+                    made = dict(
+                        zip(
+                            map(self._named, b.out_names),
+                            (a.aval for a in b.inner.outvars),
+                            strict=True,
+                        )
+                    )
                     types |= {n: t for n, t in made.items() if n in later}
                     owner |= dict.fromkeys(made, k)
         return Bins.of(types, owner, self.ranks, f"level {level}")
@@ -123,13 +138,19 @@ class OwnerWriter:
     # -- the program -----------------------------------------------------------------------------
 
     def half(self) -> OptimizeHalf:
-        """From bins of gradients (`grads/float32`), parameters and state, those in bins, to new ones."""
+        """From bins of gradients (`grads/float32`), parameters and state, those in bins, to new
+        ones."""
         a, b = self.analysis, Builder(self.analysis.half.jaxpr)
         binned = {*self.rank_of, *map(Gradient, self.grads.places)}
         alone = {n: b.input(v.aval) for n, v in a.inputs.items() if n not in binned}
         given: dict[str, Atom] = {str(n): x for n, x in alone.items()}
-        bins: dict[str, Atom] = {n: b.input(t) for n, t in {**self.grads.types, **self.state.types}.items()}
-        in_names: list[Name] = [*alone, *(Gradient(n) if n in self.grads.types else n for n in bins)]
+        bins: dict[str, Atom] = {
+            n: b.input(t) for n, t in {**self.grads.types, **self.state.types}.items()
+        }
+        in_names: list[Name] = [
+            *alone,
+            *(Gradient(n) if n in self.grads.types else n for n in bins),
+        ]
         b.role = OPTIMIZE
         (index,) = b.bind(trainer_index_p, over=(self.o.axis_name,))
         known: dict[Var, Atom] = {}
@@ -141,15 +162,26 @@ class OwnerWriter:
             bins |= zip(kept, made[len(sums) :], strict=True)
             for (op, told), part in zip(sums.items(), made, strict=False):
                 b.role = DIST
-                (whole,) = b.bind(all_reduce_p, part, op=op[0], name="optimizer", owners=(), over=(self.o.axis_name,))
+                (whole,) = b.bind(
+                    all_reduce_p,
+                    part,
+                    op=op[0],
+                    name="optimizer",
+                    owners=(),
+                    over=(self.o.axis_name,),
+                )
                 b.role = OPTIMIZE
                 values = written(b, partial(_apart, tuple(c.var.aval.shape for c in told)), whole)
                 known |= {c.var: x for c, x in zip(told, values, strict=True)}
                 given |= {c.name: x for c, x in zip(told, values, strict=True)}
-        found = gathered(b, self.params, {n: bins[f"new {n}"] for n in self.params.types}, self.o, "params")
+        found = gathered(
+            b, self.params, {n: bins[f"new {n}"] for n in self.params.types}, self.o, "params"
+        )
         found |= self._shared(b, given, known)
         found |= {n: bins[f"new {n}"] for n in self.state.types}
-        return OptimizeHalf(eliminate_dead(b.build(list(found.values()))), tuple(in_names), tuple(found))
+        return OptimizeHalf(
+            eliminate_dead(b.build(list(found.values()))), tuple(in_names), tuple(found)
+        )
 
     def _kept(self, level: int) -> list[str]:
         """The names of the bins that a level makes."""
@@ -181,44 +213,63 @@ class OwnerWriter:
             for bins in (*before, self.state):
                 if name in bins.places:
                     return bins.array_of(name, given)
-            return self.grads.array_of(self.graded[name], given) if name in self.graded else given[name]
+            return (
+                self.grads.array_of(self.graded[name], given)
+                if name in self.graded
+                else given[name]
+            )
 
         for b in self.work[rank]:
             if b.level == level or (b.level < level and not self._is_unit(b)):
-                made |= zip(map(self._named, b.out_names), evaluate(b.jaxpr, *map(read, b.in_names)), strict=True)
+                made |= zip(
+                    map(self._named, b.out_names),
+                    evaluate(b.jaxpr, *map(read, b.in_names)),
+                    strict=True,
+                )
         outs = []
         for (op, dtype), told in self._sums(level).items():
             parts = [f"{c.home}/{c.name}" for c in told]
             nothing = [identity_of(op, c.var.aval.shape, dtype) for c in told]
-            flat = [made[n] if n in made else none() for n, none in zip(parts, nothing, strict=True)]
+            flat = [
+                made[n] if n in made else none() for n, none in zip(parts, nothing, strict=True)
+            ]
             rows = [_flat(x, dtype) for x in flat]
             outs.append(rows[0] if len(rows) == 1 else jax.lax.concatenate(rows, 0))
         if level != self.levels[-1]:
             return outs + list(self.carried[level].packed_of(rank, made).values())
         for bins in (self.params, self.state):
-            outs += bins.packed_of(rank, {n: read(self._named(n)) for n in bins.of_rank(rank)}).values()
+            outs += bins.packed_of(
+                rank, {n: read(self._named(n)) for n in bins.of_rank(rank)}
+            ).values()
         return outs
 
-    def _shared(self, b: Builder, given: Mapping[str, Atom], known: Mapping[Var, Atom]) -> dict[str, Atom]:
+    def _shared(
+        self, b: Builder, given: Mapping[str, Atom], known: Mapping[Var, Atom]
+    ) -> dict[str, Atom]:
         """Write the new values of state that lives with no leaf."""
         a, eqns = self.analysis, self.spec.rounds.eqns
-        env: dict[Var, Atom] = {v: given[n] for n, v in a.inputs.items() if isinstance(n, str) and n in given} | dict(
-            known
-        )
+        env: dict[Var, Atom] = {
+            v: given[n] for n, v in a.inputs.items() if isinstance(n, str) and n in given
+        } | dict(known)
         read: Callable[[Atom], Atom] = lambda x: env.get(x, x) if isinstance(x, Var) else x
         b.role = OPTIMIZE
         for i in self.outside:
-            made = b.copy(eqns[i], [read(x) for x in eqns[i].invars], [v.aval for v in eqns[i].outvars])
+            made = b.copy(
+                eqns[i], [read(x) for x in eqns[i].invars], [v.aval for v in eqns[i].outvars]
+            )
             env |= {v: x for v, x in zip(eqns[i].outvars, made, strict=True) if v not in known}
         return {n: read(a.outputs[n]) for n in self.spec.shared_state}
 
 
 def written(b: Builder, fn: Callable[..., Any], *atoms: Atom) -> list[Atom]:
-    """The equations of a function of arrays; as `Builder.call`, which remembers the function for good."""
+    """The equations of a function of arrays; as `Builder.call`, which remembers the function for
+    good."""
     return b.inline(inline_calls(small_jaxpr(fn, [x.aval for x in atoms])), *atoms)
 
 
-def gathered(b: Builder, bins: Bins, own: Mapping[str, Atom], o: ShardingOptions, name: str) -> dict[str, Atom]:
+def gathered(
+    b: Builder, bins: Bins, own: Mapping[str, Atom], o: ShardingOptions, name: str
+) -> dict[str, Atom]:
     """Write gathers of a rank's bins, in parts; the arrays of all ranks.
 
     Args:
@@ -234,8 +285,12 @@ def gathered(b: Builder, bins: Bins, own: Mapping[str, Atom], o: ShardingOptions
             sent = b.part(sent, 0, p.start, p.stop)
         if found and not o.slices.overlap:
             sent = b.call(together, sent, found[-1])[0]
-        found += b.bind(all_gather_p, sent, name=f"{name}/{i}", over=(o.axis_name,), size=o.degree, axis=0)
-    made = written(b, lambda *xs: list(bins.from_parts(dict(zip(parts, xs, strict=True))).values()), *found)
+        found += b.bind(
+            all_gather_p, sent, name=f"{name}/{i}", over=(o.axis_name,), size=o.degree, axis=0
+        )
+    made = written(
+        b, lambda *xs: list(bins.from_parts(dict(zip(parts, xs, strict=True))).values()), *found
+    )
     return dict(zip(bins.places, made, strict=True))
 
 
@@ -243,7 +298,9 @@ def packed(b: Builder, bins: Bins, atoms: Mapping[str, Atom]) -> dict[str, Atom]
     """Write the bins of all ranks."""
     names = list(bins.places)
     made = written(
-        b, lambda *xs: list(bins.packed(dict(zip(names, xs, strict=True))).values()), *(atoms[n] for n in names)
+        b,
+        lambda *xs: list(bins.packed(dict(zip(names, xs, strict=True))).values()),
+        *(atoms[n] for n in names),
     )
     return dict(zip(bins.types, made, strict=True))
 
@@ -265,5 +322,7 @@ def _apart(shapes: Sequence[tuple[int, ...]], x: Any) -> list[Any]:
 def _placement(analysis: RowAnalysis, owner: Mapping[str, int], ranks: int) -> Placement:
     """Return the placement of whole leaves on ranks, as on parameter servers."""
     endpoints = [f"rank {k}" for k in range(ranks)]
-    blocks = {n: (Block.whole(n, analysis.inputs[n].aval, endpoints[owner[n]]),) for n in analysis.params}
+    blocks = {
+        n: (Block.whole(n, analysis.inputs[n].aval, endpoints[owner[n]]),) for n in analysis.params
+    }
     return Placement(tuple(endpoints), blocks, analysis.groups)

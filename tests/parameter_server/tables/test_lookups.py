@@ -22,12 +22,18 @@ from dtrans.rows.analysis import analyse
 from dtrans.step.cut import cut
 
 
-PARAMS = {"emb": np.ones((V, D), np.float32), "w": np.ones((D, D), np.float32), "table": np.ones((V, D), np.float32)}
+PARAMS = {
+    "emb": np.ones((V, D), np.float32),
+    "w": np.ones((D, D), np.float32),
+    "table": np.ones((V, D), np.float32),
+}
 SGD = optax.sgd(0.1)
 IDS = np.zeros((4, 2), np.int32)
 
 
-def step_of(loss: Callable[..., Any], tx: Any = SGD, params: Any = PARAMS, *, has_aux: bool = False) -> Any:
+def step_of(
+    loss: Callable[..., Any], tx: Any = SGD, params: Any = PARAMS, *, has_aux: bool = False
+) -> Any:
     step = dtrans.make_train_step(loss, tx, has_aux=has_aux)
     return dtrans.trace(step, params, tx.init(params), IDS)
 
@@ -62,8 +68,14 @@ def test_rows_may_be_picked_in_loops_and_branches(how: str) -> None:
     lookups = found(loss)
     assert {n: t.size for n, t in lookups.tables.items()} == sizes and not lookups.refused
     plan = planned({n: dtrans.Rows("dense") for n in sizes}, loss=loss)
-    shapes = [v.aval.shape for e in equations(plan.trainer_program(0).jaxpr) for v in (*e.invars, *e.outvars)]
-    assert not [s for s in shapes if V in s and len(sizes) == 2] and sum(V in s for s in shapes) <= 1  # of `table`
+    shapes = [
+        v.aval.shape
+        for e in equations(plan.trainer_program(0).jaxpr)
+        for v in (*e.invars, *e.outvars)
+    ]
+    assert (
+        not [s for s in shapes if V in s and len(sizes) == 2] and sum(V in s for s in shapes) <= 1
+    )  # of `table`
 
 
 def generated(p: Any, ids: jax.Array) -> jax.Array:
@@ -73,8 +85,14 @@ def generated(p: Any, ids: jax.Array) -> jax.Array:
 
 
 REFUSED = {
-    "a tied output": (lambda p, ids: jnp.mean(p["emb"][ids[:, 0]] @ p["emb"].T), "reads all of its rows"),
-    "a penalty": (lambda p, ids: jnp.mean(p["emb"][ids]) + jnp.sum(p["emb"] ** 2), "reads all of its rows"),
+    "a tied output": (
+        lambda p, ids: jnp.mean(p["emb"][ids[:, 0]] @ p["emb"].T),
+        "reads all of its rows",
+    ),
+    "a penalty": (
+        lambda p, ids: jnp.mean(p["emb"][ids]) + jnp.sum(p["emb"] ** 2),
+        "reads all of its rows",
+    ),
     "a row that a row chooses": (
         lambda p, ids: jnp.mean(p["emb"][jnp.argmax(p["emb"][ids[:, 0]], 1)]),
         "depend on rows of a table",
@@ -84,7 +102,9 @@ REFUSED = {
         lambda p, ids: (
             p["emb"][ids[0, 0]].sum()
             + jax.lax.stop_gradient(
-                jax.lax.while_loop(lambda x: x < 9, lambda x: x + p["emb"][ids[0, 0]].sum() ** 2 + 1, 0.0)
+                jax.lax.while_loop(
+                    lambda x: x < 9, lambda x: x + p["emb"][ids[0, 0]].sum() ** 2 + 1, 0.0
+                )
             )
         ),
         "while .* reads it in each of turns that nothing counts",
@@ -93,7 +113,10 @@ REFUSED = {
         lambda p, ids: jnp.mean(p["emb"][ids]) + jnp.mean(jax.nn.one_hot(ids[:, 0], V) @ p["emb"]),
         r"dot_general of f32\[4,40\] \(test_lookups.py",
     ),
-    "a factor that is trained": (lambda p, ids: jnp.mean((p["emb"] * p["w"][0])[ids[:, 0]]), "reads all of its rows"),
+    "a factor that is trained": (
+        lambda p, ids: jnp.mean((p["emb"] * p["w"][0])[ids[:, 0]]),
+        "reads all of its rows",
+    ),
 }
 
 
@@ -103,7 +126,9 @@ def test_what_reads_all_rows_is_named(what: str) -> None:
     lookups = found(loss)
     assert not lookups.tables
     assert re.search(why, lookups.refused["params/emb"])
-    with pytest.raises(ConfigError, match="trainers cannot look up rows of params/emb alone: .*" + why):
+    with pytest.raises(
+        ConfigError, match="trainers cannot look up rows of params/emb alone: .*" + why
+    ):
         dtrans.pserver(step_of(loss), dtrans.trace(lambda: (PARAMS, optax.sgd(0.1).init(PARAMS))),
                        sparse={"params/emb": dtrans.Rows()})  # fmt: skip
 
@@ -119,17 +144,24 @@ def test_a_result_that_reads_the_table_is_named() -> None:
 
 
 def planned(sparse: Any, tx: Any = SGD, loss: Any = READ["by index"][0], **options: Any) -> Any:
-    return dtrans.pserver(step_of(loss, tx), dtrans.trace(lambda: (PARAMS, tx.init(PARAMS))), sparse=sparse, **options)
+    return dtrans.pserver(
+        step_of(loss, tx), dtrans.trace(lambda: (PARAMS, tx.init(PARAMS))), sparse=sparse, **options
+    )
 
 
 def test_auto_takes_what_is_large_enough_and_says_so() -> None:
     plan = planned("auto")
     assert set(plan.tables.of) == {"params/emb"}
-    said = "table params/emb: 40 rows, at most 8 looked up by a trainer in a step, at most 224 bytes; dense: rows that"
+    said = (
+        "table params/emb: 40 rows, at most 8 looked up by a trainer in a step, at most 224 "
+        "bytes; dense: rows that"
+    )
     assert said in str(plan)
     assert plan.bytes_per_step == {"send": 36 + 8 * (12 + 4), "recv": 36 + 8 * 12}
     many = lambda p, ids: jnp.mean(p["emb"][jnp.concatenate([ids, ids])])
-    assert "no table: params/emb: a step looks up as many as 16 of its 40 rows" in str(planned("auto", loss=many))
+    assert "no table: params/emb: a step looks up as many as 16 of its 40 rows" in str(
+        planned("auto", loss=many)
+    )
 
 
 @pytest.mark.parametrize(
@@ -137,7 +169,10 @@ def test_auto_takes_what_is_large_enough_and_says_so() -> None:
     [
         ("all", "sparse='all' must be None, 'auto', or"),
         ({"params/emb": "dense"}, "a dtrans.Rows"),
-        ({"params/nothing": dtrans.Rows()}, "sparse names params/nothing; the parameters that servers update are"),
+        (
+            {"params/nothing": dtrans.Rows()},
+            "sparse names params/nothing; the parameters that servers update are",
+        ),
         ({"params/w": dtrans.Rows()}, "rows of params/w alone: .*dot_general"),
     ],
 )
@@ -149,9 +184,13 @@ def test_what_is_no_option_is_refused(sparse: Any, said: str) -> None:
 def test_the_update_of_other_rows_has_to_be_said_where_they_would_move() -> None:
     named = {"params/emb": dtrans.Rows()}
     assert not planned(named, optax.adagrad(0.1)).tables.of["params/emb"].whole
-    with pytest.raises(ConfigError, match="say how rows of params/emb are updated .* opt_state/0/mu/emb, .* move"):
+    with pytest.raises(
+        ConfigError, match="say how rows of params/emb are updated .* opt_state/0/mu/emb, .* move"
+    ):
         planned(named, optax.adam(0.1))
-    with pytest.raises(ConfigError, match="cannot have update='lazy': reduce_sum .*trust_ratio.* over all rows"):
+    with pytest.raises(
+        ConfigError, match="cannot have update='lazy': reduce_sum .*trust_ratio.* over all rows"
+    ):
         planned({"params/emb": dtrans.Rows("lazy")}, optax.lamb(0.1))
     with pytest.raises(ConfigError, match="params/emb cannot be a table: its update cannot be cut"):
         planned({"params/emb": dtrans.Rows("lazy")}, optax.contrib.muon(0.1))
@@ -208,7 +247,9 @@ def behind_a_barrier() -> Any:
     """Momentum whose new value leaves a barrier beside the old one."""
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
-        new = jax.tree.map(lambda m, g: jax.lax.optimization_barrier((m, 0.9 * m + g))[1], state, updates)
+        new = jax.tree.map(
+            lambda m, g: jax.lax.optimization_barrier((m, 0.9 * m + g))[1], state, updates
+        )
         return jax.tree.map(lambda g: -0.1 * g, updates), new
 
     return optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), update)
@@ -223,10 +264,14 @@ def test_the_proof_is_what_the_update_does(name: str) -> None:
     """Rows of random numbers, with random state, through the user's update itself."""
     tx = STILL.get(name) or MOVES[name][0]
     params = {"emb": jnp.asarray(np.random.default_rng(0).normal(size=(5, 2)), jnp.float32)}
-    state = jax.tree.map(lambda x: jnp.full_like(x, 1) if x.dtype == jnp.float32 else x, tx.init(params))
+    state = jax.tree.map(
+        lambda x: jnp.full_like(x, 1) if x.dtype == jnp.float32 else x, tx.init(params)
+    )
     updates, new = tx.update({"emb": jnp.zeros((5, 2))}, state, params)
     moved = {"params/emb"} if jnp.any(updates["emb"] != 0) else set()
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(new), strict=True):
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(new), strict=True
+    ):
         if a.shape == (5, 2) and jnp.any(a != b):
             moved.add("opt_state/" + jax.tree_util.keystr(path, simple=True, separator="/"))
     assert moved <= set(zero_of(tx).moves) or name == "every second"
@@ -237,7 +282,8 @@ def test_the_proof_is_what_the_update_does(name: str) -> None:
 
 
 def keeping(fn: Callable[..., Any], *, by_row: bool = False) -> Any:
-    """An optimizer whose state is a sum of gradients and a count, which each row may have for itself."""
+    """An optimizer whose state is a sum of gradients and a count, which each row may have for
+    itself."""
 
     def init(params: Any) -> Any:
         count = lambda p: jnp.zeros(p.shape if by_row else (), jnp.int32)
@@ -246,7 +292,9 @@ def keeping(fn: Callable[..., Any], *, by_row: bool = False) -> Any:
     def update(grads: Any, state: Any, params: Any = None) -> Any:
         used = lambda n, g: state[n][1] + ((g != 0) if by_row else 1)
         made = {n: fn(g, state[n][0], used(n, g) % 3 == 2) for n, g in grads.items()}
-        return {n: x[0] for n, x in made.items()}, {n: (x[1], used(n, grads[n])) for n, x in made.items()}
+        return {n: x[0] for n, x in made.items()}, {
+            n: (x[1], used(n, grads[n])) for n, x in made.items()
+        }
 
     return optax.GradientTransformation(init, update)
 
@@ -278,13 +326,17 @@ WAITS = {
 AT_ONCE = {
     **{name: tx for name, (tx, _) in MOVES.items() if name != "every second"},
     "adam, warmup": optax.adam(optax.warmup_cosine_decay_schedule(0.0, 0.1, 4, 10)),
-    "adam, joined rates": optax.adam(optax.join_schedules([optax.constant_schedule(x) for x in (0.1, 0.2)], [3])),
+    "adam, joined rates": optax.adam(
+        optax.join_schedules([optax.constant_schedule(x) for x in (0.1, 0.2)], [3])
+    ),
     "nesterov": optax.sgd(0.1, 0.9, nesterov=True),
     "amsgrad": optax.amsgrad(0.1),
     "radam": optax.radam(0.1),
     "lion": optax.lion(0.1),
     "finite": optax.apply_if_finite(optax.adam(0.1), 3),
-    "finite, clipped": optax.apply_if_finite(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1)), 3),
+    "finite, clipped": optax.apply_if_finite(
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1)), 3
+    ),
     "ftrl": dtrans.paddle.optimizers.ftrl(0.1, l1=0.1),
 }
 
@@ -297,7 +349,9 @@ def analysis_of(tx: Any) -> Any:
 @pytest.mark.parametrize("name", WAITS)
 def test_lazy_rows_are_refused_where_gradients_wait(name: str) -> None:
     """The message names what waits, and the remedy makes a plan."""
-    with pytest.raises(ConfigError, match=r"params/emb cannot have update='lazy': .* only in steps that .* selects"):
+    with pytest.raises(
+        ConfigError, match=r"params/emb cannot have update='lazy': .* only in steps that .* selects"
+    ):
         planned({"params/emb": dtrans.Rows("lazy")}, WAITS[name])
     assert "params/emb" in planned({"params/emb": dtrans.Rows("dense")}, WAITS[name]).tables.of
 
@@ -307,31 +361,45 @@ def test_lazy_rows_are_taken_where_each_step_uses_gradients_at_once(name: str) -
     assert find_waiting(analysis_of(AT_ONCE[name]), "params/emb") == ""
 
 
-@pytest.mark.parametrize("name", [*AT_ONCE, "MultiSteps", "apply_every", "cond", "momentum, a rate that pauses"])
+@pytest.mark.parametrize(
+    "name", [*AT_ONCE, "MultiSteps", "apply_every", "cond", "momentum, a rate that pauses"]
+)
 def test_what_waits_is_what_the_update_does(name: str) -> None:
-    """In steps with real state: a row without a gradient stays in some steps and moves in others."""
+    """In steps with real state: a row without a gradient stays in some steps and moves in
+    others."""
     tx = {**WAITS, **AT_ONCE}[name]
     params = {"emb": jnp.asarray(np.random.default_rng(0).normal(size=(5, 2)), jnp.float32)}
     state, update, moved = tx.init(params), jax.jit(tx.update), list[bool]()
     for _ in range(8):
         idle, _ = update(jax.tree.map(jnp.zeros_like, params), state, params)
-        moved.append(bool(jnp.any(jnp.abs(idle["emb"]) > 1e-6)))  # FTRL sets rows to within a rounding
+        moved.append(
+            bool(jnp.any(jnp.abs(idle["emb"]) > 1e-6))
+        )  # FTRL sets rows to within a rounding
         updates, state = update(jax.tree.map(jnp.ones_like, params), state, params)
         params = optax.apply_updates(params, updates)
-    assert (len(set(moved[1:])) == 2) == (name in WAITS)  # before the first step no state has anything
+    assert (len(set(moved[1:])) == 2) == (
+        name in WAITS
+    )  # before the first step no state has anything
 
 
 def test_a_trainer_that_updates_rows_itself_is_told_what_helps() -> None:
     """Neither form of update is right with GEO-SGD, so that no message names the other one."""
     for update in ("lazy", "dense"):
-        with pytest.raises(ConfigError, match=r"only in steps that .* Leave it out, or give it another optimizer"):
+        with pytest.raises(
+            ConfigError, match=r"only in steps that .* Leave it out, or give it another optimizer"
+        ):
             planned({"params/emb": dtrans.Rows(update)}, WAITS["MultiSteps"], mode=dtrans.Geo(2))
 
 
 def test_programs_have_the_ops_of_tables() -> None:
     plan = planned("auto")
     ops = [e.primitive.name for e in plan.trainer_program(0).eqns]
-    assert ops.index("split_ids") < ops.index("prefetch") < ops.index("send_rows") < ops.index("send_barrier")
+    assert (
+        ops.index("split_ids")
+        < ops.index("prefetch")
+        < ops.index("send_rows")
+        < ops.index("send_barrier")
+    )
     assert ops.count("recv") == 1 and "concat" not in ops  # of `w`
     assert not any(V in getattr(v.aval, "shape", ()) for e in equations(plan.trainer.jaxpr) for v in e.outvars
                    if e.primitive.name in ("gather", "scatter-add"))  # fmt: skip

@@ -1,4 +1,5 @@
-"""What a job has for the time between its steps: parts of batches, a feeder, a report, a trace, metrics."""
+"""What a job has for the time between its steps: parts of batches, a feeder, a report, a trace,
+metrics."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ def batch(rows: int, seed: int = 0) -> tuple[Any, Any]:
 
 
 def plain(params: Any, opt_state: Any, x: jax.Array) -> Any:
-    return dtrans.make_train_step(lambda p, x: jnp.mean((x @ p["w"]) ** 2), TX)(params, opt_state, x)
+    return dtrans.make_train_step(lambda p, x: jnp.mean((x @ p["w"]) ** 2), TX)(
+        params, opt_state, x
+    )
 
 
 def job_of(trainers: int = 2, way: str = "on_mesh") -> Any:
@@ -159,7 +162,10 @@ def test_an_error_of_the_iterator_comes_where_the_batch_was_to_come() -> None:
         with pytest.raises(OSError, match="the disk is gone"):
             next(batches)
     assert not any(t.name == "dtrans feed" for t in threading.enumerate())
-    with pytest.raises(ConfigError, match="ahead must be a positive number"), dtrans.feed(source(), job_of(), ahead=0):
+    with (
+        pytest.raises(ConfigError, match="ahead must be a positive number"),
+        dtrans.feed(source(), job_of(), ahead=0),
+    ):
         pass
 
 
@@ -206,11 +212,17 @@ def test_a_trace_has_the_steps(tmp_path: Path) -> None:
 
 def test_metrics_go_to_a_table_a_folder_and_a_function(tmp_path: Path) -> None:
     heard: list[Any] = []
-    with dtrans.MetricsWriter(tmp_path / "m.csv", tmp_path / "events", lambda *of: heard.append(of)) as writer:
+    with dtrans.MetricsWriter(
+        tmp_path / "m.csv", tmp_path / "events", lambda *of: heard.append(of)
+    ) as writer:
         for i in range(2):
             writer.write(i, {"loss": jnp.float32(i), "of": {"count": np.int64(3)}})
     with (tmp_path / "m.csv").open() as file:
-        assert list(csv.reader(file)) == [["step", "loss", "of/count"], ["0", "0.0", "3.0"], ["1", "1.0", "3.0"]]
+        assert list(csv.reader(file)) == [
+            ["step", "loss", "of/count"],
+            ["0", "0.0", "3.0"],
+            ["1", "1.0", "3.0"],
+        ]
     assert heard[1] == (1, {"loss": 1.0, "of/count": 3.0})
     assert len(list((tmp_path / "events").iterdir())) == 1
 

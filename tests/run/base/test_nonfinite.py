@@ -19,7 +19,12 @@ from dtrans.errors import ConfigError, NonfiniteError, NonfiniteWarning, PeerErr
 from dtrans.run.base.nonfinite import all_finite
 
 
-PARAMS = {"b": jnp.ones(2), "layers": jnp.ones((4, 6, 6)) / 6, "v": jnp.ones((6, 4)), "w": jnp.ones((6, 6))}
+PARAMS = {
+    "b": jnp.ones(2),
+    "layers": jnp.ones((4, 6, 6)) / 6,
+    "v": jnp.ones((6, 4)),
+    "w": jnp.ones((6, 6)),
+}
 GOOD = np.ones((4, 6), np.float32)
 BAD = np.where(np.arange(4)[:, None] == 2, 200, GOOD).astype(np.float32)  # a row of trainer 1
 NAMED = "gradients of trainer 1 are not finite: params/b"
@@ -27,7 +32,9 @@ NAMED = "gradients of trainer 1 are not finite: params/b"
 
 def loss(params: Any, x: jax.Array) -> jax.Array:
     """The gradient of b, and of the layers where these are seen, is infinite in rows above 100."""
-    h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), jnp.minimum(x, 1) @ params["w"], params["layers"])
+    h, _ = jax.lax.scan(
+        lambda h, w: (jnp.tanh(h @ w), None), jnp.minimum(x, 1) @ params["w"], params["layers"]
+    )
     odd = jnp.where(x[:, 0] > 100, jnp.inf, 0.0)
     return jnp.mean((h @ params["v"]) ** 2) + jnp.mean(odd * params["b"][0])
 
@@ -35,18 +42,24 @@ def loss(params: Any, x: jax.Array) -> jax.Array:
 def of_layers(params: Any, x: jax.Array) -> jax.Array:
     """Here it is that of the layers."""
     odd = jnp.where(x > 100, jnp.inf, 1.0)
-    h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w) * odd, None), jnp.minimum(x, 1), params["layers"])
+    h, _ = jax.lax.scan(
+        lambda h, w: (jnp.tanh(h @ w) * odd, None), jnp.minimum(x, 1), params["layers"]
+    )
     return jnp.mean(h) + sum(jnp.sum(params[n]) for n in ("b", "v", "w"))
 
 
 def traced(loss: Callable[..., Any] = loss) -> tuple[Any, Any]:
     tx = optax.adam(0.1)
     step = dtrans.make_train_step(loss, tx)
-    return dtrans.trace(step, PARAMS, jax.eval_shape(tx.init, PARAMS), GOOD[:2]), dtrans.trace(init_of(tx), PARAMS)
+    return dtrans.trace(step, PARAMS, jax.eval_shape(tx.init, PARAMS), GOOD[:2]), dtrans.trace(
+        init_of(tx), PARAMS
+    )
 
 
 def sharded(stage: int, **options: Any) -> Any:
-    return dtrans.sharding(*traced(), degree=2, stage=stage, slices=dtrans.Slicing(min_slice_size=1), **options)
+    return dtrans.sharding(
+        *traced(), degree=2, stage=stage, slices=dtrans.Slicing(min_slice_size=1), **options
+    )
 
 
 def with_servers(pservers: Any = "127.0.0.1:6174,127.0.0.1:6175", **options: Any) -> Any:
@@ -55,7 +68,9 @@ def with_servers(pservers: Any = "127.0.0.1:6174,127.0.0.1:6175", **options: Any
 
 PLANS: dict[str, Callable[[], Any]] = {
     "nccl2": lambda: dtrans.nccl2(*traced(), trainers=2),
-    "nccl2, compressed": lambda: dtrans.nccl2(*traced(), trainers=2, reduce=dtrans.Reduce(compress="bf16")),
+    "nccl2, compressed": lambda: dtrans.nccl2(
+        *traced(), trainers=2, reduce=dtrans.Reduce(compress="bf16")
+    ),
     "sharding 1": lambda: sharded(1),
     "sharding 3": lambda: sharded(3),
     "pserver": with_servers,
@@ -95,7 +110,9 @@ def test_an_error_of_a_step_comes_with_the_next_and_once() -> None:
 
 
 def test_gradients_of_layers_are_looked_at_in_their_loop() -> None:
-    plan = dtrans.sharding(*traced(of_layers), degree=2, stage=3, slices=dtrans.Slicing(min_slice_size=1))
+    plan = dtrans.sharding(
+        *traced(of_layers), degree=2, stage=3, slices=dtrans.Slicing(min_slice_size=1)
+    )
     job = plan.on_mesh(on_nonfinite="error")
     with pytest.raises(NonfiniteError, match="of trainer 1 are not finite: layers of a loop"):
         job.params(job.step(job.init(PARAMS), BAD)[0])
@@ -107,7 +124,9 @@ def test_no_server_hears_of_them(role_threads: RoleThreads) -> None:
     for ep in eps:
         role_threads.start(ep, serve, plan, ep, PARAMS)
     for k in range(2):
-        role_threads.start(f"trainer {k}", train, plan, k, [(GOOD,), (BAD,)], PARAMS, on_nonfinite="error")
+        role_threads.start(
+            f"trainer {k}", train, plan, k, [(GOOD,), (BAD,)], PARAMS, on_nonfinite="error"
+        )
     found = role_threads.end("trainer 1")
     assert isinstance(found, NonfiniteError)
     assert str(found) == "gradients are not finite: params/b@GRAD.trainer_1"
@@ -120,9 +139,21 @@ def test_no_server_hears_of_them(role_threads: RoleThreads) -> None:
     "plan, how, message",
     [
         ("nccl2", "raise", "on_nonfinite must be 'ignore', 'warn' or 'error', it is 'raise'"),
-        ("alone", "warn", "on_nonfinite='warn': one trainer reduces no gradients; jax.config.update"),
-        ("local", "error", "on_nonfinite='error': trainers that take steps of their own average parameters"),
-        ("scaled", "warn", "on_nonfinite='warn': a loss that is scaled has gradients that overflow"),
+        (
+            "alone",
+            "warn",
+            "on_nonfinite='warn': one trainer reduces no gradients; jax.config.update",
+        ),
+        (
+            "local",
+            "error",
+            "on_nonfinite='error': trainers that take steps of their own average parameters",
+        ),
+        (
+            "scaled",
+            "warn",
+            "on_nonfinite='warn': a loss that is scaled has gradients that overflow",
+        ),
     ],
 )
 def test_refused(plan: str, how: str, message: str) -> None:
@@ -138,7 +169,9 @@ def test_refused(plan: str, how: str, message: str) -> None:
 def test_a_sum_that_overflows_is_no_infinity() -> None:
     assert all_finite(np.full(4, 3e38, np.float32)) and all_finite(np.full(4, 60000, np.float16))
     assert all_finite(np.arange(3)) and all_finite(np.zeros((0, 2), np.float32))
-    assert not all_finite(np.array([np.inf, -np.inf], np.float32)) and not all_finite(np.array([1, np.nan]))
+    assert not all_finite(np.array([np.inf, -np.inf], np.float32)) and not all_finite(
+        np.array([1, np.nan])
+    )
     assert not all_finite(np.array([1, np.nan]).astype(jnp.bfloat16))
 
 
@@ -147,7 +180,9 @@ def test_trainers_that_keep_their_gradients_do_not_look(role_threads: RoleThread
     plan = with_servers(ep, mode=dtrans.Geo(2))
     role_threads.start(ep, serve, plan, ep, PARAMS, deadline=5.0)
     with (
-        pytest.raises(ConfigError, match="on_nonfinite='warn': with dtrans.Geo trainers keep their gradients"),
+        pytest.raises(
+            ConfigError, match="on_nonfinite='warn': with dtrans.Geo trainers keep their gradients"
+        ),
         dtrans.Executor(on_nonfinite="warn") as exe,
     ):
         exe.run(plan.trainer_startup_program(0), PARAMS)

@@ -1,5 +1,6 @@
-"""A communicating program in pieces: one compiled piece and then the sends, or several pieces with sends one piece
-behind; nothing else changes its place, and results do not depend on where it was cut."""
+"""A communicating program in pieces: one compiled piece and then the sends, or several pieces with
+sends one piece behind; nothing else changes its place, and results do not depend on where it was
+cut."""
 
 from __future__ import annotations
 
@@ -100,12 +101,20 @@ def test_with_rules_split_and_concat_are_computed() -> None:
     got = kinds(cut_program(TRAINER, computed=COMPUTED))
     sends = sum(op.type == "send" for op in TRAINER.ops)
     recvs = sum(op.type == "recv" for op in TRAINER.ops)
-    assert got == ["compute", *["send"] * sends, "send_barrier", *["recv"] * recvs, "fetch_barrier", "compute"]
+    assert got == [
+        "compute",
+        *["send"] * sends,
+        "send_barrier",
+        *["recv"] * recvs,
+        "fetch_barrier",
+        "compute",
+    ]
 
 
 def pieces_are_right(program: Program, group_bytes: float) -> Segments:
-    """Every equation is in one step; all but sends (and the splits before them) keep their order; each send stands
-    one piece behind the piece that makes its gradient, or where no piece follows, after that."""
+    """Every equation is in one step; all but sends (and the splits before them) keep their order;
+    each send stands one piece behind the piece that makes its gradient, or where no piece follows,
+    after that."""
     pieces = cut_program(program, group_bytes=group_bytes)
     eqns = list(program.jaxpr.jaxpr.eqns)
     late = (send_p, split_byref_p)
@@ -121,7 +130,9 @@ def pieces_are_right(program: Program, group_bytes: float) -> Segments:
     for before, after in itertools.pairwise(spans):
         assert before[-1] < after[0]
     for of_kind in (lambda e: e.primitive in late, lambda e: e.primitive not in late):
-        assert [e for e in carried(pieces) if of_kind(e)] == [e for e in eqns if is_communication(e) and of_kind(e)]
+        assert [e for e in carried(pieces) if of_kind(e)] == [
+            e for e in eqns if is_communication(e) and of_kind(e)
+        ]
     done = 0
     last = len(computes)
     parts = {v: e.invars[0] for e in eqns if e.primitive is split_byref_p for v in e.outvars}
@@ -151,7 +162,9 @@ def test_for_any_size_of_groups_the_pieces_are_right(group_bytes: int) -> None:
 
 
 def test_larger_groups_make_fewer_pieces() -> None:
-    counts = [kinds(cut_program(TRAINER, group_bytes=n)).count("compute") for n in (1, 200, 500, 1 << 20)]
+    counts = [
+        kinds(cut_program(TRAINER, group_bytes=n)).count("compute") for n in (1, 200, 500, 1 << 20)
+    ]
     assert counts == sorted(counts, reverse=True)
     assert counts[-1] == 1
 
@@ -160,10 +173,16 @@ def test_a_piece_ends_when_enough_bytes_of_gradients_are_ready() -> None:
     sizes = {n: b.nbytes for n, b in zip(NAMES, PLAN.placement.table, strict=True)}
     limit = sum(sizes.values()) // 3
     pieces = cut_program(TRAINER, group_bytes=limit)
-    parts = {v: e.invars[0] for e in carried(pieces) if e.primitive is split_byref_p for v in e.outvars}
+    parts = {
+        v: e.invars[0] for e in carried(pieces) if e.primitive is split_byref_p for v in e.outvars
+    }
     ready: list[list[int]] = []
     for piece in (s for s in pieces.steps if isinstance(s, Compute)):
-        sends = [e for e in carried(pieces) if e.primitive is send_p and parts[e.invars[0]] in piece.makes]
+        sends = [
+            e
+            for e in carried(pieces)
+            if e.primitive is send_p and parts[e.invars[0]] in piece.makes
+        ]
         ready.append([sum(sizes[n] for n in e.params["names"]) for e in sends])
     assert len(ready) >= 2
     for group in ready[:-1]:
@@ -267,20 +286,28 @@ def dropped_once_and_after_their_last_use(pieces: Segments) -> None:
     outs = {a for a in inner.outvars if isinstance(a, Var)}
     alive = {*inner.invars, *inner.constvars}
     for step, dropped in zip(pieces.steps, pieces.dropped, strict=True):
-        reads = set(step.reads) if isinstance(step, Compute) else {a for a in step.eqn.invars if isinstance(a, Var)}
+        reads = (
+            set(step.reads)
+            if isinstance(step, Compute)
+            else {a for a in step.eqn.invars if isinstance(a, Var)}
+        )
         makes = step.makes if isinstance(step, Compute) else step.eqn.outvars
         assert reads <= alive, "what a step reads was made, and was not dropped"
         alive |= set(makes)
         assert not set(dropped) & outs
         alive -= set(dropped)
     assert outs <= alive
-    assert alive <= outs | {*inner.invars, *inner.constvars}, "everything made in between is dropped"
+    assert alive <= outs | {*inner.invars, *inner.constvars}, (
+        "everything made in between is dropped"
+    )
 
 
 @pytest.mark.parametrize("computed", [None, COMPUTED], ids=["carried", "computed"])
 @pytest.mark.parametrize("group_bytes", [1, 300, float("inf")])
 def test_every_value_is_dropped_after_its_last_use(computed: Any, group_bytes: float) -> None:
-    dropped_once_and_after_their_last_use(cut_program(TRAINER, computed=computed, group_bytes=group_bytes))
+    dropped_once_and_after_their_last_use(
+        cut_program(TRAINER, computed=computed, group_bytes=group_bytes)
+    )
 
 
 def test_gradients_are_freed_once_they_are_sent() -> None:

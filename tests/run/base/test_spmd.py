@@ -1,4 +1,5 @@
-"""A program of one trainer on a mesh and on one device: the same global arrays go in and come out."""
+"""A program of one trainer on a mesh and on one device: the same global arrays go in and come
+out."""
 
 from __future__ import annotations
 
@@ -22,7 +23,10 @@ STACKED_SLICES = AxisSharding(own=("group",)).cut_along(1, "rank")
 
 def both_ways(fn, ins, outs, *args):
     mesh = Mesh(np.array(jax.devices()[:6]).reshape(2, 3), NAMES)
-    found = [jax.jit(on_mesh(fn, mesh, ins, outs))(*args), jax.jit(on_one_device(fn, AXES, ins, outs))(*args)]
+    found = [
+        jax.jit(on_mesh(fn, mesh, ins, outs))(*args),
+        jax.jit(on_one_device(fn, AXES, ins, outs))(*args),
+    ]
     return [[np.asarray(x) for x in of] for of in found]
 
 
@@ -52,7 +56,9 @@ def test_trainers_are_numbered_along_the_axes_in_order() -> None:
     index = lambda: jax.lax.axis_index(NAMES)
     fn = lambda rows, w: [rows[0, 0] * 0 + index(), jax.lax.psum(rows.sum() * w.sum(), NAMES)]
     first = AxisSharding(first=NAMES)
-    for numbers, total in both_ways(fn, [ROWS, SLICES], [OWN, first], jnp.ones((6, 1)), jnp.ones((1, 6))):
+    for numbers, total in both_ways(
+        fn, [ROWS, SLICES], [OWN, first], jnp.ones((6, 1)), jnp.ones((1, 6))
+    ):
         np.testing.assert_array_equal(numbers, np.arange(6))
         assert total == 12.0
 
@@ -69,7 +75,9 @@ def test_the_first_is_taken_or_all_must_agree() -> None:
 def test_results_that_every_device_gets_whole() -> None:
     mesh = Mesh(np.array(jax.devices()[:6]).reshape(2, 3), NAMES)
     x = jnp.arange(12).reshape(2, 6)
-    rows, own = jax.jit(on_mesh(lambda part: [part, part[0]], mesh, [SLICES], [SLICES, OWN], gathered=[0, 1]))(x)
+    rows, own = jax.jit(
+        on_mesh(lambda part: [part, part[0]], mesh, [SLICES], [SLICES, OWN], gathered=[0, 1])
+    )(x)
     assert rows.sharding.is_fully_replicated and own.sharding.is_fully_replicated
     np.testing.assert_array_equal(rows, x)
     np.testing.assert_array_equal(own, np.concatenate([np.arange(6).reshape(3, 2)] * 2))

@@ -1,4 +1,5 @@
-"""nccl2 mode as real processes: the numbers of one device, the same on every trainer; and how jobs end that fail."""
+"""nccl2 mode as real processes: the numbers of one device, the same on every trainer; and how jobs
+end that fail."""
 
 from __future__ import annotations
 
@@ -69,14 +70,18 @@ def check_numbers(found: Sequence[dict[str, Any]], alone: dict[str, Any]) -> Non
     for k, of in enumerate(found):
         for name, want in alone.items():
             assert distance(of[name], want) < 1e-12, name
-            if name.endswith("['wrong']"):  # counted by all; by the names of Paddle each trainer has its own
+            if name.endswith(
+                "['wrong']"
+            ):  # counted by all; by the names of Paddle each trainer has its own
                 assert sum(one[name.replace("job", "exe", 1)] for one in found) == want
                 continue
             assert name.startswith("first") or want.dtype in (np.float64, np.int32), name
             if name.startswith("job"):
                 got = of[name.replace("job", "exe", 1)]
                 rows = len(want) // len(found) if name.endswith("['out']") else None
-                assert distance(got, want if rows is None else want[k * rows : (k + 1) * rows]) < 1e-12, name
+                assert (
+                    distance(got, want if rows is None else want[k * rows : (k + 1) * rows]) < 1e-12
+                ), name
 
 
 def check_uneven(found: Sequence[dict[str, Any]]) -> None:
@@ -136,7 +141,8 @@ def test_four_trainers_are_one_device(tmp_path: Path, alone: Any) -> None:
 
 
 def check_options(found: Sequence[dict[str, Any]], options: dict[str, Any], trainers: int) -> None:
-    """Every job of processes is what its plan is on one device, which is tested against the step itself elsewhere."""
+    """Every job of processes is what its plan is on one device, which is tested against the step
+    itself elsewhere."""
     with jax.enable_x64(True):
         for name, given in options.items():
             job = script.planned(given, trainers).simulate()
@@ -163,9 +169,11 @@ def test_two_processes_of_two_devices_are_four_trainers(tmp_path: Path, alone: A
     check_options(found, script.OF_DEVICES, 4)
     for of in found:
         assert of["said"].tolist() == [
-            "BatchError: x has 3 rows, which the 2 devices of this process do not divide: give batches of a multiple "
+            "BatchError: x has 3 rows, which the 2 devices of this process do not divide: give "
+            "batches of a multiple "
             "of 2",
-            "ConfigError: the plan is for 8 trainers, 4 are connected: 2 processes with 2 devices each",
+            "ConfigError: the plan is for 8 trainers, 4 are connected: 2 processes with 2 devices "
+            "each",
         ]
 
 
@@ -187,26 +195,60 @@ def test_every_option_between_four_trainers(tmp_path: Path) -> None:
     [
         (
             "nobody",
-            "ConfigError: nothing says which trainer this process is: start it with `dtrans launch --mode nccl2`",
+            "ConfigError: nothing says which trainer this process is: start it with `dtrans launch "
+            "--mode nccl2`",
         ),
-        ("pserver", "ConfigError: this is trainer 0 of a job with pservers; dtrans.connect() is for mode='nccl2'"),
-        ("unconnected", "ConfigError: this process is not connected to other trainers: call dtrans.connect() first"),
+        (
+            "pserver",
+            "ConfigError: this is trainer 0 of a job with pservers; dtrans.connect() is for "
+            "mode='nccl2'",
+        ),
+        (
+            "unconnected",
+            "ConfigError: this process is not connected to other trainers: call dtrans.connect() "
+            "first",
+        ),
         ("another role", "ConfigError: this process is connected as trainer {k} of 2 (127.0.0.1:"),
         ("donated", "StateError: this state was already stepped from"),
-        ("rows", "BatchError: trainers must give parts of one size; of x trainer 0 gives 7, trainer 1 gives 8 rows"),
+        (
+            "rows",
+            "BatchError: trainers must give parts of one size; of x trainer 0 gives 7, trainer 1 "
+            "gives 8 rows",
+        ),
         ("ragged", "BatchError: the arrays of a batch are split over the trainers, but "),
-        ("even", "BatchError: these are parts of a batch of 24 rows for trainers that do not divide it: 2 do"),
-        ("part", "BatchError: x has 2 rows here, and part {k} of a batch of 23 rows has {mine}: job.shard_batch"),
+        (
+            "even",
+            "BatchError: these are parts of a batch of 24 rows for trainers that do not divide it: "
+            "2 do",
+        ),
+        (
+            "part",
+            "BatchError: x has 2 rows here, and part {k} of a batch of 23 rows has {mine}: "
+            "job.shard_batch",
+        ),
         ("count", "ConfigError: the plan is for 3 trainers, 2 are connected"),
-        ("plan", "PeerError: trainer 1 disagrees with trainer 0 about what is being trained: it has another step"),
-        ("merge", "PeerError: trainer 1 disagrees with trainer 0 about what is being trained: it has another step"),
+        (
+            "plan",
+            "PeerError: trainer 1 disagrees with trainer 0 about what is being trained: it has "
+            "another step",
+        ),
+        (
+            "merge",
+            "PeerError: trainer 1 disagrees with trainer 0 about what is being trained: it has "
+            "another step",
+        ),
         (
             "rate",
-            "PeerError: trainer 1 disagrees with trainer 0 about what is being trained: it has another step, or other "
+            "PeerError: trainer 1 disagrees with trainer 0 about what is being trained: it has "
+            "another step, or other "
             "options: part 'update' differs",
         ),
         ("dtype", "BatchError: x is float"),
-        ("init", "PeerError: trainer 1 disagrees with trainer 0 about what is being trained: it has parameters"),
+        (
+            "init",
+            "PeerError: trainer 1 disagrees with trainer 0 about what is being trained: it has "
+            "parameters",
+        ),
     ],
 )
 def test_what_is_refused(two: Any, what: str, message: str) -> None:
@@ -219,7 +261,10 @@ def test_what_is_refused(two: Any, what: str, message: str) -> None:
 
 
 def meeting(
-    role_threads: RoleThreads, trainers: Sequence[int], endpoints: Sequence[str], deadline: float = 20.0
+    role_threads: RoleThreads,
+    trainers: Sequence[int],
+    endpoints: Sequence[str],
+    deadline: float = 20.0,
 ) -> dict[int, Any]:
     """What becomes of these trainers of a job."""
     for k in trainers:
@@ -238,9 +283,16 @@ def test_a_single_trainer_meets_nobody(role_threads: RoleThreads) -> None:
 def test_trainers_that_do_not_come_are_named_to_all_that_did(role_threads: RoleThreads) -> None:
     endpoints = free_endpoints(4)
     found = meeting(role_threads, [0, 2], endpoints, 3.0)
-    message = f"trainer 0 waited 3 s for trainer 1 ({endpoints[1]}) and trainer 3 ({endpoints[3]}) to come"
+    message = (
+        f"trainer 0 waited 3 s for trainer 1 ({endpoints[1]}) and trainer 3 "
+        f"({endpoints[3]}) "
+        "to come"
+    )
     assert isinstance(found[0], DeadlineError) and str(found[0]) == message
-    assert isinstance(found[2], DeadlineError) and str(found[2]) == f"trainer 2 was told to give up: {message}"
+    assert (
+        isinstance(found[2], DeadlineError)
+        and str(found[2]) == f"trainer 2 was told to give up: {message}"
+    )
 
 
 def test_trainers_that_wait_for_others_say_so(
@@ -253,7 +305,10 @@ def test_trainers_that_wait_for_others_say_so(
     told = [re.sub(r"waited \d+ s", "waited N s", message) for message in caplog.messages]
     absent = f"trainer 0 has waited N s for trainer 1 ({endpoints[1]}) to come"
     assert told.count(absent) >= 2
-    awaited = f"trainer 2 has waited N s at {endpoints[2]} for trainer 0 ({endpoints[0]}) to find the others"
+    awaited = (
+        f"trainer 2 has waited N s at {endpoints[2]} for trainer 0 ({endpoints[0]}) to find "
+        "the others"
+    )
     assert told.count(awaited) >= 2
 
 
@@ -261,7 +316,10 @@ def test_trainer_0_that_does_not_come(role_threads: RoleThreads) -> None:
     endpoints = free_endpoints(2)
     found = meeting(role_threads, [1], endpoints, 0.5)
     assert isinstance(found[1], DeadlineError)
-    assert str(found[1]) == f"trainer 1 waited 0.5 s at {endpoints[1]} for trainer 0 ({endpoints[0]}) to come"
+    assert (
+        str(found[1])
+        == f"trainer 1 waited 0.5 s at {endpoints[1]} for trainer 0 ({endpoints[0]}) to come"
+    )
 
 
 def test_trainers_with_other_endpoints(role_threads: RoleThreads) -> None:
@@ -272,10 +330,16 @@ def test_trainers_with_other_endpoints(role_threads: RoleThreads) -> None:
     errors = [role_threads.end(f"trainer {k}") for k in range(3)]
     assert all(isinstance(e, PeerError) and not isinstance(e, DeadlineError) for e in errors[:2])
     listed = ",".join(endpoints)
-    reason = f"this is trainer 1 of {','.join(endpoints[:2])}, and trainer 0 takes it for trainer 1 of '{listed}'"
+    reason = (
+        f"this is trainer 1 of {','.join(endpoints[:2])}, and trainer 0 takes it for trainer "
+        "1 "
+        f"of '{listed}'"
+    )
     assert str(errors[0]) == f"trainer 1 ({endpoints[1]}) refused trainer 0: {reason}"
     assert str(errors[1]) == f"trainer 0 has other endpoints: {reason}"
-    assert isinstance(errors[2], PeerError)  # told, or left to wait: it depends on who was asked first
+    assert isinstance(
+        errors[2], PeerError
+    )  # told, or left to wait: it depends on who was asked first
 
 
 def test_an_endpoint_in_use(role_threads: RoleThreads) -> None:
@@ -284,14 +348,18 @@ def test_an_endpoint_in_use(role_threads: RoleThreads) -> None:
         host, port = endpoints[k].split(":")
         with (
             socket.create_server((host, int(port))),
-            pytest.raises(ConfigError, match=f"^trainer {k} cannot listen at {endpoints[k]}: Address already in use$"),
+            pytest.raises(
+                ConfigError,
+                match=f"^trainer {k} cannot listen at {endpoints[k]}: Address already in use$",
+            ),
         ):
             rendezvous(k, endpoints, deadline=5.0)
 
 
 def test_endpoints_elsewhere_need_to_be_allowed() -> None:
     with pytest.raises(
-        ConfigError, match=r"trainer 0 is at 192.0.2.1:1, which is not on loopback; .*allow_remote=True"
+        ConfigError,
+        match=r"trainer 0 is at 192.0.2.1:1, which is not on loopback; .*allow_remote=True",
     ):
         rendezvous(0, ["192.0.2.1:1", "192.0.2.2:1"], deadline=1.0)
 
@@ -309,7 +377,9 @@ def test_something_else_in_the_place_of_a_trainer(role_threads: RoleThreads) -> 
     assert role_threads.end("trainer 0") is None and role_threads.end("trainer 1") is None
 
 
-def test_something_else_in_the_place_of_a_trainer_that_never_comes(role_threads: RoleThreads) -> None:
+def test_something_else_in_the_place_of_a_trainer_that_never_comes(
+    role_threads: RoleThreads,
+) -> None:
     endpoints = free_endpoints(2)
     role_threads.start("trainer 0", rendezvous, 0, endpoints, deadline=1.5)
     with FakeServer(endpoints[1]) as fake_server:
@@ -317,8 +387,9 @@ def test_something_else_in_the_place_of_a_trainer_that_never_comes(role_threads:
         fake_server.say(b"what?")
         error = role_threads.end("trainer 0")
     assert isinstance(error, DeadlineError)
-    assert f"trainer 1 ({endpoints[1]}) to come; at {endpoints[1]} is something that is not of this job: a" in str(
-        error
+    assert (
+        f"trainer 1 ({endpoints[1]}) to come; at {endpoints[1]} is something that is not of this "
+        "job: a" in str(error)
     )
 
 
@@ -334,8 +405,10 @@ def test_something_that_does_not_speak_as_trainers_do(role_threads: RoleThreads)
             stranger.sendall(OTHERWISE)
             errors = [role_threads.end(f"trainer {k}") for k in (0, 2)]
     why = (
-        "this process does not encrypt the connection (transport_encryption='auto'), and the other does "
-        "(transport_encryption='required'), if it is of this job at all; give all processes the same "
+        "this process does not encrypt the connection (transport_encryption='auto'), and the other "
+        "does "
+        "(transport_encryption='required'), if it is of this job at all; give all processes the "
+        "same "
         "transport_encryption, or DTRANS_TRANSPORT_ENCRYPTION"
     )
     message = f"trainer 0 waited 3 s for trainer 1 ({endpoints[1]}) to come"
@@ -344,7 +417,9 @@ def test_something_that_does_not_speak_as_trainers_do(role_threads: RoleThreads)
     assert [str(e) for e in errors] == [message, f"trainer 2 was told to give up: {message}"]
 
 
-def test_the_rest_is_told_where_one_refuses_and_one_speaks_otherwise(role_threads: RoleThreads) -> None:
+def test_the_rest_is_told_where_one_refuses_and_one_speaks_otherwise(
+    role_threads: RoleThreads,
+) -> None:
     endpoints = free_endpoints(4)
     host, port = endpoints[1].split(":")
     with socket.create_server((host, int(port))) as server, FakeServer(endpoints[2]) as refuser:
@@ -365,7 +440,8 @@ def test_the_rest_is_told_where_one_refuses_and_one_speaks_otherwise(role_thread
 
 
 def test_one_that_is_told_to_give_up_ends_at_once(role_threads: RoleThreads) -> None:
-    """Also where trainer 0 has gone before it hears `here`: ZeroMQ may then keep that for as long as it is allowed."""
+    """Also where trainer 0 has gone before it hears `here`: ZeroMQ may then keep that for as long
+    as it is allowed."""
     for i in range(100):
         endpoints = free_endpoints(2)
         role_threads.start(f"trainer {i}", rendezvous, 1, endpoints, deadline=20.0)
@@ -391,7 +467,8 @@ def test_strangers_at_the_door_are_let_stand(role_threads: RoleThreads) -> None:
 def test_a_stranger_without_the_token_cannot_end_a_trainer(
     role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would have: by other endpoints than are right, or by the right ones and its word to give up."""
+    """It would have: by other endpoints than are right, or by the right ones and its word to give
+    up."""
     endpoints = free_endpoints(2)
     monkeypatch.setenv("DTRANS_TOKEN", "guessed")
     wrong = Peer(endpoints[1], FIRST)
@@ -434,7 +511,9 @@ def test_a_job_that_the_user_has_connected() -> None:
 def test_jax_was_used_already(monkeypatch: pytest.MonkeyPatch) -> None:
     jax.devices()
     (role,) = trainer_roles(free_endpoints(1))
-    with pytest.raises(ConfigError, match="^JAX was used already, .* call dtrans.connect\\(\\) before anything"):
+    with pytest.raises(
+        ConfigError, match="^JAX was used already, .* call dtrans.connect\\(\\) before anything"
+    ):
         dtrans.connect(role)
     for n, v in role.environment().items():
         monkeypatch.setenv(n, v)
@@ -463,7 +542,9 @@ def launched(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> LaunchError:
 def test_a_killed_trainer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     error = launched("endless", "kill", monkeypatch=monkeypatch)
     assert (error.role, error.code) == ("trainer 1", 137)
-    assert str(error).startswith("trainer 1 failed with signal SIGKILL, and the other roles were ended")
+    assert str(error).startswith(
+        "trainer 1 failed with signal SIGKILL, and the other roles were ended"
+    )
 
 
 def test_a_trainer_that_raises_is_named_with_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -478,14 +559,18 @@ def test_a_trainer_that_raises_is_named_with_its_words(monkeypatch: pytest.Monke
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("fate", ["kill", "idle"])
 def test_survivors_end_without_a_launcher(fate: str) -> None:
-    """One that reduces gets an error, or is ended by JAX as one that does something else is, within the heartbeat."""
+    """One that reduces gets an error, or is ended by JAX as one that does something else is, within
+    the heartbeat."""
     with started(2, *COMMAND, "endless", fate) as (first, second):
         assert second.wait(timeout=PATIENCE) == -signal.SIGKILL
         killed = time.monotonic()
         said, _ = first.communicate(timeout=PATIENCE)
         assert time.monotonic() - killed < 40.0
     if first.returncode == 1 and fate == "kill":
-        assert "dtrans.errors.PeerError: trainer 0 lost trainer 1 in the middle of a reduction: it has ended" in said
+        assert (
+            "dtrans.errors.PeerError: trainer 0 lost trainer 1 in the middle of a reduction: it "
+            "has ended" in said
+        )
     else:
         assert first.returncode == -signal.SIGABRT, said
         assert "JAX distributed service detected fatal errors" in said
@@ -497,7 +582,8 @@ def test_a_trainer_that_changes_its_part_alone_is_told_so() -> None:
         second.wait(timeout=PATIENCE)
     assert first.returncode == 1 and second.returncode != 0
     want = (
-        "dtrans.errors.DeadlineError: trainer 0 waited 5 s for trainer 1 to start the same step: they are at another, "
+        "dtrans.errors.DeadlineError: trainer 0 waited 5 s for trainer 1 to start the same "
+        "step: they are at another, "
     )
     assert want + "or give parts of the shape of before" in said
 
@@ -505,7 +591,9 @@ def test_a_trainer_that_changes_its_part_alone_is_told_so() -> None:
 # -- going on with those left ----------------------------------------------------------------------
 
 
-def with_those_left(trainers: int, fates: dict[tuple[int, int], str]) -> tuple[Any, Any, list[float], list[int]]:
+def with_those_left(
+    trainers: int, fates: dict[tuple[int, int], str]
+) -> tuple[Any, Any, list[float], list[int]]:
     """What one device computes from the rows of those who are there in each step."""
     with jax.enable_x64(True):
         params, opt_state = jax.jit(script.init)(jax.random.key(0))
@@ -532,12 +620,16 @@ def with_those_left(trainers: int, fates: dict[tuple[int, int], str]) -> tuple[A
         pytest.param(4, {(1, 2): "kill", (3, 2): "kill"}, marks=pytest.mark.soak),
     ],
 )
-def test_those_left_go_on_with_the_mean_of_their_own(trainers: int, fates: Any, tmp_path: Path) -> None:
+def test_those_left_go_on_with_the_mean_of_their_own(
+    trainers: int, fates: Any, tmp_path: Path
+) -> None:
     told = ",".join(f"{k}@{i}:{fate}" for (k, i), fate in fates.items())
     with started(trainers, *COMMAND, "survive", str(tmp_path), told) as processes:
         said = [p.communicate(timeout=PATIENCE)[0] for p in processes]
     ends = {k: {"raise": 1, "kill": -signal.SIGKILL}[fate] for (k, _), fate in fates.items()}
-    assert [p.returncode for p in processes] == [ends.get(k, 0) for k in range(trainers)], "\n".join(said)
+    assert [p.returncode for p in processes] == [ends.get(k, 0) for k in range(trainers)], (
+        "\n".join(said)
+    )
     params, opt_state, losses, counts = with_those_left(trainers, fates)
     for k in range(trainers):
         if k in ends:
@@ -559,14 +651,19 @@ def test_the_launcher_goes_on_with_those_left(
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     command = [*COMMAND, "survive", str(tmp_path), "1@2:raise"]
     launch(command, trainers=3, mode="nccl2", on_trainer_loss="drop", deadline=PATIENCE)
-    assert "[launcher] trainer 1 failed with exit code 1; the others go on" in capfd.readouterr().err
+    assert (
+        "[launcher] trainer 1 failed with exit code 1; the others go on" in capfd.readouterr().err
+    )
     assert sorted(p.name for p in tmp_path.iterdir()) == ["trainer-0.npz", "trainer-2.npz"]
 
 
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"on_trainer_loss": "wait", "mode": "nccl2"}, "on_trainer_loss must be 'abort' or 'drop', it is 'wait'"),
+        (
+            {"on_trainer_loss": "wait", "mode": "nccl2"},
+            "on_trainer_loss must be 'abort' or 'drop', it is 'wait'",
+        ),
     ],
 )
 def test_the_launcher_refuses(options: dict[str, Any], message: str) -> None:
@@ -575,5 +672,7 @@ def test_the_launcher_refuses(options: dict[str, Any], message: str) -> None:
 
 
 def test_going_on_must_be_one_of_two() -> None:
-    with pytest.raises(ConfigError, match="^on_trainer_loss must be 'abort' or 'drop', it is 'wait'$"):
+    with pytest.raises(
+        ConfigError, match="^on_trainer_loss must be 'abort' or 'drop', it is 'wait'$"
+    ):
         dtrans.connect(on_trainer_loss="wait")

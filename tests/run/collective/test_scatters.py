@@ -1,6 +1,7 @@
 """Reduce-scatters between processes on CPUs are right.
 
-In jaxlib before 0.12 those of Gloo give wrong numbers now and then, from some 10 MB up, without an error.
+In jaxlib before 0.12 those of Gloo give wrong numbers now and then, from some 10 MB up, without an
+error.
 """
 
 from __future__ import annotations
@@ -17,7 +18,12 @@ from trainer_processes import outcome
 
 @pytest.mark.soak
 def test_reduce_scatters_of_many_megabytes_are_the_sum_bit_for_bit(tmp_path: Path) -> None:
-    found = outcome(2, tmp_path, 280, [sys.executable, "-W", "error", script.__file__, "scatters", str(tmp_path)])
+    found = outcome(
+        2,
+        tmp_path,
+        280,
+        [sys.executable, "-W", "error", script.__file__, "scatters", str(tmp_path)],
+    )
     for of in found:
         assert [int(of[str(side)]) for side in script.SIDES] == [0, 0, 0]
         if jax.__version_info__ < (0, 12):
@@ -26,7 +32,12 @@ def test_reduce_scatters_of_many_megabytes_are_the_sum_bit_for_bit(tmp_path: Pat
 
 @pytest.mark.soak
 def test_sharding_over_processes_is_the_same_from_run_to_run(tmp_path: Path) -> None:
-    found = outcome(2, tmp_path, 280, [sys.executable, "-W", "error", script.__file__, "training", str(tmp_path)])
+    found = outcome(
+        2,
+        tmp_path,
+        280,
+        [sys.executable, "-W", "error", script.__file__, "training", str(tmp_path)],
+    )
     for of in found:
         for what in ("sharding", "params"):
             assert of[f"{what} 0"].tobytes() == of[f"{what} 1"].tobytes()

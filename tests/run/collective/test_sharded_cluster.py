@@ -1,4 +1,5 @@
-"""Sharded jobs as real processes: the numbers of one device, whole in every process, and checkpoints between jobs."""
+"""Sharded jobs as real processes: the numbers of one device, whole in every process, and
+checkpoints between jobs."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def double() -> Iterator[None]:
 def outcome(ranks: int, folder: Path, what: str, **options: Any) -> list[dict[str, Any]]:
     """What each rank of a job found."""
     command = [sys.executable, "-W", "error", script.__file__, what, str(folder)]
-    return trainer_processes.outcome(ranks, folder, PATIENCE, [*command, *([json.dumps(options)] if options else [])])
+    return trainer_processes.outcome(
+        ranks, folder, PATIENCE, [*command, *([json.dumps(options)] if options else [])]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +84,9 @@ def test_each_process_holds_its_slice(two: Any, stage: int) -> None:
     plan = script.planned(stage=stage, degree=2)
     assert plan.cuts and ("params/w1" in plan.cuts) == (stage == 3)
     for k, of in enumerate(two):
-        held = {n: x for name, x in of.items() if (n := name.removeprefix(f"{stage} held ")) != name}
+        held = {
+            n: x for name, x in of.items() if (n := name.removeprefix(f"{stage} held ")) != name
+        }
         assert set(held) == {n for spec in plan.main.args[:2] for n in spec.names}
         last = {n: of[f"{stage} last{path}"] for n, path in paths(plan).items()}
         for n, x in held.items():
@@ -89,29 +94,57 @@ def test_each_process_holds_its_slice(two: Any, stage: int) -> None:
             want = (
                 last[n]
                 if cut is None
-                else np.take(last[n], range(k * cut.part, min((k + 1) * cut.part, cut.size)), cut.axis)
+                else np.take(
+                    last[n], range(k * cut.part, min((k + 1) * cut.part, cut.size)), cut.axis
+                )
             )
             assert x.shape == plan.program.inputs[n].shape, n
-            assert np.array_equal(x if cut is None else np.take(x, range(want.shape[cut.axis]), cut.axis), want), n
+            assert np.array_equal(
+                x if cut is None else np.take(x, range(want.shape[cut.axis]), cut.axis), want
+            ), n
 
 
 def paths(plan: Any) -> dict[str, str]:
     """Where the script puts what, by name."""
     tree = tuple(spec.unflatten(list(spec.names)) for spec in plan.main.args[:2])
-    return {n: jax.tree_util.keystr(path) for path, n in jax.tree_util.tree_flatten_with_path(tree)[0]}
+    return {
+        n: jax.tree_util.keystr(path) for path, n in jax.tree_util.tree_flatten_with_path(tree)[0]
+    }
 
 
 @pytest.mark.parametrize(
     "what, message",
     [
         ("1 donated", "StateError: this state was already stepped from"),
-        ("3 saved", "StateError: params/b1 was donated to a step; save the state that step returned"),
-        ("rows", "BatchError: trainers must give parts of one size; of x trainer 0 gives 1, trainer 1 gives 2 rows"),
-        ("ragged", "BatchError: the arrays of a batch are split over the ranks, but x has 3 and y has 2"),
+        (
+            "3 saved",
+            "StateError: params/b1 was donated to a step; save the state that step returned",
+        ),
+        (
+            "rows",
+            "BatchError: trainers must give parts of one size; of x trainer 0 gives 1, trainer 1 "
+            "gives 2 rows",
+        ),
+        (
+            "ragged",
+            "BatchError: the arrays of a batch are split over the ranks, but x has 3 and y has 2",
+        ),
         ("count", "ConfigError: the plan is for 3 ranks, 2 are connected"),
-        ("state", "StateError: this is not a state of this job: params/b1 is float64[8] in it, and float64[7] here"),
-        ("stage", "PeerError: trainer 1 disagrees with trainer 0 about what is being trained: it has another step"),
-        ("init", "PeerError: trainer 1 disagrees with trainer 0 about how training starts: it has another init"),
+        (
+            "state",
+            "StateError: this is not a state of this job: params/b1 is float64[8] in it, and "
+            "float64[7] here",
+        ),
+        (
+            "stage",
+            "PeerError: trainer 1 disagrees with trainer 0 about what is being trained: it has "
+            "another step",
+        ),
+        (
+            "init",
+            "PeerError: trainer 1 disagrees with trainer 0 about how training starts: it has "
+            "another init",
+        ),
     ],
 )
 def test_what_is_refused(two: Any, what: str, message: str) -> None:
@@ -145,7 +178,11 @@ def test_what_processes_saved_is_what_they_had(two: Any, two_at: Path, stage: in
 def test_all_ranks_know_the_same_run(two: Any, two_at: Path) -> None:
     assert two[0]["run"] == two[1]["run"]
     runs = [json.loads(f.read_text())["run"] for f in two_at.glob("stage */rank-*/overview/*")]
-    assert runs and all(str(two[0]["run"]) in words for words in runs) and len(str(two[0]["run"])) == 16
+    assert (
+        runs
+        and all(str(two[0]["run"]) in words for words in runs)
+        and len(str(two[0]["run"])) == 16
+    )
 
 
 def test_orbax_reads_the_pieces_of_processes(two: Any, two_at: Path) -> None:
@@ -166,12 +203,19 @@ def test_four_ranks_in_two_groups_are_one_device_and_go_on_where_two_ended(
     two: Any, two_at: Path, tmp_path: Path, alone: Any
 ) -> None:
     found = outcome(
-        4, tmp_path, "train", stages=[1, 3], plan={"degree": 2, "replicas": 2}, start=str(two_at / "stage 2")
+        4,
+        tmp_path,
+        "train",
+        stages=[1, 3],
+        plan={"degree": 2, "replicas": 2},
+        start=str(two_at / "stage 2"),
     )
     for stage in (1, 3):
         check(found, alone, stage)
         for of in found:
             for name in (n for n in alone if n.startswith("last")):
                 want = two[0][f"2 {name}"]
-                assert np.array_equal(of[f"{stage} restored{name.removeprefix('last')}"], want), name
+                assert np.array_equal(of[f"{stage} restored{name.removeprefix('last')}"], want), (
+                    name
+                )
         assert sorted(os.listdir(tmp_path / f"stage {stage}")) == ["rank-0", "rank-1"]

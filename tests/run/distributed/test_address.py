@@ -1,4 +1,5 @@
-"""Where processes reach each other: by endpoints, on one host, and where a scheduler started them on several."""
+"""Where processes reach each other: by endpoints, on one host, and where a scheduler started them
+on several."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ def no_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(address, "route_to", fail)
 
 
-def test_stages_on_other_hosts_are_reached_by_the_way_to_the_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stages_on_other_hosts_are_reached_by_the_way_to_the_coordinator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked = routed(monkeypatch, "10.0.0.7")
     found = address_of(member(), FAR, COORDINATOR)
     assert asked == [("node001", 61440)] and found == Address("10.0.0.7", "10.0.0.7")
@@ -49,7 +52,9 @@ def test_stages_on_other_hosts_are_reached_by_the_way_to_the_coordinator(monkeyp
     assert address_of(member(), FAR, COORDINATOR).at(4242) == "tcp://[fd00::7]:4242"
 
 
-def test_a_process_beside_the_coordinator_is_reached_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_beside_the_coordinator_is_reached_by_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Hosts of Debian call themselves 127.0.1.1, which the others cannot reach."""
     routed(monkeypatch, "127.0.1.1")
     found = address_of(member(0), FAR, COORDINATOR)
@@ -57,7 +62,9 @@ def test_a_process_beside_the_coordinator_is_reached_by_its_name(monkeypatch: py
 
 
 def test_processes_of_one_host_stay_on_loopback() -> None:
-    assert address_of(member(allow_remote=False), [FAR[0]] * 2, COORDINATOR) == Address("127.0.0.1", "127.0.0.1")
+    assert address_of(member(allow_remote=False), [FAR[0]] * 2, COORDINATOR) == Address(
+        "127.0.0.1", "127.0.0.1"
+    )
 
 
 def test_endpoints_come_first() -> None:
@@ -72,13 +79,17 @@ def resolving(monkeypatch: pytest.MonkeyPatch, names: dict[str, str]) -> None:
     monkeypatch.setattr(address, "resolved", lambda host: names.get(host, host))
 
 
-def test_a_name_that_is_loopback_on_its_own_host_stands_for_the_way_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_is_loopback_on_its_own_host_stands_for_the_way_to_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     endpoints = ("node1:6000", "node2:6001")
     resolving(monkeypatch, DEBIAN)
     asked = routed(monkeypatch, "10.0.0.1")
     assert [reached_here(e, endpoints) for e in endpoints] == ["10.0.0.1:6000", "node2:6001"]
     assert asked == [("node2", 6001)]
-    assert address_of(member(0, endpoints=endpoints), FAR, COORDINATOR) == Address("10.0.0.1", "10.0.0.1")
+    assert address_of(member(0, endpoints=endpoints), FAR, COORDINATOR) == Address(
+        "10.0.0.1", "10.0.0.1"
+    )
     routed(monkeypatch, "fd00::1")
     assert reached_here("node1:6000", endpoints) == "[fd00::1]:6000"
 
@@ -89,21 +100,31 @@ def test_a_name_that_is_loopback_on_its_own_host_stands_for_the_way_to_others(mo
 
 def test_an_endpoint_that_no_other_host_reaches_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     resolving(monkeypatch, DEBIAN)
-    with pytest.raises(ConfigError, match=r"127\.0\.0\.1:6000, which is loopback, and 10\.0\.0\.2:6001 is on another"):
+    with pytest.raises(
+        ConfigError,
+        match=r"127\.0\.0\.1:6000, which is loopback, and 10\.0\.0\.2:6001 is on another",
+    ):
         reached_here("127.0.0.1:6000", ("127.0.0.1:6000", "10.0.0.2:6001"))
     no_way(monkeypatch)
-    with pytest.raises(ConfigError, match=r"at node1:6000, whose name node1 resolves to 127\.0\.1\.1 on this host"):
+    with pytest.raises(
+        ConfigError, match=r"at node1:6000, whose name node1 resolves to 127\.0\.1\.1 on this host"
+    ):
         reached_here("node1:6000", ("node1:6000", "node2:6001"))
 
 
 def test_other_hosts_must_be_allowed() -> None:
-    with pytest.raises(ConfigError, match=r"the 2 trainers are on 2 hosts: .* needs dtrans\.connect\(allow"):
+    with pytest.raises(
+        ConfigError, match=r"the 2 trainers are on 2 hosts: .* needs dtrans\.connect\(allow"
+    ):
         address_of(member(allow_remote=False), FAR, COORDINATOR)
 
 
 def test_a_coordinator_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     no_way(monkeypatch)
-    with pytest.raises(ConfigError, match="trainer 1 finds no way .* to the coordinator at node001:61440: .*not known"):
+    with pytest.raises(
+        ConfigError,
+        match="trainer 1 finds no way .* to the coordinator at node001:61440: .*not known",
+    ):
         address_of(member(), FAR, COORDINATOR)
 
 
@@ -111,7 +132,9 @@ def test_the_way_to_loopback_is_loopback() -> None:
     assert route_to("127.0.0.1", 9) == "127.0.0.1"
 
 
-def test_a_host_is_told_by_its_name_and_by_when_it_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_a_host_is_told_by_its_name_and_by_when_it_started(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
     assert this_host() == this_host() and socket.gethostname() in this_host()
     here = tmp_path / "boot"
     monkeypatch.setattr(address, "BOOT", here)

@@ -1,4 +1,5 @@
-"""JAX's coordinator is bound to one address of its host where that is known, and asks for certificates if it can."""
+"""JAX's coordinator is bound to one address of its host where that is known, and asks for
+certificates if it can."""
 
 from __future__ import annotations
 
@@ -54,7 +55,9 @@ def run_job(host: str, **env: str) -> list[list[str]]:
         for process in processes:
             out, _ = process.communicate(timeout=PATIENCE)
             assert process.returncode == 0, out
-            said.append([line for line in out.splitlines() if line.startswith(("listens", "greets", "sum"))])
+            said.append(
+                [line for line in out.splitlines() if line.startswith(("listens", "greets", "sum"))]
+            )
     return said
 
 
@@ -65,9 +68,12 @@ def test_the_coordinator_listens_at_the_address_of_the_job_alone() -> None:
 
 
 @pytest.mark.skipif(not has_coordinator_mtls(), reason="this JAX has no mTLS")
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl, which makes the certificates")
+@pytest.mark.skipif(
+    shutil.which("openssl") is None, reason="there is no openssl, which makes the certificates"
+)
 def test_a_stranger_without_a_certificate_is_not_let_in(tmp_path: Path) -> None:
-    """Neither without TLS nor with the job's authority alone; who shows a certificate of the job is greeted."""
+    """Neither without TLS nor with the job's authority alone; who shows a certificate of the job is
+    greeted."""
     make_certificates(tmp_path, "127.0.0.1")
     files = {"CERT": "own.pem", "KEY": "own.key", "CA": "ca.pem"}
     env = {f"JAX_MTLS_{name}_FILE": str(tmp_path / file) for name, file in files.items()}
@@ -80,7 +86,11 @@ def test_a_stranger_without_a_certificate_is_not_let_in(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("coordinator", "resolves", "bound"),
     [
-        ("node001:61440", "127.0.0.1", ""),  # its own name, as Debian has it: other hosts know another address
+        (
+            "node001:61440",
+            "127.0.0.1",
+            "",
+        ),  # its own name, as Debian has it: other hosts know another address
         ("127.0.0.2:61440", "127.0.0.2", "127.0.0.2:61440"),
         ("[::1]:61440", "::1", "[::1]:61440"),
         ("node002:61440", "192.0.2.1", ""),  # another host's
@@ -97,7 +107,13 @@ def test_the_address_that_a_coordinator_binds(
 
 def test_schedulers_say_where_the_coordinator_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert detected_coordinator(1) == ""
-    slurm = {"JOB_ID": "7", "STEP_NODELIST": "node[3-5]", "NTASKS": "3", "PROCID": "0", "LOCALID": "0"}
+    slurm = {
+        "JOB_ID": "7",
+        "STEP_NODELIST": "node[3-5]",
+        "NTASKS": "3",
+        "PROCID": "0",
+        "LOCALID": "0",
+    }
     for name, value in slurm.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     monkeypatch.setenv("JAX_COORDINATOR_PORT", "61440")
@@ -107,7 +123,9 @@ def test_schedulers_say_where_the_coordinator_is(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(("loss", "seconds"), [("abort", 2 * (7 + 10)), ("drop", 7)])
-def test_heartbeats_of_jax_outlast_the_patience(monkeypatch: pytest.MonkeyPatch, loss: str, seconds: int) -> None:
+def test_heartbeats_of_jax_outlast_the_patience(
+    monkeypatch: pytest.MonkeyPatch, loss: str, seconds: int
+) -> None:
     """Two heartbeats fit into the timeout: half of it is longer than the job's own patience."""
     given: dict[str, Any] = {}
     monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **options: given.update(options))
@@ -121,5 +139,8 @@ def test_heartbeats_of_jax_outlast_the_patience(monkeypatch: pytest.MonkeyPatch,
 def test_mtls_that_this_jax_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAX_MTLS_CERT_FILE", "cert.pem")
     (role,) = trainer_roles(free_endpoints(1))
-    with pytest.raises(ConfigError, match="^JAX_MTLS_CERT_FILE is set, and jax .* has no mTLS: its coordinator would"):
+    with pytest.raises(
+        ConfigError,
+        match="^JAX_MTLS_CERT_FILE is set, and jax .* has no mTLS: its coordinator would",
+    ):
         dtrans.connect(role)

@@ -18,7 +18,14 @@ from dtrans.run.distributed.gloo import check_own_name, reachable
 
 
 PATIENCE = 120.0
-RENAMED = ["unshare", "--uts", "sh", "-c", 'hostname nowhere.invalid && exec "$@"', "sh"]  # a host of its own name
+RENAMED = [
+    "unshare",
+    "--uts",
+    "sh",
+    "-c",
+    'hostname nowhere.invalid && exec "$@"',
+    "sh",
+]  # a host of its own name
 JOB = """
 import dtrans, jax, jax.numpy as jnp
 cluster = dtrans.connect(deadline=60.0)
@@ -32,7 +39,11 @@ HOSTS = {0: "node1 a", 1: "node1 a", 2: "node2 b"}
 def test_the_route_to_the_coordinator_is_taken() -> None:
     known = {0: "127.0.1.1", 1: "127.0.1.1", 2: "10.0.0.1"}
     assert reachable(2, "10.0.0.2", HOSTS, known) == "10.0.0.2"
-    assert reachable(0, "127.0.1.1", HOSTS, known) == reachable(1, "127.0.0.1", HOSTS, known) == "10.0.0.1"
+    assert (
+        reachable(0, "127.0.1.1", HOSTS, known)
+        == reachable(1, "127.0.0.1", HOSTS, known)
+        == "10.0.0.1"
+    )
     assert reachable(0, "127.0.1.1", HOSTS, dict.fromkeys(HOSTS, "127.0.1.1")) == ""
 
 
@@ -44,7 +55,9 @@ def test_a_host_that_does_not_know_itself_is_named(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(socket, "gethostname", lambda: "debian")
     for address, told in (("127.0.1.1", r"127\.0\.1\.1"), ("", "nothing")):
         resolving(monkeypatch, {"debian": address})
-        with pytest.raises(ConfigError, match=rf"debian resolves to {told} there; write the host's own address"):
+        with pytest.raises(
+            ConfigError, match=rf"debian resolves to {told} there; write the host's own address"
+        ):
             check_own_name(1)
     resolving(monkeypatch, {"debian": "10.0.0.1"})
     check_own_name(1)
@@ -56,11 +69,15 @@ def test_what_a_name_resolves_to() -> None:
 
 
 def may_rename() -> bool:
-    found: Any = shutil.which("unshare") and subprocess.run([*RENAMED, "true"], capture_output=True, check=False)
+    found: Any = shutil.which("unshare") and subprocess.run(
+        [*RENAMED, "true"], capture_output=True, check=False
+    )
     return found is not None and found.returncode == 0
 
 
-@pytest.mark.skipif(not may_rename(), reason="takes a host name of its own, which only root may give a process")
+@pytest.mark.skipif(
+    not may_rename(), reason="takes a host name of its own, which only root may give a process"
+)
 def test_a_name_that_resolves_to_nothing_is_not_asked_for() -> None:
     """Left alone, Gloo fails where it looks the name up."""
     with started(2, *RENAMED, sys.executable, "-c", JOB) as processes:

@@ -1,4 +1,5 @@
-"""Jobs of processes that are interrupted for less than their patience: all of them end with one device's numbers."""
+"""Jobs of processes that are interrupted for less than their patience: all of them end with one
+device's numbers."""
 
 from __future__ import annotations
 
@@ -55,7 +56,9 @@ class Processes:
 
     def said(self) -> str:
         """Return what all have written to their logs."""
-        return "\n".join(f"-- {path.name}\n{path.read_text()}" for path in sorted(self._folder.glob("*.log")))
+        return "\n".join(
+            f"-- {path.name}\n{path.read_text()}" for path in sorted(self._folder.glob("*.log"))
+        )
 
     def check_numbers(self, alone: dict[str, np.ndarray]) -> None:
         """Wait for the end of the job, which trained as one device does."""
@@ -106,7 +109,9 @@ STOPPED = 10.0  # seconds
     ("kind", "who"),
     [("pserver", "pserver 0"), *[(kind, f"trainer {k}") for kind in KINDS for k in (0, 1)]],
 )
-def test_a_process_that_is_stopped_goes_on(job: Processes, alone: dict[str, np.ndarray], kind: str, who: str) -> None:
+def test_a_process_that_is_stopped_goes_on(
+    job: Processes, alone: dict[str, np.ndarray], kind: str, who: str
+) -> None:
     for role in roles(kind, free_endpoints(2)):
         job.start(role, kind)
     job.wait_until(EARLY)

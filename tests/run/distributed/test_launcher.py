@@ -56,7 +56,8 @@ def forever():
 
 
 class Watch:
-    """Knows which processes are alive: each holds a connection, which ends with it, however it ends."""
+    """Knows which processes are alive: each holds a connection, which ends with it, however it
+    ends."""
 
     def __init__(self) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
@@ -78,7 +79,9 @@ class Watch:
         """Until every process that reported has ended; a timeout is the failure."""
         for connection in self._connections:
             connection.settimeout(patience)
-            with contextlib.suppress(ConnectionResetError):  # killed with unread input: gone as well
+            with contextlib.suppress(
+                ConnectionResetError
+            ):  # killed with unread input: gone as well
                 assert connection.recv(1) == b""
 
     def close(self) -> None:
@@ -113,8 +116,12 @@ def assert_reaped(watch: Watch) -> None:
 # -- what roles are told ---------------------------------------------------------------------------
 
 
-def test_environment(script: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DTRANS_CURRENT_ENDPOINT", "10.0.0.1:1")  # what this process was told is not theirs
+def test_environment(
+    script: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(
+        "DTRANS_CURRENT_ENDPOINT", "10.0.0.1:1"
+    )  # what this process was told is not theirs
     monkeypatch.setenv("DTRANS_TRAINER_ID", "7")
     monkeypatch.setenv("DTRANS_RUN", "of another launch")
     command = script("""
@@ -145,7 +152,9 @@ def test_environment(script: Any, capsys: pytest.CaptureFixture[str], monkeypatc
 def test_a_folder_has_what_each_role_prints(script: Any, tmp_path: Path) -> None:
     body = "print('hello'); print('careful', file=sys.stderr)"
     launch(script(body), trainers=1, pservers=1, log_dir=tmp_path / "logs")
-    found = {file.name: set(file.read_text().splitlines()) for file in (tmp_path / "logs").iterdir()}
+    found = {
+        file.name: set(file.read_text().splitlines()) for file in (tmp_path / "logs").iterdir()
+    }
     assert found == {f"{role}-0.log": {"hello", "careful"} for role in ("trainer", "pserver")}
     with pytest.raises(ConfigError, match="log_dir=.* cannot be made"):
         launch(script(body), log_dir=tmp_path / "logs" / "trainer-0.log")
@@ -198,9 +207,13 @@ with report() as s:
 
 
 def test_status_finds_a_job_that_runs(
-    watch: Watch, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    watch: Watch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With the endpoint that the launcher prints, and no variable; once the job has ended, nobody answers."""
+    """With the endpoint that the launcher prints, and no variable; once the job has ended, nobody
+    answers."""
     for name in ("DTRANS_STATUS_ENDPOINT", "DTRANS_TOKEN", "DTRANS_TOKEN_FILE", "DTRANS_KEYS"):
         monkeypatch.delenv(name, raising=False)
     script = tmp_path / "trains.py"
@@ -227,7 +240,9 @@ def test_status_finds_a_job_that_runs(
     assert not show_status([endpoint], timeout=0.2, interval=None, as_json=True)
 
 
-def test_tokens_of_jobs_come_from_private_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_of_jobs_come_from_private_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with announce_job(["127.0.0.1:1", "127.0.0.1:2"], "one"), announce_job(["127.0.0.1:3"], "two"):
         assert [token_of_job([f"127.0.0.1:{k}"]) for k in (1, 2, 3, 4)] == ["one", "one", "two", ""]
@@ -260,7 +275,9 @@ def test_trainer_roles_round_trip() -> None:
 def test_environment_in_nccl2_mode(
     script: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("DTRANS_PSERVER_ENDPOINTS", "10.0.0.1:1")  # what this process was told is not theirs
+    monkeypatch.setenv(
+        "DTRANS_PSERVER_ENDPOINTS", "10.0.0.1:1"
+    )  # what this process was told is not theirs
     monkeypatch.setenv("JAX_ENABLE_PREEMPTION_SERVICE", "1")  # what the user has set stays
     monkeypatch.delenv("JAX_LOCAL_DEVICE_IDS", raising=False)
     command = script("""
@@ -295,13 +312,31 @@ GOOD_NCCL2 = {
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"DTRANS_ROLE": "pserver"}, "DTRANS_TRAINER_ENDPOINTS is for nccl2 mode, which has no pservers; this is a"),
-        ({"DTRANS_PSERVER_ENDPOINTS": "127.0.0.1:1"}, "and DTRANS_PSERVER_ENDPOINTS is '127.0.0.1:1'"),
+        (
+            {"DTRANS_ROLE": "pserver"},
+            "DTRANS_TRAINER_ENDPOINTS is for nccl2 mode, which has no pservers; this is a",
+        ),
+        (
+            {"DTRANS_PSERVER_ENDPOINTS": "127.0.0.1:1"},
+            "and DTRANS_PSERVER_ENDPOINTS is '127.0.0.1:1'",
+        ),
         ({"DTRANS_ROLE": "worker"}, "DTRANS_ROLE is 'worker'; it must be trainer or pserver"),
-        ({"DTRANS_TRAINERS": "3"}, "DTRANS_TRAINERS is 3, and DTRANS_TRAINER_ENDPOINTS has 2: 127.0.0.1:6174,127"),
-        ({"DTRANS_TRAINER_ID": "2"}, "trainer_id 2 is out of range: with 2 trainers it is one of 0 to 1"),
-        ({"DTRANS_TRAINER_ID": "0"}, "trainer 0 is at 127.0.0.1:6174; the current endpoint 127.0.0.1:6175 is that of"),
-        ({"DTRANS_CURRENT_ENDPOINT": "127.0.0.1:1"}, "the current endpoint '127.0.0.1:1' is not one of the trainers'"),
+        (
+            {"DTRANS_TRAINERS": "3"},
+            "DTRANS_TRAINERS is 3, and DTRANS_TRAINER_ENDPOINTS has 2: 127.0.0.1:6174,127",
+        ),
+        (
+            {"DTRANS_TRAINER_ID": "2"},
+            "trainer_id 2 is out of range: with 2 trainers it is one of 0 to 1",
+        ),
+        (
+            {"DTRANS_TRAINER_ID": "0"},
+            "trainer 0 is at 127.0.0.1:6174; the current endpoint 127.0.0.1:6175 is that of",
+        ),
+        (
+            {"DTRANS_CURRENT_ENDPOINT": "127.0.0.1:1"},
+            "the current endpoint '127.0.0.1:1' is not one of the trainers'",
+        ),
         ({"DTRANS_CURRENT_ENDPOINT": None}, "DTRANS_CURRENT_ENDPOINT is not set"),
         ({"DTRANS_TRAINER_ENDPOINTS": "x,y"}, "'x' is not an endpoint"),
     ],
@@ -331,10 +366,16 @@ GOOD = {
         ({"DTRANS_TRAINERS": "-2"}, "DTRANS_TRAINERS is '-2'; it must be a number"),
         ({"DTRANS_TRAINERS": "0"}, "a job needs a trainer, DTRANS_TRAINERS is 0"),
         ({"DTRANS_TRAINER_ID": None}, "DTRANS_TRAINER_ID is not set"),
-        ({"DTRANS_TRAINER_ID": "2"}, "trainer_id 2 is out of range: with 2 trainers it is one of 0 to 1"),
+        (
+            {"DTRANS_TRAINER_ID": "2"},
+            "trainer_id 2 is out of range: with 2 trainers it is one of 0 to 1",
+        ),
         ({"DTRANS_PSERVER_ENDPOINTS": None}, "DTRANS_PSERVER_ENDPOINTS is not set"),
         ({"DTRANS_PSERVER_ENDPOINTS": "here"}, "'here' is not an endpoint"),
-        ({"DTRANS_ROLE": "pserver", "DTRANS_CURRENT_ENDPOINT": None}, "DTRANS_CURRENT_ENDPOINT is not set"),
+        (
+            {"DTRANS_ROLE": "pserver", "DTRANS_CURRENT_ENDPOINT": None},
+            "DTRANS_CURRENT_ENDPOINT is not set",
+        ),
         (
             {"DTRANS_ROLE": "pserver", "DTRANS_CURRENT_ENDPOINT": "127.0.0.1:9"},
             r"'127.0.0.1:9' \(DTRANS_CURRENT_ENDPOINT\) is not one of DTRANS_PSERVER_ENDPOINTS",
@@ -377,10 +418,14 @@ def test_output_by_line(script: Any, capsys: pytest.CaptureFixture[str]) -> None
     launch(command)
     out, err = capsys.readouterr()
     assert out == "[trainer 0] one\n[trainer 0] two\n[trainer 0] no newline\n"
-    assert err.splitlines()[1:] == ["[trainer 0] not � utf-8"]  # the first says where the job answers
+    assert err.splitlines()[1:] == [
+        "[trainer 0] not � utf-8"
+    ]  # the first says where the job answers
 
 
-def test_output_comes_when_it_is_printed(script: Any, watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_comes_when_it_is_printed(
+    script: Any, watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # the role goes on only after the test has seen its line
     command = script("""
         if name == "trainer 0":
@@ -421,7 +466,9 @@ def test_trainer_0_keeps_stdout(script: Any, capfd: pytest.CaptureFixture[str]) 
 # -- failures --------------------------------------------------------------------------------------
 
 
-def test_failure_ends_the_others(script: Any, watch: Watch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failure_ends_the_others(
+    script: Any, watch: Watch, capsys: pytest.CaptureFixture[str]
+) -> None:
     command = script("""
         s = report()
         if name == "trainer 1":
@@ -441,7 +488,9 @@ def test_failure_ends_the_others(script: Any, watch: Watch, capsys: pytest.Captu
         launch(command, trainers=2, pservers=2)
     thread.join()
     message = str(e.value).splitlines()
-    assert message[0] == "trainer 1 failed with exit code 1, and the other roles were ended; it said:"
+    assert (
+        message[0] == "trainer 1 failed with exit code 1, and the other roles were ended; it said:"
+    )
     assert message[1] == "Traceback (most recent call last):"
     assert message[-1] == "ValueError: this is why"
     assert (e.value.role, e.value.code) == ("trainer 1", 1)
@@ -457,7 +506,9 @@ def test_failure_code_and_silence(script: Any) -> None:
             sys.exit(7)
         forever()
     """)
-    with pytest.raises(LaunchError, match="pserver 0 failed with exit code 7.*it wrote nothing to standard error") as e:
+    with pytest.raises(
+        LaunchError, match="pserver 0 failed with exit code 7.*it wrote nothing to standard error"
+    ) as e:
         launch(command)
     assert e.value.code == 7
 
@@ -474,7 +525,8 @@ def test_failure_by_signal(script: Any) -> None:
 
 
 def test_cause_before_consequence(script: Any, watch: Watch) -> None:
-    """A pserver that ends because a trainer failed does not hide that trainer, though it ends first."""
+    """A pserver that ends because a trainer failed does not hide that trainer, though it ends
+    first."""
     command = script("""
         s = report()
         if kind == "pserver":
@@ -500,7 +552,8 @@ def test_cause_before_consequence(script: Any, watch: Watch) -> None:
     "last_words",
     [
         "jax.errors.JaxRuntimeError: UNKNOWN: Gloo all-reduce failed: Connection closed by peer",
-        "F1121 client.h:80] Terminating process because the JAX distributed service detected fatal errors. This most",
+        "F1121 client.h:80] Terminating process because the JAX distributed service detected fatal "
+        "errors. This most",
     ],
 )
 def test_cause_before_consequence_in_nccl2_mode(script: Any, watch: Watch, last_words: str) -> None:
@@ -530,7 +583,9 @@ def test_consequence_without_a_cause(script: Any) -> None:
         if kind == "pserver":
             sys.exit("dtrans.errors.PeerError: trainer 0 disagrees")
     """)
-    with pytest.raises(LaunchError, match="^pserver 0 failed .*\ndtrans.errors.PeerError: trainer 0 disagrees$"):
+    with pytest.raises(
+        LaunchError, match="^pserver 0 failed .*\ndtrans.errors.PeerError: trainer 0 disagrees$"
+    ):
         launch(command)
 
 
@@ -588,12 +643,16 @@ def test_deadline(script: Any) -> None:
         if kind == "pserver":
             forever()
     """)
-    with pytest.raises(DeadlineError, match="the launcher waited 1 s for the job: pserver 0 had not ended"):
+    with pytest.raises(
+        DeadlineError, match="the launcher waited 1 s for the job: pserver 0 had not ended"
+    ):
         launch(command, deadline=1.0)
 
 
 def test_bad_arguments(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match="pserver 0 cannot be started: .*nothing-here: No such file"):
+    with pytest.raises(
+        LaunchError, match="pserver 0 cannot be started: .*nothing-here: No such file"
+    ):
         launch([str(tmp_path / "nothing-here")])
     with pytest.raises(ConfigError, match="launch was given no command"):
         launch([])
@@ -602,7 +661,9 @@ def test_bad_arguments(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="at least one of pservers, pservers=0"):
         launch(["true"], pservers=0)
     with pytest.raises(
-        ConfigError, match=r"mode must be 'pserver', or 'nccl2' \(also for sharding and pipelines\), it is 'nccl'"
+        ConfigError,
+        match=r"mode must be 'pserver', or 'nccl2' \(also for sharding and pipelines\), it is "
+        r"'nccl'",
     ):
         launch(["true"], mode="nccl")
     with pytest.raises(ConfigError, match="there are no pservers in mode='nccl2', pservers=2"):
@@ -619,7 +680,10 @@ def test_from_another_thread(script: Any, capsys: pytest.CaptureFixture[str]) ->
     thread = threading.Thread(target=launch, args=(script("print(name)"),))
     thread.start()
     thread.join()
-    assert sorted(capsys.readouterr().out.splitlines()) == ["[pserver 0] pserver 0", "[trainer 0] trainer 0"]
+    assert sorted(capsys.readouterr().out.splitlines()) == [
+        "[pserver 0] pserver 0",
+        "[trainer 0] trainer 0",
+    ]
 
 
 # -- interruption ----------------------------------------------------------------------------------
@@ -635,12 +699,20 @@ launch(sys.argv[1:], trainers=2, pservers=2, grace=60)
 
 def start_launcher(command: list[str]) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", DRIVER, *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", DRIVER, *command],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 
-@pytest.mark.parametrize("signum, code", [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_interrupted_launcher_leaves_nothing(script: Any, watch: Watch, signum: int, code: int) -> None:
+@pytest.mark.parametrize(
+    "signum, code", [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_interrupted_launcher_leaves_nothing(
+    script: Any, watch: Watch, signum: int, code: int
+) -> None:
     launcher = start_launcher(script("s = report(); forever()"))
     with launcher:
         watch.wait_for(4)
@@ -698,7 +770,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_a_launcher_that_is_killed_before_a_role_is_registered_leaves_nothing() -> None:
     """Standard output ends when the last process that has it is gone."""
-    done = subprocess.run([sys.executable, "-c", BEFORE_REGISTRATION], stdout=subprocess.PIPE, timeout=PATIENCE)
+    done = subprocess.run(
+        [sys.executable, "-c", BEFORE_REGISTRATION], stdout=subprocess.PIPE, timeout=PATIENCE
+    )
     assert done.returncode == -signal.SIGKILL
     assert done.stdout == b""
 
@@ -723,7 +797,9 @@ print("done")
 """
 
 
-def test_a_job_of_pservers_goes_on_without_a_trainer(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_of_pservers_goes_on_without_a_trainer(
+    script: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Also without trainer 0: whether servers go on is what they decide."""
     launch(script(FAILS.format(failing=("0", "2"))), trainers=3, on_trainer_loss="drop")
     out, err = capsys.readouterr()
@@ -751,4 +827,7 @@ print(ended_roles()["trainer 1"])
 
 def test_the_others_are_told_who_has_ended(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
     launch(script(SERVES), trainers=2, on_trainer_loss="drop", deadline=PATIENCE)
-    assert sorted(capsys.readouterr().out.splitlines()) == ["[pserver 0] exit code 3", "[trainer 0] exit code 3"]
+    assert sorted(capsys.readouterr().out.splitlines()) == [
+        "[pserver 0] exit code 3",
+        "[trainer 0] exit code 3",
+    ]

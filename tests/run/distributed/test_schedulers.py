@@ -73,7 +73,9 @@ def test_a_step_over_one_group_of_a_heterogeneous_job() -> None:
     role = Role.from_env(HET | step | {"SLURM_PROCID": "1", "DTRANS_PSERVERS": "1"})
     assert (role.name, role.trainers, role.pserver_endpoints) == ("trainer 0", 1, ("s1:6174",))
     with pytest.raises(ConfigError, match="tasks 3, which do not fit; set DTRANS_HOSTS"):
-        Role.from_env(HET | step | {"SLURM_NTASKS": "3", "SLURM_PROCID": "1", "DTRANS_PSERVERS": "1"})
+        Role.from_env(
+            HET | step | {"SLURM_NTASKS": "3", "SLURM_PROCID": "1", "DTRANS_PSERVERS": "1"}
+        )
 
 
 @pytest.mark.parametrize(
@@ -82,7 +84,11 @@ def test_a_step_over_one_group_of_a_heterogeneous_job() -> None:
         ("SLURM_PROCID", SLURM, "n1:6174,n1:6175,n3:6174,n3:6175"),
         ("SLURM_PROCID", HET, "s1:6174,s1:6175,t1:6174,t2:6174"),
         ("RANK", TORCHRUN | {"DTRANS_HOSTS": "a:2,b:2"}, "a:6174,a:6175,b:6174,b:6175"),
-        ("OMPI_COMM_WORLD_RANK", MPI | {"DTRANS_TRAINER_ENDPOINTS": "a:1,b:1,c:1,d:1"}, "a:1,b:1,c:1,d:1"),
+        (
+            "OMPI_COMM_WORLD_RANK",
+            MPI | {"DTRANS_TRAINER_ENDPOINTS": "a:1,b:1,c:1,d:1"},
+            "a:1,b:1,c:1,d:1",
+        ),
     ],
 )
 def test_all_are_trainers(rank: str, env: dict[str, str], endpoints: str) -> None:
@@ -144,20 +150,41 @@ def test_variables_of_dtrans_win() -> None:
 @pytest.mark.parametrize(
     "env, message",
     [
-        (SLURM, "Slurm started this process as rank 1 of 4, and DTRANS_PSERVERS is not set; set it"),
+        (
+            SLURM,
+            "Slurm started this process as rank 1 of 4, and DTRANS_PSERVERS is not set; set it",
+        ),
         (SLURM | {"DTRANS_PSERVERS": "two"}, "DTRANS_PSERVERS is 'two', expected a number"),
         (SLURM | {"DTRANS_PSERVERS": "4"}, "of 4, and 4 are servers, expected one trainer or more"),
-        (SLURM | {"DTRANS_PSERVERS": "1", "SLURM_PROCID": "4"}, "rank 4 of 4, expected ranks 0 to 3"),
-        (SLURM | {"DTRANS_PSERVERS": "1", "DTRANS_TRAINERS": "2"}, "DTRANS_TRAINERS is 2, expected 3"),
+        (
+            SLURM | {"DTRANS_PSERVERS": "1", "SLURM_PROCID": "4"},
+            "rank 4 of 4, expected ranks 0 to 3",
+        ),
+        (
+            SLURM | {"DTRANS_PSERVERS": "1", "DTRANS_TRAINERS": "2"},
+            "DTRANS_TRAINERS is 2, expected 3",
+        ),
         (
             SLURM | {"DTRANS_PSERVERS": "1", "DTRANS_PSERVER_ENDPOINTS": "a:1,b:1"},
             "DTRANS_PSERVER_ENDPOINTS has 2 endpoints, expected 1: a:1,b:1",
         ),
-        (SLURM | {"DTRANS_PSERVERS": "1", "DTRANS_PORT": "x"}, "DTRANS_PORT is 'x', expected a number"),
-        (SLURM | {"DTRANS_PSERVERS": "1", "DTRANS_HOSTS": "a,b"}, "DTRANS_HOSTS=a,b has 2 places, expected 4"),
-        (SLURM | {"DTRANS_PSERVERS": "1", "DTRANS_HOSTS": "a:x"}, "DTRANS_HOSTS a:x has 'x' for the number"),
+        (
+            SLURM | {"DTRANS_PSERVERS": "1", "DTRANS_PORT": "x"},
+            "DTRANS_PORT is 'x', expected a number",
+        ),
+        (
+            SLURM | {"DTRANS_PSERVERS": "1", "DTRANS_HOSTS": "a,b"},
+            "DTRANS_HOSTS=a,b has 2 places, expected 4",
+        ),
+        (
+            SLURM | {"DTRANS_PSERVERS": "1", "DTRANS_HOSTS": "a:x"},
+            "DTRANS_HOSTS a:x has 'x' for the number",
+        ),
         (SLURM | {"SLURM_NTASKS": ""}, "SLURM_NTASKS is not set; srun sets"),
-        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "3,2"}, "nodes are n.*per node 3,2, and its tasks 4"),
+        (
+            SLURM | {"SLURM_STEP_TASKS_PER_NODE": "3,2"},
+            "nodes are n.*per node 3,2, and its tasks 4",
+        ),
         (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(x3"}, "is not a list of tasks per node"),
         (SLURM | {"SLURM_STEP_NODELIST": "n[1-"}, "is not a list of Slurm's nodes"),
         (SLURM | {"SLURMD_NODENAME": "n3"}, "process 1 runs on n3, and its node list gives n1"),
@@ -165,17 +192,29 @@ def test_variables_of_dtrans_win() -> None:
             {"SLURM_HET_SIZE": "2", "SLURM_NTASKS": "2"},
             "SLURM_HET_SIZE is 2, and SLURM_JOB_NODELIST_HET_GROUP_0 is not set",
         ),
-        (MPI | {"OMPI_COMM_WORLD_RANK": "1", "DTRANS_PSERVERS": "1"}, "hosts of 0 processes, expected 1"),
+        (
+            MPI | {"OMPI_COMM_WORLD_RANK": "1", "DTRANS_PSERVERS": "1"},
+            "hosts of 0 processes, expected 1",
+        ),
         ({"OMPI_COMM_WORLD_RANK": "1"}, "OMPI_COMM_WORLD_SIZE is not set; mpirun sets"),
-        (TORCHRUN | {"RANK": "1", "DTRANS_PSERVERS": "2"}, "hosts of 1 processes, expected 2; set DTRANS_HOSTS"),
+        (
+            TORCHRUN | {"RANK": "1", "DTRANS_PSERVERS": "2"},
+            "hosts of 1 processes, expected 2; set DTRANS_HOSTS",
+        ),
         ({"TORCHELASTIC_RUN_ID": "1", "RANK": "1"}, "WORLD_SIZE is not set; torchrun sets"),
         (
             PODS | {"DTRANS_ROLE": "pserver", "JOB_COMPLETION_INDEX": "2"},
             "JOB_COMPLETION_INDEX is 2, and DTRANS_PSERVER_ENDPOINTS has 2",
         ),
-        (SERVER | {"TRAINING_ROLE": "WORKER"}, "TRAINING_ROLE is 'WORKER', expected TRAINER or PSERVER"),
+        (
+            SERVER | {"TRAINING_ROLE": "WORKER"},
+            "TRAINING_ROLE is 'WORKER', expected TRAINER or PSERVER",
+        ),
         (SERVER | {"PADDLE_PORT": ""}, "PADDLE_PORT is ''; set both, or DTRANS_CURRENT_ENDPOINT"),
-        (TRAINER | {"PADDLE_TRAINER_ID": ""}, "Paddle's TRAINER, and PADDLE_TRAINER_ID is not set; set it, or"),
+        (
+            TRAINER | {"PADDLE_TRAINER_ID": ""},
+            "Paddle's TRAINER, and PADDLE_TRAINER_ID is not set; set it, or",
+        ),
         (TRAINER | {"PADDLE_PSERVERS_IP_PORT_LIST": ""}, "PADDLE_PSERVERS_IP_PORT_LIST is not set"),
     ],
 )
@@ -202,7 +241,9 @@ def test_tasks_per_node() -> None:
 
 def test_a_scheduler_alone_is_left_to_jax() -> None:
     """`dtrans.connect` without endpoints keeps JAX's own detection."""
-    assert not is_told(SLURM | HET | MPI | TORCHRUN | {"SLURM_PROCID": "1", "JOB_COMPLETION_INDEX": "0"})
+    assert not is_told(
+        SLURM | HET | MPI | TORCHRUN | {"SLURM_PROCID": "1", "JOB_COMPLETION_INDEX": "0"}
+    )
     for name in ("DTRANS_ROLE", "DTRANS_PSERVERS", "DTRANS_HOSTS", "TRAINING_ROLE"):
         assert is_told(SLURM | {name: "1"})
 
@@ -216,7 +257,9 @@ def free_environment(*prefixes: str) -> dict[str, str]:
     return env | {"PYTHONPATH": str(ROOT)}
 
 
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason="there is no mpirun (Debian: openmpi-bin)")
+@pytest.mark.skipif(
+    shutil.which("mpirun") is None, reason="there is no mpirun (Debian: openmpi-bin)"
+)
 def test_mpirun_starts_each_role() -> None:
     """Two processes, with no server and with one."""
     command = ["mpirun", "-n", "2", "--oversubscribe"]

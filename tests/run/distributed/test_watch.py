@@ -1,4 +1,5 @@
-"""Trainers of collectives learn at once that one of them has ended, and say which: as real processes."""
+"""Trainers of collectives learn at once that one of them has ended, and say which: as real
+processes."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ ENDED = {
 }
 
 
-@pytest.mark.parametrize("fate", ["stop", "fewer", "raise", pytest.param("kill", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "fate", ["stop", "fewer", "raise", pytest.param("kill", marks=pytest.mark.soak)]
+)
 def test_the_other_says_who_has_ended(fate: str) -> None:
     """Of these, only a kill and an error are noticed by Gloo, which does not say whose."""
     with started(2, *COMMAND, fate) as (first, second):
@@ -49,7 +52,9 @@ def test_the_other_says_who_has_ended(fate: str) -> None:
     named = [x for x in said.splitlines() if "trainer 1 (127.0.0.1:" in x and ENDED[fate] in x]
     assert named, said
     if fate in ("stop", "fewer"):
-        assert said.splitlines()[-1].startswith("dtrans.errors.PeerError: trainer 0 cannot go on"), said
+        assert said.splitlines()[-1].startswith(
+            "dtrans.errors.PeerError: trainer 0 cannot go on"
+        ), said
 
 
 # -- in one process --------------------------------------------------------------------------------
@@ -77,7 +82,10 @@ def test_all_are_told_by_the_first(three: list[Watch]) -> None:
     with second.operation(), second.operation():
         pass
     second.close()
-    wanted = "trainer 1 (.*) has come to its end after 2 operations of the job, and this one has begun 3$"
+    wanted = (
+        "trainer 1 (.*) has come to its end after 2 operations of the job, and this one has "
+        "begun 3$"
+    )
     for w in (first, third):
         until(lambda w=w: w.roll.ended, "the news")  # type: ignore[misc]
         w.roll.begun = 2
@@ -98,9 +106,14 @@ def test_strangers_are_not_let_in(three: list[Watch]) -> None:
             with context.socket(zmq.DEALER) as line, line.get_monitor_socket() as monitor:
                 line.linger = 0
                 if password is not None:
-                    line.plain_username, line.plain_password = b"watched trainer 1", password.encode()
+                    line.plain_username, line.plain_password = (
+                        b"watched trainer 1",
+                        password.encode(),
+                    )
                 line.connect(first.address)
-                with contextlib.suppress(zmq.Again):  # it may have been turned away before it has said anything
+                with contextlib.suppress(
+                    zmq.Again
+                ):  # it may have been turned away before it has said anything
                     line.send(lie, zmq.NOBLOCK)
                 assert monitor.poll(HANG * 1000)
                 line.disable_monitor()
@@ -117,7 +130,12 @@ def test_one_speaks_for_itself_alone_and_noise_is_dropped(three: list[Watch]) ->
             token.shown(KEYS.secret, "watched trainer 1").encode(),
         )
         line.connect(first.address)
-        for noise in (b"noise", b"", wire.header("value"), wire.header("ended", trainer=2, operations=True, reason="")):
+        for noise in (
+            b"noise",
+            b"",
+            wire.header("value"),
+            wire.header("ended", trainer=2, operations=True, reason=""),
+        ):
             line.send(noise)
         line.send(wire.header("ended", trainer=2, operations=3, reason="I say so"))
         until(lambda: first.roll.ended, "the news")
@@ -125,7 +143,9 @@ def test_one_speaks_for_itself_alone_and_noise_is_dropped(three: list[Watch]) ->
     assert first._refusals.count == 4
 
 
-def test_who_waits_for_long_says_for_whom(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_who_waits_for_long_says_for_whom(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(watch_module, "SAY", 0.05)
     monkeypatch.setattr(watch_module, "SLOW", 0.3)
     endpoints = free_endpoints(2)
@@ -140,7 +160,9 @@ def test_who_waits_for_long_says_for_whom(monkeypatch: pytest.MonkeyPatch, caplo
     finally:
         second.close()
         first.close()
-    assert said()[0].startswith("trainer 0 has waited 0 s in operation 1 of the job: trainer 1 (127.0.0.1:")
+    assert said()[0].startswith(
+        "trainer 0 has waited 0 s in operation 1 of the job: trainer 1 (127.0.0.1:"
+    )
     assert ") has begun 0, and is at " in said()[0] and ".py:" in said()[0]
     assert not any(x.startswith("trainer 1") for x in said())
 
@@ -148,8 +170,11 @@ def test_who_waits_for_long_says_for_whom(monkeypatch: pytest.MonkeyPatch, caplo
 # -- dtrans status ---------------------------------------------------------------------------------
 
 
-def test_trainer_0_answers_observers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where the user has said where; each trainer says with its other words how many steps it has made."""
+def test_trainer_0_answers_observers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the user has said where; each trainer says with its other words how many steps it has
+    made."""
     *endpoints, status = free_endpoints(4)
     monkeypatch.setenv("DTRANS_STATUS_ENDPOINT", status)
     monkeypatch.setenv("DTRANS_TOKEN", "of the user")
@@ -192,7 +217,10 @@ def test_trainer_0_answers_observers(monkeypatch: pytest.MonkeyPatch, capsys: py
             waits = lambda: str(getattr(observer.ask()[0].server, "doing", ""))
             until(lambda: "waiting for operation 1 of the job: trainer 1 " in waits(), "a wait")
         second.close()
-        until(lambda: [t.state for t in merge_trainers(observer.ask())][1:2] == ["left"], "the end of trainer 1")
+        until(
+            lambda: [t.state for t in merge_trainers(observer.ask())][1:2] == ["left"],
+            "the end of trainer 1",
+        )
         with JobObserver([status], HANG) as stranger:
             assert stranger.ask()[0].error == ""
         monkeypatch.setenv("DTRANS_TOKEN", "of another")
@@ -204,7 +232,10 @@ def test_trainer_0_answers_observers(monkeypatch: pytest.MonkeyPatch, capsys: py
 @pytest.mark.parametrize(
     "where, message",
     [
-        ("192.0.2.1:6174", "DTRANS_STATUS_ENDPOINT of trainer 0 is at 192.0.2.1:6174, which is not on loopback"),
+        (
+            "192.0.2.1:6174",
+            "DTRANS_STATUS_ENDPOINT of trainer 0 is at 192.0.2.1:6174, which is not on loopback",
+        ),
         ("a port", "'a port' is not an endpoint"),
         ("taken", "DTRANS_STATUS_ENDPOINT=127.0.0.1:.* cannot be bound: Address already in use"),
     ],

@@ -1,5 +1,6 @@
-"""Attacks on the sockets of a job: no effect on its numbers, and flat memory. A machine's own side of the same is in
-tests/protocol/test_malformed.py; what strangers without the token reach, in the tests of each socket."""
+"""Attacks on the sockets of a job: no effect on its numbers, and flat memory. A machine's own side
+of the same is in tests/protocol/test_malformed.py; what strangers without the token reach, in the
+tests of each socket."""
 
 from __future__ import annotations
 
@@ -46,14 +47,27 @@ def x64() -> Any:
 
 
 def recorded(server: str) -> bytes:
-    """The connection of somebody who is let in, and says all that a trainer or another server may say."""
+    """The connection of somebody who is let in, and says all that a trainer or another server may
+    say."""
     tap = Tap(server)
     name, x = "params/layer0/w@GRAD.trainer_0", np.arange(6.0)
-    hello = {"trainer": 0, "trainers": 2, "session": "another", "order": sys.byteorder, "sync_mode": True}
+    hello = {
+        "trainer": 0,
+        "trainers": 2,
+        "session": "another",
+        "order": sys.byteorder,
+        "sync_mode": True,
+    }
     with Peer(tap.endpoint) as peer:
         peer.tell("hello", **hello, plan=plan_for([server], 2).identity, nonce="n")
         for pieces, frames in wire.messages([(name, x)]):
-            peer.tell("send", *(bytes(f) for f in frames), step=GATE, pieces=pieces, then=["send_barrier", "recv"])
+            peer.tell(
+                "send",
+                *(bytes(f) for f in frames),
+                step=GATE,
+                pieces=pieces,
+                then=["send_barrier", "recv"],
+            )
         peer.tell("recv", step=0, blocks=[["params/layer0/w", [3, 2], "float64"]])
         way = [["float64", [2], ["all_reduce", "sum"]]]
         for frames in wire.framed("exchange", [("0", np.zeros(2))], step=GATE, round=0, values=way):
@@ -83,9 +97,18 @@ MILLION = pytest.param(50, id="a million bits", marks=[pytest.mark.soak, pytest.
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [pytest.param(1, id="by day"), MILLION])
 def test_a_job_is_right_whatever_is_done_to_its_server(tmp_path: Path, size: int) -> None:
-    """Two trainers wait in the middle of their job. The server's memory stays, and the numbers are one device's."""
+    """Two trainers wait in the middle of their job. The server's memory stays, and the numbers are
+    one device's."""
     pservers = free_endpoints(1)
-    job = {"pservers": pservers, "trainers": 2, "jobs": 1, "first": 0, "steps": STEPS, "stays": False, "gate": GATE}
+    job = {
+        "pservers": pservers,
+        "trainers": 2,
+        "jobs": 1,
+        "first": 0,
+        "steps": STEPS,
+        "stays": False,
+        "gate": GATE,
+    }
     with roles(tmp_path) as started:
         server = started.start("pserver0", "pserver", index=0, **job)
         for k in range(2):
@@ -93,7 +116,9 @@ def test_a_job_is_right_whatever_is_done_to_its_server(tmp_path: Path, size: int
         for k in range(2):
             started[f"trainer{k}"].until(f"step {GATE}")
         stream = recorded(pservers[0])
-        replay(pservers[0], stream)  # as it is, first: what it takes to be attacked at all is not counted
+        replay(
+            pservers[0], stream
+        )  # as it is, first: what it takes to be attacked at all is not counted
         before = server.memory
         flips(pservers[0], stream, seed=size, connections=400 * size, each=50)
         unread(pservers[0], 5000 * size)
@@ -102,7 +127,9 @@ def test_a_job_is_right_whatever_is_done_to_its_server(tmp_path: Path, size: int
             assert server.memory - before < FLAT
             found = finished(started)
     batches = [batch_of(i, 2) for i in range(STEPS)]
-    params, state, _ = plain_run(plain_step(mlp_loss, TX), params_of(), TX.init(params_of()), batches)
+    params, state, _ = plain_run(
+        plain_step(mlp_loss, TX), params_of(), TX.init(params_of()), batches
+    )
     plan = plan_for(pservers, 2)
     names = plan.startup.out_names
     want = dict(zip(names, plan.startup.out.flatten((params, state), "the result"), strict=True))
@@ -122,7 +149,8 @@ def finished(started: Roles) -> dict[str, dict[str, np.ndarray]]:
 def test_ten_thousand_malformed_messages_of_who_has_the_token(
     role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch, encryption: str
 ) -> None:
-    """They go to a real server, in the middle of a job: counted, without effect, and nothing of them is kept."""
+    """They go to a real server, in the middle of a job: counted, without effect, and nothing of
+    them is kept."""
     monkeypatch.setenv("DTRANS_TOKEN", token.new_token())
     monkeypatch.setenv("DTRANS_TRANSPORT_ENCRYPTION", encryption)
     (ep,), params, r = free_endpoints(1), params_of(), random.Random(0)
@@ -141,7 +169,9 @@ def test_ten_thousand_malformed_messages_of_who_has_the_token(
         for _ in range(hundreds):
             for _ in range(100):
                 message = malformed(r, proper)
-                peer.say(*(message if any(message) else [b"noise"]))  # an empty one says that a connection is made
+                peer.say(
+                    *(message if any(message) else [b"noise"])
+                )  # an empty one says that a connection is made
             for _ in range(100):
                 peer.refused()
 
@@ -168,17 +198,32 @@ def refused_by(observer: JobObserver) -> int:
     return answer.server.refused
 
 
-# -- the sockets of collectives and pipelines, in this process ---------------------------------------
+# -- the sockets of collectives and pipelines, in this process
+# ---------------------------------------
 
 LINK = ValueType((4,), np.dtype(np.float32))
-HEAD = {"process": 0, "step": 1, "key": 0, "dtype": "float32", "shape": [4], "impl": "", "pieces": [[["value", 0, 16]]]}
+HEAD = {
+    "process": 0,
+    "step": 1,
+    "key": 0,
+    "dtype": "float32",
+    "shape": [4],
+    "impl": "",
+    "pieces": [[["value", 0, 16]]],
+}
 
 
 def attacked(at: str, user: str, secret: str, messages: Sequence[list[bytes]], count: int) -> None:
     """Somebody says there what a member of the job might, in all ways but with its password."""
     password = token.shown(secret, user).encode()
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as own, context.socket(zmq.DEALER) as client:
-        doorkeeper = Doorkeeper(context, Keys(secret), {user: ""})  # of the attacker's own, to record it with
+    with (
+        zmq.Context() as context,
+        context.socket(zmq.ROUTER) as own,
+        context.socket(zmq.DEALER) as client,
+    ):
+        doorkeeper = Doorkeeper(
+            context, Keys(secret), {user: ""}
+        )  # of the attacker's own, to record it with
         own.plain_server, own.zap_domain, own.linger, client.linger = True, b"dtrans", 0, 0
         tap = Tap(f"127.0.0.1:{own.bind_to_random_port('tcp://127.0.0.1')}")
         client.plain_username, client.plain_password = user.encode(), password
@@ -203,7 +248,10 @@ def channels() -> Iterator[list[P2PChannels]]:
         yield made
 
 
-COUNTS = [pytest.param(100, id="by day"), pytest.param(10_000, id="soak", marks=[pytest.mark.soak, pytest.mark.slow])]
+COUNTS = [
+    pytest.param(100, id="by day"),
+    pytest.param(10_000, id="soak", marks=[pytest.mark.soak, pytest.mark.slow]),
+]
 
 
 @pytest.mark.parametrize("count", COUNTS)
@@ -235,7 +283,9 @@ def test_the_line_by_which_ends_are_told_under_attack(count: int) -> None:
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_a_meeting_under_attack(role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+def test_a_meeting_under_attack(
+    role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
     endpoints, secret = free_endpoints(2), "of this job"
     monkeypatch.setenv("DTRANS_TOKEN", secret)
     role_threads.start("trainer 1", rendezvous, 1, endpoints, deadline=4 * HANG)

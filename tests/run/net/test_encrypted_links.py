@@ -1,4 +1,5 @@
-"""What trainers of collectives and stages of pipelines say to each other, encrypted: by the token, and by keys."""
+"""What trainers of collectives and stages of pipelines say to each other, encrypted: by the token,
+and by keys."""
 
 from __future__ import annotations
 
@@ -45,24 +46,31 @@ def test_trainers_meet(
 ) -> None:
     encryption, endpoints = protect(monkeypatch, tmp_path), free_endpoints(2)
     for k in range(2):
-        role_threads.start(f"trainer {k}", rendezvous, k, endpoints, deadline=HANG, encryption=encryption)
+        role_threads.start(
+            f"trainer {k}", rendezvous, k, endpoints, deadline=HANG, encryption=encryption
+        )
     assert role_threads.all() == {"trainer 0": None, "trainer 1": None}
 
 
 def test_trainers_with_other_settings_do_not_meet_and_both_are_named(
     role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Trainer 0 finds out after some handshakes, which take longer than the first deadline on a busy machine."""
+    """Trainer 0 finds out after some handshakes, which take longer than the first deadline on a
+    busy machine."""
     monkeypatch.setenv("DTRANS_TOKEN", new_token())
     for deadline in (3.0, HANG):
         endpoints, names = free_endpoints(2), [f"trainer {k}, {deadline} s" for k in range(2)]
         for k, encryption in enumerate(("required", "disabled")):
-            role_threads.start(names[k], rendezvous, k, endpoints, deadline=deadline, encryption=encryption)
+            role_threads.start(
+                names[k], rendezvous, k, endpoints, deadline=deadline, encryption=encryption
+            )
         errors = [role_threads.end(name) for name in names]
         assert all(isinstance(error, DeadlineError) for error in errors)
         if "transport_encryption" in str(errors[0]):
             break
-    assert "transport_encryption='required'" in str(errors[0]) and "transport_encryption='disabled'" in str(errors[0])
+    assert "transport_encryption='required'" in str(
+        errors[0]
+    ) and "transport_encryption='disabled'" in str(errors[0])
 
 
 @protections
@@ -77,7 +85,9 @@ def test_an_end_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, protect
 
 
 @protections
-def test_values_of_a_pipeline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, protect: Protect) -> None:
+def test_values_of_a_pipeline(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, protect: Protect
+) -> None:
     """Each link is known by its own key."""
     with two_links(encryption=protect(monkeypatch, tmp_path)) as (first, second):
         assert first._keys.encrypts(second._peers[1]) and second._keys == first._keys
@@ -94,6 +104,9 @@ def test_processes_with_other_settings_are_both_named(monkeypatch: pytest.Monkey
     board = Board()
     board.key_value_set("dtrans/links/words/1", f"{new_token()} transport_encryption='required'")
     monkeypatch.setattr(board_module, "bulletin_board", lambda: board)
-    said = "^trainer 0 has transport_encryption='auto', and trainer 1 has transport_encryption='required'; give all"
+    said = (
+        "^trainer 0 has transport_encryption='auto', and trainer 1 has "
+        "transport_encryption='required'; give all"
+    )
     with pytest.raises(ConfigError, match=said):
         board_module.shared_keys(Membership(0, (0, 1)), "links", "connect")

@@ -1,4 +1,5 @@
-"""Keys: which connections are encrypted, who gets past the handshake and who does not, and what is said then."""
+"""Keys: which connections are encrypted, who gets past the handshake and who does not, and what is
+said then."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ FLAT = 20.0  # MiB that this process may have more than before
 USERS = {"one": "trainer 0", "two": "trainer 1"}
 
 
-# -- which connections ---------------------------------------------------------------------------------
+# -- which connections
+# ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -84,9 +86,14 @@ def test_an_address_is_of_this_host_or_not(address: str, local: bool) -> None:
 
 
 def test_keys_and_no_encryption_contradict_each_other() -> None:
-    with pytest.raises(ConfigError, match="^transport_encryption='disabled' and DTRANS_KEYS='/keys': "):
+    with pytest.raises(
+        ConfigError, match="^transport_encryption='disabled' and DTRANS_KEYS='/keys': "
+    ):
         Keys("", "disabled", folder="/keys")
-    with pytest.raises(ConfigError, match="^transport_encryption must be 'required', 'auto' or 'disabled', it is 'no'"):
+    with pytest.raises(
+        ConfigError,
+        match="^transport_encryption must be 'required', 'auto' or 'disabled', it is 'no'",
+    ):
         Keys("", "no")
 
 
@@ -97,25 +104,40 @@ def test_what_protects_nothing_is_refused_or_warned_of() -> None:
         Keys("short").check("trainer 0 is at x", NEAR)
         Keys(TOKEN).check("trainer 0 is at x", FAR)
         Keys("", folder="/keys").check("trainer 0 is at x", FAR)
-    with pytest.raises(ConfigError, match="^trainer 0 is at x, which is not on loopback; that needs DTRANS_TOKEN, the"):
+    with pytest.raises(
+        ConfigError,
+        match="^trainer 0 is at x, which is not on loopback; that needs DTRANS_TOKEN, the",
+    ):
         Keys("").check("trainer 0 is at x", FAR)
-    with pytest.raises(ConfigError, match="^trainer 0 is at x, and transport_encryption='required' encrypts it; that"):
+    with pytest.raises(
+        ConfigError,
+        match="^trainer 0 is at x, and transport_encryption='required' encrypts it; that",
+    ):
         Keys("", "required").check("trainer 0 is at x", NEAR)
-    with pytest.raises(ConfigError, match="and DTRANS_TOKEN has 31 hexadecimal digits, where 32 hold 128 random bits"):
+    with pytest.raises(
+        ConfigError,
+        match="and DTRANS_TOKEN has 31 hexadecimal digits, where 32 hold 128 random bits",
+    ):
         Keys("0" * 31, "disabled").check("trainer 0 is at x", FAR)
     with pytest.warns(
-        UnencryptedWarning, match="^trainer 0 is at x, and transport_encryption='disabled': who can read"
+        UnencryptedWarning,
+        match="^trainer 0 is at x, and transport_encryption='disabled': who can read",
     ):
         Keys(TOKEN, "disabled").check("trainer 0 is at x", FAR)
 
 
-def test_a_library_that_does_not_encrypt_well_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_library_that_does_not_encrypt_well_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     check_libzmq()
     maps = tmp_path / "maps"
     monkeypatch.setattr(keys_module, "MAPS", maps)
     keys_module._has_libsodium.cache_clear()
     maps.write_text("7f00-7f01 r-xp 0 08:01 1 /usr/lib/libzmq.so.5\n")
-    with pytest.raises(ConfigError, match=r"^libzmq \S+ encrypts without libsodium, .*transport_encryption='disabled'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^libzmq \S+ encrypts without libsodium, .*transport_encryption='disabled'",
+    ):
         Keys(TOKEN).check("trainer 0 is at x", FAR)
     keys_module._has_libsodium.cache_clear()
     maps.write_text("7f00-7f01 r-xp 0 08:01 1 /venv/pyzmq.libs/libsodium-6c8f8377.so.26.4.0\n")
@@ -126,13 +148,16 @@ def test_a_library_that_does_not_encrypt_well_is_refused(monkeypatch: pytest.Mon
         Keys(TOKEN).check("trainer 0 is at x", FAR)
 
 
-# -- who gets in ---------------------------------------------------------------------------------------
+# -- who gets in
+# ---------------------------------------------------------------------------------------
 
 
 class Server:
     """One ROUTER, as servers have it: bound to TCP and to a Unix socket, with a doorkeeper."""
 
-    def __init__(self, keys: Keys, folder: Path, users: Mapping[str, str] = USERS, tcp: str = "") -> None:
+    def __init__(
+        self, keys: Keys, folder: Path, users: Mapping[str, str] = USERS, tcp: str = ""
+    ) -> None:
         self.context: zmq.Context[Any] = zmq.Context()
         self.refused = 0
         self.doorkeeper = Doorkeeper(self.context, keys, users)
@@ -178,7 +203,9 @@ def server(keys: Keys, users: Mapping[str, str] = USERS, tcp: str = "") -> Itera
 
 
 @contextlib.contextmanager
-def client(address: str, keys: Keys, user: str = "one", role: str = "trainer 0", shown: str = "") -> Iterator[Any]:
+def client(
+    address: str, keys: Keys, user: str = "one", role: str = "trainer 0", shown: str = ""
+) -> Iterator[Any]:
     """A socket that connects as a user, and how its handshakes go.
 
     Args:
@@ -204,7 +231,8 @@ def why_not(watched: Handshakes) -> str:
 
 
 def test_one_socket_is_encrypted_by_tcp_and_not_by_unix() -> None:
-    """ZeroMQ keeps what a socket asks for, and the largest frame, for each address that it is bound to."""
+    """ZeroMQ keeps what a socket asks for, and the largest frame, for each address that it is bound
+    to."""
     keys = Keys(TOKEN)
     with server(keys, tcp=FAR) as s:
         for address, shown in ((s.tcp, FAR), (s.unix, "")):
@@ -222,7 +250,10 @@ def test_one_socket_is_encrypted_by_tcp_and_not_by_unix() -> None:
                 why = why_not(watched)
                 assert s.heard() is None
                 setting = "disabled" if shown == FAR else "required"
-                assert "(transport_encryption='auto')" in why and f"transport_encryption='{setting}'" in why
+                assert (
+                    "(transport_encryption='auto')" in why
+                    and f"transport_encryption='{setting}'" in why
+                )
 
 
 @pytest.mark.parametrize("encryption", ["required", "disabled"])
@@ -232,10 +263,15 @@ def test_who_has_not_the_token_is_told_so_and_heard_by_nobody(encryption: str) -
             with client(address, Keys(OTHER, encryption)) as (line, watched):
                 line.send(b"never")
                 assert (
-                    why_not(watched) == "the two have not the same DTRANS_TOKEN, which all processes of a job must have"
+                    why_not(watched)
+                    == "the two have not the same DTRANS_TOKEN, which all processes of a job must "
+                    "have"
                 )
                 assert s.heard() is None
-            with client(address, Keys(TOKEN, encryption), "three") as (line, watched):  # nobody comes as that one
+            with client(address, Keys(TOKEN, encryption), "three") as (
+                line,
+                watched,
+            ):  # nobody comes as that one
                 line.send(b"never")
                 assert "DTRANS_TOKEN" in why_not(watched)
                 assert s.heard() is None
@@ -305,7 +341,8 @@ def test_nothing_can_be_read_on_the_way() -> None:
 
 
 def test_a_recorded_connection_is_of_no_use() -> None:
-    """Who replays one that was encrypted, as it was or with other bits, is never heard, and nothing of it is kept."""
+    """Who replays one that was encrypted, as it was or with other bits, is never heard, and nothing
+    of it is kept."""
     keys = Keys(TOKEN, "required")
     with server(keys) as s:
         tap = Tap(s.tcp.removeprefix("tcp://"))
@@ -326,7 +363,8 @@ def test_a_recorded_connection_is_of_no_use() -> None:
             assert s.socket.recv_multipart()[1] == b"still here"
 
 
-# -- separate keys -------------------------------------------------------------------------------------
+# -- separate keys
+# -------------------------------------------------------------------------------------
 
 
 def test_separate_keys_let_in_their_roles_until_they_are_revoked(tmp_path: Path) -> None:
@@ -341,19 +379,27 @@ def test_separate_keys_let_in_their_roles_until_they_are_revoked(tmp_path: Path)
             with client(s.tcp, keys, user, role) as (line, _):
                 line.send(b"hello")
                 assert s.heard() == (user, b"hello")
-        with client(s.tcp, keys, "one", "trainer 1") as (line, _):  # who it is is said by its key alone
+        with client(s.tcp, keys, "one", "trainer 1") as (
+            line,
+            _,
+        ):  # who it is is said by its key alone
             line.send(b"hello")
             assert s.heard() == ("two", b"hello")
         (tmp_path / "clients/trainer-1.public").unlink()
         with client(s.tcp, keys, "two", "trainer 1") as (line, watched):
             line.send(b"hello")
-            why = f"its keys are not those of DTRANS_KEYS={str(tmp_path)!r}, or do not let this role in any more; "
+            why = (
+                f"its keys are not those of DTRANS_KEYS={str(tmp_path)!r}, or do not let this "
+                "role in any more; "
+            )
             assert why_not(watched).startswith(why)
             assert s.heard() is None
         with client(s.tcp, keys) as (line, _):
             line.send(b"still here")
             assert s.heard() == ("one", b"still here")
-        assert make_folder(tmp_path, ["trainer 1"]) == []  # revoked until its secret is removed, too
+        assert (
+            make_folder(tmp_path, ["trainer 1"]) == []
+        )  # revoked until its secret is removed, too
         (tmp_path / "clients/trainer-0.public").write_text("garbage")
         with client(s.tcp, keys) as (line, watched):
             line.send(b"hello")
@@ -364,17 +410,21 @@ def test_files_of_keys_that_are_missing_or_no_keys_are_named(tmp_path: Path) -> 
     make_folder(tmp_path, ["trainer 0"])
     keys = Keys("", folder=str(tmp_path))
     with pytest.raises(
-        ConfigError, match=r"^DTRANS_KEYS is '.*', and its file trainer-7.secret cannot be read: No such"
+        ConfigError,
+        match=r"^DTRANS_KEYS is '.*', and its file trainer-7.secret cannot be read: No such",
     ):
         keys.client_secret("one", "trainer 7")
     (tmp_path / "server.public").write_text("x" * 39)
-    with pytest.raises(ConfigError, match="its file server.public holds no key of `dtrans keygen`$"):
+    with pytest.raises(
+        ConfigError, match="its file server.public holds no key of `dtrans keygen`$"
+    ):
         keys.server_public()
     with pytest.raises(ConfigError, match="^keys cannot be written to '/proc/nowhere': "):
         make_folder(Path("/proc/nowhere"), [])
 
 
-# -- Unix sockets --------------------------------------------------------------------------------------
+# -- Unix sockets
+# --------------------------------------------------------------------------------------
 
 SPEAKS = """
 import json, os, sys, zmq
@@ -409,13 +459,17 @@ def test_another_user_is_not_let_in_by_a_unix_socket(encryption: str) -> None:
         path.parent.chmod(0o777)
         path.chmod(0o777)
         for uid, found in ((os.geteuid(), ("one", b"hello")), (65534, None)):
-            with subprocess.Popen([sys.executable, "-c", SPEAKS], stdin=subprocess.PIPE, text=True) as other:
+            with subprocess.Popen(
+                [sys.executable, "-c", SPEAKS], stdin=subprocess.PIPE, text=True
+            ) as other:
                 assert other.stdin is not None
                 print(json.dumps([uid, s.unix, options]), file=other.stdin, flush=True)
                 assert s.heard() == found
 
 
-def test_the_folder_of_a_unix_socket_is_closed_to_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_folder_of_a_unix_socket_is_closed_to_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = os.umask(0)
     try:

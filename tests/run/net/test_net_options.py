@@ -32,9 +32,15 @@ def test_other_hosts_are_allowed_by_word_or_by_the_launcher(
 
 def test_other_words_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DTRANS_ALLOW_REMOTE", "yes")
-    with pytest.raises(ConfigError, match="^DTRANS_ALLOW_REMOTE must be '1', '0' or '', it is 'yes'$"):
+    with pytest.raises(
+        ConfigError, match="^DTRANS_ALLOW_REMOTE must be '1', '0' or '', it is 'yes'$"
+    ):
         dtrans.Executor()
-    with pytest.raises(ConfigError, match="^DTRANS_ALLOW_REMOTE must be '1', '0' or '', it is 'yes'$"):
+    with pytest.raises(
+        ConfigError, match="^DTRANS_ALLOW_REMOTE must be '1', '0' or '', it is 'yes'$"
+    ):
         dtrans.connect()
-    with pytest.raises(ConfigError, match="^allow_remote must be True, False or None, it is 'yes'$"):
+    with pytest.raises(
+        ConfigError, match="^allow_remote must be True, False or None, it is 'yes'$"
+    ):
         dtrans.Executor(allow_remote="yes")  # type: ignore[arg-type]

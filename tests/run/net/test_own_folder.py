@@ -24,7 +24,9 @@ threading.Event().wait()
 """
 
 
-def test_what_a_kill_leaves_is_swept_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_kill_leaves_is_swept_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     other = tmp_path / "dtrans-of-something-else"
     other.mkdir()

@@ -1,5 +1,6 @@
-"""Asynchronous parameter servers: every gradient is an update of its own. With one trainer that is sequential training;
-with several that take turns it is what is written out here; and nothing is lost where they take none."""
+"""Asynchronous parameter servers: every gradient is an update of its own. With one trainer that is
+sequential training; with several that take turns it is what is written out here; and nothing is
+lost where they take none."""
 
 from __future__ import annotations
 
@@ -13,7 +14,16 @@ import numpy as np
 import optax
 import pytest
 from helpers import init_of, mlp_batch, mlp_loss, mlp_params, plain_step, tree_close
-from role_threads import HANG, Peer, RoleThreads, StepOrder, check_state, free_endpoints, serve, until
+from role_threads import (
+    HANG,
+    Peer,
+    RoleThreads,
+    StepOrder,
+    check_state,
+    free_endpoints,
+    serve,
+    until,
+)
 
 import dtrans
 from dtrans.errors import ConfigError, PeerError
@@ -29,10 +39,18 @@ def x64() -> Any:
 
 
 def plan_for(
-    servers: Sequence[str], tx: Any, params: Any, *batch: Any, trainers: int = 1, loss: Any = mlp_loss, **options: Any
+    servers: Sequence[str],
+    tx: Any,
+    params: Any,
+    *batch: Any,
+    trainers: int = 1,
+    loss: Any = mlp_loss,
+    **options: Any,
 ) -> Any:
     return flat_options.pserver(
-        dtrans.trace(dtrans.make_train_step(loss, tx), params, jax.eval_shape(tx.init, params), *batch),
+        dtrans.trace(
+            dtrans.make_train_step(loss, tx), params, jax.eval_shape(tx.init, params), *batch
+        ),
         dtrans.trace(init_of(tx), params),
         pservers=servers,
         trainers=trainers,
@@ -48,16 +66,23 @@ def train(
         params = exe.run(plan.trainer_startup_program(k), *args)
         losses = []
         for batch in batches:
-            step = lambda params=params, batch=batch: exe.run(plan.trainer_program(k), params, *batch)
+            step = lambda params=params, batch=batch: exe.run(
+                plan.trainer_program(k), params, *batch
+            )
             params, loss = turns.take(k, step) if turns else step()
             losses.append(loss)
         return params, losses
 
 
 def run(
-    role_threads: RoleThreads, plan: PServerPlan, params: Any, batches: Sequence[Any], turns: StepOrder | None
+    role_threads: RoleThreads,
+    plan: PServerPlan,
+    params: Any,
+    batches: Sequence[Any],
+    turns: StepOrder | None,
 ) -> tuple[Any, Any]:
-    """The states that servers end with, and what each trainer returned; trainer k has `batches[k]`."""
+    """The states that servers end with, and what each trainer returned; trainer k has
+    `batches[k]`."""
     for ep in plan.servers:
         role_threads.start(ep, serve, plan, ep, params)
     for k in range(plan.trainers):
@@ -70,18 +95,23 @@ OPTIMIZERS = {
     "adam": optax.adam(optax.cosine_decay_schedule(1e-2, 20)),
     "momentum, joined schedules": optax.sgd(
         optax.join_schedules(
-            [optax.linear_schedule(0.0, 0.1, 3), optax.piecewise_constant_schedule(0.1, {2: 0.5})], [3]
+            [optax.linear_schedule(0.0, 0.1, 3), optax.piecewise_constant_schedule(0.1, {2: 0.5})],
+            [3],
         ),
         momentum=0.9,
     ),
-    "decay and clip by value": optax.chain(optax.clip(0.05), optax.add_decayed_weights(0.01), optax.rmsprop(1e-2)),
+    "decay and clip by value": optax.chain(
+        optax.clip(0.05), optax.add_decayed_weights(0.01), optax.rmsprop(1e-2)
+    ),
 }
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("servers", [1, 3])
 @pytest.mark.parametrize("tx", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_one_trainer_is_sequential_training(role_threads: RoleThreads, tx: Any, servers: int) -> None:
+def test_one_trainer_is_sequential_training(
+    role_threads: RoleThreads, tx: Any, servers: int
+) -> None:
     params = mlp_params(dtype=jnp.float64)
     batches = [mlp_batch(4, dtype=jnp.float64, seed=s) for s in range(6)]
     plan = plan_for(free_endpoints(servers), tx, params, *batches[0])
@@ -106,7 +136,12 @@ def lagging() -> optax.GradientTransformation:
 
 
 def run_alone(
-    role_threads: RoleThreads, step: Any, init: Any, params: Any, batches: Sequence[Any], servers: int = 1
+    role_threads: RoleThreads,
+    step: Any,
+    init: Any,
+    params: Any,
+    batches: Sequence[Any],
+    servers: int = 1,
 ) -> None:
     """One trainer and its servers; they must end with what the step gives by itself."""
     main = dtrans.trace(step, params, jax.eval_shape(init, params)[1], *batches[0])
@@ -117,10 +152,14 @@ def run_alone(
     for batch in batches:
         want, state, *_ = step(want, state, *batch)
     tree_close(got, want, 1e-12)
-    check_state(plan, states, {n: x for n, x in want.items() if f"params/{n}" not in plan.frozen}, state)
+    check_state(
+        plan, states, {n: x for n, x in want.items() if f"params/{n}" not in plan.frozen}, state
+    )
 
 
-def test_a_block_may_be_the_only_reader_of_what_the_schedule_replaces(role_threads: RoleThreads) -> None:
+def test_a_block_may_be_the_only_reader_of_what_the_schedule_replaces(
+    role_threads: RoleThreads,
+) -> None:
     tx, params = lagging(), {"b": jnp.ones(())}
     step = dtrans.make_train_step(lambda p, x: jnp.mean((x * p["b"] - 1) ** 2), tx)
     run_alone(role_threads, step, init_of(tx), params, [(jnp.arange(4.0) + i,) for i in range(4)])
@@ -129,10 +168,16 @@ def test_a_block_may_be_the_only_reader_of_what_the_schedule_replaces(role_threa
 def test_a_block_may_read_what_nobody_makes_anew(role_threads: RoleThreads) -> None:
     def step(params: Any, opt_state: Any, x: jax.Array) -> Any:
         value, grads = dtrans.value_and_grad(lambda b: jnp.mean((x * b - 1) ** 2))(params["b"])
-        return {"b": params["b"] - params["scale"] * grads, "scale": params["scale"]}, opt_state, value
+        return (
+            {"b": params["b"] - params["scale"] * grads, "scale": params["scale"]},
+            opt_state,
+            value,
+        )
 
     params = {"b": jnp.ones(()), "scale": jnp.asarray(0.01, jnp.float64)}
-    run_alone(role_threads, step, lambda p: (p, ()), params, [(jnp.arange(4.0) + i,) for i in range(4)])
+    run_alone(
+        role_threads, step, lambda p: (p, ()), params, [(jnp.arange(4.0) + i,) for i in range(4)]
+    )
 
 
 def test_leaves_that_are_set_to_zero_steps_stay(role_threads: RoleThreads) -> None:
@@ -152,12 +197,17 @@ def test_blocks_of_one_shape_are_compiled_once() -> None:
     assert len(blocks._jitted) == 8 and len(blocks._compiled) == 3  # lr_sched, w, b
 
 
-def test_a_step_of_several_trainers_is_the_sum_of_what_each_would_do(role_threads: RoleThreads) -> None:
-    """Each trainer's gradient is of the parameters it last received, and is applied to what is newest by then."""
+def test_a_step_of_several_trainers_is_the_sum_of_what_each_would_do(
+    role_threads: RoleThreads,
+) -> None:
+    """Each trainer's gradient is of the parameters it last received, and is applied to what is
+    newest by then."""
     order = [0, 1, 1, 2, 0, 0, 2, 1, 2, 0, 1, 2]
     tx = OPTIMIZERS["adam"]
     params = mlp_params(dtype=jnp.float64)
-    batches = [[mlp_batch(4, dtype=jnp.float64, seed=10 * k + s) for s in range(4)] for k in range(3)]
+    batches = [
+        [mlp_batch(4, dtype=jnp.float64, seed=10 * k + s) for s in range(4)] for k in range(3)
+    ]
     plan = plan_for(free_endpoints(2), tx, params, *batches[0][0], trainers=3)
     states, ended = run(role_threads, plan, params, batches, StepOrder(order))
     newest, state, own, done = params, tx.init(params), [params] * 3, [0] * 3
@@ -176,12 +226,15 @@ def test_a_step_of_several_trainers_is_the_sum_of_what_each_would_do(role_thread
 
 
 def test_no_update_is_lost_where_nobody_waits(role_threads: RoleThreads) -> None:
-    """The gradient of a linear loss does not depend on the parameters, so that order does not matter: every gradient
-    counts once, whatever else comes meanwhile."""
+    """The gradient of a linear loss does not depend on the parameters, so that order does not
+    matter: every gradient counts once, whatever else comes meanwhile."""
     loss = lambda p, x: jnp.sum(jnp.mean(x, 0) * p["w"]) + jnp.mean(x) * p["b"]
     params = {"w": jnp.zeros(6), "b": jnp.zeros(())}
     rng = np.random.default_rng(0)
-    batches = [[(jnp.asarray(rng.integers(-9, 9, (2, 6)), jnp.float64),) for _ in range(40)] for _ in range(3)]
+    batches = [
+        [(jnp.asarray(rng.integers(-9, 9, (2, 6)), jnp.float64),) for _ in range(40)]
+        for _ in range(3)
+    ]
     tx = optax.sgd(1.0)
     plan = plan_for(free_endpoints(2), tx, params, *batches[0][0], trainers=3, loss=loss)
     states, ended = run(role_threads, plan, params, batches, None)
@@ -202,7 +255,9 @@ def test_delayed_gradients_are_compensated_as_the_paper_says(
 ) -> None:
     order, strength = [0, 1, 1, 2, 0, 0, 2, 1, 2, 0, 1, 2], 0.7
     tx, params = OPTIMIZERS[name], mlp_params(dtype=jnp.float64)
-    batches = [[mlp_batch(4, dtype=jnp.float64, seed=10 * k + s) for s in range(4)] for k in range(3)]
+    batches = [
+        [mlp_batch(4, dtype=jnp.float64, seed=10 * k + s) for s in range(4)] for k in range(3)
+    ]
     mode = dtrans.Async(dtrans.DelayCompensation(strength, decay))
     plan = plan_for(free_endpoints(2), tx, params, *batches[0][0], trainers=3, mode=mode)
     states, ended = run(role_threads, plan, params, batches, StepOrder(order))
@@ -217,9 +272,12 @@ def test_delayed_gradients_are_compensated_as_the_paper_says(
         else:
             square = jax.tree.map(lambda s, x: decay * s + (1 - decay) * x * x, square, g)
             strengths = jax.tree.map(lambda s: strength / jnp.sqrt(s + 1e-7), square)
-        right = jax.tree.map(lambda x, by, w, bak: x + by * x * x * (w - bak), g, strengths, newest, own[k])
+        right = jax.tree.map(
+            lambda x, by, w, bak: x + by * x * x * (w - bak), g, strengths, newest, own[k]
+        )
         moved += sum(
-            float(jnp.abs(a - b).sum()) for a, b in zip(jax.tree.leaves(right), jax.tree.leaves(g), strict=True)
+            float(jnp.abs(a - b).sum())
+            for a, b in zip(jax.tree.leaves(right), jax.tree.leaves(g), strict=True)
         )
         updates, state = tx.update(right, state, newest)
         newest = own[k] = optax.apply_updates(newest, updates)
@@ -233,7 +291,9 @@ def test_delayed_gradients_are_compensated_as_the_paper_says(
 def test_one_trainer_has_no_delay_to_compensate(role_threads: RoleThreads) -> None:
     tx, params = OPTIMIZERS["adam"], mlp_params(dtype=jnp.float64)
     batches = [mlp_batch(4, dtype=jnp.float64, seed=s) for s in range(4)]
-    plan = plan_for(free_endpoints(2), tx, params, *batches[0], mode=dtrans.Async(dtrans.DelayCompensation()))
+    plan = plan_for(
+        free_endpoints(2), tx, params, *batches[0], mode=dtrans.Async(dtrans.DelayCompensation())
+    )
     _, ((got, _),) = run(role_threads, plan, params, [batches], None)
     want, state = params, tx.init(params)
     for batch in batches:
@@ -273,13 +333,17 @@ def test_compensation_that_cannot_be(fields: dict[str, Any], message: str) -> No
 
 def transpiled(**options: Any) -> dtrans.DistributeTranspiler:
     plan = plan_for(("127.0.0.1:1",), optax.sgd(0.1), mlp_params(), *mlp_batch(4))
-    t = dtrans.DistributeTranspiler(dtrans.DistributeTranspilerConfig(**{"sync_mode": False, **options}))
+    t = dtrans.DistributeTranspiler(
+        dtrans.DistributeTranspilerConfig(**{"sync_mode": False, **options})
+    )
     t.transpile(0, plan.main, trainers=1, startup_program=plan.startup)
     return t
 
 
 def test_a_synchronous_gradient_has_no_delay() -> None:
-    with pytest.raises(ConfigError, match="^dc_asgd_decay=0.9 is for enable_dc_asgd=True, which is False$"):
+    with pytest.raises(
+        ConfigError, match="^dc_asgd_decay=0.9 is for enable_dc_asgd=True, which is False$"
+    ):
         transpiled(dc_asgd_decay=0.9)
     with pytest.raises(AssertionError, match="^enable_dc_asgd=True is for sync_mode=False"):
         transpiled(enable_dc_asgd=True, sync_mode=True)
@@ -289,14 +353,26 @@ def test_a_synchronous_gradient_has_no_delay() -> None:
     "record, fields, message",
     [
         (dtrans.Sync, {"runtime_split": 1}, "runtime_split must be True or False, it is 1"),
-        (dtrans.Async, {"delay": 0.5}, "delay must be a dtrans.DelayCompensation or None, it is 0.5"),
-        (dtrans.Async, {"communicator": {}}, "communicator must be a dtrans.CommunicatorConfig, it is {}"),
+        (
+            dtrans.Async,
+            {"delay": 0.5},
+            "delay must be a dtrans.DelayCompensation or None, it is 0.5",
+        ),
+        (
+            dtrans.Async,
+            {"communicator": {}},
+            "communicator must be a dtrans.CommunicatorConfig, it is {}",
+        ),
         (
             dtrans.Async,
             {"delay": dtrans.DelayCompensation(), "communicator": dtrans.CommunicatorConfig()},
             "delay and communicator: .*; use dtrans.HalfAsync",
         ),
-        (dtrans.HalfAsync, {"communicator": None}, "communicator must be a dtrans.CommunicatorConfig, it is None"),
+        (
+            dtrans.HalfAsync,
+            {"communicator": None},
+            "communicator must be a dtrans.CommunicatorConfig, it is None",
+        ),
     ],
 )
 def test_modes_that_cannot_be(record: Any, fields: dict[str, Any], message: str) -> None:
@@ -309,7 +385,9 @@ def test_modes_that_cannot_be(record: Any, fields: dict[str, Any], message: str)
 
 def test_programs_have_no_barriers_and_one_gradient_for_each_block() -> None:
     params = mlp_params()
-    plan = plan_for(("127.0.0.1:1", "127.0.0.1:2"), optax.adam(0.1), params, *mlp_batch(4), trainers=3)
+    plan = plan_for(
+        ("127.0.0.1:1", "127.0.0.1:2"), optax.adam(0.1), params, *mlp_batch(4), trainers=3
+    )
     ops = [op.type for op in plan.trainer_program(2).ops if op.role == "rpc"]
     assert ops == ["send"] * 4 + ["recv"] * 4
     startup = [op.type for op in plan.trainer_startup_program(2).ops if op.role == "rpc"]
@@ -330,9 +408,16 @@ def test_what_takes_all_gradients_at_once_is_refused(name: str, servers: int) ->
         "apply_if_finite": optax.apply_if_finite(optax.sgd(0.1), 3),
     }[name]
     with pytest.raises(
-        ConfigError, match="^the optimizer reduces over rows of several .*: it is for synchronous updates"
+        ConfigError,
+        match="^the optimizer reduces over rows of several .*: it is for synchronous updates",
     ):
-        plan_for([f"127.0.0.1:{i + 1}" for i in range(servers)], tx, mlp_params(), *mlp_batch(4), trainers=2)
+        plan_for(
+            [f"127.0.0.1:{i + 1}" for i in range(servers)],
+            tx,
+            mlp_params(),
+            *mlp_batch(4),
+            trainers=2,
+        )
 
 
 @pytest.mark.parametrize("other", ["w.trainer_0_bak", "w.bak", "w@GRAD.mean_square", "w@GRAD"])
@@ -347,9 +432,13 @@ def test_leaves_that_are_called_as_copies_are_called(other: str) -> None:
 def test_what_else_is_refused() -> None:
     params, batch = mlp_params(), mlp_batch(4)
     plan = plan_for(("127.0.0.1:1",), optax.sgd(0.1), params, *batch)
-    with pytest.raises(ConfigError, match="^on_mesh takes the steps of all trainers at once.*on_cluster"):
+    with pytest.raises(
+        ConfigError, match="^on_mesh takes the steps of all trainers at once.*on_cluster"
+    ):
         plan.on_mesh()
-    with pytest.raises(ConfigError, match="^mode must be a dtrans.Sync or a dtrans.Async or .*, it is None$"):
+    with pytest.raises(
+        ConfigError, match="^mode must be a dtrans.Sync or a dtrans.Async or .*, it is None$"
+    ):
         dtrans.pserver(plan.main, plan.startup, mode=None)  # type: ignore[arg-type]
 
 
@@ -359,18 +448,28 @@ def test_what_else_is_refused() -> None:
 def small(trainers: int) -> tuple[PServerPlan, Any, Any]:
     params, batch = {"w": jnp.ones((4, 2))}, (jnp.ones((2, 4)),)
     loss = lambda p, x: jnp.mean(x @ p["w"])
-    return plan_for(free_endpoints(1), optax.sgd(0.5), params, *batch, trainers=trainers, loss=loss), params, batch
+    return (
+        plan_for(free_endpoints(1), optax.sgd(0.5), params, *batch, trainers=trainers, loss=loss),
+        params,
+        batch,
+    )
 
 
-def one_step_was_taken(role_threads: RoleThreads, plan: PServerPlan, params: Any, batch: Any) -> None:
+def one_step_was_taken(
+    role_threads: RoleThreads, plan: PServerPlan, params: Any, batch: Any
+) -> None:
     """Trainer 0 takes a step, and the server has made that one and no other."""
     role_threads.start("trainer 0", train, plan, 0, [batch], None, params)
     role_threads.end("trainer 0")
     gradient = jax.grad(lambda p: jnp.mean(batch[0] @ p["w"]))(params)["w"]
-    np.testing.assert_allclose(role_threads.end("server")["params/w"], params["w"] - 0.5 * gradient, rtol=1e-12)
+    np.testing.assert_allclose(
+        role_threads.end("server")["params/w"], params["w"] - 0.5 * gradient, rtol=1e-12
+    )
 
 
-def test_others_go_on_when_a_trainer_fails(role_threads: RoleThreads, caplog: pytest.LogCaptureFixture) -> None:
+def test_others_go_on_when_a_trainer_fails(
+    role_threads: RoleThreads, caplog: pytest.LogCaptureFixture
+) -> None:
     plan, params, batch = small(2)
     (endpoint,) = plan.servers
     role_threads.start("server", serve, plan, endpoint, params)
@@ -383,15 +482,24 @@ def test_others_go_on_when_a_trainer_fails(role_threads: RoleThreads, caplog: py
 
     role_threads.start("trainer 1", fails)
     assert isinstance(role_threads.end("trainer 1"), KeyError)
-    until(lambda: "goes on without a trainer: trainer 1 failed: KeyError: 'this is why'" in caplog.text, "a warning")
+    until(
+        lambda: (
+            "goes on without a trainer: trainer 1 failed: KeyError: 'this is why'" in caplog.text
+        ),
+        "a warning",
+    )
     role_threads.start("trainer 0", train, plan, 0, [batch] * 3, None, params)
     got, _ = role_threads.end("trainer 0")
     gradient = jax.grad(lambda p: jnp.mean(batch[0] @ p["w"]))(params)["w"]
-    np.testing.assert_allclose(role_threads.end("server")["params/w"], params["w"] - 0.5 * 4 * gradient, rtol=1e-12)
+    np.testing.assert_allclose(
+        role_threads.end("server")["params/w"], params["w"] - 0.5 * 4 * gradient, rtol=1e-12
+    )
     np.testing.assert_allclose(got["w"], params["w"] - 0.5 * 4 * gradient, rtol=1e-12)
 
 
-def test_a_server_that_is_left_by_failures_only_ends_with_the_last(role_threads: RoleThreads) -> None:
+def test_a_server_that_is_left_by_failures_only_ends_with_the_last(
+    role_threads: RoleThreads,
+) -> None:
     plan, params, _ = small(1)
     (endpoint,) = plan.servers
     role_threads.start("server", serve, plan, endpoint, params)
@@ -403,33 +511,48 @@ def test_a_server_that_is_left_by_failures_only_ends_with_the_last(role_threads:
 
     role_threads.start("trainer 0", fails)
     error = role_threads.end("server")
-    assert isinstance(error, PeerError) and str(error) == "trainer 0 failed: KeyError: 'this is why'"
+    assert (
+        isinstance(error, PeerError) and str(error) == "trainer 0 failed: KeyError: 'this is why'"
+    )
 
 
-def test_a_trainer_that_is_gone_is_left_behind(role_threads: RoleThreads, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_trainer_that_is_gone_is_left_behind(
+    role_threads: RoleThreads, caplog: pytest.LogCaptureFixture
+) -> None:
     plan, params, batch = small(2)
     (endpoint,) = plan.servers
     role_threads.start("server", serve, plan, endpoint, params)
     with Peer(endpoint) as peer:
         peer.hello(1, 2)
         assert peer.hear().op == "welcome"
-        peer.tell("send", np.ones((2, 2)).tobytes(), step=0, pieces=[[["params/w@GRAD", 0, 32]]])  # half of a gradient
+        peer.tell(
+            "send", np.ones((2, 2)).tobytes(), step=0, pieces=[[["params/w@GRAD", 0, 32]]]
+        )  # half of a gradient
     until(lambda: "the connection of trainer 1 to" in caplog.text, "a warning")
     role_threads.start("trainer 0", train, plan, 0, [batch], None, params)
     role_threads.end("trainer 0")
     gradient = jax.grad(lambda p: jnp.mean(batch[0] @ p["w"]))(params)["w"]
-    np.testing.assert_allclose(role_threads.end("server")["params/w"], params["w"] - 0.5 * gradient, rtol=1e-12)
+    np.testing.assert_allclose(
+        role_threads.end("server")["params/w"], params["w"] - 0.5 * gradient, rtol=1e-12
+    )
 
 
 def test_roles_of_two_modes_are_told_so(role_threads: RoleThreads) -> None:
     plan, params, batch = small(1)
     sync = dtrans.pserver(
-        plan.main, plan.startup, pservers=[*plan.servers], placement=dtrans.BlockPlacement(min_block_size=1)
+        plan.main,
+        plan.startup,
+        pservers=[*plan.servers],
+        placement=dtrans.BlockPlacement(min_block_size=1),
     )
     (endpoint,) = plan.servers
     role_threads.start("server", serve, plan, endpoint, params)
     role_threads.start("trainer 0", train, sync, 0, [batch], None, params)
-    message = f"trainer 0 is synchronous, pserver {endpoint} asynchronous: every role must plan the same mode"
+    message = (
+        f"trainer 0 is synchronous, pserver {endpoint} asynchronous: every role must plan "
+        "the "
+        "same mode"
+    )
     assert message in str(role_threads.end("trainer 0"))
     role_threads.start("again", train, plan, 0, [batch], None, params)
     role_threads.end("again")

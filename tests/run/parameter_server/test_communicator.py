@@ -1,5 +1,6 @@
-"""Trainers whose gradients and parameters travel beside their steps. Where a step waits for that, it is sequential
-training; where it does not, the servers end with what their updates make of all gradients, each used once."""
+"""Trainers whose gradients and parameters travel beside their steps. Where a step waits for that,
+it is sequential training; where it does not, the servers end with what their updates make of all
+gradients, each used once."""
 
 from __future__ import annotations
 
@@ -15,7 +16,17 @@ import numpy as np
 import optax
 import pytest
 from helpers import communication, init_of, mlp_batch, mlp_loss, mlp_params, plain_step, tree_close
-from role_threads import HANG, FakeServer, Peer, RoleThreads, check_state, free_endpoints, joined, serve, until
+from role_threads import (
+    HANG,
+    FakeServer,
+    Peer,
+    RoleThreads,
+    check_state,
+    free_endpoints,
+    joined,
+    serve,
+    until,
+)
 
 import dtrans
 from dtrans.errors import ConfigError, DeadlineError, PeerError
@@ -46,7 +57,9 @@ def plan_for(servers: int, trainers: int, tx: Any, *, params: Any = None, loss: 
     params = mlp_params(dtype=jnp.float64) if params is None else params
     batch = mlp_batch(rows, dtype=jnp.float64)
     return flat_options.pserver(
-        dtrans.trace(dtrans.make_train_step(loss, tx), params, jax.eval_shape(tx.init, params), *batch),
+        dtrans.trace(
+            dtrans.make_train_step(loss, tx), params, jax.eval_shape(tx.init, params), *batch
+        ),
         dtrans.trace(init_of(tx), params),
         pservers=free_endpoints(servers),
         trainers=trainers,
@@ -54,7 +67,9 @@ def plan_for(servers: int, trainers: int, tx: Any, *, params: Any = None, loss: 
     )
 
 
-def train(plan: PServerPlan, k: int, batches: Sequence[Any], *args: Any, **options: Any) -> tuple[Any, list[Any]]:
+def train(
+    plan: PServerPlan, k: int, batches: Sequence[Any], *args: Any, **options: Any
+) -> tuple[Any, list[Any]]:
     """One trainer on its own batches; its last parameters, and those of each step."""
     with dtrans.Executor(**{"deadline": HANG, **options}) as exe:
         params = exe.run(plan.trainer_startup_program(k), *args)
@@ -65,8 +80,11 @@ def train(plan: PServerPlan, k: int, batches: Sequence[Any], *args: Any, **optio
         return params, went_in
 
 
-def run(role_threads: RoleThreads, plan: PServerPlan, params: Any, batches: Sequence[Any]) -> tuple[Any, Any]:
-    """The states that servers end with, and what each trainer returned; trainer k has `batches[k]`."""
+def run(
+    role_threads: RoleThreads, plan: PServerPlan, params: Any, batches: Sequence[Any]
+) -> tuple[Any, Any]:
+    """The states that servers end with, and what each trainer returned; trainer k has
+    `batches[k]`."""
     for ep in plan.servers:
         role_threads.start(ep, serve, plan, ep, params)
     for k in range(plan.trainers):
@@ -75,7 +93,9 @@ def run(role_threads: RoleThreads, plan: PServerPlan, params: Any, batches: Sequ
     return [ended[ep] for ep in plan.servers], [ended[f"trainer {k}"] for k in range(plan.trainers)]
 
 
-def sequential(tx: Any, params: Any, batches: Sequence[Any], loss: Any = mlp_loss) -> tuple[Any, Any]:
+def sequential(
+    tx: Any, params: Any, batches: Sequence[Any], loss: Any = mlp_loss
+) -> tuple[Any, Any]:
     step, state = jax.jit(plain_step(loss, tx)), tx.init(params)
     for batch in batches:
         params, state, _ = step(params, state, *batch)
@@ -94,11 +114,14 @@ ADAM = optax.adam(optax.cosine_decay_schedule(1e-2, 20))
 def test_one_trainer_that_waits_is_sequential_training(
     role_threads: RoleThreads, servers: int, delay: dtrans.DelayCompensation | None
 ) -> None:
-    """Leaves that are cut, have one row, or none; nothing is older than it should be, so nothing is compensated."""
+    """Leaves that are cut, have one row, or none; nothing is older than it should be, so nothing is
+    compensated."""
     params = {**mlp_params(dtype=jnp.float64), "scale": jnp.ones(()), "row": jnp.ones((1, 3))}
 
     def loss(p: Any, x: Any, y: Any) -> Any:
-        return mlp_loss({n: p[n] for n in ("b1", "b2", "w1", "w2")}, x, y) * p["scale"] + jnp.sum(p["row"] ** 2)
+        return mlp_loss({n: p[n] for n in ("b1", "b2", "w1", "w2")}, x, y) * p["scale"] + jnp.sum(
+            p["row"] ** 2
+        )
 
     batches = batches_of(5)
     plan = plan_for(servers, 1, ADAM, params=params, loss=loss, mode=dtrans.HalfAsync(delay))
@@ -110,13 +133,17 @@ def test_one_trainer_that_waits_is_sequential_training(
 
 @pytest.mark.parametrize("half_async", [True, False])
 def test_completely_not_async_is_synchronous(role_threads: RoleThreads, half_async: bool) -> None:
-    """Three trainers, on servers of which one has nothing; a clip by the norm of all gradients needs all servers."""
+    """Three trainers, on servers of which one has nothing; a clip by the norm of all gradients
+    needs all servers."""
     tx = optax.chain(optax.clip_by_global_norm(0.1), ADAM)
     params = {"w": jnp.ones((5, 3)) * 0.1}
     loss = lambda p, x, y: jnp.mean((x @ p["w"] - y) ** 2)
     whole = batches_of(4)
     config = dtrans.DistributeTranspilerConfig(
-        sync_mode=False, runtime_split_send_recv=True, completely_not_async=True, half_async=half_async
+        sync_mode=False,
+        runtime_split_send_recv=True,
+        completely_not_async=True,
+        half_async=half_async,
     )
     mode = config.when_updated(False)
     assert mode == dtrans.Sync(runtime_split=True)
@@ -148,8 +175,11 @@ def test_completely_not_async_cuts_as_it_runs(role_threads: RoleThreads) -> None
 
 @pytest.mark.parametrize("trainers", [1, 3])
 @pytest.mark.parametrize("independent", [True, False])
-def test_every_gradient_is_used_once(role_threads: RoleThreads, trainers: int, independent: bool) -> None:
-    """However they were merged: plain SGD is a sum of gradients, each at the parameters that its step had."""
+def test_every_gradient_is_used_once(
+    role_threads: RoleThreads, trainers: int, independent: bool
+) -> None:
+    """However they were merged: plain SGD is a sum of gradients, each at the parameters that its
+    step had."""
     tx, params = optax.sgd(0.05), mlp_params(dtype=jnp.float64)
     config = dtrans.CommunicatorConfig(max_merge_var_num=3, independent_recv_thread=independent)
     plan = plan_for(2, trainers, tx, mode=dtrans.Async(communicator=config))
@@ -163,7 +193,8 @@ def test_every_gradient_is_used_once(role_threads: RoleThreads, trainers: int, i
 
 
 class Gate:
-    """Servers that do not answer a trainer that asks for parameters, but for the initial ones, until it is opened."""
+    """Servers that do not answer a trainer that asks for parameters, but for the initial ones,
+    until it is opened."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened = threading.Event()
@@ -184,9 +215,12 @@ class Gate:
         monkeypatch.setattr(AsyncServer, "recv", recv)
         monkeypatch.setattr(AsyncServer, "send", send)
 
-    def stalled(self, role_threads: RoleThreads, plan: PServerPlan, params: Any, batches: Sequence[Any]) -> Any:
-        """The state of the one server, after steps that were all made with the initial parameters while it did not
-        answer; the first by itself, since it was asked for an answer after that."""
+    def stalled(
+        self, role_threads: RoleThreads, plan: PServerPlan, params: Any, batches: Sequence[Any]
+    ) -> Any:
+        """The state of the one server, after steps that were all made with the initial parameters
+        while it did not answer; the first by itself, since it was asked for an answer after
+        that."""
         (ep,) = plan.servers
         role_threads.start(ep, serve, plan, ep, params)
 
@@ -206,12 +240,16 @@ class Gate:
     (optax.sgd(optax.piecewise_constant_schedule(0.1, {4: 0.1})), "sum"),
     (optax.sgd(0.1, momentum=0.9), "mean"),
 ], ids=["sgd", "momentum"])  # fmt: skip
-def test_what_waits_is_merged(role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch, tx: Any, merge: str) -> None:
-    """While an answer is on its way one more group is sent; what is put meanwhile goes together, five steps at most.
-    Counts are of steps, so that the schedule is where it should be."""
+def test_what_waits_is_merged(
+    role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch, tx: Any, merge: str
+) -> None:
+    """While an answer is on its way one more group is sent; what is put meanwhile goes together,
+    five steps at most. Counts are of steps, so that the schedule is where it should be."""
     gate = Gate(monkeypatch)
     params, batches = mlp_params(dtype=jnp.float64), batches_of(10)
-    plan = plan_for(1, 1, tx, mode=dtrans.Async(communicator=dtrans.CommunicatorConfig(max_merge_var_num=5)))
+    plan = plan_for(
+        1, 1, tx, mode=dtrans.Async(communicator=dtrans.CommunicatorConfig(max_merge_var_num=5))
+    )
     ended = gate.stalled(role_threads, plan, params, batches)
     assert sum(gate.sent) == 10
     groups = gate.sent
@@ -231,10 +269,17 @@ def test_what_waits_is_merged(role_threads: RoleThreads, monkeypatch: pytest.Mon
     check_state(plan, [ended], want, state)
 
 
-def test_a_full_queue_is_waited_for(role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_queue_is_waited_for(
+    role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gate = Gate(monkeypatch)
     params, batches = mlp_params(dtype=jnp.float64), batches_of(9)
-    plan = plan_for(1, 1, optax.sgd(0.1), mode=dtrans.Async(communicator=dtrans.CommunicatorConfig(send_queue_size=2)))
+    plan = plan_for(
+        1,
+        1,
+        optax.sgd(0.1),
+        mode=dtrans.Async(communicator=dtrans.CommunicatorConfig(send_queue_size=2)),
+    )
     (ep,) = plan.servers
     lengths = []
     put = Communicator.put
@@ -296,7 +341,9 @@ def test_a_server_that_ends_is_named_by_the_next_step(
     assert isinstance(role_threads.end(ep), RuntimeError)
 
 
-def test_a_server_that_does_not_answer_is_named(role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_does_not_answer_is_named(
+    role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gate = Gate(monkeypatch)
     params = mlp_params(dtype=jnp.float64)
     plan = plan_for(1, 1, ADAM, mode=dtrans.HalfAsync())
@@ -333,7 +380,9 @@ def test_a_trainer_that_fails_ends_only_itself(role_threads: RoleThreads) -> Non
         (True, "a `send` message without a proper steps"),
     ],
 )
-def test_a_number_of_steps_that_cannot_be_is_refused(role_threads: RoleThreads, steps: Any, told: str) -> None:
+def test_a_number_of_steps_that_cannot_be_is_refused(
+    role_threads: RoleThreads, steps: Any, told: str
+) -> None:
     params = {"b": jnp.zeros(())}
     plan = plan_for(1, 1, optax.sgd(0.1), params=params, loss=lambda p, x, y: p["b"] * jnp.mean(x))
     (ep,) = plan.servers
@@ -354,7 +403,8 @@ def test_a_number_of_steps_that_cannot_be_is_refused(role_threads: RoleThreads, 
     ({"max_merge_var_num": 0}, "max_merge_var_num must be a positive number, it is 0"),
     ({"max_merge_var_num": 2000}, "max_merge_var_num must be 1000 or less, it is 2000"),
     ({"send_queue_size": True}, "send_queue_size must be a positive number, it is True"),
-    ({"min_send_grad_num_before_recv": "1"}, "min_send_grad_num_before_recv must be a positive number, it is '1'"),
+    ({"min_send_grad_num_before_recv": "1"}, "min_send_grad_num_before_recv must be a positive "
+"number, it is '1'"),
     ({"independent_recv_thread": 1}, "independent_recv_thread must be True or False, it is 1"),
     ({"merge": "max"}, "merge must be 'auto', 'sum' or 'mean', it is 'max'"),
 ])  # fmt: skip
@@ -365,7 +415,9 @@ def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
 
 
 def test_the_mesh_has_none() -> None:
-    with pytest.raises(ConfigError, match="^on_mesh splits no leaves at run time; leave out runtime_split"):
+    with pytest.raises(
+        ConfigError, match="^on_mesh splits no leaves at run time; leave out runtime_split"
+    ):
         plan_for(1, 1, ADAM, mode=dtrans.Sync(runtime_split=True)).on_mesh()
 
 
@@ -378,7 +430,8 @@ def test_the_mesh_has_none() -> None:
     ids=["async", "half", "not async"],
 )
 def test_leaves_are_sent_and_received_whole(mode: Any, barrier: bool) -> None:
-    """As Paddle's: nothing is split or concatenated, and only the startup program has a `fetch_barrier`."""
+    """As Paddle's: nothing is split or concatenated, and only the startup program has a
+    `fetch_barrier`."""
     plan = plan_for(2, 2, ADAM, mode=mode)
     assert communication(plan.trainer) == ["send"] * 4 + ["send_barrier"] * barrier + ["recv"] * 4
     assert communication(plan.trainer_startup) == ["recv"] * 4 + ["fetch_barrier"] + ["concat"] * 4
@@ -394,7 +447,8 @@ def test_leaves_are_sent_and_received_whole(mode: Any, barrier: bool) -> None:
 
 
 def as_written(change: Any) -> Any:
-    """A step that makes new parameters by a function of (old, gradient), and not by an update that is added."""
+    """A step that makes new parameters by a function of (old, gradient), and not by an update that
+    is added."""
 
     def step(params: Any, opt_state: Any, x: Any, y: Any) -> Any:
         value, grads = dtrans.value_and_grad(mlp_loss)(params, x, y)
@@ -406,10 +460,14 @@ def as_written(change: Any) -> Any:
 MERGING = {
     "sgd": (optax.sgd(0.1), "sum"),
     "scheduled": (optax.sgd(optax.cosine_decay_schedule(0.1, 10)), "sum"),
-    "masked": (optax.masked(optax.sgd(0.1), {"b1": True, "b2": False, "w1": True, "w2": True}), "sum"),
+    "masked": (
+        optax.masked(optax.sgd(0.1), {"b1": True, "b2": False, "w1": True, "w2": True}),
+        "sum",
+    ),
     "frozen": (
         optax.multi_transform(
-            {"a": optax.sgd(0.1), "b": optax.set_to_zero()}, {"b1": "a", "b2": "b", "w1": "a", "w2": "a"}
+            {"a": optax.sgd(0.1), "b": optax.set_to_zero()},
+            {"b1": "a", "b2": "b", "w1": "a", "w2": "a"},
         ),
         "sum",
     ),
@@ -431,11 +489,20 @@ MERGING = {
     "written: no parameter": (lambda w, g: 0 - 0.1 * g, "mean"),
     "written: rounded": (lambda w, g: w - 0.1 * g.astype(jnp.int32).astype(w.dtype), "mean"),
     "written: an offset": (lambda w, g: w - 0.1 * (g + 1), "mean"),
-    "written: a mask": (lambda w, g: w - jnp.where(np.arange(w.shape[-1]) > 0, 0.1 * g, 0.0), "sum"),
-    "written: a mask of ones": (lambda w, g: w - jnp.where(np.arange(w.shape[-1]) > 0, 0.1 * g, 1.0), "mean"),
+    "written: a mask": (
+        lambda w, g: w - jnp.where(np.arange(w.shape[-1]) > 0, 0.1 * g, 0.0),
+        "sum",
+    ),
+    "written: a mask of ones": (
+        lambda w, g: w - jnp.where(np.arange(w.shape[-1]) > 0, 0.1 * g, 1.0),
+        "mean",
+    ),
     "written: rows added up": (lambda w, g: w - 0.1 * jnp.cumsum(g, 0), "sum"),
     "written: joined": (lambda w, g: w - 0.1 * jnp.concatenate([g[:1] * 2, g[1:]]), "sum"),
-    "written: with zeros": (lambda w, g: w - 0.1 * jnp.concatenate([g[:1], jnp.zeros_like(g[1:])]), "sum"),
+    "written: with zeros": (
+        lambda w, g: w - 0.1 * jnp.concatenate([g[:1], jnp.zeros_like(g[1:])]),
+        "sum",
+    ),
     "written: the other way": (lambda w, g: 0.1 * g - w, "mean"),
 }
 
@@ -462,10 +529,15 @@ def test_a_parameter_that_changes_without_a_gradient_is_not_merged() -> None:
         new = jax.tree.map(lambda w, g: w - 0.1 * g, net, grads)
         return {**new, "n": params["n"] + 1}, opt_state, value
 
-    assert merging(cut(dtrans.trace(step, params, jnp.zeros(()), *mlp_batch(6, dtype=jnp.float64)))) == "none"
+    assert (
+        merging(cut(dtrans.trace(step, params, jnp.zeros(()), *mlp_batch(6, dtype=jnp.float64))))
+        == "none"
+    )
 
 
-def test_what_is_not_to_be_merged_goes_one_by_one(role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_to_be_merged_goes_one_by_one(
+    role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Accumulation over three steps: every third gradient makes an update, whatever waits."""
     gate = Gate(monkeypatch)
     tx = optax.MultiSteps(optax.sgd(0.1), 3)
@@ -480,15 +552,22 @@ def test_what_is_not_to_be_merged_goes_one_by_one(role_threads: RoleThreads, mon
     check_state(plan, [ended], want, state)
 
 
-def test_of_averaged_state_the_newest_is_sent(role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients of steps that wait are added up; running statistics are not, and change nothing of that."""
+def test_of_averaged_state_the_newest_is_sent(
+    role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients of steps that wait are added up; running statistics are not, and change nothing of
+    that."""
     gate = Gate(monkeypatch)
     params = {"w": jnp.ones((5, 3)), "seen": jnp.zeros(3)}
     loss = lambda w, x, y: jnp.mean((x @ w - y) ** 2)
 
     def step(params: Any, opt_state: Any, x: Any, y: Any) -> Any:
         value, g = dtrans.value_and_grad(loss)(params["w"], x, y)
-        return {"w": params["w"] - 0.1 * g, "seen": 0.5 * params["seen"] + 0.5 * y.mean(0)}, opt_state, value
+        return (
+            {"w": params["w"] - 0.1 * g, "seen": 0.5 * params["seen"] + 0.5 * y.mean(0)},
+            opt_state,
+            value,
+        )
 
     init = lambda p: (p, jnp.zeros(()))
     batches = batches_of(6)
@@ -544,9 +623,13 @@ def test_leaves_are_merged_with_themselves_whatever_their_order(
     params, tx = {"a": jnp.zeros((3, 2)), "b": jnp.zeros((3, 2))}, optax.sgd(1.0)
     batches = [jnp.ones((2, 3)), jnp.ones((4, 3))]
     main = dtrans.trace(dtrans.make_train_step(loss, tx), params, tx.init(params), batches[0])
-    plan = dtrans.pserver(main, dtrans.trace(init_of(tx), params), pservers=free_endpoints(1), mode=BESIDE)
+    plan = dtrans.pserver(
+        main, dtrans.trace(init_of(tx), params), pservers=free_endpoints(1), mode=BESIDE
+    )
     order = lambda p: [op.inputs[0] for op in p.ops if op.type == "send"]
-    assert order(plan.trainer) == order(plan.trainer.specialize(params, batches[1]))[::-1], "else this shows nothing"
+    assert order(plan.trainer) == order(plan.trainer.specialize(params, batches[1]))[::-1], (
+        "else this shows nothing"
+    )
     ended = gate.stalled(role_threads, plan, params, [(batches[i % 2],) for i in range(6)])
     assert max(gate.sent) > 1
     np.testing.assert_allclose(ended["params/a"], -(3 * 2.0 + 3 * 4))
@@ -570,7 +653,9 @@ def test_only_what_is_computed_is_put_into_the_queue(
     loss = lambda p, x, y: mlp_loss(p, x, y)
     tx, batch = optax.sgd(0.01), mlp_batch(256, sizes, jnp.float64)
     main = dtrans.trace(dtrans.make_train_step(loss, tx), params, tx.init(params), *batch)
-    plan = dtrans.pserver(main, dtrans.trace(init_of(tx), params), pservers=free_endpoints(1), mode=BESIDE)
+    plan = dtrans.pserver(
+        main, dtrans.trace(init_of(tx), params), pservers=free_endpoints(1), mode=BESIDE
+    )
     (ep,) = plan.servers
     role_threads.start(ep, serve, plan, ep, params)
     train(plan, 0, [batch] * 3, params)
@@ -578,7 +663,9 @@ def test_only_what_is_computed_is_put_into_the_queue(
     assert ready == [True] * 18
 
 
-def test_a_step_gives_arrays_of_its_own(role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_gives_arrays_of_its_own(
+    role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A user may donate what one step returned, though nothing new has come before the next."""
     gate = Gate(monkeypatch)
     params, batches = mlp_params(dtype=jnp.float64), batches_of(4)
@@ -595,17 +682,23 @@ def test_a_step_gives_arrays_of_its_own(role_threads: RoleThreads, monkeypatch: 
     role_threads.all()
 
 
-def test_the_leaves_of_a_step_are_of_one_answer(role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However answers come between the `recv` of one leaf and that of another: each counts its own updates."""
+def test_the_leaves_of_a_step_are_of_one_answer(
+    role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However answers come between the `recv` of one leaf and that of another: each counts its own
+    updates."""
     params = {f"w{i}": jnp.zeros(()) for i in range(20)}
     tx = optax.sgd(1.0)
     loss = lambda p, x: -sum(p.values()) * jnp.mean(x)
     main = dtrans.trace(dtrans.make_train_step(loss, tx), params, tx.init(params), jnp.ones(3))
-    plan = dtrans.pserver(main, dtrans.trace(init_of(tx), params), pservers=free_endpoints(1), mode=BESIDE)
+    plan = dtrans.pserver(
+        main, dtrans.trace(init_of(tx), params), pservers=free_endpoints(1), mode=BESIDE
+    )
     newest = Communicator.newest
 
     def after_the_next(self: Communicator) -> Any:
-        """What is newest when everything put has come back: another version than a step's first leaf could have."""
+        """What is newest when everything put has come back: another version than a step's first
+        leaf could have."""
         found = newest(self)
         self.barrier()
         return found
@@ -644,8 +737,11 @@ def test_whatever_ends_a_communicator_ends_the_connections(
     assert str(ended) == "trainer 0 failed: KeyboardInterrupt: "
 
 
-def test_an_answer_that_is_here_is_not_late(role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread was away, merging and sending, for longer than the deadline; meanwhile the answer came."""
+def test_an_answer_that_is_here_is_not_late(
+    role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread was away, merging and sending, for longer than the deadline; meanwhile the answer
+    came."""
     from dtrans.run.parameter_server import communicator as module
 
     params, batches = mlp_params(dtype=jnp.float64), batches_of(4)
@@ -680,9 +776,12 @@ def test_an_answer_that_is_here_is_not_late(role_threads: RoleThreads, monkeypat
 def test_a_server_that_ends_behind_its_answer_is_found(
     monkeypatch: pytest.MonkeyPatch, role_threads: RoleThreads
 ) -> None:
-    """Its end and its last answer are both there when the thread looks; the end is told of once only."""
+    """Its end and its last answer are both there when the thread looks; the end is told of once
+    only."""
     params = {"w": jnp.ones((4, 2))}
-    plan = plan_for(1, 1, optax.sgd(0.1), params=params, loss=lambda p, x, y: jnp.mean((x[:, :4] @ p["w"]) ** 2))
+    plan = plan_for(
+        1, 1, optax.sgd(0.1), params=params, loss=lambda p, x, y: jnp.mean((x[:, :4] @ p["w"]) ** 2)
+    )
     (ep,) = plan.servers
     away, last, dead = threading.Event(), threading.Event(), threading.Event()
     hear = Communicator._hear
@@ -730,6 +829,7 @@ def test_what_is_under_way_is_bounded_by_the_queue() -> None:
     with pytest.raises(ConfigError) as caught:
         dtrans.CommunicatorConfig(min_send_grad_num_before_recv=21)
     assert str(caught.value) == (
-        "min_send_grad_num_before_recv=21 must not be more than send_queue_size=20: an answer is what tells that "
+        "min_send_grad_num_before_recv=21 must not be more than send_queue_size=20: an answer is "
+        "what tells that "
         "gradients have arrived"
     )

@@ -1,4 +1,5 @@
-"""Jobs of parameter servers whose connections are encrypted: the numbers of one device, and who is told why not."""
+"""Jobs of parameter servers whose connections are encrypted: the numbers of one device, and who is
+told why not."""
 
 from __future__ import annotations
 
@@ -59,7 +60,9 @@ def test_an_encrypted_job_equals_one_device(
                 seen.extend(answer.server is not None for answer in observer.ask())
 
     for k in range(2):
-        role_threads.start(f"trainer {k}", train, plan, k, batches, params, before=None if k else observe)
+        role_threads.start(
+            f"trainer {k}", train, plan, k, batches, params, before=None if k else observe
+        )
     ended = role_threads.all()
     want, *_ = plain_run(plain_step(mlp_loss, TX), params, TX.init(params), batches)
     for k in range(2):
@@ -73,10 +76,14 @@ def answers(endpoint: str) -> bool:
     return False
 
 
-def test_a_gradient_cannot_be_read_on_the_way(role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gradient_cannot_be_read_on_the_way(
+    role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With a password it can: its name is seen."""
     monkeypatch.setenv("DTRANS_TOKEN", new_token())
-    monkeypatch.setattr(client.Connection, "_move", lambda self, address: None)  # to the Unix socket
+    monkeypatch.setattr(
+        client.Connection, "_move", lambda self, address: None
+    )  # to the Unix socket
     for encryption, readable in (("required", False), ("disabled", True)):
         (ep,), params = free_endpoints(1), params_of()
         tap = Tap(ep)
@@ -126,7 +133,9 @@ def test_roles_with_other_settings_are_told_both(
     assert not isinstance(role_threads.end("right"), BaseException)
 
 
-def test_who_has_another_token_is_told_so_at_once(role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_has_another_token_is_told_so_at_once(
+    role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("DTRANS_TRANSPORT_ENCRYPTION", "required")
     monkeypatch.setenv("DTRANS_TOKEN", its := new_token())
     (ep,), params = free_endpoints(1), params_of()
@@ -142,17 +151,29 @@ def test_who_has_another_token_is_told_so_at_once(role_threads: RoleThreads, mon
 
     ended: list[object] = []
     assert not isinstance(role_threads.end("right"), BaseException)
-    assert str(ended[0]).startswith(f"pserver {ep} does not let trainer 0 in: the two have not the same DTRANS_TOKEN")
+    assert str(ended[0]).startswith(
+        f"pserver {ep} does not let trainer 0 in: the two have not the same DTRANS_TOKEN"
+    )
     assert isinstance(role_threads.end(ep), dict)
 
 
-def test_encryption_needs_a_secret(role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_encryption_needs_a_secret(
+    role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("DTRANS_TOKEN", raising=False)
     (ep,), params = free_endpoints(1), params_of()
     plan = plan_for((ep,), 1)
-    with pytest.raises(ConfigError, match=f"^this pserver is at {ep}, and transport_encryption='required' enc"):
+    with pytest.raises(
+        ConfigError, match=f"^this pserver is at {ep}, and transport_encryption='required' enc"
+    ):
         serve(plan, ep, params, transport_encryption="required")
-    with pytest.raises(ConfigError, match=f"^trainer 0 connects to {ep}, and transport_encryption='required' encrypts"):
+    with pytest.raises(
+        ConfigError,
+        match=f"^trainer 0 connects to {ep}, and transport_encryption='required' encrypts",
+    ):
         train(plan, 0, [], params, transport_encryption="required")
-    with pytest.raises(ConfigError, match="^trainer 0 connects to 192.0.2.1:1, which is not on loopback; that needs"):
+    with pytest.raises(
+        ConfigError,
+        match="^trainer 0 connects to 192.0.2.1:1, which is not on loopback; that needs",
+    ):
         train(plan_for(("192.0.2.1:1",), 1), 0, [], params)

@@ -1,5 +1,6 @@
-"""Trainers and parameter servers as processes: the numbers of one device, and an answer to everything that goes
-wrong. Roles are threads with an executor each, which shares nothing; a few tests start real processes."""
+"""Trainers and parameter servers as processes: the numbers of one device, and an answer to
+everything that goes wrong. Roles are threads with an executor each, which shares nothing; a few
+tests start real processes."""
 
 from __future__ import annotations
 
@@ -71,7 +72,9 @@ def plan_for(
     params = mlp_params() if params is None else params
     batch = batch or mlp_batch(8)
     return flat_options.pserver(
-        dtrans.trace(dtrans.make_train_step(loss, tx), params, jax.eval_shape(tx.init, params), *batch),
+        dtrans.trace(
+            dtrans.make_train_step(loss, tx), params, jax.eval_shape(tx.init, params), *batch
+        ),
         dtrans.trace(init_of(tx), params),
         pservers=pservers,
         trainers=trainers,
@@ -101,7 +104,8 @@ def job_equals_one_device(
     steps: int = 3,
     **options: Any,
 ) -> list[dict[str, Any]]:
-    """Run a job; parameters, losses and the servers' final states must be those of one device. The states."""
+    """Run a job; parameters, losses and the servers' final states must be those of one device. The
+    states."""
     pservers = free_endpoints(servers)
     params = options.pop("params", None) or mlp_params(dtype=dtype)
     loss = options.pop("loss", mlp_loss)
@@ -112,7 +116,9 @@ def job_equals_one_device(
     for k in range(trainers):
         role_threads.start(f"trainer {k}", train, plan, k, batches, params, **options)
     ended = role_threads.all()
-    want, want_state, want_losses = plain_run(plain_step(loss, tx), params, tx.init(params), batches)
+    want, want_state, want_losses = plain_run(
+        plain_step(loss, tx), params, tx.init(params), batches
+    )
     losses = []
     for k in range(trainers):
         got, mine = ended[f"trainer {k}"]
@@ -140,21 +146,35 @@ def job_equals_one_device(
         pytest.param(optax.sgd(optax.cosine_decay_schedule(0.1, 5)), id="sgd-schedule"),
     ],
 )
-def test_two_trainers_and_two_pservers_equal_one_device_in_float64(role_threads: RoleThreads, tx: Any) -> None:
+def test_two_trainers_and_two_pservers_equal_one_device_in_float64(
+    role_threads: RoleThreads, tx: Any
+) -> None:
     with jax.enable_x64(True):
-        job_equals_one_device(role_threads, trainers=2, servers=2, tx=tx, dtype=jnp.float64, rtol=1e-12)
+        job_equals_one_device(
+            role_threads, trainers=2, servers=2, tx=tx, dtype=jnp.float64, rtol=1e-12
+        )
 
 
 @pytest.mark.parametrize("trainers, servers", [(2, 2), (1, 1), (1, 2), (3, 1)])
-def test_a_job_equals_one_device_in_float32(role_threads: RoleThreads, trainers: int, servers: int) -> None:
+def test_a_job_equals_one_device_in_float32(
+    role_threads: RoleThreads, trainers: int, servers: int
+) -> None:
     job_equals_one_device(
-        role_threads, trainers=trainers, servers=servers, tx=optax.sgd(0.1, momentum=0.9), dtype=jnp.float32, rtol=1e-6
+        role_threads,
+        trainers=trainers,
+        servers=servers,
+        tx=optax.sgd(0.1, momentum=0.9),
+        dtype=jnp.float32,
+        rtol=1e-6,
     )
 
 
 def test_a_server_without_blocks_serves_and_ends_cleanly(role_threads: RoleThreads) -> None:
     with jax.enable_x64(True):
-        params = {"s": jnp.float64(2.0), "w": jnp.arange(1.0, 4.0)[None]}  # two leaves that cannot be cut
+        params = {
+            "s": jnp.float64(2.0),
+            "w": jnp.arange(1.0, 4.0)[None],
+        }  # two leaves that cannot be cut
         loss = lambda params, x, y: jnp.mean((params["s"] * x[:, :3] * params["w"] - y) ** 2)
         states = job_equals_one_device(
             role_threads,
@@ -188,7 +208,15 @@ def test_odd_leaves_equal_one_device(role_threads: RoleThreads) -> None:
 
         tx = optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.125))
         job_equals_one_device(
-            role_threads, trainers=2, servers=2, tx=tx, dtype=jnp.float64, rtol=1e-12, params=params, loss=loss, steps=2
+            role_threads,
+            trainers=2,
+            servers=2,
+            tx=tx,
+            dtype=jnp.float64,
+            rtol=1e-12,
+            params=params,
+            loss=loss,
+            steps=2,
         )
 
 
@@ -199,7 +227,9 @@ def test_another_batch_size_in_a_later_step_is_traced_again(role_threads: RoleTh
     role_threads.start("server", serve, plan, ep, params)
     for k in range(2):
         role_threads.start(f"trainer {k}", train, plan, k, batches, params)
-    want, _, _ = plain_run(plain_step(mlp_loss, optax.adam(1e-2)), params, optax.adam(1e-2).init(params), batches)
+    want, _, _ = plain_run(
+        plain_step(mlp_loss, optax.adam(1e-2)), params, optax.adam(1e-2).init(params), batches
+    )
     tree_close(role_threads.all()["trainer 1"][0], want, 1e-6)
 
 
@@ -297,7 +327,9 @@ def test_an_executor_whose_step_was_interrupted_says_so(role_threads: RoleThread
     with dtrans.Executor(deadline=0.2) as exe:
         with pytest.raises(DeadlineError):
             exe.run(plan.trainer_startup, params)
-        with pytest.raises(StateError, match="^program trainer 0 startup ended in the middle of its communication"):
+        with pytest.raises(
+            StateError, match="^program trainer 0 startup ended in the middle of its communication"
+        ):
             exe.run(plan.trainer_startup, params)
 
 
@@ -309,7 +341,9 @@ def test_an_executor_is_one_trainer(role_threads: RoleThreads) -> None:
     role_threads.start("trainer 0", train, plan, 0, [], params)
     with dtrans.Executor(deadline=HANG) as exe:
         exe.run(plan.trainer_startup_program(1), params)
-        with pytest.raises(ConfigError, match="already ran programs of trainer 1, and cannot be trainer 0$"):
+        with pytest.raises(
+            ConfigError, match="already ran programs of trainer 1, and cannot be trainer 0$"
+        ):
             exe.run(plan.trainer_program(0), params, *mlp_batch(4))
     role_threads.all()
 
@@ -373,7 +407,13 @@ class Role:
     """One role as a process; killed at the end if it is still there."""
 
     def __init__(
-        self, folder: Path, kind: str, index: int, pservers: tuple[str, ...], trainers: int, steps: int
+        self,
+        folder: Path,
+        kind: str,
+        index: int,
+        pservers: tuple[str, ...],
+        trainers: int,
+        steps: int,
     ) -> None:
 
         self.out = folder / f"{kind}{index}.npz"
@@ -416,7 +456,9 @@ def test_four_processes_equal_one_device(tmp_path: Path) -> None:
         for role in roles:
             role.__exit__()
     params, tx = mlp_params(), optax.adam(1e-2)
-    want, want_state, _ = plain_run(plain_step(mlp_loss, tx), params, tx.init(params), [mlp_batch(8)] * steps)
+    want, want_state, _ = plain_run(
+        plain_step(mlp_loss, tx), params, tx.init(params), [mlp_batch(8)] * steps
+    )
     for trained in got[2:]:
         tree_close({n: trained[n] for n in want}, jax.tree.map(np.asarray, want), 1e-6)
     held = got[0] | got[1]
@@ -424,14 +466,18 @@ def test_four_processes_equal_one_device(tmp_path: Path) -> None:
         assert distance(held[f"opt_state/0/mu/{n}"], x) < 1e-6
 
 
-def test_a_trainer_of_a_killed_pserver_is_told_at_once(role_threads: RoleThreads, tmp_path: Path) -> None:
+def test_a_trainer_of_a_killed_pserver_is_told_at_once(
+    role_threads: RoleThreads, tmp_path: Path
+) -> None:
     (ep,) = pservers = free_endpoints(1)
     params = mlp_params()
     with Role(tmp_path, "pserver", 0, pservers, 2, 0) as role:
         role.ready()
         plan = plan_for(pservers, min_block_size=8192, kind="local")
         started = threading.Event()
-        role_threads.start("trainer", train, plan, 0, [mlp_batch(8)], params, before=lambda i: started.set())
+        role_threads.start(
+            "trainer", train, plan, 0, [mlp_batch(8)], params, before=lambda i: started.set()
+        )
         assert started.wait(HANG)
         role.process.send_signal(signal.SIGKILL)
         role.process.wait(HANG)
@@ -441,7 +487,8 @@ def test_a_trainer_of_a_killed_pserver_is_told_at_once(role_threads: RoleThreads
     assert type(error) is PeerError
     assert (
         str(error)
-        == f"pserver {ep} went away while trainer 0 waited for `recv` of step 1 (params/b1, params/b2, params/w1, ...)"
+        == f"pserver {ep} went away while trainer 0 waited for `recv` of step 1 (params/b1, "
+        "params/b2, params/w1, ...)"
     )
     assert took < 5, took
 
@@ -458,7 +505,9 @@ def test_a_pserver_that_is_terminated_says_so_and_leaves_nothing(
         role.ready()
         started = threading.Event()
         plan = plan_for(pservers, min_block_size=8192, kind="local")
-        role_threads.start("trainer", train, plan, 0, [mlp_batch(8)], params, before=lambda i: started.set())
+        role_threads.start(
+            "trainer", train, plan, 0, [mlp_batch(8)], params, before=lambda i: started.set()
+        )
         assert started.wait(HANG)
         assert list(folders.iterdir())  # of the Unix socket
         role.process.terminate()
@@ -479,18 +528,25 @@ def test_a_killed_trainer_is_named_by_the_server_before_its_deadline(
     with Role(tmp_path, "trainer", 0, pservers, 2, -1) as role:
         role.ready()
         started = threading.Event()
-        role_threads.start("trainer 1", train, plan, 1, [mlp_batch(8)], params, before=lambda i: started.set())
+        role_threads.start(
+            "trainer 1", train, plan, 1, [mlp_batch(8)], params, before=lambda i: started.set()
+        )
         assert started.wait(HANG)
         role.process.send_signal(how)
         error, other = role_threads.end("server"), role_threads.end("trainer 1")
         role.process.kill()
     assert type(error) is PeerError
-    assert str(error) == f"the connection of trainer 0 to pserver {ep} ended without a goodbye, in step 1"
+    assert (
+        str(error)
+        == f"the connection of trainer 0 to pserver {ep} ended without a goodbye, in step 1"
+    )
     assert isinstance(other, PeerError)
     assert str(other) == f"pserver {ep} refused trainer 1: it ended: {error}"
 
 
-def test_a_trainer_that_holds_the_lock_of_python_is_not_taken_for_dead(role_threads: RoleThreads) -> None:
+def test_a_trainer_that_holds_the_lock_of_python_is_not_taken_for_dead(
+    role_threads: RoleThreads,
+) -> None:
     """Nothing of Python runs in this process meanwhile, in no thread of it."""
     (ep,) = pservers = free_endpoints(1)
     plan, params = plan_for(pservers, trainers=1), mlp_params()
@@ -500,7 +556,9 @@ def test_a_trainer_that_holds_the_lock_of_python_is_not_taken_for_dead(role_thre
     role_threads.all()
 
 
-def test_a_server_that_is_stopped_for_a_while_goes_on(role_threads: RoleThreads, tmp_path: Path) -> None:
+def test_a_server_that_is_stopped_for_a_while_goes_on(
+    role_threads: RoleThreads, tmp_path: Path
+) -> None:
     pservers, params, batches = free_endpoints(1), mlp_params(), [mlp_batch(8)] * 3
     plan, tx = plan_for(pservers, trainers=1, min_block_size=8192, kind="local"), optax.adam(1e-2)
     with Role(tmp_path, "pserver", 0, pservers, 1, 0) as role:
@@ -527,7 +585,10 @@ def test_a_trainer_that_ended_before_its_hello_is_not_waited_for_under_a_launche
     role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch, sync_mode: bool
 ) -> None:
     (ep,) = pservers = free_endpoints(1)
-    plan, params = plan_for(pservers, mode=dtrans.Sync() if sync_mode else dtrans.Async()), mlp_params()
+    plan, params = (
+        plan_for(pservers, mode=dtrans.Sync() if sync_mode else dtrans.Async()),
+        mlp_params(),
+    )
     since = time.monotonic()
     with EndedRoles() as told:
         monkeypatch.setenv(*next(iter(told.environment.items())))
@@ -544,7 +605,9 @@ def test_a_trainer_that_ended_before_its_hello_is_not_waited_for_under_a_launche
         assert isinstance(server, dict) and isinstance(trainer, tuple)
 
 
-def test_the_reason_for_which_a_trainer_failed_reaches_everybody_at_once(role_threads: RoleThreads) -> None:
+def test_the_reason_for_which_a_trainer_failed_reaches_everybody_at_once(
+    role_threads: RoleThreads,
+) -> None:
     pservers = free_endpoints(2)
     params, batches = mlp_params(), [mlp_batch(8)] * 3
     plan = plan_for(pservers)
@@ -566,11 +629,15 @@ def test_the_reason_for_which_a_trainer_failed_reaches_everybody_at_once(role_th
         assert reason in str(error)
     error = role_threads.end("trainer 1")
     assert isinstance(error, PeerError)
-    assert any(str(error) == f"pserver {ep} refused trainer 1: it ended: {reason}" for ep in pservers)
+    assert any(
+        str(error) == f"pserver {ep} refused trainer 1: it ended: {reason}" for ep in pservers
+    )
     assert time.monotonic() - since < HANG / 2
 
 
-def test_a_trainer_that_makes_fewer_steps_than_another_is_named_beside_it(role_threads: RoleThreads) -> None:
+def test_a_trainer_that_makes_fewer_steps_than_another_is_named_beside_it(
+    role_threads: RoleThreads,
+) -> None:
     (ep,) = pservers = free_endpoints(1)
     params, batch = mlp_params(), mlp_batch(8)
     plan = plan_for(pservers, on_trainer_exit="error")
@@ -582,7 +649,9 @@ def test_a_trainer_that_makes_fewer_steps_than_another_is_named_beside_it(role_t
         "with on_trainer_exit='error' all trainers make the same number of steps"
     )
     assert str(role_threads.end("server")) == reason
-    assert str(role_threads.end("trainer 1")) == f"pserver {ep} refused trainer 1: it ended: {reason}"
+    assert (
+        str(role_threads.end("trainer 1")) == f"pserver {ep} refused trainer 1: it ended: {reason}"
+    )
     assert isinstance(role_threads.end("trainer 0"), tuple)  # it has done its part
 
 
@@ -603,13 +672,16 @@ def test_a_pserver_that_is_not_there_is_named_after_the_deadline(leave: str) -> 
     message = str(caught.value)
     caught.value.__traceback__ = None
     assert message == (
-        f"trainer 1 waited 0.5 s for pserver {ep}: an answer to `hello` (is it running, and is this its endpoint?)"
+        f"trainer 1 waited 0.5 s for pserver {ep}: an answer to `hello` (is it running, and is "
+        "this its endpoint?)"
     )
     assert isinstance(caught.value, TimeoutError)
     assert time.monotonic() - since < 4
 
 
-def test_an_error_that_was_dropped_leaves_nothing_that_closing_waits_for(role_threads: RoleThreads) -> None:
+def test_an_error_that_was_dropped_leaves_nothing_that_closing_waits_for(
+    role_threads: RoleThreads,
+) -> None:
     """The sockets of a connection that failed are not left to the garbage collector."""
     plan = plan_for(free_endpoints(1), trainers=1)
 
@@ -638,7 +710,9 @@ def test_without_wait_port_a_pserver_that_is_not_there_is_an_error_at_once() -> 
     assert time.monotonic() - since < 5
 
 
-def test_trainers_may_start_before_their_pserver(role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trainers_may_start_before_their_pserver(
+    role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (ep,) = pservers = free_endpoints(1)
     params = mlp_params()
     plan = plan_for(pservers, trainers=1)
@@ -661,13 +735,16 @@ def test_trainers_that_never_come_are_named(role_threads: RoleThreads) -> None:
     assert 1.0 <= float(waited) < 10
     assert str(error) in (
         f"pserver {ep} waited {waited} s for trainers 0, 2 to say hello",
-        f"pserver {ep} and trainer 1 waited {waited} s for gradients of step 1 from trainer 0 (not here yet), "
+        f"pserver {ep} and trainer 1 waited {waited} s for gradients of step 1 from trainer 0 (not "
+        "here yet), "
         "trainer 2 (not here yet)",
     )
     assert str(other) == f"pserver {ep} refused trainer 1: it ended: {error}"
 
 
-def test_a_trainer_that_is_late_at_the_barrier_is_named_beside_those_who_wait(role_threads: RoleThreads) -> None:
+def test_a_trainer_that_is_late_at_the_barrier_is_named_beside_those_who_wait(
+    role_threads: RoleThreads,
+) -> None:
     (ep,) = pservers = free_endpoints(1)
     params = mlp_params()
     plan = plan_for(pservers)
@@ -683,7 +760,9 @@ def test_a_trainer_that_is_late_at_the_barrier_is_named_beside_those_who_wait(ro
     # it computes for longer than anybody waits
     slow = lambda i: ended.wait(HANG)
     role_threads.start("trainer 0", train, plan, 0, [mlp_batch(8)], params, deadline=1.5)
-    role_threads.start("trainer 1", train, plan, 1, [mlp_batch(8)], params, deadline=1.5, before=slow)
+    role_threads.start(
+        "trainer 1", train, plan, 1, [mlp_batch(8)], params, deadline=1.5, before=slow
+    )
     error = role_threads.end("server")
     waited = str(error).split()[6]
     assert isinstance(error, DeadlineError)
@@ -692,10 +771,15 @@ def test_a_trainer_that_is_late_at_the_barrier_is_named_beside_those_who_wait(ro
     assert 1.5 <= float(waited) < 10
     # trainer 0 was told that there is somebody to wait for, so it waited as long as the server did
     for k in (0, 1):
-        assert str(role_threads.end(f"trainer {k}")) == f"pserver {ep} refused trainer {k}: it ended: {error}"
+        assert (
+            str(role_threads.end(f"trainer {k}"))
+            == f"pserver {ep} refused trainer {k}: it ended: {error}"
+        )
 
 
-def test_a_trainer_that_is_a_little_late_at_every_step_is_not_too_late(role_threads: RoleThreads) -> None:
+def test_a_trainer_that_is_a_little_late_at_every_step_is_not_too_late(
+    role_threads: RoleThreads,
+) -> None:
     """The deadline is of one wait, also where somebody waits whenever the server looks."""
     (ep,) = pservers = free_endpoints(1)
     params, steps = mlp_params(), [mlp_batch(8)] * 8
@@ -708,7 +792,9 @@ def test_a_trainer_that_is_a_little_late_at_every_step_is_not_too_late(role_thre
     role_threads.all()
 
 
-def test_a_failed_server_tells_its_trainers_why(role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_server_tells_its_trainers_why(
+    role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(self: Any) -> None:
         raise MemoryError("no room for the moments")
 
@@ -731,7 +817,8 @@ def test_a_failed_server_tells_its_trainers_why(role_threads: RoleThreads, monke
 
 
 def disagreement(role_threads: RoleThreads, mine: dict[str, Any]) -> str:
-    """A trainer with a plan of its own meets a server, which goes on to serve the right one. What the trainer is told.
+    """A trainer with a plan of its own meets a server, which goes on to serve the right one. What
+    the trainer is told.
 
     The numbers are those of the right one: the other has not touched them.
     """
@@ -756,9 +843,18 @@ def disagreement(role_threads: RoleThreads, mine: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     "mine, said",
     [
-        ({"tx": optax.adam(2e-2)}, "part update (the optimizer, its learning rate, or another of its numbers)"),
-        ({"loss": lambda p, x, y: 2.0 * mlp_loss(p, x, y)}, "part loss (the loss, or a constant in it)"),
-        ({"on_trainer_exit": "error"}, "on_trainer_exit is 'error' at trainer 0, 'drop' at pserver {ep}"),
+        (
+            {"tx": optax.adam(2e-2)},
+            "part update (the optimizer, its learning rate, or another of its numbers)",
+        ),
+        (
+            {"loss": lambda p, x, y: 2.0 * mlp_loss(p, x, y)},
+            "part loss (the loss, or a constant in it)",
+        ),
+        (
+            {"on_trainer_exit": "error"},
+            "on_trainer_exit is 'error' at trainer 0, 'drop' at pserver {ep}",
+        ),
     ],
     ids=["rate", "loss", "option"],
 )
@@ -773,15 +869,23 @@ def test_servers_of_other_plans_refuse_each_other(role_threads: RoleThreads) -> 
     pservers, params = free_endpoints(2), mlp_params()
     steps = [optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(rate)) for rate in (0.1, 0.2)]
     for ep, tx in zip(pservers, steps, strict=True):
-        role_threads.start(ep, serve, plan_for(pservers, trainers=1, tx=tx), ep, params, deadline=2.0)
+        role_threads.start(
+            ep, serve, plan_for(pservers, trainers=1, tx=tx), ep, params, deadline=2.0
+        )
     errors = [str(role_threads.end(ep)) for ep in pservers]
-    assert any("plans something else than pserver" in e and "part update" in e for e in errors), errors
+    assert any("plans something else than pserver" in e and "part update" in e for e in errors), (
+        errors
+    )
 
 
-def test_who_never_came_since_it_was_refused_is_named_with_the_reason(role_threads: RoleThreads) -> None:
+def test_who_never_came_since_it_was_refused_is_named_with_the_reason(
+    role_threads: RoleThreads,
+) -> None:
     (ep,) = pservers = free_endpoints(1)
     role_threads.start("server", serve, plan_for(pservers), ep, mlp_params(), deadline=1.5)
-    role_threads.start("trainer 1", train, plan_for(pservers, tx=optax.adam(1.0)), 1, [], mlp_params())
+    role_threads.start(
+        "trainer 1", train, plan_for(pservers, tx=optax.adam(1.0)), 1, [], mlp_params()
+    )
     assert isinstance(role_threads.end("trainer 1"), PeerError)
     error = str(role_threads.end("server"))
     assert "for trainers 0, 1 to say hello; trainer 1 plans something else than" in error, error
@@ -790,16 +894,22 @@ def test_who_never_came_since_it_was_refused_is_named_with_the_reason(role_threa
 # -- the token -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("its, strangers", [("a secret", ""), ("", "a secret"), ("a secret", "another")])
+@pytest.mark.parametrize(
+    "its, strangers", [("a secret", ""), ("", "a secret"), ("a secret", "another")]
+)
 def test_who_has_not_the_token_is_told_so_at_once_and_takes_nobodys_place(
     role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch, its: str, strangers: str
 ) -> None:
-    monkeypatch.setenv("DTRANS_TRANSPORT_ENCRYPTION", "auto")  # on loopback a token may be short, or none
+    monkeypatch.setenv(
+        "DTRANS_TRANSPORT_ENCRYPTION", "auto"
+    )  # on loopback a token may be short, or none
     (ep,) = pservers = free_endpoints(1)
     params, plan = mlp_params(), plan_for(pservers, trainers=1)
     bound = threading.Event()
     real = server_module.ServerSockets.bind
-    monkeypatch.setattr(server_module.ServerSockets, "bind", lambda *a, **k: (real(*a, **k), bound.set()))
+    monkeypatch.setattr(
+        server_module.ServerSockets, "bind", lambda *a, **k: (real(*a, **k), bound.set())
+    )
     monkeypatch.setenv("DTRANS_TOKEN", its)
     role_threads.start("server", serve, plan, ep, params)
     assert bound.wait(HANG)
@@ -808,7 +918,9 @@ def test_who_has_not_the_token_is_told_so_at_once_and_takes_nobodys_place(
     role_threads.start("stranger", train, plan, 0, [], params)
     error = role_threads.end("stranger")
     assert isinstance(error, PeerError) and time.monotonic() - since < HANG / 2
-    assert str(error).startswith(f"pserver {ep} does not let trainer 0 in: the two have not the same DTRANS_TOKEN")
+    assert str(error).startswith(
+        f"pserver {ep} does not let trainer 0 in: the two have not the same DTRANS_TOKEN"
+    )
     with Peer(ep) as peer:  # nothing that it says is heard
         peer.hello()
         peer.tell("abort", reason="I say so")
@@ -825,7 +937,9 @@ def test_a_server_that_has_not_the_token_is_told_nothing(
     """It lets in whoever comes, and welcomes them."""
     (ep,) = free_endpoints(1)
     real = token.is_shown
-    monkeypatch.setattr(token, "is_shown", lambda given, secret, of: of == DOOR or real(given, secret, of))
+    monkeypatch.setattr(
+        token, "is_shown", lambda given, secret, of: of == DOOR or real(given, secret, of)
+    )
     with FakeServer(ep) as fake:
         role_threads.start("trainer", train, plan_for((ep,), trainers=1), 0, [], mlp_params())
         assert fake.hear().op == "hello"
@@ -848,7 +962,9 @@ def test_types_that_differ_name_the_leaf_and_both_types(role_threads: RoleThread
 
 def test_a_leaf_that_the_server_does_not_hold_is_named(role_threads: RoleThreads) -> None:
     mine = {"params": mlp_params() | {"a": jnp.ones(3)}}
-    mine["loss"] = lambda params, x, y: mlp_loss({n: p for n, p in params.items() if n != "a"}, x, y) + params["a"][0]
+    mine["loss"] = lambda params, x, y: (
+        mlp_loss({n: p for n, p in params.items() if n != "a"}, x, y) + params["a"][0]
+    )
     said = disagreement(role_threads, mine)
     assert said.startswith("params/a is f32[3] at trainer 0, not there at pserver {ep}; ")
 
@@ -860,7 +976,8 @@ def test_another_number_of_trainers_is_refused(role_threads: RoleThreads) -> Non
     role_threads.start("server", serve, plan, ep, params)
     role_threads.start("another", train, plan_for(pservers, trainers=4), 0, batches, params)
     assert str(role_threads.end("another")) == (
-        f"pserver {ep} refused trainer 0: trainer 0 was planned with 4 trainers, pserver {ep} with 2"
+        f"pserver {ep} refused trainer 0: trainer 0 was planned with 4 trainers, pserver {ep} with "
+        "2"
     )
     for k in range(2):  # the server goes on
         role_threads.start(f"trainer {k}", train, plan, k, batches, params)
@@ -883,7 +1000,8 @@ def test_the_same_trainer_id_in_two_processes_is_refused(role_threads: RoleThrea
     assert first.wait(HANG)
     role_threads.start("again", train, plan, 0, [mlp_batch(8)], params)
     assert str(role_threads.end("again")) == (
-        f"pserver {ep} refused trainer 0: trainer 0 is here already; is DTRANS_TRAINER_ID, or trainer_id, "
+        f"pserver {ep} refused trainer 0: trainer 0 is here already; is DTRANS_TRAINER_ID, or "
+        "trainer_id, "
         "the same in two processes?"
     )
     role_threads.start("trainer 1", train, plan, 1, [mlp_batch(8)], params)
@@ -895,7 +1013,9 @@ def test_the_same_trainer_id_in_two_processes_is_refused(role_threads: RoleThrea
 # -- ports -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("endpoint", ["192.0.2.1:6174", "a.host.invalid:6174", "[2001:db8::1]:6174"])
+@pytest.mark.parametrize(
+    "endpoint", ["192.0.2.1:6174", "a.host.invalid:6174", "[2001:db8::1]:6174"]
+)
 def test_binding_another_address_than_loopback_has_to_be_allowed(
     endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -904,14 +1024,20 @@ def test_binding_another_address_than_loopback_has_to_be_allowed(
     with pytest.raises(ConfigError) as caught:
         serve(plan, endpoint, mlp_params())
     assert str(caught.value) == (
-        f"this pserver is at {endpoint}, which is not on loopback; to bind an address that other hosts reach needs "
+        f"this pserver is at {endpoint}, which is not on loopback; to bind an address that other "
+        "hosts reach needs "
         f"Executor(allow_remote=True) and {token.NEEDED}"
     )
-    with pytest.raises(ConfigError, match="not on loopback; that needs DTRANS_TOKEN, the same secret in all processes"):
+    with pytest.raises(
+        ConfigError,
+        match="not on loopback; that needs DTRANS_TOKEN, the same secret in all processes",
+    ):
         serve(plan, endpoint, mlp_params(), allow_remote=True)
 
 
-def test_an_address_that_is_not_this_machines_cannot_be_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_that_is_not_this_machines_cannot_be_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("DTRANS_TOKEN", token.new_token())
     plan = plan_for(("192.0.2.1:6174",), trainers=1)
     with pytest.raises(ConfigError, match="^pserver 192.0.2.1:6174 cannot be bound: "):
@@ -922,7 +1048,9 @@ def test_a_port_in_use_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as held:
         ep = f"127.0.0.1:{held.getsockname()[1]}"
         plan = plan_for((ep,), trainers=1)
-        with pytest.raises(ConfigError, match=f"^pserver {ep} cannot be bound: Address already in use$"):
+        with pytest.raises(
+            ConfigError, match=f"^pserver {ep} cannot be bound: Address already in use$"
+        ):
             serve(plan, ep, mlp_params())
 
 
@@ -938,7 +1066,12 @@ def tiny_server(role_threads: RoleThreads, trainers: int = 1) -> str:
     params = {"w": jnp.asarray(START)}
     loss = lambda params, x: jnp.mean(x @ params["w"])
     plan = plan_for(
-        pservers, trainers=trainers, tx=optax.sgd(0.5), params=params, loss=loss, batch=(jnp.ones((trainers, 4)),)
+        pservers,
+        trainers=trainers,
+        tx=optax.sgd(0.5),
+        params=params,
+        loss=loss,
+        batch=(jnp.ones((trainers, 4)),),
     )
     role_threads.start("server", serve, plan, ep, params)
     return ep
@@ -958,30 +1091,51 @@ HEADER = {"order": sys.byteorder, "session": "s", "trainer": 0, "trainers": 1}
         ([b"\x05"], "a message of protocol version None; this is version 1"),
         ([b"\x93\x01\x02"], "a message whose header is not msgpack"),
         ([wire.header("hello", **HEADER)[:-3]], "a message whose header is not msgpack"),
-        ([wire.header("hello", **HEADER, v=2)], "a message of protocol version 2; this is version 1"),
+        (
+            [wire.header("hello", **HEADER, v=2)],
+            "a message of protocol version 2; this is version 1",
+        ),
         ([wire.header("frobnicate")], "a message of unknown kind 'frobnicate'"),
         ([wire.header("hello", trainer=0)], "a `hello` message without a proper trainers"),
-        ([wire.header("hello", **(HEADER | {"trainer": True}))], "a `hello` message without a proper trainer"),
+        (
+            [wire.header("hello", **(HEADER | {"trainer": True}))],
+            "a `hello` message without a proper trainer",
+        ),
         ([wire.header("hello", **(HEADER | {"trainer": 3}))], "trainer 3 of 1: ids are 0 to 0"),
         ([wire.header("hello", **(HEADER | {"trainer": -1}))], "trainer -1 of 1: ids are 0 to 0"),
-        ([wire.header("hello", **(HEADER | {"order": "middle"}))], "trainer 0 is middle-endian, this server is"),
-        ([wire.header("send", step=0, pieces=[])], "a `send` message from a peer that has not said hello"),
+        (
+            [wire.header("hello", **(HEADER | {"order": "middle"}))],
+            "trainer 0 is middle-endian, this server is",
+        ),
+        (
+            [wire.header("send", step=0, pieces=[])],
+            "a `send` message from a peer that has not said hello",
+        ),
         ([wire.header("complete")], "a `complete` message from a peer that has not said hello"),
-        ([wire.header("abort", reason="no")], "a `abort` message from a peer that has not said hello"),
+        (
+            [wire.header("abort", reason="no")],
+            "a `abort` message from a peer that has not said hello",
+        ),
         ([b"", wire.header("complete")], "a message whose header is not msgpack"),
         ([b"\x81" + b"\x91" * 2000], "a message whose header is not msgpack"),
         ([b"\xa1\xff"], "a message whose header is not msgpack"),
     ],
 )
 def test_a_stranger_that_talks_nonsense_is_refused_and_logged(
-    role_threads: RoleThreads, caplog: pytest.LogCaptureFixture, strange_server: str, frames: list[bytes], reason: str
+    role_threads: RoleThreads,
+    caplog: pytest.LogCaptureFixture,
+    strange_server: str,
+    frames: list[bytes],
+    reason: str,
 ) -> None:
     caplog.set_level(logging.WARNING, "dtrans.pserver")
     with Peer(strange_server) as peer:
         peer.say(*frames)
         assert reason in peer.refused()
     (record,) = caplog.records
-    assert record.getMessage().startswith(f"pserver {strange_server} refused a message of a stranger: ")
+    assert record.getMessage().startswith(
+        f"pserver {strange_server} refused a message of a stranger: "
+    )
     assert reason in record.getMessage()
 
 
@@ -1020,24 +1174,64 @@ def test_what_a_trainer_says_wrongly_is_refused_and_changes_nothing(
     table = ["params/w", [4, 2], "float32"]
     wrong: list[tuple[str, list[bytes], dict[str, Any], str]] = [
         ("send", [noise], one(NAME, 0, 32) | {"step": 1}, "`send` of step 1, pserver {ep} is at 0"),
-        ("send", [noise], one(NAME, 0, 32) | {"step": -1}, "`send` of step -1, pserver {ep} is at 0"),
-        ("send", [noise], one("params/v@GRAD", 0, 32), "params/v@GRAD is not a gradient that trainer 0 sends to"),
+        (
+            "send",
+            [noise],
+            one(NAME, 0, 32) | {"step": -1},
+            "`send` of step -1, pserver {ep} is at 0",
+        ),
+        (
+            "send",
+            [noise],
+            one("params/v@GRAD", 0, 32),
+            "params/v@GRAD is not a gradient that trainer 0 sends to",
+        ),
         ("send", [noise], one(NAME, 1, 32), "bytes 1 to 33 of params/w@GRAD, which has 32"),
         ("send", [noise], one(NAME, 2**62, 32), "of params/w@GRAD, which has 32"),
         ("send", [noise], one(NAME, -8, 8), "a piece that is not [name, offset, nbytes]"),
         ("send", [noise], one(NAME, 0, 2**64 - 1), "a piece that is not [name, offset, nbytes]"),
         ("send", [noise], one(NAME, 0.0, 32), "a piece that is not [name, offset, nbytes]"),
         ("send", [noise], one(["w"], 0, 32), "a piece that is not [name, offset, nbytes]"),
-        ("send", [noise[:20]], one(NAME, 0, 32), "a truncated frame: params/w@GRAD ends at byte 32 of 20"),
-        ("send", [noise + noise], one(NAME, 0, 32), "a frame of 64 bytes where its header lists 32"),
+        (
+            "send",
+            [noise[:20]],
+            one(NAME, 0, 32),
+            "a truncated frame: params/w@GRAD ends at byte 32 of 20",
+        ),
+        (
+            "send",
+            [noise + noise],
+            one(NAME, 0, 32),
+            "a frame of 64 bytes where its header lists 32",
+        ),
         ("send", [], one(NAME, 0, 32), "a `send` message with 0 frames where its header lists 1"),
-        ("send", [noise], {"step": 0, "pieces": []}, "a `send` message with 1 frames where its header lists 0"),
+        (
+            "send",
+            [noise],
+            {"step": 0, "pieces": []},
+            "a `send` message with 1 frames where its header lists 0",
+        ),
         ("send", [noise], {"step": 0, "pieces": [7]}, "pieces that are not a list"),
         ("send", [noise], {"step": 0, "pieces": "all"}, "a `send` message without a proper pieces"),
         # the first piece is right, the second is not: nothing of the message may stay
-        ("send", [noise], {"step": 0, "pieces": [[[NAME, 0, 16], ["params/v@GRAD", 0, 16]]]}, "is not a gradient"),
-        ("send", [noise[:8]], one(NAME, 8, 8), "bytes 8 to 16 of params/w@GRAD, of which 0 are here"),
-        ("send_barrier", [], {"step": 0}, "send_barrier of step 0, but params/w@GRAD has 0 of 32 bytes"),
+        (
+            "send",
+            [noise],
+            {"step": 0, "pieces": [[[NAME, 0, 16], ["params/v@GRAD", 0, 16]]]},
+            "is not a gradient",
+        ),
+        (
+            "send",
+            [noise[:8]],
+            one(NAME, 8, 8),
+            "bytes 8 to 16 of params/w@GRAD, of which 0 are here",
+        ),
+        (
+            "send_barrier",
+            [],
+            {"step": 0},
+            "send_barrier of step 0, but params/w@GRAD has 0 of 32 bytes",
+        ),
         ("send_barrier", [], {"step": 1}, "`send_barrier` of step 1, pserver {ep} is at 0"),
         ("recv", [], {"step": 1}, "`recv` of step 1, pserver {ep} is at 0"),
         ("recv", [], {"step": 0, "blocks": "w"}, "a `recv` message without a proper blocks"),
@@ -1047,9 +1241,24 @@ def test_what_a_trainer_says_wrongly_is_refused_and_changes_nothing(
             {"step": 0, "blocks": [["params/w", [4, 2]]]},
             "`recv` of something that is not a list of [name, shape, dtype]",
         ),
-        ("recv", [], {"step": 0, "blocks": [[["w"], [4, 2], "float32"]]}, "is not a list of [name, shape, dtype]"),
-        ("recv", [], {"step": 0, "blocks": [[{}, [4, 2], "float32"]]}, "is not a list of [name, shape, dtype]"),
-        ("recv", [], {"step": 0, "blocks": [["opt_state/0", [], "int32"]]}, "asks for opt_state/0, which pserver"),
+        (
+            "recv",
+            [],
+            {"step": 0, "blocks": [[["w"], [4, 2], "float32"]]},
+            "is not a list of [name, shape, dtype]",
+        ),
+        (
+            "recv",
+            [],
+            {"step": 0, "blocks": [[{}, [4, 2], "float32"]]},
+            "is not a list of [name, shape, dtype]",
+        ),
+        (
+            "recv",
+            [],
+            {"step": 0, "blocks": [["opt_state/0", [], "int32"]]},
+            "asks for opt_state/0, which pserver",
+        ),
         (
             "recv",
             [],
@@ -1065,11 +1274,31 @@ def test_what_a_trainer_says_wrongly_is_refused_and_changes_nothing(
             one(NAME, 0, 32) | {"then": ["complete"]},
             "a `send` message that ['complete'] cannot follow",
         ),
-        ("send", [noise], one(NAME, 0, 32) | {"then": "recv"}, "a `send` message that 'recv' cannot follow"),
-        ("recv", [], {"step": 0, "then": ["recv", "recv"]}, "a `recv` message that ['recv', 'recv'] cannot follow"),
+        (
+            "send",
+            [noise],
+            one(NAME, 0, 32) | {"then": "recv"},
+            "a `send` message that 'recv' cannot follow",
+        ),
+        (
+            "recv",
+            [],
+            {"step": 0, "then": ["recv", "recv"]},
+            "a `recv` message that ['recv', 'recv'] cannot follow",
+        ),
         ("complete", [], {"then": ["recv"]}, "a `complete` message that ['recv'] cannot follow"),
-        ("complete", [], {"step": "x", "then": ["recv"]}, "a `complete` message that ['recv'] cannot follow"),
-        ("complete", [], {"step": 0, "then": ["recv"]}, "a `complete` message that ['recv'] cannot follow"),
+        (
+            "complete",
+            [],
+            {"step": "x", "then": ["recv"]},
+            "a `complete` message that ['recv'] cannot follow",
+        ),
+        (
+            "complete",
+            [],
+            {"step": 0, "then": ["recv"]},
+            "a `complete` message that ['recv'] cannot follow",
+        ),
         (
             "send_barrier",
             [],
@@ -1108,13 +1337,18 @@ def test_a_trainer_may_send_its_own_gradients_only_and_not_twice(role_threads: R
             peer.hello(trainer=k, trainers=2, session=str(k))
             assert peer.hear().op == "welcome"
         first.tell("send", noise, step=0, pieces=[[[f"{NAME}.trainer_1", 0, 32]]])
-        assert first.refused() == f"{NAME}.trainer_1 is not a gradient that trainer 0 sends to pserver {ep}"
+        assert (
+            first.refused()
+            == f"{NAME}.trainer_1 is not a gradient that trainer 0 sends to pserver {ep}"
+        )
         first.tell("send", GRAD.tobytes(), step=0, pieces=[[[f"{NAME}.trainer_0", 0, 32]]])
         first.tell("send", noise, step=0, pieces=[[[f"{NAME}.trainer_0", 0, 32]]])
         assert "of params/w@GRAD.trainer_0, of which 32 are here" in first.refused()
         first.tell("send_barrier", step=0)
         first.tell("send", noise, step=0, pieces=[[[f"{NAME}.trainer_0", 0, 32]]])
-        until(lambda: "after its send_barrier" in first.hear().fields.get("reason", ""), "the refusal")
+        until(
+            lambda: "after its send_barrier" in first.hear().fields.get("reason", ""), "the refusal"
+        )
         second.tell("send", GRAD.tobytes(), step=0, pieces=[[[f"{NAME}.trainer_1", 0, 32]]])
         second.tell("send_barrier", step=0)
         for peer in (first, second):
@@ -1133,7 +1367,9 @@ def test_one_connection_cannot_be_two_trainers(role_threads: RoleThreads) -> Non
         assert one.hear().op == "welcome"
         one.hello(trainer=1, trainers=2, session="b")
         assert "already said hello as trainer 0" in one.refused()
-        other.hello(trainer=0, trainers=2, session="a")  # as a trainer does that moves to the Unix socket
+        other.hello(
+            trainer=0, trainers=2, session="a"
+        )  # as a trainer does that moves to the Unix socket
         assert other.hear().op == "welcome"
         one.hello(trainer=1, trainers=2, session="b")
         assert one.hear().op == "welcome"  # it is nobody any more
@@ -1175,7 +1411,8 @@ def test_raw_bytes_on_the_port_are_refused_logged_and_change_nothing(
 def test_a_message_larger_than_any_of_ours_is_dropped_with_its_connection(
     role_threads: RoleThreads, strange_server: str
 ) -> None:
-    """The plan's largest, not any that a plan may have; the fixture checks that the server goes on."""
+    """The plan's largest, not any that a plan may have; the fixture checks that the server goes
+    on."""
     with Peer(strange_server) as peer:
         peer.tell("recv", step=0)
         assert "has not said hello" in peer.refused()  # it is connected
@@ -1185,8 +1422,11 @@ def test_a_message_larger_than_any_of_ours_is_dropped_with_its_connection(
             peer._socket.disable_monitor()
 
 
-def test_a_message_that_never_ends_is_not_kept(role_threads: RoleThreads, strange_server: str) -> None:
-    """ZeroMQ holds all frames of a message until the last has come: who has no password is cut off before the first."""
+def test_a_message_that_never_ends_is_not_kept(
+    role_threads: RoleThreads, strange_server: str
+) -> None:
+    """ZeroMQ holds all frames of a message until the last has come: who has no password is cut off
+    before the first."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as line:
         line.linger, line.sndtimeo = 0, 1000
         with line.get_monitor_socket(zmq.EVENT_DISCONNECTED) as monitor:
@@ -1210,7 +1450,9 @@ def test_a_flood_of_nonsense_leaves_few_lines_and_is_counted(
     assert len(said) == EACH + 3 and said[-1].endswith("(512 so far; most have no line)")
 
 
-def test_strangers_do_not_disturb_a_job(role_threads: RoleThreads, caplog: pytest.LogCaptureFixture) -> None:
+def test_strangers_do_not_disturb_a_job(
+    role_threads: RoleThreads, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.CRITICAL, "dtrans.pserver")
     (ep,) = pservers = free_endpoints(1)
     params, batches = mlp_params(), [mlp_batch(8)] * 5
@@ -1223,7 +1465,11 @@ def test_strangers_do_not_disturb_a_job(role_threads: RoleThreads, caplog: pytes
         with Peer(ep) as peer:
             while not ended.is_set():
                 peer.say(rng.bytes(int(rng.integers(0, 60))))
-                peer.hello(trainer=int(rng.integers(0, 2)), trainers=2, session="stranger" + str(ended.is_set()))
+                peer.hello(
+                    trainer=int(rng.integers(0, 2)),
+                    trainers=2,
+                    session="stranger" + str(ended.is_set()),
+                )
                 peer.tell("abort", reason="I say so")
                 until(lambda: peer._socket.poll(10) or ended.is_set(), "a refusal")
                 while peer._socket.poll(0):
@@ -1245,5 +1491,6 @@ def test_strangers_do_not_disturb_a_job(role_threads: RoleThreads, caplog: pytes
     want, _, _ = plain_run(plain_step(mlp_loss, tx), params, tx.init(params), batches)
     tree_close(got[0], want, 1e-6)
     role_threads.all()
-    # who says that it is a trainer that has left may be one of the next job, and is asked to wait for its end
+    # who says that it is a trainer that has left may be one of the next job, and is asked to wait
+    # for its end
     assert "refuse" in refusals and set(refusals) <= {"refuse", "waiting"}

@@ -1,4 +1,5 @@
-"""A step that clips by the norm of all gradients has the same bits wherever rows of a table and of others are."""
+"""A step that clips by the norm of all gradients has the same bits wherever rows of a table and of
+others are."""
 
 from __future__ import annotations
 
@@ -17,13 +18,21 @@ import dtrans
 from dtrans.run.parameter_server.update import ServerUpdate
 
 
-SHAPES: Mapping[str, tuple[int, ...]] = {"emb": (29, 5), "kernel": (17, 3), "bias": (11,), "few": (3,)}
+SHAPES: Mapping[str, tuple[int, ...]] = {
+    "emb": (29, 5),
+    "kernel": (17, 3),
+    "bias": (11,),
+    "few": (3,),
+}
 STEPS, TRAINERS = 4, 2
 OPTIMIZERS = {"adagrad": optax.adagrad(0.1), "adam": optax.adam(0.1)}
 
 
 def init(tx: Any, key: jax.Array) -> Any:
-    params = {n: jax.random.normal(jax.random.fold_in(key, i), s) for i, (n, s) in enumerate(SHAPES.items())}
+    params = {
+        n: jax.random.normal(jax.random.fold_in(key, i), s)
+        for i, (n, s) in enumerate(SHAPES.items())
+    }
     return params, tx.init(params)
 
 
@@ -51,10 +60,15 @@ def clipped(name: str) -> Any:
 
 def outcome(plan: Any) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
-    lookups = [[np.unique(rng.integers(0, 29, 6)).tolist() for _ in range(TRAINERS)] for _ in range(STEPS)]
+    lookups = [
+        [np.unique(rng.integers(0, 29, 6)).tolist() for _ in range(TRAINERS)] for _ in range(STEPS)
+    ]
     servers = TableServers(plan, lookups)
     for at in range(STEPS):
-        grads = [{n: rng.normal(size=s).astype(np.float32) for n, s in SHAPES.items()} for _ in range(TRAINERS)]
+        grads = [
+            {n: rng.normal(size=s).astype(np.float32) for n, s in SHAPES.items()}
+            for _ in range(TRAINERS)
+        ]
         servers.step(at, grads)
     found = assemble(plan, servers.held(), plan.main.in_names[:-1])
     return {n: np.asarray(x) for n, x in found.items()}
@@ -73,16 +87,21 @@ def test_bits_of_a_clip_do_not_depend_on_servers_or_placement(name: str, where: 
     tx, wanted = clipped(name), dict[str, np.ndarray]()
     for place, servers in where:
         plan = planned(tx, servers, {"params/emb": dtrans.Rows("dense", place, buckets=7)})
-        assert {r.op for values in plan.rounds for r in values} == ({"exact_sum"} if servers > 1 else set())
+        assert {r.op for values in plan.rounds for r in values} == (
+            {"exact_sum"} if servers > 1 else set()
+        )
         found = outcome(plan)
         wanted = wanted or found
         for n, x in found.items():
-            np.testing.assert_array_equal(x, wanted[n], err_msg=f"{n} on {servers} servers, by {place}")
+            np.testing.assert_array_equal(
+                x, wanted[n], err_msg=f"{n} on {servers} servers, by {place}"
+            )
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_one_server_compiles_what_several_compile(name: str) -> None:
-    """XLA rounds otherwise where it compiles more at once, so that one server has as many phases."""
+    """XLA rounds otherwise where it compiles more at once, so that one server has as many
+    phases."""
     plans = [planned(clipped(name), n, {"params/emb": dtrans.Rows("dense")}) for n in (1, 3)]
     phases = [len(ServerUpdate.of(p.main).phases) for plan in plans for p in plan.servers.values()]
     assert phases == [2] * 4

@@ -1,4 +1,5 @@
-"""Servers that exchange partial results: what is packed, on a mesh, and over endpoints; and what goes wrong then."""
+"""Servers that exchange partial results: what is packed, on a mesh, and over endpoints; and what
+goes wrong then."""
 
 from __future__ import annotations
 
@@ -16,7 +17,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from exchanges import MOMENTUM, NORM, RATE, SGD, all_reduce, block, clip_factor, clipping_plan, reference
+from exchanges import (
+    MOMENTUM,
+    NORM,
+    RATE,
+    SGD,
+    all_reduce,
+    block,
+    clip_factor,
+    clipping_plan,
+    reference,
+)
 from helpers import (
     assemble,
     blocks_of,
@@ -44,8 +55,11 @@ from dtrans.protocol.exchange import Exchange, vector_types
 ENDS = ("a:1", "b:2", "c:3", "d:4")
 
 
-def random_exchanges(seed: int) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]], dict[str, Exchange]]:
-    """Some reductions, the part of each owner, and the exchange of each server, which lists them in its own order."""
+def random_exchanges(
+    seed: int,
+) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]], dict[str, Exchange]]:
+    """Some reductions, the part of each owner, and the exchange of each server, which lists them in
+    its own order."""
     rng = np.random.default_rng(seed)
     reductions: list[dict[str, Any]] = []
     values: dict[str, dict[str, Any]] = {ep: {} for ep in ENDS}
@@ -59,7 +73,12 @@ def random_exchanges(seed: int) -> tuple[list[dict[str, Any]], dict[str, dict[st
         ops = ["and", "or"] if dtype == "bool" else ["sum", "prod", "max", "min"]
         shape = [(), (3,), (2, 2), (0, 2), (1,)][rng.integers(5)]
         reductions.append(
-            {"name": f"all_reduce/{i}", "op": ops[rng.integers(len(ops))], "owners": tuple(owners), "over": tuple(over)}
+            {
+                "name": f"all_reduce/{i}",
+                "op": ops[rng.integers(len(ops))],
+                "owners": tuple(owners),
+                "over": tuple(over),
+            }
         )
         for ep in over:
             values[ep][f"all_reduce/{i}"] = jnp.asarray(rng.normal(size=shape) * 3).astype(dtype)
@@ -68,8 +87,13 @@ def random_exchanges(seed: int) -> tuple[list[dict[str, Any]], dict[str, dict[st
         mine = [r for r in reductions if ep in r["over"]]
         rng.shuffle(mine)  # type: ignore[arg-type]
         types = {f"{r['name']} here": values[ep][r["name"]] for r in mine}
-        fn = lambda *xs, mine=mine: [xs[0], *(all_reduce(**r, x=x) for r, x in zip(mine, xs, strict=True))]
-        exchange = Exchange.of(block("all_reduce", DIST, 0, fn, types, ["plain", *(r["name"] for r in mine)]), ep)
+        fn = lambda *xs, mine=mine: [
+            xs[0],
+            *(all_reduce(**r, x=x) for r, x in zip(mine, xs, strict=True)),
+        ]
+        exchange = Exchange.of(
+            block("all_reduce", DIST, 0, fn, types, ["plain", *(r["name"] for r in mine)]), ep
+        )
         assert exchange is not None
         made[ep] = exchange
     return reductions, values, made
@@ -98,7 +122,10 @@ def test_every_server_gets_what_it_needs_and_all_get_the_same_bits(seed: int) ->
 
 
 def test_servers_that_get_the_same_share_one_vector() -> None:
-    fn = lambda x: [all_reduce("sum", "all_reduce/0", ENDS, ENDS, x), all_reduce("sum", "all_reduce/1", ENDS, ENDS, x)]
+    fn = lambda x: [
+        all_reduce("sum", "all_reduce/0", ENDS, ENDS, x),
+        all_reduce("sum", "all_reduce/1", ENDS, ENDS, x),
+    ]
     types = {"x": jnp.ones(3)}
     exchange = Exchange.of(block("all_reduce", DIST, 2, fn, types, ["y", "z"]), "b:2")
     assert exchange is not None and exchange.level == 2
@@ -108,9 +135,13 @@ def test_servers_that_get_the_same_share_one_vector() -> None:
 
 
 def test_fingerprints_tell_other_reductions_apart() -> None:
-    def one(name: str = "all_reduce/0", op: str = "sum", shape: tuple[int, ...] = (), level: int = 0) -> str:
+    def one(
+        name: str = "all_reduce/0", op: str = "sum", shape: tuple[int, ...] = (), level: int = 0
+    ) -> str:
         fn = lambda x: [all_reduce(op, name, ENDS, ENDS, x)]
-        exchange = Exchange.of(block("all_reduce", DIST, level, fn, {"x": jnp.ones(shape)}, ["y"]), "a:1")
+        exchange = Exchange.of(
+            block("all_reduce", DIST, level, fn, {"x": jnp.ones(shape)}, ["y"]), "a:1"
+        )
         assert exchange is not None
         return exchange.fingerprint("b:2")
 
@@ -129,7 +160,9 @@ def batches() -> list[Any]:
     return [mlp_batch(8, dtype=jnp.float64, seed=s) for s in range(BATCHES)]
 
 
-def single_device(rounds: int, params: Any, loss: Any = mlp_loss, tx: Any = None) -> tuple[Any, Any, list[Any]]:
+def single_device(
+    rounds: int, params: Any, loss: Any = mlp_loss, tx: Any = None
+) -> tuple[Any, Any, list[Any]]:
     tx = tx or reference(rounds)
     return plain_run(plain_step(loss, tx), params, tx.init(params), batches())
 
@@ -156,7 +189,12 @@ def test_a_mesh_equals_one_device(rounds: int, devices: int) -> None:
 
 
 def equals_one_device(
-    role_threads: RoleThreads, plan: PServerPlan, params: Any, rounds: int, *like: Any, **options: Any
+    role_threads: RoleThreads,
+    plan: PServerPlan,
+    params: Any,
+    rounds: int,
+    *like: Any,
+    **options: Any,
 ) -> None:
     """Run all roles of a plan in threads."""
     for ep in plan.servers:
@@ -169,12 +207,16 @@ def equals_one_device(
         tree_close(ended[f"trainer {k}"][0], want, 1e-12)
     held = {ep: ended[ep] for ep in plan.servers}
     traces = assemble(plan, held, [f"opt_state/0/trace/{n}" for n in params])
-    tree_close({n.rpartition("/")[2]: x for n, x in traces.items()}, dict(want_state[-1][0].trace), 1e-12)
+    tree_close(
+        {n.rpartition("/")[2]: x for n, x in traces.items()}, dict(want_state[-1][0].trace), 1e-12
+    )
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("rounds, trainers, servers", [(1, 2, 3), (2, 2, 3), (2, 1, 2)])
-def test_servers_equal_one_device(role_threads: RoleThreads, rounds: int, trainers: int, servers: int) -> None:
+def test_servers_equal_one_device(
+    role_threads: RoleThreads, rounds: int, trainers: int, servers: int
+) -> None:
     with jax.enable_x64(True):
         params = mlp_params(dtype=jnp.float64)
         plan = clipping_plan(rounds, free_endpoints(servers), params, trainers=trainers)
@@ -194,7 +236,11 @@ def owners_only(plan: PServerPlan, owner: str) -> Any:
     """What one device does when the norm is that of the rows on one server."""
 
     def total(grads: Any) -> Any:
-        rows = [(b.leaf.removeprefix("params/"), b.span) for u in plan.placement.units[owner] for b in u.blocks]
+        rows = [
+            (b.leaf.removeprefix("params/"), b.span)
+            for u in plan.placement.units[owner]
+            for b in u.blocks
+        ]
         parts = [grads[n] if span is None else grads[n][span.start : span.stop] for n, span in rows]
         return sum(jnp.sum(x**2) for x in parts)
 
@@ -228,11 +274,12 @@ WELCOME = {"step": 0, "local": ""}
 
 
 class Half:
-    """One real server, that of the first two rows of `params/w`, in a job of two servers and one trainer.
+    """One real server, that of the first two rows of `params/w`, in a job of two servers and one
+    trainer.
 
     Attributes:
-      ep, other: its endpoint, and that of the server that the test plays: `fake_server` is what it connects to, `line`
-        what comes from there.
+      ep, other: its endpoint, and that of the server that the test plays: `fake_server` is what it
+        connects to, `line` what comes from there.
       trainer: the only one, welcomed.
     """
 
@@ -275,7 +322,9 @@ class Half:
 
     def push(self, step: int = 0) -> None:
         """The trainer's gradient, and its wish for new parameters."""
-        self.trainer.tell("send", GRAD.tobytes(), step=step, pieces=[[["params/w@GRAD.block0", 0, 16]]])
+        self.trainer.tell(
+            "send", GRAD.tobytes(), step=step, pieces=[[["params/w@GRAD.block0", 0, 16]]]
+        )
         self.trainer.tell("send_barrier", step=step)
         self.trainer.tell("recv", step=step + 1, blocks=[["params/w.block0", [2, 2], "float32"]])
 
@@ -310,12 +359,24 @@ def test_what_a_server_says_wrongly_is_refused_and_changes_nothing(
             assert got in caplog.records[-1].getMessage()
 
         refused(line, "from a peer that has not said hello", "partials", noise, **right)
-        as_other = MEET | {"endpoint": other, "layout": half.met["layout"], "plan": half.met["plan"]}
+        as_other = MEET | {
+            "endpoint": other,
+            "layout": half.met["layout"],
+            "plan": half.met["plan"],
+        }
         told = "shares no reduction with pserver"
         refused(line, f"pserver '{ep}1' {told} {ep}", "peer", **as_other | {"endpoint": ep + "1"})
         refused(line, f"pserver '{ep}' {told} {ep}", "peer", **as_other | {"endpoint": ep})
-        refused(line, f"{other} is middle-endian, pserver {ep} is", "peer", **as_other | {"order": "middle"})
-        wrong = f"pserver {other} would exchange other reductions with pserver {ep} than are planned here"
+        refused(
+            line,
+            f"{other} is middle-endian, pserver {ep} is",
+            "peer",
+            **as_other | {"order": "middle"},
+        )
+        wrong = (
+            f"pserver {other} would exchange other reductions with pserver {ep} than are "
+            "planned here"
+        )
         refused(line, wrong, "peer", **as_other | {"layout": "0" * 64})
         refused(half.trainer, "trainer 0 cannot be a pserver too", "peer", **as_other)
         half.become()
@@ -323,17 +384,37 @@ def test_what_a_server_says_wrongly_is_refused_and_changes_nothing(
         assert line.hear().op == "welcome"
         stranger.tell("peer", **as_other)  # it may be that server already in its next job
         message = stranger.hear()
-        assert (message.op, message["reason"]) == ("waiting", f"the end of a job that pserver {other} is in already")
-        refused(line, f"{other} is planned with on_trainer_exit='error', pserver {ep} with 'drop'", "peer",
+        assert (message.op, message["reason"]) == (
+            "waiting",
+            f"the end of a job that pserver {other} is in already",
+        )
+        refused(line, f"{other} is planned with on_trainer_exit='error', pserver {ep} with "
+"'drop'", "peer",
                 **as_other | {"on_trainer_exit": "error"})  # fmt: skip
         hello = {"trainer": 0, "trainers": 1, "session": "peer"} | MEET
         refused(line, f"pserver {other} cannot be trainer 0 too", "hello", **hello)
-        refused(line, "`send` message, which servers do not take from each other", "send", step=0, pieces=[])
-        refused(half.trainer, "a `partials` message, which servers do not take", "partials", noise, **right)
+        refused(
+            line,
+            "`send` message, which servers do not take from each other",
+            "send",
+            step=0,
+            pieces=[],
+        )
+        refused(
+            half.trainer,
+            "a `partials` message, which servers do not take",
+            "partials",
+            noise,
+            **right,
+        )
         refused(stranger, "from a peer that has not said hello", "partials", noise, **right)
         for step in (-1, 2):
             refused(
-                line, f"`partials` of step {step}, pserver {ep} is at 0", "partials", noise, **right | {"step": step}
+                line,
+                f"`partials` of step {step}, pserver {ep} is at 0",
+                "partials",
+                noise,
+                **right | {"step": step},
             )
         for level in (-1, 1):
             told = f"`partials` of level {level}, at which pserver {ep} needs nothing of {other}"
@@ -345,10 +426,20 @@ def test_what_a_server_says_wrongly_is_refused_and_changes_nothing(
             noise,
             **one("int32", 0, 4),
         )
-        refused(line, "bytes 0 to 8 of float32, which has 4", "partials", noise + noise, **one("float32", 0, 8))
-        refused(line, "a truncated frame: float32 ends at byte 4 of 3", "partials", noise[:3], **right)
+        refused(
+            line,
+            "bytes 0 to 8 of float32, which has 4",
+            "partials",
+            noise + noise,
+            **one("float32", 0, 8),
+        )
+        refused(
+            line, "a truncated frame: float32 ends at byte 4 of 3", "partials", noise[:3], **right
+        )
         refused(line, "with 2 frames where its header lists 1", "partials", noise, noise, **right)
-        refused(line, "a frame of 8 bytes where its header lists 4", "partials", noise + noise, **right)
+        refused(
+            line, "a frame of 8 bytes where its header lists 4", "partials", noise + noise, **right
+        )
         refused(line, "pieces that are not a list", "partials", noise, **right | {"pieces": [7]})
 
         half.give(0.0, step=1)  # early
@@ -383,7 +474,9 @@ def ended(role_threads: RoleThreads, half: Half, kind: type[Exception]) -> str:
 
 
 @pytest.mark.parametrize("there", [False, True])
-def test_a_server_that_is_waited_for_in_vain_is_named(role_threads: RoleThreads, there: bool) -> None:
+def test_a_server_that_is_waited_for_in_vain_is_named(
+    role_threads: RoleThreads, there: bool
+) -> None:
     with Half(role_threads, rounds=2, deadline=1.5) as half:
         if there:
             half.become()
@@ -404,7 +497,9 @@ def test_a_server_that_is_waited_for_in_vain_is_named(role_threads: RoleThreads,
 
 
 @pytest.mark.parametrize("level", [0, 1])
-def test_a_server_that_goes_away_between_levels_is_named_at_once(role_threads: RoleThreads, level: int) -> None:
+def test_a_server_that_goes_away_between_levels_is_named_at_once(
+    role_threads: RoleThreads, level: int
+) -> None:
     with Half(role_threads, rounds=2, patience=1.0) as half:  # seconds in which it may come back
         half.become()
         half.push()
@@ -415,13 +510,16 @@ def test_a_server_that_goes_away_between_levels_is_named_at_once(role_threads: R
         since = time.monotonic()
         half.fake_server.close()
         assert ended(role_threads, half, PeerError) == (
-            f"pserver {half.other} went away while pserver {half.ep} waited for partial results of step 1, "
+            f"pserver {half.other} went away while pserver {half.ep} waited for partial results of "
+            "step 1, "
             f"level {level}, from pserver {half.other}"
         )
         assert time.monotonic() - since < 5
 
 
-def test_a_server_that_went_away_before_a_step_is_named_when_it_is_needed(role_threads: RoleThreads) -> None:
+def test_a_server_that_went_away_before_a_step_is_named_when_it_is_needed(
+    role_threads: RoleThreads,
+) -> None:
     with Half(role_threads) as half:
         half.become()
         half.give(12.0)
@@ -433,8 +531,11 @@ def test_a_server_that_went_away_before_a_step_is_named_when_it_is_needed(role_t
         assert f"pserver {half.other} went away" in ended(role_threads, half, PeerError)
 
 
-def test_what_a_server_says_before_it_is_welcome_is_not_lost_with_the_connection(role_threads: RoleThreads) -> None:
-    """What listens there first is the end of another job; it is the next one that the partial results are for."""
+def test_what_a_server_says_before_it_is_welcome_is_not_lost_with_the_connection(
+    role_threads: RoleThreads,
+) -> None:
+    """What listens there first is the end of another job; it is the next one that the partial
+    results are for."""
     with Half(role_threads) as half:
         half.meet()
         assert half.line.hear().op == "welcome"
@@ -454,21 +555,26 @@ def test_what_a_server_says_before_it_is_welcome_is_not_lost_with_the_connection
 
 
 def test_a_server_ends_when_the_others_know_it_too(role_threads: RoleThreads) -> None:
-    """One that comes only now would greet the next job, which is on the same endpoint, for this one."""
+    """One that comes only now would greet the next job, which is on the same endpoint, for this
+    one."""
     with Half(role_threads) as half:
         half.trainer.leave()
         half.become()
         assert isinstance(role_threads.end("server"), dict)
 
 
-def test_a_server_that_never_greets_is_named_when_the_trainers_have_closed(role_threads: RoleThreads) -> None:
+def test_a_server_that_never_greets_is_named_when_the_trainers_have_closed(
+    role_threads: RoleThreads,
+) -> None:
     with Half(role_threads, deadline=1.0) as half:
         half.trainer.tell("complete")
         assert half.trainer.hear().op == "goodbye"
         error = role_threads.end("server")
         assert isinstance(error, DeadlineError)
         assert str(error).startswith(f"pserver {half.ep}, whose trainers have closed, waited ")
-        assert str(error).endswith(f" s for pserver {half.other} ({half.other} has not come yet) to greet it")
+        assert str(error).endswith(
+            f" s for pserver {half.other} ({half.other} has not come yet) to greet it"
+        )
 
 
 def test_a_server_that_is_refused_ends_with_the_reason(role_threads: RoleThreads) -> None:
@@ -482,7 +588,9 @@ def test_a_server_that_is_answered_with_garbage_says_by_whom(role_threads: RoleT
     with Half(role_threads) as half:
         half.fake_server.say(b"\xc1")
         error = ended(role_threads, half, PeerError)
-        assert error.startswith(f"pserver {half.other} answered pserver {half.ep} with a message whose header is not")
+        assert error.startswith(
+            f"pserver {half.other} answered pserver {half.ep} with a message whose header is not"
+        )
 
 
 def test_servers_of_different_plans_end_and_name_each_other(role_threads: RoleThreads) -> None:
@@ -494,12 +602,15 @@ def test_servers_of_different_plans_end_and_name_each_other(role_threads: RoleTh
     role_threads.start("trainer", train, plans[0], 0, [mlp_batch(8)], params, deadline=3.0)
     errors = {ep: role_threads.end(ep) for ep in pservers}
     told = "would exchange other reductions with pserver"
-    # the one that is refused ends; one that is not up yet then, or the trainer, may find nobody there any more
+    # the one that is refused ends; one that is not up yet then, or the trainer, may find nobody
+    # there any more
     refused = {ep for ep, e in errors.items() if told in str(e)}
     assert refused
     for ep, peer in zip(pservers, pservers[::-1], strict=True):
         assert isinstance(errors[ep], PeerError)
-        assert ep not in refused or str(errors[ep]).startswith(f"pserver {peer} refused pserver {ep}: ")
+        assert ep not in refused or str(errors[ep]).startswith(
+            f"pserver {peer} refused pserver {ep}: "
+        )
     assert isinstance(role_threads.end("trainer"), PeerError)
 
 
@@ -585,7 +696,9 @@ def test_processes_equal_one_device(tmp_path: Path) -> None:
     pservers = free_endpoints(3)
     with contextlib.ExitStack() as stack:
         roles = [stack.enter_context(process(tmp_path, "pserver", ep, pservers)) for ep in pservers]
-        roles += [stack.enter_context(process(tmp_path, "trainer", str(k), pservers)) for k in range(2)]
+        roles += [
+            stack.enter_context(process(tmp_path, "trainer", str(k), pservers)) for k in range(2)
+        ]
         for role in roles:
             _, errors = role.communicate(timeout=2 * HANG)
             assert role.returncode == 0, errors
@@ -597,7 +710,9 @@ def test_processes_equal_one_device(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_server_killed_between_levels_is_named_by_all(role_threads: RoleThreads, tmp_path: Path) -> None:
+def test_a_server_killed_between_levels_is_named_by_all(
+    role_threads: RoleThreads, tmp_path: Path
+) -> None:
     pservers = free_endpoints(2)
     with jax.enable_x64(True), process(tmp_path, "pserver", pservers[1], pservers, "dies") as role:
         params = mlp_params(dtype=jnp.float64)

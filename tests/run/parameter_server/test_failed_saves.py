@@ -1,4 +1,5 @@
-"""Saves that end before their time, as processes: a server is killed in one, or the system refuses its files."""
+"""Saves that end before their time, as processes: a server is killed in one, or the system refuses
+its files."""
 
 from __future__ import annotations
 
@@ -23,10 +24,17 @@ from dtrans.run.distributed.role import roles_of
 
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("x64")]
-TRAINERS, FIRST, SECOND, END = 2, 5, 10, 12  # steps: of both saves, and one that a killed run does not come to
+TRAINERS, FIRST, SECOND, END = (
+    2,
+    5,
+    10,
+    12,
+)  # steps: of both saves, and one that a killed run does not come to
 
 
-def start_run(started: Roles, endpoints: Sequence[str], folder: Path, run: int, victim: int | None) -> list[str]:
+def start_run(
+    started: Roles, endpoints: Sequence[str], folder: Path, run: int, victim: int | None
+) -> list[str]:
     """Start the roles of a run; the writer of the victim waits in the middle of the second save."""
     names = []
     for role in roles_of(TRAINERS, endpoints):
@@ -53,7 +61,8 @@ def data_of(run: int) -> int:
 
 
 def crash(started: Roles, endpoints: Sequence[str], folder: Path, run: int, victim: int) -> None:
-    """Run a job until a server is killed in its second save, when the other one has written its piece."""
+    """Run a job until a server is killed in its second save, when the other one has written its
+    piece."""
     names, second = start_run(started, endpoints, folder, run, victim), folder / str(SECOND)
     started[names[victim]].until("in the middle")
     until((second / f"pserver-{1 - victim}").exists, "the piece of the other server")
@@ -64,10 +73,14 @@ def crash(started: Roles, endpoints: Sequence[str], folder: Path, run: int, vict
 
 
 @pytest.mark.parametrize(
-    "victims", [pytest.param((1,), id="once"), pytest.param((1, 0, 1), id="again", marks=pytest.mark.soak)]
+    "victims",
+    [pytest.param((1,), id="once"), pytest.param((1, 0, 1), id="again", marks=pytest.mark.soak)],
 )
-def test_the_next_run_replaces_what_a_killed_server_left(tmp_path: Path, victims: Sequence[int]) -> None:
-    """Each run goes on from `latest`, which has pieces of one run only; the last one's are its bits."""
+def test_the_next_run_replaces_what_a_killed_server_left(
+    tmp_path: Path, victims: Sequence[int]
+) -> None:
+    """Each run goes on from `latest`, which has pieces of one run only; the last one's are its
+    bits."""
     endpoints, folder, last = free_endpoints(2), tmp_path / "saved", len(victims)
     with roles(tmp_path) as started:
         for run, victim in enumerate(victims):
@@ -92,15 +105,32 @@ def test_the_next_run_replaces_what_a_killed_server_left(tmp_path: Path, victims
 
 # -- what the system refuses -----------------------------------------------------------------------
 
-# names of checkpoints, and the error that each meets; for some, the system call that is made to fail
-REAL = {"9" * 300: errno.ENAMETOOLONG, "locked": errno.EACCES, "full": errno.ENOSPC, "read-only": errno.EROFS}
-MADE = {"broken": ("fsync", errno.EIO), "stale": ("stat", errno.ESTALE), "stale list": ("listdir", errno.ESTALE)}
-WITHOUT_RIGHTS = ["setpriv", "--bounding-set", "-dac_override,-dac_read_search", "--inh-caps", "-all"]
+# names of checkpoints, and the error that each meets; for some, the system call that is made to
+# fail
+REAL = {
+    "9" * 300: errno.ENAMETOOLONG,
+    "locked": errno.EACCES,
+    "full": errno.ENOSPC,
+    "read-only": errno.EROFS,
+}
+MADE = {
+    "broken": ("fsync", errno.EIO),
+    "stale": ("stat", errno.ESTALE),
+    "stale list": ("listdir", errno.ESTALE),
+}
+WITHOUT_RIGHTS = [
+    "setpriv",
+    "--bounding-set",
+    "-dac_override,-dac_read_search",
+    "--inh-caps",
+    "-all",
+]
 
 
 @contextlib.contextmanager
 def refusing(folder: Path) -> Iterator[None]:
-    """Make a folder for each real failure: one without permission, one without room, one that is read-only."""
+    """Make a folder for each real failure: one without permission, one without room, one that is
+    read-only."""
     made = {name: folder / name for name in ("locked", "full", "read-only")}
     for path in made.values():
         path.mkdir(parents=True)
@@ -115,7 +145,8 @@ def refusing(folder: Path) -> Iterator[None]:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts file systems, which the superuser may")
 def test_a_job_goes_on_whatever_the_system_refuses(tmp_path: Path) -> None:
-    """A failed save is told to who asked, with the system's word; servers keep their state, and the next save works."""
+    """A failed save is told to who asked, with the system's word; servers keep their state, and the
+    next save works."""
     endpoints, folder = free_endpoints(2), tmp_path / "saved"
     names = [*REAL, *MADE]
     saves = {str(at): name for at, name in enumerate([*names, "100"], 1)}
@@ -137,18 +168,31 @@ def test_a_job_goes_on_whatever_the_system_refuses(tmp_path: Path) -> None:
                 refused=dict.fromkeys(REAL, ()) | MADE,
             )
         found = started.end()
-    said = {n.removeprefix("said/"): str(x) for n, x in found["trainer 0"].items() if n.startswith("said/")}
+    said = {
+        n.removeprefix("said/"): str(x)
+        for n, x in found["trainer 0"].items()
+        if n.startswith("said/")
+    }
     assert [*said] == names
     for name, code in (REAL | {name: code for name, (_, code) in MADE.items()}).items():
         for k, ep in enumerate(endpoints):
-            told = f"pserver {ep} has not saved its part of checkpoint {name}: the piece of {ep} cannot be written to "
+            told = (
+                f"pserver {ep} has not saved its part of checkpoint {name}: the piece of {ep} "
+                "cannot be written to "
+            )
             _, there, why = said[name].partition(f"{told}{folder}/{name}/pserver-{k}: ")
-            assert there and os.strerror(code) in why.partition(". Make room")[0], (name, said[name])
+            assert there and os.strerror(code) in why.partition(". Make room")[0], (
+                name,
+                said[name],
+            )
     plan = plan_for(endpoints, 1)
     latest = checkpoint.latest(folder)
     assert latest == folder / "100"
     step = plain_step(mlp_loss, TX)
     batches = [batch_of(i, 1) for i in range(steps)]
-    for params, count in ((checkpoint.load(latest, plan.main)[0], steps - 1), (found["trainer 0"], steps)):
+    for params, count in (
+        (checkpoint.load(latest, plan.main)[0], steps - 1),
+        (found["trainer 0"], steps),
+    ):
         want, _, _ = plain_run(step, params_of(), TX.init(params_of()), batches[:count])
         tree_close({n: params[n] for n in want}, want, 1e-12)

@@ -1,5 +1,5 @@
-"""GEO-SGD: trainers train by themselves, servers add up what has changed; against Paddle's formulas, written out here,
-and against the plain step."""
+"""GEO-SGD: trainers train by themselves, servers add up what has changed; against Paddle's
+formulas, written out here, and against the plain step."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ def plan_for(servers: int, trainers: int, every: int, *, tx: Any = TX, params: A
     )
 
 
-def train(plan: PServerPlan, k: int, batches: Sequence[Any], params: Any, turns: StepOrder | None = None) -> Any:
+def train(
+    plan: PServerPlan, k: int, batches: Sequence[Any], params: Any, turns: StepOrder | None = None
+) -> Any:
     """One trainer; what went into each step, and what it ended with."""
     went_in = []
     with dtrans.Executor(deadline=HANG) as exe:
@@ -74,9 +76,14 @@ def train(plan: PServerPlan, k: int, batches: Sequence[Any], params: Any, turns:
 
 
 def run(
-    role_threads: RoleThreads, plan: PServerPlan, params: Any, batches: Sequence[Any], turns: StepOrder | None = None
+    role_threads: RoleThreads,
+    plan: PServerPlan,
+    params: Any,
+    batches: Sequence[Any],
+    turns: StepOrder | None = None,
 ) -> Any:
-    """The parameters that servers end with, and what each trainer returned; trainer k has `batches[k]`."""
+    """The parameters that servers end with, and what each trainer returned; trainer k has
+    `batches[k]`."""
     for ep in plan.servers:
         role_threads.start(ep, serve, plan, ep, params)
     for k in range(plan.trainers):
@@ -96,7 +103,8 @@ def run(
 def test_one_trainer_is_sequential_training(
     role_threads: RoleThreads, servers: int, every: int, block_on_pull: bool
 ) -> None:
-    """Bit for bit: what comes back is what was pushed. The servers have all of it in the end, pushed or not."""
+    """Bit for bit: what comes back is what was pushed. The servers have all of it in the end,
+    pushed or not."""
     params, batches = params_of(), batches_of(7)
     plan = plan_for(servers, 1, every, block_on_pull=block_on_pull)
     on_servers, ((_, got, state),) = run(role_threads, plan, params, [batches])
@@ -108,13 +116,17 @@ def test_one_trainer_is_sequential_training(
     tree_close(on_servers, want, 1e-14)
 
 
-@pytest.mark.parametrize("dtype, close", [(jnp.float32, 1e-6), (jnp.bfloat16, 2e-2)], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype, close", [(jnp.float32, 1e-6), (jnp.bfloat16, 2e-2)], ids=["float32", "bfloat16"]
+)
 def test_one_trainer_in_other_types(role_threads: RoleThreads, dtype: Any, close: float) -> None:
     """The rounding of what is pushed is all that is between the servers and the trainer."""
     params = {"s": jnp.ones((), dtype), "one": jnp.ones((1, 3), dtype), **params_of(dtype)}
 
     def loss(p: Any, x: Any, y: Any) -> Any:
-        return mlp_loss({n: p[n] for n in ("w1", "b1", "w2", "b2")}, x, y) * p["s"] + jnp.sum(p["one"] ** 2)
+        return mlp_loss({n: p[n] for n in ("w1", "b1", "w2", "b2")}, x, y) * p["s"] + jnp.sum(
+            p["one"] ** 2
+        )
 
     batches = batches_of(5, dtype=dtype)
     tx = optax.sgd(0.05)
@@ -135,7 +147,9 @@ def test_one_trainer_in_other_types(role_threads: RoleThreads, dtype: Any, close
 @pytest.mark.parametrize("order", [[0, 1, 2] * 6, [0, 0, 1, 2, 1, 2] * 3, [2] * 6 + [1] * 6 + [0] * 6],
                          ids=["in turns", "unevenly", "one after the other"])  # fmt: skip
 @pytest.mark.parametrize("every", [1, 2, 4])
-def test_three_trainers_do_what_paddles_formulas_say(role_threads: RoleThreads, every: int, order: list[int]) -> None:
+def test_three_trainers_do_what_paddles_formulas_say(
+    role_threads: RoleThreads, every: int, order: list[int]
+) -> None:
     params, count = params_of(), order.count(0)
     assert order.count(1) == order.count(2) == count
     batches = [batches_of(count, seed=k) for k in range(3)]
@@ -165,7 +179,9 @@ def test_three_trainers_do_what_paddles_formulas_say(role_threads: RoleThreads, 
     for k in range(3):
         tree_close({n: np.asarray(x) for n, x in ended[k][1].items()}, local[k], 1e-12)
         tree_close(ended[k][2], state[k], 1e-12)
-    for k in range(3):  # what was not pushed before they closed; in which order they did, the sum does not tell
+    for k in range(
+        3
+    ):  # what was not pushed before they closed; in which order they did, the sum does not tell
         if count % every:
             push(k)
     tree_close({n: np.asarray(x) for n, x in on_servers.items()}, server, 1e-12)
@@ -174,15 +190,18 @@ def test_three_trainers_do_what_paddles_formulas_say(role_threads: RoleThreads, 
 def test_beside_the_steps_nothing_is_lost_and_nothing_counts_twice(
     role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whenever answers come: what is in the results of a step beside the step itself tells what has come, so that
-    every push can be computed again; and the servers end with the sum of the pushes."""
+    """Whenever answers come: what is in the results of a step beside the step itself tells what has
+    come, so that every push can be computed again; and the servers end with the sum of the
+    pushes."""
     params, batches, every = params_of(), [batches_of(11, seed=k) for k in range(3)], 3
     plan = plan_for(2, 3, every)
     pushed: dict[str, list[Any]] = {}
     put = Communicator.put
 
     def noted(self: Communicator, group: Any) -> None:
-        pushed.setdefault(self.name, []).append({leaf.names[0].split("/")[1].split(".")[0]: x for leaf, x in group})
+        pushed.setdefault(self.name, []).append(
+            {leaf.names[0].split("/")[1].split(".")[0]: x for leaf, x in group}
+        )
         put(self, group)
 
     monkeypatch.setattr(Communicator, "put", noted)
@@ -206,8 +225,11 @@ def test_beside_the_steps_nothing_is_lost_and_nothing_counts_twice(
     tree_close(on_servers, server, 1e-12)
 
 
-def test_a_step_does_not_wait_for_what_it_pushed(role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The servers answer only after the trainer has made three more steps; the next step then has the difference."""
+def test_a_step_does_not_wait_for_what_it_pushed(
+    role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The servers answer only after the trainer has made three more steps; the next step then has
+    the difference."""
     params, batches = params_of(), batches_of(8)
     plan = plan_for(1, 2, 2)
     gate, asked = threading.Event(), threading.Event()
@@ -248,7 +270,8 @@ def test_a_step_does_not_wait_for_what_it_pushed(role_threads: RoleThreads, monk
                     assert asked.wait(HANG)
                 if i == 2:
                     gate.set()
-            # step 4 pushes again, and waits for the answer to the first: the other's change is in it at the latest
+            # step 4 pushes again, and waits for the answer to the first: the other's change is in
+            # it at the latest
         return found
 
     role_threads.start("first", first)
@@ -268,7 +291,9 @@ def test_frozen_leaves_and_statistics_stay_with_their_trainer(role_threads: Role
 
     def step(params: Any, opt_state: Any, x: jax.Array, y: jax.Array) -> Any:
         trained = {"w": params["w"]}
-        loss, grads = dtrans.value_and_grad(lambda p: jnp.mean((x @ (p["w"] * params["frozen"]) - y) ** 2))(trained)
+        loss, grads = dtrans.value_and_grad(
+            lambda p: jnp.mean((x @ (p["w"] * params["frozen"]) - y) ** 2)
+        )(trained)
         updates, opt_state = tx.update(grads, opt_state, trained)
         new = optax.apply_updates(trained, updates)
         return {**params, **new, "seen": params["seen"] + jnp.sum(x)}, opt_state, loss
@@ -292,7 +317,9 @@ def test_frozen_leaves_and_statistics_stay_with_their_trainer(role_threads: Role
         np.testing.assert_array_equal(got["frozen"], params["frozen"])
 
 
-def test_state_that_begins_as_the_parameters_is_made_by_the_trainer(role_threads: RoleThreads) -> None:
+def test_state_that_begins_as_the_parameters_is_made_by_the_trainer(
+    role_threads: RoleThreads,
+) -> None:
     tx = optax.contrib.schedule_free_sgd(0.1)
     params, batches = params_of(), batches_of(4)
     plan = plan_for(2, 1, 2, tx=tx, block_on_pull=True)
@@ -310,7 +337,10 @@ def test_a_trainer_that_skips_its_startup_is_told(role_threads: RoleThreads) -> 
     role_threads.start(ep, serve, plan, ep, params)
     with (
         dtrans.Executor(deadline=HANG) as exe,
-        pytest.raises(StateError, match="^GEO-SGD changes parameters that the servers know: run the trainer's start"),
+        pytest.raises(
+            StateError,
+            match="^GEO-SGD changes parameters that the servers know: run the trainer's start",
+        ),
     ):
         exe.run(plan.trainer, params, TX.init(params), *batches_of(1)[0])
     with dtrans.Executor(deadline=HANG) as exe:  # the job is still there for one who does
@@ -318,7 +348,9 @@ def test_a_trainer_that_skips_its_startup_is_told(role_threads: RoleThreads) -> 
     role_threads.all()
 
 
-def test_a_trainer_that_has_donated_what_was_to_be_pushed_is_told(role_threads: RoleThreads) -> None:
+def test_a_trainer_that_has_donated_what_was_to_be_pushed_is_told(
+    role_threads: RoleThreads,
+) -> None:
     plan, params = plan_for(1, 1, 5), params_of()
     (ep,) = plan.servers
     role_threads.start(ep, serve, plan, ep, params)
@@ -327,7 +359,8 @@ def test_a_trainer_that_has_donated_what_was_to_be_pushed_is_told(role_threads: 
     p, s, _ = exe.run(plan.trainer, p, s, *batches_of(1)[0])
     jax.tree.map(lambda x: x.delete(), p)
     with pytest.raises(
-        StateError, match="^the parameters of the last step were donated to another computation, and what"
+        StateError,
+        match="^the parameters of the last step were donated to another computation, and what",
     ):
         exe.close()
     ended = role_threads.end(ep)
@@ -363,10 +396,16 @@ def test_a_trainer_that_fails_ends_only_itself(role_threads: RoleThreads) -> Non
     for before, batch in ((params, batches_of(1)[0]), (went_in[0][0], batches_of(1, seed=1)[0])):
         new, _, _ = step(before, TX.init(params), *batch)
         want = {n: want[n] + (new[n] - before[n]) / 2 for n in want}
-    tree_close({n: joined(plan, [states[ep] for ep in plan.servers], f"params/{n}") for n in params}, want, 1e-12)
+    tree_close(
+        {n: joined(plan, [states[ep] for ep in plan.servers], f"params/{n}") for n in params},
+        want,
+        1e-12,
+    )
 
 
-def test_a_server_that_ends_is_named(role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_ends_is_named(
+    role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan, params = plan_for(1, 1, 1, block_on_pull=True), params_of()
     (ep,) = plan.servers
     begin = AsyncServer.send
@@ -389,7 +428,9 @@ def test_a_plan_says_what_it_is() -> None:
     plan = plan_for(2, 3, 7)
     assert str(plan).startswith("pserver plan of step: 3 trainers, 2 pservers, geo\n")
     assert "each of 3 trainers sends 456 and receives 456 bytes in 7 steps" in str(plan)
-    with pytest.raises(ConfigError, match="^on_mesh takes the steps of all trainers at once.*on_cluster"):
+    with pytest.raises(
+        ConfigError, match="^on_mesh takes the steps of all trainers at once.*on_cluster"
+    ):
         plan.on_mesh()
 
 
@@ -399,7 +440,8 @@ def test_a_plan_says_what_it_is() -> None:
     ({"block_on_pull": 1}, "block_on_pull must be True or False, it is 1"),
     ({"merge": {"params/w1": "mean"}},
      "merge={'params/w1': 'mean'} with dtrans.Geo: what no gradient enters is each trainer's own"),
-    ({"on_trainer_exit": "error"}, "on_trainer_exit='error' is for synchronous updates: asynchronous ones never "
+    ({"on_trainer_exit": "error"}, "on_trainer_exit='error' is for synchronous updates: "
+"asynchronous ones never "
      "combine gradients of several trainers"),
 ])  # fmt: skip
 def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
@@ -450,11 +492,15 @@ def test_only_what_gradients_enter_is_shared(role_threads: RoleThreads) -> None:
 
 def geo_of(params: Any) -> PServerPlan:
     def step(params: Any, opt_state: Any, x: Any) -> Any:
-        value, grads = dtrans.value_and_grad(lambda p: sum(jnp.sum(x * v) for v in jax.tree.leaves(p)))(params)
+        value, grads = dtrans.value_and_grad(
+            lambda p: sum(jnp.sum(x * v) for v in jax.tree.leaves(p))
+        )(params)
         return jax.tree.map(lambda w, g: w - g, params, grads), opt_state, value
 
     init = lambda: (params, jnp.zeros(()))
-    return dtrans.pserver(dtrans.trace(step, *init(), jnp.ones(())), dtrans.trace(init), mode=dtrans.Geo())
+    return dtrans.pserver(
+        dtrans.trace(step, *init(), jnp.ones(())), dtrans.trace(init), mode=dtrans.Geo()
+    )
 
 
 @pytest.mark.parametrize("params, message", [
@@ -472,13 +518,19 @@ def test_leaves_that_are_called_as_messages_are_are_named(params: Any, message: 
 def test_the_transpiler_takes_a_config_as_geo_sgds() -> None:
     config = dtrans.DistributeTranspilerConfig(geo_sgd_need_push_nums=3)
     params = params_of()
-    main = dtrans.trace(dtrans.make_train_step(mlp_loss, TX), params, TX.init(params), *batches_of(1)[0])
+    main = dtrans.trace(
+        dtrans.make_train_step(mlp_loss, TX), params, TX.init(params), *batches_of(1)[0]
+    )
     t = dtrans.GeoSgdTranspiler(config)
     t.transpile(1, main, trainers=2, startup_program=dtrans.trace(init_of(TX), params))
     assert t.plan.push_every == 3
     assert t.get_trainer_program().name == "trainer 1"
     assert (config.geo_sgd_mode, config.sync_mode) == (False, True)
-    with pytest.raises(ConfigError, match="^sync_mode=True: GEO-SGD has no synchronous mode; leave it out$"):
-        t.transpile(1, main, trainers=2, sync_mode=True, startup_program=dtrans.trace(init_of(TX), params))
+    with pytest.raises(
+        ConfigError, match="^sync_mode=True: GEO-SGD has no synchronous mode; leave it out$"
+    ):
+        t.transpile(
+            1, main, trainers=2, sync_mode=True, startup_program=dtrans.trace(init_of(TX), params)
+        )
     with pytest.raises(ConfigError, match="^sync_mode must be True or False, it is None$"):
         dtrans.GeoSgdTranspiler(dtrans.DistributeTranspilerConfig(sync_mode=None))

@@ -1,5 +1,6 @@
-"""Tables with GEO-SGD: each trainer keeps the rows that it has looked up, and pushes and pulls rows. Against one
-device, against GEO-SGD without tables, and against Paddle's formulas, written out here."""
+"""Tables with GEO-SGD: each trainer keeps the rows that it has looked up, and pushes and pulls
+rows. Against one device, against GEO-SGD without tables, and against Paddle's formulas, written out
+here."""
 
 from __future__ import annotations
 
@@ -16,7 +17,20 @@ import pytest
 import role_threads as roles
 from hypothesis import given as drawn, strategies as st
 from role_threads import RoleThreads, StepOrder, free_endpoints, serve
-from table_jobs import DENSE, LAZY, OPTIMIZERS, ROWS, D, V, batches, close, init, loss, one_device, planned
+from table_jobs import (
+    DENSE,
+    LAZY,
+    OPTIMIZERS,
+    ROWS,
+    D,
+    V,
+    batches,
+    close,
+    init,
+    loss,
+    one_device,
+    planned,
+)
 
 import dtrans
 from dtrans._jax import equations
@@ -47,7 +61,11 @@ def geo(every: int = 1, *, waits: bool = True) -> dtrans.Geo:
 
 
 def job_of(plan: PServerPlan, k: int) -> TrainerJob:
-    return TrainerJob(plan, Role("trainer", plan.trainers, tuple(plan.servers), trainer_id=k), {"deadline": roles.HANG})
+    return TrainerJob(
+        plan,
+        Role("trainer", plan.trainers, tuple(plan.servers), trainer_id=k),
+        {"deadline": roles.HANG},
+    )
 
 
 def kept_by(job: TrainerJob, table: str = "params/emb") -> KeptRows:
@@ -58,7 +76,8 @@ def kept_by(job: TrainerJob, table: str = "params/emb") -> KeptRows:
 
 @dataclasses.dataclass
 class Ended:
-    """What a trainer ends with: of all rows that it keeps `ids`, what they are, and what it knows servers have."""
+    """What a trainer ends with: of all rows that it keeps `ids`, what they are, and what it knows
+    servers have."""
 
     state: Any
     losses: list[float]
@@ -67,7 +86,9 @@ class Ended:
     old: np.ndarray
 
 
-def train(plan: PServerPlan, k: int, given: Sequence[Any], turns: StepOrder | None = None, *key: Any) -> Ended:
+def train(
+    plan: PServerPlan, k: int, given: Sequence[Any], turns: StepOrder | None = None, *key: Any
+) -> Ended:
     with job_of(plan, k) as job:
         state, losses = job.init(*(key or (jax.random.key(0),))), []
         for batch in given:
@@ -110,12 +131,16 @@ def run(role_threads: RoleThreads, plan: PServerPlan, given: Sequence[Sequence[A
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("every, servers", [(1, 1), (3, 2)])
 @pytest.mark.parametrize("name, sparse", [("sgd", DENSE), ("adagrad", BUCKETS), ("clip", DENSE)])
-def test_one_trainer_is_one_device(role_threads: RoleThreads, name: str, sparse: Any, every: int, servers: int) -> None:
+def test_one_trainer_is_one_device(
+    role_threads: RoleThreads, name: str, sparse: Any, every: int, servers: int
+) -> None:
     """And what GEO-SGD does without tables. Servers have all of it in the end, pushed or not."""
     tx, given = OPTIMIZERS[name], batches(5)
     given[1] = (np.full_like(given[1][0], 7), given[1][1])  # one row, again and again
     want, losses = one_device(tx, given)
-    on_servers, (ended,) = run(role_threads, planned(tx, sparse, 1, servers, mode=geo(every)), [given])
+    on_servers, (ended,) = run(
+        role_threads, planned(tx, sparse, 1, servers, mode=geo(every)), [given]
+    )
     np.testing.assert_allclose(ended.losses, losses, rtol=1e-12)
     close(on_servers, {n: np.asarray(x) for n, x in want.items()})
     np.testing.assert_allclose(ended.rows, want["emb"][ended.ids], rtol=1e-12, atol=1e-12)
@@ -129,20 +154,30 @@ def test_one_trainer_is_one_device(role_threads: RoleThreads, name: str, sparse:
 def test_another_batch_shape_goes_on_with_the_same_rows(role_threads: RoleThreads) -> None:
     tx, given = OPTIMIZERS["adagrad"], [b for n in (6, 3) for b in batches(2, n)]
     want, losses = one_device(tx, given)
-    on_servers, (ended,) = run(role_threads, planned(tx, DENSE, 1, 2, mode=geo(2, waits=False)), [given])
+    on_servers, (ended,) = run(
+        role_threads, planned(tx, DENSE, 1, 2, mode=geo(2, waits=False)), [given]
+    )
     np.testing.assert_allclose(ended.losses, losses, rtol=1e-12)
     close(on_servers, {n: np.asarray(x) for n, x in want.items()})
 
 
 def test_two_tables_beside_what_is_a_trainers_own(role_threads: RoleThreads) -> None:
-    """Frozen leaves, statistics, counters, and what only decays; rows that a loop looks up, in one table of two."""
-    tx = optax.chain(optax.clip_by_global_norm(0.3), optax.adagrad(optax.cosine_decay_schedule(0.3, 9)))
+    """Frozen leaves, statistics, counters, and what only decays; rows that a loop looks up, in one
+    table of two."""
+    tx = optax.chain(
+        optax.clip_by_global_norm(0.3), optax.adagrad(optax.cosine_decay_schedule(0.3, 9))
+    )
     names = ("emb", "w", "words")
 
     def start(key: Any) -> Any:
         params, _ = init(tx, key)
         params["words"] = jax.random.uniform(key, (50, D))
-        own = {"frozen": jnp.full(D, 2.0), "seen": jnp.zeros(()), "count": jnp.zeros((), int), "decays": jnp.ones(4)}
+        own = {
+            "frozen": jnp.full(D, 2.0),
+            "seen": jnp.zeros(()),
+            "count": jnp.zeros((), int),
+            "decays": jnp.ones(4),
+        }
         return {**params, **own}, tx.init(params)
 
     def step(params: Any, state: Any, ids: Any, y: Any) -> Any:
@@ -154,7 +189,11 @@ def test_two_tables_beside_what_is_a_trainers_own(role_threads: RoleThreads) -> 
         trained = {n: params[n] for n in names}
         value, grads = dtrans.value_and_grad(of)(trained)
         updates, state = tx.update(grads, state, trained)
-        own = {"seen": params["seen"] + jnp.sum(y), "count": params["count"] + 1, "decays": 0.5 * params["decays"]}
+        own = {
+            "seen": params["seen"] + jnp.sum(y),
+            "count": params["count"] + 1,
+            "decays": 0.5 * params["decays"],
+        }
         return {**params, **optax.apply_updates(trained, updates), **own}, state, value
 
     key, given = jax.random.key(0), batches(4)
@@ -188,7 +227,9 @@ def test_ids_that_a_table_does_not_have_are_named_and_negative_ones_counted_from
     def trainer() -> Any:
         with job_of(plan, 0) as job:
             state = job.init(jax.random.key(0))
-            with pytest.raises(BatchError, match=r"lookup 0 of params/emb asks for row 40 at \[3\]"):
+            with pytest.raises(
+                BatchError, match=r"lookup 0 of params/emb asks for row 40 at \[3\]"
+            ):
                 job.step(state, *wrong)
             job.step(state, *given)
             return job.lookup("params/emb", [V - 1])
@@ -196,14 +237,17 @@ def test_ids_that_a_table_does_not_have_are_named_and_negative_ones_counted_from
     for ep in plan.servers:
         role_threads.start(ep, serve, plan, ep, jax.random.key(0))
     role_threads.start("trainer", trainer)
-    np.testing.assert_allclose(role_threads.all()["trainer"][0], one_device(tx, [given])[0]["emb"][-1], rtol=1e-12)
+    np.testing.assert_allclose(
+        role_threads.all()["trainer"][0], one_device(tx, [given])[0]["emb"][-1], rtol=1e-12
+    )
 
 
 # -- several trainers ------------------------------------------------------------------------------
 
 
 class Formulas:
-    """GEO-SGD of tables as Paddle's formulas have it, with arrays of all rows, of which some are not there."""
+    """GEO-SGD of tables as Paddle's formulas have it, with arrays of all rows, of which some are
+    not there."""
 
     def __init__(self, tx: Any, trainers: int, *, lazy: bool) -> None:
         self.step, self.lazy, self.n = jax.jit(dtrans.make_train_step(loss, tx)), lazy, trainers
@@ -225,7 +269,9 @@ class Formulas:
         self.has[k] |= here
         self.touched[k] |= here
         made, state, value = self.step(self.local[k], self.state[k], *batch)
-        stays = lambda x, old: np.where(here[:, None], x, old) if self.lazy and np.shape(x) == (V, D) else x
+        stays = lambda x, old: (
+            np.where(here[:, None], x, old) if self.lazy and np.shape(x) == (V, D) else x
+        )
         self.state[k] = jax.tree.map(stays, state, self.state[k])
         self.local[k] = {n: np.array(stays(x, self.local[k][n])) for n, x in made.items()}
         self.losses[k].append(float(value))
@@ -258,8 +304,12 @@ def half_shared(k: int, steps: int) -> list[Any]:
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize("order", [[0, 1] * 5, [0, 0, 0, 1, 1, 0, 1, 1, 1, 0]], ids=["in turns", "unevenly"])
-@pytest.mark.parametrize("name, sparse", [("sgd", DENSE), ("adagrad", BUCKETS), ("adam", LAZY), ("clip", DENSE)])
+@pytest.mark.parametrize(
+    "order", [[0, 1] * 5, [0, 0, 0, 1, 1, 0, 1, 1, 1, 0]], ids=["in turns", "unevenly"]
+)
+@pytest.mark.parametrize(
+    "name, sparse", [("sgd", DENSE), ("adagrad", BUCKETS), ("adam", LAZY), ("clip", DENSE)]
+)
 def test_two_trainers_do_what_the_formulas_say(
     role_threads: RoleThreads, name: str, sparse: Any, order: list[int], every: int
 ) -> None:
@@ -277,8 +327,12 @@ def test_two_trainers_do_what_the_formulas_say(
     for k in range(2):
         np.testing.assert_allclose(ended[k].losses, want.losses[k], rtol=1e-12)
         assert np.array_equal(ended[k].ids, np.flatnonzero(want.has[k]))
-        np.testing.assert_allclose(ended[k].rows, want.local[k]["emb"][ended[k].ids], rtol=1e-12, atol=1e-12)
-        np.testing.assert_allclose(ended[k].old, want.old[k]["emb"][ended[k].ids], rtol=1e-12, atol=1e-12)
+        np.testing.assert_allclose(
+            ended[k].rows, want.local[k]["emb"][ended[k].ids], rtol=1e-12, atol=1e-12
+        )
+        np.testing.assert_allclose(
+            ended[k].old, want.old[k]["emb"][ended[k].ids], rtol=1e-12, atol=1e-12
+        )
     for k in range(2):  # what was not pushed before they closed
         if done[k] % every:
             want.push(k)
@@ -303,11 +357,16 @@ def only_a_table(trainers: int, mode: Any, size: int, servers: int = 2, rows: in
     tx = optax.sgd(1.0)
     start = lambda key: (p := {"emb": jnp.zeros((rows, 2))}, tx.init(p))
     batch = np.zeros(size, int), np.float64(1)
-    return planned_for(tx, {"params/emb": dtrans.Rows()}, trainers, batch, mode, scaled, start, servers)
+    return planned_for(
+        tx, {"params/emb": dtrans.Rows()}, trainers, batch, mode, scaled, start, servers
+    )
 
 
-def test_rows_that_another_has_changed_come_with_a_pull_or_when_they_are_looked_up(role_threads: RoleThreads) -> None:
-    """Trainer 1 gives servers half of what it has changed, and is divided again when it looks them up again."""
+def test_rows_that_another_has_changed_come_with_a_pull_or_when_they_are_looked_up(
+    role_threads: RoleThreads,
+) -> None:
+    """Trainer 1 gives servers half of what it has changed, and is divided again when it looks them
+    up again."""
     steps: list[list[tuple[list[int], int]]] = [
         [([1, 2], 0), ([2, 2], 0), ([3, 1], 0)],
         [([2, 3], 4), ([5, 5], 1)],
@@ -324,7 +383,9 @@ def test_rows_that_another_has_changed_come_with_a_pull_or_when_they_are_looked_
                     state, _ = job.step(state, *batch)
                     kept = kept_by(job)
                     ids = np.sort(kept.ids)
-                    seen[k, i] = dict(zip(ids.tolist(), kept.take(ids, len(ids))[0][:, 0].tolist(), strict=True))
+                    seen[k, i] = dict(
+                        zip(ids.tolist(), kept.take(ids, len(ids))[0][:, 0].tolist(), strict=True)
+                    )
                     return state
 
                 state = turns.take(k, step)
@@ -345,9 +406,9 @@ def test_rows_that_another_has_changed_come_with_a_pull_or_when_they_are_looked_
 
 @pytest.mark.parametrize("servers", [1, 3])
 def test_no_change_is_lost_where_nobody_waits(role_threads: RoleThreads, servers: int) -> None:
-    """Two trainers push and pull beside their steps. When they have come to rest, each knows of all of its rows what
-    servers have; and what servers have is what trainers have changed, but for what each has yet to push. Numbers are
-    exact."""
+    """Two trainers push and pull beside their steps. When they have come to rest, each knows of all
+    of its rows what servers have; and what servers have is what trainers have changed, but for what
+    each has yet to push. Numbers are exact."""
     plan, steps, unit = only_a_table(2, geo(waits=False), 6, servers), 12, 2.0**20
     given = [np.random.default_rng(k).integers(0, V // 2, (steps, 6)) for k in range(2)]
     rest = threading.Barrier(2)
@@ -357,7 +418,9 @@ def test_no_change_is_lost_where_nobody_waits(role_threads: RoleThreads, servers
             state = job.init(jax.random.key(0))
             for ids in given[k]:
                 state, _ = job.step(state, ids, np.float64(unit))
-            for _ in range(4):  # each waits for the answer to what the one before has pushed, which is nothing
+            for _ in range(
+                4
+            ):  # each waits for the answer to what the one before has pushed, which is nothing
                 rest.wait(roles.HANG)
                 state, _ = job.step(state, np.full(6, V - 1), np.float64(0))
             kept = kept_by(job)
@@ -369,7 +432,9 @@ def test_no_change_is_lost_where_nobody_waits(role_threads: RoleThreads, servers
     for k in range(2):
         role_threads.start(f"trainer {k}", trainer, k)
     ended = role_threads.all()
-    table = np.concatenate([np.asarray(ended[ep][n]) for ep in plan.servers for n in ended[ep] if "emb" in n])
+    table = np.concatenate(
+        [np.asarray(ended[ep][n]) for ep in plan.servers for n in ended[ep] if "emb" in n]
+    )
     want = np.zeros_like(table)
     for k in range(2):
         ids, old, left = ended[f"trainer {k}"]
@@ -384,7 +449,9 @@ def test_no_change_is_lost_where_nobody_waits(role_threads: RoleThreads, servers
 
 
 def sizes_in(program: Any) -> set[int]:
-    return {n for e in equations(program.jaxpr) for v in (*e.invars, *e.outvars) for n in v.aval.shape}
+    return {
+        n for e in equations(program.jaxpr) for v in (*e.invars, *e.outvars) for n in v.aval.shape
+    }
 
 
 @pytest.mark.parametrize("name, sparse", [("adagrad", DENSE), ("adam", LAZY), ("clip", BUCKETS)])
@@ -393,14 +460,20 @@ def test_no_value_of_a_trainer_has_the_rows_of_the_table(name: str, sparse: Any)
         plan = planned(OPTIMIZERS[name], sparse, 2, 2, mode=geo())
         for program in (plan.trainer_program(0), plan.trainer_startup_program(0)):
             assert sizes_in(program).isdisjoint({V, V // 2}), program
-            assert sizes_in(program.specialize_flat([*program.inputs.values()])).isdisjoint({V, V // 2})
+            assert sizes_in(program.specialize_flat([*program.inputs.values()])).isdisjoint(
+                {V, V // 2}
+            )
         assert V in sizes_in(planned(OPTIMIZERS[name], None, 2, 2, mode=geo()).trainer_program(0))
-        assert [op.type for op in plan.trainer_startup.ops if op.type == "fake_init"] == ["fake_init"]
+        assert [op.type for op in plan.trainer_startup.ops if op.type == "fake_init"] == [
+            "fake_init"
+        ]
         ops = [op.type for op in plan.trainer.ops if op.role in ("rpc", "dist")]
         assert ops == ["split_ids", "prefetch", "send"]
 
 
-def test_what_is_kept_is_what_was_looked_up(role_threads: RoleThreads, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_kept_is_what_was_looked_up(
+    role_threads: RoleThreads, caplog: pytest.LogCaptureFixture
+) -> None:
     """And no array of it grows with the table."""
     rows, rng = 50_000_000, np.random.default_rng(0)
     plan = only_a_table(1, geo(3), 50, rows=rows)
@@ -412,7 +485,13 @@ def test_what_is_kept_is_what_was_looked_up(role_threads: RoleThreads, caplog: p
             for batch in given:
                 state, _ = job.step(state, *batch)
             kept = kept_by(job)
-            arrays = [kept._old, kept._is_touched, *kept._held, kept._slots._ids, kept._slots._places]
+            arrays = [
+                kept._old,
+                kept._is_touched,
+                *kept._held,
+                kept._slots._ids,
+                kept._slots._places,
+            ]
             return len(kept), kept.nbytes, sum(x.nbytes for x in arrays)
 
     for ep in plan.servers:
@@ -429,19 +508,27 @@ def test_what_is_kept_is_what_was_looked_up(role_threads: RoleThreads, caplog: p
 def test_the_transpiler_plans_them() -> None:
     tx = OPTIMIZERS["adagrad"]
     sparse = {"params/emb": dtrans.paddle.Embedding(is_distributed=True)}
-    t = dtrans.GeoSgdTranspiler(dtrans.DistributeTranspilerConfig(sparse=sparse, geo_sgd_need_push_nums=3))
-    main = dtrans.trace(dtrans.make_train_step(loss, tx), *init(tx, jax.random.key(0)), *batches(1)[0])
+    t = dtrans.GeoSgdTranspiler(
+        dtrans.DistributeTranspilerConfig(sparse=sparse, geo_sgd_need_push_nums=3)
+    )
+    main = dtrans.trace(
+        dtrans.make_train_step(loss, tx), *init(tx, jax.random.key(0)), *batches(1)[0]
+    )
     startup = dtrans.trace(lambda key: init(tx, key), jax.random.key(0))
     t.transpile(1, main, trainers=2, startup_program=startup, pservers=",".join(free_endpoints(2)))
     ops = [op.type for op in t.get_trainer_program().ops if op.role in ("rpc", "dist")]
     assert ops == ["split_ids", "prefetch", "send"]
     assert [row[:2] for row in t.plan.rows[:2]] == [
-        ("params/emb.block0", "buckets 0:1 of 2"), ("params/emb.block1", "buckets 1:2 of 2")]  # fmt: skip
+        ("params/emb.block0", "buckets 0:1 of 2"), ("params/emb.block1", "buckets 1:2 of "
+"2")]  # fmt: skip
 
 
 @pytest.mark.parametrize("servers", [1, 3])
-def test_bytes_are_those_of_the_rows(role_threads: RoleThreads, servers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that were not there, rows that were touched since the last push, and rows that another has changed."""
+def test_bytes_are_those_of_the_rows(
+    role_threads: RoleThreads, servers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that were not there, rows that were touched since the last push, and rows that another
+    has changed."""
     sent: dict[str, int] = {}
     framed, send_blocks, row = wire.framed, TrainerLine.send_blocks, 2 * 8
 
@@ -463,7 +550,11 @@ def test_bytes_are_those_of_the_rows(role_threads: RoleThreads, servers: int, mo
     # each pushes and pulls after its second step: in the order of the turns below
     given = [[of(1, 1, 2, 30), of(2, 2, 2, 2)], [of(2, 3, 3, 30), of(4, 5, 30, 3)]]
     run(role_threads, plan, given, StepOrder([0, 1, 0, 1]))
-    asked, touched, changed = 3 + 3 + 2, 3 + 5, 0 + 2  # of trainer 1's rows trainer 0 has changed 2 and 30
+    asked, touched, changed = (
+        3 + 3 + 2,
+        3 + 5,
+        0 + 2,
+    )  # of trainer 1's rows trainer 0 has changed 2 and 30
     assert sent["prefetch"] == asked * 4
     assert sent["rows"] == asked * row
     assert sent["row_ids"] == touched * 4
@@ -474,9 +565,13 @@ def test_bytes_are_those_of_the_rows(role_threads: RoleThreads, servers: int, mo
 def test_a_plan_says_the_most_that_is_sent() -> None:
     plan = only_a_table(3, geo(4), 5)
     touched, row = 20, 2 * 8
-    assert plan.bytes_per_step == {"send": touched * (row + 8), "recv": touched * row + V * (row + 4)}
+    assert plan.bytes_per_step == {
+        "send": touched * (row + 8),
+        "recv": touched * row + V * (row + 4),
+    }
     note = (
-        "table params/emb: 40 rows, at most 5 looked up by a trainer in a step, which keeps them, at most 1,600 bytes"
+        "table params/emb: 40 rows, at most 5 looked up by a trainer in a step, which keeps "
+        "them, at most 1,600 bytes"
     )
     assert any(n.startswith(f"{note} in 4 steps; dense") for n in plan.notes), plan.notes
     plan.costs()
@@ -486,7 +581,8 @@ def test_a_plan_says_the_most_that_is_sent() -> None:
 
 
 def test_the_state_of_a_row_begins_as_the_init_makes_it(role_threads: RoleThreads) -> None:
-    """Also where that is a row of the parameters, as a single device draws it: here rows are drawn back to these."""
+    """Also where that is a row of the parameters, as a single device draws it: here rows are drawn
+    back to these."""
 
     def back(g: Any, first: Any, params: Any) -> Any:
         return jax.tree.map(lambda g, f, p: -0.1 * g - 0.1 * (p - f), g, first, params), first
@@ -520,7 +616,10 @@ def test_the_optimizers_state_of_rows_is_no_array(role_threads: RoleThreads) -> 
         role_threads.start(ep, serve, p, ep, jax.random.key(0))
     with job_of(plan, 0) as job:
         state = job.init(jax.random.key(0))
-        with pytest.raises(ConfigError, match=r"opt_state/0/mu/emb has a row for each row of a table, of which this"):
+        with pytest.raises(
+            ConfigError,
+            match=r"opt_state/0/mu/emb has a row for each row of a table, of which this",
+        ):
             job.opt_state(state)
     with job_of(sgd, 0) as job:
         job.opt_state(job.init(jax.random.key(0)))
@@ -530,7 +629,9 @@ def test_the_optimizers_state_of_rows_is_no_array(role_threads: RoleThreads) -> 
 # -- what servers are asked for beside -------------------------------------------------------------
 
 
-def test_lookups_export_and_parameters_are_those_of_the_servers(role_threads: RoleThreads, tmp_path: Any) -> None:
+def test_lookups_export_and_parameters_are_those_of_the_servers(
+    role_threads: RoleThreads, tmp_path: Any
+) -> None:
     """Whatever is not pushed yet; a lookup does not make a row one that the trainer keeps."""
     tx, given = OPTIMIZERS["sgd"], batches(3)
     plan = planned(tx, DENSE, 1, 2, mode=geo(2))
@@ -543,7 +644,9 @@ def test_lookups_export_and_parameters_are_those_of_the_servers(role_threads: Ro
             for batch in given:
                 state, _ = job.step(state, *batch)
             before = len(kept_by(job))
-            np.testing.assert_allclose(job.lookup("params/emb", some), half["emb"][some], rtol=1e-12)
+            np.testing.assert_allclose(
+                job.lookup("params/emb", some), half["emb"][some], rtol=1e-12
+            )
             params = job.params(state)
             np.testing.assert_allclose(params["emb"], half["emb"], rtol=1e-12)
             np.testing.assert_allclose(params["w"], whole["w"], rtol=1e-12)
@@ -558,13 +661,17 @@ def test_lookups_export_and_parameters_are_those_of_the_servers(role_threads: Ro
     role_threads.all()
 
 
-def test_servers_save_what_was_pushed_and_the_job_goes_on(role_threads: RoleThreads, tmp_path: Any) -> None:
+def test_servers_save_what_was_pushed_and_the_job_goes_on(
+    role_threads: RoleThreads, tmp_path: Any
+) -> None:
     tx, given = OPTIMIZERS["sgd"], batches(4)
     plan = planned(tx, DENSE, 1, 2, mode=geo(2, waits=False))
     half, whole = (one_device(tx, given[:n])[0] for n in (2, 4))
 
     def serving(ep: str) -> Any:
-        with ServerJob(plan, Role("pserver", 1, tuple(plan.servers), current_endpoint=ep), {"deadline": 9.0}) as job:
+        with ServerJob(
+            plan, Role("pserver", 1, tuple(plan.servers), current_endpoint=ep), {"deadline": 9.0}
+        ) as job:
             return job.serve(job.init(jax.random.key(0)), checkpoints=tmp_path)
 
     def trainer() -> Any:
@@ -583,12 +690,15 @@ def test_servers_save_what_was_pushed_and_the_job_goes_on(role_threads: RoleThre
     ended = role_threads.all()
     saved, _ = dtrans.checkpoint.load(tmp_path / "three", plan.main, plan.startup)
     close(jax.tree.map(np.asarray, saved), jax.tree.map(np.asarray, half))
-    table = np.concatenate([np.asarray(ended[ep][n]) for ep in plan.servers for n in ended[ep] if "emb" in n])
+    table = np.concatenate(
+        [np.asarray(ended[ep][n]) for ep in plan.servers for n in ended[ep] if "emb" in n]
+    )
     np.testing.assert_allclose(table, whole["emb"], rtol=1e-12)
 
 
 def test_who_starts_again_keeps_no_rows(role_threads: RoleThreads) -> None:
-    """What was not pushed is; rows come anew, and servers do not tell of those that were there before."""
+    """What was not pushed is; rows come anew, and servers do not tell of those that were there
+    before."""
     plan = only_a_table(1, geo(5), 2, 1)
     one = np.array([1, 2]), np.float64(1)
 
@@ -612,7 +722,8 @@ def test_who_starts_again_keeps_no_rows(role_threads: RoleThreads) -> None:
 
 
 @pytest.mark.parametrize("name, sparse, said", [
-    ("adam", DENSE, "other rows move, too .*say sparse={'params/emb': dtrans.Rows\\(update='lazy'\\)}"),
+    ("adam", DENSE, "other rows move, too .*say sparse={'params/emb': "
+"dtrans.Rows\\(update='lazy'\\)}"),
     ("momentum", DENSE, "other rows move, too"),
     ("lamb", DENSE, "an update is of all rows .*another optimizer"),
     ("sgd", {"params/other": dtrans.Rows()}, "sparse names params/other"),
@@ -657,7 +768,9 @@ def test_a_limit_of_rows_is_the_servers(role_threads: RoleThreads) -> None:
 def server_of(plan: PServerPlan, said: list[Any]) -> AsyncServer:
     (programs,) = plan.servers.values()
     update = ServerUpdate.of(programs.main)
-    state = dict(zip(programs.startup.out_names, programs.startup.compiled(jax.random.key(0)), strict=True))
+    state = dict(
+        zip(programs.startup.out_names, programs.startup.compiled(jax.random.key(0)), strict=True)
+    )
     trainers = Presence(update.served, deadline=9.0, plan={}, secret="")
     trainers.known |= {k: Trainer(f"session {k}", bytes([k])) for k in range(plan.trainers)}
     blocks = BlockUpdates(update, state)
@@ -677,7 +790,9 @@ def test_a_server_tells_each_trainer_of_its_own_rows_once() -> None:
     def push(k: int, ids: list[int]) -> None:
         step = {"step": server._steps[k].number}
         name = "params/emb.delta"
-        (frames,) = wire.framed("row_ids", [("ids", np.array(ids, np.int32))], gradient=name, count=len(ids), **step)
+        (frames,) = wire.framed(
+            "row_ids", [("ids", np.array(ids, np.int32))], gradient=name, count=len(ids), **step
+        )
         server.row_ids(k, wire.parse(frames))
         (frames,) = wire.framed("send", [(name, np.ones((len(ids), 2)))], **step)
         server.send(k, wire.parse(frames))
@@ -714,7 +829,9 @@ def test_a_server_tells_each_trainer_of_its_own_rows_once() -> None:
 
 def test_who_keeps_rows_where_nobody_may_is_refused() -> None:
     server = server_of(planned(OPTIMIZERS["sgd"], DENSE, 2, 1, mode=dtrans.Async()), [])
-    with pytest.raises(WireError, match="trainer 0 keeps rows, and pserver .* has no table of which it may"):
+    with pytest.raises(
+        WireError, match="trainer 0 keeps rows, and pserver .* has no table of which it may"
+    ):
         server.recv(0, wire.Message("recv", {"step": 0, "changed": True, "blocks": []}))
 
 
@@ -741,7 +858,10 @@ def test_rows_that_a_trainer_did_not_ask_to_be_told_of_are_refused(
 def test_rows_that_have_changed_come_from_several_servers_in_several_messages() -> None:
     spans, rng = (RowRun(0, 400_000), RowRun(400_000, 400_000)), np.random.default_rng(0)
     inbox = ChangedInbox(
-        {(f"ep{i}", f"emb.block{i}"): KeptBlock("emb", x, (2,), np.float64) for i, x in enumerate(spans)}
+        {
+            (f"ep{i}", f"emb.block{i}"): KeptBlock("emb", x, (2,), np.float64)
+            for i, x in enumerate(spans)
+        }
     )
     rows = rng.normal(size=(300_000, 2))
     for i in range(2):
@@ -817,6 +937,8 @@ def test_what_is_pushed_is_rounded_as_it_is_sent(dtype: Any) -> None:
         assert np.array_equal(delta.ids, ids) and delta.rows.dtype == server.dtype
         server = np.asarray(jax.jit(lambda w, i, d: w.at[i].add(d))(server, delta.ids, delta.rows))
         assert np.array_equal(kept.old, server)
-    kept.pulled(RowGradient(np.array([3, 700]), np.ones((2, 3), dtype)))  # a row that is not here is left out
+    kept.pulled(
+        RowGradient(np.array([3, 700]), np.ones((2, 3), dtype))
+    )  # a row that is not here is left out
     assert np.array_equal(kept.old[3], np.ones(3, dtype))
     assert len(kept) == 20

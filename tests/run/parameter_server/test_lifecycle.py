@@ -1,4 +1,5 @@
-"""The life of a job: roles that come late, trainers that leave early, and the next job on the same servers."""
+"""The life of a job: roles that come late, trainers that leave early, and the next job on the same
+servers."""
 
 from __future__ import annotations
 
@@ -29,16 +30,24 @@ def x64() -> Any:
 
 
 def one_device(batches: Sequence[Any]) -> tuple[Any, Any]:
-    params, state, _ = plain_run(plain_step(mlp_loss, TX), params_of(), TX.init(params_of()), batches)
+    params, state, _ = plain_run(
+        plain_step(mlp_loss, TX), params_of(), TX.init(params_of()), batches
+    )
     return params, state
 
 
-def check(plan: PServerPlan, held: Sequence[Any], got: Sequence[Any], batches: Sequence[Any]) -> None:
-    """The servers' states, and the parameters of those who took the last step, are those of one device."""
+def check(
+    plan: PServerPlan, held: Sequence[Any], got: Sequence[Any], batches: Sequence[Any]
+) -> None:
+    """The servers' states, and the parameters of those who took the last step, are those of one
+    device."""
     want, state = one_device(batches)
     names = plan.startup.out_names
     made = dict(zip(names, plan.startup.out.flatten((want, state), "the result"), strict=True))
-    states = {ep: {n: jnp.asarray(x) for n, x in of.items()} for ep, of in zip(plan.servers, held, strict=True)}
+    states = {
+        ep: {n: jnp.asarray(x) for n, x in of.items()}
+        for ep, of in zip(plan.servers, held, strict=True)
+    }
     tree_close(assemble(plan, states, names), made, 1e-12)
     for params in got:
         tree_close({n: jnp.asarray(x) for n, x in params.items()}, want, 1e-12)
@@ -50,10 +59,20 @@ STEPS = 3
 
 
 def job(pservers: Sequence[str], **more: Any) -> dict[str, Any]:
-    return {"pservers": list(pservers), "trainers": 2, "jobs": 1, "first": 0, "steps": STEPS, "stays": False} | more
+    return {
+        "pservers": list(pservers),
+        "trainers": 2,
+        "jobs": 1,
+        "first": 0,
+        "steps": STEPS,
+        "stays": False,
+    } | more
 
 
-WAITS = {"pserver": "serving 0", "trainer": "connecting"}  # what a role says before it waits for others
+WAITS = {
+    "pserver": "serving 0",
+    "trainer": "connecting",
+}  # what a role says before it waits for others
 
 
 @pytest.mark.slow
@@ -61,10 +80,20 @@ WAITS = {"pserver": "serving 0", "trainer": "connecting"}  # what a role says be
     "order",
     [
         pytest.param(("trainer0", "trainer1", "pserver1", "pserver0"), id="servers last"),
-        pytest.param(("pserver0", "trainer1", "trainer0", "pserver1"), id="one server last", marks=pytest.mark.soak),
-        pytest.param(("pserver1", "trainer1", "pserver0", "trainer0"), id="one trainer last", marks=pytest.mark.soak),
         pytest.param(
-            ("pserver0", "pserver1", "trainer0", "trainer1"), id="the other trainer last", marks=pytest.mark.soak
+            ("pserver0", "trainer1", "trainer0", "pserver1"),
+            id="one server last",
+            marks=pytest.mark.soak,
+        ),
+        pytest.param(
+            ("pserver1", "trainer1", "pserver0", "trainer0"),
+            id="one trainer last",
+            marks=pytest.mark.soak,
+        ),
+        pytest.param(
+            ("pserver0", "pserver1", "trainer0", "trainer1"),
+            id="the other trainer last",
+            marks=pytest.mark.soak,
         ),
     ],
 )
@@ -93,8 +122,12 @@ def test_a_process_may_leave_early(tmp_path: Path) -> None:
             started.start(f"trainer{k}", "trainer", index=k, **job(pservers, steps=steps))
         found = started.end()
     batches = [rows([0, 1] if i < 2 else [1], batch_of(i, 2)) for i in range(4)]
-    check(plan_for(pservers, 2), [found["pserver0"], found["pserver1"]], [found["trainer1"]], batches)
-    tree_close({n: jnp.asarray(x) for n, x in found["trainer0"].items()}, one_device(batches[:2])[0], 1e-12)
+    check(
+        plan_for(pservers, 2), [found["pserver0"], found["pserver1"]], [found["trainer1"]], batches
+    )
+    tree_close(
+        {n: jnp.asarray(x) for n, x in found["trainer0"].items()}, one_device(batches[:2])[0], 1e-12
+    )
 
 
 # -- the next job, as processes --------------------------------------------------------------------
@@ -107,7 +140,8 @@ def trainers(started: Roles, which: str, pservers: Sequence[str], **more: Any) -
 
 @pytest.mark.slow
 def test_the_next_job_goes_on_where_the_first_ended(tmp_path: Path) -> None:
-    """Its trainers start when those of the first have ended; one of them already when one of the first has not."""
+    """Its trainers start when those of the first have ended; one of them already when one of the
+    first has not."""
     pservers = free_endpoints(2)
     with roles(tmp_path) as started:
         for i in range(2):
@@ -121,7 +155,9 @@ def test_the_next_job_goes_on_where_the_first_ended(tmp_path: Path) -> None:
         started["first1"].go()
         started["first1"].end()
         started.start("second1", "trainer", index=1, **job(pservers, first=STEPS))
-        found = {name: started[name].end() for name in ("pserver0", "pserver1", "second0", "second1")}
+        found = {
+            name: started[name].end() for name in ("pserver0", "pserver1", "second0", "second1")
+        }
     batches = [batch_of(i, 2) for i in range(2 * STEPS)]
     held = [found["pserver0"], found["pserver1"]]
     check(plan_for(pservers, 2), held, [found["second0"], found["second1"]], batches)
@@ -143,7 +179,8 @@ def serves(plan: PServerPlan, ep: str, jobs: int) -> Any:
 @pytest.mark.soak
 @pytest.mark.parametrize("count, jobs", [(0, 12), (1, 3)])
 def test_jobs_follow_one_another_at_once(role_threads: RoleThreads, count: int, jobs: int) -> None:
-    """Many, of no or one step: whoever is first, a server, a trainer or the end of the job before."""
+    """Many, of no or one step: whoever is first, a server, a trainer or the end of the job
+    before."""
     pservers = free_endpoints(2)
     plan = plan_for(pservers, 2)
     for ep in pservers:
@@ -170,7 +207,10 @@ def test_a_trainer_of_the_next_job_waits_for_the_end_of_the_first(
 
     def says(self: Any, to: bytes | str, op: str, /, *blocks: Any, **fields: Any) -> None:
         real(self, to, op, *blocks, **fields)
-        if op == "waiting" and fields["reason"] == "the end of a job of 2 trainers, which trainer 0 has left":
+        if (
+            op == "waiting"
+            and fields["reason"] == "the end of a job of 2 trainers, which trainer 0 has left"
+        ):
             told.set()
 
     monkeypatch.setattr(server_sockets.ServerSockets, "say", says)
@@ -181,7 +221,9 @@ def test_a_trainer_of_the_next_job_waits_for_the_end_of_the_first(
     wait = lambda i: told.wait(HANG) if i else None
     role_threads.start("first 0", train, plan, 0, batches[:1], params_of())
     # it makes its step with the other one, and closes when the next job's has come
-    role_threads.start("first 1", train, plan, 1, [*batches[:1], batch_of(9, 2)], params_of(), before=wait)
+    role_threads.start(
+        "first 1", train, plan, 1, [*batches[:1], batch_of(9, 2)], params_of(), before=wait
+    )
     role_threads.end("first 0")
     role_threads.start("second 0", train, plan, 0, batches[1:], params_of())
     role_threads.end("first 1")

@@ -1,4 +1,5 @@
-"""Tables that live long: what servers have of them, which rows have changed, and rows that are given up."""
+"""Tables that live long: what servers have of them, which rows have changed, and rows that are
+given up."""
 
 from __future__ import annotations
 
@@ -104,7 +105,8 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_row_that_was_given_up_begins_anew(name: str) -> None:
-    """As the init makes it, bit for bit, with the state that the optimizer begins with; and stays so until a step."""
+    """As the init makes it, bit for bit, with the state that the optimizer begins with; and stays
+    so until a step."""
     tx, update, begins = OPTIMIZERS[name]
     alone = Alone(tx, update=update)
     for ids in ((3, 8, 20), (8,), (20, 31), (8,)):
@@ -114,7 +116,9 @@ def test_a_row_that_was_given_up_begins_anew(name: str) -> None:
     np.testing.assert_array_equal(alone.rows(8, 20, 31), kept)
     for read in (alone.rows(3), alone.rows(3, train=True)):
         np.testing.assert_array_equal(read, alone.first[[3]])
-    assert all((np.asarray(x)[3] == np.float32(begins)).all() for x in alone.state.values()), alone.state
+    assert all((np.asarray(x)[3] == np.float32(begins)).all() for x in alone.state.values()), (
+        alone.state
+    )
     assert alone.state
     alone.step(8)
     np.testing.assert_array_equal(alone.rows(3), alone.first[[3]])
@@ -162,10 +166,14 @@ def test_changes_are_of_the_steps_after_one() -> None:
     alone.step(20)
     assert alone.changed(3) == ([20], [3, 8, 50])  # asked after step 3 before they were given up
     assert alone.changed(4) == ([], [])
-    alone.rows(3, train=True)  # here again, and not updated yet: whoever has the old row is to hear of it
+    alone.rows(
+        3, train=True
+    )  # here again, and not updated yet: whoever has the old row is to hear of it
     assert alone.changed(3) == ([3, 20], [8, 50])
     for since in (-1, 5):
-        with pytest.raises(StateError, match=f"changes of params/emb since step {since}, and there were 4"):
+        with pytest.raises(
+            StateError, match=f"changes of params/emb since step {since}, and there were 4"
+        ):
             alone.changed(since)
 
 
@@ -212,9 +220,15 @@ def test_rows_of_a_checkpoint_rest_that_are_as_the_init_makes_them() -> None:
 def test_rows_that_cannot_be_made_again_are_not_given_up() -> None:
     orthogonal = lambda key: jax.random.orthogonal(key, V)[:, :D]
     alone = Alone(optax.sgd(0.1), emb=orthogonal)
-    with pytest.raises(StateError, match="cannot be given up, since they cannot be made again: its server began with"):
+    with pytest.raises(
+        StateError,
+        match="cannot be given up, since they cannot be made again: its server began with",
+    ):
         alone.held.evict(EMB, 1, NONE)
-    for tx, why in ((optax.adamw(0.1), "moves those too that nobody"), (optax.lamb(0.1), "is of all of them")):
+    for tx, why in (
+        (optax.adamw(0.1), "moves those too that nobody"),
+        (optax.lamb(0.1), "is of all of them"),
+    ):
         alone = Alone(tx, update="dense")
         alone.step(3)
         with pytest.raises(StateError, match=why):
@@ -239,7 +253,9 @@ class Said:
         self.server: Any
         self.grads = [update.served.tables[EMB].gradients[k] for k in range(2)]
         if update.served.sync_mode:
-            self.server = SyncServer(update.served, steps := SyncUpdate(update, state, 2), self.trainers, self.say)
+            self.server = SyncServer(
+                update.served, steps := SyncUpdate(update, state, 2), self.trainers, self.say
+            )
             self.server.tables = steps.held
         else:
             blocks = BlockUpdates(update, state)
@@ -255,7 +271,9 @@ class Said:
         getattr(self.server, op)(k, wire.parse(frames))
 
     def ask(self, k: int, *ids: int) -> None:
-        self.take(k, "prefetch", [("ids", np.array(ids, np.int32))], table=EMB, count=len(ids), train=True)
+        self.take(
+            k, "prefetch", [("ids", np.array(ids, np.int32))], table=EMB, count=len(ids), train=True
+        )
 
     def give(self, k: int, *ids: int) -> None:
         self.take(k, "send", [(self.grads[k], np.ones((len(ids), D), np.float32))])
@@ -281,17 +299,25 @@ def test_rows_are_given_up_when_all_trainers_say_so() -> None:
     said.evict(1)
     assert not said.said and said.server.tables.report()[0].made == 2
     said.evict(0)
-    assert [(k, op, fields["count"]) for k, op, fields in said.said] == [(0, "evicted", 1), (1, "evicted", 1)]
+    assert [(k, op, fields["count"]) for k, op, fields in said.said] == [
+        (0, "evicted", 1),
+        (1, "evicted", 1),
+    ]
     said.step(3)
     said.evict(0)
     said.evict(1)
     assert [fields["count"] for *_, fields in said.said] == [1, 1]  # row 8
 
 
-@pytest.mark.parametrize("goes_on", [lambda s: s.ask(1, 3), lambda s: s.give(1)], ids=["looks up", "sends"])
+@pytest.mark.parametrize(
+    "goes_on", [lambda s: s.ask(1, 3), lambda s: s.give(1)], ids=["looks up", "sends"]
+)
 def test_a_trainer_that_goes_on_without_is_named(goes_on: Any) -> None:
     """Whichever of the two comes first."""
-    why = "trainer 0 gives up rows of params/emb after step 1, and trainer 1 goes on without: all trainers call"
+    why = (
+        "trainer 0 gives up rows of params/emb after step 1, and trainer 1 goes on without: "
+        "all trainers call"
+    )
     for first, then in ((Said.evict, goes_on), (goes_on, Said.evict)):
         said = Said()
         said.step(3)
@@ -304,7 +330,9 @@ def test_a_trainer_that_goes_on_without_is_named(goes_on: Any) -> None:
 def test_trainers_give_up_the_same_rows() -> None:
     said = Said()
     said.evict(0, 4)
-    with pytest.raises(PeerError, match="trainer 1 gives up .* 5 steps, and trainer 0 .* for 4: all trainers call"):
+    with pytest.raises(
+        PeerError, match="trainer 1 gives up .* 5 steps, and trainer 0 .* for 4: all trainers call"
+    ):
         said.evict(1, 5)
 
 
@@ -317,7 +345,9 @@ def test_who_keeps_others_waiting_is_named() -> None:
     assert [(k, op) for k, op, _ in said.said] == [(0, "waiting")] * 2
     why = r"7.0 s for job.evict before gradients of step 2 from trainer 1 \(computing\)"
     assert re.fullmatch(why, said.said[-1][2]["reason"])
-    with pytest.raises(DeadlineError, match="and trainer 0 waited 10.0 s for job.evict before gradients of"):
+    with pytest.raises(
+        DeadlineError, match="and trainer 0 waited 10.0 s for job.evict before gradients of"
+    ):
         said.server.look(11.0)
 
 
@@ -333,7 +363,9 @@ def test_who_waits_for_a_checkpoint_is_not_late() -> None:
         said.take(0, "saving")
         said.server.look(float(now))
         assert said.said[-1][1] == "waiting"
-        assert "from trainer 0 (waiting for a checkpoint to be written)" in said.said[-1][2]["reason"]
+        assert (
+            "from trainer 0 (waiting for a checkpoint to be written)" in said.said[-1][2]["reason"]
+        )
     why = r"trainer 1 waited 1[0-9].0 s for gradients .* from trainer 0 \(computing\)"
     with pytest.raises(DeadlineError, match=why):
         for now in range(40, 60, 4):
@@ -359,7 +391,9 @@ def test_trainers_that_have_left_are_not_waited_for() -> None:
     ],
 )
 @pytest.mark.parametrize("mode", [dtrans.Sync(), dtrans.Async()], ids=["sync", "async"])
-def test_an_eviction_that_cannot_be_is_refused_and_changes_nothing(mode: Any, fields: Any, why: str) -> None:
+def test_an_eviction_that_cannot_be_is_refused_and_changes_nothing(
+    mode: Any, fields: Any, why: str
+) -> None:
     said = Said(mode)
     said.step(3)
     said.step(8)
@@ -400,7 +434,9 @@ def serve(plan: Any, endpoint: str, state: Any = None, **options: Any) -> Any:
         return job.serve(job.init(KEY) if state is None else state(job), **options)
 
 
-def run(role_threads: RoleThreads, plan: Any, train: Callable[[Any, int], Any], **options: Any) -> list[Any]:
+def run(
+    role_threads: RoleThreads, plan: Any, train: Callable[[Any, int], Any], **options: Any
+) -> list[Any]:
     """A job; what each trainer returns."""
 
     def trained(k: int) -> Any:
@@ -426,12 +462,19 @@ def batch(at: int, k: int) -> np.ndarray:
 def test_a_copy_that_serves_is_the_table(
     role_threads: RoleThreads, update: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Changes go in many messages; bits depend on neither servers nor placement, also where rows are given up."""
+    """Changes go in many messages; bits depend on neither servers nor placement, also where rows
+    are given up."""
     monkeypatch.setattr(table_changes, "CHUNK", 2)
     monkeypatch.setattr(wire, "MESSAGE_BYTES", 8)
 
     def train(job: Any, k: int) -> Any:
-        state, gone, told, copy, since = job.init(KEY), [], [], np.asarray(jax.jit(drawn)(KEY)).copy(), 0
+        state, gone, told, copy, since = (
+            job.init(KEY),
+            [],
+            [],
+            np.asarray(jax.jit(drawn)(KEY)).copy(),
+            0,
+        )
         for at in range(6):
             state, _ = job.step(state, batch(at, k))
             if at in (2, 4):
@@ -439,7 +482,10 @@ def test_a_copy_that_serves_is_the_table(
             if k or at % 2:
                 continue
             changes = job.changed(EMB, since)
-            assert all(np.all(x[1:] > x[:-1]) for x in (changes.ids, changes.gone)) and changes.step == at + 1
+            assert (
+                all(np.all(x[1:] > x[:-1]) for x in (changes.ids, changes.gone))
+                and changes.step == at + 1
+            )
             copy[changes.ids] = changes.rows
             copy[changes.gone] = job.lookup(EMB, changes.gone)
             np.testing.assert_array_equal(copy, job.lookup(EMB, np.arange(V)))
@@ -456,7 +502,10 @@ def test_a_copy_that_serves_is_the_table(
     (gone, told, copy, reports), (gone3, told3, copy3, reports3) = found
     assert (gone, told) == (gone3, told3) and min(gone) > 0
     np.testing.assert_array_equal(copy, copy3)
-    assert reports == [(sum(x[0] for x in reports3), sum(gone), 6)] and [x[1:] for x in reports3] != reports
+    assert (
+        reports == [(sum(x[0] for x in reports3), sum(gone), 6)]
+        and [x[1:] for x in reports3] != reports
+    )
     assert any(len(x[0][2]) for x in told)
 
 
@@ -468,12 +517,15 @@ def test_what_servers_have_is_told(role_threads: RoleThreads) -> None:
             job.tables()
         state, _ = job.step(job.init(KEY), np.array([0, 1, 59]))
         report = job.tables()
-        with pytest.raises(ConfigError, match="params/w is no table of this plan; they are: params/emb"):
+        with pytest.raises(
+            ConfigError, match="params/w is no table of this plan; they are: params/emb"
+        ):
             job.evict("params/w", 3)
         with pytest.raises(ConfigError, match="unused_for must be a number of steps"):
             job.evict(EMB, 0)
         with pytest.raises(
-            PeerError, match="changes of params/emb.block0 since step 9, and there were 1: .*job.export"
+            PeerError,
+            match="changes of params/emb.block0 since step 9, and there were 1: .*job.export",
         ):
             job.changed(EMB, 9)
         job.step(state, np.array([0, 1, 59]))  # nothing is lost
@@ -485,7 +537,16 @@ def test_what_servers_have_is_told(role_threads: RoleThreads) -> None:
          "evicted": 0, "step": 1} for i, made in ((0, 2), (1, 1))]  # fmt: skip
     title, header, first, _ = str(report).splitlines()
     assert (title, header.split()) == ("tables", ["block", "endpoint", *table_changes.NUMBERS])
-    assert first.split() == ["params/emb.block0", report.blocks[0].endpoint, "30", "2", "48", "10", "0", "1"]
+    assert first.split() == [
+        "params/emb.block0",
+        report.blocks[0].endpoint,
+        "30",
+        "2",
+        "48",
+        "10",
+        "0",
+        "1",
+    ]
 
 
 def test_what_moves_all_rows_is_refused_before_it_is_asked() -> None:
@@ -494,11 +555,16 @@ def test_what_moves_all_rows_is_refused_before_it_is_asked() -> None:
         (planned(optax.sgd(0.1), mode=dtrans.Geo()), "with GEO-SGD trainers keep"),
     ):
         role = Role("trainer", 1, tuple(plan.servers), trainer_id=0)
-        with TrainerJob(plan, role, {}) as job, pytest.raises(ConfigError, match=f"rows of .* {why}"):
+        with (
+            TrainerJob(plan, role, {}) as job,
+            pytest.raises(ConfigError, match=f"rows of .* {why}"),
+        ):
             job.evict(EMB, 3)
     job = planned(optax.sgd(0.1)).on_mesh()
     for ask in (lambda: job.tables(), lambda: job.changed(EMB, 0), lambda: job.evict(EMB, 3)):
-        with pytest.raises(ConfigError, match=r"is of servers in processes of their own, plan.on_cluster\(\)"):
+        with pytest.raises(
+            ConfigError, match=r"is of servers in processes of their own, plan.on_cluster\(\)"
+        ):
             ask()
 
 
@@ -528,7 +594,8 @@ def test_asynchronous_trainers_ask_whenever_they_like(role_threads: RoleThreads,
 def test_a_job_that_goes_on_from_a_checkpoint_gives_rows_up_too(
     role_threads: RoleThreads, tmp_path: Path, update: str
 ) -> None:
-    """On other servers, with rows elsewhere: as if it had gone on, with its steps and what was given up before."""
+    """On other servers, with rows elsewhere: as if it had gone on, with its steps and what was
+    given up before."""
     tx, old, new = optax.adam(0.1), (0, 3), (3, 6)
 
     def train(job: Any, k: int, steps: tuple[int, int]) -> Any:
@@ -553,15 +620,23 @@ def test_a_job_that_goes_on_from_a_checkpoint_gives_rows_up_too(
         role_threads, again, lambda job, k: train(job, k, new), state=restored
     )
     touched = {i for at in range(1, old[1]) for i in batch(at, 0).tolist()}
-    assert made(begun) == len(touched) and {x.step for x in begun} == {3} and sum(x.evicted for x in begun) > 0
+    assert (
+        made(begun) == len(touched)
+        and {x.step for x in begun} == {3}
+        and sum(x.evicted for x in begun) > 0
+    )
     assert gone == more > 0 and made(report) == made(then)
     np.testing.assert_array_equal(found, wanted)
     for x, y in zip(changes, changed, strict=True):
         assert x.step == y.step == 6 and len(x.gone)
-        jax.tree.map(np.testing.assert_array_equal, (x.ids, x.rows, x.gone), (y.ids, y.rows, y.gone))
+        jax.tree.map(
+            np.testing.assert_array_equal, (x.ids, x.rows, x.gone), (y.ids, y.rows, y.gone)
+        )
 
 
-def test_whole_arrays_do_not_say_how_rows_are_made(role_threads: RoleThreads, tmp_path: Path) -> None:
+def test_whole_arrays_do_not_say_how_rows_are_made(
+    role_threads: RoleThreads, tmp_path: Path
+) -> None:
     """As those that one device had; of a checkpoint of these, too."""
     tx = optax.adagrad(0.1)
     params = {"emb": drawn(KEY)}
@@ -569,7 +644,9 @@ def test_whole_arrays_do_not_say_how_rows_are_made(role_threads: RoleThreads, tm
     def train(job: Any, k: int) -> Any:
         state = job.init(KEY)
         state, _ = job.step(state, batch(0, 0))
-        with pytest.raises(PeerError, match=r"has not given up rows: .*say job.serve\(state, init=\(...,\)\)"):
+        with pytest.raises(
+            PeerError, match=r"has not given up rows: .*say job.serve\(state, init=\(...,\)\)"
+        ):
             job.evict(EMB, 1)
         state, _ = job.step(state, batch(1, 0))
         if not (tmp_path / "one").exists():
@@ -597,7 +674,8 @@ SNAPSHOTS = OPTIMIZERS | {"adamw, dense": (optax.adamw(0.1), "dense", 0.0)}
 
 @pytest.mark.parametrize("name", SNAPSHOTS)
 def test_a_snapshot_is_of_one_moment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever becomes of rows while it is read: new ones, updates, lookups and rows that are given up."""
+    """Whatever becomes of rows while it is read: new ones, updates, lookups and rows that are given
+    up."""
     monkeypatch.setattr(row_snapshot, "SEGMENT", 60)  # two or five rows at once
     monkeypatch.setattr(row_snapshot, "GROUPS", 7)
     monkeypatch.setattr(row_snapshot, "LEAST", 1)
@@ -608,7 +686,10 @@ def test_a_snapshot_is_of_one_moment(name: str, monkeypatch: pytest.MonkeyPatch)
             each.step(*ids)
         if name != "adamw, dense":
             assert each.held.evict(EMB, 3, NONE) == 2
-    wanted, changed = {n: np.asarray(x) for n, x in same.update.tables().items()}, live(same).segments()
+    wanted, changed = (
+        {n: np.asarray(x) for n, x in same.update.tables().items()},
+        live(same).segments(),
+    )
     table, found = live(alone), []
     for segment in table.segments():
         found.append(segment)
@@ -623,10 +704,14 @@ def test_a_snapshot_is_of_one_moment(name: str, monkeypatch: pytest.MonkeyPatch)
         np.testing.assert_array_equal(np.concatenate([x.rows[i] for x in found]), wanted[n][made])
     others = list(changed)
     for part in (lambda x: x.ids, lambda x: x.changed):
-        np.testing.assert_array_equal(*(np.concatenate([part(x) for x in of]) for of in (found, others)))
+        np.testing.assert_array_equal(
+            *(np.concatenate([part(x) for x in of]) for of in (found, others))
+        )
 
 
-def test_rows_that_change_while_they_are_read_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_change_while_they_are_read_take_bounded_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Updates wait for who reads; where nobody does, the job goes on without."""
     row = 2 * D * 4
     monkeypatch.setattr(row_snapshot, "SEGMENT", 4 * row)
@@ -636,7 +721,9 @@ def test_rows_that_change_while_they_are_read_take_bounded_memory(monkeypatch: p
     (memory,) = alone.update._tables.values()
     wanted = {n: x.copy() for n, x in memory.held.items()}
     table = live(alone)
-    updates = threading.Thread(target=lambda: [alone.step(*range(at, at + 10)) for at in range(0, V, 10)])
+    updates = threading.Thread(
+        target=lambda: [alone.step(*range(at, at + 10)) for at in range(0, V, 10)]
+    )
     updates.start()
     roles.until(lambda: table.most, "the first update")  # the second one waits
     found = list(table.segments())
@@ -646,7 +733,9 @@ def test_rows_that_change_while_they_are_read_take_bounded_memory(monkeypatch: p
         np.testing.assert_array_equal(np.concatenate([x.rows[i] for x in found]), wanted[n])
     unread = live(alone, patience=0.01)
     alone.step(*range(V))
-    with pytest.raises(StateError, match="params/emb changes faster than it is written: nothing was written for"):
+    with pytest.raises(
+        StateError, match="params/emb changes faster than it is written: nothing was written for"
+    ):
         next(unread.segments())
     alone.step(3)
 
@@ -656,8 +745,12 @@ def size_of(folder: Path) -> int:
 
 
 def test_a_checkpoint_has_the_rows_that_are_made(tmp_path: Path) -> None:
-    """Memory, and room on the disk, are theirs; whoever wants all rows says how the others are made."""
-    init = lambda key: (p := {"emb": jax.random.normal(key, (1 << 20, 16))}, optax.adagrad(0.1).init(p))
+    """Memory, and room on the disk, are theirs; whoever wants all rows says how the others are
+    made."""
+    init = lambda key: (
+        p := {"emb": jax.random.normal(key, (1 << 20, 16))},
+        optax.adagrad(0.1).init(p),
+    )
     step = dtrans.make_train_step(lambda p, ids: jnp.mean(p["emb"][ids] ** 2), optax.adagrad(0.1))
     plan = dtrans.pserver(dtrans.trace(step, *jax.eval_shape(init, KEY), jnp.zeros(3, int)), dtrans.trace(init, KEY),
                           sparse={EMB: dtrans.Rows()})  # fmt: skip
@@ -694,7 +787,8 @@ def test_any_job_goes_on_from_the_rows_that_were_made(tmp_path: Path) -> None:
     wanted = saved_table(tmp_path / "1", tx, update="lazy")
     plan = planned(tx, 2, update="lazy")
     with pytest.raises(
-        StateError, match=r"5[0-9] of 60 rows of params/emb were not looked up .*load\(path, main, startup"
+        StateError,
+        match=r"5[0-9] of 60 rows of params/emb were not looked up .*load\(path, main, startup",
     ):
         dtrans.checkpoint.load(tmp_path / "1", plan.main)
     params, opt_state = dtrans.checkpoint.load(tmp_path / "1", plan.main, plan.startup)
@@ -703,11 +797,19 @@ def test_any_job_goes_on_from_the_rows_that_were_made(tmp_path: Path) -> None:
     dense = dtrans.pserver(plan.main, plan.startup, pservers="127.0.0.1:1,127.0.0.1:2",
                            placement=dtrans.BlockPlacement(min_block_size=1))  # fmt: skip
     held = [dtrans.checkpoint.restore(tmp_path / "1", dense, ep) for ep in dense.servers]
-    np.testing.assert_array_equal(np.concatenate([x[f"params/emb.block{i}"] for i, x in enumerate(held)]), wanted[EMB])
-    job = dtrans.sharding(plan.main, plan.startup, degree=2, slices=dtrans.Slicing(min_slice_size=0)).simulate()
-    np.testing.assert_array_equal(job.params(dtrans.checkpoint.restore(tmp_path / "1", job))["emb"], wanted[EMB])
+    np.testing.assert_array_equal(
+        np.concatenate([x[f"params/emb.block{i}"] for i, x in enumerate(held)]), wanted[EMB]
+    )
+    job = dtrans.sharding(
+        plan.main, plan.startup, degree=2, slices=dtrans.Slicing(min_slice_size=0)
+    ).simulate()
+    np.testing.assert_array_equal(
+        job.params(dtrans.checkpoint.restore(tmp_path / "1", job))["emb"], wanted[EMB]
+    )
     job = plan.on_mesh()
-    np.testing.assert_array_equal(job.params(dtrans.checkpoint.restore(tmp_path / "1", job))["emb"], wanted[EMB])
+    np.testing.assert_array_equal(
+        job.params(dtrans.checkpoint.restore(tmp_path / "1", job))["emb"], wanted[EMB]
+    )
     states = {ep: dtrans.checkpoint.restore(tmp_path / "1", plan, ep) for ep in plan.servers}
     np.testing.assert_array_equal(dtrans.checkpoint.gather(plan, states)[0]["emb"], wanted[EMB])
     for ep in plan.servers:  # saved again, and nobody has served

@@ -1,4 +1,5 @@
-"""A job on a mesh computes what one device computes, keeps each thing on its device, and refuses what it cannot do."""
+"""A job on a mesh computes what one device computes, keeps each thing on its device, and refuses
+what it cannot do."""
 
 from __future__ import annotations
 
@@ -54,13 +55,17 @@ def same_as_one_device(
     rtol: float = 1e-12,
     **options: Any,
 ) -> tuple[Any, Any]:
-    """Train on a mesh and on one device; parameters, optimizer state and losses must agree. The job and its state."""
+    """Train on a mesh and on one device; parameters, optimizer state and losses must agree. The job
+    and its state."""
     plan = plan_of(loss, tx, params, *batches[0], servers=servers, trainers=trainers, **options)
     job = plan.on_mesh(jax.devices()[:devices])
     state, losses = run(job, job.init(params), batches)
-    want_params, want_state, want_losses = plain_run(plain_step(loss, tx), params, tx.init(params), batches)
+    want_params, want_state, want_losses = plain_run(
+        plain_step(loss, tx), params, tx.init(params), batches
+    )
     assert not all(
-        np.array_equal(a, b) for a, b in zip(jax.tree.leaves(want_params), jax.tree.leaves(params), strict=True)
+        np.array_equal(a, b)
+        for a, b in zip(jax.tree.leaves(want_params), jax.tree.leaves(params), strict=True)
     )
     tree_close(job.params(state), want_params, rtol)
     tree_close(job.opt_state(state), want_state, rtol)
@@ -68,7 +73,9 @@ def same_as_one_device(
     return job, state
 
 
-def batches_of(rows: int, steps: int = 2, dtype: Any = jnp.float64, **kw: Any) -> list[tuple[jax.Array, jax.Array]]:
+def batches_of(
+    rows: int, steps: int = 2, dtype: Any = jnp.float64, **kw: Any
+) -> list[tuple[jax.Array, jax.Array]]:
     return [mlp_batch(rows, dtype=dtype, seed=s, **kw) for s in range(steps)]
 
 
@@ -92,7 +99,9 @@ def batches_of(rows: int, steps: int = 2, dtype: Any = jnp.float64, **kw: Any) -
         (jnp.float32, 4, 2, 3, 12),
     ],
 )
-def test_a_mesh_job_equals_one_device(dtype: Any, trainers: int, servers: int, devices: int, rows: int) -> None:
+def test_a_mesh_job_equals_one_device(
+    dtype: Any, trainers: int, servers: int, devices: int, rows: int
+) -> None:
     with jax.enable_x64(dtype == jnp.float64):
         same_as_one_device(
             mlp_loss,
@@ -112,13 +121,24 @@ def test_a_mesh_job_equals_one_device(dtype: Any, trainers: int, servers: int, d
     [
         pytest.param(optax.sgd(0.1), id="sgd"),
         pytest.param(optax.sgd(0.1, momentum=0.9, nesterov=True), id="nesterov"),
-        pytest.param(optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 0.1, 2, 6)), id="adamw-schedule"),
-        pytest.param(optax.chain(optax.clip_by_global_norm(0.05), optax.adam(0.1)), id="clip_by_global_norm"),
+        pytest.param(
+            optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 0.1, 2, 6)), id="adamw-schedule"
+        ),
+        pytest.param(
+            optax.chain(optax.clip_by_global_norm(0.05), optax.adam(0.1)), id="clip_by_global_norm"
+        ),
         pytest.param(optax.lamb(0.1), id="lamb"),
         pytest.param(optax.adafactor(0.1, min_dim_size_to_factor=2), id="adafactor"),
-        pytest.param(optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(), id="MultiSteps"),
-        pytest.param(optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(3)), optax.sgd(0.1)), id="add_noise"),
-        pytest.param(optax.chain(optax.sgd(0.1), optax.ema(0.0)), id="state-that-equals-the-update"),
+        pytest.param(
+            optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(), id="MultiSteps"
+        ),
+        pytest.param(
+            optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(3)), optax.sgd(0.1)),
+            id="add_noise",
+        ),
+        pytest.param(
+            optax.chain(optax.sgd(0.1), optax.ema(0.0)), id="state-that-equals-the-update"
+        ),
     ],
 )
 def test_every_optimizer_gives_the_numbers_of_one_device(tx: Any) -> None:
@@ -149,7 +169,9 @@ def test_nested_pytrees_with_0d_and_one_row_leaves_equal_one_device() -> None:
 class Linen(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        return nn.Dense(3, param_dtype=jnp.float64)(nn.tanh(nn.Dense(6, param_dtype=jnp.float64)(x)))
+        return nn.Dense(3, param_dtype=jnp.float64)(
+            nn.tanh(nn.Dense(6, param_dtype=jnp.float64)(x))
+        )
 
 
 def test_flax_parameters_equal_one_device() -> None:
@@ -186,7 +208,9 @@ def test_an_equinox_module_equals_one_device_and_keeps_its_functions() -> None:
 
         arrays, rest = eqx.partition(model, eqx.is_inexact_array)
         of_arrays = lambda arrays, x, y: loss(eqx.combine(arrays, rest), x, y)
-        want, _, want_losses = plain_run(plain_step(of_arrays, tx), arrays, tx.init(arrays), batches)
+        want, _, want_losses = plain_run(
+            plain_step(of_arrays, tx), arrays, tx.init(arrays), batches
+        )
         trained = job.params(state)
         tree_close(eqx.filter(trained, eqx.is_inexact_array), want, 1e-12)
         tree_close(losses, want_losses, 1e-12)
@@ -196,7 +220,9 @@ def test_an_equinox_module_equals_one_device_and_keeps_its_functions() -> None:
 
 def test_bfloat16_leaves_equal_one_device_to_their_precision() -> None:
     params = mlp_params(dtype=jnp.bfloat16)
-    job, state = same_as_one_device(mlp_loss, optax.sgd(0.1), params, batches_of(8, dtype=jnp.bfloat16), rtol=2**-6)
+    job, state = same_as_one_device(
+        mlp_loss, optax.sgd(0.1), params, batches_of(8, dtype=jnp.bfloat16), rtol=2**-6
+    )
     assert {x.dtype for x in jax.tree.leaves(job.params(state))} == {jnp.dtype("bfloat16")}
 
 
@@ -225,7 +251,10 @@ def test_one_array_in_two_leaves_is_two_parameters() -> None:
 @pytest.mark.parametrize(
     "freeze",
     [
-        pytest.param(lambda label: optax.masked(optax.set_to_zero(), {n: n == "w1" for n in label}), id="set_to_zero"),
+        pytest.param(
+            lambda label: optax.masked(optax.set_to_zero(), {n: n == "w1" for n in label}),
+            id="set_to_zero",
+        ),
         pytest.param(
             lambda label: optax.multi_transform(
                 {"train": optax.adam(0.1), "freeze": optax.set_to_zero()},
@@ -246,14 +275,20 @@ def test_frozen_leaves_do_not_move(freeze: Any) -> None:
 def test_optax_masked_trains_only_some_leaves_as_on_one_device() -> None:
     with jax.enable_x64(True):
         params = mlp_params(dtype=jnp.float64)
-        tx = optax.chain(optax.masked(optax.adam(0.1), {n: n != "b1" for n in params}), optax.scale(0.5))
+        tx = optax.chain(
+            optax.masked(optax.adam(0.1), {n: n != "b1" for n in params}), optax.scale(0.5)
+        )
         same_as_one_device(mlp_loss, tx, params, batches_of(4))
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("dtype", [jnp.float64, jnp.float32, jnp.bfloat16], ids=lambda d: d.__name__)
+@pytest.mark.parametrize(
+    "dtype", [jnp.float64, jnp.float32, jnp.bfloat16], ids=lambda d: d.__name__
+)
 @pytest.mark.parametrize("shape", [(), (4,)], ids=["0-d", "1-d"])
-def test_a_leaf_that_the_loss_does_not_use_is_trained_as_on_one_device(shape: Any, dtype: Any) -> None:
+def test_a_leaf_that_the_loss_does_not_use_is_trained_as_on_one_device(
+    shape: Any, dtype: Any
+) -> None:
     def loss(params: dict[str, jax.Array], x: jax.Array, y: jax.Array) -> jax.Array:
         return jnp.mean((x @ params["w"] - y) ** 2)
 
@@ -267,7 +302,9 @@ def test_a_leaf_that_the_loss_does_not_use_is_trained_as_on_one_device(shape: An
 
 def test_a_leaf_that_nothing_changes_stays_with_the_trainers() -> None:
     def step(params: Any, opt_state: Any, x: jax.Array, y: jax.Array) -> Any:
-        value, g = dtrans.value_and_grad(lambda w: jnp.mean((x * params["shift"] @ w - y) ** 2))(params["w"])
+        value, g = dtrans.value_and_grad(lambda w: jnp.mean((x * params["shift"] @ w - y) ** 2))(
+            params["w"]
+        )
         return {"shift": params["shift"], "w": params["w"] - 0.1 * g}, opt_state, value
 
     with jax.enable_x64(True):
@@ -305,7 +342,8 @@ def test_a_loss_of_a_leaf_times_a_0d_batch_array_sends_that_array_as_gradient() 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("trainers, devices", [(1, 8), (2, 8), (2, 1), (4, 3)])
 def test_batch_statistics_are_each_trainers_own(trainers: int, devices: int) -> None:
-    """What a trainer makes of its part of the batch stays with it; `job.params` shows those of trainer 0."""
+    """What a trainer makes of its part of the batch stays with it; `job.params` shows those of
+    trainer 0."""
     with jax.enable_x64(True):
         params = {"mean": jnp.zeros(5), "w": mlp_params((5, 3), jnp.float64)["w1"]}
         batches = batches_of(8, sizes=(5, 3))
@@ -330,14 +368,18 @@ def test_batch_statistics_are_each_trainers_own(trainers: int, devices: int) -> 
 
 def test_a_leaf_that_takes_the_value_of_a_0d_batch_array_is_followed() -> None:
     def step(params: Any, opt_state: Any, x: jax.Array, temperature: jax.Array) -> Any:
-        value, g = dtrans.value_and_grad(lambda w: jnp.mean((x @ w) ** 2) * params["last"])(params["w"])
+        value, g = dtrans.value_and_grad(lambda w: jnp.mean((x @ w) ** 2) * params["last"])(
+            params["w"]
+        )
         return {"last": temperature, "w": params["w"] - 0.1 * g}, opt_state, value
 
     with jax.enable_x64(True):
         params = {"last": jnp.float64(1.0), "w": jnp.ones(5)}
         batches = [(mlp_batch(4, dtype=jnp.float64)[0], jnp.float64(t)) for t in (0.5, 0.25, 2.0)]
         plan = dtrans.pserver(
-            dtrans.trace(step, params, (), *batches[0]), dtrans.trace(lambda p: (p, ()), params), trainers=2
+            dtrans.trace(step, params, (), *batches[0]),
+            dtrans.trace(lambda p: (p, ()), params),
+            trainers=2,
         )
         job = plan.on_mesh()
         state, losses = run(job, job.init(params), batches)
@@ -349,7 +391,9 @@ def test_a_leaf_that_takes_the_value_of_a_0d_batch_array_is_followed() -> None:
 # -- results ---------------------------------------------------------------------------------------
 
 
-def aux_job(aux: Any, *, trainers: int = 2, devices: int = 8, rows: int = 8, batch: str = "exact") -> tuple[Any, Any]:
+def aux_job(
+    aux: Any, *, trainers: int = 2, devices: int = 8, rows: int = 8, batch: str = "exact"
+) -> tuple[Any, Any]:
     """What a job, and what one device, return as `aux(params, x, y)`."""
 
     def loss(params: Any, x: jax.Array, y: jax.Array) -> Any:
@@ -401,14 +445,17 @@ def test_aux_is_averaged_joined_or_stacked_by_what_it_is(trainers: int, devices:
 
 
 def test_aux_keeps_its_structure() -> None:
-    got, want = aux_job(lambda params, x, y: (Net({"a": jnp.mean(x**2)}, jnp.mean(y**2), y, ()), None))
+    got, want = aux_job(
+        lambda params, x, y: (Net({"a": jnp.mean(x**2)}, jnp.mean(y**2), y, ()), None)
+    )
     assert isinstance(got[0], Net) and got[1] is None
     tree_close(got, want, 1e-6)
 
 
 def test_a_result_that_grows_with_the_batch_in_two_dimensions_is_refused_by_name() -> None:
     with pytest.raises(
-        BatchError, match=r"aux is \[4, 4\] on a trainer and \[8, 8\] on one device: it cannot be merged"
+        BatchError,
+        match=r"aux is \[4, 4\] on a trainer and \[8, 8\] on one device: it cannot be merged",
     ):
         aux_job(lambda params, x, y: x @ x.T, batch="local")
 
@@ -416,12 +463,18 @@ def test_a_result_that_grows_with_the_batch_in_two_dimensions_is_refused_by_name
 def test_a_step_that_returns_a_dict_returns_the_rest_of_it() -> None:
     def step(params: Any, opt_state: Any, x: jax.Array) -> Any:
         value, g = dtrans.value_and_grad(lambda p: jnp.mean((x @ p["w"]) ** 2))(params)
-        return {"params": jax.tree.map(lambda p, g: p - 0.1 * g, params, g), "opt_state": opt_state, "mse": value}
+        return {
+            "params": jax.tree.map(lambda p, g: p - 0.1 * g, params, g),
+            "opt_state": opt_state,
+            "mse": value,
+        }
 
     params, x = {"w": jnp.arange(1.0, 6.0)}, mlp_batch(8)[0]
     opt_state = {"count": jnp.zeros((), jnp.int32)}
     plan = dtrans.pserver(
-        dtrans.trace(step, params, opt_state, x), dtrans.trace(lambda p, s: (p, s), params, opt_state), trainers=2
+        dtrans.trace(step, params, opt_state, x),
+        dtrans.trace(lambda p, s: (p, s), params, opt_state),
+        trainers=2,
     )
     job = plan.on_mesh()
     state, *rest = job.step(job.init(params, opt_state), x)
@@ -447,7 +500,9 @@ def small_job(**options: Any) -> tuple[Any, Any, Any, Any]:
 def test_another_batch_size_in_a_later_step_is_traced_again() -> None:
     with jax.enable_x64(True):
         batches = [mlp_batch(n, dtype=jnp.float64) for n in (8, 2, 8)]
-        job, _ = same_as_one_device(mlp_loss, optax.adam(1e-2), mlp_params(dtype=jnp.float64), batches)
+        job, _ = same_as_one_device(
+            mlp_loss, optax.adam(1e-2), mlp_params(dtype=jnp.float64), batches
+        )
         assert len(job._pieces) == 2  # the third step uses the pieces of the first
 
 
@@ -465,7 +520,8 @@ def test_a_batch_that_the_trainers_do_not_divide_is_refused_by_its_name() -> Non
     state = job.init(params)
     x, y = mlp_batch(8)
     with pytest.raises(
-        BatchError, match="^y has 7 rows, which 2 trainers do not divide: give batches of a multiple of 2$"
+        BatchError,
+        match="^y has 7 rows, which 2 trainers do not divide: give batches of a multiple of 2$",
     ):
         job.step(state, x, y[:7])
     with pytest.raises(BatchError, match="^x has 9 rows, which 2 trainers do not divide"):
@@ -476,9 +532,14 @@ def test_a_batch_that_the_trainers_do_not_divide_is_refused_by_its_name() -> Non
 def test_a_batch_that_the_trainers_do_not_divide_is_padded_where_the_job_is_exact() -> None:
     with jax.enable_x64(True):
         batches = [mlp_batch(n, dtype=jnp.float64) for n in (8, 7, 9, 1, 7)]
-        job, _ = same_as_one_device(mlp_loss, optax.adam(1e-2), mlp_params(dtype=jnp.float64), batches)
+        job, _ = same_as_one_device(
+            mlp_loss, optax.adam(1e-2), mlp_params(dtype=jnp.float64), batches
+        )
         assert len(job._pieces) == 4
-        with pytest.raises(BatchError, match="cut over the trainers, but x has 8 and y has 7 rows|split over the tr"):
+        with pytest.raises(
+            BatchError,
+            match="cut over the trainers, but x has 8 and y has 7 rows|split over the tr",
+        ):
             job.step(job.init(mlp_params(dtype=jnp.float64)), batches[0][0], batches[1][1])
 
 
@@ -493,7 +554,9 @@ def test_a_wrong_number_of_batch_arguments_is_refused() -> None:
 def test_a_batch_argument_of_another_structure_is_refused() -> None:
     params, _, _, job = small_job()
     x, y = mlp_batch(8)
-    with pytest.raises(TraceError, match="^batch argument 1 has another structure than it was traced with"):
+    with pytest.raises(
+        TraceError, match="^batch argument 1 has another structure than it was traced with"
+    ):
         job.step(job.init(params), x, {"y": y})
 
 
@@ -506,7 +569,8 @@ def test_a_state_that_was_stepped_from_is_refused_and_says_why() -> None:
     first = job.init(params)
     second, _ = job.step(first, *batch)
     with pytest.raises(
-        StateError, match=r"^this state was already stepped from, and opt_state/0/\S+ in it was donated"
+        StateError,
+        match=r"^this state was already stepped from, and opt_state/0/\S+ in it was donated",
     ):
         job.step(first, *batch)
     job.params(first)  # parameters are never donated
@@ -646,7 +710,10 @@ def test_any_step_of_two_mlps_of_random_width_equals_one_device(data: st.DataObj
         return mlp_loss(params["one"], x[0], y[0]) + mlp_loss(params["two"], x[1], y[1])
 
     with jax.enable_x64(True):
-        params = {n: mlp_params(s, jnp.float64, i) for i, (n, s) in enumerate(zip(("one", "two"), sizes, strict=True))}
+        params = {
+            n: mlp_params(s, jnp.float64, i)
+            for i, (n, s) in enumerate(zip(("one", "two"), sizes, strict=True))
+        }
         pairs = [mlp_batch(2 * trainers, s, jnp.float64) for s in sizes]
         batch = (tuple(x for x, _ in pairs), tuple(y for _, y in pairs))
         same_as_one_device(
@@ -661,7 +728,9 @@ def test_any_step_of_two_mlps_of_random_width_equals_one_device(data: st.DataObj
         )
 
 
-def test_arrays_of_a_batch_that_differ_in_rows_are_refused_unless_every_trainer_gets_them_whole() -> None:
+def test_arrays_of_a_batch_that_differ_in_rows_are_refused_unless_every_trainer_gets_them_whole() -> (
+    None
+):
     def loss(params: Any, x: Any, y: Any, weights: Any) -> Any:
         return jnp.mean((x @ params["w"] * weights - y) ** 2)
 
@@ -670,19 +739,30 @@ def test_arrays_of_a_batch_that_differ_in_rows_are_refused_unless_every_trainer_
     step, key = dtrans.make_train_step(loss, tx), jax.random.key(0)
     x, y, weights = jnp.ones((8, 3)), jnp.zeros((8, 4)), jnp.arange(4.0)
     given = dtrans.trace(step, *init(key), x, y, weights), dtrans.trace(init, key)
-    with pytest.raises(BatchError, match=r"but x has 8 and weights has 4 rows; name what .*Batch\(unsplit_inputs="):
+    with pytest.raises(
+        BatchError, match=r"but x has 8 and weights has 4 rows; name what .*Batch\(unsplit_inputs="
+    ):
         dtrans.pserver(*given, trainers=2)
     exact = dtrans.pserver(*given, trainers=2, batch=dtrans.Batch(unsplit_inputs=["weights"]))
     with pytest.raises(
-        ConfigError, match=r"the plan shares the batch exactly; say it there, as dtrans.pserver\(batch="
+        ConfigError,
+        match=r"the plan shares the batch exactly; say it there, as dtrans.pserver\(batch=",
     ):
         exact.on_mesh(unsplit_inputs=("weights",))
     plan = dtrans.pserver(*given, trainers=2, batch="local")
-    assert "one device's are not looked at: the arrays of a batch are cut over the trainers, but x has 8" in str(plan)
+    assert (
+        "one device's are not looked at: the arrays of a batch are cut over the trainers, but x "
+        "has 8" in str(plan)
+    )
     job = plan.on_mesh()
-    with pytest.raises(BatchError, match=r"but x has 8 and weights has 4 rows; name what .*on_mesh\(unsplit_inputs="):
+    with pytest.raises(
+        BatchError,
+        match=r"but x has 8 and weights has 4 rows; name what .*on_mesh\(unsplit_inputs=",
+    ):
         job.step(job.init(key), x, y, weights)
-    with pytest.raises(ConfigError, match=r"unsplit_inputs=\('v',\) must name arrays of the batch: x, y, weights"):
+    with pytest.raises(
+        ConfigError, match=r"unsplit_inputs=\('v',\) must name arrays of the batch: x, y, weights"
+    ):
         plan.on_mesh(unsplit_inputs=("v",))
     params, _, expected = jax.jit(step)(*init(key), x, y, weights)
     for job in (exact.on_mesh(), plan.on_mesh(unsplit_inputs=("weights",))):
@@ -702,7 +782,9 @@ def test_a_key_differs_between_trainers_and_one_trainer_has_it_as_it_is(devices:
     step, key = dtrans.make_train_step(loss, tx, has_aux=True), jax.random.key(7)
     programs = dtrans.trace(step, *init(key), jnp.ones((4, 2)), key), dtrans.trace(init, key)
     for trainers in (1, 2):
-        job = dtrans.pserver(*programs, trainers=trainers, batch="local").on_mesh(jax.devices()[:devices])
+        job = dtrans.pserver(*programs, trainers=trainers, batch="local").on_mesh(
+            jax.devices()[:devices]
+        )
         _, _, noise = job.step(job.init(key), jnp.ones((4, 2)), key)
         keys = [key] if trainers == 1 else [jax.random.fold_in(key, k) for k in range(trainers)]
         expected = jnp.concatenate([jax.random.uniform(k, (4 // trainers, 2)) for k in keys])
@@ -712,7 +794,14 @@ def test_a_key_differs_between_trainers_and_one_trainer_has_it_as_it_is(devices:
 def test_a_step_from_something_else_than_a_state_is_refused() -> None:
     tx = optax.sgd(0.1)
     init = lambda key: (p := {"w": jnp.ones(2)}, tx.init(p))
-    step, key = dtrans.make_train_step(lambda params, x: jnp.mean((params["w"] - x) ** 2), tx), jax.random.key(0)
-    job = dtrans.pserver(dtrans.trace(step, *init(key), jnp.ones(2)), dtrans.trace(init, key)).on_mesh()
-    with pytest.raises(StateError, match="step takes the state that init or step returned, not dict"):
+    step, key = (
+        dtrans.make_train_step(lambda params, x: jnp.mean((params["w"] - x) ** 2), tx),
+        jax.random.key(0),
+    )
+    job = dtrans.pserver(
+        dtrans.trace(step, *init(key), jnp.ones(2)), dtrans.trace(init, key)
+    ).on_mesh()
+    with pytest.raises(
+        StateError, match="step takes the state that init or step returned, not dict"
+    ):
         job.step(init(key)[0], jnp.ones(2))

@@ -1,4 +1,5 @@
-"""Rows that nobody looked up catch up: a server's update of a table, driven without a protocol, beside one device."""
+"""Rows that nobody looked up catch up: a server's update of a table, driven without a protocol,
+beside one device."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ def init(tx: Any) -> Any:
     return params, tx.init(params)
 
 
-def served(tx: Any, mode: Any = SYNC, rows: dtrans.Rows = DENSE) -> tuple[ServerUpdate, dict[str, Any]]:
+def served(
+    tx: Any, mode: Any = SYNC, rows: dtrans.Rows = DENSE
+) -> tuple[ServerUpdate, dict[str, Any]]:
     """The update of the one server, and what it begins with."""
     step = dtrans.make_train_step(lambda p, ids: jnp.mean(p["emb"][ids] ** 2), tx)
     plan = dtrans.pserver(
@@ -97,7 +100,9 @@ def test_rows_catch_up_before_they_are_read(name: str) -> None:
     for at, x in enumerate(given):
         if at in (2, len(given) - 2):
             wanted = one_device(tx, given[:at])[0]["emb"]
-            np.testing.assert_allclose(server.rows(EMB, x.ids, train=True), wanted[x.ids], rtol=1e-12, atol=1e-12)
+            np.testing.assert_allclose(
+                server.rows(EMB, x.ids, train=True), wanted[x.ids], rtol=1e-12, atol=1e-12
+            )
         server.begin({GRAD: x}, frozenset([0]), at)
     close(finished(server), one_device(tx, given))
 
@@ -121,7 +126,10 @@ def test_rows_rest_until_they_are_looked_up_where_they_do_not_move(
     name: str, rests: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And not where the state that a job goes on from has moved them before."""
-    tx, given = {"adam": optax.adam(0.1), "adamw": optax.adamw(0.1)}[name], steps([[0], [5], [5], [7]])
+    tx, given = (
+        {"adam": optax.adam(0.1), "adamw": optax.adamw(0.1)}[name],
+        steps([[0], [5], [5], [7]]),
+    )
     update, state = served(tx)
     made, make = list[int](), missed_steps.MissedSteps._make
     counted = lambda self, ids, *args: (made.append(len(ids)), make(self, ids, *args))[1]

@@ -1,4 +1,5 @@
-"""Rows of tables are made when they are first asked for: the user's own, bit for bit, whoever asks, and when."""
+"""Rows of tables are made when they are first asked for: the user's own, bit for bit, whoever asks,
+and when."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def drawn(key: jax.Array) -> jax.Array:
     return 0.1 * jax.random.truncated_normal(key, -2, 2, (V, D)) + jax.random.uniform(other, (D,))
 
 
-def planned(tx: Any, servers: int = 1, emb: Callable[[jax.Array], jax.Array] = drawn, **rows: Any) -> Any:
+def planned(
+    tx: Any, servers: int = 1, emb: Callable[[jax.Array], jax.Array] = drawn, **rows: Any
+) -> Any:
     init = lambda key: (params := {"emb": emb(key)}, tx.init(params))
     step = dtrans.make_train_step(lambda p, ids: jnp.mean(p["emb"][ids] ** 2), tx)
     return dtrans.pserver(
@@ -66,7 +69,8 @@ def test_rows_are_those_of_the_init_made_whole(servers: int) -> None:
             np.testing.assert_array_equal(server.rows(b.name, ids, train=True), mine[ids])
         np.testing.assert_array_equal(np.asarray(state[b.name]), mine)
         np.testing.assert_array_equal(
-            np.asarray(state[b.named("opt_state/0/sum_of_squares/emb")]), np.full((b.rows, D), 0.1, np.float32)
+            np.asarray(state[b.named("opt_state/0/sum_of_squares/emb")]),
+            np.full((b.rows, D), 0.1, np.float32),
         )
 
 
@@ -92,7 +96,9 @@ def test_rows_have_the_same_bits_in_programs_of_all_sizes_as_users_compile_them(
     ours = ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS", "JAX_COMPILATION_CACHE_DIR")
     env = {name: value for name, value in os.environ.items() if name not in ours}
     code = COMPARE.format(path=[str(Path(__file__).parent), *sys.path])
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=240
+    )
     assert done.stdout.split() == ["0", "0", "0"], done.stdout + done.stderr
 
 
@@ -104,9 +110,14 @@ def test_a_row_that_is_looked_at_is_not_kept() -> None:
     server.rows(EMB, np.array([2, 9]), train=True)
     found = server.rows(EMB, np.arange(20), train=False)
     np.testing.assert_array_equal(found, whole[:20])
-    assert memory.count == 2 and str(server.held.report()[0]) == "params/emb: 2 of 1,000 rows are made, 48 bytes"
+    assert (
+        memory.count == 2
+        and str(server.held.report()[0]) == "params/emb: 2 of 1,000 rows are made, 48 bytes"
+    )
     assert isinstance(server.tables()[EMB], ArrayLike)
-    np.testing.assert_array_equal(np.asarray(server.tables()[EMB]), whole)  # who reads it as an array gets the rest too
+    np.testing.assert_array_equal(
+        np.asarray(server.tables()[EMB]), whole
+    )  # who reads it as an array gets the rest too
     assert memory.count == 2
     server.rows(EMB, np.arange(V), train=True)
     assert memory.count == V and len(next(server.tables()[EMB].table.segments()).made) == V
@@ -127,8 +138,12 @@ def test_new_rows_catch_up_too(tx: Any) -> None:
         server.begin({GRAD: RowGradient(np.array(ids), g)}, frozenset([0]), at)
         updates, state = step({"emb": jnp.zeros((V, D)).at[np.array(ids)].set(g)}, state, params)
         params = optax.apply_updates(params, updates)
-    np.testing.assert_allclose(server.rows(EMB, np.arange(V), train=False), params["emb"], rtol=1e-12, atol=1e-12)
-    np.testing.assert_allclose(np.asarray(server.tables()["opt_state/0/nu/emb"]), state[0].nu["emb"], rtol=1e-12)
+    np.testing.assert_allclose(
+        server.rows(EMB, np.arange(V), train=False), params["emb"], rtol=1e-12, atol=1e-12
+    )
+    np.testing.assert_allclose(
+        np.asarray(server.tables()["opt_state/0/nu/emb"]), state[0].nu["emb"], rtol=1e-12
+    )
 
 
 def test_what_cannot_be_made_row_by_row_is_made_at_the_start() -> None:
@@ -145,12 +160,21 @@ def test_a_limit_of_rows_is_kept() -> None:
     server, _ = begun(plan.servers[b.endpoint])
     server.rows(b.name, np.arange(5), train=True)
     server.rows(b.name, np.arange(100), train=False)
-    with pytest.raises(WireError, match="params/emb.block0 has 5 rows, 1 new ones are looked up, and its limit is 5"):
+    with pytest.raises(
+        WireError,
+        match="params/emb.block0 has 5 rows, 1 new ones are looked up, and its limit is 5",
+    ):
         server.rows(b.name, np.array([3, 7]), train=True)
-    np.testing.assert_array_equal(server.rows(b.name, np.array([3]), train=True), np.asarray(jax.jit(drawn)(KEY))[[3]])
-    with pytest.raises(ConfigError, match=r"params/emb cannot have a limit of rows: .*update='lazy', limit=9"):
+    np.testing.assert_array_equal(
+        server.rows(b.name, np.array([3]), train=True), np.asarray(jax.jit(drawn)(KEY))[[3]]
+    )
+    with pytest.raises(
+        ConfigError, match=r"params/emb cannot have a limit of rows: .*update='lazy', limit=9"
+    ):
         planned(optax.adamw(0.1), update="dense", limit=9)
-    with pytest.raises(ConfigError, match="limit must be None or a positive number of rows, it is 0"):
+    with pytest.raises(
+        ConfigError, match="limit must be None or a positive number of rows, it is 0"
+    ):
         dtrans.Rows(limit=0)
 
 
@@ -164,7 +188,9 @@ def test_rows_of_16_bits_are_those_of_one_device() -> None:
     for at, ids in enumerate(([3], [3, 8], [500], [8])):
         g = np.random.default_rng(at).normal(size=(len(ids), D)).astype(jnp.bfloat16)
         server.begin({GRAD: RowGradient(np.array(ids), g)}, frozenset([0]), at)
-        updates, state = step({"emb": jnp.zeros((V, D), jnp.bfloat16).at[np.array(ids)].set(g)}, state, params)
+        updates, state = step(
+            {"emb": jnp.zeros((V, D), jnp.bfloat16).at[np.array(ids)].set(g)}, state, params
+        )
         params = optax.apply_updates(params, updates)
     np.testing.assert_array_equal(server.rows(EMB, np.arange(V), train=False), params["emb"])
 
@@ -176,7 +202,9 @@ def test_rows_are_made_by_programs_of_few_sizes(count: int) -> None:
     assert [start for start, _, _ in runs] == [0, *(stop for _, stop, _ in runs)][: len(runs)]
     assert (runs[-1][1] if runs else 0) == count
     assert {size for _, _, size in runs} <= {16, 128, 1024, 8192, 65536}
-    assert all(0 < stop - start <= size <= max(16, 4 * (count - start)) for start, stop, size in runs)
+    assert all(
+        0 < stop - start <= size <= max(16, 4 * (count - start)) for start, stop, size in runs
+    )
 
 
 def test_tables_of_one_shape_share_their_program() -> None:
@@ -185,7 +213,10 @@ def test_tables_of_one_shape_share_their_program() -> None:
     def init(key: jax.Array) -> Any:
         scales = (0.1, 0.1, 0.3)
         keys = jax.random.split(key, len(scales))
-        params = {f"t{i}": x * jax.random.normal(k, (V, D)) for i, (k, x) in enumerate(zip(keys, scales, strict=True))}
+        params = {
+            f"t{i}": x * jax.random.normal(k, (V, D))
+            for i, (k, x) in enumerate(zip(keys, scales, strict=True))
+        }
         return params, tx.init(params)
 
     tx = optax.adagrad(0.1)
@@ -198,6 +229,8 @@ def test_tables_of_one_shape_share_their_program() -> None:
     makers = [state[f"params/t{i}"].maker for i in range(3)]
     ids = np.array([1, 7, 900])
     for i, maker in enumerate(makers):
-        np.testing.assert_array_equal(maker(ids)[0], np.asarray(jax.jit(init)(KEY)[0][f"t{i}"])[ids])
+        np.testing.assert_array_equal(
+            maker(ids)[0], np.asarray(jax.jit(init)(KEY)[0][f"t{i}"])[ids]
+        )
     programs = [{size: fn for size, (fn, _) in maker._fns.items()} for maker in makers]
     assert programs[0] == programs[1] != programs[2]

@@ -1,4 +1,5 @@
-"""Networks that let nothing through for a while, or break connections: what a job survives, and what it ends with."""
+"""Networks that let nothing through for a while, or break connections: what a job survives, and
+what it ends with."""
 
 from __future__ import annotations
 
@@ -57,7 +58,9 @@ class Relay:
                 self.connections += 1
                 self._open += [one, other]
                 for ends in ((one, other), (other, one)):
-                    self._threads.append(threading.Thread(target=self._pump, args=ends, daemon=True))
+                    self._threads.append(
+                        threading.Thread(target=self._pump, args=ends, daemon=True)
+                    )
                     self._threads[-1].start()
 
     def _pump(self, origin: socket.socket, target: socket.socket) -> None:
@@ -117,13 +120,17 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[PServerPlan, str, Rel
     relay.close()
 
 
-def run(role_threads: RoleThreads, job: tuple[PServerPlan, str, Relay], before: Any, patience: float) -> dict[str, Any]:
+def run(
+    role_threads: RoleThreads, job: tuple[PServerPlan, str, Relay], before: Any, patience: float
+) -> dict[str, Any]:
     """What each role returned or raised; `before` is called by trainer 0 before each step."""
     plan, ep, _ = job
     role_threads.start("server", serve, plan, ep, PARAMS, patience=patience)
     for k in range(2):
         own = before if k == 0 else None
-        role_threads.start(f"trainer {k}", train, plan, k, BATCHES, PARAMS, before=own, patience=patience)
+        role_threads.start(
+            f"trainer {k}", train, plan, k, BATCHES, PARAMS, before=own, patience=patience
+        )
     return {name: role_threads.end(name) for name in ("server", "trainer 0", "trainer 1")}
 
 
@@ -135,14 +142,20 @@ def check_numbers(found: dict[str, Any]) -> None:
         tree_close(found[f"trainer {k}"][0], expected, 1e-6)
 
 
-def test_an_outage_shorter_than_the_patience_is_waited_for(role_threads: RoleThreads, job: Any) -> None:
+def test_an_outage_shorter_than_the_patience_is_waited_for(
+    role_threads: RoleThreads, job: Any
+) -> None:
     """Longer than connections were let be silent before there was an option."""
     relay = job[2]
-    check_numbers(run(role_threads, job, lambda i: relay.hold(5.0) if i == 1 else None, patience=10.0))
+    check_numbers(
+        run(role_threads, job, lambda i: relay.hold(5.0) if i == 1 else None, patience=10.0)
+    )
     assert relay.connections == 2
 
 
-def test_an_outage_longer_than_the_patience_ends_the_job_by_name(role_threads: RoleThreads, job: Any) -> None:
+def test_an_outage_longer_than_the_patience_ends_the_job_by_name(
+    role_threads: RoleThreads, job: Any
+) -> None:
     _, ep, relay = job
     since = time.monotonic()
     found = run(role_threads, job, lambda i: relay.hold(8.0) if i == 1 else None, patience=1.0)
@@ -166,7 +179,9 @@ def test_a_connection_that_is_made_again_goes_on(role_threads: RoleThreads, job:
     assert relay.connections == 4
 
 
-def test_a_connection_that_is_not_made_again_ends_the_job_by_name(role_threads: RoleThreads, job: Any) -> None:
+def test_a_connection_that_is_not_made_again_ends_the_job_by_name(
+    role_threads: RoleThreads, job: Any
+) -> None:
     _, ep, relay = job
     cut_at: list[float] = []
 
@@ -190,7 +205,8 @@ def test_a_connection_that_is_not_made_again_ends_the_job_by_name(role_threads: 
 def test_a_job_whose_last_words_are_lost_has_ended_well(
     role_threads: RoleThreads, job: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The `complete` of trainer 0 is lost with its connection, and then the goodbye to the last trainer."""
+    """The `complete` of trainer 0 is lost with its connection, and then the goodbye to the last
+    trainer."""
     relay, tells, completes = job[2], TrainerLine.tell, SyncServer.complete
     all_have_trained = threading.Barrier(2)
 

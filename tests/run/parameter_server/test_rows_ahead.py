@@ -1,4 +1,5 @@
-"""Rows of tables that are asked for before their step: the numbers of a job that waits for them, and what moves."""
+"""Rows of tables that are asked for before their step: the numbers of a job that waits for them,
+and what moves."""
 
 from __future__ import annotations
 
@@ -14,7 +15,20 @@ import optax
 import pytest
 import role_threads as roles
 from role_threads import RoleThreads, free_endpoints, serve
-from table_jobs import ASYNC, DENSE, LAZY, OPTIMIZERS, D, V, batches, close, init, loss, one_device, planned
+from table_jobs import (
+    ASYNC,
+    DENSE,
+    LAZY,
+    OPTIMIZERS,
+    D,
+    V,
+    batches,
+    close,
+    init,
+    loss,
+    one_device,
+    planned,
+)
 
 import dtrans
 from dtrans.errors import BatchError, ConfigError, StateError
@@ -29,7 +43,11 @@ Train = Callable[[TrainerJob], Any]
 
 
 def job_of(plan: Any, k: int) -> TrainerJob:
-    return TrainerJob(plan, Role("trainer", plan.trainers, tuple(plan.servers), trainer_id=k), {"deadline": roles.HANG})
+    return TrainerJob(
+        plan,
+        Role("trainer", plan.trainers, tuple(plan.servers), trainer_id=k),
+        {"deadline": roles.HANG},
+    )
 
 
 def trained(threads: RoleThreads, plan: Any, train: Train, served: Any = None) -> Any:
@@ -87,7 +105,11 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any], int
     return found
 
 
-CASES = [(n, s, t) for n, s in (("sgd", DENSE), ("adagrad", DENSE), ("adam", DENSE), ("adam", LAZY)) for t in (1, 2)]
+CASES = [
+    (n, s, t)
+    for n, s in (("sgd", DENSE), ("adagrad", DENSE), ("adam", DENSE), ("adam", LAZY))
+    for t in (1, 2)
+]
 
 
 @pytest.mark.sampled(3)
@@ -99,7 +121,11 @@ def test_bits_are_those_of_a_job_that_waits(
     given, ended = batches(10), []
     for ahead in (None, 3 if name == "adagrad" else 1):
         said.clear()
-        ended.append(trained(role_threads, planned(OPTIMIZERS[name], sparse, trainers, 2), looped(given, ahead)))
+        ended.append(
+            trained(
+                role_threads, planned(OPTIMIZERS[name], sparse, trainers, 2), looped(given, ahead)
+            )
+        )
         asked = [f for op, f, _ in said if op == "prefetch" and f["train"]]
         assert sum("ahead" in f for f in asked) == (0 if ahead is None else 9 * trainers * 2)
         assert len(asked) == 10 * trainers * 2
@@ -127,7 +153,8 @@ def delayed(tx: Any, given: Sequence[Any], k: int) -> Any:
 @pytest.mark.sampled(2)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
-    "name, k, ahead, trainers", [("adam", 1, 1, 2), ("adagrad", 1, 2, 1), ("adam", 2, 2, 1), ("adagrad", 2, 3, 2)]
+    "name, k, ahead, trainers",
+    [("adam", 1, 1, 2), ("adagrad", 1, 2, 1), ("adam", 2, 2, 1), ("adagrad", 2, 3, 2)],
 )
 def test_stale_rows_are_those_of_exactly_so_many_updates_before(
     role_threads: RoleThreads, name: str, k: int, ahead: int, trainers: int
@@ -142,7 +169,8 @@ def test_stale_rows_are_those_of_exactly_so_many_updates_before(
 
 
 def test_only_rows_that_have_changed_are_sent_again(role_threads: RoleThreads, said: Any) -> None:
-    """Of rows that were announced: the row when it is announced, and again, with its place, where it was looked up."""
+    """Of rows that were announced: the row when it is announced, and again, with its place, where
+    it was looked up."""
     ids = [np.arange(a, a + 12).reshape(6, 2) for a in (0, 8, 16, 16)]
     given = [(x, np.ones(6)) for x in ids]
     plan = planned(optax.sgd(0.1), DENSE, 2, 2)
@@ -155,13 +183,17 @@ def test_only_rows_that_have_changed_are_sent_again(role_threads: RoleThreads, s
     first = [n for op, f, n in said if op == "rows" and "ahead" in f and "count" not in f]
     later = [(f["count"], n) for op, f, n in said if op == "rows" and "count" in f]
     assert sum(announced) == 3 * 12 * number and sum(first) == 3 * 12 * row
-    assert sum(n for n, _ in later) == sum(again) and all(size == n * (row + number) for n, size in later)
+    assert sum(n for n, _ in later) == sum(again) and all(
+        size == n * (row + number) for n, size in later
+    )
     assert len(later) == 3 * 2 * 2
 
 
 def test_rows_that_move_by_themselves_are_sent_once(role_threads: RoleThreads, said: Any) -> None:
     trained(
-        role_threads, planned(optax.adam(0.1), DENSE, 1, 2), looped([(np.arange(12).reshape(6, 2), np.ones(6))] * 3, 1)
+        role_threads,
+        planned(optax.adam(0.1), DENSE, 1, 2),
+        looped([(np.arange(12).reshape(6, 2), np.ones(6))] * 3, 1),
     )
     sent = [(f["last"], "count" in f) for op, f, _ in said if op == "rows" and "ahead" in f]
     assert sent == [(True, False)] * 2 * 2
@@ -169,14 +201,16 @@ def test_rows_that_move_by_themselves_are_sent_once(role_threads: RoleThreads, s
 
 
 def test_other_batches_than_were_announced(role_threads: RoleThreads, said: Any) -> None:
-    """A step looks up its own rows, and what was announced for it is forgotten; so is what no step takes."""
+    """A step looks up its own rows, and what was announced for it is forgotten; so is what no step
+    takes."""
     given = batches(8)
 
     def train(job: TrainerJob, announces: bool = True) -> Any:
         state = job.init(jax.random.key(0))
         for t, batch in enumerate(given):
             if announces and t in (0, 1, 2, 4, 7):
-                # of steps 1 and 2 as they come, of step 3 another, of step 5 the one after, of one that there is not
+                # of steps 1 and 2 as they come, of step 3 another, of step 5 the one after, of one
+                # that there is not
                 other = {0: 1, 1: 2, 2: 6, 4: 6, 7: 0}[t]
                 assert job.prefetch(*job.shard_batch(*given[other]))
             if t == 5:
@@ -189,7 +223,10 @@ def test_other_batches_than_were_announced(role_threads: RoleThreads, said: Any)
         wanted = trained(role_threads, plans[0], lambda job: train(job, announces=False))
         said.clear()
         same(trained(role_threads, plans[1], train), wanted)
-        assert sum(op == "prefetch" and f["train"] and "ahead" not in f for op, f, _ in said) == 6 * 2 * 2
+        assert (
+            sum(op == "prefetch" and f["train"] and "ahead" not in f for op, f, _ in said)
+            == 6 * 2 * 2
+        )
 
 
 @pytest.mark.parametrize("leaves", ["drop", "paddle"])
@@ -214,7 +251,9 @@ def test_a_trainer_leaves_with_rows_on_their_way(role_threads: RoleThreads, leav
     same([list(x.values()) for x in held[1]], [list(x.values()) for x in held[0]])
 
 
-def test_a_row_that_is_not_there_is_named_before_anything_is_sent(role_threads: RoleThreads, said: Any) -> None:
+def test_a_row_that_is_not_there_is_named_before_anything_is_sent(
+    role_threads: RoleThreads, said: Any
+) -> None:
     def train(job: TrainerJob) -> Any:
         state = job.init(jax.random.key(0))
         (ids, y), after = batches(2)
@@ -222,7 +261,8 @@ def test_a_row_that_is_not_there_is_named_before_anything_is_sent(role_threads: 
             bad = ids.copy()
             bad[3, 0] = wrong
             with pytest.raises(
-                BatchError, match=rf"of params/emb asks for row {row} at \[3\]; the table has rows 0 to"
+                BatchError,
+                match=rf"of params/emb asks for row {row} at \[3\]; the table has rows 0 to",
             ):
                 job.prefetch(bad, y)
         assert not said
@@ -232,19 +272,25 @@ def test_a_row_that_is_not_there_is_named_before_anything_is_sent(role_threads: 
         return job.params(state)
 
     given = batches(2)
-    (wanted, _), _ = trained(role_threads, planned(optax.sgd(0.1), DENSE, 1, 2), looped(given, None))
+    (wanted, _), _ = trained(
+        role_threads, planned(optax.sgd(0.1), DENSE, 1, 2), looped(given, None)
+    )
     said.clear()
     same(trained(role_threads, planned(optax.sgd(0.1), DENSE, 1, 2), train)[0], wanted)
 
 
-def test_batches_that_are_never_trained(role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_that_are_never_trained(
+    role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(rows_ahead, "MOST", 3)
 
     def train(job: TrainerJob) -> Any:
         job.init(jax.random.key(0))
         for _ in range(3):
             job.prefetch(*batches(1)[0])
-        with pytest.raises(StateError, match=r"3 batches were announced \(job.prefetch\), and no step was made"):
+        with pytest.raises(
+            StateError, match=r"3 batches were announced \(job.prefetch\), and no step was made"
+        ):
             job.prefetch(*batches(1)[0])
         job.close()
         with pytest.raises(StateError, match="this job is closed"):
@@ -269,11 +315,15 @@ def test_rows_that_state_decides_are_refused(role_threads: RoleThreads) -> None:
 
     key = jax.random.key(0)
     main = dtrans.trace(step, *start(key), *batches(1)[0])
-    plan = dtrans.pserver(main, dtrans.trace(start, key), pservers=free_endpoints(1), trainers=1, sparse=DENSE)
+    plan = dtrans.pserver(
+        main, dtrans.trace(start, key), pservers=free_endpoints(1), trainers=1, sparse=DENSE
+    )
 
     def train(job: TrainerJob) -> Any:
         state = job.init(key)
-        with pytest.raises(ConfigError, match="job.prefetch: which rows of params/emb .* is made of params/order"):
+        with pytest.raises(
+            ConfigError, match="job.prefetch: which rows of params/emb .* is made of params/order"
+        ):
             job.prefetch(*batches(1)[0])
         return float(job.step(state, *batches(1)[0])[1])
 
@@ -281,7 +331,9 @@ def test_rows_that_state_decides_are_refused(role_threads: RoleThreads) -> None:
     np.testing.assert_allclose(trained(role_threads, plan, train)[0], first, rtol=1e-5)
 
 
-def test_servers_save_while_rows_are_on_their_way(role_threads: RoleThreads, tmp_path: Path) -> None:
+def test_servers_save_while_rows_are_on_their_way(
+    role_threads: RoleThreads, tmp_path: Path
+) -> None:
     given = batches(4)
     plans = [planned(optax.adam(0.1), LAZY, 1, 2) for _ in range(2)]
 
@@ -301,14 +353,20 @@ def test_servers_save_while_rows_are_on_their_way(role_threads: RoleThreads, tmp
 
     (wanted, _), _ = trained(role_threads, plans[0], looped(given, None))
     same(trained(role_threads, plans[1], train, serve_and_save)[0][0], wanted)
-    (saved, _), _ = trained(role_threads, planned(optax.adam(0.1), LAZY, 1, 2), looped(given[:2], None))
+    (saved, _), _ = trained(
+        role_threads, planned(optax.adam(0.1), LAZY, 1, 2), looped(given[:2], None)
+    )
     same(dtrans.checkpoint.load(tmp_path / "two", plans[1].main, plans[1].startup)[0], saved)
 
 
 def test_where_there_is_nothing_to_be_asked_ahead(role_threads: RoleThreads) -> None:
     plan = planned(optax.sgd(0.1), DENSE, 1, 1, mode=ASYNC)
     assert (
-        trained(role_threads, plan, lambda job: (job.init(jax.random.key(0)), job.prefetch(*batches(1)[0]))[1])[0]
+        trained(
+            role_threads,
+            plan,
+            lambda job: (job.init(jax.random.key(0)), job.prefetch(*batches(1)[0]))[1],
+        )[0]
         is False
     )
     job = planned(optax.sgd(0.1), DENSE, 2, 2).on_mesh()
@@ -321,21 +379,25 @@ def test_where_there_is_nothing_to_be_asked_ahead(role_threads: RoleThreads) -> 
 def test_stale_rows_are_refused_where_there_are_none() -> None:
     stale = {"params/emb": dtrans.Rows(staleness=2)}
     with pytest.raises(
-        ConfigError, match=r"\['params/emb'\].staleness=2 and mode=.*Async.*: rows of asynchronous steps"
+        ConfigError,
+        match=r"\['params/emb'\].staleness=2 and mode=.*Async.*: rows of asynchronous steps",
     ):
         planned(optax.sgd(0.1), stale, 1, 1, mode=ASYNC)
     plan = planned(optax.sgd(0.1), stale, 1, 1)
     assert "rows asked for ahead may lack 2 updates" in str(plan)
     for run in (plan.on_mesh, plan.simulate):
         with pytest.raises(
-            ConfigError, match=r"\['params/emb'\].staleness=2: in one process no rows are asked for ahead"
+            ConfigError,
+            match=r"\['params/emb'\].staleness=2: in one process no rows are asked for ahead",
         ):
             run()
     with pytest.raises(ConfigError, match="staleness"):
         dtrans.Rows(staleness=-1)
 
 
-def test_rows_of_all_tables_are_asked_for_at_once(role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_all_tables_are_asked_for_at_once(
+    role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A step waits once, however many tables it looks up; and not for those that were announced."""
     tx, key, asked = optax.sgd(0.1), jax.random.key(0), list[int]()
     real = TrainerSteps.prefetch
@@ -353,13 +415,20 @@ def test_rows_of_all_tables_are_asked_for_at_once(role_threads: RoleThreads, mon
     of = lambda p, ids, y: jnp.mean(((p["one"][ids[:, 0]] * p["other"][ids[:, 1]]).sum(1) - y) ** 2)
     main = dtrans.trace(dtrans.make_train_step(of, tx), *start(key), *batches(1)[0])
     tables = {"params/one": dtrans.Rows(), "params/other": dtrans.Rows(staleness=1)}
-    plan = dtrans.pserver(main, dtrans.trace(start, key), pservers=free_endpoints(1), trainers=1, sparse=tables)
-    trained(role_threads, plan, lambda job: [float(x) for _, x in job.steps(job.init(key), batches(3))])
+    plan = dtrans.pserver(
+        main, dtrans.trace(start, key), pservers=free_endpoints(1), trainers=1, sparse=tables
+    )
+    trained(
+        role_threads, plan, lambda job: [float(x) for _, x in job.steps(job.init(key), batches(3))]
+    )
     assert asked == [2]
 
 
-def test_rows_that_are_given_up_are_not_those_that_were_announced(role_threads: RoleThreads, said: Any) -> None:
-    """What was announced before is forgotten on both sides; the step asks for its rows, which are new."""
+def test_rows_that_are_given_up_are_not_those_that_were_announced(
+    role_threads: RoleThreads, said: Any
+) -> None:
+    """What was announced before is forgotten on both sides; the step asks for its rows, which are
+    new."""
     given = batches(5)
 
     def train(job: TrainerJob, announces: bool) -> Any:

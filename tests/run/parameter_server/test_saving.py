@@ -1,4 +1,5 @@
-"""Servers save what they hold while they serve: one step's numbers on all of them, in a checkpoint like any other."""
+"""Servers save what they hold while they serve: one step's numbers on all of them, in a checkpoint
+like any other."""
 
 from __future__ import annotations
 
@@ -25,7 +26,14 @@ import dtrans
 from dtrans.checkpoint import api, orbax_io
 from dtrans.checkpoint.api import save_serving
 from dtrans.checkpoint.runs import Mark
-from dtrans.errors import CheckpointError, CheckpointWarning, ConfigError, DeadlineError, PeerError, StateError
+from dtrans.errors import (
+    CheckpointError,
+    CheckpointWarning,
+    ConfigError,
+    DeadlineError,
+    PeerError,
+    StateError,
+)
 from dtrans.protocol import wire
 from dtrans.protocol.trainer import TrainerSteps, answered
 from dtrans.protocol.trainer_line import TrainerLine
@@ -48,7 +56,9 @@ def serve(plan: Any, endpoint: str, start: Any = None, **options: Any) -> None:
 
 def train(plan: Any, k: int, given: Any, saves: dict[int, str], start: Any = None) -> Any:
     with TrainerJob(
-        plan, Role("trainer", plan.trainers, tuple(plan.servers), trainer_id=k), {"deadline": roles.HANG}
+        plan,
+        Role("trainer", plan.trainers, tuple(plan.servers), trainer_id=k),
+        {"deadline": roles.HANG},
     ) as job:
         state = dtrans.checkpoint.restore(start, job) if start else job.init(KEY)
         for at, batch in enumerate(given):
@@ -59,7 +69,9 @@ def train(plan: Any, k: int, given: Any, saves: dict[int, str], start: Any = Non
 
 
 @pytest.mark.parametrize("sparse", [None, DENSE, LAZY], ids=["dense", "table", "lazy"])
-def test_a_checkpoint_of_a_job_that_goes_on(role_threads: RoleThreads, tmp_path: Path, sparse: Any) -> None:
+def test_a_checkpoint_of_a_job_that_goes_on(
+    role_threads: RoleThreads, tmp_path: Path, sparse: Any
+) -> None:
     tx, given = optax.adam(0.1), batches(5)
     plan = planned(tx, sparse, 2, 3)
     for ep in plan.servers:
@@ -100,8 +112,11 @@ def test_a_job_goes_on_from_it_bit_for_bit(role_threads: RoleThreads, tmp_path: 
 
 
 @pytest.mark.parametrize("update", ["lazy", "dense"])
-def test_what_is_saved_of_a_row_is_of_one_update(role_threads: RoleThreads, tmp_path: Path, update: str) -> None:
-    """While another trainer goes on. Gradients are one, so that each moment of a row says how many updates it had."""
+def test_what_is_saved_of_a_row_is_of_one_update(
+    role_threads: RoleThreads, tmp_path: Path, update: str
+) -> None:
+    """While another trainer goes on. Gradients are one, so that each moment of a row says how many
+    updates it had."""
     tx, rows = optax.adam(0.1), 40
     start = start_at_zero(tx, rows)
     plan = dtrans.pserver(
@@ -131,13 +146,19 @@ def test_what_is_saved_of_a_row_is_of_one_update(role_threads: RoleThreads, tmp_
     role_threads.all()
     for at in (0, 3, 6, 9):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", CheckpointWarning)  # counts, which are not those of rows
+            warnings.simplefilter(
+                "ignore", CheckpointWarning
+            )  # counts, which are not those of rows
             held = [dtrans.checkpoint.restore(tmp_path / str(at), plan, ep) for ep in plan.servers]
         emb, mu, nu = (
-            np.concatenate([x for state in held for n, x in state.items() if n.startswith(name)])[:, 0]
+            np.concatenate([x for state in held for n, x in state.items() if n.startswith(name)])[
+                :, 0
+            ]
             for name in ("params/emb", "opt_state/0/mu/emb", "opt_state/0/nu/emb")
         )
-        assert set(np.flatnonzero(emb)) == set(np.flatnonzero(mu)) == set(np.flatnonzero(nu)) != set()
+        assert (
+            set(np.flatnonzero(emb)) == set(np.flatnonzero(mu)) == set(np.flatnonzero(nu)) != set()
+        )
         if update == "lazy":
             counts = np.rint(np.log1p(-mu) / np.log(0.9))
             np.testing.assert_allclose(nu, 1 - 0.999**counts, rtol=1e-6, atol=1e-9)
@@ -146,19 +167,26 @@ def test_what_is_saved_of_a_row_is_of_one_update(role_threads: RoleThreads, tmp_
 
 def test_counts_of_asynchronous_servers_may_differ(tmp_path: Path) -> None:
     """By the steps that were under way: that is said, and the checkpoint can be taken up."""
-    plan, wrong = (planned(optax.adam(0.1), DENSE, 1, 2, mode=mode) for mode in (dtrans.Async(), dtrans.Sync()))
+    plan, wrong = (
+        planned(optax.adam(0.1), DENSE, 1, 2, mode=mode) for mode in (dtrans.Async(), dtrans.Sync())
+    )
     for name, of in (("async", plan), ("sync", wrong)):
         for ep, count in zip(of.servers, (5, 4), strict=True):
             with dtrans.Executor() as exe:
-                state = exe.run(of.servers[ep].startup, KEY) | {"opt_state/0/count": jax.numpy.int32(count)}
+                state = exe.run(of.servers[ep].startup, KEY) | {
+                    "opt_state/0/count": jax.numpy.int32(count)
+                }
             save_serving(tmp_path / name, of, ep, state, Mark(("run",), 5))
     first, second = plan.servers
     told = (
-        f"opt_state/0/count is not the same on {first} and {second}: 5 and 4, saved while asynchronous trainers went on"
+        f"opt_state/0/count is not the same on {first} and {second}: 5 and 4, saved while "
+        "asynchronous trainers went on"
     )
     with pytest.warns(CheckpointWarning, match=told):
         assert int(dtrans.checkpoint.load(tmp_path / "async", plan.main)[1][0].count) == 5
-    with pytest.raises(StateError, match="opt_state/0/count is not the same .*; are these states of one job"):
+    with pytest.raises(
+        StateError, match="opt_state/0/count is not the same .*; are these states of one job"
+    ):
         dtrans.checkpoint.load(tmp_path / "sync", wrong.main)
 
 
@@ -168,8 +196,12 @@ def test_what_cannot_be_saved_is_said(role_threads: RoleThreads, tmp_path: Path)
     served, alone = plan.servers
 
     def asks() -> None:
-        with TrainerJob(plan, Role("trainer", 1, tuple(plan.servers), trainer_id=0), {"deadline": roles.HANG}) as job:
-            with pytest.raises(ConfigError, match="checkpoint early: no server knows this trainer before"):
+        with TrainerJob(
+            plan, Role("trainer", 1, tuple(plan.servers), trainer_id=0), {"deadline": roles.HANG}
+        ) as job:
+            with pytest.raises(
+                ConfigError, match="checkpoint early: no server knows this trainer before"
+            ):
                 job.save("early")
             state = job.init(KEY)
             for name, why in (
@@ -177,7 +209,8 @@ def test_what_cannot_be_saved_is_said(role_threads: RoleThreads, tmp_path: Path)
                 ("", "'' is no name of a folder for a checkpoint"),
                 (
                     "1",
-                    "has not saved its part of checkpoint 1: the piece of .* cannot be written to .*/pserver-0: .*File",
+                    "has not saved its part of checkpoint 1: the piece of .* cannot be written to "
+                    ".*/pserver-0: .*File",
                 ),
             ):
                 with pytest.raises(CheckpointError, match=why):
@@ -213,9 +246,15 @@ def refused_by_the_disk(monkeypatch: pytest.MonkeyPatch, of: Any, what: str, cod
     ids=["look", "read", "make", "write", "sync", "name"],
 )
 def test_a_folder_that_cannot_be_used_ends_no_job(
-    role_threads: RoleThreads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of: Any, what: str, code: int
+    role_threads: RoleThreads,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    of: Any,
+    what: str,
+    code: int,
 ) -> None:
-    """Who asked is told of each server, its folder, and what the system says; training is as it was."""
+    """Who asked is told of each server, its folder, and what the system says; training is as it
+    was."""
     tx, given = optax.adam(0.1), batches(3)
     plan = planned(tx, None, 1, 2)
     name = "0" if of else what
@@ -229,8 +268,14 @@ def test_a_folder_that_cannot_be_used_ends_no_job(
                     refused_by_the_disk(m, of, what, code)
                 job.save(name)
             for ep, piece in zip(plan.servers, ("pserver-0", "pserver-1"), strict=True):
-                said = f"pserver {ep} has not saved its part of checkpoint {name}: the piece of {ep} cannot be written"
-                assert f"{said} to {tmp_path}/{name}/{piece}: [Errno {code}] {os.strerror(code)}" in str(told.value)
+                said = (
+                    f"pserver {ep} has not saved its part of checkpoint {name}: the piece of "
+                    f"{ep} cannot be written"
+                )
+                assert (
+                    f"{said} to {tmp_path}/{name}/{piece}: [Errno {code}] {os.strerror(code)}"
+                    in str(told.value)
+                )
             job.save("0")
             state, _ = job.step(state, *given[1])
             job.save("1")
@@ -245,7 +290,9 @@ def test_a_folder_that_cannot_be_used_ends_no_job(
     close(dtrans.checkpoint.load(tmp_path / "1", plan.main)[0], ended)
 
 
-def test_a_save_that_fails_leaves_no_files_that_take_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_that_fails_leaves_no_files_that_take_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan = planned(optax.sgd(0.1), None, 1, 1)
     (ep,) = plan.servers
     with dtrans.Executor() as exe:
@@ -257,8 +304,11 @@ def test_a_save_that_fails_leaves_no_files_that_take_room(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("mode", [dtrans.Sync(), dtrans.Async()], ids=["sync", "async"])
-def test_all_trainers_may_ask_for_one_checkpoint(role_threads: RoleThreads, tmp_path: Path, mode: Any) -> None:
-    """After as many steps it is one, whoever is first and however late the others are; another step needs a name."""
+def test_all_trainers_may_ask_for_one_checkpoint(
+    role_threads: RoleThreads, tmp_path: Path, mode: Any
+) -> None:
+    """After as many steps it is one, whoever is first and however late the others are; another step
+    needs a name."""
     tx, given = optax.adam(0.1), batches(3)
     plan = planned(tx, None, 2, 2, mode=mode)
 
@@ -271,7 +321,8 @@ def test_all_trainers_may_ask_for_one_checkpoint(role_threads: RoleThreads, tmp_
                 job.save(str(at))
                 job.save(str(at))
             with pytest.raises(
-                CheckpointError, match=rf"has saved 1 after 2 steps, and trainer {k} has made 3: give each"
+                CheckpointError,
+                match=rf"has saved 1 after 2 steps, and trainer {k} has made 3: give each",
             ):
                 job.save("1")
 
@@ -291,7 +342,8 @@ def test_all_trainers_may_ask_for_one_checkpoint(role_threads: RoleThreads, tmp_
 def test_a_run_that_follows_a_crash_in_a_save(
     role_threads: RoleThreads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It goes on from what is whole, and saves under the same name: other numbers than the first run had."""
+    """It goes on from what is whole, and saves under the same name: other numbers than the first
+    run had."""
     tx, given, other = optax.adam(0.1), batches(4), batches(8)[4:]
     plan = planned(tx, None, 2, 2)
     last, real = [*plan.servers][-1], api.write
@@ -316,16 +368,24 @@ def test_a_run_that_follows_a_crash_in_a_save(
         latest = dtrans.checkpoint.latest(tmp_path)
     assert latest == tmp_path / "1"
     run(other, {1: "2", 3: "4"}, latest)
-    close(dtrans.checkpoint.load(tmp_path / "2", plan.main, plan.startup)[0], one_device(tx, [given[0], other[0]])[0])
+    close(
+        dtrans.checkpoint.load(tmp_path / "2", plan.main, plan.startup)[0],
+        one_device(tx, [given[0], other[0]])[0],
+    )
     assert dtrans.checkpoint.latest(tmp_path) == tmp_path / "4"
 
 
-def test_a_server_with_a_place_needs_orbax_from_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_with_a_place_needs_orbax_from_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its first save would import it, and steps would wait."""
     plan = planned(optax.sgd(0.1), None, 1, 1)
     (ep,) = plan.servers
     orbax_io._piece_types.cache_clear()
-    with monkeypatch.context() as m, pytest.raises(ConfigError, match="checkpoints need orbax: pip install"):
+    with (
+        monkeypatch.context() as m,
+        pytest.raises(ConfigError, match="checkpoints need orbax: pip install"),
+    ):
         m.setitem(sys.modules, "orbax.checkpoint", None)
         serve(plan, ep, checkpoints=tmp_path)
 
@@ -335,9 +395,13 @@ def test_a_server_without_a_place_says_so(role_threads: RoleThreads) -> None:
     (ep,) = plan.servers
 
     def asks() -> None:
-        with TrainerJob(plan, Role("trainer", 1, (ep,), trainer_id=0), {"deadline": roles.HANG}) as job:
+        with TrainerJob(
+            plan, Role("trainer", 1, (ep,), trainer_id=0), {"deadline": roles.HANG}
+        ) as job:
             job.init(KEY)
-            with pytest.raises(CheckpointError, match=r"say job.serve\(state, checkpoints=folder\)"):
+            with pytest.raises(
+                CheckpointError, match=r"say job.serve\(state, checkpoints=folder\)"
+            ):
                 job.save("1")
 
     role_threads.start(ep, serve, plan, ep)
@@ -428,9 +492,14 @@ def test_what_went_wrong_beside_the_steps_is_raised_by_the_next_save_and_at_the_
 
 def test_an_answer_that_comes_too_late_is_no_answer_to_another_request() -> None:
     sent: list[Any] = []
-    line = TrainerLine("here", 0, 1, session="", sync_mode=True, plan={}, secret="", deadline=1.0, say=sent.append)
+    line = TrainerLine(
+        "here", 0, 1, session="", sync_mode=True, plan={}, secret="", deadline=1.0, say=sent.append
+    )
     line.welcomed = True
-    steps, heard = TrainerSteps(lambda ep: line), lambda op, **fields: line.heard([wire.header(op, **fields)], 0.0)
+    steps, heard = (
+        TrainerSteps(lambda ep: line),
+        lambda op, **fields: line.heard([wire.header(op, **fields)], 0.0),
+    )
 
     def nobody(line: TrainerLine, what: str) -> Any:
         raise DeadlineError(what)
@@ -490,7 +559,8 @@ def test_an_array_that_numpy_has_a_view_of_is_not_donated() -> None:
 
 
 def test_what_a_snapshot_was_copied_of_is_donated() -> None:
-    """Its memory is written again while the copy, which is what the server held, waits to be written."""
+    """Its memory is written again while the copy, which is what the server held, waits to be
+    written."""
     update = jax.jit(lambda x: x * 2, donate_argnums=0)
     go_on, written, places = threading.Event(), [], []
 
@@ -537,7 +607,8 @@ def test_memory_for_a_copy_is_there_before_a_save() -> None:
 def test_a_save_lets_updates_donate_the_state(
     role_threads: RoleThreads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: Any
 ) -> None:
-    """A snapshot that is still being copied delays the next update; the checkpoint is of one step."""
+    """A snapshot that is still being copied delays the next update; the checkpoint is of one
+    step."""
     tx, given = optax.adam(0.1), batches(4)
     plan = planned(tx, None, 1, 2, mode=mode)
     places, copied = list[set[int]](), state_writer._copied
@@ -579,16 +650,24 @@ def test_a_save_lets_updates_donate_the_state(
     role_threads.start("trainer 0", train)
     role_threads.all()
     for at in range(len(given)):
-        close(dtrans.checkpoint.load(tmp_path / str(at), plan.main)[0], one_device(tx, given[:at])[0])
+        close(
+            dtrans.checkpoint.load(tmp_path / str(at), plan.main)[0], one_device(tx, given[:at])[0]
+        )
     assert len(places) == len(given) * len(plan.servers)
-    if plan.sync_mode:  # in the other mode XLA gives memory of the state to parameters, and the reverse
-        assert len(set.union(*places)) == len(places[0]) + len(places[1])  # no update has moved the state
+    if (
+        plan.sync_mode
+    ):  # in the other mode XLA gives memory of the state to parameters, and the reverse
+        assert len(set.union(*places)) == len(places[0]) + len(
+            places[1]
+        )  # no update has moved the state
 
 
 # -- when a job ends by an error -------------------------------------------------------------------
 
 
-def serve_to_an_error(plan: Any, endpoint: str, start: Any = None, deadline: float = roles.HANG, **options: Any) -> Any:
+def serve_to_an_error(
+    plan: Any, endpoint: str, start: Any = None, deadline: float = roles.HANG, **options: Any
+) -> Any:
     """The error that a server raises, and its notes."""
     role = Role("pserver", plan.trainers, tuple(plan.servers), current_endpoint=endpoint)
     with ServerJob(plan, role, {"deadline": deadline}) as job, pytest.raises(PeerError) as ended:
@@ -603,7 +682,10 @@ class Gone(Exception):
 def train_and_fail(plan: Any, k: int, given: Any, saves: dict[int, str], start: Any = None) -> None:
     """Make all steps; the last trainer fails before it has closed."""
     role = Role("trainer", plan.trainers, tuple(plan.servers), trainer_id=k)
-    with contextlib.suppress(Gone, PeerError), TrainerJob(plan, role, {"deadline": roles.HANG}) as job:
+    with (
+        contextlib.suppress(Gone, PeerError),
+        TrainerJob(plan, role, {"deadline": roles.HANG}) as job,
+    ):
         state = dtrans.checkpoint.restore(start, job) if start else job.init(KEY)
         for at, batch in enumerate(given):
             state, _ = job.step(state, *job.shard_batch(*batch))
@@ -613,7 +695,14 @@ def train_and_fail(plan: Any, k: int, given: Any, saves: dict[int, str], start: 
             raise Gone
 
 
-def fail(role_threads: RoleThreads, plan: Any, given: Any, saves: Any = (), start: Any = None, **options: Any) -> Any:
+def fail(
+    role_threads: RoleThreads,
+    plan: Any,
+    given: Any,
+    saves: Any = (),
+    start: Any = None,
+    **options: Any,
+) -> Any:
     for ep in plan.servers:
         role_threads.start(ep, serve_to_an_error, plan, ep, start, **options)
     for k in range(plan.trainers):
@@ -624,8 +713,11 @@ def fail(role_threads: RoleThreads, plan: Any, given: Any, saves: Any = (), star
 
 
 @pytest.mark.parametrize("sparse", [None, DENSE], ids=["dense", "table"])
-def test_what_was_trained_survives_a_trainer(role_threads: RoleThreads, tmp_path: Path, sparse: Any) -> None:
-    """Numbers are those of the user: from 0, from the last save, and from what the job was begun from."""
+def test_what_was_trained_survives_a_trainer(
+    role_threads: RoleThreads, tmp_path: Path, sparse: Any
+) -> None:
+    """Numbers are those of the user: from 0, from the last save, and from what the job was begun
+    from."""
     tx, given = optax.adam(0.1), batches(6)
     plan = planned(tx, sparse, 2, 2)
     told = fail(role_threads, plan, given[:2], checkpoints=tmp_path)
@@ -657,7 +749,9 @@ def test_what_was_saved_last_is_not_saved_again(role_threads: RoleThreads, tmp_p
 def test_a_state_may_be_dropped(role_threads: RoleThreads, tmp_path: Path) -> None:
     plan = planned(optax.sgd(0.1), None, 2, 2)
     fail(role_threads, plan, batches(1), checkpoints=tmp_path, on_failure="drop")
-    fail(role_threads, planned(optax.sgd(0.1), None, 1, 2), [], checkpoints=tmp_path)  # nothing was trained
+    fail(
+        role_threads, planned(optax.sgd(0.1), None, 1, 2), [], checkpoints=tmp_path
+    )  # nothing was trained
     assert not [*tmp_path.iterdir()]
     role = Role("pserver", 2, tuple(plan.servers), current_endpoint=next(iter(plan.servers)))
     with ServerJob(plan, role, {}) as job:
@@ -684,7 +778,8 @@ def test_asynchronous_servers_keep_what_was_trained_without_one_that_never_came(
 
 
 def test_servers_save_their_last_under_one_name_or_apart(tmp_path: Path) -> None:
-    """Asynchronous ones that have counted other steps, and synchronous ones, whose pieces are never put together."""
+    """Asynchronous ones that have counted other steps, and synchronous ones, whose pieces are never
+    put together."""
     for name, mode in (("async", dtrans.Async()), ("sync", dtrans.Sync())):
         plan = planned(optax.sgd(0.1), None, 1, 3, mode=mode)
         states = {}
@@ -692,7 +787,10 @@ def test_servers_save_their_last_under_one_name_or_apart(tmp_path: Path) -> None
             with dtrans.Executor() as exe:
                 states[ep] = exe.run(server.startup, KEY)
         held = {ep: ServerCheckpoints(tmp_path / name, plan, ep, 10) for ep in plan.servers}
-        found = [held[ep].keep_last(states[ep], Mark(("run",), 4 + k), {}) for k, ep in enumerate(plan.servers)]
+        found = [
+            held[ep].keep_last(states[ep], Mark(("run",), 4 + k), {})
+            for k, ep in enumerate(plan.servers)
+        ]
         if name == "async":
             assert {*found} == {tmp_path / "async" / "14"}
             assert dtrans.checkpoint.latest(tmp_path / name) == found[0]
@@ -702,18 +800,27 @@ def test_servers_save_their_last_under_one_name_or_apart(tmp_path: Path) -> None
                 assert dtrans.checkpoint.latest(tmp_path / name) is None
 
 
-def test_the_last_of_a_job_does_not_write_over_a_whole_checkpoint(role_threads: RoleThreads, tmp_path: Path) -> None:
+def test_the_last_of_a_job_does_not_write_over_a_whole_checkpoint(
+    role_threads: RoleThreads, tmp_path: Path
+) -> None:
     plan = planned(optax.sgd(0.1), None, 1, 1)
-    first, second = (fail(role_threads, plan, batches(2)[at:], checkpoints=tmp_path)[0] for at in (0, 0))
+    first, second = (
+        fail(role_threads, plan, batches(2)[at:], checkpoints=tmp_path)[0] for at in (0, 0)
+    )
     assert first.endswith(f": {tmp_path}/2")
     other = Path(second.rpartition(": ")[2])
     assert other.parent == tmp_path and other.name.startswith("2-")
-    close(dtrans.checkpoint.load(other, plan.main)[0], dtrans.checkpoint.load(tmp_path / "2", plan.main)[0])
+    close(
+        dtrans.checkpoint.load(other, plan.main)[0],
+        dtrans.checkpoint.load(tmp_path / "2", plan.main)[0],
+    )
 
 
 def test_the_error_of_a_job_is_raised_where_its_state_cannot_be_saved(
     role_threads: RoleThreads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused_by_the_disk(monkeypatch, orbax_io, "_save_piece", errno.ENOSPC)
-    (told,) = fail(role_threads, planned(optax.sgd(0.1), None, 1, 1), batches(1), checkpoints=tmp_path)
+    (told,) = fail(
+        role_threads, planned(optax.sgd(0.1), None, 1, 1), batches(1), checkpoints=tmp_path
+    )
     assert "Gone" in told and "could not save what it held: StateError: the piece of" in told

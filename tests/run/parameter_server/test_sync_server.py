@@ -1,9 +1,10 @@
-"""Synchronous training over real processes is that of one device on the whole batch: {1, 2, 3} servers, {1, 2, 3}
-trainers, seven optimizers, on a network with batch norm and a frozen layer.
+"""Synchronous training over real processes is that of one device on the whole batch: {1, 2, 3}
+servers, {1, 2, 3} trainers, seven optimizers, on a network with batch norm and a frozen layer.
 
-Batch norm takes the mean and variance of the rows it sees. A trainer sees its own part of the batch, so that this is
-what one device does that normalises each part by itself (the statistics of the whole batch give other numbers). The
-running statistics are leaves of the parameters that the step makes: each trainer has those of its part.
+Batch norm takes the mean and variance of the rows it sees. A trainer sees its own part of the
+batch, so that this is what one device does that normalises each part by itself (the statistics of
+the whole batch give other numbers). The running statistics are leaves of the parameters that the
+step makes: each trainer has those of its part.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from dtrans.parameter_server.plan import PServerPlan
 
 
 def one_device(name: str, trainers: int) -> tuple[Any, Any, list[Any]]:
-    """Parameters, whose statistics have a row for each part; the optimizer's state; and the losses."""
+    """Parameters, whose statistics have a row for each part; the optimizer's state; and the
+    losses."""
 
     def loss(net: Any, frozen: Any, stats: Any, *batch: Any) -> Any:
         parts = [x.reshape(trainers, ROWS, -1) for x in batch]
@@ -51,10 +53,19 @@ def own_only(plan: PServerPlan) -> None:
 
 
 def under(found: Any, name: str) -> dict[str, Any]:
-    return {n.removeprefix(f"{name}/"): jnp.asarray(x) for n, x in found.items() if n.startswith(f"{name}/")}
+    return {
+        n.removeprefix(f"{name}/"): jnp.asarray(x)
+        for n, x in found.items()
+        if n.startswith(f"{name}/")
+    }
 
 
-EVERY = [(servers, trainers, x64) for servers in (1, 2, 3) for trainers in (1, 2, 3) for x64 in (True, False)]
+EVERY = [
+    (servers, trainers, x64)
+    for servers in (1, 2, 3)
+    for trainers in (1, 2, 3)
+    for x64 in (True, False)
+]
 DEFAULT = [(2, 2, False)]
 
 
@@ -63,7 +74,11 @@ DEFAULT = [(2, 2, False)]
 @pytest.mark.parametrize(
     "servers, trainers, x64",
     [
-        pytest.param(*case, marks=() if case in DEFAULT else pytest.mark.soak, id=f"{case[0]}x{case[1]}-{bits}")
+        pytest.param(
+            *case,
+            marks=() if case in DEFAULT else pytest.mark.soak,
+            id=f"{case[0]}x{case[1]}-{bits}",
+        )
         for case, bits in ((case, "float64" if case[2] else "float32") for case in EVERY)
     ],
 )
@@ -102,8 +117,14 @@ def compare(plan: PServerPlan, found: Any, name: str, want: Any, rtol: float) ->
         values = mine.pop("losses")
         for path, x in mine.items():
             whole = made[f"params/{path}"]
-            assert distance(x, whole[k] if path.startswith("stats/") else whole) <= rtol, (name, k, path)
-        assert sorted(f"params/{n}" for n in mine) == sorted(n for n in made if n.startswith("params/"))
+            assert distance(x, whole[k] if path.startswith("stats/") else whole) <= rtol, (
+                name,
+                k,
+                path,
+            )
+        assert sorted(f"params/{n}" for n in mine) == sorted(
+            n for n in made if n.startswith("params/")
+        )
         assert np.array_equal(mine["frozen/w0"], made["params/frozen/w0"])
         losses = [value - x / plan.trainers for value, x in zip(losses, values, strict=True)]
     # the loss of one device is the mean of theirs

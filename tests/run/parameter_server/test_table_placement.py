@@ -1,4 +1,5 @@
-"""Where rows of tables live: bits do not depend on it, and a job goes on from any placement on any other."""
+"""Where rows of tables live: bits do not depend on it, and a job goes on from any placement on any
+other."""
 
 from __future__ import annotations
 
@@ -55,7 +56,9 @@ def planned(tx: Any, rows: dtrans.Rows | None, servers: int, trainers: int = 2) 
 
 def trained(plan: Any, k: int, given: Sequence[Any]) -> Any:
     with TrainerJob(
-        plan, Role("trainer", plan.trainers, tuple(plan.servers), trainer_id=k), {"deadline": roles.HANG}
+        plan,
+        Role("trainer", plan.trainers, tuple(plan.servers), trainer_id=k),
+        {"deadline": roles.HANG},
     ) as job:
         state, losses = job.init(jax.random.key(0)), []
         for batch in given:
@@ -64,7 +67,12 @@ def trained(plan: Any, k: int, given: Sequence[Any]) -> Any:
         return job.params(state), losses
 
 
-def outcome(role_threads: RoleThreads, plan: Any, given: Sequence[Any], before: Mapping[str, Any] | None = None) -> Any:
+def outcome(
+    role_threads: RoleThreads,
+    plan: Any,
+    given: Sequence[Any],
+    before: Mapping[str, Any] | None = None,
+) -> Any:
     """Parameters and losses of trainer 0; and what servers hold at the end."""
     for ep in plan.servers:
         if before is None:
@@ -80,7 +88,9 @@ def outcome(role_threads: RoleThreads, plan: Any, given: Sequence[Any], before: 
 
 def served_from(plan: Any, endpoint: str, before: Any) -> Any:
     with dtrans.Executor(deadline=roles.HANG) as exe:
-        return exe.run(plan.servers[endpoint].main, dtrans.checkpoint.restore(before, plan, endpoint))
+        return exe.run(
+            plan.servers[endpoint].main, dtrans.checkpoint.restore(before, plan, endpoint)
+        )
 
 
 def same(a: Any, b: Any) -> None:
@@ -108,19 +118,26 @@ OPTIMIZERS = {
 }
 
 
-def check_bits(role_threads: RoleThreads, name: str, update: str, trainers: int, steps: int, servers: Any) -> None:
+def check_bits(
+    role_threads: RoleThreads, name: str, update: str, trainers: int, steps: int, servers: Any
+) -> None:
     """In float32, whatever has which rows."""
-    rows = {place: dtrans.Rows(update, place, **more) for place, more in (("range", {}), ("bucket", {"buckets": 7}))}
+    rows = {
+        place: dtrans.Rows(update, place, **more)
+        for place, more in (("range", {}), ("bucket", {"buckets": 7}))
+    }
     given = batches(steps)
     found = [
-        outcome(role_threads, planned(OPTIMIZERS[name], rows[place], n, trainers), given)[0] for place, n in servers
+        outcome(role_threads, planned(OPTIMIZERS[name], rows[place], n, trainers), given)[0]
+        for place, n in servers
     ]
     for other in found[1:]:
         same(other, found[0])
 
 
 @pytest.mark.parametrize(
-    "name, update", [("adam", "dense"), ("adagrad", "dense"), ("adam", "lazy"), ("rowwise_adam", "dense")]
+    "name, update",
+    [("adam", "dense"), ("adagrad", "dense"), ("adam", "lazy"), ("rowwise_adam", "dense")],
 )
 def test_bits_do_not_depend_on_placement(role_threads: RoleThreads, name: str, update: str) -> None:
     """The last of four servers has rows of the table and nothing else."""
@@ -134,22 +151,38 @@ def test_bits_do_not_depend_on_placement(role_threads: RoleThreads, name: str, u
 def test_bits_do_not_depend_on_placement_in_fifty_steps(
     role_threads: RoleThreads, name: str, update: str, trainers: int
 ) -> None:
-    check_bits(role_threads, name, update, trainers, 50, [(p, n) for p in ("range", "bucket") for n in SIZES])
+    check_bits(
+        role_threads,
+        name,
+        update,
+        trainers,
+        50,
+        [(p, n) for p in ("range", "bucket") for n in SIZES],
+    )
 
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", ["adagrad", "adam", "clip", "noisy"])
 def test_buckets_are_one_device(role_threads: RoleThreads, name: str) -> None:
-    """Noise is drawn for the rows that they are of the leaf, not for those that they are of the server."""
+    """Noise is drawn for the rows that they are of the leaf, not for those that they are of the
+    server."""
     clip = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.3))
     tx = {**OPTIMIZERS, "clip": clip, "noisy": optax.noisy_sgd(0.1, key=jax.random.key(1))}[name]
     given = batches(4)
     found, _ = outcome(role_threads, planned(tx, BUCKET, 3), given)
-    step, (params, opt_state), losses = jax.jit(dtrans.make_train_step(loss, tx)), init(tx, jax.random.key(0)), []
+    step, (params, opt_state), losses = (
+        jax.jit(dtrans.make_train_step(loss, tx)),
+        init(tx, jax.random.key(0)),
+        [],
+    )
     for batch in given:
         params, opt_state, value = step(params, opt_state, *batch)
         losses.append(float(value))
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-12), found, (params, losses))
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-12),
+        found,
+        (params, losses),
+    )
 
 
 @pytest.mark.usefixtures("x64")
@@ -157,30 +190,47 @@ def test_buckets_on_a_mesh_are_one_device() -> None:
     tx, given = optax.adam(0.1), batches(3)
     job = planned(tx, BUCKET, 3).on_mesh()
     state = job.init(jax.random.key(0))
-    step, (params, opt_state) = jax.jit(dtrans.make_train_step(loss, tx)), init(tx, jax.random.key(0))
+    step, (params, opt_state) = (
+        jax.jit(dtrans.make_train_step(loss, tx)),
+        init(tx, jax.random.key(0)),
+    )
     for batch in given:
         state, _ = job.step(state, *batch)
         params, opt_state, _ = step(params, opt_state, *batch)
     found = job.params(state), job.opt_state(state)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-12), found, (params, opt_state))
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-12),
+        found,
+        (params, opt_state),
+    )
     same(job.lookup("params/emb", [40, 0, 8], state), found[0]["emb"][np.array([40, 0, 8])])
 
 
 def test_servers_start_with_rows_of_what_one_device_would_make(role_threads: RoleThreads) -> None:
-    plan, first = planned(optax.adam(0.1), BUCKET, 3), init(optax.adam(0.1), jax.random.key(0))[0]["emb"]
+    plan, first = (
+        planned(optax.adam(0.1), BUCKET, 3),
+        init(optax.adam(0.1), jax.random.key(0))[0]["emb"],
+    )
     held = outcome(role_threads, plan, [])[1]
     for b in plan.placement.blocks["params/emb"]:
         numbers = np.flatnonzero([b.span.start <= n % 7 < b.span.stop for n in range(V)])
         np.testing.assert_array_equal(held[b.endpoint][b.name], np.asarray(first)[numbers])
     for programs in plan.servers.values():
-        assert V not in {n for e in programs.startup.jaxpr.jaxpr.eqns for v in e.outvars for n in v.aval.shape}
+        assert V not in {
+            n for e in programs.startup.jaxpr.jaxpr.eqns for v in e.outvars for n in v.aval.shape
+        }
 
 
 def test_a_lookup_finds_rows_in_buckets(role_threads: RoleThreads) -> None:
-    plan, first = planned(optax.adam(0.1), BUCKET, 2, 1), init(optax.adam(0.1), jax.random.key(0))[0]["emb"]
+    plan, first = (
+        planned(optax.adam(0.1), BUCKET, 2, 1),
+        init(optax.adam(0.1), jax.random.key(0))[0]["emb"],
+    )
 
     def read() -> Any:
-        with TrainerJob(plan, Role("trainer", 1, tuple(plan.servers), trainer_id=0), {"deadline": roles.HANG}) as job:
+        with TrainerJob(
+            plan, Role("trainer", 1, tuple(plan.servers), trainer_id=0), {"deadline": roles.HANG}
+        ) as job:
             state = job.init(jax.random.key(0))
             return job.lookup("params/emb", [[40, 0], [8, 21]]), job.params(state)["emb"]
 
@@ -192,13 +242,18 @@ def test_a_lookup_finds_rows_in_buckets(role_threads: RoleThreads) -> None:
 
 
 @pytest.mark.parametrize("update", ["dense", "lazy"])
-def test_a_table_goes_on_in_another_placement(role_threads: RoleThreads, update: Any, tmp_path: Any) -> None:
-    """Saved in between: the bits of a job that was never saved, with counts of steps and all of the state."""
+def test_a_table_goes_on_in_another_placement(
+    role_threads: RoleThreads, update: Any, tmp_path: Any
+) -> None:
+    """Saved in between: the bits of a job that was never saved, with counts of steps and all of the
+    state."""
     given, tx = batches(8), optax.adam(0.1)
     first, few = dtrans.Rows(update), dtrans.Rows(update, "bucket", buckets=7)
     (wanted, _), last = outcome(role_threads, planned(tx, first, 2), given)
     before: Any = None
-    for i, (rows, servers) in enumerate([(first, 2), (few, 3), (dtrans.Rows(update, "bucket"), 2), (first, 2)]):
+    for i, (rows, servers) in enumerate(
+        [(first, 2), (few, 3), (dtrans.Rows(update, "bucket"), 2), (first, 2)]
+    ):
         plan = planned(tx, rows, servers)
         (found, _), held = outcome(role_threads, plan, given[2 * i : 2 * i + 2], before)
         before = tmp_path / str(i)
@@ -219,9 +274,14 @@ def test_a_table_goes_on_in_another_placement(role_threads: RoleThreads, update:
 def test_a_plan_says_which_buckets_are_where() -> None:
     plan = planned(optax.adam(0.1), BUCKET, 3)
     rows = [(b, where) for b, where, _, _ in plan.rows if b.startswith("params/emb")]
-    assert rows == [(f"params/emb.block{i}", f"buckets {x} of 7") for i, x in enumerate(("0:2", "2:4", "4:7"))]
+    assert rows == [
+        (f"params/emb.block{i}", f"buckets {x} of 7") for i, x in enumerate(("0:2", "2:4", "4:7"))
+    ]
     assert "buckets 0:2 of 7" in str(plan)
-    assert any(n.startswith("table params/emb: 41 rows in 7 buckets, at most 8 looked up") for n in plan.notes)
+    assert any(
+        n.startswith("table params/emb: 41 rows in 7 buckets, at most 8 looked up")
+        for n in plan.notes
+    )
     blocks = plan.placement.blocks["params/emb"]
     assert [b.endpoint for b in blocks] == list(plan.servers)
     assert [b.shape[0] for b in blocks] == [12, 12, 17]
@@ -232,7 +292,9 @@ def test_a_plan_says_which_buckets_are_where() -> None:
         assert f"buckets {row.buckets.start}:" in str(row)
     assert plan.compare(dtrans.RoundRobin)["RoundRobin"] == pytest.approx(plan.balance)
     only = dtrans.Rows("dense", "bucket")
-    assert [b.shape[0] for b in planned(optax.sgd(0.1), only, 2).placement.blocks["params/emb"]] == [20, 21]
+    assert [
+        b.shape[0] for b in planned(optax.sgd(0.1), only, 2).placement.blocks["params/emb"]
+    ] == [20, 21]
 
 
 def test_other_leaves_are_where_they_are_without_the_table() -> None:
@@ -241,7 +303,9 @@ def test_other_leaves_are_where_they_are_without_the_table() -> None:
 
 
 def test_roles_that_place_rows_differently_do_not_meet() -> None:
-    one, other = (planned(optax.sgd(0.1), dtrans.Rows("dense", "bucket", n), 2).identity for n in (7, 8))
+    one, other = (
+        planned(optax.sgd(0.1), dtrans.Rows("dense", "bucket", n), 2).identity for n in (7, 8)
+    )
     assert one["placement"] != other["placement"]
 
 

@@ -1,9 +1,10 @@
 """A table under every optimizer of the zoo: `dense` is what one device makes of all rows, to 1e-12.
 
-The servers' updates are driven without a protocol: two servers have parts of a table and of another leaf, gradients are
-of rows that two trainers have looked up, and what an update reduces goes from one server to the other. Some rows are
-looked up by both trainers, some after a gap, and some never. `CLASSES` says of each case what becomes of a row that
-nobody looks up; a case that is new in the zoo has to be put there.
+The servers' updates are driven without a protocol: two servers have parts of a table and of another
+leaf, gradients are of rows that two trainers have looked up, and what an update reduces goes from
+one server to the other. Some rows are looked up by both trainers, some after a gap, and some never.
+`CLASSES` says of each case what becomes of a row that nobody looks up; a case that is new in the
+zoo has to be put there.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from dtrans.run.base.platforms import as_written
 V, D, SERVERS, TRAINERS = 13, 2, 2, 2
 LIMIT = 1e-12
 
-# for each step the rows that each trainer looks up: 2 and 11 never, 0 and 9 after a gap of six, 1 by both
+# for each step the rows that each trainer looks up: 2 and 11 never, 0 and 9 after a gap of six, 1
+# by both
 LOOKUPS = [
     [[0, 1, 5], [1, 9]],
     [[5], [7, 8]],
@@ -42,8 +44,9 @@ LOOKUPS = [
     [[0, 1], [0, 9]],
 ]
 
-# What becomes of a row whose gradient is zero. A: nothing. B: its part of the state moves. C: it moves itself. In B and
-# C it catches up before it is read. D: updates are of all rows, for they reduce over rows or draw noise for each.
+# What becomes of a row whose gradient is zero. A: nothing. B: its part of the state moves. C: it
+# moves itself. In B and C it catches up before it is read. D: updates are of all rows, for they
+# reduce over rows or draw noise for each.
 CLASSES: Mapping[str, tuple[str, ...]] = {
     "A": (
         "adagrad",
@@ -179,8 +182,8 @@ REFUSED: Mapping[str, str] = {
     "lookahead": r"sub mixes leaves of f64\[13,2\] \(optax.lookahead\)",
     "flatten": r"concatenate mixes leaves of f64\[26\] \(optax.flatten\)",
 }
-# Those of B and C in which gradients wait for a step that must reach every row, or in which one step sets state anew:
-# they have no lazy form. Of class D none has.
+# Those of B and C in which gradients wait for a step that must reach every row, or in which one
+# step sets state anew: they have no lazy form. Of class D none has.
 WAITS = (
     "MultiSteps",
     "MultiSteps, skip_large_updates",
@@ -198,8 +201,22 @@ CLASS = {name: kind for kind, names in CLASSES.items() for name in names}
 BY_DAY = (
     *("sgd", "adagrad", "clip_by_global_norm", "inject_hyperparams, join_schedules"),
     *("rmsprop", "paddle.adadelta"),
-    *("adamw", "adan", "adopt", "schedule_free", "paddle.ftrl", "MultiSteps, skip_large_updates", "multi_transform"),
-    *("adafactor", "noisy_sgd", "sm3", "prodigy", "MultiSteps of apply_if_finite of clip_by_global_norm"),
+    *(
+        "adamw",
+        "adan",
+        "adopt",
+        "schedule_free",
+        "paddle.ftrl",
+        "MultiSteps, skip_large_updates",
+        "multi_transform",
+    ),
+    *(
+        "adafactor",
+        "noisy_sgd",
+        "sm3",
+        "prodigy",
+        "MultiSteps of apply_if_finite of clip_by_global_norm",
+    ),
 )
 
 
@@ -220,7 +237,9 @@ def loss(params: Any, ids: jax.Array) -> jax.Array:
 def planned(case: Case, update: str = "dense", **rows: Any) -> Any:
     name = "params/fast/emb" if case.pair else "params/emb"
     key = jax.random.key(0)
-    main = dtrans.trace(case.step(loss), *jax.eval_shape(lambda key: init(case, key), key), jnp.zeros(3, int))
+    main = dtrans.trace(
+        case.step(loss), *jax.eval_shape(lambda key: init(case, key), key), jnp.zeros(3, int)
+    )
     return dtrans.pserver(
         main,
         dtrans.trace(lambda key: init(case, key), key),
@@ -232,7 +251,8 @@ def planned(case: Case, update: str = "dense", **rows: Any) -> Any:
 
 
 def gradients(params: Any, step: int, trainer: int) -> dict[str, np.ndarray]:
-    """By each leaf; of a table, by the rows that are looked up. No mean is near zero: see `optimizer_zoo.gradients`."""
+    """By each leaf; of a table, by the rows that are looked up. No mean is near zero: see
+    `optimizer_zoo.gradients`."""
     signs, rng = np.random.default_rng(130 + step), np.random.default_rng((step, trainer))
 
     def one(p: Any) -> np.ndarray:
@@ -245,7 +265,8 @@ def gradients(params: Any, step: int, trainer: int) -> dict[str, np.ndarray]:
 
 
 def one_device(case: Case) -> Any:
-    """The update of whole arrays. Rates that are float32 whatever rows are have its bits only as they are written."""
+    """The update of whole arrays. Rates that are float32 whatever rows are have its bits only as
+    they are written."""
     tx = case.make()
 
     @partial(quick, **(as_written() or {}))
@@ -263,7 +284,9 @@ def check(case: Case, plan: Any) -> None:
     params, state = init(case, jax.random.key(0))
     for at, lookups in enumerate(LOOKUPS):
         ids = np.unique(np.concatenate([np.array(x, np.int32) for x in lookups]))
-        assert np.abs(servers.rows(ids) - np.asarray(params["emb"])[ids]).max(initial=0) <= LIMIT, f"step {at}"
+        assert np.abs(servers.rows(ids) - np.asarray(params["emb"])[ids]).max(initial=0) <= LIMIT, (
+            f"step {at}"
+        )
         grads = [gradients(params, at, k) for k in range(TRAINERS)]
         servers.step(at, grads)
         params, state = step(params, state, grads)
@@ -299,7 +322,9 @@ def test_dense_is_one_device(name: str, place: str) -> None:
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_mixes_rows_or_leaves_is_refused_by_name(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"emb cannot be a table: its update cannot be cut: {REFUSED[name]}"):
+    with pytest.raises(
+        ConfigError, match=f"emb cannot be a table: its update cannot be cut: {REFUSED[name]}"
+    ):
         planned(CASES[name])
 
 
@@ -317,7 +342,9 @@ def test_lazy_is_refused_where_gradients_wait(name: str) -> None:
         ((_, table),) = planned(CASES[name], "lazy").tables.of.items()
         assert not table.catches_up and not table.whole
         return
-    with pytest.raises(ConfigError, match=r"only in steps that .* selects. Say dtrans.Rows\(update='dense'\)"):
+    with pytest.raises(
+        ConfigError, match=r"only in steps that .* selects. Say dtrans.Rows\(update='dense'\)"
+    ):
         planned(CASES[name], "lazy")
 
 

@@ -58,8 +58,12 @@ from dtrans.run.role_job import TrainerJob
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("name, trainers, servers", [*((n, 2, 3) for n in OPTIMIZERS), ("lamb", 1, 1)])
-def test_dense_is_one_device(role_threads: RoleThreads, name: str, trainers: int, servers: int) -> None:
+@pytest.mark.parametrize(
+    "name, trainers, servers", [*((n, 2, 3) for n in OPTIMIZERS), ("lamb", 1, 1)]
+)
+def test_dense_is_one_device(
+    role_threads: RoleThreads, name: str, trainers: int, servers: int
+) -> None:
     plan = planned(OPTIMIZERS[name], {"params/emb": dtrans.Rows("dense")}, trainers, servers)
     found, _ = outcome(role_threads, plan, batches())
     close(found, one_device(OPTIMIZERS[name], batches()))
@@ -71,7 +75,9 @@ def test_dense_is_one_device(role_threads: RoleThreads, name: str, trainers: int
 def recurrent(params: Any, ids: jax.Array, y: jax.Array, again: Any = lambda f: f) -> jax.Array:
     """Each turn looks up a row of each sample."""
     turn = lambda h, i: (jnp.tanh(h * params["w"][:D] + params["emb"][i] * params["w"][D:]), None)
-    return jnp.mean(jax.vmap(lambda i, y: (jax.lax.scan(again(turn), jnp.ones(D), i)[0].sum() - y) ** 2)(ids, y))
+    return jnp.mean(
+        jax.vmap(lambda i, y: (jax.lax.scan(again(turn), jnp.ones(D), i)[0].sum() - y) ** 2)(ids, y)
+    )
 
 
 def noisy(params: Any, ids: jax.Array, y: jax.Array) -> jax.Array:
@@ -150,17 +156,24 @@ def test_gradients_of_a_row_that_is_looked_up_twice_are_added_up(
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("sparse, wanted", [(DENSE, (-0.2488061, -0.1319357)), (LAZY, (-0.1858463, -0.0744137))])
+@pytest.mark.parametrize(
+    "sparse, wanted", [(DENSE, (-0.2488061, -0.1319357)), (LAZY, (-0.1858463, -0.0744137))]
+)
 def test_adam_of_rows_that_are_looked_up_now_and_then(
     role_threads: RoleThreads, sparse: Any, wanted: tuple[float, float]
 ) -> None:
-    """Numbers worked out by hand: the count of steps is optax's own, and no row has one of its own."""
-    table, _ = steps_of(role_threads, optax.adam(0.1, 0.9, 0.999, eps=1e-30), sparse, [[0], [1], [0]])
+    """Numbers worked out by hand: the count of steps is optax's own, and no row has one of its
+    own."""
+    table, _ = steps_of(
+        role_threads, optax.adam(0.1, 0.9, 0.999, eps=1e-30), sparse, [[0], [1], [0]]
+    )
     np.testing.assert_allclose(table, wanted, atol=1e-7)
 
 
 @pytest.mark.usefixtures("x64")
-def test_a_row_that_is_looked_up_without_a_gradient_is_not_left_alone(role_threads: RoleThreads) -> None:
+def test_a_row_that_is_looked_up_without_a_gradient_is_not_left_alone(
+    role_threads: RoleThreads,
+) -> None:
     """Its moments decay; those of a row that nobody looks up do not."""
     weighted = lambda params, ids: jnp.sum(params["emb"][ids[:, 0], 0] * ids[:, 1])
     ids = [[[0, 1], [1, 1]], [[0, 0], [0, 0]]]
@@ -194,7 +207,9 @@ def test_bits_do_not_depend_on_servers(role_threads: RoleThreads, name: str, spa
 
 
 @pytest.mark.usefixtures("x64")
-def test_a_row_of_the_first_micro_step_is_updated_with_the_second(role_threads: RoleThreads) -> None:
+def test_a_row_of_the_first_micro_step_is_updated_with_the_second(
+    role_threads: RoleThreads,
+) -> None:
     tx = optax.MultiSteps(optax.sgd(1.0), 2).gradient_transformation()
     table, _ = steps_of(role_threads, tx, DENSE, [[0], [1]])
     assert table.tolist() == [-0.5, -0.5]
@@ -202,7 +217,10 @@ def test_a_row_of_the_first_micro_step_is_updated_with_the_second(role_threads: 
 
 def test_few_programs_are_made_of_many_tables() -> None:
     """The numbers of rows of a step lie about a power of two, and those of each table beside it."""
-    tables = {f"t{i}": TableBlock("t", f"t{i}", RowRange(0, 4096), (f"t{i}",), {0: f"g{i}"}, False) for i in range(20)}
+    tables = {
+        f"t{i}": TableBlock("t", f"t{i}", RowRange(0, 4096), (f"t{i}",), {0: f"g{i}"}, False)
+        for i in range(20)
+    }
     asked, rng = [], np.random.default_rng(0)
 
     class Made:
@@ -217,7 +235,11 @@ def test_few_programs_are_made_of_many_tables() -> None:
         counts = rng.integers(226, 286, 20)
         grads = {f"g{i}": RowGradient(np.arange(n), np.ones((n, 1))) for i, n in enumerate(counts)}
         with pytest.raises(StopIteration):
-            next(updates.run(lambda sizes: (asked.append(tuple(sizes.values())), Made())[1], grads, [0], {}))
+            next(
+                updates.run(
+                    lambda sizes: (asked.append(tuple(sizes.values())), Made())[1], grads, [0], {}
+                )
+            )
         assert all(n <= room for n, room in zip(counts, asked[-1], strict=True))
     assert len(set(asked)) <= 2 and max(map(max, asked)) == 512
 
@@ -226,7 +248,9 @@ def test_few_programs_are_made_of_many_tables() -> None:
 
 
 def sizes_in(program: Any) -> set[int]:
-    return {n for e in equations(program.jaxpr) for v in (*e.invars, *e.outvars) for n in v.aval.shape}
+    return {
+        n for e in equations(program.jaxpr) for v in (*e.invars, *e.outvars) for n in v.aval.shape
+    }
 
 
 def test_no_value_of_a_trainer_has_the_rows_of_the_table() -> None:
@@ -239,7 +263,9 @@ def test_no_value_of_a_trainer_has_the_rows_of_the_table() -> None:
 
 
 @pytest.mark.parametrize("servers", [1, 3])
-def test_bytes_are_those_of_the_rows(role_threads: RoleThreads, servers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_are_those_of_the_rows(
+    role_threads: RoleThreads, servers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of one row that all look up: its number and the row, and the gradient of the row."""
     sent: list[tuple[str, int]] = []
     framed = wire.framed
@@ -263,17 +289,27 @@ def test_a_lookup_reads_and_trains_nothing(role_threads: RoleThreads) -> None:
     first = init(optax.adam(0.1), jax.random.key(0))[0]["emb"]
 
     def read() -> Any:
-        with TrainerJob(plan, Role("trainer", 1, tuple(plan.servers), trainer_id=0), {"deadline": roles.HANG}) as job:
+        with TrainerJob(
+            plan, Role("trainer", 1, tuple(plan.servers), trainer_id=0), {"deadline": roles.HANG}
+        ) as job:
             state = job.init(jax.random.key(0))
             found = job.lookup("params/emb", [[39, 0], [0, 21]])
             for batch in batches(2):
                 state, _ = job.step(state, *batch)
                 job.lookup("params/emb", np.arange(V))
-            with pytest.raises(BatchError, match="asks for row 40 at .*; the table has rows 0 to 39"):
+            with pytest.raises(
+                BatchError, match="asks for row 40 at .*; the table has rows 0 to 39"
+            ):
                 job.lookup("params/emb", [3, 40])
-            with pytest.raises(ConfigError, match="params/w is no table of this plan; they are: params/emb"):
+            with pytest.raises(
+                ConfigError, match="params/w is no table of this plan; they are: params/emb"
+            ):
                 job.lookup("params/w", [0])
-            return found, job.lookup("params/emb", np.arange(V)), job.lookup("params/emb", np.zeros((0, 2), int))
+            return (
+                found,
+                job.lookup("params/emb", np.arange(V)),
+                job.lookup("params/emb", np.zeros((0, 2), int)),
+            )
 
     for ep in plan.servers:
         role_threads.start(ep, serve, plan, ep, jax.random.key(0))
@@ -292,17 +328,22 @@ def test_a_table_is_written_to_a_file(
     monkeypatch.setattr(role_job, "EXPORTED", 7)
 
     def write() -> Any:
-        with TrainerJob(plan, Role("trainer", 1, tuple(plan.servers), trainer_id=0), {"deadline": roles.HANG}) as job:
+        with TrainerJob(
+            plan, Role("trainer", 1, tuple(plan.servers), trainer_id=0), {"deadline": roles.HANG}
+        ) as job:
             state = job.init(jax.random.key(0))
             for batch in batches(2):
                 state, _ = job.step(state, *batch)
             job.export("params/emb", tmp_path / "emb.npy")
             found = job.params(state)["emb"]
-            with pytest.raises(ConfigError, match="params/emb cannot be written to .*nowhere/emb.npy: No such file"):
+            with pytest.raises(
+                ConfigError, match="params/emb cannot be written to .*nowhere/emb.npy: No such file"
+            ):
                 job.export("params/emb", tmp_path / "nowhere" / "emb.npy")
             monkeypatch.setattr(role_job, "_memory", lambda: 100)
             with pytest.raises(
-                StateError, match=r"params/emb are 480 bytes, .* may have 100: job.export\(name, path\)"
+                StateError,
+                match=r"params/emb are 480 bytes, .* may have 100: job.export\(name, path\)",
             ):
                 job.params(state)
             return found
@@ -326,7 +367,9 @@ def test_an_id_that_the_table_does_not_have_is_named(role_threads: RoleThreads) 
         ids[3, 0] = wrong
 
         def train(ids: Any = ids, y: Any = y, said: str = said) -> None:
-            with TrainerJob(plan, Role("trainer", 1, tuple(plan.servers), trainer_id=0), {"deadline": 9.0}) as job:
+            with TrainerJob(
+                plan, Role("trainer", 1, tuple(plan.servers), trainer_id=0), {"deadline": 9.0}
+            ) as job:
                 state = job.init(jax.random.key(0))
                 with pytest.raises(BatchError, match=said):
                     job.step(state, ids, y)
@@ -342,7 +385,9 @@ def test_an_id_that_the_table_does_not_have_is_named(role_threads: RoleThreads) 
 def by_number(params: Any, ids: jax.Array, y: jax.Array) -> jax.Array:
     """Rows by one number each, and with a number of an entry beside."""
     one = jax.vmap(lambda i: params["emb"][i])(ids[:, 0])
-    return jnp.mean((one @ params["w"][:D] + params["emb"][ids[:, 1], 0] + params["emb"][ids[0, 0], 1] - y) ** 2)
+    return jnp.mean(
+        (one @ params["w"][:D] + params["emb"][ids[:, 1], 0] + params["emb"][ids[0, 0], 1] - y) ** 2
+    )
 
 
 WRONG = {
@@ -369,7 +414,9 @@ def test_ids_are_looked_at_before_they_are_cut(fn: Any, x64: bool, dtype: Any) -
             there = ids.astype(dtype)
             there[3, column] = wrong
             counted = wrong + V if wrong < 0 else wrong
-            with pytest.raises(BatchError, match=rf"^lookup \d of params/emb asks for row {counted} at \[3\]; the"):
+            with pytest.raises(
+                BatchError, match=rf"^lookup \d of params/emb asks for row {counted} at \[3\]; the"
+            ):
                 job.step(state, there, y)
         job.step(state, ids.astype(dtype), y)
 
@@ -377,7 +424,10 @@ def test_ids_are_looked_at_before_they_are_cut(fn: Any, x64: bool, dtype: Any) -
 def test_numbers_of_rows_are_integers() -> None:
     job = planned(optax.sgd(0.1), DENSE, 1, 1).simulate()
     state, (ids, y) = job.init(jax.random.key(0)), batches(1)[0]
-    with pytest.raises(BatchError, match=r"lookup 0 of params/emb asks for row 1.5 at \[0, 0\], of float64: numbers"):
+    with pytest.raises(
+        BatchError,
+        match=r"lookup 0 of params/emb asks for row 1.5 at \[0, 0\], of float64: numbers",
+    ):
         job.lookup("params/emb", [[1.5, 2.0]])
     with pytest.raises(BatchError, match=r"ids is float64, the step was traced with int"):
         job.step(state, ids.astype(float), y)
@@ -399,13 +449,18 @@ def test_a_row_of_padding_stays(role_threads: RoleThreads, sparse: Any) -> None:
     (found, _), _ = outcome(role_threads, plan, given)
     first = init(optax.adam(0.1), jax.random.key(0))[0]["emb"]
     moved = np.flatnonzero((np.asarray(found["emb"]) != first).any(1))
-    assert V - 3 not in moved and set(moved) == {i for ids, _ in given for i in ids.ravel() if i != V - 3}
+    assert V - 3 not in moved and set(moved) == {
+        i for ids, _ in given for i in ids.ravel() if i != V - 3
+    }
 
 
 @pytest.mark.usefixtures("x64")
 def test_negative_ids_are_counted_from_the_end(role_threads: RoleThreads) -> None:
     given = batches(least=-V)
-    close(outcome(role_threads, planned(optax.sgd(0.3), DENSE, 2, 2), given)[0], one_device(optax.sgd(0.3), given))
+    close(
+        outcome(role_threads, planned(optax.sgd(0.3), DENSE, 2, 2), given)[0],
+        one_device(optax.sgd(0.3), given),
+    )
 
 
 def normed(params: Any, ids: jax.Array, y: jax.Array) -> jax.Array:
@@ -416,19 +471,25 @@ def normed(params: Any, ids: jax.Array, y: jax.Array) -> jax.Array:
 
 @pytest.mark.usefixtures("x64")
 def test_uneven_parts_and_batch_norm(role_threads: RoleThreads) -> None:
-    """What crosses the batch goes through the servers beside rows of a table; trainers need not divide the batch."""
+    """What crosses the batch goes through the servers beside rows of a table; trainers need not
+    divide the batch."""
 
     given = [*batches(2), *batches(2, rows=5)]
     plan = planned(optax.adagrad(0.1), {"params/emb": dtrans.Rows()}, 2, 2, normed)
-    close(outcome(role_threads, plan, given)[0], one_device(optax.adagrad(0.1), given, normed), 1e-11)
+    close(
+        outcome(role_threads, plan, given)[0], one_device(optax.adagrad(0.1), given, normed), 1e-11
+    )
 
 
 # -- checkpoints -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sparse", [DENSE, LAZY], ids=["dense", "lazy"])
-def test_a_table_goes_on_on_other_servers(role_threads: RoleThreads, sparse: Any, tmp_path: Any) -> None:
-    """Two servers, then three, then two again, saved in between: the bits of a job that was never saved."""
+def test_a_table_goes_on_on_other_servers(
+    role_threads: RoleThreads, sparse: Any, tmp_path: Any
+) -> None:
+    """Two servers, then three, then two again, saved in between: the bits of a job that was never
+    saved."""
     given, tx = batches(6), optax.adam(0.1)
     (wanted, _), _ = outcome(role_threads, planned(tx, sparse, 2, 2), given)
     role_threads.forget()
@@ -476,7 +537,9 @@ ON_MESH = ["sgd", "adagrad", "adam", "clip", "lamb", "rowwise_adam"]
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("name, trainers, servers", [(n, 2, 3) for n in ON_MESH] + [("adagrad", 1, 1), ("clip", 2, 1)])
+@pytest.mark.parametrize(
+    "name, trainers, servers", [(n, 2, 3) for n in ON_MESH] + [("adagrad", 1, 1), ("clip", 2, 1)]
+)
 def test_a_mesh_is_one_device(name: str, trainers: int, servers: int) -> None:
     tx = OPTIMIZERS[name]
     job, state, losses = on_mesh(planned(tx, DENSE, trainers, servers), batches())
@@ -561,11 +624,15 @@ def test_rows_that_a_table_on_a_mesh_does_not_have() -> None:
     state, (ids, y) = job.init(jax.random.key(0)), batches(1)[0]
     wrong = ids.copy()
     wrong[4, 0] = V
-    with pytest.raises(BatchError, match=r"lookup 0 of params/emb asks for row 40 at \[1\] of trainer 1's part"):
+    with pytest.raises(
+        BatchError, match=r"lookup 0 of params/emb asks for row 40 at \[1\] of trainer 1's part"
+    ):
         job.step(state, wrong, y)
     with pytest.raises(BatchError, match="asks for row 40 at .*; the table has rows 0 to 39"):
         job.lookup("params/emb", [3, 40])
-    with pytest.raises(ConfigError, match="params/w is no table of this plan; they are: params/emb"):
+    with pytest.raises(
+        ConfigError, match="params/w is no table of this plan; they are: params/emb"
+    ):
         job.lookup("params/w", [0])
     assert job.lookup("params/emb", np.zeros((0, 2), int)).shape == (0, 2, D)
     state, _ = job.step(state, ids, y)  # nothing is lost
@@ -614,9 +681,13 @@ def test_uneven_parts_and_batch_norm_on_a_mesh() -> None:
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("sparse", [DENSE, LAZY], ids=["dense", "lazy"])
 @pytest.mark.parametrize("name", ["sgd", "adagrad", "adam", "rowwise_adam"])
-def test_one_asynchronous_trainer_is_one_in_step(role_threads: RoleThreads, name: str, sparse: Any) -> None:
+def test_one_asynchronous_trainer_is_one_in_step(
+    role_threads: RoleThreads, name: str, sparse: Any
+) -> None:
     made = {
-        mode: outcome(role_threads, planned(OPTIMIZERS[name], sparse, 1, 2, mode=mode), batches())[0]
+        mode: outcome(role_threads, planned(OPTIMIZERS[name], sparse, 1, 2, mode=mode), batches())[
+            0
+        ]
         for mode in (SYNC, ASYNC)
     }
     close(made[ASYNC], made[SYNC], 1e-14)
@@ -627,7 +698,8 @@ def test_one_asynchronous_trainer_is_one_in_step(role_threads: RoleThreads, name
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("servers", [1, 3])
 def test_no_row_of_an_asynchronous_trainer_is_lost(role_threads: RoleThreads, servers: int) -> None:
-    """Gradients are whole numbers, so the order in which they come does not matter; there is nothing but the table."""
+    """Gradients are whole numbers, so the order in which they come does not matter; there is
+    nothing but the table."""
     start = start_at_zero(optax.sgd(1.0), V)
     given = [np.random.default_rng(k).integers(0, V, (20, 6)) for k in range(2)]
     step = dtrans.trace(dtrans.make_train_step(only, optax.sgd(1.0)), *start(), given[0][0])
@@ -647,7 +719,9 @@ def test_no_row_of_an_asynchronous_trainer_is_lost(role_threads: RoleThreads, se
     for k in range(2):
         role_threads.start(f"trainer {k}", train, k)
     ended = role_threads.all()
-    table = np.concatenate([ended[ep][n] for ep in plan.servers for n in ended[ep] if n.startswith("params/emb")])
+    table = np.concatenate(
+        [ended[ep][n] for ep in plan.servers for n in ended[ep] if n.startswith("params/emb")]
+    )
     assert np.array_equal(table[:, 0], -np.bincount(np.ravel(given), minlength=V))
 
 
@@ -669,7 +743,9 @@ def test_no_row_of_an_asynchronous_trainer_is_lost(role_threads: RoleThreads, se
     ],
 )
 @pytest.mark.parametrize("mode", [SYNC, ASYNC], ids=["sync", "async"])
-def test_a_request_that_cannot_be_is_refused_and_changes_nothing(fields: Any, said: str, mode: Any) -> None:
+def test_a_request_that_cannot_be_is_refused_and_changes_nothing(
+    fields: Any, said: str, mode: Any
+) -> None:
     server, trainer = served_alone(mode)
     grads = server._step_of(0).grads if isinstance(server, AsyncServer) else server._turns[0].grads
     rows = lambda: grads.memory["params/emb@GRAD"].shape
@@ -700,7 +776,9 @@ def served_alone(mode: Any) -> tuple[SyncServer | AsyncServer, _Said]:
     plan = planned(optax.sgd(0.1), DENSE, 1, 1, mode=mode)
     (programs,) = plan.servers.values()
     update = ServerUpdate.of(programs.main)
-    state = dict(zip(programs.startup.out_names, programs.startup.compiled(jax.random.key(0)), strict=True))
+    state = dict(
+        zip(programs.startup.out_names, programs.startup.compiled(jax.random.key(0)), strict=True)
+    )
     trainers, said = Presence(update.served, deadline=9.0, plan={}, secret=""), _Said()
     trainers.known[0] = Trainer("session", b"0")
     if mode == ASYNC:
@@ -709,11 +787,16 @@ def served_alone(mode: Any) -> tuple[SyncServer | AsyncServer, _Said]:
 
 
 def test_a_gradient_of_rows_is_zero_until_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trainer may leave before it has sent one, and with on_trainer_exit="paddle" what is there counts."""
-    requests = RowRequests("here", {"emb": ServedRows(10, (2,), np.dtype(np.float32), {0: "emb@GRAD"})})
+    """A trainer may leave before it has sent one, and with on_trainer_exit="paddle" what is there
+    counts."""
+    requests = RowRequests(
+        "here", {"emb": ServedRows(10, (2,), np.dtype(np.float32), {0: "emb@GRAD"})}
+    )
     grads = Inbox(requests.memory_of(0), str)
     empty = np.empty
-    monkeypatch.setattr(np, "empty", lambda shape, dtype: (found := empty(shape, dtype), found.fill(7))[0])
+    monkeypatch.setattr(
+        np, "empty", lambda shape, dtype: (found := empty(shape, dtype), found.fill(7))[0]
+    )
     blocks = [("ids", np.array([1, 4], np.int32))]
     (frames,) = wire.framed("prefetch", blocks, step=0, table="emb", count=2, train=True)
     requests.take(0, wire.parse([frames[0], *map(bytes, frames[1:])]), grads)

@@ -55,10 +55,14 @@ def beside(**options: Any) -> dtrans.Async:
 
 @pytest.mark.parametrize("sparse", [DENSE, LAZY], ids=["dense", "lazy"])
 @pytest.mark.parametrize("name", ["sgd", "adagrad", "adam"])
-def test_one_trainer_that_waits_is_sequential_training(role_threads: RoleThreads, name: str, sparse: Any) -> None:
+def test_one_trainer_that_waits_is_sequential_training(
+    role_threads: RoleThreads, name: str, sparse: Any
+) -> None:
     made = {}
     for mode in (SYNC, HALF):
-        made[mode] = outcome(role_threads, planned(OPTIMIZERS[name], sparse, 1, 2, mode=mode), batches())[0]
+        made[mode] = outcome(
+            role_threads, planned(OPTIMIZERS[name], sparse, 1, 2, mode=mode), batches()
+        )[0]
         role_threads.forget()
     close(made[HALF], made[SYNC], 1e-14)
     if sparse is DENSE:
@@ -104,13 +108,16 @@ def test_every_row_is_used_once(role_threads: RoleThreads, servers: int, mode: A
     for k in range(2):
         role_threads.start(f"trainer {k}", train, k)
     ended = role_threads.all()
-    table = np.concatenate([ended[ep][n] for ep in plan.servers for n in ended[ep] if n.startswith("params/emb")])
+    table = np.concatenate(
+        [ended[ep][n] for ep in plan.servers for n in ended[ep] if n.startswith("params/emb")]
+    )
     share = 2 if isinstance(mode, dtrans.Sync) else 1  # an update is by the mean
     assert np.array_equal(table[:, 0] * share, -np.bincount(np.ravel(given), minlength=V))
 
 
 class Held:
-    """A server that answers a trainer with rows, but not with parameters made of its gradients until it is opened."""
+    """A server that answers a trainer with rows, but not with parameters made of its gradients
+    until it is opened."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened, self.asked = threading.Event(), threading.Event()
@@ -144,19 +151,25 @@ class Held:
 def test_what_waits_is_merged(
     role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch, name: str, sparse: Any, merge: str
 ) -> None:
-    """The first two steps go by themselves, and others wait: rows of these are what the first two have made."""
+    """The first two steps go by themselves, and others wait: rows of these are what the first two
+    have made."""
     gate, tx, given = Held(monkeypatch), OPTIMIZERS[name], batches(10)
     plan = planned(tx, sparse, 1, 1, mode=beside(max_merge_var_num=5))
     (ep,) = plan.servers
     role_threads.start(ep, serve, plan, ep, jax.random.key(0))
 
     def train() -> None:
-        with TrainerJob(plan, Role("trainer", 1, (ep,), trainer_id=0), {"deadline": roles.HANG}) as job:
+        with TrainerJob(
+            plan, Role("trainer", 1, (ep,), trainer_id=0), {"deadline": roles.HANG}
+        ) as job:
             state = job.init(jax.random.key(0))
             for i, batch in enumerate(given):
                 state, _ = job.step(state, *batch)
                 if i < 2:
-                    until(lambda i=i: gate.asked.is_set() and len(gate.sent) == i + 1, "a gradient to be used")
+                    until(
+                        lambda i=i: gate.asked.is_set() and len(gate.sent) == i + 1,
+                        "a gradient to be used",
+                    )
             gate.opened.set()
 
     role_threads.start("trainer", train)
@@ -169,7 +182,9 @@ def test_what_waits_is_merged(
             made = given[group : group + 1] if group < 2 else given[2:]
             grads += [grad({**first, "emb": want["emb"]}, *batch) for batch in made]
         parts, grads = grads[:count], grads[count:]
-        g = jax.tree.map(lambda *xs, count=count: sum(xs) / (count if merge == "mean" else 1), *parts)
+        g = jax.tree.map(
+            lambda *xs, count=count: sum(xs) / (count if merge == "mean" else 1), *parts
+        )
         for _ in range(count - 1):  # counts are of steps
             if name == "adam":
                 state = (state[0]._replace(count=state[0].count + 1), *state[1:])
@@ -181,18 +196,24 @@ def test_what_waits_is_merged(
 def test_servers_that_have_nothing_but_rows_are_waited_for(
     role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are asked for parameters of which they have none, so that gradients under way are bounded."""
+    """They are asked for parameters of which they have none, so that gradients under way are
+    bounded."""
     gate, ids = Held(monkeypatch), np.array([3, 30, 8])
     plan = tables_only(1, 1, beside(max_merge_var_num=4), ids)
     (ep,) = plan.servers
 
     def train() -> None:
-        with TrainerJob(plan, Role("trainer", 1, (ep,), trainer_id=0), {"deadline": roles.HANG}) as job:
+        with TrainerJob(
+            plan, Role("trainer", 1, (ep,), trainer_id=0), {"deadline": roles.HANG}
+        ) as job:
             state = job.init()
             for i in range(6):
                 state, _ = job.step(state, ids)
                 if i < 2:
-                    until(lambda i=i: gate.asked.is_set() and len(gate.sent) == i + 1, "a gradient to be used")
+                    until(
+                        lambda i=i: gate.asked.is_set() and len(gate.sent) == i + 1,
+                        "a gradient to be used",
+                    )
             gate.opened.set()
 
     role_threads.start(ep, serve, plan, ep)
@@ -229,14 +250,21 @@ def test_numbers_of_rows_are_sent_with_gradients_too(
     role_threads.all()
     assert sent == {"prefetch": 3 * 4, "row_ids": 3 * 4, "rows": 3 * 8}
     assert plan.bytes_per_step == {"send": 3 * 8 + 2 * 3 * 4, "recv": 3 * 8}
-    assert any("at most 3 looked up by a trainer in a step, at most 72 bytes" in note for note in plan.notes)
+    assert any(
+        "at most 3 looked up by a trainer in a step, at most 72 bytes" in note
+        for note in plan.notes
+    )
 
 
-def test_lookups_do_not_stop_what_sends(role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lookups_do_not_stop_what_sends(
+    role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They are of what servers have, and no step is made of them; the communicator goes on."""
     stops: list[bool] = []
     stop = Communicator.stop
-    monkeypatch.setattr(Communicator, "stop", lambda self, **how: (stops.append(True), stop(self, **how))[1])
+    monkeypatch.setattr(
+        Communicator, "stop", lambda self, **how: (stops.append(True), stop(self, **how))[1]
+    )
     tx, given, ids = optax.sgd(0.3), batches(3), np.array([[39, 0], [3, 21]])
     plan = planned(tx, DENSE, 1, 2, mode=HALF)
 
@@ -260,15 +288,22 @@ def test_lookups_do_not_stop_what_sends(role_threads: RoleThreads, monkeypatch: 
 # -- delay compensation ----------------------------------------------------------------------------
 
 
-DELAYS = {"fixed": dtrans.DelayCompensation(0.7), "adaptive": dtrans.DelayCompensation(0.7, decay=0.9)}
+DELAYS = {
+    "fixed": dtrans.DelayCompensation(0.7),
+    "adaptive": dtrans.DelayCompensation(0.7, decay=0.9),
+}
 
 
 @pytest.mark.parametrize("mode", [dtrans.Async, dtrans.HalfAsync])
 @pytest.mark.parametrize("sparse", [DENSE, LAZY], ids=["dense", "lazy"])
-def test_rows_of_one_trainer_have_no_delay(role_threads: RoleThreads, sparse: Any, mode: Any) -> None:
+def test_rows_of_one_trainer_have_no_delay(
+    role_threads: RoleThreads, sparse: Any, mode: Any
+) -> None:
     made = {}
     for how in (SYNC, mode(DELAYS["adaptive"])):
-        made[how] = outcome(role_threads, planned(OPTIMIZERS["adam"], sparse, 1, 2, mode=how), batches())[0]
+        made[how] = outcome(
+            role_threads, planned(OPTIMIZERS["adam"], sparse, 1, 2, mode=how), batches()
+        )[0]
         role_threads.forget()
     close(*made.values(), 1e-12)
 
@@ -280,12 +315,20 @@ class AloneServer:
         plan = planned(tx, sparse, 3, 1, mode=mode)
         (programs,) = plan.servers.values()
         update = ServerUpdate.of(programs.main)
-        state = dict(zip(programs.startup.out_names, programs.startup.compiled(jax.random.key(0)), strict=True))
+        state = dict(
+            zip(
+                programs.startup.out_names,
+                programs.startup.compiled(jax.random.key(0)),
+                strict=True,
+            )
+        )
         self.first = {n: np.array(x) for n, x in state.items() if n.startswith("params")}
         trainers = Presence(update.served, deadline=9.0, plan={}, secret="")
         trainers.known |= {k: Trainer(f"session {k}", bytes([k])) for k in range(3)}
         self.blocks = blocks = BlockUpdates(update, state)
-        self.server = AsyncServer(update.served, blocks, blocks.state, trainers, lambda *_, **__: None)
+        self.server = AsyncServer(
+            update.served, blocks, blocks.state, trainers, lambda *_, **__: None
+        )
         self.steps = [0, 0, 0]
 
     def take(self, k: int, op: str, arrays: Any = (), **fields: Any) -> None:
@@ -308,11 +351,17 @@ class AloneServer:
 @pytest.mark.parametrize("sparse", [DENSE, LAZY], ids=["dense", "lazy"])
 @pytest.mark.parametrize("beta", [0.0, 0.9])
 def test_delayed_gradients_of_rows_are_compensated(sparse: Any, how: str, beta: float) -> None:
-    """By what their trainer has received of these rows, whatever others have made of them, or looked up, since."""
+    """By what their trainer has received of these rows, whatever others have made of them, or
+    looked up, since."""
     delay, rng, rate = DELAYS[how], np.random.default_rng(0), 0.1
     alone = AloneServer(optax.sgd(rate, beta or None), sparse, dtrans.Async(delay))
     emb, w = (alone.first[n] for n in ("params/emb", "params/w"))
-    trace, square, traces, squares = np.zeros_like(emb), np.zeros_like(emb), np.zeros_like(w), np.zeros_like(w)
+    trace, square, traces, squares = (
+        np.zeros_like(emb),
+        np.zeros_like(emb),
+        np.zeros_like(w),
+        np.zeros_like(w),
+    )
     asked: dict[int, Any] = {}
     moved = 0.0
 
@@ -350,7 +399,9 @@ def test_delayed_gradients_of_rows_are_compensated(sparse: Any, how: str, beta: 
 
 def test_a_server_keeps_rows_that_are_under_way_alone() -> None:
     alone = AloneServer(optax.sgd(0.1), DENSE, dtrans.Async(DELAYS["fixed"]))
-    assert {n for n in alone.server.state if "_bak" in n} == {f"params/w.trainer_{k}_bak" for k in range(3)}
+    assert {n for n in alone.server.state if "_bak" in n} == {
+        f"params/w.trainer_{k}_bak" for k in range(3)
+    }
     kept = lambda: sum(x.rows.shape[0] for x in alone.server._requests._given.values())
     alone.ask(0, np.array([1, 2]))
     alone.ask(1, np.array([2, 3, 4]))
@@ -360,17 +411,26 @@ def test_a_server_keeps_rows_that_are_under_way_alone() -> None:
     alone.ask(2, np.array([0]))
     alone.server.abort(2, wire.Message("abort", {"reason": "why"}))
     assert kept() == 3
-    with pytest.raises(WireError, match="a gradient of rows of params/emb that trainer 1 has not asked for"):
-        alone.take(1, "row_ids", [("ids", np.array([5], np.int32))], gradient="params/emb@GRAD", count=1)
-    with pytest.raises(WireError, match="params/emb@GRAD"):  # of which there are none, before they are asked for
+    with pytest.raises(
+        WireError, match="a gradient of rows of params/emb that trainer 1 has not asked for"
+    ):
+        alone.take(
+            1, "row_ids", [("ids", np.array([5], np.int32))], gradient="params/emb@GRAD", count=1
+        )
+    with pytest.raises(
+        WireError, match="params/emb@GRAD"
+    ):  # of which there are none, before they are asked for
         alone.give(0, np.ones((2, D)), np.ones(2 * D))
     alone.give(1, np.ones((3, D)), np.ones(2 * D))
     assert kept() == 0
 
 
 def test_a_mean_square_moves_where_nobody_looks() -> None:
-    """So it has to be said whether rows that nobody looks up are updated, also of an optimizer that leaves them."""
+    """So it has to be said whether rows that nobody looks up are updated, also of an optimizer that
+    leaves them."""
     mode = dtrans.Async(DELAYS["adaptive"])
-    with pytest.raises(ConfigError, match="since params/emb@GRAD.mean_square moves with a gradient of zero"):
+    with pytest.raises(
+        ConfigError, match="since params/emb@GRAD.mean_square moves with a gradient of zero"
+    ):
         planned(optax.sgd(0.1), {"params/emb": dtrans.Rows()}, 1, 1, mode=mode)
     planned(optax.sgd(0.1), {"params/emb": dtrans.Rows()}, 1, 1, mode=dtrans.Async(DELAYS["fixed"]))

@@ -46,7 +46,9 @@ def plan_for(pservers: Sequence[str], trainers: int, tx: Any, **options: Any) ->
     params = mlp_params(dtype=jnp.float64)
     batch = mlp_batch(ROWS * trainers, dtype=jnp.float64)
     return flat_options.pserver(
-        dtrans.trace(dtrans.make_train_step(mlp_loss, tx), params, jax.eval_shape(tx.init, params), *batch),
+        dtrans.trace(
+            dtrans.make_train_step(mlp_loss, tx), params, jax.eval_shape(tx.init, params), *batch
+        ),
         dtrans.trace(init_of(tx), params),
         pservers=pservers,
         trainers=trainers,
@@ -64,8 +66,8 @@ def rows_of(present: Sequence[int], batch: Any) -> list[Any]:
 
 
 def with_those_present(tx: Any, steps: Sequence[int]) -> tuple[list[Any], Any]:
-    """One device, which sees in each step the rows of the trainers that take it: parameters before each step and at the
-    end, and the last state."""
+    """One device, which sees in each step the rows of the trainers that take it: parameters before
+    each step and at the end, and the last state."""
     step, count = plain_step(mlp_loss, tx), len(steps)
     params = [mlp_params(dtype=jnp.float64)]
     state = tx.init(params[0])
@@ -76,15 +78,20 @@ def with_those_present(tx: Any, steps: Sequence[int]) -> tuple[list[Any], Any]:
     return params, state
 
 
-def run(role_threads: RoleThreads, plan: PServerPlan, steps: Sequence[int]) -> tuple[dict[str, Any], list[Any]]:
-    """A job whose trainers make so many steps. What servers end with, and each trainer's last parameters."""
+def run(
+    role_threads: RoleThreads, plan: PServerPlan, steps: Sequence[int]
+) -> tuple[dict[str, Any], list[Any]]:
+    """A job whose trainers make so many steps. What servers end with, and each trainer's last
+    parameters."""
     params, data = mlp_params(dtype=jnp.float64), batches(plan.trainers, max(steps))
     for ep in plan.servers:
         role_threads.start(ep, serve, plan, ep, params)
     for k, count in enumerate(steps):
         role_threads.start(f"trainer {k}", train, plan, k, data[:count], params)
     ended = role_threads.all()
-    return {ep: ended[ep] for ep in plan.servers}, [ended[f"trainer {k}"][0] for k in range(plan.trainers)]
+    return {ep: ended[ep] for ep in plan.servers}, [
+        ended[f"trainer {k}"][0] for k in range(plan.trainers)
+    ]
 
 
 # -- numbers ---------------------------------------------------------------------------------------
@@ -99,7 +106,9 @@ def run(role_threads: RoleThreads, plan: PServerPlan, steps: Sequence[int]) -> t
         pytest.param("adam", 2, (2, 5, 2), id="two, in the same step"),
         pytest.param("adam", 1, (3, 0, 2), id="one before its first step"),
         pytest.param("global norm", 3, (2, 5, 4), id="a global norm over three servers"),
-        pytest.param("global norm", 1, (1, 2, 3, 4), id="one after the other", marks=pytest.mark.slow),
+        pytest.param(
+            "global norm", 1, (1, 2, 3, 4), id="one after the other", marks=pytest.mark.slow
+        ),
         pytest.param("adafactor", 2, (2, 1), id="sums over rows", marks=pytest.mark.slow),
     ],
 )
@@ -117,13 +126,17 @@ def test_updates_are_those_of_one_device_on_the_rows_of_those_present(
     tree_close(assemble(plan, held, list(check)), check, 1e-12)
 
 
-def test_as_paddle_the_last_gradient_counts_once_more_and_the_divisor_stays(role_threads: RoleThreads) -> None:
+def test_as_paddle_the_last_gradient_counts_once_more_and_the_divisor_stays(
+    role_threads: RoleThreads,
+) -> None:
     steps, tx = (2, 5, 0), optax.sgd(0.1, momentum=0.9)
     plan = plan_for(free_endpoints(2), 3, tx, on_trainer_exit="paddle")
     _, got = run(role_threads, plan, steps)
     params = mlp_params(dtype=jnp.float64)
     state, grad = tx.init(params), jax.jit(jax.grad(mlp_loss))
-    last = [jax.tree.map(jnp.zeros_like, params)] * 3  # of the trainer that never sent one it is zero
+    last = [
+        jax.tree.map(jnp.zeros_like, params)
+    ] * 3  # of the trainer that never sent one it is zero
     for i, batch in enumerate(batches(3, 5)):
         for k, count in enumerate(steps):
             if i < count:
@@ -196,7 +209,9 @@ def table(role_threads: RoleThreads, trainers: int, **options: Any) -> Iterator[
     params, tx = {"w": jnp.asarray(START)}, optax.sgd(0.5)
     loss = lambda params, x: jnp.mean(x @ params["w"])
     plan = flat_options.pserver(
-        dtrans.trace(dtrans.make_train_step(loss, tx), params, tx.init(params), jnp.ones((trainers, 4))),
+        dtrans.trace(
+            dtrans.make_train_step(loss, tx), params, tx.init(params), jnp.ones((trainers, 4))
+        ),
         dtrans.trace(init_of(tx), params),
         pservers=pservers,
         trainers=trainers,
@@ -224,7 +239,9 @@ def test_who_leaves_while_another_waits_at_the_barrier(role_threads: RoleThreads
         b.leave()
         assert a.moved() == c.moved() == -1.5 - 0.5 * 15
         a.take(2, 4.0)
-        assert a.waits_for() == "gradients of step 3 from trainer 2 (computing)"  # and not from trainer 1
+        assert (
+            a.waits_for() == "gradients of step 3 from trainer 2 (computing)"
+        )  # and not from trainer 1
         c.take(2, 2.0)
         assert a.moved() == c.moved() == -9.0 - 0.5 * 3
         a.leave()
@@ -233,7 +250,9 @@ def test_who_leaves_while_another_waits_at_the_barrier(role_threads: RoleThreads
         c.leave()
 
 
-def test_who_leaves_when_another_has_sent_and_is_not_at_the_barrier(role_threads: RoleThreads) -> None:
+def test_who_leaves_when_another_has_sent_and_is_not_at_the_barrier(
+    role_threads: RoleThreads,
+) -> None:
     with table(role_threads, 2) as (a, b):
         first_step((a, b), 1.0, 3.0)
         a.send(1, 10.0)
@@ -253,7 +272,9 @@ def test_who_leaves_before_another_goes_on(role_threads: RoleThreads) -> None:
         a.leave()
 
 
-def test_who_has_not_come_is_waited_for_also_when_another_has_left(role_threads: RoleThreads) -> None:
+def test_who_has_not_come_is_waited_for_also_when_another_has_left(
+    role_threads: RoleThreads,
+) -> None:
     (ep,) = pservers = free_endpoints(1)
     plan = plan_for(pservers, 3, optax.sgd(0.1))
     params = mlp_params(dtype=jnp.float64)
@@ -261,7 +282,11 @@ def test_who_has_not_come_is_waited_for_also_when_another_has_left(role_threads:
     role_threads.start("trainer 0", train, plan, 0, [], params)
     role_threads.end("trainer 0")
     with Seat(ep, 1, 3) as seat:
-        types = {n: x for n, x in ServerUpdate.of(plan.servers[ep].main).grad_types.items() if n.endswith("_1")}
+        types = {
+            n: x
+            for n, x in ServerUpdate.of(plan.servers[ep].main).grad_types.items()
+            if n.endswith("_1")
+        }
         for name, t in types.items():
             frame = np.zeros(t.shape, t.dtype).tobytes()
             seat.tell("send", frame, step=0, pieces=[[[name, 0, len(frame)]]])
@@ -273,7 +298,9 @@ def test_who_has_not_come_is_waited_for_also_when_another_has_left(role_threads:
     role_threads.all()
 
 
-def test_as_paddle_in_the_memory_of_a_trainer_that_sent_nothing_is_zero(role_threads: RoleThreads) -> None:
+def test_as_paddle_in_the_memory_of_a_trainer_that_sent_nothing_is_zero(
+    role_threads: RoleThreads,
+) -> None:
     with table(role_threads, 2, on_trainer_exit="paddle") as (a, b):
         b.leave()
         a.take(0, 4.0)
@@ -302,7 +329,10 @@ def test_as_paddle_in_numbers(role_threads: RoleThreads) -> None:
 def test_who_closes_in_the_middle_of_a_step_ends_the_job(
     role_threads: RoleThreads, on_trainer_exit: str, says_barrier: bool
 ) -> None:
-    with pytest.raises(PeerError) as caught, table(role_threads, 2, on_trainer_exit=on_trainer_exit) as (a, b):
+    with (
+        pytest.raises(PeerError) as caught,
+        table(role_threads, 2, on_trainer_exit=on_trainer_exit) as (a, b),
+    ):
         first_step((a, b), 1.0, 3.0)
         b.send(1, 1.0)
         if says_barrier:
@@ -337,16 +367,24 @@ def test_an_executor_that_closes_in_the_middle_of_a_step_ends_the_job_on_every_s
 
     for ep in pservers:
         role_threads.start(ep, serve, plan, ep, params)
-    role_threads.start("trainer 0", train, plan, 0, batches(2, 2), params, before=lambda i: begun.set())
+    role_threads.start(
+        "trainer 0", train, plan, 0, batches(2, 2), params, before=lambda i: begun.set()
+    )
     role_threads.start("trainer 1", leaves_half_way)
     for ep in pservers:
         error = role_threads.end(ep)
-        assert type(error) is PeerError and "trainer 1 failed: it closed in the middle of a step" in str(error)
-    assert "trainer 1 failed: it closed in the middle of a step" in str(role_threads.end("trainer 0"))
+        assert type(
+            error
+        ) is PeerError and "trainer 1 failed: it closed in the middle of a step" in str(error)
+    assert "trainer 1 failed: it closed in the middle of a step" in str(
+        role_threads.end("trainer 0")
+    )
     assert role_threads.end("trainer 1") is None
 
 
-def test_servers_that_would_do_different_things_do_not_serve_together(role_threads: RoleThreads) -> None:
+def test_servers_that_would_do_different_things_do_not_serve_together(
+    role_threads: RoleThreads,
+) -> None:
     pservers = free_endpoints(2)
     params = mlp_params(dtype=jnp.float64)
     for ep, on_trainer_exit in zip(pservers, ("drop", "paddle"), strict=True):
@@ -379,8 +417,10 @@ def test_an_update_is_compiled_once_for_each_set_of_trainers(
     run(role_threads, plan_for(pservers, 3, optax.adam(1e-2)), (2, 7, 4))
     assert made == [{"0", "1", "2"}, {"1", "2"}, {"1"}]
     assert [r.getMessage() for r in caplog.records] == [
-        f"pserver {ep} goes on without trainer 0, which left: step 3 and later ones are of trainers 1, 2",
-        f"pserver {ep} goes on without trainers 0, 2, which left: step 5 and later ones are of trainer 1",
+        f"pserver {ep} goes on without trainer 0, which left: step 3 and later ones are of "
+        "trainers 1, 2",
+        f"pserver {ep} goes on without trainers 0, 2, which left: step 5 and later ones are of "
+        "trainer 1",
     ]
 
 
@@ -390,7 +430,9 @@ def test_blocks_of_some_trainers_are_those_of_a_job_of_as_many(tx: Any) -> None:
     pservers = ("127.0.0.1:1", "127.0.0.1:2")
     four, two = (plan_for(pservers, n, tx) for n in (4, 2))
     one = plan_for(pservers, 1, tx)
-    blocks = lambda plan: [b for ep in pservers for b in ServerUpdate.of(plan.servers[ep].main).blocks]
+    blocks = lambda plan: [
+        b for ep in pservers for b in ServerUpdate.of(plan.servers[ep].main).blocks
+    ]
     merging = 0
     for whole, half, alone in zip(blocks(four), blocks(two), blocks(one), strict=True):
         text = lambda block: without_addresses(str(block.jaxpr.jaxpr))
@@ -400,7 +442,11 @@ def test_blocks_of_some_trainers_are_those_of_a_job_of_as_many(tx: Any) -> None:
             for field in ("name", "role", "in_names", "out_names", "level"):
                 assert getattr(made, field) == getattr(half, field) == getattr(alone, field)
             for ours, of_four, of_two in zip(made.grads, whole.grads, half.grads, strict=True):
-                assert (ours.name, ours.leaf, ours.index) == (of_two.name, of_two.leaf, of_two.index)
+                assert (ours.name, ours.leaf, ours.index) == (
+                    of_two.name,
+                    of_two.leaf,
+                    of_two.index,
+                )
                 assert ours.sent == {k: of_four.sent[k] for k in present} and len(of_two.sent) == 2
             merging += len(made.grads)
     assert merging
@@ -411,7 +457,9 @@ def test_blocks_of_some_trainers_are_those_of_a_job_of_as_many(tx: Any) -> None:
 
 def test_what_is_not_one_of_three_is_refused() -> None:
     for wrong in ("dropped", None, True, ["drop"]):
-        with pytest.raises(ConfigError, match=r"^on_trainer_exit must be 'drop', 'paddle' or 'error', it is "):
+        with pytest.raises(
+            ConfigError, match=r"^on_trainer_exit must be 'drop', 'paddle' or 'error', it is "
+        ):
             plan_for(("127.0.0.1:1",), 2, optax.sgd(0.1), on_trainer_exit=wrong)
 
 
@@ -420,14 +468,23 @@ def test_an_asynchronous_job_has_no_say(on_trainer_exit: Any) -> None:
     plan_for(("127.0.0.1:1",), 2, optax.sgd(0.1), on_trainer_exit="drop", mode=dtrans.Async())
     with pytest.raises(
         ConfigError,
-        match=f"^on_trainer_exit='{on_trainer_exit}' is for synchronous updates: asynchronous ones never combine",
+        match=f"^on_trainer_exit='{on_trainer_exit}' is for synchronous updates: asynchronous ones "
+        "never combine",
     ):
-        plan_for(("127.0.0.1:1",), 2, optax.sgd(0.1), on_trainer_exit=on_trainer_exit, mode=dtrans.Async())
+        plan_for(
+            ("127.0.0.1:1",),
+            2,
+            optax.sgd(0.1),
+            on_trainer_exit=on_trainer_exit,
+            mode=dtrans.Async(),
+        )
 
 
 def transpiled(on_trainer_exit: Any, **options: Any) -> dtrans.DistributeTranspiler:
     plan = plan_for(("127.0.0.1:1",), 2, optax.sgd(0.1))
-    t = dtrans.DistributeTranspiler(dtrans.DistributeTranspilerConfig(on_trainer_exit=on_trainer_exit, **options))
+    t = dtrans.DistributeTranspiler(
+        dtrans.DistributeTranspilerConfig(on_trainer_exit=on_trainer_exit, **options)
+    )
     trainers: Any = "127.0.0.1:1,127.0.0.1:2" if options else 2
     t.transpile(0, plan.main, "127.0.0.1:1", trainers, True, plan.startup, "127.0.0.1:1")
     return t
@@ -438,11 +495,15 @@ def test_the_config_has_it_too() -> None:
     for on_trainer_exit in ("drop", "paddle", "error"):
         (op,) = transpiled(on_trainer_exit).get_pserver_program("127.0.0.1:1").ops
         assert op.attrs["on_trainer_exit"] == on_trainer_exit
-    with pytest.raises(ConfigError, match=r"^on_trainer_exit must be 'drop', 'paddle' or 'error', it is 'leave'$"):
+    with pytest.raises(
+        ConfigError, match=r"^on_trainer_exit must be 'drop', 'paddle' or 'error', it is 'leave'$"
+    ):
         transpiled("leave")
 
 
 def test_a_job_without_servers_has_no_say() -> None:
     transpiled("drop", mode="nccl2")
-    with pytest.raises(ConfigError, match=r"^on_trainer_exit='paddle' is for mode='pserver', it is 'nccl2'$"):
+    with pytest.raises(
+        ConfigError, match=r"^on_trainer_exit='paddle' is for mode='pserver', it is 'nccl2'$"
+    ):
         transpiled("paddle", mode="nccl2")

@@ -1,4 +1,5 @@
-"""What trainers exchange through servers in the middle of a step: by messages, among roles in threads, and by hand."""
+"""What trainers exchange through servers in the middle of a step: by messages, among roles in
+threads, and by hand."""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ def close(found: Any, wanted: Any) -> None:
 
 
 def check_one_device(role_threads: RoleThreads, name: str, rows: Sequence[int]) -> None:
-    """Check parameters and results, those of all rows too, on each of three trainers, after a step for each batch."""
+    """Check parameters and results, those of all rows too, on each of three trainers, after a step
+    for each batch."""
     case, plan, key = step_zoo.by_name(name), planned(name), jax.random.key(0)
     for ep in plan.servers:
         role_threads.start(ep, serve, plan, ep, key)
@@ -70,7 +72,9 @@ def check_one_device(role_threads: RoleThreads, name: str, rows: Sequence[int]) 
     params, opt_state = case.init(key)
     wanted = []
     for i, count in enumerate(rows):
-        params, opt_state, *results = jax.jit(case.step)(params, opt_state, *case.batch(count, seed=i))
+        params, opt_state, *results = jax.jit(case.step)(
+            params, opt_state, *case.batch(count, seed=i)
+        )
         wanted.append(results)
     for k in range(TRAINERS):
         close(ended[f"trainer {k}"], (params, wanted))
@@ -80,7 +84,9 @@ def check_one_device(role_threads: RoleThreads, name: str, rows: Sequence[int]) 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", ["masked_mean", "flax_batch_norm", "dropout_key_argument", "metrics_per_row",
                                   "metrics_confusion", "sum_loss"])  # fmt: skip
-def test_trainers_in_processes_have_the_numbers_of_one_device(role_threads: RoleThreads, name: str) -> None:
+def test_trainers_in_processes_have_the_numbers_of_one_device(
+    role_threads: RoleThreads, name: str
+) -> None:
     check_one_device(role_threads, name, [ROWS] * 3)
 
 
@@ -99,17 +105,24 @@ def test_parts_that_do_not_fit_are_refused_before_anything_is_sent() -> None:
         params = case.init(jax.random.key(0))[0]
         x, *others = parts
         assert isinstance(x, dtrans.UnevenPart) and (x.rows, len(x.x)) == (13, 3)
-        with pytest.raises(BatchError, match=r"has 3 rows here, and part 2 of a batch of 14 rows has 4: job.shard_b"):
+        with pytest.raises(
+            BatchError,
+            match=r"has 3 rows here, and part 2 of a batch of 14 rows has 4: job.shard_b",
+        ):
             job.step((params,), *(dtrans.UnevenPart(p.x, 14) for p in parts))
         with pytest.raises(BatchError, match="parts of batches of 13 and 14 rows"):
             job.step((params,), x, *(dtrans.UnevenPart(p.x, 14) for p in others))
-        with pytest.raises(BatchError, match="parts of a batch of 12 rows .* that do not divide it: 3 do"):
+        with pytest.raises(
+            BatchError, match="parts of a batch of 12 rows .* that do not divide it: 3 do"
+        ):
             job.step((params,), *(dtrans.UnevenPart(p.x, 12) for p in parts))
     local = planned("mean_loss", batch="local")
     with job_of(local, 2) as job:
         with pytest.raises(BatchError, match="has 13 rows, which 3 processes do not divide"):
             job.shard_batch(*case.batch(13))
-        with pytest.raises(BatchError, match="13 rows .*: those of this plan must have equal parts"):
+        with pytest.raises(
+            BatchError, match="13 rows .*: those of this plan must have equal parts"
+        ):
             job.step((params,), *parts)
 
 
@@ -129,11 +142,15 @@ def test_parts_of_different_sizes_are_refused_by_all_trainers(role_threads: Role
     role_threads.join()
     for k in range(TRAINERS):
         error = role_threads.end(f"trainer {k}")
-        assert isinstance(error, BatchError) and "parts of one size; they gave 4, 4, 3 rows" in str(error), error
+        assert isinstance(error, BatchError) and "parts of one size; they gave 4, 4, 3 rows" in str(
+            error
+        ), error
 
 
 @pytest.mark.usefixtures("x64")
-def test_a_trainer_that_leaves_a_step_of_all_ends_the_job_by_name(role_threads: RoleThreads) -> None:
+def test_a_trainer_that_leaves_a_step_of_all_ends_the_job_by_name(
+    role_threads: RoleThreads,
+) -> None:
     case, plan, key = step_zoo.by_name("masked_mean"), planned("masked_mean"), jax.random.key(0)
     for ep in plan.servers:
         role_threads.start(ep, serve, plan, ep, key)
@@ -146,7 +163,9 @@ def test_a_trainer_that_leaves_a_step_of_all_ends_the_job_by_name(role_threads: 
 
 
 @pytest.mark.usefixtures("x64")
-def test_trainers_of_another_step_are_refused_in_their_first_round(role_threads: RoleThreads) -> None:
+def test_trainers_of_another_step_are_refused_in_their_first_round(
+    role_threads: RoleThreads,
+) -> None:
     """Trainer 2 exchanges what belongs to another loss of the same parameters."""
     plan, other = planned("masked_mean"), planned("batch_norm_by_hand")
     case, key = step_zoo.by_name("masked_mean"), jax.random.key(0)
@@ -165,7 +184,9 @@ def test_trainers_of_another_step_are_refused_in_their_first_round(role_threads:
     role_threads.start("trainer 2", of_another, 2)
     role_threads.join()
     told = [str(role_threads.end(f"trainer {k}")) for k in range(TRAINERS)]
-    assert all(isinstance(role_threads.end(f"trainer {k}"), DtransError) for k in range(TRAINERS)), told
+    assert all(
+        isinstance(role_threads.end(f"trainer {k}"), DtransError) for k in range(TRAINERS)
+    ), told
     assert any("every role must plan the same step with the same options" in t for t in told), told
 
 
@@ -190,7 +211,9 @@ def test_a_trainer_that_does_not_come_to_a_round_is_named(role_threads: RoleThre
     role_threads.start("trainer 2", idle, 2)
     role_threads.join()
     for k in (0, 1):
-        assert "for the exchange of round 0 of step 1 from trainer 2" in str(role_threads.end(f"trainer {k}"))
+        assert "for the exchange of round 0 of step 1 from trainer 2" in str(
+            role_threads.end(f"trainer {k}")
+        )
 
 
 # -- one round, by hand ----------------------------------------------------------------------------
@@ -198,11 +221,19 @@ def test_a_trainer_that_does_not_come_to_a_round_is_named(role_threads: RoleThre
 
 def message(number: int, parts: list[np.ndarray], ways: list[list[Any]]) -> wire.Message:
     table = [[x.dtype.name, list(x.shape), way] for x, way in zip(parts, ways, strict=True)]
-    (frames,) = wire.framed("exchange", [(str(i), x) for i, x in enumerate(parts)], step=0, round=number, values=table)
+    (frames,) = wire.framed(
+        "exchange", [(str(i), x) for i, x in enumerate(parts)], step=0, round=number, values=table
+    )
     return wire.parse(frames)
 
 
-WAYS = [["all_reduce", "sum"], ["all_reduce", "max"], ["all_gather", 1], ["reduce_scatter", 0], ["all_to_all", 0, 1]]
+WAYS = [
+    ["all_reduce", "sum"],
+    ["all_reduce", "max"],
+    ["all_gather", 1],
+    ["reduce_scatter", 0],
+    ["all_to_all", 0, 1],
+]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int32", "bfloat16", "float16"])
@@ -262,7 +293,10 @@ def test_a_part_that_is_not_due_changes_nothing() -> None:
     rounds, x, way = TrainerRounds(2), np.ones(3, np.float32), [["all_reduce", "sum"]]
     rounds.take(0, message(0, [x], way))
     for bad, why in (
-        (message(1, [x], way), "an exchange of round 1 with 1 values of trainer 1, where trainer 0 is in round 0"),
+        (
+            message(1, [x], way),
+            "an exchange of round 1 with 1 values of trainer 1, where trainer 0 is in round 0",
+        ),
         (message(0, [x[:2]], way), "or these are others"),
         (message(0, [x], [["all_reduce", "max"]]), "or these are others"),
         (message(0, [x, x], way * 2), "with 2 values of trainer 1"),
@@ -280,14 +314,18 @@ def test_a_part_that_is_not_due_changes_nothing() -> None:
     np.testing.assert_array_equal(rounds.answers([0, 1])[0][0], [2, 2, 2])
 
 
-def test_results_of_a_mean_step_are_those_of_the_trainers_that_are_there(role_threads: RoleThreads) -> None:
+def test_results_of_a_mean_step_are_those_of_the_trainers_that_are_there(
+    role_threads: RoleThreads,
+) -> None:
     """One leaves after its first step: the others' loss is that of their rows."""
     with jax.enable_x64(True):
         w, tx = jnp.ones(2), optax.sgd(0.0)
         step = dtrans.make_train_step(lambda w, x: jnp.mean(x * w), tx)
         init = lambda w: (w, tx.init(w))
         main = dtrans.trace(step, *init(w), jnp.ones((2, 2)))
-        plan = dtrans.pserver(main, dtrans.trace(init, w), pservers=free_endpoints(1), trainers=TRAINERS)
+        plan = dtrans.pserver(
+            main, dtrans.trace(init, w), pservers=free_endpoints(1), trainers=TRAINERS
+        )
 
         def train(k: int) -> list[float]:
             with job_of(plan, k) as job:

@@ -32,9 +32,13 @@ from trainer_processes import outcome, slurm_environment
     ids=["a stage each, tied embedding", "two stages each, replicas and slices"],
 )  # fmt: skip
 @pytest.mark.usefixtures("x64")
-def test_two_processes_make_the_numbers_of_one_device(options: dict[str, Any], tmp_path: Path) -> None:
+def test_two_processes_make_the_numbers_of_one_device(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
     script = str(SUPPORT / "pipeline_trainer.py")
-    found = outcome(2, tmp_path, 200, [sys.executable, script, "main", str(tmp_path), json.dumps(options)])
+    found = outcome(
+        2, tmp_path, 200, [sys.executable, script, "main", str(tmp_path), json.dumps(options)]
+    )
     clipped = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2))
     params, opt_state, loss = MODELS[options["model"]].job(ROWS, clipped).on_one_device(STEPS)
     want = flat(last=(params, opt_state)) | flat(**{f"loss {STEPS - 1}": loss})
@@ -52,7 +56,8 @@ def test_two_processes_make_the_numbers_of_one_device(options: dict[str, Any], t
 
 
 def test_stages_that_slurm_put_on_several_hosts_find_each_other(tmp_path: Path) -> None:
-    """Told by Slurm's variables alone; hosts are addresses of loopback, and the lines are not at 127.0.0.1."""
+    """Told by Slurm's variables alone; hosts are addresses of loopback, and the lines are not at
+    127.0.0.1."""
     port = int(free_endpoints(1)[0].rpartition(":")[2])
     with contextlib.ExitStack() as stack:
         processes = []
@@ -68,17 +73,29 @@ def test_stages_that_slurm_put_on_several_hosts_find_each_other(tmp_path: Path) 
     for k in range(2):
         found = json.loads((tmp_path / f"{k}.json").read_text())
         assert found["trainers"] == 2 and found["endpoints"] == []
-        assert [bytes.fromhex(host)[-4:] for host in found["listens"]] == [b"\x01\0\0\x7f"]  # 127.0.0.1, and no other
-        assert "the 2 trainers are on 2 hosts" in found["remote"] and "allow_remote=True" in found["remote"]
-        assert sorted(at.rpartition(":")[0] for at in found["peers"]) == ["tcp://127.0.0.2", "tcp://127.0.0.3"]
+        assert [bytes.fromhex(host)[-4:] for host in found["listens"]] == [
+            b"\x01\0\0\x7f"
+        ]  # 127.0.0.1, and no other
+        assert (
+            "the 2 trainers are on 2 hosts" in found["remote"]
+            and "allow_remote=True" in found["remote"]
+        )
+        assert sorted(at.rpartition(":")[0] for at in found["peers"]) == [
+            "tcp://127.0.0.2",
+            "tcp://127.0.0.3",
+        ]
         assert found["loss"] == pytest.approx(float(want), rel=1e-5)
 
 
 @pytest.mark.usefixtures("x64")
 def test_the_batch_is_the_parts_in_the_order_of_processes(tmp_path: Path) -> None:
-    """Noise by micro-batch and results by row are those of the global batch; keys and unsplit inputs go as they are."""
+    """Noise by micro-batch and results by row are those of the global batch; keys and unsplit
+    inputs go as they are."""
     found = outcome(
-        2, tmp_path, 200, [sys.executable, str(SUPPORT / "pipeline_trainer.py"), "parts", str(tmp_path), "{}"]
+        2,
+        tmp_path,
+        200,
+        [sys.executable, str(SUPPORT / "pipeline_trainer.py"), "parts", str(tmp_path), "{}"],
     )
     one = noisy()
     job = planned_noisy(one).simulate()
@@ -98,8 +115,11 @@ def test_the_batch_is_the_parts_in_the_order_of_processes(tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("x64")
-def test_processes_have_what_is_of_the_whole_batch_and_what_the_update_reads(tmp_path: Path) -> None:
-    """Masks of the whole batch, made by the first process of a key that the last one has; a rate, a count of steps."""
+def test_processes_have_what_is_of_the_whole_batch_and_what_the_update_reads(
+    tmp_path: Path,
+) -> None:
+    """Masks of the whole batch, made by the first process of a key that the last one has; a rate, a
+    count of steps."""
     one = masked()
     plan = planned_masked(one)
     assert (
@@ -114,9 +134,17 @@ def test_processes_have_what_is_of_the_whole_batch_and_what_the_update_reads(tmp
     assert plan.arguments == ("rate",) and "rate" not in plan.update.arguments
     assert [s.state for s in plan.step_programs.stages] == [(), ("opt_state/steps",)]
     found = outcome(
-        2, tmp_path, 200, [sys.executable, str(SUPPORT / "pipeline_trainer.py"), "given", str(tmp_path), "{}"]
+        2,
+        tmp_path,
+        200,
+        [sys.executable, str(SUPPORT / "pipeline_trainer.py"), "given", str(tmp_path), "{}"],
     )
-    state, (x, mask, rate), want, step = one.init(jax.random.key(0)), one.batch, {}, jax.jit(one.step)
+    state, (x, mask, rate), want, step = (
+        one.init(jax.random.key(0)),
+        one.batch,
+        {},
+        jax.jit(one.step),
+    )
     for i in range(STEPS):
         *state, loss = step(*state, x + i, mask, rate / (i + 1))
         want |= flat(**{f"loss {i}": loss})
@@ -124,5 +152,8 @@ def test_processes_have_what_is_of_the_whole_batch_and_what_the_update_reads(tmp
     for process in found:
         for n, v in want.items():
             np.testing.assert_allclose(process[n], v, rtol=1e-12, atol=1e-12, err_msg=n)
-        told = "PeerError: rate is 0.1 on trainer 0, and 1.1 on trainer 1: the update reads it, and there is one update"
+        told = (
+            "PeerError: rate is 0.1 on trainer 0, and 1.1 on trainer 1: the update reads it, "
+            "and there is one update"
+        )
         assert dict(process["said"])["rate"].startswith(told), process["said"]

@@ -29,7 +29,14 @@ def channels() -> Iterator[list[P2PChannels]]:
 
 FOUR = ValueType((4,), np.dtype(np.float32))
 THREE = ValueType((3,), np.dtype(np.float32))
-RIGHT: dict[str, Any] = {"process": 0, "step": 1, "key": 0, "dtype": "float32", "shape": [4], "impl": ""}
+RIGHT: dict[str, Any] = {
+    "process": 0,
+    "step": 1,
+    "key": 0,
+    "dtype": "float32",
+    "shape": [4],
+    "impl": "",
+}
 PIECES = [[["value", 0, 16]]]
 NAN = np.full(4, np.nan, np.float32).tobytes()
 
@@ -50,8 +57,11 @@ def stranger(address: str, password: str | None = None) -> Iterator[zmq.Socket[A
 
 
 @pytest.mark.parametrize("password", [None, "0" * 64])
-def test_what_strangers_forge_has_no_effect(channels: list[P2PChannels], password: str | None) -> None:
-    """Before, the first frame of a name counted, whoever sent it, and a malformed one ended the process."""
+def test_what_strangers_forge_has_no_effect(
+    channels: list[P2PChannels], password: str | None
+) -> None:
+    """Before, the first frame of a name counted, whoever sent it, and a malformed one ended the
+    process."""
     first, second = channels
     events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
     with stranger(second._peers[1], password) as line, line.get_monitor_socket(events) as monitor:
@@ -108,7 +118,9 @@ def test_malformed_messages_of_a_process_are_dropped_and_counted(
         for key in (6, 0):  # of value 0 all that was malformed has come before it is expected
             head = wire.header("value", **RIGHT | {"key": key}, pieces=PIECES)
             line.send_multipart([head, np.arange(4.0, dtype="f4")])
-            np.testing.assert_array_equal(second.receive(0, 1, key, FOUR, "a value"), np.arange(4.0))
+            np.testing.assert_array_equal(
+                second.receive(0, 1, key, FOUR, "a value"), np.arange(4.0)
+            )
     assert second.refusals.count == 10 * len(MALFORMED) + 1
     assert len(caplog.records) < 105 and all(len(r.getMessage()) < 400 for r in caplog.records)
     first.send(1, 2, 0, jax.random.key(3))
@@ -126,9 +138,13 @@ def test_values_of_steps_that_are_over_are_not_kept(channels: list[P2PChannels])
 
 
 def test_a_message_that_never_ends_is_not_kept(channels: list[P2PChannels]) -> None:
-    """ZeroMQ holds all frames of a message until the last one has come: of a stranger it takes none."""
+    """ZeroMQ holds all frames of a message until the last one has come: of a stranger it takes
+    none."""
     first, second = channels
-    with stranger(second._peers[1]) as line, line.get_monitor_socket(zmq.EVENT_DISCONNECTED) as monitor:
+    with (
+        stranger(second._peers[1]) as line,
+        line.get_monitor_socket(zmq.EVENT_DISCONNECTED) as monitor,
+    ):
         line.sndtimeo = 1000
         with contextlib.suppress(zmq.Again):
             for _ in range(200):

@@ -40,7 +40,12 @@ HELD = 2  # the step before which trainers wait for a test
 def planned(pservers: tuple[str, ...], **options: Any) -> PServerPlan:
     params = mlp_params()
     return flat_options.pserver(
-        dtrans.trace(dtrans.make_train_step(mlp_loss, TX), params, jax.eval_shape(TX.init, params), *BATCHES[0]),
+        dtrans.trace(
+            dtrans.make_train_step(mlp_loss, TX),
+            params,
+            jax.eval_shape(TX.init, params),
+            *BATCHES[0],
+        ),
         dtrans.trace(init_of(TX), params),
         pservers=pservers,
         trainers=2,
@@ -66,7 +71,9 @@ class Job:
         for ep in self.endpoints:
             threads.start(ep, serve, plan, ep, mlp_params())
         for k in range(2):
-            threads.start(f"trainer {k}", train, plan, k, BATCHES, mlp_params(), before=self._holds(k))
+            threads.start(
+                f"trainer {k}", train, plan, k, BATCHES, mlp_params(), before=self._holds(k)
+            )
 
     def _holds(self, k: int) -> Callable[[int], object]:
         """Return what trainer k does before each step."""
@@ -105,13 +112,17 @@ def printed(answers: list[Answer], width: int = 160) -> str:
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 
-def test_a_job_is_shown_while_it_runs_and_trains_as_if_nobody_looked(role_threads: RoleThreads) -> None:
+def test_a_job_is_shown_while_it_runs_and_trains_as_if_nobody_looked(
+    role_threads: RoleThreads,
+) -> None:
     job = Job(role_threads)
     with JobObserver(job.endpoints, HANG) as observer:
         answers = job.held(observer)
         job.go[0].set()
         waits = "waiting for gradients of step 3 from trainer 1 (computing)"
-        until(lambda: all(x.server.doing == waits for x in asked(observer) if x.server), "a barrier")
+        until(
+            lambda: all(x.server.doing == waits for x in asked(observer) if x.server), "a barrier"
+        )
         answers = asked(observer)
         rows = merge_trainers(answers)
         text = printed(answers)
@@ -138,10 +149,14 @@ def test_a_job_is_shown_while_it_runs_and_trains_as_if_nobody_looked(role_thread
     bytes_of_parameters = sum(x.nbytes for x in jax.tree.leaves(mlp_params()))
     for t in rows:  # the initial values and those of two steps; two steps and their gradients
         assert 3 * bytes_of_parameters < t.bytes_in < 3 * bytes_of_parameters + 40_000
-        assert (3 - t.trainer) * bytes_of_parameters < t.bytes_out < 3 * bytes_of_parameters + 40_000
-    assert {(x.server.mode, x.server.step, x.server.refused, x.server.barred) for x in answers if x.server} == {
-        ("synchronous", 2, 0, 0)
-    }
+        assert (
+            (3 - t.trainer) * bytes_of_parameters < t.bytes_out < 3 * bytes_of_parameters + 40_000
+        )
+    assert {
+        (x.server.mode, x.server.step, x.server.refused, x.server.barred)
+        for x in answers
+        if x.server
+    } == {("synchronous", 2, 0, 0)}
     assert len({x.server.plan for x in answers if x.server}) == 1
     title, head, *_ = lines = text.splitlines()
     assert "synchronous job" in title and "2 of 2 trainers here" in title
@@ -163,13 +178,16 @@ def test_the_staleness_of_an_asynchronous_job(role_threads: RoleThreads) -> None
         job.end()
     first, second = merge_trainers(answers)
     assert (first.step, first.state) == (len(BATCHES), "left")
-    # it lacked the last two steps of trainer 0, and those before that came behind its request for parameters
+    # it lacked the last two steps of trainer 0, and those before that came behind its request for
+    # parameters
     assert second.staleness in (2, 3, 4)
     assert "staleness" in printed(answers)
     assert {x.server.step for x in answers if x.server} == {len(BATCHES)}
 
 
-def test_one_that_does_not_answer_is_a_row_of_its_own(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_that_does_not_answer_is_a_row_of_its_own(
+    job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
     (nobody,) = free_endpoints(1)
     with JobObserver(job.endpoints, HANG) as observer:
         job.held(observer)
@@ -200,7 +218,9 @@ def test_a_document_for_programs(job: Job, capsys: pytest.CaptureFixture[str]) -
     assert [x["endpoint"] for x in found["servers"]] == [*job.endpoints, nobody]
     assert found["servers"][2]["error"] == "no answer within 4 s"
     assert [x["step"] for x in found["servers"][:2]] == [HELD, HELD]
-    assert [(t["trainer"], t["step"], t["state"]) for t in found["trainers"]] == [(k, HELD, "present") for k in (0, 1)]
+    assert [(t["trainer"], t["step"], t["state"]) for t in found["trainers"]] == [
+        (k, HELD, "present") for k in (0, 1)
+    ]
 
 
 def test_a_document_a_line_for_as_long_as_one_watches(
@@ -216,19 +236,25 @@ def test_a_document_a_line_for_as_long_as_one_watches(
         return answers[-1]
 
     monkeypatch.setattr(JobObserver, "ask", ask)
-    assert run(*job.endpoints, "--json", "--watch", "--interval", "0.1", "--timeout", str(HANG)) == 0
+    assert (
+        run(*job.endpoints, "--json", "--watch", "--interval", "0.1", "--timeout", str(HANG)) == 0
+    )
     documents = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert len(documents) == 3
     assert all({"time", "servers", "trainers"} == x.keys() for x in documents)
 
 
-@pytest.mark.parametrize("its, mine", [("a secret of the job", ""), ("a secret of the job", "another one")])
+@pytest.mark.parametrize(
+    "its, mine", [("a secret of the job", ""), ("a secret of the job", "another one")]
+)
 def test_another_token_is_named(
     role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch, its: str, mine: str
 ) -> None:
     bound = threading.Semaphore(0)
     real = server_module.ServerSockets.bind
-    monkeypatch.setattr(server_module.ServerSockets, "bind", lambda *a, **k: (real(*a, **k), bound.release()))
+    monkeypatch.setattr(
+        server_module.ServerSockets, "bind", lambda *a, **k: (real(*a, **k), bound.release())
+    )
     monkeypatch.setenv("DTRANS_TOKEN", its)
     job = Job(role_threads)
     with JobObserver(job.endpoints, HANG) as observer:
@@ -240,7 +266,9 @@ def test_another_token_is_named(
                 assert answer.error.startswith(
                     "it does not let dtrans status in: the two have not the same DTRANS_TOKEN"
                 )
-        assert until(lambda: all(x.server.barred for x in asked(observer)[:1] if x.server), "a count")
+        assert until(
+            lambda: all(x.server.barred for x in asked(observer)[:1] if x.server), "a count"
+        )
     job.end()
 
 
@@ -250,7 +278,9 @@ def test_an_observer_is_no_role(job: Job) -> None:
     with JobObserver(job.endpoints, HANG) as observer, Peer(ep, OBSERVER) as peer:
         job.held(observer)
         peer.hello(trainer=1, trainers=2)
-        assert peer.refused() == "a `hello` message of an observer, which may only ask for the status"
+        assert (
+            peer.refused() == "a `hello` message of an observer, which may only ask for the status"
+        )
         peer.tell("abort", reason="I say so")
         assert peer.refused().startswith("a `abort` message of an observer")
         peer.say(b"\xff" * 100)
@@ -332,7 +362,8 @@ def test_a_port_that_cannot_be_bound_is_named() -> None:
         )
         try:
             with pytest.raises(
-                ConfigError, match=rf"^--prometheus {address} cannot be bound: .*; choose another port$"
+                ConfigError,
+                match=rf"^--prometheus {address} cannot be bound: .*; choose another port$",
             ):
                 serve_metrics(observer, address)
             with pytest.raises(ConfigError, match="'a port' is not an endpoint"):
@@ -352,16 +383,38 @@ def test_metrics_are_not_printed(capsys: pytest.CaptureFixture[str], other: str)
 
 
 def server_status(**fields: Any) -> ServerStatus:
-    common = {"endpoint": "h:1", "plan": "p", "mode": "asynchronous", "count": 2, "uptime": 7.0, "doing": "serving"}
-    numbers = {"step": 5, "steps_per_second": 2.0, "received": 10, "sent": 20, "refused": 0, "barred": 0}
+    common = {
+        "endpoint": "h:1",
+        "plan": "p",
+        "mode": "asynchronous",
+        "count": 2,
+        "uptime": 7.0,
+        "doing": "serving",
+    }
+    numbers = {
+        "step": 5,
+        "steps_per_second": 2.0,
+        "received": 10,
+        "sent": 20,
+        "refused": 0,
+        "barred": 0,
+    }
     rates = {"received_per_second": 1.0, "sent_per_second": 2.0}
     empty: dict[str, Any] = {"saving": {}, "checkpoint": {}, "tables": []}
     return ServerStatus(**common | numbers | rates | empty | fields)
 
 
 def trainer_status(trainer: int, **fields: Any) -> TrainerStatus:
-    common = {"trainer": trainer, "state": "present", "doing": "computing", "step": 5, "steps_per_second": 2.0}
-    return TrainerStatus(**common | {"staleness": 1, "silent": 3.0, "received": 1, "sent": 2} | fields)
+    common = {
+        "trainer": trainer,
+        "state": "present",
+        "doing": "computing",
+        "step": 5,
+        "steps_per_second": 2.0,
+    }
+    return TrainerStatus(
+        **common | {"staleness": 1, "silent": 3.0, "received": 1, "sent": 2} | fields
+    )
 
 
 def test_a_trainer_is_where_it_is_slowest() -> None:
@@ -370,25 +423,51 @@ def test_a_trainer_is_where_it_is_slowest() -> None:
         trainer_status(0, step=4, doing="sending", steps_per_second=1.5, staleness=7, silent=0.5),
         trainer_status(1, state="connection lost"),
     ]
-    answers = [Answer("h:1", "", server_status(), first), Answer("h:2", "", server_status(), second)]
+    answers = [
+        Answer("h:1", "", server_status(), first),
+        Answer("h:2", "", server_status(), second),
+    ]
     zero, one = merge_trainers([*answers, Answer("h:3", "no answer")])
-    assert (zero.step, zero.doing, zero.steps_per_second, zero.staleness, zero.silent) == (4, "sending", 1.5, 7, 0.5)
+    assert (zero.step, zero.doing, zero.steps_per_second, zero.staleness, zero.silent) == (
+        4,
+        "sending",
+        1.5,
+        7,
+        0.5,
+    )
     assert (zero.bytes_in, zero.bytes_out) == (4, 2)
     assert (one.state, one.step, one.silent) == ("connection lost", 5, 3.0)
     assert as_document(answers)["trainers"][0]["step"] == 4
 
 
 def test_what_is_wrong_is_in_the_table() -> None:
-    saved = {"name": "100", "step": 1, "ago": 200.0, "seconds": 1.0, "blocks": 3, "error": "no space"}
+    saved = {
+        "name": "100",
+        "step": 1,
+        "ago": 200.0,
+        "seconds": 1.0,
+        "blocks": 3,
+        "error": "no space",
+    }
     tables = [{"name": "t", "made": 1234, "rows": 5000}]
-    odd = server_status(saving={"101": 4.0}, checkpoint=saved, tables=tables, refused=3, barred=2, plan="q")
+    odd = server_status(
+        saving={"101": 4.0}, checkpoint=saved, tables=tables, refused=3, barred=2, plan="q"
+    )
     lost = [trainer_status(0), trainer_status(1, state="failed", doing="")]
-    text = printed([Answer("h:1", "", odd, lost), Answer("h:2", "", server_status(), lost), Answer("h:3", "no answer")])
+    text = printed(
+        [
+            Answer("h:1", "", odd, lost),
+            Answer("h:2", "", server_status(), lost),
+            Answer("h:3", "no answer"),
+        ]
+    )
     assert "SERVERS OF DIFFERENT PLANS" in text and "1 of 2 trainers here" in text
     _, head, first, second, third, *_ = text.splitlines()
     assert "rows made" in head and " 1,234 " in first
     assert "100 FAILED" in first
-    assert first.endswith("saving 101 for 4.0 s; serving; 3 messages refused; 2 connections refused")
+    assert first.endswith(
+        "saving 101 for 4.0 s; serving; 3 messages refused; 2 connections refused"
+    )
     assert second.endswith("serving") and third.split() == ["h:3", "no", "answer"]
     assert text.splitlines()[-1].endswith("failed")
 
@@ -400,7 +479,13 @@ def test_numbers_for_people() -> None:
     assert [duration(s) for s in (0, 9.94, 9.96, 119, 121, 7199, 7201, 172799, 172801)] == [
         *("0.0 s", "9.9 s", "10 s", "119 s", "2 min", "120 min", "2 h", "48 h", "2 d")
     ]
-    assert [rate(x) for x in (None, 0.0, 0.0123, 56.12, 1234.5)] == ["-", "0", "0.0123", "56.1", "1,234"]
+    assert [rate(x) for x in (None, 0.0, 0.0123, 56.12, 1234.5)] == [
+        "-",
+        "0",
+        "0.0123",
+        "56.1",
+        "1,234",
+    ]
 
 
 def test_the_wire_has_both_messages() -> None:

@@ -1,4 +1,5 @@
-"""Which rows a trainer's step looks up, from its batch alone: what is asked of servers before the step is made."""
+"""Which rows a trainer's step looks up, from its batch alone: what is asked of servers before the
+step is made."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ class BatchRows:
     """
 
     def __init__(self, program: Program, rules: Rules) -> None:
-        self._lookups = [(e, p) for e in program.eqns if e.primitive is split_ids_p for p in _reading(program, e)]
+        self._lookups = [
+            (e, p) for e in program.eqns if e.primitive is split_ids_p for p in _reading(program, e)
+        ]
         operands = [a for split, _ in self._lookups for a in split.invars]
         kept, read = backward_slice(program.eqns, operands)
         eqns = [program.eqns[i] for i in kept]
@@ -40,23 +43,33 @@ class BatchRows:
         fixed = dict(zip(program.inner.constvars, constants(program.jaxpr), strict=True))
 
         def run(*args: Any) -> list[Any]:
-            return interpret(eqns, {**fixed, **dict(zip(invars, args, strict=True))}, operands, rules)
+            return interpret(
+                eqns, {**fixed, **dict(zip(invars, args, strict=True))}, operands, rules
+            )
 
         self._run = jax.jit(run)
 
-    def _check(self, program: Program, eqns: Sequence[JaxprEqn], read: Collection[Any], rules: Rules) -> None:
+    def _check(
+        self, program: Program, eqns: Sequence[JaxprEqn], read: Collection[Any], rules: Rules
+    ) -> None:
         tables = ", ".join(split.params["table"] for split, _ in self._lookups)
         state = [n for n in program.args[0].names if program.invars[n] in read]
         told = [e for e in eqns if is_communication(e) and e.primitive not in rules]
-        made_of = state[0] if state else told and f"`{told[0].primitive.name}`, which other processes answer"
+        made_of = (
+            state[0]
+            if state
+            else told and f"`{told[0].primitive.name}`, which other processes answer"
+        )
         if made_of:
             raise ConfigError(
-                f"job.prefetch: which rows of {tables} a step looks up is made of {made_of}, and known only when the "
+                f"job.prefetch: which rows of {tables} a step looks up is made of {made_of}, and "
+                "known only when the "
                 "step is made: leave job.prefetch out, or give what they are made of with the batch"
             )
 
     def __call__(self, flat: Sequence[Any]) -> list[tuple[JaxprEqn, np.ndarray]]:
-        """Each `prefetch` with the numbers of its rows. Raises BatchError for a row that a table does not have.
+        """Each `prefetch` with the numbers of its rows. Raises BatchError for a row that a table
+        does not have.
 
         Args:
           flat: the arrays of the program's inputs; those of the state are not read.

@@ -1,4 +1,5 @@
-"""Memory of tables: the system gives a page when it is written to, and gets it back when no row in it is there."""
+"""Memory of tables: the system gives a page when it is written to, and gets it back when no row in
+it is there."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ class LazyArray:
         size = math.prod(shape) * np.dtype(dtype).itemsize
         self._area = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_NOHUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel that has no huge pages does not know the word
+            with contextlib.suppress(
+                OSError
+            ):  # a kernel that has no huge pages does not know the word
                 self._area.madvise(mmap.MADV_NOHUGEPAGE)  # a row would take 2 MiB
         self.array = np.frombuffer(self._area, np.uint8)[:size].view(dtype).reshape(shape)
 

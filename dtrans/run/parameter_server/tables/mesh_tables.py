@@ -4,12 +4,12 @@
     prefetch      the device of each server takes the rows that a trainer asks for; they go by the host
     send_rows     the gradients of these rows to the host, from where the update of a server puts them together
 
-A table is on the device of its server, and nowhere else. Trainers get rows of a static size (`TableLookups.size`), as
-between processes.
+A table is on the device of its server, and nowhere else. Trainers get rows of a static size
+(`TableLookups.size`), as between processes.
 
-Where a step is traced (`plan.verify()`), numbers of rows are not known. Then each of these is an equation that calls
-the same functions (`dtrans.run.parameter_server.tables.traced_tables`), and an update has room for all rows that
-trainers may look up.
+Where a step is traced (`plan.verify()`), numbers of rows are not known. Then each of these is an
+equation that calls the same functions (`dtrans.run.parameter_server.tables.traced_tables`), and an
+update has room for all rows that trainers may look up.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ def split_ids(eqn: JaxprEqn, ids: Sequence[Sequence[Any]]) -> list[np.ndarray]:
     return found
 
 
-def prefetched(plan: PServerPlan, eqn: JaxprEqn, ids: Sequence[np.ndarray], servers: Servers) -> list[np.ndarray]:
+def prefetched(
+    plan: PServerPlan, eqn: JaxprEqn, ids: Sequence[np.ndarray], servers: Servers
+) -> list[np.ndarray]:
     """The rows that each trainer asks for, and zeros behind them."""
     (t,), table = eqn.params["types"], eqn.params["table"]
     blocks = plan.placement.blocks[table]
@@ -70,8 +72,11 @@ def prefetched(plan: PServerPlan, eqn: JaxprEqn, ids: Sequence[np.ndarray], serv
     return [x for mine in ids for x in trace_move(fetch, [mine], held, [(t.shape, t.dtype)])]
 
 
-def rows_from(plan: PServerPlan, table: str, ids: np.ndarray, rows: np.ndarray, servers: Servers) -> np.ndarray:
-    """Write the rows of a table with these numbers, which increase, into `rows`, and return that."""
+def rows_from(
+    plan: PServerPlan, table: str, ids: np.ndarray, rows: np.ndarray, servers: Servers
+) -> np.ndarray:
+    """Write the rows of a table with these numbers, which increase, into `rows`, and return
+    that."""
     blocks = plan.placement.blocks[table]
     for b in blocks:
         assert b.span is not None

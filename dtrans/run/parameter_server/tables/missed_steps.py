@@ -1,9 +1,10 @@
 """The steps that rows of a table have missed: each is made up for before the row is read.
 
-Nobody looked a row up, and an optimizer moves it all the same: momentum goes on, moments and weights decay. One device
-moves all rows in every step. A server keeps of each step what its update read beside rows (counts, rates, a factor that
-clips), and makes the update of a row, with a gradient of zero, once for every step that the row has missed. The numbers
-are those of one device; memory is passed over once, and not once in each step.
+Nobody looked a row up, and an optimizer moves it all the same: momentum goes on, moments and
+weights decay. One device moves all rows in every step. A server keeps of each step what its update
+read beside rows (counts, rates, a factor that clips), and makes the update of a row, with a
+gradient of zero, once for every step that the row has missed. The numbers are those of one device;
+memory is passed over once, and not once in each step.
 
 Rows are made up for in runs of `WINDOW` steps, so that one program serves however many are missed.
 """
@@ -100,7 +101,8 @@ class MissedSteps:
         self._names = table.held
         self.reads = _read_beside_rows(update, table)
         self._records = StepRecords(self.reads)
-        # for each row, the number of steps that it has seen; one that rests has seen those that are to come
+        # for each row, the number of steps that it has seen; one that rests has seen those that are
+        # to come
         self._seen = np.zeros(table.rows, np.int64)
         if table.rests is not None:
             self._seen[slice(None) if state is None else _resting(table, state)] = RESTS
@@ -142,7 +144,8 @@ class MissedSteps:
         self._seen[ids] = RESTS
 
     def add(self, ids: np.ndarray, values: Arrays) -> bool:
-        """A step was made, in which these rows were updated. Whether too much is kept of steps: let all rows catch up.
+        """A step was made, in which these rows were updated. Whether too much is kept of steps: let
+        all rows catch up.
 
         Args:
           values: what it has read beside rows.
@@ -184,10 +187,13 @@ class MissedSteps:
             held[n][ids] = np.asarray(made[n])[: len(ids)]
 
     def catching_up(self, size: int) -> Callable[..., Any]:
-        """Return a pure function that makes the missed steps of so many rows, from what each step has read."""
+        """Return a pure function that makes the missed steps of so many rows, from what each step
+        has read."""
         blocks = blocks_of(self._update, self._table, size)
 
-        def make_up(rows: Arrays, seen: jax.Array, records: Arrays, first: int, stop: int) -> Arrays:
+        def make_up(
+            rows: Arrays, seen: jax.Array, records: Arrays, first: int, stop: int
+        ) -> Arrays:
             def turn(i: jax.Array, rows: Arrays) -> Arrays:
                 made = at_zero_gradient(blocks, rows, {n: x[i] for n, x in records.items()})
                 missed = lambda x: (seen <= i).reshape(-1, *(1,) * (x.ndim - 1))
@@ -198,7 +204,9 @@ class MissedSteps:
         return make_up
 
 
-def at_zero_gradient(blocks: Sequence[OptimizeBlock], rows: Arrays, values: Arrays) -> dict[str, Any]:
+def at_zero_gradient(
+    blocks: Sequence[OptimizeBlock], rows: Arrays, values: Arrays
+) -> dict[str, Any]:
     """The new rows of a block whose gradient is zero. Pure.
 
     Args:
@@ -208,7 +216,8 @@ def at_zero_gradient(blocks: Sequence[OptimizeBlock], rows: Arrays, values: Arra
     """
     read, new = {**rows, **values}, dict[str, Any]()
     for block in blocks:
-        types = block.invars  # a row without a gradient has not been away: what a trainer has had of it does not matter
+        # a row without a gradient has not been away: what a trainer has had of it does not matter
+        types = block.invars
         none = {g.name for g in block.grads} | {block.name + BACKUP}
         given = [jnp.zeros_like(types[n].aval) if n in none else read[n] for n in block.in_names]
         made = dict(zip(block.out_names, evaluate(block.jaxpr, *given), strict=True))
@@ -225,8 +234,8 @@ def blocks_of(update: ServerUpdate, table: TableBlock, size: int) -> list[Optimi
 def _read_beside_rows(update: ServerUpdate, table: TableBlock) -> dict[str, Any]:
     """What the update of a block reads beside rows and gradients: name to type.
 
-    What the update itself has made before is there too where it is no row of its own, but reduced over all of them: its
-    type is the same whatever the number of rows.
+    What the update itself has made before is there too where it is no row of its own, but reduced
+    over all of them: its type is the same whatever the number of rows.
     """
     here, there = (blocks_of(update, table, size) for size in (LEAST, 2 * LEAST))
     found: dict[str, Any] = {}

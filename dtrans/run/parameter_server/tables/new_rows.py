@@ -1,10 +1,12 @@
-"""Rows of a table that are made when they are first asked for: those of the user's init, bit for bit.
+"""Rows of a table that are made when they are first asked for: those of the user's init, bit for
+bit.
 
-A server begins without any. What it has of a block, and of the state that belongs to its rows, stands for arrays: it
-has their types, and whoever reads it as an array makes all rows (`NewRows`, of blocks that nothing has been done to,
-and `dtrans.run.parameter_server.tables.table_memory`).
+A server begins without any. What it has of a block, and of the state that belongs to its rows,
+stands for arrays: it has their types, and whoever reads it as an array makes all rows (`NewRows`,
+of blocks that nothing has been done to, and `dtrans.run.parameter_server.tables.table_memory`).
 
-The keys of random numbers are made first, so that tables of one shape share the program that makes their rows.
+The keys of random numbers are made first, so that tables of one shape share the program that makes
+their rows.
 """
 
 from __future__ import annotations
@@ -57,10 +59,11 @@ class RowMaker:
 
 
 def keys_first(jaxpr: ClosedJaxpr) -> tuple[ClosedJaxpr, ClosedJaxpr]:
-    """Cut what makes rows: the keys of random numbers, and what makes rows of their numbers and of these keys.
+    """Cut what makes rows: the keys of random numbers, and what makes rows of their numbers and of
+    these keys.
 
-    Numbers that are rounded stay where they are, so that rows have the same bits. What is left is the same for tables
-    of one shape, whose keys differ.
+    Numbers that are rounded stay where they are, so that rows have the same bits. What is left is
+    the same for tables of one shape, whose keys differ.
 
     Args:
       jaxpr: of the numbers of rows, and of what the init was given.
@@ -80,7 +83,12 @@ def keys_first(jaxpr: ClosedJaxpr) -> tuple[ClosedJaxpr, ClosedJaxpr]:
             known.update(eqn.outvars)
         else:
             rest.keep(eqn)
-    read = [a for atoms in (*(e.invars for e in rest.eqns), inner.outvars) for a in atoms if isinstance(a, Var)]
+    read = [
+        a
+        for atoms in (*(e.invars for e in rest.eqns), inner.outvars)
+        for a in atoms
+        if isinstance(a, Var)
+    ]
     made = [v for v in dict.fromkeys(read) if v in known and v not in inner.constvars]
     rest.invars += [numbers, *made]
     return first.build(made), rest.build(inner.outvars)
@@ -124,7 +132,9 @@ def made_again(state: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, 
     Args:
       first: what the init makes.
     """
-    has_maker = lambda x: isinstance(x, ArrayLike) and (x.table is None or x.table.begins is not None)
+    has_maker = lambda x: (
+        isinstance(x, ArrayLike) and (x.table is None or x.table.begins is not None)
+    )
     is_due = lambda x, new: isinstance(new, NewRows) and not has_maker(x)
     with_maker = lambda x, new: MadeRows(x, new.maker) if is_due(x, new) else x
     return {n: with_maker(x, first.get(n)) for n, x in state.items()}

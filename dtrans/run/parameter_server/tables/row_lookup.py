@@ -12,7 +12,9 @@ from dtrans.protocol.tables.table_rows import unique_ids
 from dtrans.run.parameter_server.tables.table_changes import table_of
 
 
-def looked_up(plan: PServerPlan, name: str, ids: Any, read: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+def looked_up(
+    plan: PServerPlan, name: str, ids: Any, read: Callable[[np.ndarray], np.ndarray]
+) -> np.ndarray:
     """Rows of a table.
 
     Args:
@@ -24,7 +26,8 @@ def looked_up(plan: PServerPlan, name: str, ids: Any, read: Callable[[np.ndarray
       An array of the shape of `ids`, followed by that of a row.
 
     Raises:
-      ConfigError: no table. BatchError: a row that it does not have, or numbers that are no integers.
+      ConfigError: no table. BatchError: a row that it does not have, or numbers that are no
+        integers.
     """
     rows, wanted = table_of(plan, name).lookups.rows, np.asarray(ids)
     if not wanted.size:

@@ -1,8 +1,10 @@
-"""Rows of a block as they are at one moment, read in a thread of its own while the block goes on: copy-on-write.
+"""Rows of a block as they are at one moment, read in a thread of its own while the block goes on:
+copy-on-write.
 
-The reader takes the rows in increasing order, some at a time. Before the server changes rows that were not read yet, it
-keeps what they are now. Memory for these is bounded: where it is full, the server waits for the reader. A reader that
-makes no progress for long loses its snapshot, and the server goes on.
+The reader takes the rows in increasing order, some at a time. Before the server changes rows that
+were not read yet, it keeps what they are now. Memory for these is bounded: where it is full, the
+server waits for the reader. A reader that makes no progress for long loses its snapshot, and the
+server goes on.
 """
 
 from __future__ import annotations
@@ -22,13 +24,17 @@ from dtrans.run.parameter_server.tables.new_rows import RowMaker
 
 
 SEGMENT = 8 << 20  # bytes of rows that are read at once
-GROUPS, LEAST = 256, 4096  # groups of rows by which rows are kept that change, and how many rows one has at least
+GROUPS, LEAST = (
+    256,
+    4096,
+)  # groups of rows by which rows are kept that change, and how many rows one has at least
 ROOM = 16 << 20  # bytes that may be kept of rows, or a twelfth of what the block weighs
 WINDOW = 1 << 16  # rows that are looked through at once
 
 
 class SharedRows(Protocol):
-    """A block that goes on while its rows are read (`dtrans.run.parameter_server.tables.table_memory`)."""
+    """A block that goes on while its rows are read
+    (`dtrans.run.parameter_server.tables.table_memory`)."""
 
     table: TableBlock
     held: dict[str, np.ndarray]
@@ -57,13 +63,17 @@ class _KeptRows:
         a, b = np.searchsorted(self.ids, (start, stop))
         before, count = int((self.changed[:a] > 0).sum()), int((self.changed[a:b] > 0).sum())
         rows = {n: x[before : before + count] for n, x in self.rows.items()}
-        return _KeptRows(self.ids[a:b], self.changed[a:b], None if self.seen is None else self.seen[a:b], rows)
+        return _KeptRows(
+            self.ids[a:b], self.changed[a:b], None if self.seen is None else self.seen[a:b], rows
+        )
 
     @property
     def nbytes(self) -> int:
         """The memory that they take."""
         seen = 0 if self.seen is None else self.seen.nbytes
-        return self.ids.nbytes + self.changed.nbytes + seen + sum(x.nbytes for x in self.rows.values())
+        return (
+            self.ids.nbytes + self.changed.nbytes + seen + sum(x.nbytes for x in self.rows.values())
+        )
 
 
 class RowSnapshot(TableRows):
@@ -78,7 +88,9 @@ class RowSnapshot(TableRows):
       most: the most bytes that were kept at one time.
     """
 
-    def __init__(self, memory: SharedRows, *, goes_on: bool = False, patience: float = 10.0) -> None:
+    def __init__(
+        self, memory: SharedRows, *, goes_on: bool = False, patience: float = 10.0
+    ) -> None:
         self._memory, self._goes_on, self._patience = memory, goes_on, patience
         self.names, self.step, self.evicted = memory.table.held, memory.step, memory.evicted
         maker = memory.maker
@@ -103,7 +115,8 @@ class RowSnapshot(TableRows):
         return bool(self._over)
 
     def keep(self, ids: np.ndarray) -> None:
-        """Keep what these rows are, which are about to change; waits where there is no room for it."""
+        """Keep what these rows are, which are about to change; waits where there is no room for
+        it."""
         with self._progress:
             while not self._over:
                 due = ids[(ids >= self._at) & ~self._is_kept[ids]]
@@ -111,14 +124,18 @@ class RowSnapshot(TableRows):
                     break
                 if not self._progress.wait(self._patience):
                     self._end(
-                        f"{self.names[0]} changes faster than it is written: nothing was written for "
-                        f"{self._patience:g} s, and {self._nbytes:,} bytes of rows wait for it; save to a faster disk"
+                        f"{self.names[0]} changes faster than it is written: nothing was written "
+                        "for "
+                        f"{self._patience:g} s, and {self._nbytes:,} bytes of rows wait for it; "
+                        "save to a faster disk"
                     )
             if not self._over and len(due):
                 self._put(np.sort(due))
 
     def _put(self, ids: np.ndarray) -> None:
-        edges = np.searchsorted(ids, np.arange(ids[0] // self._group + 1, ids[-1] // self._group + 1) * self._group)
+        edges = np.searchsorted(
+            ids, np.arange(ids[0] // self._group + 1, ids[-1] // self._group + 1) * self._group
+        )
         for some in np.split(ids, edges):
             if len(some):
                 kept = self._as_they_are(some)
@@ -179,7 +196,9 @@ class RowSnapshot(TableRows):
             stop = min(start + min(most, WINDOW), (group + 1) * self._group, self.rows)
             ids = np.arange(start, stop)
             changed = self._memory.changed_at[start:stop].copy()
-            seen = None if self._memory.missed is None else self._memory.missed.seen[start:stop].copy()
+            seen = (
+                None if self._memory.missed is None else self._memory.missed.seen[start:stop].copy()
+            )
             kept = [x.between(start, stop) for x in self._kept.get(group, ())]
             for x in kept:
                 changed[x.ids - start] = x.changed
@@ -212,7 +231,9 @@ class RowSnapshot(TableRows):
         missed.of_rows(np.zeros(len(new), np.int64)).make_up(np.arange(len(new)), others)
         made = some.ids[some.changed > 0]
         order = np.argsort(np.concatenate([made, new]), kind="stable")
-        changed = np.concatenate([some.changed[some.changed > 0], np.ones(len(new), np.int64)])[order]
+        changed = np.concatenate([some.changed[some.changed > 0], np.ones(len(new), np.int64)])[
+            order
+        ]
         joined = [np.concatenate([rows[n], others[n]])[order] for n in self.names]
         return RowSegment(np.concatenate([made, new])[order].astype(np.int32), changed, joined)
 
@@ -221,4 +242,8 @@ def _joined(segments: list[RowSegment]) -> RowSegment:
     if len(segments) == 1:
         return segments[0]
     rows = [np.concatenate(of) for of in zip(*(x.rows for x in segments), strict=True)]
-    return RowSegment(np.concatenate([x.ids for x in segments]), np.concatenate([x.changed for x in segments]), rows)
+    return RowSegment(
+        np.concatenate([x.ids for x in segments]),
+        np.concatenate([x.changed for x in segments]),
+        rows,
+    )

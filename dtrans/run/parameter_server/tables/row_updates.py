@@ -1,9 +1,11 @@
-"""A server's update of the rows of tables that trainers have asked for: rows are taken out, updated, and put back.
+"""A server's update of the rows of tables that trainers have asked for: rows are taken out,
+updated, and put back.
 
 A server in a process of its own has tables in NumPy's memory, which is written again
-(`dtrans.run.parameter_server.tables.table_memory`). On a mesh a table is an array on the device of its server; with
-rows put back it is a new one, in the memory of the old where that is donated. An update is made for a few numbers of
-rows (`room_for`), and so are the functions that take rows and put them back.
+(`dtrans.run.parameter_server.tables.table_memory`). On a mesh a table is an array on the device of
+its server; with rows put back it is a new one, in the memory of the old where that is donated. An
+update is made for a few numbers of rows (`room_for`), and so are the functions that take rows and
+put them back.
 """
 
 from __future__ import annotations
@@ -79,9 +81,9 @@ class RowUpdates:
     def _room_for(self, ids: Mapping[str, np.ndarray]) -> dict[str, int]:
         """For how many rows of each block an update is made.
 
-        One is made for the numbers of all blocks: were each to follow its own up and down, there would be no end of
-        them. So room that is there stays, and where it does not suffice later all get a fourth more than they need. It
-        may be more than a block has.
+        One is made for the numbers of all blocks: were each to follow its own up and down, there
+        would be no end of them. So room that is there stays, and where it does not suffice later
+        all get a fourth more than they need. It may be more than a block has.
         """
         if not self._room:
             self._room = {n: room_for(len(x)) for n, x in ids.items()}
@@ -90,7 +92,9 @@ class RowUpdates:
         return dict(self._room)
 
 
-def all_ids(table: TableBlock, grads: Mapping[str, RowGradient], present: Collection[int]) -> np.ndarray:
+def all_ids(
+    table: TableBlock, grads: Mapping[str, RowGradient], present: Collection[int]
+) -> np.ndarray:
     """Return the rows of a block that some trainers have asked for."""
     ids = [grads[table.gradients[k]].ids for k in sorted(present)]
     return ids[0] if len(ids) == 1 else sorted_once(np.concatenate(ids))
@@ -100,12 +104,14 @@ def all_ids(table: TableBlock, grads: Mapping[str, RowGradient], present: Collec
 
 
 def taken_there(table: TableBlock, ids: np.ndarray, size: int, state: Rows) -> dict[str, jax.Array]:
-    """Rows of a block and of its state, and zeros behind them: `size` rows of each, on the device."""
+    """Rows of a block and of its state, and zeros behind them: `size` rows of each, on the
+    device."""
     return taken_at(table, room_after(ids, size, table.rows), state)
 
 
 def taken_at(table: TableBlock, at: Any, state: Rows) -> dict[str, jax.Array]:
-    """Return rows of a block and of its state by their numbers; zeros for numbers that it does not have."""
+    """Return rows of a block and of its state by their numbers; zeros for numbers that it does not
+    have."""
     return {n: _take(state[n], at) for n in table.held}
 
 
@@ -119,7 +125,9 @@ def put_there(
 ) -> dict[str, jax.Array]:
     """A block and its state with rows put back; with `donate` what was before is gone."""
     put = _put_donated if donate else _put
-    return {n: put(state[n], room_after(ids, len(made[n]), table.rows), made[n]) for n in table.held}
+    return {
+        n: put(state[n], room_after(ids, len(made[n]), table.rows), made[n]) for n in table.held
+    }
 
 
 def fetched(block: jax.Array, ids: np.ndarray) -> np.ndarray:

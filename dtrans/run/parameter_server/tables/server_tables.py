@@ -1,4 +1,5 @@
-"""A server's blocks of tables between two updates: what there is of them, what has changed, and rows given up."""
+"""A server's blocks of tables between two updates: what there is of them, what has changed, and
+rows given up."""
 
 from __future__ import annotations
 
@@ -46,13 +47,18 @@ class ServerTables:
             held = self._state()
             size = sum(held[n].nbytes for n in table.held)
             return TableReport(*here, table.rows, size, None, 0, self._steps(table.name))
-        return TableReport(*here, memory.count, memory.nbytes, table.limit, memory.evicted, memory.step)
+        return TableReport(
+            *here, memory.count, memory.nbytes, table.limit, memory.evicted, memory.step
+        )
 
     def evict(self, name: str, unused_for: int, under_way: np.ndarray) -> int:
-        """Give up rows that none of so many last steps has updated, but those under way; how many they are."""
+        """Give up rows that none of so many last steps has updated, but those under way; how many
+        they are."""
         memory = self._memory.get(name)
         if memory is None:
-            raise StateError(f"rows of {name} cannot be given up: each of its updates is of all of them")
+            raise StateError(
+                f"rows of {name} cannot be given up: each of its updates is of all of them"
+            )
         count = memory.evict(unused_for, under_way)
         if count:
             told = "pserver %s gave up %s rows of %s, which no update was of in the last %s"
@@ -60,15 +66,18 @@ class ServerTables:
         return count
 
     def changed(self, name: str, since: int) -> tuple[int, np.ndarray, np.ndarray]:
-        """The step that a block is at; rows that steps after one have changed, and those that were given up since."""
+        """The step that a block is at; rows that steps after one have changed, and those that were
+        given up since."""
         if name not in self._blocks:
             raise WireError(f"{name[:80]!r} is no table of {self._endpoint}")
         memory = self._memory.get(name)
         step = self._steps(name) if memory is None else memory.step
         if not 0 <= since <= step:
             raise StateError(
-                f"changes of {name} since step {since}, and there were {step}: steps are counted from the start of "
-                "the servers. Take the whole table, job.export or job.lookup, and go on from the step that is now"
+                f"changes of {name} since step {since}, and there were {step}: steps are counted "
+                "from the start of "
+                "the servers. Take the whole table, job.export or job.lookup, and go on from the "
+                "step that is now"
             )
         if memory is not None:
             return step, *memory.changed(since)

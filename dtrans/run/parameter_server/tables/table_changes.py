@@ -1,4 +1,5 @@
-"""Tables that live long, as a trainer sees them: what servers have, which rows have changed, and rows given up."""
+"""Tables that live long, as a trainer sees them: what servers have, which rows have changed, and
+rows given up."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from dtrans.protocol.tables.held_tables import TableReport
 CHUNK = 1 << 16  # rows that are asked for at once
 NUMBERS = ("rows", "made", "bytes", "limit", "evicted", "step")  # of a block, in a report
 
-# of a block: its step, the rows that have changed, and those that were given up, by their numbers in the block
+# of a block: its step, the rows that have changed, and those that were given up, by their numbers
+# in the block
 BlockChanges = tuple[int, np.ndarray, np.ndarray]
 
 
@@ -59,7 +61,8 @@ class ChangedRows:
       step: that they are of; the `since` of the next call.
       ids: the numbers of rows, increasing.
       rows: the row of each, of shape (len(ids), *row).
-      gone: the numbers of rows that were given up since, increasing: they are as the init makes them again.
+      gone: the numbers of rows that were given up since, increasing: they are as the init makes
+        them again.
 
     Example:
       >>> import numpy as np, dtrans
@@ -80,7 +83,9 @@ def table_of(plan: PServerPlan, name: str) -> Table:
     """A table of a plan. Raises ConfigError where there is none of this name."""
     if name not in plan.tables.of:
         tables = ", ".join(plan.tables.of) or "none"
-        raise ConfigError(f"{name} is no table of this plan; they are: {tables}. job.params(state) has the others")
+        raise ConfigError(
+            f"{name} is no table of this plan; they are: {tables}. job.params(state) has the others"
+        )
     return plan.tables.of[name]
 
 
@@ -100,12 +105,15 @@ def check_eviction_of(plan: PServerPlan, name: str, unused_for: int) -> None:
     check_int("unused_for", unused_for, "a number of steps", least=1)
     if table.kept:
         raise ConfigError(
-            f"rows of {name} cannot be given up: with GEO-SGD trainers keep the rows that they have looked up, and "
-            "what they push is added to these. mode=dtrans.Async() has tables whose rows can be given up"
+            f"rows of {name} cannot be given up: with GEO-SGD trainers keep the rows that they "
+            "have looked up, and "
+            "what they push is added to these. mode=dtrans.Async() has tables whose rows can be "
+            "given up"
         )
     if table.whole or (table.catches_up and table.zero.rests is None):
         raise ConfigError(
-            f"rows of {name} cannot be given up: its update moves those too that nobody has looked up yet "
+            f"rows of {name} cannot be given up: its update moves those too that nobody has looked "
+            "up yet "
             f"({table.why}). dtrans.Rows(update='lazy') leaves them as the init makes them"
         )
 
@@ -126,7 +134,9 @@ def changed_rows(
     table_of(plan, name)
     check_int("since", since, "a step", least=0)
     found, t = ask(blocks_of_table(plan, name)), plan.main.inputs[name]
-    ids, gone = (_numbers(plan, name, places) for places in ([x[1] for x in found], [x[2] for x in found]))
+    ids, gone = (
+        _numbers(plan, name, places) for places in ([x[1] for x in found], [x[2] for x in found])
+    )
     rows = np.empty((len(ids), *t.shape[1:]), t.dtype)
     for at in range(0, len(ids), CHUNK):
         rows[at : at + CHUNK] = read(ids[at : at + CHUNK])

@@ -1,14 +1,17 @@
-"""A block of a table in a server's own memory: rows are taken out, updated by a program for as many, and put back.
+"""A block of a table in a server's own memory: rows are taken out, updated by a program for as
+many, and put back.
 
-Programs are made for a few numbers of rows (`dtrans.parameter_server.tables.touched_rows.room_for`). Where there are
-fewer, zeros lie behind them, and so are gradients: what a program makes of these goes nowhere.
+Programs are made for a few numbers of rows
+(`dtrans.parameter_server.tables.touched_rows.room_for`). Where there are fewer, zeros lie behind
+them, and so are gradients: what a program makes of these goes nowhere.
 
-Rows are made when they are first asked for (`dtrans.run.parameter_server.tables.new_rows`). Where an update moves rows
-too that nobody looked up, they are behind, and catch up before anybody reads them
-(`dtrans.run.parameter_server.tables.missed_steps`).
+Rows are made when they are first asked for (`dtrans.run.parameter_server.tables.new_rows`). Where
+an update moves rows too that nobody looked up, they are behind, and catch up before anybody reads
+them (`dtrans.run.parameter_server.tables.missed_steps`).
 
-One number of each row says whether it is there, and which step changed it last. Rows that no step has updated for long
-may be given up on request: whoever asks for such a row again gets it as the init makes it.
+One number of each row says whether it is there, and which step changed it last. Rows that no step
+has updated for long may be given up on request: whoever asks for such a row again gets it as the
+init makes it.
 """
 
 from __future__ import annotations
@@ -49,7 +52,8 @@ class TableMemory:
       step: how many updates were made, with those before the checkpoint that it goes on from.
       maker: makes rows; None where they cannot be made again.
       missed: the steps that rows have missed, where an update moves all of them.
-      changed_at: of each row, when it has changed (`dtrans.checkpoint.saved_rows.RowSegment`); 0 where it is new.
+      changed_at: of each row, when it has changed (`dtrans.checkpoint.saved_rows.RowSegment`); 0
+        where it is new.
     """
 
     def __init__(self, update: ServerUpdate, table: TableBlock, state: Mapping[str, Any]) -> None:
@@ -60,7 +64,9 @@ class TableMemory:
         self._lazy: list[LazyArray] = []
         self._snapshots: list[RowSnapshot] = []
         if saved is not None:
-            self.maker = None if saved.begins is None else RowMaker(saved.begins.eqn, saved.begins.args)
+            self.maker = (
+                None if saved.begins is None else RowMaker(saved.begins.eqn, saved.begins.args)
+            )
         elif all(isinstance(x, NewRows | MadeRows) for x in begins):
             self.maker = begins[0].maker
         if saved is not None or self.maker is not None:
@@ -70,20 +76,25 @@ class TableMemory:
             self.held = {n: np.array(x) for n, x in zip(table.held, begins, strict=True)}
         self.count = 0 if self._lazy else table.rows
         self.evicted = self.step = 0
-        self.changed_at = np.zeros(table.rows, np.int64) if self._lazy else np.ones(table.rows, np.int64)
+        self.changed_at = (
+            np.zeros(table.rows, np.int64) if self._lazy else np.ones(table.rows, np.int64)
+        )
         if saved is not None:
             self._take_saved(saved)
         elif self.maker and not isinstance(begins[0], NewRows):
             self._take_over([np.asarray(x) for x in begins], self.maker)
         self.missed: MissedSteps | None = None
         if table.moves:
-            self.missed = MissedSteps(update, table, None if self.maker and not self.count else self.held)
+            self.missed = MissedSteps(
+                update, table, None if self.maker and not self.count else self.held
+            )
             if 0 < self.count < table.rows and self.missed.rests:
                 self.missed.rest(np.flatnonzero(self.changed_at <= 0))
         self.reads = () if self.missed is None else tuple(self.missed.reads)
 
     def _take_saved(self, saved: TableRows) -> None:
-        """Begin with the rows of a checkpoint. Raises StateError where the init makes others than that of its job."""
+        """Begin with the rows of a checkpoint. Raises StateError where the init makes others than
+        that of its job."""
         if self.maker is not None and isinstance(saved, SavedTable):
             ids, probe = saved.probe
             for n, old, new in zip(saved.names, probe, self.maker(ids), strict=True):
@@ -100,7 +111,9 @@ class TableMemory:
         for at in range(0, self.table.rows, CHUNK):
             ids = np.arange(at, min(at + CHUNK, self.table.rows))
             some = [x[ids] for x in begins]
-            is_new = np.all([_same_bits(x, new) for x, new in zip(some, maker(ids), strict=True)], axis=0)
+            is_new = np.all(
+                [_same_bits(x, new) for x, new in zip(some, maker(ids), strict=True)], axis=0
+            )
             for x, rows in zip(self.held.values(), some, strict=True):
                 x[ids[~is_new]] = rows[~is_new]
             self.changed_at[ids[~is_new]] = 1
@@ -110,7 +123,8 @@ class TableMemory:
         """Rows of the block as they are.
 
         Args:
-          train: whether they are to be updated. What is only looked at is not kept where it is as the init has it.
+          train: whether they are to be updated. What is only looked at is not kept where it is as
+            the init has it.
         """
         made = self.changed_at[ids] > 0
         new = ids[~made]
@@ -118,7 +132,9 @@ class TableMemory:
             assert self.maker is not None
             there = ids[made]
             self._catch_up(there)
-            found = np.empty((len(ids), *self.held[self.table.name].shape[1:]), self.held[self.table.name].dtype)
+            found = np.empty(
+                (len(ids), *self.held[self.table.name].shape[1:]), self.held[self.table.name].dtype
+            )
             found[made] = self.held[self.table.name][there]
             found[~made] = self.maker(new)[0]
             return found
@@ -132,7 +148,9 @@ class TableMemory:
         self._catch_up(ids)
         return {n: _rows_and_zeros(x, ids, size) for n, x in self.held.items()}
 
-    def put(self, ids: np.ndarray, made: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    def put(
+        self, ids: np.ndarray, made: Mapping[str, Any], values: Mapping[str, Any]
+    ) -> dict[str, np.ndarray]:
         """Write rows where they belong: an update was made of them. The memory that they are in.
 
         Args:
@@ -164,19 +182,24 @@ class TableMemory:
         """
         if self.maker is None:
             raise StateError(
-                f"rows of {self.table.name} cannot be given up, since they cannot be made again: its server began with "
-                "all of them, from an init that makes something of all rows, or from a checkpoint: say "
+                f"rows of {self.table.name} cannot be given up, since they cannot be made again: "
+                "its server began with "
+                "all of them, from an init that makes something of all rows, or from a checkpoint: "
+                "say "
                 "job.serve(state, init=(...,)), with the arguments of the init"
             )
         if self.missed is not None and not self.missed.rests:
             raise StateError(
-                f"rows of {self.table.name} cannot be given up: its update moves those too that nobody has looked up"
+                f"rows of {self.table.name} cannot be given up: its update moves those too that "
+                "nobody has looked up"
             )
         is_old = (self.changed_at > 0) & (self.changed_at <= max(0, self.step + 1 - unused_for))
         is_old[under_way] = False
         gone = np.flatnonzero(is_old)
         self._before(gone)
-        self.changed_at[gone] = -(self.step + 2)  # who has asked for changes after this step has yet to hear of it
+        self.changed_at[gone] = -(
+            self.step + 2
+        )  # who has asked for changes after this step has yet to hear of it
         if self.missed is not None:
             self.missed.rest(gone)
         self.count -= len(gone)
@@ -186,7 +209,8 @@ class TableMemory:
         return len(gone)
 
     def changed(self, since: int) -> tuple[np.ndarray, np.ndarray]:
-        """The numbers of rows that steps after this one have changed, and of those that were given up since."""
+        """The numbers of rows that steps after this one have changed, and of those that were given
+        up since."""
         is_changed = self.changed_at > since + 1
         if self.missed is not None and since < self.step and self.table.leaf_moves:
             is_changed |= self.missed.moving
@@ -203,7 +227,8 @@ class TableMemory:
         return {n: _Final(self, n, table) for n in self.held}
 
     def snapshot(self, patience: float) -> dict[str, ArrayLike]:
-        """The block and its state as they are now, for a thread that reads them while the block goes on.
+        """The block and its state as they are now, for a thread that reads them while the block
+        goes on.
 
         Args:
           patience: seconds that updates wait for a thread that makes no progress.
@@ -220,7 +245,8 @@ class TableMemory:
                 x.keep(ids)
 
     def whole(self, name: str) -> np.ndarray:
-        """An array with all rows. Those that are as the init has them are made for it, and not kept."""
+        """An array with all rows. Those that are as the init has them are made for it, and not
+        kept."""
         self._catch_up(np.flatnonzero(self.changed_at > 0))
         new = np.flatnonzero(self.changed_at <= 0)
         if not len(new):
@@ -242,8 +268,10 @@ class TableMemory:
         limit = self.table.limit
         if limit is not None and self.count + len(ids) > limit:
             raise WireError(
-                f"{self.table.name} has {self.count} rows, {len(ids)} new ones are looked up, and its limit is {limit} "
-                "rows: raise limit= of dtrans.Rows, give up rows that are not used (job.evict), or take more pservers"
+                f"{self.table.name} has {self.count} rows, {len(ids)} new ones are looked up, and "
+                f"its limit is {limit} "
+                "rows: raise limit= of dtrans.Rows, give up rows that are not used (job.evict), or "
+                "take more pservers"
             )
         self._before(ids)
         for x, rows in zip(self.held.values(), self.maker(ids), strict=True):
@@ -259,7 +287,8 @@ class TableMemory:
 
 
 class _Final(ArrayLike):
-    """A block, or an array of its state, of which some rows are new: whoever reads it makes them."""
+    """A block, or an array of its state, of which some rows are new: whoever reads it makes
+    them."""
 
     def __init__(self, memory: TableMemory, name: str, table: TableRows) -> None:
         super().__init__(memory.held[name], table)
@@ -279,7 +308,9 @@ def _saved_rows(table: TableBlock, begins: Sequence[Any]) -> TableRows | None:
 def _rows_and_zeros(x: np.ndarray, ids: np.ndarray, size: int) -> np.ndarray:
     """Rows of an array, and zeros behind them, `size` in all."""
     found = np.empty((size, *x.shape[1:]), x.dtype)
-    np.take(x, ids, 0, out=found[: len(ids)], mode="clip")  # they are there; it copies twice where it has to look
+    np.take(
+        x, ids, 0, out=found[: len(ids)], mode="clip"
+    )  # they are there; it copies twice where it has to look
     found[len(ids) :] = 0
     return found
 
@@ -296,7 +327,8 @@ def memory_of(update: ServerUpdate, state: Mapping[str, Any]) -> dict[str, Table
 
 
 def among(ids: np.ndarray, size: int, gradient: RowGradient) -> np.ndarray:
-    """A gradient of rows as one of `size` rows, whose first are of the rows in `ids`; others are zero."""
+    """A gradient of rows as one of `size` rows, whose first are of the rows in `ids`; others are
+    zero."""
     count = len(gradient.ids)
     if count == len(ids):  # it is of all of them
         found = np.empty((size, *gradient.rows.shape[1:]), gradient.rows.dtype)

@@ -1,7 +1,7 @@
 """Rows that trainers of GEO-SGD keep, in a step that is traced to be verified.
 
-Rows are moved by `KeptRows`, and noted by `UnseenChanges`, as in processes. Between two equations both are arrays:
-numbers of rows are not known before the step is evaluated (`traced_tables`).
+Rows are moved by `KeptRows`, and noted by `UnseenChanges`, as in processes. Between two equations
+both are arrays: numbers of rows are not known before the step is evaluated (`traced_tables`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class TracedKeptRows(KeptRows):
 
     Args:
       ids: their numbers at the start, increasing.
-      rows: local rows, and each array of their state, with all rows of the table; the trainer keeps those of `ids`.
+      rows: local rows, and each array of their state, with all rows of the table; the trainer keeps
+        those of `ids`.
     """
 
     def __init__(self, ids: np.ndarray, rows: Sequence[Any]) -> None:
@@ -92,18 +93,27 @@ class TracedKeptRows(KeptRows):
             return kept._known(RowGradient(ids, rows[: len(ids)]))
 
         row = self._types[0]
-        ids, rows, local, old = self._move(known, [server.ids], [server.rows], [self._size], [row] * 3)
+        ids, rows, local, old = self._move(
+            known, [server.ids], [server.rows], [self._size], [row] * 3
+        )
         return ids, rows, local, old
 
     def _agree(self, ids: Any, local: Any, old: Any) -> None:
-        def agree(kept: KeptRows, ids: np.ndarray, old: np.ndarray, *local: np.ndarray) -> list[Any]:
+        def agree(
+            kept: KeptRows, ids: np.ndarray, old: np.ndarray, *local: np.ndarray
+        ) -> list[Any]:
             kept._agree(ids, local[0][: len(ids)] if local else None, old[: len(ids)])
             return []
 
         self._move(agree, [ids], [old] if local is None else [old, local], [], [])
 
     def _move(
-        self, fn: Move, numbers: Sequence[Any], rows: Sequence[Any], counts: Sequence[int], types: Sequence[Any]
+        self,
+        fn: Move,
+        numbers: Sequence[Any],
+        rows: Sequence[Any],
+        counts: Sequence[int],
+        types: Sequence[Any],
     ) -> list[Any]:
         """Apply a function that moves rows, and keep its result; return its outputs, padded.
 
@@ -153,7 +163,10 @@ class TracedChanges:
     """
 
     def __init__(
-        self, tables: Mapping[str, ServedRows], trainers: int, kept: Mapping[str, Sequence[np.ndarray]]
+        self,
+        tables: Mapping[str, ServedRows],
+        trainers: int,
+        kept: Mapping[str, Sequence[np.ndarray]],
     ) -> None:
         self._tables, self._trainers = tables, trainers
         begun = UnseenChanges(tables, trainers)
@@ -174,7 +187,9 @@ class TracedChanges:
         """Return the numbers of the rows to send to a trainer, padded with the number of no row."""
         return self._note(name, np.zeros(0, np.int32), lambda notes, ids: notes.take(k, name))
 
-    def _note(self, name: str, ids: Any, fn: Callable[[UnseenChanges, np.ndarray], np.ndarray | None]) -> Any:
+    def _note(
+        self, name: str, ids: Any, fn: Callable[[UnseenChanges, np.ndarray], np.ndarray | None]
+    ) -> Any:
         if name not in self._has:
             return None
         rows = self._tables[name].rows
@@ -189,7 +204,9 @@ class TracedChanges:
             ]
 
         has = self._has[name]
-        self._has[name], told = trace_move(host, [has, ids], [], [(has.shape, np.int32), ((rows,), np.int32)])
+        self._has[name], told = trace_move(
+            host, [has, ids], [], [(has.shape, np.int32), ((rows,), np.int32)]
+        )
         return told
 
 
@@ -198,10 +215,17 @@ def rows_of_table(spans: Sequence[BlockRowSet], parts: Sequence[RowGradient]) ->
     rows = sum(span.rows for span in spans)
 
     def host(numbers: Sequence[Any], found: Sequence[Any]) -> list[np.ndarray]:
-        counts = [int(np.searchsorted(ids, span.rows)) for ids, span in zip(numbers, spans, strict=True)]
-        ids = [span.in_leaf(x[:count]) for x, span, count in zip(numbers, spans, counts, strict=True)]
+        counts = [
+            int(np.searchsorted(ids, span.rows)) for ids, span in zip(numbers, spans, strict=True)
+        ]
+        ids = [
+            span.in_leaf(x[:count]) for x, span, count in zip(numbers, spans, counts, strict=True)
+        ]
         there = [x[:count] for x, count in zip(found, counts, strict=True)]
-        return [_behind(np.concatenate(ids).astype(np.int32), rows, rows), _behind(np.concatenate(there), rows, 0)]
+        return [
+            _behind(np.concatenate(ids).astype(np.int32), rows, rows),
+            _behind(np.concatenate(there), rows, 0),
+        ]
 
     row = parts[0].rows
     types = [((rows,), np.int32), ((rows, *row.shape[1:]), row.dtype)]

@@ -1,10 +1,11 @@
 """Tables of a step that is traced to be verified: numbers of rows are values that nobody knows yet.
 
-What the host does with numbers becomes equations that call the same functions (`dtrans.ops.moved_rows`). An array of
-numbers has room for as many as there may be: they increase, and that of no row stands behind them.
+What the host does with numbers becomes equations that call the same functions
+(`dtrans.ops.moved_rows`). An array of numbers has room for as many as there may be: they increase,
+and that of no row stands behind them.
 
-`plan.verify()` traces synchronous jobs (`dtrans.run.parameter_server.mesh`) with these, and ordered ones
-(`dtrans.run.parameter_server.ordered_job`).
+`plan.verify()` traces synchronous jobs (`dtrans.run.parameter_server.mesh`) with these, and ordered
+ones (`dtrans.run.parameter_server.ordered_job`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ Rows = Mapping[str, Any]
 
 
 class TracedMemory:
-    """A block of a table, and its state, as arrays (`TableMemory` has them in memory that is written again).
+    """A block of a table, and its state, as arrays (`TableMemory` has them in memory that is
+    written again).
 
     Args:
       table: the block.
@@ -52,7 +54,8 @@ class TracedMemory:
         return taken_at(self._table, ids, self.held)
 
     def put(self, ids: Any, made: Rows, values: Rows) -> Rows:
-        """Return all arrays with new rows: an update was made of some, and the others have made its step at once.
+        """Return all arrays with new rows: an update was made of some, and the others have made its
+        step at once.
 
         Args:
           values: what `reads` names.
@@ -61,7 +64,8 @@ class TracedMemory:
         return self.held
 
     def _caught_up(self, ids: Any, values: Rows) -> Rows:
-        """Return all arrays after one step without a gradient of every row, but those with these numbers."""
+        """Return all arrays after one step without a gradient of every row, but those with these
+        numbers."""
         if self._missed is None:
             return self.held
         seen = jnp.zeros(self._table.rows, jnp.int32).at[ids].set(1, mode="drop")
@@ -83,7 +87,8 @@ def fetch_rows(eqn: JaxprEqn, uniq: Any, give: Callable[[str, str, Any], Any]) -
     def ask(numbers: Sequence[Any], _: Sequence[Any]) -> list[np.ndarray]:
         wanted = wanted_of(numbers[0], np.zeros(len(numbers[0])), **where)
         return [
-            room_after(ids, len(numbers[0]), span.rows) for (*_, ids, _), span in zip(wanted, p["spans"], strict=True)
+            room_after(ids, len(numbers[0]), span.rows)
+            for (*_, ids, _), span in zip(wanted, p["spans"], strict=True)
         ]
 
     def land(numbers: Sequence[Any], parts: Sequence[Any]) -> list[np.ndarray]:
@@ -100,12 +105,16 @@ def fetch_rows(eqn: JaxprEqn, uniq: Any, give: Callable[[str, str, Any], Any]) -
 
 
 def part_of_block(span: BlockRowSet, whole: RowGradient) -> RowGradient:
-    """Return the part of a gradient of rows of a table that a block has, by the numbers of rows in it."""
+    """Return the part of a gradient of rows of a table that a block has, by the numbers of rows in
+    it."""
 
     def cut(numbers: Sequence[Any], rows: Sequence[Any]) -> list[np.ndarray]:
         at = span.among(numbers[0])
         local = span.local(numbers[0][at])
-        return [room_after(local, len(numbers[0]), span.rows), _with_zeros(rows[0][at], len(numbers[0]))]
+        return [
+            room_after(local, len(numbers[0]), span.rows),
+            _with_zeros(rows[0][at], len(numbers[0])),
+        ]
 
     if is_traced(whole.ids) or is_traced(whole.rows):
         types = [(whole.ids.shape, np.int32), (whole.rows.shape, whole.rows.dtype)]
@@ -114,14 +123,17 @@ def part_of_block(span: BlockRowSet, whole: RowGradient) -> RowGradient:
     return RowGradient(span.local(whole.ids[at]), whole.rows[at])
 
 
-def gradients_with_room(table: TableBlock, given: Mapping[str, RowGradient]) -> tuple[Any, dict[str, Any]]:
+def gradients_with_room(
+    table: TableBlock, given: Mapping[str, RowGradient]
+) -> tuple[Any, dict[str, Any]]:
     """Lay what is sent of rows of a block out for one update.
 
     Args:
       given: what trainers have sent, and what they have received of the same rows, by name.
 
     Returns:
-      The numbers of the rows that are updated, and each of `given` as an array with room for them, zero elsewhere.
+      The numbers of the rows that are updated, and each of `given` as an array with room for them,
+      zero elsewhere.
     """
     if any(is_traced(x.ids) or is_traced(x.rows) for x in given.values()):
         return _traced_with_room(table, given)
@@ -130,9 +142,15 @@ def gradients_with_room(table: TableBlock, given: Mapping[str, RowGradient]) -> 
     return ids, {n: among(ids, size, x) for n, x in given.items()}
 
 
-def _traced_with_room(table: TableBlock, given: Mapping[str, RowGradient]) -> tuple[Any, dict[str, Any]]:
+def _traced_with_room(
+    table: TableBlock, given: Mapping[str, RowGradient]
+) -> tuple[Any, dict[str, Any]]:
     """Trace `gradients_with_room`. The number of no row stands behind those that there are."""
-    size = table.rows if table.whole else room_for(sum(len(given[n].ids) for n in table.gradients.values()))
+    size = (
+        table.rows
+        if table.whole
+        else room_for(sum(len(given[n].ids) for n in table.gradients.values()))
+    )
 
     def put_together(numbers: Sequence[Any], rows: Sequence[Any]) -> list[np.ndarray]:
         sent = {n: _there(table, *pair) for n, *pair in zip(given, numbers, rows, strict=True)}
