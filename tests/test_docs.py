@@ -43,7 +43,9 @@ PUBLIC = [n for n in dir(dtrans) if not n.startswith("_") and callable(getattr(d
 
 @pytest.mark.parametrize("name", MODULES)
 def test_docstring_examples_run(name):
-    result = doctest.testmod(importlib.import_module(name))
+    result = doctest.testmod(
+        importlib.import_module(name), optionflags=doctest.NORMALIZE_WHITESPACE
+    )
     assert result.failed == 0
 
 

@@ -97,10 +97,14 @@ class VarsDistributed(tuple[VarDistributed, ...]):
       >>> plan = dtrans.pserver(main, startup, pservers="127.0.0.1:6174,127.0.0.1:6175",
       ...                       placement=dtrans.BlockPlacement(min_block_size=1))
       >>> print(plan.overview)
-      Optimizer opt_state/0/trace/w.block0[3, 2] on 127.0.0.1:6174: opt_state/0/trace/w[5, 2] from 0
-      along axis 0 Param params/w.block0[3, 2] on 127.0.0.1:6174: params/w[5, 2] from 0 along axis 0
-      Optimizer opt_state/0/trace/w.block1[2, 2] on 127.0.0.1:6175: opt_state/0/trace/w[5, 2] from 3
-      along axis 0 Param params/w.block1[2, 2] on 127.0.0.1:6175: params/w[5, 2] from 3 along axis 0
+      Optimizer opt_state/0/trace/w.block0[3, 2] on 127.0.0.1:6174:
+        opt_state/0/trace/w[5, 2] from 0 along axis 0
+      Param params/w.block0[3, 2] on 127.0.0.1:6174:
+        params/w[5, 2] from 0 along axis 0
+      Optimizer opt_state/0/trace/w.block1[2, 2] on 127.0.0.1:6175:
+        opt_state/0/trace/w[5, 2] from 3 along axis 0
+      Param params/w.block1[2, 2] on 127.0.0.1:6175:
+        params/w[5, 2] from 3 along axis 0
       >>> [row.endpoint for row in plan.overview.by_origin("params/w")]
       ['127.0.0.1:6174', '127.0.0.1:6175']
     """
