@@ -54,6 +54,7 @@ lint: $(STAMP) ## check style, format and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m tools.check_prose
 
 format: $(STAMP) ## put the code in the project's format
 	$(BIN)/ruff check --fix .

@@ -1,4 +1,5 @@
 """Tools of the repository, which the wheel does not have.
 
-simulate    a seeded simulator of jobs of parameter servers: `python -m tools.simulate`
+check_prose  the check of docstrings, comments and pages: `python -m tools.check_prose`
+simulate     a seeded simulator of jobs of parameter servers: `python -m tools.simulate`
 """

@@ -1,0 +1,59 @@
+"""The check of prose finds sentences that break its rules, and the listed folders keep to them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tools.check_prose import LISTED, check, check_page, check_source, listed
+
+
+def found(source: str) -> list[str]:
+    return [fault for _, fault in check_source(source)]
+
+
+@pytest.mark.parametrize(
+    "source, fault",
+    [
+        ('def fn():\n    """What is left."""', "a docstring starts with 'What'"),
+        ('class A:\n    """Whether it is."""', "a docstring starts with 'Whether'"),
+        ('def fn():\n    """Entries before it."""', "fn starts with 'Entries'"),
+        ('def fn():\n    """Layout of a value."""', "fn starts with 'Layout'"),
+        ('def fn():\n    """Return rows that are of a table."""', '"are of" in'),
+        ("x = 1  # a list of which one is read", 'a comment has "of which"'),
+        ('raise ValueError("w is of no table")', 'a string has "is of"'),
+        (f'"""{"word " * 26}."""', "26 words, at most 25"),
+        ("def told_to(x): ...", "told_to is named by a participle"),
+        ("class Made: ...", "Made is named by a participle"),
+        ("def fn(x_given): ...", "x_given is named by a participle"),
+        ("own = 1", "own is named by a participle"),
+    ],
+)
+def test_a_fault_is_found(source: str, fault: str) -> None:
+    assert [text for text in found(source) if fault in text]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'def fn():\n    """Return the remainder."""',
+        'def fn():\n    """Pass it on."""',
+        'class A:\n    @property\n    def size(self):\n        """Bytes of all rows."""',
+        'class A:\n    """Layout of a value."""',
+        f'def fn():\n    """Return.\n\n    Args:\n      a: {"word " * 20}\n      b: {"word " * 20}\n    """',
+        "owner = stored_rows = 1",
+    ],
+)
+def test_good_prose_has_no_fault(source: str) -> None:
+    assert found(source) == []
+
+
+def test_code_and_tables_of_a_page_are_left_out() -> None:
+    words = "word " * 30
+    assert list(check_page(f"```\n{words}\n```\n| {words} |\n")) == []
+    assert [line for line, _ in check_page(f"Short.\n\n{words}\n")] == [3]
+
+
+def test_listed_folders_keep_to_the_rules() -> None:
+    names = listed(LISTED.read_text())
+    assert names == sorted(names)
+    assert check(names) == []

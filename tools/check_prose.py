@@ -1,0 +1,206 @@
+"""Check of prose: docstrings, comments, messages and pages keep to the project's rules.
+
+    python -m tools.check_prose              the folders and files that `tools/prose.txt` lists
+    python -m tools.check_prose dtrans/ir    others
+
+A program can see these of the rules in CONTRIBUTING.md:
+
+- Functions start with an imperative verb. Docstrings never start with a wh-word.
+- "of" shows possession: `is of`, `are of`, `of which` and `of whom` are not used.
+- Sentences of docstrings and pages have 25 words at most; lines have 100 characters at most.
+- Participles such as `made` are no names, nor their first or last word.
+
+`ruff check --select D401` finds verbs in another mood; this module finds sentences without a verb.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import subprocess
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+
+ROOT = Path(__file__).resolve().parent.parent
+LISTED = ROOT / "tools" / "prose.txt"
+
+MAX_WORDS = 25
+MAX_COLUMNS = 100
+
+WH_WORDS = {"what", "whether", "which", "how", "who", "whose", "whom", "where", "when", "why"}
+NOT_VERBS = set(
+    re.findall(
+        r"\w+",
+        "a all an and another any as at both by each either every for from if in it its no none "
+        "nothing of on one other others some that the their these they this those to with",
+    )
+)
+# second words that follow nouns alone
+AFTER_NOUNS = {"of", "that", "which", "whose", "where"}
+# verbs that look like plurals
+VERBS_IN_S = ("ss", "focus", "bias", "canvas")
+
+CLAUSES = re.compile(r"\b(is|are) of\b|\bof (which|whom)\b", re.IGNORECASE)
+PARTICIPLES = {"made", "given", "held", "own", "told", "whole", "kept", "turned"}
+
+Finding = tuple[Path, int, str]
+
+
+def listed(text: str) -> list[str]:
+    """Return the folders and files that a list names, one a line; `#` begins a comment."""
+    lines = (line.split("#")[0].strip() for line in text.splitlines())
+    return [line for line in lines if line]
+
+
+def check_file(path: Path) -> Iterator[Finding]:
+    """Find the lines of a Python file or of a page that break a rule."""
+    text = path.read_text()
+    for number, line in enumerate(text.splitlines(), 1):
+        if path.suffix == ".py" and len(line) > MAX_COLUMNS:
+            yield path, number, f"{len(line)} columns, at most {MAX_COLUMNS}"
+    check = check_source if path.suffix == ".py" else check_page
+    for number, fault in check(text):
+        yield path, number, fault
+
+
+# -- pages -----------------------------------------------------------------------------------------
+
+
+def check_page(text: str) -> Iterator[tuple[int, str]]:
+    """Find faults in a page of Markdown: code and tables are left out."""
+    prose, is_code = [], False
+    for line in text.splitlines():
+        fence = line.lstrip().startswith("```")
+        is_code ^= fence
+        skipped = fence or is_code or line.startswith(("|", "#", "    "))
+        prose.append("" if skipped else line)
+    yield from check_text("\n".join(prose), 1)
+
+
+# -- docstrings, comments and messages -------------------------------------------------------------
+
+
+def check_source(source: str) -> Iterator[tuple[int, str]]:
+    """Find faults in the docstrings, comments, strings and names of a module."""
+    tree = ast.parse(source)
+    docs: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        yield from _check_names(node)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node)
+            if text is not None:
+                assert isinstance(node.body[0], ast.Expr)
+                docs.add(node.body[0].value)
+                line = node.body[0].lineno
+                yield from ((line, fault) for fault in _check_opening(node, text))
+                yield from check_text(text, line)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in docs:
+            clause = CLAUSES.search(node.value)
+            if clause is not None:
+                yield node.lineno, f'a string has "{clause[0]}"'
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT and (clause := CLAUSES.search(token.string)):
+            yield token.start[0], f'a comment has "{clause[0]}"'
+
+
+def _check_opening(node: ast.AST, text: str) -> Iterator[str]:
+    words = [*re.findall(r"[\w'`.]+", text.splitlines()[0]), "", ""]
+    first, second = words[0].lower(), words[1].lower()
+    if first in WH_WORDS:
+        yield f"a docstring starts with {words[0]!r}"
+    elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not _is_property(node):
+        is_plural = first.endswith("s") and not first.endswith(VERBS_IN_S)
+        if first in NOT_VERBS or is_plural or second in AFTER_NOUNS:
+            yield f"{node.name} starts with {words[0]!r}, not with an imperative verb"
+
+
+def _is_property(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return any(ast.unparse(d).endswith("property") for d in node.decorator_list)
+
+
+def _check_names(node: ast.AST) -> Iterator[tuple[int, str]]:
+    names: list[tuple[int, str]] = []
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        names.append((node.lineno, node.name))
+    if isinstance(node, ast.arg):
+        names.append((node.lineno, node.arg))
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        names.append((node.lineno, node.id))
+    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+        names.append((node.lineno, node.attr))
+    for line, name in names:
+        words = re.findall(r"[A-Z]?[a-z0-9]+|[A-Z]+", name.strip("_")) or [""]
+        if {words[0].lower(), words[-1].lower()} & PARTICIPLES:
+            yield line, f"{name} is named by a participle"
+
+
+# -- sentences -------------------------------------------------------------------------------------
+
+
+def check_text(text: str, line: int) -> Iterator[tuple[int, str]]:
+    """Find long sentences and clauses with "of" in a text whose first line has a number."""
+    for start, paragraph in _paragraphs(text):
+        if clause := CLAUSES.search(re.sub(r"`[^`]*`", "x", paragraph)):
+            yield line + start, f'"{clause[0]}" in: {paragraph[:60]}'
+        for sentence in re.split(r"(?<=[.?!:])\s+", paragraph):
+            # code is one word
+            words = re.sub(r"`[^`]*`", "x", sentence).split()
+            count = sum(any(c.isalnum() for c in word) for word in words)
+            if count > MAX_WORDS:
+                yield line + start, f"{count} words, at most {MAX_WORDS}: {sentence[:60]}"
+
+
+def _paragraphs(text: str) -> Iterator[tuple[int, str]]:
+    """Split a text into paragraphs, items of lists, arguments and rows of tables."""
+    start, found, before = 0, list[str](), 0
+    for number, line in enumerate(text.splitlines()):
+        indent = len(line) - len(line.lstrip())
+        stripped = line.strip()
+        begins = (
+            not stripped
+            or indent < before
+            or re.match(r"[-*] |\d+\. |>>> |\.\.\. |[\w, *`]+: ", stripped) is not None
+            or "  " in stripped
+        )
+        if begins and found:
+            yield start, " ".join(found)
+            found = []
+        if stripped:
+            start = start if found else number
+            found.append(re.sub(r"^([-*] |\d+\. )", "", stripped))
+            before = indent
+    if found:
+        yield start, " ".join(found)
+
+
+def check(names: list[str]) -> list[Finding]:
+    """Return the faults in folders and files, by their names in the repository."""
+    findings: list[Finding] = []
+    for name in names:
+        path = ROOT / name
+        files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
+        for file in files:
+            findings += check_file(file)
+    return findings
+
+
+def main() -> int:
+    """Print the faults in listed or named folders; return the exit status."""
+    names = sys.argv[1:] or listed(LISTED.read_text())
+    findings = check(names)
+    for path, line, fault in findings:
+        print(f"{path.relative_to(ROOT)}:{line}: {fault}")
+    sources = [name for name in names if not name.endswith(".md")]
+    if not sources:
+        return bool(findings)
+    ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--quiet", "--select", "D401"]
+    moods = subprocess.run([*ruff, "--output-format", "concise", *sources], cwd=ROOT)
+    return bool(findings or moods.returncode)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
