@@ -35,10 +35,10 @@ from dtrans.checkpoint.saved_rows import TableArray
 from dtrans.data_parallel.plan import CollectivePlan
 from dtrans.errors import CheckpointWarning, StateError
 from dtrans.ir.program import Program
+from dtrans.job import Job
 from dtrans.ops import init_on_use_p, listen_and_serv_p
 from dtrans.parameter_server.overview import VarDistributed
 from dtrans.parameter_server.plan import PServerPlan
-from dtrans.plan import Job
 
 
 @overload

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from dtrans._jax import SCAN, JaxprEqn, is_varying, jaxprs_in_params, opened, scan_length
+from dtrans.costs import Costs, RoleCost, program_flops
 from dtrans.errors import ConfigError
 from dtrans.ir.cost import nbytes
 from dtrans.ir.program import Program
 from dtrans.ops import collective_of
-from dtrans.plan import Costs, Plan, RoleCost, program_flops, realiser
+from dtrans.plan import Plan, realiser
 
 
 if TYPE_CHECKING:

@@ -34,9 +34,10 @@ from dtrans.hosts.ray_group import (
     ray_of,
     secret_environment,
 )
+from dtrans.job import Job
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.pipeline_parallel.plan import PipelinePlan
-from dtrans.plan import Job, realises
+from dtrans.plan import realises
 from dtrans.run.net.sockets import DEADLINE, PATIENCE
 from dtrans.step_meter import metered
 

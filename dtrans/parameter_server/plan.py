@@ -15,6 +15,7 @@ import numpy as np
 from dtrans._jax import JaxprEqn
 from dtrans.batch.shared import SharedStep
 from dtrans.checks import is_int
+from dtrans.costs import Costs, RoleCost, program_flops
 from dtrans.errors import ConfigError, UnknownEndpointError
 from dtrans.ir import fingerprint
 from dtrans.ir.cost import flops, nbytes
@@ -25,7 +26,7 @@ from dtrans.parameter_server.dispatch import HashName, PSDispatcher, RoundRobin,
 from dtrans.parameter_server.overview import VarsDistributed, overview_of
 from dtrans.parameter_server.placement import dispatched
 from dtrans.parameter_server.tables.choose import ID, Tables, notes_of
-from dtrans.plan import Costs, Plan, RoleCost, program_flops
+from dtrans.plan import Plan
 from dtrans.slicing.blocks import Placement
 from dtrans.slicing.server_update import ServerVariable
 from dtrans.step.cut import OptimizeHalf

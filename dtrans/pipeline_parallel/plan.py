@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
+from dtrans.costs import Costs, RoleCost, program_flops
 from dtrans.errors import ConfigError
 from dtrans.ir.cost import flops, nbytes
 from dtrans.pipeline_parallel.schedule import Schedule, schedule
-from dtrans.plan import Costs, Plan, RoleCost, program_flops
+from dtrans.plan import Plan
 
 
 if TYPE_CHECKING:

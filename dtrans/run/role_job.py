@@ -32,8 +32,9 @@ from dtrans.checks import check_one_of
 from dtrans.errors import BatchError, ConfigError, StateError
 from dtrans.ir.cost import nbytes
 from dtrans.ir.program import Program
+from dtrans.job import Job
 from dtrans.parameter_server.plan import PServerPlan
-from dtrans.plan import Job, realises
+from dtrans.plan import realises
 from dtrans.run.base.batch import Share, batch_arrays, check_uneven, resized, uneven_rows
 from dtrans.run.base.lowered import LoweredStep, recording
 from dtrans.run.base.merge import Merge

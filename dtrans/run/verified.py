@@ -13,9 +13,10 @@ from jax.sharding import AbstractMesh
 
 from dtrans.data_parallel.plan import CollectivePlan
 from dtrans.ir.program import Program
+from dtrans.job import Job
 from dtrans.parameter_server.options import Async
 from dtrans.parameter_server.plan import PServerPlan
-from dtrans.plan import Job, Plan, realises
+from dtrans.plan import Plan, realises
 from dtrans.run.base.platforms import as_run_on
 from dtrans.run.base.spmd import Function
 from dtrans.run.collective.job import CollectiveJob, StepLayout

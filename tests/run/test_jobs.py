@@ -15,8 +15,10 @@ from jax.sharding import Mesh
 from role_threads import HANG, RoleThreads, free_endpoints
 
 import dtrans
+from dtrans.costs import Costs
 from dtrans.errors import ConfigError, StateError
-from dtrans.plan import Costs, Job, Plan
+from dtrans.job import Job
+from dtrans.plan import Plan
 from dtrans.run.role_job import ServerJob, TrainerJob
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 
 from dtrans.checks import check_int
-from dtrans.plan import Job
+from dtrans.job import Job
 
 
 _END = object()

@@ -34,8 +34,9 @@ from dtrans.data_parallel.state import CollectiveState
 from dtrans.errors import ConfigError, PeerError, StateError
 from dtrans.ir import fingerprint
 from dtrans.ir.program import Program
+from dtrans.job import Job
 from dtrans.ops import broadcast_p, collective_of, exchange_p, recv_p, send_p, trainer_index_p
-from dtrans.plan import Job, realises
+from dtrans.plan import realises
 from dtrans.run.base.batch import Share
 from dtrans.run.base.lowering import per_trainer
 from dtrans.run.base.platforms import as_run_on

@@ -40,8 +40,8 @@ from dtrans.errors import ConfigError, StateError
 from dtrans.ir.array_fns import padded_to
 from dtrans.ir.program import Program
 from dtrans.ir.pytree import is_under, result_of, without
+from dtrans.job import Job
 from dtrans.ops import OVER_AXIS
-from dtrans.plan import Job
 from dtrans.run.base.batch import (
     Share,
     batch_arrays,

@@ -35,6 +35,7 @@ from dtrans.checkpoint.runs import THIS_PROCESS
 from dtrans.errors import ConfigError, StateError
 from dtrans.ir.array_fns import parts_of, words
 from dtrans.ir.pytree import is_under
+from dtrans.job import Job
 from dtrans.ops import (
     fake_init_p,
     fetch_barrier_p,
@@ -47,7 +48,7 @@ from dtrans.ops import (
 from dtrans.parameter_server.overview import VarDistributed
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.parameter_server.state import MeshState
-from dtrans.plan import Job, realises
+from dtrans.plan import realises
 from dtrans.protocol.exchange import Exchange
 from dtrans.protocol.served import RowGradient, Vectors
 from dtrans.run.base.batch import (

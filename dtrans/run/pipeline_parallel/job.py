@@ -13,10 +13,11 @@ import jax.numpy as jnp
 
 from dtrans.checkpoint.pserver_state import arrays_of
 from dtrans.ir.pytree import TreeSpec, is_under, result_of, without
+from dtrans.job import Job
 from dtrans.pipeline_parallel.forward_pass import summary_name
 from dtrans.pipeline_parallel.plan import PipelinePlan
 from dtrans.pipeline_parallel.results import STACK
-from dtrans.plan import Job, realises
+from dtrans.plan import realises
 from dtrans.run.base.batch import batch_arrays
 from dtrans.run.base.lowered import LoweredStep, called, recording
 from dtrans.run.base.merge import Merge
