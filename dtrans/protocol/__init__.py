@@ -1,9 +1,9 @@
 """The protocol of parameter servers, as state machines: messages and the time in, messages and
 updates to make out.
 
-No socket, no thread and no clock is in here. `dtrans.run.parameter_server` drives these machines
-over ZeroMQ.
+No socket, no thread and no clock is in here. Drivers send and wait by a `transport`.
 
+transport         the interface to links, doors and a clock
 wire              messages: a msgpack header and raw frames
 buffers, inbox    memory that blocks arrive in
 token             the job's secret, and what its processes show of it

@@ -1,5 +1,6 @@
 """Sockets as this package makes them; what goes by them is `dtrans.protocol.wire`.
 
+zmq_transport  ZeroMQ as `dtrans.protocol.transport`
 sockets        sockets with limits, and who is let in
 keys           which connections are encrypted, and with which keys
 net_options    options of connections, and the variables that are their defaults

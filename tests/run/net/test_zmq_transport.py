@@ -1,0 +1,147 @@
+"""Links and doors of ZeroMQ: messages, the events of their connections, and who wakes a poll."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from role_threads import HANG, free_endpoints
+
+from dtrans.errors import ConfigError
+from dtrans.protocol.token import new_token
+from dtrans.protocol.transport import Event
+from dtrans.run.net.keys import Keys
+from dtrans.run.net.zmq_transport import ZmqTransport
+
+
+USERS = {"somebody": "trainer 0"}
+LIMITS = {"frame": 1000, "messages": 10}
+ME = {"user": "somebody", "role": "trainer 0"}
+
+
+@contextlib.contextmanager
+def opened(token: str, patience: float = 5.0) -> Iterator[ZmqTransport]:
+    transport = ZmqTransport(Keys(token), patience)
+    try:
+        yield transport
+    finally:
+        transport.close()
+
+
+def events(transport: ZmqTransport, kind: str, count: int = 1) -> list[Event]:
+    """Return the events until so many of a kind are among them."""
+    found: list[Event] = []
+    limit = time.monotonic() + HANG
+    while sum(e.kind == kind for e in found) < count:
+        assert time.monotonic() < limit, (kind, found)
+        found += transport.poll(limit)
+    return found
+
+
+def kinds(found: list[Event]) -> list[str]:
+    return [e.kind for e in found]
+
+
+def words(found: list[Event]) -> list[bytes]:
+    return [bytes(e.frames[0]) for e in found if e.kind == "message"]
+
+
+@pytest.mark.parametrize("by_socket", [False, True], ids=["tcp", "unix"])
+def test_messages_go_both_ways(by_socket):
+    token = new_token()
+    with opened(token) as here, opened(token) as there:
+        door = here.bind("127.0.0.1:*", USERS, has_local=True, **LIMITS)
+        assert there.reaches(door.local)
+        link = there.connect(door.local if by_socket else door.endpoint, **ME)
+        assert kinds(events(there, "connected")) == ["connected"]
+        link.send([b"hello", b"x" * 900])
+        *_, heard = events(here, "message")
+        assert (heard.source, heard.user) == (door, "somebody")
+        assert [bytes(x) for x in heard.frames] == [b"hello", b"x" * 900]
+        door.send(heard.address, [b"welcome"])
+        assert words(events(there, "message")) == [b"welcome"]
+
+
+def test_last_words_come_before_the_end_of_a_connection():
+    token = new_token()
+    with opened(token) as there:
+        with opened(token) as here:
+            door = here.bind("127.0.0.1:*", USERS, **LIMITS)
+            link = there.connect(door.endpoint, **ME)
+            link.send([b"hello"])
+            *_, heard = events(here, "message")
+            for k in range(9):
+                door.send(heard.address, [b"%d" % k])
+            door.close(linger=HANG)
+        found = events(there, "broken")
+        assert kinds(found) == ["connected", *["message"] * 9, "broken"]
+
+
+def test_a_door_knows_who_has_gone_and_who_was_refused():
+    token = new_token()
+    with opened(token) as here, opened(token) as there, opened(new_token()) as stranger:
+        door = here.bind("127.0.0.1:*", USERS, **LIMITS)
+        link = there.connect(door.endpoint, **ME)
+        link.send([b"hello"])
+        *_, heard = events(here, "message")
+        link.close(linger=HANG)
+        *_, lost = events(here, "lost")
+        assert lost.address == heard.address
+        stranger.connect(door.endpoint, **ME)
+        assert kinds(events(here, "refused"))[0] == "refused"
+        reasons = [e.reason for e in events(stranger, "barred") if e.kind == "barred"]
+        assert "DTRANS_TOKEN" in reasons[0]
+
+
+def test_one_link_is_heard_alone():
+    token = new_token()
+    with opened(token) as here, opened(token) as there:
+        doors = [here.bind("127.0.0.1:*", USERS, **LIMITS) for _ in range(2)]
+        links = [there.connect(door.endpoint, **ME) for door in doors]
+        for link in links:
+            link.send([b"hello"])
+        for heard in [e for e in events(here, "message", 2) if e.kind == "message"]:
+            heard.source.send(heard.address, [b"welcome"])
+        limit, found = time.monotonic() + HANG, list[Event]()
+        while not words(found):
+            found += there.poll(limit, links[1])
+        assert {e.source for e in found} == {links[1]}
+        assert links[0] in {e.source for e in events(there, "message")}
+
+
+def test_an_event_that_is_not_taken_comes_again():
+    token = new_token()
+    with opened(token) as there:
+        with opened(token) as here:
+            door = here.bind("127.0.0.1:*", USERS, **LIMITS)
+            link = there.connect(door.endpoint, **ME)
+            link.send([b"hello"])
+            *_, heard = events(here, "message")
+            door.send(heard.address, [b"welcome"])
+        found: list[Event] = []
+        while "broken" not in kinds(found):
+            found.append(next(there.poll(time.monotonic() + HANG)))
+        assert kinds(found) == ["connected", "message", "broken"]
+
+
+def test_another_thread_ends_a_poll():
+    with opened(new_token()) as transport:
+        thread = threading.Thread(target=transport.wake)
+        thread.start()
+        begun = time.monotonic()
+        assert list(transport.poll(begun + HANG)) == []
+        assert time.monotonic() - begun < HANG
+        thread.join()
+
+
+def test_a_closed_door_frees_its_endpoint():
+    (endpoint,) = free_endpoints(1)
+    with opened(new_token()) as transport:
+        for _ in range(3):
+            transport.bind(endpoint, USERS, **LIMITS).close()
+        transport.bind(endpoint, USERS, **LIMITS)
+        with pytest.raises(ConfigError, match=f"{endpoint} cannot be bound: Address already in"):
+            transport.bind(endpoint, USERS, **LIMITS)
