@@ -100,7 +100,9 @@ def _scores(job: Any, state: Any, settings: ClickSettings) -> np.ndarray:
     weights, score = state[0]["weights"], jax.jit(scores)
     found = []
     for part in np.array_split(ids, -(-len(ids) // CHUNK)):
-        rows = np.stack([job.lookup(f"params/{n}", part[:, t]) for t, n in enumerate(names())], 1)
+        rows = np.stack(
+            [job.tables.lookup(f"params/{n}", part[:, t]) for t, n in enumerate(names())], 1
+        )
         found.append(score(weights, jnp.asarray(rows)))
     return np.concatenate(found)
 

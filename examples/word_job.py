@@ -158,7 +158,7 @@ def main() -> None:
         settings,
         *training(settings, words.counts),
         lambda i: words.batch(settings, i),
-        lambda job, _: {"vectors": job.lookup("params/word", np.arange(len(words.words)))},
+        lambda job, _: {"vectors": job.tables.lookup("params/word", np.arange(len(words.words)))},
     )
 
 

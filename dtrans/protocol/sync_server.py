@@ -217,7 +217,7 @@ class SyncServer:
                     f"after step {self.step} trainer {k} gives up rows of {said[0]} that were not "
                     f"used for {said[1]} "
                     f"steps, and trainer {other} those of {before[0]} for {before[1]}: all "
-                    "trainers call job.evict "
+                    "trainers call job.tables.evict "
                     "alike, between the same two steps"
                 )
         self._evictions[k], self._evict_requests[k] = said, message.request
@@ -234,7 +234,7 @@ class SyncServer:
             raise PeerError(
                 f"trainer {other} gives up rows of {self._evictions[other][0]} after step "
                 f"{self.step}, and trainer {k} "
-                "goes on without: all trainers call job.evict, between the same two steps"
+                "goes on without: all trainers call job.tables.evict, between the same two steps"
             )
 
     def _evict_if_all_said(self) -> None:
@@ -352,7 +352,7 @@ class SyncServer:
         number = self._rounds.number
         due = "gradients" if number is None else f"the exchange of round {number}"
         if self._evictions:
-            due = "job.evict before gradients"
+            due = "job.tables.evict before gradients"
         return (
             f"{due} of step {self.step + 1} from "
             f"{', '.join(f'trainer {k} ({self.doing(k)})' for k in late)}"

@@ -9,7 +9,7 @@ import dataclasses
 import os
 import resource
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -42,21 +42,12 @@ from dtrans.run.distributed.multihost import PARTS_DIFFER
 from dtrans.run.distributed.role import Role
 from dtrans.run.executor import Executor
 from dtrans.run.parameter_server.checkpoints import ServerCheckpoints
+from dtrans.run.parameter_server.tables.job_tables import TrainerTables
 from dtrans.run.parameter_server.tables.new_rows import made_again
-from dtrans.run.parameter_server.tables.row_lookup import looked_up
-from dtrans.run.parameter_server.tables.table_changes import (
-    ChangedRows,
-    TablesReport,
-    blocks_of_table,
-    changed_rows,
-    check_eviction_of,
-    table_servers,
-)
 from dtrans.step.batch_sharing import without_parts
 from dtrans.step_meter import metered
 
 
-EXPORTED = 1 << 16  # rows of a table that are written at once
 RESULTS = -1  # the number of the round of results, which is before those of the next step
 
 
@@ -279,24 +270,13 @@ class TrainerJob(RoleJob):
             )  # trainers may have left: those who are here are counted
         return out.unflatten([values[n] for n in out.names])
 
-    def lookup(self, name: str, ids: Any) -> np.ndarray:
-        """Rows of a table as they are on the servers, for evaluation: no step is made of them.
-
-        Args:
-          name: of a leaf that the plan has as a table: `params/emb`.
-          ids: the numbers of rows, of any shape.
-
-        Returns:
-          An array of the shape of `ids`, followed by that of a row.
-
-        Raises:
-          ConfigError: no table. BatchError: a row that it does not have.
-        """
+    @property
+    def tables(self) -> TrainerTables:
+        """Tables of the job: `lookup`, `export`, `report`, `changed` and `evict`."""
         self._check_open()
         trainer = self.plan.trainer_program(self.role.trainer_id)
-        return looked_up(
-            self.plan, name, ids, lambda uniq: self._executor.look_up(trainer, name, uniq)
-        )
+        look_up = partial(self._executor.look_up, trainer)
+        return TrainerTables(self.plan, look_up, self._executor.between_steps)
 
     def save(self, name: str, *, wait: bool = True) -> None:
         """Let the servers save what they hold while the job goes on, each its piece of one
@@ -337,114 +317,11 @@ class TrainerJob(RoleJob):
             f"checkpoint {name}", lambda to: to.save(servers, name, self._made, wait=wait)
         )
 
-    def tables(self) -> TablesReport:
-        """What servers have of tables, after the last step of this trainer: rows that are made, and
-        what they weigh.
-
-        Returns:
-          One record for each block; it prints as a table.
-
-        Raises:
-          ConfigError: before `init`.
-        """
-        self._check_open()
-        servers = table_servers(self.plan)
-        return TablesReport(
-            tuple(self._executor.between_steps("tables", lambda to: to.tables(servers)))
-        )
-
-    def changed(self, name: str, since: int) -> ChangedRows:
-        """Rows of a table that steps after one have changed, for a copy that serves.
-
-        Where rows move that nobody looks up (`dtrans.Rows(update="dense")` with momentum, say), all
-        rows that are made have changed with every step; and with AdamW, all rows. Memory that it
-        takes is in proportion to the rows.
-
-        Args:
-          name: as of `lookup`.
-          since: a step, counted from the start of the servers: 0 for all that this job has changed,
-            then the `step` of the changes before.
-
-        Returns:
-          The numbers of rows, increasing, the rows, the numbers of those that were given up since,
-          and the step that they are of. With asynchronous trainers they may be of later steps, and
-          come again with the next changes.
-
-        Raises:
-          ConfigError: no table, or before `init`. PeerError: a step that the servers have not come
-            to.
-        """
-        self._check_open()
-        what = f"changes of {name}"
-        ask = lambda blocks: self._executor.between_steps(
-            what, lambda to: to.changed(blocks, since)
-        )
-        return changed_rows(self.plan, name, since, ask, lambda ids: self.lookup(name, ids))
-
-    def evict(self, name: str, unused_for: int) -> int:
-        """Let servers give up the rows of a table that none of so many last steps has updated, with
-        their state.
-
-        A row that is looked up again is as the init makes it, bit for bit, and its state as the
-        optimizer begins. A row that was given up is no longer one device's. It counts towards no
-        limit.
-
-        Synchronous trainers call it all alike, between the same two steps: servers give rows up
-        when all have said so. With asynchronous ones each call counts by itself, steps are those of
-        all trainers, as each server has counted them, and rows that some trainer has looked up and
-        not sent the gradient of stay.
-
-        Args:
-          name: as of `lookup`.
-          unused_for: a number of steps. Steps of a job that was begun from a checkpoint are counted
-            from its start.
-
-        Returns:
-          How many rows were given up, of all servers.
-
-        Raises:
-          ConfigError: no table, one whose update moves rows that nobody has looked up, or before
-            `init`. PeerError: a server that cannot make rows again; or a trainer that goes on
-            without.
-        """
-        self._check_open()
-        check_eviction_of(self.plan, name, unused_for)
-        blocks = blocks_of_table(self.plan, name)
-        return self._executor.between_steps(
-            f"rows of {name}", lambda to: to.evict(blocks, unused_for)
-        )
-
-    def export(self, name: str, path: str | os.PathLike[str]) -> None:
-        """Write a table as it is on the servers to a file, some rows at a time: it need not fit
-        into memory.
-
-        The file is one array of NumPy's, which `numpy.load(path, mmap_mode="r")` reads; bfloat16 is
-        there as two bytes.
-
-        Args:
-          name: as of `lookup`.
-          path: of the file; what is there is replaced.
-
-        Raises:
-          ConfigError: no table, or a file that cannot be written.
-        """
-        self.lookup(name, np.zeros(0, int))
-        t = self.plan.main.inputs[name]
-        try:
-            file = np.lib.format.open_memmap(path, "w+", dtype=t.dtype, shape=t.shape)
-        except OSError as e:
-            raise ConfigError(f"{name} cannot be written to {os.fspath(path)}: {e.strerror}") from e
-        for at in range(0, t.shape[0], EXPORTED):
-            file[at : at + EXPORTED] = self.lookup(
-                name, np.arange(at, min(at + EXPORTED, t.shape[0]))
-            )
-        file.flush()
-
     def params(self, state: tuple[Any, ...]) -> Any:
         """The parameters. Tables are looked up, all of their rows.
 
         Raises:
-          StateError: tables that this process has no memory for; `export` writes them to files.
+          StateError: tables that this process has no memory for; `tables.export` writes them to files.
         """
         tables = self.plan.tables.of
         if not tables:
@@ -453,13 +330,13 @@ class TrainerJob(RoleJob):
         if size > room:
             raise StateError(
                 f"{', '.join(tables)} are {size:,} bytes, and this process may have {room:,}: "
-                "job.export(name, path) "
-                "writes a table to a file, and job.lookup(name, ids) gives some rows"
+                "job.tables.export(name, path) writes a table to a file, and "
+                "job.tables.lookup(name, ids) gives some rows"
             )
         spec = self.plan.main.args[0]
         held = dict(zip(spec.names, spec.flatten(state[0]), strict=True))
         held |= {
-            n: jax.numpy.asarray(self.lookup(n, np.arange(t.lookups.rows)))
+            n: jax.numpy.asarray(self.tables.lookup(n, np.arange(t.lookups.rows)))
             for n, t in tables.items()
         }
         return spec.unflatten([held[n] for n in spec.names])
@@ -557,7 +434,7 @@ class ServerJob(RoleJob):
             else from the checkpoint that `dtrans.checkpoint.restore(path, job)` read, else from 0.
           init: the arguments of `init`, where the state is of a checkpoint: rows of tables that are
             as the init makes them take no memory then, as in a job that begins, and others may be
-            given up (`job.evict`).
+            given up (`job.tables.evict`).
 
         Raises:
           ConfigError: on_failure="save" without a folder, or with a plan that has no checkpoints; a

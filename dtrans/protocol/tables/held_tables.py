@@ -35,7 +35,7 @@ class TableReport:
       made: how many of them are made.
       bytes: what these weigh, with the optimizer's state of each.
       limit: how many may be made at most; None where there is no limit.
-      evicted: how many were given up so far (`job.evict`).
+      evicted: how many were given up so far (`job.tables.evict`).
       step: how many updates were made of it, since its server began.
 
     Example:

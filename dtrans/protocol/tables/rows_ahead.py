@@ -16,7 +16,7 @@ begins has its rows, and waits for none.
 
 A step may turn out to look up other rows than were announced. Then it asks for them as usual, and
 what was announced is forgotten on both sides. So is what was announced of a table of which rows are
-given up (`job.evict`): all trainers wait for that, and nothing is under way.
+given up (`job.tables.evict`): all trainers wait for that, and nothing is under way.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ import dataclasses
 import weakref
 from collections.abc import Collection, Generator, Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ from dtrans._jax import JaxprEqn, is_traced
 from dtrans.checkpoint.assemble import by_origin
 from dtrans.checkpoint.pserver_state import TRAINER, arrays_of, scatter
 from dtrans.checkpoint.runs import THIS_PROCESS
-from dtrans.errors import ConfigError, StateError
+from dtrans.errors import ConfigError
 from dtrans.ir.array_fns import parts_of, words
 from dtrans.ir.pytree import is_under
 from dtrans.job import Job
@@ -70,25 +70,17 @@ from dtrans.run.parameter_server.mesh_trainers import (
     shared_program,
 )
 from dtrans.run.parameter_server.tables.mesh_tables import (
+    MeshTables,
     Servers,
     prefetched,
-    rows_from,
     sent_rows,
     split_ids,
 )
 from dtrans.run.parameter_server.tables.missed_steps import MissedSteps
-from dtrans.run.parameter_server.tables.row_lookup import looked_up
 from dtrans.run.parameter_server.tables.row_updates import RowUpdates, put_there, taken_there
 from dtrans.run.parameter_server.tables.traced_tables import TracedMemory, gradients_with_room
 from dtrans.run.parameter_server.update import CompiledUpdate, ServerUpdate, own_buffers
 from dtrans.step_meter import metered
-
-
-_ONE_PROCESS = (
-    "is of servers in processes of their own, plan.on_cluster(): in one process all "
-    "rows are "
-    "made at the start"
-)
 
 
 @realises(PServerPlan, "mesh")
@@ -261,43 +253,10 @@ class MeshJob(Job):
         self._last = weakref.ref(state)
         return state
 
-    def lookup(self, name: str, ids: Any, state: MeshState | None = None) -> np.ndarray:
-        """Rows of a table, for evaluation.
-
-        Args:
-          name: of a leaf that the plan has as a table: `params/emb`.
-          ids: the numbers of rows, of any shape.
-          state: that has the table; by default what `init` or `step` returned last.
-
-        Returns:
-          An array of the shape of `ids`, followed by that of a row.
-
-        Raises:
-          ConfigError: no table. BatchError: a row that it does not have. StateError: no state of
-            this job, or none.
-        """
-        state = self._last() if state is None else state
-        if state is None:
-            raise StateError(f"nothing keeps a state of this job: job.lookup({name!r}, ids, state)")
-        self.check(state)
-        row, servers = self.plan.main.inputs.get(name), state.servers
-
-        def read(uniq: np.ndarray) -> np.ndarray:
-            assert row is not None
-            return rows_from(
-                self.plan, name, uniq, np.empty((len(uniq), *row.shape[1:]), row.dtype), servers
-            )
-
-        return looked_up(self.plan, name, ids, read)
-
-    def tables(self) -> NoReturn:
-        raise ConfigError(f"job.tables() {_ONE_PROCESS}")
-
-    def changed(self, name: str, since: int) -> NoReturn:
-        raise ConfigError(f"job.changed({name!r}, ...) {_ONE_PROCESS}")
-
-    def evict(self, name: str, unused_for: int) -> NoReturn:
-        raise ConfigError(f"job.evict({name!r}, ...) {_ONE_PROCESS}")
+    @property
+    def tables(self) -> MeshTables:
+        """Tables of the job: `lookup` and `export`."""
+        return MeshTables(self.plan, self._last, self.check)
 
     def params(self, state: MeshState) -> Any:
         """The parameters, as the pytree that they were given in; tables too, put together from the

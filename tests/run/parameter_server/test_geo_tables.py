@@ -232,7 +232,7 @@ def test_ids_that_a_table_does_not_have_are_named_and_negative_ones_counted_from
             ):
                 job.step(state, *wrong)
             job.step(state, *given)
-            return job.lookup("params/emb", [V - 1])
+            return job.tables.lookup("params/emb", [V - 1])
 
     for ep in plan.servers:
         role_threads.start(ep, serve, plan, ep, jax.random.key(0))
@@ -645,12 +645,12 @@ def test_lookups_export_and_parameters_are_those_of_the_servers(
                 state, _ = job.step(state, *batch)
             before = len(kept_by(job))
             np.testing.assert_allclose(
-                job.lookup("params/emb", some), half["emb"][some], rtol=1e-12
+                job.tables.lookup("params/emb", some), half["emb"][some], rtol=1e-12
             )
             params = job.params(state)
             np.testing.assert_allclose(params["emb"], half["emb"], rtol=1e-12)
             np.testing.assert_allclose(params["w"], whole["w"], rtol=1e-12)
-            job.export("params/emb", tmp_path / "emb.npy")
+            job.tables.export("params/emb", tmp_path / "emb.npy")
             np.testing.assert_allclose(np.load(tmp_path / "emb.npy"), half["emb"], rtol=1e-12)
             assert len(kept_by(job)) == before
             job.step(state, *given[0])  # it goes on

@@ -33,7 +33,7 @@ from dtrans.protocol.sync_server import SyncServer
 from dtrans.run.distributed.role import Role
 from dtrans.run.parameter_server.block_update import BlockUpdates
 from dtrans.run.parameter_server.sync_update import SyncUpdate
-from dtrans.run.parameter_server.tables import row_snapshot, table_changes
+from dtrans.run.parameter_server.tables import job_tables, row_snapshot
 from dtrans.run.parameter_server.tables.lazy_memory import LazyArray
 from dtrans.run.parameter_server.tables.new_rows import made_again
 from dtrans.run.parameter_server.update import ServerUpdate
@@ -343,10 +343,10 @@ def test_who_keeps_others_waiting_is_named() -> None:
     said.server.look(1.0)
     said.server.look(8.0)
     assert [(k, op) for k, op, _ in said.said] == [(0, "waiting")] * 2
-    why = r"7.0 s for job.evict before gradients of step 2 from trainer 1 \(computing\)"
+    why = r"7.0 s for job.tables.evict before gradients of step 2 from trainer 1 \(computing\)"
     assert re.fullmatch(why, said.said[-1][2]["reason"])
     with pytest.raises(
-        DeadlineError, match="and trainer 0 waited 10.0 s for job.evict before gradients of"
+        DeadlineError, match="and trainer 0 waited 10.0 s for job.tables.evict before gradients of"
     ):
         said.server.look(11.0)
 
@@ -464,7 +464,7 @@ def test_a_copy_that_serves_is_the_table(
 ) -> None:
     """Changes go in many messages; bits depend on neither servers nor placement, also where rows
     are given up."""
-    monkeypatch.setattr(table_changes, "CHUNK", 2)
+    monkeypatch.setattr(job_tables, "CHUNK", 2)
     monkeypatch.setattr(wire, "MESSAGE_BYTES", 8)
 
     def train(job: Any, k: int) -> Any:
@@ -478,20 +478,20 @@ def test_a_copy_that_serves_is_the_table(
         for at in range(6):
             state, _ = job.step(state, batch(at, k))
             if at in (2, 4):
-                gone.append(job.evict(EMB, 2))
+                gone.append(job.tables.evict(EMB, 2))
             if k or at % 2:
                 continue
-            changes = job.changed(EMB, since)
+            changes = job.tables.changed(EMB, since)
             assert (
                 all(np.all(x[1:] > x[:-1]) for x in (changes.ids, changes.gone))
                 and changes.step == at + 1
             )
             copy[changes.ids] = changes.rows
-            copy[changes.gone] = job.lookup(EMB, changes.gone)
-            np.testing.assert_array_equal(copy, job.lookup(EMB, np.arange(V)))
+            copy[changes.gone] = job.tables.lookup(EMB, changes.gone)
+            np.testing.assert_array_equal(copy, job.tables.lookup(EMB, np.arange(V)))
             told.append([(changes.step, changes.ids.tolist(), changes.gone.tolist())])
             since = changes.step
-        return gone, told, copy, [(x.made, x.evicted, x.step) for x in job.tables()]
+        return gone, told, copy, [(x.made, x.evicted, x.step) for x in job.tables.report()]
 
     found = []
     for servers, rows in ((1, {}), (3, {"place": "bucket", "buckets": 7})):
@@ -514,20 +514,20 @@ def test_what_servers_have_is_told(role_threads: RoleThreads) -> None:
 
     def train(job: Any, k: int) -> Any:
         with pytest.raises(ConfigError, match="tables: no server knows this trainer before"):
-            job.tables()
+            job.tables.report()
         state, _ = job.step(job.init(KEY), np.array([0, 1, 59]))
-        report = job.tables()
+        report = job.tables.report()
         with pytest.raises(
             ConfigError, match="params/w is no table of this plan; they are: params/emb"
         ):
-            job.evict("params/w", 3)
+            job.tables.evict("params/w", 3)
         with pytest.raises(ConfigError, match="unused_for must be a number of steps"):
-            job.evict(EMB, 0)
+            job.tables.evict(EMB, 0)
         with pytest.raises(
             PeerError,
-            match="changes of params/emb.block0 since step 9, and there were 1: .*job.export",
+            match="changes of params/emb.block0 since step 9, and there were 1: .*job.tables.export",
         ):
-            job.changed(EMB, 9)
+            job.tables.changed(EMB, 9)
         job.step(state, np.array([0, 1, 59]))  # nothing is lost
         return report
 
@@ -536,7 +536,7 @@ def test_what_servers_have_is_told(role_threads: RoleThreads) -> None:
         {"name": f"params/emb.block{i}", "endpoint": "", "rows": 30, "made": made, "bytes": made * 24, "limit": 10,
          "evicted": 0, "step": 1} for i, made in ((0, 2), (1, 1))]  # fmt: skip
     title, header, first, _ = str(report).splitlines()
-    assert (title, header.split()) == ("tables", ["block", "endpoint", *table_changes.NUMBERS])
+    assert (title, header.split()) == ("tables", ["block", "endpoint", *job_tables.NUMBERS])
     assert first.split() == [
         "params/emb.block0",
         report.blocks[0].endpoint,
@@ -559,11 +559,15 @@ def test_what_moves_all_rows_is_refused_before_it_is_asked() -> None:
             TrainerJob(plan, role, {}) as job,
             pytest.raises(ConfigError, match=f"rows of .* {why}"),
         ):
-            job.evict(EMB, 3)
+            job.tables.evict(EMB, 3)
     job = planned(optax.sgd(0.1)).on_mesh()
-    for ask in (lambda: job.tables(), lambda: job.changed(EMB, 0), lambda: job.evict(EMB, 3)):
+    for ask in (
+        lambda: job.tables.report(),
+        lambda: job.tables.changed(EMB, 0),
+        lambda: job.tables.evict(EMB, 3),
+    ):
         with pytest.raises(
-            ConfigError, match=r"is of servers in processes of their own, plan.on_cluster\(\)"
+            ConfigError, match=r"job.tables.* needs servers in .*; run it with plan.on_cluster\(\)"
         ):
             ask()
 
@@ -576,10 +580,10 @@ def test_asynchronous_trainers_ask_whenever_they_like(role_threads: RoleThreads,
         state = job.init(KEY)
         for ids in ([0, 1, 40], [0, 1, 59], [0, 2, 59]):
             state, _ = job.step(state, np.array(ids))
-        first = job.changed(EMB, 0)
-        gone = job.evict(EMB, 2)
+        first = job.tables.changed(EMB, 0)
+        gone = job.tables.evict(EMB, 2)
         state, _ = job.step(state, np.array([40, 40, 40]))
-        return first, gone, job.changed(EMB, first.step), job.tables()
+        return first, gone, job.tables.changed(EMB, first.step), job.tables.report()
 
     ((first, gone, then, report),) = run(role_threads, plan, train)
     assert (first.step, first.ids.tolist(), first.gone.tolist()) == (3, [0, 1, 2, 40, 59], [])
@@ -600,14 +604,17 @@ def test_a_job_that_goes_on_from_a_checkpoint_gives_rows_up_too(
 
     def train(job: Any, k: int, steps: tuple[int, int]) -> Any:
         state = job.init(KEY)
-        begun = job.tables()
+        begun = job.tables.report()
         for at in range(*steps):
             state, _ = job.step(state, batch(at, k))
             if at == 2:
-                job.evict(EMB, 2)
+                job.tables.evict(EMB, 2)
                 job.save("half")
-        gone, changed = job.evict(EMB, 3), [job.changed(EMB, since) for since in (0, 2, 5)]
-        return begun, gone, job.lookup(EMB, np.arange(V)), job.tables(), changed
+        gone, changed = (
+            job.tables.evict(EMB, 3),
+            [job.tables.changed(EMB, since) for since in (0, 2, 5)],
+        )
+        return begun, gone, job.tables.lookup(EMB, np.arange(V)), job.tables.report(), changed
 
     made = lambda report: sum(x.made for x in report)
     plan = planned(tx, 2, update=update)
@@ -647,11 +654,11 @@ def test_whole_arrays_do_not_say_how_rows_are_made(
         with pytest.raises(
             PeerError, match=r"has not given up rows: .*say job.serve\(state, init=\(...,\)\)"
         ):
-            job.evict(EMB, 1)
+            job.tables.evict(EMB, 1)
         state, _ = job.step(state, batch(1, 0))
         if not (tmp_path / "one").exists():
             job.save("one")
-        return job.tables()
+        return job.tables.report()
 
     begins = lambda job: job.state_of(params, tx.init(params))
     run(role_threads, planned(tx, 1), train, checkpoints=tmp_path, state=begins)
@@ -891,12 +898,12 @@ with plan.on_cluster(deadline=60) as job:
     for at in range(4):
         state, _ = job.step(state, 10 * at + 4 * role.trainer_id + np.arange(4))
         if at % 2:
-            said.append(job.evict("params/emb", 2))
-    changes = job.changed("params/emb", 2)
-    said += [changes.step, changes.ids.tolist(), changes.gone.tolist(), sum(x.made for x in job.tables())]
+            said.append(job.tables.evict("params/emb", 2))
+    changes = job.tables.changed("params/emb", 2)
+    said += [changes.step, changes.ids.tolist(), changes.gone.tolist(), sum(x.made for x in job.tables.report())]
     first = jax.jit(init)(key)[0]["emb"]
-    assert np.array_equal(job.lookup("params/emb", np.arange(10)), first[:10])
-    assert np.array_equal(job.lookup("params/emb", changes.ids), changes.rows)
+    assert np.array_equal(job.tables.lookup("params/emb", np.arange(10)), first[:10])
+    assert np.array_equal(job.tables.lookup("params/emb", changes.ids), changes.rows)
     with open(os.path.join(sys.argv[1], str(role.trainer_id)), "w") as file:
         file.write(repr(said))
 """

@@ -214,7 +214,7 @@ def test_other_batches_than_were_announced(role_threads: RoleThreads, said: Any)
                 other = {0: 1, 1: 2, 2: 6, 4: 6, 7: 0}[t]
                 assert job.prefetch(*job.shard_batch(*given[other]))
             if t == 5:
-                job.lookup("params/emb", np.arange(V))
+                job.tables.lookup("params/emb", np.arange(V))
             state, _ = job.step(state, *job.shard_batch(*batch))
         return job.params(state)
 
@@ -437,7 +437,7 @@ def test_rows_that_are_given_up_are_not_those_that_were_announced(
             if announces:
                 job.prefetch(*job.shard_batch(*given[(t + 1) % 5]))
             if t == 3:  # of this step and of the next
-                given_up = job.evict("params/emb", 1)
+                given_up = job.tables.evict("params/emb", 1)
             state, _ = job.step(state, *job.shard_batch(*batch))
         return job.params(state), given_up
 

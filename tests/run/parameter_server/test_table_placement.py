@@ -203,7 +203,7 @@ def test_buckets_on_a_mesh_are_one_device() -> None:
         found,
         (params, opt_state),
     )
-    same(job.lookup("params/emb", [40, 0, 8], state), found[0]["emb"][np.array([40, 0, 8])])
+    same(job.tables.lookup("params/emb", [40, 0, 8], state), found[0]["emb"][np.array([40, 0, 8])])
 
 
 def test_servers_start_with_rows_of_what_one_device_would_make(role_threads: RoleThreads) -> None:
@@ -232,7 +232,7 @@ def test_a_lookup_finds_rows_in_buckets(role_threads: RoleThreads) -> None:
             plan, Role("trainer", 1, tuple(plan.servers), trainer_id=0), {"deadline": roles.HANG}
         ) as job:
             state = job.init(jax.random.key(0))
-            return job.lookup("params/emb", [[40, 0], [8, 21]]), job.params(state)["emb"]
+            return job.tables.lookup("params/emb", [[40, 0], [8, 21]]), job.params(state)["emb"]
 
     for ep in plan.servers:
         role_threads.start(ep, serve, plan, ep, jax.random.key(0))

@@ -52,6 +52,7 @@ from dtrans.run import role_job
 from dtrans.run.distributed.role import Role
 from dtrans.run.parameter_server.block_update import BlockUpdates
 from dtrans.run.parameter_server.sync_update import SyncUpdate
+from dtrans.run.parameter_server.tables import job_tables
 from dtrans.run.parameter_server.tables.row_updates import RowUpdates
 from dtrans.run.parameter_server.update import ServerUpdate
 from dtrans.run.role_job import TrainerJob
@@ -293,22 +294,22 @@ def test_a_lookup_reads_and_trains_nothing(role_threads: RoleThreads) -> None:
             plan, Role("trainer", 1, tuple(plan.servers), trainer_id=0), {"deadline": roles.HANG}
         ) as job:
             state = job.init(jax.random.key(0))
-            found = job.lookup("params/emb", [[39, 0], [0, 21]])
+            found = job.tables.lookup("params/emb", [[39, 0], [0, 21]])
             for batch in batches(2):
                 state, _ = job.step(state, *batch)
-                job.lookup("params/emb", np.arange(V))
+                job.tables.lookup("params/emb", np.arange(V))
             with pytest.raises(
                 BatchError, match="asks for row 40 at .*; the table has rows 0 to 39"
             ):
-                job.lookup("params/emb", [3, 40])
+                job.tables.lookup("params/emb", [3, 40])
             with pytest.raises(
                 ConfigError, match="params/w is no table of this plan; they are: params/emb"
             ):
-                job.lookup("params/w", [0])
+                job.tables.lookup("params/w", [0])
             return (
                 found,
-                job.lookup("params/emb", np.arange(V)),
-                job.lookup("params/emb", np.zeros((0, 2), int)),
+                job.tables.lookup("params/emb", np.arange(V)),
+                job.tables.lookup("params/emb", np.zeros((0, 2), int)),
             )
 
     for ep in plan.servers:
@@ -325,7 +326,7 @@ def test_a_table_is_written_to_a_file(
 ) -> None:
     """Some rows at a time; and where it does not fit, that is what is said."""
     plan = planned(optax.adam(0.1), DENSE, 1, 2)
-    monkeypatch.setattr(role_job, "EXPORTED", 7)
+    monkeypatch.setattr(job_tables, "CHUNK", 7)
 
     def write() -> Any:
         with TrainerJob(
@@ -334,16 +335,16 @@ def test_a_table_is_written_to_a_file(
             state = job.init(jax.random.key(0))
             for batch in batches(2):
                 state, _ = job.step(state, *batch)
-            job.export("params/emb", tmp_path / "emb.npy")
+            job.tables.export("params/emb", tmp_path / "emb.npy")
             found = job.params(state)["emb"]
             with pytest.raises(
                 ConfigError, match="params/emb cannot be written to .*nowhere/emb.npy: No such file"
             ):
-                job.export("params/emb", tmp_path / "nowhere" / "emb.npy")
+                job.tables.export("params/emb", tmp_path / "nowhere" / "emb.npy")
             monkeypatch.setattr(role_job, "_memory", lambda: 100)
             with pytest.raises(
                 StateError,
-                match=r"params/emb are 480 bytes, .* may have 100: job.export\(name, path\)",
+                match=r"params/emb are 480 bytes, .* may have 100: job.tables.export\(name, path\)",
             ):
                 job.params(state)
             return found
@@ -428,11 +429,11 @@ def test_numbers_of_rows_are_integers() -> None:
         BatchError,
         match=r"lookup 0 of params/emb asks for row 1.5 at \[0, 0\], of float64: numbers",
     ):
-        job.lookup("params/emb", [[1.5, 2.0]])
+        job.tables.lookup("params/emb", [[1.5, 2.0]])
     with pytest.raises(BatchError, match=r"ids is float64, the step was traced with int"):
         job.step(state, ids.astype(float), y)
     with pytest.raises(BatchError, match=r"asks for row 4294967296 at \[1\]; the table has"):
-        job.lookup("params/emb", [3, 2**32])
+        job.tables.lookup("params/emb", [3, 2**32])
 
 
 @pytest.mark.parametrize("sparse", [DENSE, LAZY], ids=["dense", "lazy"])
@@ -550,7 +551,8 @@ def test_a_mesh_is_one_device(name: str, trainers: int, servers: int) -> None:
         wanted.append(float(value))
     close((job.params(state), job.opt_state(state), losses), (params, opt_state, wanted))
     np.testing.assert_array_equal(
-        job.lookup("params/emb", [[3, 39]], state), job.params(state)["emb"][np.array([[3, 39]])]
+        job.tables.lookup("params/emb", [[3, 39]], state),
+        job.params(state)["emb"][np.array([[3, 39]])],
     )
 
 
@@ -616,10 +618,10 @@ def test_a_state_whose_table_was_donated_is_refused() -> None:
     with pytest.raises(StateError, match=r"params/emb.block0 in it was donated"):
         job.step(first, *batches(1)[0])
     with pytest.raises(StateError, match="was donated"):
-        job.lookup("params/emb", [0], first)
+        job.tables.lookup("params/emb", [0], first)
 
 
-def test_rows_that_a_table_on_a_mesh_does_not_have() -> None:
+def test_rows_that_a_table_on_a_mesh_does_not_have(tmp_path: Path) -> None:
     job = planned(optax.sgd(0.1), DENSE, 2, 2).on_mesh()
     state, (ids, y) = job.init(jax.random.key(0)), batches(1)[0]
     wrong = ids.copy()
@@ -629,17 +631,20 @@ def test_rows_that_a_table_on_a_mesh_does_not_have() -> None:
     ):
         job.step(state, wrong, y)
     with pytest.raises(BatchError, match="asks for row 40 at .*; the table has rows 0 to 39"):
-        job.lookup("params/emb", [3, 40])
+        job.tables.lookup("params/emb", [3, 40])
     with pytest.raises(
         ConfigError, match="params/w is no table of this plan; they are: params/emb"
     ):
-        job.lookup("params/w", [0])
-    assert job.lookup("params/emb", np.zeros((0, 2), int)).shape == (0, 2, D)
+        job.tables.lookup("params/w", [0])
+    assert job.tables.lookup("params/emb", np.zeros((0, 2), int)).shape == (0, 2, D)
     state, _ = job.step(state, ids, y)  # nothing is lost
-    np.testing.assert_array_equal(job.lookup("params/emb", np.arange(V)), job.params(state)["emb"])
+    emb = job.params(state)["emb"]
+    np.testing.assert_array_equal(job.tables.lookup("params/emb", np.arange(V)), emb)
+    job.tables.export("params/emb", tmp_path / "emb.npy")
+    np.testing.assert_array_equal(np.load(tmp_path / "emb.npy"), emb)
     del state
     with pytest.raises(StateError, match="nothing keeps a state of this job"):
-        job.lookup("params/emb", [0])
+        job.tables.lookup("params/emb", [0])
 
 
 def test_gradients_of_rows_on_a_mesh_are_looked_at() -> None:

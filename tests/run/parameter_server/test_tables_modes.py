@@ -275,7 +275,7 @@ def test_lookups_do_not_stop_what_sends(
             for i, batch in enumerate(given):
                 state, _ = job.step(state, *batch)
                 want = one_device(tx, given[: i + 1])[0]["emb"]
-                np.testing.assert_allclose(job.lookup("params/emb", ids), want[ids])
+                np.testing.assert_allclose(job.tables.lookup("params/emb", ids), want[ids])
             assert not stops
 
     for ep in plan.servers:

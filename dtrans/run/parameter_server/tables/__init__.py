@@ -6,7 +6,7 @@ new_rows        rows on first use
 missed_steps    rows that nobody looked up catch up
 row_updates     an update of some rows, on a server and on a mesh (`mesh_tables`)
 traced_tables   tables in a step that is traced to be verified; traced_geo: rows that trainers of GEO-SGD keep
-row_lookup      rows by their numbers, for whoever looks at them
+job_tables      `job.tables`: lookup, export, report, changed rows and eviction, as a trainer calls them
 batch_rows      the rows that a batch looks up, before its step
-server_tables, table_changes    reports, rows that have changed, rows that are given up: a server's side, a user's
+server_tables   the server's side: reports, changed rows and eviction
 """

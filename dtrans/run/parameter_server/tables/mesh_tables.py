@@ -14,21 +14,89 @@ update has room for all rows that trainers may look up.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
 
 import numpy as np
 
 from dtrans._jax import JaxprEqn, is_traced
+from dtrans.errors import ConfigError, StateError
 from dtrans.ops.moved_rows import trace_move
 from dtrans.parameter_server.plan import PServerPlan
+from dtrans.parameter_server.state import MeshState
 from dtrans.protocol.served import RowGradient
 from dtrans.protocol.tables.table_rows import unique_ids
+from dtrans.run.parameter_server.tables.job_tables import JobTables
 from dtrans.run.parameter_server.tables.row_updates import fetched
 from dtrans.run.parameter_server.tables.traced_tables import part_of_block
 
 
 Servers = Mapping[str, Mapping[str, Any]]
+
+
+class MeshTables(JobTables):
+    """Tables of a job in one process, where a state has every row.
+
+    Args:
+      plan: the job's plan.
+      newest: returns the state that `init` or `step` returned last, None if it is gone.
+      check: raises StateError for a state of another job, or one whose arrays were donated.
+    """
+
+    def __init__(
+        self,
+        plan: PServerPlan,
+        newest: Callable[[], MeshState | None],
+        check: Callable[[Any], None],
+    ) -> None:
+        super().__init__(plan)
+        self._newest, self._check = newest, check
+
+    def lookup(self, name: str, ids: Any, state: MeshState | None = None) -> np.ndarray:
+        """Return rows of a state, for evaluation.
+
+        Args:
+          name: the table.
+          ids: row ids, of any shape.
+          state: a state of the job; by default the one that `init` or `step` returned last.
+
+        Returns:
+          An array of shape (*ids.shape, *row).
+
+        Raises:
+          ConfigError: `name` is no table. BatchError: an id that the table does not have.
+          StateError: a state of another job, or no state is left.
+        """
+        state = self._newest() if state is None else state
+        if state is None:
+            raise StateError(
+                f"nothing keeps a state of this job: job.tables.lookup({name!r}, ids, state)"
+            )
+        self._check(state)
+        servers = state.servers
+
+        def read(uniq: np.ndarray) -> np.ndarray:
+            row = self.plan.main.inputs[name]
+            return rows_from(
+                self.plan, name, uniq, np.empty((len(uniq), *row.shape[1:]), row.dtype), servers
+            )
+
+        return self._gather(name, ids, read)
+
+    def report(self) -> NoReturn:
+        self._refuse("report()")
+
+    def changed(self, name: str, since: int) -> NoReturn:
+        self._refuse(f"changed({name!r}, ...)")
+
+    def evict(self, name: str, unused_for: int) -> NoReturn:
+        self._refuse(f"evict({name!r}, ...)")
+
+    def _refuse(self, call: str) -> NoReturn:
+        raise ConfigError(
+            f"job.tables.{call} needs servers in processes of their own, and this job is one "
+            "process, which makes all rows at the start; run it with plan.on_cluster()"
+        )
 
 
 def split_ids(eqn: JaxprEqn, ids: Sequence[Sequence[Any]]) -> list[np.ndarray]:

@@ -75,9 +75,8 @@ class ServerTables:
         if not 0 <= since <= step:
             raise StateError(
                 f"changes of {name} since step {since}, and there were {step}: steps are counted "
-                "from the start of "
-                "the servers. Take the whole table, job.export or job.lookup, and go on from the "
-                "step that is now"
+                "from the start of the servers. Take the whole table, job.tables.export or "
+                "job.tables.lookup, and go on from the step that is now"
             )
         if memory is not None:
             return step, *memory.changed(since)

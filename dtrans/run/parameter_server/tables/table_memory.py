@@ -269,9 +269,8 @@ class TableMemory:
         if limit is not None and self.count + len(ids) > limit:
             raise WireError(
                 f"{self.table.name} has {self.count} rows, {len(ids)} new ones are looked up, and "
-                f"its limit is {limit} "
-                "rows: raise limit= of dtrans.Rows, give up rows that are not used (job.evict), or "
-                "take more pservers"
+                f"its limit is {limit} rows: raise limit= of dtrans.Rows, give up rows that are "
+                "not used (job.tables.evict), or take more pservers"
             )
         self._before(ids)
         for x, rows in zip(self.held.values(), self.maker(ids), strict=True):
