@@ -24,5 +24,5 @@ arrivals          what a process of a pipeline receives
 meeting           the trainers of collectives meet
 roll              the trainers of collectives: who has ended
 geo_steps         what a trainer of GEO-SGD pushes and pulls, and when
-trainer           one trainer: its lines, and what it sends and waits for in a step
+trainer           one trainer: the messages of its steps;  `operation` is what it waits for
 """

@@ -17,14 +17,11 @@ paddle/fluid/operators/distributed/communicator.cc.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 
 Values = Sequence[Any]  # the parameters, in an order of the caller's
-Waits = Generator[
-    None, None, Values
-]  # yields where it waits until all that was put is in what was received
 
 
 class GeoQueue(Protocol):
@@ -76,35 +73,40 @@ class GeoSteps:
         self._steps = 0  # since the last push
         self._pushed = 0
         self._taken = 0  # pushes whose answer is in the parameters
+        self._due = False  # a push is to be put into the queue
+        self._blocks = False  # the step ends when its push is answered
 
-    def step(self, values: Values, every: int, *, block_on_pull: bool) -> Waits:
-        """What a step goes on with that has made `values`; every so many steps they are pushed."""
+    def step(self, values: Values, every: int, *, block_on_pull: bool) -> None:
+        """Take the parameters that a step has made; they are pushed every so many steps.
+
+        The next step begins with `local` when it no longer `waits`.
+        """
         self._steps += 1
-        values = self._pull(values)
-        if self._steps == every:
-            if self._taken < self._pushed:
-                yield
-                values = self._pull(values)
-            self._push(values)
-            if block_on_pull:
-                yield
-                values = self._pull(values)
-        self.local = values
-        return values
+        self._due, self._blocks, self.local = self._steps == every, block_on_pull, values
+        self.go_on()
 
     @property
     def owes(self) -> bool:
-        """Whether steps were made since the last push."""
+        """Return True if steps were made since the last push."""
         return self._steps > 0
 
-    def finish(self) -> Waits:
-        """Push what was not."""
+    @property
+    def waits(self) -> bool:
+        """Return True if the answer to the last push has to come before `go_on`."""
+        return self._taken < self._pushed and (self._due or self._blocks)
+
+    def finish(self) -> None:
+        """Push the remaining changes, when it no longer `waits`."""
         if self.owes:
-            if self._taken < self._pushed:
-                yield
-                self.local = self._pull(self.local)
+            self._due, self._blocks = True, False
+            self.go_on()
+
+    def go_on(self) -> None:
+        """Take in what has come, and push if that is due and no push is under way."""
+        self.local = self._pull(self.local)
+        if self._due and self._taken == self._pushed:
+            self._due = False
             self._push(self.local)
-        return self.local
 
     def _push(self, values: Values) -> None:
         deltas, self._old = self._arithmetic.pushed(values, self._old, self._trainers)

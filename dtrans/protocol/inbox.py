@@ -20,7 +20,6 @@ class Inbox:
 
     def __init__(self, memory: Mapping[str, np.ndarray], refusal: Callable[[str], str]) -> None:
         self.memory = memory
-        self._bytes = {n: x.reshape(-1).view(np.uint8) for n, x in memory.items()}
         self._arrived: dict[str, int] = {}
         self._refusal = refusal
 
@@ -30,9 +29,10 @@ class Inbox:
         wire.unpack(message, self._target, self._arrived)
 
     def _target(self, name: str) -> np.ndarray:
-        if name not in self._bytes:
+        if name not in self.memory:
             raise WireError(self._refusal(name))
-        return self._bytes[name]
+        # made when it is needed: a copy of this inbox writes to the copy of its memory
+        return self.memory[name].reshape(-1).view(np.uint8)
 
     @property
     def begun(self) -> bool:
@@ -41,7 +41,7 @@ class Inbox:
 
     def missing(self) -> list[str]:
         """The blocks that are not whole."""
-        return [n for n, x in self._bytes.items() if self._arrived.get(n) != x.nbytes]
+        return [n for n, x in self.memory.items() if self._arrived.get(n) != x.nbytes]
 
     def has_begun(self, name: str) -> bool:
         """Whether anything of a block has come."""
@@ -49,12 +49,11 @@ class Inbox:
 
     def progress(self, name: str) -> str:
         """How much of a block is here: `8 of 32 bytes`."""
-        return f"{self._arrived.get(name, 0)} of {self._bytes[name].nbytes} bytes"
+        return f"{self._arrived.get(name, 0)} of {self.memory[name].nbytes} bytes"
 
     def renew(self, name: str, memory: np.ndarray) -> None:
         """Receive a block, of which nothing has come, into other memory."""
         self.memory = {**self.memory, name: memory}
-        self._bytes[name] = memory.reshape(-1).view(np.uint8)
 
     def clear(self) -> None:
         """Begin anew: nothing has come."""

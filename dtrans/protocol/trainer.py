@@ -1,13 +1,12 @@
-"""One trainer: what it sends in a step, and what it waits for.
+"""Steps of one trainer: the messages that it sends, and the answers that it waits for.
 
-What waits is a generator. It yields the line whose answer it waits for, and what that is for
-messages, and is sent the answer; whoever runs it decides how to wait (`answered`).
+Methods that wait return an `Operation`, which whoever runs it hands the answers.
 
     send      to the outbox of a server; it leaves when it is full, or with the message that ends the step
     announce  a message to each server that has rows which a later step looks up; its answer is
-    taken when it comes
-    request   one message to each server: what is left in its outbox, that it was all, and what is wanted; then each
-              block is received into its memory
+              taken when it comes
+    request   one message to each server: the rest of its outbox, the end of the step, and the
+              blocks that are wanted; each block is received into its memory
     exchange  a message to the server of the round, and its answer
 """
 
@@ -15,60 +14,43 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Generator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from dtrans.errors import CheckpointError, PeerError, StateError
 from dtrans.protocol import wire
-from dtrans.protocol.inbox import Inbox
+from dtrans.protocol.operation import Operation, PendingAnswer
 from dtrans.protocol.tables import rows_ahead
 from dtrans.protocol.tables.held_tables import TableReport, reports_of
 from dtrans.protocol.tables.table_rows import WantedRows
 from dtrans.protocol.trainer_line import TrainerLine
 
 
-T = TypeVar("T")
-Waiting = Generator[tuple[TrainerLine, str], wire.Message, T]
 Landing = tuple[str, str, np.ndarray]  # a block that is to be received: server, name and memory
 
 
-def answered(waiting: Waiting[T], receive: Callable[[TrainerLine, str], wire.Message]) -> T:
-    """Run what waits to its end, with what `receive` returns as answers."""
-    try:
-        line, what = next(waiting)
-        while True:
-            line, what = waiting.send(receive(line, what))
-    except StopIteration as done:
-        made: T = done.value
-        return made
-    finally:
-        waiting.close()  # where `receive` has raised: nothing is awaited any more
+def greet(line: TrainerLine) -> Operation[str]:
+    """Wait for a server's welcome; the result is its local address, or nothing."""
+    what = "an answer to `hello` (is it running, and is this its endpoint?)"
+    answer = PendingAnswer(line, f"`hello` of {line.me}", "welcome", {}, what)
+    return Operation([answer], _admit)
 
 
-def answer_to(line: TrainerLine, number: int, what: str) -> Waiting[wire.Message]:
-    """Wait for the answer to the request with a number, and take no other for it."""
-    line.awaited = number
-    try:
-        return (yield line, what)
-    finally:
-        line.awaited = 0
+def _admit(answers: Sequence[PendingAnswer]) -> str:
+    return answers[0].line.admit(answers[0].reply)
 
 
-def greeted(line: TrainerLine) -> Waiting[str]:
-    """Wait for a server's welcome; where else it can be found, or nothing."""
-    return line.admit(
-        (yield line, "an answer to `hello` (is it running, and is this its endpoint?)")
-    )
-
-
-def left(line: TrainerLine) -> Waiting[None]:
-    """Say that this trainer has done, and wait until the server has heard it."""
+def leave(line: TrainerLine) -> Operation[None]:
+    """Send `complete`, and wait for the server's `goodbye`."""
     line.tell("complete")
-    while (yield line, "its goodbye").op != "goodbye":
-        pass
-    line.answer_goodbye()
+    answer = PendingAnswer(line, "`complete`", "goodbye", {}, "its goodbye", skips=True)
+    return Operation([answer], _answer_goodbye)
+
+
+def _answer_goodbye(answers: Sequence[PendingAnswer]) -> None:
+    answers[0].line.answer_goodbye()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -129,56 +111,40 @@ class TrainerSteps:
 
     def exchange(
         self, endpoint: str, number: int, values: Sequence[tuple[Any, Sequence[Any]]]
-    ) -> Waiting[list[Any]]:
-        """Exchange values of which each trainer has a part, each with the way in which they are
-        made one."""
+    ) -> Operation[list[Any]]:
+        """Exchange values of which each trainer has a part, each with its way of combining them
+        (`dtrans.ops.rpc`)."""
         line = self._line(endpoint)
         line.exchange(number, values)
-        inbox: Inbox | None = None
-        while inbox is None or inbox.missing():
-            message = yield line, f"the exchange of round {number} of step {line.step}"
-            if message.op != "exchanged" or (message["step"], message["round"]) != (
-                line.step,
-                number,
-            ):
-                raise PeerError(
-                    f"pserver {endpoint} answered `exchange` of round {number} with `{message.op}`"
-                )
-            if inbox is None:
-                memory = {
-                    str(i): np.empty(s, np.dtype(t)) for i, (t, s) in enumerate(message["values"])
-                }
-                inbox = Inbox(
-                    memory,
-                    lambda name: f"pserver {endpoint} answered with {name}, which was not asked",
-                )
-            inbox.take(message)
-        return list(inbox.memory.values())
+        answer = PendingAnswer(
+            line,
+            f"`exchange` of round {number}",
+            "exchanged",
+            {"step": line.step, "round": number},
+            f"the exchange of round {number} of step {line.step}",
+            room=_room_of_round,
+        )
+        return Operation([answer], _memory_of_first)
 
-    def prefetch(self, wanted: Sequence[WantedRows], *, train: bool) -> Waiting[None]:
+    def prefetch(self, wanted: Sequence[WantedRows], *, train: bool) -> Operation[None]:
         """Receive rows of tables.
 
         Args:
-          wanted: of each block.
-          train: whether gradients of these rows follow in this step.
+          wanted: rows of each block, with their memory.
+          train: gradients of these rows follow in this step.
         """
-        numbers = []
-        for endpoint, name, ids, _ in wanted:
+        answers = []
+        for endpoint, name, ids, rows in wanted:
             line = self._line(endpoint)
-            numbers.append(line.new_request())
-            line.prefetch(name, ids, train=train, request=numbers[-1])
-        for number, (endpoint, name, _, rows) in zip(numbers, wanted, strict=True):
-            line = self._line(endpoint)
-            inbox = Inbox({name: rows}, functools.partial(_not_asked, endpoint))
-            while inbox.missing():
-                message = yield from answer_to(
-                    line, number, f"{len(rows)} rows of {name} in step {line.step}"
+            number, what = line.new_request(), f"{len(rows)} rows of {name} in step {line.step}"
+            line.prefetch(name, ids, train=train, request=number)
+            fields, memory = {"step": line.step}, {name: rows}
+            answers.append(
+                PendingAnswer(
+                    line, f"`prefetch` of {name}", "rows", fields, what, number, memory=memory
                 )
-                if message.op != "rows" or message["step"] != line.step:
-                    raise PeerError(
-                        f"pserver {endpoint} answered `prefetch` of {name} with `{message.op}`"
-                    )
-                inbox.take(message)
+            )
+        return Operation(answers, _nothing)
 
     def announce(self, lookups: Sequence[LookedUp]) -> None:
         """Ask for the rows of tables that the step looks up which follows those that were
@@ -234,7 +200,7 @@ class TrainerSteps:
 
     def request(
         self, landings: Sequence[Landing], endpoints: Sequence[str], barriered: Collection[str]
-    ) -> Waiting[None]:
+    ) -> Operation[None]:
         """End the step, and receive blocks.
 
         Args:
@@ -256,157 +222,151 @@ class TrainerSteps:
             )
             self._outbox_bytes.pop(endpoint, None)
         self._sent_to.clear()
-        for endpoint, blocks in wanted.items():
-            yield from _landed(self._line(endpoint), blocks)
+        return Operation([_landing(self._line(ep), x) for ep, x in wanted.items()], self._end_step)
+
+    def _end_step(self, answers: Sequence[PendingAnswer]) -> None:
         self.in_step = False
 
-    def save(
-        self, endpoints: Sequence[str], name: str, made: int, *, wait: bool = True
-    ) -> Waiting[None]:
-        """Let servers save what they hold, between two steps; first wait for what they save
-        already.
+    def save(self, endpoints: Sequence[str], name: str, made: int) -> Operation[None]:
+        """Ask servers to save their state, between two steps; `saved` waits until it is written,
+        and comes before the next `save`.
 
         Args:
-          made: how many steps this trainer has made.
-          wait: until it is written. Otherwise `saved` does.
+          made: number of steps that this trainer has made.
         """
-        yield from self.saved()
         asked = {}
         for endpoint in endpoints:
             line = self._line(endpoint)
             asked[endpoint] = line.ask("save", name=name, made=made)
             line.saved[asked[endpoint]] = None
         self._saves = name, asked
-        if wait:
-            yield from self.saved()
+        return Operation([], _nothing)
 
-    def saved(self) -> Waiting[None]:
-        """Wait until servers have written the checkpoint that they were asked for last, if any.
+    def saved(self) -> Operation[None]:
+        """Wait until servers have written the checkpoint of the last `save`, if there is one.
 
-        Raises:
-          CheckpointError: a server that could not, when all have answered: the job may go on.
+        The operation raises CheckpointError for servers that could not, when all have answered:
+        the job may go on.
         """
         (name, asked), self._saves = self._saves, ("", {})
-        failed: dict[str, str] = {}
-        lines = {endpoint: self._line(endpoint) for endpoint in asked}
-
-        def keep_waiting() -> None:
-            for line in lines.values():
-                line.tell("saving", step=line.step)
-
-        try:
-            for endpoint, number in asked.items():
-                line = lines[endpoint]
-                line.while_it_waits = keep_waiting
-                message = line.saved[number]
-                if message is None:
-                    message = yield from answer_to(line, number, f"its part of checkpoint {name}")
-                if message.op != "saved" or message["name"] != name:
-                    raise PeerError(
-                        f"pserver {endpoint} answered `save` of {name} with `{message.op}`"
-                    )
-                failed |= {endpoint: message["error"]} if message["error"] else {}
-        finally:
-            for endpoint, line in lines.items():
-                line.while_it_waits = None
-                line.saved.pop(asked[endpoint])
-        if failed:
-            part = f"has not saved its part of checkpoint {name}"
-            raise CheckpointError(
-                "; ".join(f"pserver {endpoint} {part}: {why}" for endpoint, why in failed.items())
+        lines = [self._line(endpoint) for endpoint in asked]
+        request, what = f"`save` of {name}", f"its part of checkpoint {name}"
+        answers = [
+            PendingAnswer(
+                line, request, "saved", {"name": name}, what, asked[line.endpoint], saving=lines
             )
+            for line in lines
+        ]
+        return Operation(answers, functools.partial(_check_saved, name))
 
-    def tables(self, endpoints: Sequence[str]) -> Waiting[list[TableReport]]:
-        """What servers have of tables, between two steps."""
-        found = []
-        asked = {endpoint: self._line(endpoint).ask("tables") for endpoint in endpoints}
-        for endpoint, number in asked.items():
-            message = yield from answer_to(self._line(endpoint), number, "what it has of tables")
-            if message.op != "report":
-                raise PeerError(f"pserver {endpoint} answered `tables` with `{message.op}`")
-            found += reports_of(message["tables"])
-        return found
+    def tables(self, endpoints: Sequence[str]) -> Operation[list[TableReport]]:
+        """Report the rows of tables that servers hold, between two steps."""
+        lines = [self._line(endpoint) for endpoint in endpoints]
+        what = "what it has of tables"
+        answers = [PendingAnswer(x, "`tables`", "report", {}, what, x.ask("tables")) for x in lines]
+        return Operation(answers, _reports)
 
-    def evict(self, blocks: Sequence[tuple[str, str]], unused_for: int) -> Waiting[int]:
-        """Let servers give up rows of blocks that no step has updated for so many; how many they
-        are.
+    def evict(self, blocks: Sequence[tuple[str, str]], unused_for: int) -> Operation[int]:
+        """Let servers evict the rows of blocks that no step has updated for so many; the result is
+        their number.
+
+        The operation raises PeerError for servers that could not, when all have answered: the job
+        may go on.
 
         Args:
           blocks: server and name of each.
         """
-        count, failed = 0, dict[str, str]()
-        for endpoint, name in blocks:  # one by one: all trainers are in one eviction at a time
+        answers = []  # one by one: all trainers are in one eviction at a time
+        for endpoint, name in blocks:
             line = self._line(endpoint)
-            number = line.ask("evict", table=name, unused_for=unused_for)
-            message = yield from answer_to(
-                line, number, f"rows of {name} to be given up after step {line.step}"
+            what = f"rows of {name} to be given up after step {line.step}"
+            ask = "evict", {"table": name, "unused_for": unused_for}
+            fields = {"table": name}
+            answers.append(
+                PendingAnswer(line, f"`evict` of {name}", "evicted", fields, what, ask=ask)
             )
-            if message.op != "evicted" or message["table"] != name:
-                raise PeerError(
-                    f"pserver {endpoint} answered `evict` of {name} with `{message.op}`"
-                )
-            count += message["count"]
-            failed |= {endpoint: message["error"]} if message["error"] else {}
+        return Operation(answers, functools.partial(self._end_eviction, blocks))
+
+    def _end_eviction(
+        self, blocks: Sequence[tuple[str, str]], answers: Sequence[PendingAnswer]
+    ) -> int:
         self._forget_announced(blocks)
-        for endpoint, why in failed.items():  # when all have answered: the job may go on
+        for endpoint, why in _failures(answers).items():
             raise PeerError(f"pserver {endpoint} has not given up rows: {why}")
-        return count
+        return sum(x.reply["count"] for x in answers)
 
     def changed(
         self, blocks: Sequence[tuple[str, str]], since: int
-    ) -> Waiting[list[tuple[int, np.ndarray, np.ndarray]]]:
-        """Of each block: its step, the rows that steps after one have changed, and those that were
-        given up since.
+    ) -> Operation[list[tuple[int, np.ndarray, np.ndarray]]]:
+        """Receive, for each block, its step, the rows changed by steps after one, and those evicted
+        since.
 
         Args:
           blocks: server and name of each.
         """
-        found, failed = [], dict[str, str]()
-        for endpoint, name in blocks:
-            line = self._line(endpoint)
-            number, what = (
-                line.ask("changed_since", table=name, since=since),
-                f"which rows of {name} have changed",
+        answers = [
+            PendingAnswer(
+                self._line(endpoint),
+                f"`changed_since` of {name}",
+                "changes",
+                {"table": name},
+                f"which rows of {name} have changed since step {since}",
+                ask=("changed_since", {"table": name, "since": since}),
+                room=_room_of_changes,
             )
-            inbox: Inbox | None = None
-            while inbox is None or inbox.missing():
-                message = yield from answer_to(line, number, f"{what} since step {since}")
-                if message.op != "changes" or message["table"] != name:
-                    raise PeerError(
-                        f"pserver {endpoint} answered `changed_since` of {name} with `{message.op}`"
-                    )
-                if inbox is None:
-                    sizes = {"ids": message["count"], "gone": message["gone"]}
-                    memory = {n: np.empty(size, np.int32) for n, size in sizes.items()}
-                    inbox = Inbox(memory, functools.partial(_not_asked, endpoint))
-                inbox.take(message)
-            found.append((message["now"], inbox.memory["ids"], inbox.memory["gone"]))
-            failed |= {endpoint: message["error"]} if message["error"] else {}
-        for endpoint, why in failed.items():
-            raise PeerError(f"pserver {endpoint} does not know what has changed: {why}")
-        return found
+            for endpoint, name in blocks
+        ]
+        return Operation(answers, _changes)
 
     def forget_asked(self) -> None:
         """Say anew what is wanted: others have asked for other things by these lines."""
         self._asked.clear()
 
 
-def _landed(line: TrainerLine, blocks: dict[str, np.ndarray]) -> Waiting[None]:
-    """Receive blocks until all bytes of all of them are here."""
-    inbox = Inbox(blocks, functools.partial(_not_asked, line.endpoint))
-    missing = list(blocks)
-    while True:  # there is an answer also where nothing was asked for
-        some = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
-        message = yield line, f"`recv` of step {line.step} ({some or 'no blocks'})"
-        if message.op != "blocks" or message["step"] != line.step:
-            raise PeerError(
-                f"pserver {line.endpoint} answered `recv` of step {line.step} with `{message.op}`"
-            )
-        inbox.take(message)
-        missing = inbox.missing()
-        if not missing:
-            return
+def _landing(line: TrainerLine, blocks: Mapping[str, np.ndarray]) -> PendingAnswer:
+    """Return the answer to a `recv`, which comes also if no block is wanted."""
+    what = f"`recv` of step {line.step}"
+    fields = {"step": line.step}
+    return PendingAnswer(line, what, "blocks", fields, what, memory=blocks, lists_blocks=True)
 
 
-def _not_asked(endpoint: str, name: str) -> str:
-    return f"pserver {endpoint} sent {name}, which was not asked for"
+def _nothing(answers: Sequence[PendingAnswer]) -> None:
+    return None
+
+
+def _room_of_round(message: wire.Message) -> dict[str, np.ndarray]:
+    return {str(i): np.empty(s, np.dtype(t)) for i, (t, s) in enumerate(message["values"])}
+
+
+def _memory_of_first(answers: Sequence[PendingAnswer]) -> list[Any]:
+    return list((answers[0].memory or {}).values())
+
+
+def _room_of_changes(message: wire.Message) -> dict[str, np.ndarray]:
+    sizes = {"ids": message["count"], "gone": message["gone"]}
+    return {n: np.empty(size, np.int32) for n, size in sizes.items()}
+
+
+def _changes(answers: Sequence[PendingAnswer]) -> list[tuple[int, np.ndarray, np.ndarray]]:
+    for endpoint, why in _failures(answers).items():
+        raise PeerError(f"pserver {endpoint} does not know what has changed: {why}")
+    return [(x.reply["now"], *(x.memory or {}).values()) for x in answers]
+
+
+def _reports(answers: Sequence[PendingAnswer]) -> list[TableReport]:
+    return [report for x in answers for report in reports_of(x.reply["tables"])]
+
+
+def _check_saved(name: str, answers: Sequence[PendingAnswer]) -> None:
+    failed = _failures(answers)
+    if failed:
+        part = f"has not saved its part of checkpoint {name}"
+        raise CheckpointError(
+            "; ".join(f"pserver {endpoint} {part}: {why}" for endpoint, why in failed.items())
+        )
+
+
+def _failures(answers: Sequence[PendingAnswer]) -> dict[str, str]:
+    """Return the servers that could not do what they were asked for, and the last reason of
+    each."""
+    return {x.line.endpoint: x.reply["error"] for x in answers if x.reply["error"]}

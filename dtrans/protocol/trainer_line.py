@@ -54,7 +54,7 @@ class TrainerLine:
       gone: the server has ended, or the connection to it has.
       awaited: the number of the request whose answer is waited for; 0 where that has none.
       saved: the answers to requests to save, by their numbers; None for one that is to come.
-      while_it_waits: is called when the server says that the trainer has to wait.
+      saving: lines whose servers hear `saving` when this one says that the trainer has to wait.
       patience: the time until when it waits.
       reminder: when to say that it waits.
     """
@@ -81,7 +81,7 @@ class TrainerLine:
         self.patience = 0.0
         self.awaited = self._asked = 0
         self.saved: dict[int, wire.Message | None] = {}
-        self.while_it_waits: Callable[[], object] | None = None
+        self.saving: Sequence[TrainerLine] = ()
         self.ahead = ComingRows(endpoint)
         self._secret, self._deadline, self._say_now, self._retry = secret, deadline, say, retry
         self._lost: float | None = None  # since when the connection is
@@ -267,8 +267,8 @@ class TrainerLine:
         if message.op == "waiting":
             self.patience = now + self._deadline
             self._told = f", which waited for {message['reason']}"
-            if self.while_it_waits is not None:
-                self.while_it_waits()
+            for line in self.saving:
+                line.tell("saving", step=line.step)
             return None
         if message.op == "rows" and "ahead" in message.fields:
             self.ahead.take(message)
@@ -284,7 +284,7 @@ class TrainerLine:
         """Say what waits, where the server has missed nothing. Else `hello` was said twice."""
         if self._lost is None:
             return
-        self._check_proof(message)
+        self._check_proof(message.fields)
         self._lost = None
         held, self._held = self._held, []
         for frames, op in held:
@@ -313,22 +313,21 @@ class TrainerLine:
                 f"{self.me} waited {now - self._since:.1f} s for {who}: {self._waits_for}"
             )
 
-    def admit(self, message: wire.Message) -> str:
-        """Take the answer to `hello`; where else the server can be found, or nothing. Raises
-        PeerError."""
-        if message.op != "welcome":
-            raise PeerError(
-                f"pserver {self.endpoint} answered `hello` of {self.me} with `{message.op}`"
-            )
-        self._check_proof(message)
-        self.welcomed = True
-        self.step = message["step"]
-        return str(message["local"])
+    def admit(self, welcome: Mapping[str, Any]) -> str:
+        """Take the fields of a welcome; return the server's local address, or nothing.
 
-    def _check_proof(self, message: wire.Message) -> None:
-        """Raise PeerError where who says welcome does not have the job's token."""
+        Raises:
+          PeerError: the server does not know the job's token.
+        """
+        self._check_proof(welcome)
+        self.welcomed = True
+        self.step = welcome["step"]
+        return str(welcome["local"])
+
+    def _check_proof(self, welcome: Mapping[str, Any]) -> None:
+        """Raise PeerError if the sender of a welcome does not have the job's token."""
         if not token.is_shown(
-            message.fields.get("proof"), self._secret, f"welcome {self._hello['nonce']}"
+            welcome.get("proof"), self._secret, f"welcome {self._hello['nonce']}"
         ):
             raise PeerError(
                 f"what welcomes {self.me} as pserver {self.endpoint} has not the job's token"

@@ -28,7 +28,8 @@ from dtrans.ops import (
     prefetch_p,
     trainer_index_p,
 )
-from dtrans.protocol.trainer import TrainerSteps, Waiting
+from dtrans.protocol.operation import Operation
+from dtrans.protocol.trainer import TrainerSteps
 from dtrans.run.base.batch import on_one_device
 from dtrans.run.base.nonfinite import GradientWatch
 from dtrans.run.base.segments import Compute, Rules, Segments, cut_program
@@ -224,7 +225,7 @@ class Executor:
                 return self._fabric.look_up(eqn, ids)
         raise ConfigError(f"{table} is no table of {program.name}")
 
-    def between_steps(self, what: str, ask: Callable[[TrainerSteps], Waiting[T]]) -> T:
+    def between_steps(self, what: str, ask: Callable[[TrainerSteps], Operation[T]]) -> T:
         """Ask servers for something between two steps of a trainer.
 
         Args:

@@ -313,9 +313,11 @@ class TrainerJob(RoleJob):
                 "dtrans.checkpoint.save"
             )
         servers = tuple(self.plan.servers)
-        self._executor.between_steps(
-            f"checkpoint {name}", lambda to: to.save(servers, name, self._made, wait=wait)
-        )
+        between = partial(self._executor.between_steps, f"checkpoint {name}")
+        between(lambda to: to.saved())
+        between(lambda to: to.save(servers, name, self._made))
+        if wait:
+            between(lambda to: to.saved())
 
     def params(self, state: tuple[Any, ...]) -> Any:
         """The parameters. Tables are looked up, all of their rows.

@@ -15,12 +15,13 @@ import numpy as np
 
 from dtrans.errors import DtransError, WireError
 from dtrans.protocol import wire
-from dtrans.protocol.geo_steps import GeoSteps, Values, Waits
+from dtrans.protocol.geo_steps import GeoSteps, Values
+from dtrans.protocol.operation import Operation
 from dtrans.protocol.served import RowGradient
 from dtrans.protocol.tables.kept_rows import KeptRows
 from dtrans.protocol.tables.table_rows import runs_of, wanted_of
 from dtrans.protocol.traffic import Group, Leaf, Traffic
-from dtrans.protocol.trainer import LookedUp, TrainerSteps, greeted, left
+from dtrans.protocol.trainer import LookedUp, TrainerSteps, greet, leave
 from dtrans.protocol.trainer_line import TrainerLine
 from tools.simulate.case import Case
 from tools.simulate.clock import Clock
@@ -100,7 +101,7 @@ class SimulatedTrainer(Process):
         self._steps = TrainerSteps(lambda ep: self._lines[ep].line)
         self._steps.sync_mode = case.sync_mode
         self._script = self._run()
-        self._waits: _Line | None = None  # whose answer it waits for
+        self._operation: Operation[Any] | None = None  # that it waits for
         self._late: DtransError | None = None  # what has happened while it computed
 
     def start(self) -> None:
@@ -122,14 +123,13 @@ class SimulatedTrainer(Process):
             if reason is None:
                 self.left_at[f"{self.name} pserver {line.line.endpoint}"] = self.clock.now
             try:
-                yield from left(line.line) if reason is None else self._abort(line, reason)
+                if reason is None:
+                    yield leave(line.line)
+                else:
+                    line.line.tell("abort", reason=reason)
+                    yield ("hear out", line)
             except DtransError as e:
                 self.error = self.error or e
-
-    def _abort(self, line: _Line, reason: str) -> Answer:
-        """Say why, and wait until the server has heard it."""
-        line.line.tell("abort", reason=reason)
-        yield ("hear out", line)
 
     def _train(self) -> Answer:
         yield from self._greet()
@@ -162,7 +162,7 @@ class SimulatedTrainer(Process):
         found = self._steps.announced("t", ids, step)
         if found is None:
             found = self._room_for(ids)
-            yield from self._steps.prefetch(found.wanted, train=True)
+            yield self._steps.prefetch(found.wanted, train=True)
         self.looked_up.append((ids, found.rows))
 
     def _room_for(self, ids: np.ndarray) -> LookedUp:
@@ -200,19 +200,17 @@ class SimulatedTrainer(Process):
             )
             self._lines[ep] = line
             self._open(line)
-            if (yield from greeted(line.line)):
+            if (yield greet(line.line)):
                 first = line.connection
                 self._open(line, local=True)
-                yield from greeted(line.line)
+                yield greet(line.line)
                 first.close(0)
 
     def _exchange(self, step: int) -> Answer:
         for number in range(self.case.rounds):
             ep = self.case.endpoints[number % len(self.case.endpoints)]
             part = round_part(self.k, step, number)
-            self.reduced += yield from self._steps.exchange(
-                ep, number, [(part, ("all_reduce", "sum"))]
-            )
+            self.reduced += yield self._steps.exchange(ep, number, [(part, ("all_reduce", "sum"))])
 
     def _gradients(self, step: int) -> list[tuple[str, np.ndarray]]:
         """The gradient of each block."""
@@ -225,7 +223,7 @@ class SimulatedTrainer(Process):
         new = {n: np.empty(size, np.float32) for n, size in self.case.blocks.items()}
         barriered = self.case.endpoints if step and self._steps.sync_mode else ()
         landings = [(n.split("/")[0], n, x) for n, x in new.items()]
-        yield from self._steps.request(landings, self.case.endpoints, barriered)
+        yield self._steps.request(landings, self.case.endpoints, barriered)
         self.pulled.append((step, new))
 
     def _sender(self, ep: str) -> Callable[[list[Any]], None]:
@@ -259,21 +257,23 @@ class SimulatedTrainer(Process):
 
     def _look(self) -> None:
         """Go on if what was waited for is here."""
-        if self._waits is not None:
-            self._listen(self._waits)
+        if self._operation is not None:
+            self._listen(self._operation)
 
-    def _listen(self, line: _Line) -> None:
+    def _listen(self, operation: Operation[Any]) -> None:
         """Run one turn of a connection's loop: messages first, then events of the connection, then
         the clock."""
         now = self.clock.now
         try:
-            while self._waits is line:
+            while self._operation is operation and not operation.done:
+                line = self._lines[operation.waits_for.line.endpoint]
                 gone = line.line.gone
                 if line.messages:
                     message = line.line.heard(line.messages.popleft(), now)
                     if message is not None:
-                        self._waits = None
-                        self._go_on(message)
+                        operation.take(message)
+                        if not operation.done:
+                            self._await(operation)
                 elif gone:
                     raise line.line.went_away()
                 elif line.events:
@@ -284,8 +284,12 @@ class SimulatedTrainer(Process):
                         self._look_at(line.line.retries_until)
                         return
         except DtransError as e:
-            self._waits = None
+            operation.close()
+            self._operation = None
             self._go_on(e)
+        else:
+            self._operation = None
+            self._go_on(operation.result)
 
     def _go_on(self, answer: Any) -> None:
         """Let the script go on to where it waits next."""
@@ -305,25 +309,33 @@ class SimulatedTrainer(Process):
         of a line."""
         if isinstance(waits, float):
             self.clock.at(self.clock.now + waits, lambda: self.deliver(("go",)))
-        elif waits[0] == "hear out":
+        elif not isinstance(waits, Operation):
             self._hear_out(waits[1], self.clock.now + LINGER)
+        elif waits.done:
+            self._go_on(waits.result)
         else:
-            line, what = waits
-            waiting = self._waits = self._lines[line.endpoint]
-            line.wait(what, self.clock.now)
-            self._wake_at(waiting, line.patience)
+            self._operation = waits
+            self._await(waits)
             self.deliver(("look",))
+
+    def _await(self, operation: Operation[Any]) -> None:
+        """Begin to wait for the next message of an operation."""
+        answer = operation.waits_for
+        answer.line.wait(str(answer), self.clock.now)
+        self._wake_at(answer.line)
 
     def _look_at(self, time: float) -> None:
         if time < math.inf:
             self.clock.at(time, lambda: self.deliver(("look",)))
 
-    def _wake_at(self, line: _Line, time: float) -> None:
+    def _wake_at(self, line: TrainerLine) -> None:
+        time = line.patience
+
         def wake() -> None:
-            if self._waits is line:
+            if self._operation is not None and self._operation.waits_for.line is line:
                 self.deliver(("look",))
-                if line.line.patience > self.clock.now:
-                    self._wake_at(line, line.line.patience)
+                if line.patience > self.clock.now:
+                    self._wake_at(line)
 
         self.clock.at(time, wake)
 
@@ -500,19 +512,17 @@ class GeoSgdTrainer(CommunicatingTrainer):
                 for x in leaves.values()
             ]
             values = [added(x, c) for x, c in zip(values, changes, strict=True)]
-            values = yield from self._waited(
-                steps.step(values, case.every, block_on_pull=case.waits)
-            )
-        yield from self._waited(steps.finish())
+            steps.step(values, case.every, block_on_pull=case.waits)
+            yield from self._settled(steps)
+            values = steps.local
+        steps.finish()
+        yield from self._settled(steps)
 
-    def _waited(self, waits: Waits) -> Answer:
+    def _settled(self, steps: GeoSteps) -> Answer:
         """As a communicator's barrier."""
-        while True:
-            try:
-                next(waits)
-            except StopIteration as e:
-                return e.value
+        while steps.waits:
             yield lambda: self.received() >= self._put
+            steps.go_on()
 
     def _change_rows(self, step: int) -> Answer:
         """Return the result of a step from the rows that it looks up."""

@@ -20,8 +20,9 @@ import zmq
 from dtrans.endpoints import split_endpoint
 from dtrans.errors import PeerError, WireError
 from dtrans.protocol import wire
+from dtrans.protocol.operation import PendingAnswer, answered
 from dtrans.protocol.presence import RETRY
-from dtrans.protocol.trainer import answered, greeted, left
+from dtrans.protocol.trainer import greet, leave
 from dtrans.protocol.trainer_line import DOOR, TrainerLine
 from dtrans.run.net.keys import Keys
 from dtrans.run.net.sockets import LINGER, Handshakes, connect, new_socket, tcp_address
@@ -94,7 +95,7 @@ class Connection:
                 ) from e
         self._open(address)
         try:
-            local = answered(greeted(self.line), self.receive)
+            local = answered(greet(self.line), self.receive)
             if local and os.path.exists(local):
                 self._move(f"ipc://{local}")
         except BaseException:
@@ -125,9 +126,10 @@ class Connection:
             raise self.line.went_away(waiting_for)
         return None
 
-    def receive(self, line: TrainerLine, waiting_for: str) -> wire.Message:
-        """The next message that is an answer. Raises as the class does."""
-        line.wait(waiting_for, time.monotonic())
+    def receive(self, answer: PendingAnswer) -> wire.Message:
+        """Wait for the next message of an answer. Raises as the class does."""
+        line = answer.line
+        line.wait(str(answer), time.monotonic())
         while True:
             # a connection that ended is looked at once more: the last words of a server come before
             # its end
@@ -181,7 +183,7 @@ class Connection:
         socket, handshakes = self._socket, self._handshakes
         try:
             self._open(address)
-            answered(greeted(self.line), self.receive)
+            answered(greet(self.line), self.receive)
         finally:
             handshakes.close()
             socket.close(linger=0)
@@ -194,7 +196,7 @@ class Connection:
         """Say goodbye, or why not, and wait until the server has heard it."""
         if error is None:
             try:
-                answered(left(self.line), self.receive)
+                answered(leave(self.line), self.receive)
             finally:
                 self._shut()
         else:

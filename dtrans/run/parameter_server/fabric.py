@@ -61,9 +61,10 @@ from dtrans.ops import (
     split_ids_p,
 )
 from dtrans.protocol.buffers import BufferPool
+from dtrans.protocol.operation import Operation, answered
 from dtrans.protocol.tables.table_rows import put_in_place, unique_ids
 from dtrans.protocol.traffic import Leaf, rows_of
-from dtrans.protocol.trainer import Landing, LookedUp, TrainerSteps, Waiting, answered
+from dtrans.protocol.trainer import Landing, LookedUp, TrainerSteps
 from dtrans.run.base.nonfinite import GradientWatch
 from dtrans.run.net.keys import Keys
 from dtrans.run.net.sockets import LINGER
@@ -268,7 +269,7 @@ class EndpointFabric:
             self._steps.send(ep, name, np.asarray(grad)[span.among(uniq)])
         return [None]
 
-    def between(self, what: str, ask: Callable[[TrainerSteps], Waiting[T]]) -> T:
+    def between(self, what: str, ask: Callable[[TrainerSteps], Operation[T]]) -> T:
         """Ask servers for something between two steps of this trainer; `what` it is, for an
         error."""
         if self._closed:
@@ -331,9 +332,9 @@ class EndpointFabric:
         barriered, self._landings, self._barriered = self._barriered, [], ()
         self._answered(self._steps.request(landings, endpoints, barriered))
 
-    def _answered(self, waiting: Waiting[T]) -> T:
+    def _answered(self, operation: Operation[T]) -> T:
         return answered(
-            waiting, lambda line, what: self._connections[line.endpoint].receive(line, what)
+            operation, lambda answer: self._connections[answer.line.endpoint].receive(answer)
         )
 
     def _concat(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:

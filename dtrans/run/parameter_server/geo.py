@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import jax
 
 from dtrans.errors import StateError
-from dtrans.protocol.geo_steps import GeoSteps, Values, Waits
+from dtrans.protocol.geo_steps import GeoSteps, Values
 from dtrans.protocol.tables.kept_rows import KeptRows
 from dtrans.protocol.traffic import Group, Leaf
 
@@ -62,8 +62,11 @@ class GeoTrainer:
         self._steps = GeoSteps(self, DeviceArithmetic(), trainers, list(values))
 
     def step(self, values: Sequence[Any], every: int, *, block_on_pull: bool) -> Sequence[Any]:
-        """What a step goes on with that has made `values`; every so many steps they are pushed."""
-        return self._driven(self._steps.step(values, every, block_on_pull=block_on_pull))
+        """Take the parameters that a step has made, pushed every so many steps; return those that
+        the next step begins with."""
+        self._steps.step(values, every, block_on_pull=block_on_pull)
+        self._settle()
+        return self._steps.local
 
     def rows(self, table: str) -> KeptRows:
         """The rows of a table."""
@@ -90,15 +93,13 @@ class GeoTrainer:
                 "changed in them "
                 "since the last push is lost: close the executor before"
             )
-        self._driven(self._steps.finish())
+        self._steps.finish()
+        self._settle()
 
-    def _driven(self, waits: Waits) -> Values:
-        while True:
-            try:
-                next(waits)
-            except StopIteration as e:
-                return e.value
+    def _settle(self) -> None:
+        while self._steps.waits:
             self._communicator.barrier()
+            self._steps.go_on()
 
     # -- what `GeoSteps` asks of its queue ---------------------------------------------------------
 

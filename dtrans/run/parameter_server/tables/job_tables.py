@@ -19,9 +19,10 @@ from dtrans.errors import ConfigError
 from dtrans.ir.display import plan_text
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.parameter_server.tables.choose import Table
+from dtrans.protocol.operation import Operation
 from dtrans.protocol.tables.held_tables import TableReport
 from dtrans.protocol.tables.table_rows import unique_ids
-from dtrans.protocol.trainer import TrainerSteps, Waiting
+from dtrans.protocol.trainer import TrainerSteps
 
 
 T = TypeVar("T")
@@ -231,7 +232,7 @@ class JobTables(abc.ABC):
 class AskServers(Protocol):
     """Function that asks servers for something between two steps, as `Executor.between_steps`."""
 
-    def __call__(self, what: str, ask: Callable[[TrainerSteps], Waiting[T]]) -> T:
+    def __call__(self, what: str, ask: Callable[[TrainerSteps], Operation[T]]) -> T:
         """Return the servers' answer; `what` describes the request for an error."""
 
 
@@ -259,7 +260,8 @@ class TrainerTables(JobTables):
     def report(self) -> TablesReport:
         blocks = [b for b in self.plan.placement.table if b.leaf in self.plan.tables.of]
         servers = list(dict.fromkeys(b.endpoint for b in blocks))
-        return TablesReport(tuple(self._ask("tables", lambda to: to.tables(servers))))
+        found = self._ask("tables", lambda to: to.tables(servers))
+        return TablesReport(tuple(found))
 
     def changed(self, name: str, since: int) -> ChangedRows:
         blocks = self._blocks(name)
