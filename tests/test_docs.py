@@ -303,13 +303,13 @@ def test_nobody_is_told_to_install_another_project():
 
 
 def test_the_page_for_paddles_users_has_every_option_and_every_method():
-    from dtrans.paddle.config import BEYOND, DEFAULTS
+    from dtrans.paddle.config import DEFAULTS, EXTENSIONS
 
     text = (README.parent / "docs" / "paddle.md").read_text()
     methods = [
         n for n in vars(dtrans.DistributeTranspiler) if not n.startswith("_") and n != "plan"
     ]
-    assert not [n for n in (*DEFAULTS, *BEYOND, *methods) if f"`{n}" not in text]
+    assert not [n for n in (*DEFAULTS, *EXTENSIONS, *methods) if f"`{n}" not in text]
 
 
 PAGES = ["pipeline.md", "epl.md"]

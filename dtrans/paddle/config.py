@@ -1,8 +1,6 @@
-"""The options of a `DistributeTranspiler`: their names, defaults, and which of them contradict each
-other.
+"""Options of a `DistributeTranspiler`: names, defaults and contradictions.
 
-What only `transpile` knows (its arguments) it checks itself, and so do the transforms what they are
-given.
+`transpile` checks its own arguments, and the strategies check the options that they receive.
 """
 
 from __future__ import annotations
@@ -50,12 +48,18 @@ DEFAULTS: dict[str, Any] = {
     "collective_mode": None,
 }
 
-# What Paddle has no attribute for.
-BEYOND: dict[str, Any] = {"dc_asgd_lambda": 1.0, "dc_asgd_decay": None, "on_trainer_exit": "drop", "communicator": None,
-                          "geo_sgd_block_on_pull": False, "merge": None, "sparse": None}  # fmt: skip
+# Options that Paddle has no attribute for.
+EXTENSIONS: dict[str, Any] = {
+    "dc_asgd_lambda": 1.0,
+    "dc_asgd_decay": None,
+    "on_trainer_exit": "drop",
+    "communicator": None,
+    "geo_sgd_block_on_pull": False,
+    "merge": None,
+    "sparse": None,
+}
 
-# The options of `dtrans.nccl2` and `dtrans.pserver`, and the fields of their records, that have
-# other names here.
+# Options of `dtrans.nccl2` and `dtrans.pserver` (and fields of their records) to Paddle's names.
 OPTIONS = {
     "strength": "dc_asgd_lambda",
     "decay": "dc_asgd_decay",
@@ -65,9 +69,17 @@ OPTIONS = {
     "trainers_per_node": "hierarchical_allreduce_inter_nranks",
 }
 
-# What only makes sense where servers update parameters, and where they add up what trainers did.
-_OF_SERVERS = ("enable_dc_asgd", "dc_asgd_lambda", "dc_asgd_decay", "half_async", "completely_not_async",
-               "communicator", "on_trainer_exit")  # fmt: skip
+# Options of jobs whose servers update parameters; of GEO-SGD, whose servers add up deltas; and of
+# jobs without servers.
+_OF_SERVERS = (
+    "enable_dc_asgd",
+    "dc_asgd_lambda",
+    "dc_asgd_decay",
+    "half_async",
+    "completely_not_async",
+    "communicator",
+    "on_trainer_exit",
+)
 _OF_GEO = ("geo_sgd_mode", "geo_sgd_need_push_nums", "geo_sgd_block_on_pull")
 _OF_TRAINERS = ("nccl_comm_num", "hierarchical_allreduce_inter_nranks")
 
@@ -76,24 +88,24 @@ COLLECTIVE_MODES = ("grad_allreduce", "local_sgd")
 
 @dataclasses.dataclass(frozen=True)
 class Embedding:
-    """What Paddle's layers and optimizers say of a table of embeddings: a step in JAX has no op to
-    say it.
+    """Options of an embedding table that Paddle passes to its layers and optimizers.
 
     Attributes:
-      is_sparse: trainers look up rows on the servers, which have runs of rows each (Paddle's
-        `remote_prefetch`), and send the gradients of these.
-      is_distributed: the same, and row n is on server n % servers.
-      lazy_mode: of Adam: rows that nobody looks up stay as they are. Otherwise every optimizer does
-        with them what it does on one device.
+      is_sparse: trainers look up single rows on the servers, and send the gradients of these rows.
+        Each server has a contiguous range of rows (Paddle's `remote_prefetch`).
+      is_distributed: as `is_sparse`, but row n is on server n % servers.
+      lazy_mode: an option of Adam: rows that no trainer looks up stay unchanged. With False every
+        optimizer updates them as it does on one device.
 
     Raises:
-      ConfigError: something else than True or False.
+      ConfigError: an attribute is neither True nor False.
 
     Source: `fluid.layers.embedding`; `lazy_mode` of `fluid.optimizer.Adam`.
 
     Example:
       >>> import dtrans
-      >>> dtrans.DistributeTranspilerConfig(sparse={"params/emb": dtrans.paddle.Embedding(is_distributed=True)})
+      >>> table = dtrans.paddle.Embedding(is_distributed=True)
+      >>> dtrans.DistributeTranspilerConfig(sparse={"params/emb": table})
       DistributeTranspilerConfig(sparse={'params/emb': Embedding(is_sparse=True,
       is_distributed=True, lazy_mode=False)})
     """
@@ -107,63 +119,56 @@ class Embedding:
             check_flag(name, getattr(self, name))
 
     def rows(self, servers: int) -> Rows:
-        """The same, as `dtrans.pserver` takes it, on so many servers."""
+        """Return these options as `dtrans.pserver` takes them."""
         update: Literal["lazy", "dense"] = "lazy" if self.lazy_mode else "dense"
         return Rows(update, "bucket", servers) if self.is_distributed else Rows(update)
 
 
 class DistributeTranspilerConfig:
-    """The options of a `DistributeTranspiler`.
-
-    All of Paddle's attributes are here, with its defaults, and some that it has not:
+    """Options of a `DistributeTranspiler`: Paddle's attributes and defaults, and some extensions.
 
     Attributes:
-      mode: "pserver"; or "nccl2" or "collective": no servers, trainers average their gradients with
-        collectives.
-      collective_mode: with mode="collective", "grad_allreduce" (each gradient is reduced by
-        itself), or "local_sgd" (each trainer takes the step by itself, and what they make is
-        averaged: the optimizer's state too, which Paddle does not average).
-      slice_var_up: cut parameters into blocks of rows; otherwise each is whole on one server.
-        "require" makes it an error if the optimizer does not let one be cut.
-      split_method: a subclass of `PSDispatcher`: `RoundRobin` (None is that), `HashName`,
-        `SizeBalanced`, your own.
-      min_block_size: the fewest elements worth a block of their own, 8192 or more.
-      sync_mode: every update uses the gradients of all trainers; otherwise each gradient is an
-        update of its own. Either this or the argument of `transpile` turns it off.
+      mode: "pserver"; or "nccl2" or "collective": no servers, trainers all-reduce their gradients.
+      collective_mode: for mode="collective". "grad_allreduce" reduces each gradient separately.
+        "local_sgd" lets each trainer step alone, then averages their results. The average includes
+        the optimizer's state, which Paddle does not average.
+      slice_var_up: cut parameters into blocks of rows; False puts each on one server. "require" is
+        an error if the optimizer does not let a parameter be cut.
+      split_method: a subclass of `PSDispatcher`: `RoundRobin` (the meaning of None), `HashName`,
+        `SizeBalanced`, or a subclass that you write.
+      min_block_size: the smallest number of elements in a block, 8192 or more.
+      sync_mode: every update uses the gradients of all trainers. With False each gradient is a
+        separate update. False here or as an argument of `transpile` turns it off.
       enable_dc_asgd: with sync_mode=False, compensate gradients for their delay.
-      dc_asgd_lambda, dc_asgd_decay: how, which Paddle has no attributes for; see
-        `dtrans.DelayCompensation`.
-      on_trainer_exit: how synchronous updates go on after a trainer that closes before the others,
-        which Paddle has no attribute for: "drop" it from them, "paddle", or "error"; see
-        `dtrans.pserver`.
-      runtime_split_send_recv: with sync_mode=False, trainers have a communicator, and steps wait
-        for nothing.
-      communicator: how it works, in the place of Paddle's environment variables; a
-        `dtrans.CommunicatorConfig`.
-      half_async: with both, steps wait for the communicator. (In Paddle the threads of a trainer
-        wait for each other; a trainer has one here.) Without a communicator steps wait anyhow, and
-        this changes nothing.
-      completely_not_async: with both, updates are made of the gradients of all trainers, as with
+      dc_asgd_lambda, dc_asgd_decay: an extension: fields of `dtrans.DelayCompensation`.
+      on_trainer_exit: an extension: synchronous updates after a trainer has closed early. "drop" it
+        from them, "paddle", or "error"; see `dtrans.pserver`.
+      runtime_split_send_recv: with sync_mode=False, trainers have a communicator, and steps do not
+        wait.
+      communicator: a `dtrans.CommunicatorConfig`, in place of Paddle's environment variables.
+      half_async: with both, steps wait for the communicator. In Paddle the threads of a trainer
+        wait for each other; a dtrans trainer has one. Without a communicator it has no effect:
+        steps wait anyway.
+      completely_not_async: with both, updates use the gradients of all trainers, as with
         sync_mode=True.
-      geo_sgd_mode: with sync_mode=False, trainers train by themselves, and servers add up what has
-        changed; see `dtrans.Geo`. `GeoSgdTranspiler` does so whatever this is.
-      geo_sgd_need_push_nums: after how many steps a trainer gives the servers what has changed.
-      geo_sgd_block_on_pull: let that step wait for what others have changed, which Paddle has no
-        attribute for.
-      merge: how state is merged that trainers make themselves, which Paddle has no attribute for;
-        see `dtrans.pserver` and `dtrans.nccl2`.
-      sparse: parameters of which trainers look up rows on the servers, by their names, each with a
-        `dtrans.paddle.Embedding`; or "auto", as in `dtrans.pserver`. Paddle's programs have that
-        with the layers.
-      print_log: log the plan when transpiling: at level INFO, by the logger
-        "dtrans.paddle.transpiler", whose level and handlers are yours to set. Where logging is not
-        set up, the plan goes to stderr, as Python's own warnings do.
-      nccl_comm_num: in nccl2 mode, how many chains of reductions may run beside each other; 1
-        leaves that to XLA.
+      geo_sgd_mode: with sync_mode=False, trainers train locally, and servers add up their deltas;
+        see `dtrans.Geo`. `GeoSgdTranspiler` always sets it.
+      geo_sgd_need_push_nums: the number of steps between two pushes of a trainer's deltas.
+      geo_sgd_block_on_pull: an extension: the pushing step waits for the deltas of other trainers.
+      merge: an extension: merge rules for state that trainers update themselves; see
+        `dtrans.pserver` and `dtrans.nccl2`.
+      sparse: tables whose rows trainers look up on the servers: `{name of a parameter:
+        dtrans.paddle.Embedding(...)}`, or "auto", as in `dtrans.pserver`. Paddle's programs have
+        this with the layers.
+      print_log: log the plan in `transpile`, at level INFO, with the logger
+        "dtrans.paddle.transpiler". Without a handler the plan goes to stderr, as Python's warnings
+        do.
+      nccl_comm_num: in nccl2 mode, the number of chains of reductions that may overlap; 1 leaves
+        that to XLA.
       use_hierarchical_allreduce: in nccl2 mode, reduce gradients inside each node, across nodes,
         and gather inside.
-      hierarchical_allreduce_inter_nranks: how many trainers a node has; by default as many as have
-        endpoints on one host.
+      hierarchical_allreduce_inter_nranks: the number of trainers of a node; by default the number
+        of endpoints on one host.
 
     slice_var_up, split_method and min_block_size are for pserver mode.
 
@@ -208,12 +213,12 @@ class DistributeTranspilerConfig:
     sparse: Mapping[str, Embedding] | Literal["auto"] | None
 
     def __init__(self, **options: Any) -> None:
-        for name, value in {**DEFAULTS, **BEYOND, **options}.items():
+        for name, value in {**DEFAULTS, **EXTENSIONS, **options}.items():
             setattr(self, name, value)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in DEFAULTS and name not in BEYOND:
-            known = [*DEFAULTS, *BEYOND]
+        if name not in DEFAULTS and name not in EXTENSIONS:
+            known = [*DEFAULTS, *EXTENSIONS]
             raise ConfigError(
                 f"DistributeTranspilerConfig has no option {name}; "
                 f"{did_you_mean(name, known, 'its options are')}"
@@ -221,28 +226,31 @@ class DistributeTranspilerConfig:
         super().__setattr__(name, value)
 
     def __repr__(self) -> str:
-        changed = {n: v for n, v in vars(self).items() if v != (DEFAULTS | BEYOND)[n]}
+        changed = {n: v for n, v in vars(self).items() if v != (DEFAULTS | EXTENSIONS)[n]}
         return f"DistributeTranspilerConfig({', '.join(f'{n}={v!r}' for n, v in changed.items())})"
 
     @property
     def dispatcher(self) -> type[PSDispatcher]:
-        """`split_method`, or what None stands for."""
+        """The dispatcher that `split_method` stands for."""
         return RoundRobin if self.split_method is None else self.split_method
 
     def placement(self, seed: int = 0) -> BlockPlacement:
-        """How leaves are cut, and placed."""
+        """Return the options of cutting leaves into blocks and placing them on servers."""
         return BlockPlacement(self.slice_var_up, self.dispatcher, self.min_block_size, seed)
 
     def tables(self, servers: int) -> Mapping[str, Rows] | Literal["auto"] | None:
-        """The tables, as `dtrans.pserver` takes them, on so many servers."""
+        """Return the options of tables as `dtrans.pserver` takes them."""
         if self.sparse is None or self.sparse == "auto":
             return self.sparse
-        return {
-            n: x.rows(servers) for n, x in self.sparse.items() if x.is_sparse or x.is_distributed
-        } or None
+        found = {
+            name: table.rows(servers)
+            for name, table in self.sparse.items()
+            if table.is_sparse or table.is_distributed
+        }
+        return found or None
 
-    def when_updated(self, sync_mode: bool) -> Mode:
-        """When servers update, and what trainers wait for.
+    def update_mode(self, sync_mode: bool) -> Mode:
+        """Return the mode of updates: when servers update, and what trainers wait for.
 
         Args:
           sync_mode: the argument of `transpile`.
@@ -258,31 +266,31 @@ class DistributeTranspilerConfig:
         if sync_mode and self.sync_mode:
             if self.enable_dc_asgd:
                 raise ConfigAssertionError(
-                    "enable_dc_asgd=True is for sync_mode=False: a synchronous gradient has no "
-                    "delay"
+                    "enable_dc_asgd=True needs sync_mode=False: synchronous gradients have no delay"
                 )
             return Sync()
         if self.completely_not_async:
             return Sync(runtime_split=True)
-        how = delay if self.enable_dc_asgd else None
+        compensation = delay if self.enable_dc_asgd else None
         if not self.runtime_split_send_recv:
-            return Async(how)
-        return HalfAsync(how, communicator) if self.half_async else Async(how, communicator)
+            return Async(compensation)
+        if self.half_async:
+            return HalfAsync(compensation, communicator)
+        return Async(compensation, communicator)
 
     def _check_async(self) -> None:
         """Refuse options of asynchronous modes that contradict each other."""
         if not self.enable_dc_asgd:
-            self._refuse(("dc_asgd_lambda", "dc_asgd_decay"), "enable_dc_asgd=True, which is False")
+            self._refuse(("dc_asgd_lambda", "dc_asgd_decay"), "enable_dc_asgd=True, it is False")
         if self.completely_not_async and not self.runtime_split_send_recv:
             raise ConfigError(
-                "completely_not_async=True is for runtime_split_send_recv=True, which is False; "
-                "sync_mode=True is the "
-                "same without a communicator"
+                "completely_not_async=True needs runtime_split_send_recv=True, it is False; "
+                "sync_mode=True is the same without a communicator"
             )
         if self.completely_not_async and self.enable_dc_asgd:
             raise ConfigAssertionError(
-                "enable_dc_asgd=True is for gradients with a delay, which "
-                "completely_not_async=True has not"
+                "enable_dc_asgd=True needs completely_not_async=False: synchronous gradients have "
+                "no delay"
             )
         check_type(
             "communicator",
@@ -294,41 +302,41 @@ class DistributeTranspilerConfig:
             self.runtime_split_send_recv and not self.completely_not_async
         ):
             raise ConfigError(
-                "communicator is for runtime_split_send_recv=True without completely_not_async=True"
+                "communicator needs runtime_split_send_recv=True and completely_not_async=False"
             )
         if self.enable_dc_asgd and self.runtime_split_send_recv and not self.half_async:
             raise ConfigError(
-                "enable_dc_asgd=True with runtime_split_send_recv=True is for half_async=True, "
-                "which is False: a "
-                "server knows what a trainer has received, not which of that a step has that does "
-                "not wait"
+                "enable_dc_asgd=True with runtime_split_send_recv=True needs half_async=True, "
+                "it is False: a server cannot know which parameters a step reads that does not wait"
             )
 
     def check(self) -> None:
-        """Refuse options that are out of range or contradict each other, by name. Raises
-        ConfigError."""
+        """Refuse options that are out of range or contradict each other.
+
+        Raises:
+          ConfigError: names the option.
+        """
         check_dispatcher(self.dispatcher)
         check_one_of("mode", self.mode, ("pserver", "nccl2", "collective"))
         size: Any = self.min_block_size
         if not is_int(size) or size < MIN_BLOCK_SIZE:
             raise ConfigAssertionError(
                 f"min_block_size must be {MIN_BLOCK_SIZE} or more, it is {size!r}; dtrans.pserver "
-                "takes any "
-                "positive number"
+                "takes any positive number"
             )
         if self.mode != "nccl2" and self.use_hierarchical_allreduce:
             raise ConfigError(
-                "use_hierarchical_allreduce=True is for mode='nccl2', it is " + repr(self.mode)
+                f"use_hierarchical_allreduce=True needs mode='nccl2', it is {self.mode!r}"
             )
         for name, default in DEFAULTS.items():
             if isinstance(default, bool) and name != "slice_var_up":
                 check_flag(name, getattr(self, name))
         if self.runtime_split_send_recv and self.sync_mode:
-            raise ConfigError("runtime_split_send_recv=True is for sync_mode=False, which is True")
+            raise ConfigError("runtime_split_send_recv=True needs sync_mode=False, it is True")
         kind: Any = self.collective_mode
         if self.mode != "collective" and kind is not None:
             raise ConfigError(
-                f"collective_mode={kind!r} is for mode='collective', it is {self.mode!r}"
+                f"collective_mode={kind!r} needs mode='collective', it is {self.mode!r}"
             )
         if self.mode == "collective" and kind not in COLLECTIVE_MODES:
             known = " or ".join(map(repr, COLLECTIVE_MODES))
@@ -346,13 +354,13 @@ class DistributeTranspilerConfig:
         if self.geo_sgd_mode:
             self._refuse(
                 (*_OF_SERVERS, "merge"),
-                "geo_sgd_mode=False: in GEO-SGD trainers update by themselves",
+                "geo_sgd_mode=False: in GEO-SGD trainers update their own parameters",
             )
             return
-        self._refuse(_OF_GEO, "geo_sgd_mode=True, which is False")
+        self._refuse(_OF_GEO, "geo_sgd_mode=True, it is False")
 
     def _check_sparse(self) -> None:
-        """Refuse what says nothing of tables."""
+        """Refuse a `sparse` that is neither a mapping of tables, nor "auto", nor None."""
         if self.sparse is None or self.sparse == "auto":
             return
         if not isinstance(self.sparse, Mapping):
@@ -360,11 +368,11 @@ class DistributeTranspilerConfig:
                 f"sparse={self.sparse!r} must be None, 'auto', or {{'params/emb': "
                 f"dtrans.paddle.Embedding(...)}}"
             )
-        for name, x in self.sparse.items():
-            check_type(f"sparse[{name!r}]", x, Embedding, "a dtrans.paddle.Embedding")
+        for name, table in self.sparse.items():
+            check_type(f"sparse[{name!r}]", table, Embedding, "a dtrans.paddle.Embedding")
 
-    def _refuse(self, names: Sequence[str], where: str) -> None:
-        """Raise for the first of these options that is not at its default."""
+    def _refuse(self, names: Sequence[str], needed: str) -> None:
+        """Raise ConfigError for the first of these options that is not at its default."""
         for name in names:
-            if getattr(self, name) != (DEFAULTS | BEYOND)[name]:
-                raise ConfigError(f"{name}={getattr(self, name)!r} is for {where}")
+            if getattr(self, name) != (DEFAULTS | EXTENSIONS)[name]:
+                raise ConfigError(f"{name}={getattr(self, name)!r} needs {needed}")

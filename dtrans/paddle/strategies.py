@@ -1,9 +1,8 @@
-"""Paddle's names for sharding, over `dtrans.sharding`.
+"""Sharding with Paddle's names for the options of `dtrans.sharding`.
 
-The names are those of `DistributedStrategy.sharding_configs` (fleet), and of the `sharding`, `amp`
-and `gradient_merge` parts of `Strategy` (auto parallel). What has no name in Paddle keeps its own:
-`merge`, `prefetch`, `min_slice_size`. The module is a table of names, and the few options whose
-values differ.
+The names come from `DistributedStrategy.sharding_configs` (fleet), and from the `sharding`, `amp`
+and `gradient_merge` parts of `Strategy` (auto parallel). Options that Paddle has not keep dtrans's
+names: `merge`, `prefetch`, `min_slice_size`. A table maps the names; a few values are converted.
 
 Source: python/paddle/distributed/fleet/meta_optimizers/sharding_optimizer.py and
 python/paddle/distributed/passes/auto_parallel_sharding.py.
@@ -25,7 +24,7 @@ from dtrans.zero.plan import ShardingPlan
 from dtrans.zero.transform import sharding as sharding_of
 
 
-# The options of `dtrans.sharding`, and the fields of its records, that have other names in Paddle.
+# Options of `dtrans.sharding`, and fields of its records, to Paddle's names.
 NAMES = {
     "degree": "sharding_degree",
     "replicas": "dp_degree",
@@ -44,8 +43,7 @@ NAMES = {
 
 RECORDS = {"slices": Slicing(), "reduce": Reduce(), "batch": Batch("local")}
 
-
-# Paddle's other options: the value that asks for nothing, and what to use in place of any other.
+# Paddle's other options: the neutral value, and the remedy for any other value.
 ELSEWHERE: dict[str, tuple[Any, str]] = {
     "mp_degree": (1, "dtrans.pipeline has tensor parallelism: mark the layers with dtrans.split"),
     "pp_degree": (
@@ -98,33 +96,33 @@ def sharding(
     Args:
       main: `dtrans.trace(step, params, opt_state, *batch)`.
       startup: `dtrans.trace(init, *args)` with `init(*args) -> (params, opt_state)`.
-      stage: 1, 2 or 3: ranks share the optimizer's state, gradients too, parameters too.
-      sharding_degree: the number of ranks of a group, which share one copy of the state.
+      stage: 1 shards the optimizer's state, 2 gradients as well, 3 parameters as well.
+      sharding_degree: the number of ranks in a group, which shards one copy of the state.
       dp_degree: the number of groups.
-      partition_algor: "rows" cuts each parameter; Paddle's "greedy_even" and "use_order" give whole
-        ones to ranks.
-      fuse_grad_size_in_MB: gradients are reduced together up to this size.
-      segment_broadcast_MB: parameters are gathered together up to this size, in stage 3.
-      enable_overlap: let collectives run beside computation.
-      comm_stream_num: how many chains of reductions may run beside each other; 1 leaves that to
-        XLA.
-      gradient_merge_acc_step: into how many micro-steps each rank cuts its part of the batch.
+      partition_algor: "rows" cuts each parameter; Paddle's "greedy_even" and "use_order" place
+        uncut parameters on ranks.
+      fuse_grad_size_in_MB: the size of a bucket of gradients, which are reduced together.
+      segment_broadcast_MB: in stage 3, the size of a bucket of parameters, gathered together.
+      enable_overlap: let collectives overlap computation.
+      comm_stream_num: the number of chains of reductions that may overlap; 1 leaves that to XLA.
+      gradient_merge_acc_step: the number of micro-batches into which a rank cuts its batch.
       amp: compute products of matrices in 16 bits.
       amp_dtype: "float16" or "bfloat16".
-      init_loss_scaling: the first scale of the loss; for "float16" alone.
-      use_dynamic_loss_scaling: let the scale follow the gradients.
-      incr_every_n_steps: after how many steps whose gradients are finite the scale grows.
+      init_loss_scaling: the first scale of the loss; for "float16" only.
+      use_dynamic_loss_scaling: adapt the scale to the gradients.
+      incr_every_n_steps: the number of finite steps after which the scale grows.
       incr_ratio: the factor by which it grows.
-      decr_ratio: the factor by which it shrinks after a step that is not finite: 1 / incr_ratio.
+      decr_ratio: the factor by which it shrinks after a nonfinite step: 1 / incr_ratio.
       **options: `reduce` ("mean" or "sum") and `batch` of `dtrans.sharding`, and the fields of its
-        records that Paddle has no name for; Paddle's other options may be given with the value that
-        asks for nothing.
+        records that Paddle has no name for. Paddle's other options are accepted with their neutral
+        value.
 
     Returns:
-      The plan that `dtrans.sharding` makes.
+      The plan of `dtrans.sharding`.
 
     Raises:
-      ConfigError: an option that is out of range, unknown, or found elsewhere, by Paddle's name.
+      ConfigError: an option is out of range, unknown, or served by another interface. The message
+        has Paddle's name.
       GradientError, TraceError: as `dtrans.sharding`.
 
     Source: `sharding_configs` and `amp_configs` of Paddle's DistributedStrategy.
@@ -146,24 +144,19 @@ def sharding(
         bits, and each rank \
 casts its slices; leave it out
     """
-    for name, (nothing, remedy) in ELSEWHERE.items():
-        if (given := options.pop(name, nothing)) != nothing:
-            raise ConfigError(f"{name}={given!r}: {remedy}; leave it out")
+    for name, (neutral, remedy) in ELSEWHERE.items():
+        if (value := options.pop(name, neutral)) != neutral:
+            raise ConfigError(f"{name}={value!r}: {remedy}; leave it out")
     check_known(
         "dtrans.paddle.sharding", options, inspect.signature(sharding).parameters, RECORDS, NAMES
     )
     if amp:
         check_one_of("amp_dtype", amp_dtype, ("float16", "bfloat16"))
-    if (
-        amp
-        and use_dynamic_loss_scaling
-        and not math.isclose(decr_ratio, 1 / incr_ratio)
-        and amp_dtype == "float16"
-    ):
+    is_scaled = amp and use_dynamic_loss_scaling and amp_dtype == "float16"
+    if is_scaled and not math.isclose(decr_ratio, 1 / incr_ratio):
         raise ConfigError(
-            f"decr_ratio={decr_ratio!r} and incr_ratio={incr_ratio!r}: the scale shrinks by what "
-            "it grows; "
-            f"say decr_ratio={1 / incr_ratio!r}"
+            f"decr_ratio={decr_ratio!r} must be 1 / incr_ratio, which is {incr_ratio!r}; "
+            f"write decr_ratio={1 / incr_ratio!r}"
         )
     flat = {
         **options,

@@ -1,9 +1,9 @@
-"""Paddle's interface: `DistributeTranspiler` over the transforms.
+"""Paddle's interface: `DistributeTranspiler` over the strategies.
 
-The names, arguments and defaults are those of
-python/paddle/fluid/transpiler/distribute_transpiler.py. What
-differs: `transpile` checks everything and changes nothing it is given, methods can be called in any
-order and any number of times, and one object gives the programs of every role.
+Names, arguments and defaults are those of
+python/paddle/fluid/transpiler/distribute_transpiler.py. These differ: `transpile` checks everything
+and changes none of its arguments. Methods can be called repeatedly and in any order. One object
+returns the programs of every role.
 """
 
 from __future__ import annotations
@@ -31,27 +31,29 @@ from dtrans.parameter_server.transform import pserver
 from dtrans.step.batch_sharing import Batch
 
 
-# print_log asks to be seen: the level of the root logger, by default WARNING, does not hold it
-# back; one set here does
+# print_log=True is an explicit request, so the root logger's default level, WARNING, must not
+# suppress it. A level that the user sets on this logger does.
 logger = logging.getLogger(__name__)
 logger.setLevel(logging.INFO)
 
 
 class DistributeTranspiler:
-    """Rewrites a traced step into the programs of trainers and parameter servers.
+    """Transpiler of a traced step into the programs of trainers and parameter servers.
 
-    In mode="nccl2" and "collective" there are trainers only: their program is (params, opt_state,
-    *batch) -> what the step returns, and their startup program returns both params and opt_state,
-    the same on every trainer.
+    In mode="nccl2" and "collective" all processes are trainers. Their program maps
+    (params, opt_state, *batch) to the outputs of the step. Their startup program returns params and
+    opt_state, equal on every trainer.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, dtrans
       >>> tx = optax.sgd(0.1)
       >>> step = dtrans.make_train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2), tx)
       >>> init = lambda key: (p := {"w": jnp.ones((4, 2))}, tx.init(p))
-      >>> main, startup = dtrans.trace(step, *init(None), jnp.ones((8, 4))), dtrans.trace(init, jax.random.key(0))
+      >>> main = dtrans.trace(step, *init(None), jnp.ones((8, 4)))
+      >>> startup = dtrans.trace(init, jax.random.key(0))
       >>> t = dtrans.DistributeTranspiler()
-      >>> t.transpile(trainer_id=0, program=main, startup_program=startup, pservers="127.0.0.1:6174", trainers=2)
+      >>> servers = "127.0.0.1:6174"
+      >>> t.transpile(0, main, startup_program=startup, pservers=servers, trainers=2)
       >>> [op.type for op in t.get_trainer_program().ops if op.role == "rpc"]
       ['send', 'send_barrier', 'recv', 'fetch_barrier']
       >>> pserver, pserver_startup = t.get_pserver_programs("127.0.0.1:6174")
@@ -81,25 +83,24 @@ class DistributeTranspiler:
         current_endpoint: str = "127.0.0.1:6174",
         seed: int = 0,
     ) -> None:
-        """Plan the job. Nothing that is handed in is changed.
+        """Plan the job; change none of the arguments.
 
         Args:
-          trainer_id: which trainer this process is; any in a pserver process.
+          trainer_id: the number of this trainer; any number in a pserver process.
           program: the traced step.
-          pservers: the servers' endpoints, separated by commas; not used in nccl2 mode.
-          trainers: how many trainers there are; in nccl2 mode their endpoints, separated by commas
-            or as a sequence.
+          pservers: the servers' endpoints, separated by commas; unused in nccl2 mode.
+          trainers: the number of trainers; in nccl2 mode their endpoints, a sequence or separated
+            by commas.
           sync_mode: every update uses the gradients of all trainers.
           startup_program: the traced init.
-          current_endpoint: in nccl2 mode this trainer's endpoint; in pserver mode not used, as in
+          current_endpoint: this trainer's endpoint in nccl2 mode; unused in pserver mode, as in
             Paddle.
-          seed: Paddle's `program.random_seed`, from 0 to 2**32 - 1: with slice_var_up=False it says
-            in which order leaves are dispatched. The same in all processes of a job. No global
-            random state is read or changed.
+          seed: Paddle's `program.random_seed`, from 0 to 2**32 - 1, equal in all processes of a
+            job. With slice_var_up=False it determines the order in which leaves are dispatched. No
+            global random state is read or changed.
 
         Raises:
-          ConfigError: an option that is out of range, contradicts another, or is not in this
-            version.
+          ConfigError: an option is out of range, contradicts another, or is not supported.
           GradientError, TraceError: as `dtrans.pserver` and `dtrans.nccl2`.
         """
         self.config.check()
@@ -107,7 +108,7 @@ class DistributeTranspiler:
         check_flag("sync_mode", sync_mode)
         for name in ("half_async", "completely_not_async", "geo_sgd_mode"):
             if getattr(self.config, name) and sync_mode and self.config.sync_mode:
-                raise ConfigError(f"{name}=True is for sync_mode=False, which is True")
+                raise ConfigError(f"{name}=True needs sync_mode=False, it is True")
         if program is None or startup_program is None:
             raise ConfigError(
                 "transpile needs program=dtrans.trace(step, ...) and "
@@ -138,15 +139,14 @@ class DistributeTranspiler:
         if isinstance(trainers, str):
             raise ConfigError(
                 f"trainers must be a number in pserver mode, it is {trainers!r}; a list of "
-                "endpoints belongs to "
-                "mode='nccl2'"
+                "endpoints belongs to mode='nccl2'"
             )
         plan = pserver(
             program,
             startup_program,
             pservers=pservers,
             trainers=trainers,
-            mode=self.config.when_updated(sync_mode),
+            mode=self.config.update_mode(sync_mode),
             placement=self.config.placement(seed),
             on_trainer_exit=self.config.on_trainer_exit,
             batch=Batch("local", merge=self.config.merge or {}),
@@ -182,7 +182,7 @@ class DistributeTranspiler:
             program,
             startup_program,
             trainers=len(endpoints),
-            trainers_per_node=self._trainers_of_a_node(endpoints),
+            trainers_per_node=self._trainers_per_node(endpoints),
             local_sgd=1 if kind == "local_sgd" else None,
             # Paddle's transpiler/collective.py reduces each gradient by itself
             reduce=Reduce(
@@ -193,15 +193,15 @@ class DistributeTranspiler:
         )
         self._trainer_id, self._endpoints = trainer_id, endpoints
 
-    def _trainers_of_a_node(self, endpoints: Sequence[str]) -> int:
-        """How many trainers a node has; 0 where reductions are not hierarchical."""
+    def _trainers_per_node(self, endpoints: Sequence[str]) -> int:
+        """Return the number of trainers of a node; 0 if reductions are not hierarchical."""
         inter: Any = self.config.hierarchical_allreduce_inter_nranks
         count = len(endpoints)
         check_int("hierarchical_allreduce_inter_nranks", inter, "a number of trainers", least=0)
         if not self.config.use_hierarchical_allreduce:
             if inter:
                 raise ConfigError(
-                    f"hierarchical_allreduce_inter_nranks={inter} is for "
+                    f"hierarchical_allreduce_inter_nranks={inter} needs "
                     "use_hierarchical_allreduce=True, it is False"
                 )
             return 0
@@ -211,14 +211,14 @@ class DistributeTranspiler:
             if hosts != [h for h in dict.fromkeys(hosts) for _ in range(inter)]:
                 raise ConfigError(
                     "use_hierarchical_allreduce=True: hosts have different numbers of trainers, or "
-                    "they do not follow "
-                    f"one another in {','.join(endpoints)}; set hierarchical_allreduce_inter_nranks"
+                    f"endpoints of one host are not adjacent in {','.join(endpoints)}; set "
+                    "hierarchical_allreduce_inter_nranks"
                 )
         if not 1 < inter < count or count % inter:
             raise ConfigAssertionError(
-                f"use_hierarchical_allreduce=True: {inter} trainers in a node must be several, and "
-                f"divide the {count} "
-                "trainers into several nodes; set hierarchical_allreduce_inter_nranks"
+                f"use_hierarchical_allreduce=True: {inter} trainers per node must be several, and "
+                f"divide the {count} trainers into several nodes; set "
+                "hierarchical_allreduce_inter_nranks"
             )
         return inter
 
@@ -230,71 +230,78 @@ class DistributeTranspiler:
         return self._plan
 
     def get_trainer_program(self, wait_port: bool = True) -> Program:
-        """The program of this trainer: (params, *batch) -> (params, loss[, aux]); in some modes
-        with opt_state.
+        """Return the program of this trainer: (params, *batch) -> (params, loss[, aux]).
 
-        In nccl2 mode and in GEO-SGD trainers have the optimizer's state, which goes in and out
-        after params.
+        In nccl2 mode and in GEO-SGD trainers have the optimizer's state. It follows params in the
+        inputs and outputs.
 
-        Paddle waits here until the servers' ports are open. A plan can be made anywhere, so here it
-        is the `Executor` that waits, when it first talks to them; `wait_port` is accepted and
-        changes nothing.
+        Paddle waits here until the servers' ports are open. In dtrans the `Executor` waits at its
+        first request, so that a plan can be made anywhere; `wait_port` has no effect.
         """
         plan = self.plan
-        return (
-            plan.program
-            if isinstance(plan, CollectivePlan)
-            else plan.trainer_program(self._trainer_id)
-        )
+        if isinstance(plan, CollectivePlan):
+            return plan.program
+        return plan.trainer_program(self._trainer_id)
 
     def get_trainer_startup_program(self) -> Program:
-        """The startup program of this trainer: init's arguments -> params; and opt_state in nccl2
-        mode and GEO-SGD."""
+        """Return the startup program of this trainer: arguments of init -> params[, opt_state].
+
+        Trainers have opt_state in nccl2 mode and in GEO-SGD.
+        """
         plan = self.plan
         if isinstance(plan, CollectivePlan):
             return joining_startup(plan, self._trainer_id, self._endpoints)
         return plan.trainer_startup_program(self._trainer_id)
 
     def get_pserver_program(self, endpoint: str) -> Program:
-        """The program that serves at `endpoint`. Raises UnknownEndpointError for another."""
+        """Return the program that serves at `endpoint`.
+
+        Raises:
+          UnknownEndpointError: the plan has no server there.
+        """
         return self._server(endpoint, "get_pserver_program").main
 
     def get_pserver_programs(self, endpoint: str) -> tuple[Program, Program]:
-        """The program that serves at `endpoint`, and its startup program."""
+        """Return the program that serves at `endpoint`, and its startup program.
+
+        Raises:
+          UnknownEndpointError: the plan has no server there.
+        """
         programs = self._server(endpoint, "get_pserver_programs")
         return programs.main, programs.startup
 
     def get_startup_program(
         self, endpoint: str, pserver_program: Any = None, startup_program: Any = None
     ) -> Program:
-        """The startup program of the server at `endpoint`; the other arguments are Paddle's, and
-        not needed."""
+        """Return the startup program of the server at `endpoint`; ignore the other arguments."""
         return self._server(endpoint, "get_startup_program").startup
 
     def _set_server_config(self, server_config: Any = None) -> None:
-        """Paddle's numbers of a server's threads. Raises ConfigTypeError: there is nothing of the
-        kind to set."""
+        """Refuse Paddle's numbers of threads of a server.
+
+        Raises:
+          ConfigTypeError: servers of dtrans have no such numbers.
+        """
         if server_config is not None:
             raise ConfigTypeError(
-                f"server_config={server_config!r}: there is no ServerRuntimeConfig in dtrans, "
-                "whose servers have no "
-                "numbers of threads to set; leave _set_server_config out"
+                f"server_config={server_config!r}: dtrans has no ServerRuntimeConfig, since its "
+                "servers have no numbers of threads to set; leave _set_server_config out"
             )
 
-    def _server(self, endpoint: str, asked: str) -> ServerPrograms:
+    def _server(self, endpoint: str, method: str) -> ServerPrograms:
         if isinstance(self.plan, CollectivePlan):
             raise ConfigError(
-                f"{asked}: there are no pservers in mode={self.config.mode!r}; every process runs "
+                f"{method}: there are no pservers in mode={self.config.mode!r}; every process runs "
                 "get_trainer_startup_program() and get_trainer_program()"
             )
         return self.plan.servers[endpoint]
 
 
 class GeoSgdTranspiler(DistributeTranspiler):
-    """Rewrites a traced step into the programs of GEO-SGD: see `dtrans.Geo`.
+    """Transpiler of a traced step into the programs of GEO-SGD: see `dtrans.Geo`.
 
-    A config is taken as if it had geo_sgd_mode=True and sync_mode=False; the one that is handed in
-    is neither changed nor looked at again.
+    It copies the config with geo_sgd_mode=True and sync_mode=False. The caller's config is not
+    changed, and later changes to it have no effect.
 
     Source: python/paddle/fluid/transpiler/geo_sgd_transpiler.py.
 
@@ -303,23 +310,21 @@ class GeoSgdTranspiler(DistributeTranspiler):
       >>> tx = optax.adam(0.1)
       >>> step = dtrans.make_train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2), tx)
       >>> init = lambda: (p := {"w": jnp.ones((4, 2))}, tx.init(p))
+      >>> main, startup = dtrans.trace(step, *init(), jnp.ones((8, 4))), dtrans.trace(init)
       >>> t = dtrans.GeoSgdTranspiler(dtrans.DistributeTranspilerConfig(geo_sgd_need_push_nums=10))
-      >>> t.transpile(0, dtrans.trace(step, *init(), jnp.ones((8, 4))), trainers=2, startup_program=dtrans.trace(init))
+      >>> t.transpile(0, main, trainers=2, startup_program=startup)
       >>> [op.type for op in t.get_trainer_program().ops if op.role == "rpc"]
       ['send']
     """
 
     def __init__(self, config: DistributeTranspilerConfig | None = None) -> None:
         if isinstance(config, DistributeTranspilerConfig) or config is None:
-            given = {} if config is None else vars(config)
-            sync_mode = given.get("sync_mode", True)  # True is what it is where nothing was said
-            config = DistributeTranspilerConfig(
-                **{
-                    **given,
-                    "geo_sgd_mode": True,
-                    "sync_mode": False if sync_mode is True else sync_mode,
-                }
-            )
+            options = {} if config is None else vars(config)
+            # True is the default, so it is replaced; a value that is no flag stays for the check
+            sync_mode = options.get("sync_mode", True)
+            sync_mode = False if sync_mode is True else sync_mode
+            changed = {**options, "geo_sgd_mode": True, "sync_mode": sync_mode}
+            config = DistributeTranspilerConfig(**changed)
         super().__init__(config)
 
     def transpile(
@@ -333,7 +338,11 @@ class GeoSgdTranspiler(DistributeTranspiler):
         current_endpoint: str = "127.0.0.1:6174",
         seed: int = 0,
     ) -> None:
-        """As `DistributeTranspiler.transpile`. Raises ConfigError for sync_mode=True."""
+        """Plan the job, as `DistributeTranspiler.transpile` does.
+
+        Raises:
+          ConfigError: sync_mode=True, or as there.
+        """
         if sync_mode is True:
             raise ConfigError("sync_mode=True: GEO-SGD has no synchronous mode; leave it out")
         super().transpile(
@@ -349,13 +358,12 @@ class GeoSgdTranspiler(DistributeTranspiler):
 
 
 def _log(plan: PServerPlan | CollectivePlan) -> None:
-    """What print_log=True asks for."""
+    """Log the plan, for print_log=True."""
     if logger.hasHandlers():
         logger.info("%s", plan)
         return
-    handler = (
-        logging.StreamHandler()
-    )  # for this time: one that the user sets up later must not find it there
+    # removed afterwards: with a handler that the user adds later, plans would be logged twice
+    handler = logging.StreamHandler()
     logger.addHandler(handler)
     try:
         logger.info("%s", plan)

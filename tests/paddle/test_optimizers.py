@@ -815,7 +815,9 @@ def test_wrong_options_are_refused():
         ftrl(0.0)
     with pytest.raises(ConfigError, match="lr_power is 0.5"):
         ftrl(0.1, lr_power=0.5)
-    with pytest.raises(ConfigError, match=r"a list of names: \['bias'\]"):
+    with pytest.raises(
+        ConfigError, match=r"must be a list of names, it is a string; write \['bias'\]"
+    ):
         lars_momentum(0.1, 0.9, exclude_from_weight_decay="bias")
     with pytest.raises(ConfigError, match=r"max is -1.0, and min would be 1.0"):
         gradient_clip_by_value(-1.0)

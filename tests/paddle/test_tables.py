@@ -134,7 +134,7 @@ def test_what_is_no_table_is_refused(sparse: Any, said: str) -> None:
 def test_only_servers_have_tables() -> None:
     config = dtrans.DistributeTranspilerConfig(mode="nccl2", sparse={"params/emb": Embedding()})
     with pytest.raises(
-        ConfigError, match="^sparse={'params/emb': .* is for mode='pserver', it is 'nccl2'"
+        ConfigError, match="^sparse={'params/emb': .* needs mode='pserver', it is 'nccl2'"
     ):
         config.check()
     with pytest.raises(ConfigError, match="is_sparse must be True or False"):

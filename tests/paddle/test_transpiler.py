@@ -22,7 +22,7 @@ from dtrans.errors import (
     TraceError,
     UnknownEndpointError,
 )
-from dtrans.paddle.config import BEYOND
+from dtrans.paddle.config import EXTENSIONS
 
 
 GOLDEN = json.loads((GOLDEN_FOLDER / "paddle-transpiler.json").read_text())
@@ -62,7 +62,7 @@ def transpiled(
 
 
 def test_the_defaults_are_those_of_paddle() -> None:
-    ours = {n: v for n, v in vars(DistributeTranspilerConfig()).items() if n not in BEYOND}
+    ours = {n: v for n, v in vars(DistributeTranspilerConfig()).items() if n not in EXTENSIONS}
     assert ours == GOLDEN["config_defaults"]
     assert {n: type(v) for n, v in ours.items()} == {
         n: type(v) for n, v in GOLDEN["config_defaults"].items()
@@ -70,7 +70,10 @@ def test_the_defaults_are_those_of_paddle() -> None:
 
 
 def test_every_option_is_an_attribute_with_a_type() -> None:
-    assert set(DistributeTranspilerConfig.__annotations__) == {*GOLDEN["config_defaults"], *BEYOND}
+    assert set(DistributeTranspilerConfig.__annotations__) == {
+        *GOLDEN["config_defaults"],
+        *EXTENSIONS,
+    }
 
 
 def test_configs_do_not_share_what_is_set() -> None:
@@ -294,9 +297,7 @@ def test_trainers_as_a_list_of_endpoints_is_refused(programs: Any) -> None:
 def test_half_async_is_asynchronous(programs: Any) -> None:
     config = DistributeTranspilerConfig(half_async=True)
     assert transpiled(programs, config, sync_mode=False).plan.sync_mode is False
-    with pytest.raises(
-        ConfigError, match="^half_async=True is for sync_mode=False, which is True$"
-    ):
+    with pytest.raises(ConfigError, match="^half_async=True needs sync_mode=False, it is True$"):
         transpiled(programs, config)
     with pytest.raises(ConfigError, match="^sync_mode must be True or False, it is 'async'$"):
         transpiled(programs, sync_mode="async")
@@ -610,50 +611,48 @@ def refusal(programs: Any, config: dict[str, Any], options: dict[str, Any]) -> C
     ({"runtime_split_send_recv": None}, {}, ValueError, "runtime_split_send_recv must be True or "
 "False, it is None"),
     ({"runtime_split_send_recv": True}, {}, ValueError,
-     "runtime_split_send_recv=True is for sync_mode=False, which is True"),
+     "runtime_split_send_recv=True needs sync_mode=False, it is True"),
     ({"runtime_split_send_recv": True, "sync_mode": True}, {}, ValueError,
-     "runtime_split_send_recv=True is for sync_mode=False, which is True"),
+     "runtime_split_send_recv=True needs sync_mode=False, it is True"),
     ({"completely_not_async": True, "sync_mode": False}, {}, ValueError,
-     "completely_not_async=True is for runtime_split_send_recv=True, which is False; "
-"sync_mode=True is the same "
-     "without a communicator"),
-    ({"completely_not_async": True}, {}, ValueError, "completely_not_async=True is for "
-"sync_mode=False, which is True"),
-    ({"half_async": True}, {}, ValueError, "half_async=True is for sync_mode=False, which is True"),
-    ({"geo_sgd_mode": True}, {}, ValueError, "geo_sgd_mode=True is for sync_mode=False, which is "
-"True"),
+     "completely_not_async=True needs runtime_split_send_recv=True, it is False; "
+     "sync_mode=True is the same without a communicator"),
+    ({"completely_not_async": True}, {}, ValueError, "completely_not_async=True needs "
+     "sync_mode=False, it is True"),
+    ({"half_async": True}, {}, ValueError, "half_async=True needs sync_mode=False, it is True"),
+    ({"geo_sgd_mode": True}, {}, ValueError, "geo_sgd_mode=True needs sync_mode=False, it is "
+     "True"),
     ({"geo_sgd_need_push_nums": 5}, {}, ValueError,
-     "geo_sgd_need_push_nums=5 is for geo_sgd_mode=True, which is False"),
+     "geo_sgd_need_push_nums=5 needs geo_sgd_mode=True, it is False"),
     ({"geo_sgd_mode": True, "sync_mode": False, "geo_sgd_need_push_nums": 0}, {}, ValueError,
      "geo_sgd_need_push_nums must be a positive number of steps, it is 0"),
     ({"geo_sgd_mode": True, "sync_mode": False, "geo_sgd_block_on_pull": "no"}, {}, ValueError,
      "geo_sgd_block_on_pull must be True or False, it is 'no'"),
     ({"geo_sgd_mode": True, "sync_mode": False, "enable_dc_asgd": True}, {}, ValueError,
-     "enable_dc_asgd=True is for geo_sgd_mode=False: in GEO-SGD trainers update by themselves"),
+     "enable_dc_asgd=True needs geo_sgd_mode=False: in GEO-SGD trainers update their own parameters"),
     ({"geo_sgd_mode": True, "mode": "nccl2"}, {"trainers": EPS}, ValueError,
-     "geo_sgd_mode=True is for mode='pserver', it is 'nccl2'"),
+     "geo_sgd_mode=True needs mode='pserver', it is 'nccl2'"),
     ({"half_async": True, "mode": "nccl2"}, {"trainers": EPS}, ValueError,
-     "half_async=True is for mode='pserver', it is 'nccl2'"),
+     "half_async=True needs mode='pserver', it is 'nccl2'"),
     ({"enable_dc_asgd": True, "sync_mode": False, "runtime_split_send_recv": True}, {}, ValueError,
-     "enable_dc_asgd=True with runtime_split_send_recv=True is for half_async=True, which is "
-"False: a server knows "
-     "what a trainer has received, not which of that a step has that does not wait"),
-    ({"nccl_comm_num": 2}, {}, ValueError, "nccl_comm_num=2 is for mode='nccl2', it is 'pserver'"),
+     "enable_dc_asgd=True with runtime_split_send_recv=True needs half_async=True, it is "
+     "False: a server cannot know which parameters a step reads that does not wait"),
+    ({"nccl_comm_num": 2}, {}, ValueError, "nccl_comm_num=2 needs mode='nccl2', it is 'pserver'"),
     ({"hierarchical_allreduce_inter_nranks": 2}, {}, ValueError,
-     "hierarchical_allreduce_inter_nranks=2 is for mode='nccl2', it is 'pserver'"),
+     "hierarchical_allreduce_inter_nranks=2 needs mode='nccl2', it is 'pserver'"),
     ({"dc_asgd_lambda": 0.5, "mode": "nccl2"}, {"trainers": EPS}, ValueError,
-     "dc_asgd_lambda=0.5 is for mode='pserver', it is 'nccl2'"),
+     "dc_asgd_lambda=0.5 needs mode='pserver', it is 'nccl2'"),
     ({"dc_asgd_decay": 0.5, "geo_sgd_mode": True, "sync_mode": False}, {}, ValueError,
-     "dc_asgd_decay=0.5 is for geo_sgd_mode=False: in GEO-SGD trainers update by themselves"),
+     "dc_asgd_decay=0.5 needs geo_sgd_mode=False: in GEO-SGD trainers update their own parameters"),
     ({"merge": {0: "mean"}}, {}, ValueError,
      "merge={0: 'mean'} must say for each name how to merge it, such as {'aux': 'sum'}"),
     ({"communicator": dtrans.CommunicatorConfig(), "sync_mode": False}, {}, ValueError,
-     "communicator is for runtime_split_send_recv=True without completely_not_async=True"),
+     "communicator needs runtime_split_send_recv=True and completely_not_async=False"),
     ({"communicator": 20, "sync_mode": False, "runtime_split_send_recv": True}, {}, ValueError,
      "communicator must be a CommunicatorConfig, it is 20"),
     ({"enable_dc_asgd": True, "sync_mode": False, "runtime_split_send_recv": True, "completely_not_async": True}, {},
-     AssertionError, "enable_dc_asgd=True is for gradients with a delay, which "
-"completely_not_async=True has not"),
+     AssertionError, "enable_dc_asgd=True needs completely_not_async=False: synchronous gradients "
+     "have no delay"),
     ({"merge": {"params/nothing": "mean"}}, {}, ValueError,
      "merge['params/nothing']: no leaf of that name is made by the trainers; those that are: none"),
     ({"merge": "mean"}, {}, ValueError,
@@ -665,7 +664,7 @@ def refusal(programs: Any, config: dict[str, Any], options: dict[str, Any]) -> C
 "dtrans.HashName; "
      "it is <class 'object'>"),
     ({"enable_dc_asgd": True}, {}, AssertionError,
-     "enable_dc_asgd=True is for sync_mode=False: a synchronous gradient has no delay"),
+     "enable_dc_asgd=True needs sync_mode=False: synchronous gradients have no delay"),
     ({"mode": "bogus"}, {}, ValueError, "mode must be 'pserver', 'nccl2' or 'collective', it is "
 "'bogus'"),
     ({"mode": None}, {}, ValueError, "mode must be 'pserver', 'nccl2' or 'collective', it is None"),
@@ -724,9 +723,8 @@ def test_there_are_no_threads_of_servers_to_set(programs: Any, ask: Any) -> None
         t._set_server_config(ask)
     assert isinstance(caught.value, ConfigError)
     assert str(caught.value) == (
-        f"server_config={ask!r}: there is no ServerRuntimeConfig in dtrans, whose servers have no "
-        "numbers of threads "
-        "to set; leave _set_server_config out"
+        f"server_config={ask!r}: dtrans has no ServerRuntimeConfig, since its servers have no "
+        "numbers of threads to set; leave _set_server_config out"
     )
     t._set_server_config()
 
@@ -938,12 +936,12 @@ def test_collective_mode(programs: Any, mode: str, reductions: list[str]) -> Non
         (
             {"mode": "nccl2"},
             {},
-            "collective_mode='local_sgd' is for mode='collective', it is 'nccl2'",
+            "collective_mode='local_sgd' needs mode='collective', it is 'nccl2'",
         ),
         (
             {"mode": "pserver"},
             {},
-            "collective_mode='local_sgd' is for mode='collective', it is 'pserver'",
+            "collective_mode='local_sgd' needs mode='collective', it is 'pserver'",
         ),
         ({}, {"trainers": 2}, "trainers must be the trainers' endpoints in mode='collective'"),
         (
@@ -992,13 +990,13 @@ def test_nccl2_over_nodes(
 
 
 @pytest.mark.parametrize("inter, endpoints, kind, message", [
-    (3, of_hosts(4), AssertionError, "3 trainers in a node must be several, and divide the 4 "
+    (3, of_hosts(4), AssertionError, "3 trainers per node must be several, and divide the 4 "
 "trainers into several"),
-    (4, of_hosts(4), AssertionError, "4 trainers in a node must be several, and divide the 4 "
+    (4, of_hosts(4), AssertionError, "4 trainers per node must be several, and divide the 4 "
 "trainers into several"),
-    (0, of_hosts(4), AssertionError, "4 trainers in a node .*; set "
+    (0, of_hosts(4), AssertionError, "4 trainers per node .*; set "
 "hierarchical_allreduce_inter_nranks$"),
-    (0, of_hosts(1, 1), AssertionError, "1 trainers in a node must be several"),
+    (0, of_hosts(1, 1), AssertionError, "1 trainers per node must be several"),
     (0, of_hosts(3, 2), ConfigError, "hosts have different numbers of trainers, .*10.0.0.2:6171; "
 "set hierarchical"),
     (-1, of_hosts(4), ConfigError, "hierarchical_allreduce_inter_nranks must be a number of "
@@ -1017,14 +1015,14 @@ def test_nccl2_nodes_that_cannot_be(
 def test_nccl2_contradictions(programs: Any) -> None:
     with pytest.raises(
         ConfigError,
-        match="^hierarchical_allreduce_inter_nranks=2 is for use_hierarchical_allreduce=T",
+        match="^hierarchical_allreduce_inter_nranks=2 needs use_hierarchical_allreduce=T",
     ):
         nccl2(
             programs,
             DistributeTranspilerConfig(mode="nccl2", hierarchical_allreduce_inter_nranks=2),
         )
     with pytest.raises(
-        ConfigError, match="^use_hierarchical_allreduce=True is for mode='nccl2', it is 'pserver'$"
+        ConfigError, match="^use_hierarchical_allreduce=True needs mode='nccl2', it is 'pserver'$"
     ):
         DistributeTranspiler(DistributeTranspilerConfig(use_hierarchical_allreduce=True))
     with pytest.raises(

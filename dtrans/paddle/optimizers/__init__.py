@@ -1,38 +1,38 @@
-"""Paddle's optimizers, decays of the learning rate and clips of gradients, with the numbers of
-Paddle 1.8.
+"""Paddle's optimizers, decays of the learning rate and clips of gradients, as in Paddle 1.8.
 
-Each optimizer and clip is an ordinary `optax.GradientTransformation`, with the update rule, names
-and defaults of Paddle fluid 1.8 (python/paddle/fluid/optimizer.py, and the CPU kernels under
-paddle/fluid/operators/optimizers/). Each decay is an ordinary schedule. A job that moves here keeps
-its losses; where the kernel is not what it is named after, `fix=True` gives the rule of the paper.
+Optimizers and clips are `optax.GradientTransformation`s with the update rule, names and defaults of
+Paddle fluid 1.8. Sources: python/paddle/fluid/optimizer.py, and the CPU kernels under
+paddle/fluid/operators/optimizers/. Each decay is an optax schedule. A job that moves here keeps its
+losses. Where a kernel deviates from the paper that it is named after, `fix=True` has the paper's
+rule.
 
-    here              differs from the paper                         and from optax's, by default too
-    sgd, momentum     no                                             no
-    adam              sqrt(v) + eps, not corrected; `fix`            is the paper's
-    adamw             decay not times the learning rate; `fix`       decays by learning rate · weight decay
-    adamax            max(|g|, beta2·u + eps); `fix`                 max(|g| + eps, beta2·u)
-    adagrad           no                                             sqrt(m + eps), m from 0.1
-    decayed_adagrad   has none                                       is rmsprop with eps_in_sqrt=False
-    adadelta          the average of updates is one step ahead,      is the paper's, times the learning rate
-                      and there is no learning rate; `fix`
-    rmsprop           no                                             decay 0.9, eps 1e-8
-    ftrl              l2 is l1; `fix`                                has none
-    lamb              no bias correction; `fix`                      is the paper's
-    lars_momentum     no                                             divides by ‖g + weight decay · p‖
-    dpsgd             one noise for all elements; `fix`              clips the gradient of each example
+    here              differs from the paper                     from optax's, also in defaults
+    sgd, momentum     no                                         no
+    adam              sqrt(v) + eps, not corrected; `fix`        has the paper's rule
+    adamw             decay not times the learning rate; `fix`   learning rate · weight decay
+    adamax            max(|g|, beta2·u + eps); `fix`             max(|g| + eps, beta2·u)
+    adagrad           no                                         sqrt(m + eps), m from 0.1
+    decayed_adagrad   has none                                   rmsprop with eps_in_sqrt=False
+    adadelta          average of updates one step ahead,         the paper's rule, times the
+                      no learning rate; `fix`                    learning rate
+    rmsprop           no                                         decay 0.9, eps 1e-8
+    ftrl              l2 is l1; `fix`                            has none
+    lamb              no bias correction; `fix`                  has the paper's rule
+    lars_momentum     no                                         divides by ‖g + decay · p‖
+    dpsgd             one noise for all elements; `fix`          clips each example's gradient
 
-What Paddle's optimizers do before their op is chained in Paddle's order: clips, then
-regularization.
+Paddle's optimizers clip, then regularize, then update. Chain transformations in this order:
 
-    optax.chain(gradient_clip_by_global_norm(1.0), optax.add_decayed_weights(c), momentum(0.1, 0.9))   # L2Decay(c)
+    l2_decay = optax.add_decayed_weights(0.01)
+    optax.chain(gradient_clip_by_global_norm(1.0), l2_decay, momentum(0.1, 0.9))
 
-L1Decay is an `optax.stateless` that adds c·sign(param) in the same place. Learning rates by
-parameter are `optax.partition`, Lookahead is `optax.lookahead`, ExponentialMovingAverage
-`optax.incremental_update`. DGC and ModelAverage have no counterpart.
+L1Decay is an `optax.stateless` that adds c·sign(param) in the same place. Use `optax.partition` for
+learning rates by parameter, `optax.lookahead` for Lookahead, and `optax.incremental_update` for
+ExponentialMovingAverage. DGC and ModelAverage have no counterpart.
 
-Arguments that pick parameters (`need_clip`, `apply_decay_param_fun`,
-`exclude_from_weight_decay_fn`) are functions of a leaf's path, e.g. `dense/bias`, where Paddle
-hands them the parameter or its name.
+The arguments `need_clip`, `apply_decay_param_fun` and `exclude_from_weight_decay_fn` select
+parameters. They are functions of a leaf's path, e.g. `dense/bias`; Paddle passes the parameter or
+its name.
 """
 
 from dtrans.paddle.optimizers.adaptive import (

@@ -1,5 +1,4 @@
-"""Paddle's Adagrad, DecayedAdagrad, Adadelta, RMSProp and Ftrl: steps by sums or averages of
-squared gradients."""
+"""Paddle's Adagrad, DecayedAdagrad, Adadelta, RMSProp and Ftrl: steps by squared gradients."""
 
 from __future__ import annotations
 
@@ -13,10 +12,10 @@ from dtrans.paddle.optimizers.leafwise import (
     LeafStep,
     LearningRate,
     Scalar,
+    cast_scalar,
     complement,
     is_number,
-    of,
-    transformation,
+    leafwise_optimizer,
 )
 
 
@@ -24,7 +23,7 @@ class AdagradState(NamedTuple):
     """State of `adagrad`.
 
     Attributes:
-      count: updates so far, int32; None where the learning rate is no schedule.
+      count: updates so far, int32; None unless the learning rate is a schedule.
       moment: per leaf, the sum of squared gradients.
     """
 
@@ -36,7 +35,7 @@ class DecayedAdagradState(NamedTuple):
     """State of `decayed_adagrad`.
 
     Attributes:
-      count: updates so far, int32; None where the learning rate is no schedule.
+      count: updates so far, int32; None unless the learning rate is a schedule.
       moment: per leaf, the moving average of squared gradients.
     """
 
@@ -48,10 +47,9 @@ class AdadeltaState(NamedTuple):
     """State of `adadelta`.
 
     Attributes:
-      count: updates so far, int32; None where the learning rate is no schedule.
+      count: updates so far, int32; None unless the learning rate is a schedule.
       avg_squared_grad: per leaf, the moving average of squared gradients.
-      avg_squared_update: per leaf, the moving average of squared updates, as the kernel first
-        computed them.
+      avg_squared_update: per leaf, the moving average of squares of the kernel's first update.
     """
 
     count: Any
@@ -63,9 +61,9 @@ class FtrlState(NamedTuple):
     """State of `ftrl`.
 
     Attributes:
-      count: updates so far, int32; None where the learning rate is no schedule.
+      count: updates so far, int32; None unless the learning rate is a schedule.
       squared_accum: per leaf, the sum of squared gradients.
-      linear_accum: per leaf, the sum of gradients, less what the parameters have followed of it.
+      linear_accum: per leaf, the sum of gradients minus the sum of proximal terms, as in `ftrl`.
     """
 
     count: Any
@@ -87,7 +85,7 @@ def adagrad(
     Args:
       learning_rate: a number or a schedule.
       epsilon: added to the root; with 0, an element whose gradients have all been zero becomes NaN.
-      initial_accumulator_value: what the moment starts with.
+      initial_accumulator_value: the initial moment.
 
     Returns:
       A transformation with state `AdagradState`, the moment of the shapes and dtypes of the
@@ -111,9 +109,9 @@ def adagrad(
 
     def rule(leaf: LeafStep, g: Any, p: Any, moment: Any) -> tuple[Any, ...]:
         moment = moment + g * g
-        return -(leaf.lr * g / (jnp.sqrt(moment) + of(epsilon, p))), moment
+        return -(leaf.lr * g / (jnp.sqrt(moment) + cast_scalar(epsilon, p))), moment
 
-    return transformation(
+    return leafwise_optimizer(
         "adagrad", learning_rate, AdagradState, rule, initial=initial_accumulator_value
     )
 
@@ -130,7 +128,7 @@ def decayed_adagrad(
 
     Args:
       learning_rate: a number or a schedule.
-      decay: how much of the average stays.
+      decay: decay rate of the average.
       epsilon: added to the root; with 0, an element whose gradients have all been zero becomes NaN.
 
     Returns:
@@ -153,38 +151,39 @@ def decayed_adagrad(
     """
 
     def rule(leaf: LeafStep, g: Any, p: Any, moment: Any) -> tuple[Any, ...]:
-        moment = of(decay, p) * moment + complement(decay, p) * g * g
-        return -(leaf.lr * g / (jnp.sqrt(moment) + of(epsilon, p))), moment
+        moment = cast_scalar(decay, p) * moment + complement(decay, p) * g * g
+        return -(leaf.lr * g / (jnp.sqrt(moment) + cast_scalar(epsilon, p))), moment
 
-    return transformation("decayed_adagrad", learning_rate, DecayedAdagradState, rule)
+    return leafwise_optimizer("decayed_adagrad", learning_rate, DecayedAdagradState, rule)
 
 
 def adadelta(
     learning_rate: LearningRate, epsilon: Scalar = 1e-6, rho: Scalar = 0.95, fix: bool = False
 ) -> optax.GradientTransformation:
-    """Adadelta as Paddle's kernel computes it, which is not Adadelta.
+    """Adadelta as Paddle's kernel computes it, which deviates from the paper.
 
         avg_squared_grad   = rho·avg_squared_grad + (1 - rho)·g²
-        first              = -sqrt((avg_squared_update + epsilon) / (avg_squared_grad + epsilon)) · g
-        avg_squared_update = rho·avg_squared_update + (1 - rho)·first²
-        param              = param - sqrt((avg_squared_update + epsilon) / (avg_squared_grad + epsilon)) · g
+        first              = -sqrt(avg_squared_update + epsilon) / sqrt(avg_squared_grad + epsilon)
+        · g avg_squared_update = rho·avg_squared_update + (1 - rho)·first²
+        ratio              = (avg_squared_update + epsilon) / (avg_squared_grad + epsilon)
+        param              = param - sqrt(ratio) · g
 
     Defects of the kernel:
 
-    - It names the update and does not store it: the last line computes it again, from the average
-      that the third line has just written. The paper adds `first` to the parameter.
-    - It has no learning rate: Paddle takes one, and drops it.
+    - It does not apply `first`, as the paper does. It computes the update again from the new
+      average of squared updates.
+    - It has no learning rate: Paddle accepts one and ignores it.
 
     Args:
-      learning_rate: read with `fix` alone: a number or a schedule. Paddle has no default; the
+      learning_rate: read with `fix` only: a number or a schedule. Paddle has no default; the
         paper's is 1.
       epsilon: added to both averages.
-      rho: how much of the averages stays.
+      rho: decay rate of the averages.
       fix: the paper's rule, times the learning rate: `optax.adadelta(learning_rate, rho, epsilon)`.
 
     Returns:
       A transformation with state `AdadeltaState`, averages of the shapes and dtypes of the
-      parameters (with `fix` that of optax). Its `update` needs the parameters.
+      parameters (with `fix` optax's state). Its `update` needs the parameters.
 
     Raises:
       ConfigError: from `update` without parameters.
@@ -205,13 +204,13 @@ def adadelta(
         return optax.adadelta(learning_rate, rho, epsilon)
 
     def rule(leaf: LeafStep, g: Any, p: Any, grads: Any, updates: Any) -> tuple[Any, ...]:
-        eps, stays, enters = of(epsilon, p), of(rho, p), complement(rho, p)
+        eps, stays, enters = cast_scalar(epsilon, p), cast_scalar(rho, p), complement(rho, p)
         grads = stays * grads + enters * g * g
         step = lambda updates: -(jnp.sqrt((updates + eps) / (grads + eps)) * g)
         updates = stays * updates + enters * jnp.square(step(updates))
         return step(updates), grads, updates
 
-    return transformation("adadelta", learning_rate, AdadeltaState, rule)
+    return leafwise_optimizer("adadelta", learning_rate, AdadeltaState, rule)
 
 
 def rmsprop(
@@ -221,19 +220,20 @@ def rmsprop(
     momentum: Scalar = 0.0,
     centered: bool = False,
 ) -> optax.GradientTransformation:
-    """RMSProp, with epsilon inside the root. It is `optax.rmsprop` with Paddle's defaults.
+    """RMSProp, with epsilon inside the root: `optax.rmsprop` with Paddle's defaults.
 
         mean_square = rho·mean_square + (1 - rho)·g²
-        mean_grad   = rho·mean_grad + (1 - rho)·g                                 with `centered`, else 0
-        velocity    = momentum·velocity + learning_rate · g / sqrt(mean_square - mean_grad² + epsilon)
+        mean_grad   = rho·mean_grad + (1 - rho)·g                       with `centered`, else 0
+        variance    = mean_square - mean_grad²
+        velocity    = momentum·velocity + learning_rate · g / sqrt(variance + epsilon)
         param       = param - velocity
 
     Args:
       learning_rate: a number or a schedule.
-      rho: how much of the averages stays.
+      rho: decay rate of the averages.
       epsilon: added under the root.
-      momentum: how much of the velocity stays.
-      centered: whether the root is of the variance, rather than of the mean square.
+      momentum: decay rate of the velocity.
+      centered: divide by the root of the variance instead of the mean square.
 
     Returns:
       A transformation. It needs no parameters.
@@ -258,40 +258,41 @@ def ftrl(
     lr_power: Scalar = -0.5,
     fix: bool = False,
 ) -> optax.GradientTransformation:
-    """Follow The Regularized Leader (FTRL-Proximal), which drives parameters to exactly zero with
-    `l1`.
+    """Follow The Regularized Leader (FTRL-Proximal): `l1` sets small parameters to exactly zero.
 
         new    = squared + g²
         linear = linear + g - (new^-lr_power - squared^-lr_power) / learning_rate · param
-        param  = (l1·sign(linear) - linear) / (new^-lr_power / learning_rate + 2·l2)   where |linear| > l1, else 0
+        scale  = new^-lr_power / learning_rate + 2·l2
+        param  = (l1·sign(linear) - linear) / scale    if |linear| > l1, else 0
 
-    with 1e-10 added to `l1` and to `l2`. The parameter is set, not moved: an element whose gradient
-    has been zero from the start becomes 0, whatever it was. (The update is the difference, so that
-    in floating point what was set is met to within a rounding of the old parameter; zeros are met
-    exactly.)
+    with 1e-10 added to `l1` and to `l2`. The formula sets the parameter and ignores its old value:
+    an element becomes 0 if its gradient has been zero from the start. The update is the difference
+    to the old parameter. In floating point the new parameter has a rounding error of the old one;
+    zeros are exact.
 
-    Defect: Paddle hands the kernel `l1` for its `l2`, so that the `l2` of the user has no effect.
+    Defect: Paddle passes `l1` to the kernel in place of `l2`, so that the user's `l2` has no
+    effect.
 
     Args:
-      learning_rate: a number or a schedule. It divides, so it may not be 0, not even in a warm-up.
+      learning_rate: a number or a schedule. It is a divisor, so it may never be 0, not even in a
+        warm-up.
       l1: strength of the L1 regularization.
-      l2: strength of the L2 regularization, read with `fix` alone.
-      lr_power: how the step shrinks as squared gradients add up; -0.5 is the square root, 0 no
-        shrinking.
-      fix: the formula with the user's `l2`. It is the paper's, whose lambda2 is 2·l2, and beta 0.
+      l2: strength of the L2 regularization, read with `fix` only.
+      lr_power: the exponent by which squared gradients shrink the step. -0.5 is the square root; 0
+        does not shrink.
+      fix: the formula with the user's `l2`: the paper's, where lambda2 is 2·l2 and beta is 0.
 
     Returns:
       A transformation with state `FtrlState`, its accumulators of the shapes and dtypes of the
       parameters. Its `update` needs the parameters.
 
     Raises:
-      ConfigError: a learning rate of 0 or an `lr_power` above 0, with which all becomes NaN; and
-        from `update` without parameters.
+      ConfigError: a learning rate of 0 or an `lr_power` above 0, which would yield NaN. From
+        `update`: no parameters.
 
     Source: `FtrlOptimizer` of Paddle's python/paddle/fluid/optimizer.py, and the dense branch of
-    paddle/fluid/operators/optimizers/ftrl_op.h. (The formula in the docstring of the former divides
-    by learning_rate · param; the kernel does not.) Paper: McMahan et al., Ad Click Prediction,
-    2013.
+    paddle/fluid/operators/optimizers/ftrl_op.h. The docstring of the former divides by
+    learning_rate · param; the kernel does not. Paper: McMahan et al., Ad Click Prediction, 2013.
 
     Example:
       >>> import jax.numpy as jnp, optax, dtrans
@@ -304,19 +305,19 @@ def ftrl(
       [1.0, 0.0]
     """
     if is_number(learning_rate) and learning_rate == 0:
-        raise ConfigError("ftrl divides by its learning rate: it may not be 0")
+        raise ConfigError("ftrl divides by its learning rate, which is 0; pass a positive rate")
     if is_number(lr_power) and lr_power > 0:
-        raise ConfigError(f"lr_power is {lr_power}; above 0 the first step of ftrl is not a number")
+        raise ConfigError(f"lr_power is {lr_power}, and must be 0 or less: ftrl would yield NaN")
     by_sqrt = is_number(lr_power) and lr_power == -0.5
     strength2 = l2 if fix else l1
 
     def rule(leaf: LeafStep, g: Any, p: Any, squared: Any, linear: Any) -> tuple[Any, ...]:
-        lambda1, lambda2 = of(l1, p) + 1e-10, of(strength2, p) + 1e-10
-        power = jnp.sqrt if by_sqrt else lambda x: jnp.power(x, -of(lr_power, p))
+        lambda1, lambda2 = cast_scalar(l1, p) + 1e-10, cast_scalar(strength2, p) + 1e-10
+        power = jnp.sqrt if by_sqrt else lambda x: jnp.power(x, -cast_scalar(lr_power, p))
         new = squared + g * g
         linear = linear + g - (power(new) - power(squared)) / leaf.lr * p
-        x = lambda1 * jnp.sign(linear) - linear
-        y = power(new) / leaf.lr + 2 * lambda2
-        return jnp.where(jnp.abs(linear) > lambda1, x / y, 0) - p, new, linear
+        shrunk = lambda1 * jnp.sign(linear) - linear
+        scale = power(new) / leaf.lr + 2 * lambda2
+        return jnp.where(jnp.abs(linear) > lambda1, shrunk / scale, 0) - p, new, linear
 
-    return transformation("ftrl", learning_rate, FtrlState, rule)
+    return leafwise_optimizer("ftrl", learning_rate, FtrlState, rule)

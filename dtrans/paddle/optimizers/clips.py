@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,11 +11,18 @@ import jax.numpy as jnp
 import optax
 
 from dtrans.errors import ConfigError
-from dtrans.paddle.optimizers.leafwise import Scalar, is_number, norm, of, path_name, squared_norm
+from dtrans.paddle.optimizers.leafwise import (
+    Scalar,
+    cast_scalar,
+    is_number,
+    norm,
+    path_name,
+    squared_norm,
+)
 
 
 NeedClip = Callable[[str], bool] | None
-"""Which leaves are clipped: a function of a leaf's path, e.g. `dense/bias`. None: all."""
+"""A predicate over a leaf's path, e.g. `dense/bias`: True for leaves to clip. None selects all."""
 
 
 def gradient_clip_by_value(
@@ -25,13 +33,13 @@ def gradient_clip_by_value(
     Args:
       max: the upper bound.
       min: the lower bound; by default `-max`.
-      need_clip: which leaves are clipped, by path; by default all.
+      need_clip: a predicate over paths that selects the leaves to clip; by default all.
 
     Returns:
       A transformation. It needs no parameters.
 
     Raises:
-      ConfigError: a `max` that is not above 0, without a `min`.
+      ConfigError: `max` is not above 0, and `min` is None.
 
     Source: `GradientClipByValue` of Paddle's python/paddle/fluid/clip.py, and
       paddle/fluid/operators/clip_op.h.
@@ -43,28 +51,28 @@ def gradient_clip_by_value(
       [0.5, -0.25, 0.125]
     """
     if min is None and is_number(max) and max <= 0:
-        raise ConfigError(
-            f"max is {max}, and min would be {-max}; give a min too, or a max above 0"
-        )
+        raise ConfigError(f"max is {max}, and min would be {-max}; pass min too, or a max above 0")
     low = -max if min is None else min
-    return _clip(need_clip, lambda grads: [jnp.clip(g, of(low, g), of(max, g)) for g in grads])
+    return _clip(
+        need_clip,
+        lambda grads: [jnp.clip(g, cast_scalar(low, g), cast_scalar(max, g)) for g in grads],
+    )
 
 
 def gradient_clip_by_norm(
     clip_norm: Scalar, need_clip: NeedClip = None
 ) -> optax.GradientTransformation:
-    """Scale the gradient of each leaf whose norm is above `clip_norm` down to it: `g · clip_norm /
-    ‖g‖`.
+    """Clip the gradient of each leaf to the norm `clip_norm`: `g · clip_norm / ‖g‖` if larger.
 
     Args:
       clip_norm: the largest norm of a leaf's gradient.
-      need_clip: which leaves are clipped, by path; by default all.
+      need_clip: a predicate over paths that selects the leaves to clip; by default all.
 
     Returns:
       A transformation. It needs no parameters. Norms of half precision are taken in float32.
 
     Raises:
-      ConfigError: a `clip_norm` that is not above 0.
+      ConfigError: `clip_norm` is not above 0.
 
     Source: `GradientClipByNorm` of Paddle's python/paddle/fluid/clip.py, and
       paddle/fluid/operators/clip_by_norm_op.h.
@@ -88,17 +96,18 @@ def gradient_clip_by_global_norm(
 ) -> optax.GradientTransformation:
     """Scale all gradients by `clip_norm / max(clip_norm, ‖all gradients‖)`.
 
-    Paddle's `group_name` is not needed: a clip is of the leaves that it is given.
+    Paddle's `group_name` has no counterpart: the norm covers the gradients in one `update`.
 
     Args:
       clip_norm: the largest norm of all gradients together.
-      need_clip: which leaves are clipped, by path; by default all. The norm is of these.
+      need_clip: a predicate over paths that selects the leaves to clip; by default all. The
+        norm covers these.
 
     Returns:
       A transformation. It needs no parameters. Norms of half precision are taken in float32.
 
     Raises:
-      ConfigError: a `clip_norm` that is not above 0.
+      ConfigError: `clip_norm` is not above 0.
 
     Source: `GradientClipByGlobalNorm` of Paddle's python/paddle/fluid/clip.py.
 
@@ -124,27 +133,28 @@ def gradient_clip_by_global_norm(
 def _check_norm(clip_norm: Scalar) -> None:
     if is_number(clip_norm) and clip_norm <= 0:
         raise ConfigError(
-            f"clip_norm is {clip_norm}; the largest norm of a gradient has to be above 0"
+            f"clip_norm is {clip_norm}; pass the largest norm of a gradient, a number above 0"
         )
 
 
 def _factor(length: Any, clip_norm: Scalar) -> jax.Array:
-    """What brings a vector of this length to `clip_norm` if it is longer: 1 otherwise."""
-    return of(clip_norm, length) / jnp.maximum(of(clip_norm, length), length)
+    """Return the factor that scales a vector of this length to at most `clip_norm`."""
+    return cast_scalar(clip_norm, length) / jnp.maximum(cast_scalar(clip_norm, length), length)
 
 
 def _clip(
     need_clip: NeedClip, clip: Callable[[list[jax.Array]], list[jax.Array]]
 ) -> optax.GradientTransformationExtraArgs:
-    """The transformation that clips the gradients of the leaves that need it."""
+    """Return a transformation that applies `clip` to the gradients of selected leaves."""
 
     def update(grads: Any, params: Any = None) -> Any:
         treedef: Any
         leaves, treedef = jax.tree_util.tree_flatten_with_path(grads)
         needs = [need_clip is None or need_clip(path_name(path)) for path, _ in leaves]
-        clipped = iter(clip([g for (_, g), need in zip(leaves, needs, strict=True) if need]))
+        values = [g for _, g in leaves]
+        clipped = iter(clip(list(itertools.compress(values, needs))))
         return treedef.unflatten(
-            [next(clipped) if need else g for (_, g), need in zip(leaves, needs, strict=True)]
+            [next(clipped) if need else g for g, need in zip(values, needs, strict=True)]
         )
 
     return optax.stateless(update)

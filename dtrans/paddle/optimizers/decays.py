@@ -1,13 +1,12 @@
-"""Paddle's decays of the learning rate, and its warm-up: functions of the number of updates before
-this one.
+"""Paddle's decays of the learning rate and its warm-up, as optax schedules.
 
-Each is a schedule as optax has them, for any `learning_rate` here or in optax. Values are float32
-(float64 where JAX has 64 bits enabled), and powers and quotients are taken in it, as Paddle takes
-them in float32.
+A schedule maps the number of previous updates to a learning rate. It fits any `learning_rate` of
+this package or of optax. Values, powers and quotients are float32, as in Paddle, or float64 if JAX
+has 64 bits enabled.
 
 Paddle's schedules read one counter of the program, which is 0 in the first step; `noam_decay`
-starts it at 1. Of those that its dygraph mode alone has, LambdaDecay's function is a schedule
-itself, and ReduceLROnPlateau has to be told the loss, which no server knows.
+starts it at 1. Two schedules of its dygraph mode have no counterpart: LambdaDecay's function is a
+schedule already. ReduceLROnPlateau needs the loss, which servers do not know.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from dtrans.errors import ConfigError
 
 
 Schedule = Callable[[Any], jax.Array]
-"""A learning rate by the number of updates before this one, a Python number or a 0-d array of integers."""
+"""A learning rate by the number of previous updates: a Python number or a 0-d integer array."""
 
 
 def noam_decay(d_model: float, warmup_steps: float, learning_rate: float = 1.0) -> Schedule:
@@ -49,7 +48,7 @@ def noam_decay(d_model: float, warmup_steps: float, learning_rate: float = 1.0) 
     """
 
     def schedule(count: Any) -> jax.Array:
-        step = _real(count) + 1
+        step = _as_real(count) + 1
         return learning_rate * d_model**-0.5 * jnp.minimum(step**-0.5, warmup_steps**-1.5 * step)
 
     return schedule
@@ -61,10 +60,10 @@ def exponential_decay(
     """Decay by a factor: `learning_rate · decay_rate^(step / decay_steps)`.
 
     Args:
-      learning_rate: that of the first step.
-      decay_steps: how many steps there are to a factor.
+      learning_rate: the rate of the first step.
+      decay_steps: the number of steps for one factor.
       decay_rate: the factor.
-      staircase: whether `step / decay_steps` is rounded down.
+      staircase: round `step / decay_steps` down.
 
     Returns:
       A schedule.
@@ -77,7 +76,7 @@ def exponential_decay(
       >>> [float(lr(step)) for step in range(5)]
       [1.0, 1.0, 0.5, 0.5, 0.25]
     """
-    return lambda count: learning_rate * decay_rate ** _turns(count, decay_steps, staircase)
+    return lambda count: learning_rate * decay_rate ** _count_periods(count, decay_steps, staircase)
 
 
 def natural_exp_decay(
@@ -86,10 +85,10 @@ def natural_exp_decay(
     """Decay by a rate: `learning_rate · exp(-decay_rate · step / decay_steps)`.
 
     Args:
-      learning_rate: that of the first step.
-      decay_steps: how many steps the rate is of.
+      learning_rate: the rate of the first step.
+      decay_steps: the number of steps that `decay_rate` applies to.
       decay_rate: the rate.
-      staircase: whether `step / decay_steps` is rounded down.
+      staircase: round `step / decay_steps` down.
 
     Returns:
       A schedule.
@@ -103,7 +102,7 @@ def natural_exp_decay(
       [1.0, 0.6065, 0.3679]
     """
     return lambda count: (
-        learning_rate * jnp.exp(-decay_rate * _turns(count, decay_steps, staircase))
+        learning_rate * jnp.exp(-decay_rate * _count_periods(count, decay_steps, staircase))
     )
 
 
@@ -113,10 +112,10 @@ def inverse_time_decay(
     """Decay with time: `learning_rate / (1 + decay_rate · step / decay_steps)`.
 
     Args:
-      learning_rate: that of the first step.
-      decay_steps: how many steps the rate is of.
+      learning_rate: the rate of the first step.
+      decay_steps: the number of steps that `decay_rate` applies to.
       decay_rate: the rate.
-      staircase: whether `step / decay_steps` is rounded down.
+      staircase: round `step / decay_steps` down.
 
     Returns:
       A schedule.
@@ -129,7 +128,9 @@ def inverse_time_decay(
       >>> [float(lr(step)) for step in (0, 1, 3)]
       [1.0, 0.5, 0.25]
     """
-    return lambda count: learning_rate / (1 + decay_rate * _turns(count, decay_steps, staircase))
+    return lambda count: (
+        learning_rate / (1 + decay_rate * _count_periods(count, decay_steps, staircase))
+    )
 
 
 def polynomial_decay(
@@ -139,16 +140,17 @@ def polynomial_decay(
     power: float = 1.0,
     cycle: bool = False,
 ) -> Schedule:
-    """Decay to an end: `(learning_rate - end_learning_rate) · (1 - step / decay_steps)^power +
-    end_learning_rate`.
+    """Decay to an end value along a power of the remaining steps.
+
+        end_learning_rate + (learning_rate - end_learning_rate) · (1 - step / decay_steps)^power
 
     Args:
-      learning_rate: that of the first step.
-      decay_steps: the step at which the end is reached; steps after it stay there.
-      end_learning_rate: the end.
+      learning_rate: the rate of the first step.
+      decay_steps: the step that reaches the end value; later steps stay there.
+      end_learning_rate: the end value.
       power: 1 for a line, 2 for a parabola.
-      cycle: whether `decay_steps` is multiplied, once the end is reached, by the least whole number
-        that is enough for the step, so that the rate rises again and decays more slowly.
+      cycle: after `decay_steps`, multiply it by the least integer that covers the step. The rate
+        rises again, then decays more slowly.
 
     Returns:
       A schedule.
@@ -163,7 +165,7 @@ def polynomial_decay(
     """
 
     def schedule(count: Any) -> jax.Array:
-        step = _real(count)
+        step = _as_real(count)
         if cycle:
             done = step / (decay_steps * jnp.maximum(jnp.ceil(step / decay_steps), 1))
         else:
@@ -174,8 +176,7 @@ def polynomial_decay(
 
 
 def piecewise_decay(boundaries: Sequence[float], values: Sequence[float]) -> Schedule:
-    """Take one value after the other: `values[i]` in the steps before `boundaries[i]`, and the last
-    after them all.
+    """Select a value by step: `values[i]` before `boundaries[i]`, the last value after all.
 
     Args:
       boundaries: steps, ascending.
@@ -185,7 +186,7 @@ def piecewise_decay(boundaries: Sequence[float], values: Sequence[float]) -> Sch
       A schedule.
 
     Raises:
-      ConfigError: not one value more than boundaries.
+      ConfigError: the number of values is not one more than the number of boundaries.
 
     Source: `piecewise_decay` of Paddle's python/paddle/fluid/layers/learning_rate_scheduler.py.
 
@@ -201,7 +202,7 @@ def piecewise_decay(boundaries: Sequence[float], values: Sequence[float]) -> Sch
         )
 
     def schedule(count: Any) -> jax.Array:
-        step = _real(count)
+        step = _as_real(count)
         value = jnp.asarray(values[-1], step.dtype)
         for boundary, before in zip(reversed(boundaries), reversed(values[:-1]), strict=True):
             value = jnp.where(step < boundary, before, value)
@@ -211,15 +212,14 @@ def piecewise_decay(boundaries: Sequence[float], values: Sequence[float]) -> Sch
 
 
 def cosine_decay(learning_rate: float, step_each_epoch: float, epochs: float) -> Schedule:
-    """Decay along half a cosine, epoch by epoch: `learning_rate · (cos(pi · epoch / epochs) + 1) /
-    2`.
+    """Decay along half a cosine, epoch by epoch; rise again after `epochs`.
 
-    After `epochs` it rises again.
+        learning_rate · (cos(pi · epoch / epochs) + 1) / 2
 
     Args:
-      learning_rate: that of the first epoch.
-      step_each_epoch: steps in an epoch; the rate stays the same in each.
-      epochs: how many epochs it takes to 0.
+      learning_rate: the rate of the first epoch.
+      step_each_epoch: the number of steps in an epoch, which share one rate.
+      epochs: the number of epochs until 0.
 
     Returns:
       A schedule.
@@ -233,19 +233,21 @@ def cosine_decay(learning_rate: float, step_each_epoch: float, epochs: float) ->
       [1.0, 1.0, 0.5, 0.5, 0.0]
     """
     return lambda count: (
-        learning_rate * 0.5 * (jnp.cos(_turns(count, step_each_epoch, True) * math.pi / epochs) + 1)
+        learning_rate
+        * 0.5
+        * (jnp.cos(_count_periods(count, step_each_epoch, True) * math.pi / epochs) + 1)
     )
 
 
 def step_decay(learning_rate: float, step_size: int, decay_rate: float = 0.1) -> Schedule:
     """Decay by a factor every `step_size`: `learning_rate · decay_rate^floor(step / step_size)`.
 
-    Paddle's counts calls of its method `epoch`; this one counts updates: multiply `step_size` by
-    those of an epoch.
+    Paddle counts calls of the method `epoch`. dtrans counts updates: multiply `step_size` by the
+    updates of an epoch.
 
     Args:
-      learning_rate: that of the first step.
-      step_size: how many steps have the same learning rate.
+      learning_rate: the rate of the first step.
+      step_size: the number of steps with the same learning rate.
       decay_rate: the factor.
 
     Returns:
@@ -267,12 +269,12 @@ def multi_step_decay(
 ) -> Schedule:
     """Decay by a factor at each milestone.
 
-    Paddle's counts calls of its method `epoch`; this one counts updates: multiply milestones by
-    those of an epoch.
+    Paddle counts calls of the method `epoch`. dtrans counts updates: multiply milestones by the
+    updates of an epoch.
 
     Args:
-      learning_rate: that of the first step.
-      milestones: steps with which the next learning rate starts, ascending.
+      learning_rate: the rate of the first step.
+      milestones: the first steps of the next learning rates, ascending.
       decay_rate: the factor.
 
     Returns:
@@ -298,19 +300,19 @@ def linear_lr_warmup(
     end_lr: float,
     begin: int = 0,
 ) -> Schedule:
-    """Rise along a line for `warmup_steps`, then take another learning rate.
+    """Rise along a line for `warmup_steps`, then follow `learning_rate`.
 
         start_lr + (end_lr - start_lr) · step / warmup_steps   in steps before warmup_steps
 
-    A schedule after the warm-up is that of all steps: it has gone on during the warm-up.
+    A schedule counts the steps of the warm-up too.
 
     Args:
       learning_rate: a number, or a schedule.
-      warmup_steps: the step with which `learning_rate` starts.
+      warmup_steps: the first step of `learning_rate`.
       start_lr: the learning rate of the first step.
-      end_lr: what the line leads to.
-      begin: the first step's number. In Paddle the warm-up shares the counter of the schedule after
-        it, which is 1 in the first step of a `noam_decay`.
+      end_lr: the end of the line.
+      begin: the number of the first step. In Paddle the warm-up and its schedule share a counter,
+        which `noam_decay` starts at 1.
 
     Returns:
       A schedule.
@@ -325,7 +327,7 @@ def linear_lr_warmup(
     """
 
     def schedule(count: Any) -> jax.Array:
-        step = _real(count) + begin
+        step = _as_real(count) + begin
         after = learning_rate(count) if callable(learning_rate) else learning_rate
         return jnp.where(
             step < warmup_steps, start_lr + (end_lr - start_lr) * (step / warmup_steps), after
@@ -334,12 +336,12 @@ def linear_lr_warmup(
     return schedule
 
 
-def _real(count: Any) -> jax.Array:
-    """A count as a real number."""
+def _as_real(count: Any) -> jax.Array:
+    """Return a count as an array of JAX's default real type."""
     return jnp.asarray(count, jnp.result_type(float))
 
 
-def _turns(count: Any, steps: float, whole: bool) -> jax.Array:
-    """How many times `steps` have passed; with `whole` rounded down."""
-    turns = _real(count) / steps
-    return jnp.floor(turns) if whole else turns
+def _count_periods(count: Any, steps: float, staircase: bool) -> jax.Array:
+    """Return the number of periods of `steps` that have passed; with `staircase` rounded down."""
+    periods = _as_real(count) / steps
+    return jnp.floor(periods) if staircase else periods

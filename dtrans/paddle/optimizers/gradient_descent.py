@@ -17,9 +17,9 @@ from dtrans.paddle.optimizers.leafwise import (
     LeafStep,
     LearningRate,
     Scalar,
+    cast_scalar,
+    leafwise_optimizer,
     norm,
-    of,
-    transformation,
 )
 
 
@@ -27,8 +27,8 @@ class LarsMomentumState(NamedTuple):
     """State of `lars_momentum`.
 
     Attributes:
-      count: updates so far, int32; None where the learning rate is no schedule.
-      velocity: per leaf, what the last update took off the parameter.
+      count: updates so far, int32; None unless the learning rate is a schedule.
+      velocity: per leaf, the amount that the last update subtracted from the parameter.
     """
 
     count: Any
@@ -39,14 +39,14 @@ class NoiseState(NamedTuple):
     """State of the noise of `dpsgd`.
 
     Attributes:
-      key: the random key from which the keys of the next update follow.
+      key: the random key that the next update splits.
     """
 
     key: jax.Array
 
 
 def sgd(learning_rate: LearningRate) -> optax.GradientTransformation:
-    """Stochastic gradient descent: `param - learning_rate · g`. It is `optax.sgd`.
+    """Stochastic gradient descent, `param - learning_rate · g`: `optax.sgd`.
 
     Args:
       learning_rate: a number or a schedule.
@@ -69,16 +69,16 @@ def sgd(learning_rate: LearningRate) -> optax.GradientTransformation:
 def momentum(
     learning_rate: LearningRate, momentum: Scalar, use_nesterov: bool = False
 ) -> optax.GradientTransformation:
-    """Gradient descent with momentum. It is `optax.sgd` with momentum.
+    """Gradient descent with momentum: `optax.sgd` with momentum.
 
         velocity = momentum·velocity + g
-        param    = param - learning_rate · velocity                    or, with `use_nesterov`,
-        param    = param - learning_rate · (g + momentum·velocity)
+        param    = param - learning_rate · velocity
+        param    = param - learning_rate · (g + momentum·velocity)     with `use_nesterov`
 
     Args:
       learning_rate: a number or a schedule.
-      momentum: how much of the velocity stays. Paddle has no default.
-      use_nesterov: whether the step looks ahead, along the velocity.
+      momentum: decay rate of the velocity. Paddle has no default.
+      use_nesterov: add the next step along the velocity.
 
     Returns:
       A transformation. It needs no parameters.
@@ -104,41 +104,41 @@ def lars_momentum(
     epsilon: Scalar = 0.0,
     rescale_grad: Scalar = 1.0,
 ) -> optax.GradientTransformation:
-    """Momentum with a learning rate for each leaf, by the norms of the leaf and of its gradient
-    (LARS).
+    """Momentum with a learning rate for each leaf from the norms of leaf and gradient (LARS).
 
         g        = rescale_grad · g
-        local_lr = learning_rate · lars_coeff · ‖param‖ / (‖g‖ + lars_weight_decay·‖param‖ +
-        epsilon) velocity = momentum·velocity + local_lr · (g + lars_weight_decay·param)
+        norms    = ‖g‖ + lars_weight_decay·‖param‖ + epsilon
+        local_lr = learning_rate · lars_coeff · ‖param‖ / norms
+        velocity = momentum·velocity + local_lr · (g + lars_weight_decay·param)
         param    = param - velocity
 
-    where `local_lr` is `learning_rate` itself if a norm is 0. This is the paper's rule too.
+    where `local_lr` is `learning_rate` if a norm is 0. This is also the paper's rule.
 
-    `optax.lars` divides by ‖g + weight_decay·param‖ (+ eps), which is less unless the two point the
-    same way.
+    `optax.lars` divides by ‖g + weight_decay·param‖ (+ eps), which is smaller unless the two have
+    the same direction.
 
-    The last three arguments are of Paddle 2; with their defaults the rule is that of 1.8. (From 2.0
-    on kernels scale only with a weight decay above 0: a leaf without one had the plain learning
-    rate, as one that is excluded has here.)
+    The last three arguments come from Paddle 2; with their defaults the rule is 1.8's. Kernels from
+    2.0 on scale only leaves with a weight decay above 0: others have the plain learning rate, as
+    excluded leaves have here.
 
     Args:
       learning_rate: a number or a schedule.
-      momentum: how much of the velocity stays. Paddle has no default.
-      lars_coeff: how far a leaf is trusted to move, as a part of its norm.
-      lars_weight_decay: weight decay; instead of another L2 regularization, not with it.
-      exclude_from_weight_decay: parts of names. A leaf is excluded if one of them is in its path,
-        e.g. `bias` is in `dense/bias`. It has no weight decay, and the plain learning rate: that of
-        momentum SGD. No norms are taken.
+      momentum: decay rate of the velocity. Paddle has no default.
+      lars_coeff: the trust coefficient: the size of a step relative to the norm of the leaf.
+      lars_weight_decay: weight decay; replaces any other L2 regularization.
+      exclude_from_weight_decay: parts of paths, e.g. `bias`, which is in `dense/bias`. A leaf whose
+        path contains one is excluded: no weight decay, no norms, and the plain learning rate of
+          momentum SGD.
       epsilon: added to the denominator.
       rescale_grad: multiplies the gradient, often 1 / batch size.
 
     Returns:
       A transformation with state `LarsMomentumState`, the velocity of the shapes and dtypes of the
-      parameters. Its `update` needs the parameters. Norms of leaves of half precision are taken in
+      parameters. Its `update` needs the parameters. Norms of half-precision leaves are computed in
       float32.
 
     Raises:
-      ConfigError: one string for `exclude_from_weight_decay`; and from `update` without parameters.
+      ConfigError: `exclude_from_weight_decay` is a string. From `update`: no parameters.
 
     Source: `LarsMomentumOptimizer` of Paddle's python/paddle/fluid/optimizer.py, and
     paddle/fluid/operators/optimizers/lars_momentum_op.h. Paper: You et al., Large Batch Training of
@@ -146,7 +146,8 @@ def lars_momentum(
 
     Example:
       >>> import jax.numpy as jnp, optax, dtrans
-      >>> tx = dtrans.paddle.optimizers.lars_momentum(1.0, 0.9, lars_coeff=0.5, lars_weight_decay=1.0)
+      >>> lars = dtrans.paddle.optimizers.lars_momentum
+      >>> tx = lars(1.0, 0.9, lars_coeff=0.5, lars_weight_decay=1.0)
       >>> params = jnp.array([3.0, 4.0])
       >>> updates, _ = tx.update(jnp.array([3.0, -4.0]), tx.init(params), params)
       >>> optax.apply_updates(params, updates).tolist()
@@ -154,24 +155,24 @@ def lars_momentum(
     """
     if isinstance(exclude_from_weight_decay, str):
         raise ConfigError(
-            f"exclude_from_weight_decay is a list of names: [{exclude_from_weight_decay!r}]"
+            "exclude_from_weight_decay must be a list of names, it is a string; write "
+            f"[{exclude_from_weight_decay!r}]"
         )
     excluded = tuple(exclude_from_weight_decay or ())
 
     def rule(leaf: LeafStep, g: Any, p: Any, velocity: Any) -> tuple[Any, ...]:
-        g = of(rescale_grad, p) * g
+        g = cast_scalar(rescale_grad, p) * g
         decay, local_lr = 0.0, leaf.lr
         if not any(name in leaf.path for name in excluded):
-            decay, p_norm, g_norm = of(lars_weight_decay, p), norm(p), norm(g)
+            decay, p_norm, g_norm = cast_scalar(lars_weight_decay, p), norm(p), norm(g)
             scales = (p_norm > 0) & (g_norm > 0)
-            by = jnp.where(scales, g_norm + decay * p_norm + of(epsilon, p_norm), 1)
-            local_lr = leaf.lr * jnp.where(scales, of(lars_coeff, p_norm) * p_norm / by, 1).astype(
-                p.dtype
-            )
-        velocity = of(momentum, p) * velocity + local_lr * (g + decay * p)
+            norms = jnp.where(scales, g_norm + decay * p_norm + cast_scalar(epsilon, p_norm), 1)
+            ratio = jnp.where(scales, cast_scalar(lars_coeff, p_norm) * p_norm / norms, 1)
+            local_lr = leaf.lr * ratio.astype(p.dtype)
+        velocity = cast_scalar(momentum, p) * velocity + local_lr * (g + decay * p)
         return -velocity, velocity
 
-    return transformation("lars_momentum", learning_rate, LarsMomentumState, rule)
+    return leafwise_optimizer("lars_momentum", learning_rate, LarsMomentumState, rule)
 
 
 def dpsgd(
@@ -191,31 +192,30 @@ def dpsgd(
     Defects of the kernel. None of them makes training private:
 
     - It draws one number, sigma · N(0, 1), and adds it to every element of the parameter.
-    - It seeds its generator with the clock's second, so that all parameters, and all steps of a
-      second, have the same number; with a `seed`, all steps have it.
-    - The noise is not in proportion to `clip`, and each parameter is clipped by its own norm.
-    - It clips the gradient of the batch, not that of each example.
+    - It seeds its generator with the clock in seconds: all parameters, and all steps of a second,
+      have the same number. With a `seed`, all steps have it.
+    - The noise is not proportional to `clip`, and each parameter is clipped separately.
+    - It clips the gradient of the batch instead of the gradient of each example.
 
     Args:
       learning_rate: a number or a schedule.
       clip: the largest norm of a gradient.
       batch_size: divides the noise. (The default is Paddle's.)
       sigma: scale of the noise.
-      seed: that of the kernel's generator (Paddle's `_seed`, "for debugging"), which gives its
-        number; a Python number. With 0 there is no clock here: each step has a number of its own,
-        from `key`, and all leaves the same.
-      key: a random key, or the number of one: where noise comes from, unless there is a `seed`.
-      fix: the paper's noise: sigma · clip · N(0, 1), another number for each element and step, from
-        `key`; and one norm over all leaves. Examples are not seen here: for a guarantee of privacy
-        clip the gradient of each, and average, in the training step; `batch_size` is then their
-        number.
+      seed: the seed of the kernel's generator (Paddle's `_seed`, "for debugging"), a Python number.
+        With 0 the noise comes from `key`, not from the clock: a new number in each step, the same
+        for all leaves.
+      key: a random key or its seed; unused with a `seed`.
+      fix: the paper's noise, sigma · clip · N(0, 1), drawn from `key` for each element and step,
+        and one norm over all leaves. Privacy also needs clipping by example: clip and average the
+        examples' gradients in the training step, and pass their number as `batch_size`.
 
     Returns:
-      A transformation. It needs no parameters. Norms of leaves of half precision are taken in
+      A transformation. It needs no parameters. Norms of half-precision leaves are computed in
       float32.
 
     Raises:
-      ConfigError: a `clip` that is not above 0.
+      ConfigError: `clip` is not above 0.
 
     Source: `DpsgdOptimizer` of Paddle's python/paddle/fluid/optimizer.py, and
     paddle/fluid/operators/optimizers/dpsgd_op.h. Paper: Abadi et al., Deep Learning with
@@ -227,17 +227,15 @@ def dpsgd(
       >>> tx.update(jnp.array([3.0, -4.0]), tx.init(jnp.zeros(2)))[0].tolist()
       [-1.5, 2.0]
     """
+    scale = lambda g: cast_scalar(sigma, g) / cast_scalar(batch_size, g)
     if fix:
         return optax.chain(
             gradient_clip_by_global_norm(clip),
-            _add_noise(
-                lambda g: of(sigma, g) * of(clip, g) / of(batch_size, g), key, by_element=True
-            ),
+            _add_noise(lambda g: scale(g) * cast_scalar(clip, g), key, by_element=True),
             optax.sgd(learning_rate),
         )
-    scale = lambda g: of(sigma, g) / of(batch_size, g)
     if seed:
-        drawn = _drawn_by_kernel(seed)
+        drawn = _draw_kernel_noise(seed)
         noise: Any = optax.stateless(
             lambda grads, params: jax.tree.map(lambda g: g + drawn * scale(g), grads)
         )
@@ -268,17 +266,19 @@ def _add_noise(
                 jax.random.normal(k, g.shape, g.dtype) for k, g in zip(keys, leaves, strict=False)
             ]
         else:
-            one = jax.random.normal(now)
-            drawn = [one.astype(g.dtype) for g in leaves]
+            shared = jax.random.normal(now)
+            drawn = [shared.astype(g.dtype) for g in leaves]
         noisy = [g + scale(g) * x for g, x in zip(leaves, drawn, strict=True)]
         return treedef.unflatten(noisy), NoiseState(after)
 
     return optax.GradientTransformation(init, update)
 
 
-def _drawn_by_kernel(seed: int) -> float:
-    """The number that the kernel draws with a seed: Marsaglia's polar method over C++'s
-    `minstd_rand`, in float32."""
+def _draw_kernel_noise(seed: int) -> float:
+    """Return the number that the kernel draws with a seed.
+
+    It applies Marsaglia's polar method to C++'s `minstd_rand`, in float32.
+    """
     modulus = 2**31 - 1
     state = seed % modulus or 1
     while True:

@@ -1,8 +1,7 @@
-"""A transformation that applies one rule to each leaf, as Paddle has one optimizer op for each
-parameter.
+"""Optimizers that apply one rule to each leaf, as Paddle runs one optimizer op for each parameter.
 
-A rule sees one leaf at a time and is elementwise, but for norms of the whole leaf; nothing is
-reshaped, so that row analysis (`dtrans.rows.analysis`) can follow it.
+A rule gets one leaf at a time. It is elementwise, apart from norms of the leaf. No rule reshapes a
+leaf, so that row analysis (`dtrans.rows.analysis`) can follow it.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ from dtrans.errors import ConfigError
 
 
 Scalar = float | jax.Array
-"""A hyperparameter: a number, or a 0-d array (as `optax.inject_hyperparams` makes them)."""
+"""A hyperparameter: a number, or a 0-d array, as from `optax.inject_hyperparams`."""
 
 LearningRate = Scalar | Callable[[Any], Any]
 """A number, or a schedule: a function of the number of updates before this one."""
 
 
 class LeafStep(NamedTuple):
-    """What a rule knows of its leaf and step.
+    """Arguments of a rule that do not depend on the gradient.
 
     Attributes:
       path: the leaf's path, e.g. `dense/bias`.
-      lr: the learning rate of this step, such that it does not change the leaf's dtype.
+      lr: the learning rate of this step, a Python number or an array of the leaf's dtype.
       powers: the powers of the transformation's betas, beta^t in update number t.
     """
 
@@ -39,7 +38,7 @@ class LeafStep(NamedTuple):
     powers: Sequence[jax.Array]
 
 
-def transformation(
+def leafwise_optimizer(
     name: str,
     learning_rate: LearningRate,
     state_type: Any,
@@ -48,20 +47,20 @@ def transformation(
     betas: Sequence[Scalar] = (),
     initial: Scalar = 0.0,
 ) -> optax.GradientTransformation:
-    """Make the transformation that applies `rule(leaf, grad, param, *accumulators)` to each leaf.
+    """Return an optimizer that applies `rule(leaf, grad, param, *accumulators)` to each leaf.
 
-    The rule returns the update and the new accumulators. A leaf whose gradient is None has the
-    update None, and keeps its accumulators.
+    The rule returns the update and the new accumulators. If the gradient of a leaf is None, so is
+    its update, and its accumulators stay.
 
     Args:
       name: the optimizer's name, for errors.
       learning_rate: a number or a schedule.
       state_type: a NamedTuple of the count of updates, the accumulators and the powers of the
-        betas. The count is None where the learning rate is no schedule.
+        betas. The count is None unless the learning rate is a schedule.
       rule: the update rule.
-      betas: numbers of whose powers the rule reads. They are multiplied step by step, as Paddle's
-        are: 1 - beta^t of a beta near 1 tells in float32 how the power was computed, by 1e-5 of it.
-      initial: what accumulators start with.
+      betas: the rule reads powers of these numbers. They are multiplied step by step, as in
+        Paddle. In float32 the result differs from `beta**t` by a relative 1e-5 of 1 - beta^t.
+      initial: the initial value of accumulators.
 
     Returns:
       A transformation whose `update` needs the parameters. Accumulators have the shapes and dtypes
@@ -76,7 +75,7 @@ def transformation(
         count = jnp.zeros([], jnp.int32) if callable(learning_rate) else None
         start = lambda p: jnp.full_like(p, initial)
         accumulators = [jax.tree.map(start, params) for _ in state_type._fields[1:end]]
-        return state_type(count, *accumulators, *map(_real, betas))
+        return state_type(count, *accumulators, *map(_as_real, betas))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         if params is None:
@@ -87,58 +86,62 @@ def transformation(
         grads, treedef = jax.tree_util.tree_flatten_with_path(updates, is_leaf=lambda x: x is None)
         others = [treedef.flatten_up_to(tree) for tree in (params, *accumulators)]
 
-        def one(path: Any, g: Any, p: Any, *accs: Any) -> tuple[Any, ...]:
+        def step_leaf(path: Any, g: Any, p: Any, *accs: Any) -> tuple[Any, ...]:
             if g is None:
                 return (None, *accs)
-            return rule(LeafStep(path_name(path), of(lr, p), powers), g.astype(p.dtype), p, *accs)
+            step = LeafStep(path_name(path), cast_scalar(lr, p), powers)
+            return rule(step, g.astype(p.dtype), p, *accs)
 
-        rows = [one(path, g, *rest) for (path, g), *rest in zip(grads, *others, strict=True)]
-        new, *accumulators = ([row[i] for row in rows] for i in range(1 + len(accumulators)))
+        steps = [step_leaf(path, g, *rest) for (path, g), *rest in zip(grads, *others, strict=True)]
+        # an empty tree has no leaf to transpose
+        columns = list(zip(*steps, strict=True)) or [()] * (1 + len(accumulators))
+        new, *accumulators = map(treedef.unflatten, columns)
         count = None if count is None else optax.safe_increment(count)
-        powers = [power * _real(beta) for power, beta in zip(powers, betas, strict=True)]
-        return treedef.unflatten(new), state_type(
-            count, *map(treedef.unflatten, accumulators), *powers
-        )
+        powers = [power * _as_real(beta) for power, beta in zip(powers, betas, strict=True)]
+        return new, state_type(count, *accumulators, *powers)
 
     return optax.GradientTransformation(init, update)
 
 
 def path_name(path: Any) -> str:
-    """The path of a leaf as text: `dense/bias`."""
+    """Return the path of a leaf as text: `dense/bias`."""
     return keystr(path, simple=True, separator="/")
 
 
 def is_number(x: Any) -> bool:
-    """Whether `x` is known now: a Python number rather than an array or a schedule."""
+    """Return True if `x` is a Python number, rather than an array or a schedule."""
     return isinstance(x, (int, float))
 
 
-def of(x: Any, leaf: jax.Array) -> Any:
-    """`x` such that it does not change the dtype of what it meets: a Python number, or of the
-    leaf's dtype."""
+def cast_scalar(x: Any, leaf: jax.Array) -> Any:
+    """Return `x` as a Python number, or as an array of the leaf's dtype.
+
+    Neither changes the dtype of the leaf in an operation with it.
+    """
     return float(x) if is_number(x) else jnp.asarray(x, leaf.dtype)
 
 
 def complement(x: Any, leaf: jax.Array) -> Any:
-    """1 - x as the kernel has it: of the rounded x. In float32 that of 0.999 differs from 0.001 by
-    5e-5 of it."""
+    """Return 1 - x as the kernel computes it: from the rounded x.
+
+    In float32 this differs by a relative 5e-5 from 0.001 for x = 0.999.
+    """
     if is_number(x):
         real = jnp.result_type(float).type
         return float(real(1) - real(x))
-    return (1 - _real(x)).astype(leaf.dtype)
+    return (1 - _as_real(x)).astype(leaf.dtype)
 
 
-def _real(x: Any) -> jax.Array:
-    """A hyperparameter whose rounding matters, in float32, or float64 where JAX has 64 bits
-    enabled."""
+def _as_real(x: Any) -> jax.Array:
+    """Return a hyperparameter as an array of JAX's default real type, float32 or float64."""
     return jnp.asarray(x, jnp.result_type(float))
 
 
 def norm(x: jax.Array) -> jax.Array:
-    """The Euclidean norm of a whole leaf, in float32 at least."""
+    """Return the Euclidean norm of a leaf, in float32 at least."""
     return jnp.sqrt(squared_norm(x))
 
 
 def squared_norm(x: jax.Array) -> jax.Array:
-    """The sum of squares of a whole leaf, in float32 at least."""
+    """Return the sum of squares of a leaf, in float32 at least."""
     return jnp.sum(jnp.square(x.astype(jnp.promote_types(x.dtype, jnp.float32))))

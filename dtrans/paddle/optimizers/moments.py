@@ -13,11 +13,11 @@ from dtrans.paddle.optimizers.leafwise import (
     LeafStep,
     LearningRate,
     Scalar,
+    cast_scalar,
     complement,
+    leafwise_optimizer,
     norm,
-    of,
     path_name,
-    transformation,
 )
 
 
@@ -25,11 +25,11 @@ class AdamState(NamedTuple):
     """State of `adam`.
 
     Attributes:
-      count: updates so far, int32; None where the learning rate is no schedule.
+      count: updates so far, int32; None unless the learning rate is a schedule.
       moment1: per leaf, the moving average of gradients.
       moment2: per leaf, the moving average of squared gradients.
-      beta1_pow: the power of beta1 that the next update reads, a real number for all leaves.
-      beta2_pow: that of beta2.
+      beta1_pow: the power of beta1 that the next update reads, a scalar for all leaves.
+      beta2_pow: the same power of beta2.
     """
 
     count: Any
@@ -43,7 +43,7 @@ class LambState(NamedTuple):
     """State of `lamb`.
 
     Attributes:
-      count: updates so far, int32; None where the learning rate is no schedule.
+      count: updates so far, int32; None unless the learning rate is a schedule.
       moment1: per leaf, the moving average of gradients.
       moment2: per leaf, the moving average of squared gradients.
     """
@@ -57,7 +57,7 @@ class AdamaxState(NamedTuple):
     """State of `adamax`.
 
     Attributes:
-      count: updates so far, int32; None where the learning rate is no schedule.
+      count: updates so far, int32; None unless the learning rate is a schedule.
       moment: per leaf, the moving average of gradients.
       inf_norm: per leaf, the decayed maximum of absolute gradients.
       beta1_pow: the power of beta1 that the next update reads, a real number for all leaves.
@@ -76,30 +76,30 @@ def adam(
     epsilon: Scalar = 1e-8,
     fix: bool = False,
 ) -> optax.GradientTransformation:
-    """Adam, with epsilon added to the root that is not corrected.
+    """Adam, with epsilon added to the root without bias correction.
 
         moment1 = beta1·moment1 + (1 - beta1)·g
         moment2 = beta2·moment2 + (1 - beta2)·g²
         lr      = learning_rate · sqrt(1 - beta2^t) / (1 - beta1^t)
         param   = param - lr · moment1 / (sqrt(moment2) + epsilon)
 
-    in update number t. Defect: the paper adds epsilon to the corrected root, sqrt(moment2 / (1 -
-    beta2^t)). Where epsilon matters, it is 32 times too large in the first update (with the default
-    of beta2), and shrinks to its size. (The paper's shorter form is this one, with an epsilon of
-    its own. Paddle 2 has the paper's rule.)
+    in update number t. Defect: the paper adds epsilon to the corrected root,
+    sqrt(moment2 / (1 - beta2^t)). With the default beta2 epsilon is effectively 32 times larger in
+    the first update, and the factor falls to 1 later. (The paper's shorter form has the kernel's
+    rule, with another epsilon. Paddle 2 has the paper's rule.)
 
-    Paddle's `lazy_mode` is about sparse gradients, of which there are none here.
+    Paddle's `lazy_mode` applies to sparse gradients, which these optimizers do not have.
 
     Args:
       learning_rate: a number or a schedule.
-      beta1: how much of the first moment stays.
-      beta2: how much of the second moment stays.
+      beta1: decay rate of the first moment.
+      beta2: decay rate of the second moment.
       epsilon: added to the root.
       fix: the paper's rule: `optax.adam(learning_rate, beta1, beta2, epsilon)`.
 
     Returns:
       A transformation with state `AdamState`, moments of the shapes and dtypes of the parameters
-      (with `fix` that of optax). Its `update` needs the parameters.
+      (with `fix` optax's state). Its `update` needs the parameters.
 
     Raises:
       ConfigError: from `update` without parameters.
@@ -123,9 +123,9 @@ def adam(
         moment1, moment2 = _moments(g, p, moment1, moment2, beta1, beta2)
         beta1_pow, beta2_pow = leaf.powers
         lr = leaf.lr * (jnp.sqrt(1 - beta2_pow) / (1 - beta1_pow)).astype(p.dtype)
-        return -(lr * (moment1 / (jnp.sqrt(moment2) + of(epsilon, p)))), moment1, moment2
+        return -(lr * (moment1 / (jnp.sqrt(moment2) + cast_scalar(epsilon, p)))), moment1, moment2
 
-    return transformation("adam", learning_rate, AdamState, rule, betas=(beta1, beta2))
+    return leafwise_optimizer("adam", learning_rate, AdamState, rule, betas=(beta1, beta2))
 
 
 def adamw(
@@ -137,21 +137,21 @@ def adamw(
     epsilon: Scalar = 1e-8,
     fix: bool = False,
 ) -> optax.GradientTransformation:
-    """Adam with weight decay that is not part of the gradient, as Paddle 1.8 makes it.
+    """Adam with decoupled weight decay, as Paddle 1.8 computes it.
 
         param = param - weight_decay·param - (the step of `adam`)
 
-    Defects: the decay is not multiplied by the learning rate, so that it goes on undiminished when
-    a schedule has brought that down; and the epsilon is that of `adam`.
+    Defects: the decay is not multiplied by the learning rate, so that a schedule does not reduce
+    it. Epsilon is applied as in `adam`.
 
     Args:
       learning_rate: a number or a schedule.
-      weight_decay: the part of a parameter that each step takes off it, whatever the learning rate.
-        (Paddle 1.8 has no default, and fails with 0.)
-      apply_decay_param_fun: which leaves decay: a function of a leaf's path, e.g. `dense/bias`. By
-        default all.
-      beta1: how much of the first moment stays.
-      beta2: how much of the second moment stays.
+      weight_decay: the fraction of a parameter that each step subtracts, independent of the
+        learning rate. (Paddle 1.8 has no default, and fails with 0.)
+      apply_decay_param_fun: a predicate over a leaf's path, e.g. `dense/bias`: True for leaves that
+        decay. By default all.
+      beta1: decay rate of the first moment.
+      beta2: decay rate of the second moment.
       epsilon: added to the root.
       fix: decay times the learning rate, and the paper's Adam: `optax.adamw`.
 
@@ -175,19 +175,19 @@ def adamw(
       [-0.125]
     """
 
-    def decays(params: Any) -> Any:
+    def decay_mask(params: Any) -> Any:
         fun = apply_decay_param_fun or (lambda path: True)
         return jax.tree_util.tree_map_with_path(lambda path, p: fun(path_name(path)), params)
 
     if fix:
         return optax.adamw(
-            learning_rate, beta1, beta2, epsilon, weight_decay=weight_decay, mask=decays
+            learning_rate, beta1, beta2, epsilon, weight_decay=weight_decay, mask=decay_mask
         )
 
-    # the gradient was taken before the decay, and Adam's step reads no parameter: the two add up
-    minus = -weight_decay
+    # the order does not matter: the gradient precedes the decay, and Adam reads no parameter
     return optax.chain(
-        adam(learning_rate, beta1, beta2, epsilon), optax.add_decayed_weights(minus, mask=decays)
+        adam(learning_rate, beta1, beta2, epsilon),
+        optax.add_decayed_weights(-weight_decay, mask=decay_mask),
     )
 
 
@@ -198,27 +198,26 @@ def adamax(
     epsilon: Scalar = 1e-8,
     fix: bool = False,
 ) -> optax.GradientTransformation:
-    """Adamax, with epsilon added to what has decayed of the maximum.
+    """Adamax, with epsilon added to the decayed maximum.
 
         moment   = beta1·moment + (1 - beta1)·g
         inf_norm = max(|g|, beta2·inf_norm + epsilon)
         param    = param - learning_rate / (1 - beta1^t) · moment / inf_norm
 
-    in update number t. Defect: epsilon is added again and again to a maximum that stays, up to
-    epsilon / (1 - beta2) in
-    all: 1000 times epsilon with the default of beta2. The paper has none.
+    in update number t. Defect: while |g| is smaller, each update adds epsilon to the maximum. The
+    sum approaches epsilon / (1 - beta2): 1000 times epsilon with the default beta2. The paper has
+    no epsilon.
 
     Args:
       learning_rate: a number or a schedule.
-      beta1: how much of the moment stays.
-      beta2: how much of the maximum stays.
-      epsilon: keeps the maximum from 0.
-      fix: the paper's rule, with epsilon added to each |g| but kept out of the decay:
-        `optax.adamax`.
+      beta1: decay rate of the moment.
+      beta2: decay rate of the maximum.
+      epsilon: keeps the maximum above 0.
+      fix: the paper's rule, with epsilon added to |g| outside the decay: `optax.adamax`.
 
     Returns:
       A transformation with state `AdamaxState`, accumulators of the shapes and dtypes of the
-      parameters (with `fix` that of optax). Its `update` needs the parameters.
+      parameters (with `fix` optax's state). Its `update` needs the parameters.
 
     Raises:
       ConfigError: from `update` without parameters.
@@ -239,12 +238,14 @@ def adamax(
         return optax.adamax(learning_rate, beta1, beta2, epsilon)
 
     def rule(leaf: LeafStep, g: Any, p: Any, moment: Any, inf_norm: Any) -> tuple[Any, ...]:
-        moment = of(beta1, p) * moment + complement(beta1, p) * g
-        inf_norm = jnp.maximum(jnp.abs(g), of(beta2, p) * inf_norm + of(epsilon, p))
+        moment = cast_scalar(beta1, p) * moment + complement(beta1, p) * g
+        inf_norm = jnp.maximum(
+            jnp.abs(g), cast_scalar(beta2, p) * inf_norm + cast_scalar(epsilon, p)
+        )
         lr = leaf.lr / (1 - leaf.powers[0]).astype(p.dtype)
         return -(lr * (moment / inf_norm)), moment, inf_norm
 
-    return transformation("adamax", learning_rate, AdamaxState, rule, betas=(beta1,))
+    return leafwise_optimizer("adamax", learning_rate, AdamaxState, rule, betas=(beta1,))
 
 
 def lamb(
@@ -263,24 +264,24 @@ def lamb(
         step    = moment1 / (sqrt(moment2) + epsilon) + weight_decay·param
         param   = param - learning_rate · ‖param‖ / ‖step‖ · step
 
-    where the factor is the learning rate itself if a norm is 0. Defect: the moments are not
-    corrected, though the op is given the powers of beta. In the first update the step is 3 times as
-    large as it should be beside the weight decay and epsilon (with the defaults of beta).
+    where the factor is the learning rate if a norm is 0. Defect: the moments are not corrected,
+    although the op receives the powers of beta. With the default betas the first step is 3 times
+    too large relative to weight decay and epsilon.
 
     Args:
       learning_rate: a number or a schedule.
       lamb_weight_decay: weight decay.
-      beta1: how much of the first moment stays.
-      beta2: how much of the second moment stays.
+      beta1: decay rate of the first moment.
+      beta2: decay rate of the second moment.
       epsilon: added to the root.
-      exclude_from_weight_decay_fn: which leaves do not decay: a function of a leaf's path, e.g.
-        `dense/bias`. They are scaled to their norm as the others. By default none.
+      exclude_from_weight_decay_fn: a predicate over a leaf's path, e.g. `dense/bias`: True for
+        leaves that do not decay. They are scaled to their norm too. By default none.
       fix: the paper's rule, with corrected moments: `optax.lamb`.
 
     Returns:
       A transformation with state `LambState`, moments of the shapes and dtypes of the parameters
-      (with `fix` that of optax). Its `update` needs the parameters. Norms of leaves of half
-      precision are taken in float32.
+      (with `fix` optax's state). Its `update` needs the parameters. Norms of half-precision leaves
+      are computed in float32.
 
     Raises:
       ConfigError: from `update` without parameters (with `fix` a ValueError of optax).
@@ -291,7 +292,8 @@ def lamb(
 
     Example:
       >>> import jax.numpy as jnp, optax, dtrans
-      >>> tx = dtrans.paddle.optimizers.lamb(0.5, lamb_weight_decay=0.0, beta1=0.0, beta2=0.75, epsilon=0.0)
+      >>> lamb = dtrans.paddle.optimizers.lamb
+      >>> tx = lamb(0.5, lamb_weight_decay=0.0, beta1=0.0, beta2=0.75, epsilon=0.0)
       >>> params = jnp.array([3.0, 4.0, 0.0, 0.0])
       >>> updates, _ = tx.update(jnp.array([1.0, 1.0, -1.0, 1.0]), tx.init(params), params)
       >>> optax.apply_updates(params, updates).tolist()
@@ -299,29 +301,28 @@ def lamb(
     """
     excluded = exclude_from_weight_decay_fn or (lambda path: False)
     if fix:
-        mask = lambda params: jax.tree_util.tree_map_with_path(
-            lambda path, p: not excluded(path_name(path)), params
-        )
+        is_decayed = lambda path, p: not excluded(path_name(path))
+        mask = lambda params: jax.tree_util.tree_map_with_path(is_decayed, params)
         return optax.lamb(
             learning_rate, beta1, beta2, epsilon, weight_decay=lamb_weight_decay, mask=mask
         )
 
     def rule(leaf: LeafStep, g: Any, p: Any, moment1: Any, moment2: Any) -> tuple[Any, ...]:
         moment1, moment2 = _moments(g, p, moment1, moment2, beta1, beta2)
-        step = moment1 / (jnp.sqrt(moment2) + of(epsilon, p))
+        step = moment1 / (jnp.sqrt(moment2) + cast_scalar(epsilon, p))
         if not excluded(leaf.path):
-            step = step + of(lamb_weight_decay, p) * p
+            step = step + cast_scalar(lamb_weight_decay, p) * p
         p_norm, step_norm = norm(p), norm(step)
         scales = (p_norm > 0) & (step_norm > 0)
         ratio = jnp.where(scales, p_norm / jnp.where(scales, step_norm, 1), 1).astype(p.dtype)
         return -(leaf.lr * ratio * step), moment1, moment2
 
-    return transformation("lamb", learning_rate, LambState, rule)
+    return leafwise_optimizer("lamb", learning_rate, LambState, rule)
 
 
 def _moments(
     g: Any, p: Any, moment1: Any, moment2: Any, beta1: Scalar, beta2: Scalar
 ) -> tuple[Any, Any]:
-    """The moving averages of gradients and of their squares."""
-    moment1 = of(beta1, p) * moment1 + complement(beta1, p) * g
-    return moment1, of(beta2, p) * moment2 + complement(beta2, p) * g * g
+    """Return the moving averages of gradients and of their squares."""
+    moment1 = cast_scalar(beta1, p) * moment1 + complement(beta1, p) * g
+    return moment1, cast_scalar(beta2, p) * moment2 + complement(beta2, p) * g * g

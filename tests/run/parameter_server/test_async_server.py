@@ -345,7 +345,7 @@ def test_a_synchronous_gradient_has_no_delay() -> None:
         ConfigError, match="^dc_asgd_decay=0.9 is for enable_dc_asgd=True, which is False$"
     ):
         transpiled(dc_asgd_decay=0.9)
-    with pytest.raises(AssertionError, match="^enable_dc_asgd=True is for sync_mode=False"):
+    with pytest.raises(AssertionError, match="^enable_dc_asgd=True needs sync_mode=False"):
         transpiled(enable_dc_asgd=True, sync_mode=True)
 
 

@@ -145,7 +145,7 @@ def test_completely_not_async_is_synchronous(role_threads: RoleThreads, half_asy
         completely_not_async=True,
         half_async=half_async,
     )
-    mode = config.when_updated(False)
+    mode = config.update_mode(False)
     assert mode == dtrans.Sync(runtime_split=True)
     plan = plan_for(3, 3, tx, params=params, loss=loss, rows=2, mode=mode,
                     slice_var_up=False)  # fmt: skip

@@ -504,6 +504,6 @@ def test_the_config_has_it_too() -> None:
 def test_a_job_without_servers_has_no_say() -> None:
     transpiled("drop", mode="nccl2")
     with pytest.raises(
-        ConfigError, match=r"^on_trainer_exit='paddle' is for mode='pserver', it is 'nccl2'$"
+        ConfigError, match=r"^on_trainer_exit='paddle' needs mode='pserver', it is 'nccl2'$"
     ):
         transpiled("paddle", mode="nccl2")
