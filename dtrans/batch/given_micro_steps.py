@@ -15,6 +15,7 @@ import jax
 
 from dtrans._jax import ClosedJaxpr
 from dtrans.batch.shared import SharedStep, grown, rows_of
+from dtrans.batch.trainer_step import TrainerStep
 from dtrans.batch.written_parts import WrittenParts, adds_up, written_parts
 from dtrans.engine.layout import Shards, cut_along
 from dtrans.engine.writer import SplitWriter, written
@@ -32,12 +33,14 @@ class GivenMicroSteps:
     Attributes:
       whole: the step of the whole batch, with its loss as one equation if it has one.
       values: what they are given.
+      part: the step of one of them, as the engine wrote it for `whole`.
       axes: the dimension along which each array of the batch is cut.
       trainers, over: how many there are, and the named axes that they are on.
     """
 
     whole: Program
     values: WrittenParts
+    part: TrainerStep
     axes: Mapping[str, int]
     trainers: int
     over: tuple[str, ...]
@@ -48,7 +51,9 @@ class GivenMicroSteps:
         Args:
           types: of the step's inputs, with a micro-step's part of the batch.
         """
-        return differentiated(self.values.part_of(self._of(types, self.values.parts)))
+        whole = self._of(types, self.values.parts)
+        part = self.part if whole is self.whole else None
+        return differentiated(self.values.part_of(whole, part))
 
     def of_trainer(self, types: Sequence[jax.ShapeDtypeStruct]) -> Program:
         """Return what makes a trainer's rows of what they are given, or all of it, from its part of

@@ -248,8 +248,11 @@ def _merge(layout: Placed) -> str | int:
 
 
 def _exchanged(jaxpr: Any) -> Iterator[Exchanged]:
+    eqns = list(equations(jaxpr))
+    if all(collective_of(eqn) is None for eqn in eqns):
+        return  # reading the lines of all equations takes longer than writing some
     lines: dict[Any, str] = {}  # by value; a value without a line has that of an operand
-    for eqn in equations(jaxpr):
+    for eqn in eqns:
         around = (lines.get(a, "") for a in eqn.invars if isinstance(a, Var))
         line = line_of(eqn) or next(filter(None, around), "")
         lines |= dict.fromkeys(eqn.outvars, line)

@@ -275,7 +275,7 @@ def _by_micro_steps(
     held = (*step.frozen, *(n for n in step.asked if n not in leaves))
     written = whole if captured is None else captured
     shared, values = share_by_parts(written, axes, held, parts, o.over, o.noun)
-    return shared, GivenMicroSteps(written, values, axes, o.trainers, o.over)
+    return shared, GivenMicroSteps(written, values, shared.part, axes, o.trainers, o.over)
 
 
 def _refuse_sized(step: Cut, whole: Cut, o: Options) -> None:

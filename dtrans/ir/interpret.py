@@ -289,8 +289,13 @@ def forward(
         return inside, list(map(inside.of, opened(body).outvars))
 
     facts = Facts(dict(start), of_free)
+    known = facts.values
     for i, eqn in enumerate(eqns):
-        ins = list(map(facts.of, eqn.invars))
+        # as `facts.of`, without a call for each operand: planning follows thousands of them
+        ins = [
+            known[a] if not isinstance(a, Literal) and a in known else of_free(a)
+            for a in eqn.invars
+        ]
         outs = analysis.rule(eqn, ins)
         if outs is None and has_bodies(eqn):
             facts.entered[i] = enter(analysis, eqn, ins, run)
