@@ -11,7 +11,7 @@ refusals          what is refused, counted
 served            what one server's protocol is about
 wait_reminder     when a process that waits says so
 presence          the trainers of a server: who may come, and who is late
-sync_server       a synchronous server;  `trainer_rounds` are the exchanges of its trainers
+sync_server       a synchronous server; `trainer_rounds`: exchanges of its trainers; `step_waits`: who is late
 async_server      an asynchronous server
 server_peers      the other servers of a server;  `exchange` is what they give each other
 peer_line         one server's side of one line to another

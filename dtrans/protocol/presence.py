@@ -8,10 +8,10 @@ from __future__ import annotations
 import dataclasses
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from dtrans.errors import DeadlineError, WireError
+from dtrans.errors import DeadlineError, PeerError, WireError
 from dtrans.ir import fingerprint
 from dtrans.protocol import token, wire
 from dtrans.protocol.served import ServedBlocks
@@ -110,6 +110,15 @@ class Presence:
         """Whether all have come, and left."""
         return len(self.known) == self.count and all(t.done for t in self.known.values())
 
+    def due(self, said: Collection[int]) -> list[int]:
+        """Return the trainers that have not come, then those present that are not in `said`."""
+        absent = [k for k in range(self.count) if k not in self.known]
+        return absent + [k for k in self.present if k not in said]
+
+    def all_said(self, said: Collection[int]) -> bool:
+        """Return True if all have come, and those present are in `said`, which is not empty."""
+        return bool(said) and not self.due(said)
+
     @property
     def parted(self) -> bool:
         """Return True if all have left, and nobody may come back for a goodbye that was lost."""
@@ -187,27 +196,11 @@ class Presence:
             self.known[k] = Trainer(message["session"], address, local=local)
         else:  # it moves to the Unix socket, or its connection is made again
             if not known.done:
-                self._check_nothing_lost(k, known, message)
+                _check_nothing_lost(f"trainer {k} to pserver {self.endpoint}", known, message)
             del self.by_address[known.address]
             known.address, known.lost, known.local = address, None, local
         self.by_address[address] = k
         return ""
-
-    def _check_nothing_lost(self, k: int, known: Trainer, message: wire.Message) -> None:
-        """Raise WireError where the two of them have not heard all that they have said to each
-        other."""
-        sent, heard = (
-            message.fields.get("sent", known.heard),
-            message.fields.get("heard", known.said),
-        )
-        if (sent, heard) == (known.heard, known.said):
-            return
-        known.cut_off = (
-            f"the connection of trainer {k} to pserver {self.endpoint} broke, and was made again, "
-            "but "
-            f"{abs(sent - known.heard) + abs(known.said - heard)} messages are lost"
-        )
-        raise WireError(known.cut_off)
 
     def counted(self, to: bytes | str, op: str, messages: Iterable[Any]) -> Iterator[Any]:
         """Count the bytes and messages that are said. Messages that a trainer can do without are
@@ -325,6 +318,57 @@ class Presence:
                 f"say hello{why}"
             )
         return absent
+
+
+class TrainerExits:
+    """Trainers of a synchronous server that leave before the others, by `on_trainer_exit`.
+
+    Args:
+      on_trainer_exit: "error" ends the job; with "paddle" later updates count their gradients
+        still, which are their last ones once, then zeros; with "drop" they do not.
+      trainers: the server's trainers.
+    """
+
+    def __init__(self, on_trainer_exit: str, trainers: Presence) -> None:
+        self._policy, self._trainers = on_trainer_exit, trainers
+        self._spent: set[int] = set()  # those whose last gradients have counted
+
+    def counted(self) -> list[int]:
+        """Return the trainers whose gradients an update counts."""
+        return list(self._trainers.known) if self._policy == "paddle" else self._trainers.present
+
+    def spend(self, trainers: Collection[int]) -> set[int]:
+        """Return those among `trainers` whose gradients are to be zeros from now on."""
+        spent = set(trainers) - self._spent if self._policy == "paddle" else set[int]()
+        self._spent |= spent
+        return spent
+
+    def check(self, gone: Collection[int], going_on: Collection[int], step: int) -> None:
+        """Raise PeerError if some trainers go on with a step after others have left, and may
+        not."""
+        if gone and going_on and self._policy == "error":
+            raise PeerError(
+                f"trainer {min(gone)} closed after step {step} while trainer {min(going_on)} sends "
+                f"step {step + 1}: with on_trainer_exit='error' all trainers make the same number "
+                "of steps"
+            )
+
+
+def _check_nothing_lost(line: str, known: Trainer, message: wire.Message) -> None:
+    """Raise WireError if a trainer or its server has not heard all messages of the other.
+
+    Args:
+      line: the ends of the connection.
+      known: the trainer, as the server knows it.
+    """
+    sent = message.fields.get("sent", known.heard)
+    heard = message.fields.get("heard", known.said)
+    lost = abs(sent - known.heard) + abs(known.said - heard)
+    if lost:
+        known.cut_off = (
+            f"the connection of {line} broke, and was made again, but {lost} messages are lost"
+        )
+        raise WireError(known.cut_off)
 
 
 def _comes_for_goodbye(known: Trainer, message: wire.Message) -> bool:

@@ -26,7 +26,8 @@ from dtrans.protocol import wire
 from dtrans.protocol.buffers import BufferPool
 from dtrans.protocol.exchange import Exchange, vector_types
 from dtrans.protocol.inbox import Inbox
-from dtrans.protocol.presence import check_plan
+from dtrans.protocol.presence import Presence, Say, check_plan
+from dtrans.protocol.served import StepUpdate, Vectors
 
 
 @dataclasses.dataclass
@@ -221,6 +222,90 @@ class ServerPeers:
         absent = [ep for ep in endpoints if self.known[ep].address is None]
         told = ("pserver " if len(endpoints) == 1 else "pservers ") + ", ".join(endpoints)
         return told + (f" ({', '.join(absent)} has not come yet)" if absent else "")
+
+
+class JointUpdate:
+    """The update of a synchronous server, which may need partial results of other servers.
+
+    Args:
+      update: computes new state from gradients.
+      peers: the other servers.
+      trainers: the server's trainers.
+      say: sends a message.
+
+    Attributes:
+      step: the number of updates that are complete.
+    """
+
+    def __init__(
+        self, update: StepUpdate, peers: ServerPeers, trainers: Presence, say: Say
+    ) -> None:
+        self.peers = peers
+        self.step = 0
+        self._update, self._trainers, self._say = update, trainers, say
+
+    @property
+    def exchange(self) -> Exchange | None:
+        """Return the exchange that the update waits for, if any."""
+        return self._update.exchange
+
+    def missing(self) -> list[str]:
+        """Return the servers whose partial results the update waits for."""
+        exchange = self.exchange
+        return [] if exchange is None else self.peers.missing(self.step, exchange)
+
+    @property
+    def can_go_on(self) -> bool:
+        """Return True if the partial results that the update waits for are here."""
+        return self.exchange is not None and not self.missing()
+
+    def begin(self, grads: Mapping[str, Any], trainers: Collection[int]) -> bool:
+        """Begin the update with the gradients of some trainers; return True if it is complete."""
+        return self._exchange(self._update.begin(grads, frozenset(trainers), self.step))
+
+    def go_on(self) -> bool:
+        """Continue the update with partial results; return True if it is complete."""
+        exchange = self.exchange
+        assert exchange is not None
+        return self._exchange(self._update.go_on(self.peers.collected(self.step, exchange)))
+
+    def _exchange(self, outgoing: Vectors | None) -> bool:
+        """Send partial results, and continue as far as those of other servers are here."""
+        while outgoing is not None:
+            exchange = self.exchange
+            assert exchange is not None
+            for ep, vectors in outgoing.items():
+                blocks = [(v.dtype.name, v) for v in vectors]
+                self._say(ep, "partials", blocks, step=self.step, level=exchange.level)
+            if not self.can_go_on:
+                return False
+            outgoing = self._update.go_on(self.peers.collected(self.step, exchange))
+        self.peers.made(self.step)
+        self.step += 1
+        return True
+
+    def take(self, address: bytes, message: wire.Message) -> bool:
+        """Take a message of another server; return False for anyone else's."""
+        if message.op == "peer":
+            self._welcome(address, message)
+        elif self.peers.name(address) is None:
+            return False
+        elif message.op != "partials":
+            raise WireError(f"a `{message.op}` message, which servers do not take from each other")
+        else:
+            self.peers.take(address, message, self.step)
+        return True
+
+    def _welcome(self, address: bytes, message: wire.Message) -> None:
+        """Answer the greeting of another server."""
+        k = self._trainers.by_address.get(address)
+        if k is not None:
+            raise WireError(f"trainer {k} cannot be a pserver too")
+        if self.peers.meet(address, message):
+            self._say(address, "welcome", **self._trainers.welcome(message, self.step))
+            return
+        before = f"the end of a job that pserver {message['endpoint']} is in already"
+        self._say(address, "waiting", reason=before)
 
 
 def _layouts(exchanges: Sequence[Exchange]) -> dict[str, str]:

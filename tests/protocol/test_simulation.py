@@ -179,7 +179,10 @@ def test_a_verdict_is_told() -> None:
 
 def _is_true_of_any(monkeypatch: pytest.MonkeyPatch) -> None:
     def step_if_any_sent(self: Any) -> None:
-        if self._all_came and any(self._turns[k].at_barrier for k in self._trainers.present):
+        trainers = self._trainers
+        if len(trainers.known) == trainers.count and any(
+            self._turns[k].at_barrier for k in trainers.present
+        ):
             self._make_step()
 
     monkeypatch.setattr(SyncServer, "_step_if_all_sent", step_if_any_sent)
@@ -214,7 +217,7 @@ def _answers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _counts_those_who_left(monkeypatch: pytest.MonkeyPatch) -> None:
     def make_step(self: Any) -> None:
-        self._go_on(self._update.begin(self._grads, frozenset(self._trainers.known), self.step))
+        self._continue(self._joint.begin(self._grads, self._trainers.known))
 
     monkeypatch.setattr(SyncServer, "_make_step", make_step)
 
@@ -255,7 +258,7 @@ def _answers_with_rows_of_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None
             rows = {
                 n: x
                 for i in sent
-                for n, x in self._requests.gradients(i, self._turns[i].grads).items()
+                for n, x in self._rows.requests.gradients(i, self._turns[i].grads).items()
             }
             update.begin({**self._grads, **rows}, frozenset(sent), self.step)
         real(self, k, message)
@@ -269,14 +272,15 @@ def _counts_rows_of_those_who_left(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def make_step(self: Any) -> None:
         present, turns = self._trainers.present, self._turns
-        rows = {n: x for k in turns for n, x in real(self._requests, k, turns[k].grads).items()}
+        requests = self._rows.requests
+        rows = {n: x for k in turns for n, x in real(requests, k, turns[k].grads).items()}
         for t in self._served.tables.values() if self.on_trainer_exit == "drop" else ():
             again = [rows[t.gradients[k]] for k in self._trainers.left]
             rows[t.gradients[present[0]]] = merged_rows(
                 [rows[t.gradients[present[0]]], *again], "sum"
             )
         of = self._trainers.known if self.on_trainer_exit == "paddle" else present
-        self._go_on(self._update.begin({**self._grads, **rows}, frozenset(of), self.step))
+        self._continue(self._joint.begin({**self._grads, **rows}, of))
 
     monkeypatch.setattr(SyncServer, "_make_step", make_step)
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from dtrans.errors import DtransError, WireError
+from dtrans.errors import DtransError, PeerError, WireError
 from dtrans.protocol import wire
 from dtrans.protocol.presence import Say
 from dtrans.protocol.served import ServedRows
@@ -97,6 +97,54 @@ def check_eviction(
             f"trainer {k} gives up rows that were not used for {wire.brief(unused_for)} steps"
         )
     return name, unused_for
+
+
+class PendingEvictions:
+    """Evictions that wait until all trainers of a synchronous server have asked for them.
+
+    Attributes:
+      asked: trainer to (table, unused_for) of its `evict`.
+    """
+
+    def __init__(self) -> None:
+        self.asked: dict[int, tuple[str, int]] = {}
+        self._requests: dict[int, dict[str, int]] = {}  # by which trainers know their answers
+
+    def ask(self, k: int, rows: tuple[str, int], request: dict[str, int], step: int) -> None:
+        """Note an `evict` of trainer k after some steps.
+
+        Raises:
+          WireError: its last one was not answered. PeerError: another trainer evicts other rows.
+        """
+        if k in self.asked:
+            raise WireError("a second `evict`, and the first was not answered")
+        for other, before in self.asked.items():
+            if before != rows:
+                raise PeerError(
+                    f"after step {step} trainer {k} gives up rows of {rows[0]} that were not used "
+                    f"for {rows[1]} steps, and trainer {other} those of {before[0]} for "
+                    f"{before[1]}: all trainers call job.tables.evict alike, between the same two "
+                    "steps"
+                )
+        self.asked[k], self._requests[k] = rows, request
+
+    def check_none(self, k: int, step: int) -> None:
+        """Raise PeerError if other trainers wait for an eviction, and trainer k continues."""
+        if self.asked:
+            other = min(self.asked)
+            raise PeerError(
+                f"trainer {other} gives up rows of {self.asked[other][0]} after step {step}, and "
+                f"trainer {k} goes on without: all trainers call job.tables.evict, between the "
+                "same two steps"
+            )
+
+    def carry_out(self, held: HeldTables | None) -> tuple[str, dict[int, dict[str, Any]]]:
+        """Evict rows; return the table, and the fields of each trainer's answer."""
+        (name, unused_for), *_ = self.asked.values()
+        fields = evict(held, name, unused_for, np.empty(0, np.int32))
+        answers = {k: {**fields, **self._requests.pop(k)} for k in sorted(self.asked)}
+        self.asked.clear()
+        return name, answers
 
 
 def evict(

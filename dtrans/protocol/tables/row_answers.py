@@ -1,0 +1,99 @@
+"""Rows of tables that a synchronous server sends: for this step, and announced for later ones."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+
+from dtrans.protocol import wire
+from dtrans.protocol.inbox import Inbox
+from dtrans.protocol.presence import Presence, Say
+from dtrans.protocol.served import ServedBlocks, StepUpdate
+from dtrans.protocol.tables.row_requests import RowRequests
+from dtrans.protocol.tables.rows_ahead import DueRows, RowsAhead
+
+
+class RowAnswers:
+    """Answers to lookups of one server's trainers.
+
+    Args:
+      served: the server's blocks.
+      update: reads rows.
+      trainers: the server's trainers.
+      say: sends a message.
+
+    Attributes:
+      requests: the ids that trainers have asked for, and room for gradients of these rows.
+    """
+
+    def __init__(
+        self, served: ServedBlocks, update: StepUpdate, trainers: Presence, say: Say
+    ) -> None:
+        self.requests = RowRequests(served.endpoint, served.tables)
+        self._tables, self._update = served.tables, update
+        self._trainers, self._say = trainers, say
+        self._ahead = RowsAhead(served.tables)
+        self._touched: dict[str, list[np.ndarray]] = {}  # ids that the update has gradients of
+
+    def take(self, k: int, message: wire.Message, grads: Inbox) -> None:
+        """Take a `prefetch` of trainer k, and answer it when it is complete.
+
+        Args:
+          grads: the trainer's gradients; they get room for those of the rows.
+        """
+        asked = self.requests.take(k, message, grads)
+        if asked is None:
+            return
+        (name, ids, train), step = asked, message["step"]
+        ahead = message.fields.get("ahead")
+        if ahead is not None:
+            self._ahead.check(k, name, step, ahead)
+        rows = self._update.rows(name, ids, train=train)
+
+        if ahead is not None:
+            due = self._ahead.announce(k, name, step, ahead, ids)
+            if due is not None:
+                self._send_due(due, rows, step)
+            return
+        if train:
+            self._ahead.drop(k, name, step)
+        at = {"step": step, "table": name, **message.request}
+        self._say(self._trainers.known[k].address, "rows", [(name, rows)], **at)
+
+    def begin(self, k: int, message: wire.Message, grads: Inbox) -> None:
+        """Make room for gradients of announced rows, before the first gradient of a step."""
+        for name, ids in self._ahead.begin(k, message["step"]):
+            self.requests.begin(k, message, name, ids, grads)
+
+    def gradients(self, grads: Mapping[int, Inbox], counted: Collection[int]) -> dict[str, Any]:
+        """Return all gradients by name, those of tables as `RowGradient`.
+
+        Args:
+          grads: of each trainer.
+          counted: the trainers whose gradients the update uses.
+        """
+        found: dict[str, Any] = {}
+        for k, inbox in grads.items():
+            found |= self.requests.gradients(k, inbox)
+        for name, table in self._tables.items():
+            self._touched[name] = [found[table.gradients[k]].ids for k in counted]
+        return found
+
+    def send_changed(self, step: int) -> None:
+        """Send the announced rows that are due after an update; `step` counts updates."""
+        for due in self._ahead.made(step, self._touched):
+            self._send_due(due, self._update.rows(due.name, due.ids, train=True), step)
+
+    def _send_due(self, due: DueRows, rows: np.ndarray, step: int) -> None:
+        blocks, fields = due.message(rows)
+        self._say(self._trainers.known[due.trainer].address, "rows", blocks, step=step, **fields)
+
+    def forget_trainer(self, k: int) -> None:
+        """Forget what trainer k has announced: it leaves."""
+        self._ahead.forget(k)
+
+    def forget_table(self, name: str) -> None:
+        """Forget what was announced of a table, as trainers do after an eviction."""
+        self._ahead.forget_rows(name)
