@@ -5,25 +5,24 @@
                     send..., send_barrier, recv       every step
                     complete                          once
 
-Each gradient is kept when it arrives, in memory that is kept too. When all trainers have said
-`send_barrier`, one compiled call makes the new state, and the blocks that trainers asked for go
-out. Serving ends when every trainer has said `complete`. One that says so before the others has
-left: `on_trainer_exit` of `dtrans.pserver` says what later updates are made of.
+Gradients are received into memory that is reused. When all trainers have sent `send_barrier`, one
+compiled call computes the new state, and the requested blocks go out. Serving ends when every
+trainer has sent `complete`. One that does so before the others has left: `on_trainer_exit` of
+`dtrans.pserver` says how later updates count it.
 
-    before:              prefetch...                  where a step looks up rows of tables; also of a later step
-    in the middle:       exchange...                  where a step is not made of its parts
-    between two steps:   evict                        where rows of tables are given up; all trainers say so
+    before:              prefetch...      lookups of table rows, also for a later step
+    in the middle:       exchange...      values that trainers exchange
+    between two steps:   evict            table rows to evict, from all trainers
 
-    every other server:  peer                         once
-                         partials...                  every step and level
+    every other server:  peer             once
+                         partials...      every step and level
 
-An update that reduces over rows is made in phases, with an exchange between servers after each but
-the last (`dtrans.protocol.server_peers`). Serving goes on meanwhile.
+An update that reduces over rows has several phases, with an exchange between servers after each but
+the last. Serving continues meanwhile.
 
-Who is late is always known: a trainer that waits is told whom for, every few seconds; a trainer
-that never comes, falls silent, or keeps the others waiting for longer than the deadline, or a
-server that does, ends the job with an error that names it, at the server and at everybody that it
-serves. A message that does not follow the protocol is refused and logged, and changes nothing.
+A trainer that waits hears every few seconds for whom. The job ends with an error that names a
+trainer or server which never comes, falls silent, or keeps others waiting beyond the deadline. A
+message that violates the protocol is refused and logged, and changes nothing.
 
 The parts: `step_waits` (who is late), `server_peers` (other servers), `trainer_rounds` (exchanges),
 and in `tables` `row_answers` (lookups) and `held_tables` (evictions).

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import numpy as np
@@ -49,6 +49,7 @@ from dtrans.step_meter import metered
 
 
 RESULTS = -1  # the number of the round of results, which is before those of the next step
+ADD = ("all_reduce", "sum")
 
 
 class RoleJob(Job):
@@ -94,18 +95,32 @@ class RoleJob(Job):
         )
 
 
-class TrainerJob(RoleJob):
-    """One trainer: `init` receives the first parameters of the servers, and `step` exchanges with
-    them.
+class _StepCall(NamedTuple):
+    """A batch, and the program that takes it.
 
-    Where the batch is shared exactly results are those of all trainers: one server puts their parts
-    together.
-
-    A state is what the trainer holds: (params,), or (params, opt_state) where each trainer has its
-    own (GEO-SGD).
+    Attributes:
+      program: the trainer's program.
+      batch: the program's arguments behind its state.
+      shared: the exact sharing of the batch among trainers, if the plan has one.
+      rows: the rows of the global batch if trainers do not divide them, else 0.
     """
 
-    _made = 0  # steps
+    program: Program
+    batch: tuple[Any, ...]
+    shared: SharedStep | None
+    rows: int
+
+
+class TrainerJob(RoleJob):
+    """One trainer: `init` receives the servers' initial parameters, `step` exchanges with servers.
+
+    Where the batch is shared exactly, results are those of all trainers: one server merges them.
+
+    A state is the trainer's: (params,), or with GEO-SGD, where each trainer has an optimizer state,
+    (params, opt_state).
+    """
+
+    _steps_made = 0
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -113,7 +128,7 @@ class TrainerJob(RoleJob):
 
     @property
     def run_id(self) -> str:  # type: ignore[override]
-        return run_of(TRAINER)  # as the session with the servers was noted
+        return run_of(TRAINER)  # the id that `runs.note` has stored
 
     @property
     def part(self) -> tuple[int, int]:  # type: ignore[override]
@@ -141,134 +156,123 @@ class TrainerJob(RoleJob):
 
     @metered
     def step(self, state: tuple[Any, ...], *batch: Any) -> tuple[Any, ...]:
-        """One step on this trainer's part of the batch (`shard_batch`): (state, loss[, aux])."""
+        """Take one step on this trainer's part of a batch (`shard_batch`): (state, loss[, aux])."""
         self.check(state)
-        program, shared, batch, rows = self._given(batch)
-        made = self._merged(self._executor.run(program, *state, *batch), batch, shared, rows)
-        self._made += 1
-        return (tuple(made[: len(state)]), *made[len(state) :])
+        call = self._call(batch)
+        outputs = self._merge_results(self._executor.run(call.program, *state, *call.batch), call)
+        self._steps_made += 1
+        return (tuple(outputs[: len(state)]), *outputs[len(state) :])
 
     def prefetch(self, *batch: Any) -> bool:
-        """Ask servers for the rows of tables that a later step looks up, and wait for none.
+        """Ask servers for the table rows that a later step looks up, without waiting for them.
 
-        It is of the step that follows the one to be made next, or those that were announced: call
-        it with this trainer's part of the next batch before `step` is called with the current one.
-        That step computes while the rows come, and the later one finds them here. Those that any
-        trainer's update has changed since are sent again, so that numbers are the same bit for bit,
-        unless `dtrans.Rows(staleness=)` says otherwise. A step that looks up other rows than were
-        announced asks for its own.
+        The first call is for the step after the next one, each further call for the step after
+        that. Call it with this trainer's part of the batch, before the `step` of the current batch.
+        The rows arrive while that step computes. Rows that an update changes meanwhile are sent
+        again, so that results are the same bit for bit, unless `dtrans.Rows(staleness=)` says
+        otherwise. A step that looks up other rows asks for its own.
 
         Args:
-          batch: what `step` takes behind the state.
+          batch: the arguments of `step` behind the state.
 
         Returns:
-          Whether rows were asked for: not where the plan has no tables, and not in asynchronous
-          modes, in which rows are as they are when their step begins.
+          True if rows were asked for. False if the plan has no tables, or in asynchronous modes,
+          whose steps read the newest rows.
 
         Raises:
-          BatchError: a row that a table does not have; nothing is sent. ConfigError: which rows a
-            step looks up is made of its state too. StateError: the job is closed, or 64 batches are
-            announced and no step was made.
+          BatchError: a row that a table does not have; nothing is sent. ConfigError: the ids that
+            a step looks up depend on its state. StateError: the job is closed, or 64 batches are
+            announced without a step.
 
-        Source: TorchRec's `TrainPipelineSparseDist`, of lookups beside a step; Persia's bounded
-        staleness, of `dtrans.Rows(staleness=)`.
+        Source: TorchRec's `TrainPipelineSparseDist`, for lookups beside a step; Persia's bounded
+        staleness, for `dtrans.Rows(staleness=)`.
         """
         self._check_open()
         if not self.plan.tables.of or not self.plan.sync_mode:
             return False
-        program, _, batch, _ = self._given(batch)
-        self._executor.announce(program, *batch)
+        call = self._call(batch)
+        self._executor.announce(call.program, *call.batch)
         return True
 
-    def _given(
-        self, batch: Sequence[Any]
-    ) -> tuple[Program, SharedStep | None, tuple[Any, ...], int]:
-        """The program for a batch, how trainers share it, the batch as that takes it, and the rows
-        of uneven parts."""
-        given, rows = without_parts(batch)
-        if not rows:
-            return self.plan.trainer_program(self.role.trainer_id), self.plan.shared, given, rows
-        given = self._uneven(given, rows)
-        return *self._of_rows[rows], given, rows
+    def _call(self, batch: Sequence[Any]) -> _StepCall:
+        """Return the program for a batch, and its arguments."""
+        arrays, rows = without_parts(batch)
+        if rows:
+            return self._uneven_call(arrays, rows)
+        program = self.plan.trainer_program(self.role.trainer_id)
+        return _StepCall(program, arrays, self.plan.shared, 0)
 
     @cached_property
-    def _of_rows(self) -> dict[int, tuple[Program, SharedStep]]:
-        """The program for a batch that trainers do not divide, and how they share it, by its
-        rows."""
+    def _uneven_programs(self) -> dict[int, tuple[Program, SharedStep]]:
+        """Return the programs for batches that trainers do not divide, by the batch's rows."""
         return {}
 
-    def _uneven(self, batch: Sequence[Any], rows: int) -> tuple[Any, ...]:
-        """This trainer's part of such a batch, as its program takes it: with rows behind that enter
-        nothing."""
+    def _uneven_call(self, batch: Sequence[Any], rows: int) -> _StepCall:
+        """Return the program for a batch that trainers do not divide.
+
+        Each trainer has the same number of rows; padding behind the batch enters no result.
+        """
         plan, main, k = self.plan, self.plan.main, self.role.trainer_id
         check_uneven(rows, plan.trainers, self.takes_uneven_parts)
         assert plan.shared is not None and plan.for_whole is not None
-        names = [n for spec in main.args[2:] for n in spec.names]
+        specs = main.args[2:]
+        names = [n for spec in specs for n in spec.names]
         shares: list[Share] = [plan.shared.axes.get(n, "replicated") for n in names]
-        arrays = list(zip(batch_arrays(main.args[2:], batch, main.inputs), shares, strict=True))
-        found = uneven_rows(names, arrays, rows, k, -(-rows // plan.trainers))
-        if rows not in self._of_rows:
-            held = [main.inputs[n] for spec in main.args[:2] for n in spec.names]
-            types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in held]
-            shared, program = plan.for_whole(
-                [*types, *(resized(x, share, lambda _: rows) for x, share in arrays)], k
-            )
-            self._of_rows[rows] = (
-                dataclasses.replace(program, identity=lambda: plan.identity),
-                shared,
-            )
-        of_names = dict(zip(names, found, strict=True))
-        return tuple(spec.unflatten([of_names[n] for n in spec.names]) for spec in main.args[2:])
+        arrays = list(zip(batch_arrays(specs, batch, main.inputs), shares, strict=True))
+        padded = uneven_rows(names, arrays, rows, k, -(-rows // plan.trainers))
 
-    def _merged(
-        self, made: Any, batch: Sequence[Any], shared: SharedStep | None, whole: int
-    ) -> Any:
-        """What a step makes, with the results of all trainers in place of this one's.
+        if rows not in self._uneven_programs:
+            state = [main.inputs[n] for spec in main.args[:2] for n in spec.names]
+            types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in state]
+            types += [resized(x, share, lambda _: rows) for x, share in arrays]
+            shared, program = plan.for_whole(types, k)
+            program = dataclasses.replace(program, identity=lambda: plan.identity)
+            self._uneven_programs[rows] = program, shared
+        program, shared = self._uneven_programs[rows]
 
-        Args:
-          whole: how many rows all parts have, where they are uneven; otherwise 0.
+        by_name = dict(zip(names, padded, strict=True))
+        args = tuple(spec.unflatten([by_name[n] for n in spec.names]) for spec in specs)
+        return _StepCall(program, args, shared, rows)
+
+    def _merge_results(self, outputs: Any, call: _StepCall) -> Any:
+        """Replace this trainer's results by those of all trainers, which one server merges.
 
         Raises:
-          BatchError: trainers gave parts of different sizes, of which servers have made an update.
+          BatchError: trainers took parts of different sizes, and servers have made an update.
         """
-        plan, out = self.plan, self.plan.trainer.out
+        plan, shared, out = self.plan, call.shared, self.plan.trainer.out
         if shared is None or not plan.sync_mode:
-            return made
-        ways = {
-            n: way
-            for n, way in shared.merges.items()
-            if way != "same" and n not in plan.main.args[0].names
-        }
-        if not ways:
-            return made
-        values = dict(zip(out.names, out.flatten(made), strict=True))
-        names = [n for spec in plan.main.args[2:] for n in spec.names]
-        arrays = zip(names, batch_arrays(plan.main.args[2:], batch, plan.main.inputs), strict=True)
-        mine = next((x.shape[shared.axes[n]] for n, x in arrays if n in shared.axes), 0)
-        add, join = ("all_reduce", "sum"), "all_gather"
-        how = [
-            (join, 0),
-            *((join, shared.joined[n]) if way == "concat" else add for n, way in ways.items()),
-        ]
-        told = np.array([[whole, mine]], np.int32)
-        given, *found = self._executor.exchange(
-            next(iter(plan.servers)), RESULTS, how, [told, *(values[n] for n in ways)]
+            return outputs
+        params = plan.main.args[0].names
+        merges = {n: w for n, w in shared.merges.items() if w != "same" and n not in params}
+        if not merges:
+            return outputs
+
+        # the sizes of all parts go with the results: unequal parts are found after one exchange
+        ways: list[Sequence[Any]] = [("all_gather", 0)]
+        for n, way in merges.items():
+            ways.append(("all_gather", shared.joined[n]) if way == "concat" else ADD)
+        values = dict(zip(out.names, out.flatten(outputs), strict=True))
+        size = np.array([[call.rows, self._part_rows(call)]], np.int32)
+        sizes, *found = self._executor.exchange(
+            next(iter(plan.servers)), RESULTS, ways, [size, *(values[n] for n in merges)]
         )
-        if len({*map(tuple, given.tolist())}) > 1:
-            said = ", ".join(
-                str(part) + (f" of {rows}" if rows else "") for rows, part in given.tolist()
-            )
-            raise BatchError(
-                f"{PARTS_DIFFER}; they gave {said} rows, and servers took the mean of "
-                "unequal parts: go on from a checkpoint, with job.shard_batch(*batch)"
-            )
-        for (n, way), x in zip(ways.items(), found, strict=True):
+        _check_parts(sizes.tolist())
+
+        for (n, way), x in zip(merges.items(), found, strict=True):
             if way == "concat":
-                x = Merge("joined", shared.joined[n], whole or None)(x)
-            values[n] = (
-                x / len(given) if way == "mean" else x
-            )  # trainers may have left: those who are here are counted
+                x = Merge("joined", shared.joined[n], call.rows or None)(x)
+            # trainers may have left: the mean counts those that are here
+            values[n] = x / len(sizes) if way == "mean" else x
         return out.unflatten([values[n] for n in out.names])
+
+    def _part_rows(self, call: _StepCall) -> int:
+        """Return the number of rows of this trainer's part; 0 if the batch is not split."""
+        main = self.plan.main
+        names = [n for spec in main.args[2:] for n in spec.names]
+        arrays = batch_arrays(main.args[2:], call.batch, main.inputs)
+        axes = {} if call.shared is None else call.shared.axes
+        return next((x.shape[axes[n]] for n, x in zip(names, arrays, strict=True) if n in axes), 0)
 
     @property
     def tables(self) -> TrainerTables:
@@ -315,7 +319,7 @@ class TrainerJob(RoleJob):
         servers = tuple(self.plan.servers)
         between = partial(self._executor.between_steps, f"checkpoint {name}")
         between(lambda to: to.saved())
-        between(lambda to: to.save(servers, name, self._made))
+        between(lambda to: to.save(servers, name, self._steps_made))
         if wait:
             between(lambda to: to.saved())
 
@@ -323,7 +327,7 @@ class TrainerJob(RoleJob):
         """The parameters. Tables are looked up, all of their rows.
 
         Raises:
-          StateError: tables that this process has no memory for; `tables.export` writes them to files.
+          StateError: tables that do not fit into memory; `tables.export` writes them to files.
         """
         tables = self.plan.tables.of
         if not tables:
@@ -373,6 +377,16 @@ class TrainerJob(RoleJob):
         with recording() as parts:
             self.step(state, *batch)
         return LoweredStep(parts)
+
+
+def _check_parts(sizes: Sequence[Sequence[int]]) -> None:
+    """Raise BatchError if trainers took parts of different sizes; `sizes` has (rows, part)."""
+    if len({*map(tuple, sizes)}) > 1:
+        parts = [str(part) + (f" of {rows}" if rows else "") for rows, part in sizes]
+        raise BatchError(
+            f"{PARTS_DIFFER}; they gave {', '.join(parts)} rows, and servers took the mean of "
+            "unequal parts: go on from a checkpoint, with job.shard_batch(*batch)"
+        )
 
 
 def _memory() -> int:

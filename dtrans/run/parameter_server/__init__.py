@@ -1,7 +1,7 @@
 """Parameter servers, running: in one process on a mesh of devices, or as one process per role over
 ZeroMQ.
 
-    mesh            the whole job in this process; mesh_trainers: all trainers of it at once
+    mesh            a job in one process; mesh_placement, mesh_trainers, mesh_fabric, mesh_servers: its parts
     update          what a server does with gradients, compiled; block_update: block by block, for async_server
     exchange        what servers give each other in the middle of an update, packed
     client          a trainer's connection to one server

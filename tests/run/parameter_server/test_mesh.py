@@ -503,7 +503,7 @@ def test_another_batch_size_in_a_later_step_is_traced_again() -> None:
         job, _ = same_as_one_device(
             mlp_loss, optax.adam(1e-2), mlp_params(dtype=jnp.float64), batches
         )
-        assert len(job._pieces) == 2  # the third step uses the pieces of the first
+        assert len(job._runners) == 2  # the third step uses the pieces of the first
 
 
 def test_numpy_batches_of_float64_are_taken_as_jax_takes_them() -> None:
@@ -535,7 +535,7 @@ def test_a_batch_that_the_trainers_do_not_divide_is_padded_where_the_job_is_exac
         job, _ = same_as_one_device(
             mlp_loss, optax.adam(1e-2), mlp_params(dtype=jnp.float64), batches
         )
-        assert len(job._pieces) == 4
+        assert len(job._runners) == 4
         with pytest.raises(
             BatchError,
             match="cut over the trainers, but x has 8 and y has 7 rows|split over the tr",
