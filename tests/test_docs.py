@@ -191,10 +191,10 @@ def test_readme_runs_as_pasted_in_order(tmp_path):
         "\n".join(code for language, code in blocks if language == "python"),
     )
     printed = [line.split() for line in out.splitlines()]
-    shown = re.search(r"\n    pserver plan of step.*?\n    \.\.\.\n", README.read_text(), re.S)[0]
+    shown = re.search(r"\n    sharding plan of step.*?\n    \.\.\.\n", README.read_text(), re.S)[0]
     for line in shown.strip().splitlines()[:-1]:
         assert line.split() in printed
-    for kind in ("nccl2", "sharding", "pipeline"):
+    for kind in ("sharding", "nccl2", "pipeline", "pserver"):
         assert f"{kind} plan of step" in out
 
 
@@ -340,7 +340,7 @@ accuracy = lambda params, x, y: jnp.mean(x @ params["w1"])
 """
     pasted = "\n".join([*first, given, textwrap.dedent(loop)])
     saved(blocks_of(README), tmp_path)
-    assert "3 steps" in run(tmp_path, sys.executable, "-c", pasted)
+    assert "102 steps" in run(tmp_path, sys.executable, "-c", pasted)
     assert sorted(file.name for file in (tmp_path / "runs").iterdir()) == ["events", "loss.csv"]
 
 
