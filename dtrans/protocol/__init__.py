@@ -19,7 +19,8 @@ tables            rows of tables, as trainers and servers speak of them
 serving           one server: who is concerned by a message, and its end
 job_status        the status of a job, for observers
 trainer_line      one trainer's side of one connection
-traffic           what a trainer sends and receives beside its steps
+server_link       a trainer's links to its servers, and what waits for their answers
+traffic           what a trainer sends and receives beside its steps;  `traffic_loop` is its loop
 arrivals          what a process of a pipeline receives
 meeting           the trainers of collectives meet
 roll              the trainers of collectives: who has ended

@@ -38,6 +38,7 @@ class PendingAnswer:
       room: makes the memory from the first message, if that says how large the blocks are.
       lists_blocks: the description lists the missing blocks.
       skips: messages with another op are ignored.
+      ends: takes the fields of a message that is whole, and returns True if it is the last one.
       saving: lines that hear of it when the server says that this trainer has to wait.
       reply: fields of the last message.
     """
@@ -53,6 +54,7 @@ class PendingAnswer:
     room: Callable[[wire.Message], Mapping[str, np.ndarray]] | None = None
     lists_blocks: bool = False
     skips: bool = False
+    ends: Callable[[Mapping[str, Any]], bool] | None = None
     saving: Sequence[TrainerLine] = ()
     reply: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -93,10 +95,10 @@ class PendingAnswer:
         if self._inbox is None and self.room is not None:
             self.memory = self.room(message)
             self._inbox = self._inbox_of(self.memory)
-        if self._inbox is None:
-            return True
-        self._inbox.take(message)
-        return not self._inbox.missing()
+        if self._inbox is not None:
+            self._inbox.take(message)
+            return not self._inbox.missing()
+        return self.ends is None or self.ends(message.fields)
 
 
 _NOT_ASKED = "pserver {} sent {}, which was not asked for".format
@@ -149,11 +151,5 @@ class Operation(Generic[T]):
             answer.line.saved.pop(answer.number, None)
 
 
-def answered(operation: Operation[T], receive: Callable[[PendingAnswer], wire.Message]) -> T:
-    """Run an operation to its end, with the messages that `receive` returns."""
-    try:
-        while not operation.done:
-            operation.take(receive(operation.waits_for))
-    finally:
-        operation.close()
-    return operation.result
+def nothing(answers: Sequence[PendingAnswer]) -> None:
+    """Finish an operation that has no result."""

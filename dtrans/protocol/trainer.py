@@ -21,7 +21,7 @@ import numpy as np
 
 from dtrans.errors import CheckpointError, PeerError, StateError
 from dtrans.protocol import wire
-from dtrans.protocol.operation import Operation, PendingAnswer
+from dtrans.protocol.operation import Operation, PendingAnswer, nothing
 from dtrans.protocol.tables import rows_ahead
 from dtrans.protocol.tables.held_tables import TableReport, reports_of
 from dtrans.protocol.tables.table_rows import WantedRows
@@ -29,17 +29,6 @@ from dtrans.protocol.trainer_line import TrainerLine
 
 
 Landing = tuple[str, str, np.ndarray]  # a block that is to be received: server, name and memory
-
-
-def greet(line: TrainerLine) -> Operation[str]:
-    """Wait for a server's welcome; the result is its local address, or nothing."""
-    what = "an answer to `hello` (is it running, and is this its endpoint?)"
-    answer = PendingAnswer(line, f"`hello` of {line.me}", "welcome", {}, what)
-    return Operation([answer], _admit)
-
-
-def _admit(answers: Sequence[PendingAnswer]) -> str:
-    return answers[0].line.admit(answers[0].reply)
 
 
 def leave(line: TrainerLine) -> Operation[None]:
@@ -144,7 +133,7 @@ class TrainerSteps:
                     line, f"`prefetch` of {name}", "rows", fields, what, number, memory=memory
                 )
             )
-        return Operation(answers, _nothing)
+        return Operation(answers, nothing)
 
     def announce(self, lookups: Sequence[LookedUp]) -> None:
         """Ask for the rows of tables that the step looks up which follows those that were
@@ -240,7 +229,7 @@ class TrainerSteps:
             asked[endpoint] = line.ask("save", name=name, made=made)
             line.saved[asked[endpoint]] = None
         self._saves = name, asked
-        return Operation([], _nothing)
+        return Operation([], nothing)
 
     def saved(self) -> Operation[None]:
         """Wait until servers have written the checkpoint of the last `save`, if there is one.
@@ -328,10 +317,6 @@ def _landing(line: TrainerLine, blocks: Mapping[str, np.ndarray]) -> PendingAnsw
     what = f"`recv` of step {line.step}"
     fields = {"step": line.step}
     return PendingAnswer(line, what, "blocks", fields, what, memory=blocks, lists_blocks=True)
-
-
-def _nothing(answers: Sequence[PendingAnswer]) -> None:
-    return None
 
 
 def _room_of_round(message: wire.Message) -> dict[str, np.ndarray]:

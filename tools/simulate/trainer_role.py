@@ -16,12 +16,12 @@ import numpy as np
 from dtrans.errors import DtransError, WireError
 from dtrans.protocol import wire
 from dtrans.protocol.geo_steps import GeoSteps, Values
-from dtrans.protocol.operation import Operation
+from dtrans.protocol.operation import Operation, PendingAnswer
 from dtrans.protocol.served import RowGradient
 from dtrans.protocol.tables.kept_rows import KeptRows
 from dtrans.protocol.tables.table_rows import runs_of, wanted_of
 from dtrans.protocol.traffic import Group, Leaf, Traffic
-from dtrans.protocol.trainer import LookedUp, TrainerSteps, greet, leave
+from dtrans.protocol.trainer import LookedUp, TrainerSteps, leave
 from dtrans.protocol.trainer_line import TrainerLine
 from tools.simulate.case import Case
 from tools.simulate.clock import Clock
@@ -200,10 +200,10 @@ class SimulatedTrainer(Process):
             )
             self._lines[ep] = line
             self._open(line)
-            if (yield greet(line.line)):
+            if line.line.admit((yield _welcome(line.line)).reply):
                 first = line.connection
                 self._open(line, local=True)
-                yield greet(line.line)
+                line.line.admit((yield _welcome(line.line)).reply)
                 first.close(0)
 
     def _exchange(self, step: int) -> Answer:
@@ -581,6 +581,11 @@ class GeoSgdTrainer(CommunicatingTrainer):
                 (self._put, self._kept.ids[: self._had].copy(), self._kept.old[: self._had].copy())
             )
         return [self._newest[1][key] for key in self._all]
+
+
+def _welcome(line: TrainerLine) -> Operation[PendingAnswer]:
+    answer = PendingAnswer(line, f"`hello` of {line.me}", "welcome", {}, "a welcome")
+    return Operation([answer], lambda answers: answers[0])
 
 
 def _leaves(case: Case) -> dict[str, Leaf]:

@@ -4,7 +4,6 @@ ZeroMQ.
     mesh            a job in one process; mesh_placement, mesh_trainers, mesh_fabric, mesh_servers: its parts
     update          what a server does with gradients, compiled; block_update: block by block, for async_server
     exchange        what servers give each other in the middle of an update, packed
-    client          a trainer's connection to one server
     server          the loop of every server; server_sockets: its sockets
     checkpoints     what a server saves, and under which names; state_writer: the thread that writes it
     presence        which trainers are there; server_peers: the other servers, and what they have sent

@@ -40,12 +40,12 @@ from dtrans.ops import (
     send_rows_p,
 )
 from dtrans.protocol.buffers import BufferPool
+from dtrans.protocol.operation import Operation
 from dtrans.protocol.served import RowGradient
 from dtrans.protocol.tables.kept_rows import KeptRows
 from dtrans.protocol.tables.table_rows import WantedRows, put_in_place, wanted_of
 from dtrans.protocol.traffic import Leaf
-from dtrans.run.parameter_server.client import Connection
-from dtrans.run.parameter_server.communicator import Communicator
+from dtrans.run.parameter_server.communicator import Communicator, Connect
 from dtrans.run.parameter_server.geo import GeoTrainer
 from dtrans.run.parameter_server.tables.new_rows import RowMaker
 
@@ -62,12 +62,12 @@ class BackgroundComm:
     """What is beside the steps of one trainer.
 
     Args:
-      connection: gives the connection to an endpoint.
+      connect: connects to servers.
       deadline: seconds that parameters may be on their way.
     """
 
-    def __init__(self, connection: Callable[[str], Connection], deadline: float) -> None:
-        self._connection = connection
+    def __init__(self, connect: Connect, deadline: float) -> None:
+        self._connect = connect
         self._deadline = deadline
         self._leaves: dict[str, Leaf] = {}  # what is received
         self._endpoints: set[str] = set()  # of tables
@@ -158,13 +158,15 @@ class BackgroundComm:
         self._communicator.look_up(wanted, train=False)
         return True
 
-    def between(self, call: Callable[[], T]) -> T:
-        """Let something else use the connections, when what was sent is received. GEO-SGD goes on
-        afterwards."""
-        if self._geo is None or self._communicator is None:
-            self.rest()
-            return call()
-        return self._communicator.between(call)
+    @property
+    def goes_on(self) -> bool:
+        """Return True if it runs on while others ask servers: with GEO-SGD."""
+        return self._geo is not None and self._communicator is not None
+
+    def between(self, begin: Callable[[], Operation[T]]) -> T:
+        """Run an operation when all pushes are answered, if it `goes_on`."""
+        assert self._communicator is not None
+        return self._communicator.between(begin)
 
     def rest(self, *, discard: bool = False) -> None:
         """Send what is left, unless it is to be discarded, and give the connections back."""
@@ -187,7 +189,7 @@ class BackgroundComm:
         """The communicator, which is started if it is not."""
         if self._communicator is None:
             self._communicator = Communicator(
-                self._connection,
+                self._connect,
                 self._leaves,
                 self._config,
                 deadline=self._deadline,

@@ -32,17 +32,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import socket
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
-import zmq
 
 from dtrans._jax import JaxprEqn, Primitive
 from dtrans.checkpoint.pserver_state import TRAINER
 from dtrans.checkpoint.runs import new_run, note
 from dtrans.checks import check_number
-from dtrans.errors import ConfigError, DtransError, StateError
+from dtrans.endpoints import split_endpoint
+from dtrans.errors import ConfigError, DtransError, PeerError, StateError
 from dtrans.ir.program import Program
 from dtrans.ops import (
     concat_p,
@@ -61,15 +62,16 @@ from dtrans.ops import (
     split_ids_p,
 )
 from dtrans.protocol.buffers import BufferPool
-from dtrans.protocol.operation import Operation, answered
+from dtrans.protocol.operation import Operation
+from dtrans.protocol.presence import RETRY
+from dtrans.protocol.server_link import LINGER, LastWords, OperationWait, ServerLink
 from dtrans.protocol.tables.table_rows import put_in_place, unique_ids
 from dtrans.protocol.traffic import Leaf, rows_of
-from dtrans.protocol.trainer import Landing, LookedUp, TrainerSteps
+from dtrans.protocol.trainer import Landing, LookedUp, TrainerSteps, leave
 from dtrans.run.base.nonfinite import GradientWatch
 from dtrans.run.net.keys import Keys
-from dtrans.run.net.sockets import LINGER
+from dtrans.run.net.zmq_transport import ZmqTransport
 from dtrans.run.parameter_server.background import BackgroundComm, leaf_of, rows_wanted
-from dtrans.run.parameter_server.client import Connection
 from dtrans.run.parameter_server.server import Server
 from dtrans.run.parameter_server.state_writer import Keep, KeepLast
 from dtrans.run.parameter_server.tables.new_rows import new_rows
@@ -100,12 +102,12 @@ class EndpointFabric:
         self.allow_remote = allow_remote
         self._encryption = encryption
         self._watch = watch
-        self._context: zmq.Context[Any] | None = None
-        self._connections: dict[str, Connection] = {}
+        self._links: dict[str, ServerLink] = {}
+        self._opened: ZmqTransport | None = None
         self._me: tuple[int, int] | None = None
         self._session = new_run()
         self._plan: Mapping[str, str] = {}  # the parts of the fingerprint of the plan
-        self._steps = TrainerSteps(lambda endpoint: self._connection(endpoint).line)
+        self._steps = TrainerSteps(lambda endpoint: self._link(endpoint).line)
         self._landings: list[Landing] = []  # the blocks being received
         self._rows: list[
             tuple[JaxprEqn, LookedUp]
@@ -114,7 +116,7 @@ class EndpointFabric:
             str, ...
         ] = ()  # the servers of a send_barrier that no fetch_barrier follows
         self._pool = BufferPool()
-        self._beside = BackgroundComm(self._connection, deadline)
+        self._beside = BackgroundComm(self._connected, deadline)
         self._closed = False
         self.keep: Keep | None = None  # saves what a server holds
         self.keep_last: KeepLast | None = None  # when its job ends by an error
@@ -216,7 +218,7 @@ class EndpointFabric:
 
     def _prefetch(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         self._identify(eqn)
-        (uniq,), now = values, self._connection(eqn.params["epmap"][0]).line.step
+        (uniq,), now = values, self._link(eqn.params["epmap"][0]).line.step
         found = self._steps.announced(eqn.params["table"], uniq, now)
         if found is None:
             found = self._room_for(eqn, uniq)
@@ -279,7 +281,10 @@ class EndpointFabric:
                 f"{what}: no server knows this trainer before its first parameters: job.init"
             )
         self.settle()
-        return self._beside.between(lambda: self._answered(ask(self._steps)))
+        if self._beside.goes_on:
+            return self._beside.between(lambda: ask(self._steps))
+        self._beside.rest()
+        return self._answered(ask(self._steps))
 
     def _exchange(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         self._identify(eqn)
@@ -333,9 +338,12 @@ class EndpointFabric:
         self._answered(self._steps.request(landings, endpoints, barriered))
 
     def _answered(self, operation: Operation[T]) -> T:
-        return answered(
-            operation, lambda answer: self._connections[answer.line.endpoint].receive(answer)
-        )
+        self._wait(OperationWait(self._transport, self._links, operation))
+        return operation.result
+
+    def _wait(self, wait: OperationWait | LastWords) -> None:
+        while not wait.done:
+            wait.turn()
 
     def _concat(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         if all(isinstance(v, np.ndarray) for v in values):
@@ -357,40 +365,66 @@ class EndpointFabric:
             note(TRAINER, self._session)  # by which the servers know the run, too
         self._me, self._steps.sync_mode = me, eqn.params["sync_mode"]
 
-    def _connection(self, endpoint: str) -> Connection:
-        if endpoint not in self._connections:
+    def _link(self, endpoint: str) -> ServerLink:
+        if endpoint not in self._links:
             assert self._me is not None
             trainer_id, trainers = self._me
-            self._connections[endpoint] = Connection(
-                self._zmq(),
-                endpoint,
-                trainer_id,
-                trainers,
+            if not self.wait_port:
+                _check_listens(f"trainer {trainer_id}", endpoint, self.deadline)
+            self._links[endpoint] = ServerLink(
+                self._transport,
+                endpoint=endpoint,
+                trainer=trainer_id,
+                trainers=trainers,
                 session=self._session,
                 sync_mode=self._steps.sync_mode,
                 plan=self._plan,
-                keys=self._keys,
+                secret=self._keys.secret,
                 deadline=self.deadline,
-                patience=self.patience,
-                wait_port=self.wait_port,
+                retry=min(RETRY, self.patience),
             )
-        return self._connections[endpoint]
+            try:
+                self._answered(self._links[endpoint].greet())
+            except BaseException:
+                self._links.pop(endpoint).close()
+                raise
+        return self._links[endpoint]
+
+    def _connected(
+        self, endpoints: Collection[str]
+    ) -> tuple[ZmqTransport, Mapping[str, ServerLink]]:
+        """Connect to servers. Return the transport, and the links to all servers."""
+        for endpoint in endpoints:
+            self._link(endpoint)
+        return self._transport, self._links
+
+    def _leave(self, link: ServerLink, reason: str | None) -> None:
+        """Say goodbye to a server, or why not, and wait until it has heard it."""
+        if reason is not None:
+            self._wait(LastWords(self._transport, link, reason))
+            link.close()
+            return
+        try:
+            self._answered(leave(link.line))
+        finally:
+            link.close(LINGER)
 
     @functools.cached_property
     def _keys(self) -> Keys:
         return Keys.from_environment(self._encryption)
 
-    def _zmq(self) -> zmq.Context[Any]:
-        if self._context is None:
-            self._context = zmq.Context()
-        return self._context
+    @property
+    def _transport(self) -> ZmqTransport:
+        if self._opened is None:
+            self._opened = ZmqTransport(self._keys, self.patience)
+        return self._opened
 
     def _serve(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         names = eqn.params["state_names"]
         server = Server(
             ServerUpdate(eqn),
             dict(zip(names, values, strict=True)),
-            self._zmq(),
+            self._transport.context,
             deadline=self.deadline,
             patience=self.patience,
             allow_remote=self.allow_remote,
@@ -423,12 +457,20 @@ class EndpointFabric:
             # which some servers may have heard of, and others not
             reason = "it closed in the middle of a step"
         with contextlib.ExitStack() as stack:  # each is closed, whatever the others say
-            if self._context is not None:
-                stack.callback(self._context.destroy, linger=int(LINGER * 1000))
-            for line in self._connections.values():
-                stack.callback(line.close, reason)
+            if self._opened is not None:
+                stack.callback(self._opened.close, LINGER)
+            for link in self._links.values():
+                stack.callback(self._leave, link, reason)
         if failed is not None:
             raise failed
+
+
+def _check_listens(me: str, endpoint: str, deadline: float) -> None:
+    """Raise PeerError if nobody listens at an endpoint."""
+    try:
+        socket.create_connection(split_endpoint(endpoint), timeout=deadline).close()
+    except OSError as e:
+        raise PeerError(f"{me} finds no pserver at {endpoint}: {e.strerror or e}") from e
 
 
 def _side_by_side(blocks: Sequence[np.ndarray]) -> np.ndarray | None:

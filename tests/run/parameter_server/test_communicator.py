@@ -5,8 +5,7 @@ gradients, each used once."""
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import flat_options
@@ -18,7 +17,6 @@ import pytest
 from helpers import communication, init_of, mlp_batch, mlp_loss, mlp_params, plain_step, tree_close
 from role_threads import (
     HANG,
-    FakeServer,
     Peer,
     RoleThreads,
     check_state,
@@ -32,9 +30,9 @@ import dtrans
 from dtrans.errors import ConfigError, DeadlineError, PeerError
 from dtrans.parameter_server.gradient_merging import merging
 from dtrans.parameter_server.plan import PServerPlan
-from dtrans.protocol import wire
 from dtrans.protocol.async_server import AsyncServer
 from dtrans.protocol.traffic import merged
+from dtrans.protocol.traffic_loop import TrafficLoop
 from dtrans.run.parameter_server.communicator import Communicator
 from dtrans.step.cut import cut
 
@@ -282,13 +280,13 @@ def test_a_full_queue_is_waited_for(
     )
     (ep,) = plan.servers
     lengths = []
-    put = Communicator.put
+    put = TrafficLoop.put
 
-    def noted(self: Communicator, group: Any) -> None:
+    def noted(self: TrafficLoop, group: Any) -> None:
         put(self, group)
         lengths.append(len(self._queue))
 
-    monkeypatch.setattr(Communicator, "put", noted)
+    monkeypatch.setattr(TrafficLoop, "put", noted)
     role_threads.start(ep, serve, plan, ep, params)
     role_threads.start("trainer", train, plan, 0, batches, params)
     until(lambda: gate.asked.is_set() and lengths and lengths[-1] == 2, "the queue to be full")
@@ -735,94 +733,6 @@ def test_whatever_ends_a_communicator_ends_the_connections(
     ended = role_threads.end(ep)
     assert isinstance(ended, PeerError)
     assert str(ended) == "trainer 0 failed: KeyboardInterrupt: "
-
-
-def test_an_answer_that_is_here_is_not_late(
-    role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The thread was away, merging and sending, for longer than the deadline; meanwhile the answer
-    came."""
-    from dtrans.run.parameter_server import communicator as module
-
-    params, batches = mlp_params(dtype=jnp.float64), batches_of(4)
-    plan = plan_for(1, 1, optax.sgd(0.1))
-    (ep,) = plan.servers
-    ahead, sent = [0.0], threading.Event()
-    clock = type("Clock", (), {"monotonic": staticmethod(lambda: time.monotonic() + ahead[0])})
-    monkeypatch.setattr(module, "time", clock)
-    send = Communicator._send
-
-    def one_and_then_others() -> Iterator[Any]:
-        """Yield the batches; those behind the first are not merged with it."""
-        yield batches[0]
-        assert sent.wait(HANG)
-        yield from batches[1:]
-
-    def slow(self: Communicator, groups: Any) -> None:
-        send(self, groups)
-        sent.set()
-        (line,) = self._lines.values()
-        if line.line.step > 1:  # what was asked for after the first is on its way
-            assert line.sockets[0].poll(HANG * 1000)
-            ahead[0] += 10 * HANG
-
-    monkeypatch.setattr(Communicator, "_send", slow)
-    role_threads.start(ep, serve, plan, ep, params)
-    train(plan, 0, one_and_then_others(), params)
-    assert not isinstance(role_threads.end(ep), BaseException)
-    assert ahead[0] > 0
-
-
-def test_a_server_that_ends_behind_its_answer_is_found(
-    monkeypatch: pytest.MonkeyPatch, role_threads: RoleThreads
-) -> None:
-    """Its end and its last answer are both there when the thread looks; the end is told of once
-    only."""
-    params = {"w": jnp.ones((4, 2))}
-    plan = plan_for(
-        1, 1, optax.sgd(0.1), params=params, loss=lambda p, x, y: jnp.mean((x[:, :4] @ p["w"]) ** 2)
-    )
-    (ep,) = plan.servers
-    away, last, dead = threading.Event(), threading.Event(), threading.Event()
-    hear = Communicator._hear
-
-    def late(self: Communicator, line: Any) -> None:
-        if last.is_set():
-            assert dead.wait(HANG)
-            assert line.line.gone or line.sockets[1].poll(HANG * 1000)
-        hear(self, line)
-
-    monkeypatch.setattr(Communicator, "_hear", late)
-    values = np.ones((4, 2)).tobytes()
-
-    def trainer() -> None:
-        with dtrans.Executor(deadline=HANG) as exe:
-            p = exe.run(plan.trainer_startup, params)
-            p, _ = exe.run(plan.trainer, p, *batches_of(1)[0])
-            away.set()
-            for batch in batches_of(1000, seed=1):
-                p, _ = exe.run(plan.trainer, p, *batch)
-                dead.wait(0.01)
-
-    fake_server = FakeServer(ep)
-    role_threads.start("trainer", trainer)
-    while True:
-        message = fake_server.hear()
-        if message.op == "hello":
-            fake_server.tell("welcome", step=0, local="")
-        elif message.op == "recv":
-            head = wire.header("blocks", step=message["step"], pieces=[[["params/w", 0, 64]]])
-            if away.is_set():
-                last.set()
-            fake_server.say(head, values)
-            if last.is_set():
-                break
-    fake_server.end()
-    dead.set()
-    ended = role_threads.end("trainer")
-    assert isinstance(ended, PeerError)
-    assert not isinstance(ended, DeadlineError)
-    assert "went away" in str(ended)
 
 
 def test_what_is_under_way_is_bounded_by_the_queue() -> None:

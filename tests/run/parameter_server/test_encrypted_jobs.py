@@ -18,8 +18,8 @@ from socket_attacks import Tap, address
 
 from dtrans.errors import ConfigError, PeerError
 from dtrans.protocol.token import new_token
+from dtrans.run.net import zmq_transport
 from dtrans.run.net.keys import make_folder
-from dtrans.run.parameter_server import client
 from dtrans.run.status.observer import JobObserver
 
 
@@ -81,13 +81,14 @@ def test_a_gradient_cannot_be_read_on_the_way(
 ) -> None:
     """With a password it can: its name is seen."""
     monkeypatch.setenv("DTRANS_TOKEN", new_token())
-    monkeypatch.setattr(
-        client.Connection, "_move", lambda self, address: None
-    )  # to the Unix socket
+    reaches = lambda self, local: False  # no Unix socket
+    monkeypatch.setattr(zmq_transport.ZmqTransport, "reaches", reaches)
     for encryption, readable in (("required", False), ("disabled", True)):
         (ep,), params = free_endpoints(1), params_of()
         tap = Tap(ep)
-        monkeypatch.setattr(client, "tcp_address", lambda endpoint, at=tap.endpoint: f"tcp://{at}")
+        monkeypatch.setattr(
+            zmq_transport, "tcp_address", lambda endpoint, at=tap.endpoint: f"tcp://{at}"
+        )
         plan, options = plan_for((ep,), 1), {"transport_encryption": encryption}
         role_threads.start(ep, serve, plan, ep, params, **options)
         until(lambda at=ep: answers(at), "the server")

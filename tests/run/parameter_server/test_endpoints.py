@@ -46,6 +46,7 @@ from dtrans.errors import ConfigError, DeadlineError, PeerError, StateError
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.protocol import sync_server, token, wire
 from dtrans.protocol.refusals import EACH
+from dtrans.protocol.server_link import ServerLink
 from dtrans.run.net.ended_roles import EndedRoles
 from dtrans.run.parameter_server import server as server_module
 from dtrans.run.parameter_server.server_sockets import DOOR
@@ -260,16 +261,14 @@ def test_parameters_of_earlier_steps_keep_their_values(role_threads: RoleThreads
 
 def peer_addresses(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The addresses that trainers connect to, as they do."""
-    from dtrans.run.parameter_server import client
-
     seen: list[str] = []
-    real = client.Connection._open
+    real = ServerLink._open
 
     def opening(self: Any, address: str) -> None:
         seen.append(address)
         real(self, address)
 
-    monkeypatch.setattr(client.Connection, "_open", opening)
+    monkeypatch.setattr(ServerLink, "_open", opening)
     return seen
 
 
@@ -291,8 +290,8 @@ def test_a_trainer_on_the_same_host_moves_to_the_unix_socket(
 ) -> None:
     seen = peer_addresses(monkeypatch)
     ep = one_trainer_job(role_threads)
-    assert seen[0] == f"tcp://{ep}"
-    assert seen[1].startswith(f"ipc://{folder}/dtrans-")
+    assert seen[0] == ep
+    assert seen[1].startswith(f"{folder}/dtrans-")
     assert len(seen) == 2
 
 
@@ -304,7 +303,7 @@ def test_where_no_unix_socket_fits_everything_goes_by_tcp(
     monkeypatch.setattr(tempfile, "tempdir", str(deep))
     seen = peer_addresses(monkeypatch)
     ep = one_trainer_job(role_threads)
-    assert seen == [f"tcp://{ep}"]
+    assert seen == [ep]
     deep.rmdir()  # the server has left it empty
 
 

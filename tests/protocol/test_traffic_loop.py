@@ -1,0 +1,185 @@
+"""The loop of a communicator and the waits of a trainer, over a transport that a test fills."""
+
+from __future__ import annotations
+
+import collections
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dtrans.errors import DeadlineError, PeerError
+from dtrans.ops import CommunicatorConfig
+from dtrans.protocol import wire
+from dtrans.protocol.server_link import LastWords, OperationWait, ServerLink
+from dtrans.protocol.traffic import Leaf, Traffic
+from dtrans.protocol.traffic_loop import TrafficLoop
+from dtrans.protocol.trainer import TrainerSteps
+from dtrans.protocol.transport import Event
+
+
+class OneServer:
+    """A transport and its only link: a test says what comes, and when it is."""
+
+    def __init__(self) -> None:
+        self.time, self.said = 0.0, list[wire.Message]()
+        self.coming: collections.deque[Event] = collections.deque()
+
+    def now(self) -> float:
+        return self.time
+
+    def connect(self, endpoint: str, /, **how: str) -> OneServer:
+        return self
+
+    def send(self, frames: Sequence[Any], /) -> None:
+        self.said.append(wire.parse(frames))
+
+    def changes(self) -> Iterator[Event]:
+        return iter(())
+
+    def poll(self, until: float, link: Any = None) -> Iterator[Event]:
+        while self.coming:
+            yield self.coming.popleft()
+
+    def close(self, linger: float = 0.0) -> None:
+        """Close the link."""
+
+    def comes(self, kind: Any, op: str = "", frames: Sequence[Any] = (), **fields: Any) -> None:
+        """Let an event come: a message where `op` is its op."""
+        head = [wire.header(op, **fields), *frames] if op else []
+        self.coming.append(Event(kind, self, head))
+
+    def blocks(self, step: int, value: float) -> None:
+        """Let parameters come."""
+        frame = np.full(4, value, np.float32).tobytes()
+        self.comes("message", "blocks", [frame], step=step, pieces=[[["w", 0, 16]]])
+
+
+def linked(local: bool = False) -> tuple[OneServer, ServerLink]:
+    """A link to a server that has welcomed its trainer."""
+    server = OneServer()
+    link = ServerLink(server, endpoint="here:1", trainer=0, trainers=1, session="", plan={},
+                      sync_mode=False, secret="", deadline=5.0)  # fmt: skip
+    link.line.opened(local=local)
+    link.line.welcomed = True
+    return server, link
+
+
+def loop_of(server: OneServer, link: ServerLink) -> TrafficLoop:
+    leaf = Leaf(("here:1",), ("w",), (4,), (4,), np.dtype(np.float32))
+    config = CommunicatorConfig(send_queue_size=2, min_send_grad_num_before_recv=1)
+    traffic = Traffic({"here:1": link.line}, {"w": leaf}, config, deadline=5.0, name="trainer 0",
+                      room=lambda key, shape, dtype: np.zeros(shape, dtype))  # fmt: skip
+    return TrafficLoop(server, {"here:1": link}, traffic, config)
+
+
+def group(loop: TrafficLoop, value: float) -> list[tuple[Leaf, Any]]:
+    (leaf,) = loop._traffic._leaves.values()
+    return [(leaf, np.full(4, value, np.float32))]
+
+
+def turns(loop: TrafficLoop) -> TrafficLoop:
+    while not loop.done and loop.turn():
+        pass
+    return loop
+
+
+def test_a_loop_is_copied_in_the_middle() -> None:
+    server, link = linked()
+    loop = turns(loop_of(server, link))
+    loop.put(group(loop, 1.0))
+    loop.put(group(loop, 2.0))
+    assert not loop.has_room
+
+    def finished(server: OneServer, loop: TrafficLoop) -> Any:
+        while loop._traffic.pulling:
+            server.blocks((step := loop._links["here:1"].line.step), 5.0 + step)
+            turns(loop)
+        loop.end()
+        assert loop.newest is not None
+        rows = loop.newest[1]["w"].tolist()
+        return [(x.op, x.fields) for x in server.said], loop.newest[0], rows, turns(loop).done
+
+    others = copy.deepcopy((server, loop))
+    said = len(server.said)
+    made = finished(*others)
+    assert len(server.said) == said
+    assert finished(server, loop) == made
+    assert made[1:] == (2, [6.0] * 4, True)
+
+
+def test_an_answer_that_is_here_is_not_late() -> None:
+    """The thread was away, merging and sending, for longer than the deadline; meanwhile the answer
+    came."""
+    server, link = linked()
+    loop = turns(loop_of(server, link))
+    server.time = 60.0
+    server.blocks(0, 1.0)
+    turns(loop)
+    assert loop.received == 0
+    loop.put(group(loop, 1.0))
+    turns(loop)
+    server.time = 120.0
+    with pytest.raises(DeadlineError, match="waited 60.0 s for pserver here:1: parameters"):
+        turns(loop)
+
+
+def test_a_server_that_ends_behind_its_answer_is_found() -> None:
+    """Its end and its last answer are both there when the loop looks."""
+    server, link = linked(local=True)
+    loop = turns(loop_of(server, link))
+    server.blocks(0, 3.0)
+    server.comes("broken")
+    loop.turn()
+    assert loop.received == 0
+    with pytest.raises(PeerError, match="pserver here:1 went away while trainer 0 waited for grad"):
+        loop.turn()
+
+
+def test_an_operation_between_steps_that_fails_ends_no_loop() -> None:
+    server, link = linked()
+    loop = loop_of(server, link)
+    steps = TrainerSteps({"here:1": link.line}.__getitem__)
+    asked = loop.between(lambda: steps.tables(["here:1"]))
+    turns(loop)
+    assert not asked.done  # parameters are on their way
+    server.blocks(0, 3.0)
+    turns(loop)
+    server.time = 6.0
+    turns(loop)
+    assert asked.done
+    assert isinstance(asked.error, DeadlineError)
+    again = loop.between(lambda: steps.tables(["here:1"]))
+    turns(loop)
+    server.comes("message", "report", tables=[], request=1)  # too late
+    server.comes("message", "report", tables=[], request=2)
+    turns(loop)
+    assert (again.done, again.error, again.result) == (True, None, [])
+
+
+def test_who_waits_for_a_server_that_has_gone_reads_its_last_words() -> None:
+    server, link = linked(local=True)
+    wait = OperationWait(server, {"here:1": link}, TrainerSteps(lambda ep: link.line).tables("a"))
+    link.line.broken(0.0)
+    server.comes("message", "report", tables=[], request=0)
+    assert wait.turn()
+    with pytest.raises(PeerError, match="went away while trainer 0 waited for what it has"):
+        wait.turn()
+
+
+@pytest.mark.parametrize("how", ["goodbye", "broken", "too late"])
+def test_who_says_why_it_ends_waits_for_one_of_three(how: str) -> None:
+    server, link = linked()
+    words = LastWords(server, link, "no reason")
+    assert not words.turn()
+    server.comes("message", "refuse", reason="it is too late")
+    assert words.turn()
+    assert not words.done
+    if how == "too late":
+        server.time = 6.0
+    else:
+        server.comes("message", "goodbye") if how == "goodbye" else server.comes("broken")
+        assert words.turn()
+    assert words.done
