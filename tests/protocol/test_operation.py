@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from dtrans.errors import CheckpointError, PeerError
-from dtrans.protocol import token, wire
+from dtrans.protocol import wire
 from dtrans.protocol.geo_steps import GeoSteps
 from dtrans.protocol.operation import Operation
-from dtrans.protocol.trainer import TrainerSteps, greet, leave
+from dtrans.protocol.trainer import TrainerSteps, leave
 from dtrans.protocol.trainer_line import TrainerLine
 from tools.simulate.updates import InNumpy
 
@@ -53,7 +53,7 @@ class Lines:
             case "tables":
                 return steps.tables("ab")
         self.known["a"].opened()
-        return {"greet": greet, "leave": leave}[kind](self.known["a"])
+        return leave(self.known["a"])
 
     def take(self, operation: Operation[Any], first: bool) -> None:
         """Let the first or the second half of the answer come that is waited for."""
@@ -77,14 +77,6 @@ class Lines:
                 fields |= {"error": "", "count": 3}
             case "report":
                 fields |= {"tables": []}
-            case "welcome":
-                answer.line.connected()
-                nonce = self.said[-1]["nonce"]
-                fields |= {
-                    "step": 7,
-                    "local": "there",
-                    "proof": token.shown("", "welcome " + nonce),
-                }
         request = {"request": answer.number} if answer.number else {}
         frames = [rows] if "pieces" in fields else []
         heard = answer.line.heard([wire.header(answer.op, **fields, **request), *frames], 0.0)
@@ -92,7 +84,7 @@ class Lines:
         operation.take(heard)
 
 
-KINDS = ("exchange", "prefetch", "request", "saved", "tables", "evict", "changed", "greet", "leave")
+KINDS = ("exchange", "prefetch", "request", "saved", "tables", "evict", "changed", "leave")
 
 
 def finished(lines: Lines, operation: Operation[Any]) -> Any:
@@ -110,7 +102,7 @@ def finished(lines: Lines, operation: Operation[Any]) -> Any:
 def test_an_operation_is_copied_in_the_middle(kind: str) -> None:
     lines = Lines()
     operation = lines.begin(kind)
-    if kind not in ("greet", "leave"):
+    if kind != "leave":
         lines.take(operation, first=True)
     assert not operation.done
     before = {n: x.tolist() for n, x in lines.memory.items()}

@@ -12,7 +12,7 @@ import pytest
 
 from dtrans.errors import DeadlineError, PeerError
 from dtrans.ops import CommunicatorConfig
-from dtrans.protocol import wire
+from dtrans.protocol import token, wire
 from dtrans.protocol.server_link import LastWords, OperationWait, ServerLink
 from dtrans.protocol.traffic import Leaf, Traffic
 from dtrans.protocol.traffic_loop import TrafficLoop
@@ -26,12 +26,17 @@ class OneServer:
     def __init__(self) -> None:
         self.time, self.said = 0.0, list[wire.Message]()
         self.coming: collections.deque[Event] = collections.deque()
+        self.opened: list[str] = []
 
     def now(self) -> float:
         return self.time
 
     def connect(self, endpoint: str, /, **how: str) -> OneServer:
+        self.opened.append(endpoint)
         return self
+
+    def reaches(self, local: str, /) -> bool:
+        return True
 
     def send(self, frames: Sequence[Any], /) -> None:
         self.said.append(wire.parse(frames))
@@ -65,6 +70,26 @@ def linked(local: bool = False) -> tuple[OneServer, ServerLink]:
     link.line.opened(local=local)
     link.line.welcomed = True
     return server, link
+
+
+def test_a_greeting_is_copied_where_it_moves_to_another_address() -> None:
+    server, link = linked()
+    link.line.opened()
+    wait = OperationWait(server, {"here:1": link}, link.greet())
+
+    def welcomed(server: OneServer, wait: OperationWait) -> Any:
+        server.comes("connected")
+        wait.turn()
+        proof = token.shown("", "welcome " + server.said[-1]["nonce"])
+        server.comes("message", "welcome", step=3, local="/there", proof=proof)
+        wait.turn()
+        return wait.done, server.opened, [x.op for x in server.said]
+
+    assert welcomed(server, wait) == (False, ["here:1", "/there"], ["hello"])
+    others = copy.deepcopy((server, wait))
+    assert welcomed(*others) == (True, ["here:1", "/there"], ["hello", "hello"])
+    assert not wait.done
+    assert welcomed(server, wait)[0]
 
 
 def loop_of(server: OneServer, link: ServerLink) -> TrafficLoop:
