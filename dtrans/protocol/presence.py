@@ -80,16 +80,12 @@ class Presence:
         self.endpoint = served.endpoint
         self.plan = plan
         self._secret, self._retry = secret, retry
-        self._refused: dict[
-            int, str
-        ] = {}  # those that have not come, as far as they were refused: why
+        self._refused: dict[int, str] = {}  # reasons, of trainers that have not come
         self.count = served.trainers
         self.deadline = deadline
         self.started = 0.0
         self._reminder = WaitReminder()
-        self._dead: dict[
-            int, tuple[float, str]
-        ] = {}  # processes that have ended: since when that is known, and how
+        self._dead: dict[int, tuple[float, str]] = {}  # ended processes: since when, and how
         self.to_servers = 0
         self._sync_mode = served.sync_mode
         self.known: dict[int, Trainer] = {}
@@ -137,15 +133,47 @@ class Presence:
     # -- what they say ---------------------------------------------------------------------------
 
     def hello(self, address: bytes, message: wire.Message, peer: str | None) -> str:
-        """Let a trainer come, or move to another socket; or what has to end before.
+        """Let a trainer join, or move to another socket.
 
         Args:
-          peer: the server that has said that it speaks from there.
+          address: where it speaks from.
+          peer: the server that has greeted this one from there, if any.
+
+        Returns:
+          What has to end before the trainer may join; empty if it has joined.
 
         Raises:
-          WireError: it may not.
+          WireError: it may not join.
         """
-        k, trainers = message["trainer"], message["trainers"]
+        k = message["trainer"]
+        self._check_job(k, message)
+        known = self.known.get(k)
+        if known is not None and known.done and not _comes_for_goodbye(known, message):
+            if known.failed or known.session == message["session"]:
+                raise WireError(f"trainer {k} has left, and cannot come back to this job")
+            # It belongs to the next job on this endpoint. When this server ends, the connection
+            # breaks, and it greets the next server.
+            return f"the end of a job of {self.count} trainers, which trainer {k} has left"
+        self._check_identity(k, address, message, peer)
+
+        local = message.fields.get("local", False)
+        if known is None:
+            if message.fields.get("back", False):
+                raise WireError(
+                    f"trainer {k} was in a job of pserver {self.endpoint} that has ended"
+                )
+            self.known[k] = Trainer(message["session"], address, local=local)
+        else:  # it moves to the Unix socket, or its connection is made again
+            if not known.done:
+                _check_nothing_lost(f"trainer {k} to pserver {self.endpoint}", known, message)
+            del self.by_address[known.address]
+            known.address, known.lost, known.local = address, None, local
+        self.by_address[address] = k
+        return ""
+
+    def _check_job(self, k: int, message: wire.Message) -> None:
+        """Raise WireError if trainer k runs on another platform, or belongs to another job."""
+        trainers, sync_mode = message["trainers"], message.fields.get("sync_mode", self._sync_mode)
         if message["order"] != sys.byteorder:
             raise WireError(
                 f"trainer {k} is {message['order']}-endian, this server is {sys.byteorder}-endian"
@@ -157,21 +185,18 @@ class Presence:
             )
         if not 0 <= k < self.count:
             raise WireError(f"trainer {k} of {self.count}: ids are 0 to {self.count - 1}")
-        known = self.known.get(k)
-        if message.fields.get("sync_mode", self._sync_mode) != self._sync_mode:
+        if sync_mode != self._sync_mode:
             modes = {True: "synchronous", False: "asynchronous"}
             raise WireError(
                 f"trainer {k} is {modes[not self._sync_mode]}, pserver {self.endpoint} "
-                f"{modes[self._sync_mode]}: "
-                "every role must plan the same mode"
+                f"{modes[self._sync_mode]}: every role must plan the same mode"
             )
-        if known is not None and known.done and not _comes_for_goodbye(known, message):
-            if known.failed or known.session == message["session"]:
-                raise WireError(f"trainer {k} has left, and cannot come back to this job")
-            # it is of the next job on this endpoint: this server's end breaks its connection, and
-            # it says hello anew
-            return f"the end of a job of {self.count} trainers, which trainer {k} has left"
-        if known is not None and known.session != message["session"]:
+
+    def _check_identity(
+        self, k: int, address: bytes, message: wire.Message, peer: str | None
+    ) -> None:
+        """Raise WireError if another process is trainer k, or this one has another role or plan."""
+        if k in self.known and self.known[k].session != message["session"]:
             raise WireError(
                 f"trainer {k} is here already; is DTRANS_TRAINER_ID, or trainer_id, the same in "
                 "two processes?"
@@ -187,20 +212,6 @@ class Presence:
             raise WireError(
                 f"trainer {k} has already said hello as trainer {self.by_address[address]}"
             )
-        local = message.fields.get("local", False)
-        if known is None:
-            if message.fields.get("back", False):
-                raise WireError(
-                    f"trainer {k} was in a job of pserver {self.endpoint} that has ended"
-                )
-            self.known[k] = Trainer(message["session"], address, local=local)
-        else:  # it moves to the Unix socket, or its connection is made again
-            if not known.done:
-                _check_nothing_lost(f"trainer {k} to pserver {self.endpoint}", known, message)
-            del self.by_address[known.address]
-            known.address, known.lost, known.local = address, None, local
-        self.by_address[address] = k
-        return ""
 
     def counted(self, to: bytes | str, op: str, messages: Iterable[Any]) -> Iterator[Any]:
         """Count the bytes and messages that are said. Messages that a trainer can do without are

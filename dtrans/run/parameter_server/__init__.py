@@ -1,7 +1,7 @@
 """Parameter servers, running: in one process on a mesh of devices, or as one process per role over
 ZeroMQ.
 
-    mesh            a job in one process; mesh_placement, mesh_trainers, mesh_fabric, mesh_servers: its parts
+    mesh            a job in one process; mesh_trainers: its trainers; mesh_fabric: servers and communication
     update          what a server does with gradients, compiled; block_update: block by block, for async_server
     exchange        what servers give each other in the middle of an update, packed
     server          the loop of every server; server_sockets: its sockets

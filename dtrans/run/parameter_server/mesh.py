@@ -13,8 +13,8 @@ trainers but through servers, as between processes. With fewer devices than trai
 takes several in turn (a `lax.map`, so that the arithmetic of one trainer is the same wherever it
 runs). Without more than one device everything runs on that one, and no copy is made.
 
-`mesh_placement` has the devices, `mesh_trainers` the compiled trainer programs, `mesh_fabric` what
-lies between their pieces, and `mesh_servers` the updates.
+`mesh_trainers` has the compiled trainer programs; `mesh_fabric` what lies between their pieces:
+devices, servers, communication.
 """
 
 from __future__ import annotations
@@ -43,9 +43,13 @@ from dtrans.run.base.lowered import LoweredStep, recording
 from dtrans.run.base.nonfinite import GradientWatch
 from dtrans.run.base.segments import COMPUTED, cut_program
 from dtrans.run.base.state import check_arrays, check_kind, check_types
-from dtrans.run.parameter_server.mesh_fabric import MeshFabric, MeshStepFabric
-from dtrans.run.parameter_server.mesh_placement import MeshPlacement, put
-from dtrans.run.parameter_server.mesh_servers import MeshServers
+from dtrans.run.parameter_server.mesh_fabric import (
+    MeshFabric,
+    MeshPlacement,
+    MeshServers,
+    MeshStepFabric,
+    put,
+)
 from dtrans.run.parameter_server.mesh_trainers import MeshTrainerPrograms, shared_program
 from dtrans.run.parameter_server.tables.mesh_tables import MeshTables
 from dtrans.run.parameter_server.update import own_buffers

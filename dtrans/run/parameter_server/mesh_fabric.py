@@ -1,18 +1,24 @@
-"""Communication between the compiled pieces of a trainer program, for all trainers of a mesh."""
+"""Between the compiled trainer programs of a mesh: devices, updates of servers, communication.
+
+`MeshFabric` carries out the equations that lie between the pieces of a program. `MeshServers`
+updates the servers' state, each on its device. `MeshPlacement` says which devices these are.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+import dataclasses
+from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import cached_property, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, Sharding, SingleDeviceSharding
 
 from dtrans._jax import JaxprEqn, Primitive, is_traced
 from dtrans.errors import ConfigError
-from dtrans.ir.array_fns import words
+from dtrans.ir.array_fns import parts_of, words
 from dtrans.ops import (
     fake_init_p,
     fetch_barrier_p,
@@ -24,15 +30,242 @@ from dtrans.ops import (
     split_ids_p,
 )
 from dtrans.parameter_server.plan import PServerPlan
+from dtrans.protocol.exchange import Exchange
+from dtrans.protocol.served import RowGradient, Vectors
+from dtrans.run.base.batch import Share, even_rows
 from dtrans.run.base.nonfinite import GradientWatch
 from dtrans.run.base.segments import Segments
-from dtrans.run.parameter_server.mesh_placement import MeshPlacement, put, shards_of
-from dtrans.run.parameter_server.mesh_servers import MeshServers
-from dtrans.run.parameter_server.mesh_trainers import MeshTrainerPrograms
+from dtrans.run.parameter_server.mesh_trainers import AXIS, MeshTrainerPrograms
 from dtrans.run.parameter_server.tables.mesh_tables import prefetched, sent_rows, split_ids
+from dtrans.run.parameter_server.tables.missed_steps import MissedSteps
+from dtrans.run.parameter_server.tables.row_updates import RowUpdates, put_there, taken_there
+from dtrans.run.parameter_server.tables.traced_tables import TracedMemory, gradients_with_room
+from dtrans.run.parameter_server.update import CompiledUpdate, ServerUpdate
 
 
 Rule = Callable[[JaxprEqn, list[Any]], Sequence[Any]]
+
+
+class MeshPlacement:
+    """Placement of trainers and servers on devices.
+
+    Trainers take the first devices, servers those after them, round-robin if devices are fewer
+    than roles. The number of trainer devices divides the number of trainers.
+
+    Args:
+      devices: at least one.
+      trainers: the number of trainers.
+      servers: their endpoints.
+
+    Attributes:
+      mesh: the trainers' devices, on one axis.
+      servers: the device of each server, as a sharding.
+      replicated: the sharding of a value that every trainer device has.
+      split: the sharding of a value with one row per trainer.
+    """
+
+    def __init__(
+        self, devices: Sequence[jax.Device], trainers: int, servers: Sequence[str]
+    ) -> None:
+        self.trainers = trainers
+        divisors = [d for d in range(1, min(len(devices), trainers) + 1) if trainers % d == 0]
+        count = divisors[-1]
+        self.mesh = Mesh(np.array(devices[:count]), (AXIS,))
+        self.servers: dict[str, Sharding] = {
+            ep: SingleDeviceSharding(devices[(trainers + i) % len(devices)])
+            for i, ep in enumerate(servers)
+        }
+        one = SingleDeviceSharding(devices[0])
+        self.replicated: Sharding = NamedSharding(self.mesh, P()) if count > 1 else one
+        self.split: Sharding = NamedSharding(self.mesh, P(AXIS)) if count > 1 else one
+
+    def put_batch(self, x: Any, share: Share) -> Any:
+        """Put one array of a global batch on the trainers' devices."""
+        if share == "key":
+            x = jax.vmap(jax.random.fold_in, (None, 0))(x, jnp.arange(self.trainers))
+        if isinstance(share, int):
+            x = even_rows(x, share, self.trainers)
+            x = x if share == 0 else parts_of(x, share, self.trainers)
+        return put(x, self.replicated if share == "replicated" else self.split)
+
+    def broadcast(self, x: jax.Array) -> jax.Array:
+        """Copy a server's block to every trainer device."""
+        if self.mesh.size == 1:
+            return put(x, self.replicated)
+        devices = list(self.mesh.devices.flat)
+        copies = jax.device_put([x] * len(devices), devices)
+        return jax.make_array_from_single_device_arrays(x.shape, self.replicated, copies)
+
+    def stack(self, x: jax.Array) -> jax.Array:
+        """Give every trainer a copy of a replicated value; the result has one row per trainer."""
+        return jax.device_put(jnp.broadcast_to(x, (self.trainers, *x.shape)), self.split)
+
+
+def put(x: Any, where: Sharding) -> Any:
+    """Put an array on devices; return it unchanged if it is there, or traced."""
+    if isinstance(x, list):
+        return jax.device_put(x, where)
+    if is_traced(x):
+        return x
+    # `device_put` costs some microseconds even where there is nothing to do
+    return x if isinstance(x, jax.Array) and x.sharding == where else jax.device_put(x, where)
+
+
+def shards_of(x: Any) -> list[jax.Array]:
+    """Return the parts of a stacked array in the order of the trainers; a traced one has one."""
+    if is_traced(x):
+        return [x]
+    return [s.data for s in sorted(x.addressable_shards, key=lambda s: s.index[0].start or 0)]
+
+
+# -- servers ---------------------------------------------------------------------------------------
+
+
+class MeshServers:
+    """All servers of a job.
+
+    Args:
+      plan: the job's plan.
+      placement: the servers' devices.
+      donate: as in `MeshJob`.
+      late: as in `LateRowsJob`.
+    """
+
+    def __init__(
+        self, plan: PServerPlan, placement: MeshPlacement, *, donate: bool, late: bool
+    ) -> None:
+        self._plan, self._at, self._trainers = plan, placement.servers, placement.trainers
+        self._options = {"donate": donate, "late": late}
+
+    @cached_property
+    def _servers(self) -> dict[str, _MeshServer]:
+        found = {}
+        for ep, programs in self._plan.servers.items():
+            update = ServerUpdate.of(programs.main)
+            found[ep] = _MeshServer(update, self._at[ep], self._trainers, **self._options)
+        return found
+
+    def update(
+        self, state: dict[str, dict[str, Any]], grads: Mapping[str, Mapping[str, Any]]
+    ) -> None:
+        """Make one update of every server, one level of exchanges after the other.
+
+        Args:
+          state: endpoint to the server's state; it gets the new one.
+          grads: endpoint to the gradients that the server receives.
+        """
+        runs = {ep: self._servers[ep].run(grads[ep], held) for ep, held in state.items()}
+        arrived: dict[str, Any] = dict.fromkeys(runs)
+        at: dict[str, tuple[Exchange, Vectors]] = {}  # the exchange of each, and what it sends
+        while arrived:
+            for ep, vectors in arrived.items():
+                try:
+                    at[ep] = runs[ep].send(vectors)
+                except StopIteration as done:
+                    at.pop(ep, None)
+                    state[ep] = done.value
+            level = min((exchange.level for exchange, _ in at.values()), default=None)
+            arrived = {}
+            for ep, (exchange, _) in at.items():
+                if exchange.level == level:
+                    vectors = {source: at[source][1][ep] for source in exchange.sources}
+                    arrived[ep] = jax.device_put(vectors, self._at[ep])
+
+
+class _MeshServer:
+    """The updates of one server on its device.
+
+    Args:
+      update: what it computes.
+      at: the device.
+      trainers: the number of trainers.
+      donate: as in `MeshJob`.
+      late: as in `LateRowsJob`.
+    """
+
+    def __init__(
+        self, update: ServerUpdate, at: Sharding, trainers: int, *, donate: bool, late: bool
+    ) -> None:
+        self._update, self._at, self._trainers, self._donate = update, at, trainers, donate
+        # a state is a value: nothing beside it says which rows are behind
+        is_whole = lambda t: t.whole or (t.moves and not late)
+        self._tables = {
+            n: dataclasses.replace(t, whole=is_whole(t)) for n, t in update.tables.items()
+        }
+        moving = [t for t in self._tables.values() if t.moves and not t.whole]
+        self._missed = {t.name: MissedSteps(update, t, None) for t in moving}
+        if self._missed:
+            reads = frozenset(n for missed in self._missed.values() for n in missed.reads)
+            self._update = dataclasses.replace(update, watched=reads)
+        self._by_rows = RowUpdates(self._tables, taken_there, partial(put_there, donate=donate))
+        self._compiled: dict[tuple[int, ...], CompiledUpdate] = {}  # by the rows of each table
+
+    def run(
+        self, grads: Mapping[str, Any], state: Mapping[str, Any]
+    ) -> Generator[tuple[Exchange, Vectors], Vectors, dict[str, Any]]:
+        """Make a step, as `CompiledUpdate.run` does, from gradients on any devices."""
+        there = {n: x if isinstance(x, RowGradient) else put(x, self._at) for n, x in grads.items()}
+        if any(isinstance(x, RowGradient) and is_traced(x.rows) for x in there.values()):
+            return self._traced(there, state)
+        assert not self._missed, "rows that catch up late are traced"
+        held = {n: put(x, self._at) for n, x in state.items()} if self._update.tables else state
+        return self._by_rows.run(self._sized, there, range(self._trainers), held)
+
+    def _traced(
+        self, grads: Mapping[str, Any], state: Mapping[str, Any]
+    ) -> Generator[tuple[Exchange, Vectors], Vectors, dict[str, Any]]:
+        """Trace a step as `RowUpdates.run` makes it, with room for all rows: their ids are not
+        known."""
+        given = {n: x for n, x in grads.items() if not isinstance(x, RowGradient)}
+        read, numbers = dict(state), dict[str, Any]()
+        memory = {
+            n: TracedMemory(t, self._missed.get(n), state)
+            for n, t in self._tables.items()
+            if not t.whole
+        }
+        for n, t in self._tables.items():
+            at, each = gradients_with_room(t, {g: grads[g] for g in t.gradients.values()})
+            given |= each
+            if not t.whole:
+                numbers[n] = at
+                read |= memory[n].take(at, len(at))
+        watched: dict[str, Any] = {}
+        update = self._sized({n: len(at) for n, at in numbers.items()})
+        made = yield from update.run(given, read, watched)
+        for n, at in numbers.items():
+            made |= memory[n].put(at, made, watched)
+        return made
+
+    def _sized(self, sizes: Mapping[str, int]) -> CompiledUpdate:
+        """Return the update for a number of rows of each table."""
+        key = tuple(sizes.values())
+        if key not in self._compiled:
+            update = self._update.sized(sizes) if sizes else self._update
+            prepare = partial(_unstacked, update.sent)
+            self._compiled[key] = CompiledUpdate(update, donate=self._donate, prepare=prepare)
+        return self._compiled[key]
+
+
+def _unstacked(sent: Sequence[Mapping[int, str]], grads: Mapping[str, Any]) -> dict[str, Any]:
+    """Return each trainer's gradients by name.
+
+    Args:
+      sent: of each gradient, trainer to the name under which it sends it.
+      grads: under trainer 0's name the stacked shards of all trainers, or one array that is the
+        same for all. Gradients of tables are here for each trainer already.
+    """
+    each: dict[str, Any] = {}
+    for names in sent:
+        if all(n in grads for n in names.values()):
+            each |= {n: grads[n] for n in names.values()}
+            continue
+        x = grads[names[0]]
+        parts = [row for shard in x for row in shard] if isinstance(x, list) else [x] * len(names)
+        each |= {name: parts[k] for k, name in names.items()}
+    return each
+
+
+# -- communication ---------------------------------------------------------------------------------
 
 
 class MeshFabric:
