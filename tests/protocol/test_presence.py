@@ -412,7 +412,7 @@ def test_a_trainer_holds_what_it_says_until_its_connection_is_made_again() -> No
     ops = lambda: [wire.parse(frames) for frames in said]
     line.opened()
     line.connected()
-    line.admit(wire.parse(welcome))
+    line.admit(wire.parse(welcome).fields)
     line.tell("recv", step=0)
     line.broken(10.0)
     line.tell("send_barrier", step=0)
@@ -430,6 +430,6 @@ def test_a_trainer_holds_what_it_says_until_its_connection_is_made_again() -> No
     line.look(25.0)
     assert line.gone
     line.opened(local=True)
-    line.admit(wire.parse(welcome))
+    line.admit(wire.parse(welcome).fields)
     line.broken(30.0)  # no network is between the two
     assert line.gone
