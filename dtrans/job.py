@@ -206,14 +206,14 @@ class Job(abc.ABC):
         """Return this process's part of a global batch, as its `step` takes it.
 
         Process k of N has rows k*B/N to (k+1)*B/N of each array in `cut_axes()`, and all of every
-        other array. A single process has the global batch. If the trainers do not divide the rows,
+        other array. A single process has the global batch. If the trainers do not split_spec the rows,
         and `takes_uneven_parts`, a part is a `dtrans.UnevenPart`.
 
         Args:
           batch: the arguments of `step` behind the state: pytrees of arrays, NumPy's or JAX's.
 
         Raises:
-          BatchError: the processes do not divide the rows, or the structure is not the step's.
+          BatchError: the processes do not split_spec the rows, or the structure is not the step's.
         """
         number, count = self.part
         if count == 1:
@@ -261,7 +261,7 @@ class Job(abc.ABC):
           >>> jax.tree.map(lambda a: a.tolist(), job.gather(state))
           {'steps': 1, 'w': [0.5, 0.5]}
         """
-        return one_state.joined(self.plan.main, self.params(state), self.opt_state(state))
+        return one_state.merge_state(self.plan.main, self.params(state), self.opt_state(state))
 
     def scatter(self, state: Any) -> Any:
         """Return this job's state for the single-device state that `gather` returns.
@@ -270,7 +270,7 @@ class Job(abc.ABC):
           TraceError: another structure than the step takes; StateError: an array of another shape
             or dtype.
         """
-        return self.state_of(*one_state.divided(self.plan.main, state))
+        return self.state_of(*one_state.split_state(self.plan.main, state))
 
     @without_mesh
     def with_hyperparameters(self, state: Any, **values: float) -> Any:

@@ -88,10 +88,10 @@ FAULTS = (
         "operands = [*first, *first, *invars]",
         ("ir/test_builder.py",),
     ),
-    Fault(  # a sum that a turn reads whole is a term in the next turn
+    Fault(  # a sum that an iteration reads in full is a partial sum in the next one
         "engine/loops.py",
-        "return _CLOSED if is_whole and not isinstance(made, RowAxis) else _join(carried, made)",
-        "return _join(carried, made)",
+        "return _CLOSED if is_closed and not isinstance(after, RowAxis) else _join(carried, after)",
+        "return _join(carried, after)",
         ("engine/test_split.py",),
     ),
     Fault(  # what is carried is what the first turn takes
@@ -113,9 +113,9 @@ FAULTS = (
         ("ir/test_fingerprint.py",),
     ),
     Fault(
-        "batch/given_micro_steps.py",
-        "[SHARED if n in self.values.whole else cut_along(0) for n in made.out_names]",
-        "[SHARED for n in made.out_names]",
+        "batch/precomputed_micro_steps.py",
+        "[SHARED if n in self.values.full else cut_along(0) for n in program.out_names]",
+        "[SHARED for n in program.out_names]",
         ("batch/test_micro_steps.py",),
     ),
     Fault(
@@ -192,8 +192,8 @@ FAULTS = (
     ),
     Fault(
         "step/cut.py",
-        "return OptimizeHalf(jaxpr, in_names, tuple(out_names)), used, kept",
-        "return OptimizeHalf(jaxpr, in_names, tuple(out_names)), used, kept[1:]",
+        "return OptimizeHalf(jaxpr, in_names, tuple(out_names)), used, positions",
+        "return OptimizeHalf(jaxpr, in_names, tuple(out_names)), used, positions[1:]",
         ("step/test_cut.py", "parameter_server/test_transform.py"),
     ),
     Fault(
@@ -330,9 +330,9 @@ FAULTS = (
     ),
     Fault(  # each trainer normalises by its own statistics
         "engine/writer.py",
-        """            self._define(eqn, [PARTIAL] * len(eqn.outvars), made)
+        """            self._define(eqn, [PARTIAL] * len(eqn.outvars), values)
             if self.in_local:""",
-        """            self._define(eqn, way.outs, made)
+        """            self._define(eqn, way.outs, values)
             if self.in_local:""",
         BATCHES,
     ),
@@ -350,8 +350,8 @@ FAULTS = (
     ),
     Fault(  # what all trainers have is added up
         "engine/values.py",
-        "(made,) = self.b.call(on_first, value, self.pieces.index())",
-        "made = value",
+        "(scaled,) = self.b.call(on_first, value, self.pieces.index())",
+        "scaled = value",
         BATCHES,
     ),
     Fault(  # parts are added up as they come

@@ -108,7 +108,7 @@ def check_source(source: str) -> Iterator[tuple[int, str]]:
 
 
 def _check_opening(node: ast.AST, text: str) -> Iterator[str]:
-    words = [*re.findall(r"[\w'`.]+", text.splitlines()[0]), "", ""]
+    words = [*re.findall(r"[\w'`.-]+", text.splitlines()[0]), "", ""]
     first, second = words[0].lower(), words[1].lower()
     if first in WH_WORDS:
         yield f"a docstring starts with {words[0]!r}"

@@ -1,15 +1,15 @@
 """Proof that one device's step is the mean, or the sum, of the same step on the trainers' parts.
 
-A trainer's step is written from the step on the whole batch (`dtrans.batch.trainer_step`). If
-nothing crosses the batch, it has the same equations as the user's step traced on the part alone.
-Only numbers made of the size of the batch differ, such as 1 / B. Equations are paired from the
-outputs back, so that each value of one step is a power of the number of trainers times that of the
-other. The power follows from the numbers that differ: products add powers, and sums keep the power
-that all their terms have. A value that every trainer has whole, such as a penalty of parameters, is
-a term of the first trainer alone. It is the mean of the trainers' values, and has the power one.
-Gradients with the power one are averaged; gradients without a power are added up.
+The engine derives a trainer's step from the step on the full batch (`dtrans.batch.trainer_step`).
+Without communication, it has the same equations as the user's step traced on the part. Only numbers
+that depend on the batch size differ, such as 1 / B. Equations are paired from the outputs back, so
+that each value of one step is trainers**exponent times that of the other. Exponents start from the
+numbers that differ. Products add exponents; sums need terms of one exponent and keep it. A
+replicated value, such as a weight penalty, is a term of the first trainer alone: it is the mean of
+the trainers' values, and has the exponent one. Gradients with exponent one are averaged, those with
+zero are added up.
 
-Nothing is assumed where equations do not pair, or powers do not fit.
+If equations do not pair, or exponents do not fit, nothing is proven.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from dtrans.step.marks import mark_p
 
 @dataclasses.dataclass(frozen=True)
 class PartScale:
-    """Scaling exponents: a part's output equals its term of the whole times trainers**exponent.
+    """Scaling exponents: a part's output equals its share of the full one times trainers**exponent.
 
     Attributes:
       gradients: exponent of all gradients, 0 or 1.
@@ -65,24 +65,23 @@ class PartScale:
     results: Mapping[str, int]
 
 
-_ZERO = None  # of a value that is nothing but zeros: any power fits
+_ZERO = None  # exponent of a value of zeros: any exponent fits
 Power = int | None
 
 
 class _NoScaleError(Exception):
-    """Equations that do not pair, or powers that do not fit; with the user's line."""
+    """Equations do not pair, or exponents do not fit; the text is the user's line."""
 
 
 def scale_of_parts(step: Cut, part: TrainerStep, trainers: int) -> tuple[PartScale | None, str]:
-    """Return the powers of a step; if parts of it do not add up to it by themselves, None and the
-    user's line.
+    """Return the exponents of a step; None and the user's line if its parts do not add up.
 
     Args:
-      step: traced on a trainer's part. If it is captured, its loss is paired before it is
-        differentiated: gradients have the power of the loss. A gradient that no row enters pairs in
-          no other way.
-      part: what was written from the step on the whole.
-      trainers: how many there are.
+      step: step traced on a trainer's part. If it is captured, its loss is paired before it is
+        differentiated: gradients have the exponent of the loss. A gradient that reads no row pairs
+        in no other way.
+      part: step of a trainer, derived from the step on the full batch.
+      trainers: number of trainers.
     """
     if part.exchanged or trainers < 2:
         return None, ""
@@ -100,7 +99,7 @@ def scale_of_parts(step: Cut, part: TrainerStep, trainers: int) -> tuple[PartSca
         powers = _Pairing(trainers, part.scaled).powers(halves, [0] * len(step.program.in_names))
     except _NoScaleError as e:
         return None, str(e)
-    graded, made = (
+    graded, merged = (
         powers[: len(step.gradients)],
         dict(zip(asked, powers[len(step.gradients) :], strict=True)),
     )
@@ -108,55 +107,55 @@ def scale_of_parts(step: Cut, part: TrainerStep, trainers: int) -> tuple[PartSca
     if not of_gradients <= {0} and not of_gradients <= {1}:
         return None, ""
     for n, way in part.merges.items():
-        if n in made and (made[n] or 0) not in ((0, 1) if way == "sum" else (0,)):
+        if n in merged and (merged[n] or 0) not in ((0, 1) if way == "sum" else (0,)):
             return None, ""
-    return PartScale(max(of_gradients, default=0), {n: made.get(n) or 0 for n in part.merges}), ""
+    return PartScale(max(of_gradients, default=0), {n: merged.get(n) or 0 for n in part.merges}), ""
 
 
 def _half(program: Program, outs: Sequence[Atom]) -> ClosedJaxpr:
-    """Forward and backward, without what they do not need."""
+    """Return the equations of the forward and backward pass that some values need."""
     inner = program.inner
-    kept, _ = backward_slice(inner.eqns, outs)
-    eqns = [inner.eqns[i] for i in kept]
+    positions, _ = backward_slice(inner.eqns, outs)
+    eqns = [inner.eqns[i] for i in positions]
     return eliminate_dead(
         closed(inner.constvars, program.jaxpr.consts, inner.invars, list(outs), eqns, inner)
     )
 
 
 class _Pairing:
-    """The powers of the values of two jaxprs whose equations pair, from the outputs back."""
+    """Exponents of the values of two jaxprs whose equations pair, from the outputs back."""
 
     def __init__(self, trainers: int, scaled: Mapping[Var, tuple[Atom, int]]) -> None:
         self.trainers = trainers
         self.scaled = scaled
 
     def powers(self, pair: Sequence[ClosedJaxpr], ins: Sequence[Power]) -> list[Power]:
-        """Of the outputs of a part and of its term, from those of the inputs."""
+        """Return the exponents of the outputs of a part and its term, from those of the inputs."""
         here, there = map(opened, pair)
         if len(here.invars) != len(there.invars):
             raise _NoScaleError
-        of = lambda a, b: (id(a), id(b))  # numbers have no hash
+        of = lambda a, b: (id(a), id(b))  # literals are not hashable
         known: dict[tuple[int, int], Power] = dict(
             zip(map(of, here.invars, there.invars), ins, strict=True)
         )
-        made_by = [
+        producers = [
             {v: (e, i) for e in x.eqns for i, v in enumerate(e.outvars)} for x in (here, there)
         ]
         values = [dict(zip(opened(x).constvars, constants(x), strict=True)) for x in pair]
         is_scaled = lambda b: isinstance(b, Var) and b in self.scaled
-        is_made = lambda a, side: isinstance(a, Var) and a in made_by[side]
+        is_computed = lambda a, side: isinstance(a, Var) and a in producers[side]
 
         def power(a: Atom, b: Atom) -> Power:
-            """Of a pair that is there, or of two numbers."""
+            """Return the exponent of a known pair, or of two numbers."""
             if of(a, b) in known:
                 return known[of(a, b)]
             number = lambda x, side: np.asarray(x.val if isinstance(x, Literal) else side.get(x))
             return self.ratio(number(a, values[0]), number(b, values[1]))
 
         outs = list(zip(here.outvars, there.outvars, strict=True))
-        if any(is_made(p, 0) != is_made(q, 1) and not is_scaled(q) for p, q in outs):
+        if any(is_computed(p, 0) != is_computed(q, 1) and not is_scaled(q) for p, q in outs):
             raise _NoScaleError
-        waiting = [pair for pair in outs if is_made(pair[1], 1)]
+        waiting = [pair for pair in outs if is_computed(pair[1], 1)]
         while waiting:
             a, b = waiting[-1]
             if of(a, b) in known:
@@ -164,31 +163,31 @@ class _Pairing:
                 continue
             if is_scaled(b):
                 one, by = self.scaled[b]  # type: ignore[index]
-                if is_made(a, 0) and is_made(one, 1) and of(a, one) not in known:
+                if is_computed(a, 0) and is_computed(one, 1) and of(a, one) not in known:
                     waiting.append((a, one))
                     continue
-                whole = power(a, one)
-                known[of(a, b)] = whole if whole is _ZERO else whole + by
+                exponent = power(a, one)
+                known[of(a, b)] = exponent if exponent is _ZERO else exponent + by
                 continue
-            (x, i), (y, k) = made_by[0][a], made_by[1][b]  # type: ignore[index]
+            (x, i), (y, k) = producers[0][a], producers[1][b]  # type: ignore[index]
             if x.primitive is not y.primitive or i != k or len(x.invars) != len(y.invars):
                 raise _NoScaleError(line_of(x))
             pairs = list(zip(x.invars, y.invars, strict=True))
-            if any(is_made(p, 0) != is_made(q, 1) and not is_scaled(q) for p, q in pairs):
+            if any(is_computed(p, 0) != is_computed(q, 1) and not is_scaled(q) for p, q in pairs):
                 raise _NoScaleError(line_of(x))
-            missing = [p for p in pairs if is_made(p[1], 1) and of(*p) not in known]
+            missing = [p for p in pairs if is_computed(p[1], 1) and of(*p) not in known]
             if missing:
                 waiting += missing
                 continue
             try:
-                made = self.of_equation(x, y, [power(*p) for p in pairs])
+                exponents = self.of_equation(x, y, [power(*p) for p in pairs])
             except _NoScaleError as e:
                 raise _NoScaleError(str(e) or line_of(x)) from None
-            known.update(zip(map(of, x.outvars, y.outvars), made, strict=True))
+            known.update(zip(map(of, x.outvars, y.outvars), exponents, strict=True))
         return [power(*p) for p in outs]
 
     def ratio(self, here: Any, there: Any) -> Power:
-        """The power between two numbers."""
+        """Return the exponent between two numbers."""
         if here.dtype == object or here.shape != there.shape:
             raise _NoScaleError
         if np.array_equal(here, there, equal_nan=here.dtype.kind in "fc"):
@@ -199,7 +198,7 @@ class _Pairing:
         raise _NoScaleError
 
     def of_equation(self, x: JaxprEqn, y: JaxprEqn, ins: Sequence[Power]) -> list[Power]:
-        """The powers of what an equation makes."""
+        """Return the exponents of an equation's outputs."""
         name, count = x.primitive.name, len(x.outvars)
         if name in (SCAN, WHILE, COND, *REMAT):
             return self.of_bodies(x, y, ins)
@@ -223,9 +222,10 @@ class _Pairing:
     def of_product(
         self, eqn: JaxprEqn, groups: Sequence[Sequence[int]], ins: Sequence[Power]
     ) -> Power:
-        """Return the power of outputs that have the factors of several groups of operands.
+        """Return the exponent of outputs that are products of several groups of operands.
 
-        Operands of one group have the same power. All others have none; only a divisor may.
+        Operands of one group have the same exponent. Other operands have exponent 0, except a
+        divisor.
         """
         others = [p or 0 for i, p in enumerate(ins) if all(i not in group for group in groups)]
         if any(others) and eqn.primitive.name != "div":
@@ -234,22 +234,21 @@ class _Pairing:
         return _ZERO if _ZERO in powers else sum(p for p in powers if p is not _ZERO) - sum(others)
 
     def of_loss(self, x: JaxprEqn, y: JaxprEqn, ins: Sequence[Power]) -> list[Power]:
-        """Return the powers of a loss, and of its gradients."""
+        """Return the exponents of a loss and its gradients."""
         if any(ins):
             raise _NoScaleError
         losses = [inline_calls(e.params["loss"], rules=True) for e in (x, y)]
-        made = self.powers(losses, ins)
-        return [*made, *(made[0] for _ in range(x.params["count"]))]
+        exponents = self.powers(losses, ins)
+        return [*exponents, *(exponents[0] for _ in range(x.params["count"]))]
 
     def of_rule(self, x: JaxprEqn, y: JaxprEqn, ins: Sequence[Power]) -> list[Power]:
-        """Return the powers of a call with a rule that is linear in tangents; others are no
-        equations of a pair."""
+        """Return the exponents of a call whose rule is linear in tangents; others do not pair."""
         if any(ins):
             raise _NoScaleError
         return self.powers([inline_calls(_closed(bodies(e)[0])) for e in (x, y)], ins)
 
     def of_bodies(self, x: JaxprEqn, y: JaxprEqn, ins: Sequence[Power]) -> list[Power]:
-        """The powers of what a loop, a branch or a body of remat makes."""
+        """Return the exponents of the outputs of a loop, a branch or remat."""
         name = x.primitive.name
         flat = [[inline_calls(_closed(b), rules=True) for b in bodies(e)] for e in (x, y)]
         if len(flat[0]) != len(flat[1]) or not _alike(x, y, params_besides_bodies):
@@ -269,10 +268,10 @@ class _Pairing:
                 ins[consts + carried :],
             )
             for _ in range(len(carry) + 1):
-                made = self.powers(pairs[0], [*fixed, *carry, *parts])
-                joined = _together([carry, made[:carried]])
+                after = self.powers(pairs[0], [*fixed, *carry, *parts])
+                joined = _together([carry, after[:carried]])
                 if joined == carry:
-                    return [*carry, *made[carried:]]
+                    return [*carry, *after[carried:]]
                 carry = joined
             raise _NoScaleError
         of_cond, of_body = while_counts(x)
@@ -290,7 +289,7 @@ class _Pairing:
 
 
 def _together(several: Sequence[Sequence[Power]]) -> list[Power]:
-    """The powers of values that are one thing or another."""
+    """Return the exponents of values that come from one of several bodies."""
     found: list[Power] = []
     for powers in zip(*several, strict=True):
         known = {p for p in powers if p is not _ZERO}

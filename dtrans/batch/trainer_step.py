@@ -1,15 +1,13 @@
-"""The step of one trainer, on its part of the batch: a step like the user's, that gives terms of
-its gradients.
+"""Step of one trainer on its part of the batch; its gradients are partial sums.
 
-The step is traced on the whole batch, and its trainer half is written on pieces (`dtrans.engine`):
-parameters are whole, the arrays of the batch are cut, numbers that are made of the size of the
-batch are those of the whole. What crosses the batch communicates where it does: a masked mean sums
-two numbers, batch normalisation its two statistics. Random numbers with rows of the batch are the
-rows of one device's.
+The step is traced on the full batch, and its trainer half is rewritten for one shard
+(`dtrans.engine`). Parameters are replicated and batch arrays are sharded. Numbers that depend on
+the batch size are those of the full batch. The program communicates where a value depends on the
+full batch: a masked mean reduces two numbers, batch normalisation its two statistics. Random
+numbers with rows of the batch equal those of one device.
 
-Gradients stay terms: their sum over trainers is the gradient. They are marked, and what follows
-them is the user's update as it was; so what comes out is a program that every strategy can cut, and
-whose gradients it adds up.
+Gradients stay partial sums: their sum over trainers is the gradient. They are marked, and the
+user's update follows unchanged. Every strategy can cut this program, and reduces its gradients.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from dtrans._jax import (
     line_of,
     opened,
 )
-from dtrans.engine.layout import PARTIAL, Gathered, Partial, Placed, Shards, cut_along, nbytes
+from dtrans.engine.layout import PARTIAL, Gathered, Partial, ShardLayout, Shards, cut_along, nbytes
 from dtrans.engine.writer import SplitWriter, linear_terms, written
 from dtrans.errors import BatchError
 from dtrans.ir.dataflow import backward_slice, propagate
@@ -47,18 +45,17 @@ from dtrans.step.marks import mark_p
 from dtrans.step.scopes import has_local_scope
 
 
-INDEX = "@number"  # the argument that is the number of a trainer
+INDEX = "@number"  # name of the argument with the trainer's index
 
 
 @dataclasses.dataclass(frozen=True)
 class Exchanged:
-    """Something that trainers exchange in the forward or backward pass, beside gradients and
-    results.
+    """Communication in the forward or backward pass, other than gradients and results.
 
     Attributes:
       op: `all_reduce`, `all_gather`, `all_to_all` or `reduce_scatter`.
-      line: the user's line that needs it, `model.py:12`; empty where that is not known.
-      nbytes: how much each trainer puts in, or of a gather, gets out.
+      line: user's line that needs it, `model.py:12`; empty if unknown.
+      nbytes: bytes that each trainer puts in; of a gather, bytes of its output.
     """
 
     op: str
@@ -68,20 +65,20 @@ class Exchanged:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TrainerStep:
-    """A step as each of several trainers carries it out.
+    """Step as each of several trainers runs it.
 
     Attributes:
-      program: (params, opt_state, *its part of the batch) to what the step returns. Its marked
-        gradients are terms.
-      merges: how each result, and each parameter that trainers make, becomes that of one device:
-        "sum", "same", or the dimension along which trainers have its rows.
-      exchanged: what trainers exchange for it.
-      gathers: what of that is whole arrays of the batch, and why.
-      scaled: values that stand for others, and by which power of the number of trainers they are
-        smaller (`dtrans.engine.values`).
-      local: whether some reductions are of each trainer's own rows, since the user said so.
-      takes_index: whether the last argument of the program is the number of the trainer.
-      sliced: the dimension along which trainers read rows alone of an input that they have whole.
+      program: (params, opt_state, *its part of the batch) to the step's results. Its marked
+        gradients are partial sums.
+      merges: merge of each result, and of each parameter that trainers compute: "sum", "same", or
+        the dimension of its rows.
+      exchanged: its communication.
+      gathers: gathered batch arrays, and why.
+      scaled: values that stand for others, and the power of the number of trainers by which they
+        are smaller (`dtrans.engine.values`).
+      local: True if some reductions are in `dtrans.local`.
+      takes_index: True if the last argument of the program is the trainer's index.
+      sliced: dimension of a replicated input along which trainers only read their rows.
     """
 
     program: Program
@@ -104,17 +101,17 @@ def trainer_step(
     noun: str = "trainer",
     takes_index: bool = False,
 ) -> TrainerStep:
-    """Write the step of one trainer.
+    """Return the step of one trainer.
 
     Args:
-      step: traced on the whole batch, with all gradients that anything uses.
-      axes: name to dimension of each array of the batch that is cut; trainers have all of others.
-      trainers: how many share the batch. They have `ceil(size / trainers)` entries each; what is
-        behind the last real one enters nothing.
-      over: the named axes that they are on.
-      open_state: parameters that trainers make may be terms, as results may.
-      noun: what a trainer is called in errors.
-      takes_index: the number of the trainer becomes an argument, where the program reads it.
+      step: step traced on the full batch, with all gradients that are used.
+      axes: sharded dimension of each sharded batch array; others are replicated.
+      trainers: number of trainers. They have `ceil(size / trainers)` entries each; padding enters
+        no result.
+      over: named axes of the trainers.
+      open_state: True if parameters that trainers compute may be partial sums, as results may.
+      noun: name of a trainer in errors.
+      takes_index: True to make the trainer's index an argument, if the program reads it.
     """
     source = step.program
     eqns = source.eqns
@@ -122,16 +119,18 @@ def trainer_step(
     behind = propagate(eqns, dict.fromkeys(step.boundary.values(), 1), {})
     is_behind = lambda e: any(isinstance(a, Var) and behind.get(a) for a in e.invars)
     late = [a for i in step.late for a in eqns[i].invars]
-    kept, _ = backward_slice(eqns, [*outs.values(), *late], step.boundary.values())
-    after = [eqns[i] for i in sorted({*kept, *step.late}) if i in step.late or is_behind(eqns[i])]
-    made_after = {v for e in after for v in e.outvars} | set(step.boundary.values())
+    positions, _ = backward_slice(eqns, [*outs.values(), *late], step.boundary.values())
+    after = [
+        eqns[i] for i in sorted({*positions, *step.late}) if i in step.late or is_behind(eqns[i])
+    ]
+    update_values = {v for e in after for v in e.outvars} | set(step.boundary.values())
 
     graded = [n for n in step.params if n in step.gradients]
     terms = [step.gradients[n] for n in graded]
-    before = [n for n, a in outs.items() if not (isinstance(a, Var) and a in made_after)]
+    before = [n for n, a in outs.items() if not (isinstance(a, Var) and a in update_values)]
     crossing = list(
         dict.fromkeys(
-            a for e in after for a in e.invars if isinstance(a, Var) and a not in made_after
+            a for e in after for a in e.invars if isinstance(a, Var) and a not in update_values
         )
     )
     watched = [eqns[i] for i in step.early]
@@ -146,7 +145,7 @@ def trainer_step(
     ours = [*step.results, *(n for n in step.frozen if outs[n] is not ins[n])]
     opened = [n for n in before if n in step.results or (open_state and n in ours)]
     are_values = lambda atoms: [a for a in atoms if isinstance(a, Var)]
-    # what a loop adds up in its turns is exchanged once, behind it
+    # a sum over iterations of a loop is reduced once, after the loop
     of_loops = {v for e in half if e.primitive.name in LOOPS for v in e.outvars}
     ends = [*terms, *(outs[n] for n in opened), *(v for v in crossing if v in of_loops)]
     added = linear_terms(inner.jaxpr, are_values(ends), are_values(terms))
@@ -155,20 +154,21 @@ def trainer_step(
     rows = {source.inputs[n].shape[axis] for n, axis in axes.items()}
 
     def joins(row: RowAxis, aval: Any) -> bool:
-        """Return True if pieces, one behind the other and without the padding of the batch, are the
-        value."""
+        """Return True if the concatenated pieces, without padding of the batch, are the value."""
         size = aval.shape[row.axis]
         is_even = not shards.pads(size, row) and not any(n % trainers for n in rows)
         return row.order is None and (is_even or any(row.width * n == size for n in rows))
 
-    def lies(i: int, made: Placed) -> Placed:
+    def lies(i: int, layout: ShardLayout) -> ShardLayout:
         if i < len(terms):
             return PARTIAL
         i -= len(terms)
         if i >= len(before) or before[i] not in opened:
             return SHARED
         return (
-            made if not isinstance(made, RowAxis) or joins(made, outs[before[i]].aval) else SHARED
+            layout
+            if not isinstance(layout, RowAxis) or joins(layout, outs[before[i]].aval)
+            else SHARED
         )
 
     def write(w: SplitWriter) -> TrainerStep:
@@ -176,10 +176,10 @@ def trainer_step(
         w.pieces.takes_index = takes_index
         for n, v in ins.items():
             w.take(v, cut_along(axes[n]) if n in axes else SHARED, is_input=True)
-        made, layouts = w.write(inner.jaxpr, lies)
-        env: dict[Var, Atom] = dict(zip(crossing, made[len(terms) + len(before) :], strict=True))
+        values, layouts = w.write(inner.jaxpr, lies)
+        env: dict[Var, Atom] = dict(zip(crossing, values[len(terms) + len(before) :], strict=True))
         b.source = None
-        for n, term in zip(graded, made, strict=False):
+        for n, term in zip(graded, values, strict=False):
             (env[step.boundary[n]],) = b.bind(mark_p, term, w.read(ins[n], None), leaf=n)
         for eqn in after:
             atoms = [
@@ -188,11 +188,11 @@ def trainer_step(
             env.update(
                 zip(eqn.outvars, b.copy(eqn, atoms, [v.aval for v in eqn.outvars]), strict=True)
             )
-        found: dict[str, Atom] = dict(zip(before, made[len(terms) :], strict=False))
+        found: dict[str, Atom] = dict(zip(before, values[len(terms) :], strict=False))
         found |= {n: env[a] for n, a in outs.items() if n not in found and isinstance(a, Var)}
         how = dict(zip(before, layouts[len(terms) :], strict=False))
         jaxpr = eliminate_dead(b.build([found[n] for n in source.out_names]))
-        roles = (FORWARD,) * len(jaxpr.jaxpr.eqns)  # whoever cuts it knows better
+        roles = (FORWARD,) * len(jaxpr.jaxpr.eqns)  # the cut of this program assigns them
         numbered = takes_index and w.pieces.reads_index
         args = source.args
         if numbered:
@@ -207,7 +207,7 @@ def trainer_step(
             program, merges, exchanged, tuple(w.gathers), w.scaled, local, numbered, sliced
         )
 
-    # what takes the index is a loss that is still to be differentiated
+    # a program that takes the index is a loss that is differentiated later
     return written(inner, shards, write)
 
 
@@ -222,22 +222,24 @@ def _index_last(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
 def _is_local(
     eqns: Sequence[JaxprEqn], source: Program, axes: Mapping[str, int], trainers: int, noun: str
 ) -> bool:
-    """Whether equations are in `dtrans.local`. Raises BatchError where trainers then have unequal
-    parts."""
+    """Return True if equations are in `dtrans.local`.
+
+    Raises:
+      BatchError: trainers have unequal parts.
+    """
     if not any(map(has_local_scope, eqns)):
         return False
     for n, axis in axes.items():
         rows = source.inputs[n].shape[axis]
         if rows % trainers:
             raise BatchError(
-                f"{n} has {rows} rows, which {trainers} {noun}s do not divide: reductions in "
-                "dtrans.local() are of "
-                f"each {noun}'s own rows, and need as many of all"
+                f"{n} has {rows} rows, which {trainers} {noun}s do not divide; dtrans.local() "
+                f"reduces over each {noun}'s rows: take a multiple of {trainers} rows"
             )
     return True
 
 
-def _merge(layout: Placed) -> str | int:
+def _merge(layout: ShardLayout) -> str | int:
     return (
         int(layout.axis)
         if isinstance(layout, RowAxis)
@@ -251,7 +253,7 @@ def _exchanged(jaxpr: Any) -> Iterator[Exchanged]:
     eqns = list(equations(jaxpr))
     if all(collective_of(eqn) is None for eqn in eqns):
         return  # reading the lines of all equations takes longer than writing some
-    lines: dict[Any, str] = {}  # by value; a value without a line has that of an operand
+    lines: dict[Any, str] = {}  # by value; a value without a line takes that of an operand
     for eqn in eqns:
         around = (lines.get(a, "") for a in eqn.invars if isinstance(a, Var))
         line = line_of(eqn) or next(filter(None, around), "")

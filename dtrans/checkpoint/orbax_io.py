@@ -62,7 +62,7 @@ from dtrans.ir.array_fns import words
 from dtrans.ir.program import Program
 from dtrans.parameter_server.overview import VarDistributed
 from dtrans.rows.row_buckets import RowBuckets
-from dtrans.step.frozen import check_still
+from dtrans.step.frozen import check_frozen
 
 
 FORMAT, OF_TABLES, OF_FILES = (
@@ -149,7 +149,7 @@ class Checkpoint:
         for name, x in zip(
             main.still, self.on_host([whole(n, main.inputs[n]) for n in main.still]), strict=True
         ):
-            check_still(main, name, x)
+            check_frozen(main, name, x)
         return self
 
     def arrays(

@@ -23,7 +23,7 @@ from dtrans.ir.program import Program
 from dtrans.ir.pytree import TreeSpec
 from dtrans.parameter_server.overview import VarDistributed
 from dtrans.parameter_server.plan import PServerPlan
-from dtrans.step.frozen import check_still
+from dtrans.step.frozen import check_frozen
 
 
 TRAINER = "trainer 0"
@@ -169,7 +169,7 @@ def arrays_of(main: Program, params: Any, opt_state: Any) -> dict[str, Any]:
     given = named(main.args[0], params, "params") | named(main.args[1], opt_state, "opt_state")
     for name, x in given.items():
         check_type(x, main.inputs[name], name, f"the step of this plan, {main.name}, takes")
-        check_still(main, name, x)
+        check_frozen(main, name, x)
     return given
 
 

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from dtrans._jax import Atom, ClosedJaxpr, closed_with, jaxpr_as_fun, opened, small_jaxpr
-from dtrans.batch.given_micro_steps import GivenMicroSteps
+from dtrans.batch.precomputed_micro_steps import PrecomputedMicroSteps
 from dtrans.data_parallel.options import Options
 from dtrans.data_parallel.reducer import clipped
 from dtrans.errors import BatchError
@@ -67,7 +67,7 @@ class MicroSteps:
     keys: Sequence[str]
     joined: Mapping[str, int]
     carried: Sequence[str]
-    given: GivenMicroSteps | None
+    given: PrecomputedMicroSteps | None
     clip_norm: float | None
     noun: str
 
@@ -136,7 +136,9 @@ def write_micro_steps(
     grads: Mapping[str, Atom] = micro.gradients
     inner = Builder(source.jaxpr)
     given = given or {}
-    names = [n for n in (*micro.params, *micro.asked, *micro.batch) if n not in given] + list(given)
+    names = [n for n in (*micro.params, *micro.state_read, *micro.batch) if n not in given] + list(
+        given
+    )
     inner.invars += [vars_of[n] for n in names if n not in given]
     if half is None:
         write_trainer_half(inner, micro, results, lambda leaf, grad: None)

@@ -2,7 +2,7 @@
 state.
 
 It is what the user says in `merge`. Where nothing is said it is told by tracing: the step is traced
-a second time on the batch of all trainers, and what is larger there has grown with the batch; a
+a second time on the batch of all trainers, and what is larger there has full_type with the batch; a
 spread over the equations tells what parts of the batch enter, and what is made of their number of
 rows only. What cannot be told is refused by name.
 """
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dtrans._jax import Atom, JaxprEqn, Literal, Var
-from dtrans.batch.shared import grown
+from dtrans.batch.exact_step import full_type
 from dtrans.data_parallel.options import Options
 from dtrans.errors import ConfigError
 from dtrans.ir.dataflow import propagate
@@ -85,7 +85,7 @@ def merges_of(step: Cut, o: Options, of_counts: str = "") -> dict[str, str]:
         if (program.outputs[n].ndim and n in step.results) or isinstance(outs[n], Literal)
     ]
     whole = _of_all(step, o, parts, asked) if asked or still else None
-    grown: Mapping[str, Any] = {} if whole is None else whole.outputs
+    full_type: Mapping[str, Any] = {} if whole is None else whole.outputs
     grown_outs: Mapping[str, Atom] = {} if whole is None else whole.outvars
     of_rows = {} if whole is None else _of_rows(step, whole)
     found = {}
@@ -106,10 +106,10 @@ def merges_of(step: Cut, o: Options, of_counts: str = "") -> dict[str, str]:
             found[n] = o.batch.merge[n]
         elif n == o.batch.example_count:
             found[n] = "sum"
-        elif n in grown and grown[n].shape != t.shape:
-            if grown[n].shape != (parts * t.shape[0], *t.shape[1:]):
+        elif n in full_type and full_type[n].shape != t.shape:
+            if full_type[n].shape != (parts * t.shape[0], *t.shape[1:]):
                 raise ConfigError(
-                    f"{n} is {t.str_short()} on a {o.noun}'s part and {grown[n].str_short()} on "
+                    f"{n} is {t.str_short()} on a {o.noun}'s part and {full_type[n].str_short()} on "
                     "the batch of all: "
                     "it cannot be merged; results may grow with the batch on dim 0 only (or say "
                     f"merge={{{n!r}: ...}})"
@@ -169,7 +169,7 @@ def _of_all(step: Cut, o: Options, parts: int, asked: Sequence[str]) -> Program 
             f"{listed} rows; name what every {o.noun} needs whole in unsplit_inputs=(...)"
         )
     return program.specialize_flat(
-        [grown(t, 0 if n in split else None, parts) for n, t in program.inputs.items()]
+        [full_type(t, 0 if n in split else None, parts) for n, t in program.inputs.items()]
     )
 
 

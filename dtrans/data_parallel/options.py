@@ -7,8 +7,8 @@ from typing import Any, Self, TypeVar
 
 import jax.numpy as jnp
 
-from dtrans.batch.given_micro_steps import GivenMicroSteps
-from dtrans.batch.shared import SharedStep
+from dtrans.batch.exact_step import ExactStep
+from dtrans.batch.precomputed_micro_steps import PrecomputedMicroSteps
 from dtrans.checks import (
     check_int,
     check_name,
@@ -133,8 +133,8 @@ class Options:
     trainers_per_node: int = 0  # 0 where reductions are not hierarchical
     reduce: Reduce = Reduce()
     batch: Batch = Batch()
-    shared: SharedStep | None = None  # how an exact batch is shared, once that is known
-    given: GivenMicroSteps | None = None  # what micro-steps are given of the whole batch then
+    shared: ExactStep | None = None  # how an exact batch is shared, once that is known
+    given: PrecomputedMicroSteps | None = None  # what micro-steps are given of the whole batch then
     noun: str = "trainer"  # one of those that share the batch, in errors
 
     def __post_init__(self) -> None:
@@ -199,7 +199,7 @@ class Options:
             self, batch=dataclasses.replace(self.batch, kind="local", axes=0), reduce=reduce
         )
 
-    def of(self, shared: SharedStep) -> Self:
+    def of(self, shared: ExactStep) -> Self:
         """The same for a step that is shared already: as its parts add up."""
         whole = tuple(n for n in shared.step.batch if n not in shared.axes)
         batch = dataclasses.replace(

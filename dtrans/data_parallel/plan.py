@@ -19,7 +19,7 @@ from dtrans.plan import Plan, realiser
 
 
 if TYPE_CHECKING:
-    from dtrans.batch.shared import SharedStep
+    from dtrans.batch.exact_step import ExactStep
     from dtrans.data_parallel.options import Options
 
 
@@ -79,7 +79,7 @@ class CollectivePlan(Plan):
     merges: Mapping[str, str]
     callers: tuple[str, ...]
     replan: Callable[[Any], Any] = dataclasses.field(repr=False)
-    shared: SharedStep | None = dataclasses.field(default=None, kw_only=True)
+    shared: ExactStep | None = dataclasses.field(default=None, kw_only=True)
     for_whole: Callable[[Sequence[Any]], Program] | None = dataclasses.field(
         default=None, kw_only=True, repr=False
     )

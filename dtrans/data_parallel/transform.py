@@ -36,8 +36,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dtrans._jax import Atom, axes_of, equations, without_mesh
-from dtrans.batch.given_micro_steps import GivenMicroSteps, share_by_parts
-from dtrans.batch.shared import SharedStep, batch_axes, grown, share
+from dtrans.batch.exact_step import ExactStep, batch_axes, full_type, shard_step
+from dtrans.batch.precomputed_micro_steps import PrecomputedMicroSteps, shard_by_parts
 from dtrans.data_parallel.accumulation import (
     MicroSteps,
     micro_types,
@@ -76,7 +76,7 @@ from dtrans.step.observers import (
     check_observers,
     refuse_observers,
 )
-from dtrans.step.startup import match_startup, of_two_parts
+from dtrans.step.startup import match_startup, normalize_step
 
 
 @with_recipe
@@ -138,7 +138,7 @@ def nccl2(
       >>> job.params(state)["w"].tolist(), float(loss)
       ([1.0, 2.0], 11.0)
     """
-    main, startup = of_two_parts(main, startup)
+    main, startup = normalize_step(main, startup)
     options = Options(
         trainers=trainers,
         axis_name=axis_name,
@@ -146,7 +146,7 @@ def nccl2(
         local_sgd=local_sgd,
         trainers_per_node=trainers_per_node,
         reduce=Reduce.of(reduce),
-        batch=Batch.of(batch, "exact"),
+        batch=Batch.from_option(batch, "exact"),
     )
     return plan_data_parallel(main, startup, options)
 
@@ -191,16 +191,16 @@ def callers(o: Options) -> tuple[str, str]:
 
 
 def _of_whole(
-    shared: SharedStep, options: Options, types: Sequence[jax.ShapeDtypeStruct]
+    shared: ExactStep, options: Options, types: Sequence[jax.ShapeDtypeStruct]
 ) -> Program:
     """The program of a trainer for a batch that trainers do not divide."""
-    other = shared.whole(types)
+    other = shared.for_types(types)
     return rewritten(other.step, options.of(other), other.merges)
 
 
 def shared_by(
     plain: Cut, options: OptionsT, main: Program | None
-) -> tuple[Cut, OptionsT, SharedStep | None]:
+) -> tuple[Cut, OptionsT, ExactStep | None]:
     """The step of one trainer, and the options that it is written with.
 
     Args:
@@ -231,7 +231,7 @@ def shared_by(
         of_rows = [dataclasses.replace(x, reads=READS_BATCH) for x in plain.observers if x.rows]
         refuse_observers(of_rows, (READS_BATCH,), "micro-steps have rows of", RETURN_IT)
     if options.num_micro_batch == 1:
-        shared = share(plain, options.batch, parts, options.over, noun=options.noun)
+        shared = shard_step(plain, options.batch, parts, options.over, noun=options.noun)
     else:
         shared, given = _by_micro_steps(plain, options, main)
     if options.reduce.clip_local_norm is not None and not (shared.proven and given is None):
@@ -257,7 +257,7 @@ def shared_by(
 
 def _by_micro_steps(
     step: Cut, o: Options, main: Program | None
-) -> tuple[SharedStep, GivenMicroSteps | None]:
+) -> tuple[ExactStep, PrecomputedMicroSteps | None]:
     """Return how the micro-steps of all trainers share the batch, and how they are written."""
     axes, parts = batch_axes(step, o.batch), o.trainers * o.num_micro_batch
     of_part = micro_types(step.program, axes, o.num_micro_batch, o.noun)
@@ -265,17 +265,20 @@ def _by_micro_steps(
     # in the range of 16 bits. Terms are smaller.
     if o.reduce.clip_local_norm is not None or main is None:
         part = step.program.specialize_flat([*of_part.values()])
-        alone = share(cut(part).with_reported(), o.batch, parts, o.over, noun=o.noun)
+        alone = shard_step(cut(part).with_reported(), o.batch, parts, o.over, noun=o.noun)
         if alone.proven or o.reduce.clip_local_norm is not None:
             return alone, None
-    whole = step.program.specialize_flat([grown(t, axes.get(n), parts) for n, t in of_part.items()])
+    whole = step.program.specialize_flat(
+        [full_type(t, axes.get(n), parts) for n, t in of_part.items()]
+    )
     _refuse_sized(step, cut(whole).with_reported(), o)
     captured = None if main is None else captured_if_marked(whole)
-    leaves = leaves_of_state(step.optimize, step.params) if step.asked else {}
-    held = (*step.frozen, *(n for n in step.asked if n not in leaves))
+    leaves = leaves_of_state(step.optimize, step.params) if step.state_read else {}
+    held = (*step.frozen, *(n for n in step.state_read if n not in leaves))
     written = whole if captured is None else captured
-    shared, values = share_by_parts(written, axes, held, parts, o.over, o.noun)
-    return shared, GivenMicroSteps(written, values, shared.part, axes, o.trainers, o.over)
+    shared, values = shard_by_parts(written, axes, held, parts, o.over, o.noun)
+    micro = PrecomputedMicroSteps(written, values, shared.part, axes, o.trainers, o.over)
+    return shared, micro
 
 
 def _refuse_sized(step: Cut, whole: Cut, o: Options) -> None:
@@ -287,7 +290,7 @@ def _refuse_sized(step: Cut, whole: Cut, o: Options) -> None:
       step: with a trainer's part of the batch.
       whole: the same with the whole batch.
     """
-    if o.trainers > 1 and (found := step.first_unlike(whole)) is not None:
+    if o.trainers > 1 and (found := step.first_difference(whole)) is not None:
         name, line = found
         raise ConfigError(
             f"num_micro_batch={o.num_micro_batch}: {name} of {step.program.name} is made of "

@@ -1,15 +1,16 @@
-"""A program whose inputs are cut over shards, as the program of one shard: batches over trainers,
-columns over devices.
+"""Rewrite of a program with sharded inputs into the program of one shard.
 
-split       `split`: a program and its cuts to the program of one shard
-layout      whole, cut, or a part of a sum
-rules       how an equation is carried out on pieces
-values      values made into the layout that an equation reads
-writer      writes the program
-row_moves   concatenations, slices and padding along the dimension that is cut
-turns       loops along it
-custom_rules  calls with derivative rules of users
-loops       bodies of loops and branches, on pieces
-merged_reductions  independent all-reduces as one
-array_fns   small functions of arrays that it is written with
+Batches are sharded over trainers, columns of parameters over devices.
+
+split             `split`: a program and its sharded dimensions to the program of one shard
+layout            layouts of a value: replicated, sharded, or a partial sum
+rules             strategies: how an equation runs on shards
+values            values of a shard, converted to the layout that an equation reads
+writer            the writer of the program
+row_moves         concatenations, slices and padding along the sharded dimension
+sharded_scans     scans along it
+custom_rules      calls with derivative rules of users
+loops             bodies of loops and branches
+merged_reductions  independent all-reduces merged into one
+array_fns         small functions of arrays that the program calls
 """

@@ -1,5 +1,4 @@
-"""Small functions of arrays that shards are written with; each is traced once for its arguments and
-types."""
+"""Small functions of arrays that programs of shards call; each is traced once per signature."""
 
 from __future__ import annotations
 
@@ -17,8 +16,8 @@ Array = jax.Array
 
 
 @functools.cache
-def kept(axis: int, size: int) -> Callable[[Array, Array, Array], Array]:
-    """Entries before `size`, counted from a start; others as in `nothing`."""
+def select_before(axis: int, size: int) -> Callable[[Array, Array, Array], Array]:
+    """Return a function that replaces entries from index `size` on, counted from a start."""
 
     def fn(x: Array, start: Array, nothing: Array) -> Array:
         return jnp.where(
@@ -29,45 +28,44 @@ def kept(axis: int, size: int) -> Callable[[Array, Array, Array], Array]:
 
 
 @functools.cache
-def kept_slots(axis: int) -> Callable[[Array, Array, Array], Array]:
-    """Return a function that keeps the entries at which a vector along an axis is true; others are
-    as in `nothing`."""
+def select_slots(axis: int) -> Callable[[Array, Array, Array], Array]:
+    """Return a function that keeps entries where a mask along an axis is true, and fills others."""
 
-    def fn(x: Array, kept: Array, nothing: Array) -> Array:
-        return jnp.where(jax.lax.broadcast_in_dim(kept, x.shape, [axis]), x, nothing)
+    def fn(x: Array, mask: Array, nothing: Array) -> Array:
+        return jnp.where(jax.lax.broadcast_in_dim(mask, x.shape, [axis]), x, nothing)
 
     return fn
 
 
 @functools.cache
-def taken(axis: int) -> Callable[[Array, Array], Array]:
-    """Return a function that takes the entries with the given numbers along an axis."""
+def take_entries(axis: int) -> Callable[[Array, Array], Array]:
+    """Return a function that selects entries by index along an axis."""
     return lambda x, at: jnp.take(x, at, axis, mode="clip")
 
 
 @functools.cache
 def broadcast_to(shape: tuple[int, ...]) -> Callable[[Array], Array]:
-    """Return a function that repeats a scalar."""
+    """Return a function that broadcasts a scalar to a shape."""
     return lambda x: jnp.broadcast_to(x, shape)
 
 
-def of_shard(table: Array, index: Array) -> Array:
-    """Return the row of a table that belongs to a shard."""
+def row_of_shard(table: Array, index: Array) -> Array:
+    """Return a shard's row of a table with one row per shard."""
     return jax.lax.dynamic_index_in_dim(table, index, 0, keepdims=False)
 
 
 def on_first(x: Array, start: Array) -> Array:
-    """The value on the first shard, zero on others."""
+    """Return the value on the first shard, zeros on others."""
     return jnp.where(start == 0, x, jnp.zeros_like(x))
 
 
 def _wide(x: Array) -> Array:
-    """Integers that can be compared with positions."""
+    """Convert indices to integers of at least 32 bits, which can be compared with positions."""
     return x if x.dtype.itemsize == 8 else x.astype(jnp.int32)
 
 
 def _with(indices: Array, component: int, value: Array) -> Array:
-    """Indices with another component."""
+    """Replace one component of indices."""
     wide = _wide(indices)
     at = jax.lax.broadcasted_iota(jnp.int32, wide.shape, wide.ndim - 1)
     return jnp.where(at == component, value[..., None], wide)
@@ -76,7 +74,7 @@ def _with(indices: Array, component: int, value: Array) -> Array:
 def _owned(
     indices: Array, component: int, start: Array, local: int, size: int, clip: bool
 ) -> tuple[Array, Array]:
-    """Positions along the dimension that is cut, and which of them are this shard's."""
+    """Return positions along the sharded dimension, and a mask of those on this shard."""
     at = _wide(indices)[..., component]
     if clip:
         at = jnp.clip(at, 0, size - 1)
@@ -84,24 +82,26 @@ def _owned(
 
 
 @functools.cache
-def picked(
+def pick_entries(
     component: int, size: int, numbers: Any, sizes: tuple[int, ...], mode: Any, fill: Any
 ) -> Callable[[Array, Array, Array], Array]:
-    """A shard's term of a gather that picks single entries along the dimension that is cut.
+    """Return a function that computes a shard's term of a gather of single entries.
 
     Args:
-      component: which one of an index is along that dimension.
-      size: of that dimension.
-      numbers, sizes, mode, fill: of the gather.
+      component: component of an index that points along the sharded dimension.
+      size: size of that dimension.
+      numbers, sizes, mode, fill: parameters of the gather.
     """
     axis = numbers.start_index_map[component]
 
     def fn(x: Array, indices: Array, start: Array) -> Array:
-        # out of bounds, a gather that promised not to be is clamped
-        at, own = _owned(indices, component, start, x.shape[axis], size, mode != Mode.FILL_OR_DROP)
+        # XLA clamps out-of-bounds indices in mode PROMISE_IN_BOUNDS, too
+        at, is_local = _owned(
+            indices, component, start, x.shape[axis], size, mode != Mode.FILL_OR_DROP
+        )
         found = jax.lax.gather(
             x,
-            _with(indices, component, jnp.where(own, at - start, 0)),
+            _with(indices, component, jnp.where(is_local, at - start, 0)),
             numbers,
             sizes,
             mode=mode,
@@ -110,18 +110,18 @@ def picked(
         batch = [d for d in range(found.ndim) if d not in numbers.offset_dims]
         spread: Callable[[Array], Array] = lambda m: jax.lax.broadcast_in_dim(m, found.shape, batch)
         others = jnp.zeros_like(found)
-        if mode == Mode.FILL_OR_DROP:  # what is beyond all shards is the first one's
+        if mode == Mode.FILL_OR_DROP:  # the first shard fills entries that are out of bounds
             beyond = ((at < 0) | (at >= size)) & (start == 0)
             others = jnp.where(
                 spread(beyond), jnp.full_like(found, _fill(found.dtype, fill)), others
             )
-        return jnp.where(spread(own), found, others)
+        return jnp.where(spread(is_local), found, others)
 
     return fn
 
 
 def _fill(dtype: Any, fill: Any) -> Any:
-    """What a gather gives out of bounds: what it says, or else what `jax.lax.gather` documents."""
+    """Return the fill value of a gather: the explicit one, or the default of `jax.lax.gather`."""
     if fill is not None:
         return fill
     if jnp.issubdtype(dtype, jnp.inexact):
@@ -133,14 +133,17 @@ def _fill(dtype: Any, fill: Any) -> Any:
 
 
 @functools.cache
-def own_indices(
+def local_indices(
     component: int, size: int, local: int, clip: bool
 ) -> Callable[[Array, Array], Array]:
-    """Indices into a shard's piece; those of others are out of its bounds."""
+    """Return a function that maps global indices to a shard's piece.
+
+    Indices on other shards become out of bounds.
+    """
 
     def fn(indices: Array, start: Array) -> Array:
-        at, own = _owned(indices, component, start, local, size, clip)
-        return _with(indices, component, jnp.where(own, at - start, local))
+        at, is_local = _owned(indices, component, start, local, size, clip)
+        return _with(indices, component, jnp.where(is_local, at - start, local))
 
     return fn
 
@@ -149,11 +152,10 @@ def own_indices(
 def best_local(
     axis: int, size: int, largest: bool
 ) -> Callable[[Array, Array, Array], tuple[Array, Array]]:
-    """The best entry of a shard along an axis, and where in the whole it is (an integer all the
-    way)."""
+    """Return a function that finds a shard's best entry along an axis and its global position."""
 
     def fn(x: Array, start: Array, nothing: Array) -> tuple[Array, Array]:
-        x = kept(axis, size)(x, start, nothing)
+        x = select_before(axis, size)(x, start, nothing)
         at = (jax.lax.argmax if largest else jax.lax.argmin)(x, axis, jnp.int32)
         found = jnp.take_along_axis(x, jnp.expand_dims(at, axis), axis, mode="promise_in_bounds")
         return jnp.squeeze(found, axis), at + start
@@ -162,11 +164,12 @@ def best_local(
 
 
 @functools.cache
-def candidates(size: int) -> Callable[[Array, Array, Array], Array]:
-    """The positions of those shards that have the best of all; the lowest of them is the answer.
+def argmax_marks(size: int) -> Callable[[Array, Array, Array], Array]:
+    """Return a function that marks the positions of shards that have the global best entry.
 
-    NaN is better than anything, as it is on one device. What a maximum makes of one over devices is
-    not relied on: such positions are moved below all others. Positions of padding are none.
+    The lowest mark is the answer of argmax or argmin; shards without the best entry return the
+    largest integer. NaN wins, as on one device. A maximum over devices may drop NaN, so positions
+    of NaN are shifted below all others. Positions in padding never win.
     """
 
     def fn(found: Array, best: Array, at: Array) -> Array:
@@ -177,6 +180,6 @@ def candidates(size: int) -> Callable[[Array, Array, Array], Array]:
     return fn
 
 
-def decided(lowest: Array) -> Array:
-    """The position that is meant by the lowest candidate."""
+def decode_position(lowest: Array) -> Array:
+    """Return the position that the lowest mark of `argmax_marks` stands for."""
     return jnp.where(lowest < 0, lowest - jnp.iinfo(lowest.dtype).min, lowest)

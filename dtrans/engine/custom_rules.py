@@ -1,13 +1,13 @@
-"""Calls with derivative rules of users, on pieces: `jax.custom_jvp` and `jax.custom_vjp`.
+"""Calls with derivative rules of users on shards: `jax.custom_jvp` and `jax.custom_vjp`.
 
-A program that is differentiated later keeps such calls. The call and its rule are written for one
-shard each, and the call on pieces gets the rule on pieces:
+A program that is differentiated later keeps such calls. The call and its rule are each rewritten
+for one shard, and the sharded call gets the sharded rule:
 
-    jvp   tangents lie as the values that they belong to
-    vjp   cotangents of what is cut are cut; those of what all shards have are terms of a sum
+    jvp   tangents have the layouts of their primals
+    vjp   cotangents of sharded values are sharded; those of replicated values are partial sums
 
-A rule is applied once: calls inside of a rule are inlined. The rule of a `custom_vjp` begins with
-its operands, so that what its forward pass keeps is computed again in the backward pass.
+A rule is applied once: calls inside of a rule are inlined. The rule of a `custom_vjp` takes the
+operands of the call, so the backward pass recomputes the residuals of its forward pass.
 """
 
 from __future__ import annotations
@@ -33,31 +33,33 @@ from dtrans._jax import (
     opened,
     small_jaxpr,
 )
-from dtrans.engine.layout import PARTIAL, Placed
+from dtrans.engine.layout import PARTIAL, ShardLayout
 from dtrans.rows.layout import RowAxis
 
 
-# writes a jaxpr on pieces: from the layouts of its inputs to those of its outputs; None if pieces
-# are not enough
-WriteRule = Callable[[ClosedJaxpr, Sequence[Placed], Sequence[Placed]], ClosedJaxpr | None]
+# Rewrites a jaxpr for one shard, from the layouts of its inputs and outputs. Returns None if it
+# needs full values.
+WriteRule = Callable[
+    [ClosedJaxpr, Sequence[ShardLayout], Sequence[ShardLayout]], ClosedJaxpr | None
+]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """A call with a rule, by itself.
+    """One call with a derivative rule, as a function.
 
     Attributes:
-      jaxpr: the equation and nothing else.
-      floats: the operands that have derivatives.
-      made: the outputs that have them.
+      jaxpr: the equation alone.
+      floats: positions of operands that have derivatives.
+      float_outs: positions of outputs that have derivatives.
     """
 
     jaxpr: ClosedJaxpr
     floats: tuple[int, ...]
-    made: tuple[int, ...]
+    float_outs: tuple[int, ...]
 
     @classmethod
-    def of(cls, eqn: JaxprEqn) -> _Call:
+    def from_eqn(cls, eqn: JaxprEqn) -> _Call:
         ins, outs = [Var(a.aval) for a in eqn.invars], [Var(v.aval) for v in eqn.outvars]
         jaxpr = closed([], [], ins, outs, [eqn.replace(invars=ins, outvars=outs)], bodies(eqn)[0])
         floats = tuple(i for i in _floats(ins) if i >= closed_over(eqn))
@@ -79,21 +81,23 @@ class _Call:
         return fn
 
     def jvp(self, *args: Any) -> list[Any]:
-        """Return the outputs and their tangents, from all operands and the tangents of those that
-        have them."""
+        """Return outputs and their tangents, from all operands and the tangents of float
+        operands."""
         operands, tangents = args[: len(self.types)], args[len(self.types) :]
         outs, found = jax.jvp(
             self._outs(operands), [operands[i] for i in self.floats], list(tangents)
         )
-        return [*outs, *(found[i] for i in self.made)]
+        return [*outs, *(found[i] for i in self.float_outs)]
 
     def vjp(self, *args: Any) -> list[Any]:
         """Return the cotangents of operands, from all operands and the cotangents of outputs."""
         operands, cotangents = args[: len(self.types)], args[len(self.types) :]
         outs, pull = jax.vjp(self._outs(operands), *(operands[i] for i in self.floats))
-        given = iter(cotangents)
+        present = iter(cotangents)
         zeros = lambda x: np.zeros(np.shape(x), jax.dtypes.float0)
-        return list(pull([next(given) if i in self.made else zeros(x) for i, x in enumerate(outs)]))
+        return list(
+            pull([next(present) if i in self.float_outs else zeros(x) for i, x in enumerate(outs)])
+        )
 
 
 def _floats(values: Sequence[Any]) -> tuple[int, ...]:
@@ -103,37 +107,40 @@ def _floats(values: Sequence[Any]) -> tuple[int, ...]:
 def call_on_pieces(
     eqn: JaxprEqn,
     primal: ClosedJaxpr,
-    ins: Sequence[Placed],
-    outs: Sequence[Placed],
+    ins: Sequence[ShardLayout],
+    outs: Sequence[ShardLayout],
     write: WriteRule,
 ) -> ClosedJaxpr | None:
-    """Return a jaxpr whose one equation is the call with its rule, on pieces; None if its rule
-    needs whole values.
+    """Return a jaxpr that calls the sharded function with its sharded rule.
 
-    It takes the number of the shard first, if its body or its rule does.
+    Returns None if the rule needs full values. The jaxpr takes the shard's index first, if the body
+    or the rule reads it.
 
     Args:
       eqn: the call.
-      primal: its body on pieces.
-      ins: the layouts of its operands: whole or cut.
-      outs: those of its outputs.
-      write: writes the rule on pieces.
+      primal: its body for one shard.
+      ins: layouts of its operands: replicated or sharded.
+      outs: layouts of its outputs.
+      write: rewrites the rule for one shard.
     """
-    call = _Call.of(eqn)
-    made = [v.aval for v in eqn.outvars]
+    call = _Call.from_eqn(eqn)
+    out_types = [v.aval for v in eqn.outvars]
     is_jvp = eqn.primitive.name == CUSTOM_JVP
     if is_jvp:
-        whole = small_jaxpr(call.jvp, [*call.types, *(call.types[i] for i in call.floats)])
-        given = [*ins, *(ins[i] for i in call.floats)]
-        rule = write(whole, given, [*outs, *(outs[i] for i in call.made)])
+        full_rule = small_jaxpr(call.jvp, [*call.types, *(call.types[i] for i in call.floats)])
+        rule_ins = [*ins, *(ins[i] for i in call.floats)]
+        rule = write(full_rule, rule_ins, [*outs, *(outs[i] for i in call.float_outs)])
     else:
-        whole = small_jaxpr(call.vjp, [*call.types, *(made[i] for i in call.made)])
-        given = [*ins, *(_cotangent(outs[i]) for i in call.made)]
-        rule = write(whole, given, [_cotangent(ins[i]) for i in call.floats])
+        full_rule = small_jaxpr(call.vjp, [*call.types, *(out_types[i] for i in call.float_outs)])
+        rule_ins = [*ins, *(_cotangent(outs[i]) for i in call.float_outs)]
+        rule = write(full_rule, rule_ins, [_cotangent(ins[i]) for i in call.floats])
     if rule is None:
         return None
     types = _in_types(primal)
-    more = len(types) - len(ins), len(_in_types(rule)) - len(given)  # 1 for what takes the index
+    more = (
+        len(types) - len(ins),
+        len(_in_types(rule)) - len(rule_ins),
+    )  # 1 if it takes the shard's index
     skipped = max(more)
     body: Callable[..., list[Any]] = lambda *args: evaluate(primal, *args[skipped - more[0] :])
     of_rule: Callable[..., list[Any]] = lambda *args: evaluate(rule, *args[skipped - more[1] :])
@@ -148,23 +155,25 @@ def _in_types(jaxpr: ClosedJaxpr) -> list[Any]:
 _INDEX = ShapedArray((), np.dtype(np.int32))
 
 
-def _cotangent(layout: Placed) -> Placed:
+def _cotangent(layout: ShardLayout) -> ShardLayout:
     return layout if isinstance(layout, RowAxis) else PARTIAL
 
 
 def _with_jvp(
     call: _Call, body: Callable[..., list[Any]], rule: Callable[..., list[Any]], skipped: int
 ) -> Callable[..., Any]:
-    """Return a function of `skipped` numbers and the operands of the call, with a rule."""
+    """Return a function of `skipped` indices and the operands of a call, with its jvp rule."""
     fn = jax.custom_jvp(body)
 
     @fn.defjvp
     def apply_rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
         found = rule(*primals, *(tangents[skipped + i] for i in call.floats))
-        count = len(found) - len(call.made)
-        outs, made = found[:count], iter(found[count:])
-        none = [np.zeros(np.shape(x), jax.dtypes.float0) for x in outs]
-        return outs, [next(made) if i in call.made else zero for i, zero in enumerate(none)]
+        count = len(found) - len(call.float_outs)
+        outs, out_tangents = found[:count], iter(found[count:])
+        zeros = [np.zeros(np.shape(x), jax.dtypes.float0) for x in outs]
+        return outs, [
+            next(out_tangents) if i in call.float_outs else zero for i, zero in enumerate(zeros)
+        ]
 
     return fn
 
@@ -172,15 +181,17 @@ def _with_jvp(
 def _with_vjp(
     call: _Call, body: Callable[..., list[Any]], rule: Callable[..., list[Any]], skipped: int
 ) -> Callable[..., Any]:
-    """Return the same of a call whose rule takes cotangents."""
+    """Return a function of `skipped` indices and the operands of a call, with its vjp rule."""
     fn = jax.custom_vjp(body)
 
     def forward(*args: Any) -> tuple[Any, Any]:
         return fn(*args), args
 
     def backward(args: Sequence[Any], cotangents: Sequence[Any]) -> tuple[Any, ...]:
-        made = iter(rule(*args, *(cotangents[i] for i in call.made)))
-        return tuple(next(made) if i - skipped in call.floats else None for i in range(len(args)))
+        in_cotangents = iter(rule(*args, *(cotangents[i] for i in call.float_outs)))
+        return tuple(
+            next(in_cotangents) if i - skipped in call.floats else None for i in range(len(args))
+        )
 
     fn.defvjp(forward, backward)
     return fn

@@ -1,15 +1,15 @@
-"""How a value lies on the shards of a tensor-parallel program.
+"""Layouts of a value over the shards of a program.
 
-    SHARED                    every shard has all of it, and all have the same
-    RowAxis(_, axis, width)   each shard has a piece along `axis`: whole runs of `width` entries, ceil(runs / shards)
-    RowAxis(.., order)        as before, with the runs that `order` names (concatenations, strided slices, ...)
-    PARTIAL                   each shard has a term of it; their sum is the value
+    SHARED                    replicated: every shard has the same full value
+    RowAxis(_, axis, width)   sharded along `axis` in runs of `width` entries
+    RowAxis(.., order)        sharded; `order` lists each shard's runs (after concatenations, say)
+    PARTIAL                   partial sums: the value is the sum over shards
 
-Pieces are equally large. Where the shards do not divide the runs, the last pieces have padding
-behind what is real; it may hold anything, and nothing that mixes entries looks at it.
+Pieces have equal sizes: ceil(runs / shards) runs. The last pieces end with padding if the division
+has a remainder. Padding may hold any number: operations that mix entries mask it first.
 
-`RowAxis` is that of the row analysis (`dtrans.rows.layout`), of a leaf without a name, so that one
-set of rules serves both.
+`RowAxis` comes from the row analysis (`dtrans.rows.layout`), so that one set of rules serves both;
+here its leaf has no name.
 """
 
 from __future__ import annotations
@@ -24,42 +24,42 @@ from dtrans.rows.layout import SHARED, RowAxis, RowOrder, Shared
 
 
 class Partial:
-    """Each shard has a term of a sum."""
+    """Layout of a partial sum: each shard has one term."""
 
 
 PARTIAL: Final = Partial()
 
-Placed = Shared | RowAxis | Partial
+ShardLayout = Shared | RowAxis | Partial
 
 
 def cut_along(axis: int, width: int = 1) -> RowAxis:
-    """The layout of a value that is cut along an axis."""
+    """Return the layout of a value that is sharded along an axis."""
     return RowAxis("", axis, width)
 
 
-def rows_only(x: Placed) -> Shared | RowAxis:
-    """A layout as rules look at it: a sum is whole to them, once it is made."""
+def rows_only(x: ShardLayout) -> Shared | RowAxis:
+    """Return a layout as rules see it: a partial sum counts as replicated, once it is reduced."""
     return x if isinstance(x, RowAxis) else SHARED
 
 
-def rows_or_none(x: Placed) -> RowAxis | None:
-    """How a value is cut; None for one that is not."""
+def rows_or_none(x: ShardLayout) -> RowAxis | None:
+    """Return the layout of a sharded value, None for other layouts."""
     return x if isinstance(x, RowAxis) else None
 
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """Shards of a program.
+    """Number, mesh axes and options of the shards of a program.
 
     Attributes:
       count: number of shards.
       over: named axes of the shards.
       noun: name of a shard in errors.
       label: name of the communication that the engine writes.
-      shares_work: True if pieces save work, as those of a batch do. False if they save memory
-        alone: a loop then gathers its operands if its body would move more bytes.
-      finite_padding: True if padding needs the finite derivatives of real entries, as the program
-        is to be differentiated: what a sum leaves out has a derivative of zero times that.
+      shares_work: True if shards save computation, as those of a batch do. False if they only save
+        memory; a loop then gathers its operands if its body would move more bytes.
+      finite_padding: True if padding repeats real entries. Needed if the program is differentiated
+        later: a masked entry still contributes zero times its derivative, which must be finite.
     """
 
     count: int
@@ -70,36 +70,37 @@ class Shards:
     finite_padding: bool = False
 
     def local(self, size: int, row: RowAxis) -> int:
-        """How many entries of `size` each shard has, padding included."""
+        """Return the number of entries that each shard has out of `size`, padding included."""
         if row.order is not None:
             return len(row.order.slots[0]) * row.width
         return -(-(size // row.width) // self.count) * row.width
 
-    def whole(self, size: int, row: RowAxis) -> int:
-        """How many entries all pieces have together."""
+    def padded_size(self, size: int, row: RowAxis) -> int:
+        """Return the number of entries that all pieces have together, padding included."""
         return self.local(size, row) * self.count
 
     def pads(self, size: int, row: RowAxis) -> bool:
-        """Return True if some piece has padding."""
+        """Return True if a piece has padding."""
         if row.order is not None:
             return any(-1 in slots for slots in row.order.slots)
-        return self.whole(size, row) != size
+        return self.padded_size(size, row) != size
 
     def entries(self, size: int, row: RowAxis) -> np.ndarray:
-        """Return the numbers of the entries that shards have along the axis: [count, local], with
-        -1 for padding."""
+        """Return the indices of the entries on each shard: [count, local], with -1 for padding."""
         if row.order is None:
-            found = np.arange(self.whole(size, row)).reshape(self.count, -1)
+            found = np.arange(self.padded_size(size, row)).reshape(self.count, -1)
             return np.where(found < size, found, -1)
         slots = np.asarray(row.order.slots)[..., None]
         found = np.where(slots < 0, -1, slots * row.width + np.arange(row.width))
         return found.reshape(self.count, -1)
 
     def ordered(self, axis: int, size: int, entries: np.ndarray) -> RowAxis:
-        """Return the layout of shards that have these entries, under its plainest name.
+        """Return the simplest layout in which shards have these entries.
 
         Args:
-          entries: as the method of this name returns them.
+          axis: sharded axis.
+          size: number of entries along it.
+          entries: indices as `Shards.entries` returns them.
         """
         plain = cut_along(axis)
         if np.array_equal(entries, self.entries(size, plain)):
@@ -112,24 +113,21 @@ class Shards:
         return self.plain(runs, size) if np.array_equal(entries, self.entries(size, runs)) else row
 
     def plain(self, row: RowAxis, size: int) -> RowAxis:
-        """The layout under its plainest name: without padding, the width of runs makes no
-        difference."""
+        """Return the simplest equal layout: without padding, the width of runs does not matter."""
         if row.order is not None:
             return self.ordered(int(row.axis), size, self.entries(size, row))
-        return cut_along(
-            int(row.axis), row.width if self.pads(size, row) else 1
-        )  # JAX has NumPy's integers in places
+        # some of JAX's parameters have NumPy integers
+        return cut_along(int(row.axis), row.width if self.pads(size, row) else 1)
 
-    def cut(self, aval: Any, layout: Placed) -> Any:
-        """The type of a shard's piece."""
+    def cut(self, aval: Any, layout: ShardLayout) -> Any:
+        """Return the type of a shard's piece."""
         if not isinstance(layout, RowAxis):
             return aval
         return resized(aval, layout.axis, self.local(aval.shape[layout.axis], layout))
 
 
 def _longest_runs(size: int, entries: np.ndarray) -> int:
-    """Return the largest width of runs that entries and padding consist of, all at multiples of
-    it."""
+    """Return the largest width such that entries and padding form runs at multiples of it."""
     begins = np.ones(entries.shape, bool)
     before, here = entries[:, :-1], entries[:, 1:]
     begins[:, 1:] = np.where(here < 0, before >= 0, (before < 0) | (here != before + 1))
@@ -141,19 +139,19 @@ def _longest_runs(size: int, entries: np.ndarray) -> int:
 
 
 def nbytes(aval: Any) -> int:
-    """Bytes of a value; a key of a random generator counts as one word."""
+    """Return the bytes of a value; a key of a random generator counts as one word."""
     return int(aval.size) * int(getattr(aval.dtype, "itemsize", 4))
 
 
 @dataclasses.dataclass(frozen=True)
 class Gathered:
-    """A value that was cut, and is made whole.
+    """Record of a sharded value that an equation or output needs in full.
 
     Attributes:
-      shape, dtype: of the whole.
-      nbytes: of the whole.
-      reason: what needs it whole: `sort of f32[8,10] (model/head)`, or which output.
-      line: the user's line that needs it, `model.py:12`; empty where that is not known.
+      shape, dtype: those of the full value.
+      nbytes: bytes of the full value.
+      reason: its reader: `sort of f32[8,10] (model/head)`, or the name of an output.
+      line: the user's line that reads it, `model.py:12`; empty if unknown.
     """
 
     shape: tuple[int, ...]

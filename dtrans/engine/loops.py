@@ -1,18 +1,18 @@
-"""Loops and branches on pieces: how their operands and outputs lie, and their bodies as written for
-one shard.
+"""Loops and branches on shards: layouts of their operands and outputs, and their bodies.
 
-The body of a loop is written several times: first with what is carried lying as it comes in, and
-again until each comes out of the body as it went in. What is carried goes up this order, and stays
-where it is:
+The body of a loop is rewritten until the layouts of carried values settle: the first time with the
+layouts of the initial values, then with those that the body returns. A carried value only moves up
+in this order:
 
-    whole < a sum left open < cut
+    replicated < partial sum < sharded
 
-A sum that is added to in every turn is left open (the gradient of a weight that a loop reads is
-reduced once, behind the loop); one that the body reads otherwise is whole. A dimension that a
-`scan` goes along is never cut. The condition of a `while`, and the index of a branch, are whole:
-every shard takes the same turns.
+A carried sum that each iteration only adds to stays a partial sum: the gradient of a weight that a
+loop reads is reduced once, after the loop. A sum that the body reads otherwise is reduced. The
+dimension that a `scan` iterates over is not sharded here (`dtrans.engine.sharded_scans` does that).
+The condition of a `while` and the index of a branch are replicated: all shards run the same bodies.
 
-A body that would gather more in all its turns than its operands are is carried out on whole values.
+A loop runs on full values if its body would gather more bytes in all iterations than its operands
+have.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dtrans._jax import (
     scan_length,
     wiring,
 )
-from dtrans.engine.layout import PARTIAL, Gathered, Partial, Placed, nbytes, rows_only
+from dtrans.engine.layout import PARTIAL, Gathered, Partial, ShardLayout, nbytes, rows_only
 from dtrans.ir.interpret import ForwardAnalysis, enter
 from dtrans.ir.program import is_communication
 from dtrans.ops import collective_of, moved_values
@@ -41,20 +41,19 @@ from dtrans.rows.layout import SHARED, RowAxis, Shared
 
 @dataclasses.dataclass(frozen=True)
 class WrittenBody:
-    """A body for one shard.
+    """Body for one shard.
 
     Attributes:
-      jaxpr: on pieces.
-      outs: how its outputs lie.
-      gathers: what it makes whole.
-      sliced: inputs that are whole and of which it reads pieces alone, by their number, and which
-        pieces.
+      jaxpr: the body.
+      outs: layouts of its outputs.
+      gathers: values that it gathers.
+      sliced: by position, the replicated inputs that it reads in one sharded layout only.
       scaled: values that stand for others (`dtrans.engine.values`).
-      takes_index: whether its first operand is the number of the shard.
+      takes_index: True if its first operand is the shard's index.
     """
 
     jaxpr: ClosedJaxpr
-    outs: tuple[Placed, ...]
+    outs: tuple[ShardLayout, ...]
     gathers: tuple[Gathered, ...]
     sliced: Mapping[int, RowAxis]
     scaled: Mapping[Any, tuple[Any, int]]
@@ -69,8 +68,7 @@ class WrittenBody:
 
 
 def moved_bytes(eqns: Iterable[JaxprEqn]) -> dict[str, int]:
-    """Return the bytes that one shard puts into communication, by primitive; of a gather, what
-    comes out of it."""
+    """Return the bytes that one shard communicates, by primitive; of a gather, its output."""
     found: dict[str, int] = {}
     for eqn in eqns:
         if collective_of(eqn) is not None:
@@ -79,35 +77,37 @@ def moved_bytes(eqns: Iterable[JaxprEqn]) -> dict[str, int]:
     return found
 
 
-Outs = Sequence[Placed] | None
-Write = Callable[[Any, Sequence[Placed], Outs, int], WrittenBody]
+Outs = Sequence[ShardLayout] | None
+Write = Callable[[Any, Sequence[ShardLayout], Outs, int], WrittenBody]
 
 
 @dataclasses.dataclass(frozen=True)
 class LoopPlan:
-    """How a loop or a branch is carried out on a shard.
+    """Layouts and bodies of a loop or a branch on a shard.
 
     Attributes:
-      operands: how each operand is read.
-      outs: how each output lies.
-      bodies: those of the equation, in its order.
+      operands: layout in which each operand is read.
+      outs: layout of each output.
+      bodies: rewritten bodies, in the equation's order.
     """
 
-    operands: tuple[Placed, ...]
-    outs: tuple[Placed, ...]
+    operands: tuple[ShardLayout, ...]
+    outs: tuple[ShardLayout, ...]
     bodies: tuple[WrittenBody, ...]
 
 
 def plan_loop(
-    eqn: JaxprEqn, ins: Sequence[Placed], write: Write, *, shares_work: bool = True
+    eqn: JaxprEqn, ins: Sequence[ShardLayout], write: Write, *, shares_work: bool = True
 ) -> LoopPlan | None:
-    """Return the plan of a loop or a branch; None if whole values are the better way.
+    """Return the plan of a loop or a branch; None if full values cost less.
 
     Args:
+      eqn: the loop or branch.
       ins: layouts of its operands.
-      write: writes a body, from the layouts of its inputs, those of its outputs (or None), and the
-        number of outputs that are carried: those are added up.
-      shares_work: True if pieces save work; the reductions of a body then never speak for whole
+      write: rewrites a body, from the layouts of its inputs and outputs (or None), and the number
+        of
+        carried outputs: those may be partial sums.
+      shares_work: True if shards save computation; bytes of reductions then never decide for full
         values.
     """
     plan = _plan(eqn, ins, write)
@@ -121,86 +121,86 @@ def plan_loop(
     mixes = any(b.gathers for b in plan.bodies)
     if eqn.primitive.name in REMAT or (shares_work and not mixes):
         return plan
-    turns = scan_length(eqn) if eqn.primitive.name == SCAN else 1
-    inside = turns * sum(b.moved for b in plan.bodies)
+    iterations = scan_length(eqn) if eqn.primitive.name == SCAN else 1
+    inside = iterations * sum(b.moved for b in plan.bodies)
     outside = sum(nbytes(a.aval) for a, x in zip(eqn.invars, ins, strict=True) if x is not SHARED)
     return None if inside > outside else plan
 
 
 def _cut_before(eqn: JaxprEqn, plan: LoopPlan) -> dict[int, RowAxis]:
-    """Return whole operands that the body reads in pieces only: they are sharded before the
-    loop."""
+    """Return replicated operands that the body reads sharded only: the loop takes them sharded."""
     wires = wiring(eqn)
     rows = {i: row for i, row in plan.bodies[0].sliced.items() if i not in wires.carried}
     return {i: _moved(row, 1) if i in wires.slices else row for i, row in rows.items()}
 
 
-def _plan(eqn: JaxprEqn, ins: Sequence[Placed], write: Write) -> LoopPlan:
-    """Write the bodies of an equation until what is carried settles, and once more where outputs
-    lie otherwise."""
+def _plan(eqn: JaxprEqn, ins: Sequence[ShardLayout], write: Write) -> LoopPlan:
+    """Rewrite the bodies of an equation until the layouts of carried values settle."""
     wires = wiring(eqn)
-    taken: dict[int, list[Placed]] = {}
+    body_ins: dict[int, list[ShardLayout]] = {}
 
-    def run(number: int, body: Any, layouts: list[Placed]) -> tuple[WrittenBody, Sequence[Placed]]:
-        taken[number] = _whole_or_open(layouts)
-        found = write(body, taken[number], None, len(wires.carried) if wires.outs[number] else 0)
+    def run(
+        number: int, body: Any, layouts: list[ShardLayout]
+    ) -> tuple[WrittenBody, Sequence[ShardLayout]]:
+        body_ins[number] = _drop_closed(layouts)
+        found = write(body, body_ins[number], None, len(wires.carried) if wires.outs[number] else 0)
         return found, found.outs
 
-    join = _join if eqn.primitive.name == COND else _join_turns
-    layouts = ForwardAnalysis[Placed](
+    join = _join if eqn.primitive.name == COND else _join_iterations
+    layouts = ForwardAnalysis[ShardLayout](
         join, lambda eqn, ins: None, lambda aval, value: SHARED, _inside, _stack
     )
     start = [x if i in wires.carried else rows_only(x) for i, x in enumerate(ins)]
     entered = enter(layouts, eqn, start, run)
     written: list[WrittenBody] = []
     for k, found in entered.bodies.items():
-        # every shard takes the same turns
-        ends = [SHARED] if wires.outs[k] is None else _whole_or_open(entered.ends[k])
+        # shards must run the same iterations, or collectives in the body would wait forever
+        ends = [SHARED] if wires.outs[k] is None else _drop_closed(entered.ends[k])
         added = len(wires.carried) if wires.outs[k] else 0
         written.append(
-            found if list(found.outs) == ends else write(bodies(eqn)[k], taken[k], ends, added)
+            found if list(found.outs) == ends else write(bodies(eqn)[k], body_ins[k], ends, added)
         )
     return LoopPlan(
-        tuple(_whole_or_open(entered.operands)), tuple(_whole_or_open(entered.outs)), tuple(written)
+        tuple(_drop_closed(entered.operands)), tuple(_drop_closed(entered.outs)), tuple(written)
     )
 
 
-# -- layouts that settle ---------------------------------------------------------------------------
+# -- joins of layouts ------------------------------------------------------------------------------
 
 
 class _Closed(Shared):
-    """A carried value that a turn reads whole: it is a partial sum in no turn."""
+    """Layout of a carried value that an iteration reads in full: never a partial sum."""
 
 
 _CLOSED: Final = _Closed()
 
 
-def _whole_or_open(layouts: Sequence[Placed]) -> list[Placed]:
+def _drop_closed(layouts: Sequence[ShardLayout]) -> list[ShardLayout]:
     return [SHARED if x is _CLOSED else x for x in layouts]
 
 
-def _join(one: Placed, other: Placed) -> Placed:
-    """Return the layout of a value that has one of two: cut if either is, else a sum if either is
+def _join(one: ShardLayout, other: ShardLayout) -> ShardLayout:
+    """Return the common layout: sharded if either is sharded, else a partial sum if either is
     one."""
     both = (one, other)
     rows = [x for x in both if isinstance(x, RowAxis)]
     return rows[0] if rows else PARTIAL if any(isinstance(x, Partial) for x in both) else SHARED
 
 
-def _join_turns(carried: Placed, made: Placed) -> Placed:
-    """Return the layout of a carried value whose layout changes in a turn."""
-    is_whole = carried is _CLOSED or (
-        isinstance(carried, Partial) and not isinstance(made, Partial)
+def _join_iterations(carried: ShardLayout, after: ShardLayout) -> ShardLayout:
+    """Return the layout of a carried value whose layout changes in an iteration."""
+    is_closed = carried is _CLOSED or (
+        isinstance(carried, Partial) and not isinstance(after, Partial)
     )
-    return _CLOSED if is_whole and not isinstance(made, RowAxis) else _join(carried, made)
+    return _CLOSED if is_closed and not isinstance(after, RowAxis) else _join(carried, after)
 
 
-def _inside(x: Placed) -> Placed:
-    """Return the layout of a turn's slice; a stack that is cut along the turns is whole."""
+def _inside(x: ShardLayout) -> ShardLayout:
+    """Return the layout of an iteration's slice; a stack sharded along iterations is replicated."""
     return _moved(x, -1) if isinstance(x, RowAxis) and x.axis else SHARED
 
 
-def _stack(x: Placed) -> Placed:
+def _stack(x: ShardLayout) -> ShardLayout:
     return _moved(x, 1) if isinstance(x, RowAxis) else x
 
 

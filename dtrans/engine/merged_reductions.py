@@ -1,4 +1,4 @@
-"""Independent all-reduces merged into one: a round of communication costs more than its bytes."""
+"""Merging of independent all-reduces: a round of communication costs more than its bytes."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def merge_reductions(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
                 b.keep(eqn, read_from(found, eqn.invars))
         for params, eqns in waiting.items():
             terms = read_from(found, [a for e in eqns for a in e.invars])
-            made = b.bind(all_reduce_p, *terms, **dict(params))
-            found.update(zip((v for e in eqns for v in e.outvars), made, strict=True))
+            reduced = b.bind(all_reduce_p, *terms, **dict(params))
+            found.update(zip((v for e in eqns for v in e.outvars), reduced, strict=True))
     return b.build(read_from(found, inner.outvars))
 
 

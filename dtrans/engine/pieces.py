@@ -1,5 +1,7 @@
-"""Where a shard's pieces are: one program is written for all shards, and only `trainer_index` tells
-them apart."""
+"""Offsets of a shard's pieces.
+
+One program serves all shards: only `trainer_index` differs between them.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from dtrans._jax import Atom, ShapedArray, Var
-from dtrans.engine.array_fns import kept, kept_slots, of_shard
+from dtrans.engine.array_fns import row_of_shard, select_before, select_slots
 from dtrans.engine.layout import Shards
 from dtrans.ir.array_fns import times
 from dtrans.ir.builder import Builder
@@ -23,15 +25,15 @@ _INDEX = ShapedArray((), np.dtype(np.int32))
 
 
 class Pieces:
-    """The pieces of one shard, in one program or body of a loop.
+    """Pieces of one shard, in one program or body of a loop.
 
     Args:
-      b: writes it.
-      shards: of whom it is one.
+      b: builder of the program.
+      shards: number and mesh axes of the shards.
 
     Attributes:
-      takes_index: if the number of the shard is the first operand where it is read, and not an
-        equation.
+      takes_index: True if the shard's index becomes the first operand of the program once it is
+        read, instead of an equation.
     """
 
     def __init__(self, b: Builder, shards: Shards) -> None:
@@ -40,12 +42,11 @@ class Pieces:
         self._starts: dict[tuple[int, RowOrder | None], Start] = {}
         self.takes_index = False
         self._index: Atom | None = None
-        self._rows: dict[
-            tuple[Any, bytes], Atom
-        ] = {}  # of tables, by their shapes, types and entries
+        # rows of tables, by the shapes, types and entries of the tables
+        self._rows: dict[tuple[Any, bytes], Atom] = {}
 
     def index(self) -> Atom:
-        """The number of the shard."""
+        """Return the shard's index."""
         if self._index is None and self.takes_index:
             self._index = Var(_INDEX)
             self.b.invars.insert(0, self._index)
@@ -61,28 +62,27 @@ class Pieces:
 
     @contextlib.contextmanager
     def _for_all(self) -> Iterator[None]:
-        """Write what every equation may read: it comes from no line, and from no derivative."""
+        """Write equations without a source line: any equation may read them."""
         source, self.b.source = self.b.source, None
         yield
         self.b.source = source
 
     def of(self, size: int, row: RowAxis) -> Slice:
-        """The piece of a dimension of `size` entries; what is behind them is padding."""
+        """Return the piece of a dimension with `size` entries; entries after them are padding."""
         local, order = self.shards.local(size, row), row.order
         if (local, order) not in self._starts:
 
             def write(b: Builder) -> Atom:
                 if order is not None:
-                    return self.own_row(np.maximum(self.shards.entries(size, row), 0))
+                    return self.shard_row(np.maximum(self.shards.entries(size, row), 0))
                 with self._for_all():
                     return b.call(times(local), self.index())[0]
 
-            self._starts[local, order] = Start(write, self.shards.whole(size, row))
+            self._starts[local, order] = Start(write, self.shards.padded_size(size, row))
         return Slice(row.axis, self._starts[local, order], local)
 
-    def own_row(self, table: np.ndarray) -> Atom:
-        """Return the row of a table that has one row for each shard; numbers become 32 bits
-        wide."""
+    def shard_row(self, table: np.ndarray) -> Atom:
+        """Return this shard's row of a table with one row per shard; integers become 32 bits."""
         table = table if table.dtype == bool else table.astype(np.int32)
         key = (table.shape, table.dtype), table.tobytes()
         if key not in self._rows:
@@ -90,22 +90,24 @@ class Pieces:
                 if (table == table[0]).all():
                     self._rows[key] = self.b.constant(table[0])
                 else:
-                    (self._rows[key],) = self.b.call(of_shard, self.b.constant(table), self.index())
+                    (self._rows[key],) = self.b.call(
+                        row_of_shard, self.b.constant(table), self.index()
+                    )
         return self._rows[key]
 
     def start(self, size: int, row: RowAxis) -> Atom:
-        """Return the first entry of a piece. A piece in another order has no such entry."""
+        """Return the first entry of a piece, which must be in sequence."""
         assert row.order is None
         start = self.of(size, row).start
         assert isinstance(start, Start)
         return start.value(self.b)
 
     def without_padding(self, piece: Atom, size: int, row: RowAxis, op: str) -> Atom:
-        """A piece with what changes nothing in a reduction in the place of padding."""
+        """Replace padding in a piece by the identity of a reduction."""
         if not self.shards.pads(size, row):
             return piece
         (nothing,) = self.b.call(identity_of(op, piece.aval.shape, piece.aval.dtype))
         if row.order is not None:
-            real = self.own_row(self.shards.entries(size, row) >= 0)
-            return self.b.call(kept_slots(row.axis), piece, real, nothing)[0]
-        return self.b.call(kept(row.axis, size), piece, self.start(size, row), nothing)[0]
+            real = self.shard_row(self.shards.entries(size, row) >= 0)
+            return self.b.call(select_slots(row.axis), piece, real, nothing)[0]
+        return self.b.call(select_before(row.axis, size), piece, self.start(size, row), nothing)[0]

@@ -1,11 +1,11 @@
-"""Rules for equations that move entries along the dimension that is cut.
+"""Rules for equations that move entries along the sharded dimension.
 
-A concatenation, a strided slice, padding or a reversal leaves every entry with the shard that has
-it. Only the order of the result is another (`dtrans.rows.layout.RowOrder`), and sums over it need
-no exchange. Each shard picks the entries that it has from its own piece, into slots: those of a
-layout that is known already, where it has all of them, so that values meet in one layout again.
+A concatenation, a strided slice, padding or a reversal leaves every entry on its shard: only the
+order of the result changes (`dtrans.rows.layout.RowOrder`), and sums over it need no communication.
+Each shard selects the entries of its piece into slots. Slots of a known layout are used if they
+fit, so that values with equal layouts meet again.
 
-Such a result can be dearer than whole operands, if something reads all of it later.
+Such a result can cost more than full operands, if something gathers it later.
 `dtrans.engine.writer.written` compares both.
 """
 
@@ -28,13 +28,13 @@ Ins = Sequence[Shared | RowAxis]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Move:
-    """Entries of a piece, in new slots along an axis.
+    """Selection of entries of a piece into new slots along an axis.
 
     Attributes:
       axis: the axis.
-      slots: for each shard, the entry of its piece in each new slot: [count, local].
-      filled: the slots with the padding value of the equation instead, in the same way; None for
-        none.
+      slots: for each shard and slot, the position in its piece: [count, local].
+      filled: mask of slots that take the padding value of the equation: [count, local]; None if
+        there are none.
     """
 
     axis: int
@@ -42,20 +42,20 @@ class Move:
     filled: np.ndarray | None = None
 
     def keeps(self, local: int) -> bool:
-        """Return True if all entries of pieces with so many stay where they are."""
+        """Return True if all entries of pieces with `local` entries stay in place."""
         return self.slots.shape[1] == local and bool((self.slots == np.arange(local)).all())
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowMoves:
-    """An equation that moves entries along the dimension that is cut.
+    """Layouts and moves of an equation that moves entries along the sharded dimension.
 
     Attributes:
-      operands: the layouts that operands are read in.
-      outs: the layouts of outputs.
-      params: parameters of the equation on pieces that keeps all entries along the axis; None if
-        there is no such equation, and outputs are the first operand.
-      moves: behind that equation, for each output.
+      operands: layouts in which operands are read.
+      outs: layouts of outputs.
+      params: parameters of the equation on pieces, which keeps all entries along the axis. None if
+        no equation is needed: outputs start from the first operand.
+      moves: moves after that equation, one for each output.
     """
 
     operands: tuple[RowAxis | None, ...]
@@ -65,10 +65,13 @@ class RowMoves:
 
 
 def moves_of(eqn: JaxprEqn, ins: Ins, shards: Shards, known: Sequence[RowAxis]) -> RowMoves | None:
-    """Return how shards move entries; None for equations that keep all of them, or mix them.
+    """Return how shards move entries; None for equations that do not move them, or mix them.
 
     Args:
-      known: layouts with an order that values have already.
+      eqn: the equation.
+      ins: layouts of its operands.
+      shards: number and mesh axes of the shards.
+      known: layouts with an order that other values have.
     """
     rule = RULES.get(eqn.primitive.name)
     row = next((x for x in ins if isinstance(x, RowAxis)), None)
@@ -81,36 +84,35 @@ def moves_of(eqn: JaxprEqn, ins: Ins, shards: Shards, known: Sequence[RowAxis]) 
 
 
 class _NoEntriesError(Exception):
-    """A shard has slots, and no entry to put there."""
+    """Internal signal: a shard has slots, but no real entry to fill them with."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    """The shards, the layouts that values have already, and the axis that is cut."""
+    """Shards, known layouts, and the sharded axis."""
 
     shards: Shards
     known: Sequence[RowAxis]
     axis: int
 
-    def arranged(
+    def arrange(
         self, size: int, entries: np.ndarray, everywhere: np.ndarray | None = None
     ) -> tuple[RowAxis, Move]:
-        """Return a layout of entries that shards have, and the move into its slots.
+        """Return a layout of the entries that shards have, and the move into its slots.
 
         Args:
-          size: how many entries there are.
-          entries: their numbers in the pieces of shards: [count, local], with -1 for others.
-          everywhere: a mask of the entries that every shard can make; those of others are in
-            `entries`.
+          size: number of entries.
+          entries: their indices in the pieces of shards: [count, local], with -1 for others.
+          everywhere: mask of entries that every shard can make; `entries` has the others.
         """
         free = np.zeros(size, bool) if everywhere is None else everywhere
         targets = [self.shards.entries(size, cut_along(self.axis))]
         targets += [self.shards.entries(size, row) for row in self._known(size)]
         for target in targets:
-            if all(_has(own, target[i], free) for i, own in enumerate(entries)):
+            if all(_has(local_entries, target[i], free) for i, local_entries in enumerate(entries)):
                 break
         else:
-            target = _together(entries, np.flatnonzero(free))
+            target = _pack(entries, np.flatnonzero(free))
         if self.shards.finite_padding and any(map(_has_padding_only, entries, target)):
             raise _NoEntriesError
         return self.shards.ordered(self.axis, size, target), self._move(size, entries, target, free)
@@ -124,13 +126,13 @@ class _Rows:
 
     def _move(self, size: int, entries: np.ndarray, target: np.ndarray, free: np.ndarray) -> Move:
         slots = np.full(target.shape, -1)
-        for i, own in enumerate(entries):
-            place = np.full(size + 1, -1)  # the last is that of padding
-            place[np.where(own < 0, size, own)] = np.arange(len(own))
+        for i, local_entries in enumerate(entries):
+            place = np.full(size + 1, -1)  # the last place stands for padding
+            place[np.where(local_entries < 0, size, local_entries)] = np.arange(len(local_entries))
             place[size] = -1
             slots[i] = place[np.where(target[i] < 0, size, target[i])]
-        # slots that are not looked at hold entries that are: what is dropped may have no finite
-        # derivative. As on other shards if that is one, so that all can do the same.
+        # Padding repeats real entries, whose derivatives are finite. The position on other shards
+        # is preferred: equal slots on all shards become one static slice.
         shape = slots.shape
         like_others = np.broadcast_to(np.maximum(slots.max(axis=0), 0), shape)
         first = np.broadcast_to(np.argmax(entries >= 0, axis=1)[:, None], shape)
@@ -141,25 +143,25 @@ class _Rows:
         )
 
 
-def _has_padding_only(own: np.ndarray, target: np.ndarray) -> bool:
-    return bool((own < 0).all() and (target < 0).any())
+def _has_padding_only(local_entries: np.ndarray, target: np.ndarray) -> bool:
+    return bool((local_entries < 0).all() and (target < 0).any())
 
 
-def _has(own: np.ndarray, target: np.ndarray, free: np.ndarray) -> bool:
+def _has(local_entries: np.ndarray, target: np.ndarray, free: np.ndarray) -> bool:
     """Return True if a shard has, or can make, all entries of its slots."""
     wanted = target[target >= 0]
-    return bool(np.isin(wanted[~free[wanted]], own).all())
+    return bool(np.isin(wanted[~free[wanted]], local_entries).all())
 
 
-def _together(entries: np.ndarray, free: np.ndarray) -> np.ndarray:
-    """Return slots with the entries of each shard, and with a share of those that every shard can
+def _pack(entries: np.ndarray, free: np.ndarray) -> np.ndarray:
+    """Return slots with each shard's entries, and an equal part of those that any shard can
     make."""
-    rows = [own[own >= 0] for own in entries]
+    rows = [local_entries[local_entries >= 0] for local_entries in entries]
     local = max(-(-(sum(map(len, rows)) + len(free)) // len(rows)), *map(len, rows))
     found = np.full((len(rows), local), -1)
-    for slots, own in zip(found, rows, strict=True):
-        more, free = np.split(free, [min(local - len(own), len(free))])
-        slots[: len(own) + len(more)] = [*own, *more]
+    for slots, local_entries in zip(found, rows, strict=True):
+        more, free = np.split(free, [min(local - len(local_entries), len(free))])
+        slots[: len(local_entries) + len(more)] = [*local_entries, *more]
     return found
 
 
@@ -174,8 +176,8 @@ def _slice(eqn: JaxprEqn, ins: Ins, rows: _Rows) -> RowMoves | None:
     entries = rows.shards.entries(x.aval.shape[axis], row)
     begin, step = int(begins[axis]), int(steps[axis])
     new, rest = np.divmod(entries - begin, step)
-    is_kept = (entries >= begin) & (entries < ends[axis]) & (rest == 0)
-    to, move = rows.arranged(out.aval.shape[axis], np.where(is_kept, new, -1))
+    is_selected = (entries >= begin) & (entries < ends[axis]) & (rest == 0)
+    to, move = rows.arrange(out.aval.shape[axis], np.where(is_selected, new, -1))
     begins[axis], ends[axis], steps[axis] = 0, entries.shape[1], 1
     params = dict(zip(_SLICE, map(tuple, (begins, ends, steps)), strict=True))
     is_all = all(
@@ -196,8 +198,8 @@ def _split(eqn: JaxprEqn, ins: Ins, rows: _Rows) -> RowMoves | None:
     entries = rows.shards.entries(eqn.invars[0].aval.shape[rows.axis], row)
     outs, moves, begin = [], [], 0
     for size in map(int, eqn.params["sizes"]):
-        is_kept = (entries >= begin) & (entries < begin + size)
-        to, move = rows.arranged(size, np.where(is_kept, entries - begin, -1))
+        is_selected = (entries >= begin) & (entries < begin + size)
+        to, move = rows.arrange(size, np.where(is_selected, entries - begin, -1))
         outs.append(to)
         moves.append(move)
         begin += size
@@ -210,13 +212,13 @@ def _rev(eqn: JaxprEqn, ins: Ins, rows: _Rows) -> RowMoves | None:
         return None
     size = eqn.invars[0].aval.shape[rows.axis]
     entries = rows.shards.entries(size, row)
-    to, move = rows.arranged(size, np.where(entries < 0, -1, size - 1 - entries))
+    to, move = rows.arrange(size, np.where(entries < 0, -1, size - 1 - entries))
     others = tuple(d for d in eqn.params["dimensions"] if d != rows.axis)
     return RowMoves((row,), (to,), (lambda _: {"dimensions": others}) if others else None, (move,))
 
 
 def _concatenate(eqn: JaxprEqn, ins: Ins, rows: _Rows) -> RowMoves | None:
-    """Operands that all shards have are cut as well."""
+    """Shard replicated operands as well, and concatenate pieces."""
     if eqn.params["dimension"] != rows.axis or any(
         isinstance(x, RowAxis) and x.axis != rows.axis for x in ins
     ):
@@ -225,11 +227,11 @@ def _concatenate(eqn: JaxprEqn, ins: Ins, rows: _Rows) -> RowMoves | None:
     for a, x in zip(eqn.invars, ins, strict=True):
         size = a.aval.shape[rows.axis]
         row = x if isinstance(x, RowAxis) else cut_along(rows.axis)
-        own = rows.shards.entries(size, row)
-        entries.append(np.where(own < 0, -1, own + begin))
+        local_entries = rows.shards.entries(size, row)
+        entries.append(np.where(local_entries < 0, -1, local_entries + begin))
         operands.append(row)
         begin += size
-    to, move = rows.arranged(begin, np.concatenate(entries, axis=1))
+    to, move = rows.arrange(begin, np.concatenate(entries, axis=1))
     return RowMoves(tuple(operands), (to,), lambda _: {}, (move,))
 
 
@@ -238,14 +240,16 @@ def _tile(eqn: JaxprEqn, ins: Ins, rows: _Rows) -> RowMoves | None:
     if not isinstance(row, RowAxis) or len(reps) != eqn.invars[0].aval.ndim:
         return None
     size = eqn.invars[0].aval.shape[row.axis]
-    own = rows.shards.entries(size, row)
-    entries = [np.where(own < 0, -1, own + i * size) for i in range(reps[row.axis])]
-    to, move = rows.arranged(size * len(entries), np.concatenate(entries, axis=1))
+    local_entries = rows.shards.entries(size, row)
+    entries = [
+        np.where(local_entries < 0, -1, local_entries + i * size) for i in range(reps[row.axis])
+    ]
+    to, move = rows.arrange(size * len(entries), np.concatenate(entries, axis=1))
     return RowMoves((row,), (to,), lambda _: {}, (move,))
 
 
 def _pad(eqn: JaxprEqn, ins: Ins, rows: _Rows) -> RowMoves | None:
-    """Every shard has the padding value."""
+    """Pad on every shard: the padding value is replicated."""
     row, value = ins
     if not isinstance(row, RowAxis) or value is not SHARED:
         return None
@@ -253,12 +257,12 @@ def _pad(eqn: JaxprEqn, ins: Ins, rows: _Rows) -> RowMoves | None:
     config = [tuple(map(int, of)) for of in eqn.params["padding_config"]]
     low, _, between = config[axis]
     size = out.aval.shape[axis]
-    own = rows.shards.entries(x.aval.shape[axis], row)
-    new = own * (between + 1) + low
-    entries = np.where((own >= 0) & (new >= 0) & (new < size), new, -1)
+    local_entries = rows.shards.entries(x.aval.shape[axis], row)
+    new = local_entries * (between + 1) + low
+    entries = np.where((local_entries >= 0) & (new >= 0) & (new < size), new, -1)
     everywhere = np.ones(size, bool)
     everywhere[entries[entries >= 0]] = False
-    to, move = rows.arranged(size, entries, everywhere)
+    to, move = rows.arrange(size, entries, everywhere)
     config[axis] = (0, 0, 0)
     return RowMoves((row, None), (to,), lambda _: {"padding_config": tuple(config)}, (move,))
 
@@ -276,11 +280,10 @@ RULES: Mapping[str, Callable[[JaxprEqn, Ins, _Rows], RowMoves | None]] = {
 # -- reshapes --------------------------------------------------------------------------------------
 
 
-def regrouped(eqn: JaxprEqn, row: RowAxis, shards: Shards) -> RowAxis | None:
-    """Return the layout of a reshape that merges the rows with axes before them, or takes them
-    apart again.
+def regroup(eqn: JaxprEqn, row: RowAxis, shards: Shards) -> RowAxis | None:
+    """Return the layout of a reshape that merges the rows with earlier axes, or splits them.
 
-    Each shard reshapes its own piece. None if it would have to send entries.
+    Each shard reshapes its own piece. None if entries would change shards.
     """
     old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     entries = shards.entries(old[row.axis], row)
@@ -289,9 +292,9 @@ def regrouped(eqn: JaxprEqn, row: RowAxis, shards: Shards) -> RowAxis | None:
         if not before or not after or max(before, after) % min(before, after):
             continue
         if before > after:
-            found = _merged(entries, old[row.axis], before // after, new[axis])
+            found = _merge_axes(entries, old[row.axis], before // after, new[axis])
         elif after > before:
-            found = _taken_apart(entries, old[row.axis], after // before, new[axis])
+            found = _split_copies(entries, old[row.axis], after // before, new[axis])
         else:
             continue
         if found is not None:
@@ -299,19 +302,20 @@ def regrouped(eqn: JaxprEqn, row: RowAxis, shards: Shards) -> RowAxis | None:
     return None
 
 
-def _merged(entries: np.ndarray, size: int, times: int, new: int) -> np.ndarray | None:
-    """Return the entries of an axis that has the rows `times` times, and perhaps the axes behind
-    them."""
+def _merge_axes(entries: np.ndarray, size: int, times: int, new: int) -> np.ndarray | None:
+    """Return the entries of an axis that repeats the rows `times` times, with axes behind them."""
     if new % (times * size):
         return None
     begins = np.arange(times)[:, None] * size
-    all_of = [np.where(own < 0, -1, own + begins).reshape(-1) for own in entries]
+    all_of = [
+        np.where(local_entries < 0, -1, local_entries + begins).reshape(-1)
+        for local_entries in entries
+    ]
     return _wider(np.stack(all_of), new // (times * size))
 
 
-def _taken_apart(entries: np.ndarray, size: int, times: int, new: int) -> np.ndarray | None:
-    """Return the entries of an axis that the rows repeat `times` times; None if copies are cut
-    differently."""
+def _split_copies(entries: np.ndarray, size: int, times: int, new: int) -> np.ndarray | None:
+    """Return the entries of one of `times` copies of the rows; None if copies differ."""
     shards, local = entries.shape
     if size % times or local % times:
         return None
@@ -327,12 +331,12 @@ def _taken_apart(entries: np.ndarray, size: int, times: int, new: int) -> np.nda
         return None
     runs = within[:, 0].reshape(shards, -1, width)
     first = runs[..., :1]
-    whole = np.where(first < 0, -1, first + np.arange(width))
-    is_run = (runs == whole).all() and (np.maximum(first, 0) % width == 0).all()
+    full_runs = np.where(first < 0, -1, first + np.arange(width))
+    is_run = (runs == full_runs).all() and (np.maximum(first, 0) % width == 0).all()
     return np.where(first < 0, -1, first // width)[..., 0] if is_run else None
 
 
 def _wider(entries: np.ndarray, width: int) -> np.ndarray:
-    """Return the entries of an axis each of whose runs of `width` was one entry."""
+    """Return the entries of an axis in which each entry became a run of `width`."""
     wide = np.where(entries[..., None] < 0, -1, entries[..., None] * width + np.arange(width))
     return wide.reshape(len(entries), -1)

@@ -1,15 +1,14 @@
-"""What each primitive does to values that are cut over shards, and the cheapest of the ways to
-carry it out.
+"""Strategies to run a primitive on sharded values, and the choice of the cheapest.
 
-A rule looks at an equation whose operands are whole or cut, and answers with a `Way`: as what every
-operand is read, how its outputs lie, and by which reduction the parts of all shards become one.
-Most rules are those of the row analysis (`dtrans.rows.rules`): entries of a dimension that is cut
-are rows. Here is what shards do besides: gathers that pick entries where the cut is, and their
-transposes; the position of the largest entry; convolutions; reshapes.
+A rule takes an equation whose operands are replicated or sharded, and returns a `Strategy`: the
+layout in which each operand is read, the layouts of outputs, and the reduction over shards. Most
+rules come from the row analysis (`dtrans.rows.rules`): entries of the sharded dimension are rows.
+This module adds gathers and scatters along the sharded dimension, argmax, convolutions and
+reshapes.
 
-Operands that are cut in ways that do not fit leave a choice: each of them may stay as it is while
-the others follow, or all are made whole. `choose` takes what moves the fewest bytes, and gathers no
-input of the program where there is another way: inputs are cut because they are large.
+If the layouts of operands conflict, each of them may stay while the others follow, or all are
+gathered. `choose` takes the strategy that moves the fewest bytes. It gathers inputs of the program
+only as a last resort: inputs are sharded because they are large.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ import numpy as np
 from jax.lax import GatherScatterMode as Mode
 
 from dtrans._jax import JaxprEqn, warn_if_unknown
-from dtrans.engine.layout import Partial, Placed, Shards, cut_along, nbytes, rows_only
-from dtrans.engine.row_moves import RowMoves, moves_of, regrouped
+from dtrans.engine.layout import Partial, ShardLayout, Shards, cut_along, nbytes, rows_only
+from dtrans.engine.row_moves import RowMoves, moves_of, regroup
 from dtrans.rows.layout import SHARED, RowAxis, Shared
 from dtrans.rows.rules import step_of
 
@@ -32,19 +31,19 @@ Ins = Sequence[Shared | RowAxis]
 
 
 @dataclasses.dataclass(frozen=True)
-class Way:
-    """How an equation is carried out on a shard.
+class Strategy:
+    """One way to run an equation on a shard.
 
     Attributes:
-      operands: for each operand, the cut that it is read in; None for one that is read whole.
-      outs: how each output lies; where there is a reduction, once it is done.
-      reduce: the operation that makes the parts of all shards one; "" where there are no parts.
-      params: parameters that depend on shapes, from the types of its outputs on a shard.
-      write: what writes it, where that is not the equation itself on other operands: a name in
-        `dtrans.engine.writer._WRITE`.
-      at: what `write` has to know: the component of an index, or the like.
-      sends: bytes that it moves beside its reduction.
-      moves: how entries are moved along the dimension that is cut, where `write` is "move".
+      operands: layout in which each operand is read; None for a full value.
+      outs: layout of each output, after the reduction if there is one.
+      reduce: operation that reduces over shards; "" if there is none.
+      params: parameters that depend on shapes, as a function of the output types on a shard.
+      write: name in `dtrans.engine.writer._WRITE` if other equations replace this one; "" if the
+        equation itself runs on the operands.
+      at: an argument of `write`: the component of an index, or the like.
+      sends: bytes that it moves in addition to its reduction.
+      moves: moves of entries along the sharded dimension, if `write` is "move".
     """
 
     operands: tuple[RowAxis | None, ...]
@@ -59,15 +58,15 @@ class Way:
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """What is known of an operand, for the choice of a way.
+    """Facts about an operand, for the choice of a strategy.
 
     Attributes:
-      layout: how it lies.
-      is_input: whether it is an input of the program that is cut, or holds the same numbers.
-      has: whether it is there already, read in some cut, or whole.
+      layout: its layout.
+      is_input: True for a sharded input of the program, or a value with the same numbers.
+      has: returns True if the value already exists in a layout; None asks for the full value.
     """
 
-    layout: Placed
+    layout: ShardLayout
     is_input: bool = False
     has: Callable[[RowAxis | None], bool] = lambda row: False
 
@@ -78,32 +77,35 @@ def choose(
     shards: Shards,
     as_term: bool = False,
     known: Sequence[RowAxis] | None = None,
-) -> Way:
-    """The way to carry out an equation some of whose operands are cut, or sums.
+) -> Strategy:
+    """Return the cheapest strategy for an equation with operands that are sharded or partial sums.
 
     Args:
-      as_term: terms of what it makes are enough: to add them up costs nothing here.
-      known: layouts with an order that values have already; None if values may have no order.
+      eqn: the equation.
+      operands: facts about its operands.
+      shards: number and mesh axes of the shards.
+      as_term: True if its output may stay a partial sum: reducing it costs nothing here.
+      known: layouts with an order that other values have; None if values must stay in sequence.
     """
     rows = [rows_only(x.layout) for x in operands]
     cost = lambda way: _cost(eqn, operands, way, shards, as_term)
-    natural = way_of(eqn, rows, shards, known)
+    natural = strategy_of(eqn, rows, shards, known)
     if natural is not None and cost(natural) == (0, 0):
         return natural
     ways = [natural]
     for i, x in enumerate(rows):
         if isinstance(x, RowAxis):
             ways.append(
-                way_of(eqn, [x if i == j else SHARED for j in range(len(rows))], shards, known)
+                strategy_of(eqn, [x if i == j else SHARED for j in range(len(rows))], shards, known)
             )
-    ways.append(Way((None,) * len(rows), (SHARED,) * len(eqn.outvars)))
+    ways.append(Strategy((None,) * len(rows), (SHARED,) * len(eqn.outvars)))
     return min((w for w in ways if w is not None), key=cost)
 
 
 def _cost(
-    eqn: JaxprEqn, operands: Sequence[Operand], way: Way, shards: Shards, as_term: bool
+    eqn: JaxprEqn, operands: Sequence[Operand], way: Strategy, shards: Shards, as_term: bool
 ) -> tuple[float, float]:
-    """Bytes of inputs that are gathered, and bytes that are moved."""
+    """Return the bytes of inputs that are gathered, and the bytes that are moved."""
     gathered, moved = 0.0, float(way.sends)
     for a, operand, row in zip(eqn.invars, operands, way.operands, strict=True):
         had, size = operand.layout, nbytes(a.aval)
@@ -120,13 +122,15 @@ def _cost(
     return gathered, moved
 
 
-def way_of(
+def strategy_of(
     eqn: JaxprEqn, ins: Ins, shards: Shards, known: Sequence[RowAxis] | None = None
-) -> Way | None:
-    """Return the way that the operands' cuts lead to; None if they do not fit, or pieces are not
-    enough.
+) -> Strategy | None:
+    """Return the strategy that follows from the operands' layouts; None if they conflict.
 
     Args:
+      eqn: the equation.
+      ins: layouts of its operands.
+      shards: number and mesh axes of the shards.
       known: as in `choose`.
     """
     if not any(isinstance(x, RowAxis) for x in ins):
@@ -146,19 +150,18 @@ def way_of(
 # -- rules ---------------------------------------------------------------------------------------
 
 
-def _as_rows(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Way | None:
-    """As the row analysis has it."""
+def _as_rows(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
+    """Apply the rule of the row analysis."""
     step = step_of(eqn, ins)
     if step is None:
-        warn_if_unknown(eqn, "is treated as mixing rows: what it reads is gathered")
+        warn_if_unknown(eqn, "is treated as mixing rows: its operands are gathered")
         return None
-    return Way(step.operands, tuple(x if isinstance(x, RowAxis) else SHARED for x in step.outs),
-               step.reduce or "", step.params)  # fmt: skip
+    outs = tuple(x if isinstance(x, RowAxis) else SHARED for x in step.outs)
+    return Strategy(step.operands, outs, step.reduce or "", step.params)
 
 
-def _reshape(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Way | None:
-    """Without padding, what counts are as many runs as there are shards; with it, the entries
-    themselves."""
+def _reshape(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
+    """Reshape runs of entries: without padding, one run for each shard."""
     (row,) = ins[:1]
     if not isinstance(row, RowAxis) or not isinstance(eqn.invars[0].aval.dtype, np.dtype):
         return None
@@ -168,26 +171,28 @@ def _reshape(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Way | None:
     return _as_rows(eqn, [wide], shards)
 
 
-def _moved(eqn: JaxprEqn, ins: Ins, shards: Shards, known: Sequence[RowAxis]) -> Way | None:
-    """Entries change their places along the dimension that is cut, and stay with their shards."""
+def _moved(eqn: JaxprEqn, ins: Ins, shards: Shards, known: Sequence[RowAxis]) -> Strategy | None:
+    """Move entries along the sharded dimension; they stay on their shards."""
     if eqn.primitive.name == "reshape":
         (row,) = ins
         assert isinstance(row, RowAxis)
-        to = regrouped(eqn, row, shards) if eqn.params["dimensions"] is None else None
+        to = regroup(eqn, row, shards) if eqn.params["dimensions"] is None else None
         return (
             None
             if to is None
-            else Way((row,), (to,), params=lambda outs: {"new_sizes": outs[0].shape})
+            else Strategy((row,), (to,), params=lambda outs: {"new_sizes": outs[0].shape})
         )
     found = moves_of(eqn, ins, shards, known)
-    return None if found is None else Way(found.operands, found.outs, write="move", moves=found)
+    return (
+        None if found is None else Strategy(found.operands, found.outs, write="move", moves=found)
+    )
 
 
-def _each_its_own(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Way | None:
-    return Way(tuple(x if isinstance(x, RowAxis) else None for x in ins), tuple(ins))
+def _keep_layouts(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
+    return Strategy(tuple(x if isinstance(x, RowAxis) else None for x in ins), tuple(ins))
 
 
-def _arg_reduce(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Way | None:
+def _arg_reduce(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
     (row,), (x,) = ins, eqn.invars
     if not isinstance(row, RowAxis) or eqn.params["axes"] != (row.axis,):
         return _as_rows(eqn, ins, shards)
@@ -195,18 +200,20 @@ def _arg_reduce(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Way | None:
         return None
     (out,) = eqn.outvars
     sends = 2 * out.aval.size * (4 + nbytes(x.aval) / x.aval.size)
-    return Way((row,), (SHARED,), write="arg_reduce", sends=sends)
+    return Strategy((row,), (SHARED,), write="arg_reduce", sends=sends)
 
 
-def _gather(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Way | None:
-    """Picks entries where the cut is; takes slices of other dimensions; or has indices that are
-    cut."""
+def _gather(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
+    """Return the strategy of a gather.
+
+    The sharded dimension is one of single entries that are selected, one that slices keep in full,
+    or one of the indices.
+    """
     (x, indices), (found, of) = (a.aval for a in eqn.invars), ins
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     out = eqn.outvars[0].aval
-    batch = [
-        d for d in range(out.ndim) if d not in numbers.offset_dims
-    ]  # those of the indices, but for the last
+    # dimensions of the indices, but for the last
+    batch = [d for d in range(out.ndim) if d not in numbers.offset_dims]
     if isinstance(of, RowAxis):
         if of.axis == indices.ndim - 1:
             return None
@@ -216,34 +223,39 @@ def _gather(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Way | None:
             theirs = dataclasses.replace(of, axis=numbers.operand_batching_dims[at])
         if isinstance(found, RowAxis) and found != theirs:
             return None
-        return Way((theirs, of), (dataclasses.replace(of, axis=batch[of.axis]),))
+        return Strategy((theirs, of), (dataclasses.replace(of, axis=batch[of.axis]),))
     if not isinstance(found, RowAxis):
         return None
     d = found.axis
     if d in numbers.operand_batching_dims:
         at = numbers.start_indices_batching_dims[numbers.operand_batching_dims.index(d)]
-        own = dataclasses.replace(found, axis=at)
-        return Way((found, own), (dataclasses.replace(found, axis=batch[at]),))
+        index_row = dataclasses.replace(found, axis=at)
+        return Strategy((found, index_row), (dataclasses.replace(found, axis=batch[at]),))
     if d in numbers.start_index_map:
         if sizes[d] != 1 or not isinstance(x.dtype, np.dtype) or found.order is not None:
             return None
         add = "or" if x.dtype == np.bool_ else "sum"
-        return Way((found, None), (SHARED,), add, write="pick", at=numbers.start_index_map.index(d))
+        return Strategy(
+            (found, None), (SHARED,), add, write="pick", at=numbers.start_index_map.index(d)
+        )
     if sizes[d] != x.shape[d]:
         return None
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     axis = numbers.offset_dims[[k for k in range(x.ndim) if k not in gone].index(d)]
     local = (*sizes[:d], shards.local(sizes[d], found), *sizes[d + 1 :])
-    return Way(
+    return Strategy(
         (found, None),
         (dataclasses.replace(found, axis=axis),),
         params=lambda _: {"slice_sizes": local},
     )
 
 
-def _scatter(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Way | None:
-    """Into the entries where the cut is; into slices of other dimensions; or with indices that are
-    cut."""
+def _scatter(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
+    """Return the strategy of a scatter.
+
+    The sharded dimension is one of single entries that are written, one that windows cover in full,
+    or one of the indices.
+    """
     x, indices, updates = (a.aval for a in eqn.invars)
     numbers = eqn.params["dimension_numbers"]
     batch = [d for d in range(updates.ndim) if d not in numbers.update_window_dims]
@@ -252,7 +264,7 @@ def _scatter(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Way | None:
     for among, row in enumerate(ins):
         if not isinstance(row, RowAxis):
             continue
-        way: Way | None = None
+        way: Strategy | None = None
         as_ = lambda axis, row=row: dataclasses.replace(row, axis=axis)
         d, k = row.axis, row.axis
         if among == 2 and row.axis in batch:
@@ -267,28 +279,28 @@ def _scatter(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Way | None:
                 and k < indices.ndim - 1
                 and isinstance(x.dtype, np.dtype)
             ):
-                way = Way((None, as_(k), as_(batch[k])), (SHARED,), "sum", write="add_up")
+                way = Strategy((None, as_(k), as_(batch[k])), (SHARED,), "sum", write="add_up")
             return _fits(way, ins)
         if d in numbers.operand_batching_dims:
             k = numbers.scatter_indices_batching_dims[numbers.operand_batching_dims.index(d)]
-            way = Way((as_(d), as_(k), as_(batch[k])), (as_(d),))
+            way = Strategy((as_(d), as_(k), as_(batch[k])), (as_(d),))
         elif d in numbers.inserted_window_dims:
             clips = (
                 eqn.params["mode"] == Mode.CLIP and len(numbers.scatter_dims_to_operand_dims) > 1
             )
             if d in numbers.scatter_dims_to_operand_dims and not clips and row.order is None:
                 at = numbers.scatter_dims_to_operand_dims.index(d)
-                way = Way((as_(d), None, None), (as_(d),), write="put", at=at)
+                way = Strategy((as_(d), None, None), (as_(d),), write="put", at=at)
         elif d not in numbers.scatter_dims_to_operand_dims:
             u = numbers.update_window_dims[window.index(d)]
             if updates.shape[u] == x.shape[d]:
-                way = Way((as_(d), None, as_(u)), (as_(d),))
+                way = Strategy((as_(d), None, as_(u)), (as_(d),))
         return _fits(way, ins)
     return None
 
 
-def _fits(way: Way | None, ins: Ins) -> Way | None:
-    """A way that reads every operand that is cut as it is cut."""
+def _fits(way: Strategy | None, ins: Ins) -> Strategy | None:
+    """Return the strategy if it reads every sharded operand in its layout, else None."""
     if way is None or any(
         isinstance(x, RowAxis) and x != row for x, row in zip(ins, way.operands, strict=True)
     ):
@@ -296,22 +308,23 @@ def _fits(way: Way | None, ins: Ins) -> Way | None:
     return way
 
 
-def _window(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Way | None:
-    """A window of one entry along the dimension that is cut, which is moved by one: a pool, or its
-    derivative."""
+def _window(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
+    """Run a pool, or its derivative, on pieces.
+
+    Windows must have one entry along the sharded dimension and move by one.
+    """
     row = next(x for x in ins if isinstance(x, RowAxis))
     p, d = eqn.params, row.axis
     steps = ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
     if any(p[key][d] != 1 for key in steps if key in p) or tuple(p["padding"][d]) != (0, 0):
         return None
-    operands = tuple(
-        row if a.aval.ndim else None for a in eqn.invars
-    )  # behind arrays stand what they begin with
-    return _fits(Way(operands, (row,) * len(eqn.outvars)), ins)
+    # initial values are scalars, and follow the arrays
+    operands = tuple(row if a.aval.ndim else None for a in eqn.invars)
+    return _fits(Strategy(operands, (row,) * len(eqn.outvars)), ins)
 
 
-def _array_sum(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Way | None:
-    """A sum over dimensions of an array, as a sum over the axis of a `vmap` becomes."""
+def _array_sum(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
+    """Run a `psum` over array dimensions, as `vmap` makes one of a sum over its axis."""
     axes = eqn.params["axes"]
     if (
         not all(isinstance(a, (int, np.integer)) for a in axes)
@@ -321,17 +334,20 @@ def _array_sum(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Way | None:
     row = next((x for x in ins if isinstance(x, RowAxis)), None)
     if row is None or any(x != row for x in ins):
         return None
-    given = (row,) * len(ins)
+    operands = (row,) * len(ins)
     if row.axis in axes:
-        return Way(given, (SHARED,) * len(ins), "sum")
-    return Way(
-        given,
+        return Strategy(operands, (SHARED,) * len(ins), "sum")
+    return Strategy(
+        operands,
         (dataclasses.replace(row, axis=row.axis - sum(a < row.axis for a in axes)),) * len(ins),
     )
 
 
-def _convolution(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Way | None:
-    """Examples and output features are kept; input features are summed over."""
+def _convolution(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
+    """Return the strategy of a convolution.
+
+    Examples and output features stay sharded; sharded input features make partial sums.
+    """
     p = eqn.params
     if p["feature_group_count"] != 1 or p["batch_group_count"] != 1:
         return None
@@ -345,18 +361,18 @@ def _convolution(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Way | None:
     assert isinstance(row, RowAxis)
     as_ = lambda axis: dataclasses.replace(row, axis=axis)
     if isinstance(a, RowAxis) and a.axis == lhs[0]:
-        return _fits(Way((a, None), (as_(out[0]),)), ins)
+        return _fits(Strategy((a, None), (as_(out[0]),)), ins)
     if isinstance(b, RowAxis) and b.axis == rhs[0]:
-        return _fits(Way((None, b), (as_(out[1]),)), ins)
+        return _fits(Strategy((None, b), (as_(out[1]),)), ins)
     if (a.axis == lhs[1]) if isinstance(a, RowAxis) else (row.axis == rhs[1]):
-        return _fits(Way((as_(lhs[1]), as_(rhs[1])), (SHARED,), "sum"), ins)
+        return _fits(Strategy((as_(lhs[1]), as_(rhs[1])), (SHARED,), "sum"), ins)
     return None
 
 
-RULES: Mapping[str, Callable[[JaxprEqn, Ins, Shards], Way | None]] = {
+RULES: Mapping[str, Callable[[JaxprEqn, Ins, Shards], Strategy | None]] = {
     "reshape": _reshape,
-    "optimization_barrier": _each_its_own,
-    "all_reduce": _each_its_own,  # over another axis
+    "optimization_barrier": _keep_layouts,
+    "all_reduce": _keep_layouts,  # a reduction over another mesh axis
     "argmax": _arg_reduce,
     "argmin": _arg_reduce,
     "gather": _gather,

@@ -213,7 +213,7 @@ def check_options(
             "never combine "
             "gradients of several trainers"
         )
-    found = Batch.of(batch, "local" if isinstance(mode, Geo) else "exact")
+    found = Batch.from_option(batch, "local" if isinstance(mode, Geo) else "exact")
     if not found.exact:
         found.check_axes()
     if found.exact and found.merge:

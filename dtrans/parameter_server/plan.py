@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from dtrans._jax import JaxprEqn
-from dtrans.batch.shared import SharedStep
+from dtrans.batch.exact_step import ExactStep
 from dtrans.checks import is_int
 from dtrans.costs import Costs, RoleCost, program_flops
 from dtrans.errors import ConfigError, UnknownEndpointError
@@ -122,11 +122,11 @@ class PServerPlan(Plan):
     make_trainer_startup: Callable[[int], Program] = dataclasses.field(repr=False)
     push_every: int = 0
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False)
-    shared: SharedStep | None = dataclasses.field(default=None, repr=False)
+    shared: ExactStep | None = dataclasses.field(default=None, repr=False)
     local_note: Callable[[], str] | None = dataclasses.field(default=None, repr=False)
-    for_whole: (
-        Callable[[Sequence[jax.ShapeDtypeStruct], int], tuple[SharedStep, Program]] | None
-    ) = dataclasses.field(default=None, repr=False)
+    for_whole: Callable[[Sequence[jax.ShapeDtypeStruct], int], tuple[ExactStep, Program]] | None = (
+        dataclasses.field(default=None, repr=False)
+    )
 
     tables: Tables = dataclasses.field(default_factory=Tables, repr=False)
     sized_update: OptimizeHalf | None = dataclasses.field(default=None, repr=False)

@@ -19,7 +19,7 @@ from dtrans.parameter_server.plan import ServerPrograms
 from dtrans.parameter_server.tables.choose import Table
 from dtrans.parameter_server.tables.touched_rows import ServedTables, TableBlock
 from dtrans.rows.layout import RowAxis
-from dtrans.rows.row_buckets import DealtRows, RowBuckets, numbers_at
+from dtrans.rows.row_buckets import BucketRows, RowBuckets, numbers_at
 from dtrans.rows.slices import Slice
 from dtrans.rows.writer import RowSet
 from dtrans.slicing.blocks import Unit
@@ -227,7 +227,7 @@ def _part(x: ServerVariable) -> Slice | None:
     """What a variable is of the array that it begins as; all of it where that is None."""
     if x.buckets is None or x.part is None:
         return x.part
-    return DealtRows(x.buckets).of(RowAxis(x.of, x.part.axis))
+    return BucketRows(x.buckets).of(RowAxis(x.of, x.part.axis))
 
 
 @functools.cache

@@ -30,7 +30,7 @@ from typing import Any, Literal
 import jax
 
 from dtrans._jax import Var, equations, jaxprs_in_params, line_of, without_mesh
-from dtrans.batch.shared import SharedStep, batch_axes, grown, share, share_alone
+from dtrans.batch.exact_step import ExactStep, batch_axes, full_type, shard_alone, shard_step
 from dtrans.endpoints import parse_endpoints
 from dtrans.errors import BatchError, ConfigError, GradientError, TraceError
 from dtrans.ir.dataflow import backward_slice, propagate
@@ -73,7 +73,7 @@ from dtrans.step.cut import Cut, asks_for, check_same_update, cut
 from dtrans.step.forward_backward import refuse_across, refuse_nested
 from dtrans.step.handed_values import hand_over
 from dtrans.step.observers import GRADIENTS, UPDATE, callers_of, check_observers, refuse_observers
-from dtrans.step.startup import match_startup, of_two_parts
+from dtrans.step.startup import match_startup, normalize_step
 
 
 TRAINERS_HAVE = "which only the trainers have"
@@ -160,7 +160,7 @@ def pserver(
       >>> [op.type for op in plan.trainer.ops if op.role in ("rpc", "dist")]
       ['split_byref', 'send', 'send_barrier', 'recv', 'fetch_barrier', 'concat']
     """
-    main, startup = of_two_parts(main, startup)
+    main, startup = normalize_step(main, startup)
     endpoints = parse_endpoints(pservers)
     batch = check_options(trainers, mode, placement, on_trainer_exit, batch)
     check_staleness(sparse := check_sparse(sparse), mode)
@@ -172,7 +172,7 @@ def pserver(
     }
     options |= {"trainers": trainers, "pservers": len(endpoints), "sparse": sparse}
     plain = cut(main)
-    refuse_across(plain, TRAINERS_HAVE, told=isinstance(mode, Sync), remedy=SYNC_TELLS)
+    refuse_across(plain, TRAINERS_HAVE, may_send=isinstance(mode, Sync), remedy=SYNC_TELLS)
     parts = sent_parts(plain, batch, trainers, mode)
     check_arguments(plain, parts, batch, trainers, on_trainer_exit)
     check_callbacks(plain, trainers, mode, in_geo=sparse is None)
@@ -206,14 +206,14 @@ def pserver(
         tables.buckets,
     )
     placed = of_tables(placed, tables.of)
-    for n, output in step.asked.items():
+    for n, output in step.state_read.items():
         if analysis.layout(analysis.inputs[n]) is not SHARED:
             raise asks_for(output, n).refused(TRAINERS_HAVE)
 
     exact = added_exactly(step, tables, trainers) if comm.sync_mode else ()
 
     def updating(placed: Placement) -> UpdateSpec:
-        asked = tuple(step.asked)
+        asked = tuple(step.state_read)
         return analyse_update(
             analysis, placed, comm.gradients_per_update, summed, step.arguments, asked, exact
         )
@@ -223,7 +223,7 @@ def pserver(
         comm,
         tables=tables.names,
         told={n: update.readers_of(n) for n in step.arguments},
-        asked={n: update.holder_of(n) for n in step.asked},
+        asked={n: update.holder_of(n) for n in step.state_read},
         calls_once=trainers == 1 or (shared is not None and isinstance(mode, Sync)),
     )
     servers = ServerProgramWriter(
@@ -241,9 +241,9 @@ def pserver(
 
     def of_whole(
         types: Sequence[jax.ShapeDtypeStruct], trainer_id: int
-    ) -> tuple[SharedStep, Program]:
+    ) -> tuple[ExactStep, Program]:
         assert shared is not None
-        whole = shared.whole(types)  # whose gradients are added up, where servers may average
+        whole = shared.for_types(types)  # whose gradients are added up, where servers may average
         wiring = comm if summed else dataclasses.replace(comm, scale=trainers)
         again = comm.update_of(cut(whole.step.program))
         check_same_update(step, again)
@@ -298,7 +298,7 @@ def check_callbacks(step: Cut, trainers: int, mode: Mode, *, in_geo: bool) -> No
     )
 
 
-def shared_by(step: Cut, batch: Batch, trainers: int, mode: Mode) -> SharedStep | None:
+def shared_by(step: Cut, batch: Batch, trainers: int, mode: Mode) -> ExactStep | None:
     """How trainers share the batch; None where each takes the step on its part alone.
 
     Raises:
@@ -307,8 +307,8 @@ def shared_by(step: Cut, batch: Batch, trainers: int, mode: Mode) -> SharedStep 
     if trainers == 1 or not batch.exact:
         return None
     if not isinstance(mode, Sync):
-        return share_alone(step.with_reported(), batch, trainers, "asynchronous trainers")
-    return share(
+        return shard_alone(step.with_reported(), batch, trainers, "asynchronous trainers")
+    return shard_step(
         step.with_reported(),
         batch,
         trainers,
@@ -334,7 +334,7 @@ def numbers_of_batch(step: Cut, batch: Batch, comm: TrainerCommConfig) -> BatchN
       GradientError: the update reads values of forward that have the rows of the batch.
     """
     axes = batch_axes(step, batch)
-    twice = [grown(t, axes.get(n), 2) for n, t in step.program.inputs.items()]
+    twice = [full_type(t, axes.get(n), 2) for n, t in step.program.inputs.items()]
     try:
         other = comm.handed_over(cut(step.program.specialize_flat(twice)))
     except TraceError:  # a step for one size of the batch alone is given no other
@@ -364,17 +364,16 @@ def source_line(step: Cut, handed: str) -> str:
 def local_note(step: Cut, batch: Batch, trainers: int) -> str:
     """What a plan says whose trainers take the step on their parts alone."""
     try:
-        return share(step.with_reported(), batch, trainers, TRAINERS).local_note
+        return shard_step(step.with_reported(), batch, trainers, TRAINERS).local_note
     except (
         BatchError
     ) as e:  # of arrays that `plan.on_mesh(unsplit_inputs=...)` gives whole: the plan cannot know
         return (
-            "local: numbers are of each part alone, and averaged; one device's are not looked "
-            f"at: {e}"
+            f"local: each part has its own numbers, averaged; one device's are not looked at: {e}"
         )
 
 
-def refuse_exit(on_trainer_exit: str, shared: SharedStep) -> Literal["error"]:
+def refuse_exit(on_trainer_exit: str, shared: ExactStep) -> Literal["error"]:
     """How a job goes on without a trainer that left, where the step is of the batch of all: it
     ends."""
     if on_trainer_exit == "paddle":
@@ -405,8 +404,8 @@ def check_arguments(
     left = step if parts is None else hand_over(step, parts)
     cut_ = batch_axes(step, batch)
     if any(n in cut_ for n in left.arguments):
-        assert step.told is not None
-        raise step.told.refused(TRAINERS_HAVE)
+        assert step.argument_need is not None
+        raise step.argument_need.refused(TRAINERS_HAVE)
 
 
 def refuse_exchange_in_update(step: Cut) -> None:

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from functools import cached_property
 
-from dtrans.batch.shared import SharedStep
+from dtrans.batch.exact_step import ExactStep
 from dtrans.checks import check_flag, check_int, check_number, check_one_of, check_type
 from dtrans.data_parallel.options import Options, Reduce
 from dtrans.errors import ConfigError
@@ -192,7 +192,7 @@ class PipelineOptions:
             self, batch=dataclasses.replace(self.batch, kind="local"), reduce=reduce
         )
 
-    def of(self, shared: SharedStep) -> PipelineOptions:
+    def of(self, shared: ExactStep) -> PipelineOptions:
         """The same for a step that is shared already: as its parts add up."""
         results = shared.step.results
         merge = {

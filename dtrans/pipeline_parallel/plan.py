@@ -19,7 +19,7 @@ from dtrans.plan import Plan
 if TYPE_CHECKING:
     import jax
 
-    from dtrans.batch.shared import SharedStep
+    from dtrans.batch.exact_step import ExactStep
     from dtrans.ir.program import Program
     from dtrans.pipeline_parallel.device_layout import Cluster
     from dtrans.pipeline_parallel.options import PipelineOptions
@@ -133,7 +133,7 @@ class PipelinePlan(Plan):
     stacks: Mapping[str, tuple[StageRows, ...]] = dataclasses.field(default_factory=dict)
     summaries: tuple[Summary, ...] = ()
     collected: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    shared: SharedStep | None = dataclasses.field(default=None, repr=False)
+    shared: ExactStep | None = dataclasses.field(default=None, repr=False)
     values: Program | None = None
     axes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     known: dict[Any, StepPrograms] = dataclasses.field(default_factory=dict, repr=False)

@@ -19,10 +19,10 @@ from typing import Literal
 import jax
 
 from dtrans._jax import Var, closed, equations, name_given, without_mesh
-from dtrans.batch.given_micro_steps import share_by_parts
-from dtrans.batch.given_values import with_rows_first
-from dtrans.batch.shared import SharedStep, batch_axes, not_made_of_parts, share
-from dtrans.batch.written_parts import WrittenParts, silent
+from dtrans.batch.exact_step import ExactStep, batch_axes, parts_error, shard_step
+from dtrans.batch.precomputed import with_rows_first
+from dtrans.batch.precomputed_micro_steps import shard_by_parts
+from dtrans.batch.written_parts import WrittenParts, without_effects
 from dtrans.checks import check_type
 from dtrans.data_parallel.merge_rules import merges_of
 from dtrans.data_parallel.options import Reduce
@@ -70,7 +70,7 @@ from dtrans.step.observers import (
     refuse_observers,
 )
 from dtrans.step.scopes import scopes_within
-from dtrans.step.startup import match_startup, of_two_parts
+from dtrans.step.startup import match_startup, normalize_step
 from dtrans.zero.mixed_precision import check_scale, low_products
 
 
@@ -120,7 +120,7 @@ def pipeline(
         `dtrans.Reduce`, or its `op`. A clip in the optimizer is of the reduced gradients (EPL's
         `clip_after_allreduce`).
       batch: "exact": the job gives one device's numbers. What no parameter enters is made of the
-        whole batch, before the micro-batches go (`dtrans.batch.given_values`); a step is refused,
+        whole batch, before the micro-batches go (`dtrans.batch.precomputed`); a step is refused,
         by its line, whose micro-batches do not add up then. "micro": each micro-batch goes through
         the step alone, with batch statistics of its own; those that the model keeps are made by
         each of those before the step. ("local" is another name of it.) Or a `dtrans.Batch`, without
@@ -156,7 +156,7 @@ def pipeline(
       >>> bool(jnp.allclose(loss, jnp.tanh(jnp.tanh(jnp.tanh(jnp.tanh(1.0)))) ** 2))
       True
     """
-    main, startup = of_two_parts(main, startup)
+    main, startup = normalize_step(main, startup)
     check_type("stages", stages, Stages)
     if num_stages == "auto" and isinstance(schedule, Schedule):
         num_stages = schedule.num_stages
@@ -172,7 +172,7 @@ def pipeline(
         stages=stages,
         memory=memory,
         reduce=Reduce.of(reduce),
-        batch=Batch.of(batch, "exact", micro=True),
+        batch=Batch.from_option(batch, "exact", micro=True),
     )
     return plan_pipeline(main, startup, options, timetable, auto=auto)
 
@@ -227,7 +227,7 @@ def plan_pipeline(
     """
     refuse_collectives(main)
     as_given, axes = cut(main), {}
-    refuse_across(as_given, STAGES_HAVE, told=True)
+    refuse_across(as_given, STAGES_HAVE, may_send=True)
     check_callbacks(as_given, o)
     if o.batch.exact:
         check_names(as_given.with_reported(), o.of_parts)
@@ -245,7 +245,7 @@ def plan_pipeline(
         )  # a loop over micro-batches has no rows of a smaller one: it is refused as a loop
         raise
     plain = cut(traced).with_reported()  # for what results are made of
-    refuse_across(plain, STAGES_HAVE, told=True)
+    refuse_across(plain, STAGES_HAVE, may_send=True)
     refuse_loss_in_update(captured(main if o.batch.exact else traced))
     _check_told(plain, o)
     shared, given = shared_by(main, traced, o, dict.fromkeys(axes, 0))
@@ -258,7 +258,7 @@ def plan_pipeline(
         collecting = captured(
             main
         )  # parts that are written have no collections outside of the loss
-        made, step = given.made_by(captured(main)), shared.step
+        made, step = given.precompute_program(captured(main)), shared.step
         part, values = step.program, made if made.out_names else None
     _check_told(step, o)
     check_names(step, o.of_parts)
@@ -343,15 +343,15 @@ def _check_told(step: Cut, o: PipelineOptions) -> None:
                 f"dtrans.Batch(unsplit_inputs=({n!r},)); what is made of "
                 "rows belongs into the loss function"
             )
-    leaves = leaves_of_state(step.optimize, step.params) if step.asked else {}
-    for n, output in step.asked.items():
+    leaves = leaves_of_state(step.optimize, step.params) if step.state_read else {}
+    for n, output in step.state_read.items():
         if n in leaves:
             raise asks_for(output, n).refused("")
 
 
 def shared_by(
     main: Program, part: Program, o: PipelineOptions, axes: Mapping[str, int]
-) -> tuple[SharedStep | None, WrittenParts | None]:
+) -> tuple[ExactStep | None, WrittenParts | None]:
     """Return how micro-batches share the batch, and what they are given; None where each takes the
     step alone.
 
@@ -368,8 +368,8 @@ def shared_by(
     # The user's own step, if parts may take it: a norm clips its gradients, and a scale keeps them
     # in the range of 16 bits. Terms are smaller.
     if o.reduce.clip_local_norm is not None or o.precision.scaling is not None:
-        alone = share(
-            cut(silent(part)).with_reported(),
+        alone = shard_step(
+            cut(without_effects(part)).with_reported(),
             o.batch,
             o.parts,
             PARTS,
@@ -380,15 +380,18 @@ def shared_by(
             return alone, None
     plain = cut(main).with_reported()
     leaves = leaves_of_state(plain.optimize, plain.params)
-    held = (*plain.frozen, *(n for n in plain.opt_state if n in plain.asked or n not in leaves))
-    is_sized = plain.unlike(
+    held = (
+        *plain.frozen,
+        *(n for n in plain.opt_state if n in plain.state_read or n not in leaves),
+    )
+    is_sized = plain.differing_outputs(
         cut(part).with_reported()
     )  # the update is written once, for all sizes of the batch
     sized = part if is_sized else None
-    shared, given = share_by_parts(captured(main), axes, held, o.parts, PARTS, "micro-batch", sized)
+    shared, given = shard_by_parts(captured(main), axes, held, o.parts, PARTS, "micro-batch", sized)
     if shared.proven:
         return shared, given
-    raise not_made_of_parts(plain, shared, "micro-batches", "micro")
+    raise parts_error(plain, shared, "micro-batches", "micro")
 
 
 def _types(program: Program) -> list[jax.ShapeDtypeStruct]:
@@ -574,7 +577,7 @@ def programs_for(plan: PipelinePlan, types: Sequence[jax.ShapeDtypeStruct]) -> S
             )
     step = cut(micro_batch_of(plan.captured, plan.options, types)).with_reported()
     was = {n: t for n, t in plan.main.inputs.items() if n not in plan.axes}
-    for n in cut(plan.captured).with_reported().unlike(step):
+    for n in cut(plan.captured).with_reported().differing_outputs(step):
         raise other_size(step, n, was, given)
     forward, _ = turned(forward_pass(step), plan.turns)
     forward = taken_apart(

@@ -1,14 +1,15 @@
-"""Row analysis: what each value of an update has to do with the rows of parameters, and how to
-write it for some rows.
+"""Row analysis: the relation between values of an update and the rows of parameters.
 
-layout      shared by all, rows of a leaf, or whole
-rules       what each primitive does to rows
-flow        one pass over equations, loops and branches
-normalize   equations taken apart that span several leaves
-analysis    which leaves an optimizer lets us slice
-slices      a part of an array
-parts       a part of what an equation makes, of parts of its operands
-random_bits some rows of random bits
-writer      equations written for a block of rows
-row_buckets rows that are dealt out by their numbers
+The package also writes an update for some of the rows.
+
+layout       layouts: shared, rows of a leaf, or colocated with leaves
+rules        effect of each primitive on rows
+flow         one forward pass over equations, loops and branches
+normalize    equations on several leaves, split into one for each
+analysis     leaves that an optimizer allows to slice
+slices       a slice of an array
+parts        a slice of an output, from slices of operands
+random_bits  random bits of some rows
+writer       equations rewritten for a block of rows
+row_buckets  rows assigned to buckets by their ids
 """

@@ -1,7 +1,6 @@
-"""One pass forward over equations: the layout of every value, and how each equation is carried out
-on rows.
+"""One forward pass over equations: the layout of every value, and how equations run on rows.
 
-Loops and branches are looked into, with the layouts of what goes into them.
+The pass enters loops and branches with the layouts of their operands.
 """
 
 from __future__ import annotations
@@ -25,53 +24,53 @@ from dtrans._jax import (
 )
 from dtrans.ir.display import short_type
 from dtrans.ir.interpret import ForwardAnalysis, enter
-from dtrans.rows.layout import SHARED, Layout, RowAxis, Whole, join, leaves_of, sendable
+from dtrans.rows.layout import SHARED, Colocated, Layout, RowAxis, join, leaves_of, sendable
 from dtrans.rows.rules import Step, step_of
 
 
 @dataclasses.dataclass(eq=False)
 class Flow:
-    """What one pass over equations found.
+    """Result of one pass over equations.
 
     Attributes:
-      layouts: of every value that is not shared.
-      steps: by position, how to carry out an equation on a block of rows.
-      bound: the layouts that bind leaves.
-      crosses: whether something in it has to go from one server to another.
-      claims: beside whose rows each free state input was read.
+      layouts: layout of every value that is not shared.
+      steps: by position, how an equation runs on a block of rows.
+      bound: layouts that bind leaves.
+      crosses: True if values must be sent between servers.
+      claims: for each free state input, the rows that it was read with.
     """
 
     layouts: dict[Var, Layout]
     steps: dict[int, Step] = dataclasses.field(default_factory=dict)
-    bound: list[Whole] = dataclasses.field(default_factory=list)
+    bound: list[Colocated] = dataclasses.field(default_factory=list)
     crosses: bool = False
     claims: dict[Var, set[RowAxis]] = dataclasses.field(default_factory=dict)
 
     def layout(self, atom: Atom) -> Layout:
-        """The layout of any value; literals are shared."""
+        """Return the layout of a value; literals are shared."""
         return SHARED if isinstance(atom, Literal) else self.layouts.get(atom, SHARED)
 
 
-class _Pass:
-    """One pass forward.
+class FlowPass:
+    """One forward pass.
 
     Args:
-      whole: leaves that are on one server whatever happens.
-      free: state inputs of which it is not known yet what they are.
-      within: the loop or branch whose body this is.
+      unsliced: leaves that are on one server in any case.
+      free: state inputs whose layouts are not known yet.
+      within: the loop or branch that has this body.
     """
 
-    several = False  # whether a loop may be on rows of several leaves, each on its own
+    several = False  # True if a loop may run on rows of several leaves independently
 
     def __init__(
-        self, whole: Collection[str], free: Collection[Var] = (), within: JaxprEqn | None = None
+        self, unsliced: Collection[str], free: Collection[Var] = (), within: JaxprEqn | None = None
     ) -> None:
-        self.whole = whole
+        self.unsliced = unsliced
         self.free = free
         self.within = within
 
     def over(self, eqns: Iterable[JaxprEqn], start: Mapping[Var, Layout]) -> Flow:
-        """Follow equations, from the layouts of what they read."""
+        """Follow equations, from the layouts of their inputs."""
         flow = Flow(dict(start))
         for i, eqn in enumerate(eqns):
             ins = [flow.layout(a) for a in eqn.invars]
@@ -83,7 +82,7 @@ class _Pass:
                 (v, x) for v, x in zip(eqn.outvars, step.outs, strict=True) if x is not SHARED
             )
             flow.bound += [
-                x for x in step.outs if isinstance(x, Whole) and (x.reason or len(x.leaves) > 1)
+                x for x in step.outs if isinstance(x, Colocated) and (x.reason or len(x.leaves) > 1)
             ]
             if not self.free or all(x is SHARED or sendable(x) for x in ins):
                 continue
@@ -93,50 +92,50 @@ class _Pass:
         return flow
 
     def _begins(self, eqn: JaxprEqn) -> bool:
-        """Whether an equation has rows though nothing that it reads has."""
+        """Return True if an equation makes rows from operands without rows."""
         return False
 
     def _step(self, flow: Flow, eqn: JaxprEqn, ins: Sequence[Layout]) -> Step:
-        """What one equation does, some of its operands not being shared."""
+        """Return how an equation runs, if some operand is not shared."""
         stuck = [
             x
             for a, x in zip(eqn.invars, ins, strict=True)
-            if isinstance(x, Whole) and x.reason and a.aval.ndim
+            if isinstance(x, Colocated) and x.reason and a.aval.ndim
         ]
         rows = [x for x in ins if isinstance(x, RowAxis)]
         leaves = leaves_of([*stuck, *rows])
         name = eqn.primitive.name
         if name == COND or (leaves and name in LOOPS):
-            # what comes from other leaves, and can be sent, is there before the first turn
+            # sendable values of other leaves arrive before the first iteration
             sent = [
-                SHARED if leaves and isinstance(x, Whole) and not x.leaves <= leaves else x
+                SHARED if leaves and isinstance(x, Colocated) and not x.leaves <= leaves else x
                 for x in ins
             ]
             flow.crosses |= sent != list(ins)
             return self._control(flow, eqn, sent)
         if stuck or len(leaves) > 1:
-            out: Layout = Whole(
+            out: Layout = Colocated(
                 leaves, stuck[0].reason if stuck else self._reason(eqn, ins, "mixes leaves")
             )
         elif rows:
             step = step_of(eqn, [x if isinstance(x, RowAxis) else SHARED for x in ins])
-            flow.crosses |= any(isinstance(x, Whole) and x.leaves != leaves for x in ins)
+            flow.crosses |= any(isinstance(x, Colocated) and x.leaves != leaves for x in ins)
             if step is not None and not step.reduce:
                 return step
-            if step is not None and not leaves <= set(self.whole):
+            if step is not None and not leaves <= set(self.unsliced):
                 flow.crosses = True
                 return step
             if step is None:
                 warn_if_unknown(
-                    eqn, f"is treated as mixing rows: {', '.join(sorted(leaves))} is whole"
+                    eqn, f"is treated as mixing rows: {', '.join(sorted(leaves))} is not sliced"
                 )
-            # what a whole leaf is reduced to is small, and can be sent
-            out = Whole(leaves, None if step else self._reason(eqn, ins, "mixes rows"))
+            # a reduction over an unsliced leaf is small, and can be sent
+            out = Colocated(leaves, None if step else self._reason(eqn, ins, "mixes rows"))
         else:
-            homes = {x.leaves for x in ins if isinstance(x, Whole)}
-            out = Whole(homes.pop()) if len(homes) == 1 else SHARED
+            homes = {x.leaves for x in ins if isinstance(x, Colocated)}
+            out = Colocated(homes.pop()) if len(homes) == 1 else SHARED
         flow.crosses |= any(
-            isinstance(x, Whole) and isinstance(out, Whole) and not x.leaves <= out.leaves
+            isinstance(x, Colocated) and isinstance(out, Colocated) and not x.leaves <= out.leaves
             for x in ins
         )
         flow.crosses |= out is SHARED
@@ -144,14 +143,14 @@ class _Pass:
 
     # -- loops and branches ----------------------------------------------------------------------
 
-    def _inside(self, eqn: JaxprEqn) -> _Pass:
-        """A pass over the body of an equation."""
-        return _Pass(self.whole, within=self.within or eqn)
+    def _inside(self, eqn: JaxprEqn) -> FlowPass:
+        """Return the pass for the body of an equation."""
+        return FlowPass(self.unsliced, within=self.within or eqn)
 
     def _control(self, flow: Flow, eqn: JaxprEqn, ins: Sequence[Layout]) -> Step:
-        """Return how an equation with bodies is carried out on rows: as its bodies are.
+        """Return how an equation with bodies runs on rows, from its bodies.
 
-        A loop on the rows of one leaf needs nothing from other servers; any other loop binds.
+        A loop on the rows of one leaf needs no value of other servers; any other loop binds.
         """
         rows_are_turns = []
 
@@ -182,10 +181,10 @@ class _Pass:
         elif any(rows_are_turns):
             return self._bound(eqn, ins, "goes through the rows")
         elif entered.decision not in (None, SHARED):
-            return self._bound(eqn, entered.operands, "goes on as rows tell it", bodies)
+            return self._bound(eqn, entered.operands, "ends by a condition on rows", bodies)
         elif any(b.bound for b in bodies) or (len(leaves) > 1 and not self.several):
             return self._bound(eqn, entered.operands, "mixes leaves", bodies)
-        elif any(b.crosses for b in bodies) and not leaves <= set(self.whole):
+        elif any(b.crosses for b in bodies) and not leaves <= set(self.unsliced):
             return self._bound(eqn, entered.operands, "reduces over rows in each turn", bodies)
         operands = tuple(x if isinstance(x, RowAxis) else None for x in entered.operands)
         return Step(operands, tuple(entered.outs), bodies=bodies, ends=tuple(entered.ends.values()))
@@ -193,24 +192,25 @@ class _Pass:
     def _note_branches(
         self, flow: Flow, which: Layout, outs: Sequence[Layout], branches: Sequence[Flow]
     ) -> None:
-        """Note what branches bind and cross. A branch that reads several homes is split later."""
+        """Record what branches bind and cross. A branch that reads several homes is split later."""
         for inside in branches:
             flow.bound += inside.bound
             flow.crosses |= inside.crosses
-        if isinstance(which, Whole):
+        if isinstance(which, Colocated):
             flow.crosses |= any(leaves_of([x]) - which.leaves for x in outs) or SHARED in outs
 
     def _bound(
         self, eqn: JaxprEqn, ins: Sequence[Layout], what: str, bodies: Sequence[Flow] = ()
     ) -> Step:
-        """An equation that binds all that it reads."""
+        """Return the step of an equation that binds all its operands."""
         reasons = [x.reason for b in bodies for x in b.bound if x.reason]
-        reasons += [x.reason for x in ins if isinstance(x, Whole) and x.reason]
-        out = Whole(leaves_of(ins), (*reasons, self._reason(eqn, ins, what))[0])
+        reasons += [x.reason for x in ins if isinstance(x, Colocated) and x.reason]
+        out = Colocated(leaves_of(ins), (*reasons, self._reason(eqn, ins, what))[0])
         return Step((None,) * len(ins), (out,) * len(eqn.outvars))
 
     def _reason(self, eqn: JaxprEqn, ins: Sequence[Layout], what: str) -> str:
-        """`dot_general mixes rows of f32[5,5] (optax.contrib.scale_by_muon)`."""
+        """Describe an equation: `dot_general mixes rows of f32[5,5]
+        (optax.contrib.scale_by_muon)`."""
         operand = next(
             (a for a, x in zip(eqn.invars, ins, strict=True) if isinstance(x, RowAxis)), None
         )
@@ -220,12 +220,14 @@ class _Pass:
         return f"{name} {what}{of}" + (f" ({where})" if where else "")
 
 
-_NO_ROWS = frozenset({RowAxis("", 0), RowAxis("", 1)})  # more than one claim: it is read whole
+_NO_ROWS = frozenset({RowAxis("", 0), RowAxis("", 1)})  # two claims: it is read in full
 
 
 def _moved(x: Layout, by: int) -> Layout | None:
-    """The layout of one turn's slice of a scanned value (-1), or of all of it (+1); None: its rows
-    are the turns."""
+    """Return the layout of an iteration's slice (-1) or of the stack (+1).
+
+    None if the iterations are the rows.
+    """
     if not isinstance(x, RowAxis):
         return x
     return dataclasses.replace(x, axis=x.axis + by) if x.axis + by >= 0 else None

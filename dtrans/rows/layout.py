@@ -1,13 +1,12 @@
-"""Layouts: what a value of an optimize half has to do with the rows of parameters.
+"""Layouts of the values of an optimizer update: their relation to the rows of parameters.
 
-    Shared                    no row enters it, or only through reductions: every server can have all of it
-    RowAxis(leaf, axis, width)   made of the rows of one leaf: entries i*width to (i+1)*width along `axis` are of
-                              row i of `leaf` (and of shared values)
-    Whole(leaves, reason)     made of the rows of `leaves` in some other way; it lives where those leaves are
+    Shared                       depends on no row except by reductions: every server can compute it
+    RowAxis(leaf, axis, width)   row i of `leaf` enters entries i*width to (i+1)*width along `axis`
+    Colocated(leaves, reason)    depends on the rows of `leaves` in another way; it lives with them
 
-A `Whole` with a reason binds: its leaves must be whole, on one server, together. One without a
-reason comes from a 0-d leaf, or from a reduction over a leaf that is whole anyway, and can be sent
-to whoever reads it.
+A `Colocated` with a reason binds its leaves: they must live unsliced on one server, together. One
+without a reason comes from a 0-d leaf, or from a reduction over an unsliced leaf. It can be sent to
+the servers that read it.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from collections.abc import Iterable
 
 @dataclasses.dataclass(frozen=True)
 class Shared:
-    """Every server can have all of it."""
+    """Layout of a value that every server can compute."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RowOrder:
-    """Runs of entries in the slots of shards, in another order than that of the whole value.
+    """Order of runs of entries in the slots of shards, other than that of the full value.
 
     Attributes:
-      slots: for each shard, the number of the run in each of its slots; -1 for padding.
+      slots: for each shard, the index of the run in each of its slots; -1 for padding.
     """
 
     slots: tuple[tuple[int, ...], ...]
@@ -34,9 +33,9 @@ class RowOrder:
 
 @dataclasses.dataclass(frozen=True)
 class RowAxis:
-    """Row i of `leaf` is at i*width to (i+1)*width along `axis`.
+    """Layout of a value in which row i of `leaf` is at i*width to (i+1)*width along `axis`.
 
-    Shards have rows in their sequence, or by an `order`, which only `dtrans.engine` uses.
+    Shards have consecutive rows, or an `order`, which only `dtrans.engine` uses.
     """
 
     leaf: str
@@ -46,41 +45,41 @@ class RowAxis:
 
 
 @dataclasses.dataclass(frozen=True)
-class Whole:
-    """Made of `leaves`, and has no rows.
+class Colocated:
+    """Layout of a value that depends on `leaves`, but not row by row.
 
-    `reason` is the equation that made it so; None where it can be sent to others.
+    `reason` is the equation that mixed the rows; None if the value can be sent to other servers.
     """
 
     leaves: frozenset[str]
     reason: str | None = dataclasses.field(default=None, compare=False)
 
 
-Layout = Shared | RowAxis | Whole
+Layout = Shared | RowAxis | Colocated
 SHARED = Shared()
 
 
 def leaves_of(layouts: Iterable[Layout]) -> frozenset[str]:
-    """The leaves that enter values of these layouts."""
+    """Return the leaves that values of these layouts depend on."""
     found: set[str] = set()
     for x in layouts:
         if isinstance(x, RowAxis):
             found.add(x.leaf)
-        elif isinstance(x, Whole):
+        elif isinstance(x, Colocated):
             found |= x.leaves
     return frozenset(found)
 
 
 def sendable(x: Layout) -> bool:
-    """Whether a value of a whole leaf binds nothing: whoever reads it is sent it."""
-    return isinstance(x, Whole) and not x.reason and len(x.leaves) == 1
+    """Return True if a value of an unsliced leaf can be sent to the servers that read it."""
+    return isinstance(x, Colocated) and not x.reason and len(x.leaves) == 1
 
 
 def join(a: Layout, b: Layout, name: str) -> Layout:
-    """The least layout above both, for a value that is one thing now and another then; `name` is
-    for the reason.
+    """Return the least layout above both, for a value that has one of two; `name` enters the
+    reason.
 
-    What can be sent is sent to where the other is.
+    A sendable value is sent to the leaf of the other.
     """
     if a == b or b is SHARED:
         return a
@@ -90,5 +89,5 @@ def join(a: Layout, b: Layout, name: str) -> Layout:
         return min(a, b, key=lambda x: min(leaves_of([x])))
     if sendable(a) or sendable(b):
         return b if sendable(a) else a
-    reasons = [x.reason for x in (a, b) if isinstance(x, Whole) and x.reason]
-    return Whole(leaves_of((a, b)), (*reasons, f"{name} is made of rows in two ways")[0])
+    reasons = [x.reason for x in (a, b) if isinstance(x, Colocated) and x.reason]
+    return Colocated(leaves_of((a, b)), (*reasons, f"{name} depends on rows in two ways")[0])

@@ -1,21 +1,19 @@
-"""Taking branches apart, so that each lives in one place.
+"""Splitting of branches and loops so that each lives with one leaf.
 
 An optimizer may have a branch that updates all leaves at once (`optax.MultiSteps`,
-`optax.apply_if_finite`). On servers no one place has all of them:
+`optax.apply_if_finite`). On servers no process has all of them:
 
     cond[p] (w, b, count) -> (w', b', count')     becomes     cond[p] w -> w'
-                                                              cond[p] b -> b'
-                                                              cond[p] count -> count'
+                                                              cond[p] b -> b' cond[p] count ->
+                                                              count'
 
-with branches pruned to what each makes. A branch in which servers must hear from each other (a norm
-is taken in it) cannot stay one: all servers would have to take part in what only the branch has.
-Both sides of it are computed, and `select_n` picks; optimizers are pure, so the numbers are the
-same.
+Branches are pruned to the equations that each output needs. A branch with communication between
+servers (for a norm, say) cannot stay one: all servers would have to take part. Both sides of it are
+computed, and `select_n` picks; optimizers are pure, so the numbers are equal.
 
-A loop that carries rows and something shared, which others read, becomes two loops: one of what is
-shared, on every server, and one of the rows. `argmax` over rows is written as the reductions it is
-made of, and sums over rows of 16-bit numbers are taken in 32 bits, so that what servers add up is
-rounded once.
+A loop that carries rows and a shared value that others read becomes two loops: one of the shared
+value on every server, and one of the rows. `argmax` over rows becomes two reductions. Sums over
+rows of 16-bit numbers are taken in 32 bits, so that the sum over servers is rounded once.
 """
 
 from __future__ import annotations
@@ -55,8 +53,7 @@ if TYPE_CHECKING:
 
 
 def inline_bodies(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
-    """Inline the calls in the bodies of loops and branches, and of what is computed again; and in
-    those of theirs."""
+    """Inline the calls in the bodies of loops, branches and remat, at any depth."""
     inner = opened(jaxpr)
     eqns = [inline_inside(e) for e in inner.eqns]
     if all(a is b for a, b in zip(eqns, inner.eqns, strict=True)):
@@ -65,12 +62,12 @@ def inline_bodies(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def inline_inside(eqn: JaxprEqn) -> JaxprEqn:
-    """An equation without calls in its bodies; as it is, where it has no bodies."""
+    """Inline the calls in the bodies of an equation; return others unchanged."""
     flat: Callable[[Any], Any] = lambda body: inline_bodies(inline_calls(body))
     if eqn.primitive.name in REMAT:
         (body,) = bodies(eqn)
         new = flat(body)
-        # such a body can have no constants of its own
+        # a remat body is an open jaxpr, which cannot have constants
         return (
             eqn
             if constants(new)
@@ -82,19 +79,20 @@ def inline_inside(eqn: JaxprEqn) -> JaxprEqn:
 
 
 def normalise(jaxpr: ClosedJaxpr, flow: Flow, roots: Mapping[str, str]) -> ClosedJaxpr | None:
-    """Take apart what spans several places; None where nothing does.
+    """Split equations that span several leaves; None if there are none.
 
     Args:
-      flow: the layouts of the values in it.
+      jaxpr: the equations.
+      flow: layouts of their values.
       roots: leaf to the first leaf of its group, for leaves in groups.
     """
     rewriter = _Rewriter(jaxpr, roots)
-    made = rewriter.rewrite(flow)
-    return made if rewriter.changed else None
+    result = rewriter.rewrite(flow)
+    return result if rewriter.changed else None
 
 
 class _Rewriter:
-    """Writes one jaxpr anew."""
+    """Rewriter of one jaxpr."""
 
     def __init__(self, jaxpr: ClosedJaxpr, roots: Mapping[str, str]) -> None:
         self.jaxpr = jaxpr
@@ -111,20 +109,20 @@ class _Rewriter:
         for i, eqn in enumerate(inner.eqns):
             atoms = read_from(self.env, eqn.invars)
             step = flow.steps.get(i)
-            made: Sequence[Atom] | None = None
+            outputs: Sequence[Atom] | None = None
             if step is not None and eqn.primitive.name == COND:
-                made = self.cond(eqn, atoms, step.outs, step.bodies)
+                outputs = self.cond(eqn, atoms, step.outs, step.bodies)
             elif step is not None and eqn.primitive.name in ("argmax", "argmin"):
-                made = self.arg_reduce(eqn, atoms, flow.layout(eqn.invars[0]))
+                outputs = self.arg_reduce(eqn, atoms, flow.layout(eqn.invars[0]))
             elif step is not None and eqn.primitive.name in LOOPS:
-                made = self.loop(eqn, atoms, step.outs)
+                outputs = self.loop(eqn, atoms, step.outs)
             elif step is not None and step.reduce in ("sum", "prod"):
-                made = self.widened(eqn, atoms)
-            if made is None:
+                outputs = self.widened(eqn, atoms)
+            if outputs is None:
                 self.b.keep(eqn, atoms)
             else:
                 self.changed = True
-                self.env.update(zip(eqn.outvars, made, strict=True))
+                self.env.update(zip(eqn.outvars, outputs, strict=True))
         return self.b.build(read_from(self.env, inner.outvars))
 
     # -- branches --------------------------------------------------------------------------------
@@ -137,8 +135,8 @@ class _Rewriter:
         branches, old = [], bodies(eqn)
         for branch, flow in zip(old, flows, strict=True):
             inside = _Rewriter(branch, self.roots)
-            made = inside.rewrite(flow) if flow.steps else branch
-            branches.append(made if inside.changed else branch)
+            result = inside.rewrite(flow) if flow.steps else branch
+            branches.append(result if inside.changed else branch)
         places: dict[str | None, list[int]] = {}
         for i, layout in enumerate(outs):
             places.setdefault(self.place(layout), []).append(i)
@@ -156,7 +154,7 @@ class _Rewriter:
         return outputs
 
     def place(self, layout: Layout) -> str | None:
-        """Where a value lives: its leaf, or the first leaf of its group; None for a shared one."""
+        """Return the home of a value: its leaf, or the first leaf of its group; None if shared."""
         if layout is SHARED:
             return None
         leaf = min(leaves_of([layout]))
@@ -169,7 +167,7 @@ class _Rewriter:
         branches: Sequence[_Branch],
         wanted: Sequence[int],
     ) -> list[Var]:
-        """The branch with some of its outputs, and what they need."""
+        """Write the branch with some of its outputs, and the operands that they need."""
         closures = [b.needed(wanted) for b in branches]
         used = sorted({i for _, operands in closures for i in operands})
         pruned = tuple(
@@ -181,7 +179,7 @@ class _Rewriter:
         )
 
     def both_sides(self, eqn: JaxprEqn, atoms: Sequence[Atom]) -> list[Atom]:
-        """All branches, and a choice."""
+        """Write all branches, and a selection."""
         which, *operands = atoms
         sides = [self.b.inline(branch, *operands) for branch in bodies(eqn)]
         if len(sides) == 1:
@@ -195,7 +193,7 @@ class _Rewriter:
     def loop(
         self, eqn: JaxprEqn, atoms: Sequence[Atom], outs: Sequence[Layout]
     ) -> Sequence[Atom] | None:
-        """The loop twice; removing what is dead leaves of each what its outputs need."""
+        """Write the loop twice; dead code elimination prunes each to what its outputs need."""
         shared = [x is SHARED for x in outs]
         if all(shared) or not any(
             s and v in self.read_by_others for s, v in zip(shared, eqn.outvars, strict=True)
@@ -205,20 +203,18 @@ class _Rewriter:
         ours, theirs = self.b.copy(eqn, atoms, types), self.b.copy(eqn, atoms, types)
         return [a if s else b for s, a, b in zip(shared, ours, theirs, strict=True)]
 
-    # -- sums of small types
-    # -------------------------------------------------------------------------
+    # -- sums of small types ---------------------------------------------------------------------
 
     def widened(self, eqn: JaxprEqn, atoms: Sequence[Atom]) -> Sequence[Atom] | None:
-        """A reduction over rows whose parts would be rounded to 16 bits: in 32 bits, and rounded
-        once."""
+        """Write a reduction over 16-bit rows in 32 bits, rounded once at the end."""
         dtype = eqn.outvars[0].aval.dtype
         if dtype not in (jnp.bfloat16, jnp.float16):
             return None
         if eqn.primitive.name == "dot_general":
-            made = self.b.copy(eqn, atoms, preferred_element_type=np.dtype(np.float32))
+            wide = self.b.copy(eqn, atoms, preferred_element_type=np.dtype(np.float32))
         else:
-            made = self.b.copy(eqn, [self.b.call(converted(jnp.float32), a)[0] for a in atoms])
-        return self.b.call(converted(dtype), *made)
+            wide = self.b.copy(eqn, [self.b.call(converted(jnp.float32), a)[0] for a in atoms])
+        return self.b.call(converted(dtype), *wide)
 
     # -- argmax ----------------------------------------------------------------------------------
 
@@ -233,8 +229,10 @@ class _Rewriter:
 
 @functools.cache
 def _arg_reduce(name: str, axis: int, index_dtype: Any) -> Callable[[jax.Array], jax.Array]:
-    """argmax as a max and a min: the first index of what is equal to the largest; a NaN is larger
-    than all."""
+    """Return a function that takes argmax by a max and a min.
+
+    It returns the first index of the largest value; NaN is larger than all.
+    """
     best = jnp.max if name == "argmax" else jnp.min
 
     def fn(x: jax.Array) -> jax.Array:
@@ -246,17 +244,19 @@ def _arg_reduce(name: str, axis: int, index_dtype: Any) -> Callable[[jax.Array],
 
 
 class _Branch:
-    """One branch, of which parts are taken."""
+    """One branch that is pruned to some of its outputs."""
 
     def __init__(self, branch: ClosedJaxpr) -> None:
         self.branch = branch
         self.inner = opened(branch)
-        self.made_by = {v: i for i, e in enumerate(self.inner.eqns) for v in e.outvars}
+        self.producers = {v: i for i, e in enumerate(self.inner.eqns) for v in e.outvars}
         self.operand = {v: i for i, v in enumerate(self.inner.invars)}
 
     def needed(self, wanted: Sequence[int]) -> tuple[list[int], set[int]]:
-        """The positions of the equations that some outputs need, and of the operands. Costs what it
-        finds."""
+        """Return the positions of equations and operands that some outputs need.
+
+        Time is linear in the size of the result.
+        """
         eqns: set[int] = set()
         operands: set[int] = set()
         ahead: list[Atom] = [self.inner.outvars[i] for i in wanted]
@@ -266,7 +266,7 @@ class _Branch:
                 continue
             if atom in self.operand:
                 operands.add(self.operand[atom])
-            i = self.made_by.get(atom)
+            i = self.producers.get(atom)
             if i is not None and i not in eqns:
                 eqns.add(i)
                 ahead += self.inner.eqns[i].invars
@@ -275,7 +275,7 @@ class _Branch:
     def pruned(
         self, eqns: Sequence[int], operands: Sequence[int], wanted: Sequence[int]
     ) -> ClosedJaxpr:
-        """The branch with some of its equations, operands and outputs."""
+        """Return the branch with some of its equations, operands and outputs."""
         invars, outvars = (
             [self.inner.invars[i] for i in operands],
             [self.inner.outvars[i] for i in wanted],

@@ -1,17 +1,16 @@
-"""How a part of what an equation makes is made of parts of its operands, with nothing of the rest.
+"""Slices of an equation's output, computed from slices of its operands.
 
-A rule is asked for some entries along one axis of an output (`dtrans.rows.slices.Slice`), and
-answers with a `Recipe`, or with None where the equation needs all of its operands.
+A rule takes a slice along one axis of an output (`dtrans.rows.slices.Slice`), and returns a
+`Recipe`, or None if the equation needs its full operands.
 
-    most equations   the rules of row analysis (`dtrans.rows.rules`) are asked the other way round: with rows along
-                     which axis of which operand does the output have rows along the wanted axis?
-    RULES            equations that need nothing of the rest although rows do not simply pass through them: constants
-                     broadcast, counters, pieces side by side, padding, runs of a reshaped array,
-                     random bits
+    most equations   the rules of the row analysis (`dtrans.rows.rules`), asked in reverse: which
+                     operand's rows become rows along this axis of the output?
+    RULES            equations through which rows do not simply pass: broadcasts of constants,
+                     counters, concatenations, padding, reshapes, random bits
 
-Entries of a part are those of the whole bit for bit, except where an equation sums (a matrix
-product, a mean over other axes): the compiler may choose another order for another shape. Rules
-that have to know which entries are wanted answer None for those that only a running program knows.
+A slice is equal to that of the full output bit for bit, except after sums (a matrix product, a mean
+over other axes): XLA may add in another order for another shape. Rules that have to know the
+entries return None if only the running program knows them.
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ from dtrans.rows.rules import rows_of_operands
 from dtrans.rows.slices import Slice, Start
 
 
-Want = tuple[Atom, Slice | None]  # None: the whole
+Want = tuple[Atom, Slice | None]  # None for the full operand
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How a part of an output is made.
+    """Recipe for a slice of an output.
 
     Attributes:
-      needs: parts of operands.
-      write: what makes it, given these.
+      needs: slices of operands.
+      write: computes the output from them.
     """
 
     needs: tuple[Want, ...]
@@ -49,8 +48,7 @@ class Recipe:
 
 
 def recipe_of(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
-    """How a part of an output of an equation is made of parts of its operands; None where it needs
-    all of them.
+    """Return the recipe for a slice of an output; None if it needs full operands.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -64,7 +62,7 @@ def recipe_of(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
 
 
 def _by_row_analysis(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
-    """Which axis of which operand has the rows of this axis of the output?"""
+    """Return the recipe from the operand whose rows become rows along this axis."""
     step = rows_of_operands(eqn, RowAxis("", part.axis), out)
     if step is None:
         return None
@@ -82,27 +80,25 @@ def _by_row_analysis(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
 def _on_parts(
     eqn: JaxprEqn, out: int, types: Sequence[Any], needs: Sequence[Want], params: Mapping[str, Any]
 ) -> Recipe:
-    """The same equation on parts of its operands: its outputs are of these types, and `out` is
-    wanted."""
+    """Return a recipe that runs the equation on slices, with these output types."""
     return Recipe(tuple(needs), lambda b, atoms: b.copy(eqn, atoms, types, **params)[out])
 
 
 def _copied(eqn: JaxprEqn, part: Slice, needs: Sequence[Want], **params: Any) -> Recipe:
-    """The same for an equation of one output, perhaps with other parameters."""
+    """Return a recipe that runs an equation with one output on slices, with changed parameters."""
     return _on_parts(eqn, 0, [part.of(eqn.outvars[0].aval)], needs, params)
 
 
 def _called(fn: Callable[..., jax.Array], *needs: Want) -> Recipe:
-    """A small function of parts of operands, the same object for the same equations."""
+    """Return a recipe that calls a small cached function of slices."""
     return Recipe(needs, lambda b, atoms: b.call(fn, *atoms)[0])
 
 
-# -- equations that rows do not simply pass through
-# -------------------------------------------------
+# -- equations through which rows do not simply pass -----------------------------------------------
 
 
 def _broadcast_in_dim(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
-    """Along an axis that it adds, or makes of size 1 longer, all entries are the same."""
+    """Broadcast to fewer entries along an added or repeated axis; else slice the operand."""
     if len(eqn.invars) > 1:
         return None
     (a,), dims = eqn.invars, eqn.params["broadcast_dimensions"]
@@ -113,7 +109,7 @@ def _broadcast_in_dim(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
 
 
 def _iota(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
-    """Counting may begin later."""
+    """Count from a later start."""
     if eqn.invars:
         return None
     aval = part.of(eqn.outvars[0].aval)
@@ -123,7 +119,7 @@ def _iota(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
 
 
 def _concatenate(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
-    """The pieces that overlap."""
+    """Read only the operands that overlap the slice."""
     if eqn.params["dimension"] != part.axis or isinstance(part.start, Start):
         return None
     needs: list[Want] = []
@@ -142,14 +138,14 @@ def _concatenate(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
 
 
 def _stack(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
-    """Some of the operands."""
+    """Stack fewer operands."""
     if eqn.params["axis"] != part.axis or isinstance(part.start, Start):
         return None
     return _copied(eqn, part, [(a, None) for a in eqn.invars[part.start : part.stop]])
 
 
 def _split(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
-    """A part of a piece is a part of the whole."""
+    """Slice the operand at the position of the wanted piece."""
     if eqn.params["axis"] != part.axis or isinstance(part.start, Start):
         return None
     before = sum(int(size) for size in eqn.params["sizes"][:out])
@@ -157,7 +153,7 @@ def _split(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
 
 
 def _slice(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
-    """A part of a slice, of which the other axes are still cut."""
+    """Slice the operand, and still slice its other axes."""
     p, axis, (a,) = eqn.params, part.axis, eqn.invars
     if isinstance(part.start, Start):
         return None
@@ -171,7 +167,7 @@ def _slice(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
 
 
 def _rev(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
-    """Counted from the other end."""
+    """Count from the other end."""
     if part.axis not in eqn.params["dimensions"] or isinstance(part.start, Start):
         return None
     (a,) = eqn.invars
@@ -181,7 +177,7 @@ def _rev(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
 
 
 def _pad(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
-    """What is in front and behind, and some of the operand between."""
+    """Pad the operand's entries in the slice; fill if there are none."""
     a, value = eqn.invars
     axis, config = part.axis, [tuple(map(int, of)) for of in eqn.params["padding_config"]]
     low, _, interior = config[axis]
@@ -204,8 +200,7 @@ def _filled(shape: tuple[int, ...]) -> Callable[[jax.Array], jax.Array]:
 
 
 def _reshape(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
-    """A run of entries of the old shape that covers the wanted ones, for each index of the axes
-    before."""
+    """Take the run of old entries that covers the slice, for each index of the axes before."""
     (a, *more), new = eqn.invars, eqn.outvars[0].aval.shape
     old: tuple[int, ...] = a.aval.shape
     if more or eqn.params["dimensions"] is not None or not math.prod(new):
@@ -243,7 +238,7 @@ def _run(
 
 
 def _keys(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
-    """Arrays of keys, and the words they are made of, which are on one axis more."""
+    """Slice arrays of keys, or their words, which have one more axis."""
     (a,) = eqn.invars
     if part.axis >= min(a.aval.ndim, eqn.outvars[0].aval.ndim):
         return None
@@ -251,7 +246,7 @@ def _keys(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
 
 
 def _random_bits(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
-    """Of some of the keys, or some of the bits of each, where they are counted."""
+    """Draw the bits of some keys, or some bits of each key if a counter makes them."""
     (keys,) = eqn.invars
     ndim = keys.aval.ndim
     if part.axis < ndim:
@@ -272,7 +267,7 @@ def _random_bits(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
 
 
 def _gather(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
-    """Slices of some of the indices, from all of the operand."""
+    """Gather with some of the indices from the full operand."""
     (operand, indices), numbers = eqn.invars, eqn.params["dimension_numbers"]
     if part.axis in numbers.offset_dims or numbers.operand_batching_dims:
         return None

@@ -1,17 +1,17 @@
-"""Random bits of a block, without those of the rest.
+"""Random bits of a block of rows, without those of the others.
 
-`jax.random.normal`, `uniform`, `truncated_normal` and their like draw one array of random bits, by
-the equation `random_bits[bit_width=32 shape=(4096, 1024)]`, and do the rest entry by entry. Where
-JAX counts, the bits of entry i are a hash of the key and of i alone (i counts the entries in
-row-major order, as 64 bits), so those of the rows `start:stop` need no others: hash the counters of
-these rows. The equation for that is `block_bits_p`, which shows as `random_bits` too, with the rows
-beside the shape of the whole. Its rows may be counted from a value, or be given by their numbers.
+`jax.random.normal`, `uniform`, `truncated_normal` and others draw one array of random bits with the
+equation `random_bits[bit_width=32 shape=(4096, 1024)]`, then continue entry by entry. With a
+counter-based generator the bits of entry i are a hash of the key and i (its row-major index in 64
+bits). The bits of rows `start:stop` are then hashes of their own counters. The equation for that is
+`block_bits_p`, which prints as `random_bits` too, with the rows next to the full shape. Its rows
+may start at a value of the program, or be a vector of ids.
 
 JAX counts with its default implementation, `threefry2x32`, in its default mode,
-`jax_threefry_partitionable`, for bits of every width (8, 16, 32, 64) and for one key or an array of
-keys. It does not with other implementations (`rbg` hands the whole shape to a generator of the
-compiler's), nor in the mode of old, where entry i depends on how many there are. An equation
-remembers the mode that it was traced in, and so does the one for a block of its bits.
+`jax_threefry_partitionable`. Bits may have any width (8, 16, 32, 64), and keys any shape. It does
+not count with other implementations: `rbg` passes the full shape to a generator of XLA. Nor does it
+in the former mode, in which entry i depends on the number of entries. An equation keeps the mode in
+which it was traced, and so does the one for a block.
 
 Source: `_threefry_random_bits_partitionable` and `iota_2x32_shape` in jax/_src/random (0.10.2); the
 hash itself is public, `jax.extend.random`. Tests compare with `jax.random.bits`, bit for bit.
@@ -31,22 +31,20 @@ from dtrans._jax import ShapedArray, new_primitive, threefry2x32_p
 
 
 def counts(key_type: Any) -> bool:
-    """Whether the random bits of keys of this type are a function of the key and of each entry's
-    number, in this mode.
+    """Return True if random bits depend on the key and each entry's index only, in this mode.
 
     Example:
       >>> import jax
       >>> counts(jax.random.key(0).dtype), counts(jax.random.key(0, impl="rbg").dtype)
       (True, False)
     """
-    mode: bool = getattr(
-        jax.config, "jax_threefry_partitionable", True
-    )  # an option that is to go, and stay on
+    # JAX plans to remove the option, with the value True
+    mode: bool = getattr(jax.config, "jax_threefry_partitionable", True)
     return mode and bool(key_type == _threefry_type())
 
 
 def is_counted(eqn: Any) -> bool:
-    """Whether the bits of a `random_bits` equation are, in the mode that it was traced in."""
+    """Return True if a counter makes the bits of a `random_bits` equation, in its traced mode."""
     mode = getattr(getattr(eqn, "ctx", None), "threefry_partitionable", True)
     known = set(eqn.params) == {"bit_width", "shape"}
     return known and mode and bool(eqn.invars[0].aval.dtype == _threefry_type())
@@ -67,12 +65,14 @@ def block_bits(
     start: int,
     stop: int,
 ) -> jax.Array:
-    """Entries `start` to `stop` along `axis` of the bits that each key gives for an array of
-    `shape`.
+    """Return entries `start` to `stop` along `axis` of the bits of each key for a `shape`.
 
     Args:
-      at: where `start` is counted from, as a scalar; or the numbers of the entries themselves,
-        `stop` of them.
+      keys: keys, of any shape.
+      at: a scalar that is added to `start` and `stop`; or the indices of `stop` entries.
+      bit_width: bits of an entry.
+      shape: shape of the full array.
+      axis, start, stop: the block of entries.
 
     Example:
       >>> import jax
@@ -85,7 +85,7 @@ def block_bits(
       >>> bool((rows == jax.random.bits(key, (6, 2))[numbers]).all())
       True
     """
-    counted = counts(keys.dtype)  # at the time of compiling: an equation is compiled in its mode
+    counted = counts(keys.dtype)  # an equation is compiled in the mode in which it was traced
     dtype = jnp.dtype(f"uint{bit_width}")
 
     def of_one(key: jax.Array) -> jax.Array:
@@ -95,12 +95,9 @@ def block_bits(
             return jnp.take(bits, run if at is None else at if at.ndim else at + run, axis)
         words = jax.random.key_data(key)
         high, low = counters(shape, axis, start, stop, at)
-        zero = (
-            jnp.uint32(0) if at is None else low & jnp.uint32(0)
-        )  # under a vmap of `at` all four are mapped:
-        high, low = _hash(
-            words[0] ^ zero, words[1] ^ zero, high ^ zero, low
-        )  # the hash wants one shape
+        # the hash needs four operands of one shape; a vmap of `at` must map all of them
+        zero = jnp.uint32(0) if at is None else low & jnp.uint32(0)
+        high, low = _hash(words[0] ^ zero, words[1] ^ zero, high ^ zero, low)
         if bit_width == 64:
             return (high.astype(dtype) << jnp.asarray(32, dtype)) | low.astype(dtype)
         return (high ^ low).astype(dtype)
@@ -111,18 +108,19 @@ def block_bits(
 
 
 def _hash(key0: jax.Array, key1: jax.Array, high: jax.Array, low: jax.Array) -> Sequence[jax.Array]:
-    made: Sequence[jax.Array] = threefry2x32_p.bind(key0, key1, high, low)
-    return made
+    words: Sequence[jax.Array] = threefry2x32_p.bind(key0, key1, high, low)
+    return words
 
 
 def counters(
     shape: Sequence[int], axis: int, start: int, stop: int, at: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """The row-major numbers of entries `start` to `stop` along `axis` of an array, as two words,
-    the high one first.
+    """Return the row-major indices of entries `start` to `stop` along `axis`: high and low words.
 
     Args:
-      at: as `block_bits` takes it.
+      shape: shape of the full array.
+      axis, start, stop: the block of entries.
+      at: as in `block_bits`.
 
     Example:
       >>> high, low = counters((6, 2), 0, 2, 5)
@@ -133,16 +131,17 @@ def counters(
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
     first = start * strides[axis]
     high, low = (jnp.full(block, word, jnp.uint32) for word in _words(first))
-    # words are 32 bits, with or without jax_enable_x64; of an array of fewer entries the high one
-    # stays 0
+    # 32-bit words work without jax_enable_x64; small arrays leave the high word 0
     wide = math.prod(shape) > 2**32
     for d, stride in enumerate(strides):
         if block[d] == 1 and (at is None or d != axis):
             continue
         index = jax.lax.broadcasted_iota(jnp.uint32, block, d)
         if at is not None and d == axis:
-            own = at.astype(jnp.uint32)
-            index = jax.lax.broadcast_in_dim(own, block, [d]) if at.ndim else index + own
+            first_row = at.astype(jnp.uint32)
+            index = (
+                jax.lax.broadcast_in_dim(first_row, block, [d]) if at.ndim else index + first_row
+            )
         step_high, step_low = (jnp.asarray(word, jnp.uint32) for word in _words(stride))
         more = index * step_low
         low = low + more

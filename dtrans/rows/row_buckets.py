@@ -1,11 +1,11 @@
-"""Rows of a leaf that are dealt out by their numbers.
+"""Rows of a leaf in buckets by their ids.
 
-Row `n` lies in bucket `n % count`, and a part of the leaf has a run of buckets. Which rows a bucket
-has does not depend on how many parts there are, so that buckets move whole when there are more or
-fewer. Rows that are read most often have low numbers in many tables (words by frequency): a run of
-rows has all of these, and a run of buckets its share.
+Row `n` is in bucket `n % count`, and a part of the leaf has consecutive buckets. The rows of a
+bucket do not depend on the number of parts: buckets move as units when parts are added or removed.
+In many tables the most frequent rows have low ids (words by frequency). A range of rows would get
+all of them, while consecutive buckets get their share.
 
-In a part rows keep their order: `n` is at `n // count * (stop - start) + n % count - start`.
+Rows keep their order inside a part: `n` is at `n // count * (stop - start) + n % count - start`.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from dtrans.rows.slices import Slice, Start
 
 @dataclasses.dataclass(frozen=True)
 class RowBuckets:
-    """The rows of a leaf in buckets `start` to `stop`.
+    """Rows of a leaf in buckets `start` to `stop`.
 
     Attributes:
-      start, stop: which buckets.
-      count: how many buckets there are.
-      size: how many rows the leaf has.
+      start, stop: range of buckets.
+      count: number of buckets of the leaf.
+      size: number of rows of the leaf.
 
     Example:
       >>> import numpy as np
@@ -50,74 +50,73 @@ class RowBuckets:
 
     @property
     def rows(self) -> int:
-        """How many rows."""
-        whole, rest = divmod(self.size, self.count)
-        return whole * self._width + min(max(rest - self.start, 0), self._width)
+        """Number of rows."""
+        per_bucket, rest = divmod(self.size, self.count)
+        return per_bucket * self._width + min(max(rest - self.start, 0), self._width)
 
     @property
     def _width(self) -> int:
         return self.stop - self.start
 
     def numbers(self) -> np.ndarray:
-        """The numbers of these rows in the leaf, increasing."""
+        """Return the ids of these rows, increasing."""
         return self.in_leaf(np.arange(self.rows))
 
     def in_leaf(self, places: np.ndarray) -> np.ndarray:
-        """The numbers in the leaf of rows at these places among them."""
+        """Return the ids of rows, from their positions in this part."""
         return places // self._width * self.count + self.start + places % self._width
 
     def local(self, ids: np.ndarray) -> np.ndarray:
-        """Where rows of these are among them, by their numbers in the leaf."""
+        """Return the positions in this part of rows, from their ids."""
         return ids // self.count * self._width + ids % self.count - self.start
 
     def among(self, ids: np.ndarray) -> np.ndarray:
-        """Where in some numbers those of these rows are; the number behind the last row may be
-        among them."""
+        """Return the positions in `ids` of this part's rows; the leaf's size may be among the
+        ids."""
         bucket = ids % self.count
         return np.flatnonzero((bucket >= self.start) & (bucket < self.stop) & (ids < self.size))
 
     def along(self, row: RowAxis) -> RowBuckets:
-        """Where these rows are along the axis of a value that has them."""
+        """Return the buckets of a value in which each row has `width` entries."""
         return RowBuckets(*(n * row.width for n in dataclasses.astuple(self)))
 
     @property
     def index(self) -> np.ndarray:
-        """What picks these rows of an array."""
+        """NumPy index that selects these rows of an array."""
         return self.numbers()
 
     def __str__(self) -> str:
         return f"buckets {self.start}:{self.stop} of {self.count}"
 
 
-class DealtRows:
-    """Rows in buckets as a writer asks for them (`dtrans.rows.writer.BlockRows`), in one
-    program."""
+class BucketRows:
+    """Rows in buckets, for a writer of one program (`dtrans.rows.writer.BlockRows`)."""
 
     def __init__(self, rows: RowBuckets) -> None:
         self._rows = rows
         self._start = Start(lambda b: b.call(_all_numbers(rows))[0])
 
     def of(self, row: RowAxis) -> Slice:
-        """Where they are along the axis of a value that has them."""
+        """Return the slice of these rows along the axis of a value."""
         return Slice(row.axis, self._start, self._rows.rows).widened(row.width)
 
-    def inside(self, b: Builder) -> DealtRows:
-        """Return the same rows in a body."""
-        return DealtRows(self._rows)
+    def inside(self, b: Builder) -> BucketRows:
+        """Return the same rows for a body."""
+        return BucketRows(self._rows)
 
     def operands(self) -> Sequence[Atom]:
-        """Return nothing: a body makes their numbers."""
+        """Return no values: a body computes the ids itself."""
         return ()
 
 
 @functools.cache
 def _all_numbers(rows: RowBuckets) -> Callable[[], jax.Array]:
-    """A function that makes the numbers of all rows."""
+    """Return a function that computes the ids of all rows."""
     return lambda: numbers_at(rows)(jnp.arange(rows.rows, dtype=jnp.int32))
 
 
 @functools.cache
 def numbers_at(rows: RowBuckets) -> Callable[[jax.Array], jax.Array]:
-    """A function from where rows are among these to their numbers in the leaf."""
+    """Return a function from positions in this part to ids."""
     width = rows.stop - rows.start
     return lambda places: places // width * rows.count + rows.start + places % width

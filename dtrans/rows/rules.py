@@ -1,12 +1,12 @@
 """Rules of primitives for rows.
 
 A rule takes an equation whose operands are shared or have the rows of one leaf. It returns a
-`Step`: which operands are read as rows, the layouts of the outputs, and, for a reduction over the
-rows, the operation that joins partial results. None means that the equation mixes rows.
+`Step`: operands to read as rows, layouts of outputs, and the reduction over blocks if it reduces
+rows. None means that the equation mixes rows.
 
-Facts come from `dtrans._jax.primitives`: an elementwise primitive, a reduction, and one that mixes
-other axes alone need no rule here. Add a function to `RULES` for a primitive that moves rows.
-Loops and branches are not here: `dtrans.rows.analysis` enters their bodies.
+Facts come from `dtrans._jax.primitives`. Elementwise primitives, reductions, and primitives that
+only mix other axes need no rule here. Add a function to `RULES` for a primitive that moves rows.
+`dtrans.rows.flow` enters the bodies of loops and branches.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ from dtrans.rows.layout import SHARED, Layout, RowAxis
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """How an equation is carried out on a block of rows.
+    """One way to run an equation on a block of rows.
 
     Attributes:
-      operands: for each operand, the rows it is given as; None for one that is given whole.
-      outs: the layout of each output.
-      reduce: the operation that makes the parts of several blocks one, for an equation that reduces
-        over rows.
-      params: the parameters that depend on shapes, from the types of its outputs on the block.
-      bodies: of a loop or a branch: what was found in its bodies (`dtrans.rows.flow.Flow`).
-      ends: the layouts of each body's outputs.
+      operands: rows in which each operand is read; None for a full operand.
+      outs: layout of each output.
+      reduce: operation that combines partial results of blocks, if rows are reduced.
+      params: parameters that depend on shapes, as a function of the output types on the block.
+      bodies: flow through each body of a loop or a branch (`dtrans.rows.flow.Flow`).
+      ends: layouts of each body's outputs.
     """
 
     operands: tuple[RowAxis | None, ...]
@@ -43,7 +42,7 @@ class Step:
 
 
 def step_of(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
-    """Return how an equation is carried out on rows of one leaf; None where it mixes rows."""
+    """Return how an equation runs on rows of one leaf; None if it mixes rows."""
     facts = facts_of(eqn)
     if facts.elementwise:
         return _elementwise(eqn, ins)
@@ -55,8 +54,8 @@ def step_of(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
 
 
 def rows_of_operands(eqn: JaxprEqn, row: RowAxis, out: int = 0) -> Step | None:
-    """How an equation is carried out on rows of operands, so that an output has these rows; None
-    where it cannot be.
+    """Return how an equation runs on rows of operands so that an output has `row`; None if it
+    cannot.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -79,21 +78,21 @@ def rows_of_operands(eqn: JaxprEqn, row: RowAxis, out: int = 0) -> Step | None:
 
 
 def _one(ins: Sequence[Layout]) -> RowAxis | None:
-    """The rows that all operands with rows have, if they all have the same."""
+    """Return the rows of all operands with rows if they are the same, else None."""
     rows = {x for x in ins if isinstance(x, RowAxis)}
     return rows.pop() if len(rows) == 1 else None
 
 
 def _all_as(row: RowAxis, eqn: JaxprEqn) -> tuple[RowAxis | None, ...]:
-    """Every operand that has dimensions is given as rows."""
+    """Return rows for every operand with dimensions."""
     return tuple(row if a.aval.ndim else None for a in eqn.invars)
 
 
 def _elementwise(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
-    """Row i to row i: operands are of the output's shape, or broadcast to it.
+    """Map row i to row i. Operands have the output's shape or broadcast to it.
 
-    A shared operand may be a scalar, or have dimensions of size 1. One that has rows must have all
-    of them.
+    A shared operand may be a scalar, or have dimensions of size 1; one with rows must have all
+    rows.
     """
     row = _one(ins)
     shape = eqn.outvars[0].aval.shape
@@ -101,16 +100,19 @@ def _elementwise(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
         return None
     operands: list[RowAxis | None] = []
     for a, layout in zip(eqn.invars, ins, strict=True):
-        own = a.aval.shape
+        operand_shape = a.aval.shape
         if isinstance(layout, RowAxis) and (
-            len(own) != len(shape) or own[row.axis] != shape[row.axis]
+            len(operand_shape) != len(shape) or operand_shape[row.axis] != shape[row.axis]
         ):
             return None
-        if own and (
-            len(own) != len(shape) or any(d not in (1, n) for d, n in zip(own, shape, strict=True))
+        if operand_shape and (
+            len(operand_shape) != len(shape)
+            or any(d not in (1, n) for d, n in zip(operand_shape, shape, strict=True))
         ):
             return None
-        operands.append(row if own and own[row.axis] == shape[row.axis] else None)
+        operands.append(
+            row if operand_shape and operand_shape[row.axis] == shape[row.axis] else None
+        )
     return Step(tuple(operands), (row,) * len(eqn.outvars))
 
 
@@ -127,8 +129,7 @@ def _broadcast_in_dim(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
 
 
 def _reshape(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
-    """Rows may merge with the axes behind them, or be taken apart again: each is a run of `width`
-    entries."""
+    """Merge rows with the axes behind them, or split them: a row is a run of `width` entries."""
     row = _one(ins[:1])
     old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     if row is None or len(ins) > 1 or eqn.params["dimensions"] is not None or not old[row.axis]:
@@ -150,7 +151,7 @@ def _transpose(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
 
 
 def _without(row: RowAxis, gone: Sequence[int]) -> RowAxis:
-    """The rows after other axes were taken away."""
+    """Return the rows after other axes were removed."""
     return dataclasses.replace(row, axis=row.axis - sum(d < row.axis for d in gone))
 
 
@@ -160,8 +161,10 @@ def _squeeze(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
 
 
 def _reduce(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
-    """Over the rows, partial results are left. `dtrans.rows.normalize` rewrites positions of
-    entries before."""
+    """Reduce other axes, or reduce rows to partial results.
+
+    `dtrans.rows.normalize` rewrites argmax before.
+    """
     row, gone, op = _one(ins), mixed_axes(eqn) or (), facts_of(eqn).reduces
     if row is None or len(ins) > 1:
         return None
@@ -171,8 +174,7 @@ def _reduce(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
 
 
 def _along(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
-    """Rows stay where other axes are mixed: operands with dimensions and outputs have them on the
-    same axis."""
+    """Keep rows while other axes are mixed; all operands with dimensions have them on one axis."""
     row, last = _one(ins), facts_of(eqn).last_axes(eqn)
     if (
         row is None
@@ -186,7 +188,7 @@ def _along(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
 
 
 def _stack(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
-    """Along a new axis."""
+    """Stack along a new axis."""
     row = _one(ins)
     if row is None:
         return None
@@ -204,7 +206,7 @@ def _unstack(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
 
 
 def _tile(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
-    """Along other axes."""
+    """Tile other axes."""
     row, reps = _one(ins), eqn.params["reps"]
     if row is None or len(reps) != eqn.invars[0].aval.ndim or reps[row.axis] != 1:
         return None
@@ -223,7 +225,7 @@ def _pad(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
 
 
 def _slice(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
-    """Of other axes; all rows are kept."""
+    """Slice other axes; all rows stay."""
     row = _one(ins)
     if row is None or eqn.outvars[0].aval.shape[row.axis] != eqn.invars[0].aval.shape[row.axis]:
         return None
@@ -238,7 +240,7 @@ def _slice(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
 
 
 def _dynamic_slice(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
-    """Of other axes; all rows are kept, whatever the index along them is (it is clamped)."""
+    """Slice other axes; all rows stay, as XLA clamps the index along them to 0."""
     row = _one(ins[:1])
     if row is None or any(x is not SHARED for x in ins[1:]):
         return None
@@ -259,8 +261,7 @@ def _dynamic_update_slice(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
 
 
 def _dot_general(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
-    """Rows that are contracted are summed over; rows along a batch axis, or a free axis of one
-    operand, are kept."""
+    """Sum over contracted rows; keep rows along a batch axis or a free axis."""
     contract, batch = eqn.params["dimension_numbers"]
     lhs, rhs = ins
     free = [[d for d in range(a.aval.ndim) if d not in contract[i] and d not in batch[i]]

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 import numpy as np
 
-from dtrans.batch.shared import SharedStep
+from dtrans.batch.exact_step import ExactStep
 from dtrans.checkpoint.orbax_io import load_orbax
 from dtrans.checkpoint.pserver_state import (
     TRAINER,
@@ -107,7 +107,7 @@ class _StepCall(NamedTuple):
 
     program: Program
     batch: tuple[Any, ...]
-    shared: SharedStep | None
+    shared: ExactStep | None
     rows: int
 
 
@@ -203,7 +203,7 @@ class TrainerJob(RoleJob):
         return _StepCall(program, arrays, self.plan.shared, 0)
 
     @cached_property
-    def _uneven_programs(self) -> dict[int, tuple[Program, SharedStep]]:
+    def _uneven_programs(self) -> dict[int, tuple[Program, ExactStep]]:
         """Return the programs for batches that trainers do not divide, by the batch's rows."""
         return {}
 

@@ -24,7 +24,7 @@ from dtrans.ir.dataflow import propagate
 from dtrans.ops import EXACT
 from dtrans.ops.exact_sum import DIGITS, part_type
 from dtrans.rows.analysis import RowAnalysis
-from dtrans.rows.layout import SHARED, RowAxis, Whole
+from dtrans.rows.layout import SHARED, Colocated, RowAxis
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -126,7 +126,7 @@ class ExchangeRounds:
         earlier (the square of a 0-d leaf, added to the sum of those of others).
         """
         i = self.made_by.get(var)
-        if i is None or not isinstance(self.analysis.layout(var), Whole):
+        if i is None or not isinstance(self.analysis.layout(var), Colocated):
             return False
         ins = [a for a in self.eqns[i].invars if self.analysis.layout(a) is not SHARED]
         if any(isinstance(self.analysis.layout(a), RowAxis) for a in ins):
@@ -170,7 +170,7 @@ class ExchangeRounds:
     def _note_read(self, atom: Atom, home: str | None) -> None:
         """A reader at `home` (None: everywhere) reads a value."""
         layout = self.analysis.layout(atom)
-        if not isinstance(layout, Whole) or self.analysis.home(layout) == home:
+        if not isinstance(layout, Colocated) or self.analysis.home(layout) == home:
             return
         assert isinstance(atom, Var)
         if self.derived(atom):

@@ -136,7 +136,9 @@ def analyse_update(
     for b in placement.table:
         endpoints_of.setdefault(b.leaf, set()).add(b.endpoint)
     alone = [blocks[0] for blocks in placement.blocks.values() if len(blocks) == 1]
-    analysis = analysis.placed([b.leaf for b in alone if not b.is_table and b.leaf not in exact])
+    analysis = analysis.with_unsliced(
+        [b.leaf for b in alone if not b.is_table and b.leaf not in exact]
+    )
     rounds = ExchangeRounds(analysis, exact)
 
     names = dict.fromkeys(analysis.input_names.values(), "an array of the optimizer's state")

@@ -215,18 +215,20 @@ def _write_shared(
     for eqn in eqns:
         if rounds.depends(eqn.outvars[0]):
             w = at(level_of(eqn.outvars[0])).writer
-            made = w.b.copy(eqn, [w.whole(a) for a in eqn.invars], [v.aval for v in eqn.outvars])
-            w.wholes.update(zip(eqn.outvars, made, strict=True))
+            made = w.b.copy(
+                eqn, [w.read_full(a) for a in eqn.invars], [v.aval for v in eqn.outvars]
+            )
+            w.shared.update(zip(eqn.outvars, made, strict=True))
     for name in (n for n in analysis.input_names.values() if n in server.shared_state):
         out = analysis.outputs[name]
         program = at(level_of(out))
-        program.outs[name] = program.writer.whole(out)
+        program.outs[name] = program.writer.read_full(out)
     names: dict[Var, str] = {}
     for var in (v for eqn in eqns for v in eqn.outvars):
         if var in read and rounds.depends(var):
             names[var] = f"{'reduced' if level_of(var) else 'lr_sched'}/{len(names)}"
             program = writers[level_of(var)]
-            program.outs[names[var]] = program.writer.wholes[var]
+            program.outs[names[var]] = program.writer.shared[var]
     return {level: w.program() for level, w in writers.items()}, names
 
 

@@ -21,7 +21,7 @@ from dtrans.ir.builder import Builder
 from dtrans.ops import EXACT, BlockGradient, OptimizeBlock
 from dtrans.ops.exact_sum import part_of, sum_of
 from dtrans.rows.layout import RowAxis
-from dtrans.rows.row_buckets import DealtRows, RowBuckets
+from dtrans.rows.row_buckets import BucketRows, RowBuckets
 from dtrans.rows.rules import Step
 from dtrans.rows.writer import BlockRows, RowWriter
 from dtrans.slicing.blocks import Unit
@@ -193,7 +193,7 @@ class _UnitLevels:
         """Return the writer of a level."""
         if level not in self.writers:
             span = self._unit.span
-            rows = DealtRows(span) if isinstance(span, RowBuckets) else span
+            rows = BucketRows(span) if isinstance(span, RowBuckets) else span
             self.writers[level] = LevelWriter(
                 self._rounds, rows, functools.partial(self._own, level)
             )

@@ -1,18 +1,20 @@
-"""One training step, before anybody distributes it: traced, marked, cut.
+"""One training step of one device: traced, marked and cut into halves.
 
-trace              a function to a program, with names and roles
+trace              a function to a program with names and roles
 marks              gradients, marked by identities: `value_and_grad`, `make_train_step`
 capture            the loss function as one equation, before it is differentiated
-gradients          which values are the gradients
+gradients          the values that are gradients
 cut                the two halves of a step: forward and backward, and the update
-handed_values      values of forward that the update reads, made inputs of it
-batch_numbers      numbers of the size of the batch in an update, made inputs of it
-startup            which output of init is the first value of which input of the step
-batch_sharing      how a batch is shared: the record of options
-observers          host callbacks: what each reads, who calls it, and refusals
-forward_backward   the first half, written with something to do at each gradient
-weight_gradients   products that make gradients of weights the way round in which weights are kept
-scopes             what a user marks inside a model: stages, and layers that are split
-collect            values of the model that are merged in a way of the user's
-summary            values of the model that are shown
+handed_values      values of forward that the update reads, as inputs of the update
+batch_numbers      numbers in an update that depend on the batch size, as inputs of the update
+startup            pairing of init's outputs with the step's inputs
+one_state          steps of one state (a TrainState), split into parameters and optimizer state
+frozen             leaves whose update never changes them
+batch_sharing      options for the batch, and the parts of processes
+observers          host callbacks: what each reads, and which trainer calls it
+forward_backward   the first half, written with a callback for each gradient
+weight_gradients   transposes of weight gradients, fused into their products
+scopes             scopes of users in a model: stages, split layers, local reductions
+collect            values of the model that a user merges by a rule
+summary            values of the model for TensorBoard
 """

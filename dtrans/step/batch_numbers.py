@@ -1,13 +1,11 @@
-"""Numbers of the size of the batch in an update, made inputs of it.
+"""Numbers in an update that depend on the batch size, as inputs of the update.
 
-An update may count rows (`seen + len(x)`) or divide by their number (`gradient / len(x)`). Traced,
-such a number is a literal, another one for each size of the batch. Servers make their updates
-before any batch is seen: there the number is an input, which trainers send with each step as they
-send an argument of the step.
+An update may count rows (`seen + len(x)`) or divide by their number (`gradient / len(x)`). In the
+trace such a number is a literal that differs for every batch size. Servers compile their updates
+before any batch arrives. There the number is an input, which trainers send with each step.
 
-The numbers are found by comparing the update with that of the same step for a batch of another size
-(`numbers_of_size`). Invariant: with the numbers as inputs both updates are the same, whatever the
-size.
+The numbers are found by comparing the update with that of the same step for another batch size
+(`numbers_of_size`). Invariant: with the numbers as inputs both updates are equal, for every size.
 """
 
 from __future__ import annotations
@@ -25,13 +23,13 @@ from dtrans.ir.pytree import unused_name
 from dtrans.step.cut import Cut, OptimizeHalf
 
 
-OUTPUTS = -1  # the place of the outputs of an update, behind its equations
+OUTPUTS = -1  # position of the outputs of an update
 
 
 @dataclasses.dataclass(frozen=True)
 class NumberPlace:
-    """The place of a number: the position of the equation that reads it, or `OUTPUTS`, and that of
-    the operand."""
+    """Position of a number: that of the equation that reads it, or `OUTPUTS`, and of the
+    operand."""
 
     eqn: int
     operand: int
@@ -39,11 +37,11 @@ class NumberPlace:
 
 @dataclasses.dataclass(frozen=True)
 class BatchNumbers:
-    """The numbers of the size of the batch that an update has.
+    """Numbers in an update that depend on the batch size.
 
     Attributes:
-      spots: name of each number to its places.
-      fixed: the outputs of the update that depend on the size of the batch in another way.
+      spots: name of each number to its positions.
+      fixed: outputs of the update that depend on the batch size in another way.
     """
 
     spots: Mapping[str, tuple[NumberPlace, ...]] = dataclasses.field(default_factory=dict)
@@ -53,7 +51,7 @@ class BatchNumbers:
         """Return the step with these numbers as inputs of its update.
 
         Raises:
-          BatchError: the update has other equations than the one that the numbers were found in.
+          BatchError: the update has other equations than the one in which the numbers were found.
         """
         if not self.spots:
             return step
@@ -66,7 +64,7 @@ class BatchNumbers:
             raise BatchError(
                 f"the update of {step.program.name} has other equations for a batch of this size "
                 "than for the one it "
-                "was planned with: give batches of the size that the step was traced with"
+                "was planned with; give batches of the size that the step was traced with"
             )
         inputs = {n: Var(jax.typeof(x)) for n, x in values.items()}
         for n, spots in self.spots.items():
@@ -75,16 +73,16 @@ class BatchNumbers:
         invars = [*half.inner.invars, *inputs.values()]
         eqns = [e.replace(invars=rows[i]) for i, e in enumerate(half.eqns)]
         jaxpr = closed_with(half.jaxpr, invars=invars, outvars=rows[OUTPUTS], eqns=eqns)
-        taken = dataclasses.replace(half, jaxpr=jaxpr, in_names=(*half.in_names, *inputs))
-        return dataclasses.replace(step, optimize=taken, numbers=values)
+        update = dataclasses.replace(half, jaxpr=jaxpr, in_names=(*half.in_names, *inputs))
+        return dataclasses.replace(step, optimize=update, numbers=values)
 
 
 def numbers_of_size(step: Cut, other: Cut) -> BatchNumbers:
-    """Find the numbers in which the updates of a step differ, for two sizes of the batch.
+    """Return the numbers in which the updates of a step differ, for two batch sizes.
 
-    None are found where the updates differ in anything else, as in the body of a branch.
+    None are found if the updates differ in anything else, such as the body of a branch.
     """
-    fixed = tuple(step.optimize.unlike(other.optimize))
+    fixed = tuple(step.optimize.differing_outputs(other.optimize))
     if not fixed:
         return BatchNumbers()
     mine, theirs = _operands(step.optimize), _operands(other.optimize)
@@ -108,7 +106,9 @@ def numbers_of_size(step: Cut, other: Cut) -> BatchNumbers:
         taken.add(name)
         named[name] = tuple(places)
     found = BatchNumbers(named)
-    alike = named and not found.taken_by(step).optimize.unlike(found.taken_by(other).optimize)
+    alike = named and not found.taken_by(step).optimize.differing_outputs(
+        found.taken_by(other).optimize
+    )
     return found if alike else BatchNumbers(fixed=fixed)
 
 
@@ -119,8 +119,7 @@ def _operands(half: OptimizeHalf) -> dict[int, list[Atom]]:
 
 
 def _number(read: Sequence[Sequence[Atom]]) -> np.ndarray | None:
-    """Return the number that is read in several places; None where it is not one literal in all of
-    them."""
+    """Return the number that several places read; None if it is not one literal in all of them."""
     found = [
         np.asarray(a.val, a.aval.dtype) for atoms in read for a in atoms if isinstance(a, Literal)
     ]

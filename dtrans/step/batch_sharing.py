@@ -1,5 +1,4 @@
-"""How the batch of a step is shared: a record of options that all strategies take, and the parts of
-processes."""
+"""Options for the batch of a step, which all strategies take, and the parts of processes."""
 
 from __future__ import annotations
 
@@ -16,35 +15,34 @@ from dtrans.errors import BatchError, ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """How a batch is shared, and how the results of its parts are merged.
+    """Options: how the batch is split, and how results of its parts are merged.
 
     Attributes:
-      kind: "exact", the default: the job gives one device's numbers, whatever the step: what
-        crosses the batch (a masked mean, batch statistics, a count) communicates, and random
-        numbers with rows of the batch are one device's. Where parts cannot exchange anything, as
-        micro-batches of a pipeline, or trainers that do not wait for each other, a step is refused
-        that is not made of its parts. "local": each trainer takes the step on its part alone, with
-        statistics, random numbers and counts of its own, as Paddle's trainers do, and so those of
-        `dtrans.Geo`. "micro", in pipelines alone: each micro-batch takes the step alone, with
-        statistics of its own; "local" is the same there.
-      axes: the dimension of the batch in each batch argument, as `in_axes` of `jax.vmap`: a number,
-        None for an argument that every trainer gets whole, or a tuple with one of these for each
-        argument. 0-d arrays are whole anyway.
-      unsplit_inputs: names of batch arrays that every trainer gets whole. Others are split on dim
-        0; 0-d arrays go to every trainer, a `jax.random.key` folded with the trainer's number
+      kind: "exact", the default: the job computes one device's numbers for every step. Values that
+        depend on the full batch (a masked mean, batch statistics, a count) communicate. Random
+        numbers with rows of the batch equal one device's. Micro-batches of a pipeline, and trainers
+        that do not wait for each other, cannot communicate: steps whose parts do not add up are
+        refused there. "local": each trainer takes the step on its part alone, with its own
+        statistics, random numbers and counts, as Paddle's trainers and those of `dtrans.Geo` do.
+        "micro", for pipelines: each micro-batch takes the step alone; "local" is the same there.
+      axes: the batch dimension of each batch argument, as `in_axes` of `jax.vmap`: a number, None
+        for a replicated argument, or a tuple with one of these for each argument. 0-d arrays are
+        always replicated.
+      unsplit_inputs: names of batch arrays that every trainer gets in full. Others are split on dim
+        0. 0-d arrays go to every trainer; a `jax.random.key` is folded with the trainer's index
         unless it is named here.
-      example_count: the name of a result, a scalar that says how many examples a trainer's part of
-        the batch has. It is itself added up.
-      merge: how results are merged, and parameters that the optimizer does not make (batch
-        statistics), by name: "mean", "sum" (of parameters: of what trainers add to them), "max",
-        "concat" (on dim 0), "each" (a leading axis, one row per trainer), or "same" (they are equal
-        anyway). By default what grows with the batch is concatenated, other floating-point results
-        are reduced as gradients are, and parameters averaged; other results get a row per trainer.
-        What is computed from gradients is computed from the reduced ones, or with `local_sgd` in
-        each step from its own. Parameter servers have ways of their own, see `dtrans.pserver`.
+      example_count: name of a result, a scalar: the number of examples in a trainer's part of the
+        batch. It is summed over trainers.
+      merge: merge of results, and of parameters that the optimizer does not compute (batch
+        statistics), by name: "mean", "sum" (of parameters: of the trainers' increments), "max",
+        "concat" (on dim 0), "each" (a leading axis, one row per trainer), or "same" (they are
+        equal). By default, results that grow with the batch are concatenated. Other floating-point
+        results are reduced as gradients are, and parameters averaged. Other results get a row per
+        trainer. Results that depend on gradients use the reduced ones, or with `local_sgd` in each
+        step the trainer's. Parameter servers have their own merges, see `dtrans.pserver`.
 
     Raises:
-      ConfigError: another kind; what are no names.
+      ConfigError: an unknown kind, a bad axis, or names that are not strings.
 
     Example:
       >>> import dtrans
@@ -86,60 +84,58 @@ class Batch:
         object.__setattr__(self, "merge", dict(merge))
 
     @classmethod
-    def of(cls, given: Any, kind: str, *, micro: bool = False) -> Batch:
-        """What is given as `batch`: a record, or its kind.
+    def from_option(cls, value: Any, kind: str, *, micro: bool = False) -> Batch:
+        """Return the record for the option `batch`: a record, or a kind.
 
         Args:
-          kind: that of a record which does not say its own.
-          micro: whether the strategy is one of micro-batches, which may have statistics of their
-            own.
+          value: the option.
+          kind: the kind of a record without one.
+          micro: True for strategies with micro-batches, which may have their own statistics.
 
         Raises:
-          ConfigError: a kind that the strategy does not have.
+          ConfigError: the strategy does not have this kind.
         """
-        if isinstance(given, str):
-            given = cls(given)
-        check_type("batch", given, cls, "'exact', 'local' or a dtrans.Batch")
-        found: Batch = given if given.kind is not None else dataclasses.replace(given, kind=kind)
+        if isinstance(value, str):
+            value = cls(value)
+        check_type("batch", value, cls, "'exact', 'local' or a dtrans.Batch")
+        found: Batch = value if value.kind is not None else dataclasses.replace(value, kind=kind)
         if found.kind == "micro" and not micro:
             raise ConfigError(
-                "batch='micro' is for dtrans.pipeline, whose micro-batches then have statistics of "
-                "their own. Say "
-                "batch='local', where each part of the batch has its own"
+                "batch='micro' is for dtrans.pipeline, whose micro-batches then have their own "
+                "statistics; pass batch='local', which gives each part of the batch its own"
             )
         return found
 
     def check_axes(self) -> None:
-        """Raise ConfigError for dimensions of the batch where it is always the first."""
+        """Raise ConfigError for batch dimensions other than the first, where axes are not
+        supported."""
         if self.axes != 0:
             raise ConfigError(
                 f"axes={self.axes!r} is for batch='exact'; with batch={self.kind!r} arrays are cut "
-                "on dim 0, but for "
-                "those in unsplit_inputs"
+                "on dim 0, except those in unsplit_inputs"
             )
 
     @property
     def exact(self) -> bool:
-        """Whether the job gives one device's numbers, whatever the step."""
+        """True if the job computes one device's numbers for every step."""
         return self.kind == "exact"
 
     def check_merge(self, ways: Collection[str]) -> None:
-        """Raise ConfigError for a way to merge that a strategy does not have."""
+        """Raise ConfigError for a merge that a strategy does not have."""
         for name, way in self.merge.items():
             check_one_of(f"merge[{name!r}]", way, ways)
 
 
 def shard_batch(batch: Any, number: int, count: int, axis: int = 0) -> Any:
-    """One of several equal parts of a batch: rows number*B/count to (number+1)*B/count of all its
-    arrays.
+    """Return one of `count` equal parts of a batch: rows number*B/count to (number+1)*B/count.
 
-    What `job.shard_batch` gives a process, for a loader that has no job.
+    It is the same as `job.shard_batch`, for a loader that has no job.
 
     Args:
-      batch: a pytree of arrays, NumPy's or JAX's; those without dimensions are whole in each part.
-      number: which part, from 0.
-      count: how many there are.
-      axis: the dimension that rows are along.
+      batch: a pytree of arrays, NumPy's or JAX's; every part gets 0-d arrays unchanged.
+      number: index of the part, from 0.
+      count: number of parts.
+      axis: the dimension of the rows.
 
     Raises:
       BatchError: rows that the parts do not divide. ConfigError: there is no such part.
@@ -158,10 +154,10 @@ def shard_batch(batch: Any, number: int, count: int, axis: int = 0) -> Any:
 
 
 def part_of(x: Any, number: int, count: int, axis: int, name: str, trainers: int = 0) -> Any:
-    """One of several parts of an array, along a dimension.
+    """Return one of several parts of an array along a dimension.
 
     Args:
-      trainers: how many there are in all parts, if they need not divide the rows.
+      trainers: number of trainers in all parts, if they need not divide the rows.
 
     Raises:
       BatchError: the parts are not equal, and must be.
@@ -181,14 +177,13 @@ def part_of(x: Any, number: int, count: int, axis: int, name: str, trainers: int
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class UnevenPart:
-    """A process's part of an array of the batch that trainers do not divide: what `job.shard_batch`
-    gives of such.
+    """Rows of a process, of a batch that the trainers do not divide; `job.shard_batch` returns it.
 
     Trainers have `ceil(rows / trainers)` rows each, the last ones fewer, or none.
 
     Attributes:
       x: this process's rows, NumPy's or JAX's.
-      rows: of the whole batch.
+      rows: number of rows in the full batch.
 
     Example:
       >>> import numpy as np, dtrans
@@ -199,20 +194,19 @@ class UnevenPart:
     rows: int
 
     def __post_init__(self) -> None:
-        check_int("rows", self.rows, "how many rows the whole batch has", least=1)
+        check_int("rows", self.rows, "the number of rows in the whole batch", least=1)
 
     @property
     def ndim(self) -> int:
-        """Of the part."""
+        """Number of dimensions of the part."""
         return int(self.x.ndim)
 
 
 def without_parts(batch: Sequence[Any]) -> tuple[tuple[Any, ...], int]:
-    """Batch arguments with plain arrays, and how many rows the whole batch has; 0 where no array is
-    an `UnevenPart`.
+    """Return batch arguments as plain arrays, and the rows of the full batch; 0 without parts.
 
     Raises:
-      BatchError: parts of batches of different numbers of rows.
+      BatchError: parts of batches with different numbers of rows.
     """
     rows = {x.rows for x in jax.tree.leaves(batch) if isinstance(x, UnevenPart)}
     if len(rows) > 1:

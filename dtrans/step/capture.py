@@ -1,17 +1,15 @@
-"""The loss of a step, before it is differentiated.
+"""Loss of a step as one equation, before it is differentiated.
 
-A pipeline is cut through the forward pass, and each part is differentiated by itself: in a step
-that was traced as it runs, forward and backward are one. So the step is traced once more, and this
-time `dtrans.value_and_grad` differentiates nothing: it leaves one equation, `value_and_grad`, whose
-body is the loss function.
+A pipeline cuts the forward pass, and differentiates each part by itself. In a step that was traced
+as it runs, forward and backward are mixed. The step is traced again, and `dtrans.value_and_grad`
+leaves one equation, `value_and_grad`, whose body is the loss function.
 
     step      ... -> value_and_grad[loss function] -> loss, aux, gradients -> marks -> optimizer
 
-Nothing carries that equation out; it has no lowering. So the update must not need it: what the loss
-function hands to the update, and no array of the batch enters (a counter, a split key), is made
-before the equation. What is traced in this way is read by `dtrans.step.cut` as any other step.
-Whether a trace is of this kind is part of what JAX remembers a trace by, so that a jitted step is
-traced anew.
+The equation has no lowering, so the update must not need it. Values that the loss function returns
+to the update, and that depend on no batch array (a counter, a split key), are computed before it.
+`dtrans.step.cut` reads such a trace like any other. The kind of trace is part of JAX's cache key,
+so that a jitted step is traced again.
 """
 
 from __future__ import annotations
@@ -57,7 +55,7 @@ def _types(*operands: Any, loss: ClosedJaxpr, count: int) -> list[Any]:
 value_and_grad_p = new_primitive("value_and_grad", types=_types, multiple_results=True)
 
 
-WHOLE_BATCH = (
+ONE_LOSS = (
     "A pipeline takes the micro-batches itself (num_micro_batch): call dtrans.value_and_grad once, "
     "at "
     "the top of the step, on the loss of the whole batch, and divide by counts of the batch inside "
@@ -69,51 +67,50 @@ capturing: Any = jax.make_user_context(False)
 
 
 def captures() -> bool:
-    """Return True if losses are to be left as they are in this trace."""
+    """Return True if losses stay undifferentiated in this trace."""
     return bool(capturing.value)
 
 
-def left_as_it_is(fun: Callable[[Any], Any], arguments: Any, has_aux: bool) -> tuple[Any, Any]:
-    """What `jax.value_and_grad(fun, has_aux=has_aux)(arguments)` returns, as one equation that
-    holds `fun`."""
+def capture_loss(fun: Callable[[Any], Any], arguments: Any, has_aux: bool) -> tuple[Any, Any]:
+    """Return the results of `jax.value_and_grad(fun, has_aux)(arguments)`, as one equation with
+    `fun`."""
     flat, structure = jax.tree.flatten(arguments)
     shape: list[Any] = []
 
     def on_arrays(*arrays: Any) -> list[Any]:
-        made, tree = jax.tree.flatten(fun(jax.tree.unflatten(structure, arrays)))
+        results, tree = jax.tree.flatten(fun(jax.tree.unflatten(structure, arrays)))
         shape.append(tree)
-        return made
+        return results
 
     traced: Any = jax.make_jaxpr(on_arrays)(*flat)
     inner = opened(traced)
-    # what the function closes over is an operand if it is a value of the step; arrays stay
-    # constants
+    # closed-over values of the step become operands; closed-over arrays stay constants
     around = {v: c for v, c in zip(inner.constvars, constants(traced), strict=True) if is_traced(c)}
-    held = [
+    constant_arrays = [
         (v, c) for v, c in zip(inner.constvars, constants(traced), strict=True) if v not in around
     ]
     body = closed(
-        [v for v, _ in held],
-        [c for _, c in held],
+        [v for v, _ in constant_arrays],
+        [c for _, c in constant_arrays],
         [*inner.invars, *around],
         inner.outvars,
         inner.eqns,
         traced,
     )
-    made = value_and_grad_p.bind(
+    results = value_and_grad_p.bind(
         *flat, *around.values(), loss=batched_gathers(body), count=len(flat)
     )
-    values, gradients = made[: len(inner.outvars)], made[len(inner.outvars) :]
+    values, gradients = results[: len(inner.outvars)], results[len(inner.outvars) :]
     out = jax.tree.unflatten(shape[-1], values)
     return out, jax.tree.unflatten(structure, gradients)
 
 
 def captured(program: Program) -> Program:
-    """A step, traced again, with the loss that it differentiates as one equation.
+    """Return a step traced again, with its loss as one equation.
 
     Raises:
-      GradientError: it was not made from a function, or has no `dtrans.value_and_grad`, or several,
-        or one in a loop.
+      GradientError: it was not traced from a function, or does not call `dtrans.value_and_grad`
+        exactly once outside of loops.
     """
     if program.specializer is None:
         raise GradientError(
@@ -121,13 +118,13 @@ def captured(program: Program) -> Program:
             "derivative; "
             "pass the program that dtrans.trace returned"
         )
-    made = program.once(_captured)
-    loss_of(made)
-    return made
+    traced = program.once(_captured)
+    loss_of(traced)
+    return traced
 
 
 def captured_if_marked(program: Program) -> Program | None:
-    """Return the same; None for a step that does not take its gradients in this way."""
+    """Return `captured(program)`; None for a step without one `dtrans.value_and_grad`."""
     try:
         return captured(program)
     except GradientError:
@@ -141,17 +138,16 @@ def _captured(program: Program) -> Program:
 def _with_loss(traced: Program) -> Program:
     """Return a traced program, traced again with its loss as one equation, for all shapes."""
     function: Any = dataclasses.replace(traced.specializer, captures=True)  # type: ignore[type-var]
-    made: Program = function(
+    result: Program = function(
         [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in traced.inputs.values()]
     )
-    return made
+    return result
 
 
 def _with_counters_first(program: Program) -> Program:
-    """Make what the loss function hands to the update, and no array of the batch enters, before the
-    loss.
+    """Compute values that the update reads, and no batch array enters, before the loss.
 
-    The loss keeps its own equations: what it does not need is dead code there.
+    The loss keeps its own equations; those that it does not need are dead code there.
     """
     flat = inline_calls(program.jaxpr, keep=("loss", "loss_seed", COLLECT))
     inner = opened(flat)
@@ -177,7 +173,7 @@ def _with_counters_first(program: Program) -> Program:
     if not free or any(loss.eqns[i].effects for i in before):
         return program
 
-    # they are made of the operands of the equation, in front of it
+    # they depend on operands of the equation, and are computed before it
     b = Builder(flat)
     b.invars += inner.invars
     for e in inner.eqns[:at]:
@@ -185,19 +181,21 @@ def _with_counters_first(program: Program) -> Program:
     values = b.inline_part(
         body, operand, [loss.eqns[i] for i in before], [loss.outvars[i] for i in free]
     )
-    made = dict(zip([eqn.outvars[i] for i in free], values, strict=True))
+    computed = dict(zip([eqn.outvars[i] for i in free], values, strict=True))
     b.keep(eqn)
     for e in inner.eqns[at + 1 :]:
-        b.keep(e, read_from(made, e.invars))
-    jaxpr = b.build(read_from(made, inner.outvars))
+        b.keep(e, read_from(computed, e.invars))
+    jaxpr = b.build(read_from(computed, inner.outvars))
     return dataclasses.replace(program, jaxpr=jaxpr, roles=("",) * len(b.eqns), labels={})
 
 
 def _read_by_update(program: Program, inner: Jaxpr, eqn: JaxprEqn) -> dict[Var, str]:
-    """Each value of the loss that the update reads, to the output that it is read for.
+    """Return each value of the loss that the update reads, with the output that needs it.
 
     Args:
-      program: a captured step; `inner` are its equations, without calls, and `eqn` is its loss.
+      program: a captured step.
+      inner: its equations, with calls inlined.
+      eqn: its loss.
     """
     params, opt_state = (program.args[i].names for i in (0, 1))
     count = len(opened(eqn.params["loss"]).outvars)
@@ -212,7 +210,7 @@ def _read_by_update(program: Program, inner: Jaxpr, eqn: JaxprEqn) -> dict[Var, 
 
 
 def refuse_loss_in_update(program: Program) -> None:
-    """Raise GradientError for a captured step whose update reads what its loss function returns."""
+    """Raise GradientError for a captured step whose update reads results of its loss function."""
     inner = opened(inline_calls(program.jaxpr))
     eqn = next((e for e in inner.eqns if e.primitive is value_and_grad_p), None)
     read = {} if eqn is None else _read_by_update(program, inner, eqn)
@@ -220,18 +218,14 @@ def refuse_loss_in_update(program: Program) -> None:
         line = next((line_of(e) for e in inner.eqns if value in e.invars), "")
         raise GradientError(
             f"the new {n} is made of what the loss function returns{f' ({line})' if line else ''}: "
-            "in a pipeline the "
-            f"update of {program.name} reads gradients, state and arguments. Divide by a count "
-            "inside of the "
-            "loss function; keep other values out of the update, or take dtrans.nccl2 or "
-            "dtrans.sharding, "
-            "whose trainers have both"
+            f"in a pipeline the update of {program.name} reads gradients, state and arguments. "
+            "Divide by a count inside of the loss function; keep other values out of the update, "
+            "or take dtrans.nccl2 or dtrans.sharding, whose trainers have both"
         )
 
 
 def differentiated(program: Program) -> Program:
-    """Return a captured step as it runs: with the derivative of its loss in place of the
-    equation."""
+    """Return a captured step as it runs: the equation of its loss replaced by the derivative."""
     return program.rewritten(_differentiated)
 
 
@@ -239,32 +233,36 @@ def _differentiated(program: Program) -> Program:
     inner = program.inner
     b = Builder(program.jaxpr)
     b.invars += inner.invars
-    made: dict[Var, Atom] = {}
+    outputs: dict[Var, Atom] = {}
     for e in inner.eqns:
-        operands = read_from(made, e.invars)
+        operands = read_from(outputs, e.invars)
         if e.primitive is value_and_grad_p:
             types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in operands]
             derivative = lowered_jaxpr(functools.partial(_value_and_grad, **e.params), *types)
-            made |= zip(e.outvars, b.inline(derivative, *operands), strict=True)
+            outputs |= zip(e.outvars, b.inline(derivative, *operands), strict=True)
         else:
             b.keep(e, operands)
-    jaxpr = b.build(read_from(made, inner.outvars))
+    jaxpr = b.build(read_from(outputs, inner.outvars))
     return dataclasses.replace(program, jaxpr=jaxpr, roles=("",) * len(b.eqns), labels={})
 
 
 def _value_and_grad(*operands: Any, loss: ClosedJaxpr, count: int) -> list[Any]:
-    """What the equation stands for."""
+    """Return the outputs of the equation `value_and_grad`."""
 
     def of(arguments: list[Any]) -> tuple[Any, list[Any]]:
-        made = list(jaxpr_as_fun(loss)(*arguments, *operands[count:]))
-        return made[0], made
+        results = list(jaxpr_as_fun(loss)(*arguments, *operands[count:]))
+        return results[0], results
 
     (_, values), gradients = jax.value_and_grad(of, has_aux=True)(list(operands[:count]))
     return [*values, *gradients]
 
 
 def loss_of(program: Program) -> JaxprEqn:
-    """The equation of a captured step that holds its loss function. Errors as in `captured`."""
+    """Return the equation of a captured step with its loss function.
+
+    Raises:
+      GradientError: as `captured`.
+    """
     found = [e for e in equations(program.jaxpr) if e.primitive is value_and_grad_p]
     if not found:
         raise GradientError(
@@ -278,21 +276,18 @@ def loss_of(program: Program) -> JaxprEqn:
     if len(found) > 1:
         raise GradientError(
             f"{program.name} calls dtrans.value_and_grad {len(found)} times; a pipeline takes one "
-            f"loss. {WHOLE_BATCH}. "
+            f"loss. {ONE_LOSS}. "
             "Losses that share no parameters can be added up, and their sum differentiated; of "
             "others dtrans.nccl2 and "
             "dtrans.sharding take each"
         )
     if not any(e.primitive is value_and_grad_p for e in opened(inline_calls(program.jaxpr)).eqns):
-        raise GradientError(
-            f"{program.name} takes its gradients in a loop or a branch. {WHOLE_BATCH}"
-        )
+        raise GradientError(f"{program.name} takes its gradients in a loop or a branch. {ONE_LOSS}")
     return found[0]
 
 
 def operands_of(eqn: JaxprEqn) -> tuple[dict[Var, Atom], dict[Var, Atom]]:
-    """What a loss function is given: what it is differentiated by, and what else it reads, by its
-    own variables."""
-    given = list(zip(opened(eqn.params["loss"]).invars, eqn.invars, strict=True))
+    """Return the operands of a loss function by its variables: differentiated ones, then others."""
+    pairs = list(zip(opened(eqn.params["loss"]).invars, eqn.invars, strict=True))
     count = eqn.params["count"]
-    return dict(given[:count]), dict(given[count:])
+    return dict(pairs[:count]), dict(pairs[count:])

@@ -1,16 +1,15 @@
-"""Collections: how a value is merged of which every micro-batch of every replica makes one.
+"""Collections: values of every micro-batch and replica, merged by a rule.
 
-`collect` marks values with a rule, an identity primitive each (as `dtrans.step.marks` marks
-gradients). On one device a mark is nothing. A pipeline reads the marks (`collected`) and gives, in
-the place of a marked output, one value merged from all (`merged`):
+`collect` marks values with a rule, one identity primitive each (as `dtrans.step.marks` marks
+gradients). On one device a mark does nothing. A pipeline reads the marks (`collected`), and
+replaces a marked output by one merged value (`merged`):
 
-- LOCAL_* merges over the micro-batches of a replica, in their order, and gives what the first
-  replica has;
-- GLOBAL_* then merges what the replicas have, in their order.
+- LOCAL_* merges the micro-batches of the first replica, in their order;
+- GLOBAL_* then merges the replicas, in their order.
 
-It is the marked value that is merged, which is what `collect` returns; the value before the mark is
-as it was. Sums and means are elementwise. EPL reduces over all axes at once, so that whatever is
-collected becomes a scalar, and concatenates the first micro-batch last; neither is copied.
+The merged value is the one that `collect` returns; the value before the mark is unchanged. Sums and
+means are elementwise. EPL reduces over all axes, so that a collected value becomes a scalar, and
+concatenates the first micro-batch last; neither is copied.
 
 Source: `add_to_collection` and `merge_outputs` of EPL (epl/parallel/parallel.py).
 """
@@ -46,7 +45,7 @@ LOCAL_MEAN = "LOCAL_MEAN"
 LOCAL_SUM = "LOCAL_SUM"
 KEYS = (GLOBAL_CONCAT, GLOBAL_MEAN, GLOBAL_SUM, LOCAL_CONCAT, LOCAL_MEAN, LOCAL_SUM)
 
-# the name of the mark; everything but pipelines reads through it (`dtrans.ir.builder`)
+# name of the mark; only pipelines keep it when calls are inlined (`dtrans.ir.builder`)
 COLLECT = "collect"
 
 
@@ -56,8 +55,7 @@ def _collect_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, key: str) -
 
 
 def _collect_batch(args: Sequence[Any], dims: Sequence[Any], *, key: str) -> tuple[Any, Any]:
-    # values are concatenated along their first dimension: of what is mapped, that is the one it is
-    # mapped over
+    # values are concatenated along dimension 0, which is the mapped dimension under vmap
     return collect_p.bind(jnp.moveaxis(args[0], dims[0], 0), key=key), 0
 
 
@@ -67,21 +65,19 @@ collect_p = new_identity(COLLECT, jvp=_collect_jvp, batch=_collect_batch)
 def collect(value: Any, key: str) -> Any:
     """Mark the arrays of a pytree to be merged over the micro-batches and replicas of a pipeline.
 
-    Anywhere but in a pipeline it changes nothing. Under `jax.vmap` the mapped axis comes first, and
-    is what is concatenated.
+    Outside of pipelines it changes nothing. Under `jax.vmap` the mapped axis comes first, and is
+    concatenated.
 
     Args:
       value: an array, or a pytree of arrays.
-      key: "LOCAL_SUM", "LOCAL_MEAN" or "LOCAL_CONCAT": merged over micro-batches, of the first
-        replica. "GLOBAL_SUM", "GLOBAL_MEAN" or "GLOBAL_CONCAT": then also over replicas. `merged`
-        says exactly how.
+      key: "LOCAL_SUM", "LOCAL_MEAN" or "LOCAL_CONCAT": merged over the micro-batches of the first
+        replica. "GLOBAL_SUM", "GLOBAL_MEAN" or "GLOBAL_CONCAT": also over replicas. See `merged`.
 
     Returns:
-      The same structure of the same values. It is these that are merged where the step returns
-      them.
+      The same pytree with marked values. They are merged where the step returns them.
 
     Raises:
-      ConfigError: a key that does not exist, or a leaf that is no array.
+      ConfigError: an unknown key, or a leaf that is not an array.
 
     Source: `epl.add_to_collection` (epl/ir/graph.py).
 
@@ -97,8 +93,8 @@ def collect(value: Any, key: str) -> Any:
         if not isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
             where = keystr(path, simple=True, separator="/")
             raise ConfigError(
-                f"{where or 'the value'} cannot be collected under {key}: it is {leaf!r}, and "
-                "collections are of arrays"
+                f"{where or 'the value'} cannot be collected under {key}: it is {leaf!r}; "
+                "collect arrays"
             )
         return collect_p.bind(leaf, key=key)
 
@@ -111,21 +107,21 @@ def _check_key(key: str) -> None:
 
 
 def collected(jaxpr: ClosedJaxpr) -> dict[Var, str]:
-    """The marked values of a flattened jaxpr, and the key of each.
+    """Return the marked values of a flattened jaxpr, with the key of each.
 
     Args:
       jaxpr: with calls inlined, and these marks kept.
 
     Raises:
       ConfigError: a value that is in two collections.
-      TraceError: a value inside a loop, a branch or a rematerialised function, where nothing else
-        can see it.
+      TraceError: a marked value inside a loop, a branch or a rematerialised function, which the
+        step cannot return.
     """
     found: dict[Var, str] = {}
-    marked: dict[Atom, Atom] = {}  # to the value that was marked first
-    keys: dict[Atom, str] = {}  # of those
+    marked: dict[Atom, Atom] = {}  # marked value to the value before all marks
+    keys: dict[Atom, str] = {}  # by the value before all marks
     for eqn in opened(jaxpr).eqns:
-        # what `jax.checkpoint` computes once more was seen the first time
+        # a body that `jax.checkpoint` recomputes was seen the first time
         again = eqn.params.get("differentiated", False)
         for inner in () if again else equations_inside(eqn):
             if inner.primitive is collect_p:
@@ -153,28 +149,27 @@ def _described(var: Var, scope: str) -> str:
 
 
 def merged(key: str, micro: Sequence[Sequence[Any]]) -> Any:
-    """One value from those of all micro-batches of all replicas: what each key means.
+    """Merge the values of all micro-batches of all replicas into one.
 
     Args:
       key: the collection.
       micro: the values as [replica][micro-batch], all of one dtype.
 
     Returns:
-      SUM: the elementwise sum, of the dtype that `jnp.sum` gives: small integers are widened, and
+      SUM: the elementwise sum, with the dtype of `jnp.sum`: small integers are widened, and
         booleans counted.
-      MEAN: the elementwise mean, of the dtype that `jnp.mean` gives: that of integers is a float,
-      also where there is but one micro-batch of one replica.
-      CONCAT: the values one after the other, along dimension 0.
-      Micro-batches are merged first, in order, and then replicas; additions are made in that order,
-      those of 16-bit floats in 32 bits. LOCAL keys give what the first replica has.
+      MEAN: the elementwise mean, with the dtype of `jnp.mean`: a float for integers, even for a
+        single micro-batch.
+      CONCAT: the values concatenated along dimension 0. Micro-batches are merged first, in order,
+        then replicas. Additions follow that order, 16-bit floats in 32 bits. LOCAL keys merge the
+        first replica alone.
 
     Raises:
-      ConfigError: a key that does not exist, no values, replicas of unequal numbers of
-        micro-batches, or values that cannot be added up or concatenated, such as 0-d values under a
-        CONCAT key.
+      ConfigError: an unknown key, no values, or replicas with unequal numbers of micro-batches.
+        Values that cannot be added or concatenated, such as 0-d values under a CONCAT key.
 
     Source: `merge_outputs` of EPL (epl/parallel/parallel.py), but for the order and the axes of
-      reductions.
+    reductions.
 
     Example:
       >>> import jax.numpy as jnp
@@ -209,14 +204,15 @@ def _check_shapes(key: str, values: Sequence[Any]) -> None:
     if len({s[concat:] for s in shapes}) > 1:
         of = "entries of one shape" if concat else "values of one shape"
         raise ConfigError(
-            f"{key} merges {of}, and these are of {', '.join(map(str, dict.fromkeys(shapes)))}"
+            f"{key} merges {of}, these have {', '.join(map(str, dict.fromkeys(shapes)))}"
         )
     if not concat and jnp.issubdtype(values[0].dtype, jax.dtypes.prng_key):
         raise ConfigError(f"{key} cannot add up random keys; use a CONCAT key for them")
 
 
 def _folded(values: Sequence[Any], reduction: Callable[[Any], Any]) -> tuple[Any, Any]:
-    """The sum in order, in the type it is made in, and the type that the reduction gives."""
+    """Return the sum in order, in the type of the additions, and the result type of the
+    reduction."""
     first = jnp.asarray(values[0])
     out = jax.eval_shape(reduction, first).dtype
     wide = jnp.promote_types(out, jnp.float32) if jnp.issubdtype(out, jnp.floating) else out

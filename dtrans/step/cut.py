@@ -1,11 +1,10 @@
-"""The one cut: a training step becomes two halves.
+"""Cut of a training step into two halves at its gradients.
 
     trainer half    parameters, batch            ->  loss, aux, gradients
     optimize half   gradients, parameters, state ->  new parameters, new state
 
-The gradients lie between (`dtrans.step.gradients`). Whatever was inferred or marked is checked: on
-the way from any input to new parameters and state, nothing may run around the gradients. No other
-part of the package looks for the boundary.
+Gradients are marked or inferred (`dtrans.step.gradients`), then checked: every path from an input
+to new parameters and state must pass through a gradient. Only this module decides the boundary.
 """
 
 from __future__ import annotations
@@ -46,8 +45,10 @@ ONE_GRADIENT = (
 
 @dataclasses.dataclass(frozen=True)
 class Gradient:
-    """The gradient of a leaf, as an input of an optimize half. Its text is for people: a leaf may
-    be called so too."""
+    """Gradient of a leaf, as an input of an optimize half.
+
+    Its text is for people only: a leaf may have the same name.
+    """
 
     leaf: str
 
@@ -60,40 +61,39 @@ Name = str | Gradient
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Cut:
-    """A training step, cut.
+    """Training step that is cut at its gradients.
 
     Attributes:
-      program: the whole step, calls inlined, with exact roles.
-      params: the names of the leaves of the first argument, in leaf order.
-      opt_state: the names of the leaves of the second.
-      batch: the names of all other inputs.
-      gradients: parameter name to the value that is its gradient, for leaves whose update uses one.
-      reported: the same, for leaves whose gradient only results use (the norm of all, where some
-        are frozen).
-      boundary: parameter name to what stands for its gradient behind the cut: the output of its
-        mark, if it has one.
-      optimized: the parameters that the optimize half makes.
-      frozen: the parameters that the trainer half makes, or that never change.
-      results: the names of all outputs that are not state, e.g. `loss`.
-      from_gradients: those of them that are computed from gradients, e.g. a gradient norm.
-      observers: the equations with effects (`jax.debug.print`), wherever they are carried out.
-      nested: why gradients may be computed from another derivative, as a perturbed step does; each
-        of several trainers would compute them from its own. Empty where they are not, or are
-        marked.
-      across: the need of one half for what the other makes: of the update for values of forward, or
-        of a result for values of the update. None where there is none. Where each trainer has both
-        halves it may be so.
-      told: the same where the update reads arguments of the step, as a learning rate: trainers can
-        tell servers those.
-      asked: arrays of the optimizer's state that forward and backward read, as a random key in it,
-        and for which of their outputs; trainers can ask servers for those that no row enters.
-      optimize: the optimize half. Inputs: gradients, then parameters, then state, then arrays of
-        the batch; outputs: optimized parameters, then state. Only what it uses.
-      handed: values of forward that are inputs of the optimize half, behind all others, by name.
-        Strategies whose updates are carried out elsewhere, or on slices of parameters, add them
+      program: the full step, with calls inlined and exact roles.
+      params: names of the leaves of the first argument, in leaf order.
+      opt_state: names of the leaves of the second argument.
+      batch: names of all other inputs.
+      gradients: parameter name to its gradient, for leaves whose update reads one.
+      reported: parameter name to its gradient, for leaves whose gradient only results read (a norm
+        over all leaves if some are frozen, say).
+      boundary: parameter name to the value for its gradient after the cut: the output of its mark,
+        if it has one.
+      optimized: parameters that the optimize half computes.
+      frozen: parameters that the trainer half computes, or that never change.
+      results: names of all outputs other than state, e.g. `loss`.
+      from_gradients: results that depend on gradients, e.g. a gradient norm.
+      observers: equations with effects (`jax.debug.print`).
+      nested: reason why gradients may depend on another derivative, as in a perturbed step.
+        Trainers would each use their own. Empty if they do not, or are marked.
+      across: need of one half for values of the other: the update for values of forward, or a
+        result for values of the update. None if there is none. Trainers that run both halves allow
+        it.
+      argument_need: need of the update for arguments of the step, such as a learning rate; trainers
+        can send those to servers.
+      state_read: optimizer state that forward and backward read, such as a random key, with the
+        output that needs it. Servers can send state that no row enters.
+      optimize: the optimize half. Inputs: gradients, parameters, state, then batch arrays. Outputs:
+        optimized parameters, then state.
+      handed: values of forward that are the next inputs of the optimize half, by name. Strategies
+        that run updates elsewhere, or on slices of parameters, add them
         (`dtrans.step.handed_values`).
-      numbers: numbers of the size of the batch that are inputs of the optimize half, behind all
-        others, by name (`dtrans.step.batch_numbers`).
+      numbers: numbers that depend on the batch size and are the last inputs of the optimize half,
+        by name (`dtrans.step.batch_numbers`).
     """
 
     program: Program
@@ -110,22 +110,22 @@ class Cut:
     observers: tuple[Observer, ...]
     nested: str
     across: Need | None
-    told: Need | None
-    asked: Mapping[str, str]
+    argument_need: Need | None
+    state_read: Mapping[str, str]
     optimize: OptimizeHalf
     handed: Mapping[str, Atom] = dataclasses.field(default_factory=dict)
     numbers: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """The inputs of the update beside state and gradients: arguments, values of forward,
-        numbers of the batch."""
+        """Inputs of the update other than state and gradients: arguments, values of forward,
+        numbers."""
         known = {*self.batch, *self.handed, *self.numbers}
         return tuple(n for n in self.optimize.in_names if isinstance(n, str) and n in known)
 
     def reason_not_optimized(self, name: str) -> str:
-        """Return the reason why the update leaves a parameter alone: it never changes, or forward
-        makes it."""
+        """Return why the update leaves a parameter alone: it never changes, or forward computes
+        it."""
         inner, program = self.program.inner, self.program
         before = inner.invars[program.in_names.index(name)]
         after = inner.outvars[program.out_names.index(name)]
@@ -133,13 +133,13 @@ class Cut:
 
     @property
     def early(self) -> tuple[int, ...]:
-        """The positions of observers that forward and backward carry out."""
+        """Positions of observers in forward and backward."""
         return tuple(x.position for x in self.observers if x.reads in EARLY)
 
     @property
     def late(self) -> tuple[int, ...]:
-        """The positions of callbacks that read reduced gradients, or what the update makes, and are
-        not inside it."""
+        """Positions of callbacks outside of the update that read reduced gradients or results of
+        the update."""
         return tuple(
             x.position
             for x in self.observers
@@ -148,49 +148,48 @@ class Cut:
 
     @property
     def observed(self) -> OptimizeHalf:
-        """What callbacks read, from gradients and the inputs of the step."""
+        """Values that callbacks read, as a half with gradients and the inputs of the step."""
         eqns, boundary = self.program.eqns, {v: n for n, v in self.boundary.items()}
         read = [a for x in self.observers if x.calls for a in eqns[x.position].invars]
         names: tuple[Name, ...] = (*map(Gradient, boundary.values()), *self.program.in_names)
-        made = _from_gradients(self.program, boundary, read)
-        return OptimizeHalf(made, names, tuple(map(str, range(len(read)))))
+        half = _from_gradients(self.program, boundary, read)
+        return OptimizeHalf(half, names, tuple(map(str, range(len(read)))))
 
     def with_observers(self, reads: str, as_: str) -> Cut:
-        """Return the same with callbacks that read `reads` carried out as those that read `as_`."""
+        """Return the step with observers that read `reads` treated as those that read `as_`."""
         moved = [
             dataclasses.replace(x, reads=as_) if x.reads == reads else x for x in self.observers
         ]
         return dataclasses.replace(self, observers=tuple(moved))
 
-    def unlike(self, other: Cut) -> list[str]:
-        """Return what the same step, for another batch, makes of gradients in another way: new
-        state and results."""
+    def differing_outputs(self, other: Cut) -> list[str]:
+        """Return new state and results that another batch size computes differently from
+        gradients."""
         mine, theirs = (_results_half(x, self.from_gradients) for x in (self, other))
-        return [*self.optimize.unlike(other.optimize), *mine.unlike(theirs)]
+        return [*self.optimize.differing_outputs(other.optimize), *mine.differing_outputs(theirs)]
 
-    def first_unlike(self, other: Cut) -> tuple[str, str] | None:
-        """Return an output that another batch makes of gradients in another way, and the line; None
-        without one.
+    def first_difference(self, other: Cut) -> tuple[str, str] | None:
+        """Return the first output that another batch size computes differently, and its line.
 
-        Values that callbacks read count as outputs.
+        Values that callbacks read count as outputs. None if there is none.
         """
         results = [_results_half(x, self.from_gradients) for x in (self, other)]
         observed = [x.observed for x in (self, other)]
         for mine, theirs in ([self.optimize, other.optimize], results, observed):
-            for n in mine.unlike(theirs):
-                return "what a callback reads" if mine is observed[0] else n, mine.unlike_line(
+            for n in mine.differing_outputs(theirs):
+                return "what a callback reads" if mine is observed[0] else n, mine.differing_line(
                     theirs, n
                 )
         return None
 
     def with_reported(self) -> Cut:
-        """The same, with all gradients that anything uses as `gradients`."""
+        """Return the step with all gradients that are read as `gradients`."""
         return dataclasses.replace(self, gradients={**self.gradients, **self.reported})
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OptimizeHalf(NamedJaxpr):
-    """The optimize half of a step: a closed jaxpr and the names of its inputs and outputs."""
+    """Optimize half of a step: a closed jaxpr with names of inputs and outputs."""
 
     jaxpr: ClosedJaxpr
     in_names: tuple[Name, ...]
@@ -198,20 +197,20 @@ class OptimizeHalf(NamedJaxpr):
 
     @property
     def graded(self) -> frozenset[str]:
-        """The leaves whose gradients go in."""
+        """Leaves whose gradients are inputs."""
         return frozenset(n.leaf for n in self.in_names if isinstance(n, Gradient))
 
-    def unlike(self, other: OptimizeHalf) -> list[str]:
-        """What the same step, traced on another batch, makes in another way: with a number of the
-        size of the batch."""
+    def differing_outputs(self, other: OptimizeHalf) -> list[str]:
+        """Return the outputs that the same step, traced on another batch size, computes
+        differently."""
         mine, theirs = (of_values(half.jaxpr, half.in_names) for half in (self, other))
         written = lambda digests, a: number(a) if isinstance(a, Literal) else digests[a]
         new = {n: written(theirs, a) for n, a in other.outvars.items()}
         return [n for n, a in self.outvars.items() if written(mine, a) != new.get(n)]
 
-    def unlike_line(self, other: OptimizeHalf, name: str) -> str:
-        """Return the line of the first equation for an output that the step makes in another way
-        for another batch."""
+    def differing_line(self, other: OptimizeHalf, name: str) -> str:
+        """Return the line of the first equation for an output that differs for another batch
+        size."""
         mine, theirs = (of_values(half.jaxpr, half.in_names) for half in (self, other))
         known = {*theirs.values()}
         eqns = self.eqns
@@ -223,24 +222,23 @@ class OptimizeHalf(NamedJaxpr):
 
 
 def _beside(eqn: JaxprEqn, inputs: Collection[Var]) -> JaxprEqn:
-    """Return an equation under other names for what is an input: a loop that makes gradients may
-    make more."""
+    """Return an equation whose outputs that are inputs elsewhere get new variables."""
     if set(inputs).isdisjoint(eqn.outvars):
         return eqn
     return eqn.replace(outvars=[Var(v.aval) if v in inputs else v for v in eqn.outvars])
 
 
 def _results_half(step: Cut, names: Sequence[str]) -> OptimizeHalf:
-    """Return what makes results of gradients, as an optimize half does new state."""
+    """Return the half that computes results from gradients."""
     program = step.program
-    made = _from_gradients(program, step.boundary.values(), [program.outvars[n] for n in names])
-    return OptimizeHalf(made, (*map(Gradient, step.boundary), *program.in_names), tuple(names))
+    half = _from_gradients(program, step.boundary.values(), [program.outvars[n] for n in names])
+    return OptimizeHalf(half, (*map(Gradient, step.boundary), *program.in_names), tuple(names))
 
 
 def _from_gradients(
     program: Program, gradients: Collection[Var], outs: Sequence[Atom]
 ) -> ClosedJaxpr:
-    """Return what makes values of gradients and of the inputs of a step."""
+    """Return the jaxpr of values, from gradients and the inputs of a step."""
     eqns = [
         _beside(program.eqns[i], gradients)
         for i in backward_slice(program.eqns, outs, gradients)[0]
@@ -249,20 +247,20 @@ def _from_gradients(
 
 
 def check_same_update(planned: Cut, again: Cut) -> None:
-    """Raise BatchError for an update that was planned for a batch of another size, and has a number
-    of that size."""
-    for n in planned.optimize.unlike(again.optimize):
+    """Raise BatchError for an update planned for another batch size on which it depends."""
+    for n in planned.optimize.differing_outputs(again.optimize):
         raise other_size(planned, n, planned.program.inputs, again.program.inputs)
 
 
 def other_size(
     planned: Cut, name: str, was: Mapping[str, Any], now: Mapping[str, Any]
 ) -> BatchError:
-    """Return the error for an output that is made with a number of the size of the batch, of which
-    there is another.
+    """Return the error for an output that depends on a batch size other than the planned one.
 
     Args:
-      was, now: types of the arrays of the batch.
+      planned: the planned step.
+      name: the output.
+      was, now: types of the batch arrays.
     """
     sized = next((b for b in planned.batch if b in was and was[b].shape != now[b].shape), None)
     if sized is None:
@@ -273,20 +271,20 @@ def other_size(
         )
     return BatchError(
         f"{name} is made with a number of the size of the batch, and {why}: trace "
-        f"{planned.program.name} with "
-        "arrays of the new shape and plan again, or let the number be an argument of the step"
+        f"{planned.program.name} with arrays of the new shape and plan again, or pass the number "
+        "as an argument of the step"
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class Need:
-    """A value that one half of a step needs and the other half makes.
+    """Value that one half of a step needs and the other half computes.
 
     Attributes:
       what: the need, as the first half of a sentence.
       advice: what to write instead.
-      error: the class of the refusal.
-      why: why it is refused, whatever the strategy.
+      error: class of the error.
+      why: reason for the error, if it is the same for all strategies.
     """
 
     what: str
@@ -295,12 +293,12 @@ class Need:
     why: str = ""
 
     def refused(self, why: str) -> GradientError:
-        """Return the refusal of a strategy that gives this reason."""
+        """Return the error of a strategy that gives this reason."""
         return self.error(f"{self.what}, {self.why or why}; {self.advice}")
 
 
 def asks_for(output: str, state: str) -> Need:
-    """Return the need of an output that reads the optimizer's state where nobody can tell it."""
+    """Return the need of an output that reads optimizer state."""
     return Need(
         f"{output} is computed from {state}",
         "keep the optimizer state (the second argument of the step) out of the loss and of the "
@@ -310,13 +308,13 @@ def asks_for(output: str, state: str) -> Need:
 
 
 def cut(program: Program) -> Cut:
-    """Cut a traced training step at its gradients; the program keeps the result, and is cut once.
+    """Cut a traced training step at its gradients; the program caches the result.
 
     Args:
-      program: of a function of (params, opt_state, *batch) that returns both, and the loss.
+      program: trace of a function of (params, opt_state, *batch) that returns both, and the loss.
 
     Raises:
-      GradientError: not a training step, or gradients that cannot be told.
+      GradientError: it is not a training step, or its gradients are ambiguous.
     """
     return program.once(_cut)
 
@@ -326,17 +324,17 @@ def _cut(program: Program) -> Cut:
 
 
 class _Cutter:
-    """Cuts one step at its gradients.
+    """Cutter of one step.
 
     Args:
-      step: with calls inlined.
+      step: the step, with calls inlined.
     """
 
     def __init__(self, step: OpenStep) -> None:
         self.s = step
         self.across: Need | None = None
-        self.told: Need | None = None
-        self.asked: dict[str, str] = {}
+        self.argument_need: Need | None = None
+        self.state_read: dict[str, str] = {}
 
     def cut(self) -> Cut:
         found = gradients_of(self.s)
@@ -350,16 +348,15 @@ class _Cutter:
         frozen: list[str] = []
         for name in self.s.params:
             out = self.s.outs[name]
-            # what splits a random key is no update: each trainer has its own
+            # splitting a random key is no update: each trainer has its own key
             is_key = (
                 jnp.issubdtype(self.s.vars[name].aval.dtype, jax.dtypes.extended)
                 and not bits(out) & by_gradient
             )
-            sized = not bits(out) and counts_rows(
-                self.s, self.s.vars[name], out
-            )  # servers do not know the batch's size
-            held = out is self.s.vars[name] or bits(out) == by_batch or is_key or sized
-            (frozen if held else optimized).append(name)
+            # servers do not know the batch size
+            sized = not bits(out) and counts_rows(self.s, self.s.vars[name], out)
+            is_frozen = out is self.s.vars[name] or bits(out) == by_batch or is_key or sized
+            (frozen if is_frozen else optimized).append(name)
         if not optimized or not boundary:
             raise GradientError(
                 f"no gradient was found in {self.s.source.name}: none of its parameters "
@@ -368,20 +365,20 @@ class _Cutter:
                 "dtrans.value_and_grad or "
                 "dtrans.make_train_step"
             )
-        made_here = [n for n in frozen if self.s.outs[n] is not self.s.vars[n]]
-        self.check_frozen(gradients, made_here)
-        optimize, used, kept = self.optimize_half(gradients, optimized, made_here)
+        computed_frozen = [n for n in frozen if self.s.outs[n] is not self.s.vars[n]]
+        self.check_frozen(gradients, computed_frozen)
+        optimize, used, positions = self.optimize_half(gradients, optimized, computed_frozen)
         self.check_trainer_half(gradients, used, frozen)
-        # a loop that makes gradients belongs to the backward pass, whatever else of it the update
-        # reads
+        # a loop that computes gradients belongs to the backward pass, even if the update reads its
+        # other outputs
         behind = set(
             self.s.derivatives_behind(
                 [self.s.outs[n] for n in (*optimized, *self.s.opt_state)], boundary
             )
         )
-        kept = [i for i in kept if not self.s.derived[i] or i in behind]
-        observers = observers_of(self.s, boundary, kept, self.asked)
-        # the gradient proper is what the mark was put on
+        positions = [i for i in positions if not self.s.derived[i] or i in behind]
+        observers = observers_of(self.s, boundary, positions, self.state_read)
+        # the operand of a mark is the gradient itself
         atoms: dict[str, Atom] = {
             n: self.unmarked(gradients[n]) for n in self.s.params if n in gradients
         }
@@ -392,7 +389,7 @@ class _Cutter:
         )[1]
         seen -= {gradients[n] for n in used}
         return Cut(
-            program=self.with_roles(kept, found),
+            program=self.with_roles(positions, found),
             params=self.s.params,
             opt_state=self.s.opt_state,
             batch=self.s.batch,
@@ -406,23 +403,21 @@ class _Cutter:
             observers=observers,
             nested="" if found.marked else nested(self.s, found.terms),
             across=self.across,
-            told=self.told,
-            asked=self.asked,
+            argument_need=self.argument_need,
+            state_read=self.state_read,
             optimize=optimize,
         )
 
     def optimize_half(
-        self, gradients: Mapping[str, Var], optimized: Sequence[str], made_here: Sequence[str]
+        self, gradients: Mapping[str, Var], optimized: Sequence[str], computed_frozen: Sequence[str]
     ) -> tuple[OptimizeHalf, set[str], list[int]]:
-        """The optimize half, the parameters whose gradient it uses, and the positions of its
-        equations."""
+        """Return the optimize half, the parameters whose gradient it reads, and its positions."""
         out_names = (*optimized, *self.s.opt_state)
         outs = [self.s.outs[n] for n in out_names]
-        kept, leaves = backward_slice(self.s.eqns, outs, gradients.values())
-        hidden = [n for n in (*self.s.batch, *made_here) if self.s.vars[n] in leaves]
-        loss = self.told_the_loss(kept)
-        # an optimizer that evaluates the loss may differentiate it too: those derivatives are
-        # behind the gradients
+        positions, leaves = backward_slice(self.s.eqns, outs, gradients.values())
+        hidden = [n for n in (*self.s.batch, *computed_frozen) if self.s.vars[n] in leaves]
+        loss = self.loss_need(positions)
+        # an optimizer that evaluates the loss may differentiate it, after the gradients
         behind = propagate(self.s.eqns, {}, dict.fromkeys(gradients.values(), 1))
         is_behind = lambda e: any(isinstance(a, Var) and behind.get(a) for a in e.invars)
         derived = [self.s.eqns[i] for i in self.s.derivatives_behind(outs, gradients.values())]
@@ -432,7 +427,7 @@ class _Cutter:
             culprit, what = self.who_uses(outs, out_names, gradients, first, around)
             if around:
                 raise GradientError(
-                    f"{culprit} is updated with {what}, and nobody adds that up over the batch; "
+                    f"{culprit} is updated with {what}, which is not summed over the batch; "
                     f"{ONE_GRADIENT}"
                 )
             need = Need(
@@ -446,18 +441,18 @@ class _Cutter:
             if loss or derived or not all(n in self.s.batch for n in hidden):
                 self.across = loss or need
             else:
-                self.told = need
+                self.argument_need = need
         owners = {v: n for n, v in gradients.items()}
         used = {owners[v] for v in leaves if v in owners}
         grad_names = [n for n in self.s.params if n in used]
-        made = set(optimized)
-        params = [n for n in self.s.params if n in made or self.s.vars[n] in leaves]
+        optimized_set = set(optimized)
+        params = [n for n in self.s.params if n in optimized_set or self.s.vars[n] in leaves]
         batch = [n for n in hidden if n in self.s.batch]
         params += [n for n in hidden if n not in batch and n not in params]
         invars = [gradients[n] for n in grad_names] + [
             self.s.vars[n] for n in (*params, *self.s.opt_state, *batch)
         ]
-        eqns = [_beside(self.s.eqns[i], gradients.values()) for i in kept]
+        eqns = [_beside(self.s.eqns[i], gradients.values()) for i in positions]
         jaxpr = eliminate_dead(extract_part(self.s.jaxpr, invars, eqns, outs))
         in_names: tuple[Name, ...] = (
             *map(Gradient, grad_names),
@@ -465,29 +460,29 @@ class _Cutter:
             *self.s.opt_state,
             *batch,
         )
-        return OptimizeHalf(jaxpr, in_names, tuple(out_names)), used, kept
+        return OptimizeHalf(jaxpr, in_names, tuple(out_names)), used, positions
 
-    def told_the_loss(self, kept: Sequence[int]) -> Need | None:
-        """Return the need of an optimizer that is told a result of the step, as a line search is
-        told the loss."""
+    def loss_need(self, positions: Sequence[int]) -> Need | None:
+        """Return the need of an optimizer that reads a result of the step, as a line search
+        does."""
         of = {a: n for n in self.s.results if isinstance(a := self.s.outs[n], Var)}
-        made = {v for i in kept for v in self.s.eqns[i].outvars}
-        for i in kept:
-            told = next(
+        outputs = {v for i in positions for v in self.s.eqns[i].outvars}
+        for i in positions:
+            result = next(
                 (
                     of[a]
                     for a in self.s.eqns[i].invars
-                    if isinstance(a, Var) and a in of and a in made
+                    if isinstance(a, Var) and a in of and a in outputs
                 ),
                 None,
             )
             if (
-                told
+                result
                 and not self.s.derived[i]
                 and (who := origin_of(self.s.eqns[i])).startswith("optax.")
             ):
                 return Need(
-                    f"{who} uses {told}",
+                    f"{who} uses {result}",
                     "here an optimizer can neither be told the loss nor evaluate it. Use one that "
                     "takes (grads, state, "
                     "params), such as optax.lbfgs(linesearch=None), or a schedule; or dtrans.nccl2 "
@@ -505,7 +500,7 @@ class _Cutter:
         var: Var | None,
         around: Iterable[JaxprEqn],
     ) -> tuple[str, str]:
-        """The first output that a forbidden value enters, and the name of that value."""
+        """Return the first output that a forbidden value enters, and the name of that value."""
         bad = {v for e in around for v in e.outvars} if var is None else {var}
         reached = propagate(
             self.s.eqns, dict.fromkeys(bad, 1), dict.fromkeys(gradients.values(), 0)
@@ -521,13 +516,12 @@ class _Cutter:
             f"a derivative that is not one of its gradients ({describe(self.s, first.outvars[0])})",
         )
 
-    def check_frozen(self, gradients: Mapping[str, Var], made_here: Sequence[str]) -> None:
-        """What each trainer makes for itself may be a statistic of its batch, but not an update by
-        its own gradient."""
-        outs = [self.s.outs[n] for n in made_here]
+    def check_frozen(self, gradients: Mapping[str, Var], computed_frozen: Sequence[str]) -> None:
+        """Refuse parameters that trainers update by their own gradient; statistics are allowed."""
+        outs = [self.s.outs[n] for n in computed_frozen]
         around = [self.s.eqns[i] for i in self.s.derivatives_behind(outs, gradients.values())]
         if around:
-            culprit, what = self.who_uses(outs, made_here, gradients, None, around)
+            culprit, what = self.who_uses(outs, computed_frozen, gradients, None, around)
             raise GradientError(
                 f"{culprit} is updated with {what}, so that each part of the batch would update it "
                 "in its own way; "
@@ -539,8 +533,7 @@ class _Cutter:
     def check_trainer_half(
         self, gradients: Mapping[str, Var], used: set[str], frozen: Sequence[str]
     ) -> None:
-        """Note what needs the optimizer's state, or an update, which trainers of servers do not
-        have."""
+        """Record outputs that need optimizer state, or an update, which servers have."""
         proper = {n: self.unmarked(v) for n, v in gradients.items()}
         outputs: dict[Name, Atom] = {n: self.s.outs[n] for n in (*self.s.results, *frozen)}
         outputs |= {Gradient(n): proper[n] for n in used}
@@ -559,22 +552,25 @@ class _Cutter:
             if leaves & boundary and not self.across and taken:
                 self.across = asks_for(str(name), taken[0])
             for n in taken:
-                self.asked.setdefault(n, str(name))
+                self.state_read.setdefault(n, str(name))
 
     def one_after_the_other(
         self, gradients: Mapping[str, Atom], boundary: Iterable[Var]
     ) -> Need | None:
-        """Return the need of a gradient that is taken at a parameter which the same step has
-        updated, if one is."""
+        """Return the need of a gradient that is taken at an updated parameter, if there is one."""
         updated = propagate(self.s.eqns, {}, dict.fromkeys(boundary, 1))
-        made = {
+        updated_params = {
             a: n for n in self.s.params if isinstance(a := self.s.outs[n], Var) and updated.get(a)
         }
-        enters = propagate(self.s.eqns, {}, {v: i + 1 for i, v in enumerate(made)})
+        enters = propagate(self.s.eqns, {}, {v: i + 1 for i, v in enumerate(updated_params)})
         for name, gradient in gradients.items():
-            if isinstance(gradient, Var) and gradient not in made and enters.get(gradient):
-                _, read = backward_slice(self.s.eqns, [gradient], made)
-                first = next(n for v, n in made.items() if v in read)
+            if (
+                isinstance(gradient, Var)
+                and gradient not in updated_params
+                and enters.get(gradient)
+            ):
+                _, read = backward_slice(self.s.eqns, [gradient], updated_params)
+                first = next(n for v, n in updated_params.items() if v in read)
                 return Need(
                     f"the gradient of {name} is taken at the new {first}",
                     "take both gradients before the updates; or use dtrans.nccl2 or "
@@ -585,13 +581,12 @@ class _Cutter:
         return None
 
     def unmarked(self, gradient: Var) -> Atom:
-        """Return the gradient proper, that a mark was put on, if there is one."""
-        eqn = self.s.eqns[self.s.made_by[gradient]]
+        """Return the gradient itself, the operand of its mark if there is one."""
+        eqn = self.s.eqns[self.s.producers[gradient]]
         return eqn.invars[0] if eqn.primitive is mark_p else gradient
 
     def with_roles(self, optimize: Sequence[int], gradients: Gradients) -> Program:
-        """The whole step with exact roles: optimize by the cut, backward by what differentiation
-        made."""
+        """Return the step with exact roles: optimize by the cut, backward by derivatives."""
         in_optimize, boundary = set(optimize), set(gradients.of.values())
         roles = []
         for i, eqn in enumerate(self.s.eqns):
@@ -602,8 +597,8 @@ class _Cutter:
                 roles.append(
                     BACKWARD if self.s.derived[i] or added_later or i in gradients.sums else FORWARD
                 )
-        made = dataclasses.replace(
+        program = dataclasses.replace(
             self.s.source, jaxpr=self.s.jaxpr, roles=tuple(roles), guessed=False
         )
-        # for other shapes it is the step as it was traced, which is cut by those that need it so
-        return self.s.source.rewritten(lambda other: other, made=made)
+        # for other shapes it is the uncut step; callers cut it if they need to
+        return self.s.source.rewritten(lambda other: other, made=program)

@@ -1,5 +1,4 @@
-"""The trainer half of a step, as all strategies need it: what is refused, and how it is written
-into a program."""
+"""Trainer half of a step: refusals, and its equations in the program of a strategy."""
 
 from __future__ import annotations
 
@@ -14,42 +13,45 @@ from dtrans.step.cut import Cut, asks_for
 
 
 def refuse_nested(step: Cut, trainers: int, noun: str = "trainer") -> None:
-    """Raise for gradients that are computed from other gradients, of which each trainer has its
-    own.
+    """Raise GradientError if gradients depend on other gradients, which differ between trainers.
 
     Args:
-      noun: what a trainer is called in errors.
+      step: the step.
+      trainers: number of trainers.
+      noun: name of a trainer in errors.
     """
     if step.nested and trainers > 1:
         raise GradientError(
             f"the gradients of {step.program.name} are computed from another derivative "
             f"({step.nested}), as a step "
             f"does that perturbs its parameters by their gradient: with {trainers} {noun}s each "
-            "would use its own, "
-            "not that of all. If it is meant so, take the last gradient with dtrans.value_and_grad"
+            "would use its own, not that of all. If that is intended, take the last gradient with "
+            "dtrans.value_and_grad"
         )
 
 
-def refuse_across(step: Cut, why: str, *, told: bool = False, remedy: str = "") -> None:
-    """Raise for a half that reads what only the other has, where the halves are carried out in
-    different places.
+def refuse_across(step: Cut, why: str, *, may_send: bool = False, remedy: str = "") -> None:
+    """Raise if a half needs a value of the other half, which runs elsewhere.
 
     Args:
-      why: why the update does not have values of forward, in the words of the strategy.
-      told: whether the one may tell the other: arguments of the step, and arrays of the optimizer's
-        state.
-      remedy: where they may, for errors.
+      step: the step.
+      why: reason why the update lacks values of forward, in the words of the strategy.
+      may_send: True if arguments of the step and optimizer state may be sent.
+      remedy: a mode in which they may, for errors.
     """
     if step.across is not None:
         raise step.across.refused(why)
-    needs = [step.told, *(asks_for(output, name) for name, output in step.asked.items())]
+    needs = [
+        step.argument_need,
+        *(asks_for(output, name) for name, output in step.state_read.items()),
+    ]
     for need in needs:
-        if need is not None and not told:
+        if need is not None and not may_send:
             raise need.error(f"{need.refused(why)}{remedy and f'. {remedy}'}")
 
 
 def ready_order(step: Cut) -> list[str]:
-    """The leaves in the order in which their gradients are made; constants and inputs come last."""
+    """Return the leaves in the order in which their gradients are computed; constants are last."""
     at = {v: i for i, e in enumerate(step.program.eqns) for v in e.outvars}
     last = len(at)
     return sorted(
@@ -58,25 +60,24 @@ def ready_order(step: Cut) -> list[str]:
     )
 
 
-# equations and their roles otherwise, from those and what is read beside what they read
+# (equations, roles, values that others read) -> reordered (equations, roles)
 Arrange = Callable[
     [Sequence[JaxprEqn], Sequence[str], Collection[Atom]], tuple[list[JaxprEqn], list[str]]
 ]
 
 
 class HalfWriter(Protocol):
-    """Who writes the equations of a trainer half, where they are not just copied."""
+    """Writer of the equations of a trainer half, if they are not copied unchanged."""
 
     def emit(self, eqn: JaxprEqn) -> None:
         """Write the next equation."""
 
     def result(self, atom: Atom, maker: int) -> Atom:
-        """A value that is wanted, once the equation that makes it is written: the `maker`-th of
-        those to write."""
+        """Return a wanted value, once the `maker`-th equation, which computes it, is written."""
 
 
 class _Copies:
-    """Equations as they are."""
+    """Writer that copies equations unchanged."""
 
     def __init__(self, b: Builder) -> None:
         self.emit = b.keep
@@ -88,12 +89,12 @@ class _Copies:
 def half_equations(
     step: Cut, results: Sequence[str]
 ) -> tuple[list[JaxprEqn], list[str], list[Atom]]:
-    """Return the equations of forward and backward, their roles, and the values that are wanted of
-    them.
+    """Return the equations of forward and backward, their roles, and the values to compute.
 
     Args:
-      results: the outputs that are wanted, beside gradients, values for the update (`Cut.handed`),
-        and the parameters that trainers make.
+      step: the step.
+      results: outputs to compute, other than gradients, values for the update (`Cut.handed`), and
+        parameters that trainers compute.
     """
     source = step.program
     inner, outs_of = source.inner, source.outvars
@@ -102,15 +103,15 @@ def half_equations(
         *step.handed.values(),
     ]
     wanted += [a for i in step.early for a in inner.eqns[i].invars]
-    kept = sorted({*backward_slice(inner.eqns, wanted)[0], *step.early})
-    return [inner.eqns[i] for i in kept], [source.roles[i] for i in kept], wanted
+    positions = sorted({*backward_slice(inner.eqns, wanted)[0], *step.early})
+    return [inner.eqns[i] for i in positions], [source.roles[i] for i in positions], wanted
 
 
 def write_trainer_half(
     b: Builder,
     step: Cut,
     results: Sequence[str],
-    made: Callable[[str, Atom], None],
+    on_gradient: Callable[[str, Atom], None],
     writer: Callable[[Sequence[JaxprEqn], Sequence[str], Sequence[tuple[int, Atom]]], HalfWriter]
     | None = None,
     arrange: Arrange | None = None,
@@ -118,15 +119,15 @@ def write_trainer_half(
     """Write forward and backward.
 
     Args:
-      b: that they are written with; it has their inputs.
-      results: the outputs that are wanted, beside the parameters that trainers make.
-      made: called with a leaf and its gradient, right after the equation that makes that.
-      writer: gives who writes them, from the equations, their roles, and what is wanted of them.
-      arrange: gives the equations and their roles otherwise, from those and what is wanted of them.
+      b: builder with their inputs.
+      step: the step.
+      results: outputs to compute, other than parameters that trainers compute.
+      on_gradient: called with a leaf and its gradient, right after the equation of the gradient.
+      writer: returns the writer, from equations, roles, and wanted values with their positions.
+      arrange: reorders equations and roles, from those and the wanted values.
 
     Returns:
-      The results, values for the update (`Cut.handed`), and the parameters that trainers make, by
-      name.
+      Results, values for the update (`Cut.handed`), and parameters that trainers compute, by name.
     """
     outs_of = step.program.outvars
     eqns, roles, wanted = half_equations(step, results)
@@ -148,7 +149,7 @@ def write_trainer_half(
         w.emit(eqn)
         for v in eqn.outvars:
             for leaf in ready.get(v, ()):
-                made(leaf, w.result(v, k))
-    for leaf in ready.get(None, ()):  # gradients that no equation makes
-        made(leaf, w.result(step.gradients[leaf], len(eqns)))
+                on_gradient(leaf, w.result(v, k))
+    for leaf in ready.get(None, ()):  # gradients that are inputs or constants
+        on_gradient(leaf, w.result(step.gradients[leaf], len(eqns)))
     return {n: w.result(a, maker(a)) for n, a in outs.items()}

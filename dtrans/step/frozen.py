@@ -1,20 +1,18 @@
-"""Leaves that a step holds still, although it writes an update for them: found by folding the
-update.
+"""Leaves that a step never changes although it computes an update: found by constant folding.
 
-    optax.set_to_zero, optax.masked, optax.multi_transform     an update of zeros is added
-    jax.lax.stop_gradient                                      the gradient is zeros, and so the moments stay zeros
+    optax.set_to_zero, optax.masked, optax.multi_transform     adds an update of zeros
+    jax.lax.stop_gradient                                      the gradient and moments are zeros
 
-A value is folded where it is one number everywhere, and where it is another value plus nothing.
-What the optimizer's state begins with is read off the startup program: arrays of zeros that a step
-makes zeros of again stay it, by induction. A leaf whose new value folds to the old one is handed
-on, and the rest of the package treats it as it does every frozen leaf: trainers hold it, and no
-program of a server has it.
+A value is folded if all its entries are one number, or if it is another value plus zeros. Initial
+values of optimizer state come from the startup program: arrays of zeros that a step maps to zeros
+stay zeros, by induction. If a leaf's new value folds to the old one, the update is dropped. The
+rest of the package treats it like any frozen leaf: trainers store it, and no server program has it.
 
-A leaf whose gradient still makes moments (zeros are put in place of Adam's update, and not in front
-of it) stays where it is updated, since the moments do.
+A leaf with moments (zeros replace Adam's update instead of its gradient) keeps its update, since
+the moments change.
 
-Zeros stay zeros under any factor without dimensions, as a learning rate or the factor of a clip is:
-a job in which that is no number goes on with what is frozen, where one device loses it too.
+Zeros stay zeros under any scalar factor, such as a learning rate or a clip's scale. If that factor
+becomes NaN, one device loses a frozen leaf too; a job keeps it.
 """
 
 from __future__ import annotations
@@ -38,14 +36,13 @@ from dtrans.step.marks import mark_p
 from dtrans.step.trace import guess_roles
 
 
-def hands_on_what_is_still(main: Program, startup: Program) -> Program:
-    """A step that hands on the leaves which it holds still, and the state that stays what it began
-    as.
+def drop_frozen_updates(main: Program, startup: Program) -> Program:
+    """Return a step without updates of frozen leaves and of state that stays constant.
 
     Args:
-      main: of two parts.
-      startup: makes both; what the state begins with is known where it makes them in the order of
-        the step's leaves.
+      main: step of (params, opt_state, *batch).
+      startup: its init. Initial values are known if it returns both in the order of the step's
+        leaves.
     """
     params, opt_state = (spec.names for spec in main.args[:2])
     kind = lambda t: (t.shape, t.dtype)
@@ -53,47 +50,45 @@ def hands_on_what_is_still(main: Program, startup: Program) -> Program:
         kind(main.inputs[n]) for n in (*params, *opt_state)
     ]
     begin = dict(zip((*params, *opt_state), _numbers_of(startup), strict=True)) if in_order else {}
-    still, zeros = still_leaves(main, {n: begin[n] for n in opt_state if begin.get(n) is not None})
-    if set(still).isdisjoint(params):
+    constants, zeros = frozen_leaves(
+        main, {n: begin[n] for n in opt_state if begin.get(n) is not None}
+    )
+    if set(constants).isdisjoint(params):
         return main
-    made = main.rewritten(lambda other: _handing_on(other, still, zeros))
-    graded = cut(made).optimize.graded & still.keys()
+    program = main.rewritten(lambda other: _without_updates(other, constants, zeros))
+    graded = cut(program).optimize.graded & constants.keys()
     if not graded:
-        return made
-    kept = {n: x for n, x in still.items() if n not in graded}
+        return program
+    without_gradient = {n: x for n, x in constants.items() if n not in graded}
     return (
         main
-        if set(kept).isdisjoint(params)
-        else main.rewritten(lambda other: _handing_on(other, kept, zeros))
+        if set(without_gradient).isdisjoint(params)
+        else main.rewritten(lambda other: _without_updates(other, without_gradient, zeros))
     )
 
 
-def check_still(main: Program, name: str, x: Any) -> None:
-    """Raise StateError for an array of the state that a step does not take: what it hands on has to
-    be as it began.
+def check_frozen(main: Program, name: str, x: Any) -> None:
+    """Raise StateError for state that a step cannot take: constants must have their initial value.
 
-    The state may come from a job in which the leaf was trained: then its moments go on moving it on
-    one device.
+    The state may come from a job in which the leaf was trained: one device would then go on moving
+    it by its moments.
     """
     if name in main.still and not bool(np.all(np.asarray(x) == main.still[name])):
         raise StateError(
-            f"{name} is not {main.still[name]} everywhere, as init makes it, so that on one device "
-            "its leaf would go "
-            f"on moving; {main.name} gives the leaf no gradient, and jobs hold it still. Start the "
-            "optimizer's state "
-            "anew, or freeze the leaf with optax.set_to_zero, which moves nothing"
+            f"{name} is not {main.still[name]} everywhere, as init makes it, so that one device "
+            f"would go on moving its leaf; {main.name} gives the leaf no gradient, and jobs freeze "
+            "it. Start with a new optimizer state, or freeze the leaf with optax.set_to_zero"
         )
 
 
-def still_leaves(main: Program, begin: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str]]:
-    """The leaves of a step that never change, and of the optimizer's the number that they are
-    everywhere.
+def frozen_leaves(main: Program, begin: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str]]:
+    """Return the leaves that never change, with the constant of each state array.
 
-    And the leaves whose marked gradient is zeros.
+    The second value has the leaves whose marked gradient is zeros.
 
     Args:
-      begin: the arrays of the optimizer's state that begin as one number everywhere, and that
-        number.
+      main: the step.
+      begin: optimizer state with one initial number in all entries, and that number.
     """
     jaxpr = inline_calls(main.jaxpr)
     invars = dict(zip(main.in_names, opened(jaxpr).invars, strict=True))
@@ -101,38 +96,40 @@ def still_leaves(main: Program, begin: Mapping[str, Any]) -> tuple[dict[str, Any
     params, opt_state = (spec.names for spec in main.args[:2])
     if not {*params, *opt_state} <= outs.keys():
         return {}, frozenset()
-    held = {
+    candidates = {
         n: x
         for n, x in begin.items()
         if invars[n].aval.ndim and jnp.issubdtype(invars[n].aval.dtype, jnp.inexact)
     }
     while True:
-        folded = _folded(jaxpr, {invars[n]: x for n, x in held.items()})
-        stays = {n: x for n, x in held.items() if _number(folded, outs[n]) == x}
-        if len(stays) == len(held):
+        folded = _folded(jaxpr, {invars[n]: x for n, x in candidates.items()})
+        stays = {n: x for n, x in candidates.items() if _number(folded, outs[n]) == x}
+        if len(stays) == len(candidates):
             break
-        held = stays
+        candidates = stays
     moving = [n for n in (*params, *opt_state) if outs[n] is not invars[n]]
-    still = {
-        n: held.get(n) for n in moving if n in held or folded.of(outs[n]).value == Alias(invars[n])
+    constants = {
+        n: candidates.get(n)
+        for n in moving
+        if n in candidates or folded.of(outs[n]).value == Alias(invars[n])
     }
     leaf_of = {invars[n]: n for n in params}
     marked = [e.invars for e in opened(jaxpr).eqns if e.primitive is mark_p]
     others = {
         v for g, v in marked if isinstance(v, Var) and _number(folded, g) != 0
-    }  # one of several may be zeros
+    }  # a leaf may have several marks
     zeros = [
         leaf_of[v] for _, v in marked if isinstance(v, Var) and v in leaf_of and v not in others
     ]
-    return still, frozenset(zeros)
+    return constants, frozenset(zeros)
 
 
 class _Fact(NamedTuple):
-    """What is known of a value.
+    """Facts about a value.
 
     Attributes:
       value: a number, an `Alias`, or None.
-      is_uniform: it is one number everywhere, known or not.
+      is_uniform: True if all entries are one number, known or not.
     """
 
     value: Any
@@ -140,9 +137,10 @@ class _Fact(NamedTuple):
 
 
 def _folded(jaxpr: ClosedJaxpr, known: Mapping[Var, Any]) -> Facts[_Fact]:
-    """Return the values of a jaxpr that are one number everywhere, or an input.
+    """Return the values of a jaxpr that are one number, or an input.
 
     Args:
+      jaxpr: the jaxpr.
       known: inputs that are one number.
     """
     ins = [np.asarray(known[v]) if v in known else Alias(v) for v in opened(jaxpr).invars]
@@ -185,13 +183,13 @@ _FOLDED = ForwardAnalysis[_Fact](
     _rule,
     _of_constant,
     turn=_of_turn,
-    stack=lambda fact: _of_turn(fact)._replace(is_uniform=False),  # turns differ
+    stack=lambda fact: _of_turn(fact)._replace(is_uniform=False),  # iterations differ
     branch=lambda index: int(index.value) if is_number(index.value) else None,
 )
 
 
 def _numbers_of(startup: Program) -> list[Any]:
-    """Return the number that each output of a startup program is everywhere; None if it is none."""
+    """Return the number in all entries of each output of a startup program; None if they differ."""
     jaxpr = inline_calls(startup.jaxpr)
     folded = _folded(jaxpr, {})
     return [_number(folded, a) for a in opened(jaxpr).outvars]
@@ -202,13 +200,14 @@ def _number(folded: Facts[_Fact], atom: Atom) -> Any:
     return value[()] if is_number(value) else None
 
 
-def _handing_on(main: Program, still: Mapping[str, Any], zeros: Collection[str]) -> Program:
-    """The step that hands on what is still. Gradients that are `zeros` are so in its text: nobody
-    has to send them."""
+def _without_updates(
+    main: Program, constants: Mapping[str, Any], zeros: Collection[str]
+) -> Program:
+    """Return the step without updates of frozen leaves; gradients in `zeros` become zeros."""
     jaxpr = inline_calls(main.jaxpr)
     inner = opened(jaxpr)
     invars = dict(zip(main.in_names, inner.invars, strict=True))
-    leaf_of = {invars[n]: n for n in still if n in zeros}
+    leaf_of = {invars[n]: n for n in constants if n in zeros}
     b = Builder(jaxpr)
     b.invars += inner.invars
     instead: dict[Var, Atom] = {}
@@ -218,11 +217,11 @@ def _handing_on(main: Program, still: Mapping[str, Any], zeros: Collection[str])
         else:
             b.keep(eqn, read_from(instead, eqn.invars) if instead else None)
     outs = zip(main.out_names, read_from(instead, inner.outvars), strict=True)
-    made = b.build([invars[n] if n in still else a for n, a in outs])
+    jaxpr_out = b.build([invars[n] if n in constants else a for n, a in outs])
     return dataclasses.replace(
         main,
-        jaxpr=made,
-        roles=guess_roles(made),
+        jaxpr=jaxpr_out,
+        roles=guess_roles(jaxpr_out),
         labels={},
-        still={n: x for n, x in still.items() if x is not None},
+        still={n: x for n, x in constants.items() if x is not None},
     )

@@ -1,22 +1,22 @@
-"""Which values of a training step are the gradients of its parameters.
+"""Inference of the values in a training step that are the gradients of its parameters.
 
-They are the operands of marks (`dtrans.step.marks`) where the step has them. A step whose author
-called `jax.grad` gets them by inference: the gradient of `params/w` is the value that
+They are the operands of marks (`dtrans.step.marks`) if the step has marks. For a step that calls
+`jax.grad`, the gradient of `params/w` is the value that
 
   - has the shape of `params/w`,
-  - was made by differentiation (its equation lies under `transpose(...)` in the name stack, or
-    holds such equations: a scan over micro-batches), and is used by an equation that was not,
-  - reaches the new `params/w` through equations that keep that shape; or, where none does (Muon
+  - comes from differentiation (its equation is under `transpose(...)` in the name stack, or
+    contains such equations: a scan over micro-batches), and is read by an equation that does not,
+  - reaches the new `params/w` through equations that keep that shape; if there is none (Muon
     multiplies matrices), through any equations.
 
-More than one such value, marked or found, is the gradient where the update reads their sum alone,
-as an accumulation over micro-batches that is written out: the first value that is linear in all of
-them stands for the gradient, and the sum belongs to the backward pass. Otherwise several values are
-an error that lists them, and so is a loop that may have taken several steps: what it makes becomes
-the new parameter without the old one being read again.
+Several such values, marked or found, are allowed if the update reads their sum alone, as in an
+unrolled accumulation over micro-batches. The first value that is linear in all of them is the
+gradient, and the sum belongs to the backward pass. Otherwise several values are an error that lists
+them. A loop that may have taken several steps is an error too: its output becomes the new parameter
+without the old one being read again.
 
-A loop over micro-batches may carry more than gradients (a count of tokens, the loss). So it is each
-output of an equation that is made by differentiation, or is not (`derivatives`).
+A loop over micro-batches may carry more than gradients (a count of tokens, the loss), so that
+`derivatives` has single outputs of equations.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ from dtrans.step.marks import mark_p
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OpenStep(HoldsJaxpr):
-    """A training step with its calls inlined, and what is looked up in it.
+    """Training step with its calls inlined, and lookups in it.
 
     Attributes:
-      source: the step as it was traced.
-      jaxpr: its equations, calls inlined.
+      source: the traced step.
+      jaxpr: its equations, with calls inlined.
     """
 
     source: Program
@@ -72,12 +72,12 @@ class OpenStep(HoldsJaxpr):
 
     @cached_property
     def batch(self) -> tuple[str, ...]:
-        """The names of inputs that are no state."""
+        """Names of inputs other than state."""
         return tuple(n for n in self.source.in_names if n not in self.state)
 
     @cached_property
     def results(self) -> tuple[str, ...]:
-        """The names of outputs that are no state."""
+        """Names of outputs other than state."""
         return tuple(n for n in self.source.out_names if n not in self.state)
 
     @cached_property
@@ -100,33 +100,32 @@ class OpenStep(HoldsJaxpr):
         return dict(zip(self.source.out_names, self.inner.outvars, strict=True))
 
     @cached_property
-    def made_by(self) -> dict[Var, int]:
-        """Value to the position of the equation that makes it."""
+    def producers(self) -> dict[Var, int]:
+        """Position of the equation that computes each value."""
         return {v: i for i, e in enumerate(self.eqns) for v in e.outvars}
 
     @cached_property
     def derived(self) -> list[bool]:
-        """Whether differentiation made each equation."""
+        """For each equation, True if it comes from differentiation."""
         return [_is_derivative(e) for e in self.eqns]
 
     @cached_property
     def derivatives(self) -> frozenset[Var]:
-        """The values that differentiation made."""
+        """Values that come from differentiation."""
         return frozenset(
             v for e in self.eqns for v, d in zip(e.outvars, _derived_outputs(e), strict=True) if d
         )
 
     def derivatives_behind(self, outputs: Sequence[Atom], stop: Collection[Var] = ()) -> list[int]:
-        """Return the positions of equations that make the derivatives which `outputs` are made
-        of."""
-        kept, _ = backward_slice(self.eqns, outputs, stop)
+        """Return the positions of equations with derivatives that `outputs` read."""
+        positions, _ = backward_slice(self.eqns, outputs, stop)
         read = {
             a
-            for a in (*outputs, *(a for i in kept for a in self.eqns[i].invars))
+            for a in (*outputs, *(a for i in positions for a in self.eqns[i].invars))
             if isinstance(a, Var)
         }
         wanted = (read & self.derivatives) - set(stop)
-        return [i for i in kept if not wanted.isdisjoint(self.eqns[i].outvars)]
+        return [i for i in positions if not wanted.isdisjoint(self.eqns[i].outvars)]
 
 
 def open_step(program: Program) -> OpenStep:
@@ -160,22 +159,20 @@ def open_step(program: Program) -> OpenStep:
         if (had.shape, had.dtype) != (now.shape, now.dtype):
             raise GradientError(
                 f"{n} goes in as {short_type(had)} and comes out as {short_type(now)}: a step must "
-                "keep the "
-                "type of its state"
+                "keep the type of its state"
             )
     return step
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Gradients:
-    """The gradients of a step.
+    """Gradients of a step.
 
     Attributes:
-      of: parameter to the value that stands for its gradient: the output of its mark, if it has
-        one; or a sum.
-      marked: True where the user has marked them.
-      terms: the values that differentiation made, where `of` has sums of them.
-      sums: the positions of the equations that add these up.
+      of: parameter to the value for its gradient: the output of its mark, if it has one; or a sum.
+      marked: True if the user marked them.
+      terms: values that come from differentiation, if `of` has sums of them.
+      sums: positions of the equations of these sums.
     """
 
     of: Mapping[str, Var]
@@ -185,10 +182,10 @@ class Gradients:
 
 
 def gradients_of(step: OpenStep) -> Gradients:
-    """Return the gradients that are marked; or else those that are found.
+    """Return the gradients that are marked, or else inferred.
 
     Raises:
-      GradientError: gradients that cannot be told.
+      GradientError: ambiguous gradients.
     """
     return marked(step) or _inferred(step)
 
@@ -223,12 +220,12 @@ def marked(step: OpenStep) -> Gradients | None:
         marks.setdefault(leaf, []).append(eqn.outvars[0])
     if not marks:
         return None
-    among = [v for own in marks.values() for v in own]
+    among = [v for leaf_marks in marks.values() for v in leaf_marks]
     found: dict[str, Var] = {}
     terms: set[Var] = set()
     sums: set[int] = set()
-    for leaf, own in marks.items():
-        reach = _read_marks(step, leaf, own)
+    for leaf, leaf_marks in marks.items():
+        reach = _read_marks(step, leaf, leaf_marks)
         total = (
             Total(reach[0], frozenset(reach))
             if len(reach) == 1
@@ -251,22 +248,22 @@ ADD_UP = (
 )
 
 
-def _read_marks(step: OpenStep, leaf: str, own: Sequence[Var]) -> list[Var]:
-    """Return the marks of a leaf that its new value is made of; of a leaf that is not updated,
-    those that are read."""
-    if len(own) == 1:
-        return list(own)
+def _read_marks(step: OpenStep, leaf: str, leaf_marks: Sequence[Var]) -> list[Var]:
+    """Return the marks that a leaf's new value reads; for a leaf without update, those that are
+    read."""
+    if len(leaf_marks) == 1:
+        return list(leaf_marks)
     for outputs in ([step.outs[leaf]], step.inner.outvars):
-        met = backward_slice(step.eqns, outputs, own)[1]
-        if read := [v for v in own if v in met]:
+        met = backward_slice(step.eqns, outputs, leaf_marks)[1]
+        if read := [v for v in leaf_marks if v in met]:
             return read
-    return list(own[:1])
+    return list(leaf_marks[:1])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Total:
-    """A sum of several gradients of one leaf: its value, its terms, and the positions of the
-    equations that add up."""
+    """Sum of several gradients of one leaf: its value, its terms, and the positions of the
+    additions."""
 
     value: Var
     terms: frozenset[Var]
@@ -276,22 +273,22 @@ class Total:
 def sum_of(
     step: OpenStep, leaf: str, terms: Collection[Var], graded: Iterable[Var]
 ) -> Total | None:
-    """Return the first value that is linear in all of several gradients of a leaf, and has nothing
-    else in it.
+    """Return the first value that is linear in all gradients of a leaf and reads nothing else.
 
-    Factors may be anything that no gradient enters, as one over a count of tokens.
+    Factors may be anything that no gradient enters, such as one over a count of tokens.
 
     Args:
+      step: the step.
+      leaf: the leaf.
       terms: gradients of the leaf.
-      graded: the gradients of all leaves.
+      graded: gradients of all leaves.
     """
-    first_to_last = sorted(terms, key=step.made_by.__getitem__)
-    enters = {
-        v: 1 << k for k, v in enumerate(first_to_last)
-    }  # the terms of each value that is linear in them
+    first_to_last = sorted(terms, key=step.producers.__getitem__)
+    # bit set of the terms in which a value is linear
+    enters = {v: 1 << k for k, v in enumerate(first_to_last)}
     all_terms = (1 << len(enters)) - 1
     of_gradients = propagate(step.eqns, {}, dict.fromkeys([*terms, *graded], 1))
-    makers = {v: step.eqns[i] for v, i in step.made_by.items()}
+    makers = {v: step.eqns[i] for v, i in step.producers.items()}
     is_fixed = lambda a: isinstance(a, Literal) or not of_gradients.get(a)
     has_terms = lambda a: isinstance(a, Var) and a in enters
     positions: set[int] = set()
@@ -317,9 +314,9 @@ def sum_of(
 
 
 def _leaf_behind(step: OpenStep, atom: Atom) -> str | None:
-    """The parameter that a value is, or was made from one operand at a time, as by a cast."""
-    while isinstance(atom, Var) and atom in step.made_by:
-        eqn = step.eqns[step.made_by[atom]]
+    """Return the parameter that a value equals, up to unary equations such as casts."""
+    while isinstance(atom, Var) and atom in step.producers:
+        eqn = step.eqns[step.producers[atom]]
         operands = [a for a in eqn.invars if isinstance(a, Var)]
         if len(operands) != 1 or operands[0].aval.shape != atom.aval.shape:
             return None
@@ -347,9 +344,8 @@ def _inferred(step: OpenStep) -> Gradients:
     for name in step.params:
         out = step.outs[name]
         fits = of_shape.get(step.vars[name].aval.shape, set())
-        reach = candidates_for(
-            step, name, fits, stop=new - {out} - fits
-        )  # a teacher follows; the gradient is not its
+        # a teacher reads the new value of its student, whose gradient is not the teacher's
+        reach = candidates_for(step, name, fits, stop=new - {out} - fits)
         if len(reach) == 1:
             (candidate,) = reach
             _check_inferred(step, name, candidate, reads_params)
@@ -361,9 +357,8 @@ def _inferred(step: OpenStep) -> Gradients:
             terms |= total.terms
             sums |= total.positions
             continue
-        # no candidate is right for a leaf that never changes, or that the loss does not use: both
-        # are told apart from a hidden gradient by whether the batch enters its update, through a
-        # derivative
+        # A leaf that never changes, or that the loss does not read, has no candidate. A hidden
+        # gradient differs from these: the batch enters its update through a derivative.
         if not reach and not (
             isinstance(out, Var) and from_batch.get(out) and step.derivatives_behind([out])
         ):
@@ -371,7 +366,7 @@ def _inferred(step: OpenStep) -> Gradients:
         listed = (
             "\n".join(
                 f"  {describe(step, v)}"
-                for v in sorted(reach or fits, key=step.made_by.__getitem__)
+                for v in sorted(reach or fits, key=step.producers.__getitem__)
             )
             or "  none"
         )
@@ -391,10 +386,11 @@ def _inferred(step: OpenStep) -> Gradients:
 
 
 def nested(step: OpenStep, gradients: Collection[Var]) -> str:
-    """Return the first equation between two derivatives, outside of both; empty where none is."""
-    kept, _ = backward_slice(step.eqns, gradients)
+    """Return the first equation between two derivatives, outside of both; empty if there is
+    none."""
+    positions, _ = backward_slice(step.eqns, gradients)
     inside: set[Var] = set()
-    for i in kept:
+    for i in positions:
         eqn = step.eqns[i]
         if step.derived[i]:
             inside.update(v for v in eqn.outvars if v in step.derivatives)
@@ -408,8 +404,8 @@ def nested(step: OpenStep, gradients: Collection[Var]) -> str:
 def _check_inferred(
     step: OpenStep, name: str, candidate: Var, reads_params: Mapping[Var, int]
 ) -> None:
-    """Refuse what may be the new parameter itself, made by a loop that takes several steps."""
-    out, eqn = step.outs[name], step.eqns[step.made_by[candidate]]
+    """Refuse a value that may be the new parameter itself, from a loop of several steps."""
+    out, eqn = step.outs[name], step.eqns[step.producers[candidate]]
     if "transpose(" not in scope_of(eqn) and not (isinstance(out, Var) and reads_params.get(out)):
         raise GradientError(
             f"cannot tell the gradient of {name} in {step.source.name}: {eqn.primitive.name} "
@@ -423,8 +419,8 @@ def _check_inferred(
 def candidates_for(
     step: OpenStep, name: str, among: Collection[Var], stop: Collection[Var] = frozenset()
 ) -> set[Var]:
-    """What may be the gradient of a leaf: those of its shape that its new value is made of, not by
-    way of `stop`."""
+    """Return the possible gradients of a leaf: those that its new value reads, not through
+    `stop`."""
     out, shape = step.outs[name], step.vars[name].aval.shape
     fits = {v for v in among if v.aval.shape == shape}
     met = _shape_keeping(step, out, shape, {*fits, *stop}) or _reached(step, out, {*fits, *stop})
@@ -432,7 +428,7 @@ def candidates_for(
 
 
 def crossing(step: OpenStep) -> set[Var]:
-    """Values made by differentiation and used by something that was not."""
+    """Return values that come from differentiation and are read by other equations."""
     used = {
         a
         for e, d in zip(step.eqns, step.derived, strict=True)
@@ -445,7 +441,7 @@ def crossing(step: OpenStep) -> set[Var]:
 
 
 def _shape_keeping(step: OpenStep, out: Atom, shape: tuple[int, ...], fits: set[Var]) -> set[Var]:
-    """The candidates met walking back from `out` through values of one shape."""
+    """Return the candidates on a walk back from `out` through values of one shape."""
     stack, seen, met = [out], set(), set()
     while stack:
         atom = stack.pop()
@@ -454,40 +450,39 @@ def _shape_keeping(step: OpenStep, out: Atom, shape: tuple[int, ...], fits: set[
         seen.add(atom)
         if atom in fits:
             met.add(atom)
-        elif atom in step.made_by:
-            stack += step.eqns[step.made_by[atom]].invars
+        elif atom in step.producers:
+            stack += step.eqns[step.producers[atom]].invars
     return met
 
 
 def _reached(step: OpenStep, out: Atom, fits: set[Var]) -> set[Var]:
-    """The candidates met walking back from `out` through anything."""
+    """Return the candidates on a walk back from `out` through any values."""
     return backward_slice(step.eqns, [out], fits)[1] & fits if fits else set()
 
 
 def counts_rows(step: OpenStep, count: Var, out: Atom) -> bool:
-    """Whether a count grows by another number than one, as by the rows of a batch, and no other
-    state is made of it."""
-    made = [
+    """Return True if a count grows by another number than one, as by rows, and no other state
+    reads it."""
+    additions = [
         e for e in step.eqns if e.primitive.name == "add" and out in e.outvars and count in e.invars
     ]
-    if not any(isinstance(a, Literal) and a.val != 1 for e in made for a in e.invars):
+    if not any(isinstance(a, Literal) and a.val != 1 for e in additions for a in e.invars):
         return False
     enters = propagate(step.eqns, {count: 1}, {})
-    kept = [a for n, a in step.outs.items() if n in step.vars and a is not out]
-    return not any(isinstance(a, Var) and enters.get(a) for a in kept)
+    others = [a for n, a in step.outs.items() if n in step.vars and a is not out]
+    return not any(isinstance(a, Var) and enters.get(a) for a in others)
 
 
 def describe(step: OpenStep, var: Var) -> str:
-    """A value, and how it was made."""
-    eqn = step.eqns[step.made_by[var]]
+    """Describe a value and its equation."""
+    eqn = step.eqns[step.producers[var]]
     return f"{short_type(var.aval)} = {eqn.primitive.name} ({scope_of(eqn) or 'no name stack'})"
 
 
 def _derived_outputs(eqn: JaxprEqn) -> list[bool]:
-    """Return for each output of an equation whether differentiation made it.
+    """Return for each output of an equation if it comes from differentiation.
 
-    Of a loop or a branch around derivatives, those outputs that a derivative enters: a loop may
-    carry others, too.
+    A loop or a branch around derivatives has other outputs as well.
     """
     if not _is_derivative(eqn):
         return [False] * len(eqn.outvars)
@@ -496,7 +491,7 @@ def _derived_outputs(eqn: JaxprEqn) -> list[bool]:
 
 
 def _is_derived(eqn: JaxprEqn, ins: Sequence[bool]) -> list[bool] | None:
-    """Return for each output whether a derivative enters it; None where the bodies decide."""
+    """Return for each output if a derivative enters it; None if the bodies decide."""
     count = len(eqn.outvars)
     if eqn.primitive is mark_p or any(ins) or "transpose(" in scope_of(eqn):
         return [True] * count
@@ -517,12 +512,10 @@ _DERIVED: ForwardAnalysis[bool] = ForwardAnalysis(
 
 
 def _is_derivative(eqn: JaxprEqn) -> bool:
-    """Whether differentiation made an equation: it transposes, or is a loop around equations that
-    do."""
+    """Return True if an equation comes from differentiation, or is a loop around such equations."""
     if "transpose(" in scope_of(eqn):
         return True
-    if (
-        eqn.primitive.name == "custom_linear_solve"
-    ):  # it holds its own transpose, whether it was differentiated or not
+    # this contains its transpose even if it was not differentiated
+    if eqn.primitive.name == "custom_linear_solve":
         return False
     return any(e.primitive is mark_p or "transpose(" in scope_of(e) for e in equations_inside(eqn))

@@ -1,10 +1,9 @@
-"""Values of forward that an update reads, made inputs of the update: the loss, statistics, counts
-of rows.
+"""Values of forward that an update reads, as inputs of the update: the loss, statistics, counts.
 
-As it is cut, an update has all equations that it needs, those of forward too. Forward makes such
-values and hands them over (`Cut.handed`) where the update cannot make them: servers have no row of
-the batch, and ranks have slices of parameters. A loop that makes gradients would run once more for
-what else it carries.
+The cut gives an update all equations that it needs, including those of forward. Where the update
+cannot compute them, forward does, and they become inputs (`Cut.handed`): servers have no row of the
+batch, and ranks have slices of parameters. A loop that computes gradients would run again for its
+other outputs.
 
 Invariant: an equation of the update that reads the batch also reads a gradient or optimizer state.
 """
@@ -26,67 +25,70 @@ def hand_over(step: Cut, parts: Collection[str], *, drawn: bool = False) -> Cut:
     """Return the step with an optimize half that takes values of forward as inputs (`Cut.handed`).
 
     Args:
-      parts: the arrays of the batch that forward reads for them.
-      drawn: hand over also what is made of rows that each trainer draws (random numbers with the
-        rows of the batch).
+      step: the step.
+      parts: batch arrays that these values depend on.
+      drawn: True to include values that depend on random rows of each trainer.
     """
     half = step.optimize
-    made = _made_by_forward(step, parts, drawn)
-    if not made:
+    values = _forward_values(step, parts, drawn)
+    if not values:
         return step
-    kept = [e for e in half.eqns if not made.issuperset(e.outvars)]
-    atoms = [*(a for e in kept for a in e.invars), *half.inner.outvars]
+    eqns = [e for e in half.eqns if not values.issuperset(e.outvars)]
+    atoms = [*(a for e in eqns for a in e.invars), *half.inner.outvars]
     read = dict.fromkeys(a for a in atoms if isinstance(a, Var))
 
     taken = {*map(str, half.in_names), *step.program.in_names, *step.program.out_names}
     handed: dict[str, Atom] = {}
     for v in read:
-        if v in made:
+        if v in values:
             handed[unused_name(f"forward/{len(handed)}", taken)] = v
 
-    # arrays of the batch that nothing reads any more would tie the half to one size of the batch
-    given = {n: v for n, v in half.invars.items() if n not in step.batch or v in read}
-    invars = [*given.values(), *(v for v in read if v in made)]
-    jaxpr = eliminate_dead(extract_part(half.jaxpr, invars, kept, half.inner.outvars))
-    optimize = OptimizeHalf(jaxpr, (*given, *handed), half.out_names)
+    # unread batch arrays are dropped: they would tie the half to one batch size
+    inputs = {n: v for n, v in half.invars.items() if n not in step.batch or v in read}
+    invars = [*inputs.values(), *(v for v in read if v in values)]
+    jaxpr = eliminate_dead(extract_part(half.jaxpr, invars, eqns, half.inner.outvars))
+    optimize = OptimizeHalf(jaxpr, (*inputs, *handed), half.out_names)
     return dataclasses.replace(
-        step, program=_forward_of(step, made), optimize=optimize, handed=handed
+        step, program=_forward_of(step, values), optimize=optimize, handed=handed
     )
 
 
 def runs_loops_of_forward(step: Cut, parts: Collection[str]) -> bool:
-    """Return True if the update has a loop of forward: XLA merges equal equations, and no loops."""
-    made = _made_by_forward(step, parts)
-    return any(e.primitive.name in LOOPS and made.issuperset(e.outvars) for e in step.optimize.eqns)
+    """Return True if the update repeats a loop of forward: XLA merges equal equations, not
+    loops."""
+    values = _forward_values(step, parts)
+    return any(
+        e.primitive.name in LOOPS and values.issuperset(e.outvars) for e in step.optimize.eqns
+    )
 
 
-def _made_by_forward(step: Cut, parts: Collection[str], drawn: bool = False) -> set[Var]:
-    """Return the values of the update that depend on the batch, and neither on a gradient nor on
-    sliced state."""
+def _forward_values(step: Cut, parts: Collection[str], drawn: bool = False) -> set[Var]:
+    """Return the values in the update that depend on the batch, but not on gradients or sliced
+    state."""
     half = step.optimize
-    # state that forward reads is whole on every rank: its leaf is never cut
-    whole = {*step.params, *step.batch, *step.asked}
-    late = {v for n, v in half.invars.items() if isinstance(n, Gradient) or n not in whole}
+    # state that forward reads is replicated: its leaf is never sliced
+    replicated = {*step.params, *step.batch, *step.state_read}
+    late = {v for n, v in half.invars.items() if isinstance(n, Gradient) or n not in replicated}
     of_batch = {v for n, v in half.invars.items() if n in parts}
-    made: set[Var] = set()
+    values: set[Var] = set()
     for eqn in half.eqns:
         read = {a for a in eqn.invars if isinstance(a, Var)}
         if read & late:
             late.update(eqn.outvars)
-        elif read & (of_batch | made) or (drawn and _is_drawn(eqn)):
-            made.update(eqn.outvars)
-    return made
+        elif read & (of_batch | values) or (drawn and _is_drawn(eqn)):
+            values.update(eqn.outvars)
+    return values
 
 
 def _is_drawn(eqn: JaxprEqn) -> bool:
-    """Return True if an equation makes another value on each trainer, or exchanges values."""
+    """Return True if an equation differs between trainers, or communicates."""
     return any(map(is_communication, (eqn, *equations_inside(eqn))))
 
 
-def _forward_of(step: Cut, made: set[Var]) -> Program:
-    """Return the step's program, in which forward has the equations that make these values."""
+def _forward_of(step: Cut, values: set[Var]) -> Program:
+    """Return the step's program with the equations of these values in forward."""
     pairs = zip(step.program.eqns, step.program.roles, strict=True)
     roles = [
-        FORWARD if role == OPTIMIZE and made.issuperset(e.outvars) else role for e, role in pairs
+        FORWARD if role == OPTIMIZE and values.issuperset(e.outvars) else role for e, role in pairs
     ]
     return dataclasses.replace(step.program, roles=tuple(roles))

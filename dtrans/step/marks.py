@@ -1,13 +1,12 @@
-"""Marks: where gradients end and the optimizer begins.
+"""Marks: the boundary between gradients and the optimizer.
 
-`mark_p` is an identity on a gradient. It carries the parameter the gradient belongs to as its
-second operand, so that the cut (`dtrans.step.cut`) can tell which is whose by the variables alone,
-whatever the user called them. One equation per leaf: a mark over the whole tree would make every
-leaf depend on every other.
+`mark_p` is an identity on a gradient, with the gradient's parameter as its second operand. The cut
+(`dtrans.step.cut`) then pairs them by variables, whatever their names are. Each leaf has its own
+equation: one mark over the full pytree would make every leaf depend on every other.
 
-Marks come from `value_and_grad`, or from `make_train_step`, which uses it. They survive jit, vmap,
-scan, remat and differentiation of the step, and vanish in lowering. (alpa's lesson: wrap `grad`, do
-not ask users to mark; alpa/api.py, `alpa.grad`.)
+Marks come from `value_and_grad`, or from `make_train_step`, which calls it. They survive jit, vmap,
+scan, remat and differentiation of the step, and vanish in lowering. As in alpa (alpa/api.py,
+`alpa.grad`), wrapping `grad` is safer than asking users to mark.
 """
 
 from __future__ import annotations
@@ -25,19 +24,18 @@ from jax.tree_util import keystr, tree_map_with_path
 from dtrans._jax import is_zero, new_identity
 from dtrans.errors import GradientError, OptimizerError
 from dtrans.ir.pytree import combine, is_differentiable, join_path, partition
-from dtrans.step.capture import captures, left_as_it_is
+from dtrans.step.capture import capture_loss, captures
 
 
 def _mark_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, leaf: str) -> tuple[Any, Any]:
-    # what is differentiated again is not the gradient of this step any more: tangents pass unmarked
+    # a second derivative is not a gradient of this step: tangents pass unmarked
     return mark_p.bind(*primals, leaf=leaf), tangents[0]
 
 
 mark_p = new_identity("gradient", jvp=_mark_jvp)
 
-# Where the derivative of a loss begins: an identity on the cotangent that the backward pass starts
-# from. Of a loss that is scaled, that is what is multiplied. Everything but mixed precision reads
-# through it (`dtrans.ir.builder`).
+# Seed: an identity on the first cotangent of the backward pass. Loss scaling multiplies it. Only
+# mixed precision keeps it when calls are inlined (`dtrans.ir.builder`).
 SEED = "loss_seed"
 
 
@@ -57,14 +55,13 @@ def _loss_transpose(ct: Any, x: Any) -> list[Any]:
     return [ct if is_zero(ct) else _seed_p.bind(ct)]
 
 
-# an identity on the tangent of a loss, whose transpose is the seed; there is nothing of it where
-# nothing is derived
+# identity on the tangent of a loss, whose transpose is the seed; without derivatives it is absent
 _loss_p = new_identity("loss", jvp=_loss_jvp, transpose=_loss_transpose)
 
 
 def _as_loss(value: Any) -> Any:
-    """A loss whose derivative begins with a seed; anything that `jax.value_and_grad` will refuse,
-    as it is."""
+    """Return a loss whose derivative starts with a seed; values that `value_and_grad` refuses,
+    unchanged."""
     is_loss = (
         isinstance(value, jax.Array)
         and value.ndim == 0
@@ -76,15 +73,16 @@ def _as_loss(value: Any) -> Any:
 def value_and_grad(
     fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
 ) -> Callable[..., tuple[Any, Any]]:
-    """`jax.value_and_grad`, with the gradients marked for dtrans.
+    """Return `jax.value_and_grad` of a function, with the gradients marked for dtrans.
 
-    Leaves that cannot be differentiated (integers, Equinox's functions) may be among the arguments:
-    they are held still and their gradient is None, as with `equinox.filter_value_and_grad`. On a
-    pytree of floating-point arrays it is `jax.value_and_grad`, value for value.
+    Arguments may have leaves that cannot be differentiated (integers, Equinox's functions): their
+    gradient is None, as with `equinox.filter_value_and_grad`. For pytrees of floating-point arrays
+    it equals `jax.value_and_grad`.
 
     Args:
       fun: returns a scalar, or (scalar, aux) with `has_aux`.
-      argnums: which positional arguments to differentiate.
+      argnums: positions of the arguments to differentiate.
+      has_aux: True if `fun` returns auxiliary data.
 
     Example:
       >>> import jax.numpy as jnp, dtrans
@@ -107,14 +105,14 @@ def value_and_grad(
             full = list(args)
             for i, diff, (_, rest) in zip(places, diffs, halves, strict=True):
                 full[i] = combine(diff, rest)
-            made = fun(*full, **kwargs)
-            if has_aux and isinstance(made, tuple) and len(made) == 2:
-                return _as_loss(made[0]), made[1]
-            return made if has_aux else _as_loss(made)
+            result = fun(*full, **kwargs)
+            if has_aux and isinstance(result, tuple) and len(result) == 2:
+                return _as_loss(result[0]), result[1]
+            return result if has_aux else _as_loss(result)
 
         diffs = [diff for diff, _ in halves]
         if captures():
-            value, grads = left_as_it_is(of_differentiable, diffs, has_aux)
+            value, grads = capture_loss(of_differentiable, diffs, has_aux)
         else:
             value, grads = jax.value_and_grad(of_differentiable, has_aux=has_aux)(diffs)
         marked = [
@@ -133,21 +131,20 @@ def value_and_grad(
 def make_train_step(
     loss_fn: Callable[..., Any], tx: Any, *, has_aux: bool = False
 ) -> Callable[..., Any]:
-    """One training step: loss and gradients, the optax update, new parameters.
+    """Build a training step: loss and gradients, the optax update, new parameters.
 
     Args:
       loss_fn: `loss_fn(params, *batch)` returns a scalar; with `has_aux`, (loss, aux).
-      tx: an `optax.GradientTransformation`, or anything with its `update`.
-
-    Raises:
-      OptimizerError: when the step is called, with an optimizer that must be told the loss, or a
-        function of it.
+      tx: an `optax.GradientTransformation`, or an object with the same `update`.
+      has_aux: True if `loss_fn` returns auxiliary data.
 
     Returns:
       `step(params, opt_state, *batch) -> (params, opt_state, loss[, aux])`, with the parameter
-      names of `loss_fn` for the batch. Leaves of `params` that cannot be differentiated are handed
-      through, and are not seen by the optimizer (`tx.init` is then called on the differentiable
-      part).
+      names of `loss_fn` for the batch. Leaves of `params` that cannot be differentiated are
+      returned unchanged, and the optimizer does not see them: call `tx.init` on the others.
+
+    Raises:
+      OptimizerError: raised by the step if the optimizer needs the loss, or a function of it.
 
     Example:
       >>> import jax.numpy as jnp, optax, dtrans
@@ -171,7 +168,7 @@ def make_train_step(
     return step
 
 
-# how optax says that its update was not given something: the function that asks, and what for
+# errors of optax for a missing argument of `update`: the function that needs it, and its name
 _ASKS = (
     re.compile(
         r"(?P<who>\w+)\.<locals>\.\w+\(\) missing \d+ required keyword-only arguments?: "
@@ -183,10 +180,10 @@ _ASKS = (
 
 
 def _update(tx: Any, grads: Any, opt_state: Any, params: Any) -> tuple[Any, Any]:
-    """`tx.update`, which must do with these three."""
+    """Call `tx.update` with gradients, state and parameters alone."""
     try:
-        made: tuple[Any, Any] = tx.update(grads, opt_state, params)
-        return made
+        result: tuple[Any, Any] = tx.update(grads, opt_state, params)
+        return result
     except (TypeError, ValueError) as e:
         asked = next((m for m in (p.search(str(e)) for p in _ASKS) if m), None)
         if asked is None:
@@ -201,11 +198,9 @@ def _update(tx: Any, grads: Any, opt_state: Any, params: Any) -> tuple[Any, Any]
 
 
 def _step_signature(loss_fn: Callable[..., Any]) -> inspect.Signature:
-    """(params, opt_state, and the batch arguments of `loss_fn` by its own names)."""
+    """Return the signature (params, opt_state, batch arguments of `loss_fn` by their names)."""
     first, *batch = inspect.signature(loss_fn).parameters.values()
-    if (
-        first.kind is first.VAR_POSITIONAL
-    ):  # loss_fn(*args): nothing is known but that there is a batch
+    if first.kind is first.VAR_POSITIONAL:  # loss_fn(*args): the number of arguments is unknown
         batch = [first.replace(name="batch"), *batch]
     if any(p.name in ("params", "opt_state") for p in batch):
         raise GradientError("the batch arguments of loss_fn may not be called params or opt_state")
@@ -216,7 +211,7 @@ def _step_signature(loss_fn: Callable[..., Any]) -> inspect.Signature:
 
 
 def _apply_updates(params: Any, updates: Any) -> Any:
-    """`optax.apply_updates`: the sum, in the parameter's dtype; None updates nothing."""
+    """Add updates as `optax.apply_updates` does, in the parameter's dtype; None updates nothing."""
 
     def apply(path: Any, p: Any, u: Any) -> Any:
         if p is None or u is None:
@@ -225,8 +220,8 @@ def _apply_updates(params: Any, updates: Any) -> Any:
             raise OptimizerError(
                 f"the optimizer makes an update of shape {jnp.shape(u)} for "
                 f"{join_path('params', path)} of shape "
-                f"{jnp.shape(p)}; it may take its gradients for something else, such as the "
-                "gradient of each example"
+                f"{jnp.shape(p)}; it may expect other gradients, such as the gradient of each "
+                "example"
             )
         return (p + u).astype(p.dtype)
 

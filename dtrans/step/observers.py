@@ -1,19 +1,18 @@
 """Host callbacks of a step: `jax.debug.print`, `jax.debug.callback`, `io_callback`.
 
-An `Observer` is an equation with an effect. Its operands decide who can call it with the values of
-one device:
+An `Observer` is an equation with an effect. Its operands decide which program can call it with the
+values of one device:
 
     state       parameters and constants: trainers have them
-    forward     values of forward and backward: trainers have them, and complete what is a part
-    gradients   gradients, and values made from them: complete only after the reduction
+    forward     values of forward and backward: trainers have them, and complete partial ones
+    gradients   gradients, and values that depend on them: complete after the reduction
     update      new parameters, or the optimizer's state: complete where the update runs
 
-A job calls each of them once in a step. `call_once` writes that: every trainer passes its number to
-the host, and the host calls the user's function for trainer 0 alone. A `cond` on the number would
-not do: `jax.vmap`, which simulates trainers, carries out both branches.
+A job calls each of them once in a step. `call_once` does that: every trainer passes its index to
+the host, and the host calls the user's function for trainer 0 only. A `cond` on the index would not
+work: `jax.vmap`, which simulates trainers, runs both branches.
 
-`jax.pure_callback` has no effect and is no observer. It is a function like others, and may be
-called by all trainers.
+`jax.pure_callback` has no effect and is no observer: all trainers may call it.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ if TYPE_CHECKING:
 
 
 STATE, FORWARD, GRADIENTS, UPDATE = "state", "forward", "gradients", "update"
-EARLY = (STATE, FORWARD)  # what forward and backward carry out
+EARLY = (STATE, FORWARD)  # kinds that forward and backward run
 _READS = {
     STATE: "parameters",
     FORWARD: "values of the batch",
@@ -63,18 +62,17 @@ _READS = {
 
 @dataclasses.dataclass(frozen=True)
 class Observer:
-    """An equation with an effect.
+    """Equation with an effect.
 
     Attributes:
-      position: of the equation in the step.
-      name: of its primitive, or of the callback inside: `debug_print`, `debug_callback`,
+      position: position of the equation in the step.
+      name: its primitive, or that of the callback inside: `debug_print`, `debug_callback`,
         `io_callback`.
-      line: the user's line, `model.py:12`; empty where that is not known.
+      line: user's line, `model.py:12`; empty if unknown.
       reads: "state", "forward", "gradients" or "update"; see the module's docstring.
-      rows: True where the batch enters otherwise than through gradients.
-      in_update: True where the update needs the equation, so that it is carried out with the
-        update.
-      calls: False for equations of dtrans that call nothing, as summaries.
+      rows: True if the batch enters other than through gradients.
+      in_update: True if the update needs the equation and runs it.
+      calls: False for equations of dtrans without a callback, such as summaries.
     """
 
     position: int
@@ -95,9 +93,10 @@ def observers_of(
     """Return the equations with effects.
 
     Args:
-      gradients: the values at which the step is cut.
-      optimize: positions of the equations of the update.
-      asked: arrays of the optimizer's state that forward and backward read anyway.
+      step: the step.
+      gradients: values at which the step is cut.
+      optimize: positions of the update's equations.
+      asked: optimizer state that forward and backward read.
     """
     positions = [i for i, e in enumerate(step.eqns) if e.effects]
     if not positions:
@@ -107,9 +106,9 @@ def observers_of(
     seeds |= dict.fromkeys((step.vars[n] for n in step.opt_state if n not in asked), by_update)
     seeds |= dict.fromkeys(gradients, by_gradient)
     enters = propagate(step.eqns, seeds, {})
-    # an update may need values of forward, as the loss: those are no values of the optimizer
-    made = [v for i in optimize for v in step.eqns[i].outvars if v not in gradients]
-    seeds |= {v: enters[v] | by_update for v in made if enters.get(v, 0) > by_batch}
+    # an update may need values of forward, such as the loss: those are no values of the optimizer
+    outputs = [v for i in optimize for v in step.eqns[i].outvars if v not in gradients]
+    seeds |= {v: enters[v] | by_update for v in outputs if enters.get(v, 0) > by_batch}
     enters = propagate(step.eqns, seeds, {})
     in_update = set(optimize)
 
@@ -142,10 +141,11 @@ RETURN_IT = "return the value as a result of the step, and print what job.step r
 def refuse_observers(
     observers: Iterable[Observer], reads: Collection[str], why: str, remedy: str
 ) -> None:
-    """Raise for callbacks that nobody can call with the value of one device.
+    """Raise GradientError for callbacks that no program can call with the value of one device.
 
     Args:
-      reads: the kinds that are refused.
+      observers: the callbacks.
+      reads: kinds to refuse.
       why: the reason, after "which".
       remedy: what to do instead of printing inside of the step.
 
@@ -158,7 +158,7 @@ def refuse_observers(
 
 
 def check_observers(program: Program, observers: Iterable[Observer]) -> None:
-    """Raise for callbacks that several devices cannot carry out once.
+    """Raise GradientError for callbacks that several devices cannot call once.
 
     Raises:
       GradientError: an ordered one, an `io_callback` with results, or one that both halves of the
@@ -175,15 +175,13 @@ def check_observers(program: Program, observers: Iterable[Observer]) -> None:
                 )
             if eqn.outvars:
                 raise GradientError(
-                    f"{what} returns values, of which each device would have its own; give them to "
-                    "the step as an "
-                    "argument, or call jax.pure_callback if the function is pure"
+                    f"{what} returns values, which would differ between devices; pass them to the "
+                    "step as an argument, or call jax.pure_callback if the function is pure"
                 )
 
 
 def refuse_twice(observers: Iterable[Observer]) -> None:
-    """Raise for callbacks in loops of the update that something else needs as well, and would carry
-    out again."""
+    """Raise GradientError for callbacks in loops of the update that another half would repeat."""
     for x in observers:
         if x.in_update and x.calls:
             raise GradientError(
@@ -194,11 +192,12 @@ def refuse_twice(observers: Iterable[Observer]) -> None:
 
 
 def callers_of(observers: Iterable[Observer], early: str, late: str) -> tuple[str, ...]:
-    """Return sentences of who calls each callback, for a plan.
+    """Return sentences for a plan that name the caller of each callback.
 
     Args:
-      early: who calls those that forward and backward carry out.
-      late: who calls the others.
+      observers: the callbacks.
+      early: caller of those in forward and backward.
+      late: caller of the others.
     """
     found = (
         f"{x} is called by {early if x.reads in EARLY else late}" for x in observers if x.calls
@@ -206,16 +205,16 @@ def callers_of(observers: Iterable[Observer], early: str, late: str) -> tuple[st
     return tuple(dict.fromkeys(found))
 
 
-# -- called once -----------------------------------------------------------------------------------
+# -- one call a step -------------------------------------------------------------------------------
 
 
 def call_once(b: Builder, over: Sequence[str], start: int = 0) -> None:
-    """Let callbacks that are written be called for trainer 0 alone.
+    """Rewrite callbacks so that trainer 0 alone calls them.
 
     Args:
-      b: that the program of a trainer is written with.
-      over: the named axes that trainers are on.
-      start: the first equation that is looked at.
+      b: builder of a trainer's program.
+      over: named axes of the trainers.
+      start: position of the first equation to rewrite.
     """
     eqns, roles = b.eqns[start:], b.roles[start:]
     del b.eqns[start:], b.roles[start:]
@@ -226,10 +225,9 @@ def call_once(b: Builder, over: Sequence[str], start: int = 0) -> None:
 
 
 def _for_first(eqn: JaxprEqn, over: tuple[str, ...]) -> list[JaxprEqn]:
-    """Return an equation with its callbacks, and those in its bodies, called for trainer 0
-    alone."""
+    """Return an equation whose callbacks, at any depth, are called for trainer 0 alone."""
     if eqn.primitive.name in CALLBACKS:
-        # the number is made beside each callback: bodies need no further input for it
+        # each callback gets its own equation for the index, so that bodies need no new input
         number = Builder(small_jaxpr(lambda: [], []))
         (index,) = number.bind(trainer_index_p, over=over)
         traced = small_jaxpr(_calling(eqn), [index.aval, *(a.aval for a in eqn.invars)])
@@ -250,7 +248,7 @@ def _for_first(eqn: JaxprEqn, over: tuple[str, ...]) -> list[JaxprEqn]:
 
 
 def _calling(eqn: JaxprEqn) -> Callable[..., None]:
-    """Return the function of a trainer's number and the operands that makes the callback."""
+    """Return the function of a trainer's index and the operands that calls the callback."""
     fn = functools.partial(_if_first, host_function(eqn))
     if eqn.primitive.name == "io_callback":
         return lambda *args: io_callback(fn, None, *args)

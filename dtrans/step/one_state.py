@@ -1,20 +1,21 @@
-"""Steps of one state: which of its leaves are parameters, and which belong to the optimizer.
+"""Steps of one state: their leaves are split into parameters and optimizer state.
 
-    step(state, *batch) -> state, ...     becomes     step(params, opt_state, *batch) -> params, opt_state, ...
+    step      state, *batch                 ->  state, ...
+    becomes   params, opt_state, *batch     ->  params, opt_state, ...
 
-A flax `TrainState`, an nnx or Equinox model beside its optimizer, a dict of models: what each leaf
-is for is told by dataflow, not by its name.
+Examples are a flax `TrainState`, an nnx or Equinox model with its optimizer, or a dict of models.
+Dataflow decides the kind of each leaf, not its name:
 
-    parameter    forward reads it, and its own gradient makes its new value
-    constant     the step hands it on as it came in; parameters and optimizers have such
-    statistics   the batch makes its new value, and no gradient does, as for running means; or its size does: a count
-                 of what went by, in steps other than one, that nothing else reads
+    parameter    forward reads it, and its own gradient enters its new value
+    constant     the step returns it unchanged; parameters and optimizers have such
+    statistics   the batch enters its new value, but no gradient (running means), or a count of
+                 rows that no other state reads
     key          a typed random key, which the step splits
-    follower     forward reads it too, but a parameter's new value makes its own: a teacher, a target network
+    follower     forward reads it, but its new value reads a new parameter: a teacher, say
     optimizer    everything else: moments, counts, averages of parameters that only evaluation reads
 
-The last kind, and constants that only updates read, are `opt_state` of the step in two parts: the
-state's own structure, with None for the leaves that are not in it. The rest is `params`.
+The last kind, and constants that only updates read, are `opt_state` of the split step: the state's
+own structure, with None for other leaves. The rest is `params`.
 """
 
 from __future__ import annotations
@@ -53,13 +54,12 @@ PARAMETER, CONSTANT, STATISTICS, KEY = "parameter", "constant", "statistics", "k
 FOLLOWER, OPTIMIZER = "follower", "optimizer"
 
 
-def has_one_state(program: Program, startup: Program) -> bool:
-    """Return True if a step takes and returns one state: its first argument, which `startup` makes,
-    and not its second.
+def is_train_state_step(program: Program, startup: Program) -> bool:
+    """Return True if a step takes and returns one state, its first argument.
 
-    A result may look like an array of the batch, as that of an autoencoder does: what `startup`
-    makes decides. But a second argument with a leaf that the step changes and the loss does not
-    read is the optimizer's state, and `startup` forgot it.
+    A result may look like a batch array, as that of an autoencoder does: `startup` decides. But a
+    second argument with a leaf that the step changes and the loss does not read is optimizer state,
+    which `startup` forgot.
     """
     outs, first = set(program.out_names), program.args[0].names if program.args else ()
     if not first or not outs.issuperset(first):
@@ -80,11 +80,11 @@ def has_one_state(program: Program, startup: Program) -> bool:
     return all(n in read or step.outs[n] is step.vars[n] for n in second)
 
 
-def in_two_parts(program: Program) -> Program:
-    """A step of one state as one of (params, opt_state, *batch); see the module's docstring.
+def split_step(program: Program) -> Program:
+    """Return a step of one state as a step of (params, opt_state, *batch).
 
     Raises:
-      GradientError: none of its leaves is a parameter; the message lists what was found.
+      GradientError: none of its leaves is a parameter; the message lists their kinds.
     """
     kinds = kinds_of(OpenStep(program, inline_calls(program.jaxpr)))
     if PARAMETER not in kinds.values():
@@ -97,13 +97,13 @@ def in_two_parts(program: Program) -> Program:
             "place of "
             "jax.value_and_grad"
         )
-    held = {n for n, kind in kinds.items() if kind != OPTIMIZER}
-    return program.rewritten(lambda other: _divided(other, held))
+    params = {n for n, kind in kinds.items() if kind != OPTIMIZER}
+    return program.rewritten(lambda other: _split_program(other, params))
 
 
-def divide(spec: TreeSpec, names: Collection[str]) -> tuple[TreeSpec, TreeSpec]:
-    """A state twice: the leaves with these names, and those that are no arrays; and all others.
-    None elsewhere."""
+def split_spec(spec: TreeSpec, names: Collection[str]) -> tuple[TreeSpec, TreeSpec]:
+    """Split a state spec: leaves with these names and non-arrays, then all others, None
+    elsewhere."""
     leaves = spec.leaves
     first = [leaf if leaf in names or not isinstance(leaf, str) else None for leaf in leaves]
     second = [leaf if isinstance(leaf, str) and leaf not in names else None for leaf in leaves]
@@ -112,34 +112,33 @@ def divide(spec: TreeSpec, names: Collection[str]) -> tuple[TreeSpec, TreeSpec]:
     )
 
 
-def _divided(program: Program, params: Collection[str]) -> Program:
+def _split_program(program: Program, params: Collection[str]) -> Program:
     state, *batch = program.args
-    args = (*divide(state, params), *batch)
+    args = (*split_spec(state, params), *batch)
     place = {n: i for i, n in enumerate(program.in_names)}
     order = [place[n] for spec in args for n in spec.names]
     out = _result(program, args[:2])
-    made = dict(program.outvars)
+    outputs = dict(program.outvars)
     inner = program.inner
-    made |= {unused_name(f"new_{n}", place): v for n, v in made.items() if n in place}
+    outputs |= {unused_name(f"new_{n}", place): v for n, v in outputs.items() if n in place}
     invars = [inner.invars[i] for i in order]
-    jaxpr = closed_with(program.jaxpr, invars=invars, outvars=[made[n] for n in out.names])
+    jaxpr = closed_with(program.jaxpr, invars=invars, outvars=[outputs[n] for n in out.names])
     return dataclasses.replace(program, jaxpr=jaxpr, args=args, out=out, of_one_state=True)
 
 
 def _result(program: Program, parts: Sequence[TreeSpec]) -> TreeSpec:
-    """The result of the step in two parts: both, then what the step returns beside its state."""
+    """Return the result spec of the split step: both parts, then the other results."""
     names = program.args[0].names
-    whole = jax.tree.unflatten(program.out.treedef, program.out.leaves)
+    result = jax.tree.unflatten(program.out.treedef, program.out.leaves)
     both = [jax.tree.unflatten(spec.treedef, spec.leaves) for spec in parts]
     if program.out.names == names:
         return _spec((*both,))
     known = set(program.in_names)
-    called = lambda leaf: (
-        unused_name(f"new_{leaf}", known) if leaf in known else leaf
-    )  # looks like it, and is not it
-    found = children(whole) or []
+    # a result may look like an input without being its new value
+    called = lambda leaf: unused_name(f"new_{leaf}", known) if leaf in known else leaf
+    found = children(result) or []
     rest = {key: jax.tree.map(called, part) for key, part in found if _spec(part).names != names}
-    if isinstance(whole, dict):
+    if isinstance(result, dict):
         return _spec({"params": both[0], "opt_state": both[1], **rest})
     return _spec((*both, *rest.values()))
 
@@ -149,11 +148,11 @@ def _spec(tree: Any) -> TreeSpec:
     return TreeSpec(treedef, tuple(leaves))
 
 
-# -- what each leaf is for -------------------------------------------------------------------------
+# -- kinds of leaves -------------------------------------------------------------------------------
 
 
 def kinds_of(step: OpenStep) -> dict[str, str]:
-    """What each leaf of the first argument is for."""
+    """Return the kind of each leaf of the first argument."""
     names = step.params
     gradients = marked(step)
     of = set(gradients.of.values()) if gradients else crossing(step)
@@ -183,7 +182,7 @@ def kinds_of(step: OpenStep) -> dict[str, str]:
 
 
 def _read_by_forward(step: OpenStep, gradients: Collection[Var], names: Sequence[str]) -> set[str]:
-    """Return those of these inputs whose values, as they came in, enter what is differentiated."""
+    """Return the inputs whose original values enter differentiated equations."""
     new: list[Atom] = [step.outs[n] for n in names if step.outs[n] is not step.vars[n]]
     fixed = dict.fromkeys([*gradients, *(a for a in new if isinstance(a, Var))], 0)
     enters = propagate(step.eqns, {step.vars[n]: 1 << i for i, n in enumerate(names)}, fixed)
@@ -196,8 +195,7 @@ def _read_by_forward(step: OpenStep, gradients: Collection[Var], names: Sequence
 
 
 def _parameters(step: OpenStep, gradients: Collection[Var], read: Collection[str]) -> set[str]:
-    """The leaves that forward reads, and whose new value is made of a gradient, and of no other's
-    new value first."""
+    """Return the leaves that forward reads, and whose new value reads a gradient directly."""
     floating = [
         n for n in step.params if n in read and jnp.issubdtype(step.vars[n].aval.dtype, jnp.inexact)
     ]
@@ -208,7 +206,7 @@ def _parameters(step: OpenStep, gradients: Collection[Var], read: Collection[str
 
 
 def _state_behind(main: Program) -> str:
-    """What to do about a step that has more of its state behind the batch; or nothing."""
+    """Return advice for a step with state after its batch arguments, or an empty text."""
     below = lambda n: n.partition("/")[2]
     outs = set(map(below, main.out_names)) - {""}
     for i, spec in enumerate(main.args[2:], 1):
@@ -224,17 +222,17 @@ def _state_behind(main: Program) -> str:
 # -- both programs ---------------------------------------------------------------------------------
 
 
-def startup_in_two_parts(main: Program, startup: Program) -> Program:
-    """What makes the one state of a step, as what makes its two parts.
+def split_startup(main: Program, startup: Program) -> Program:
+    """Return the init of one state as an init of its two parts.
 
     Raises:
-      TraceError: it makes something else.
+      TraceError: it returns something else.
     """
     state = combine(
         *(spec.unflatten([main.inputs[n] for n in spec.names]) for spec in main.args[:2])
     )
-    made = startup.out.unflatten([startup.outputs[n] for n in startup.out_names])
-    wanted, have = (leaf_types(tree) for tree in (state, made))
+    returned = startup.out.unflatten([startup.outputs[n] for n in startup.out_names])
+    wanted, have = (leaf_types(tree) for tree in (state, returned))
     if wanted != have:
         path = next(p for p in [*wanted, *have] if wanted.get(p) != have.get(p))
         root = main.in_names[0].split("/")[0]
@@ -245,7 +243,7 @@ def startup_in_two_parts(main: Program, startup: Program) -> Program:
             "must be "
             f"dtrans.trace(init, ...) with init(...) -> {root}{_state_behind(main)}"
         )
-    name_of = dict(zip(_whole(main).names, startup.out_names, strict=True))
+    name_of = dict(zip(_state_spec(main).names, startup.out_names, strict=True))
     parts = [
         TreeSpec(spec.treedef, tuple(name_of[x] if isinstance(x, str) else x for x in spec.leaves))
         for spec in main.args[:2]
@@ -265,13 +263,18 @@ def leaf_types(tree: Any) -> dict[str, str]:
 # -- states and functions of them ------------------------------------------------------------------
 
 
-def joined(main: Program, params: Any, opt_state: Any) -> Any:
-    """What a step takes, of its two parts: one pytree, or a pair."""
+def merge_state(main: Program, params: Any, opt_state: Any) -> Any:
+    """Merge parameters and optimizer state into the state that a step takes: one pytree, or a
+    pair."""
     return combine(params, opt_state) if main.of_one_state else (params, opt_state)
 
 
-def divided(main: Program, state: Any) -> tuple[Any, Any]:
-    """The inverse of `joined`. Raises TraceError for another structure."""
+def split_state(main: Program, state: Any) -> tuple[Any, Any]:
+    """Split the state that a step takes; the inverse of `merge_state`.
+
+    Raises:
+      TraceError: another structure.
+    """
     if not main.of_one_state:
         if not isinstance(state, tuple) or len(state) != 2:
             raise TraceError(
@@ -279,33 +282,32 @@ def divided(main: Program, state: Any) -> tuple[Any, Any]:
                 f"{type(state).__name__}"
             )
         return state[0], state[1]
-    whole = _whole(main)
+    spec_of_state = _state_spec(main)
     leaves, structure = jax.tree.flatten(state)
-    if structure == whole.treedef:  # a count may be a number of Python's
+    if structure == spec_of_state.treedef:  # a count may be a Python number
         counts = [
             as_array(x) if isinstance(of, str) else x
-            for of, x in zip(whole.leaves, leaves, strict=True)
+            for of, x in zip(spec_of_state.leaves, leaves, strict=True)
         ]
         state = jax.tree.unflatten(structure, counts)
-    found = dict(zip(whole.names, whole.flatten(state, "the state"), strict=True))
+    found = dict(zip(spec_of_state.names, spec_of_state.flatten(state, "the state"), strict=True))
     first, second = (spec.unflatten([found[n] for n in spec.names]) for spec in main.args[:2])
     return first, second
 
 
-def _whole(main: Program) -> TreeSpec:
-    """The one state of a step in two parts."""
+def _state_spec(main: Program) -> TreeSpec:
+    """Return the spec of the one state of a split step."""
     parts = [jax.tree.unflatten(spec.treedef, spec.leaves) for spec in main.args[:2]]
     return _spec(combine(*parts))
 
 
 class Applied:
-    """A function of the state that a step takes, or of its parameters, given only the leaves that
-    it reads.
+    """Function of a step's state, or of its parameters, that gets only the leaves it reads.
 
     Args:
       main: the step.
-      fn: `fn(state, *args)` of a step of one state, `fn(params, *args)` of others.
-      unpacked: leaves as one device has them, from those that the job has; it is traced.
+      fn: `fn(state, *args)` for a step of one state, `fn(params, *args)` for others.
+      unpacked: maps leaves of the job to those of one device; it is traced.
     """
 
     def __init__(
@@ -314,7 +316,7 @@ class Applied:
         fn: Callable[..., Any],
         unpacked: Callable[[Mapping[str, Any]], Mapping[str, Any]],
     ) -> None:
-        self._spec = _whole(main) if main.of_one_state else main.args[0]
+        self._spec = _state_spec(main) if main.of_one_state else main.args[0]
         self._types = [
             jax.ShapeDtypeStruct(main.inputs[n].shape, main.inputs[n].dtype)
             for n in self._spec.names
@@ -323,33 +325,32 @@ class Applied:
         self._known: dict[Any, tuple[tuple[str, ...], Callable[..., list[Any]], Any]] = {}
 
     def __call__(self, leaves: Callable[[Collection[str]], Mapping[str, Any]], *args: Any) -> Any:
-        """What the function returns, of the leaves that the job has under the names which it is
-        asked for."""
+        """Return the function's result; `leaves` returns the job's leaves of the given names."""
         flat, structure = jax.tree.flatten(args)
         flat = [plain_array(x) if is_array(x) else jnp.asarray(x) for x in flat]
         key = structure, tuple(str(jax.typeof(x)) for x in flat)
         if key not in self._known:
             self._known[key] = self._compiled(flat, structure)
         names, run, result = self._known[key]
-        held = leaves(names)
-        return jax.tree.unflatten(result, run(held, _beside(held, flat)))
+        arrays = leaves(names)
+        return jax.tree.unflatten(result, run(arrays, _move_to_job(arrays, flat)))
 
     def _compiled(
         self, flat: Sequence[Any], structure: Any
     ) -> tuple[tuple[str, ...], Callable[..., list[Any]], Any]:
-        """The names of what the function reads, the function of these and of the arrays, and its
-        result's structure."""
+        """Return the names that the function reads, the compiled function, and its result's
+        structure."""
         fn = self._fn()
         assert fn is not None
         result: list[Any] = []
 
         def on_arrays(*arrays: Any) -> list[Any]:
             state, rest = arrays[: len(self._types)], arrays[len(self._types) :]
-            made, tree = jax.tree.flatten(
+            outputs, tree = jax.tree.flatten(
                 fn(self._spec.unflatten(state), *jax.tree.unflatten(structure, rest))
             )
             result.append(tree)
-            return made
+            return outputs
 
         traced = inline_calls(
             plain_jaxpr(lowered_jaxpr(on_arrays, *self._types, *map(plain_type, flat)))
@@ -357,8 +358,8 @@ class Applied:
         inner = opened(traced)
         _, read = backward_slice(inner.eqns, inner.outvars)
         names = tuple(n for n, v in zip(self._spec.names, inner.invars, strict=False) if v in read)
-        given = [v for v in inner.invars[: len(self._types)] if v in read]
-        invars = [*given, *inner.invars[len(self._types) :]]
+        state_vars = [v for v in inner.invars[: len(self._types)] if v in read]
+        invars = [*state_vars, *inner.invars[len(self._types) :]]
         run = jaxpr_as_fun(closed_with(traced, invars=invars))
 
         def of_leaves(leaves: Mapping[str, Any], flat: Sequence[Any]) -> list[Any]:
@@ -368,9 +369,9 @@ class Applied:
         return names, jax.jit(of_leaves), result[-1]
 
 
-def _beside(held: Mapping[str, Any], arrays: Sequence[Any]) -> list[Any]:
-    """Move arrays that are on other devices to those of the arrays that a job holds."""
-    at = next((x.sharding for x in held.values()), None)
+def _move_to_job(arrays_of_job: Mapping[str, Any], arrays: Sequence[Any]) -> list[Any]:
+    """Move arrays from other devices to those of the job's arrays."""
+    at = next((x.sharding for x in arrays_of_job.values()), None)
     if at is None:
         return list(arrays)
     where = NamedSharding(at.mesh, PartitionSpec()) if isinstance(at, NamedSharding) else at

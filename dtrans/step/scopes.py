@@ -1,25 +1,21 @@
-"""Scopes in which a user says which part of a model is a stage, and which is split over devices.
+"""Scopes with which a user marks stages of a model, and layers that are split over devices.
 
-    with dtrans.replicate(name="encoder"):
-        h = encode(params, x)
-    with dtrans.replicate():
-        loss = decode(params, h, y)
+    with dtrans.replicate(name="encoder"): h = encode(params, x) with dtrans.replicate(): loss =
+    decode(params, h, y)
 
-A scope is EPL's taskgraph. It marks what is traced within it by its name stack, which `jit`,
+A scope is EPL's taskgraph. It marks the equations traced within it by its name stack, which `jit`,
 `grad`, `vmap`, `remat` and inlining keep, and which changes no equation. The text of a scope is
 `dtrans.<kind>[<place>:<name>:<devices>]`:
 
   - with a name, the place is empty: all scopes of one kind and name are one taskgraph;
-  - without, each entry is a taskgraph of its own, and the place says which: function and line of
-    the `with`, a digest of the lines on the way there from where JAX began to trace, and the number
-    of the entry over this way, from 0.
+  - without, each entry is its own taskgraph. The place has function and line of the `with`, a
+    digest of the lines from JAX's tracing call, and a count of entries.
 
-Places are counted anew inside `numbered`, in which programs are traced, so that a function that is
-traced twice gives the same text twice. A counter of all entries would not do: JAX keeps the trace
-of a jitted function, so the text that was written first is met again in later traces, beside new
-ones.
+Counts start from 0 inside `numbered`, in which programs are traced: a function that is traced twice
+has the same text twice. A global counter would not do: JAX caches the trace of a jitted function,
+so that old texts appear in later traces next to new ones.
 
-No scope may be in another (EPL: the same kind in itself, anything in `split`, `split` in
+Scopes must not be nested (EPL: the same kind in itself, anything in `split`, `split` in
 `replicate`).
 """
 
@@ -45,13 +41,13 @@ from dtrans.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class Scope:
-    """A taskgraph, as a user marked it.
+    """Taskgraph that a user marked.
 
     Attributes:
       kind: "replicate" or "split".
-      place: which of the unnamed ones it is; empty for a named one.
-      name: the user's; None if there is none.
-      device_count: devices of one replica of it; None if that was not said.
+      place: position of an unnamed one; empty for a named one.
+      name: the user's name; None if there is none.
+      device_count: devices of one replica; None if not specified.
     """
 
     kind: str
@@ -61,7 +57,7 @@ class Scope:
 
     @property
     def key(self) -> tuple[str, str]:
-        """What makes it this scope and no other."""
+        """Identity of the scope."""
         return self.kind, self.place or f":{self.name}"
 
     def __str__(self) -> str:
@@ -73,7 +69,7 @@ class Scope:
 
     @property
     def text(self) -> str:
-        """How it is written in a name stack."""
+        """Text of the scope in a name stack."""
         name = "" if self.name is None else quote(self.name, safe="")
         count = "" if self.device_count is None else str(self.device_count)
         return f"dtrans.{self.kind}[{self.place}:{name}:{count}]"
@@ -83,22 +79,20 @@ _TEXT = re.compile(r"dtrans\.(replicate|split)\[([\w.~%-]*):([\w.~%-]*):(\d*)\]"
 
 _entered: ContextVar[Scope | None] = ContextVar("dtrans_scope", default=None)
 _numbers: ContextVar[dict[str, int] | None] = ContextVar("dtrans_scope_numbers", default=None)
-_elsewhere = itertools.count()  # entries outside of any `numbered`: never the same again
+_elsewhere = itertools.count()  # entries outside of `numbered` get unique numbers
 
 
 @contextmanager
 def replicate(device_count: int | None = None, name: str | None = None) -> Iterator[None]:
-    """What is computed within is a taskgraph: a stage of the pipeline, replicated for data
-    parallelism.
+    """Mark a taskgraph: a stage of the pipeline, replicated for data parallelism.
 
-    To be used in the function that is traced. Each entry is a taskgraph of its own, in a loop too;
-    those with the same name are one. (EPL, `epl.replicate`; epl/strategies/replicate.py)
+    Use it in the traced function. Each entry is its own taskgraph, in a loop too; entries with one
+    name are one. (EPL, `epl.replicate`; epl/strategies/replicate.py)
 
     Args:
-      device_count: the devices that one replica of it has: each takes a part of the replica's part
-        of the batch, so that it makes as many times as many replicas. The same in all scopes of a
-        model.
-      name: for messages and plans, and to enter one taskgraph several times.
+      device_count: devices of one replica; each takes a part of the replica's batch, which
+        multiplies the number of replicas. It must be equal in all scopes of a model.
+      name: name in messages and plans, and to enter one taskgraph several times.
 
     Raises:
       ConfigError: it is entered within another scope; `device_count` is no positive integer; the
@@ -120,13 +114,13 @@ def replicate(device_count: int | None = None, name: str | None = None) -> Itera
 
 @contextmanager
 def split(device_count: int | None = None, name: str | None = None) -> Iterator[None]:
-    """What is computed within is split over devices: tensor parallelism.
+    """Mark a layer that is split over devices: tensor parallelism.
 
     (EPL, `epl.split`; epl/strategies/split.py)
 
     Args:
-      device_count: over how many devices; all there are if it is not said.
-      name: for messages and plans, and to enter one taskgraph several times.
+      device_count: number of devices; all by default.
+      name: name in messages and plans, and to enter one taskgraph several times.
 
     Raises:
       ConfigError: it is entered within another scope; `device_count` is no positive integer; the
@@ -147,14 +141,13 @@ def split(device_count: int | None = None, name: str | None = None) -> Iterator[
 
 @contextmanager
 def local() -> Iterator[None]:
-    """What is reduced over rows of the batch within is of each trainer's own rows, in a step that
-    is exact otherwise.
+    """Reduce over each trainer's own rows within this scope, in a step that is exact otherwise.
 
-    To be used in the function that is traced: batch normalisation as Paddle's trainers and torch's
-    DistributedDataParallel have it, without an exchange. A sum, a mean or a maximum over rows
-    stands for that of the whole batch; what of it enters the state or the results is the mean over
-    trainers. Derivatives are in the scope too, but for gradients of parameters, which are of the
-    whole batch. On one device it changes nothing.
+    Use it in the traced function, for batch normalisation without communication, as in Paddle and
+    torch's DistributedDataParallel. A sum, a mean or a maximum over rows stands for that of the
+    full batch. If it enters the state or the results, these are the mean over trainers. Derivatives
+    are in the scope too, except gradients of parameters, which cover the full batch. On one device
+    it changes nothing.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, dtrans
@@ -167,7 +160,7 @@ def local() -> Iterator[None]:
       >>> init = lambda: (p := {"w": jnp.ones((2, 2))}, tx.init(p))
       >>> main, startup = dtrans.trace(step, *init(), jnp.ones((4, 2))), dtrans.trace(init)
       >>> dtrans.nccl2(main, startup, trainers=2).notes[0]
-      "exact: mean over 8 rows, with dtrans.local() of each trainer's own"
+      "exact: mean over 8 rows, with dtrans.local() reductions over each trainer's rows"
     """
     with jax.named_scope(LOCAL):
         yield
@@ -177,25 +170,24 @@ LOCAL = "dtrans.local"
 
 
 def in_local_scope(eqn: JaxprEqn) -> bool:
-    """Whether an equation was traced in `local`, or is the derivative of one that was."""
+    """Return True if an equation, or the one it is the derivative of, was traced in `local`."""
     return LOCAL in scope_of(eqn)
 
 
 def has_local_scope(eqn: JaxprEqn) -> bool:
-    """Whether it was, or anything in its bodies."""
+    """Return True if an equation or one in its bodies was traced in `local`."""
     return any(map(in_local_scope, (eqn, *equations_inside(eqn))))
 
 
 @contextmanager
 def numbered() -> Iterator[None]:
-    """Count entries of unnamed scopes from the beginning. To be used around the tracing of one
-    program.
+    """Count entries of unnamed scopes from 0. Use it around the tracing of one program.
 
     Example:
       >>> import jax
       >>> from dtrans.step.scopes import numbered, replicate, scope_of_eqn
       >>> def traced():
-      ...     def f(x):  # a new function: JAX keeps nothing of it
+      ...     def f(x):  # a new function: JAX has not cached it
       ...         with replicate():
       ...             return x * 2
       ...     with numbered():
@@ -211,14 +203,12 @@ def numbered() -> Iterator[None]:
 
 
 def scope_of_eqn(eqn: JaxprEqn) -> Scope | None:
-    """The scope that an equation was traced in, or that all marked equations of its bodies (loop,
-    `remat`) were.
+    """Return the scope of an equation, or of all marked equations in its bodies (loop, `remat`).
 
-    Derivatives are in the scope of what they are derived from.
+    Derivatives are in the scope of the original equation.
 
     Raises:
-      ConfigError: it is in several, or its bodies are: a scope within another, or two stages in one
-        loop.
+      ConfigError: there are several scopes: nested ones, or two stages in one loop.
     """
     scopes = {scope.key: scope for scope in _scopes_of(eqn)}
     if len(scopes) > 1:
@@ -233,15 +223,14 @@ def scope_of_eqn(eqn: JaxprEqn) -> Scope | None:
 
 
 def scopes_of(eqns: list[JaxprEqn]) -> tuple[Scope | None, ...]:
-    """The scope of each of the equations of a program.
+    """Return the scope of each equation of a program.
 
-    Where an unnamed scope was entered inside a function that JAX calls by one equation (`remat`, a
-    loop), each of these equations is a scope of its own: the function is traced once however often
-    it is called. A function under `jax.jit` that is inlined leaves no such equation, and marks one
-    scope for all its calls: enter scopes around its calls.
+    JAX traces a function that it calls by one equation (`remat`, a loop) once. An unnamed scope
+    inside it becomes a separate scope for each of these equations. A `jax.jit` function that is
+    inlined leaves no such equation, and has one scope for all its calls: enter scopes around them.
 
     Raises:
-      ConfigError: an equation is in several; scopes of one name say different numbers of devices.
+      ConfigError: an equation is in several scopes; scopes of one name differ in device_count.
 
     Example:
       >>> import jax
@@ -270,7 +259,7 @@ def scopes_of(eqns: list[JaxprEqn]) -> tuple[Scope | None, ...]:
 
 
 def scopes_within(jaxpr: ClosedJaxpr) -> tuple[Scope, ...]:
-    """The scopes of all equations of a program, each once, in the order in which they come.
+    """Return the scopes of all equations of a program, each once, in order.
 
     Example:
       >>> import jax
@@ -320,7 +309,7 @@ def _scope(kind: str, device_count: int | None, name: str | None) -> Iterator[No
 
 
 def _place() -> str:
-    """Which entry of an unnamed scope this is."""
+    """Return the position of an unnamed scope."""
     frames = list(_way())
     digest = hashlib.blake2s(repr(frames).encode(), digest_size=4).hexdigest()
     _, function, line = frames[0]
@@ -333,8 +322,7 @@ def _place() -> str:
 
 
 def _way() -> Iterator[tuple[str, str, int]]:
-    """Module, function and line of the frames between here and where JAX began to trace, the inmost
-    first."""
+    """Return module, function and line of the frames up to JAX's tracing call, innermost first."""
     frame: Any = inspect.currentframe()
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))

@@ -1,9 +1,7 @@
-"""Startup programs: that there is one, and which of what init makes is which of what the step
-takes.
+"""Startup programs: pairing of init's outputs with the state that the step takes.
 
-What init returns is told apart by its keys (`params`, `opt_state`, or what the step calls them) or,
-in a tuple, by the paths and types of its leaves: never by position alone, which would take momentum
-for weights.
+Outputs are paired by their keys (`params`, `opt_state`, or the step's names) or, in a tuple, by the
+paths and types of their leaves. Positions alone would mistake momentum for weights.
 """
 
 from __future__ import annotations
@@ -18,25 +16,28 @@ from dtrans.ir.inline import inline_calls
 from dtrans.ir.program import FORWARD, Program
 from dtrans.ir.pytree import Static, TreeSpec
 from dtrans.step.cut import Cut
-from dtrans.step.frozen import hands_on_what_is_still
-from dtrans.step.one_state import has_one_state, in_two_parts, leaf_types, startup_in_two_parts
+from dtrans.step.frozen import drop_frozen_updates
+from dtrans.step.one_state import is_train_state_step, leaf_types, split_startup, split_step
 from dtrans.step.trace import children
 
 
-def of_two_parts(main: Any, startup: Any, *, slices_still: bool = False) -> tuple[Program, Program]:
-    """A traced step and a traced init; of a step of one state, both in two parts
-    (`dtrans.step.one_state`).
+def normalize_step(
+    main: Any, startup: Any, *, keep_frozen_updates: bool = False
+) -> tuple[Program, Program]:
+    """Return a traced step and init with separate parameters and optimizer state.
 
-    What the step holds still, although it writes an update for it, it hands on
-    (`dtrans.step.frozen`).
+    A step of one state is split (`dtrans.step.one_state`). Updates that never change their leaf are
+    dropped (`dtrans.step.frozen`).
 
     Args:
-      slices_still: leave it as it is: ranks hold slices of what is updated, and all of what is
-        handed on.
+      main: the traced step.
+      startup: the traced init.
+      keep_frozen_updates: True to leave frozen leaves in the update, so that ranks store slices of
+        them.
 
     Raises:
-      ConfigError: something else.
-      GradientError, TraceError: as `dtrans.step.one_state` says.
+      ConfigError: arguments that are not programs.
+      GradientError, TraceError: as `dtrans.step.one_state`.
     """
     for name, program in (("main", main), ("startup", startup)):
         if not isinstance(program, Program):
@@ -45,19 +46,19 @@ def of_two_parts(main: Any, startup: Any, *, slices_still: bool = False) -> tupl
                 f"{type(program).__name__}"
             )
     startup = with_numbers(startup, main.args[:2])
-    if has_one_state(main, startup):
-        main = in_two_parts(main)
-        startup = startup_in_two_parts(main, startup)
-    if len(main.args) < 2 or slices_still:
+    if is_train_state_step(main, startup):
+        main = split_step(main)
+        startup = split_startup(main, startup)
+    if len(main.args) < 2 or keep_frozen_updates:
         return main, startup
-    return hands_on_what_is_still(main, startup), startup
+    return drop_frozen_updates(main, startup), startup
 
 
 def with_numbers(startup: Program, state: Sequence[TreeSpec]) -> Program:
-    """What makes a state, with those of its numbers held still that the step holds still.
+    """Return an init program in which numbers are static where the step has them static.
 
-    An Equinox module has numbers among its leaves, as the rate of a dropout: init returns them, and
-    they are data where the step counts them.
+    An Equinox module has numbers among its leaves, such as the rate of a dropout. init returns
+    them; they are data only if the step counts them.
     """
     below = lambda n: n.partition("/")[2]
     data = {below(n) for spec in state for n in spec.names} - {""}
@@ -70,34 +71,36 @@ def with_numbers(startup: Program, state: Sequence[TreeSpec]) -> Program:
 
 
 def match_startup(step: Cut, startup: Program) -> Program:
-    """The startup program with its outputs named as the step's state, and its calls inlined.
+    """Return the startup program with outputs named as the step's state, and its calls inlined.
 
     Raises:
-      TraceError: it makes something else; the message names the first leaf that differs.
+      TraceError: it returns something else; the message names the first leaf that differs.
     """
     state = step.program.args[:2]
     wanted = [leaf_types(_typed(spec, step.program.inputs)) for spec in state]
     names = [spec.names for spec in state]
     result = _typed(startup.out, startup.outputs)
     parts = children(result) or []
-    made = {key: leaf_types(part) for key, part in parts}
+    types_by_key = {key: leaf_types(part) for key, part in parts}
     roots = [
         spec.root or default for spec, default in zip(state, ("params", "opt_state"), strict=True)
     ]
     if len(parts) != 2:
         order: list[Any] = []
-    elif set(made) == set(roots):
+    elif set(types_by_key) == set(roots):
         order = roots
-    elif set(made) == {"params", "opt_state"}:
+    elif set(types_by_key) == {"params", "opt_state"}:
         order = ["params", "opt_state"]
     else:
-        keys = list(made)
-        order = next((o for o in (keys, keys[::-1]) if [made[k] for k in o] == wanted), keys)
-    if not order or [made[k] for k in order] != wanted:
+        keys = list(types_by_key)
+        order = next(
+            (o for o in (keys, keys[::-1]) if [types_by_key[k] for k in o] == wanted), keys
+        )
+    if not order or [types_by_key[k] for k in order] != wanted:
         if leaf_types(result) == wanted[0]:
             reason = f"it returns {roots[0]} alone, expected ({roots[0]}, {roots[1]})"
         else:
-            reason = _mismatch(order, made, wanted, roots)
+            reason = _mismatch(order, types_by_key, wanted, roots)
         raise TraceError(
             f"the startup program {startup.name} does not make what {step.program.name} takes: "
             f"{reason}; "
@@ -113,21 +116,21 @@ def match_startup(step: Cut, startup: Program) -> Program:
 
 
 def _typed(spec: TreeSpec, types: Mapping[str, Any]) -> Any:
-    """The pytree of a spec, with types for arrays."""
+    """Return the pytree of a spec, with types for arrays."""
     return spec.unflatten([types[n] for n in spec.names])
 
 
 def _mismatch(
     order: Sequence[Any],
-    made: Mapping[Any, Mapping[str, str]],
+    types_by_key: Mapping[Any, Mapping[str, str]],
     wanted: Sequence[Mapping[str, str]],
     roots: Sequence[str],
 ) -> str:
-    """The first thing in which a startup program differs from the step."""
+    """Describe the first difference between a startup program and the step."""
     if not order:
-        return f"it returns {len(made) or 'no'} values, expected ({', '.join(roots)})"
+        return f"it returns {len(types_by_key) or 'no'} values, expected ({', '.join(roots)})"
     for key, want, root in zip(order, wanted, roots, strict=True):
-        have = made[key]
+        have = types_by_key[key]
         for path in [*want, *have]:
             if have.get(path) != want.get(path):
                 name = root if path == "value" else f"{root}/{path}"

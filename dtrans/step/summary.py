@@ -1,16 +1,14 @@
-"""Summaries: values of a step that are shown in TensorBoard, one for each tag whatever the job
-looks like.
+"""Summaries: values of a step for TensorBoard, one for each tag in every kind of job.
 
-Inside a step, `scalar`, `histogram`, `image`, `audio` and `text` bind an equation each, without
-results and with an effect that keeps it (`dtrans._jax.new_kept`). On one device it does nothing,
-and what it looks at is computed only if something else needs it. A pipeline finds these equations
-in the loss function it has traced (`summaries`), fetches what they look at from every micro-batch
-of every replica, makes one value of it (`merge`), and has it written (`dtrans.SummaryWriter`).
-EPL rewrites the summary operations of all clones to read a merged tensor (its `update_summaries`).
+Inside a step, `scalar`, `histogram`, `image`, `audio` and `text` bind one equation each, without
+outputs and with an effect that keeps it (`dtrans._jax.new_kept`). On one device it does nothing,
+and its operand is computed only if something else needs it. A pipeline finds these equations in the
+traced loss function (`summaries`) and fetches their operands from every micro-batch of every
+replica. It merges them (`merge`), and writes the result (`dtrans.SummaryWriter`). EPL rewrites the
+summary operations of all clones to read a merged tensor (its `update_summaries`).
 
-What has an effect is not called by JAX's fastest path: calling a jitted step takes some 60
-microseconds longer with summaries, however many there are. Programs that have been read can do
-without these equations.
+JAX's fastest call path skips functions with effects: a call of a jitted step with summaries takes
+about 60 microseconds longer, for any number of them.
 """
 
 from __future__ import annotations
@@ -42,12 +40,11 @@ def _summary_batch(
     return summary_p.bind(jnp.moveaxis(args[0], dims[0], 0), mapped=mapped + 1, **params), []
 
 
-# `mapped`: how many dimensions `jax.vmap` has put in front. `options`: pairs of a name and a value.
+# `mapped`: number of leading dimensions from `jax.vmap`. `options`: pairs of a name and a value.
 summary_p = new_kept("summary", jvp=_summary_jvp, batch=_summary_batch)
 
 
-# -- inside a step
-# -------------------------------------------------------------------------------------
+# -- inside a step ---------------------------------------------------------------------------------
 
 
 def scalar(tag: str, value: Any) -> None:
@@ -55,11 +52,11 @@ def scalar(tag: str, value: Any) -> None:
 
     Args:
       tag: its name, of letters, digits and `_ . - /`; each names one summary of a step.
-      value: a real number, 0-d. What is shown is the mean over micro-batches and replicas, and over
-        what `jax.vmap` has mapped; or, if it was collected (`dtrans.collect`), what its key says.
+      value: a real number, 0-d. By default the mean over micro-batches, replicas and dimensions
+        from `jax.vmap` is shown. If it was collected (`dtrans.collect`), its key decides.
 
     Raises:
-      ConfigError: a tag that TensorBoard would change, or a value that is no such number.
+      ConfigError: a tag that TensorBoard would change, or a value that is not a real number.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -77,15 +74,14 @@ def scalar(tag: str, value: Any) -> None:
 
 
 def histogram(tag: str, value: Any) -> None:
-    """Show how the entries of an array are distributed: those of all micro-batches and replicas
-    together.
+    """Show the distribution of an array's entries, over all micro-batches and replicas.
 
     Args:
-      tag: as of `scalar`.
+      tag: as in `scalar`.
       value: real numbers, of any shape, at least one.
 
     Raises:
-      ConfigError: as of `scalar`.
+      ConfigError: as `scalar`.
     """
     array = _checked(HISTOGRAM, tag, value)
     require(array.size > 0, HISTOGRAM, tag, array, "at least one number")
@@ -93,17 +89,16 @@ def histogram(tag: str, value: Any) -> None:
 
 
 def image(tag: str, value: Any) -> None:
-    """Show images: those of all micro-batches and replicas, in order, side by side in rows of
-    eight.
+    """Show images of all micro-batches and replicas, in order, in rows of eight.
 
     Args:
-      tag: as of `scalar`.
-      value: [height, width, channels] or [images, height, width, channels], of 1, 3 or 4 channels:
-        grey, RGB, or with transparency. Floats from 0 to 1 (others are clipped), or 8-bit integers
+      tag: as in `scalar`.
+      value: [height, width, channels] or [images, height, width, channels], with 1, 3 or 4
+        channels: grey, RGB, or RGBA. Floats from 0 to 1 (others are clipped), or 8-bit integers
         from 0 to 255.
 
     Raises:
-      ConfigError: a tag that TensorBoard would change, or a value that is no such image.
+      ConfigError: a tag that TensorBoard would change, or a value that is not an image.
     """
     array = _checked(IMAGE, tag, value)
     require(
@@ -113,22 +108,22 @@ def image(tag: str, value: Any) -> None:
         array,
         "[(images,) height, width, 1|3|4]",
     )
-    whole = array.dtype == jnp.uint8 or jnp.issubdtype(array.dtype, jnp.floating)
-    require(whole, IMAGE, tag, array, "floats from 0 to 1, or uint8")
+    is_image = array.dtype == jnp.uint8 or jnp.issubdtype(array.dtype, jnp.floating)
+    require(is_image, IMAGE, tag, array, "floats from 0 to 1, or uint8")
     _bind(IMAGE, tag, array)
 
 
 def audio(tag: str, value: Any, sample_rate: int) -> None:
-    """Play a clip of sound: those of all micro-batches and replicas, one after the other.
+    """Record sound clips of all micro-batches and replicas, in order.
 
     Args:
-      tag: as of `scalar`.
-      value: [frames] or [frames, channels], of 1 or 2 channels: floats from -1 to 1 (others are
+      tag: as in `scalar`.
+      value: [frames] or [frames, channels], with 1 or 2 channels: floats from -1 to 1 (others are
         clipped).
       sample_rate: frames per second.
 
     Raises:
-      ConfigError: a tag that TensorBoard would change, or a value that is no such clip.
+      ConfigError: a tag that TensorBoard would change, or a value that is not a clip.
     """
     array = _checked(AUDIO, tag, value)
     require(
@@ -142,22 +137,20 @@ def audio(tag: str, value: Any, sample_rate: int) -> None:
         bool(jnp.issubdtype(array.dtype, jnp.floating)), AUDIO, tag, array, "floats from -1 to 1"
     )
     if int(sample_rate) != sample_rate or sample_rate < 1:
-        raise ConfigError(
-            f"the audio {tag} is of {sample_rate} frames per second; give a positive integer"
-        )
+        raise ConfigError(f"the audio {tag} has sample_rate={sample_rate}; give a positive integer")
     _bind(AUDIO, tag, array, sample_rate=sample_rate)
 
 
 def text(tag: str, text: str) -> None:
-    """Show a text that is known when the step is traced, such as the options of a run. It is
-    written once.
+    """Show a text that is known when the step is traced, such as options of a run; it is written
+    once.
 
     Args:
-      tag: as of `scalar`.
+      tag: as in `scalar`.
       text: Markdown.
 
     Raises:
-      ConfigError: a tag that TensorBoard would change, or something that is no text.
+      ConfigError: a tag that TensorBoard would change, or a value that is not a string.
     """
     _check_tag(TEXT, tag)
     if not isinstance(text, str):
@@ -175,8 +168,7 @@ def _bind(kind: str, tag: str, *operands: Any, **options: Any) -> None:
 def _check_tag(kind: str, tag: Any) -> None:
     if not isinstance(tag, str) or not re.fullmatch(r"[-\w.][-/\w.]*", tag):
         raise ConfigError(
-            f"the tag of a {kind} is {tag!r}; tags are of letters, digits and _ . - / (not in "
-            "front)"
+            f"the tag of a {kind} is {tag!r}; tags have letters, digits and _ . - / (not in front)"
         )
 
 
@@ -199,19 +191,18 @@ def require(holds: bool, kind: str, tag: str, array: Any, what: str) -> None:
         )
 
 
-# -- in a traced step
-# ----------------------------------------------------------------------------------
+# -- in a traced step ------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """One summary of a traced step.
+    """Summary of a traced step.
 
     Attributes:
-      tag, kind: as they are; kinds are those of `KINDS`.
-      atom: what it looks at; None for a text.
+      tag, kind: tag, and one of `KINDS`.
+      atom: value to show; None for a text.
       options: `sample_rate` of audio, `text` of a text.
-      mapped: how many dimensions `jax.vmap` has put in front of its value.
+      mapped: number of leading dimensions from `jax.vmap`.
     """
 
     tag: str
@@ -222,15 +213,15 @@ class Summary:
 
 
 def summaries(jaxpr: ClosedJaxpr) -> list[Summary]:
-    """The summaries of a flattened jaxpr, in order.
+    """Return the summaries of a flattened jaxpr, in order.
 
     Args:
-      jaxpr: with calls inlined.
+      jaxpr: equations, with calls inlined.
 
     Raises:
-      ConfigError: two summaries of one tag.
-      TraceError: a summary inside a loop, a branch or a rematerialised function, where nothing else
-        can see its value.
+      ConfigError: two summaries with one tag.
+      TraceError: a summary inside a loop, a branch or a rematerialised function, whose value the
+        step cannot return.
     """
     found: dict[str, Summary] = {}
     for eqn in opened(jaxpr).eqns:
@@ -256,18 +247,17 @@ def summaries(jaxpr: ClosedJaxpr) -> list[Summary]:
 
 
 def merge(summary: Summary, micro: Sequence[Sequence[Any]], key: str | None = None) -> Any:
-    """What is shown, of the values of all micro-batches of all replicas.
+    """Merge the values of all micro-batches of all replicas into the value to show.
 
     Args:
-      summary: what is shown, and how; not a text, which has no values.
-      micro: the values of its `atom`, as [replica][micro-batch].
-      key: the collection that `atom` is in, if it is in one.
+      summary: the summary; not a text, which has no values.
+      micro: values of its `atom`, as [replica][micro-batch].
+      key: collection of `atom`, if any.
 
     Returns:
-      By the key, if there is one (`dtrans.step.collect.merged`), and otherwise the mean of scalars,
-      and all of the others, micro-batch after micro-batch and replica after replica. A 0-d array
-      for a scalar, [entries] for a histogram, [images, height, width, channels], or [clips, frames,
-      channels].
+      The merge by `key` (`dtrans.step.collect.merged`). Without a key, the mean of scalars, and the
+      concatenation of others in order. A 0-d array for a scalar, [entries] for a histogram,
+      [images, height, width, channels], or [clips, frames, channels].
 
     Raises:
       ConfigError: as `dtrans.step.collect.merged`.
@@ -282,7 +272,7 @@ def merge(summary: Summary, micro: Sequence[Sequence[Any]], key: str | None = No
 
 
 def _shaped(summary: Summary, value: Any) -> Any:
-    """A value with the dimensions that are shown."""
+    """Return a value with the dimensions to show."""
     array = jnp.asarray(value)
     if summary.kind == SCALAR:
         return jnp.mean(array) if array.ndim else array
@@ -292,7 +282,3 @@ def _shaped(summary: Summary, value: Any) -> Any:
         frames, channels = (*array.shape[summary.mapped :], 1)[:2]
         return array.reshape(-1, frames, channels)
     return array.reshape(-1)
-
-
-# -- written
-# -------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""A function to a program: inputs and outputs named by pytree paths, equations with roles.
+"""Trace of a function to a program: names by pytree paths, and roles of equations.
 
-State is paired by name: which part of a result is the new value of which argument is found by
-structure and shapes.
+Results are paired with arguments by structure and shapes: the part of a result that is the new
+value of an argument gets its name.
 """
 
 from __future__ import annotations
@@ -35,19 +35,18 @@ from dtrans.step.scopes import numbered
 def trace(fn: Callable[..., Any], *args: Any, name: str | None = None) -> Program:
     """Trace `fn` to a `Program`.
 
-    Inputs are named after the parameters of `fn` and the pytree paths below them. Of a function of
-    (params, opt_state, *batch), the first part of the result that has the structure and shapes of
-    the first argument is taken as its new value, then the same for the second, and named alike; a
-    dict is matched by key. What is left of a tuple is called `loss` (a scalar), `aux`, or by its
-    place, `out2`.
+    Inputs are named after the parameters of `fn` and the pytree paths below them. The function is
+    one of (params, opt_state, *batch). The first part of its result with the structure and shapes
+    of `params` gets the names of `params`. The same is done for `opt_state`. A dict is matched by
+    key. The remainder of a tuple is named `loss` (a scalar), `aux`, or by its position, `out2`.
 
     Args:
-      fn: a pure function of pytrees of arrays. Leaves that are not arrays are held still.
-      *args: example arguments; arrays or `jax.ShapeDtypeStruct`, nothing is computed.
-      name: the program's name; that of the function by default.
+      fn: a pure function of pytrees of arrays. Leaves that are not arrays are static.
+      *args: example arguments: arrays or `jax.ShapeDtypeStruct`; nothing is computed.
+      name: name of the program; that of the function by default.
 
     Raises:
-      TraceError: the function returns something that has neither arrays nor structure.
+      TraceError: the function returns a value that has neither arrays nor structure.
 
     Example:
       >>> import jax, jax.numpy as jnp, dtrans
@@ -66,8 +65,8 @@ def trace(fn: Callable[..., Any], *args: Any, name: str | None = None) -> Progra
 
     def on_arrays(*arrays: Any) -> list[Any]:
         it = iter(arrays)
-        made = fn(*(s.unflatten([next(it) for _ in s.names]) for s in specs))
-        result.append((made, out := _with_arrays(made, args)))
+        outputs = fn(*(s.unflatten([next(it) for _ in s.names]) for s in specs))
+        result.append((outputs, out := _with_arrays(outputs, args)))
         return [x for x in jax.tree.leaves(out) if is_array(x)]
 
     flat = [x for spec, arg in zip(specs, args, strict=True) for x in spec.flatten(arg)]
@@ -99,13 +98,13 @@ def trace(fn: Callable[..., Any], *args: Any, name: str | None = None) -> Progra
 class TracedFunction:
     """Specializer of a traced program: the function, and the structure of its arguments.
 
-    It can be pickled where the function can, and traces the same program in another process.
+    It can be pickled if the function can, and traces the same program in another process.
 
     Attributes:
       fn, name: as those of `trace`.
-      args: the structure of each argument.
-      mesh: the mesh whose axes the function may name.
-      captures: True if losses are left as they are (`dtrans.step.capture`).
+      args: structure of each argument.
+      mesh: mesh whose axes the function may name.
+      captures: True if losses stay undifferentiated (`dtrans.step.capture`).
     """
 
     fn: Callable[..., Any]
@@ -126,8 +125,7 @@ class TracedFunction:
 
 
 def argument_names(fn: Callable[..., Any], count: int) -> tuple[str, ...]:
-    """The names of the first `count` positional parameters of `fn`; `batch/0`, ... for those in
-    `*batch`."""
+    """Return the names of the first `count` positional parameters; `batch/0`, ... for `*batch`."""
     try:
         parameters = list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):  # a builtin without a signature
@@ -147,10 +145,9 @@ def argument_names(fn: Callable[..., Any], count: int) -> tuple[str, ...]:
 
 
 def guess_roles(jaxpr: ClosedJaxpr) -> tuple[str, ...]:
-    """Roles by name stack, for a program that was not cut: `transpose(...)` is backward, what
-    follows it optimize.
+    """Return roles by name stack: `transpose(...)` is backward, equations that read it optimize.
 
-    The cut (`dtrans.step.cut`) replaces them by the exact ones.
+    The cut (`dtrans.step.cut`) replaces them by exact roles.
     """
     after: set[Var] = set()
     roles = []
@@ -164,8 +161,8 @@ def guess_roles(jaxpr: ClosedJaxpr) -> tuple[str, ...]:
 
 
 def name_result(out: Any, args: Sequence[Any], roots: Sequence[str]) -> tuple[TreeSpec, str]:
-    """Name the parts of a result (see `trace`); the second value says why that is a guess, where it
-    is."""
+    """Name the parts of a result (see `trace`); the second value says why names are ambiguous,
+    if so."""
     parts = children(out)
     if args and not jax.tree_util.treedef_is_leaf(jax.tree.structure(out)) and _alike(out, args[0]):
         return TreeSpec.of(out, roots[0]), ""
@@ -183,11 +180,8 @@ def name_result(out: Any, args: Sequence[Any], roots: Sequence[str]) -> tuple[Tr
             free.remove(match[0])
             places.append(key)
     ambiguous_outputs = ""
-    if places not in (
-        [],
-        [0],
-        [0, 1],
-    ):  # not the usual order: then nothing else may look like the parameters
+    # in an unusual order, nothing else may look like the parameters
+    if places not in ([], [0], [0, 1]):
         like = [
             key
             for key, part in parts
@@ -212,8 +206,8 @@ def name_result(out: Any, args: Sequence[Any], roots: Sequence[str]) -> tuple[Tr
 
 
 def children(tree: Any) -> list[tuple[Any, Any]] | None:
-    """The parts of a result with their keys, in leaf order; None for a single array or an opaque
-    node."""
+    """Return the parts of a result with their keys, in leaf order; None for an array or an
+    opaque node."""
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return list(zip(tree._fields, tree, strict=True))
     if isinstance(tree, (tuple, list)):
@@ -224,8 +218,7 @@ def children(tree: Any) -> list[tuple[Any, Any]] | None:
 
 
 def _parts_of(out: Any, args: Sequence[Any]) -> list[Any]:
-    """The parts of a result, in leaf order: each may be the new value of an argument, or all that
-    of the first."""
+    """Return the parts of a result that may each be the new value of an argument, in leaf order."""
     parts = children(out)
     structure: Any = jax.tree.structure(out)
     alone = parts is None or (args and structure == jax.tree.structure(args[0]))
@@ -233,8 +226,7 @@ def _parts_of(out: Any, args: Sequence[Any]) -> list[Any]:
 
 
 def _with_arrays(out: Any, args: Sequence[Any]) -> Any:
-    """A result with arrays for its numbers; those that state holds, and that the step hands on,
-    stay as they are."""
+    """Replace numbers in a result by arrays, except static numbers of the state."""
     leaves: list[Any] = []
     for part in _parts_of(out, args):
         handed_on = any(_alike(part, a) for a in args[:2])
@@ -243,8 +235,7 @@ def _with_arrays(out: Any, args: Sequence[Any]) -> Any:
 
 
 def _with_counts(args: Sequence[Any], out: Any) -> tuple[Any, ...] | None:
-    """The arguments with arrays for those numbers of Python's in the state that the step counts;
-    None if there is none.
+    """Replace Python numbers that the step increments by arrays; None if there are none.
 
     A flax `TrainState` begins with `step=0`: a number that changes is data, one that does not is
     part of the program.
@@ -269,7 +260,7 @@ def _with_counts(args: Sequence[Any], out: Any) -> tuple[Any, ...] | None:
 
 
 def _alike(tree: Any, other: Any) -> bool:
-    """Same structure and, leaf by leaf, the same shape."""
+    """Return True if two pytrees have the same structure and shapes."""
     structures: list[Any] = [jax.tree.structure(t) for t in (tree, other)]
     if structures[0] != structures[1]:
         return False

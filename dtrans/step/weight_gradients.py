@@ -1,9 +1,8 @@
-"""Gradients of weights, made the way round in which they are kept.
+"""Weight gradients computed in the layout of their weights.
 
-JAX makes the gradient of `x @ w` as `transpose (dot_general dy x)`. Where that is reduced next, XLA
-folds the transpose into the product, and on CPUs has no fast form for what comes out: a step of a
-transformer on two devices took 17 % longer than with `dot_general x dy`, which is the same sums of
-the same products.
+JAX computes the gradient of `x @ w` as `transpose (dot_general dy x)`. If a reduction follows, XLA
+folds the transpose into the product, for which CPUs have no fast kernel: a step of a transformer on
+two devices took 17 % longer than with `dot_general x dy`, which has the same sums of products.
 """
 
 from __future__ import annotations
@@ -14,16 +13,15 @@ from collections.abc import Collection, Sequence
 from dtrans._jax import Atom, JaxprEqn, Literal, Var
 
 
-def straightened(
+def fuse_transposes(
     eqns: Sequence[JaxprEqn], roles: Sequence[str], wanted: Collection[Atom]
 ) -> tuple[list[JaxprEqn], list[str]]:
-    """The same equations, but for products that only a transpose reads: what it makes is made at
-    once.
+    """Return the equations with each transpose of a product fused into the product.
 
     Args:
-      eqns: in order.
-      roles: of each.
-      wanted: what is read beside what these equations read.
+      eqns: equations in order.
+      roles: role of each.
+      wanted: values that are read outside of these equations.
     """
     read = Counter(a for e in eqns for a in e.invars if isinstance(a, Var))
     read.update(a for a in wanted if isinstance(a, Var))
@@ -35,18 +33,16 @@ def straightened(
         i = products.get(a)
         if i is not None and read[a] == 1 and _swaps(eqns[i], eqn.params["permutation"]):
             found[i], found[k] = None, _other_way_round(eqns[i], eqn)
-    kept = [(e, role) for e, role in zip(found, roles, strict=True) if e is not None]
-    return [e for e, _ in kept], [role for _, role in kept]
+    remaining = [(e, role) for e, role in zip(found, roles, strict=True) if e is not None]
+    return [e for e, _ in remaining], [role for _, role in remaining]
 
 
 def _swaps(product: JaxprEqn, permutation: Sequence[int]) -> bool:
-    """Whether a transpose of a product puts the dimensions of its second operand first, and does
-    nothing else."""
+    """Return True if a transpose only moves the dimensions of a product's second operand first."""
     p = product.params
     contracting, batch = p["dimension_numbers"]
-    plain = p["precision"] is None or isinstance(
-        p["precision"], tuple
-    )  # an algorithm names its operands
+    # a precision algorithm depends on the order of operands
+    plain = p["precision"] is None or isinstance(p["precision"], tuple)
     if batch[0] or not plain or p["out_sharding"] is not None:
         return False
     first, second = (a.aval.ndim - len(c) for a, c in zip(product.invars, contracting, strict=True))

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 from dtrans._jax import REMAT, Atom, ClosedJaxpr, JaxprEqn, Literal, Var, bodies, facts_of, opened
-from dtrans.engine.layout import Placed, Shards, cut_along
+from dtrans.engine.layout import ShardLayout, Shards, cut_along
 from dtrans.engine.rules import Operand, choose
 from dtrans.ir.inline import eliminate_dead, inline_calls
 from dtrans.rows.layout import SHARED, RowAxis
@@ -61,7 +61,7 @@ def default_cuts(
       {0: 1, 1: 0, 2: 0}
     """
     flat = eliminate_dead(inline_calls(jaxpr))
-    found = _Pass(set(params), Shards(shards, ()), scope or (lambda eqn: True), dict(cuts or {}))
+    found = FlowPass(set(params), Shards(shards, ()), scope or (lambda eqn: True), dict(cuts or {}))
     inner = opened(flat)
     for i, v in enumerate(inner.invars):
         if i in found.cuts:
@@ -72,7 +72,7 @@ def default_cuts(
     return found.cuts
 
 
-class _Pass:
+class FlowPass:
     def __init__(
         self,
         params: set[int],
@@ -84,10 +84,10 @@ class _Pass:
         self.shards = shards
         self.scope = scope
         self.cuts = cuts
-        self.layouts: dict[Var, Placed] = {}
+        self.layouts: dict[Var, ShardLayout] = {}
         self.origins: dict[Var, Origin] = {}
 
-    def layout(self, a: Atom) -> Placed:
+    def layout(self, a: Atom) -> ShardLayout:
         return SHARED if isinstance(a, Literal) else self.layouts.get(a, SHARED)
 
     def origin(self, a: Atom) -> Origin | None:

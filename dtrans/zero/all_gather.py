@@ -249,7 +249,7 @@ class Gatherer(SliceWriter):
             if k in wanted:
                 self.env[v] = self.late = outvars[-1]
             elif row is not None:
-                self._made[v, self.layouts[v]] = outvars[-1]
+                self._values[v, self.layouts[v]] = outvars[-1]
 
         handed_on = {k for k, v in enumerate(eqn.outvars) if k not in wanted and v in self.rows}
         written = [body.written(handed_on, wires) for body in entered.bodies]

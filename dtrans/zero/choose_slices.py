@@ -155,7 +155,7 @@ def slices_of(
     shared = _made_by_all(step)
     homes = _homes_of_state(analysis)
     in_state = {leaf for leaf, _ in homes.values()}
-    asked = {leaf: n for n, (leaf, _) in homes.items() if n in step.asked}
+    asked = {leaf: n for n, (leaf, _) in homes.items() if n in step.state_read}
     leaves: dict[str, Sliced] = {}
     wholes: dict[str, str] = {}
     for n, t in types.items():
@@ -168,7 +168,7 @@ def slices_of(
         elif not t.size:
             wholes[n] = "it has no elements"
         elif n in asked:
-            wholes[n] = f"{step.asked[asked[n]]} is made of {asked[n]}"
+            wholes[n] = f"{step.state_read[asked[n]]} is made of {asked[n]}"
         elif t.size < least:
             wholes[n] = f"it has {t.size} elements, fewer than {least}"
         elif n not in axes:
@@ -184,7 +184,7 @@ def slices_of(
             leaves[n] = Sliced(axes[n], size, -(-size // degree), degree)
     state: dict[str, Sliced] = {}
     for name, (leaf, row) in homes.items():
-        if leaf not in leaves or name in step.asked:
+        if leaf not in leaves or name in step.state_read:
             continue
         shape = step.program.inputs[name].shape
         if row is None:

@@ -20,7 +20,7 @@ from dtrans.data_parallel.options import Options
 from dtrans.ir.pytree import is_under
 from dtrans.ops import COLLECTIVES
 from dtrans.rows.analysis import RowAnalysis
-from dtrans.rows.layout import Whole, leaves_of
+from dtrans.rows.layout import Colocated, leaves_of
 from dtrans.step.cut import Cut, Name
 from dtrans.step.handed_values import hand_over
 from dtrans.zero.options import ShardingOptions
@@ -86,7 +86,7 @@ def leaves_that_meet_the_batch(
         rows = (*step.operands, *step.outs) if step is not None and reduces else ()
         mixed = [analysis.layout(a) for a in (*eqn.invars, *eqn.outvars)]
         met = leaves_of(
-            [x for x in rows if x is not None] + [x for x in mixed if isinstance(x, Whole)]
+            [x for x in rows if x is not None] + [x for x in mixed if isinstance(x, Colocated)]
         )
         why = f"its update mixes it with each rank's rows of the batch ({origin_of(eqn)})"
         found.update(dict.fromkeys(met - found.keys(), why))

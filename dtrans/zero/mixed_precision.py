@@ -225,7 +225,7 @@ class _Lower:
         self.dtype = dtype
         self.params = set(params)
         self.env: dict[Var, Atom] = {}
-        self._made_by: dict[Var, JaxprEqn] = {}
+        self._producers: dict[Var, JaxprEqn] = {}
         self._low: dict[Var, Atom] = {}
 
     def read(self, atom: Atom) -> Atom:
@@ -242,7 +242,7 @@ class _Lower:
         else:
             self.b.keep(eqn, atoms)
         for v in eqn.outvars:
-            self._made_by[v] = eqn
+            self._producers[v] = eqn
         known = [a for a in eqn.invars if isinstance(a, Var)]
         if len(eqn.outvars) == 1 and is_rearrangement(eqn) and all(a in self.params for a in known):
             self.params.update(eqn.outvars)
@@ -279,7 +279,7 @@ class _Lower:
         if isinstance(atom, Literal):
             return self.b.call(converted(self.dtype), atom)[0]
         if atom not in self._low:
-            eqn = self._made_by.get(atom)
+            eqn = self._producers.get(atom)
             if (
                 eqn is not None and is_rearrangement(eqn) and len(eqn.outvars) == 1
             ):  # the cast comes before

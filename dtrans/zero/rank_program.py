@@ -39,7 +39,7 @@ from dtrans.rows.normalize import inline_inside
 from dtrans.step.cut import GRAD, Cut, Gradient, Name, OptimizeHalf, check_same_update, cut
 from dtrans.step.forward_backward import Arrange, HalfWriter, ready_order, write_trainer_half
 from dtrans.step.observers import call_once
-from dtrans.step.weight_gradients import straightened
+from dtrans.step.weight_gradients import fuse_transposes
 from dtrans.zero.all_gather import Gatherer
 from dtrans.zero.by_leaf.layout import Owned
 from dtrans.zero.choose_slices import Sliced, Slices, slices_of, summed_gradients, trainer_equations
@@ -133,7 +133,7 @@ class RankLayout:
         Raises:
           BatchError: other slices would be cut.
         """
-        if not planned.handed and not planned.optimize.unlike(again.optimize):
+        if not planned.handed and not planned.optimize.differing_outputs(again.optimize):
             return self
         made = RankLayout.of(again, self.o, self.merges, self.slices)
         owners = [None if x.owned is None else x.owned.owner for x in (self, made)]
@@ -349,7 +349,7 @@ class RankWriter:
         def arrange(
             eqns: Sequence[JaxprEqn], roles: Sequence[str], wanted: Collection[Atom]
         ) -> tuple[list[JaxprEqn], list[str]]:
-            eqns, roles = straightened(eqns, roles, wanted)
+            eqns, roles = fuse_transposes(eqns, roles, wanted)
             if rows:
                 eqns = list(map(inline_inside, eqns))
                 local = local_values(eqns, [vars_of[n] for n in step.batch])

@@ -50,7 +50,7 @@ from dtrans._jax import (
 )
 from dtrans.engine.layout import Shards, rows_only
 from dtrans.engine.pieces import Pieces
-from dtrans.engine.rules import Way, way_of
+from dtrans.engine.rules import Strategy, strategy_of
 from dtrans.engine.writer import SplitWriter
 from dtrans.errors import UnknownPrimitiveWarning
 from dtrans.ir.array_fns import converted, times
@@ -59,7 +59,7 @@ from dtrans.ir.dataflow import is_zero_array
 from dtrans.ir.program import DIST
 from dtrans.ops import LAYERS, all_reduce_p
 from dtrans.rows.layout import SHARED, RowAxis
-from dtrans.step.weight_gradients import straightened
+from dtrans.step.weight_gradients import fuse_transposes
 from dtrans.zero.rank_values import local_inside
 from dtrans.zero.scatter_flow import scatter_flow
 
@@ -172,18 +172,18 @@ class SliceWriter(SplitWriter):
         )  # values that are computed otherwise than in the step
         self.late: Atom | None = None  # a scattered gradient, if there is one since the last gather
         self._maker = {v: i for i, e in enumerate(eqns) for v in e.outvars}
-        self._made_by = {v: eqns[i] for v, i in self._maker.items() if v not in self.local}
+        self._producers = {v: eqns[i] for v, i in self._maker.items() if v not in self.local}
         self.scattering = scatter_flow(eqns, given.wanted, self.local, ends, given.summed)
 
         self.rows: dict[Var, RowAxis] = {}
         self.roots: dict[Var, frozenset[Var]] = {}
         self.whole: set[Var] = set()
         self.reads: dict[int, list[Atom]] = {}
-        self.ways: dict[int, Way] = {}
+        self.ways: dict[int, Strategy] = {}
         self.entered: dict[int, BodiesOnSlices] = {}
         for v, row in given.rows.items():
             self._add(v, row, [v])
-        self._made |= {(v, self.layouts[v]): piece for v, piece in given.slices.items()}
+        self._values |= {(v, self.layouts[v]): piece for v, piece in given.slices.items()}
         with warnings.catch_warnings():
             # leaves are gathered where they are read, by whatever primitive
             warnings.simplefilter("ignore", UnknownPrimitiveWarning)
@@ -266,7 +266,7 @@ class SliceWriter(SplitWriter):
             self._add(out, row, [out] if is_root else self.roots_of(eqn.invars))
         return range(len(eqn.invars))
 
-    def _way(self, eqn: JaxprEqn) -> Way | None:
+    def _way(self, eqn: JaxprEqn) -> Strategy | None:
         """Return the way to carry out an equation on slices alone; None if it needs whole
         values."""
         ins = [rows_only(self.layout(a)) for a in eqn.invars]
@@ -276,7 +276,7 @@ class SliceWriter(SplitWriter):
         leaves = {row.leaf for row in rows if row is not None}
         if is_local or len(leaves) > 1 or eqn.effects or len(eqn.outvars) != 1:
             return None
-        way = way_of(eqn, ins, self.shards)
+        way = strategy_of(eqn, ins, self.shards)
         if (
             way is None
             or way.write
@@ -354,7 +354,7 @@ class SliceWriter(SplitWriter):
         """Return the writer of a body, which has written nothing yet."""
         old, role = bodies(self.eqns[i])[number], self.roles[i]
         inner = opened(old)
-        eqns, roles = straightened(inner.eqns, [role] * len(inner.eqns), inner.outvars)
+        eqns, roles = fuse_transposes(inner.eqns, [role] * len(inner.eqns), inner.outvars)
         like = closed_with(old, eqns=eqns)
         b = Builder(like)
         b.role = role
@@ -390,15 +390,15 @@ class SliceWriter(SplitWriter):
     def slice_of(self, var: Var) -> Atom:
         """Return the slice of a value that has one; it is written where it is first read."""
         key = var, self.layouts[var]
-        if key not in self._made:
+        if key not in self._values:
             i = self._maker[var]
-            (self._made[key],) = self.carried_out(self.eqns[i], self.ways[i])
-        return self._made[key]
+            (self._values[key],) = self.carry_out(self.eqns[i], self.ways[i])
+        return self._values[key]
 
     def is_there(self, var: Var, i: int) -> bool:
         """Return True if a slice can be computed before equation `i`."""
         at = self._maker.get(var, -1)
-        if at < 0 or (var, self.layouts.get(var)) in self._made:
+        if at < 0 or (var, self.layouts.get(var)) in self._values:
             return True
         if var not in self.rows or at not in self.ways:
             return var not in self.rows and at < i
@@ -421,7 +421,7 @@ class SliceWriter(SplitWriter):
     def write_reduction(self, i: int) -> None:
         """Write a reduction over slices, and over ranks."""
         eqn, way = self.eqns[i], self.ways[i]
-        (part,) = self.carried_out(eqn, way)
+        (part,) = self.carry_out(eqn, way)
         over = self.shards.over
         with self.communicating():
             (made,) = self.b.bind(
@@ -449,7 +449,7 @@ class SliceWriter(SplitWriter):
         piece = self.read(atom, self._plain(atom, row))
         return (
             piece
-            if is_zero_array(atom, self._made_by)
+            if is_zero_array(atom, self._producers)
             else self.b.call(times(self.how.degree), piece)[0]
         )
 

@@ -28,7 +28,7 @@ from functools import partial
 import jax
 
 from dtrans._jax import without_mesh
-from dtrans.batch.shared import SharedStep
+from dtrans.batch.exact_step import ExactStep
 from dtrans.checks import check_int, check_type
 from dtrans.data_parallel.merge_rules import merges_of
 from dtrans.data_parallel.options import Reduce
@@ -47,7 +47,7 @@ from dtrans.step.observers import (
     check_observers,
     refuse_observers,
 )
-from dtrans.step.startup import match_startup, of_two_parts
+from dtrans.step.startup import match_startup, normalize_step
 from dtrans.zero.forward_values import with_forward_values
 from dtrans.zero.mixed_precision import low_precision
 from dtrans.zero.options import Precision, ShardingOptions, Slicing
@@ -115,7 +115,7 @@ def sharding(
       >>> job.params(state)["w"].shape, float(loss)
       ((6, 2), 36.0)
     """
-    main, startup = of_two_parts(main, startup, slices_still=True)
+    main, startup = normalize_step(main, startup, keep_frozen_updates=True)
     check_int("degree", degree, "a positive number of ranks")
     check_int("replicas", replicas, "a positive number of groups of ranks")
     check_type("slices", slices, Slicing)
@@ -124,7 +124,7 @@ def sharding(
         axis_name=slices.axis_name,
         num_micro_batch=num_micro_batch,
         reduce=Reduce.of(reduce),
-        batch=Batch.of(batch, "exact"),
+        batch=Batch.from_option(batch, "exact"),
         stage=stage,
         degree=degree,
         replicas=replicas,
@@ -171,7 +171,7 @@ def plan_sharding(main: Program, startup: Program, options: ShardingOptions) -> 
 
 
 def _of_whole(
-    shared: SharedStep,
+    shared: ExactStep,
     options: ShardingOptions,
     planned: RankLayout,
     types: Sequence[jax.ShapeDtypeStruct],
@@ -182,7 +182,7 @@ def _of_whole(
     Raises:
       BatchError: the padded step would need other slices.
     """
-    other = shared.whole(types)
+    other = shared.for_types(types)
     of_other = options.of(other)
     step = with_forward_values(other.step, of_other)
     layout = RankLayout.of(step, of_other, other.merges, planned.slices)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from dtrans._jax import opened
-from dtrans.engine.layout import Gathered, Placed, Shards
+from dtrans.engine.layout import Gathered, ShardLayout, Shards
 from dtrans.engine.merged_reductions import merge_reductions
 from dtrans.engine.writer import SplitWriter, written
 from dtrans.ir.inline import eliminate_dead, inline_calls
@@ -39,7 +39,7 @@ def sliced_half(
     flat = eliminate_dead(inline_calls(half.jaxpr))
     inner = opened(flat)
 
-    def layout(name: Name) -> Placed:
+    def layout(name: Name) -> ShardLayout:
         sliced = cuts.get(name)
         return SHARED if sliced is None else shards.plain(sliced.row, sliced.size)
 

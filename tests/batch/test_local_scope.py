@@ -193,8 +193,9 @@ def plans_of(loss: Callable[..., Any]) -> dict[str, Callable[[], Any]]:
 def test_where_nothing_leaves_it_the_step_is_the_mean_of_its_parts(mode: str) -> None:
     plan = plans_of(without_state)[mode]()
     way = "sum" if mode == "pipeline" else "mean"
-    assert f"exact: {way} over 12 rows, with dtrans.local() of each trainer's own" in "\n".join(
-        plan.notes
+    assert (
+        f"exact: {way} over 12 rows, with dtrans.local() reductions over each trainer's rows"
+        in "\n".join(plan.notes)
     )
 
 
@@ -214,7 +215,7 @@ def test_trainers_must_divide_the_rows() -> None:
     state = job.init()
     with pytest.raises(
         BatchError,
-        match=r"x has 13 rows, which 3 trainers do not divide: reductions in dtrans.local",
+        match=r"x has 13 rows, which 3 trainers do not divide; dtrans.local",
     ):
         job.step(state, *data(13))
 
@@ -228,7 +229,7 @@ def test_rows_that_meet_rows_are_refused() -> None:
         return jnp.mean(jax.nn.logsumexp(similar, axis=1)) + jnp.sum(params["v"] ** 2)
 
     with pytest.raises(
-        ConfigError, match=r"dtrans.local\(\): .* mixes rows of the batch otherwise than by a sum"
+        ConfigError, match=r"dtrans.local\(\): .* mixes rows of the batch, and is not a sum"
     ):
         plans_of(loss)["nccl2"]()
 

@@ -22,7 +22,7 @@ import step_zoo
 from step_zoo import compare
 
 import dtrans
-from dtrans.batch.shared import share
+from dtrans.batch.exact_step import shard_step
 from dtrans.errors import ConfigError, GradientError
 from dtrans.step.batch_sharing import Batch
 from dtrans.step.cut import cut
@@ -34,7 +34,7 @@ NOT_ON_SERVERS = {  # what they are refused for
     "metrics_grad_norm": "aux/norm is computed from gradients",
 }
 MEET = (
-    "values of the whole batch .* and micro-batches exchange nothing but .* or say "
+    "values of the whole batch .* and micro-batches exchange gradients and results only; .* or pass "
     "batch='micro': then each part has"
 )
 NOT_IN_PIPELINES = {
@@ -212,7 +212,7 @@ def test_a_mean_is_told_from_what_looks_like_one(kind: str, proven: bool, reduce
         np.array([1.0, 0, 1, 1, 0, 0, 0, 0, 0, 1, 0, 1]),
     )
     main = dtrans.trace(step, params, tx.init(params), x[:6], mask[:6])
-    found = share(cut(main).with_reported(), Batch(), 2, ("trainers",))
+    found = shard_step(cut(main).with_reported(), Batch(), 2, ("trainers",))
     assert (found.proven, found.reduce) == (proven, reduce)
     plan = dtrans.nccl2(main, dtrans.trace(lambda p: (p, tx.init(p)), params), trainers=2)
     for rows in (12, 11):  # the last trainer has one that enters nothing
@@ -252,7 +252,7 @@ def test_asynchronous_trainers_take_what_adds_up_and_refuse_the_rest_by_line() -
             ):
                 dtrans.pserver(*given, **servers, mode=mode)
         plan = dtrans.pserver(*given, **servers, batch="local")
-        assert "local: numbers are of each part alone" in str(plan)
+        assert "local: each part has its own numbers" in str(plan)
 
 
 @pytest.mark.usefixtures("x64")

@@ -706,7 +706,7 @@ def test_tied_embeddings_are_cut_over_the_vocabulary(x64):
 @pytest.mark.parametrize(
     ("cuts", "outs", "shards", "says"),
     [
-        ({3: 0}, {}, 2, "cuts names input 3, and there are 3 inputs"),
+        ({3: 0}, {}, 2, "cuts names input 3, but the program has 3 inputs"),
         ({0: 2}, {}, 2, r"cuts has input 0 along dimension 2: f32\[5,4\] has no such dimension"),
         ({2: 0}, {}, 2, r"cuts has input 2 along dimension 0: f32\[0\] has no entries there"),
         ({}, {1: 0}, 2, "outs names output 1"),

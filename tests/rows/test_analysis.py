@@ -16,7 +16,7 @@ from jax import lax
 import dtrans
 from dtrans._jax import equations
 from dtrans.rows.analysis import analyse
-from dtrans.rows.layout import SHARED, RowAxis, Whole, join, leaves_of
+from dtrans.rows.layout import SHARED, Colocated, RowAxis, join, leaves_of
 from dtrans.slicing.rounds import ExchangeRounds
 from dtrans.step.cut import Gradient, cut
 
@@ -200,7 +200,7 @@ def test_a_scalar_leaf_is_whole_and_bound_to_nothing():
     params = {"s": jnp.ones(()), "w": jnp.ones((4, 2))}
     analysis = of_update(lambda g, s, p: (g, s), params)
     layout = analysis.layout(analysis.inputs["params/s"])
-    assert layout == Whole(frozenset({"params/s"})) and layout.reason is None
+    assert layout == Colocated(frozenset({"params/s"})) and layout.reason is None
     assert analysis.groups == {}
 
 
@@ -222,7 +222,7 @@ def test_what_a_whole_leaf_is_reduced_to_is_sent():
     analysis = of_update(update)
     assert grouped(analysis) == {("params/w1",)}
     (crossing,) = ExchangeRounds(analysis).crossings.values()
-    assert analysis.layout(crossing.var) == Whole(frozenset({"params/w1"}))
+    assert analysis.layout(crossing.var) == Colocated(frozenset({"params/w1"}))
     assert analysis.home(analysis.layout(crossing.var)) == "params/w1"
 
 
@@ -240,8 +240,8 @@ def test_layouts_join_upwards():
     a, b = RowAxis("a", 0), RowAxis("b", 0)
     assert join(SHARED, a, "x") == join(a, SHARED, "x") == join(a, a, "x") == a
     up = join(a, b, "x")
-    assert up == Whole(frozenset("ab")) and up.reason == "x is made of rows in two ways"
-    assert join(Whole(frozenset("c"), "why"), a, "x").reason == "why"
+    assert up == Colocated(frozenset("ab")) and up.reason == "x depends on rows in two ways"
+    assert join(Colocated(frozenset("c"), "why"), a, "x").reason == "why"
     assert leaves_of([a, SHARED, up]) == {"a", "b"}
 
 

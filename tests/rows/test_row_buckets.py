@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 
 from dtrans._jax import ShapedArray
 from dtrans.rows.layout import RowAxis
-from dtrans.rows.row_buckets import DealtRows, RowBuckets
+from dtrans.rows.row_buckets import BucketRows, RowBuckets
 from dtrans.rows.writer import RowRange
 
 
@@ -52,7 +52,7 @@ def test_rows_of_a_value_are_those_of_the_leaf(parts: list[RowBuckets], width: i
         wanted = x[:, p.index].reshape(2, -1)
         assert np.array_equal(flat[:, p.along(row).index], wanted)
         assert (
-            DealtRows(p).of(row).of(ShapedArray(flat.shape, np.dtype("int32"))).shape
+            BucketRows(p).of(row).of(ShapedArray(flat.shape, np.dtype("int32"))).shape
             == wanted.shape
         )
 

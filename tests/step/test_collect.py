@@ -75,7 +75,7 @@ def test_structures_come_back_as_they_are(key):
         ({"a": [jnp.ones(2), "text"]}, "a/1 cannot be collected under LOCAL_SUM: it is 'text'"),
         (
             Pair(jnp.ones(2), 3.0),
-            "b cannot be collected under LOCAL_SUM: it is 3.0, and collections are of arrays",
+            "b cannot be collected under LOCAL_SUM: it is 3.0; collect arrays",
         ),
         (len, "the value cannot be collected"),
     ],
@@ -311,7 +311,7 @@ def test_merging_can_be_traced():
         (
             "GLOBAL_SUM",
             [[jnp.ones(2), jnp.ones(3)]],
-            r"merges values of one shape, and these are of \(2,\), \(3,\)",
+            r"merges values of one shape, these have \(2,\), \(3,\)",
         ),
         ("GLOBAL_CONCAT", [[jnp.ones((2, 1)), jnp.ones((2, 2))]], "merges entries of one shape"),
         (

@@ -695,7 +695,7 @@ def test_state_that_the_batch_enters_is_looked_for_once(monkeypatch):
             jnp.ones((8, 4)),
         )
         passes.clear()
-        need = cut(main).across or cut(main).told
+        need = cut(main).across or cut(main).argument_need
         assert need is not None and need.what.endswith("state/means/0 is updated with x")
         return len(passes)
 

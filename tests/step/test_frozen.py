@@ -13,7 +13,7 @@ import pytest
 import dtrans
 from dtrans import checkpoint
 from dtrans.errors import StateError
-from dtrans.step.startup import of_two_parts
+from dtrans.step.startup import normalize_step
 
 
 Tree = Any
@@ -62,7 +62,7 @@ MOVED = {
 
 
 def traced(of: Any, tx: Any) -> tuple[Any, Any]:
-    return of_two_parts(
+    return normalize_step(
         dtrans.trace(dtrans.make_train_step(of, tx), *start(tx), X),
         dtrans.trace(lambda: start(tx), name="start"),
     )
@@ -101,7 +101,7 @@ def test_a_leaf_whose_rows_change_places_is_not(turn: Any) -> None:
             value,
         )
 
-    main, _ = of_two_parts(
+    main, _ = normalize_step(
         dtrans.trace(step, *start(tx), X), dtrans.trace(lambda: start(tx), name="start")
     )
     assert handed_on(main) == []

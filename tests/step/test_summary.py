@@ -151,7 +151,7 @@ def test_a_mapped_dimension_comes_first_and_is_counted():
     [
         (
             lambda: summary.scalar("a b", 1.0),
-            "the tag of a scalar is 'a b'; tags are of letters, digits and _ . - /",
+            "the tag of a scalar is 'a b'; tags have letters, digits and _ . - /",
         ),
         (lambda: summary.scalar("/a", 1.0), "the tag of a scalar is '/a'"),
         (lambda: summary.text("", "x"), "the tag of a text is ''"),
@@ -187,7 +187,7 @@ def test_a_mapped_dimension_comes_first_and_is_counted():
             r"the audio n is float32\[4, 3\]; it must be \[frames",
         ),
         (lambda: summary.audio("n", jnp.ones(4, int), 8000), "must be floats from -1 to 1"),
-        (lambda: summary.audio("n", jnp.ones(4), 0.5), "the audio n is of 0.5 frames per second"),
+        (lambda: summary.audio("n", jnp.ones(4), 0.5), "the audio n has sample_rate=0.5"),
         (lambda: summary.text("t", 3), "the text t is int; it must be a str"),
     ],
 )

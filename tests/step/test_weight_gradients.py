@@ -11,14 +11,14 @@ import pytest
 import dtrans
 from dtrans._jax import jaxpr_as_fun
 from dtrans.ir.builder import Builder
-from dtrans.step.weight_gradients import straightened
+from dtrans.step.weight_gradients import fuse_transposes
 
 
 def straight(fn, *args):
     """(the jaxpr of a function, its result, the names of its equations)."""
     jaxpr = jax.make_jaxpr(fn)(*args)
     inner = jaxpr.jaxpr
-    eqns, _ = straightened(inner.eqns, ["backward"] * len(inner.eqns), inner.outvars)
+    eqns, _ = fuse_transposes(inner.eqns, ["backward"] * len(inner.eqns), inner.outvars)
     b = Builder(jaxpr)
     b.invars += inner.invars
     for e in eqns:

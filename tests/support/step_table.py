@@ -17,7 +17,7 @@ if __name__ == "__main__":
 import step_zoo
 
 import dtrans
-from dtrans.batch.shared import SharedStep, share
+from dtrans.batch.exact_step import ExactStep, shard_step
 from dtrans.errors import DtransError
 from dtrans.step.batch_sharing import Batch
 from dtrans.step.cut import cut
@@ -46,9 +46,9 @@ they exchange nothing.
 """
 
 
-def shared(case: step_zoo.StepCase) -> SharedStep:
+def shared(case: step_zoo.StepCase) -> ExactStep:
     main = dtrans.trace(case.step, *case.init(jax.random.key(0)), *case.batch(ROWS // TRAINERS))
-    return share(cut(main).with_reported(), Batch(axes=axes_of(case)), TRAINERS, ("trainers",))
+    return shard_step(cut(main).with_reported(), Batch(axes=axes_of(case)), TRAINERS, ("trainers",))
 
 
 def axes_of(case: step_zoo.StepCase) -> Any:

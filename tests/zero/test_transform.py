@@ -325,7 +325,7 @@ def test_what_padding_holds_changes_nothing(stage: int, optimizer: str, way: str
     job = job_of(plan, way)
     clean = dirty = job.init(params)
     for k, batch in enumerate(batches):
-        dirty = with_padding(plan, dirty, [jnp.nan, jnp.inf, -jnp.inf][k])
+        dirty = mask_padding(plan, dirty, [jnp.nan, jnp.inf, -jnp.inf][k])
         clean, *want = job.step(job.here(clean), *batch)
         dirty, *got = job.step(job.here(dirty), *batch)
         tree_equal(got, want)
@@ -334,7 +334,7 @@ def test_what_padding_holds_changes_nothing(stage: int, optimizer: str, way: str
     assert plan.memory()["padding"]
 
 
-def with_padding(plan: Any, state: Any, value: Any) -> Any:
+def mask_padding(plan: Any, state: Any, value: Any) -> Any:
     """A state whose padding is filled with something."""
 
     def filled(held: Mapping[str, Any]) -> dict[str, Any]:

@@ -50,8 +50,8 @@ from dtrans._jax import (
 from dtrans.ir.dataflow import backward_slice, free_variables
 from dtrans.ir.display import short_type
 from dtrans.ir.interpret import BackwardAnalysis, ForwardAnalysis, backward, forward
-from dtrans.rows.flow import Flow, _Pass
-from dtrans.rows.layout import SHARED, Layout, RowAxis, Whole
+from dtrans.rows.flow import Flow, FlowPass
+from dtrans.rows.layout import SHARED, Colocated, Layout, RowAxis
 from dtrans.rows.normalize import inline_inside
 from dtrans.rows.rules import Step
 from dtrans.step.cut import Cut
@@ -144,13 +144,13 @@ class _Zeros:
     inside: set[int] = dataclasses.field(default_factory=set)
 
 
-class _LookupPass(_Pass):
+class _LookupPass(FlowPass):
     """One pass forward that knows what picks rows; in loops, branches and what is computed again
     too.
 
     Args:
       zeros: what gradients of tables begin with.
-      within: as in `_Pass`.
+      within: as in `FlowPass`.
     """
 
     several = True
@@ -413,7 +413,7 @@ def _refusal(
         rows = [
             x for a in eqns[i].invars if isinstance(x := flow.layout(a), RowAxis) and x.leaf == leaf
         ]
-        bound = [x for x in done.outs if isinstance(x, Whole) and leaf in x.leaves]
+        bound = [x for x in done.outs if isinstance(x, Colocated) and leaf in x.leaves]
         if rows and bound:
             return bound[0].reason or f"{_said(eqns[i])} mixes its rows"
         if rows and done.reduce:

@@ -132,9 +132,9 @@ class TableWriter:
                 self._done.add(id(e))
             else:  # the part of a loop that makes numbers
                 made = b.copy(
-                    e, [self.writer.whole(a) for a in e.invars], [v.aval for v in e.outvars]
+                    e, [self.writer.read_full(a) for a in e.invars], [v.aval for v in e.outvars]
                 )
-                self.writer.wholes.update(zip(e.outvars, made, strict=True))
+                self.writer.shared.update(zip(e.outvars, made, strict=True))
         self._prefetch(tables)
 
     # -- as a writer of halves -------------------------------------------------------------------
@@ -163,8 +163,8 @@ class TableWriter:
     # -- equations -------------------------------------------------------------------------------
 
     def _keep(self, eqn: JaxprEqn) -> None:
-        self.b.keep(eqn, [self.writer.whole(a) for a in eqn.invars])
-        self.writer.wholes.update((v, v) for v in eqn.outvars)
+        self.b.keep(eqn, [self.writer.read_full(a) for a in eqn.invars])
+        self.writer.shared.update((v, v) for v in eqn.outvars)
 
     def _ids(self, table: TableLookups, wide: WideNumbers) -> list[Atom]:
         """The numbers of the rows of a table that a step looks up, as they were before JAX cut
@@ -177,7 +177,7 @@ class TableWriter:
         between."""
         b, found = self.b, self._tables
         b.role = FORWARD
-        wide = WideNumbers(b, self.writer.made_by, self.writer.whole)
+        wide = WideNumbers(b, self.writer.producers, self.writer.read_full)
         ids = {n: self._ids(t, wide) for n, t in found.items()}
         b.role = DIST
         for n, t in found.items():

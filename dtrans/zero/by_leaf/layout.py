@@ -75,10 +75,10 @@ class Owned:
         params, opt_state = step.program.args[:2]
         root = free_name(f"{opt_state.root or 'opt_state'}/bins", opt_state.names)
         writer = OwnerWriter(analysis, owner, o, root, ready_order(step))
-        read = next((n for n in step.asked if n in writer.state.places), None)
+        read = next((n for n in step.state_read if n in writer.state.places), None)
         if read:
             raise ConfigError(
-                f"partition={o.slices.partition!r}: {step.asked[read]} is made of {read}, which "
+                f"partition={o.slices.partition!r}: {step.state_read[read]} is made of {read}, which "
                 "the owner of its leaf "
                 "alone would have; partition='rows' keeps such leaves whole on every rank"
             )

@@ -1,9 +1,9 @@
-"""Loops along the dimension that is cut. Each shard runs the turns of its own rows.
+"""Scans along the sharded dimension: each shard runs the iterations of its own rows.
 
-`jax.lax.map` over rows, and a scan over micro-batches that adds up gradients, need nothing of other
-turns. What such a loop carries is either the same in all turns, or a sum to which each turn adds:
-shards begin with a term of it, and end with one. Everything else that a turn makes is stacked, and
-is cut as the operands are.
+`jax.lax.map` over rows, or a scan over micro-batches that adds up gradients, needs no result of
+other iterations. A carried value either never changes, or is a sum that each iteration adds to.
+Shards start such a sum with a partial sum and end with one. Outputs of iterations are stacked, and
+sharded as the operands are.
 """
 
 from __future__ import annotations
@@ -15,19 +15,22 @@ from typing import Any
 import jax.numpy as jnp
 
 from dtrans._jax import SCAN, Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Var, bodies, opened, scan_counts
-from dtrans.engine.layout import Placed
+from dtrans.engine.layout import ShardLayout
 from dtrans.ir.builder import Builder
 from dtrans.ir.inline import inline_calls
 from dtrans.rows.layout import RowAxis
 
 
-def own_turns(eqn: JaxprEqn, ins: Sequence[Placed]) -> tuple[RowAxis, list[bool]] | None:
-    """Return the turns that each shard takes, and for each carried value, if turns add to it.
+def sharded_iterations(
+    eqn: JaxprEqn, ins: Sequence[ShardLayout]
+) -> tuple[RowAxis, list[bool]] | None:
+    """Return the layout of a scan's iterations, and for each carried value if iterations add to it.
 
-    None for other loops, and if a turn needs what other turns make.
+    Returns None for other loops, and if an iteration reads results of others.
 
     Args:
-      ins: the layouts of the operands of the loop.
+      eqn: the loop.
+      ins: layouts of its operands.
     """
     if eqn.primitive.name != SCAN or eqn.effects:
         return None
@@ -42,8 +45,7 @@ def own_turns(eqn: JaxprEqn, ins: Sequence[Placed]) -> tuple[RowAxis, list[bool]
 
 
 def _added(inner: Jaxpr, consts: int, carried: int) -> list[bool] | None:
-    """Return for each carried value if turns add to it; None if there is one that they read and
-    change."""
+    """Return for each carried value if iterations add to it; None if one is read and changed."""
     reads: Counter[Atom] = Counter(a for a in inner.outvars if isinstance(a, Var))
     reads.update(a for e in inner.eqns for a in e.invars if isinstance(a, Var))
     found = []
@@ -55,7 +57,7 @@ def _added(inner: Jaxpr, consts: int, carried: int) -> list[bool] | None:
 
 
 def _adds_only(inner: Jaxpr, start: Var, end: Atom, reads: Counter[Atom]) -> bool:
-    """Return True if `end` is `start` and something that does not depend on it."""
+    """Return True if `end` is `start` plus a term that does not depend on it."""
     value = start
     for eqn in inner.eqns:
         if reads[value] != 1:
@@ -71,26 +73,25 @@ def _adds_only(inner: Jaxpr, start: Var, end: Atom, reads: Counter[Atom]) -> boo
 
 
 def _adds_to(eqn: JaxprEqn, value: Var) -> bool:
-    """Return True if an equation adds something to a value, or only makes its type a strong one."""
+    """Return True if an equation adds to a value, or only drops its weak type."""
     name = eqn.primitive.name
     if name == "convert_element_type":
         return bool(eqn.outvars[0].aval.dtype == value.aval.dtype)
     return name in ("add", "add_any") or (name == "sub" and eqn.invars[0] is value)
 
 
-def with_padding(body: Any, consts: int, added: Sequence[bool]) -> ClosedJaxpr:
-    """Return a body with one more operand, which is false in turns that are padding: these add
-    nothing."""
+def mask_padding(body: Any, consts: int, added: Sequence[bool]) -> ClosedJaxpr:
+    """Return a body with one more operand: a mask of real iterations; padding adds nothing."""
     flat = inline_calls(body, rules=True)
     b = Builder(flat)
     ins = [b.input(v.aval) for v in opened(flat).invars]
-    is_turn = b.input(jnp.zeros((), bool).aval)
+    is_real = b.input(jnp.zeros((), bool).aval)
     outs = b.inline(flat, *ins)
     for i, adds in enumerate(added):
         if adds:
-            (outs[i],) = b.call(_kept, is_turn, outs[i], ins[consts + i])
+            (outs[i],) = b.call(_select, is_real, outs[i], ins[consts + i])
     return b.build(outs)
 
 
-def _kept(condition: Any, new: Any, old: Any) -> Any:
+def _select(condition: Any, new: Any, old: Any) -> Any:
     return jnp.where(condition, new, old)

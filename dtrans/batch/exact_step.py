@@ -1,12 +1,12 @@
-"""How a strategy shares the batch of a step: the step of one trainer, and how what trainers make
-becomes one.
+"""Exact sharding of a step's batch: the step of one trainer, and how outputs are merged.
 
-    exact   the batch is cut, and everything that crosses it communicates: one device's numbers, whatever the step
-    local   each trainer takes the step on its part alone, as Paddle's trainers and torch's DDP do: its own statistics,
-            random numbers and counts; gradients are averaged, and results merged as the user says
+    exact   the batch is sharded, and the step communicates where a value depends on the full batch:
+            one device's numbers for every step
+    local   each trainer takes the step on its part alone, as in Paddle and torch DDP;
+            gradients are averaged
 
-An exact step whose parts add up without any communication is taken as it is
-(`dtrans.batch.scaled`): it is the mean, or the sum, of what trainers make of their parts.
+An exact step whose parts add up without communication is the user's step itself
+(`dtrans.batch.scaled`): the mean, or the sum, of the trainers' steps.
 """
 
 from __future__ import annotations
@@ -28,23 +28,22 @@ from dtrans.step.cut import Cut, cut
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class SharedStep:
-    """A step as trainers share it.
+class ExactStep:
+    """Step that is sharded over trainers.
 
     Attributes:
-      step: what one trainer carries out, on its part.
-      reduce: what its gradients are added up to: "mean" or "sum".
-      merges: how each result, and each parameter that trainers make, becomes one: "mean", "sum",
-        "same", "concat".
-      joined: the dimension along which a result that is "concat" is joined.
-      axes: the dimension along which each array of the batch is cut; trainers have all of others.
-      rows: how many rows the batch of all trainers has.
-      part: what a trainer's step was written as, and what trainers exchange for it.
-      proven: whether it is the step itself: its parts add up without any communication.
-      whole: the same for another batch, from the types of its inputs, which trainers need not
-        divide: parts have `ceil(rows / trainers)` rows.
-      unpaired: the user's line of an equation that is another one in the step of a part; empty if
-        there is none.
+      step: step of one trainer, on its part of the batch.
+      reduce: reduction of gradients over trainers: "mean" or "sum".
+      merges: merge of each result, and of each parameter that trainers compute: "mean", "sum",
+        "same" or "concat".
+      joined: dimension along which a "concat" result is concatenated.
+      axes: sharded dimension of each batch array; others are replicated.
+      rows: number of rows in the batch of all trainers.
+      part: step that the engine wrote for a trainer, with its communication.
+      proven: True if `step` is the user's step itself: parts add up without communication.
+      for_types: returns the sharded step for another batch, from the types of its inputs. Trainers
+        need not divide the batch: parts have `ceil(rows / trainers)` rows.
+      unpaired: user's line of an equation that differs in the step of a part; empty if none does.
     """
 
     step: Cut
@@ -55,27 +54,27 @@ class SharedStep:
     rows: int
     part: TrainerStep
     proven: bool
-    whole: Callable[[Sequence[jax.ShapeDtypeStruct]], SharedStep]
+    for_types: Callable[[Sequence[jax.ShapeDtypeStruct]], ExactStep]
     unpaired: str = ""
 
     @property
     def local_note(self) -> str:
-        """What a plan says whose trainers take the step on their parts alone, and average."""
+        """Note of a plan whose trainers average the steps on their parts."""
         if self.proven and self.reduce == "mean":
             return f"exact: mean over {self.rows} rows"
         why = (
             "the step adds up"
             if self.proven
-            else f"one device's would be of the whole batch ({self.reason})"
+            else f"one device's would depend on the whole batch ({self.reason})"
         )
         return (
-            f"local: numbers are of each part alone, and averaged; {why}. batch='exact' says "
+            f"local: each part has its own numbers, averaged; {why}. batch='exact' says "
             "what can be done"
         )
 
     @property
     def reason(self) -> str:
-        """What is of the whole batch, where the step is not that of its parts."""
+        """Operation that depends on the full batch, if parts do not add up."""
         if self.part.exchanged:
             what, line = self.part.exchanged[0].op, self.part.exchanged[0].line
         elif self.part.gathers:
@@ -89,10 +88,12 @@ class SharedStep:
 
     @property
     def notes(self) -> list[str]:
-        """What a plan says of it."""
-        own = ", with dtrans.local() of each trainer's own" if self.part.local else ""
+        """Notes of a plan."""
+        scope = (
+            ", with dtrans.local() reductions over each trainer's rows" if self.part.local else ""
+        )
         if self.proven:
-            return [f"exact: {self.reduce} over {self.rows} rows{own}"]
+            return [f"exact: {self.reduce} over {self.rows} rows{scope}"]
         found: dict[tuple[str, str], list[int]] = {}
         for x in self.part.exchanged:
             found.setdefault((x.op, x.line), []).append(x.nbytes)
@@ -103,10 +104,10 @@ class SharedStep:
         how = f"sum over {self.rows} rows" + (
             ", with an exchange across the batch" if moved else ""
         )
-        return [f"exact: {how}{own}", *moved]
+        return [f"exact: {how}{scope}", *moved]
 
 
-def share(
+def shard_step(
     step: Cut,
     batch: Batch,
     trainers: int,
@@ -115,20 +116,19 @@ def share(
     alone: Callable[[Mapping[str, str]], bool] = lambda merges: True,
     open_state: bool = False,
     noun: str = "trainer",
-) -> SharedStep:
-    """Share the batch of a step exactly.
+) -> ExactStep:
+    """Shard the batch of a step exactly.
 
     Args:
-      step: as the user wrote it, with all gradients that anything uses. Its arrays are a trainer's
-        part.
-      batch: which of its arrays are cut, and along which dimension.
-      trainers: how many there are.
-      over: the named axes that they are on.
-      adapt: makes another of a trainer's step that is not the step itself.
-      alone: whether trainers can take the step itself, where parts add up and their outputs are
-        merged in these ways.
-      open_state: whether parameters that trainers make are merged as results are.
-      noun: what a trainer is called in errors.
+      step: the user's step, traced on a trainer's part, with all gradients that are used.
+      batch: sharded arrays and dimensions.
+      trainers: number of trainers.
+      over: named axes of the trainers.
+      adapt: changes a trainer's step that is not the user's step itself.
+      alone: returns True if trainers can take the user's step itself and merge outputs in these
+        ways.
+      open_state: True if parameters that trainers compute are merged as results are.
+      noun: name of a trainer in errors.
     """
     source = step.program
     axes = batch_axes(step, batch)
@@ -138,39 +138,38 @@ def share(
         return cut(source.specialize_flat(types)).with_reported()
 
     def written(step: Cut) -> TrainerStep:
-        made = trainer_step(step, axes, trainers, over, open_state=open_state, noun=noun)
+        part = trainer_step(step, axes, trainers, over, open_state=open_state, noun=noun)
         return dataclasses.replace(
-            made, program=dataclasses.replace(made.program, name=source.name)
+            part, program=dataclasses.replace(part.program, name=source.name)
         )
 
     def all_grown(types: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
-        return {n: grown(t, axes.get(n), trainers) for n, t in types.items()}
+        return {n: full_type(t, axes.get(n), trainers) for n, t in types.items()}
 
-    def shared(part: TrainerStep, step: Cut, scale: PartScale | None) -> SharedStep:
+    def shared(part: TrainerStep, step: Cut, scale: PartScale | None) -> ExactStep:
         known = {n: "concat" if isinstance(way, int) else way for n, way in part.merges.items()}
         joined = {n: way for n, way in part.merges.items() if isinstance(way, int)}
         if scale is not None:
             known |= {n: "mean" for n, way in known.items() if way == "sum" and scale.results[n]}
         reduce = "mean" if scale is not None and scale.gradients else "sum"
         proven = scale is not None
-        return SharedStep(
-            step, reduce, known, joined, axes, trainers * rows, part, proven, whole, unpaired
+        return ExactStep(
+            step, reduce, known, joined, axes, trainers * rows, part, proven, for_types, unpaired
         )
 
-    def whole(types: Sequence[jax.ShapeDtypeStruct]) -> SharedStep:
+    def for_types(types: Sequence[jax.ShapeDtypeStruct]) -> ExactStep:
         part = adapt(written(cut_of(types)))
         return shared(part, cut(part.program).with_reported(), None)
 
     unpaired = ""
     together = cut_of([*all_grown(source.inputs).values()])
     part = written(together)
-    # the update, what is reported of gradients, or a callback reads a number of rows: of all, and
-    # not of a part
-    sized = step.unlike(together) or step.observed.unlike(together.observed)
+    # the update, a report about gradients, or a callback reads the number of rows of the full batch
+    sized = step.differing_outputs(together) or step.observed.differing_outputs(together.observed)
     scale, unpaired = (None, "") if sized else scale_of_parts(step, part, trainers)
     if scale is not None and alone((proven := shared(part, step, scale)).merges):
         return proven
-    if open_state:  # parts exchange nothing: nobody carries out the step that does
+    if open_state:  # parts cannot communicate: the step is for the error alone
         return shared(part, step, None)
     part = adapt(part)
     again = lambda other: adapt(written(cut(other).with_reported())).program
@@ -178,45 +177,49 @@ def share(
     return shared(part, cut(program).with_reported(), None)
 
 
-def share_alone(step: Cut, batch: Batch, parts: int, name: str) -> SharedStep:
-    """How a step is shared by parts that exchange nothing but gradients and results.
+def shard_alone(step: Cut, batch: Batch, parts: int, name: str) -> ExactStep:
+    """Shard a step into parts that exchange gradients and results only.
 
     Args:
-      parts: how many there are.
-      name: what the strategy is called, for errors.
+      step: the user's step, traced on a part.
+      batch: sharded arrays and dimensions.
+      parts: number of parts.
+      name: name of the strategy in errors.
 
     Raises:
-      ConfigError: one device's numbers would take an exchange.
+      ConfigError: the step needs more communication for one device's numbers.
     """
-    shared = share(step, batch, parts, ("parts",), noun="part")
+    shared = shard_step(step, batch, parts, ("parts",), noun="part")
     if shared.proven:
         return shared
-    own = None if shared.part.exchanged else captured_if_marked(step.program)
-    if own is not None:
-        by_loss = share(cut(own).with_reported(), batch, parts, ("parts",), noun="part")
+    captured_step = None if shared.part.exchanged else captured_if_marked(step.program)
+    if captured_step is not None:
+        by_loss = shard_step(
+            cut(captured_step).with_reported(), batch, parts, ("parts",), noun="part"
+        )
         if by_loss.proven:
             return dataclasses.replace(by_loss, step=step)
-    raise not_made_of_parts(step, shared, name)
+    raise parts_error(step, shared, name)
 
 
-def not_made_of_parts(step: Cut, shared: SharedStep, name: str, kind: str = "local") -> ConfigError:
-    """What is wrong with a step that parts take alone, which are called `name`; `kind` of `Batch`
-    is the remedy."""
+def parts_error(step: Cut, shared: ExactStep, name: str, kind: str = "local") -> ConfigError:
+    """Return the error for a step whose parts (`name`) would have to communicate.
+
+    `kind` is the `Batch` that the error proposes.
+    """
     return ConfigError(
         f"batch='exact': {step.program.name} has values of the whole batch ({shared.reason}), and "
-        f"{name} exchange "
-        "nothing but gradients and results. dtrans.nccl2 and dtrans.sharding do; or say "
-        f"batch={kind!r}: then each "
-        "part has its own statistics, random numbers and counts"
+        f"{name} exchange gradients and results only; use dtrans.nccl2 or dtrans.sharding, or "
+        f"pass batch={kind!r}: then each part has its own statistics, random numbers and counts"
     )
 
 
 def batch_axes(step: Cut, batch: Batch) -> dict[str, int]:
-    """The arrays of a batch that are cut, and along which dimension.
+    """Return the sharded dimension of each sharded batch array.
 
     Raises:
-      ConfigError: a dimension that an array does not have, or axes for other arguments than the
-        step has.
+      ConfigError: an array lacks the dimension, or the number of axes is not that of the step's
+        batch arguments.
     """
     specs = step.program.args[2:]
     axes = batch.axes if isinstance(batch.axes, tuple) else (batch.axes,) * len(specs)
@@ -233,9 +236,9 @@ def batch_axes(step: Cut, batch: Batch) -> dict[str, int]:
                 continue
             if _is_key_data(step.program, n):
                 raise ConfigError(
-                    f"{n} is {t.str_short()}, a key as jax.random.PRNGKey makes it, and would be "
-                    "cut as rows are: make "
-                    f"it with jax.random.key, or name it in dtrans.Batch(unsplit_inputs=({n!r},))"
+                    f"{n} is {t.str_short()}, a key of jax.random.PRNGKey, and would be cut "
+                    "like rows; make it with jax.random.key, or name it in "
+                    f"dtrans.Batch(unsplit_inputs=({n!r},))"
                 )
             if axis >= t.ndim:
                 raise ConfigError(
@@ -246,7 +249,7 @@ def batch_axes(step: Cut, batch: Batch) -> dict[str, int]:
 
 
 def _is_key_data(program: Program, name: str) -> bool:
-    """Whether an array of the batch is the two numbers of a key, and is used as such."""
+    """Return True if a batch array is the raw data of a random key, and is used as a key."""
     v = program.invars[name]
     return v.aval.shape == (2,) and any(
         e.primitive.name == "random_wrap" and e.invars[0] is v for e in program.eqns
@@ -254,23 +257,26 @@ def _is_key_data(program: Program, name: str) -> bool:
 
 
 def rows_of(program: Program, axes: Mapping[str, int], noun: str) -> int:
-    """How many rows the batch of a program has. Raises BatchError where its arrays differ."""
+    """Return the number of rows in the batch of a program.
+
+    Raises:
+      BatchError: the batch arrays have different numbers of rows.
+    """
     rows: dict[int, str] = {}
     for n, axis in axes.items():
         rows.setdefault(program.inputs[n].shape[axis], n)
     if len(rows) > 1:
         listed = " and ".join(f"{n} has {count}" for count, n in rows.items())
         raise BatchError(
-            f"the arrays of a batch are cut over the {noun}s, but {listed} rows; name what every "
-            f"{noun} needs whole "
-            "in dtrans.Batch(unsplit_inputs=(...)), or the dimension of the batch in "
-            "dtrans.Batch(axes=(...))"
+            f"the arrays of a batch are cut over the {noun}s, but {listed} rows; name arrays that "
+            f"every {noun} needs whole in dtrans.Batch(unsplit_inputs=(...)), or the dimension "
+            "of the batch in dtrans.Batch(axes=(...))"
         )
     return next(iter(rows), 0)
 
 
-def grown(t: Any, axis: int | None, trainers: int) -> jax.ShapeDtypeStruct:
-    """The type of the whole of which each trainer has such a part."""
+def full_type(t: Any, axis: int | None, trainers: int) -> jax.ShapeDtypeStruct:
+    """Return the type of the full value whose parts have type `t`."""
     shape = (
         t.shape
         if axis is None

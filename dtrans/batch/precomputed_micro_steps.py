@@ -1,0 +1,145 @@
+"""Parts of a batch without communication: micro-batches of a pipeline, micro-steps of trainers.
+
+The engine writes the step of a part (`dtrans.batch.written_parts`). That it contains no
+communication is the proof that parts add up. Values of the full batch are precomputed. A pipeline
+has a program for them. Trainers compute them before the micro-steps, from their rows of the batch,
+and communicate where values depend on the full batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import jax
+
+from dtrans._jax import ClosedJaxpr
+from dtrans.batch.exact_step import ExactStep, full_type, rows_of
+from dtrans.batch.trainer_step import TrainerStep
+from dtrans.batch.written_parts import WrittenParts, adds_up, written_parts
+from dtrans.engine.layout import Shards, cut_along
+from dtrans.engine.writer import SplitWriter, written
+from dtrans.ir.inline import eliminate_dead, inline_calls
+from dtrans.ir.program import FORWARD, Program
+from dtrans.rows.layout import SHARED
+from dtrans.step.capture import differentiated
+from dtrans.step.cut import cut
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PrecomputedMicroSteps:
+    """Micro-steps that the engine writes, and their precomputed values.
+
+    Attributes:
+      full_step: step on the full batch, with its loss as one equation if it has one.
+      values: precomputed values, and the parts that read them.
+      part: step of one part, as the engine wrote it for `full_step`.
+      axes: sharded dimension of each batch array.
+      trainers: number of trainers.
+      over: named axes of the trainers.
+    """
+
+    full_step: Program
+    values: WrittenParts
+    part: TrainerStep
+    axes: Mapping[str, int]
+    trainers: int
+    over: tuple[str, ...]
+
+    def micro_step(self, types: Sequence[jax.ShapeDtypeStruct]) -> Program:
+        """Return the step of one micro-step; precomputed values are its last arguments.
+
+        Args:
+          types: types of the step's inputs, with a micro-step's part of the batch.
+        """
+        full_step = self._of(types, self.values.parts)
+        part = self.part if full_step is self.full_step else None
+        return differentiated(self.values.part_of(full_step, part))
+
+    def of_trainer(self, types: Sequence[jax.ShapeDtypeStruct]) -> Program:
+        """Return the program that computes a trainer's precomputed values from its part of the
+        batch.
+
+        Args:
+          types: types of the step's inputs, with a trainer's part of the batch.
+        """
+        program = self.values.precompute_program(self._of(types, self.trainers))
+        if self.trainers == 1:
+            return program
+        flat = inline_calls(program.jaxpr)
+        names = dict(zip(flat.jaxpr.invars, program.in_names, strict=True))
+
+        def write(w: SplitWriter) -> ClosedJaxpr:
+            for v, n in names.items():
+                w.take(v, cut_along(self.axes[n]) if n in self.axes else SHARED, is_input=True)
+            wanted = [SHARED if n in self.values.full else cut_along(0) for n in program.out_names]
+            return eliminate_dead(w.b.build(w.write(flat.jaxpr, lambda i, _: wanted[i])[0]))
+
+        jaxpr = written(flat, Shards(self.trainers, self.over), write)
+        roles = (FORWARD,) * len(jaxpr.jaxpr.eqns)
+        return dataclasses.replace(program, jaxpr=jaxpr, roles=roles, labels={}, specializer=None)
+
+    def _of(self, types: Sequence[jax.ShapeDtypeStruct], parts: int) -> Program:
+        """Return the step on the full batch, from the number of parts and one part's input
+        types."""
+        names = self.full_step.in_names
+        return self.full_step.specialize_flat(
+            [full_type(t, self.axes.get(n), parts) for n, t in zip(names, types, strict=True)]
+        )
+
+
+def shard_by_parts(
+    full_step: Program,
+    axes: Mapping[str, int],
+    fixed: Sequence[str],
+    parts: int,
+    over: Sequence[str],
+    noun: str,
+    part: Program | None = None,
+) -> tuple[ExactStep, WrittenParts]:
+    """Shard a step into parts without communication.
+
+    Args:
+      full_step: step on the full batch, with its loss as one equation if it has one.
+      axes: sharded dimension of each batch array.
+      fixed: untrained state that precomputed values may depend on.
+      parts: number of parts.
+      over: named axes of the parts.
+      noun: name of a part in errors.
+      part: step traced on a part, if its update must be the same for all batch sizes.
+
+    Returns:
+      The sharded step, and the parts with their precomputed values. If parts do not add up, the
+      step of a part lists the communication that it would need.
+    """
+    return full_step.once(
+        _Sharing(tuple(axes.items()), tuple(fixed), parts, tuple(over), noun, part)
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sharing:
+    """Arguments of `shard_by_parts`, hashable: `Program.once` caches the result for other plans."""
+
+    axes: tuple[tuple[str, int], ...]
+    fixed: tuple[str, ...]
+    parts: int
+    over: tuple[str, ...]
+    noun: str
+    part: Program | None
+
+    def __call__(self, full_step: Program) -> tuple[ExactStep, WrittenParts]:
+        axes = dict(self.axes)
+        rows = rows_of(full_step, axes, self.noun)
+        found, part = written_parts(
+            full_step, axes, self.parts, self.fixed, self.over, self.noun, self.part
+        )
+        proven = adds_up(part)
+        program = found.part_of(full_step, part) if proven else part.program
+        merges = {n: "concat" if isinstance(way, int) else way for n, way in part.merges.items()}
+        joined = {n: way for n, way in part.merges.items() if isinstance(way, int)}
+        step = cut(program).with_reported()
+        again = lambda types: self(full_step.specialize_flat(types))[0]
+        return ExactStep(
+            step, "sum", merges, joined, {**axes, **found.rows}, rows, part, proven, again
+        ), found
