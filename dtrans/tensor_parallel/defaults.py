@@ -61,7 +61,7 @@ def default_cuts(
       {0: 1, 1: 0, 2: 0}
     """
     flat = eliminate_dead(inline_calls(jaxpr))
-    found = FlowPass(set(params), Shards(shards, ()), scope or (lambda eqn: True), dict(cuts or {}))
+    found = _Pass(set(params), Shards(shards, ()), scope or (lambda eqn: True), dict(cuts or {}))
     inner = opened(flat)
     for i, v in enumerate(inner.invars):
         if i in found.cuts:
@@ -72,7 +72,7 @@ def default_cuts(
     return found.cuts
 
 
-class FlowPass:
+class _Pass:
     def __init__(
         self,
         params: set[int],
