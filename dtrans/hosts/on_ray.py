@@ -121,12 +121,8 @@ class RayJob(Job):
             trainers, servers, trainers_on, trainer_resources or one, server_resources or one
         )
         function = batches if callable(batches) else None
-        if batches is not None and function is None:
-            check_int(
-                "rows", rows, "a number of rows of each trainer's batch, which a dataset needs"
-            )
-        elif rows is not None:
-            raise ConfigError(f"rows={rows} is for a dataset of Ray Data; leave it out")
+        dataset = None if function is not None else batches
+        _check_rows(dataset, rows)
         portable = PortablePlan.of(plan)
         ray = ray_of(address)
         sent = pickled((portable, function), ray.cloudpickle)
@@ -141,7 +137,7 @@ class RayJob(Job):
         self._group = RayGroup(ray, RoleActor, placed, environment, deadline, grace=grace)
         try:
             roles = self._group.roles()
-            parts = {} if function is not None else self._parts(batches)
+            parts = _split_dataset(dataset, self._group)
             shared, secret = ray.put(sent), secret_environment()
             options = {"deadline": deadline, "patience": patience}
             data = {n: (part, rows) for n, part in parts.items()}
@@ -155,21 +151,6 @@ class RayJob(Job):
     def nodes(self) -> dict[str, str]:
         """The node of each role, by its name: Ray's id of it."""
         return dict(self._group.node_ids)
-
-    def _parts(self, batches: Any) -> dict[str, Any]:
-        """Return each trainer's part of a dataset."""
-        if batches is None:
-            return {}
-        if not hasattr(batches, "streaming_split"):
-            raise ConfigError(
-                f"batches is a {type(batches).__name__}, expected a function (trainer, step) -> "
-                "batch, or a dataset of "
-                "Ray Data; other batches go to job.step(state, *batch)"
-            )
-        names = self._group.trainers
-        at = [self._group.node_ids[n] for n in names]
-        parts = batches.streaming_split(len(names), equal=True, locality_hints=at)
-        return dict(zip(names, parts, strict=True))
 
     # -- the state -------------------------------------------------------------------------------
 
@@ -341,6 +322,29 @@ class RayJob(Job):
         elif not self._closed:
             super().close()
             self._group.end()
+
+
+def _check_rows(dataset: Any, rows: int | None) -> None:
+    """Raise ConfigError if a dataset has no `rows`, or `rows` no dataset."""
+    if dataset is not None:
+        check_int("rows", rows, "a number of rows of each trainer's batch, which a dataset needs")
+    elif rows is not None:
+        raise ConfigError(f"rows={rows} is for a dataset of Ray Data; leave it out")
+
+
+def _split_dataset(dataset: Any, group: RayGroup) -> dict[str, Any]:
+    """Return each trainer's part of a dataset, if there is one."""
+    if dataset is None:
+        return {}
+    if not hasattr(dataset, "streaming_split"):
+        raise ConfigError(
+            f"batches is a {type(dataset).__name__}, expected a function (trainer, step) -> batch, "
+            "or a dataset of Ray Data; other batches go to job.step(state, *batch)"
+        )
+    names = group.trainers
+    at = [group.node_ids[n] for n in names]
+    parts = dataset.streaming_split(len(names), equal=True, locality_hints=at)
+    return dict(zip(names, parts, strict=True))
 
 
 def _shape(plan: Any, processes: int | None) -> tuple[int, int]:
