@@ -16,12 +16,12 @@ from dtrans._jax import (
     axes_of,
     bodies,
     bulletin_board,
+    checkpoint_name_of,
     equations,
     facts_of,
     is_reversed,
     lowered_jaxpr,
     map_bodies,
-    name_given,
     opened,
     scan_counts,
     scan_length,
@@ -186,7 +186,7 @@ def test_accessors_say_what_equations_are():
 
 def test_a_name_is_found_in_both_of_its_forms():
     named = jax.make_jaxpr(lambda x: checkpoint_name(x * 2, "here"))(1.0)
-    assert [name_given(e) for e in equations(named)] == [None, "here"]
+    assert [checkpoint_name_of(e) for e in equations(named)] == [None, "here"]
 
 
 def test_a_key_that_is_gone_is_named():

@@ -41,6 +41,8 @@ NOT_VERBS = set(
 )
 # second words that follow nouns alone
 AFTER_NOUNS = {"of", "that", "which", "whose", "where"}
+# verbs that may precede these words
+BEFORE_CLAUSES = {"warn", "record", "note", "check", "ensure", "dispose", "assume", "think"}
 # verbs that look like plurals
 VERBS_IN_S = ("ss", "focus", "bias", "canvas")
 
@@ -114,7 +116,8 @@ def _check_opening(node: ast.AST, text: str) -> Iterator[str]:
         yield f"a docstring starts with {words[0]!r}"
     elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not _is_property(node):
         is_plural = first.endswith("s") and not first.endswith(VERBS_IN_S)
-        if first in NOT_VERBS or is_plural or second in AFTER_NOUNS:
+        is_noun = second in AFTER_NOUNS and first not in BEFORE_CLAUSES
+        if first in NOT_VERBS or is_plural or is_noun:
             yield f"{node.name} starts with {words[0]!r}, not with an imperative verb"
 
 

@@ -1,11 +1,10 @@
-"""All that this package knows of JAX beyond its documented API: when a new JAX moves something, it
-is mended here.
+"""Use of JAX beyond its documented API: changes of JAX internals are handled here only.
 
-    imports      what is imported from modules that promise nothing
-    versions     which JAX this was tested with
+    imports      imports from modules without a stability promise
+    versions     tested versions of JAX
     jaxprs       jaxprs, open and closed
-    own          how primitives of this package are made
-    origins      where an equation comes from
+    own          construction of this package's primitives
+    origins      name stack, line and author of an equation
     primitives   one record of facts for each primitive
     equation_params  parameters of loops, branches, calls and collectives
     user_meshes  meshes and shardings of a user's arrays, which programs do not carry
@@ -21,6 +20,7 @@ from dtrans._jax.equation_params import (
     axes_of as axes_of,
     bodies as bodies,
     call_body as call_body,
+    checkpoint_name_of as checkpoint_name_of,
     closed_over as closed_over,
     combiner_of as combiner_of,
     has_bodies as has_bodies,
@@ -28,12 +28,11 @@ from dtrans._jax.equation_params import (
     is_ordered as is_ordered,
     is_reversed as is_reversed,
     linear_solve as linear_solve,
-    name_given as name_given,
     params_besides_bodies as params_besides_bodies,
     rebuilt as rebuilt,
     scan_counts as scan_counts,
+    scan_iterations as scan_iterations,
     scan_length as scan_length,
-    scan_turns as scan_turns,
     scan_with as scan_with,
     shard_map_of as shard_map_of,
     while_counts as while_counts,
@@ -85,8 +84,8 @@ from dtrans._jax.origins import (
 )
 from dtrans._jax.own import (
     is_zero as is_zero,
+    new_effectful as new_effectful,
     new_identity as new_identity,
-    new_kept as new_kept,
     new_primitive as new_primitive,
 )
 from dtrans._jax.primitives import (

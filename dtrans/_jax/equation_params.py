@@ -1,7 +1,7 @@
 """Parameters of equations with loops, branches, calls, callbacks and collectives.
 
-No other file of the package names such a parameter. When JAX renames one, its accessor here learns
-both names. An accessor that finds neither raises `TraceError` by name.
+No other file of the package names such a parameter. If JAX renames one, its accessor here learns
+both names. An accessor that finds neither raises `TraceError` with the name.
 """
 
 from __future__ import annotations
@@ -31,12 +31,15 @@ _BODIES = {
 
 
 def param(eqn: JaxprEqn, key: str) -> Any:
-    """A parameter of an equation. Raises TraceError where this JAX has no such parameter."""
+    """Return a parameter of an equation.
+
+    Raises:
+      TraceError: this JAX has no such parameter.
+    """
     if key not in eqn.params:
         raise TraceError(
             f"jax {jax.__version__} has no parameter {key!r} of {eqn.primitive.name}, only "
-            f"{', '.join(eqn.params)}: "
-            "this dtrans does not know that JAX; take an older one"
+            f"{', '.join(eqn.params)}; this dtrans does not support it, take an older JAX"
         )
     return eqn.params[key]
 
@@ -47,28 +50,31 @@ def has_bodies(eqn: JaxprEqn) -> bool:
 
 
 def bodies(eqn: JaxprEqn) -> tuple[Any, ...]:
-    """The jaxprs of a loop, a branch or a call: of a `while` its condition and its body, of a
-    `cond` all branches."""
+    """Return the jaxprs of a loop, a branch or a call.
+
+    A `while` has its condition and its body, a `cond` all branches.
+    """
     if eqn.primitive.name == COND:
         return tuple(param(eqn, "branches"))
     return tuple(param(eqn, key) for key in _BODIES[eqn.primitive.name])
 
 
 def with_bodies(eqn: JaxprEqn, new: Iterable[Any]) -> dict[str, Any]:
-    """The parameters that say that `bodies` are others."""
+    """Return the parameters with other bodies."""
     if eqn.primitive.name == COND:
         return {"branches": tuple(new)}
     return dict(zip(_BODIES[eqn.primitive.name], new, strict=True))
 
 
 def call_body(eqn: JaxprEqn, *, rules: bool) -> Any | None:
-    """The body of a call that may stand in its place; None for anything else.
+    """Return the body of a call that can be inlined; None for other equations.
 
-    Derivative rules are dead weight once gradients have been taken. `jax.checkpoint` is no such
-    call: it is what keeps XLA from merging what is computed twice.
+    Derivative rules are dead code once gradients have been taken. `jax.checkpoint` is not inlined:
+    it keeps XLA from merging recomputed values.
 
     Args:
-      rules: calls with derivative rules stay, since they are still to be differentiated.
+      eqn: the equation.
+      rules: True to keep calls with derivative rules, for a later differentiation.
     """
     name = eqn.primitive.name
     if is_plain_jit(eqn) or name in CALLS or (name in CUSTOM_RULES and not rules):
@@ -77,8 +83,10 @@ def call_body(eqn: JaxprEqn, *, rules: bool) -> Any | None:
 
 
 def is_plain_jit(eqn: JaxprEqn) -> bool:
-    """A `jit` equation that only groups equations: no sharding or layout asked for. Donation is the
-    caller's."""
+    """Return True for a `jit` that only groups equations, without shardings or layouts.
+
+    Donation is the caller's.
+    """
     if eqn.primitive.name not in JIT:
         return False
     keys = ("in_shardings", "out_shardings", "in_layouts", "out_layouts")
@@ -90,23 +98,22 @@ def is_plain_jit(eqn: JaxprEqn) -> bool:
 
 
 def scan_length(eqn: JaxprEqn) -> int:
-    """Return the number of turns of a `scan`."""
+    """Return the number of iterations of a `scan`."""
     return int(param(eqn, "length"))
 
 
 def is_reversed(eqn: JaxprEqn) -> bool:
-    """Return True if a `scan` takes its last turn first."""
+    """Return True if a `scan` runs its last iteration first."""
     return bool(param(eqn, "reverse"))
 
 
-def scan_turns(length: int) -> dict[str, Any]:
-    """The parameters that say how many turns a `scan` takes."""
+def scan_iterations(length: int) -> dict[str, Any]:
+    """Return the parameters for a number of iterations of a `scan`."""
     return {"length": length}
 
 
 def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
-    """Return the numbers of constant and of carried operands of a `scan`; the remainder is scanned
-    over."""
+    """Return the numbers of constant and carried operands of a `scan`; others are scanned over."""
     if "ft_in" in eqn.params:  # from 0.11: a tree for each kind of operand
         consts, carried, _ = map(len, eqn.params["ft_in"].unpack())
         return consts, carried
@@ -114,16 +121,15 @@ def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
 
 
 def closed_over(eqn: JaxprEqn) -> int:
-    """Return the number of leading operands that a `custom_vjp` closes over, which JAX refuses
-    derivatives of."""
+    """Return the number of leading `custom_vjp` operands for which JAX refuses derivatives."""
     return int(eqn.params.get("num_consts", 0)) if eqn.primitive.name == CUSTOM_VJP else 0
 
 
 def params_besides_bodies(eqn: JaxprEqn) -> dict[str, Any]:
     """Return the parameters of an equation without its bodies.
 
-    Of a `scan`, the numbers of its operands stand for their trees. From JAX 0.11 equal loops may
-    have different trees: a tree says how JAX made the operands.
+    For a `scan`, the numbers of its operands replace their trees: from JAX 0.11 equal loops may
+    have different trees, which describe how JAX made the operands.
     """
     found = {
         key: value for key, value in eqn.params.items() if "jaxpr" not in key and key != "branches"
@@ -137,20 +143,19 @@ def params_besides_bodies(eqn: JaxprEqn) -> dict[str, Any]:
 
 
 def while_counts(eqn: JaxprEqn) -> tuple[int, int]:
-    """Return the numbers of constants of a `while`'s condition and of its body; the remainder is
-    carried."""
+    """Return the numbers of constants of a `while`'s condition and body; others are carried."""
     return int(param(eqn, "cond_nconsts")), int(param(eqn, "body_nconsts"))
 
 
 class Wiring(NamedTuple):
-    """Connections of the operands and outputs of an equation with those of its bodies, by position.
+    """Connections of an equation's operands and outputs with those of its bodies, by position.
 
     Attributes:
-      ins: for each body, the operands that it takes.
-      outs: for each body, the outputs that it gives; None for the condition of a `while`.
-      carried: operand to output, for values that go from turn to turn.
-      slices: operands that each turn reads one slice of.
-      stacks: outputs that are stacks of all turns.
+      ins: for each body, its operands.
+      outs: for each body, its outputs; None for the condition of a `while`.
+      carried: operand to output, for carried values.
+      slices: operands that iterations read slice by slice.
+      stacks: outputs that are stacks over iterations.
     """
 
     ins: Sequence[Sequence[int]]
@@ -161,7 +166,7 @@ class Wiring(NamedTuple):
 
 
 def wiring(eqn: JaxprEqn) -> Wiring:
-    """Return how the bodies of an equation are connected with its operands and outputs."""
+    """Return the connections of an equation with its bodies."""
     name, ins, outs = eqn.primitive.name, range(len(eqn.invars)), range(len(eqn.outvars))
     if name == SCAN:
         consts, carried = scan_counts(eqn)
@@ -201,11 +206,13 @@ def rebuilt(
 ) -> JaxprEqn:
     """Return a loop, a branch or a call with other bodies, operands and outputs.
 
-    The carried operands of a loop stay, and so do its constants. A `scan` may take and make other
-    stacks.
+    Carried operands and constants of a loop stay. A `scan` may have other stacks.
 
     Args:
-      first: operands that all bodies take in front of theirs; they are constants of a loop.
+      eqn: the equation.
+      new: its new bodies.
+      invars, outvars: its new operands and outputs.
+      first: operands that all bodies take before theirs; they are constants of a loop.
     """
     name, count, params = eqn.primitive.name, len(first), {**eqn.params, **with_bodies(eqn, new)}
     operands = [*first, *invars]
@@ -227,18 +234,18 @@ def rebuilt(
 
 
 @functools.cache
-def _scan_trees(consts: int, carried: int, taken: int, made: int) -> dict[str, Any]:
-    """Return the parameters by which a `scan` of JAX 0.11 tells kinds of operands and results
-    apart: JAX makes one."""
+def _scan_trees(consts: int, carried: int, scanned: int, stacked: int) -> dict[str, Any]:
+    """Return the parameters of a JAX 0.11 `scan` for its kinds of operands, from a traced
+    example."""
 
     def loop(fixed: list[Any], carry: list[Any], parts: list[Any]) -> Any:
         def turn(carry: list[Any], parts: list[Any]) -> tuple[list[Any], list[Any]]:
-            one = sum([*fixed, *carry, *parts], 0.0)  # so that every constant is read
-            return [one] * carried, [one] * made
+            one = sum([*fixed, *carry, *parts], 0.0)  # reads every constant
+            return [one] * carried, [one] * stacked
 
         return jax.lax.scan(turn, carry, parts, length=1)
 
-    jaxpr = jax.make_jaxpr(loop)([0.0] * consts, [0.0] * carried, [jax.numpy.zeros(1)] * taken)
+    jaxpr = jax.make_jaxpr(loop)([0.0] * consts, [0.0] * carried, [jax.numpy.zeros(1)] * scanned)
     (eqn,) = (e for e in opened(jaxpr).eqns if e.primitive.name == SCAN)
     return {key: eqn.params[key] for key in ("ft_in", "ft_out")}
 
@@ -258,7 +265,7 @@ def combiner_of(eqn: JaxprEqn) -> Any:
 
 # -- callbacks -------------------------------------------------------------------------------------
 
-CALLBACKS = ("debug_callback", "debug_print", "io_callback")  # those with an effect
+CALLBACKS = ("debug_callback", "debug_print", "io_callback")  # callbacks with an effect
 
 
 def host_function(eqn: JaxprEqn) -> Callable[..., Any]:
@@ -271,16 +278,15 @@ def host_function(eqn: JaxprEqn) -> Callable[..., Any]:
 
 
 def is_ordered(eqn: JaxprEqn) -> bool:
-    """Return True if a callback, or one inside, has to follow the one before (`ordered=True`)."""
+    """Return True if a callback, or one inside, is ordered (`ordered=True`)."""
     return any(type(e).__name__.startswith("Ordered") for e in eqn.effects)
 
 
 # -- names and axes --------------------------------------------------------------------------------
 
 
-def name_given(eqn: JaxprEqn) -> str | None:
-    """Return the name that `jax.ad_checkpoint.checkpoint_name` gave a value; None for any other
-    equation."""
+def checkpoint_name_of(eqn: JaxprEqn) -> str | None:
+    """Return the name from `jax.ad_checkpoint.checkpoint_name`; None for any other equation."""
     if eqn.primitive.name == "name":
         return str(param(eqn, "name"))
     hijax: Any = (
@@ -290,21 +296,20 @@ def name_given(eqn: JaxprEqn) -> str | None:
 
 
 def axes_of(eqn: JaxprEqn) -> list[Any]:
-    """Return the axes of a collective of JAX; for a reduction within an array, the numbers of its
-    dimensions."""
+    """Return the axes of a JAX collective; dimensions for a reduction within an array."""
     each = [eqn.params.get(key, ()) for key in ("axes", "axis_name")]
     return [n for axes in each for n in (axes if isinstance(axes, (tuple, list)) else (axes,))]
 
 
 @dataclasses.dataclass(frozen=True)
 class ShardMap:
-    """The parameters of a `shard_map` equation.
+    """Parameters of a `shard_map` equation.
 
     Attributes:
-      axes: name to size of the axes of the mesh.
-      manual: those over which the body communicates by itself.
-      in_specs, out_specs: where operands and results lie on the mesh.
-      body: the program of one device.
+      axes: mesh axes with their sizes.
+      manual: axes over which the body communicates itself.
+      in_specs, out_specs: shardings of operands and results.
+      body: program of one device.
     """
 
     axes: dict[str, int]

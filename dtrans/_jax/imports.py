@@ -1,7 +1,7 @@
-"""What is imported from outside JAX's documented API, and nothing else.
+"""Imports from outside JAX's documented API, and nothing else.
 
-`jax.extend` and `jax.interpreters` promise nothing from release to release. docs/longevity.md says
-of each name what it is needed for, and what would take its place.
+`jax.extend` and `jax.interpreters` promise no stability between releases. docs/longevity.md lists
+for each name its use, and a replacement.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from jax.interpreters import (
 
 
 if TYPE_CHECKING:
-    # What this package uses of JAX's IR classes. JAX types `aval` as an abstract value without a
-    # shape or dtype, and ours always have both; from 0.11 two of the classes are one.
+    # Stubs of JAX's IR classes. JAX types `aval` as an abstract value without shape and dtype, but
+    # values here always have both. From 0.11, Jaxpr and ClosedJaxpr are one class.
     class Var:
         aval: Any
 

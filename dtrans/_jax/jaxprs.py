@@ -1,8 +1,8 @@
-"""Jaxprs, open and closed: they are taken apart, put together, traced and evaluated here.
+"""Jaxprs, open and closed: access, construction, tracing and evaluation.
 
-Up to jax 0.10 a `ClosedJaxpr` pairs a `Jaxpr` with its constants. From 0.11 both names are the same
-class, and constants live in the jaxpr. So code of this package asks neither `isinstance(x, Jaxpr)`
-nor `x.jaxpr.jaxpr`: it calls `opened`, `constants` and `closed`.
+Up to jax 0.10 a `ClosedJaxpr` pairs a `Jaxpr` with its constants. From 0.11 both names are one
+class, and constants are in the jaxpr. So this package uses neither `isinstance(x, Jaxpr)` nor
+`x.jaxpr.jaxpr`: it calls `opened`, `constants` and `closed`.
 """
 
 from __future__ import annotations
@@ -29,38 +29,38 @@ ONE_CLASS = _classes[0] is _classes[1]  # from 0.11
 
 
 def is_jaxpr(value: Any) -> bool:
-    """True for an open or a closed jaxpr (one class from 0.11)."""
+    """Return True for an open or a closed jaxpr (one class from 0.11)."""
     return isinstance(value, (Jaxpr, ClosedJaxpr))
 
 
 def is_traced(value: Any) -> bool:
-    """Whether it is a value of a function that is being traced, and no array."""
+    """Return True for a value of a function that is being traced."""
     return isinstance(value, jax.core.Tracer)
 
 
 def map_bodies(params: Mapping[str, Any], fn: Callable[[Any], Any]) -> dict[str, Any]:
-    """The parameters of an equation with another jaxpr for each that is in them. Tuples that have
-    names keep them."""
+    """Return the parameters of an equation with each jaxpr replaced; named tuples keep their
+    type."""
 
     def mapped(value: Any) -> Any:
         if is_jaxpr(value):
             return fn(value)
         if isinstance(value, tuple) and any(map(is_jaxpr, value)):
-            made = [fn(x) if is_jaxpr(x) else x for x in value]
-            return type(value)(*made) if hasattr(value, "_fields") else tuple(made)
+            items = [fn(x) if is_jaxpr(x) else x for x in value]
+            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
         return value
 
     return {key: mapped(value) for key, value in params.items()}
 
 
 def opened(jaxpr: Any) -> Jaxpr:
-    """The jaxpr proper; the identity from 0.11."""
+    """Return the open jaxpr; the identity from 0.11."""
     inner: Jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     return inner
 
 
 def constants(jaxpr: Any) -> list[Any]:
-    """The values of the constant variables of a closed jaxpr; none for an open one."""
+    """Return the values of the constant variables of a closed jaxpr; none for an open one."""
     return list(jaxpr.consts) if isinstance(jaxpr, ClosedJaxpr) else []
 
 
@@ -72,21 +72,20 @@ def closed(
     eqns: Sequence[JaxprEqn],
     like: Any,
 ) -> ClosedJaxpr:
-    """A new closed jaxpr. `like` lends its debug information; effects are joined from the
-    equations."""
+    """Return a new closed jaxpr; `like` provides debug information, equations the effects."""
     effects: set[Any] = set()
     for eqn in eqns:
         effects |= set(eqn.effects)
-    # names for as many inputs and outputs as there are; ours are kept by Program
+    # empty names of the right number; Program has the real ones
     info = opened(like).debug_info._replace(
         arg_names=("",) * len(invars), result_paths=("",) * len(outvars)
     )
     parts = (constvars, invars, outvars, eqns, frozenset(effects), info)
     kind: Any = Jaxpr
-    made: ClosedJaxpr = (
+    result: ClosedJaxpr = (
         kind(*parts, consts=list(consts)) if ONE_CLASS else ClosedJaxpr(kind(*parts), list(consts))
     )
-    return made
+    return result
 
 
 def closed_with(
@@ -108,20 +107,20 @@ def closed_with(
 
 
 def with_equations(jaxpr: Any, eqns: Sequence[JaxprEqn]) -> Any:
-    """Return a jaxpr, open or closed as it was, with other equations that have the same effects."""
+    """Return a jaxpr, open or closed as before, with other equations that have the same effects."""
     old: Any = jaxpr
     inner: Any = opened(old).replace(eqns=list(eqns))
     return inner if not isinstance(jaxpr, ClosedJaxpr) or ONE_CLASS else old.replace(jaxpr=inner)
 
 
 class HoldsJaxpr:
-    """Something that holds a closed jaxpr, as `jaxpr`."""
+    """Base of objects with a closed jaxpr, as `jaxpr`."""
 
     jaxpr: ClosedJaxpr
 
     @property
     def inner(self) -> Jaxpr:
-        """The jaxpr proper."""
+        """The open jaxpr."""
         return opened(self.jaxpr)
 
     @property
@@ -131,7 +130,7 @@ class HoldsJaxpr:
 
 
 class NamedJaxpr(HoldsJaxpr):
-    """A closed jaxpr with names: a program, half of a step, a block.
+    """Closed jaxpr with names: a program, half of a step, a block.
 
     Attributes:
       in_names, out_names: a name for each of its inputs and outputs.
@@ -159,22 +158,22 @@ class NamedJaxpr(HoldsJaxpr):
 def lowered_jaxpr(fn: Callable[..., Any], *args: Any) -> ClosedJaxpr:
     """Trace `fn` to a plain jaxpr.
 
-    `Traced.lojax` is undocumented but has no underscore (0.10.2, 0.11.0, head). It lowers what
-    `jax_remat3` and `jax_custom_vjp3` leave as opaque `call_hi_primitive` equations, inside which
-    neither gradients nor marks could be seen.
+    `Traced.lojax` is undocumented but has no underscore (0.10.2, 0.11.0, head). It lowers opaque
+    `call_hi_primitive` equations of `jax_remat3` and `jax_custom_vjp3`, which would hide gradients
+    and marks.
     """
     return jax.jit(fn).trace(*args).lojax.jaxpr
 
 
 def small_jaxpr(fn: Callable[..., Any], types: Sequence[Any]) -> ClosedJaxpr:
-    """`jax.make_jaxpr` of a function of arrays of these types, weak types included."""
+    """Return the jaxpr of a function for arrays of these types, weak types included."""
     specs = [jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=t.weak_type) for t in types]
     jaxpr: Any = jax.make_jaxpr(fn)(*specs)
     return jaxpr
 
 
 def evaluate(jaxpr: ClosedJaxpr, *args: Any) -> list[Any]:
-    """The outputs of a closed jaxpr; under a trace, its equations bound anew with their source
+    """Return the outputs of a closed jaxpr; a trace binds its equations with their source
     information."""
     inner: Any = opened(jaxpr)
     return jax.core.eval_jaxpr(inner, constants(jaxpr), *args)
@@ -183,11 +182,12 @@ def evaluate(jaxpr: ClosedJaxpr, *args: Any) -> list[Any]:
 def live_part(
     jaxpr: Jaxpr, keep: Sequence[bool], always: Sequence[bool]
 ) -> tuple[Jaxpr, list[bool]]:
-    """Dead-code elimination, inside loops and branches too, and which inputs are left.
+    """Eliminate dead code, also inside loops and branches; return the jaxpr and the used inputs.
 
     Args:
-      keep: the outputs that are wanted.
-      always: the inputs that stay whether they are used or not.
+      jaxpr: the jaxpr.
+      keep: for each output, True if it is wanted.
+      always: for each input, True if it stays even if unused.
     """
     inner: Any = jaxpr
     pruned: Any
@@ -198,7 +198,7 @@ def live_part(
 def abstract_eval(
     primitive: Primitive, avals: Sequence[Any], params: Mapping[str, Any]
 ) -> list[Any]:
-    """The output types of one equation, as the primitive itself states them."""
+    """Return the output types of one equation, by the primitive's own rule."""
     out, _ = primitive.abstract_eval(*avals, **params)
     return list(out) if primitive.multiple_results else [out]
 
@@ -211,11 +211,11 @@ def equations(jaxpr: Any) -> Iterator[JaxprEqn]:
 
 
 def equations_inside(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
-    """Yield the equations in the bodies of an equation, and in those of theirs."""
+    """Yield the equations in the bodies of an equation, at any depth."""
     for body in jaxprs_in_params(eqn.params):
         yield from equations(body)
 
 
 def resized(aval: Any, axis: int, size: int) -> Any:
-    """A type with another size along one axis."""
+    """Return a type with another size along one axis."""
     return aval.update(shape=(*aval.shape[:axis], size, *aval.shape[axis + 1 :]))

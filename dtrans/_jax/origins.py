@@ -1,4 +1,4 @@
-"""Where an equation comes from: its name stack, and who wrote it."""
+"""Origin of an equation: its name stack, user line, and author."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from dtrans._jax.imports import JaxprEqn
 
 
 def scope_of(eqn: JaxprEqn) -> str:
-    """The name stack of an equation as text, e.g. `transpose(jvp(dense))/dot`."""
+    """Return the name stack of an equation as text, e.g. `transpose(jvp(dense))/dot`."""
     return str(eqn.source_info.name_stack)
 
 
 def within_scope(eqn: JaxprEqn, outer: JaxprEqn) -> JaxprEqn:
-    """`eqn`, inlined out of the call `outer`, under the name stack it had inside that call.
+    """Return `eqn`, inlined out of the call `outer`, under its name stack inside that call.
 
-    It takes over the call's traceback: a jitted function is traced once, and its equations remember
-    who called it first, which may have been another program.
+    It takes the call's traceback: a jitted function is traced once, and its equations have the
+    traceback of its first caller, which may be another program.
     """
     info, call = eqn.source_info, outer.source_info
     stack = call.name_stack + info.name_stack if len(call.name_stack) else info.name_stack
@@ -26,17 +26,16 @@ def within_scope(eqn: JaxprEqn, outer: JaxprEqn) -> JaxprEqn:
 
 
 def from_line_of(eqn: JaxprEqn, source: JaxprEqn) -> JaxprEqn:
-    """`eqn`, written for the sake of `source`: its name stack, and its line."""
+    """Return `eqn` with the name stack and line of `source`, for which it was written."""
     return eqn.replace(source_info=source.source_info)
 
 
 @functools.cache
 def _library_of(path: str) -> str:
-    """The library that a source file belongs to: `jax`, `jaxlib`, `optax` or `dtrans`; "" for a
-    file of the user.
+    """Return the library of a source file: `jax`, `jaxlib`, `optax` or `dtrans`; "" for a user's.
 
-    Files are compared with the folders that the libraries are imported from: a user's own folder
-    may be called so too.
+    Files are compared with the folders from which the libraries are imported, since a user's folder
+    may have the same name.
     """
     for library in ("jax", "jaxlib", "optax", "dtrans"):
         spec = importlib.util.find_spec(library)
@@ -47,8 +46,7 @@ def _library_of(path: str) -> str:
 
 
 def line_of(eqn: JaxprEqn) -> str:
-    """The user's line that an equation comes from, `model.py:12`; "" where no frame of its
-    traceback is the user's."""
+    """Return the user line of an equation, `model.py:12`; "" if its traceback has no user frame."""
     traceback = eqn.source_info.traceback
     for frame in [] if traceback is None else traceback.frames:
         if not _library_of(frame.file_name):
@@ -57,10 +55,10 @@ def line_of(eqn: JaxprEqn) -> str:
 
 
 def origin_of(eqn: JaxprEqn) -> str:
-    """Who wrote an equation, as far as its traceback tells: `optax.clip_by_global_norm`, or a
-    function's own name.
+    """Return the author of an equation by its traceback: `optax.clip_by_global_norm`, or a
+    function.
 
-    Of optax it is the transformation that is named: a function that has an `update` inside.
+    In optax the transformation is named: a function that contains an `update`.
     """
     traceback = eqn.source_info.traceback
     for frame in [] if traceback is None else traceback.frames:

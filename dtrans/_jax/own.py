@@ -1,4 +1,5 @@
-"""How primitives of this package are made: with their rules, in one call, and known by `OWN`."""
+"""Construction of this package's primitives, with their rules; `DTRANS_PRIMITIVES` has all of
+them."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ import jax
 from dtrans._jax.imports import Primitive, ad, batching, mlir
 
 
-OWN: set[Primitive] = set()
-IDENTITIES: set[Primitive] = set()  # those of them whose output is their first operand
+DTRANS_PRIMITIVES: set[Primitive] = set()
+IDENTITIES: set[Primitive] = set()  # primitives whose output is their first operand
 
 
 def new_primitive(
@@ -25,13 +26,15 @@ def new_primitive(
     transpose: Callable[..., Any] | None = None,
     multiple_results: bool = False,
 ) -> Primitive:
-    """A primitive with its rules.
+    """Return a primitive with its rules.
 
     Args:
-      types: the types of its outputs, from those of its operands and its parameters.
-      impl: what it does to arrays; None where nothing carries it out.
-      lower: its StableHLO; None for what `impl` is when it is traced.
-      jvp, batch, transpose: as JAX takes them; None where it has none.
+      name: its name.
+      types: types of its outputs, from those of its operands and its parameters.
+      impl: computation on arrays; None if nothing runs it.
+      lower: StableHLO; None to lower the trace of `impl`.
+      jvp, batch, transpose: rules of JAX; None for no rule.
+      multiple_results: True if it returns a list.
     """
     primitive = _new(name, multiple_results)
     primitive.def_abstract_eval(types)
@@ -51,8 +54,10 @@ def new_identity(
     batch: Callable[..., Any] | None = None,
     transpose: Callable[..., Any] | None = None,
 ) -> Primitive:
-    """A primitive whose output is its first operand. Without a rule of its own it batches as that
-    operand."""
+    """Return a primitive whose output is its first operand.
+
+    Without a batch rule it batches like that operand.
+    """
 
     def first(x: Any, *others: Any, **params: Any) -> Any:
         return x
@@ -73,40 +78,40 @@ def new_identity(
     return primitive
 
 
-class _KeptEffect(jax.debug.DebugEffect):
-    """The effect of an equation that does nothing, and is kept nevertheless.
+class _NoOpEffect(jax.debug.DebugEffect):
+    """Effect of an equation that does nothing, but must not be removed.
 
-    `jax.debug.DebugEffect` is what `jax.debug.print` has: loops, branches, rematerialised functions
-    and custom derivatives allow it, and what `jax.checkpoint` computes once more does not have it
-    again. JAX exports it and says nothing about it (0.10.2, 0.11.0). The effect of
-    `def_effectful_abstract_eval2` is refused under `jax.checkpoint`.
+    `jax.debug.print` has `jax.debug.DebugEffect`: loops, branches, rematerialised functions and
+    custom derivatives allow it, and recomputation in `jax.checkpoint` drops it. JAX exports it
+    without a promise (0.10.2, 0.11.0). `jax.checkpoint` refuses the effect of
+    `def_effectful_abstract_eval2`.
     """
 
     __str__ = lambda self: "Kept"
 
 
-_KEPT = frozenset({_KeptEffect()})
+_NO_OP = frozenset({_NoOpEffect()})
 
 
-def new_kept(name: str, *, jvp: Callable[..., Any], batch: Callable[..., Any]) -> Primitive:
-    """A primitive without results, whose equations are not removed as dead."""
+def new_effectful(name: str, *, jvp: Callable[..., Any], batch: Callable[..., Any]) -> Primitive:
+    """Return a primitive without results, whose equations are never removed as dead."""
     primitive = _new(name, multiple_results=True)
     primitive.def_impl(lambda *args, **params: [])
-    primitive.def_effectful_abstract_eval(lambda *avals, **params: ([], _KEPT))
+    primitive.def_effectful_abstract_eval(lambda *avals, **params: ([], _NO_OP))
     mlir.register_lowering(primitive, lambda ctx, *args, **params: [])
     _register(primitive, jvp, batch, None)
     return primitive
 
 
 def is_zero(tangent: Any) -> bool:
-    """Whether a tangent or cotangent is known to be zero."""
+    """Return True if a tangent or cotangent is a symbolic zero."""
     return type(tangent) is ad.Zero
 
 
 def _new(name: str, multiple_results: bool) -> Primitive:
     primitive = Primitive(name)
     primitive.multiple_results = multiple_results
-    OWN.add(primitive)
+    DTRANS_PRIMITIVES.add(primitive)
     return primitive
 
 

@@ -1,14 +1,14 @@
-"""One record of facts for each primitive of JAX, and the primitives that hold bodies.
+"""One record of facts for each primitive of JAX, and the primitives that have bodies.
 
 Every analysis and every writer of dtrans reads these records. Tables of functions by name, such as
-meanings in NumPy, stand where they are used.
+meanings in NumPy, are in the modules that use them.
 
-A fact holds for all equations of a primitive, whatever their parameters, unless its field names a
-condition. `tests/test_jax_primitives.py` checks each of them on numbers, and finds primitives
-without a record. Such a primitive has no facts: it is treated as the worst kind, with a warning
+A fact holds for all equations of a primitive, with any parameters, unless its field has a
+condition. `tests/test_jax_primitives.py` checks each fact on numbers, and finds primitives without
+a record. Those have no facts: they are treated as the worst kind, with a warning
 (`dtrans.errors.UnknownPrimitiveWarning`).
 
-Rules that take more than a fact are functions elsewhere: `dtrans.rows.rules` has those of rows.
+Rules that need more than a fact are functions elsewhere: `dtrans.rows.rules` has those of rows.
 Parameters of loops, branches and calls are in `dtrans._jax.equation_params`.
 """
 
@@ -25,13 +25,13 @@ from jax.lax import GatherScatterMode
 
 from dtrans._jax.imports import JaxprEqn
 from dtrans._jax.origins import line_of
-from dtrans._jax.own import IDENTITIES, OWN
+from dtrans._jax.own import DTRANS_PRIMITIVES, IDENTITIES
 from dtrans.errors import UnknownPrimitiveWarning
 
 
 SCAN, WHILE, COND = "scan", "while", "cond"
 LOOPS = (SCAN, WHILE)
-REMAT = ("remat2", "remat", "checkpoint")  # as JAX calls, or has called, `jax.checkpoint`
+REMAT = ("remat2", "remat", "checkpoint")  # names of `jax.checkpoint` over JAX's versions
 CALLS = (
     "closed_call",
     "core_call",
@@ -43,7 +43,7 @@ JIT = ("jit", "pjit")
 
 # -- facts -----------------------------------------------------------------------------------------
 
-Operands = tuple[Any, ...]  # positions of operands; a final ellipsis stands for all that follow
+Operands = tuple[Any, ...]  # positions of operands; a final ellipsis means all that follow
 Condition = Callable[[JaxprEqn], bool]
 
 
@@ -65,48 +65,40 @@ def _two_axes(eqn: JaxprEqn) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class PrimitiveFacts:
-    """Facts about one primitive. A field that is left out promises nothing.
+    """Facts about one primitive; a default field promises nothing.
 
-    "Fixed" operands are those that a field does not name: they may have any values, the same in all
-    runs compared.
+    "Fixed" operands are those that a field does not name: they may have any values, equal in all
+    compared runs.
 
     Attributes:
-      elementwise: an output at some index reads its operands at that index alone. Operands have the
+      elementwise: an output at an index reads its operands at that index alone. Operands have the
         shape of the outputs, or are scalars; `dtrans.rows.rules` also accepts dimensions of size 1.
-      moves: every entry of an output is an entry of one of these operands. Fixed operands and
-        parameters alone choose which. So the primitive commutes with every function that is applied
-        to each entry of these operands. Where there are as many outputs as such operands, each
-        output consists of its own.
-      moves_if: the equations for which `moves` holds.
-      keeps_order: the equations whose outputs have all of the operand that they consist of, in
-        row-major order. Dimensions may split and merge, and entries may be repeated along new
-        dimensions, or along those of size 1. So an output with the shape of that operand is that
-        operand.
-      linear_in: groups of operands. The outputs are linear in the operands of one group jointly,
-        the others being fixed: f(a*x + b*y) = a*f(x) + b*f(y) for real numbers a and b, but for
-        rounding. Several groups mean that the outputs are linear in each of them, and not in their
-        union.
-      linear_if: the equations for which `linear_in` holds.
-      scales_in: f(c*x) = c*f(x) for every real number c > 0, where all these operands are
-        multiplied, the others being fixed. Groups of `linear_in` have this as well, and are not
-        repeated here.
-      scales_if: the equations for which `scales_in` holds.
-      scale_free_in: f(c*x) = f(x) for every real number c > 0, where all these operands are
-        multiplied.
-      keeps_zero: the equations that make zeros of zeros, where every operand is zero everywhere.
-        What is linear does so too, in a group of operands that are zeros, where fixed operands are
-        finite.
-      axes: the parameter that names axes of operand 0. Along every other axis, an index of the
-        outputs reads that index of the operands alone. Outputs have the axes of the operands, but
-        without those named where `reduces` is set.
-      last_axes: that many axes at the end of every operand and output are what `axes` names.
-      reduces: the operation by which the entries along `axes` become one. Partial results are
-        joined by the same operation; "position" is that of the first best entry, and cannot be
-        joined so.
-      flops: the floating-point operations of an equation, as `dtrans.ir.cost` counts them: "none";
-        one for each entry of its "outputs", its "inputs" or its "updates" (the last operand);
-        "window", one for each output and entry of its window; or "product", a multiplication and an
-        addition for each term.
+      moves: every entry of an output is an entry of one of these operands; only fixed operands and
+        parameters choose which. So the primitive commutes with every function of single entries.
+        With as many outputs as such operands, each output has entries of its own operand.
+      moves_if: equations for which `moves` holds.
+      keeps_order: equations whose outputs have all entries of their operand, in row-major order.
+        Dimensions may split and merge, and entries may be repeated along new dimensions, or along
+        those of size 1. An output with the shape of its operand equals that operand.
+      linear_in: groups of operands. Outputs are jointly linear in one group with the others fixed:
+        f(a*x + b*y) = a*f(x) + b*f(y) for real a and b, up to rounding. With several groups,
+        outputs are linear in each, but not in their union.
+      linear_if: equations for which `linear_in` holds.
+      scales_in: f(c*x) = c*f(x) for every real c > 0 that multiplies all these operands, the others
+        being fixed. Groups of `linear_in` have this too, and are not repeated.
+      scales_if: equations for which `scales_in` holds.
+      scale_free_in: f(c*x) = f(x) for every real c > 0 that multiplies all these operands.
+      keeps_zero: equations that return zeros if every operand is zero. Linear equations also return
+        zeros for a group of zeros, if fixed operands are finite.
+      axes: parameter that names axes of operand 0. Along every other axis, an index of the outputs
+        reads that index of the operands alone. Outputs have the axes of the operands; `reduces`
+        removes the named ones.
+      last_axes: number of trailing axes of every operand and output with the role of `axes`.
+      reduces: operation that reduces entries along `axes`. It also combines partial results, except
+        "position" (the first best entry).
+      flops: count of floating-point operations for `dtrans.ir.cost`: "none". "outputs", "inputs" or
+        "updates" (the last operand): one for each entry. "window": one for each output and entry of
+        its window. "product": a multiplication and an addition for each term.
     """
 
     elementwise: bool = False
@@ -130,7 +122,7 @@ def _is_inexact(eqn: JaxprEqn) -> bool:
 
 
 def _converts_linearly(eqn: JaxprEqn) -> bool:
-    """Return True for casts between floating types, and where a value only loses its weak type."""
+    """Return True for casts between floating types, or if only a weak type changes."""
     ends = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
     return ends[0] == ends[1] or all(jnp.issubdtype(t, jnp.floating) for t in ends)
 
@@ -140,7 +132,7 @@ def _fills_nothing(eqn: JaxprEqn) -> bool:
 
 
 def _fills_linearly(eqn: JaxprEqn) -> bool:
-    """Return True if entries out of bounds become 0 or nan: sums of these are what they are."""
+    """Return True if entries out of bounds become 0 or nan, which sums preserve."""
     value = eqn.params["fill_value"]
     return _fills_nothing(eqn) or (
         _is_inexact(eqn) if value is None else bool(value == 0 or np.isnan(value))
@@ -148,8 +140,7 @@ def _fills_linearly(eqn: JaxprEqn) -> bool:
 
 
 def _writes_updates(eqn: JaxprEqn) -> bool:
-    """Return True for `x.at[i].set`; `x.at[i].apply` is the same primitive with a function of its
-    own."""
+    """Return True for `x.at[i].set`; `x.at[i].apply` has the same primitive with a function."""
     return eqn.params["update_jaxpr"] is None
 
 
@@ -279,7 +270,7 @@ RECORDS: tuple[tuple[str, PrimitiveFacts], ...] = (
         _F(last_axes=_two_axes),
     ),
     ("fft", _F(linear_in=((0,),), last_axes=lambda eqn: len(eqn.params["fft_lengths"]))),
-    # counters, keys, and what places arrays
+    # counters, keys, and placement of arrays
     (
         "device_put dce_sink empty empty2 iota pbroadcast pvary random_seed random_unwrap "
         "random_wrap",
@@ -321,8 +312,7 @@ def linear_operands(eqn: JaxprEqn) -> list[tuple[int, ...]]:
 
 
 def linear_group(eqn: JaxprEqn, operands: Collection[int]) -> tuple[int, ...]:
-    """Return the operands that an equation is linear in together, among them these; empty if there
-    are none."""
+    """Return a jointly linear group that contains these operands; empty if there is none."""
     return next((group for group in linear_operands(eqn) if set(operands) <= set(group)), ())
 
 
@@ -338,7 +328,7 @@ def scaling_operands(eqn: JaxprEqn) -> list[tuple[int, ...]]:
 
 
 def moved_operands(eqn: JaxprEqn, out: int = 0) -> tuple[int, ...]:
-    """Return the operands of whose entries an output consists; empty if the equation computes."""
+    """Return the operands whose entries form an output; empty if the equation computes."""
     facts = facts_of(eqn)
     if not facts.moves or not facts.moves_if(eqn):
         return ()
@@ -347,19 +337,19 @@ def moved_operands(eqn: JaxprEqn, out: int = 0) -> tuple[int, ...]:
 
 
 def same_operand(eqn: JaxprEqn, out: int = 0) -> int | None:
-    """Return the operand that an output is; None if it is none of them."""
+    """Return the operand that an output equals; None if there is none."""
     moved = moved_operands(eqn, out) if facts_of(eqn).keeps_order(eqn) else ()
     return next((i for i in moved if eqn.invars[i].aval.shape == eqn.outvars[out].aval.shape), None)
 
 
 def zeros_by(eqn: JaxprEqn, zeros: Collection[int]) -> tuple[int, ...] | None:
-    """Return the operands that have to be finite if the outputs are zeros where some operands are
-    zeros.
+    """Return the operands that must be finite for outputs to be zeros; None if outputs may differ.
 
-    A divisor among them must not be zero either. None if the outputs may be other numbers.
+    A divisor among them must not be zero either.
 
     Args:
-      zeros: the operands that are zeros everywhere.
+      eqn: the equation.
+      zeros: operands that are zeros everywhere.
     """
     if len(zeros) == len(eqn.invars) and facts_of(eqn).keeps_zero(eqn):
         return ()
@@ -373,19 +363,18 @@ def zeros_by(eqn: JaxprEqn, zeros: Collection[int]) -> tuple[int, ...] | None:
 
 
 def is_rearrangement(eqn: JaxprEqn) -> bool:
-    """Return True if an equation only moves the entries of its one operand. Marks of this package
-    are none."""
+    """Return True if an equation only moves the entries of its one operand; marks are not."""
     return len(eqn.invars) == 1 and moved_operands(eqn) == (0,) and not is_identity(eqn)
 
 
 def mixed_axes(eqn: JaxprEqn) -> tuple[int, ...] | None:
-    """Return the axes of operand 0 along which entries meet; None if that is not known."""
+    """Return the axes of operand 0 along which entries are combined; None if unknown."""
     facts, ndim = facts_of(eqn), eqn.invars[0].aval.ndim if eqn.invars else 0
     if last := facts.last_axes(eqn):
         return tuple(range(max(0, ndim - last), ndim))
     if not facts.axes:
         return None
-    axes = eqn.params.get(facts.axes, -1)  # of `top_k` once the last axis, which had no parameter
+    axes = eqn.params.get(facts.axes, -1)  # `top_k` of older JAX has no parameter: the last axis
     return tuple(int(d) % ndim for d in (axes if isinstance(axes, (tuple, list)) else (axes,)))
 
 
@@ -396,18 +385,17 @@ def _positions(group: Operands, eqn: JaxprEqn) -> tuple[int, ...]:
 
 
 def is_known(eqn: JaxprEqn) -> bool:
-    """Return True if the primitive of an equation has a record, or is dtrans's own."""
-    return eqn.primitive.name in FACTS or eqn.primitive in OWN
+    """Return True if the primitive is in one of the tables above or is dtrans's own."""
+    return eqn.primitive.name in FACTS or eqn.primitive in DTRANS_PRIMITIVES
 
 
 def is_identity(eqn: JaxprEqn) -> bool:
-    """Return True if an equation is a mark of this package, whose output is its first operand."""
+    """Return True if an equation is a mark of this package: its output is its first operand."""
     return eqn.primitive in IDENTITIES
 
 
 def warn_if_unknown(eqn: JaxprEqn, effect: str) -> None:
-    """Warn of an equation whose primitive has no record, and of the effect: `is treated as mixing
-    rows: ...`."""
+    """Warn of a primitive without a record, and of the effect: `is treated as mixing rows: ...`."""
     if not is_known(eqn):
         line = line_of(eqn)
         name = eqn.primitive.name + (f" ({line})" if line else "")

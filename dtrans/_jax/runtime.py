@@ -1,4 +1,4 @@
-"""What JAX knows of its devices and of the processes that it connected."""
+"""State of JAX: its devices, and the processes that it connected."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from dtrans.errors import TraceError
 
 
 def backends_started() -> bool:
-    """Whether JAX has made its devices, after which processes can no longer be connected.
+    """Return True if JAX has created its devices; processes cannot be connected any more.
 
-    JAX has no public way to ask. An option that must be set before tells it: another value is then
-    refused.
+    JAX has no public function for it. An option that must be set earlier shows it: a new value is
+    then refused.
     """
     config: Any = jax.config
     had = config.jax_num_cpu_devices
@@ -29,18 +29,16 @@ def backends_started() -> bool:
 
 
 def is_varying(x: Any) -> bool:
-    """Whether a value has a type that says over which axes of a `shard_map` it varies
-    (`check_vma=True`)."""
+    """Return True if a value's type varies over axes of a `shard_map` (`check_vma=True`)."""
     of: Any = jax.typeof(x)
     kind = getattr(of, "manual_axis_type", None)  # since 0.10
     return bool(kind.varying if kind is not None else getattr(of, "vma", ()))
 
 
 def gloo_scatters_wrongly() -> bool:
-    """Whether a reduce-scatter on CPUs may give wrong numbers here, without an error: over Gloo,
-    before 0.12.
+    """Return True if reduce-scatters on CPUs may be silently wrong: over Gloo, before 0.12.
 
-    Of 48 of 16 MB between two processes 2 were wrong (jax#40830); all-reduces and all-gathers are
+    Of 48 of 16 MB between two processes, 2 were wrong (jax#40830); all-reduces and all-gathers are
     right. Gloo carries out collectives on CPUs, within one process too, once `jax.distributed` is
     initialised.
     """
@@ -52,15 +50,17 @@ def gloo_scatters_wrongly() -> bool:
 
 
 def let_gloo_bind(host: str) -> bool:
-    """Let Gloo bind an address of this host, and tell it to the others, in place of what the host's
-    name resolves to.
+    """Make Gloo bind an address of this host and publish it, instead of the host name's address.
 
     Call it between `jax.distributed.initialize` and the first use of a device. JAX's own factory of
-    CPU devices names no address, and Gloo then takes that of `gethostname()`, which is 127.0.1.1 on
-    Debian.
+    CPU devices passes no address, and Gloo then takes that of `gethostname()`, which is 127.0.1.1
+    on Debian.
+
+    Args:
+      host: the address.
 
     Returns:
-      False where this JAX has no way to say so.
+      False if this JAX does not support it.
     """
     utils: Any = multihost_utils
     try:
@@ -77,14 +77,14 @@ def let_gloo_bind(host: str) -> bool:
 
 
 def job_size() -> tuple[int, int]:
-    """Return the number of this process and the number of processes, without making devices."""
+    """Return the index of this process and the number of processes, without creating devices."""
     return int(_of_job("process_id")), int(_of_job("num_processes"))
 
 
 def bulletin_board() -> Any:
-    """The key-value store of the job that `jax.distributed` connected.
+    """Return the key-value store of the job that `jax.distributed` connected.
 
-    JAX has no documented way to it; this one goes by what `multihost_utils` itself uses.
+    JAX has no documented access to it; `multihost_utils` itself uses the same one.
     """
     client = _of_job("client")
     assert client is not None, "jax.distributed is not initialized"
@@ -92,28 +92,26 @@ def bulletin_board() -> Any:
 
 
 def detected_coordinator(timeout: int) -> str:
-    """Return where JAX's own detection of schedulers puts the coordinator, `host:port`; empty where
-    it finds none.
+    """Return the coordinator that JAX detects from schedulers, `host:port`; empty if none.
 
-    JAX has no public way to ask before it connects.
+    JAX has no public function for it before it connects.
     """
     utils: Any = multihost_utils
     try:
         detect = utils.distributed.clusters.ClusterEnv.auto_detect_unset_distributed_params
     except AttributeError:
         return ""
-    given = os.environ.get("JAX_COORDINATOR_ADDRESS")
-    return str(given or detect(None, None, None, None, None, timeout)[0] or "")
+    address = os.environ.get("JAX_COORDINATOR_ADDRESS")
+    return str(address or detect(None, None, None, None, None, timeout)[0] or "")
 
 
 def has_coordinator_mtls() -> bool:
-    """Return True if this JAX can protect its coordinator by mutual TLS (JAX_MTLS_CERT_FILE and
-    others)."""
+    """Return True if JAX supports mutual TLS of its coordinator (JAX_MTLS_CERT_FILE and others)."""
     return hasattr(jax.config, "jax_mtls_cert_file")
 
 
 def coordinator() -> str:
-    """The address at which `jax.distributed` connected the processes of the job, `host:port`."""
+    """Return the coordinator address at which `jax.distributed` connected, `host:port`."""
     return str(_of_job("coordinator_address"))
 
 

@@ -1,15 +1,13 @@
-"""Meshes and shardings that a user's arrays, constants and contexts have: programs of this package
-carry none.
+"""Removal of a user's meshes and shardings from arrays, constants and contexts.
 
-From 0.8 the type of a value names the mesh that it is traced on, and with Explicit axes its
-sharding too. A program that was traced with arrays on a user's mesh could run on no other. So types
-are stripped of both, and equations that only say where a value should be are left out: the plan
-says that.
+From JAX 0.8 the type of a value has the mesh that it is traced on, and with Explicit axes its
+sharding too. A program traced with arrays on a user's mesh could run on no other. So both are
+removed from types, and equations that only place a value are dropped: the plan decides placement.
 
     without_mesh        leave the mesh that `jax.set_mesh` has set
     plain_type          the type of an argument
     plain_jaxpr         a jaxpr, with its constants
-    plain_array         an array that is given to a program
+    plain_array         an array that is passed to a program
 """
 
 from __future__ import annotations
@@ -30,9 +28,9 @@ from dtrans._jax.jaxprs import closed, constants, equations, is_traced, map_bodi
 from dtrans.errors import TraceError
 
 
-# they hand their operand on, and say where it should be
+# these return their operand with another placement
 _MOVES = frozenset({"sharding_constraint", "reshard", "mesh_cast"})
-_SAYS_WHERE = ("sharding", "out_sharding")  # parameters of other equations
+_SAYS_WHERE = ("sharding", "out_sharding")  # placement parameters of other equations
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -51,7 +49,7 @@ def current_mesh() -> Mesh | None:
 
 @contextlib.contextmanager
 def within_mesh(mesh: Mesh | None) -> Iterator[None]:
-    """Set a mesh as `jax.set_mesh` does, or leave the one that is set."""
+    """Set a mesh as `jax.set_mesh` does; None leaves the current one."""
     if mesh is None and jax.sharding.get_abstract_mesh().empty:
         yield
         return
@@ -75,8 +73,7 @@ def without_mesh(fn: Callable[P, R]) -> Callable[P, R]:
 
 
 def plain_type(x: Any) -> Any:
-    """Return the type of an array, for a trace that is not to know where it is. Anything else
-    stays."""
+    """Return the type of an array without its placement; other values are returned unchanged."""
     if isinstance(x, jax.ShapeDtypeStruct) or (isinstance(x, jax.Array) and not is_traced(x)):
         return jax.ShapeDtypeStruct(
             x.shape, x.dtype, weak_type=bool(getattr(x, "weak_type", False))
@@ -85,8 +82,7 @@ def plain_type(x: Any) -> Any:
 
 
 def plain_array(x: Any) -> Any:
-    """Return an array without Explicit axes in its type, so that it can be put elsewhere; its data
-    stay."""
+    """Return an array without Explicit axes in its type, so that it can be moved; data stay."""
     if not isinstance(x, jax.Array) or is_traced(x):
         return x
     at = x.sharding
@@ -97,7 +93,7 @@ def plain_array(x: Any) -> Any:
 
 
 def _plain_constant(x: Any) -> Any:
-    """Return a constant as an array that is nowhere in particular."""
+    """Return a constant as an uncommitted array."""
     if (
         not isinstance(x, jax.Array)
         or is_traced(x)
@@ -106,9 +102,8 @@ def _plain_constant(x: Any) -> Any:
         return x
     if not (x.is_fully_addressable or x.is_fully_replicated):
         raise TraceError(
-            f"the step closes over an array of shape {tuple(x.shape)} of which other processes "
-            "hold parts: let it be "
-            "an argument of the step"
+            f"the step closes over an array of shape {tuple(x.shape)} partly stored in "
+            "other processes; pass it as an argument of the step"
         )
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(
@@ -122,18 +117,16 @@ def _plain_constant(x: Any) -> Any:
 
 @without_mesh
 def plain_jaxpr(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
-    """Return a jaxpr without meshes and shardings: those of its types, and those that its equations
-    ask for."""
+    """Return a jaxpr without meshes and shardings in its types and equations."""
     return _Plain().closed(jaxpr)
 
 
 class _Plain:
-    """Strips jaxprs; one that several equations share is stripped once."""
+    """Rewriter of jaxprs; a jaxpr that several equations share is rewritten once."""
 
     def __init__(self) -> None:
-        self._met: dict[
-            int, tuple[Any, Any]
-        ] = {}  # id to the jaxpr, which lives as long as this, and the new one
+        # id to the jaxpr, stored so that its id stays valid, and the new one
+        self._met: dict[int, tuple[Any, Any]] = {}
 
     def closed(self, jaxpr: Any) -> Any:
         values = constants(jaxpr)
@@ -148,30 +141,29 @@ class _Plain:
         inner = opened(jaxpr)
         env: dict[Var, Atom] = {}
 
-        def made(v: Var) -> Var:
+        def renamed(v: Var) -> Var:
             env[v] = Var(_plain_aval(v.aval))
             return env[v]  # type: ignore[return-value]
 
         def read(a: Atom) -> Atom:
             return Literal(a.val, _plain_aval(a.aval)) if isinstance(a, Literal) else env[a]
 
-        constvars, invars = ([made(v) for v in vs] for vs in (inner.constvars, inner.invars))
+        constvars, invars = ([renamed(v) for v in vs] for vs in (inner.constvars, inner.invars))
         eqns = []
         for eqn in inner.eqns:
             operands = [read(a) for a in eqn.invars]
             if _only_moves(eqn):
                 env |= zip(eqn.outvars, operands, strict=True)
                 continue
-            outs = [made(v) for v in eqn.outvars]
+            outs = [renamed(v) for v in eqn.outvars]
             changes = {"invars": operands, "outvars": outs, "params": self._params(eqn)}
             eqns.append(eqn.replace(**changes, ctx=_plain_context(eqn.ctx)))
         new = closed(constvars, values, invars, [read(a) for a in inner.outvars], eqns, jaxpr)
         return new if isinstance(jaxpr, ClosedJaxpr) else opened(new)
 
     def _params(self, eqn: JaxprEqn) -> dict[str, Any]:
-        if (
-            eqn.primitive.name == "shard_map"
-        ):  # a step that communicates by itself, which planners refuse
+        # a step that communicates itself, which planners refuse
+        if eqn.primitive.name == "shard_map":
             return dict(eqn.params)
         params = map_bodies(eqn.params, self.closed)
         if "ctx_mesh" in params:
@@ -184,8 +176,7 @@ class _Plain:
 
 @functools.cache
 def _plain_context(context: Any) -> Any:
-    """Return what an equation is bound within, such as a mesh and a kind of random bits, without
-    the mesh."""
+    """Return the context of an equation (kind of random bits, ...) without its mesh."""
     with context.manager, jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
         (eqn,) = opened(jax.make_jaxpr(lambda x: x + 1)(0.0)).eqns
     return eqn.ctx
@@ -193,14 +184,14 @@ def _plain_context(context: Any) -> Any:
 
 @functools.cache
 def _plain_call() -> dict[str, Any]:
-    """Return the parameters of a `jit` equation that asks for no placement."""
+    """Return the parameters of a `jit` equation without placement."""
     with within_mesh(None):
         (eqn,) = opened(jax.make_jaxpr(jax.jit(lambda x: x + 1))(0.0)).eqns
     return eqn.params
 
 
 def _is_placed(jaxpr: Any) -> bool:
-    """Return True if a type or an equation says where something is."""
+    """Return True if a type or an equation has a placement."""
     inner = opened(jaxpr)
     if any(_has_mesh(v.aval) for v in (*inner.constvars, *inner.invars)):
         return True
@@ -215,8 +206,7 @@ def _is_placed(jaxpr: Any) -> bool:
 
 
 def _only_moves(eqn: JaxprEqn) -> bool:
-    """Return True if an equation hands on its operands, and asks for a place in the memory of
-    devices."""
+    """Return True if an equation only places its operands in device memory."""
     if eqn.primitive.name == "device_put":
         targets = eqn.params["devices"]
         return all(

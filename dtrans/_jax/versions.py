@@ -1,7 +1,7 @@
-"""Which JAX this package was tested with.
+"""Versions of JAX that this package was tested with.
 
-The oldest is what pyproject.toml asks for. There is no upper bound, since none is known to fail:
-one that is newer than the newest tested may well work, and is said once.
+pyproject.toml has the oldest. There is no upper bound: a newer JAX than the newest tested one may
+work, and gives one warning.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NEWEST_TESTED = (0, 12, 0, 1)
 
 
 def warn_untested() -> None:
-    """Warn, once for each process, of a JAX that is newer than the newest that was tested."""
+    """Warn, once for each process, if JAX is newer than the newest tested version."""
     if _numbers(jax.__version__)[:2] > NEWEST_TESTED[:2]:
         tested = ".".join(map(str, NEWEST_TESTED))
         text = f"dtrans was tested with jax up to {tested}, and this is {jax.__version__}"

@@ -45,8 +45,8 @@ from dtrans._jax import (
     origin_of,
     resized,
     scan_counts,
+    scan_iterations,
     scan_length,
-    scan_turns,
     scope_of,
 )
 from dtrans.engine.array_fns import (
@@ -551,7 +551,7 @@ class SplitWriter(ShardValues):
             atoms.append(self.pieces.shard_row(self.shards.entries(size, row) >= 0))
         layouts = [*carry, *(row for _ in eqn.outvars[carried:])]
         types = [self.shards.cut(v.aval, x) for v, x in zip(eqn.outvars, layouts, strict=True)]
-        params = scan_turns(self.shards.local(size, row))
+        params = scan_iterations(self.shards.local(size, row))
         self._define(eqn, layouts, self.b.copy_with_bodies(eqn, [body], atoms, types, **params))
 
     # -- programs --------------------------------------------------------------------------------

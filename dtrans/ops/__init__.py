@@ -1,27 +1,26 @@
 """Communication as equations.
 
-Each primitive here has a type: it can be read, counted, costed, moved and tested, and a program
-that holds one cannot run until a realiser (`dtrans.run`) carries it out. One file for each
-collective among trainers, and for each other
-family:
+Each primitive here has a type: it can be inspected, counted, costed, moved and tested. A program
+with one cannot run until a realiser (`dtrans.run`) carries it out. Each collective among trainers
+has its own file, and so has each other family:
 
-    rpc               send, recv and their barriers: the parameter-server wire as a trainer sees it
-    lookup            split_ids, prefetch, send_rows, fake_init, init_on_use: tables of which trainers have some rows
-    split_concat      split_byref and concat: a leaf to its blocks and back
-    listen_and_serv   a whole parameter server as one equation
-    bootstrap         gen_nccl_id, broadcast: how trainers become a group, and start equal
-    collective        record of a collective: its type, its lowering, its meaning in NumPy, its way through servers
-    all_reduce        parts of a value, combined: among servers, or trainers on an axis
-    reduce_scatter    a sum; each trainer gets a piece
-    all_gather        parts of all trainers, one behind the other
-    all_to_all        rows exchanged among shards
-    after             an array, once another is there
-    trainer_index     number of a trainer
-    exact_sum         sums whose bits do not depend on how their parts are dealt out
-    moved_rows        rows that the host moves by their numbers, in steps that are traced to be verified
+rpc               send, recv and their barriers: the parameter-server protocol of a trainer
+lookup            split_ids, prefetch, send_rows, fake_init, init_on_use: tables by rows
+split_concat      split_byref and concat: a leaf to its blocks and back
+listen_and_serv   a full parameter server as one equation
+bootstrap         gen_nccl_id, broadcast: trainers connect, and start with equal values
+collective        record of a collective: type, lowering, meaning in NumPy, exchange through servers
+all_reduce        parts of a value, combined among servers, or among trainers on an axis
+reduce_scatter    a sum; each trainer gets a piece
+all_gather        parts of all trainers, concatenated
+all_to_all        rows exchanged among shards
+after             an array, once another exists
+trainer_index     index of a trainer
+exact_sum         sums whose bits do not depend on the placement of their parts
+moved_rows        rows that the host moves by their ids, in steps traced for verification
 
-A new collective is a new file, built with `new_collective`; any other family one built with
-`communication`. A realiser that does not know one of its primitives refuses by name.
+A new collective is a new file that calls `new_collective`; another family calls `communication`. A
+realiser refuses unknown primitives by name.
 """
 
 from dtrans.ops.after import after_p as after_p

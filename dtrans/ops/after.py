@@ -1,9 +1,9 @@
-"""After: an array, once another is there.
+"""After: an array, once another exists.
 
     x = after x, y   []
 
-Whatever gathers the result can neither begin earlier nor be merged with an equal gather elsewhere.
-So a gathered array can be freed, and gathered again.
+A gather of the result cannot start earlier, nor merge with an equal gather elsewhere. A gathered
+array can then be freed, and gathered again.
 """
 
 from __future__ import annotations
@@ -18,25 +18,26 @@ from dtrans.ops.primitive import communication
 
 
 def _over_axis(x: jax.Array, y: jax.Array) -> Sequence[Any]:
-    """XLA keeps `optimization_barrier`, except on CPUs: there it removes it before it merges equal
-    equations."""
+    """Return `x` after a barrier.
+
+    XLA keeps `optimization_barrier`, except on CPUs, where it removes it before it merges equal
+    equations.
+    """
     return [jax.lax.platform_dependent(x, y, cpu=_after_on_cpu, default=_after_elsewhere)]
 
 
 def _after_on_cpu(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Return `x` by a choice that is always the same; XLA does not know that, for it looks at
-    `y`."""
+    """Return `x` by a selection that is always true, which XLA cannot know since it reads `y`."""
     one = jax.lax.slice(y, (0,) * y.ndim, (1,) * y.ndim).reshape(()).astype(jnp.float32)
     return jnp.where(jnp.logical_or(one == one, one != one), x, jnp.zeros_like(x))
 
 
 def _after_elsewhere(x: jax.Array, y: jax.Array) -> jax.Array:
-    made: jax.Array = jax.lax.optimization_barrier((x, y))[0]
-    return made
+    result: jax.Array = jax.lax.optimization_barrier((x, y))[0]
+    return result
 
 
-# under vmap a barrier would give a slice, which all groups have, an axis for each group of what it
-# waits for
+# Under vmap a barrier would add the batch axis of `y` to `x`, which all groups share.
 after_p = communication(
     "after", lambda x, y: [x], over_axis=_over_axis, under_vmap=lambda x, y: [x]
 )

@@ -1,4 +1,4 @@
-"""All-gather: the parts of all trainers of an axis, one behind the other along a dimension.
+"""All-gather: the parts of all trainers on an axis, concatenated along a dimension.
 
 x... = all_gather x...   [name, over, size, axis]
 """
@@ -19,12 +19,11 @@ def _over_axis(*xs: Any, over: tuple[str, ...], axis: int, **_: Any) -> Sequence
 
 
 def _under_vmap(*xs: Any, over: tuple[str, ...], axis: int, **_: Any) -> Sequence[Any]:
-    """Gather over one axis after the other, the innermost first: vmap refuses a gather over
-    several."""
-    made = list(xs)
+    """Gather over one axis after the other, innermost first: vmap refuses several at once."""
+    parts = list(xs)
     for name in reversed(over):
-        made = [jax.lax.all_gather(x, name, axis=axis, tiled=True) for x in made]
-    return made
+        parts = [jax.lax.all_gather(x, name, axis=axis, tiled=True) for x in parts]
+    return parts
 
 
 all_gather_p = new_collective(

@@ -2,16 +2,15 @@
 
     x... = all_reduce x...   [op, name, owners, over]
 
-Among servers `over` is their endpoints: each of them has this equation, with one operand, under the
-same `name`, and gets the same result: the operands of `owners`, combined by `op` in the order of
-`owners`. A server that is not an owner has no rows of what is reduced; its operand is the identity
-of `op`, or anything: nothing reads it. A single owner makes it a broadcast.
+Among servers `over` has their endpoints. Each of them has this equation, with one operand and the
+same `name`, and gets the same result: the operands of `owners`, combined by `op` in their order. A
+server that is not an owner has no rows to reduce; its operand is ignored. A single owner makes it a
+broadcast.
 
-Among trainers `over` is the names of the axes that they are on, and `owners` is empty: all have
-parts.
+Among trainers `over` has the names of their mesh axes, and `owners` is empty: all have parts.
 
 Source: the all-reduce of MPI; in Paddle, `c_allreduce_{sum,prod,max,min}`
-  (paddle/fluid/operators/collective).
+(paddle/fluid/operators/collective).
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ from dtrans.ops.collective import new_collective
 from dtrans.ops.exact_sum import joined
 
 
-LAYERS = "layers"  # the name of reductions of gradients in a loop, layer by layer
+LAYERS = "layers"  # name of gradient reductions inside a loop over layers
 
-# how two parts are made one, by the name of the operation: a function of `jnp` and of `np`
+# operation to the function of `jnp` and `np` that combines two parts
 COMBINE: Mapping[str, str] = {
     "sum": "add",
     "prod": "multiply",
@@ -40,11 +39,11 @@ COMBINE: Mapping[str, str] = {
     "or": "bitwise_or",
     "xor": "bitwise_xor",
 }
-EXACT = "exact_sum"  # of parts as `dtrans.ops.exact_sum` makes them
+EXACT = "exact_sum"  # sum of parts of `dtrans.ops.exact_sum`
 
 
 def combine(op: str, parts: Sequence[Any], xp: Any = jnp) -> Any:
-    """The parts of a reduction, made one in their order; arrays of `xp`."""
+    """Combine the parts of a reduction in their order; parts are arrays of `xp`."""
     if op == EXACT:
         return functools.reduce(joined, parts)
     return functools.reduce(getattr(xp, COMBINE[op]), parts)
@@ -52,7 +51,7 @@ def combine(op: str, parts: Sequence[Any], xp: Any = jnp) -> Any:
 
 @functools.cache
 def identity_of(op: str, shape: tuple[int, ...], dtype: Any) -> Callable[[], jax.Array]:
-    """What changes nothing when it takes part in a reduction."""
+    """Return a function that returns the identity of a reduction."""
 
     kind = np.dtype(dtype)
     if op in ("max", "min"):
@@ -98,12 +97,12 @@ def _over_axis(*xs: Any, op: str, over: tuple[str, ...], **_: Any) -> Sequence[A
     if op in _REDUCE:
         reduced: Sequence[Any] = _REDUCE[op](xs, over)
         return reduced
-    # products and bits: XLA has no collective for them that all backends carry out; what is so
-    # reduced is small one axis after the other: vmap refuses a gather over several
-    made: Sequence[Any] = xs
+    # XLA has no collective for products and bits on all backends, and such values are small. One
+    # axis after the other: vmap refuses a gather over several.
+    parts: Sequence[Any] = xs
     for name in reversed(over):
-        made = [combine(op, list(jax.lax.all_gather(x, name))) for x in made]
-    return made
+        parts = [combine(op, list(jax.lax.all_gather(x, name))) for x in parts]
+    return parts
 
 
 all_reduce_p = new_collective(

@@ -2,13 +2,12 @@
 
     x... = all_to_all x...       [name, over, size, cut, joined]
 
-A value of which each of the `size` shards on the axes `over` has a piece along dimension `joined`,
-and all of it along `cut`, becomes one of which each has a piece along `cut`, and all of it along
-`joined`. Every shard sends each other one a `size`-th of what it has. Dimension `cut` is a multiple
-of `size`.
+The operand is sharded along dimension `joined` over the `size` shards on the axes `over`; the
+result is sharded along `cut`. Every shard sends each other one a `size`-th of its operand.
+Dimension `cut` is a multiple of `size`.
 
 Source: `MPI_Alltoall`; EPL's exchange of tokens among experts (epl/ops, `all_to_all` around
-  einsums).
+einsums).
 """
 
 from __future__ import annotations

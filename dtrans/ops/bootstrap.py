@@ -1,11 +1,10 @@
-"""How trainers become a group, and start equal.
+"""Bootstrap of trainers: they connect, and start with equal values.
 
     token = gen_nccl_id            [trainer_id, endpoints]
     x...  = broadcast token x...   [root, over]
 
-`gen_nccl_id` comes before everything else: the trainers at `endpoints` meet, and know one another
-from then on (in Paddle, trainer 0 makes NCCL's id and tells the others). `broadcast` gives all
-trainers what trainer `root` has.
+`gen_nccl_id` is the first equation: the trainers at `endpoints` rendezvous (in Paddle, trainer 0
+creates NCCL's id and sends it). `broadcast` sends the values of trainer `root` to all trainers.
 
 Source: paddle/fluid/operators/collective/gen_nccl_id_op.cc and c_broadcast_op.cc.
 """

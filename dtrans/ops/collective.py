@@ -1,12 +1,11 @@
-"""Collectives among trainers: all that the package knows of one is one record.
+"""Collectives among trainers: one record has all that the package knows of one.
 
     x... = NAME x...   [name, over, size?, PARAMS...]
 
-`over` is the names of the axes that trainers are on. An equation takes several operands, each by
-itself; `size`, the number of trainers, is there where types depend on it, and PARAMS say what
-becomes of an operand. A new collective is a file of this folder that calls `new_collective`, and a
-line in `__init__`: programs that have it are then lowered, counted and verified, and parameter
-servers carry it out.
+`over` has the names of the trainers' mesh axes. An equation takes several operands, each by itself.
+`size`, the number of trainers, is present if types depend on it, and PARAMS define the operation. A
+new collective is a file of this folder that calls `new_collective`, and a line in `__init__`.
+Programs with it are then lowered, counted and verified, and parameter servers carry it out.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from dtrans.ops.primitive import Lowering, communication
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Collective:
-    """Meanings of a collective.
+    """Record of a collective.
 
     Attributes:
-      primitive: of its equations, with the lowering over named axes (`OVER_AXIS`, `UNDER_VMAP`).
-      params: parameters of an equation that say what becomes of an operand: an operation, or
-        dimensions.
+      primitive: primitive of its equations, with the lowering over named axes (`OVER_AXIS`,
+        `UNDER_VMAP`).
+      params: parameters that define the operation: a reduction, or dimensions.
       type_of: type of a result, from that of its operand, the number of trainers, and the values of
         `params`.
       fits: returns True if the values of `params`, from a message, suit a shape and a number of
@@ -34,9 +33,9 @@ class Collective:
       result: result of one trainer, from the parts of all in their order. It also takes a function
         that returns this trainer's piece of an array along a dimension, `jnp` or `np`, and the
         values of `params`.
-      same_for_all: all trainers get the same result.
-      reduces: a result combines the parts of all entry by entry.
-      counts_results: bytes are those of the results, as of a gather; else those of the operands.
+      same_for_all: True if all trainers get the same result.
+      reduces: True if a result combines the parts of all entry by entry.
+      counts_results: True if bytes are those of results, as in a gather; else those of operands.
     """
 
     primitive: Primitive
@@ -68,16 +67,17 @@ def new_collective(
 ) -> Primitive:
     """Register a collective, and return its primitive.
 
+    Other arguments are those of `Collective`.
+
     Args:
-      over_axis, under_vmap: its lowering, as of `communication`.
-      check: asserts what else is true of its operands and parameters. The other arguments are those
-        of `Collective`.
+      over_axis, under_vmap: lowering, as in `communication`.
+      check: asserts further conditions of operands and parameters.
     """
 
-    def types(*operands: Any, **given: Any) -> list[Any]:
+    def types(*operands: Any, **values: Any) -> list[Any]:
         if check is not None:
-            check(*operands, **given)
-        return [type_of(x, given.get("size", 0), *(given[n] for n in params)) for x in operands]
+            check(*operands, **values)
+        return [type_of(x, values.get("size", 0), *(values[n] for n in params)) for x in operands]
 
     primitive = communication(name, types, over_axis=over_axis, under_vmap=under_vmap)
     record = Collective(
@@ -89,28 +89,27 @@ def new_collective(
 
 
 def collective_of(eqn: JaxprEqn) -> Collective | None:
-    """Return the collective that an equation is; None for any other equation."""
+    """Return the record of a collective equation; None for any other equation."""
     found: Collective | None = getattr(eqn.primitive, "collective", None)
     return found
 
 
 def moved_values(eqn: JaxprEqn) -> Sequence[Atom]:
-    """Return the values whose bytes a collective moves: the results of a gather, else the
-    operands."""
+    """Return the values whose bytes a collective moves: results of a gather, else operands."""
     record = collective_of(eqn)
     assert record is not None, eqn.primitive
     return eqn.outvars if record.counts_results else eqn.invars
 
 
 def way_of(eqn: JaxprEqn) -> tuple[Any, ...]:
-    """Return what an exchange through servers does to the operands of a collective (`exchange`)."""
+    """Return the collective and its parameters, for an exchange through servers (`exchange`)."""
     record = collective_of(eqn)
     assert record is not None, eqn.primitive
     return eqn.primitive.name, *(eqn.params[n] for n in record.params)
 
 
 def is_way(way: Any, shape: Sequence[int], trainers: int) -> bool:
-    """Return True if a way, from a message, is one of a collective, for a part of some shape."""
+    """Return True if a value from a message is a way of a collective for a shape."""
     if not isinstance(way, list) or not way or not isinstance(way[0], str):
         return False
     name, *values = way

@@ -1,24 +1,23 @@
-"""Sums of numbers whose bits do not depend on how the numbers are dealt out, nor on the order of
-their parts.
+"""Sums whose bits depend neither on the placement of the numbers nor on the order of their parts.
 
 Each number is cut at fixed places into digits: those of the largest number, and some below. Digits
-of the same place are added up as integers, which is exact. Parts are made one by adding digits of
-the same place, from that of the largest number of all; what lies too far below it to count is left
-out, as it would have been of each number.
+of one place are added as integers, which is exact. Parts are combined by adding digits of one
+place, from that of the largest number of all. Digits too far below it are dropped, as they would
+have been in a single part.
 
     2.5 + 0.007 with three decimal digits     2 + 0, 5 + 0, 0 + 0     at places 0, -1, -2
 
-A sum is off by `n * 2 ** -32` of its largest number at most (float64: `2 ** -72`), and by its own
-rounding; see also Demmel and Nguyen, "Parallel Reproducible Summation" (2015).
+The error of a sum is at most `n * 2 ** -32` of its largest number (float64: `2 ** -72`), plus its
+own rounding; see Demmel and Nguyen, "Parallel Reproducible Summation" (2015).
 
-A part is a vector of integers: the place of its first digit, what there is of infinities and of
-NaN, and digits.
+A part is a vector of integers: the place of its first digit, flags of infinities and NaN, and
+digits.
 
-    part  = exact_part x            of the numbers (n,)
-    part  = exact_join part part    of several sums, one behind the other
+    part  = exact_part x            the numbers (n,)
+    part  = exact_join part part    parts of several sums, concatenated
     total = exact_total part
 
-The three are primitives, so that a reader of a program sees a sum and no bits
+The three are primitives, so that a reader of a program sees a sum instead of bits
 (`dtrans.verification.exact_rules`).
 """
 
@@ -37,25 +36,25 @@ from dtrans._jax import ShapedArray, new_primitive
 
 @dataclasses.dataclass(frozen=True)
 class DigitFormat:
-    """How numbers of one type are cut.
+    """Format of digits for one type of numbers.
 
     Attributes:
-      bits: of a digit.
-      count: how many digits of a part are kept.
-      whole: the type of integers.
+      bits: bits of a digit.
+      count: number of digits in a part.
+      integer: type of integers.
       mantissa: bits of a number behind its exponent.
-      bias: of the exponent.
+      bias: bias of the exponent.
     """
 
     bits: int
     count: int
-    whole: str
+    integer: str
     mantissa: int
     bias: int
 
     @property
     def size(self) -> int:
-        """The length of a part."""
+        """Length of a part."""
         return 2 + self.count
 
 
@@ -63,48 +62,51 @@ DIGITS = {
     "float32": DigitFormat(8, 5, "int32", 23, 127),
     "float64": DigitFormat(24, 4, "int64", 52, 1023),
 }
-MOST = 1 << 22  # numbers of a sum, whose digits an integer can hold
+MOST = 1 << 22  # numbers in a sum whose digits do not overflow
 
 _PLUS, _MINUS = 1, 2  # infinities; NaN is both
 
 
 def part_type(dtype: Any) -> ShapedArray:
-    """The type of a part of a sum of numbers of this type."""
+    """Return the type of a part of a sum of numbers with this type."""
     d = DIGITS[np.dtype(dtype).name]
-    return ShapedArray((d.size,), np.dtype(d.whole))
+    return ShapedArray((d.size,), np.dtype(d.integer))
 
 
 def part_of(x: jax.Array) -> jax.Array:
-    """Return the part of a sum that the numbers `(n,)` have."""
+    """Return the part of a sum of the numbers `(n,)`."""
     return exact_part_p.bind(x)
 
 
 def joined(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Join two parts: of several sums, one behind the other."""
+    """Combine two parts, each of several sums, concatenated."""
     return exact_join_p.bind(a, b)
 
 
 def sum_of(part: jax.Array) -> jax.Array:
-    """Return the sum: a number."""
+    """Return the sum of a part as a number."""
     return exact_total_p.bind(part)
 
 
 def _cut_numbers(x: jax.Array) -> jax.Array:
-    """Cut numbers into digits, and add up those of the same place."""
+    """Cut numbers into digits, and add those of one place."""
     d = DIGITS[x.dtype.name]
     low, high = (jnp.asarray(bound, x.dtype) for bound in (-jnp.inf, jnp.inf))
     largest, least = jax.lax.reduce((x, x), (low, high), _outermost, (0,))
     kinds = jnp.where(largest == jnp.inf, _PLUS, 0) | jnp.where(least == -jnp.inf, _MINUS, 0)
     kinds = jnp.where(jnp.isnan(largest), _PLUS | _MINUS, kinds)
-    exponent = jax.lax.bitcast_convert_type(jnp.maximum(largest, -least), d.whole) >> d.mantissa
+    exponent = jax.lax.bitcast_convert_type(jnp.maximum(largest, -least), d.integer) >> d.mantissa
     place = exponent // d.bits
     y = x * _power(d.bias - d.bits * place, x.dtype)  # below one digit
     cut = [jnp.trunc(y * float(1 << d.bits * k)) for k in range(d.count)]
     digits = [cut[0], *(low - high * (1 << d.bits) for high, low in itertools.pairwise(cut))]
     sums = jax.lax.reduce(
-        tuple(c.astype(d.whole) for c in digits), (jnp.zeros((), d.whole),) * d.count, _added, (0,)
+        tuple(c.astype(d.integer) for c in digits),
+        (jnp.zeros((), d.integer),) * d.count,
+        _added,
+        (0,),
     )
-    return jnp.stack([place, kinds.astype(d.whole), *sums])
+    return jnp.stack([place, kinds.astype(d.integer), *sums])
 
 
 def _outermost(a: Any, b: Any) -> tuple[jax.Array, jax.Array]:
@@ -129,7 +131,7 @@ def _round_digits(part: jax.Array) -> jax.Array:
     """Round the digits of a part to a number."""
     d, dtype = digit_format(part.dtype), _summed_type(part.dtype)
     place, kinds, *digits = part
-    below, carry = jnp.zeros((), dtype), jnp.zeros((), d.whole)
+    below, carry = jnp.zeros((), dtype), jnp.zeros((), d.integer)
     for k in range(d.count - 1, 0, -1):
         digit = digits[k] + carry
         carry = digit >> d.bits
@@ -144,26 +146,26 @@ def _round_digits(part: jax.Array) -> jax.Array:
 
 
 def _moved(parts: jax.Array, place: jax.Array, d: DigitFormat) -> jax.Array:
-    """The digits of parts, where the first is of another place; those that are then too many are
-    left out."""
+    """Return the digits of parts from another first place; digits beyond the last one are
+    dropped."""
     at = jnp.arange(d.count) - (place - parts[:, :1])
     moved = jnp.take_along_axis(parts[:, 2:], jnp.maximum(at, 0), 1)
     return jnp.where(at < 0, 0, moved)
 
 
 def _power(n: jax.Array, dtype: Any) -> jax.Array:
-    """Two to the power of `n`, exactly."""
+    """Return two to the power of `n`, exactly."""
     d = DIGITS[np.dtype(dtype).name]
-    return jax.lax.bitcast_convert_type((n + d.bias).astype(d.whole) << d.mantissa, dtype)
+    return jax.lax.bitcast_convert_type((n + d.bias).astype(d.integer) << d.mantissa, dtype)
 
 
 def digit_format(dtype: Any) -> DigitFormat:
-    """Return how numbers are cut whose parts have a dtype."""
+    """Return the format of digits for parts with a dtype."""
     return DIGITS[_summed_type(dtype)]
 
 
 def _summed_type(dtype: Any) -> str:
-    return next(n for n, d in DIGITS.items() if d.whole == np.dtype(dtype).name)
+    return next(n for n, d in DIGITS.items() if d.integer == np.dtype(dtype).name)
 
 
 exact_part_p = new_primitive("exact_part", types=lambda x: part_type(x.dtype), impl=_cut_numbers)

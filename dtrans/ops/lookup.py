@@ -1,35 +1,35 @@
-"""Tables of which a trainer has only the rows that a step looks up.
+"""Tables by rows: a trainer has only the rows that a step looks up.
 
     uniq  = split_ids ids...        [table, rows, size]
-    X     = prefetch uniq           [table, epmap, names, spans, types, trainer_id, trainers, sync_mode]
-    token = send_rows uniq X        [table, epmap, names, spans, trainer_id, trainers, sync_mode]
+    X     = prefetch uniq           [table, epmap, names, spans, types, ...]
+    token = send_rows uniq X        [table, epmap, names, spans, ...]
     X     = fake_init               [table, shape, dtype]
     X, S... = init_on_use args...   [table, types, write]
-    X, S... = prefetch uniq         [table, epmap, names, spans, types, trainer_id, trainers, sync_mode]
-    X, S... = fake_init args...     [table, types, epmap, names, spans, write, trainer_id, trainers, sync_mode]
+    X, S... = prefetch uniq         [table, epmap, names, spans, types, ...]
+    X, S... = fake_init args...     [table, types, epmap, names, spans, write, ...]
 
-`split_ids` makes the ids of all lookups of a table unique, and sorts them; each must be one of
-`rows` rows. It has room for `size` ids, and `rows` stands where there are fewer. `prefetch` gets
-the rows of these ids from their servers, and zeros behind them. `send_rows` gives the gradient of
-these rows to the servers, as `send` gives that of a block. `spans` says which rows each server has:
-a run of them, or of buckets (`dtrans.rows.row_buckets`). With `communicator` both are left to what
-runs beside the program, as `send` and `recv` are (`dtrans.ops.rpc`).
+Here `...` is trainer_id, trainers, sync_mode.
 
-`fake_init` is what a trainer starts with in the place of a table of this shape: none of its rows.
-`init_on_use` stands for a server's rows of a table, and for the state of the optimizer that has a
-row for each of them. `write(n)` is the program of `n` of these rows, from their numbers and what
-the init is given. A server makes each row when it is first asked for; where the equation is run as
-a function, it makes all.
+`split_ids` returns the sorted unique ids of all lookups in a table; each is one of `rows` rows. It
+has room for `size` ids, and fills with `rows`. `prefetch` receives the rows of these ids from their
+servers, then zeros. `send_rows` sends the gradient of these rows to the servers, as `send` does for
+a block. `spans` has the rows of each server: a range, or buckets (`dtrans.rows.row_buckets`). With
+`communicator` both run in the background, as `send` and `recv` do (`dtrans.ops.rpc`).
 
-The last two are those of GEO-SGD (`geo_prefetch_p`, `geo_init_p`), where a trainer keeps the rows
-that it has looked up, and its own state of the optimizer for each of them. It begins with none of
-either. `prefetch` gives the rows of these ids as the trainer has them, and asks servers for those
-that it does not have. The state of a row begins as the init makes it: `write(n)` is the program of
-the state of `n` rows.
+`fake_init` returns a trainer's initial table: no rows. `init_on_use` stands for a server's rows of
+a table, and for optimizer state with a row for each of them. `write(n)` is the program of `n` of
+these rows, from their ids and the init's arguments. A server computes each row on first use; a
+function call of the equation computes all.
 
-Source: paddle/fluid/operators/distributed_ops/{split_ids,prefetch,lookup_sparse_table,fake_init}_op.cc and
-`split_selected_rows_op.cc`. Paddle's `merge_ids`, which gives rows in the order of ids, is a gather
-here.
+The last two belong to GEO-SGD (`geo_prefetch_p`, `geo_init_p`), where a trainer stores the rows
+that it has looked up. It has its own optimizer state for each of them. It starts without rows.
+`prefetch` returns the trainer's rows of these ids, and requests missing ones from servers. The
+state of a row starts with its init: `write(n)` is the program of the state of `n` rows.
+
+Source:
+paddle/fluid/operators/distributed_ops/{split_ids,prefetch,lookup_sparse_table,fake_init}_op.cc and
+`split_selected_rows_op.cc`. Paddle's `merge_ids`, which returns rows in the order of ids, is a
+gather here.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ geo_init_p = communication("fake_init", lambda *args, types, **_: list(types))
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowsProgram:
-    """The program of so many rows, from their numbers and what an init is given."""
+    """Program of `n` rows, from their ids and an init's arguments."""
 
     write: Callable[[int], ClosedJaxpr]
 

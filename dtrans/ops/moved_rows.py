@@ -1,11 +1,10 @@
-"""Rows that the host moves by their numbers, as an equation of a step that is traced to be
-verified.
+"""Rows that the host moves by their ids, as an equation of a step traced for verification.
 
     numbers..., X... = move_rows numbers..., X...    [fn, count, types]
 
-`fn` is the function that the host calls, of `count` arrays of integers and of the remaining arrays.
-It computes nothing of these: each entry of an output is an entry of one of them, or zero. Whoever
-evaluates the equation may call it with the places of entries. Nothing runs it.
+The host calls `fn` with `count` integer arrays and with the remaining arrays. It computes nothing:
+each entry of an output is an entry of an operand, or zero. An evaluator of the equation may call it
+with the positions of entries. The equation never runs.
 """
 
 from __future__ import annotations
@@ -30,8 +29,10 @@ def trace_move(
     """Trace a movement of rows.
 
     Args:
-      fn: takes numbers and arrays, and returns outputs.
-      types: the shape and dtype of each output.
+      fn: takes integer arrays and arrays, and returns outputs.
+      numbers: the integer arrays.
+      rows: the arrays.
+      types: shape and dtype of each output.
     """
     outs = [ShapedArray(shape, dtype) for shape, dtype in types]
     return move_rows_p.bind(*numbers, *rows, fn=fn, count=len(numbers), types=tuple(outs))

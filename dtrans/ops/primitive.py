@@ -1,10 +1,10 @@
 """Communication primitives: each has a type, and an error for a function that calls it.
 
-Those among trainers also have a lowering over named axes of JAX. A realiser uses it where it maps a
-program over them; everywhere else the primitive has no lowering.
+Collectives among trainers also have a lowering over named axes of JAX. A realiser uses it where it
+maps a program over them; elsewhere the primitive has no lowering.
 
-Order is by data: what must come after something takes its *token*, an empty boolean array.
-(Unordered host callbacks would be reordered by XLA, and the job dead-locks.)
+Data orders equations: one that must follow another takes its *token*, an empty boolean array. (XLA
+would reorder unordered host callbacks, and deadlock the job.)
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from dtrans.errors import NotRealisedError
 
 
 def token() -> ShapedArray:
-    """The type of a token: it orders equations and carries nothing."""
+    """Return the type of a token: it orders equations and has no data."""
     return ShapedArray((0,), jnp.bool_)
 
 
-Lowering: TypeAlias = Callable[..., Sequence[Any]]  # of operands and parameters, to results
+Lowering: TypeAlias = Callable[..., Sequence[Any]]  # (*operands, **params) to results
 OVER_AXIS: dict[Primitive, Lowering] = {}
-UNDER_VMAP: dict[Primitive, Lowering] = {}  # those that vmap needs in place of `OVER_AXIS`
+UNDER_VMAP: dict[Primitive, Lowering] = {}  # replace `OVER_AXIS` under vmap
 
 
 def communication(
@@ -38,17 +38,16 @@ def communication(
     """Return a primitive that only a realiser can carry out.
 
     Args:
+      name: name of the primitive.
       abstract_eval: returns the types of its results.
-      over_axis: the same in JAX, where a program is mapped over named axes.
-      under_vmap: the same where `vmap` maps it, if `over_axis` does not suit that.
+      over_axis: lowering in JAX, where a program is mapped over named axes.
+      under_vmap: lowering under `vmap`, if `over_axis` does not work there.
     """
 
     def refuse(*args: Any, **params: Any) -> NoReturn:
         raise NotRealisedError(
-            f"`{name}` is communication, which a plain function cannot carry out: run the program "
-            "with "
-            "dtrans.Executor(), "
-            "or the whole job with plan.on_mesh()"
+            f"`{name}` is communication, which a plain function cannot carry out; run the program "
+            "with dtrans.Executor(), or the whole job with plan.on_mesh()"
         )
 
     primitive = new_primitive(

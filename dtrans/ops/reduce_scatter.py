@@ -1,4 +1,4 @@
-"""Reduce-scatter: the sum of the parts of all trainers of an axis. Each trainer gets a piece.
+"""Reduce-scatter: the sum of the parts of all trainers on an axis; each trainer gets a piece.
 
     x... = reduce_scatter x...   [name, over, size, axis]
 
@@ -24,7 +24,7 @@ def _type_of(x: Any, size: int, axis: int) -> Any:
 
 
 def _over_axis(*xs: Any, over: tuple[str, ...], axis: int, **_: Any) -> Sequence[Any]:
-    """Scatter sums; over Gloo, which scatters wrongly before JAX 0.12, slice them."""
+    """Scatter sums; with Gloo, which scatters wrongly before JAX 0.12, reduce and slice."""
     scatter = partial(jax.lax.psum_scatter, axis_name=over, scatter_dimension=axis, tiled=True)
     if not gloo_scatters_wrongly():
         return [scatter(x) for x in xs]
@@ -36,8 +36,8 @@ def _reduce_and_slice(x: jax.Array, *, over: tuple[str, ...], axis: int) -> jax.
     """Return this trainer's piece of an all-reduce."""
     part = x.shape[axis] // jax.lax.axis_size(over)
     start = jax.lax.axis_index(over) * part
-    made: jax.Array = jax.lax.dynamic_slice_in_dim(jax.lax.psum(x, over), start, part, axis)
-    return made
+    piece: jax.Array = jax.lax.dynamic_slice_in_dim(jax.lax.psum(x, over), start, part, axis)
+    return piece
 
 
 reduce_scatter_p = new_collective(

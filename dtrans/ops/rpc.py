@@ -1,38 +1,40 @@
-"""The parameter-server wire, as a trainer sees it.
+"""Parameter-server protocol of a trainer.
 
-    token  = send X...            [epmap, names, trainer_id, trainers, sync_mode, sections?, communicator?, merge?]
+    token  = send X...            [epmap, names, ..., sections?, communicator?, merge?]
     token  = send_barrier token...  [endpoints, trainer_id, half_async?]
-    X...   = recv token           [epmap, names, types, trainer_id, trainers, sync_mode, sections?, communicator?]
+    X...   = recv token           [epmap, names, types, ..., sections?, communicator?]
     X...   = fetch_barrier X...   [endpoints, trainer_id, trainers?, sync_mode?, communicator?]
-    X...   = send X... (uniq X S...)...  [epmap, names, sections, push_every, trainer_id, trainers, tables?]
-    X...   = exchange X...        [endpoint, round, how, trainer_id, trainers, sync_mode]
+    X...   = send X... (uniq X S...)...  [epmap, names, sections, push_every, ..., tables?]
+    X...   = exchange X...        [endpoint, round, how, ...]
 
-`send` gives one gradient's blocks to their servers and does not wait. `send_barrier` says that all
-gradients of this step were sent. `recv` gives the newest blocks of one parameter: in sync mode
-those made of the gradients of all trainers. `fetch_barrier` says that they have arrived; where
-there is none, it says who asks.
+Here `...` is trainer_id, trainers, sync_mode.
 
-With `sections`, the rows of its blocks, an operand is a whole leaf that is cut when the program
-runs, and so is what `recv` gives (Paddle's `runtime_split_send_recv`). With `communicator`, both
-are left to what runs beside the program: `send` puts into its queue (`merge` says how it combines
-several), `recv` gives what it has received last, and `send_barrier` waits until it has sent all and
-received what was made of it. A step that receives nothing, since all leaves are tables, has a
-`fetch_barrier` after its last `send`.
+`send` sends one gradient's blocks to their servers and does not wait. `send_barrier` announces that
+all gradients of this step were sent. `recv` receives the newest blocks of one parameter: in sync
+mode those updated by the gradients of all trainers. `fetch_barrier` acknowledges their arrival;
+without blocks it identifies the trainer.
 
-The last is that of GEO-SGD (`geo_send_p`): its operands are parameters that the program has changed
-itself. Every `push_every` times what has changed in them since is given to the servers, and what
-others have changed is in its results; 0 in a startup program, which tells from where they are to be
-changed. Of each of its `tables`, by name with the number of arrays, it has the numbers of the rows
-that the step has looked up, these rows as the program has changed them, and their state; the
-trainer keeps these (`dtrans.ops.lookup`).
+`sections` has the rows of each block of a leaf: an operand is then a full leaf that is split when
+the program runs, and so is a result of `recv` (Paddle's `runtime_split_send_recv`). With
+`communicator`, both run in the background. `send` appends to its queue (`merge` says how it
+combines several), and `recv` returns the last received value. `send_barrier` waits until the queue
+is drained and the resulting parameters have arrived. A step that receives nothing, since all leaves
+are tables, has a `fetch_barrier` after its last `send`.
 
-`exchange` is what trainers tell each other in the middle of a synchronous step, through one of the
-servers: each operand is a part of a value that all have parts of, and `how` says what each becomes:
-the name of a collective and its parameters, such as ("all_reduce", op) or ("all_gather", axis)
-(`dtrans.ops.collective`). The rounds of a step are numbered.
+The second `send` belongs to GEO-SGD (`geo_send_p`): its operands are parameters that the program
+has updated itself. Every `push_every` times their changes since then are sent to the servers, and
+the results include the changes of others. `push_every` is 0 in a startup program, which registers
+the initial values. Each of its `tables` has a name and a number of arrays. Its operands are the ids
+of rows that the step has looked up, these rows as updated, and their state; the trainer stores them
+(`dtrans.ops.lookup`).
+
+`exchange` is a collective of trainers in the middle of a synchronous step, through one of the
+servers. Each operand is a part of a value. `how` has for each the name of a collective and its
+parameters, such as ("all_reduce", op) or ("all_gather", axis) (`dtrans.ops.collective`). The rounds
+of a step are numbered.
 
 Source: paddle/fluid/operators/distributed_ops/{send,recv,send_barrier,fetch_barrier}_op.cc;
-  `exchange` has none there.
+`exchange` has none there.
 """
 
 from __future__ import annotations
@@ -49,29 +51,28 @@ from dtrans.ops.collective import COLLECTIVES
 from dtrans.ops.primitive import communication, token
 
 
-DELTA = ".delta"  # what has changed in a block, as GEO-SGD calls it
-MAX_MERGED = 1000  # the most steps whose gradients may be sent as one
+DELTA = ".delta"  # suffix of the change of a block in GEO-SGD
+MAX_MERGED = 1000  # largest number of steps whose gradients may be sent as one
 
 
 @dataclasses.dataclass(frozen=True)
 class CommunicatorConfig:
-    """How gradients wait to be sent, and when parameters are received, where a step waits for
-    neither.
+    """Options of the background communicator: queue of gradients, and receives of parameters.
 
     Attributes:
-      max_merge_var_num: how many steps' gradients may be merged into one where the sending is
+      max_merge_var_num: largest number of steps whose gradients are merged into one, if sending is
         slower than the steps.
-      send_queue_size: how many steps' gradients may wait; a step that finds the queue full waits
-        for a place.
-      min_send_grad_num_before_recv: how often is sent before parameters are received again.
-      independent_recv_thread: go on sending, as often as that, while parameters are on their way.
-      merge: gradients by their "sum" or their "mean". "auto" is the sum where the update is linear
-        in the gradient, as that of SGD is, so that one update by the sum is what all of them would
-        have done; and else the mean. Nothing is merged where a count decides how a gradient is
-        used, as in `optax.MultiSteps`.
+      send_queue_size: largest number of steps whose gradients wait; a step blocks while the queue
+        is full.
+      min_send_grad_num_before_recv: number of sends before parameters are received again.
+      independent_recv_thread: True to continue sending while parameters are received.
+      merge: reduction of merged gradients, "sum" or "mean". "auto" is the sum if the update is
+        linear in the gradient, as in SGD: one update by the sum then equals several updates. Else
+        it is the mean. Gradients whose use depends on a count are never merged
+        (`optax.MultiSteps`).
 
     Raises:
-      ConfigError: a value that is out of range.
+      ConfigError: a value is out of range.
 
     Source: the environment variables `FLAGS_communicator_*` of
     paddle/fluid/operators/distributed/communicator.h; its `is_sgd_optimizer` is `merge` here. Its
@@ -99,9 +100,8 @@ class CommunicatorConfig:
         if self.min_send_grad_num_before_recv > self.send_queue_size:
             raise ConfigError(
                 f"min_send_grad_num_before_recv={self.min_send_grad_num_before_recv} must not be "
-                "more than "
-                f"send_queue_size={self.send_queue_size}: an answer is what tells that gradients "
-                "have arrived"
+                f"more than send_queue_size={self.send_queue_size}: only a reply acknowledges "
+                "gradients"
             )
         if self.max_merge_var_num > MAX_MERGED:
             raise ConfigError(
@@ -162,12 +162,13 @@ def _exchange(*parts: Any, how: Sequence[tuple[Any, ...]], trainers: int, **_: A
 def exchanged(
     way: Sequence[Any], parts: Sequence[Any], mine: Callable[[Any, int], Any], xp: Any = jnp
 ) -> Any:
-    """Return what a trainer gets in an `exchange` in this way, from the parts of all, in the order
-    of trainers.
+    """Return a trainer's result of an `exchange`, from the parts of all trainers in order.
 
     Args:
-      mine: this trainer's piece of an array, of as many as there are trainers, along a dimension.
-      xp: `jnp`, or `np` for arrays of NumPy.
+      way: name and parameters of the collective.
+      parts: parts of all trainers.
+      mine: returns this trainer's piece of an array along a dimension.
+      xp: `jnp`, or `np` for NumPy arrays.
     """
     name, *values = way
     return COLLECTIVES[name].result(parts, mine, xp, *values)

@@ -1,11 +1,11 @@
-"""A leaf to its blocks and back.
+"""Split of a leaf into its blocks, and concatenation of blocks.
 
     blocks... = split_byref X      [sections]
     X         = concat blocks...   [axis=0]
 
-They compute nothing, and a realiser does better than to carry them out as such: over endpoints a
-split is a view of the gradient's buffer, and a received block lands in the rows of its parameter,
-so that neither copies; on a mesh both are folded into the compiled pieces.
+They compute nothing, and realisers avoid copies for them. With endpoints, a split is a view of the
+gradient's buffer, and a received block is written into the rows of its parameter. On a mesh both
+are folded into the compiled pieces.
 
 Source: paddle/fluid/operators/distributed_ops/split_byref_op.cc.
 """

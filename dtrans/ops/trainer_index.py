@@ -1,4 +1,4 @@
-"""Number of a trainer on the axes `over`.
+"""Index of a trainer on the axes `over`.
 
 i = trainer_index   [over]
 """

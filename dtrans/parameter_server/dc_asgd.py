@@ -62,7 +62,7 @@ def compensated(
         _compensating(b, of[b.name].blocks, work, how) if b.role == OPTIMIZE and b.name in of else b
         for b in work.blocks
     )
-    held = dict(work.held)
+    held = dict(work.variables)
     for block in (x for unit in units for x in unit.blocks if _gradient(x) in work.grads):
         param = held[block.name]
         beside = lambda name, zeros=False, param=param: dataclasses.replace(
@@ -78,7 +78,7 @@ def compensated(
                     f"{name} is what servers call a copy of {block.name}: rename that leaf"
                 )
         held |= new
-    return dataclasses.replace(work, blocks=blocks, held=held)
+    return dataclasses.replace(work, blocks=blocks, variables=held)
 
 
 def kept_beside(mode: Mode) -> tuple[str, ...]:

@@ -163,7 +163,7 @@ def adds(step: Cut) -> Cut:
 def with_deltas(work: ServerWork, units: Sequence[Unit]) -> ServerWork:
     """The work of a server under Paddle's names: `params/w.block0.delta` for what is added."""
     names = {x.gradient(0, 1): x.name + DELTA for unit in units for x in unit.blocks}
-    for x in (x for unit in units for x in unit.blocks if x.name + DELTA in work.held):
+    for x in (x for unit in units for x in unit.blocks if x.name + DELTA in work.variables):
         raise ConfigError(
             f"{x.name + DELTA} is what servers call the change of {x.name}: rename that leaf"
         )

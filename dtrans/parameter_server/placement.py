@@ -71,7 +71,7 @@ def place(
     parts = len(endpoints) if options.slice_var_up else 1
     blocks = [b for n in free for b in _cut(n, leaves[n], parts, options.min_block_size)]
     tied = [
-        Unit(tuple(Block.whole(m, leaves[m]) for m in bound[n].leaves))
+        Unit(tuple(Block.from_leaf(m, leaves[m]) for m in bound[n].leaves))
         for n in leaves
         if _leads(n, bound)
     ]
@@ -89,13 +89,15 @@ def dispatched(placement: Placement, split_method: type[PSDispatcher]) -> Placem
     """
     check_dispatcher(split_method)
     members = {u.name: u for units in placement.units.values() for u in units}
-    tied = [members[n] for n in placement.blocks if n in placement.whole and n in members]
+    tied = [members[n] for n in placement.blocks if n in placement.unsliced and n in members]
     blocks = [
         dataclasses.replace(b, endpoint="")
         for leaf in placement.order
         for b in placement.blocks[leaf]
     ]
-    fixed = [n for n in placement.blocks if n not in placement.whole and n not in placement.order]
+    fixed = [
+        n for n in placement.blocks if n not in placement.unsliced and n not in placement.order
+    ]
     return _placed(
         placement, split_method, blocks, tied, [b for n in fixed for b in placement.blocks[n]]
     )
@@ -201,7 +203,7 @@ def _cut(name: str, aval: Any, slice_count: int, min_block_size: int) -> list[Bl
     """Return the blocks of one leaf, by Paddle's rule, as rows."""
     shape = tuple(aval.shape)
     if not shape:
-        return [Block.whole(name, aval)]
+        return [Block.from_leaf(name, aval)]
     sizes = [
         b.size
         for b in slice_variable(
@@ -210,7 +212,7 @@ def _cut(name: str, aval: Any, slice_count: int, min_block_size: int) -> list[Bl
     ]
     width = math.prod(shape[1:])
     if not width or len(sizes) == 1:
-        return [Block.whole(name, aval)]
+        return [Block.from_leaf(name, aval)]
     blocks, start = [], 0
     for i, size in enumerate(sizes):
         rows = size // width

@@ -477,7 +477,7 @@ class PServerPlan(Plan):
             {n: sum(x) for n, x in self._moved_rows.items()},
             f" {often}" * bool(self.push_every),
         )
-        for leaf, reason in self.placement.whole.items():
+        for leaf, reason in self.placement.unsliced.items():
             notes.append(f"{leaf}: whole on {self.placement.blocks[leaf][0].endpoint}: {reason}")
         where: dict[str, list[str]] = {}
         for name in self.shared_state:

@@ -69,7 +69,7 @@ class ServerProgramWriter:
         work = self.work(endpoint)
         main = self.main(endpoint, work)
         return ServerPrograms(
-            main, self.init(endpoint, work), {n: work.held[n] for n in main.in_names}
+            main, self.init(endpoint, work), {n: work.variables[n] for n in main.in_names}
         )
 
     def work(self, endpoint: str) -> ServerWork:
@@ -82,10 +82,12 @@ class ServerProgramWriter:
         units = self.spec.placement.units[endpoint]
         asked = [n for n in self.spec.requested if self.spec.holder_of(n) == endpoint]
         to_block = tuple(f"{n}:{block}" for n, block in work.grads.items())
-        spec = TreeSpec.of({n: held.cut(self.types[held.of]) for n, held in work.held.items()})
+        spec = TreeSpec.of({n: held.cut(self.types[held.of]) for n, held in work.variables.items()})
         b = Builder(self.step.program.jaxpr)
         b.role = RPC
-        state_vars = [b.input(work.held[n].cut(self.types[work.held[n].of])) for n in spec.names]
+        state_vars = [
+            b.input(work.variables[n].cut(self.types[work.variables[n].of])) for n in spec.names
+        ]
         final = b.bind(
             listen_and_serv_p,
             *state_vars,
@@ -128,7 +130,7 @@ class ServerProgramWriter:
 
     def _table_blocks(self, endpoint: str, work: ServerWork) -> dict[str, TableBlock]:
         """The blocks of tables of a server, by their names."""
-        served, held = {}, work.held
+        served, held = {}, work.variables
         sent = {(g.leaf, g.index): g.sent for block in work.blocks for g in block.grads}
         for b in (b for u in self.spec.placement.units[endpoint] for b in u.blocks if b.is_table):
             table = self.tables[b.leaf]
@@ -165,7 +167,7 @@ class ServerProgramWriter:
         Those of tables whose updates are of some rows alone are not made before somebody asks for
         them.
         """
-        inner, held = self.startup.inner, work.held
+        inner, held = self.startup.inner, work.variables
         made = self.startup.outvars
         spec = TreeSpec.of({n: x.cut(self.types[x.of]) for n, x in held.items()})
         b = Builder(self.startup.jaxpr)

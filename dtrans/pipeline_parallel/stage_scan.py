@@ -29,8 +29,8 @@ from dtrans._jax import (
     closed_with,
     is_reversed,
     resized,
+    scan_iterations,
     scan_length,
-    scan_turns,
     wiring,
 )
 from dtrans.ir.builder import Builder, read_from
@@ -121,7 +121,7 @@ def _parts(b: Builder, eqn: JaxprEqn, bounds: Sequence[int]) -> Any:
             resized(v.aval, 0, stop - start) if j in stacked else v.aval
             for j, v in enumerate(eqn.outvars)
         ]
-        made = b.copy(eqn, operands, types, **scan_turns(stop - start))
+        made = b.copy(eqn, operands, types, **scan_iterations(stop - start))
         for i, j in wires.carried.items():
             operands[i] = made[j]
         for j, rows in stacked.items():
@@ -324,15 +324,15 @@ def _half_of_blocks(
                 for k, x in enumerate(spans)
             )
         else:
-            blocks[n] = (Block.whole(n, t, "here"),)
+            blocks[n] = (Block.from_leaf(n, t, "here"),)
     placement = Placement(("here",), blocks, analysis.groups)
     work = write_server(analyse_update(analysis, placement), "here")
     state: dict[str, list[StageRows]] = {}
-    for name, h in work.held.items():
+    for name, h in work.variables.items():
         if h.of in step.opt_state and h.part is not None:
             state.setdefault(h.of, []).append(StageRows(name, h.part))
     b = Builder(step.optimize.jaxpr)
-    held = {n: b.input(h.cut(types[h.of])) for n, h in work.held.items()}
+    held = {n: b.input(h.cut(types[h.of])) for n, h in work.variables.items()}
     values: dict[str, Atom] = dict(held)
     name_of: dict[Var, Name] = {v: n for n, v in held.items()}
     for block in work.blocks:

@@ -23,9 +23,9 @@ from dtrans._jax import (
     Jaxpr,
     JaxprEqn,
     Var,
+    checkpoint_name_of,
     closed_with,
     evaluate,
-    name_given,
     opened,
     small_jaxpr,
 )
@@ -168,7 +168,7 @@ def _barriers(
             continue
         seen.add(v)
         eqn = made_by[v]
-        named = name_given(eqn) in names
+        named = checkpoint_name_of(eqn) in names
         if named or of.get(v) == drawn or is_communication(eqn) or eqn.effects:
             found[v] = None
         else:

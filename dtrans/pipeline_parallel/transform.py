@@ -18,7 +18,7 @@ from typing import Literal
 
 import jax
 
-from dtrans._jax import Var, closed, equations, name_given, without_mesh
+from dtrans._jax import Var, checkpoint_name_of, closed, equations, without_mesh
 from dtrans.batch.exact_step import ExactStep, batch_axes, parts_error, shard_step
 from dtrans.batch.precomputed import with_rows_first
 from dtrans.batch.precomputed_micro_steps import shard_by_parts
@@ -427,8 +427,8 @@ def _planned_stages(
 
 def _check_names(forward: ForwardPass, o: PipelineOptions) -> None:
     """Refuse names of values to keep that no value has."""
-    there = {name_given(e) for e in forward.eqns} - {None}
-    inside = {name_given(e) for e in equations(forward.jaxpr)} - {None, *there}
+    there = {checkpoint_name_of(e) for e in forward.eqns} - {None}
+    inside = {checkpoint_name_of(e) for e in equations(forward.jaxpr)} - {None, *there}
     for n in () if isinstance(o.memory.gradient_checkpoint, str) else o.memory.gradient_checkpoint:
         if n in inside:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""A block of rows of a leaf, what one optimize block updates, and where all of them live."""
+"""Block of rows of a leaf, unit of an optimize block, and placement of blocks on servers."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from dtrans.rows.writer import RowRange, RowSet
 from dtrans.step.cut import GRAD
 
 
-ARG = "@ARG"  # what follows the name of an argument of the step where it is sent
+ARG = "@ARG"  # suffix of the name of an argument that trainers send
 TIED = "its update needs another leaf"
 
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Rows of one leaf, on one server: a run of them, or of buckets.
+    """Rows of one leaf on one server: a range of rows, or of buckets.
 
     Attributes:
-      leaf: the path of the leaf, `params/dense/kernel`.
-      index: the number of the block within the leaf.
-      count: how many blocks the leaf has.
+      leaf: path of the leaf, `params/dense/kernel`.
+      index: index of the block within the leaf.
+      count: number of blocks of the leaf.
       span: its rows; None for a 0-d leaf.
-      shape, dtype: of the block.
-      endpoint: the server.
-      word: how blocks are called; another one where leaves are called so.
-      is_table: whether its update is written for runs of rows, also where it has all of them.
+      shape, dtype: those of the block.
+      endpoint: its server.
+      word: word for blocks in names; changed if a leaf has the same name.
+      is_table: True if its update is written for ranges of rows even if it has all of them.
     """
 
     leaf: str
@@ -46,92 +46,91 @@ class Block:
     is_table: bool = False
 
     @classmethod
-    def whole(cls, leaf: str, aval: Any, endpoint: str = "") -> Block:
-        """Return all of a leaf as one block."""
+    def from_leaf(cls, leaf: str, aval: Any, endpoint: str = "") -> Block:
+        """Return a full leaf as one block."""
         span = RowRange(0, aval.shape[0]) if aval.ndim else None
         return cls(leaf, 0, 1, span, tuple(aval.shape), aval.dtype, endpoint)
 
     def named(self, base: str) -> str:
-        """Return the name of an array that is cut as this block is: `opt_state/0/mu/w` to
+        """Return the name of this block of an array: `opt_state/0/mu/w` to
         `opt_state/0/mu/w.block0`."""
         return base if self.count == 1 else f"{base}.{self.word}{self.index}"
 
     @property
     def name(self) -> str:
-        """`params/w.block0`, or `params/w` where there is only one."""
+        """`params/w.block0`, or `params/w` for a single block."""
         return self.named(self.leaf)
 
     @property
     def rows(self) -> int:
-        """Its number of rows; 1 for a 0-d leaf."""
+        """Number of rows; 1 for a 0-d leaf."""
         return self.span.rows if self.span else 1
 
     @property
     def size(self) -> int:
-        """Its number of elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Its size in bytes."""
+        """Size in bytes."""
         return self.size * np.dtype(self.dtype).itemsize
 
     def gradient(self, trainer_id: int, trainers: int) -> str:
-        """The name of its gradient from one trainer: `params/w@GRAD.block0.trainer_1` (Paddle's
-        scheme)."""
+        """Return the name of its gradient: `params/w@GRAD.block0.trainer_1` (Paddle's scheme)."""
         return self.named(self.leaf + GRAD) + (f".trainer_{trainer_id}" if trainers > 1 else "")
 
     def gradients(self, trainers: int, op: str) -> BlockGradient:
-        """Its gradient, of so many trainers: their "mean" or "sum"."""
+        """Return its gradient from `trainers` trainers: their "mean" or "sum"."""
         sent = {k: self.gradient(k, trainers) for k in range(trainers)}
         return BlockGradient(self.gradient(0, 1), self.leaf, self.index, sent, op)
 
 
 def argument(name: str, trainers: int) -> BlockGradient:
-    """An argument of the step that an update reads, which all trainers send:
+    """Return an argument of the step that an update reads and all trainers send:
     `rate@ARG.trainer_1`."""
-    told = name + ARG
+    sent_name = name + ARG
     return BlockGradient(
-        told,
+        sent_name,
         name,
         0,
-        {k: told + (f".trainer_{k}" if trainers > 1 else "") for k in range(trainers)},
+        {k: sent_name + (f".trainer_{k}" if trainers > 1 else "") for k in range(trainers)},
         "same",
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """What one optimize block updates: one block, or the whole leaves of a group."""
+    """Blocks that one optimize block updates: one block, or the full leaves of a group."""
 
     blocks: tuple[Block, ...]
 
     @property
     def name(self) -> str:
-        """The name of its first block."""
+        """Name of its first block."""
         return self.blocks[0].name
 
     @property
     def span(self) -> RowSet | None:
-        """The rows it has; None where it has whole leaves."""
+        """Its rows; None for full leaves."""
         first = self.blocks[0]
         return first.span if first.count > 1 or first.is_table else None
 
     @property
     def nbytes(self) -> int:
-        """Its size in bytes."""
+        """Size in bytes."""
         return sum(b.nbytes for b in self.blocks)
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Every block and its server.
+    """Placement of blocks on servers.
 
     Attributes:
       endpoints: the servers, in order.
       blocks: leaf to its blocks.
-      groups: leaf to its group, for leaves that cannot be cut.
-      order: the other leaves, in the order in which they were dispatched.
+      groups: leaf to its group, for leaves that cannot be sliced.
+      order: the other leaves, in the order of dispatch.
     """
 
     endpoints: tuple[str, ...]
@@ -141,7 +140,7 @@ class Placement:
 
     @cached_property
     def units(self) -> dict[str, tuple[Unit, ...]]:
-        """The units of each server, in leaf order."""
+        """Units of each server, in leaf order."""
         found: dict[str, list[Unit]] = {ep: [] for ep in self.endpoints}
         for leaf, blocks in self.blocks.items():
             if leaf not in self.groups:
@@ -154,8 +153,8 @@ class Placement:
         return {ep: tuple(units) for ep, units in found.items()}
 
     @cached_property
-    def whole(self) -> dict[str, str]:
-        """The leaves that cannot be cut, and the reason."""
+    def unsliced(self) -> dict[str, str]:
+        """Leaves that cannot be sliced, with the reason."""
         return {n: g.reason or TIED for n, g in self.groups.items()}
 
     @cached_property
@@ -164,7 +163,7 @@ class Placement:
         return tuple(b for blocks in self.blocks.values() for b in blocks)
 
     def map(self, fn: Callable[[Block], Block]) -> Placement:
-        """Return the placement of changed blocks."""
+        """Return the placement with each block changed by `fn`."""
         return dataclasses.replace(
             self, blocks={n: tuple(map(fn, of)) for n, of in self.blocks.items()}
         )

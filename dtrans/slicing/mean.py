@@ -1,8 +1,7 @@
-"""The mean or sum of what trainers send, which a server's blocks read; and the same without those
-who have left.
+"""Mean or sum of the trainers' gradients, which a server's blocks read; also after trainers left.
 
-`sum` and `scale` in Paddle. It stands beside the equations of a block (`OptimizeBlock.grads`), not
-among them.
+It corresponds to Paddle's `sum` and `scale`. It is an attribute of a block (`OptimizeBlock.grads`)
+and none of its equations.
 """
 
 from __future__ import annotations
@@ -16,9 +15,8 @@ import jax
 from dtrans.ops import OptimizeBlock
 
 
-def made_one(op: str, grads: Sequence[jax.Array]) -> jax.Array:
-    """The sum of gradients; for "mean" scaled by one over their number; of one, or of what is the
-    "same", that."""
+def reduce_gradients(op: str, grads: Sequence[jax.Array]) -> jax.Array:
+    """Return the sum of gradients, or their mean; for "same", or a single one, the first."""
     if len(grads) == 1 or op == "same":
         return grads[0]
     total = functools.reduce(jax.lax.add, grads)
@@ -26,7 +24,7 @@ def made_one(op: str, grads: Sequence[jax.Array]) -> jax.Array:
 
 
 def sent_by(block: OptimizeBlock, present: Collection[int]) -> OptimizeBlock:
-    """A block on what some of the trainers send, one of them at least."""
+    """Return a block that reads the gradients of the trainers in `present`, at least one."""
     grads = tuple(
         dataclasses.replace(g, sent={k: n for k, n in g.sent.items() if k in present})
         for g in block.grads

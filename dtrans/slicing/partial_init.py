@@ -1,19 +1,18 @@
-"""Writing the equations that make parts of values: some entries along one axis, and as little as
-possible of the rest.
+"""Writer of parts of an init's outputs: some entries along one axis, without the others.
 
-A parameter server starts from rows `start:stop` of leaves that one device would make whole; or it
-makes the rows of a table when they are first asked for, by their numbers. What is wanted of the
-outputs of an init says what is wanted of the values they are made of, equation by equation, from
-the last to the first (`dtrans.rows.parts`); then the equations are written, in their order, each
-for the parts that are wanted of it. What has no rule is made whole, and the part is cut out: a QR
-decomposition, a permutation, a loop. Of a value that is wanted whole anyway, parts are cut.
+A parameter server starts from rows `start:stop` of leaves that one device would compute in full. It
+computes the rows of a table on first use, by their ids. The wanted parts of outputs determine the
+wanted parts of their operands, from the last equation to the first (`dtrans.rows.parts`). The
+equations are then written in order, each for its wanted parts. A value without a rule is computed
+in full, then sliced: a QR decomposition, a permutation, a loop.
 
-So zeros, ones, constants, and whatever is drawn by `jax.random.normal`, `uniform` and
-`truncated_normal` under the default generator (see `dtrans.rows.random_bits`), scaled, reshaped,
-transposed or concatenated, with the optimizer's state that is made of it, is made in blocks; an
-orthogonal initialiser's leaves are whole first.
+Blocks are computed without the full value for zeros, ones, constants, and draws of
+`jax.random.normal`, `uniform` and `truncated_normal` with the default generator
+(`dtrans.rows.random_bits`). They may be scaled, reshaped, transposed or concatenated, and state
+that depends on them is computed in blocks too. Leaves of an orthogonal initialiser are computed in
+full.
 
-Everything is a loop over equations: init of a deep model splits one key a thousand times in a row.
+The walk is a loop, not recursive: init of a deep model splits one key a thousand times in a row.
 """
 
 from __future__ import annotations
@@ -28,64 +27,66 @@ from dtrans.rows.slices import Slice, Start
 
 
 def write_parts(b: Builder, jaxpr: ClosedJaxpr, wanted: Sequence[Want]) -> list[Atom]:
-    """Write the equations of `jaxpr` that make parts of its values.
+    """Write the equations of `jaxpr` for parts of its values.
 
     Args:
-      b: writes to a program that has the inputs of `jaxpr`, and is like it.
-      jaxpr: its calls inlined (`dtrans.ir.inline.inline_calls`).
-      wanted: variables of `jaxpr`, with the part that is wanted of each; None for the whole.
+      b: builder of a program with the inputs of `jaxpr`.
+      jaxpr: equations, with calls inlined (`dtrans.ir.inline.inline_calls`).
+      wanted: variables of `jaxpr`, with the wanted part of each; None for the full value.
 
-    Returns: what is wanted, in that order.
+    Returns:
+      The wanted parts, in order.
 
     Example:
       >>> import jax
       >>> from dtrans.ir.builder import Builder
       >>> from dtrans.ir.inline import inline_calls
-      >>> init = inline_calls(jax.make_jaxpr(lambda key: 0.1 * jax.random.normal(key, (6, 2)).T)(jax.random.key(0)))
+      >>> fn = lambda key: 0.1 * jax.random.normal(key, (6, 2)).T
+      >>> init = inline_calls(jax.make_jaxpr(fn)(jax.random.key(0)))
       >>> b = Builder(init)
       >>> b.invars += init.jaxpr.invars
-      >>> made = write_parts(b, init, [(init.jaxpr.outvars[0], Slice(axis=1, start=2, size=3))])
+      >>> parts = write_parts(b, init, [(init.jaxpr.outvars[0], Slice(axis=1, start=2, size=3))])
       >>> [str(v.aval) for e in b.eqns for v in e.outvars][-3:]
       ['float32[3,2]', 'float32[2,3]', 'float32[2,3]']
     """
     plan = _Plan(opened(jaxpr).eqns, wanted)
-    made: dict[Want, Atom] = {}
+    computed: dict[Want, Atom] = {}
 
     def read(want: Want) -> Atom:
         atom, part = plan.normal(want)
         if part is None:
             return atom
-        if (atom, part) not in made:
+        if (atom, part) not in computed:
             role, b.role = b.role, DIST
-            made[atom, part] = part.cut(b, atom)
+            computed[atom, part] = part.cut(b, atom)
             b.role = role
-        return made[atom, part]
+        return computed[atom, part]
 
     for eqn, recipes in plan.steps():
         if recipes is None:
             b.keep(eqn)
             continue
         for want, recipe in recipes:
-            made[want] = recipe.write(b, [read(need) for need in recipe.needs])
+            computed[want] = recipe.write(b, [read(need) for need in recipe.needs])
     return [read(want) for want in wanted]
 
 
 def write_rows(
     b: Builder, jaxpr: ClosedJaxpr, wanted: Sequence[tuple[Atom, int]], numbers: Var
 ) -> list[Atom]:
-    """Write the equations of an init that make some rows of its outputs: those whose numbers a
-    vector has.
+    """Write the equations of an init for the rows of its outputs whose ids a vector has.
 
-    They are the rows of the whole bit for bit, in the order of the numbers, which may repeat. An
-    output that cannot be made so (`makes_rows`) is made whole, and its rows are picked. A number
-    that no row has gives a row of anything.
+    They are equal to the rows of the full outputs bit for bit, in the order of the ids, which may
+    repeat. An output without rules for rows (`makes_rows`) is computed in full, then gathered. An
+    id out of bounds returns an arbitrary row.
 
     Args:
-      b, jaxpr: as `write_parts` takes them.
-      wanted: outputs of `jaxpr`, each with the axis that its rows are on.
-      numbers: of the rows, int32[n]: a variable of the program that is written.
+      b, jaxpr: as in `write_parts`.
+      wanted: outputs of `jaxpr`, each with the axis of its rows.
+      numbers: ids of the rows, int32[n], a variable of the new program.
 
-    Returns: of each output, `n` entries along that axis.
+    Returns:
+      For each output, `n` entries along that axis.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -109,7 +110,7 @@ def write_rows(
 
 
 def makes_rows(jaxpr: ClosedJaxpr, output: Atom, axis: int) -> bool:
-    """Whether `write_rows` makes rows of an output without anything that has all of them.
+    """Return True if `write_rows` computes rows of an output without the full value.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -124,19 +125,19 @@ def makes_rows(jaxpr: ClosedJaxpr, output: Atom, axis: int) -> bool:
 
 
 class _Plan:
-    """What is wanted of each value, and how the parts are made.
+    """Wanted parts of each value, and their recipes.
 
     Attributes:
-      cuts: parts that are cut out of values which are made whole, or are there.
+      cuts: parts that are sliced from full values.
     """
 
     def __init__(self, eqns: Sequence[JaxprEqn], wanted: Sequence[Want]) -> None:
         self.eqns = eqns
-        self._wanted: dict[
-            Atom, dict[Slice | None, None]
-        ] = {}  # in the order in which it was found out
+        # parts in the order of discovery
+        self._wanted: dict[Atom, dict[Slice | None, None]] = {}
+
         self._recipes: dict[int, list[tuple[Want, Recipe]] | None] = {}
-        made = {v for e in eqns for v in e.outvars}
+        outputs = {v for e in eqns for v in e.outvars}
         self.cuts: list[Want] = []
         for want in wanted:
             self._add(want)
@@ -152,15 +153,17 @@ class _Plan:
                 self._add(need)
             if found is None:
                 self.cuts += [(v, part) for v in eqn.outvars for part in self._parts(v)]
-        self.cuts += [(v, part) for v in self._wanted if v not in made for part in self._parts(v)]
+        self.cuts += [
+            (v, part) for v in self._wanted if v not in outputs for part in self._parts(v)
+        ]
 
     def steps(self) -> Iterator[tuple[JaxprEqn, list[tuple[Want, Recipe]] | None]]:
-        """All equations in order: with the parts that it makes, or None for one that is carried out
-        as it is."""
+        """Yield all equations in order, with the parts that each computes, or None for full
+        outputs."""
         return ((eqn, self._recipes[i]) for i, eqn in enumerate(self.eqns))
 
     def normal(self, want: Want) -> Want:
-        """A part that is everything is the whole."""
+        """Replace a part that covers the full value by None."""
         atom, part = want
         return (
             (atom, None)
@@ -169,9 +172,8 @@ class _Plan:
         )
 
     def _of(self, eqn: JaxprEqn) -> list[tuple[Want, Recipe]] | None:
-        """How the parts of what an equation makes are made; None where it is carried out as it
-        is."""
-        if any(self._is_whole(v) for v in eqn.outvars):
+        """Return the recipes for the parts of an equation's outputs; None if it runs in full."""
+        if any(self._is_full(v) for v in eqn.outvars):
             return None
         found: list[tuple[Want, Recipe]] = []
         for k, v in enumerate(eqn.outvars):
@@ -180,8 +182,7 @@ class _Plan:
                 if recipe is None:
                     warn_if_unknown(
                         eqn,
-                        "is treated as mixing rows: each server makes all of what init makes with "
-                        "it",
+                        "is treated as mixing rows: each server computes its outputs in full",
                     )
                     return None
                 found.append(((v, part), recipe))
@@ -192,9 +193,9 @@ class _Plan:
         if isinstance(atom, Var):
             self._wanted.setdefault(atom, {})[part] = None
 
-    def _is_whole(self, var: Var) -> bool:
-        """Whether all of it is made: it is wanted, or so many parts are that they are more than two
-        of it."""
+    def _is_full(self, var: Var) -> bool:
+        """Return True if a value is computed in full: it is wanted, or its parts have over twice
+        its size."""
         found = self._wanted.get(var, {})
         return (
             None in found
@@ -202,7 +203,7 @@ class _Plan:
         )
 
     def _parts(self, var: Atom) -> list[Slice]:
-        """The parts that are wanted, in order."""
+        """Return the wanted parts of a value, in order."""
         parts = [p for p in self._wanted.get(var, ()) if p is not None]
         return sorted(
             parts, key=lambda p: (p.axis, -1 if isinstance(p.start, Start) else p.start, p.size)

@@ -1,15 +1,15 @@
-"""Which values cross from one server to others, and after how many exchanges each value is known.
+"""Values that cross between servers, and the number of exchanges after which each is known.
 
-A value is made where its rows are (its *home*: a leaf, or a group of leaves), or, if it is shared,
-on every server that needs it. It crosses where a home gives something to the others:
+A value is computed where its rows are (its *home*: a leaf, or a group of leaves). Shared values are
+computed on every server that reads them. A value crosses if a home provides it to others:
 
-    a reduction over the rows of a leaf         each block has a part; the parts are combined
-    a value of a whole leaf that others read    its one owner has it; it is sent as it is
+    a reduction over the rows of a leaf               each block has a part; the parts are combined
+    a value of an unsliced leaf that others read      its one owner sends it
 
-Crossings are exchanged in rounds: level 0 is what a server knows by itself, level n + 1 what it
-knows after round n. LAMB behind a clip by global norm takes three: the norm of the gradients, the
-norms of the updates, and those once more (`optax.safe_norm`). Levels are those of the equations,
-whatever the placement; a round in which nothing has to leave a server costs nothing.
+Crossings are exchanged in rounds: a server computes level 0 by itself, and level n + 1 after round
+n. LAMB after a clip by global norm has three rounds: the norm of the gradients, the norms of the
+updates, and the latter again (`optax.safe_norm`). Levels depend on equations, not on the placement;
+a round without values to send costs nothing.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from dtrans.rows.layout import SHARED, Colocated, RowAxis
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CrossServerValue:
-    """A value that a home gives to others.
+    """Value that a home provides to other servers.
 
     Attributes:
-      name: `all_reduce/3`; the same on every server.
+      name: `all_reduce/3`; equal on every server.
       var: the value.
-      op: how its parts become one.
-      part: the type of a part.
-      home: where the parts are made.
-      level: at which they are made; the value itself is known one level later.
+      op: reduction of its parts.
+      part: type of a part.
+      home: home of the parts.
+      level: level of the parts; the value is known one level later.
     """
 
     name: str
@@ -49,26 +49,27 @@ class CrossServerValue:
 
 
 class ExchangeRounds:
-    """The levels of all values of an analysed optimize half.
+    """Levels of all values in an analysed optimize half.
 
     Args:
-      exact: leaves whose sums over rows are exact, where they are numbers (`dtrans.ops.exact_sum`).
+      analysis: row analysis of the half.
+      exact: leaves whose sums over rows are exact for floats (`dtrans.ops.exact_sum`).
 
     Attributes:
-      crossings: by value.
+      crossings: values that cross, by variable.
       eqns_of: for each home, the positions of its equations, in order.
-      makers: the equations by what they make, without values that cross.
+      makers: equations by output, without values that cross.
     """
 
     def __init__(self, analysis: RowAnalysis, exact: Collection[str] = ()) -> None:
         self.analysis = analysis
         self._exact = exact
         self.eqns: Sequence[JaxprEqn] = analysis.half.eqns
-        self.made_by = {v: i for i, e in enumerate(self.eqns) for v in e.outvars}
+        self.producers = {v: i for i, e in enumerate(self.eqns) for v in e.outvars}
         self.crossings: dict[Var, CrossServerValue] = {}
         self.eqns_of: dict[str, list[int]] = {}
         self._at_home: dict[Var, int] = {}
-        # what goes in at its home is known to others after one exchange
+        # other servers know an input of a home after one exchange
         self._shared: dict[Var, int] = {
             v: 1 for v in analysis.inputs.values() if analysis.layout(v) is not SHARED
         }
@@ -79,18 +80,19 @@ class ExchangeRounds:
             self._note_crossings(i, eqn)
         for name, out in analysis.outputs.items():
             self._note_read(out, analysis.home(analysis.layout(analysis.inputs[name])))
-        self.makers = {v: self.eqns[i] for v, i in self.made_by.items() if v not in self.crossings}
+        self.makers = {
+            v: self.eqns[i] for v, i in self.producers.items() if v not in self.crossings
+        }
         self._dependent = propagate(self.eqns, dict.fromkeys(analysis.half.inner.invars, 1), {})
 
     def depends(self, var: Var) -> bool:
-        """Return True if a value depends on an input; the others are constants, made where they are
-        read."""
+        """Return True if a value depends on an input; other values are constants."""
         return bool(self._dependent.get(var))
 
     # -- where and when --------------------------------------------------------------------------
 
     def home_of(self, i: int) -> str | None:
-        """Where an equation is carried out; None for every server that needs it."""
+        """Return the home of an equation; None if every server that reads it runs it."""
         step = self.analysis.flow.steps.get(i)
         if step is None:
             return None
@@ -99,20 +101,20 @@ class ExchangeRounds:
         return next((self.analysis.home(x) for x in step.outs if x is not SHARED), None)
 
     def at_home(self, var: Var) -> int:
-        """The level at which a value is known where it is made."""
+        """Return the level at which a value is known at its home."""
         return self._at_home.get(var, 0)
 
     def shared(self, atom: Atom) -> int:
-        """The level at which a value is known to everybody."""
+        """Return the level at which all servers know a value."""
         return 0 if isinstance(atom, Literal) else self._shared.get(atom, 0)
 
     def of_eqn(self, i: int) -> int:
-        """The level at which an equation with a home is carried out."""
+        """Return the level of an equation with a home."""
         out = self.eqns[i].outvars[0]
         return self._parts[out] if out in self._parts else self.at_home(out)
 
     def read(self, atom: Atom, home: str | None) -> int:
-        """The level at which a value is known to a reader."""
+        """Return the level at which a reader knows a value."""
         layout = self.analysis.layout(atom)
         if home is not None and layout is not SHARED and self.analysis.home(layout) == home:
             assert isinstance(atom, Var)
@@ -120,12 +122,12 @@ class ExchangeRounds:
         return self.shared(atom)
 
     def derived(self, var: Var) -> bool:
-        """Whether others had better make a value of a whole leaf themselves, from its operands.
+        """Return True if readers should compute a value of an unsliced leaf from its operands.
 
-        They had where that is smaller (a scalar that is broadcast), or is known to all a round
-        earlier (the square of a 0-d leaf, added to the sum of those of others).
+        That is better if the operands are smaller (a broadcast scalar). It is better, too, if they
+        are known one round earlier (the square of a 0-d leaf, added to the sum of others).
         """
-        i = self.made_by.get(var)
+        i = self.producers.get(var)
         if i is None or not isinstance(self.analysis.layout(var), Colocated):
             return False
         ins = [a for a in self.eqns[i].invars if self.analysis.layout(a) is not SHARED]
@@ -153,7 +155,7 @@ class ExchangeRounds:
                     max(map(self.shared, eqn.invars)) if self.derived(v) else level + 1
                 )
 
-    # -- what crosses ----------------------------------------------------------------------------
+    # -- crossings -------------------------------------------------------------------------------
 
     def _note_crossings(self, i: int, eqn: JaxprEqn) -> None:
         step = self.analysis.flow.steps.get(i)
@@ -168,13 +170,13 @@ class ExchangeRounds:
             self._cross(out, op, home, self._parts[out])
 
     def _note_read(self, atom: Atom, home: str | None) -> None:
-        """A reader at `home` (None: everywhere) reads a value."""
+        """Record that a reader at `home` (None: everywhere) reads a value."""
         layout = self.analysis.layout(atom)
         if not isinstance(layout, Colocated) or self.analysis.home(layout) == home:
             return
         assert isinstance(atom, Var)
         if self.derived(atom):
-            for a in self.eqns[self.made_by[atom]].invars:
+            for a in self.eqns[self.producers[atom]].invars:
                 self._note_read(a, None)
         else:
             owner = self.analysis.home(layout)
@@ -190,6 +192,6 @@ class ExchangeRounds:
 
 
 def _can_be_exact(eqn: JaxprEqn) -> bool:
-    """Whether it is a sum of all there is, in a type whose numbers can be cut into digits."""
+    """Return True for a full sum of a type that can be cut into digits."""
     out = eqn.outvars[0].aval
     return eqn.primitive.name == "reduce_sum" and not out.shape and out.dtype.name in DIGITS

@@ -1,10 +1,9 @@
-"""Analysis of an update that servers share: what each server holds, reads and computes.
+"""Analysis of an update that servers divide: state, inputs and computed values of each server.
 
 The units of all servers are written first (`dtrans.slicing.unit_program`), which shows the shared
 values that each reads. A server computes these by itself, unless they cross between servers
-(`dtrans.slicing.rounds`). State that no row enters, or only through reductions (Adafactor's column
-sums), is on each server that reads it, and on all servers if none does. All have the same values of
-it.
+(`dtrans.slicing.rounds`). No row enters shared state except by reductions (Adafactor's column
+sums). It is on each server that reads it, and on all servers if none does. All copies are equal.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ class ServerSpec:
       units: its units, written.
       computed: shared values that it computes.
       crossings: values that it reads, and that cross between servers.
-      inputs: inputs of the update that it reads beside those of its units.
-      shared_state: state of no leaf that it holds.
+      inputs: inputs of the update that it reads, other than those of its units.
+      shared_state: shared state that it stores.
     """
 
     units: tuple[UnitProgram, ...]
@@ -55,19 +54,19 @@ class ServerSpec:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class UpdateSpec:
-    """An optimize half, divided among servers.
+    """Optimize half that is divided among servers.
 
     Attributes:
       rounds: its equations, and the level at which each value is known.
-      placement: of the leaves.
-      trainers: number of gradients that each leaf gets.
+      placement: placement of the leaves.
+      trainers: number of gradients for each leaf.
       arguments: arguments of the step that the update reads; trainers send them.
-      requested: state of no leaf that trainers request before a step.
-      exact: leaves whose sums over rows have the same bits however they are cut.
-      names: what each name of the update stands for.
-      owners: by home, the servers that have parts of what crosses.
+      requested: shared state that trainers request before a step.
+      exact: leaves whose sums over rows have the same bits for every placement.
+      names: meaning of each name in the update.
+      owners: by home, the servers that have parts of crossing values.
       servers: by endpoint, for servers that update something.
-      over: by value that crosses, the servers that have parts of it or read it.
+      over: by crossing value, the servers that have parts of it or read it.
     """
 
     rounds: ExchangeRounds
@@ -83,24 +82,24 @@ class UpdateSpec:
 
     @property
     def analysis(self) -> RowAnalysis:
-        """The row analysis, with leaves as they are placed."""
+        """Row analysis for this placement."""
         return self.rounds.analysis
 
     @property
     def shared_state(self) -> tuple[str, ...]:
-        """The state of no leaf."""
+        """Shared state of the update."""
         return self.analysis.state_of[None]
 
     def stays(self, crossing: CrossServerValue) -> bool:
-        """Return True if one server alone takes part, so that there is no exchange.
+        """Return True if only one server takes part, so that there is no exchange.
 
-        Exact sums are exchanged even then: XLA rounds otherwise where it compiles more at once, and
-        bits may not depend on the number of servers.
+        Exact sums are exchanged even then: XLA rounds differently if it compiles more at once, and
+        bits must not depend on the number of servers.
         """
         return len(self.over[crossing.var]) == 1 and not self.exact
 
     def holder_of(self, name: str) -> str:
-        """Return the server that is asked for an array of shared state: the first that has it."""
+        """Return the first server with an array of shared state; trainers request it there."""
         return next(ep for ep, server in self.servers.items() if name in server.shared_state)
 
     def readers_of(self, name: str) -> tuple[str, ...]:
@@ -120,14 +119,14 @@ def analyse_update(
     """Divide an optimize half among servers.
 
     Args:
-      analysis: of the optimize half.
-      placement: of the leaves.
-      trainers: number of gradients that each leaf gets; its update reads their mean.
+      analysis: row analysis of the optimize half.
+      placement: placement of the leaves.
+      trainers: number of gradients for each leaf; its update reads their mean.
       summed: leaves whose update reads the sum instead.
       arguments: arguments of the step that the update reads; trainers send them to the servers that
         read them.
-      requested: state of no leaf that trainers request before a step.
-      exact: leaves whose sums over rows have the same bits however they are cut.
+      requested: shared state that trainers request before a step.
+      exact: leaves whose sums over rows have the same bits for every placement.
 
     Raises:
       ConfigError: a leaf has the name of a block, a gradient or another value.
@@ -152,12 +151,12 @@ def analyse_update(
         program = write_unit(rounds, unit, gradients)
         first = unit.blocks[0]
         if first.count > 1:
-            for base, name in program.held.items():
+            for base, name in program.names.items():
                 claim(names, name, f"block {first.index} of {base}")
         for grad in gradients:
             claim(names, grad.name, f"a gradient of {grad.leaf}")
         for name in {n for p in program.levels.values() for n in p.out_names} - set(
-            program.held.values()
+            program.names.values()
         ):
             claim(names, name)
         return program
@@ -195,7 +194,11 @@ def analyse_update(
 def claim(
     names: MutableMapping[str, str], name: str, what: str = "a value that the optimizer makes"
 ) -> str:
-    """Return a name for a value. Raises ConfigError if something else has it."""
+    """Return a name for a value.
+
+    Raises:
+      ConfigError: something else has the name.
+    """
     other = names.setdefault(name, what)
     if other != what:
         raise ConfigError(f"{name} is {other}, and would be the name of {what}: rename a leaf")
@@ -205,17 +208,19 @@ def claim(
 def _server_spec(
     rounds: ExchangeRounds, units: tuple[UnitProgram, ...], state: Iterable[str] = ()
 ) -> ServerSpec:
-    """Find all that the shared values are computed from which units read.
+    """Return the spec of a server: all values that the shared values of its units depend on.
 
     Args:
-      state: state of no leaf that the server holds in any case.
+      rounds: levels of all values.
+      units: units of the server.
+      state: shared state that the server stores in any case.
     """
     analysis = rounds.analysis
     computed, crossings = set[Var](), set[Var]()
-    inputs, held, new = set[str](), set[str](), set(state)
+    inputs, state_names, new = set[str](), set[str](), set(state)
     ahead: list[Atom] = [v for u in units for v in u.shared]
     while ahead or new:
-        held |= new
+        state_names |= new
         ahead += [analysis.outputs[n] for n in new]
         while ahead:
             var = ahead.pop()
@@ -223,15 +228,14 @@ def _server_spec(
                 continue
             if var in rounds.crossings:
                 crossings.add(var)
-            elif var in rounds.made_by:
-                eqn = rounds.eqns[rounds.made_by[var]]
+            elif var in rounds.producers:
+                eqn = rounds.eqns[rounds.producers[var]]
                 computed.update(eqn.outvars)
                 ahead += eqn.invars
             elif var in analysis.input_names:
                 inputs.add(analysis.input_names[var])
-        new = (
-            inputs.intersection(analysis.state_of[None]) - held
-        )  # what is read is there, and has a new value
+        # a server stores and updates the shared state that it reads
+        new = inputs.intersection(analysis.state_of[None]) - state_names
     return ServerSpec(
-        units, frozenset(computed), frozenset(crossings), frozenset(inputs), frozenset(held)
+        units, frozenset(computed), frozenset(crossings), frozenset(inputs), frozenset(state_names)
     )

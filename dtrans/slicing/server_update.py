@@ -1,17 +1,17 @@
-"""The update of one server, as optimize blocks.
+"""Update of one server, as optimize blocks.
 
-Values that no row enters are computed once for each server. Where equations reduce over rows the
-blocks come in levels (`dtrans.slicing.rounds`):
+Each server computes values that no row enters once. If equations reduce over rows, the blocks have
+levels (`dtrans.slicing.rounds`):
 
-    level 0    lr_sched           counts, schedules: what no row enters
-               params/w.block0    what needs nothing else; its parts of the reductions
-               all_reduce         parts of this server joined, and one `all_reduce` for each value that crosses
-    level 1    reduced            what follows from the reductions alone: norms, factors, decisions
-               params/w.block0    the rest
+    level 0    lr_sched           counts, schedules: values that no row enters
+               params/w.block0    equations without cross-server values; parts of reductions
+               all_reduce         this server's parts combined, one `all_reduce` for each crossing value
+    level 1    reduced            values of reductions alone: norms, factors, decisions
+               params/w.block0    the remainder
                ...
 
-`dtrans.slicing.server_spec` has found what the server needs, and `dtrans.slicing.unit_program`
-writes its units.
+`dtrans.slicing.server_spec` has the needs of the server, and `dtrans.slicing.unit_program` writes
+its units.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from dtrans.slicing.unit_program import LevelProgram, LevelWriter
 
 @dataclasses.dataclass(frozen=True)
 class ServerVariable:
-    """A value that a server holds.
+    """Value that a server stores.
 
     Attributes:
-      of: the array of the step that is its initial value.
-      block: the number of the block that it is, or belongs to.
-      part: its rows of `of`; None for all of it.
-      beside: what it is a part of, where that is no array of the step: `params/w.trainer_1_bak`.
-      zeros: True if it has the type of these rows only, and begins with zeros.
-      buckets: which rows these are, along that axis, where they are no run.
+      of: array of the step with its initial value.
+      block: index of the block that it is, or belongs to.
+      part: its rows of `of`; None for all rows.
+      beside: name of the full value if that is no array of the step: `params/w.trainer_1_bak`.
+      zeros: True if it starts with zeros; only its type comes from `of`.
+      buckets: its rows along that axis, if they are buckets.
     """
 
     of: str
@@ -60,30 +60,30 @@ class ServerVariable:
 
     @property
     def origin(self) -> str:
-        """What it is a part of."""
+        """Name of the full value."""
         return self.beside or self.of
 
     def cut(self, aval: Any) -> Any:
-        """Return its type, from that of the whole."""
+        """Return its type, from that of the full value."""
         return aval if self.part is None else self.part.of(aval)
 
 
 @dataclasses.dataclass(frozen=True)
 class ServerWork:
-    """What one server does and holds.
+    """Blocks and state of one server.
 
     Attributes:
-      blocks: in order.
-      held: name to what it is a part of.
+      blocks: optimize blocks in order.
+      variables: stored values by name.
     """
 
     blocks: tuple[OptimizeBlock, ...]
-    held: Mapping[str, ServerVariable]
+    variables: Mapping[str, ServerVariable]
 
     @property
     def grads(self) -> dict[str, int]:
-        """The gradients that it takes (`params/w@GRAD.block0`), and the number of the block that
-        reads each, from 1."""
+        """Its gradients (`params/w@GRAD.block0`), with the index of the block that reads each,
+        from 1."""
         return {g.name: i for i, block in enumerate(self.blocks, 1) for g in block.grads}
 
 
@@ -108,7 +108,7 @@ def write_server(spec: UpdateSpec, endpoint: str) -> ServerWork:
         if crossing is None:
             return names.get(var) or spec.analysis.input_names[var]
         parts = server.parts_of(crossing)
-        # a value in one piece that stays on this server needs no joining
+        # a value with a single part on this server needs no reduction
         return parts[0] if len(parts) == 1 and spec.stays(crossing) else crossing.name
 
     blocks = _take_arguments(spec, server, claimed)
@@ -121,49 +121,50 @@ def write_server(spec: UpdateSpec, endpoint: str) -> ServerWork:
                 blocks.append(unit.levels[level].block(unit.unit.name, OPTIMIZE, level, name_of))
         if level in joins:
             blocks.append(_join(spec, server, joins[level]))
-    return ServerWork(tuple(blocks), _held(spec, server))
+    return ServerWork(tuple(blocks), _variables(spec, server))
 
 
 def inline_update(b: Builder, work: ServerWork, values: Mapping[str, Atom]) -> dict[str, Atom]:
-    """Write all blocks of the only server.
+    """Write all blocks of the only server into a program.
 
     Args:
-      values: what it holds, and gradients, by name.
+      b: builder of the program.
+      work: blocks of the server.
+      values: state and gradients by name.
 
     Returns:
-      New values of what it holds, by name.
+      New state by name.
     """
     values, new = dict(values), dict[str, Atom]()
     for block in work.blocks:
         b.role = block.role if block.role == LR_SCHED else OPTIMIZE
-        made = b.inline(block.jaxpr, *(values[n] for n in block.in_names))
-        for name, value in zip(block.out_names, made, strict=True):
+        outputs = b.inline(block.jaxpr, *(values[n] for n in block.in_names))
+        for name, value in zip(block.out_names, outputs, strict=True):
             # no block reads new state: its name stands for the state before the step
-            (new if name in work.held else values)[name] = value
+            (new if name in work.variables else values)[name] = value
     return new
 
 
-def _held(spec: UpdateSpec, server: ServerSpec) -> dict[str, ServerVariable]:
-    """Return what a server holds: rows of leaves and of their state, and arrays of the step that
-    are whole."""
-    held: dict[str, ServerVariable] = {}
+def _variables(spec: UpdateSpec, server: ServerSpec) -> dict[str, ServerVariable]:
+    """Return the stored values of a server: rows of leaves and of their state, and full arrays."""
+    variables: dict[str, ServerVariable] = {}
     analysis = spec.analysis
     for u in server.units:
         leaves = {b.leaf for b in u.unit.blocks}
-        for base, name in u.held.items():
+        for base, name in u.names.items():
             row = RowAxis(base, 0) if base in leaves else analysis.layout(analysis.inputs[base])
-            held[name] = _rows_of(base, u.unit.blocks[0].index, u.unit.span, row)
+            variables[name] = _rows_of(base, u.unit.blocks[0].index, u.unit.span, row)
     constant = server.inputs - set(analysis.outputs) - spec.arguments
-    held |= {
+    variables |= {
         n: ServerVariable(n)
         for n in analysis.input_names.values()
         if n in server.shared_state | constant
     }
-    return held
+    return variables
 
 
 def _rows_of(name: str, block: int, span: RowSet | None, row: Any) -> ServerVariable:
-    """Return a unit's rows of an array that has them along an axis; all of it where it has none."""
+    """Return a unit's rows of an array along an axis; the full array if it has no rows."""
     if span is None or not isinstance(row, RowAxis):
         return ServerVariable(name, block)
     if isinstance(span, RowBuckets):
@@ -176,16 +177,16 @@ def _rows_of(name: str, block: int, span: RowSet | None, row: Any) -> ServerVari
 def _take_arguments(
     spec: UpdateSpec, server: ServerSpec, claimed: ChainMap[str, str]
 ) -> list[OptimizeBlock]:
-    """Write the block that takes arguments of the step, if the server reads any."""
+    """Write the block that reads arguments of the step, if there are any."""
     analysis = spec.analysis
     names = [n for n in analysis.input_names.values() if n in server.inputs & spec.arguments]
     if not names:
         return []
     b = Builder(analysis.half.jaxpr)
-    given = [b.input(analysis.inputs[n].aval) for n in names]
-    outs = [
-        b.call(jnp.copy, v)[0] for v in given
-    ]  # a server writes into the memory of what it was sent
+    arguments = [b.input(analysis.inputs[n].aval) for n in names]
+    # copied, because the server reuses receive buffers
+    outs = [b.call(jnp.copy, v)[0] for v in arguments]
+
     grads = tuple(argument(n, spec.trainers) for n in names)
     for grad in grads:
         claim(claimed, grad.name, f"an argument of the step, {grad.leaf}")
@@ -196,18 +197,22 @@ def _take_arguments(
 def _write_shared(
     rounds: ExchangeRounds, server: ServerSpec
 ) -> tuple[dict[int, LevelProgram], dict[Var, str]]:
-    """Write the shared values that a server computes: programs by level, and names of what units
-    and levels read."""
+    """Write the shared values that a server computes.
+
+    Returns programs by level, and the names of values that units and later levels read.
+    """
     analysis, level_of = rounds.analysis, rounds.shared
     writers: dict[int, LevelWriter] = {}
 
     def at(level: int) -> LevelWriter:
         if level not in writers:
-            computes: Callable[[Var], bool] = lambda v: v in rounds.made_by and level_of(v) == level
+            computes: Callable[[Var], bool] = lambda v: (
+                v in rounds.producers and level_of(v) == level
+            )
             writers[level] = LevelWriter(rounds, computes=computes)
         return writers[level]
 
-    eqns = [rounds.eqns[i] for i in sorted({rounds.made_by[v] for v in server.computed})]
+    eqns = [rounds.eqns[i] for i in sorted({rounds.producers[v] for v in server.computed})]
     read = {v for u in server.units for v in u.shared}
     for eqn in eqns:
         level = level_of(eqn.outvars[0])
@@ -215,10 +220,10 @@ def _write_shared(
     for eqn in eqns:
         if rounds.depends(eqn.outvars[0]):
             w = at(level_of(eqn.outvars[0])).writer
-            made = w.b.copy(
+            outputs = w.b.copy(
                 eqn, [w.read_full(a) for a in eqn.invars], [v.aval for v in eqn.outvars]
             )
-            w.shared.update(zip(eqn.outvars, made, strict=True))
+            w.shared.update(zip(eqn.outvars, outputs, strict=True))
     for name in (n for n in analysis.input_names.values() if n in server.shared_state):
         out = analysis.outputs[name]
         program = at(level_of(out))
@@ -235,7 +240,7 @@ def _write_shared(
 def _joins(
     spec: UpdateSpec, server: ServerSpec, endpoint: str
 ) -> dict[int, list[CrossServerValue]]:
-    """Return the values whose parts a server joins or exchanges, by level."""
+    """Return the values whose parts a server combines or exchanges, by level."""
     found: dict[int, list[CrossServerValue]] = {}
     for var, crossing in spec.rounds.crossings.items():
         if endpoint not in spec.over[var]:
@@ -250,7 +255,8 @@ def _joins(
 def _join(
     spec: UpdateSpec, server: ServerSpec, crossings: Sequence[CrossServerValue]
 ) -> OptimizeBlock:
-    """Write the block that ends a level: parts joined, and exchanged with other servers."""
+    """Write the block at the end of a level: parts are combined and exchanged with other
+    servers."""
     b = Builder(spec.analysis.half.jaxpr)
     in_names: list[str] = []
     joined: list[Atom] = []

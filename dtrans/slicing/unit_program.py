@@ -1,9 +1,9 @@
 """Programs of a unit of an update, one for each level at which the unit computes something.
 
-A *unit* is what is updated together: a block of one leaf's rows, or a group of leaves that cannot
-be sliced. Its equations are those of its leaves, on the block's shapes (`dtrans.rows.writer`).
-Values that a later level reads are outputs of the level that computes them. Shared values are
-inputs under their variables: each server names its own (`dtrans.slicing.server_update`).
+A *unit* is updated as one: a block of one leaf's rows, or a group of leaves that cannot be sliced.
+Its equations are those of its leaves, on the block's shapes (`dtrans.rows.writer`). Values that a
+later level reads are outputs of the level that computes them. Shared values are inputs, named by
+their variables: each server has its own names for them (`dtrans.slicing.server_update`).
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from dtrans.step.cut import Gradient
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LevelProgram:
-    """The equations of one level.
+    """Equations of one level.
 
     Attributes:
       jaxpr: the equations.
       reads: the inputs: names, and shared values by their variables.
       out_names: names of the outputs.
-      grads: the gradients among the inputs.
+      grads: gradients among the inputs.
     """
 
     jaxpr: ClosedJaxpr
@@ -55,24 +55,23 @@ class LevelProgram:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class UnitProgram:
-    """The update of one unit.
+    """Update of one unit.
 
     Attributes:
       unit: the unit.
       home: the first of its leaves.
-      held: names of its leaves and of the state that lives with them, to names of the unit's parts
-        of these.
+      names: names of its leaves and of their state, to the names of the unit's parts.
       levels: its programs by level.
     """
 
     unit: Unit
     home: str
-    held: Mapping[str, str]
+    names: Mapping[str, str]
     levels: Mapping[int, LevelProgram]
 
     @property
     def shared(self) -> set[Var]:
-        """The shared values that it reads."""
+        """Shared values that it reads."""
         return {v for program in self.levels.values() for v in program.reads if isinstance(v, Var)}
 
 
@@ -86,9 +85,9 @@ class LevelWriter:
 
     Args:
       rounds: the update, with the level of each value.
-      rows: rows of the block; None for whole leaves, and for shared values.
-      own: returns a value that an earlier level has, or an input of the unit's own; None for a
-        shared value.
+      rows: rows of the block; None for full leaves, and for shared values.
+      read_unit: returns a value of an earlier level, or an input of the unit; None for a shared
+        value.
       computes: returns True if a shared value is computed at this level.
     """
 
@@ -96,13 +95,13 @@ class LevelWriter:
         self,
         rounds: ExchangeRounds,
         rows: BlockRows | None = None,
-        own: Callable[[Var], Atom | None] = lambda var: None,
+        read_unit: Callable[[Var], Atom | None] = lambda var: None,
         computes: Callable[[Var], bool] = lambda var: False,
     ) -> None:
         self._rounds, self._computes = rounds, computes
         self.b = Builder(rounds.analysis.half.jaxpr)
         self.writer = RowWriter(
-            self.b, rounds.analysis.flow, rows, rounds.makers, own, self._outside
+            self.b, rounds.analysis.flow, rows, rounds.makers, read_unit, self._outside
         )
         self._reads: list[str | Var] = []
         self.grads: list[BlockGradient] = []
@@ -114,8 +113,7 @@ class LevelWriter:
         return self.b.input(aval)
 
     def _outside(self, var: Var) -> Atom | None:
-        """Return an input for a shared value; None for a constant, and for a value that is computed
-        here."""
+        """Return an input for a shared value; None for constants and values computed here."""
         crossing = self._rounds.crossings.get(var)
         if crossing is None:
             here = not self._rounds.depends(var) or self._computes(var)
@@ -124,7 +122,7 @@ class LevelWriter:
         return self.b.call(sum_of, taken)[0] if crossing.op == EXACT else taken
 
     def program(self) -> LevelProgram:
-        """Return what was written."""
+        """Return the program."""
         jaxpr = self.b.build(list(self.outs.values()))
         return LevelProgram(jaxpr, tuple(self._reads), tuple(self.outs), tuple(self.grads))
 
@@ -137,18 +135,18 @@ def write_unit(
     Args:
       rounds: the update, with the level of each value.
       unit: blocks of the unit.
-      gradients: gradients of the unit's blocks, of those that have any.
+      gradients: gradients of the unit's blocks that have one.
     """
     analysis = rounds.analysis
     home = analysis.home_of(unit.blocks[0].leaf)
     state = analysis.state_of.get(home, ())
-    held = {n: unit.blocks[0].named(n) for n in (*(b.leaf for b in unit.blocks), *state)}
-    inputs = {analysis.inputs[n]: name for n, name in held.items()}
+    names = {n: unit.blocks[0].named(n) for n in (*(b.leaf for b in unit.blocks), *state)}
+    inputs = {analysis.inputs[n]: name for n, name in names.items()}
     grads = {analysis.inputs[Gradient(g.leaf)]: g for g in gradients}
     levels = _UnitLevels(rounds, unit, inputs)
     positions = rounds.eqns_of.get(home, [])
 
-    # a gradient is taken as soon as anything reads it
+    # a gradient is an input of the first level that reads it
     for i in positions:
         for a in rounds.eqns[i].invars:
             if isinstance(a, Var) and a in grads:
@@ -165,29 +163,31 @@ def write_unit(
         if (crossing := rounds.crossings.get(var)) is not None:
             w = levels.at(crossing.level)
             w.outs[part_name(unit, crossing)] = w.writer.read(var, None)
-    for n, name in held.items():
+    for n, name in names.items():
         out, layout = analysis.outputs[n], analysis.layout(analysis.inputs[n])
         w = levels.at(levels.of_output(out, home))
         w.outs[name] = w.writer.read(out, layout if isinstance(layout, RowAxis) else None)
-    return UnitProgram(unit, home, held, {n: w.program() for n, w in levels.writers.items()})
+    return UnitProgram(unit, home, names, {n: w.program() for n, w in levels.writers.items()})
 
 
 class _UnitLevels:
-    """The levels of one unit while they are written.
+    """Writers of the levels of one unit.
 
     Args:
+      rounds: the update, with the level of each value.
+      unit: the unit.
       inputs: names of the unit's parts of leaves and state.
 
     Attributes:
-      writers: by level.
-      of: the level at which a value of the unit is known.
+      writers: writers by level.
+      of: level at which each value of the unit is known.
     """
 
     def __init__(self, rounds: ExchangeRounds, unit: Unit, inputs: Mapping[Var, str]) -> None:
         self._rounds, self._unit, self._inputs = rounds, unit, inputs
         self.writers: dict[int, LevelWriter] = {}
         self.of: dict[Var, int] = {}
-        self._kept: dict[Var, str] = {}  # values that a later level reads
+        self._handed: dict[Var, str] = {}  # values that a later level reads
 
     def at(self, level: int) -> LevelWriter:
         """Return the writer of a level."""
@@ -195,11 +195,11 @@ class _UnitLevels:
             span = self._unit.span
             rows = BucketRows(span) if isinstance(span, RowBuckets) else span
             self.writers[level] = LevelWriter(
-                self._rounds, rows, functools.partial(self._own, level)
+                self._rounds, rows, functools.partial(self._read_unit, level)
             )
         return self.writers[level]
 
-    def _own(self, level: int, var: Var) -> Atom | None:
+    def _read_unit(self, level: int, var: Var) -> Atom | None:
         """Return an input for a value of the unit that this level reads; None for a shared
         value."""
         name = self._inputs.get(var) or self._from_earlier(level, var)
@@ -210,11 +210,11 @@ class _UnitLevels:
         return w.writer.env[var]
 
     def _from_earlier(self, level: int, var: Var) -> str | None:
-        """Return the name of a value that an earlier level hands on; None where none has it."""
+        """Return the name of a value that an earlier level outputs; None if none has it."""
         before = self.of.get(var, level)
         if before == level or var not in self.writers[before].writer.env:
             return None
-        name = self._kept.setdefault(var, f"{self._unit.name}/kept/{len(self._kept)}")
+        name = self._handed.setdefault(var, f"{self._unit.name}/kept/{len(self._handed)}")
         self.writers[before].outs[name] = self.writers[before].writer.env[var]
         return name
 
@@ -229,16 +229,15 @@ class _UnitLevels:
         w = self.at(level)
         first = rounds.crossings.get(eqn.outvars[0])
         exact = first is not None and first.op == EXACT
-        for v, made in zip(
+        for v, value in zip(
             eqn.outvars, _digits(w, eqn, step) if exact else w.writer.emit(eqn, step), strict=True
         ):
             crossing = rounds.crossings.get(v)
             if crossing is not None:
-                w.outs[part_name(self._unit, crossing)] = made
-            if (
-                crossing is None or not step.reduce
-            ):  # others read what the parts of all blocks add up to
-                w.writer.env[v] = made
+                w.outs[part_name(self._unit, crossing)] = value
+                # readers of a reduction need the result over all blocks, not this part
+            if crossing is None or not step.reduce:
+                w.writer.env[v] = value
             self.of[v] = level
 
     def of_output(self, out: Atom, home: str) -> int:
@@ -251,8 +250,7 @@ class _UnitLevels:
 
 
 def _digits(w: LevelWriter, eqn: JaxprEqn, step: Step) -> list[Atom]:
-    """Write a block's part of an exact sum over all of its entries: each row is added up first, as
-    it is anywhere."""
+    """Write a block's part of an exact sum; each row is reduced first, as on every server."""
     (row,) = step.operands
     assert row is not None
     return w.b.call(_digits_of_rows(row.axis, row.width), w.writer.read(eqn.invars[0], row))
@@ -262,7 +260,7 @@ def _digits(w: LevelWriter, eqn: JaxprEqn, step: Step) -> list[Atom]:
 def _digits_of_rows(axis: int, width: int) -> Callable[[jax.Array], jax.Array]:
     def part(x: jax.Array) -> jax.Array:
         by_row = jnp.moveaxis(x, axis, 0).reshape(x.shape[axis] // width, -1)
-        while by_row.shape[1] > 1:  # as sums they would have other bits where there are fewer rows
+        while by_row.shape[1] > 1:  # XLA's sums have other bits for fewer rows
             odd = by_row[:, -1:] if by_row.shape[1] % 2 else by_row[:, :0]
             half = by_row.shape[1] // 2
             by_row = jnp.concatenate([by_row[:, :half] + by_row[:, half : 2 * half], odd], 1)

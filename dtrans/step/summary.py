@@ -1,7 +1,7 @@
 """Summaries: values of a step for TensorBoard, one for each tag in every kind of job.
 
 Inside a step, `scalar`, `histogram`, `image`, `audio` and `text` bind one equation each, without
-outputs and with an effect that keeps it (`dtrans._jax.new_kept`). On one device it does nothing,
+outputs and with an effect that keeps it (`dtrans._jax.new_effectful`). On one device it does nothing,
 and its operand is computed only if something else needs it. A pipeline finds these equations in the
 traced loss function (`summaries`) and fetches their operands from every micro-batch of every
 replica. It merges them (`merge`), and writes the result (`dtrans.SummaryWriter`). EPL rewrites the
@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dtrans._jax import Atom, ClosedJaxpr, equations_inside, new_kept, opened
+from dtrans._jax import Atom, ClosedJaxpr, equations_inside, new_effectful, opened
 from dtrans.errors import ConfigError, TraceError
 from dtrans.step.collect import GLOBAL_CONCAT, GLOBAL_MEAN, merged
 
@@ -41,7 +41,7 @@ def _summary_batch(
 
 
 # `mapped`: number of leading dimensions from `jax.vmap`. `options`: pairs of a name and a value.
-summary_p = new_kept("summary", jvp=_summary_jvp, batch=_summary_batch)
+summary_p = new_effectful("summary", jvp=_summary_jvp, batch=_summary_batch)
 
 
 # -- inside a step ---------------------------------------------------------------------------------

@@ -356,7 +356,7 @@ def test_what_cannot_be_cut_is_weighed_first_and_blocks_fill_up(heirs):
         {"a": "cut", "b": "whole", "c": "cut", "d": "cut"},
     )
     plan = by_size_plan(tx, method)
-    assert list(plan.placement.whole) == ["params/b"]
+    assert list(plan.placement.unsliced) == ["params/b"]
     assert plan.placement.blocks["params/b"][0].endpoint == EPS[0]
     assert {b.endpoint for b in plan.placement.blocks["params/c"]} == {EPS[1]}
     # without it, what can be cut is spread over all, and what cannot comes on top of it

@@ -177,8 +177,8 @@ def structure(plan):
     }
     text = str(plan)
     for leaf, blocks in plan.placement.blocks.items():
-        if leaf in plan.placement.whole:
-            reason = plan.placement.whole[leaf]
+        if leaf in plan.placement.unsliced:
+            reason = plan.placement.unsliced[leaf]
             assert len(blocks) == 1 and reason
             assert f"{leaf}: whole on {blocks[0].endpoint}: {reason}" in text
         else:
@@ -222,7 +222,7 @@ class Crowded(dtrans.PSDispatcher):
 def test_servers_may_have_several_blocks_of_a_leaf_or_none(name, dtype):
     plan = plan_of(CASES[name], dtype, split_method=Crowded)
     first, _, last = plan.servers
-    if "params/embedding" not in plan.placement.whole:
+    if "params/embedding" not in plan.placement.unsliced:
         assert [b.endpoint for b in plan.placement.blocks["params/embedding"]] == [
             first,
             first,

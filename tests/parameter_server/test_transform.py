@@ -390,8 +390,8 @@ def mixing() -> optax.GradientTransformation:
 def test_leaves_that_cannot_be_cut_say_why():
     params = mlp_params()
     plan = plan_of(mlp_loss, mixing(), params, *mlp_batch(), servers=2)
-    assert set(plan.placement.whole) == {f"params/{n}" for n in params}
-    for leaf, reason in plan.placement.whole.items():
+    assert set(plan.placement.unsliced) == {f"params/{n}" for n in params}
+    for leaf, reason in plan.placement.unsliced.items():
         assert reason.startswith("cumsum mixes rows of f32[") and reason.endswith("(mixing)")
         assert f"{leaf}: whole on {plan.placement.blocks[leaf][0].endpoint}: {reason}" in plan.notes
     assert {b.endpoint for b in plan.placement.table} == set(endpoints(2)), (
@@ -407,8 +407,8 @@ def test_a_whole_leaf_is_named_with_the_optimizer_that_made_it_so():
         *mlp_batch(4, (5, 5, 5)),
         servers=2,
     )
-    assert set(plan.placement.whole) == {"params/w1", "params/w2"}
-    for leaf in plan.placement.whole:
+    assert set(plan.placement.unsliced) == {"params/w1", "params/w2"}
+    for leaf in plan.placement.unsliced:
         at = plan.placement.blocks[leaf][0].endpoint
         reason = "dot_general mixes rows of f32[1,5,5] (optax.contrib.scale_by_muon)"
         assert f"{leaf}: whole on {at}: {reason}" in plan.notes
@@ -416,7 +416,7 @@ def test_a_whole_leaf_is_named_with_the_optimizer_that_made_it_so():
 
 def test_slicing_can_be_required():
     made = plan_of(mlp_loss, optax.lamb(0.1), mlp_params(), *mlp_batch(), slice_var_up="require")
-    assert made.placement.whole == {}
+    assert made.placement.unsliced == {}
     with pytest.raises(
         dtrans.errors.OptimizerError,
         match="slice_var_up='require'.*params/b1: cumsum mixes rows of",
@@ -432,7 +432,7 @@ def test_slicing_can_be_required():
 def test_what_servers_tell_each_other_is_in_the_plan():
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9))
     plan = plan_of(mlp_loss, tx, mlp_params(), *mlp_batch(), servers=2)
-    assert plan.placement.whole == {}
+    assert plan.placement.unsliced == {}
     (norms,) = plan.rounds
     assert [(r.op, r.shape, r.owners, r.over) for r in norms] == [
         ("sum", (), endpoints(2), endpoints(2))

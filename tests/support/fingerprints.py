@@ -155,7 +155,7 @@ def of_servers(plan: Any, trainer_id: int = 0) -> list[str]:
     for b in plan.placement.table:
         rows = "-" if b.span is None else f"{b.span.start}:{b.span.stop}"
         found.append(f"block {b.name} {rows} {b.nbytes} {b.endpoint}")
-    found += [f"whole {leaf}: {why}" for leaf, why in plan.placement.whole.items()]
+    found += [f"whole {leaf}: {why}" for leaf, why in plan.placement.unsliced.items()]
     found += [f"holds {row.slice_name} {row.slice_shape} of {row.origin_name} at {row.offset}, "
 f"{row.vtype}, "
               f"{row.endpoint}" for row in plan.overview]  # fmt: skip

@@ -628,9 +628,9 @@ def row(name: str, plan: PServerPlan) -> str:
     """The row of one optimizer."""
     case = CASES[name]
     with_rows = [n for n in plan.placement.blocks if plan.main.inputs[n].shape]
-    sliced = [n for n in with_rows if n not in plan.placement.whole]
+    sliced = [n for n in with_rows if n not in plan.placement.unsliced]
     whole: dict[str, list[str]] = {}
-    for leaf, reason in plan.placement.whole.items():
+    for leaf, reason in plan.placement.unsliced.items():
         # `svd mixes rows of f32[7,2] (optax.contrib.scale_by_galore)`: the first two words say it
         found = re.fullmatch(r"(\w+) (.*?)( of \S+)?( \(.*\))?", reason)
         why = f"`{found[1]}` {found[2]}" if found else reason

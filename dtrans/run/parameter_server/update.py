@@ -28,7 +28,7 @@ from dtrans.protocol.exchange import Exchange
 from dtrans.protocol.served import ServedBlocks, ServedRows, Vectors
 from dtrans.run.base.lowered import called
 from dtrans.run.base.platforms import as_written
-from dtrans.slicing.mean import made_one, sent_by
+from dtrans.slicing.mean import reduce_gradients, sent_by
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -78,7 +78,8 @@ class Phase:
         packed: list[list[jax.Array]] = []
         for block in self.blocks:
             ones = {
-                g.name: made_one(g.op, [grads[n] for n in g.sent.values()]) for g in block.grads
+                g.name: reduce_gradients(g.op, [grads[n] for n in g.sent.values()])
+                for g in block.grads
             }
             given = [ones[n] if n in ones else values[n] for n in block.in_names]
             if self.ends is not None and block is self.blocks[-1]:

@@ -323,6 +323,7 @@ def _placement(analysis: RowAnalysis, owner: Mapping[str, int], ranks: int) -> P
     """Return the placement of whole leaves on ranks, as on parameter servers."""
     endpoints = [f"rank {k}" for k in range(ranks)]
     blocks = {
-        n: (Block.whole(n, analysis.inputs[n].aval, endpoints[owner[n]]),) for n in analysis.params
+        n: (Block.from_leaf(n, analysis.inputs[n].aval, endpoints[owner[n]]),)
+        for n in analysis.params
     }
     return Placement(tuple(endpoints), blocks, analysis.groups)

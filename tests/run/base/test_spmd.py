@@ -15,7 +15,7 @@ from dtrans.run.base.spmd import AxisSharding, on_mesh, on_one_device
 
 AXES = (("group", 2), ("rank", 3))
 NAMES = ("group", "rank")
-WHOLE, OWN = AxisSharding(), AxisSharding(own=NAMES)
+WHOLE, DTRANS_PRIMITIVES = AxisSharding(), AxisSharding(own=NAMES)
 ROWS, SLICES = WHOLE.cut_along(0, *NAMES), WHOLE.cut_along(1, "rank")
 BOTH = WHOLE.cut_along(1, "group").cut_along(0, "rank")
 STACKED_SLICES = AxisSharding(own=("group",)).cut_along(1, "rank")
@@ -40,9 +40,9 @@ def test_values_come_back_as_they_went_in(sharding: AxisSharding) -> None:
 def test_values_of_each_trainer_are_stacked() -> None:
     x = jnp.arange(12).reshape(12, 1)
     expected = np.arange(12).reshape(6, 2, 1)
-    for (found,) in both_ways(lambda part: [part], [ROWS], [OWN], x):
+    for (found,) in both_ways(lambda part: [part], [ROWS], [DTRANS_PRIMITIVES], x):
         np.testing.assert_array_equal(found, expected)
-    for (found,) in both_ways(lambda part: [part], [OWN], [ROWS], expected):
+    for (found,) in both_ways(lambda part: [part], [DTRANS_PRIMITIVES], [ROWS], expected):
         np.testing.assert_array_equal(found, x)
 
 
@@ -57,7 +57,7 @@ def test_trainers_are_numbered_along_the_axes_in_order() -> None:
     fn = lambda rows, w: [rows[0, 0] * 0 + index(), jax.lax.psum(rows.sum() * w.sum(), NAMES)]
     first = AxisSharding(first=NAMES)
     for numbers, total in both_ways(
-        fn, [ROWS, SLICES], [OWN, first], jnp.ones((6, 1)), jnp.ones((1, 6))
+        fn, [ROWS, SLICES], [DTRANS_PRIMITIVES, first], jnp.ones((6, 1)), jnp.ones((1, 6))
     ):
         np.testing.assert_array_equal(numbers, np.arange(6))
         assert total == 12.0
@@ -76,7 +76,13 @@ def test_results_that_every_device_gets_whole() -> None:
     mesh = Mesh(np.array(jax.devices()[:6]).reshape(2, 3), NAMES)
     x = jnp.arange(12).reshape(2, 6)
     rows, own = jax.jit(
-        on_mesh(lambda part: [part, part[0]], mesh, [SLICES], [SLICES, OWN], gathered=[0, 1])
+        on_mesh(
+            lambda part: [part, part[0]],
+            mesh,
+            [SLICES],
+            [SLICES, DTRANS_PRIMITIVES],
+            gathered=[0, 1],
+        )
     )(x)
     assert rows.sharding.is_fully_replicated and own.sharding.is_fully_replicated
     np.testing.assert_array_equal(rows, x)
