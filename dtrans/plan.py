@@ -295,7 +295,9 @@ class Plan(abc.ABC):
         if traced.replay is not None:
             flat = {n: traced.replay.inputs[n] for n in flat}
             given = {n: jnp.broadcast_to(x, flat[n].shape) for n, x in given.items()}
-        comparison = Comparison(traced.replay or whole, traced, flat, main.still, startup, given)
+        comparison = Comparison(
+            traced.replay or whole, traced, flat, main.frozen_constants, startup, given
+        )
         return comparison.check(repr(self)[1:-1], points=points, seed=seed)
 
     def _realised(self, way: str, *args: Any, **options: Any) -> Job:

@@ -96,7 +96,7 @@ FAULTS = (
     ),
     Fault(  # what is carried is what the first turn takes
         "ir/interpret.py",
-        "joined = [join(x, made[carried[i]]) if i in carried else x for i, x in enumerate(start)]",
+        "joined = [join(x, results[carried[i]]) if i in carried else x for i, x in enumerate(start)]",
         "joined = list(start)",
         ("ir/test_interpret.py", "zero/test_rank_values.py"),
     ),

@@ -291,7 +291,7 @@ def test_an_unknown_primitive_in_an_init_is_named():
     main = dtrans.trace(step, *jax.eval_shape(init), jnp.ones((4, 8)))
     placement = dtrans.BlockPlacement(min_block_size=1)
     with pytest.warns(
-        UnknownPrimitiveWarning, match="^double .*each server makes all of what init makes with it$"
+        UnknownPrimitiveWarning, match="^double .*each server computes its outputs in full$"
     ):
         dtrans.pserver(main, dtrans.trace(init), pservers="a:1,b:1", placement=placement)
 

@@ -173,7 +173,7 @@ def shard_step(
         return shared(part, step, None)
     part = adapt(part)
     again = lambda other: adapt(written(cut(other).with_reported())).program
-    program = together.program.rewritten(again, all_grown, made=part.program)
+    program = together.program.rewritten(again, all_grown, result=part.program)
     return shared(part, cut(program).with_reported(), None)
 
 

@@ -102,7 +102,10 @@ class Precomputed:
         return dataclasses.replace(
             program,
             jaxpr=jaxpr,
-            args=(*program.args, TreeSpec.of(tuple(v.aval for v in arguments.values()), ROOT)),
+            args=(
+                *program.args,
+                TreeSpec.from_tree(tuple(v.aval for v in arguments.values()), ROOT),
+            ),
             roles=(FORWARD,) * len(eqns),
             labels={},
             specializer=None,
@@ -144,10 +147,10 @@ class Precomputed:
             f"values of the whole batch of {program.name}",
             jaxpr,
             args,
-            TreeSpec.of(tuple(v.aval for v in inner.outvars), ROOT),
+            TreeSpec.from_tree(tuple(v.aval for v in inner.outvars), ROOT),
             (FORWARD,) * len(opened(jaxpr).eqns),
         )
-        return program.rewritten(self.precompute_program, made=result)
+        return program.rewritten(self.precompute_program, result=result)
 
 
 def with_rows_first(main: Program, axes: Mapping[str, int]) -> Program:

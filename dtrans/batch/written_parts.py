@@ -34,7 +34,7 @@ from dtrans.engine.writer import SplitWriter, written
 from dtrans.errors import BatchError
 from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import backward_slice, propagate
-from dtrans.ir.fingerprint import of_values
+from dtrans.ir.fingerprint import value_digests
 from dtrans.ir.inline import eliminate_dead
 from dtrans.ir.program import FORWARD, Program, is_communication
 from dtrans.ir.pytree import TreeSpec, is_under
@@ -123,7 +123,7 @@ class WrittenParts:
         part = dataclasses.replace(
             part, name=full_step.name, jaxpr=jaxpr, args=args, roles=roles, labels={}
         )
-        return full_step.rewritten(self.part_of, self._full_types, made=part)
+        return full_step.rewritten(self.part_of, self._full_types, result=part)
 
     def _full_types(self, types: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the types of the step's inputs, from those of a part."""
@@ -146,7 +146,7 @@ class WrittenParts:
         names = (*program.out_names, self._number)
         out = TreeSpec(jax.tree.structure(names), names)
         program = dataclasses.replace(program, jaxpr=jaxpr, out=out, roles=(FORWARD,) * len(b.eqns))
-        return full_step.rewritten(self.precompute_program, made=program)
+        return full_step.rewritten(self.precompute_program, result=program)
 
 
 def adds_up(part: TrainerStep) -> bool:
@@ -270,7 +270,7 @@ def _sized(flat: FlatStep, part: Program, spots: Sequence[Spot]) -> set[Spot]:
       spots: positions to compare.
     """
     mine, theirs = (
-        of_values(x.jaxpr, x.program.in_names) for x in (flat, FlatStep(captured(part)))
+        value_digests(x.jaxpr, x.program.in_names) for x in (flat, FlatStep(captured(part)))
     )
     known = {*theirs.values()}
     return {s for s in spots if mine[flat.value(s)] not in known}

@@ -147,7 +147,9 @@ class Checkpoint:
                     f"and {wanted.get(name, 'nothing')} in {main.name}"
                 )
         for name, x in zip(
-            main.still, self.on_host([whole(n, main.inputs[n]) for n in main.still]), strict=True
+            main.frozen_constants,
+            self.on_host([whole(n, main.inputs[n]) for n in main.frozen_constants]),
+            strict=True,
         ):
             check_frozen(main, name, x)
         return self

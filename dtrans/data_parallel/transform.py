@@ -415,7 +415,7 @@ def rewritten(
 
     made = Program.written(f"trainer of {source.name}", b, source.args, source.out, outs)
     return source.rewritten(
-        lambda other: rewritten(cut(other).with_reported(), o, merges, kind), made=made
+        lambda other: rewritten(cut(other).with_reported(), o, merges, kind), result=made
     )
 
 

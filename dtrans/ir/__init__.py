@@ -1,13 +1,16 @@
-"""What a program is: a jaxpr whose inputs, outputs and equations have names and roles.
+"""Programs: jaxprs whose inputs, outputs and equations have names and roles.
 
-pytree      pytrees taken apart into arrays with paths, and everything else held still
+pytree      pytrees as arrays with paths, and static leaves
 program     `Program`: a named, closed jaxpr
 display     programs and plans as text and HTML
-inline      calls replaced by their bodies, and dead code removed
-builder     `Builder`: writes new jaxprs out of equations of old ones
-dataflow    what a value is made of, and what it reaches
+inline      inlining of calls, and dead code elimination
+builder     `Builder`: writes new jaxprs from equations of old ones
+dataflow    values that an output depends on, and values that depend on an input
 interpret   drivers of dataflow analyses: forward and backward, into loops, branches and calls
-folding     values that are one number everywhere, or an input as it was
+folding     values that are one number in all entries, or an unchanged input
 cost        flops and bytes of an equation
-array_fns   small functions of arrays that equations are written with
+fingerprint  digests of programs and options
+batched_gathers  gathers by row indices, rewritten as batched gathers
+row_numbers  integers that count a dimension
+array_fns   small functions of arrays that transforms write equations with
 """

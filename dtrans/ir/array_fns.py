@@ -1,7 +1,7 @@
-"""Small functions of arrays that transforms write equations with.
+"""Small functions of arrays with which transforms write equations.
 
-`Builder.call` traces each once for a type: they are cached by their arguments, so that equal ones
-are one function.
+`Builder.call` traces each once for a type. They are cached by their arguments, so that equal
+functions are one object.
 """
 
 from __future__ import annotations
@@ -19,25 +19,24 @@ from dtrans._jax import Literal, ShapedArray
 
 @functools.cache
 def converted(dtype: Any) -> Callable[[jax.Array], jax.Array]:
-    """To another type."""
+    """Return a function that casts to a type."""
     return lambda x: x.astype(dtype)
 
 
 def scalar(value: float) -> Literal:
-    """A number as an operand."""
+    """Return a number as a literal operand."""
     array = np.asarray(value, jnp.result_type(float))
     return Literal(array[()], jax.typeof(array))
 
 
 @functools.cache
 def times(by: float) -> Callable[[jax.Array], jax.Array]:
-    """Multiplied by a number."""
+    """Return a function that multiplies by a number."""
     return lambda x: x * by
 
 
 def padded_to(x: jax.Array, axis: int, size: int) -> jax.Array:
-    """Append zeros along one axis; for random keys, copies of the first key, as there is no key
-    that is zero."""
+    """Append zeros along one axis; for random keys, copies of the first key."""
     if x.shape[axis] == size:
         return x
     missing = size - x.shape[axis]
@@ -50,13 +49,14 @@ def padded_to(x: jax.Array, axis: int, size: int) -> jax.Array:
 
 @functools.cache
 def padded(axis: int, size: int) -> Callable[[jax.Array], jax.Array]:
-    """The same, of one operand."""
+    """Return a function that pads as `padded_to`."""
     return lambda x: padded_to(x, axis, size)
 
 
 @functools.cache
 def rows_from(axis: int, count: int, size: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """`count` entries from a start on, of a value that is padded with zeros to `size` entries."""
+    """Return a function that takes `count` entries from a start, after padding to `size`
+    entries."""
 
     def fn(x: jax.Array, start: jax.Array) -> jax.Array:
         return jax.lax.dynamic_slice_in_dim(padded_to(x, axis, size), start, count, axis)
@@ -65,48 +65,48 @@ def rows_from(axis: int, count: int, size: int) -> Callable[[jax.Array, jax.Arra
 
 
 def parts_of(x: jax.Array, axis: int, count: int) -> jax.Array:
-    """The equal parts of an array along a dimension, on a leading axis."""
+    """Return the equal parts of an array along a dimension, on a leading axis."""
     cut = jnp.reshape(x, (*x.shape[:axis], count, x.shape[axis] // count, *x.shape[axis + 1 :]))
     return jnp.moveaxis(cut, axis, 0)
 
 
 def in_one(parts: jax.Array, axis: int) -> jax.Array:
-    """The inverse of `parts_of`."""
+    """Concatenate parts along a dimension; the inverse of `parts_of`."""
     return jax.lax.collapse(jnp.moveaxis(parts, 0, axis), axis, axis + 2)
 
 
 def sum_type(dtype: Any) -> Any:
-    """Return the type that arrays of a type are added up in: 16 bits may be too few for a sum."""
+    """Return the type in which arrays of a type are summed: 32 bits for 16-bit floats."""
     small = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
     return np.dtype(np.float32) if small else dtype
 
 
-@functools.cache  # a server asks in each step
+@functools.cache  # servers call it in each step
 def is_key(dtype: Any) -> bool:
-    """Whether it is that of keys of random generators."""
+    """Return True for a type of random keys."""
     return bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))
 
 
 def words(x: Any) -> Any:
-    """What is sent of an array: the words of keys."""
+    """Return an array as it is sent: random keys as their words."""
     return jax.random.key_data(x) if is_key(x.dtype) else x
 
 
 def words_type(aval: Any) -> Any:
-    """The type of that."""
+    """Return the type of `words`."""
     if not is_key(aval.dtype):
         return aval
-    made = jax.eval_shape(words, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
-    return ShapedArray(made.shape, made.dtype)
+    sent = jax.eval_shape(words, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+    return ShapedArray(sent.shape, sent.dtype)
 
 
 @functools.cache
 def keys_of(impl: str) -> Callable[[jax.Array], jax.Array]:
-    """Keys, from their words."""
+    """Return a function that makes random keys from their words."""
     return lambda x: jax.random.wrap_key_data(x, impl=impl)
 
 
 def together(*xs: jax.Array) -> Sequence[jax.Array]:
-    """All of them, once all are there."""
-    made: Sequence[jax.Array] = jax.lax.optimization_barrier(xs)
-    return made
+    """Return all values behind one barrier."""
+    outputs: Sequence[jax.Array] = jax.lax.optimization_barrier(xs)
+    return outputs

@@ -1,15 +1,15 @@
-"""Gathers and scatters by row numbers, written as batched ones.
+"""Gathers and scatters by row indices, rewritten as batched ones.
 
-`x[jnp.arange(len(y)), y]` picks from each row of `x`, but its `gather` says that it picks from all
-of them: the number of the row is one component of an index. Where a component is proven to count a
-dimension of the indices, and that is as long as the dimension of the operand which it is an index
-of, the two are batched: the same numbers, and whoever looks at rows sees that each is picked from
-itself. A scatter, which is what the derivative of such a gather is, alike.
+`x[jnp.arange(len(y)), y]` reads one entry of each row of `x`, but its `gather` has all of `x` as
+its operand: the row is one component of an index. A component may be proven to count a dimension of
+the indices that is as long as the operand dimension it indexes. Then both become batch dimensions.
+The numbers are equal, and an analysis of rows sees that each is read from itself. The same is done
+for scatters, which are the derivatives of such gathers.
 
     gather x[8,10] by [(0, y0), (1, y1), ...]       ->  gather each row of x by [(y0), (y1), ...]
 
-What is proven of components is in `dtrans.ir.row_numbers`. The rewrite changes no number of any
-program, so nothing that comes after has to trust it.
+`dtrans.ir.row_numbers` has the proofs. The rewrite changes no number of any program, so that later
+passes need not trust it.
 """
 
 from __future__ import annotations
@@ -42,16 +42,17 @@ _PICKS = frozenset(
 
 
 def batched_gathers(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
-    """Write gathers and scatters whose indices count rows as batched ones, in bodies of calls and
-    loops too.
+    """Rewrite gathers and scatters whose indices count rows as batched ones, at any depth.
 
     Example:
       >>> import jax, jax.numpy as jnp
       >>> from dtrans.ir.batched_gathers import batched_gathers
-      >>> old = jax.make_jaxpr(lambda x, y: x[jnp.arange(4), y])(jnp.ones((4, 5)), jnp.zeros(4, int))
+      >>> pick = lambda x, y: x[jnp.arange(4), y]
+      >>> old = jax.make_jaxpr(pick)(jnp.ones((4, 5)), jnp.zeros(4, int))
       >>> new = batched_gathers(old)
-      >>> [e.params["dimension_numbers"].operand_batching_dims for e in new.eqns if e.primitive.name == "gather"]
-      [(0,)]
+      >>> (gather,) = (e for e in new.eqns if e.primitive.name == "gather")
+      >>> gather.params["dimension_numbers"].operand_batching_dims
+      (0,)
     """
     if not _has_picks(jaxpr):
         return jaxpr
@@ -64,10 +65,11 @@ def _has_picks(jaxpr: Any) -> bool:
 
 
 def _rewritten(jaxpr: Any, numbers: Facts[Fact]) -> Any:
-    """Return an open or a closed jaxpr with batched gathers; itself where there are none.
+    """Return an open or a closed jaxpr with batched gathers; the same object if there are none.
 
     Args:
-      numbers: what is known of its integers.
+      jaxpr: the jaxpr.
+      numbers: facts about its integers.
     """
     inner = opened(jaxpr)
     if not _has_picks(inner):
@@ -77,8 +79,8 @@ def _rewritten(jaxpr: Any, numbers: Facts[Fact]) -> Any:
     for i, eqn in enumerate(inner.eqns):
         atoms = read_from(env, eqn.invars)
         b.source = eqn
-        if (made := _batched(eqn, env, numbers, inner.eqns[:i], b)) is not None:
-            env[eqn.outvars[0]], changed = made, True
+        if (batched := _batched(eqn, env, numbers, inner.eqns[:i], b)) is not None:
+            env[eqn.outvars[0]], changed = batched, True
             continue
         new = (
             _with_rewritten_bodies(eqn, numbers.entered[i].bodies) if i in numbers.entered else eqn
@@ -92,7 +94,7 @@ def _rewritten(jaxpr: Any, numbers: Facts[Fact]) -> Any:
 
 
 def _without_unread(jaxpr: ClosedJaxpr, old: Any) -> ClosedJaxpr:
-    """Drop equations that nothing reads any more; what nothing read before stays."""
+    """Drop equations that became unread; those that were unread before stay."""
     inner = opened(jaxpr)
     unread = {v for e in old.eqns for v in e.outvars}
     unread -= {
@@ -117,7 +119,7 @@ def _with_rewritten_bodies(eqn: JaxprEqn, inside: Mapping[int, Facts[Fact]]) -> 
 
 
 def _components(indices: Atom, before: Sequence[JaxprEqn]) -> list[Atom]:
-    """Return the components that indices are joined of; none if they are not."""
+    """Return the components that indices are concatenated from; none for other indices."""
     eqn = next((e for e in before if any(v is indices for v in e.outvars)), None)
     if (
         eqn is None
@@ -135,11 +137,14 @@ def _batched(
     before: Sequence[JaxprEqn],
     b: Builder,
 ) -> Atom | None:
-    """Write a gather or a scatter that is batched where its indices count rows; None where they do
-    not.
+    """Write a batched gather or scatter if its indices count rows, else return None.
 
     Args:
-      before: the equations before it.
+      eqn: the gather or scatter.
+      env: new values of the old variables.
+      numbers: facts about integers.
+      before: equations before it.
+      b: builder of the new jaxpr.
     """
     if eqn.primitive.name not in _PICKS:
         return None
@@ -156,13 +161,13 @@ def _batched(
         else (n.scatter_dims_to_operand_dims, n.inserted_window_dims, n.update_window_dims,
               n.scatter_indices_batching_dims)
     )  # fmt: skip
-    kept = [d for d in range(x.ndim) if d not in gone and d not in n.operand_batching_dims]
-    place = dict(
-        zip(kept, windows, strict=True)
-    )  # of the entries of a dimension in what is picked, or written
+    window_dims = [d for d in range(x.ndim) if d not in gone and d not in n.operand_batching_dims]
+    # operand dimension to the window dimension of the output, or of the updates
+    place = dict(zip(window_dims, windows, strict=True))
+
     found: dict[int, int] = {}  # dimension of the operand to that of the indices
     for component, d in enumerate(dims):
-        if len(found) == len(dims) - 1:  # a gather by no index at all is none
+        if len(found) == len(dims) - 1:  # a gather needs at least one index
             break
         if d in place and window.shape[place[d]] != 1:
             continue
@@ -199,8 +204,8 @@ def _batched(
     rest = [components[c] if components else b.call(_component(c), atoms[1])[0] for c in left]
     at = rest[0] if len(rest) == 1 else b.call(_joined, *rest)[0]
     if gathers:
-        (made,) = b.copy(eqn, [atoms[0], at], indices_are_sorted=False, **params)
-        return b.call(_expanded(tuple(dropped)), made)[0] if dropped else made
+        (gathered,) = b.copy(eqn, [atoms[0], at], indices_are_sorted=False, **params)
+        return b.call(_expanded(tuple(dropped)), gathered)[0] if dropped else gathered
     updates = b.call(_squeezed(tuple(dropped)), atoms[2])[0] if dropped else atoms[2]
     return b.copy(
         eqn, [atoms[0], at, updates], [eqn.outvars[0].aval], indices_are_sorted=False, **params

@@ -1,10 +1,10 @@
-"""Reading and rebuilding jaxprs.
+"""Construction of jaxprs from equations of other jaxprs.
 
-Two tools are all that the transforms need. `inline_calls` flattens a program, so that every value
-that matters is visible at the top. `Builder` writes a new jaxpr: it copies equations of an old one
-under a substitution of variables, binds new ones by asking the primitive for its own output types,
-and closes the result over just the constants it used. Equations are moved, never mutated, and keep
-their source information; no shape is ever written by hand.
+`inline_calls` (`dtrans.ir.inline`) flattens a program, so that every relevant value is visible at
+the top level. `Builder` writes a new jaxpr. It copies equations of an old one under a substitution
+of variables, and binds new ones with types from the primitive's own rule. The result closes over
+the constants that it reads. Equations are never mutated, and keep their source information; shapes
+are never written by hand.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ def _traced(fn: Callable[..., Any], types: tuple[Any, ...]) -> ClosedJaxpr:
 
 
 def read_from(env: Mapping[Var, Atom], atoms: Iterable[Atom]) -> list[Atom]:
-    """Return values in the place of others; literals, and variables that are not in `env`, stay."""
+    """Return the replacements of values; literals, and variables that are not in `env`, stay."""
     return [env.get(a, a) if isinstance(a, Var) else a for a in atoms]
 
 
 class Builder:
-    """Writes one closed jaxpr, equation by equation.
+    """Writer of one closed jaxpr, equation by equation.
 
     Args:
       like: the jaxpr that equations are copied from; its constants can be read.
 
     Attributes:
-      role: of what is written next.
-      source: the equation that new ones are written for: they come from its line.
+      role: role of the next equations.
+      source: equation whose line new ones get.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -82,38 +82,36 @@ class Builder:
         self.labels: dict[Var, str] = {}
 
     def input(self, aval: Any) -> Var:
-        """A new input."""
+        """Add an input."""
         self.invars.append(Var(aval))
         return self.invars[-1]
 
     def constant(self, value: Any) -> Var:
-        """A new constant."""
+        """Add a constant."""
         var = Var(jax.typeof(value))
         self._used[var] = value
         return var
 
     def is_constant(self, var: Var) -> bool:
-        """Whether a variable of the old jaxpr is one of its constants."""
+        """Return True if a variable of the old jaxpr is one of its constants."""
         return var in self._constants
 
     def constant_value(self, var: Var) -> Any:
-        """The value of a constant of the old jaxpr."""
+        """Return the value of a constant of the old jaxpr."""
         return self._constants[var]
 
     def call(self, fn: Callable[..., Any], *atoms: Atom) -> list[Atom]:
-        """The equations of a small pure function of arrays. It is traced once for each set of
-        types: pass no lambda."""
+        """Write the equations of a small pure function, traced once per signature: pass no new
+        lambda."""
         return self.inline(_traced(fn, tuple(a.aval for a in atoms)), *atoms)
 
     def call_as(self, var: Var, fn: Callable[..., Any], *atoms: Atom) -> None:
-        """Write a function as `call` does; its output is a variable of the old jaxpr, which other
-        equations read."""
+        """Write a function as `call` does, with an output variable of the old jaxpr."""
         self.call(fn, *atoms)
         self.eqns[-1] = self.eqns[-1].replace(outvars=[var])
 
     def inline(self, jaxpr: ClosedJaxpr, *atoms: Atom) -> list[Atom]:
-        """The equations of another closed jaxpr, on operands of the types of its inputs; its
-        outputs."""
+        """Write the equations of another closed jaxpr on these operands; return its outputs."""
         body = opened(jaxpr)
         assert all(a.aval.shape == v.aval.shape for a, v in zip(atoms, body.invars, strict=True)), (
             atoms,
@@ -130,26 +128,27 @@ class Builder:
         eqns: Iterable[JaxprEqn],
         wanted: Iterable[Atom],
     ) -> list[Atom]:
-        """Write some equations of another jaxpr; return values that are wanted of it.
+        """Write some equations of another jaxpr; return the wanted values.
 
         Args:
-          env: values of the other jaxpr that are here, by its variables. Others keep their
-            variables.
-          eqns: in order, those that make `wanted` of these values.
+          jaxpr: the other jaxpr.
+          env: values for variables of the other jaxpr; other variables are kept.
+          eqns: equations in order.
+          wanted: values of the other jaxpr to return.
         """
         known: dict[Var, Atom] = dict(env)
         known |= zip(opened(jaxpr).constvars, map(self.constant, constants(jaxpr)), strict=True)
         for eqn in eqns:
             eqn = eqn if self.source is None else from_line_of(eqn, self.source)
-            made = self.copy(eqn, read_from(known, eqn.invars), [v.aval for v in eqn.outvars])
-            known.update(zip(eqn.outvars, made, strict=True))
+            outputs = self.copy(eqn, read_from(known, eqn.invars), [v.aval for v in eqn.outvars])
+            known.update(zip(eqn.outvars, outputs, strict=True))
         return read_from(known, wanted)
 
     def bind(self, primitive: Primitive, *atoms: Atom, **params: Any) -> list[Var]:
-        """A new equation; its output types are what the primitive makes of the operands' types.
+        """Write a new equation; the primitive's own rule returns its output types.
 
-        For primitives whose parameters are known: those of this package, and a few of `jax.lax`.
-        Others get parameters from release to release; use `call`.
+        Use it for primitives of this package and a few of `jax.lax`, whose parameters are known.
+        Others get new parameters between releases; use `call`.
         """
         outs = [Var(t) for t in abstract_eval(primitive, [a.aval for a in atoms], params)]
         eqn = new_jaxpr_eqn(list(atoms), outs, primitive, params, set())
@@ -157,17 +156,17 @@ class Builder:
         return outs
 
     def part(self, value: Atom, axis: int, start: int, stop: int) -> Var:
-        """Entries `start` to `stop` of a value along one axis."""
+        """Write a slice: entries `start` to `stop` of a value along one axis."""
         begin, end = [0] * value.aval.ndim, list(value.aval.shape)
         begin[axis], end[axis] = start, stop
-        (made,) = self.bind(
+        (piece,) = self.bind(
             jax.lax.slice_p,
             value,
             start_indices=tuple(begin),
             limit_indices=tuple(end),
             strides=None,
         )
-        return made
+        return piece
 
     def copy(
         self,
@@ -176,9 +175,9 @@ class Builder:
         types: Sequence[Any] | None = None,
         **params: Any,
     ) -> list[Var]:
-        """An equation of the old jaxpr on other operands.
+        """Write an equation of the old jaxpr on other operands.
 
-        Its output types are worked out anew where operands differ, unless they are known (`types`).
+        Output types are inferred again if operands differ, unless `types` has them.
         """
         if types is not None:
             pass
@@ -203,12 +202,15 @@ class Builder:
         """Write a loop, a branch or a call of the old jaxpr with other bodies; return its outputs.
 
         Args:
+          eqn: the equation.
           new: its bodies, in order.
-          atoms, types: its operands, and the types of its outputs.
-          first: operands that all bodies take in front of theirs.
+          atoms: its operands.
+          types: types of its outputs.
+          first: operands that all bodies take before theirs.
+          params: other changed parameters.
         """
-        made = self.with_bodies(eqn, new, atoms, [Var(t) for t in types], first)
-        return self.copy(made, made.invars, types, **params)
+        rewritten = self.with_bodies(eqn, new, atoms, [Var(t) for t in types], first)
+        return self.copy(rewritten, rewritten.invars, types, **params)
 
     def with_bodies(
         self,
@@ -218,18 +220,18 @@ class Builder:
         outvars: Sequence[Var],
         first: Sequence[Atom] = (),
     ) -> JaxprEqn:
-        """Return a loop, a branch or a call with other bodies, operands and outputs; arguments as
-        above."""
+        """Return a loop, a branch or a call with other bodies; arguments as in
+        `copy_with_bodies`."""
         if eqn.primitive.name in REMAT:  # the body of remat cannot have constants
             (body,) = new
-            inner, held = opened(body), [self.constant(c) for c in constants(body)]
-            first = [*held, *first]
+            inner, body_constants = opened(body), [self.constant(c) for c in constants(body)]
+            first = [*body_constants, *first]
             invars = [*inner.constvars, *inner.invars]
             new = [opened(closed((), (), invars, inner.outvars, inner.eqns, body))]
         return rebuilt(eqn, new, atoms, outvars, first)
 
     def keep(self, eqn: JaxprEqn, invars: Sequence[Atom] | None = None) -> None:
-        """An equation of the old jaxpr with its own output variables."""
+        """Write an equation of the old jaxpr with its own output variables."""
         atoms = list(eqn.invars if invars is None else invars)
         self._append(eqn if invars is None else eqn.replace(invars=atoms), atoms)
 
@@ -244,7 +246,7 @@ class Builder:
                 self._used[a] = self._constants[a]
 
     def build(self, outvars: Sequence[Atom]) -> ClosedJaxpr:
-        """The finished jaxpr. Dead equations are not removed: see `needed` and `eliminate_dead`."""
+        """Return the finished jaxpr, dead equations included: see `eliminate_dead`."""
         self._note(outvars)
         return closed(
             list(self._used),

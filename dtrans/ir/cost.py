@@ -1,10 +1,10 @@
 """Costs of equations: floating-point operations and bytes.
 
-This is a model for planning, not a measurement. `dtrans._jax.primitives` says for each primitive
-what is counted. A product has a multiplication and an addition for each term. A reduction costs one
+This is a model for planning, not a measurement. `dtrans._jax.primitives` has the count of each
+primitive. A product has a multiplication and an addition for each term. A reduction has one
 operation for each entry of its operand, other arithmetic one for each entry of its outputs. Moves,
-casts and counters cost nothing. A `scan` counts its body as often as it runs, a `while` once, and a
-`cond` its dearest branch.
+casts and counters cost nothing. A `scan` counts its body for each iteration, a `while` once, and a
+`cond` its most expensive branch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dtrans._jax import (
 
 
 def nbytes(aval: Any) -> int:
-    """The bytes of an array of this type; 0 for what is no array.
+    """Return the bytes of an array of this type; 0 for other types.
 
     Example:
       >>> import jax.numpy as jnp
@@ -39,19 +39,20 @@ def nbytes(aval: Any) -> int:
 
 
 def flops(eqn: JaxprEqn) -> int:
-    """Return the floating-point operations of one equation, those of its bodies included.
+    """Return the floating-point operations of one equation, its bodies included.
 
-    EPL counts a dense layer in the same way: 2*m*n*k, and one for each element of what the bias is
-    added to (epl/profiler/flops.py).
+    EPL counts a dense layer in the same way: 2*m*n*k, and one for each element of the output that
+    the bias is added to (epl/profiler/flops.py).
 
     Example:
       >>> import jax, jax.numpy as jnp
       >>> from dtrans.ir.cost import flops
-      >>> dense = jax.make_jaxpr(lambda x, w, b: x @ w + b)(jnp.ones((10, 10)), jnp.ones((10, 16)), jnp.ones(16))
+      >>> args = jnp.ones((10, 10)), jnp.ones((10, 16)), jnp.ones(16)
+      >>> dense = jax.make_jaxpr(lambda x, w, b: x @ w + b)(*args)
       >>> [(eqn.primitive.name, flops(eqn)) for eqn in dense.jaxpr.eqns]
       [('dot_general', 3200), ('broadcast_in_dim', 0), ('add', 160)]
     """
-    name, counted, made = (
+    name, counted, out_size = (
         eqn.primitive.name,
         facts_of(eqn).flops,
         sum(_size(v.aval) for v in eqn.outvars),
@@ -59,19 +60,19 @@ def flops(eqn: JaxprEqn) -> int:
     if counted == "none":
         return 0
     if counted == "product":
-        return 2 * made * _terms(eqn)
+        return 2 * out_size * _terms(eqn)
     if counted == "inputs":
         return sum(_size(a.aval) for a in eqn.invars)
     if counted == "updates":
         return _size(eqn.invars[-1].aval)
     if counted == "window":
-        return made * _product(eqn.params["window_dimensions"])
+        return out_size * _product(eqn.params["window_dimensions"])
     if name == SCAN:
         return scan_length(eqn) * flops_of(opened(*bodies(eqn)).eqns)
     if name == COND:
         return max(flops_of(opened(branch).eqns) for branch in bodies(eqn))
     nested = list(jaxprs_in_params(eqn.params))
-    return sum(flops_of(opened(body).eqns) for body in nested) if nested else made
+    return sum(flops_of(opened(body).eqns) for body in nested) if nested else out_size
 
 
 def flops_of(eqns: Iterable[JaxprEqn]) -> int:
@@ -80,7 +81,7 @@ def flops_of(eqns: Iterable[JaxprEqn]) -> int:
 
 
 def _terms(eqn: JaxprEqn) -> int:
-    """Return how many products each output of a product or a convolution adds up."""
+    """Return the number of terms in each output of a product or a convolution."""
     if eqn.primitive.name == "conv_general_dilated":
         out_features, *_ = eqn.params["dimension_numbers"].rhs_spec
         kernel = eqn.invars[1].aval

@@ -1,4 +1,4 @@
-"""What a value is made of, and what it reaches: questions about a row of equations."""
+"""Dependencies between values of a list of equations."""
 
 from __future__ import annotations
 
@@ -12,40 +12,38 @@ from dtrans._jax import Atom, JaxprEqn, Var, zeros_by
 def backward_slice(
     eqns: Sequence[JaxprEqn], outputs: Iterable[Atom], stop: Iterable[Var] = ()
 ) -> tuple[list[int], set[Var]]:
-    """What `outputs` are made of.
+    """Return the positions of the equations that `outputs` need, and their free variables.
 
-    Returns the positions of the equations they need, in order, and the variables those read that
-    none of them makes. Nothing is followed beyond the variables in `stop`.
+    Positions are in order. Free variables are those that no needed equation computes. The walk ends
+    at the variables in `stop`.
     """
     stops = set(stop)
     wanted = {a for a in outputs if isinstance(a, Var)}
-    kept: list[int] = []
+    positions: list[int] = []
     for i in range(len(eqns) - 1, -1, -1):
         eqn = eqns[i]
-        made = [v for v in eqn.outvars if v in wanted and v not in stops]
-        if made:
-            kept.append(i)
-            wanted.difference_update(made)
+        computed = [v for v in eqn.outvars if v in wanted and v not in stops]
+        if computed:
+            positions.append(i)
+            wanted.difference_update(computed)
             wanted.update(a for a in eqn.invars if isinstance(a, Var))
-    return kept[::-1], wanted
+    return positions[::-1], wanted
 
 
 def free_variables(eqns: Sequence[JaxprEqn]) -> list[Var]:
-    """Return the variables that equations read and none of them makes, in the order in which they
-    are read."""
-    made = {v for e in eqns for v in e.outvars}
+    """Return the variables that equations read and do not compute, in the order of reads."""
+    computed = {v for e in eqns for v in e.outvars}
     return list(
-        dict.fromkeys(a for e in eqns for a in e.invars if isinstance(a, Var) and a not in made)
+        dict.fromkeys(a for e in eqns for a in e.invars if isinstance(a, Var) and a not in computed)
     )
 
 
 def propagate(
     eqns: Sequence[JaxprEqn], seeds: Mapping[Var, int], fixed: Mapping[Var, int]
 ) -> dict[Var, int]:
-    """Which seeds enter each value, as bits: the union over what it is made of; `fixed` values are
-    as given.
+    """Return the seeds that enter each value, as the union of bits; `fixed` values keep theirs.
 
-    One pass forward; values that nothing enters may be absent.
+    It is one forward pass; values that no seed enters may be absent.
     """
     bits = {**seeds, **fixed}
     for eqn in eqns:
@@ -59,11 +57,10 @@ def propagate(
     return bits
 
 
-def is_zero_array(atom: Atom, made_by: Mapping[Var, JaxprEqn]) -> bool:
-    """Return True if all entries of a value are known to be zero: a literal, or what keeps the
-    zeros of one."""
+def is_zero_array(atom: Atom, producers: Mapping[Var, JaxprEqn]) -> bool:
+    """Return True if all entries of a value are known to be zero."""
     while isinstance(atom, Var):
-        eqn = made_by.get(atom)
+        eqn = producers.get(atom)
         if eqn is None or len(eqn.invars) != 1 or zeros_by(eqn, (0,)) != ():
             return False
         atom = eqn.invars[0]

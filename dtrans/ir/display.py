@@ -1,5 +1,4 @@
-"""How programs and plans are shown: a listing of ops, or a table with notes, as text and as HTML in
-a notebook."""
+"""Text and HTML of programs and plans: a listing of ops, or a table with notes."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from dtrans._jax import is_jaxpr, opened
 
 
 class ShownOp(Protocol):
-    """What is shown of an op (`dtrans.ir.program.Op`)."""
+    """Fields of an op that a listing shows (`dtrans.ir.program.Op`)."""
 
     @property
     def type(self) -> str: ...
@@ -29,7 +28,7 @@ class ShownOp(Protocol):
 
 
 class ShownProgram(Protocol):
-    """What is shown of a program (`dtrans.ir.program.Program`)."""
+    """Fields of a program that a listing shows (`dtrans.ir.program.Program`)."""
 
     @property
     def name(self) -> str: ...
@@ -62,7 +61,7 @@ def _says_nothing(value: Any) -> bool:
 
 
 def short_type(aval: Any) -> str:
-    """`f32[4,2]`: as jaxprs print types."""
+    """Return a type as jaxprs print it: `f32[4,2]`."""
     return (
         aval.str_short(short_dtypes=True)
         if hasattr(aval, "str_short")
@@ -71,7 +70,7 @@ def short_type(aval: Any) -> str:
 
 
 def literal(atom: Any) -> str:
-    """A literal operand, as short as it can be read."""
+    """Return the short text of a literal operand."""
     value = np.asarray(atom.val)
     return (
         f"{value.item()!r:.12}"
@@ -81,29 +80,27 @@ def literal(atom: Any) -> str:
 
 
 def attribute(value: Any) -> str:
-    """One attribute of an op, on one line."""
+    """Return an attribute of an op, on one line."""
     if is_jaxpr(value):
         return f"<jaxpr, {len(opened(value).eqns)} equations>"
     if isinstance(value, tuple) and value and not isinstance(value[0], (int, float, str, tuple)):
         return f"<{len(value)} x {type(value[0]).__name__}>"
     text = str(value)
-    if "\n" in text or text.startswith(
-        "<"
-    ):  # an object that has no short form, e.g. a derivative rule
+    # objects without a short text, e.g. derivative rules
+    if "\n" in text or text.startswith("<"):
         return f"<{type(value).__name__}>"
     return text if len(text) <= 120 else text[:117] + "..."
 
 
 def op_line(op: ShownOp) -> str:
-    """One op: `outputs = type inputs [attributes]`."""
+    """Return the line of an op: `outputs = type inputs [attributes]`."""
     attrs = ", ".join(f"{k}={attribute(v)}" for k, v in op.attrs.items() if not _says_nothing(v))
     left = f"{', '.join(op.outputs)} = " if op.outputs else ""
     return f"{left}{op.type} {' '.join(op.inputs)}".rstrip() + (f"  [{attrs}]" if attrs else "")
 
 
 def without_addresses(text: str) -> str:
-    """How JAX shows something, without what differs from process to process: the addresses of
-    objects."""
+    """Return a text of JAX without object addresses, which differ between processes."""
     return re.sub(r"0x[0-9a-f]+", "", text)
 
 
@@ -111,7 +108,7 @@ GUESSED = "roles are guessed, from the names of scopes; those of a plan's progra
 
 
 def text(program: ShownProgram) -> str:
-    """The whole program, one op a line, each with its role."""
+    """Return the listing of a program: one op a line, each with its role."""
     lines = [f"program {program.name}" + (f": {GUESSED}" if program.guessed else "")]
     lines += [f"  in   {n}: {short_type(t)}" for n, t in program.inputs.items()]
     lines += [f"  {op.role:<9}{op_line(op)}" for op in program.ops]
@@ -126,7 +123,7 @@ def text(program: ShownProgram) -> str:
 
 
 def html(program: ShownProgram) -> str:
-    """The whole program as a table; roles in colour."""
+    """Return a program as an HTML table, with colours for roles."""
     esc = html_escape.escape
     rows = "".join(
         f"<tr><td style='color:{COLOURS[op.role]};text-align:left'>{op.role}</td>"
@@ -151,7 +148,7 @@ def plan_text(
     *,
     right: Collection[int],
 ) -> str:
-    """A plan as text: a table, whose columns `right` are flush right, and notes."""
+    """Return a plan as text: a table, with columns `right` aligned right, and notes."""
     table = [header, *rows]
     widths = [max(len(r[i]) for r in table) for i in range(len(header))]
     lines = [title]
@@ -172,7 +169,7 @@ def plan_html(
     *,
     code: int,
 ) -> str:
-    """The same as HTML; column `code` holds names."""
+    """Return a plan as an HTML table and notes; column `code` has names."""
     esc = html_escape.escape
     cell = lambda i, c: (
         f"<td style='text-align:left'><code>{esc(c)}</code></td>"

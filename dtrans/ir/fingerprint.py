@@ -1,16 +1,14 @@
-"""What roles must have in common, as short texts: fingerprints of programs, options and this
-process's JAX.
+"""Fingerprints of programs, options and this process's JAX: roles compare them before a job starts.
 
-A fingerprint has named parts, so that roles that differ can say in what. A part is the digest of a
-canonical text, or the text itself where it is short. Canonical means that every process that traces
-the same function with the same versions writes the same: values are numbered in the order in which
-they are made, functions are written by their names, arrays by their bytes, and neither ids, hashes
-nor addresses occur. The text is linear in the program: a jaxpr that several equations share is
-written once.
+A fingerprint has named parts, so that an error can name the difference. A part is the digest of a
+canonical text, or a short text itself. Every process that traces the same function with the same
+versions writes the same canonical text. Values are numbered in order, functions are written by name
+and arrays by their bytes; ids, hashes and addresses never occur. The text is linear in the program:
+a shared jaxpr is written once.
 
-    loss       the forward and backward pass, with the constants that it closes over
-    update     the optimizer: what makes new parameters, its learning rate and other numbers
-    exchange   what the program communicates, and what is done for that
+    loss       the forward and backward pass, with its constants
+    update     the optimizer: new parameters, learning rate and other numbers
+    exchange   communication, and the equations for it
 """
 
 from __future__ import annotations
@@ -30,11 +28,11 @@ from dtrans._jax import JaxprEqn, Literal, Var, constants, is_jaxpr, opened
 from dtrans.ir.display import without_addresses
 
 
-BATCH, LOSS = "batch", "loss"  # the types of the batch, which may differ, and what depends on them
-LONGEST = 32 << 10  # characters of a part that is told as it is; longer ones are told as digests
-DIGEST = "digest "  # what a digest begins with
+BATCH, LOSS = "batch", "loss"  # types of the batch, which may differ, and the part that has them
+LONGEST = 32 << 10  # characters of a part; longer parts are sent as digests
+DIGEST = "digest "  # prefix of a digest
 
-# what digests are of, for people
+# descriptions of parts, for errors
 PARTS = {
     "init": "the init function",
     "placement": "where blocks are",
@@ -45,7 +43,7 @@ PARTS = {
 
 
 class FingerprintedProgram(Protocol):
-    """What is looked at of a program (`dtrans.ir.program.Program`)."""
+    """Fields of a program that enter its fingerprint (`dtrans.ir.program.Program`)."""
 
     @property
     def jaxpr(self) -> Any: ...
@@ -58,7 +56,7 @@ class FingerprintedProgram(Protocol):
 
 
 def environment() -> dict[str, str]:
-    """The parts that are of a process, not of its plan."""
+    """Return the parts that belong to a process: versions and x64 mode."""
     from dtrans import __version__
 
     config: Any = jax.config
@@ -66,15 +64,15 @@ def environment() -> dict[str, str]:
     return {"jax": f"jax {jax.__version__}", "dtrans": f"dtrans {__version__}", "x64": x64}
 
 
-def of_program(
+def program_parts(
     program: FingerprintedProgram, groups: Mapping[str, Sequence[str]]
 ) -> dict[str, str]:
-    """The fingerprint of a program, in parts.
+    """Return the fingerprint of a program, in parts.
 
     Args:
-      groups: part to the roles of the equations that it is made of. What one part makes and another
-        reads has a number among all such values; else parts are independent. Inputs are known by
-        their names.
+      program: the program.
+      groups: part to the roles of its equations. A value of one part that another reads is numbered
+        among all such values; otherwise parts are independent. Inputs are known by name.
     """
     write = _Writer()
     inner, consts = opened(program.jaxpr), constants(program.jaxpr)
@@ -86,33 +84,33 @@ def of_program(
     }
     part_of = {role: part for part, roles in groups.items() for role in roles}
     eqns: dict[str, list[JaxprEqn]] = {part: [] for part in groups}
-    made_by: dict[Any, str] = {}
+    part_by_value: dict[Any, str] = {}
     crossing: set[Any] = set()
     for eqn, role in zip(inner.eqns, program.roles, strict=True):
         eqns[part_of[role]].append(eqn)
-        made_by |= dict.fromkeys(eqn.outvars, part_of[role])
+        part_by_value |= dict.fromkeys(eqn.outvars, part_of[role])
         crossing |= {
             a
             for a in eqn.invars
-            if not isinstance(a, Literal) and made_by.get(a, part_of[role]) != part_of[role]
+            if not isinstance(a, Literal) and part_by_value.get(a, part_of[role]) != part_of[role]
         }
-    order = [v for v in made_by if v in crossing]
-    foreign = {v: f"{made_by[v]} {i} {write.type(v.aval)}" for i, v in enumerate(order)}
+    order = [v for v in part_by_value if v in crossing]
+    foreign = {v: f"{part_by_value[v]} {i} {write.type(v.aval)}" for i, v in enumerate(order)}
     numbers = {part: {**foreign, **names} for part in groups}
     lines = {part: write.equations(eqns[part], numbers[part]) for part in groups}
     first = next(iter(groups))
     for n, a in zip(program.out_names, inner.outvars, strict=True):
-        part = first if isinstance(a, Literal) else made_by.get(a, first)
+        part = first if isinstance(a, Literal) else part_by_value.get(a, first)
         lines[part].append(f"out {n} {write.atom(a, numbers[part])}")
     for v in order:
-        lines[made_by[v]].append(f"read {numbers[made_by[v]][v]}")
+        lines[part_by_value[v]].append(f"read {numbers[part_by_value[v]][v]}")
     return {part: digest("\n".join(found)) for part, found in lines.items()}
 
 
-def of_values(jaxpr: Any, in_names: Sequence[Any]) -> dict[Any, str]:
-    """What each value of a closed jaxpr is made of, as a digest: inputs are known by their names.
+def value_digests(jaxpr: Any, in_names: Sequence[Any]) -> dict[Any, str]:
+    """Return a digest of the computation of each value in a closed jaxpr; inputs are known by name.
 
-    The order of equations does not count, nor do weak types and the conversions that only change
+    It does not depend on the order of equations, on weak types, or on conversions that only change
     these.
     """
     write = _Writer()
@@ -130,57 +128,58 @@ def of_values(jaxpr: Any, in_names: Sequence[Any]) -> dict[Any, str]:
             found[eqn.outvars[0]] = ins[0]
             continue
         params = [
-            f"{k}={_made(write, v)}" for k, v in sorted(eqn.params.items()) if k != "weak_type"
+            f"{k}={_param_text(write, v)}"
+            for k, v in sorted(eqn.params.items())
+            if k != "weak_type"
         ]
-        made = digest(" ".join([eqn.primitive.name, *params, *ins]))
-        found |= {v: f"{made} {i}" for i, v in enumerate(eqn.outvars)}
+        outputs = digest(" ".join([eqn.primitive.name, *params, *ins]))
+        found |= {v: f"{outputs} {i}" for i, v in enumerate(eqn.outvars)}
     return found
 
 
-def _made(write: _Writer, x: Any) -> str:
-    """Return the text of a parameter of an equation; a body is the digest of its outputs."""
+def _param_text(write: _Writer, x: Any) -> str:
+    """Return the text of a parameter; a body is the digest of its outputs."""
     if isinstance(x, (tuple, list)):
-        return f"({', '.join(_made(write, v) for v in x)})"
+        return f"({', '.join(_param_text(write, v) for v in x)})"
     if not is_jaxpr(x):
         return write.value(x)
     inner: Any = opened(x)
-    # an open jaxpr has no values of its constants; from JAX 0.11 open and closed ones are of one
-    # class
+    # an open jaxpr lacks the values of its constants; from JAX 0.11 both are one class
     if inner.effects or len(inner.constvars) != len(constants(x)):
         return write.value(x)
-    made = of_values(x, range(len(inner.invars)))
-    return digest(" ".join(number(a) if isinstance(a, Literal) else made[a] for a in inner.outvars))
+    digests = value_digests(x, range(len(inner.invars)))
+    return digest(
+        " ".join(number(a) if isinstance(a, Literal) else digests[a] for a in inner.outvars)
+    )
 
 
-def of_outputs(half: Any) -> str:
-    """Return the digest of the outputs of a jaxpr with names (`dtrans._jax.NamedJaxpr`), each with
-    its name."""
-    made = of_values(half.jaxpr, half.in_names)
+def output_digest(half: Any) -> str:
+    """Return the digest of the named outputs of a jaxpr (`dtrans._jax.NamedJaxpr`)."""
+    digests = value_digests(half.jaxpr, half.in_names)
     lines = [
-        f"{n} {number(a) if isinstance(a, Literal) else made[a]}" for n, a in half.outvars.items()
+        f"{n} {number(a) if isinstance(a, Literal) else digests[a]}"
+        for n, a in half.outvars.items()
     ]
     return digest("\n".join(lines))
 
 
 def number(literal: Literal) -> str:
-    """A literal, however Python holds it: 1 and an array of 1 are the same number of the same
-    type."""
+    """Return a literal as text: 1 and an array of 1 of one type are equal."""
     return np.asarray(literal.val, literal.aval.dtype).tobytes().hex()
 
 
-def of_value(value: Any) -> str:
-    """Options, jaxprs, arrays, and what holds them, as canonical text."""
+def canonical_text(value: Any) -> str:
+    """Return options, jaxprs, arrays, and containers of them, as canonical text."""
     return _Writer().value(value)
 
 
 def digest(text: str) -> str:
-    """A digest of a text."""
+    """Return the digest of a text."""
     return DIGEST + hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def table(rows: Mapping[str, Any]) -> str:
-    """A part that is told as it is, where it is not too long: a line for each name, with its
-    value."""
+    """Return a part as text if it is short: a line for each name, with its value."""
     text = "\n".join(f"{name} {value}" for name, value in rows.items())
     return text if len(text) <= LONGEST else digest(text)
 
@@ -188,20 +187,20 @@ def table(rows: Mapping[str, Any]) -> str:
 def differences(
     me: str, mine: Mapping[str, str], other: str, theirs: Mapping[str, str]
 ) -> list[str]:
-    """In what two roles differ, for a message; nothing where they agree.
+    """Return the differences between two roles, for an error; nothing if they agree.
 
-    Roles may have traced the step with batches of different sizes. Their losses are not compared
-    then.
+    Roles may have traced the step with different batch sizes. Their losses are not compared then.
 
     Args:
-      me, other: what they are called.
-      mine, theirs: their parts. Nothing is taken for granted of those of another process but that
-        they are texts.
+      me: name of this role.
+      mine: its parts.
+      other: name of the other role.
+      theirs: its parts, from a message: only their type is trusted.
     """
     found = []
-    sized = mine.get(BATCH) != theirs.get(
-        BATCH
-    )  # a loss has numbers of the size of the batch that it was traced with
+    # a loss depends on the batch size that it was traced with
+    sized = mine.get(BATCH) != theirs.get(BATCH)
+
     for part in dict.fromkeys([*mine, *theirs]):
         if part == BATCH or (sized and part == LOSS):
             continue
@@ -225,7 +224,7 @@ def differences(
 
 
 def brief(value: Any) -> str:
-    """What somebody sent, for a message: it may be of any size."""
+    """Shorten a value from a message, which may have any size."""
     text = (
         value
         if isinstance(value, str) and value.isprintable()
@@ -237,12 +236,12 @@ def brief(value: Any) -> str:
 
 
 class _Writer:
-    """Writes values as canonical text; jaxprs that it has met before by their number."""
+    """Writer of values as canonical text; a jaxpr is written once."""
 
     def __init__(self) -> None:
-        self._met: dict[
-            int, tuple[Any, str]
-        ] = {}  # id to the jaxpr, which lives as long as this, and its text
+        # id to the jaxpr, stored so that its id stays valid, and its text
+        self._met: dict[int, tuple[Any, str]] = {}
+
         self._types: dict[Any, str] = {}
 
     def value(self, x: Any) -> str:
@@ -259,7 +258,8 @@ class _Writer:
         if isinstance(x, (np.ndarray, jax.Array)):
             return _array(x)
         if isinstance(x, Mapping):
-            return f"{{{', '.join(sorted(f'{self.value(k)}: {self.value(v)}' for k, v in x.items()))}}}"
+            items = sorted(f"{self.value(k)}: {self.value(v)}" for k, v in x.items())
+            return f"{{{', '.join(items)}}}"
         if isinstance(x, (set, frozenset)):
             return f"{{{', '.join(sorted(map(self.value, x)))}}}"
         if dataclasses.is_dataclass(x) and not isinstance(x, type):
@@ -283,13 +283,13 @@ class _Writer:
         return known
 
     def equations(self, eqns: Sequence[JaxprEqn], numbers: dict[Var, str]) -> list[str]:
-        """A line for each equation; what they make is numbered."""
-        lines, made = [], itertools.count()
+        """Return a line for each equation; outputs are numbered."""
+        lines, counter = [], itertools.count()
         for eqn in eqns:
             ins = " ".join([self.atom(a, numbers) for a in eqn.invars])
             params = " ".join([f"{k}={self.value(v)}" for k, v in sorted(eqn.params.items())])
             for v in eqn.outvars:
-                numbers[v] = str(next(made))
+                numbers[v] = str(next(counter))
             outs = " ".join([self.type(v.aval) for v in eqn.outvars])
             lines.append(f"{outs} = {eqn.primitive.name}[{params}] {ins}")
         return lines
@@ -301,19 +301,18 @@ class _Writer:
 
     def _lines(self, x: Any) -> list[str]:
         inner = opened(x)
-        given = (*inner.constvars, *inner.invars)
-        numbers: dict[Var, str] = {v: f"in {i}" for i, v in enumerate(given)}
-        lines = [self.type(v.aval) for v in given] + [self.value(c) for c in constants(x)]
+        inputs = (*inner.constvars, *inner.invars)
+        numbers: dict[Var, str] = {v: f"in {i}" for i, v in enumerate(inputs)}
+        lines = [self.type(v.aval) for v in inputs] + [self.value(c) for c in constants(x)]
         lines += self.equations(inner.eqns, numbers)
         return [*lines, " ".join([self.atom(a, numbers) for a in inner.outvars])]
 
 
 def _array(x: Any) -> str:
-    """An array by its type and its bytes."""
+    """Return an array as text: its type and a digest of its bytes."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        with (
-            jax.ensure_compile_time_eval()
-        ):  # a step may be planned for a batch while a job is traced
+        # a step may be planned for another batch inside a trace
+        with jax.ensure_compile_time_eval():
             words = jax.random.key_data(x)
         return f"{jax.random.key_impl(x)} {_array(words)}"
     host = np.asarray(x)

@@ -1,8 +1,8 @@
-"""Values that are one number everywhere, or an input as it was.
+"""Constant folding: values that are one number in all entries, or an unchanged input.
 
-The fact of a value is a NumPy array without dimensions, an `Alias`, or anything else, which stands
-for an unknown value. `fold` is the rule of one equation. Analyses differ in two respects: which
-operands may multiply zeros, and how numbers are computed.
+The fact of a value is a NumPy array without dimensions, an `Alias`, or anything else for an unknown
+value. `fold` is the rule of one equation. Analyses differ in the operands that may multiply zeros,
+and in the computation of numbers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dtrans._jax import JaxprEqn, Var, facts_of, moved_operands, same_operand, z
 
 @dataclasses.dataclass(frozen=True)
 class Alias:
-    """An input, as it was."""
+    """Unchanged input."""
 
     var: Var
 
@@ -47,10 +47,12 @@ def fold(
     is_factor: Callable[[int], bool],
     number_of: Callable[[JaxprEqn, Sequence[Number]], Any],
 ) -> Number | Alias | None:
-    """Return the number or the input that an output of an equation is; None if it is neither.
+    """Return the number or the input that an output equals; None if it is neither.
 
     Args:
-      ins: the facts of its operands.
+      eqn: the equation.
+      out: position of the output.
+      ins: facts of its operands.
       is_factor: returns True for an operand that zeros may be multiplied with, or divided by.
       number_of: computes an elementwise equation on numbers; None if it cannot.
     """
@@ -98,7 +100,7 @@ def _known(fact: Any) -> Number | Alias | None:
 
 # -- numbers ---------------------------------------------------------------------------------------
 
-# IEEE 754 rounds these correctly, all but rsqrt: NumPy and every device compute the same number.
+# IEEE 754 rounds these correctly, except rsqrt: NumPy and every device compute the same number.
 _IN_NUMPY: Mapping[str, Callable[..., Any]] = {
     **{
         "add": np.add,
@@ -127,5 +129,5 @@ def number_by_numpy(eqn: JaxprEqn, numbers: Sequence[Number]) -> Any:
 def number_by_jax(eqn: JaxprEqn, numbers: Sequence[Number]) -> Any:
     """Compute an equation as JAX does."""
     with jax.ensure_compile_time_eval():
-        made = eqn.primitive.bind(*map(jnp.asarray, numbers), **eqn.params)
-    return made[0] if eqn.primitive.multiple_results else made
+        outputs = eqn.primitive.bind(*map(jnp.asarray, numbers), **eqn.params)
+    return outputs[0] if eqn.primitive.multiple_results else outputs

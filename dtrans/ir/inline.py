@@ -1,5 +1,4 @@
-"""Calls replaced by their bodies, and dead code removed, so that every value that matters is
-visible at the top."""
+"""Inlining of calls, and dead code elimination: every relevant value is then at the top level."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from dtrans._jax import (
 )
 
 
-# identities that say where a derivative begins (`dtrans.step.marks`), or how a value is merged
+# identities that mark the seed of a derivative (`dtrans.step.marks`) or a collection
 # (`dtrans.collect`)
 _PASSED = ("loss", "loss_seed", "collect")
 
@@ -36,16 +35,17 @@ def inline_calls(
     rules: bool = False,
     body_of: Callable[[JaxprEqn], Any | None] | None = None,
 ) -> ClosedJaxpr:
-    """Replace every call by its body, at the top level and below.
+    """Replace every call by its body, at any depth.
 
-    Loops and branches stay, and so do identities of this package that are named in `keep`. Inlined
-    equations keep the name stack they had inside the call, under that of the call; constants of
-    bodies become constants of the whole.
+    Loops and branches stay, and so do identities of this package that are in `keep`. Inlined
+    equations have their name stack inside the call under that of the call. Constants of bodies
+    become constants of the result.
 
     Args:
-      rules: leave calls that have a derivative of their own, since this is still to be
-        differentiated.
-      body_of: gives the body that stands for an equation, or None; by default that of JAX's calls.
+      jaxpr: the jaxpr.
+      keep: names of identities that stay.
+      rules: True to keep calls with derivative rules, for a later differentiation.
+      body_of: returns the body that replaces an equation, or None; by default that of JAX's calls.
     """
     outer = opened(jaxpr)
     constvars, consts = list(outer.constvars), constants(jaxpr)
@@ -62,7 +62,7 @@ def inline_calls(
                 env[eqn.outvars[0]] = read(eqn.invars[0])
                 continue
             if body is None:
-                # a body can be shared by several calls, so its variables are made anew for each
+                # several calls may share a body, so each gets new variables
                 ins = [read(a) for a in eqn.invars]
                 if top:
                     eqns.append(
@@ -82,8 +82,8 @@ def inline_calls(
                     consts.append(value)
                 inside[var] = hoisted[id(value)]
             walk(sub, inside, functools.partial(_within, call=eqn, wrap=wrap), top=False)
-            for out, made in zip(eqn.outvars, sub.outvars, strict=True):
-                env[out] = made if isinstance(made, Literal) else inside.get(made, made)
+            for out, atom in zip(eqn.outvars, sub.outvars, strict=True):
+                env[out] = atom if isinstance(atom, Literal) else inside.get(atom, atom)
 
     env: dict[Var, Atom] = {}
     walk(outer, env, lambda e: e, top=True)
@@ -96,8 +96,7 @@ def _within(eqn: JaxprEqn, call: JaxprEqn, wrap: Callable[[JaxprEqn], JaxprEqn])
 
 
 def eliminate_dead(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
-    """Drop what no output needs, inside loops and branches too. All inputs stay; unused constants
-    go."""
+    """Drop equations that no output needs, at any depth, and unused constants; inputs stay."""
     inner = opened(jaxpr)
     hoisted = inner.replace(
         constvars=[],

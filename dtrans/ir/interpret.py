@@ -1,15 +1,15 @@
 """Drivers of dataflow analyses: one forward, one backward.
 
-An analysis attaches a *fact* to each value: the dimension that it counts, the sharding that it has.
-It is a record of pure functions. Its `rule` describes one equation; its `join` gives the fact of a
-value that comes from several branches or turns. The drivers enter the bodies of `scan`, `while`,
-`cond`, remat, custom rules and calls. They evaluate the body of a loop until the facts of the
-carried values *settle*: each fact is then above the facts of all turns.
+An analysis attaches a *fact* to each value, such as the dimension that it counts, or its sharding.
+It is a record of pure functions. Its `rule` describes one equation; its `join` returns the fact of
+a value that comes from several branches or iterations. The drivers enter the bodies of `scan`,
+`while`, `cond`, remat, custom rules and calls. They evaluate the body of a loop until the facts of
+carried values *settle*: each fact is then above the facts of all iterations.
 
 Invariant: facts only go up. `join(a, b)` is above both, and no fact has an infinite chain above it,
 so every loop settles.
 
-`enter` opens a single equation, for passes that do more in a body than to attach facts. Facts about
+`enter` opens a single equation, for passes that do more in a body than attach facts. Facts about
 primitives are in `dtrans._jax.primitives`.
 """
 
@@ -60,20 +60,19 @@ def _any_branch(decision: Any) -> int | None:
 
 
 class ForwardAnalysis(NamedTuple, Generic[Fact]):
-    """An analysis from inputs to outputs.
+    """Analysis from inputs to outputs.
 
     Attributes:
-      join: the fact of a value that has one of two facts.
-      rule: an equation and the facts of its operands -> the facts of its outputs. None to enter its
-        bodies; without bodies, its outputs get the default.
-      default: a type and a value (None where it is unknown) -> the fact of a literal or constant.
-      turn: the fact of a stack -> that of one turn's slice of it.
-      stack: the fact of one turn's output -> that of the stack of all turns.
-      fit: the fact that `turn` results in and the type of the slice -> the part of it that such a
-        slice can have.
-      decide: the facts of a condition and of a value -> the fact of the value where that condition
-        decides which branch, or how many turns, it results from.
-      branch: the fact of an index -> the index, which `cond` clamps; None where it is unknown.
+      join: fact of a value that has one of two facts.
+      rule: facts of an equation's outputs, from those of its operands. None to enter its bodies;
+        without bodies, its outputs get the default.
+      default: fact of a literal or constant, from its type and value (None if unknown).
+      turn: fact of one iteration's slice, from that of the stack.
+      stack: fact of the stack, from that of one iteration's output.
+      fit: part of a fact of `turn` that a slice with this type can have.
+      decide: fact of a value, from the fact of the condition that selects its branch or number of
+        iterations.
+      branch: index, which `cond` clamps, from its fact; None if unknown.
     """
 
     join: Callable[[Fact, Fact], Fact]
@@ -87,18 +86,18 @@ class ForwardAnalysis(NamedTuple, Generic[Fact]):
 
 
 class BackwardAnalysis(NamedTuple, Generic[Fact]):
-    """An analysis from outputs to inputs.
+    """Analysis from outputs to inputs.
 
     Attributes:
-      join: the fact of a value with two readers.
-      rule: an equation and the facts of its outputs -> the facts of its operands. None to enter its
-        bodies; without bodies, its operands get the default. Equations whose outputs all have the
-        default are skipped.
-      default: the fact of a value that no reader gives one: it is below all others.
-      turn: the fact of a stack -> that of one turn's output.
-      stack: the fact of one turn's slice -> that of the stack that it is taken from.
-      decide: the joined facts of outputs -> the fact of the condition that decides on branches or
-        turns.
+      join: fact of a value with two readers.
+      rule: facts of an equation's operands, from those of its outputs. None to enter its bodies;
+        without bodies, its operands get the default. Equations whose outputs all have the default
+        are skipped.
+      default: fact of a value without readers; it is below all others.
+      turn: fact of one iteration's output, from that of the stack.
+      stack: fact of the stack, from that of one iteration's slice.
+      decide: fact of the condition that decides on branches or iterations, from the joined facts of
+        outputs.
     """
 
     join: Callable[[Fact, Fact], Fact]
@@ -113,16 +112,16 @@ class BackwardAnalysis(NamedTuple, Generic[Fact]):
 
 
 class Entered(NamedTuple, Generic[Fact, Result]):
-    """Facts of an equation with bodies, for all of its turns and branches together.
+    """Facts of an equation with bodies, for all iterations and branches together.
 
     Attributes:
-      operands: one for each operand; those of carried operands are joined over all turns.
+      operands: one for each operand; those of carried operands are joined over iterations.
       outs: one for each output.
-      bodies: what each body resulted in, by its number in `bodies(eqn)`. Branches that are never
-        taken are absent.
-      decision: the fact of the condition of a `while`, or of the index of a `cond`.
-      ends: forward, the facts of each body's outputs: as outside of it where they are carried, or
-        an output of a branch.
+      bodies: result of each body, by its position in `bodies(eqn)`. Branches that are never taken
+        are absent.
+      decision: fact of the condition of a `while`, or of the index of a `cond`.
+      ends: forward: facts of each body's outputs. Carried ones and outputs of branches have the
+        facts that they have outside.
     """
 
     operands: list[Fact]
@@ -132,8 +131,8 @@ class Entered(NamedTuple, Generic[Fact, Result]):
     ends: Mapping[int, Sequence[Fact]] = MappingProxyType({})
 
 
-# number of a body, body, facts of its inputs (backward: its outputs) -> result, facts of the other
-# end
+# (position of a body, body, facts of its inputs) -> (result, facts of its outputs); inputs and
+# outputs are exchanged backward
 Run = Callable[[int, Any, list[Fact]], tuple[Result, Sequence[Fact]]]
 
 
@@ -143,7 +142,9 @@ def enter(
     """Enter the bodies of an equation, from the facts of its operands.
 
     Args:
-      analysis: joins facts. `run` decides what its rule is.
+      analysis: joins facts; `run` applies its rule.
+      eqn: the equation.
+      ins: facts of its operands.
       run: evaluates a body. It is called again until carried facts settle; the last result stays.
     """
     wires, inner = wiring(eqn), bodies(eqn)
@@ -155,11 +156,11 @@ def enter(
     def turn(operands: Sequence[Fact]) -> list[Fact]:
         each: list[Sequence[Fact]] = []
         for k in numbers:
-            found[k], made = run(k, inner[k], [operands[i] for i in wires.ins[k]])
+            found[k], facts = run(k, inner[k], [operands[i] for i in wires.ins[k]])
             if wires.outs[k] is None:
-                decision[:] = made
+                decision[:] = facts
             else:
-                each.append(made)
+                each.append(facts)
         outs = _joined(analysis.join, each)
         return (
             [analysis.decide(decision[0], x) for x in outs] if decision and chosen is None else outs
@@ -185,7 +186,9 @@ def enter_backward(
     """Enter the bodies of an equation, from the facts of its outputs.
 
     Args:
-      analysis: joins facts. `run` decides what its rule is.
+      analysis: joins facts; `run` applies its rule.
+      eqn: the equation.
+      outs: facts of its outputs.
       run: evaluates a body backward: from facts of its outputs to those of its inputs.
     """
     wires, inner = wiring(eqn), bodies(eqn)
@@ -196,11 +199,11 @@ def enter_backward(
         if eqn.primitive.name in (COND, WHILE):
             decision[:] = [analysis.decide(functools.reduce(analysis.join, ends))]
         operands = dict(zip([0], decision, strict=False)) if eqn.primitive.name == COND else {}
-        for k, (read, given) in enumerate(zip(wires.ins, wires.outs, strict=True)):
-            found[k], made = run(
-                k, inner[k], decision if given is None else [ends[j] for j in given]
+        for k, (read, body_outs) in enumerate(zip(wires.ins, wires.outs, strict=True)):
+            found[k], facts = run(
+                k, inner[k], decision if body_outs is None else [ends[j] for j in body_outs]
             )
-            for i, x in zip(read, made, strict=True):
+            for i, x in zip(read, facts, strict=True):
                 operands[i] = analysis.join(operands[i], x) if i in operands else x
         return [operands[i] for i in range(len(eqn.invars))]
 
@@ -222,17 +225,19 @@ def _settle(
     carried: Mapping[int, int],
     turn: Callable[[Sequence[Fact]], list[Fact]],
 ) -> tuple[list[Fact], list[Fact]]:
-    """Return facts that a turn leaves as they are, and those that this turn results in.
+    """Return facts that an iteration preserves, and the results of that iteration.
 
     Args:
-      start: the facts that a turn begins with.
-      carried: position in these to that in the results, for values that go from turn to turn.
+      join: joins two facts.
+      start: facts before the first iteration.
+      carried: position in these to that in the results, for carried values.
+      turn: evaluates one iteration.
     """
     while True:
-        made = turn(start)
-        joined = [join(x, made[carried[i]]) if i in carried else x for i, x in enumerate(start)]
+        results = turn(start)
+        joined = [join(x, results[carried[i]]) if i in carried else x for i, x in enumerate(start)]
         if joined == start:
-            return start, made
+            return start, results
         start = joined
 
 
@@ -248,7 +253,7 @@ def _joined(join: Callable[[Fact, Fact], Fact], each: Sequence[Sequence[Fact]]) 
     return [functools.reduce(join, facts) for facts in zip(*each, strict=True)]
 
 
-# -- equations in a row ----------------------------------------------------------------------------
+# -- lists of equations ----------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -258,7 +263,7 @@ class Facts(Generic[Fact]):
     Attributes:
       values: one for each input and each output of an equation; backward, for each value with one.
       entered: by position, the facts of an equation with bodies, and those inside.
-      default: the fact of a literal, and of a value that no fact was attached to.
+      default: fact of a literal, and of a value without a fact.
     """
 
     values: dict[Var, Fact]
@@ -278,7 +283,9 @@ def forward(
     """Attach facts to the values of equations, from the first to the last.
 
     Args:
-      start: facts of values that the equations read, and do not make.
+      analysis: the analysis.
+      eqns: equations in order.
+      start: facts of values that the equations read, but do not compute.
     """
 
     def of_free(atom: Atom) -> Fact:
@@ -291,7 +298,7 @@ def forward(
     facts = Facts(dict(start), of_free)
     known = facts.values
     for i, eqn in enumerate(eqns):
-        # as `facts.of`, without a call for each operand: planning follows thousands of them
+        # `facts.of` inlined: planning follows thousands of operands
         ins = [
             known[a] if not isinstance(a, Literal) and a in known else of_free(a)
             for a in eqn.invars
@@ -321,7 +328,9 @@ def backward(
     """Attach facts to the values of equations, from the last to the first.
 
     Args:
-      end: values that are read beside what the equations read, with the facts of these readers.
+      analysis: the analysis.
+      eqns: equations in order.
+      end: values that others read, with the facts of these readers.
     """
     facts = Facts(dict[Var, Fact](), lambda atom: analysis.default)
 

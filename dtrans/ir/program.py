@@ -2,20 +2,19 @@
 
 A `Program` is a closed jaxpr, a name for each of its inputs and outputs, and a role for each of its
 equations. Names are pytree paths (`params/dense/kernel`, `opt_state/0/mu/w`, `x`). *State is paired
-by
-path*: an output that has the name of an input says what one run of the program makes of it.
-Everything else that the package does is a function from programs to programs.
+by path*: an output with the name of an input is its new value after one run. The rest of the
+package is functions from programs to programs.
 
 Roles are those of Paddle's `OpRole` (paddle/fluid/framework/op_proto_maker.h):
 
-    forward    makes the loss               lr_sched   optimizer arithmetic that no parameter's row enters
-    backward   makes gradients              rpc        communication
-    optimize   makes new parameters         dist       what distribution adds: splitting, joining, averaging
+    forward    the loss            lr_sched   optimizer arithmetic that no parameter's row enters
+    backward   gradients           rpc        communication
+    optimize   new parameters      dist       splitting, joining, averaging for distribution
 
-A jaxpr has fixed shapes, a program need not: `Program.specialize(*arguments)` gives the same
-program for another batch size, traced again when it must be and kept, as `jax.jit` does. State
-cannot change shape. A rewritten program (`Program.rewritten`) replays its pass on its source for
-these shapes, and so on down to the traced function.
+A jaxpr has fixed shapes, a program need not. `Program.specialize(*arguments)` returns the program
+for another batch size, traced again if needed and cached, as `jax.jit` does. State cannot change
+shape. A rewritten program (`Program.rewritten`) replays its pass on its source, down to the traced
+function.
 """
 
 from __future__ import annotations
@@ -56,19 +55,19 @@ FORWARD, BACKWARD, OPTIMIZE, LR_SCHED, RPC, DIST = (
 ROLES = (FORWARD, BACKWARD, OPTIMIZE, LR_SCHED, RPC, DIST)
 
 Signature = tuple[tuple[tuple[int, ...], Any], ...]
-Types = Mapping[str, Any]  # by name of the input
+Types = Mapping[str, Any]  # by input name
 T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-    """One equation of a program, as Paddle's `OpDesc` presents it.
+    """Equation of a program, in the form of Paddle's `OpDesc`.
 
     Attributes:
-      type: the primitive's name, e.g. `dot_general`, `send`.
+      type: name of the primitive, e.g. `dot_general`, `send`.
       role: one of `ROLES`.
-      inputs, outputs: the names of the values, literals as text.
-      attrs: the equation's parameters.
+      inputs, outputs: names of the values; literals as text.
+      attrs: parameters of the equation.
     """
 
     type: str
@@ -83,26 +82,26 @@ class Op:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program(NamedJaxpr):
-    """A named, closed jaxpr.
+    """Named, closed jaxpr.
 
     Attributes:
-      name: what the program is called, e.g. `step`, `trainer 0`.
+      name: name of the program, e.g. `step`, `trainer 0`.
       jaxpr: the closed jaxpr; its invars are the arrays of `args`, its outvars those of `out`.
-      args: the shape of each argument.
-      out: the shape of the result.
+      args: structure of each argument.
+      out: structure of the result.
       roles: one of `ROLES` for each equation.
-      guessed: whether they are guessed from names of scopes, since the program was not cut yet.
+      guessed: True if roles come from names of scopes, since the program was not cut yet.
       labels: names for values that are neither input nor output, e.g. `params/w@GRAD.block0`.
-      ambiguous_outputs: why it is a guess which output is the new value of which input, if it is.
-      numbers: the outputs that the function returned as numbers of Python's.
-      still: arrays of the state that were one number everywhere at the start, and stay it, and that
-        number: the step hands them on (`dtrans.step.frozen`), and takes no others.
-      of_one_state: whether its first two arguments are parts of one state
+      ambiguous_outputs: reason why the pairing of outputs with inputs is a guess, if it is.
+      numbers: outputs that the function returned as Python numbers.
+      frozen_constants: state arrays with one number in all entries that never changes, and that
+        number: the step returns them (`dtrans.step.frozen`), and takes no other values.
+      takes_one_state: True if its first two arguments are parts of one state
         (`dtrans.step.one_state`).
-      specializer: makes the same program for other input types (one `ShapeDtypeStruct` per input):
-        the traced function, or a `Rewrite`; None for a program of fixed shapes.
-      identity: makes the fingerprint of the plan that it is a program of (`dtrans.ir.fingerprint`),
-        where a plan has several roles.
+      specializer: returns the same program for other input types (one `ShapeDtypeStruct` per
+        input): the traced function, or a `Rewrite`; None for fixed shapes.
+      identity: returns the fingerprint of its plan (`dtrans.ir.fingerprint`), if the plan has
+        several roles.
 
     Example:
       >>> import jax.numpy as jnp, dtrans
@@ -125,8 +124,8 @@ class Program(NamedJaxpr):
     ambiguous_outputs: str = ""
     guessed: bool = False
     numbers: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False)
-    still: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False)
-    of_one_state: bool = False
+    frozen_constants: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False)
+    takes_one_state: bool = False
     identity: Callable[[], Mapping[str, str]] | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -160,10 +159,14 @@ class Program(NamedJaxpr):
         out: TreeSpec,
         values: Mapping[str, Atom],
     ) -> Program:
-        """Return the program that a builder has written, for the shapes that it was written for.
+        """Return the program of a builder, for its shapes.
 
         Args:
-          values: by name; those that `out` names are the outputs.
+          name: name of the program.
+          b: the builder.
+          args: structure of each argument.
+          out: structure of the result.
+          values: values by name; those in `out` are the outputs.
         """
         return cls(
             name, b.build([values[n] for n in out.names]), args, out, tuple(b.roles), b.labels
@@ -173,12 +176,12 @@ class Program(NamedJaxpr):
 
     @cached_property
     def in_names(self) -> tuple[str, ...]:
-        """The name of each input array."""
+        """Name of each input array."""
         return tuple(n for spec in self.args for n in spec.names)
 
     @cached_property
     def out_names(self) -> tuple[str, ...]:
-        """The name of each output array."""
+        """Name of each output array."""
         return self.out.names
 
     @cached_property
@@ -193,20 +196,20 @@ class Program(NamedJaxpr):
 
     @cached_property
     def read(self) -> frozenset[str]:
-        """The names of the inputs that it reads."""
+        """Names of the inputs that it reads."""
         used = {a for e in self.eqns for a in e.invars if isinstance(a, Var)}
         used |= {a for a in self.inner.outvars if isinstance(a, Var)}
         return frozenset(n for n, v in self.invars.items() if v in used)
 
     @cached_property
     def state(self) -> tuple[str, ...]:
-        """The names that are both input and output: what a run updates."""
+        """Names that are both input and output: the state that a run updates."""
         outs = set(self.out_names)
         return tuple(n for n in self.in_names if n in outs)
 
     @cached_property
     def ops(self) -> tuple[Op, ...]:
-        """The equations, in order, with the names of their operands."""
+        """Equations in order, with the names of their operands."""
         names = self.value_names
         return tuple(
             Op(
@@ -221,7 +224,7 @@ class Program(NamedJaxpr):
 
     @cached_property
     def value_names(self) -> dict[Var, str]:
-        """A name for every value: of an input, a label, an output, or a number."""
+        """Name of every value: an input, a label, an output, or a number."""
         inner = self.inner
         names: dict[Var, str] = {v: f"const/{i}" for i, v in enumerate(inner.constvars)}
         names |= dict(zip(inner.invars, self.in_names, strict=True))
@@ -242,19 +245,18 @@ class Program(NamedJaxpr):
 
     @cached_property
     def communicates(self) -> bool:
-        """Whether it holds equations that only a realiser can carry out."""
+        """True if it has equations that only a realiser can carry out."""
         return any(is_communication(eqn) for eqn in equations(self.jaxpr))
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of what the program computes: names, types, equations with all that is in them,
-        and constants."""
+        """Digest of the computation: names, types, equations and constants."""
         return fingerprint.digest("\n".join(self.fingerprints.values()))
 
     @cached_property
     def fingerprints(self) -> dict[str, str]:
-        """The same in parts: `loss`, `update` and `exchange` (see `dtrans.ir.fingerprint`)."""
-        return fingerprint.of_program(
+        """Fingerprint in parts: `loss`, `update` and `exchange` (see `dtrans.ir.fingerprint`)."""
+        return fingerprint.program_parts(
             self,
             {"loss": (FORWARD, BACKWARD), "update": (OPTIMIZE, LR_SCHED), "exchange": (RPC, DIST)},
         )
@@ -262,7 +264,11 @@ class Program(NamedJaxpr):
     # -- running it ------------------------------------------------------------------------------
 
     def flatten(self, *args: Any) -> list[Any]:
-        """The input arrays of a call. Raises TraceError where an argument has another structure."""
+        """Return the input arrays of a call.
+
+        Raises:
+          TraceError: an argument has another structure.
+        """
         if len(args) != len(self.args):
             raise TraceError(
                 f"program {self.name} takes {len(self.args)} arguments, {len(args)} were given"
@@ -273,42 +279,40 @@ class Program(NamedJaxpr):
         return flat
 
     def specialize(self, *args: Any) -> Program:
-        """This program for the shapes of `args`: itself when they are those it was traced with.
+        """Return this program for the shapes of `args`; the same object for the traced shapes.
 
         Raises:
-          TraceError: state (parameters, optimizer state) of another shape or dtype, or a program
-            that was not made from a function and so cannot be traced again.
+          TraceError: state (parameters, optimizer state) has another shape or dtype, or the program
+            was not traced from a function.
         """
         return self.specialize_flat(self.flatten(*args))
 
     def specialize_flat(self, arrays: Sequence[Any]) -> Program:
-        """Return the program for the shapes of the arrays of `flatten`; otherwise as
-        `specialize`."""
+        """Return the program for the shapes of flat arrays, as `specialize` does."""
         wanted, family = signature(arrays), self._family
         if wanted == self._signature:
             return self
         if wanted not in family:
-            made = family[wanted] = self._traced_again(wanted)
-            vars(made).setdefault("_family", family)
+            program = family[wanted] = self._traced_again(wanted)
+            vars(program).setdefault("_family", family)
         return family[wanted]
 
     def rewritten(
         self,
         pass_: Callable[[Program], Program],
         types: Callable[[Types], Types] | None = None,
-        made: Program | None = None,
+        result: Program | None = None,
     ) -> Program:
-        """Return this program as a pass rewrites it; for other shapes the pass is replayed on this
-        program for these.
+        """Return the program that a pass makes of this one; other shapes replay the pass.
 
         State of this program keeps its shape. Its other inputs take their shapes from the inputs of
         the same name.
 
         Args:
-          pass_: makes the rewritten program of this one, for any shapes.
-          types: maps the types of the rewritten program's inputs to those of this one's, where they
+          pass_: returns the rewritten program, for any shapes.
+          types: maps the types of the rewritten program's inputs to those of this one's, if they
             differ.
-          made: what the pass makes of this program, where that is known.
+          result: result of the pass on this program, if known.
 
         Example:
           >>> import dataclasses, jax.numpy as jnp, dtrans
@@ -318,24 +322,24 @@ class Program(NamedJaxpr):
           >>> other.name, other.inputs["x"].shape, other.specialize(jnp.ones(3)) is p
           ('twice', (5,), True)
         """
-        made = pass_(self) if made is None else made
-        again = None if self.specializer is None else Rewrite(self, pass_, made.in_names, types)
-        return made if made is self else dataclasses.replace(made, specializer=again)
+        result = pass_(self) if result is None else result
+        again = None if self.specializer is None else Rewrite(self, pass_, result.in_names, types)
+        return result if result is self else dataclasses.replace(result, specializer=again)
 
     def returning(self, out: TreeSpec, names: Sequence[str], **changed: Any) -> Program:
         """Return this program, for its own shapes, with some of its outputs in another structure.
 
         Args:
           out: the structure.
-          names: the output for each array of it.
+          names: the output for each of its arrays.
           changed: other fields.
         """
-        made = self.outvars
-        jaxpr = closed_with(self.jaxpr, outvars=[made[n] for n in names])
+        values = self.outvars
+        jaxpr = closed_with(self.jaxpr, outvars=[values[n] for n in names])
         return dataclasses.replace(self, jaxpr=jaxpr, out=out, specializer=None, **changed)
 
     def once(self, make: Callable[[Program], T]) -> T:
-        """Return `make(self)`, which is computed once and kept with the program.
+        """Return `make(self)`, computed once and cached with the program.
 
         Args:
           make: a function of the program alone.
@@ -346,11 +350,10 @@ class Program(NamedJaxpr):
         return found
 
     def on_root(self, change: Callable[[Program], Program]) -> Program:
-        """Return what the passes that wrote this program make of another first program than the
-        traced one.
+        """Return the result of this program's passes on a changed first program.
 
         Args:
-          change: makes it of the traced program.
+          change: changes the traced program.
         """
         again = self.specializer
         if isinstance(again, Rewrite):
@@ -375,7 +378,7 @@ class Program(NamedJaxpr):
 
     @cached_property
     def compiled(self) -> Callable[..., list[Any]]:
-        """The jitted program on flat arrays."""
+        """Jitted program on flat arrays."""
         return jax.jit(jaxpr_as_fun(self.jaxpr))
 
     def _traced_again(self, wanted: Signature) -> Program:
@@ -390,22 +393,22 @@ class Program(NamedJaxpr):
                     + ("; trace it again with these shapes" if name not in state else "")
                 )
         assert self.specializer is not None
-        # what is traced is kept: it must not remember a map that asks for it
+        # the trace is cached: it must not depend on the caller's mesh
         with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
             try:
-                made = self.specializer(
+                program = self.specializer(
                     [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in wanted]
                 )
                 return (
-                    made
+                    program
                     if self.identity is None
-                    else dataclasses.replace(made, identity=self.identity)
+                    else dataclasses.replace(program, identity=self.identity)
                 )
             except DtransError:
-                raise  # it says its own cause
+                raise  # its text has the cause
             except (TypeError, ValueError) as e:
-                given = zip(self.in_names, wanted, self._signature, strict=True)
-                name, (shape, _), (had, _) = next(x for x in given if x[1] != x[2])
+                inputs = zip(self.in_names, wanted, self._signature, strict=True)
+                name, (shape, _), (had, _) = next(x for x in inputs if x[1] != x[2])
                 raise TraceError(
                     f"{self.name} was traced with {name} of shape {tuple(had)}, and cannot be with "
                     f"{tuple(shape)}: "
@@ -424,9 +427,8 @@ class Program(NamedJaxpr):
 
     @cached_property
     def _family(self) -> dict[Signature, Program]:
-        """This program for all shapes that were asked for; its members share the dict."""
-        # the others are traced with strong types: of weak ones (`jnp.asarray(0.5)`) JAX makes other
-        # equations
+        """Programs for all requested shapes; they share the dict."""
+        # later traces have strong types; weak ones (`jnp.asarray(0.5)`) lead to other equations
         weak = any(getattr(v.aval, "weak_type", False) for v in self.inner.invars)
         return {} if weak else {self._signature: self}
 
@@ -454,7 +456,7 @@ class Rewrite:
 
     Attributes:
       source, pass_, types: as those of `Program.rewritten`.
-      names: the inputs of the rewritten program.
+      names: inputs of the rewritten program.
     """
 
     source: Program
@@ -463,23 +465,24 @@ class Rewrite:
     types: Callable[[Types], Types] | None
 
     def __call__(self, types: Sequence[jax.ShapeDtypeStruct]) -> Program:
-        """Return what the pass makes of the source for these types of the rewritten program's
+        """Return the pass's result on the source, for these types of the rewritten program's
         inputs."""
-        given: Types = dict(zip(self.names, types, strict=True))
-        given = given if self.types is None else self.types(given)
-        held = set(self.source.state)
-        wanted = [t if n in held else given.get(n, t) for n, t in self.source.inputs.items()]
+        new_types: Types = dict(zip(self.names, types, strict=True))
+        new_types = new_types if self.types is None else self.types(new_types)
+        state_names = set(self.source.state)
+        wanted = [
+            t if n in state_names else new_types.get(n, t) for n, t in self.source.inputs.items()
+        ]
         return self.source.specialize_flat(wanted).rewritten(self.pass_, self.types)
 
 
 def is_communication(eqn: JaxprEqn) -> bool:
-    """Whether an equation is one that only a realiser can carry out (see `dtrans.ops`)."""
+    """Return True if only a realiser can carry out an equation (see `dtrans.ops`)."""
     return getattr(eqn.primitive, "communicates", False)
 
 
 def signature(arrays: Sequence[Any]) -> Signature:
-    """Shape and dtype of each array, as JAX would take it in (float64 is float32 unless x64 is
-    on)."""
+    """Return shape and dtype of each array as JAX takes it (float64 is float32 without x64)."""
 
     def dtype(x: Any) -> Any:
         d = x.dtype

@@ -1,9 +1,9 @@
-"""Pytrees as a program sees them: arrays that have a path, and everything else held still.
+"""Pytrees as a program sees them: arrays that have a path, and static leaves.
 
-Equinox modules carry functions and Python numbers among their arrays; flax, plain dicts and
-NamedTuples carry arrays only. A `TreeSpec` takes any of them apart: a leaf that has a `shape` and a
-`dtype` is an array of the program and is known by its path (`params/dense/kernel`); any other leaf
-is *static*: it is part of the program, as it would be for `jax.jit(..., static_argnums=...)`.
+Equinox modules have functions and Python numbers among their arrays; flax, plain dicts and
+NamedTuples have arrays only. A `TreeSpec` flattens any of them. A leaf with a `shape` and a `dtype`
+is an array of the program, known by its path (`params/dense/kernel`). Any other leaf is *static*:
+it is part of the program, as with `jax.jit(..., static_argnums=...)`.
 """
 
 from __future__ import annotations
@@ -26,30 +26,28 @@ NUMBERS = (bool, int, float, complex)
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether a leaf is data for a program: it has a shape and a dtype."""
+    """Return True if a leaf is data for a program: it has a shape and a dtype."""
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
 def is_differentiable(leaf: Any) -> bool:
-    """Whether gradients are taken with respect to a leaf: an array of floating or complex
-    numbers."""
+    """Return True if a leaf has gradients: an array of floating or complex numbers."""
     return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def join_path(root: str, path: tuple[Any, ...]) -> str:
-    """`root` and a key path as one name: `params` and `(['dense'], ['w'])` give
-    `params/dense/w`."""
+    """Return `root` and a key path as one name: `params/dense/w`."""
     tail = keystr(path, simple=True, separator="/")
     return "/".join(part for part in (root, tail) if part)
 
 
 def is_under(name: str, roots: Collection[str]) -> bool:
-    """Whether a name is one of `roots`, or that of a leaf below one."""
+    """Return True if a name is one of `roots`, or that of a leaf below one."""
     return any(name == r or name.startswith(r + "/") for r in roots)
 
 
 def unused_name(name: str, taken: Container[object]) -> str:
-    """A name that nothing has: the given one, or with underscores behind it."""
+    """Return a name that is not taken: the same, or with underscores appended."""
     while name in taken:
         name += "_"
     return name
@@ -57,7 +55,7 @@ def unused_name(name: str, taken: Container[object]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Static:
-    """A leaf that is part of the program rather than data for it."""
+    """Leaf that is part of the program, not data."""
 
     value: Any
 
@@ -69,14 +67,13 @@ class Static:
 
 @dataclasses.dataclass(frozen=True)
 class TreeSpec:
-    """The shape of one pytree: its structure, the name of each array, the value of each static
-    leaf."""
+    """Structure of a pytree, name of each array, and value of each static leaf."""
 
     treedef: PyTreeDef
     leaves: tuple[str | Static, ...]
 
     @classmethod
-    def of(cls, tree: Any, root: str = "") -> TreeSpec:
+    def from_tree(cls, tree: Any, root: str = "") -> TreeSpec:
         paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
         if not root and jax.tree_util.treedef_is_leaf(treedef):
             root = "value"
@@ -86,20 +83,20 @@ class TreeSpec:
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
-        """The names of the arrays, in leaf order."""
+        """Names of the arrays, in leaf order."""
         return tuple(x for x in self.leaves if isinstance(x, str))
 
     @property
     def root(self) -> str:
-        """What all names begin with; nothing where there are none."""
+        """First path component of all names; empty without arrays."""
         return self.names[0].split("/")[0] if self.names else ""
 
     def flatten(self, tree: Any, what: str = "argument") -> list[Any]:
-        """The arrays of `tree`, in leaf order, without Explicit axes in their types.
+        """Return the arrays of `tree`, in leaf order, without Explicit axes in their types.
 
         Raises:
-          TraceError: `tree` is not of this shape.
-          BatchError: an integer that JAX would cut off, since it keeps integers in 32 bits.
+          TraceError: `tree` has another structure.
+          BatchError: an integer that JAX would truncate to 32 bits.
         """
         found, treedef = jax.tree.flatten(tree)
         if treedef != self.treedef:
@@ -115,22 +112,20 @@ class TreeSpec:
             elif not spec.same(leaf):
                 raise TraceError(
                     f"{what} holds {leaf!r} where {spec.value!r} was when it was traced; a leaf "
-                    "that is not an "
-                    "array is "
-                    "part of the program: trace again, or pass it as an array (jnp.asarray)"
+                    "that is not an array is part of the program: trace again, or pass it as an "
+                    "array (jnp.asarray)"
                 )
         return arrays
 
     def unflatten(self, arrays: Sequence[Any]) -> Any:
-        """The inverse of `flatten`."""
+        """Return the pytree of these arrays; the inverse of `flatten`."""
         it = iter(arrays)
         return jax.tree.unflatten(
             self.treedef, [next(it) if isinstance(x, str) else x.value for x in self.leaves]
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # a pickled PyTreeDef loses sentinels in its nodes, as those of Equinox; a pickled tree does
-        # not
+        # a pickled PyTreeDef loses sentinels in its nodes (Equinox); a pickled tree does not
         return _unpickled, (jax.tree.unflatten(self.treedef, self.leaves),)
 
 
@@ -140,18 +135,18 @@ def _unpickled(tree: Any) -> TreeSpec:
 
 
 def as_array(leaf: Any) -> Any:
-    """A bare number as an array: of Python's, the one that JAX would make of it. Anything else as
-    it is."""
+    """Convert a Python scalar to the array that JAX would make of it; return anything else
+    unchanged."""
     if isinstance(leaf, np.generic):
         return np.asarray(leaf)
     return jnp.asarray(leaf) if isinstance(leaf, NUMBERS) else leaf
 
 
 def check_integers(name: str, leaf: Any) -> None:
-    """Refuse integers that have no room where JAX puts them: it cuts them off, and says nothing.
+    """Refuse integers that do not fit: JAX would truncate them to 32 bits, silently.
 
     Raises:
-      BatchError: it names the leaf, where in it the first of them is, and what can be done.
+      BatchError: names the leaf, the position of the first such integer, and a remedy.
 
     Example:
       >>> import numpy as np
@@ -180,15 +175,15 @@ def check_integers(name: str, leaf: Any) -> None:
 
 
 def partition(tree: Any, keep: Any) -> tuple[Any, Any]:
-    """`tree` twice: with only the leaves that `keep(leaf)` accepts, and with only the others (None
-    elsewhere)."""
+    """Split a pytree into leaves that `keep(leaf)` accepts, and others; None in the other
+    places."""
     return jax.tree.map(lambda x: x if keep(x) else None, tree), jax.tree.map(
         lambda x: None if keep(x) else x, tree
     )
 
 
 def combine(first: Any, second: Any) -> Any:
-    """The inverse of `partition`."""
+    """Merge two pytrees; the inverse of `partition`."""
     return jax.tree.map(
         lambda a, b: b if a is None else a, first, second, is_leaf=lambda x: x is None
     )
@@ -201,8 +196,7 @@ def tuple_of(*specs: TreeSpec) -> TreeSpec:
 
 
 def result_of(spec: TreeSpec, leaves: Sequence[Any]) -> tuple[Any, ...]:
-    """What a step returns beside its state, as what follows the state: one value, or those of a
-    tuple."""
+    """Return the results of a step after its state, as a tuple."""
     tree = spec.unflatten(leaves)
     return (
         tuple(tree) if isinstance(tree, (tuple, list)) and not hasattr(tree, "_fields") else (tree,)
@@ -210,24 +204,24 @@ def result_of(spec: TreeSpec, leaves: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def without(spec: TreeSpec, part: TreeSpec) -> TreeSpec:
-    """A tuple, list, dict or NamedTuple without the first of its parts that is `part` (None in a
-    NamedTuple)."""
-    whole = jax.tree.unflatten(spec.treedef, spec.leaves)
+    """Return a tuple, list, dict or NamedTuple without its first part equal to `part` (or None
+    in its place)."""
+    full = jax.tree.unflatten(spec.treedef, spec.leaves)
 
     def is_part(child: Any) -> bool:
         leaves, treedef = jax.tree.flatten(child, is_leaf=lambda x: isinstance(x, Static))
         return treedef == part.treedef and tuple(leaves) == part.leaves
 
-    if isinstance(whole, dict):
-        gone = next(k for k, child in whole.items() if is_part(child))
-        kept: Any = {k: child for k, child in whole.items() if k != gone}
+    if isinstance(full, dict):
+        gone = next(k for k, child in full.items() if is_part(child))
+        remaining: Any = {k: child for k, child in full.items() if k != gone}
     else:
-        # an optimizer without state has a structure that says little: prefer the usual second place
-        places = sorted(range(len(whole)), key=lambda i: i != 1)
-        place = next(i for i in places if is_part(whole[i]))
-        if hasattr(whole, "_fields"):
-            kept = whole._replace(**{whole._fields[place]: None})
+        # the empty state of an optimizer is ambiguous: prefer the usual second place
+        places = sorted(range(len(full)), key=lambda i: i != 1)
+        place = next(i for i in places if is_part(full[i]))
+        if hasattr(full, "_fields"):
+            remaining = full._replace(**{full._fields[place]: None})
         else:
-            kept = type(whole)(child for i, child in enumerate(whole) if i != place)
-    leaves, treedef = jax.tree.flatten(kept)
+            remaining = type(full)(child for i, child in enumerate(full) if i != place)
+    leaves, treedef = jax.tree.flatten(remaining)
     return TreeSpec(treedef, tuple(leaves))

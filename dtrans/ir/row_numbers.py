@@ -1,9 +1,9 @@
-"""Integers of a jaxpr that count a dimension: the number of a row, at every row.
+"""Integers of a jaxpr that count a dimension: the index of a row, at every row.
 
-A value counts a dimension if it is made of an `iota` of it by what changes no number: broadcasts,
-casts that it fits into, the treatment of negative indices, clamps that do not bite. It may come
-into a call, a loop or a branch, or out of one. A value that begins elsewhere, is reversed or
-permuted counts nothing: what is not proven is not known.
+A value counts a dimension if it is an `iota` along it, up to equations that change no number:
+broadcasts, lossless casts, wrapping of negative indices, clamps without effect. The value may enter
+or leave calls, loops and branches. A value with an offset, a reversal or a permutation counts
+nothing: a fact that is not proven is unknown.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dtrans.ir.interpret import Facts, ForwardAnalysis, forward_jaxpr
 
 @dataclasses.dataclass(frozen=True)
 class Count:
-    """The number of an entry along a dimension, which has `size` of them."""
+    """Index of an entry along a dimension with `size` entries."""
 
     axis: int
     size: int
@@ -30,34 +30,32 @@ class Count:
 
 @dataclasses.dataclass(frozen=True)
 class Same:
-    """One number everywhere."""
+    """One number in all entries."""
 
     value: int
 
 
 Known = Count | Same | None
-Fact = tuple[
-    Known, ...
-]  # of a value, and of the entries of its last dimension one by one; empty where nothing is known
-Entry = int | None  # along the last dimension; None stands for the value itself
+# about a value, then each entry of its last dimension; empty if nothing is known
+Fact = tuple[Known, ...]
+
+Entry = int | None  # along the last dimension; None for the value itself
 
 
 _COMPARE: Mapping[str, Callable[[int, int], bool]] = {
     "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge,
 }  # fmt: skip
-_MOST_COMPONENTS = (
-    16  # an index has one for each dimension of an array; longer dimensions hold no components
-)
+# an index has one component for each dimension of an array; longer dimensions have no components
+_MOST_COMPONENTS = 16
 
 
 def numbers_of(jaxpr: Any) -> Facts[Fact]:
-    """Return the integers of a jaxpr that count a dimension or are one number; nothing is known of
-    its inputs."""
+    """Return the integers of a jaxpr that count a dimension or are constant; inputs are unknown."""
     return forward_jaxpr(_NUMBERS, jaxpr, [()] * len(opened(jaxpr).invars))
 
 
 def known_of(fact: Fact, component: Entry = None) -> Known:
-    """Return the entry of a fact that is about a value, or about one component of it."""
+    """Return the fact about a value, or about one component of it."""
     place = 0 if component is None else 1 + component
     return fact[place] if place < len(fact) else None
 
@@ -67,12 +65,12 @@ def _of_equation(eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact] | None:
         return None
     if not eqn.outvars or not _counts(eqn.outvars[0].aval):
         return [()] * len(eqn.outvars)
-    made = tuple(_made(eqn, ins, component) for component in _entries(eqn.outvars[0].aval))
-    return [made] + [()] * (len(eqn.outvars) - 1)
+    facts = tuple(_output_fact(eqn, ins, component) for component in _entries(eqn.outvars[0].aval))
+    return [facts] + [()] * (len(eqn.outvars) - 1)
 
 
-def _made(eqn: JaxprEqn, ins: Sequence[Fact], component: Entry) -> Known:
-    """Return what is known of the output of an equation."""
+def _output_fact(eqn: JaxprEqn, ins: Sequence[Fact], component: Entry) -> Known:
+    """Return the fact about an equation's output."""
     name, out = eqn.primitive.name, eqn.outvars[0].aval
     if name == "iota":
         d, size = eqn.params["dimension"], out.shape[eqn.params["dimension"]]
@@ -93,13 +91,13 @@ def _made(eqn: JaxprEqn, ins: Sequence[Fact], component: Entry) -> Known:
 
 
 def _counts(aval: Any) -> bool:
-    """Return True for arrays of integers or truths that are not empty."""
+    """Return True for non-empty arrays of integers or booleans."""
     kind = np.dtype(aval.dtype).kind if isinstance(aval.dtype, np.dtype) else ""
     return kind in ("b", "i", "u") and 0 not in aval.shape
 
 
 def _entries(aval: Any) -> tuple[Entry, ...]:
-    """Return the parts of a value that facts are about: itself, and its components."""
+    """Return the parts of a value that have facts: itself, and its components."""
     return (
         (None, *range(aval.shape[-1]))
         if aval.ndim and aval.shape[-1] <= _MOST_COMPONENTS
@@ -137,8 +135,7 @@ def _of_constant(aval: Any, value: Any) -> Fact:
 
 
 def _of_value(value: np.ndarray[Any, Any]) -> Known:
-    """Return what is known of a constant; its first and last entries rule out most, however large
-    it is."""
+    """Return the fact about a constant; its first and last entries rule out most of them."""
     first, last = value.flat[0], value.flat[-1]
     if first == last and np.all(value == first):
         of_one_row = value.shape == (1,) and value.dtype.kind != "b" and value[0] == 0
@@ -153,14 +150,14 @@ def _of_value(value: np.ndarray[Any, Any]) -> Known:
 
 
 def _fits(number: int, dtype: Any) -> bool:
-    """Return True if a type of integers has a number."""
+    """Return True if an integer type can represent a number."""
     if not isinstance(dtype, np.dtype) or dtype.kind not in "iu":
         return False
     return bool(np.iinfo(dtype).min <= number <= np.iinfo(dtype).max)
 
 
 def _moved(eqn: JaxprEqn, known: Known) -> Known:
-    """Return what is known of a value whose dimensions are others."""
+    """Return the fact about a value with rearranged dimensions."""
     if not isinstance(known, Count):
         return known
     axis, name = known.axis, eqn.primitive.name
@@ -179,7 +176,7 @@ def _moved(eqn: JaxprEqn, known: Known) -> Known:
 
 
 def _ends(known: Count | Same) -> tuple[int, int]:
-    """Return the least and the largest number."""
+    """Return the smallest and the largest number."""
     return (0, known.size - 1) if isinstance(known, Count) else (known.value, known.value)
 
 
@@ -250,7 +247,7 @@ _BY_ENTRY: Mapping[str, Callable[[JaxprEqn, Sequence[Known]], Known]] = {
 
 
 def _turn(fact: Fact) -> Fact:
-    """Return what is known of a turn's part of a stack."""
+    """Return the fact about an iteration's slice of a stack."""
     less = lambda x: Count(x.axis - 1, x.size) if x.axis else None
     return tuple(less(x) if isinstance(x, Count) else x for x in fact)
 
@@ -260,8 +257,7 @@ def _stack(fact: Fact) -> Fact:
 
 
 def _fitted(fact: Fact, aval: Any) -> Fact:
-    """Return what is known of a turn's value: of a scalar, no components of the stack that it is
-    from."""
+    """Return the fact about an iteration's value; a scalar has no components of the stack."""
     return fact[: len(_entries(aval))]
 
 

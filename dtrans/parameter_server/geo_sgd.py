@@ -207,7 +207,7 @@ class _Geo:
         outs |= self._send(b, {n: outs[n] for n in step.optimized}, trainer_id)
         made = Program.written(f"trainer {trainer_id}", b, source.args, source.out, outs)
         return source.rewritten(
-            lambda other: self.program(shared(cut(other)), trainer_id), made=made
+            lambda other: self.program(shared(cut(other)), trainer_id), result=made
         )
 
     def on_rows(self, step: Cut, trainer_id: int) -> Program:
@@ -233,7 +233,7 @@ class _Geo:
         outs = {**source.outvars, **made, **new, **self._send(b, sent, trainer_id, kept), **none_of}
         without_unused(b, [outs[n] for n in source.out_names])
         program = Program.written(f"trainer {trainer_id}", b, source.args, source.out, outs)
-        return source.rewritten(lambda other: self.on_rows(cut(other), trainer_id), made=program)
+        return source.rewritten(lambda other: self.on_rows(cut(other), trainer_id), result=program)
 
     def _half(
         self, b: Builder, step: Cut, gradients: dict[str, Any], trainer_id: int

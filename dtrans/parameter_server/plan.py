@@ -203,16 +203,16 @@ class PServerPlan(Plan):
         if (
             self.sized_update is not None
         ):  # roles may trace the step with batches of different sizes
-            update["update"] = fingerprint.of_outputs(self.sized_update)
+            update["update"] = fingerprint.output_digest(self.sized_update)
         return {
             **fingerprint.environment(),
             "options": fingerprint.table(
-                {n: fingerprint.of_value(x) for n, x in self.options.items()}
+                {n: fingerprint.canonical_text(x) for n, x in self.options.items()}
             ),
             "state": fingerprint.table(state),
             fingerprint.BATCH: fingerprint.table(batch),
             "init": self.startup.fingerprint,
-            "placement": fingerprint.digest(fingerprint.of_value(table)),
+            "placement": fingerprint.digest(fingerprint.canonical_text(table)),
             **self.main.fingerprints,
             **update,
         }

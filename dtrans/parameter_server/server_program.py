@@ -82,7 +82,9 @@ class ServerProgramWriter:
         units = self.spec.placement.units[endpoint]
         asked = [n for n in self.spec.requested if self.spec.holder_of(n) == endpoint]
         to_block = tuple(f"{n}:{block}" for n, block in work.grads.items())
-        spec = TreeSpec.of({n: held.cut(self.types[held.of]) for n, held in work.variables.items()})
+        spec = TreeSpec.from_tree(
+            {n: held.cut(self.types[held.of]) for n, held in work.variables.items()}
+        )
         b = Builder(self.step.program.jaxpr)
         b.role = RPC
         state_vars = [
@@ -169,7 +171,7 @@ class ServerProgramWriter:
         """
         inner, held = self.startup.inner, work.variables
         made = self.startup.outvars
-        spec = TreeSpec.of({n: x.cut(self.types[x.of]) for n, x in held.items()})
+        spec = TreeSpec.from_tree({n: x.cut(self.types[x.of]) for n, x in held.items()})
         b = Builder(self.startup.jaxpr)
         b.invars += inner.invars
         b.role = FORWARD

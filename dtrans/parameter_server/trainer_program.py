@@ -140,7 +140,7 @@ def trainer_program(
         return trainer_program(other, placement, trainer_id, wiring)
 
     return source.rewritten(
-        again, made=Program.written(f"trainer {trainer_id}", b, param_args, out, outs)
+        again, result=Program.written(f"trainer {trainer_id}", b, param_args, out, outs)
     )
 
 

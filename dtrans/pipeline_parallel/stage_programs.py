@@ -95,7 +95,7 @@ def program_of(
         {n: v.aval for n, v in zip(of, vs, strict=True)}
         for of, vs in ((ins, inner.invars), (outs, inner.outvars))
     )
-    spec, made = TreeSpec.of(args), TreeSpec.of(out)
+    spec, made = TreeSpec.from_tree(args), TreeSpec.from_tree(out)
     by_name = dict(zip(ins, inner.invars, strict=True))
     outs_by_name = dict(zip(outs, inner.outvars, strict=True))
     ordered = closed_with(

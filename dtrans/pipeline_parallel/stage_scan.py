@@ -366,7 +366,7 @@ def _step(step: Cut, rows: Mapping[str, tuple[StageRows, ...]], half: OptimizeHa
                 types[r.name] = r.part.of(t)
             if n not in rows:
                 types[n] = t
-        specs.append(TreeSpec.of(types))
+        specs.append(TreeSpec.from_tree(types))
         for n in specs[-1].names:
             given[n] = vars_of[n] if n in vars_of else Var(types[n])
             b.invars.append(given[n])
@@ -381,7 +381,7 @@ def _step(step: Cut, rows: Mapping[str, tuple[StageRows, ...]], half: OptimizeHa
         out = outs[n]
         assert not isinstance(out, Literal), n
         new |= {r.name: r.part.cut(b, out) for r in parts}
-    results = TreeSpec.of({n: source.outputs[n] for n in step.results})
+    results = TreeSpec.from_tree({n: source.outputs[n] for n in step.results})
     program = Program.written(
         source.name, b, (*specs, *source.args[2:]), tuple_of(*specs, results), new
     )

@@ -217,7 +217,7 @@ def _step(
     arguments = arguments_of(step)
     types = {name: sums[n] for n, parts in called.items() for names in parts for name in names}
     types |= {n: vars_of[n].aval for n in arguments}
-    spec = TreeSpec.of(types)
+    spec = TreeSpec.from_tree(types)
     given = {n: b.input(types[n]) for n in spec.names}
     read = {**vars_of, **{n: given[n] for n in arguments}}
     parts = {
@@ -240,7 +240,7 @@ def _step(
         n: b.call(jnp.copy, a)[0] for n, a in found.items() if a in given.values()
     }  # state may be donated
     found |= _of_gradients(b, step, grads, rows, {vars_of[n]: given[n] for n in arguments})
-    results = TreeSpec.of({n: source.outputs[n] for n in step.from_gradients})
+    results = TreeSpec.from_tree({n: source.outputs[n] for n in step.from_gradients})
     out = tuple_of(*source.args[:2], results)
     return Program.written(f"update of {source.name}", b, (*source.args[:2], spec), out, found)
 

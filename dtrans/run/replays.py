@@ -200,7 +200,7 @@ def replay_turns(plan: PServerPlan, batch: Values, begins: Sequence[Any] = ()) -
         return {**first, **{n: device.servers[n] for n in device.served}, **device.rest, **results}
 
     types = [*state_types.values(), *(stacked_type(t, order.batches) for t in batch.values())]
-    out = TreeSpec.of(jax.eval_shape(replay, *map(typed, types)))
+    out = TreeSpec.from_tree(jax.eval_shape(replay, *map(typed, types)))
 
     def in_order(*arrays: Any) -> list[Any]:
         made = replay(*arrays)

@@ -152,7 +152,7 @@ def traced_step(
         made["state"] = state
         return jax.tree.leaves(state)
 
-    state_of({n: _full(main.inputs[n], main.still.get(n, 0)) for n in names})
+    state_of({n: _full(main.inputs[n], main.frozen_constants.get(n, 0)) for n in names})
     state = made["state"]
     paths = [
         jax.tree_util.keystr(path, simple=True, separator="/")

@@ -5,7 +5,7 @@ levels (`dtrans.slicing.rounds`):
 
     level 0    lr_sched           counts, schedules: values that no row enters
                params/w.block0    equations without cross-server values; parts of reductions
-               all_reduce         this server's parts combined, one `all_reduce` for each crossing value
+               all_reduce         parts of this server combined; one `all_reduce` for each value
     level 1    reduced            values of reductions alone: norms, factors, decisions
                params/w.block0    the remainder
                ...

@@ -20,7 +20,7 @@ from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, NamedJaxpr, Var, l
 from dtrans.errors import BatchError, GradientError, OptimizerError
 from dtrans.ir.builder import extract_part
 from dtrans.ir.dataflow import backward_slice, propagate
-from dtrans.ir.fingerprint import number, of_values
+from dtrans.ir.fingerprint import number, value_digests
 from dtrans.ir.inline import eliminate_dead
 from dtrans.ir.program import BACKWARD, FORWARD, OPTIMIZE, Program
 from dtrans.step.gradients import (
@@ -203,7 +203,7 @@ class OptimizeHalf(NamedJaxpr):
     def differing_outputs(self, other: OptimizeHalf) -> list[str]:
         """Return the outputs that the same step, traced on another batch size, computes
         differently."""
-        mine, theirs = (of_values(half.jaxpr, half.in_names) for half in (self, other))
+        mine, theirs = (value_digests(half.jaxpr, half.in_names) for half in (self, other))
         written = lambda digests, a: number(a) if isinstance(a, Literal) else digests[a]
         new = {n: written(theirs, a) for n, a in other.outvars.items()}
         return [n for n, a in self.outvars.items() if written(mine, a) != new.get(n)]
@@ -211,7 +211,7 @@ class OptimizeHalf(NamedJaxpr):
     def differing_line(self, other: OptimizeHalf, name: str) -> str:
         """Return the line of the first equation for an output that differs for another batch
         size."""
-        mine, theirs = (of_values(half.jaxpr, half.in_names) for half in (self, other))
+        mine, theirs = (value_digests(half.jaxpr, half.in_names) for half in (self, other))
         known = {*theirs.values()}
         eqns = self.eqns
         needed, _ = backward_slice(eqns, [self.outvars[name]])
@@ -601,4 +601,4 @@ class _Cutter:
             self.s.source, jaxpr=self.s.jaxpr, roles=tuple(roles), guessed=False
         )
         # for other shapes it is the uncut step; callers cut it if they need to
-        return self.s.source.rewritten(lambda other: other, made=program)
+        return self.s.source.rewritten(lambda other: other, result=program)

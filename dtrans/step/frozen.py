@@ -73,9 +73,11 @@ def check_frozen(main: Program, name: str, x: Any) -> None:
     The state may come from a job in which the leaf was trained: one device would then go on moving
     it by its moments.
     """
-    if name in main.still and not bool(np.all(np.asarray(x) == main.still[name])):
+    if name in main.frozen_constants and not bool(
+        np.all(np.asarray(x) == main.frozen_constants[name])
+    ):
         raise StateError(
-            f"{name} is not {main.still[name]} everywhere, as init makes it, so that one device "
+            f"{name} is not {main.frozen_constants[name]} everywhere, as init makes it, so that one device "
             f"would go on moving its leaf; {main.name} gives the leaf no gradient, and jobs freeze "
             "it. Start with a new optimizer state, or freeze the leaf with optax.set_to_zero"
         )
@@ -223,5 +225,5 @@ def _without_updates(
         jaxpr=jaxpr_out,
         roles=guess_roles(jaxpr_out),
         labels={},
-        still={n: x for n, x in constants.items() if x is not None},
+        frozen_constants={n: x for n, x in constants.items() if x is not None},
     )

@@ -123,7 +123,7 @@ def _split_program(program: Program, params: Collection[str]) -> Program:
     outputs |= {unused_name(f"new_{n}", place): v for n, v in outputs.items() if n in place}
     invars = [inner.invars[i] for i in order]
     jaxpr = closed_with(program.jaxpr, invars=invars, outvars=[outputs[n] for n in out.names])
-    return dataclasses.replace(program, jaxpr=jaxpr, args=args, out=out, of_one_state=True)
+    return dataclasses.replace(program, jaxpr=jaxpr, args=args, out=out, takes_one_state=True)
 
 
 def _result(program: Program, parts: Sequence[TreeSpec]) -> TreeSpec:
@@ -256,7 +256,8 @@ def leaf_types(tree: Any) -> dict[str, str]:
     """Return the type of each array of a pytree, by its path below the root."""
     arrays = [x for x in jax.tree.leaves(tree) if is_array(x)]
     return {
-        n: f"{x.dtype}{list(x.shape)}" for n, x in zip(TreeSpec.of(tree).names, arrays, strict=True)
+        n: f"{x.dtype}{list(x.shape)}"
+        for n, x in zip(TreeSpec.from_tree(tree).names, arrays, strict=True)
     }
 
 
@@ -266,7 +267,7 @@ def leaf_types(tree: Any) -> dict[str, str]:
 def merge_state(main: Program, params: Any, opt_state: Any) -> Any:
     """Merge parameters and optimizer state into the state that a step takes: one pytree, or a
     pair."""
-    return combine(params, opt_state) if main.of_one_state else (params, opt_state)
+    return combine(params, opt_state) if main.takes_one_state else (params, opt_state)
 
 
 def split_state(main: Program, state: Any) -> tuple[Any, Any]:
@@ -275,7 +276,7 @@ def split_state(main: Program, state: Any) -> tuple[Any, Any]:
     Raises:
       TraceError: another structure.
     """
-    if not main.of_one_state:
+    if not main.takes_one_state:
         if not isinstance(state, tuple) or len(state) != 2:
             raise TraceError(
                 f"the state of {main.name} is a pair, (params, opt_state), not "
@@ -316,7 +317,7 @@ class Applied:
         fn: Callable[..., Any],
         unpacked: Callable[[Mapping[str, Any]], Mapping[str, Any]],
     ) -> None:
-        self._spec = _state_spec(main) if main.of_one_state else main.args[0]
+        self._spec = _state_spec(main) if main.takes_one_state else main.args[0]
         self._types = [
             jax.ShapeDtypeStruct(main.inputs[n].shape, main.inputs[n].dtype)
             for n in self._spec.names

@@ -59,7 +59,7 @@ def trace(fn: Callable[..., Any], *args: Any, name: str | None = None) -> Progra
     """
     args = tuple(as_array(a) for a in args)
     roots = argument_names(fn, len(args))
-    specs = tuple(TreeSpec.of(a, root) for a, root in zip(args, roots, strict=True))
+    specs = tuple(TreeSpec.from_tree(a, root) for a, root in zip(args, roots, strict=True))
     result: list[Any] = []
     mesh = current_mesh()  # the function may name its axes
 
@@ -165,9 +165,9 @@ def name_result(out: Any, args: Sequence[Any], roots: Sequence[str]) -> tuple[Tr
     if so."""
     parts = children(out)
     if args and not jax.tree_util.treedef_is_leaf(jax.tree.structure(out)) and _alike(out, args[0]):
-        return TreeSpec.of(out, roots[0]), ""
+        return TreeSpec.from_tree(out, roots[0]), ""
     if parts is None:
-        return TreeSpec.of(out, "out"), ""
+        return TreeSpec.from_tree(out, "out"), ""
     by_key = not isinstance(out, (tuple, list)) or hasattr(out, "_fields")
     owner: dict[Any, str] = {}
     places: list[Any] = []
@@ -201,7 +201,7 @@ def name_result(out: Any, args: Sequence[Any], roots: Sequence[str]) -> tuple[Tr
             owner[key] = unused.pop(0) if name else f"out{key}"
     leaves: list[str | Any] = []
     for key, part in parts:
-        leaves += TreeSpec.of(part, owner[key]).leaves
+        leaves += TreeSpec.from_tree(part, owner[key]).leaves
     return TreeSpec(jax.tree.structure(out), tuple(leaves)), ambiguous_outputs
 
 

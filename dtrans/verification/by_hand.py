@@ -139,7 +139,7 @@ def trace_pair(
       TraceError: the structures that they return are not the same.
     """
     roots = argument_names(step, len(args))
-    specs = [TreeSpec.of(a, root) for a, root in zip(args, roots, strict=True)]
+    specs = [TreeSpec.from_tree(a, root) for a, root in zip(args, roots, strict=True)]
     names = [n for spec in specs for n in spec.names]
     leaves = [x for a in args for x in jax.tree.leaves(a) if is_array(x)]
     types = [plain_type(x) for x in leaves]

@@ -74,7 +74,7 @@ def scale_types(scaling: LossScaling | None) -> dict[str, Any]:
 def scale_spec() -> TreeSpec:
     """The names of what is kept of a scale."""
     fields = {n.split("/")[1]: jnp.zeros(()) for n in (GOOD, SCALE, SKIPPED)}
-    return TreeSpec.of(fields, "loss_scale")
+    return TreeSpec.from_tree(fields, "loss_scale")
 
 
 def scale_of(scaling: LossScaling, inputs: Mapping[str, Var]) -> Atom:
@@ -138,7 +138,7 @@ def low_precision(main: Program, step: Cut, amp: str, scaling: LossScaling | Non
         {},
         ambiguous_outputs=main.ambiguous_outputs,
     )
-    return main.rewritten(lambda other: low_precision(other, cut(other), amp, scaling), made=made)
+    return main.rewritten(lambda other: low_precision(other, cut(other), amp, scaling), result=made)
 
 
 def low_products(

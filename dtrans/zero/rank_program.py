@@ -301,7 +301,7 @@ class RankWriter:
             ),
             b.labels,
         )
-        return self.source.rewritten(again, made=program)
+        return self.source.rewritten(again, result=program)
 
     # -- forward and backward --------------------------------------------------------------------
 

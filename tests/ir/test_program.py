@@ -155,7 +155,7 @@ def test_names_and_roles_must_fit_the_jaxpr():
     with pytest.raises(TraceError, match="equations but 0 roles"):
         dataclasses.replace(p, roles=())
     with pytest.raises(TraceError, match="outputs but 1 names"):
-        dataclasses.replace(p, out=TreeSpec.of(0.0 * np.ones(1), "loss"))
+        dataclasses.replace(p, out=TreeSpec.from_tree(0.0 * np.ones(1), "loss"))
 
 
 # -- ops and how they are shown --------------------------------------------------------------------

@@ -37,14 +37,14 @@ class Pair(NamedTuple):
 
 def test_paths_become_names():
     tree = {"dense": Pair(np.ones(2), [np.ones(3), np.ones(())])}
-    assert TreeSpec.of(tree, "params").names == (
+    assert TreeSpec.from_tree(tree, "params").names == (
         "params/dense/left",
         "params/dense/right/0",
         "params/dense/right/1",
     )
-    assert TreeSpec.of(tree).names == ("dense/left", "dense/right/0", "dense/right/1")
-    assert TreeSpec.of(np.ones(2), "x").names == ("x",)
-    assert TreeSpec.of(np.ones(2)).names == ("value",)
+    assert TreeSpec.from_tree(tree).names == ("dense/left", "dense/right/0", "dense/right/1")
+    assert TreeSpec.from_tree(np.ones(2), "x").names == ("x",)
+    assert TreeSpec.from_tree(np.ones(2)).names == ("value",)
     assert join_path("", ()) == ""
 
 
@@ -55,14 +55,14 @@ def test_flax_parameters_are_named_by_layer():
             return nn.Dense(2, name="out")(nn.relu(nn.Dense(3, name="in")(x)))
 
     params = jax.eval_shape(Net().init, jax.random.key(0), jnp.ones((1, 4)))
-    assert TreeSpec.of(params["params"], "params").names == (
+    assert TreeSpec.from_tree(params["params"], "params").names == (
         "params/in/bias", "params/in/kernel", "params/out/bias", "params/out/kernel"
     )  # fmt: skip
 
 
 def test_functions_and_numbers_of_an_equinox_module_are_static():
     net = eqx.nn.MLP(2, 1, 3, 1, key=jax.random.key(0))
-    spec = TreeSpec.of(net, "params")
+    spec = TreeSpec.from_tree(net, "params")
     assert spec.names == (
         "params/layers/0/weight",
         "params/layers/0/bias",
@@ -78,7 +78,7 @@ def test_functions_and_numbers_of_an_equinox_module_are_static():
 
 
 def test_another_structure_is_refused_with_both():
-    spec = TreeSpec.of({"a": np.ones(1)}, "p")
+    spec = TreeSpec.from_tree({"a": np.ones(1)}, "p")
     with pytest.raises(
         TraceError,
         match=r"argument 0 has another structure .*:\n  traced PyTreeDef\(\{'a': \*\}\)\n  now    "
@@ -88,7 +88,7 @@ def test_another_structure_is_refused_with_both():
 
 
 def test_a_changed_static_leaf_is_refused():
-    spec = TreeSpec.of({"a": np.ones(1), "rate": 0.5})
+    spec = TreeSpec.from_tree({"a": np.ones(1), "rate": 0.5})
     assert len(spec.flatten({"a": np.ones(1), "rate": 0.5})) == 1
     with pytest.raises(
         TraceError,
@@ -97,7 +97,7 @@ def test_a_changed_static_leaf_is_refused():
     ):
         spec.flatten({"a": np.ones(1), "rate": 0.25})
     with pytest.raises(TraceError, match="holds 1 where True was"):
-        TreeSpec.of([True]).flatten([1])
+        TreeSpec.from_tree([True]).flatten([1])
 
 
 TREES = st.recursive(
@@ -118,7 +118,7 @@ TREES = st.recursive(
 
 @given(TREES)
 def test_unflatten_is_the_inverse_of_flatten(tree):
-    spec = TreeSpec.of(tree, "t")
+    spec = TreeSpec.from_tree(tree, "t")
     arrays = spec.flatten(tree)
     assert len(arrays) == len(spec.names) == len(set(spec.names))
     again = spec.unflatten(arrays)
@@ -169,11 +169,11 @@ def test_without_drops_one_part(whole, place, left):
     children = whole.items() if isinstance(whole, dict) else enumerate(whole)
     leaves = []
     for key, child in children:
-        leaves += TreeSpec.of(
+        leaves += TreeSpec.from_tree(
             child, "opt_state" if key == place else names.get(key, str(key))
         ).leaves
     spec = TreeSpec(jax.tree.structure(whole), tuple(leaves))
-    got = without(spec, TreeSpec.of({"m": np.ones(2)}, "opt_state"))
+    got = without(spec, TreeSpec.from_tree({"m": np.ones(2)}, "opt_state"))
     assert not any("opt_state" in n for n in got.names)
     assert len(got.names) == left
     assert type(jax.tree.unflatten(got.treedef, got.leaves)) is type(whole)
@@ -182,14 +182,14 @@ def test_without_drops_one_part(whole, place, left):
 def test_without_leaves_none_in_a_namedtuple():
     whole = Pair(np.ones(1), {"m": np.ones(2)})
     spec = TreeSpec(jax.tree.structure(whole), ("params", "opt_state/m"))
-    got = without(spec, TreeSpec.of({"m": np.ones(2)}, "opt_state"))
+    got = without(spec, TreeSpec.from_tree({"m": np.ones(2)}, "opt_state"))
     assert got.unflatten([7]) == Pair(7, None)
 
 
 def test_without_an_optimizer_state_that_holds_nothing():
     whole = (np.ones(1), (), np.ones(()))
     spec = TreeSpec(jax.tree.structure(whole), ("params", "loss"))
-    assert without(spec, TreeSpec.of((), "opt_state")).unflatten([1, 2]) == (1, 2)
+    assert without(spec, TreeSpec.from_tree((), "opt_state")).unflatten([1, 2]) == (1, 2)
 
 
 @pytest.mark.parametrize("bad", [2**31, -(2**31) - 1, 2**40])
@@ -222,10 +222,10 @@ def test_integers_that_jax_would_cut_are_refused_on_the_host(bad: int) -> None:
 
 def test_integers_of_64_bits_pass_where_they_fit() -> None:
     ids = np.array([2**31 - 1, -(2**31), 5])
-    spec = TreeSpec.of(ids, "ids")
+    spec = TreeSpec.from_tree(ids, "ids")
     assert spec.flatten(ids)[0] is ids
     assert spec.flatten(np.zeros((0,), np.int64))[0].shape == (0,)
     with pytest.raises(BatchError, match=r"^ids is 4294967296, which uint32 does not hold"):
-        TreeSpec.of(np.uint64(1), "ids").flatten(as_array(np.uint64(2**32)))
+        TreeSpec.from_tree(np.uint64(1), "ids").flatten(as_array(np.uint64(2**32)))
     with jax.enable_x64(True):
         check_integers("ids", np.array([2**40]))

@@ -85,7 +85,7 @@ def test_a_leaf_that_is_held_still_is_handed_on(name: str) -> None:
 @pytest.mark.parametrize("name", MOVED)
 def test_a_leaf_that_moves_is_not(name: str) -> None:
     main, _ = traced(*MOVED[name])
-    assert handed_on(main) == [] and not main.still
+    assert handed_on(main) == [] and not main.frozen_constants
 
 
 @pytest.mark.parametrize("turn", [jnp.flipud, lambda w: jnp.roll(w, 1, 0)], ids=["flip", "roll"])

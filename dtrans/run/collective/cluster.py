@@ -101,7 +101,7 @@ class ClusterTrainers(MeshTrainers):
         ]
 
     def check_start(self, startup: ClosedJaxpr) -> None:
-        text = fingerprint.of_value(startup).encode()
+        text = fingerprint.canonical_text(startup).encode()
         mine = np.frombuffer(hashlib.sha256(text).digest(), np.uint8)
         (first,) = broadcast([mine])
         told = np.zeros(jax.process_count(), np.int32)

@@ -146,7 +146,7 @@ def check_consistent(
     first = next(iter(split), "the batch")
     if rows is None:
         rows = program.inputs[first].shape[0] if split else 0
-    options = fingerprint.digest(fingerprint.of_value(merges or {}))
+    options = fingerprint.digest(fingerprint.canonical_text(merges or {}))
     parts = {**fingerprint.environment(), **program.fingerprints, "options": options}
     said = _told([_digest(held), str(rows), *(text.rpartition(" ")[2] for text in parts.values())])
     # held first: a trainer with other parameters runs another program too, and so does one with

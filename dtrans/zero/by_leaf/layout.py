@@ -83,7 +83,7 @@ class Owned:
                 "alone would have; partition='rows' keeps such leaves whole on every rank"
             )
         types = {n: step.program.inputs[n] for n in opt_state.names if n not in writer.state.places}
-        held = TreeSpec.of({**types, **writer.state.types})
+        held = TreeSpec.from_tree({**types, **writer.state.types})
         rest = without(without(step.program.out, params), opt_state)
         loads = loads_of({n: step.program.inputs[n].size for n in owner}, owner, o.degree)
         wholes = {n: step.reason_not_optimized(n) for n in step.params if n not in owner}
