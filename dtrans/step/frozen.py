@@ -73,11 +73,10 @@ def check_frozen(main: Program, name: str, x: Any) -> None:
     The state may come from a job in which the leaf was trained: one device would then go on moving
     it by its moments.
     """
-    if name in main.frozen_constants and not bool(
-        np.all(np.asarray(x) == main.frozen_constants[name])
-    ):
+    constant = main.frozen_constants.get(name)
+    if constant is not None and not bool(np.all(np.asarray(x) == constant)):
         raise StateError(
-            f"{name} is not {main.frozen_constants[name]} everywhere, as init makes it, so that one device "
+            f"{name} is not {constant} everywhere, as init makes it, so that one device "
             f"would go on moving its leaf; {main.name} gives the leaf no gradient, and jobs freeze "
             "it. Start with a new optimizer state, or freeze the leaf with optax.set_to_zero"
         )

@@ -1,11 +1,12 @@
 """Summaries: values of a step for TensorBoard, one for each tag in every kind of job.
 
 Inside a step, `scalar`, `histogram`, `image`, `audio` and `text` bind one equation each, without
-outputs and with an effect that keeps it (`dtrans._jax.new_effectful`). On one device it does nothing,
-and its operand is computed only if something else needs it. A pipeline finds these equations in the
-traced loss function (`summaries`) and fetches their operands from every micro-batch of every
-replica. It merges them (`merge`), and writes the result (`dtrans.SummaryWriter`). EPL rewrites the
-summary operations of all clones to read a merged tensor (its `update_summaries`).
+outputs and with an effect that keeps it (`dtrans._jax.new_effectful`). On one device it does
+nothing, and its operand is computed only if something else needs it. A pipeline finds these
+equations in the traced loss function (`summaries`) and fetches their operands from every
+micro-batch of every replica. It merges them (`merge`), and writes the result
+(`dtrans.SummaryWriter`). EPL rewrites the summary operations of all clones to read a merged tensor
+(its `update_summaries`).
 
 JAX's fastest call path skips functions with effects: a call of a jitted step with summaries takes
 about 60 microseconds longer, for any number of them.

@@ -185,7 +185,7 @@ def test_blocks_live_where_paddle_put_them(case: Any) -> None:
         mine[b.endpoint].append([short(b.name), list(b.shape)])
     recorded = {ep: sorted(blocks) for ep, blocks in case.recorded["placement"].items()}
     assert {ep: sorted(blocks) for ep, blocks in mine.items()} == recorded
-    assert case.plan.placement.whole == {}
+    assert case.plan.placement.unsliced == {}
 
 
 def test_a_regularizer_does_not_come_first() -> None:
