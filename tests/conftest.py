@@ -168,12 +168,12 @@ def folder(
     from role_threads import RESERVED
     from zmq.utils.garbage import gc as zmq_gc
 
-    from dtrans.run.parameter_server import server
+    from dtrans.protocol import server_loop
 
     tmp_path_factory.getbasetemp()  # not below ours
     where = Path(tempfile.mkdtemp(prefix="t"))  # a short path: sockets have room for 107 characters
     monkeypatch.setattr(tempfile, "tempdir", str(where))
-    monkeypatch.setattr(server, "TICK", 0.1)
+    monkeypatch.setattr(server_loop, "TICK", 0.1)
     if zmq_gc.thread is None:  # it frees what was sent without a copy; one for the whole process
         zmq_gc.start()
     sockets = open_sockets()

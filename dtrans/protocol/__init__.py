@@ -17,6 +17,7 @@ server_peers      the other servers of a server;  `exchange` is what they give e
 peer_line         one server's side of one line to another
 tables            rows of tables, as trainers and servers speak of them
 serving           one server: who is concerned by a message, and its end
+server_loop       one server over a transport
 job_status        the status of a job, for observers
 trainer_line      one trainer's side of one connection
 server_link       a trainer's links to its servers, and what waits for their answers

@@ -14,6 +14,7 @@ from dtrans.errors import PeerError, WireError
 from dtrans.protocol import token, wire
 from dtrans.protocol.presence import RETRY
 from dtrans.protocol.server_peers import ServerPeer
+from dtrans.protocol.transport import Event
 
 
 class PeerLine:
@@ -73,6 +74,17 @@ class PeerLine:
     def barred(self, why: str) -> PeerError:
         """Return the error where the other server does not let this one in."""
         return PeerError(f"pserver {self.peer.endpoint} does not let pserver {self.me} in: {why}")
+
+    def take(self, event: Event, now: float) -> None:
+        """Take an event of the link. Raises PeerError where the other server refuses this one."""
+        if event.kind == "message":
+            self.heard(event.frames)
+        elif event.kind == "connected":
+            self.connected()
+        elif event.kind == "broken":
+            self.broken(now)
+        else:
+            raise self.barred(event.reason)
 
     def heard(self, frames: Sequence[Any]) -> None:
         """Take a message. Raises PeerError for a refusal, and for what is none of this protocol."""

@@ -17,10 +17,7 @@ from dtrans.errors import WireError
 from dtrans.protocol import wire
 from dtrans.protocol.operation import Operation, PendingAnswer, nothing
 from dtrans.protocol.trainer_line import DOOR, TrainerLine
-from dtrans.protocol.transport import Event, Link, Transport
-
-
-LINGER = 5.0  # seconds that the last words of a trainer may take
+from dtrans.protocol.transport import LINGER, Event, Link, Transport
 
 
 class ServerLink:

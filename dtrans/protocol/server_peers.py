@@ -3,7 +3,7 @@
 Each has a line to every other one that it shares a reduction with, and says first who it is and, as
 a fingerprint, what it takes the two of them to exchange. Partial results go out by these lines and
 come in by the server's own socket; what a peer answers, that it refuses or has ended, and that it
-is gone, comes by the line too (`dtrans.run.parameter_server.server_sockets`). Nothing here waits:
+is gone, comes by the line too (`dtrans.protocol.peer_line`). Nothing here waits:
 the server's loop goes on, and asks what is missing.
 
 Vectors that come before they are wanted are kept: of later levels, and of the step after this one,

@@ -81,11 +81,6 @@ class Serving:
         Raises:
           PeerError: the job ends with it: a trainer has failed, or left before the others.
         """
-        if len(frames) == 1 and not len(
-            frames[0]
-        ):  # ZeroMQ says it where a connection is made (PROBE_ROUTER)
-            self.trainers.back(address)
-            return
         size, self._now = sum(map(len, frames)), now
         self.status.received += size
         try:

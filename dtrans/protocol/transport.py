@@ -16,6 +16,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 
+SERVER = "server"  # the role of servers, which all doors have too
+LINGER = 5.0  # seconds that last words may take to leave
+
 EventKind = Literal["message", "connected", "broken", "barred", "lost", "refused"]
 
 

@@ -130,11 +130,11 @@ def test_a_host_that_is_cut_off(
 
 
 LISTENS = """
-import sys, threading, zmq
+import sys, threading
 from dtrans.run.net.keys import Keys
-from dtrans.run.parameter_server.server_sockets import ServerSockets
-sockets = ServerSockets(zmq.Context(), sys.argv[1], Keys.from_environment("auto"), (1000, 10), 5.0)
-sockets.bind(allow_remote=True)
+from dtrans.run.net.zmq_transport import ZmqTransport
+transport = ZmqTransport(Keys.from_environment("auto"))
+door = transport.bind(sys.argv[1], {}, frame=1000, messages=10)
 print("bound", flush=True)
 threading.Event().wait()
 """

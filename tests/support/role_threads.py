@@ -19,11 +19,11 @@ import dtrans
 from dtrans.endpoints import ReservedEndpoints
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.protocol import token, wire
+from dtrans.protocol.trainer_line import DOOR
 from dtrans.run.distributed.rendezvous import FIRST
 from dtrans.run.net.keys import Keys
 from dtrans.run.net.net_options import encryption_of
 from dtrans.run.net.sockets import Doorkeeper, bind, connect, new_socket
-from dtrans.run.parameter_server.server_sockets import DOOR
 
 
 HANG = 25.0  # seconds; longer than anything here takes on a busy machine

@@ -1,33 +1,24 @@
-"""Connections of a virtual network. Each keeps the order of its messages, as TCP does; different
-ones overtake.
+"""Connections of a virtual network, and each process's `dtrans.protocol.transport` over them.
 
-A message takes the connection's delay and its bytes over the bandwidth, and is read when it
-arrives: whoever sends memory may not write it before. A connection that breaks loses what is on its
-way, and is made anew after a while where somebody still listens; both ends are told, the server by
-an empty message from the same address.
+A connection keeps the order of its messages, as TCP does; different ones overtake. A message takes
+the connection's delay and its bytes over the bandwidth, and is read when it arrives: whoever sends
+memory may not write it before. A connection that breaks loses what is on its way, and is made again
+after a while where somebody still listens; both ends learn of it.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from random import Random
-from typing import Any, Protocol
+from typing import Any
 
+from dtrans.protocol.transport import Event, Link
 from tools.simulate.clock import Clock
+from tools.simulate.process import Process
 
 
-class Actor(Protocol):
-    """A process: what happens to it is put into its queue."""
-
-    name: str
-
-    @property
-    def there(self) -> bool:
-        """Return True while it runs."""
-
-    def deliver(self, event: tuple[Any, ...]) -> None:
-        """Let it take an event when it comes to it."""
+RETRY = 0.1  # seconds after which a connection is tried again where nobody listens
 
 
 class Network:
@@ -37,6 +28,10 @@ class Network:
       delay: draws the seconds that a message is under way.
       patience: seconds without a sign of the other end after which a connection breaks.
       bandwidth: bytes a second.
+
+    Attributes:
+      doors: that are open, by their endpoints.
+      doubled: name of a connection to the number of its client's message that arrives twice.
     """
 
     def __init__(
@@ -45,20 +40,15 @@ class Network:
         self.clock = clock
         self.delay, self.patience = delay, patience
         self.bandwidth = bandwidth
-        self.connections: list[SimulatedConnection] = []
+        self.connections: list[SimulatedLink] = []
+        self.doors: dict[str, SimulatedDoor] = {}
+        self.doubled: dict[str, int] = {}
         self._addresses = itertools.count()
-
-    def connect(self, client: Actor, server: Actor, key: Any) -> SimulatedConnection:
-        """A connection, which the client calls `key`; it is up a little later."""
-        made = SimulatedConnection(self, client, server, key)
-        self.connections.append(made)
-        self.clock.at(self.clock.now + self.delay(), made.establish)
-        return made
 
     def break_all(self, name: str, seconds: float) -> None:
         """Break all connections of a process, which come up again after some seconds."""
         for c in self.connections:
-            if name in (c.client.name, c.server.name):
+            if name in (c.client.name, c.server_name):
                 c.break_off(seconds)
 
     def address(self) -> bytes:
@@ -66,59 +56,154 @@ class Network:
         return b"%d" % next(self._addresses)
 
 
-class SimulatedConnection:
-    """One connection of a client to a server's door. Made by `Network.connect`.
+class SimulatedTransport:
+    """Links and doors of a process, as `dtrans.protocol.transport.Transport`."""
+
+    def __init__(self, network: Network, process: Process) -> None:
+        self._network, self._process = network, process
+        self._opened: list[SimulatedLink | SimulatedDoor] = []
+
+    def now(self) -> float:
+        """Return the time of the process: of the event that it handles, and what it has spent."""
+        return self._process.now
+
+    def connect(self, endpoint: str, /, *, user: str, role: str, name: str = "") -> SimulatedLink:
+        """Open a link, which comes up a little later."""
+        link = SimulatedLink(self._network, self._process, endpoint.removeprefix("/"))
+        self._opened.append(link)
+        return link
+
+    def bind(
+        self,
+        endpoint: str,
+        /,
+        users: Mapping[str, str] = {},
+        *,
+        frame: int = 0,
+        messages: int = 0,
+        has_local: bool = False,
+    ) -> SimulatedDoor:
+        """Open a door, to which anybody may connect."""
+        door = SimulatedDoor(self._network, self._process, endpoint, has_local=has_local)
+        self._opened.append(door)
+        return door
+
+    def reaches(self, local: str, /) -> bool:
+        """Return True: all processes are on one host."""
+        return True
+
+    def poll(self, until: float, link: Link | None = None) -> Iterator[Event]:
+        """Take the first event that has come, if any; the process decides when to look again."""
+        event = self._process.next_event(link)
+        if event is not None:
+            yield event
+
+    def wake(self) -> None:
+        """Let the process take a step."""
+        self._process.wake_at(self._network.clock.now)
+
+    def close(self, linger: float = 0.0) -> None:
+        """Close all links and doors; what was sent still arrives."""
+        for opened in self._opened:
+            opened.close()
+        self._opened.clear()
+
+
+class SimulatedDoor:
+    """An endpoint of a process."""
+
+    def __init__(
+        self, network: Network, process: Process, endpoint: str, *, has_local: bool = False
+    ) -> None:
+        self.endpoint, self.local = endpoint, f"/{endpoint}" * has_local
+        self.process = process
+        self.connections: dict[bytes, SimulatedLink] = {}
+        self._network = network
+        network.doors[endpoint] = self
+
+    def send(self, address: bytes, frames: Sequence[Any], /) -> None:
+        """Send a message; nobody hears it where the connection is gone."""
+        if address in self.connections:
+            self.connections[address].to_client(frames)
+
+    def close(self, linger: float = 0.0) -> None:
+        """Close it, and all connections to it."""
+        if self._network.doors.get(self.endpoint) is self:
+            del self._network.doors[self.endpoint]
+        for connection in list(self.connections.values()):
+            connection.close_by_server()
+
+
+class SimulatedLink:
+    """A connection of a process to a door. Made by `SimulatedTransport.connect`.
 
     Attributes:
+      client, server_name: its two ends.
       up: whether it is established.
-      address: what the server knows it by.
-      doubled: the number of the client's message that arrives twice.
+      address: the name by which the door knows it.
       held: until when each direction lets nothing through: to the server, and to the client.
     """
 
-    def __init__(self, network: Network, client: Actor, server: Actor, key: Any) -> None:
-        self.network, self.client, self.server, self.key = network, client, server, key
+    def __init__(self, network: Network, client: Process, endpoint: str) -> None:
+        self.network, self.client, self._endpoint = network, client, endpoint
+        self.server_name = f"pserver {endpoint}"
         self.up = False
         self.address = network.address()
-        self.doubled = -1
         self.held = [0.0, 0.0]
+        self._door: SimulatedDoor
+        self._doubled = network.doubled.get(self.name, -1)
         self._closed = False
         self._made = 0  # how often it was
         self._last = [0.0, 0.0]  # when the last message of each direction arrives
         self._pending: list[Sequence[Any]] = []
         self._sent = 0
+        network.connections.append(self)
+        network.clock.at(network.clock.now + network.delay(), self.establish)
+
+    @property
+    def name(self) -> str:
+        """The names of its ends."""
+        return f"{self.client.name} {self.server_name}"
 
     def establish(self) -> None:
         """Come up, where the server is there; else try again."""
-        clock = self.network.clock
+        clock, door = self.network.clock, self.network.doors.get(self._endpoint)
         if self.up or self._closed or not self.client.there:
             return
-        if not self.server.there:
-            clock.at(clock.now + 0.1, self.establish)
+        if door is None:
+            clock.at(clock.now + RETRY, self.establish)
             return
-        self.up = True
+        self.up, self._door = True, door
         self._made += 1
         self._last = [clock.now, clock.now]
-        self.server.deliver(("accepted", self))
-        self._arrive(0, ("message", self.address, [b""]), 0)
-        self._arrive(1, ("connected", self.key), 0)
+        door.connections[self.address] = self
+        self._arrive(0, Event("connected", door, address=self.address), clock.now)
+        self._arrive(1, Event("connected", self), clock.now)
         pending, self._pending = self._pending, []
         for frames in pending:
-            self.to_server(frames)
+            self._to_server(frames, clock.now)
 
-    def to_server(self, frames: Sequence[Any], later: float = 0.0) -> None:
+    def send(self, frames: Sequence[Any], /) -> None:
         """Send a message of the client."""
+        self._to_server(frames, self.client.now)
+
+    def _to_server(self, frames: Sequence[Any], now: float) -> None:
         if not self.up:
             self._pending.append(frames)
             return
-        for _ in range(1 + (self._sent == self.doubled)):
-            self._arrive(0, ("message", self.address, frames), later)
+        for _ in range(1 + (self._sent == self._doubled)):
+            self._arrive(0, Event("message", self._door, frames, self.address), now)
         self._sent += 1
 
-    def to_client(self, frames: Sequence[Any], later: float = 0.0) -> None:
-        """Send a message of the server; nobody hears it where the connection is gone."""
+    def to_client(self, frames: Sequence[Any]) -> None:
+        """Send a message of the server."""
         if self.up:
-            self._arrive(1, ("answer", self.key, frames), later)
+            self._arrive(1, Event("message", self, frames), self._door.process.now)
+
+    def changes(self) -> Iterator[Event]:
+        """Take the events of the connection, ahead of messages before them."""
+        while (event := self.client.next_event(self, changes_only=True)) is not None:
+            yield event
 
     def hold(self, way: int, seconds: float) -> None:
         """Let nothing through in one direction for a while; too long, and the connection breaks."""
@@ -133,19 +218,28 @@ class SimulatedConnection:
             return
         self.up = False
         self._made += 1
-        clock = self.network.clock
-        self.server.deliver(("lost", self.address))
+        clock, door = self.network.clock, self._door
+        del door.connections[self.address]
+        door.process.deliver(Event("lost", door, address=self.address))
         if self.client.there:
-            clock.at(
-                clock.now + self.network.delay(), lambda: self.client.deliver(("broken", self.key))
-            )
+            clock.at(clock.now + self.network.delay(), self._broken)
             clock.at(clock.now + seconds + 2 * self.network.delay(), self.establish)
 
-    def close(self, way: int) -> None:
-        """Be closed by the client (0) or the server (1): what it has sent still arrives, and then
-        the end."""
-        if way == 0:
-            self._closed = True
+    def _broken(self) -> None:
+        if not self._closed:
+            self.client.deliver(Event("broken", self))
+
+    def close(self, linger: float = 0.0) -> None:
+        """Be closed by the client: what it has sent still arrives, and then the end."""
+        self._closed = True
+        self.client.forget(self)
+        self._end(0)
+
+    def close_by_server(self) -> None:
+        """Be closed by the server: what it has sent still arrives, and then the end."""
+        self._end(1)
+
+    def _end(self, way: int) -> None:
         if not self.up:
             return
         made = self._made
@@ -156,18 +250,19 @@ class SimulatedConnection:
 
         self.network.clock.at(max(self._last[way], self.network.clock.now), end)
 
-    def _arrive(self, way: int, event: tuple[Any, ...], later: float) -> None:
+    def _arrive(self, way: int, event: Event, now: float) -> None:
+        """Let an event come to the other end: to the server (0), or to the client (1)."""
         network = self.network
-        size = sum(_size(x) for x in event[2]) if len(event) > 2 else 0
-        start = max(network.clock.now + later, self.held[way])
+        start = max(now, self.held[way])
         time = self._last[way] = max(
-            self._last[way], start + network.delay() + size / network.bandwidth
+            self._last[way],
+            start + network.delay() + sum(map(_size, event.frames)) / network.bandwidth,
         )
-        made = self._made
+        made, to = self._made, self.client if way else self._door.process
 
         def deliver() -> None:
-            if self._made == made:
-                (self.client if way else self.server).deliver(event)
+            if self._made == made and not (way and self._closed):
+                to.deliver(event)
 
         network.clock.at(time, deliver)
 

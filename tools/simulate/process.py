@@ -1,4 +1,4 @@
-"""A role of a simulation, as a process: it takes one event at a time.
+"""A role of a simulation, as a process: it takes a step when an event has come, or at a time.
 
 While it computes or pauses, events wait in its queue, as messages wait in sockets. A pause stops
 all of a process, its signs of life too; one that is killed says nothing more.
@@ -9,11 +9,12 @@ from __future__ import annotations
 import collections
 from typing import Any
 
+from dtrans.protocol.transport import Event
 from tools.simulate.clock import Clock
 
 
 class Process:
-    """A role. Its work is `handle`, for each event; `spend` says that an event takes time.
+    """A role. Its work is `step`; `spend` says that it takes time.
 
     Attributes:
       error: what ended it, if anything did.
@@ -27,10 +28,13 @@ class Process:
         self.ended: float | None = None
         self.killed = False
         self.begun = False
-        self.spent = 0.0  # by the event that is being handled
-        self._queue: collections.deque[tuple[Any, ...]] = collections.deque()
+        self.spent = 0.0  # by the step that is being taken
+        self._queue: collections.deque[Any] = collections.deque()
         self._free = 0.0
         self._scheduled = False
+        self._took = False  # an event, in this step
+        self._wakes: float | None = None
+        self._is_due = False  # to take a step though no event has come
 
     @property
     def there(self) -> bool:
@@ -47,17 +51,52 @@ class Process:
         """Return True while it computes or pauses."""
         return self.clock.now < self._free
 
-    def deliver(self, event: tuple[Any, ...]) -> None:
+    @property
+    def now(self) -> float:
+        """The time of this process: of its step, and what that has spent."""
+        return self.clock.now + self.spent
+
+    def deliver(self, event: Any) -> None:
         """Let it take an event when it comes to it."""
         self._queue.append(event)
         self._schedule()
+
+    def next_event(self, source: object = None, *, changes_only: bool = False) -> Event | None:
+        """Take the first event that has come: of one source, or of all; of connections only, or
+        any."""
+        for i, event in enumerate(self._queue):
+            if not isinstance(event, Event):
+                continue  # of the process's script
+            is_of_source = source is None or event.source is source
+            if is_of_source and not (changes_only and event.kind == "message"):
+                del self._queue[i]
+                self._took = True
+                return event
+        return None
+
+    def forget(self, source: object) -> None:
+        """Drop the events of a source that have come."""
+        while self.next_event(source) is not None:
+            pass
+
+    def wake_at(self, time: float) -> None:
+        """Take a step at a time, if nothing happens before."""
+        if time == self._wakes:
+            return
+
+        def wake() -> None:
+            self._is_due = True
+            self._schedule()
+
+        self._wakes = time
+        self.clock.at(time, wake)
 
     def pause(self, seconds: float) -> None:
         """Do nothing for a while."""
         self._free = max(self._free, self.clock.now) + seconds
 
     def spend(self, seconds: float) -> None:
-        """Let the event that is being handled take so long."""
+        """Let the step that is being taken last so long."""
         self.spent += seconds
 
     def kill(self) -> None:
@@ -70,8 +109,8 @@ class Process:
     def close(self) -> None:
         """Close the connections; what was sent still arrives."""
 
-    def handle(self, event: tuple[Any, ...]) -> None:
-        """Take one event."""
+    def step(self) -> None:
+        """Do what is to be done now."""
         raise NotImplementedError
 
     def end(self, error: BaseException | None) -> None:
@@ -80,14 +119,16 @@ class Process:
         self.close()
 
     def _schedule(self) -> None:
-        if self._queue and not self._scheduled and self.there:
+        if (self._queue or self._is_due) and not self._scheduled and self.there:
             self._scheduled = True
             self.clock.at(self._free, self._drain)
 
     def _drain(self) -> None:
         self._scheduled = False
-        if self.there and not self.paused and self._queue:
-            self.spent = 0.0
-            self.handle(self._queue.popleft())
-            self._free = self.clock.now + self.spent
+        if self.there and not self.paused and (self._queue or self._is_due):
+            self._is_due = self._took = False
+            self.step()
+            self._free, self.spent = self.now, 0.0
+            if not (self._took or self._is_due):
+                return  # nothing in the queue is for this step: it waits for something else
         self._schedule()

@@ -22,12 +22,12 @@ from dtrans.protocol.tables.kept_rows import KeptRows
 from dtrans.protocol.tables.table_rows import runs_of, wanted_of
 from dtrans.protocol.traffic import Group, Leaf, Traffic
 from dtrans.protocol.trainer import LookedUp, TrainerSteps, leave
-from dtrans.protocol.trainer_line import TrainerLine
+from dtrans.protocol.trainer_line import DOOR, TrainerLine
+from dtrans.protocol.transport import Event
 from tools.simulate.case import Case
 from tools.simulate.clock import Clock
-from tools.simulate.network import Network, SimulatedConnection
+from tools.simulate.network import Network, SimulatedLink, SimulatedTransport
 from tools.simulate.process import Process
-from tools.simulate.server_role import SimulatedServer
 from tools.simulate.updates import (
     InNumpy,
     added,
@@ -50,10 +50,9 @@ class _Line:
 
     def __init__(self, line: TrainerLine) -> None:
         self.line = line
-        self.connection: SimulatedConnection
+        self.connection: SimulatedLink
         self.messages: collections.deque[Any] = collections.deque()
         self.events: collections.deque[str] = collections.deque()
-        self.opened = 0  # how often a connection was
 
     def take_event(self, now: float) -> None:
         """Let the line know what has happened to its connection."""
@@ -82,16 +81,10 @@ class SimulatedTrainer(Process):
         clock: Clock,
         random: Random,
         network: Network,
-        servers: dict[str, SimulatedServer],
     ) -> None:
         super().__init__(f"trainer {k}", clock)
-        self.case, self.k, self.random, self.network, self.servers = (
-            case,
-            k,
-            random,
-            network,
-            servers,
-        )
+        self.case, self.k, self.random = case, k, random
+        self._transport = SimulatedTransport(network, self)
         self.pulled: list[tuple[int, dict[str, np.ndarray]]] = []
         self.pushed: dict[str, list[np.ndarray]] = {}
         self.reduced: list[np.ndarray] = []
@@ -204,7 +197,7 @@ class SimulatedTrainer(Process):
                 first = line.connection
                 self._open(line, local=True)
                 line.line.admit((yield _welcome(line.line)).reply)
-                first.close(0)
+                first.close()
 
     def _exchange(self, step: int) -> Answer:
         for number in range(self.case.rounds):
@@ -227,30 +220,29 @@ class SimulatedTrainer(Process):
         self.pulled.append((step, new))
 
     def _sender(self, ep: str) -> Callable[[list[Any]], None]:
-        return lambda frames: self._lines[ep].connection.to_server(frames, self.spent)
+        return lambda frames: self._lines[ep].connection.send(frames)
 
     def _open(self, line: _Line, *, local: bool = False) -> None:
         line.line.opened(local=local)
         line.messages.clear()
         line.events.clear()
-        line.opened += 1
-        line.connection = self.network.connect(
-            self, self.servers[line.line.endpoint], (line, line.opened)
-        )
+        line.connection = self._transport.connect(line.line.endpoint, user=DOOR, role=self.name)
 
     # -- how it waits ----------------------------------------------------------------------------
 
-    def handle(self, event: tuple[Any, ...]) -> None:
+    def step(self) -> None:
         """Take one event: into the socket that it comes by; and go on if it is what was waited
         for."""
-        what, *rest = event
-        if rest and rest[0][0].opened != rest[0][1]:
-            pass  # of a connection that is closed
-        elif what == "answer":
-            rest[0][0].messages.append(rest[1])
-        elif what in ("connected", "broken"):
-            rest[0][0].events.append(what)
-        elif what == "go":
+        event, self._took = self._queue.popleft(), True
+        if isinstance(event, Event):
+            for line in self._lines.values():
+                if line.connection is not event.source:
+                    continue
+                if event.kind == "message":
+                    line.messages.append(event.frames)
+                else:
+                    line.events.append(event.kind)
+        elif event == ("go",):
             late, self._late = self._late, None
             self._go_on(late)
         self._look()
@@ -356,9 +348,7 @@ class SimulatedTrainer(Process):
 
     def close(self) -> None:
         """Close the connections; what was sent still arrives."""
-        for connection in self.network.connections:
-            if connection.client is self:
-                connection.close(0)
+        self._transport.close()
 
 
 class CommunicatingTrainer(SimulatedTrainer):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterator
 from random import Random
 
@@ -68,16 +67,16 @@ def simulated(case: Case) -> Verdict:
 def _simulated(case: Case) -> Verdict:
     random, clock = Random(case.seed), Clock()
     network = Network(clock, drawn_delay(random, case.delay), case.patience)
-    servers = {ep: SimulatedServer(case, ep, clock, random) for ep in case.endpoints}
+    servers = {ep: SimulatedServer(case, ep, clock, random, network) for ep in case.endpoints}
     trainer_of = CommunicatingTrainer if case.mode in COMMUNICATING else SimulatedTrainer
     trainer_of = GeoSgdTrainer if case.mode == "geo" else trainer_of
-    trainers = [trainer_of(case, k, clock, random, network, servers) for k in range(case.trainers)]
+    trainers = [trainer_of(case, k, clock, random, network) for k in range(case.trainers)]
     roles: dict[str, Process] = {r.name: r for r in (*servers.values(), *trainers)}
     begins = lambda role, start: clock.at(
         random.random() * 0.2, lambda: None if role.over else start()
     )
     for server in servers.values():
-        begins(server, functools.partial(server.start, network, servers))
+        begins(server, server.start)
     for trainer in trainers:
         begins(trainer, trainer.start)
     for event in case.events:
@@ -116,7 +115,7 @@ def _schedule(event: Event, clock: Clock, network: Network, roles: dict[str, Pro
 
     def happen() -> None:
         for c in network.connections:
-            if f"{c.client.name} {c.server.name}" == event.who:
+            if c.name == event.who:
                 if event.kind == "cut":
                     c.break_off(event.seconds)
                 else:
@@ -124,15 +123,7 @@ def _schedule(event: Event, clock: Clock, network: Network, roles: dict[str, Pro
                         c.hold(way, event.seconds)
 
     if event.kind == "twice":
-        made = network.connect
-
-        def doubling(client, server, key):  # type: ignore[no-untyped-def]
-            connection = made(client, server, key)
-            if f"{client.name} {server.name}" == event.who:
-                connection.doubled = int(event.seconds)
-            return connection
-
-        network.connect = doubling  # type: ignore[method-assign]
+        network.doubled[event.who] = int(event.seconds)
     else:
         clock.at(event.time, happen)
 

@@ -30,10 +30,10 @@ from dtrans.errors import ConfigError, DeadlineError, PeerError, WireError
 from dtrans.protocol import token, wire
 from dtrans.protocol.meeting import MeetingFirst, MeetingOther
 from dtrans.protocol.refusals import Refusals
+from dtrans.protocol.transport import LINGER
 from dtrans.run.distributed.address import reached_here
 from dtrans.run.net.keys import Keys
 from dtrans.run.net.sockets import (
-    LINGER,
     Doorkeeper,
     Handshakes,
     bind,

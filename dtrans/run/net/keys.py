@@ -44,11 +44,11 @@ from dtrans.checks import check_one_of
 from dtrans.endpoints import is_loopback, split_endpoint
 from dtrans.errors import ConfigError, UnencryptedWarning
 from dtrans.protocol import token
+from dtrans.protocol.transport import SERVER
 from dtrans.run.net.net_options import ENCRYPTION, ENCRYPTIONS
 
 
 FOLDER = "DTRANS_KEYS"
-SERVER = "server"  # the role whose key all sockets have that are bound
 STATUS = "status"  # the role of `dtrans status`
 PUBLIC = "clients"  # the folder of those who are let in
 MAPS = Path("/proc/self/maps")  # of Linux: the libraries of this process

@@ -34,7 +34,6 @@ _REFUSED = (
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 _OTHER_MECHANISM = zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
-LINGER = 5.0  # seconds that closing may take to hand over the last words
 ZAP = "inproc://zeromq.zap.01"  # where ZeroMQ asks (RFC 27)
 PATIENCE = (
     30.0  # seconds without a sign of the other end's process after which a connection is given up

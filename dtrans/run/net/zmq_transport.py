@@ -19,11 +19,10 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from dtrans.errors import ConfigError
-from dtrans.protocol.transport import Event, Link
+from dtrans.protocol.transport import LINGER, Event, Link
 from dtrans.run.net.keys import Keys
 from dtrans.run.net.own_folder import OwnFolder
 from dtrans.run.net.sockets import (
-    LINGER,
     PATIENCE,
     Doorkeeper,
     Handshakes,
@@ -287,19 +286,22 @@ class ZmqTransport:
         frame: int,
         messages: int,
         reach: str = "",
+        name: str = "",
         has_local: bool = False,
     ) -> ZmqDoor:
         """Open a door, as `dtrans.protocol.transport.Transport` says.
 
         Args:
           reach: the endpoint by which others reach this one, if it is another.
+          name: of the door in messages; the endpoint by default.
           has_local: bind a Unix socket too.
         """
         door = ZmqDoor(self, users, frame, messages)
         try:
             door.open(endpoint, reach or endpoint, has_local=has_local)
         except zmq.ZMQError as e:
-            raise ConfigError(f"{endpoint} cannot be bound: {zmq.strerror(e.errno or 0)}") from e
+            why = zmq.strerror(e.errno or 0)
+            raise ConfigError(f"{name or endpoint} cannot be bound: {why}") from e
         self._listen_to(door)
         return door
 

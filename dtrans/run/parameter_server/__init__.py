@@ -4,7 +4,7 @@ ZeroMQ.
     mesh            a job in one process; mesh_trainers: its trainers; mesh_fabric: servers and communication
     update          what a server does with gradients, compiled; block_update: block by block, for async_server
     exchange        what servers give each other in the middle of an update, packed
-    server          the loop of every server; server_sockets: its sockets
+    server          every server as a process; `dtrans.protocol.server_loop` is its loop
     checkpoints     what a server saves, and under which names; state_writer: the thread that writes it
     presence        which trainers are there; server_peers: the other servers, and what they have sent
     sync_server     handles messages where updates use all trainers; sync_update: the update of a step

@@ -64,10 +64,11 @@ from dtrans.ops import (
 from dtrans.protocol.buffers import BufferPool
 from dtrans.protocol.operation import Operation
 from dtrans.protocol.presence import RETRY
-from dtrans.protocol.server_link import LINGER, LastWords, OperationWait, ServerLink
+from dtrans.protocol.server_link import LastWords, OperationWait, ServerLink
 from dtrans.protocol.tables.table_rows import put_in_place, unique_ids
 from dtrans.protocol.traffic import Leaf, rows_of
 from dtrans.protocol.trainer import Landing, LookedUp, TrainerSteps, leave
+from dtrans.protocol.transport import LINGER
 from dtrans.run.base.nonfinite import GradientWatch
 from dtrans.run.net.keys import Keys
 from dtrans.run.net.zmq_transport import ZmqTransport
@@ -424,7 +425,6 @@ class EndpointFabric:
         server = Server(
             ServerUpdate(eqn),
             dict(zip(names, values, strict=True)),
-            self._transport.context,
             deadline=self.deadline,
             patience=self.patience,
             allow_remote=self.allow_remote,

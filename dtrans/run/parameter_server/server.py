@@ -1,20 +1,17 @@
-"""A parameter server: one loop that takes messages, and looks every second who is late.
+"""A parameter server as a process: its transport, signals, compiled update and checkpoints.
 
-The protocol is `dtrans.protocol.serving`; here are the sockets, the clock, the signals and the
-compiled update that it is driven with. Only this loop and its sockets read the clock and wait.
+Its protocol is `dtrans.protocol.serving`, and `dtrans.protocol.server_loop` drives that.
 """
 
 from __future__ import annotations
 
 import signal
 import threading
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
-import zmq
 
 from dtrans.checkpoint.assemble import copied
 from dtrans.checkpoint.runs import Mark, note
@@ -25,19 +22,18 @@ from dtrans.protocol.async_server import AsyncServer
 from dtrans.protocol.job_status import OBSERVER
 from dtrans.protocol.presence import RETRY, Presence, log
 from dtrans.protocol.refusals import Refusals
+from dtrans.protocol.server_loop import ServerLoop
 from dtrans.protocol.serving import Serving
 from dtrans.protocol.sync_server import SyncServer
+from dtrans.protocol.trainer_line import DOOR
 from dtrans.run.net.ended_roles import ended_roles
-from dtrans.run.net.keys import Keys
-from dtrans.run.net.sockets import user_of
+from dtrans.run.net.keys import STATUS, Keys
+from dtrans.run.net.sockets import check_host
+from dtrans.run.net.zmq_transport import ZmqDoor, ZmqTransport
 from dtrans.run.parameter_server.block_update import BlockUpdates
-from dtrans.run.parameter_server.server_sockets import ServerSockets
 from dtrans.run.parameter_server.state_writer import Keep, KeepLast, StateWriter
 from dtrans.run.parameter_server.sync_update import SyncUpdate
 from dtrans.run.parameter_server.update import ServerUpdate, own_buffers
-
-
-TICK = 1.0  # seconds between two looks at who is late
 
 
 class Server:
@@ -65,7 +61,6 @@ class Server:
         self,
         update: ServerUpdate,
         state: Mapping[str, Any],
-        context: zmq.Context[Any],
         *,
         deadline: float,
         patience: float,
@@ -75,19 +70,22 @@ class Server:
         keep: Keep | None = None,
         keep_last: KeepLast | None = None,
     ) -> None:
-        served = update.served
-        trainers = Presence(
-            served, deadline=deadline, plan=plan, secret=keys.secret, retry=min(RETRY, patience)
-        )
-        self._sockets = ServerSockets(
-            context, update.endpoint, keys, wire.limits(_sizes(update)), patience
+        served, retry = update.served, min(RETRY, patience)
+        trainers = Presence(served, deadline=deadline, plan=plan, secret=keys.secret, retry=retry)
+        self._transport = ZmqTransport(keys, patience)
+        self._loop = ServerLoop(
+            self._transport,
+            trainers,
+            secret=keys.secret,
+            retry=retry,
+            ended_saves=self._ended_saves,
+            ended_roles=ended_roles,
         )
         tables = {
             n for t in update.tables.values() if not t.whole for n in t.held
         }  # have memory of their own
         own = own_buffers({n: x for n, x in state.items() if n not in tables})
-        self._sockets.counted = trainers.counted
-        state, say = {**state, **own}, self._sockets.say
+        state, say = {**state, **own}, self._loop.say
         kind: SyncServer | AsyncServer
         if served.sync_mode:
             self._update: SyncUpdate | BlockUpdates = (
@@ -100,19 +98,33 @@ class Server:
         kind.tables = self._update.held
         self.refusals = Refusals(log)
         self._protocol = Serving(kind, trainers, say, self.refusals)
-        self._protocol.status.barred = self._sockets.barred
-        self._sockets.bind(allow_remote=allow_remote)
+        self._door = self._open_door(update, allow_remote=allow_remote)
         self._keep_last = keep_last
         self._writer: StateWriter | None = None
         if keep is not None:
-            self._writer = StateWriter(
-                keep, {n: x for n, x in own.items() if self._is_copied(n, x)}
-            )
-        if self._writer is not None:
+            spent = {n: x for n, x in own.items() if self._is_copied(n, x)}
+            self._writer = StateWriter(keep, spent, wake=self._transport.wake)
             self._protocol.keep = self._save
             self._update.before = self._writer.wait_copied
-            self._sockets.watch(self._writer.wake)
-        self._protocol.local = self._sockets.local
+
+    def _open_door(self, update: ServerUpdate, *, allow_remote: bool) -> ZmqDoor:
+        """Bind the endpoint. Raises ConfigError where that may not be, or cannot be bound."""
+        endpoint, keys = update.endpoint, self._transport.keys
+        try:
+            remedy = "Executor(allow_remote=True)"
+            check_host("this pserver", endpoint, remedy, keys, allow_remote=allow_remote)
+            frame, messages = wire.limits(_sizes(update))
+            return self._transport.bind(
+                endpoint,
+                {DOOR: "", OBSERVER: STATUS},
+                frame=frame,
+                messages=messages,
+                name=f"pserver {endpoint}",
+                has_local=True,
+            )
+        except BaseException:
+            self._transport.close()
+            raise
 
     # -- serving ---------------------------------------------------------------------------------
 
@@ -124,13 +136,13 @@ class Server:
             server that did. PeerError: one that failed, refused, or left before the others.
         """
         protocol = self._protocol
-        protocol.trainers.begin(time.monotonic())
         ending: Any = None
         failure: BaseException | None = None
         try:
-            self._sockets.connect(protocol.kind.peers)
+            self._loop.begin(protocol, self._door)
             ending = signal.signal(signal.SIGTERM, _ended) if _decides_signals() else None
-            self._loop()
+            while not protocol.ended:
+                self._loop.step()
             self._end_saves()
             note(protocol.kind.endpoint, protocol.trainers.known[0].session)
             for block in self._update.held.report():
@@ -146,9 +158,10 @@ class Server:
             raise
         finally:
             self._end_saves()
-            self._sockets.close(failed=failure is not None)
+            self._loop.close(failed=failure is not None)
             if failure is not None:
                 self._save_last(failure)
+            self._transport.close()  # which waits for last words of what has been closed
             if ending is not None:
                 signal.signal(signal.SIGTERM, ending)
 
@@ -211,35 +224,8 @@ class Server:
             self._writer.close()
             self._writer = None
 
-    def _loop(self) -> None:
-        look = time.monotonic() + TICK
-        while not self._protocol.ended:
-            self._sockets.poll(look - time.monotonic(), self._take)
-            self._sockets.listen(self._lose)
-            for name, error in () if self._writer is None else self._writer.ended():
-                self._protocol.written(name, error, time.monotonic())
-            if time.monotonic() >= look:
-                # what came while an update was made may be what somebody is about to be missed for
-                for _ in range(
-                    1000 * self._protocol.trainers.count
-                ):  # and no more, whoever is flooding us
-                    if not self._sockets.poll(0, self._take):
-                        break
-                for role, how in ended_roles().items():
-                    kind, _, number = role.partition(" ")
-                    if kind == "trainer":
-                        self._protocol.died(int(number), how, time.monotonic())
-                self._sockets.look(time.monotonic())
-                self._protocol.look(time.monotonic())
-                look = time.monotonic() + TICK
-
-    def _lose(self, address: bytes) -> None:
-        self._protocol.lose(address, time.monotonic())
-
-    def _take(self, frames: Sequence[Any]) -> None:
-        """Take a message: the address of who speaks, and its frames, which are not kept."""
-        take = self._protocol.observe if user_of(frames[0]) == OBSERVER else self._protocol.take
-        take(bytes(frames[0].buffer), frames[1:], time.monotonic())
+    def _ended_saves(self) -> Iterator[tuple[str, str]]:
+        return iter(()) if self._writer is None else self._writer.ended()
 
 
 def _snapshot(x: Any) -> Any:

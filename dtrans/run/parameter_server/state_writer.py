@@ -5,14 +5,13 @@ no update donates. The others are copied into memory of the last snapshot, in a 
 server waits for gradients; the next update waits for the copy. Without it XLA would not donate
 them, and the update would fill fresh pages: 3 copies' time.
 
-The second thread writes one snapshot after the other. A pipe tells the server's loop of the end,
-which answers who asked.
+The second thread writes one snapshot after the other. It wakes the server's loop at the end of
+each, and the loop answers the trainers that asked.
 """
 
 from __future__ import annotations
 
 import mmap
-import os
 import queue
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -41,18 +40,17 @@ class StateWriter:
       keep: writes a state under a name.
       spent: arrays that updates donate, by name: memory for a copy is taken now, since a save would
         wait for new pages.
-
-    Attributes:
-      wake: a file descriptor that can be read when `ended` has news.
+      wake: is called in another thread when `ended` has news.
     """
 
-    def __init__(self, keep: Keep, spent: Mapping[str, Any] = {}) -> None:
-        self._keep = keep
+    def __init__(
+        self, keep: Keep, spent: Mapping[str, Any] = {}, *, wake: Callable[[], None]
+    ) -> None:
+        self._keep, self._wake = keep, wake
         self._due: queue.SimpleQueue[tuple[str, Future[dict[str, Any]], Mark] | None] = (
             queue.SimpleQueue()
         )
         self._ended: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
-        self.wake, self._waker = os.pipe()
         config: Any = jax.config
         self._x64 = config.jax_enable_x64  # of the server's thread; a new one has the default
         self._thread: threading.Thread | None = None
@@ -95,7 +93,6 @@ class StateWriter:
         """The checkpoints that have ended since the last call: the name, and why it could not be
         written, if so."""
         while not self._ended.empty():
-            os.read(self.wake, 1)
             self._begun -= 1
             yield self._ended.get()
 
@@ -105,8 +102,6 @@ class StateWriter:
             self._due.put(None)
             self._thread.join()
         self._copier.shutdown()
-        os.close(self.wake)
-        os.close(self._waker)
 
     def _run(self) -> None:
         with jax.enable_x64(self._x64):
@@ -114,7 +109,7 @@ class StateWriter:
                 name, copies, mark = due
                 self._ended.put((name, self._written(name, copies, mark)))
                 del due, copies  # which may be much memory
-                os.write(self._waker, b"+")
+                self._wake()
 
     def _written(self, name: str, copies: Future[dict[str, Any]], mark: Mark) -> str:
         """Write a state and return an empty text, or why that cannot be. The job continues without

@@ -26,10 +26,10 @@ from trainer_processes import ROOT, started
 import dtrans
 from dtrans.errors import ConfigError, DeadlineError, LaunchError, PeerError
 from dtrans.protocol import wait_reminder
+from dtrans.protocol.transport import LINGER
 from dtrans.run.distributed.launcher import launch
 from dtrans.run.distributed.rendezvous import FIRST, rendezvous
 from dtrans.run.distributed.role import trainer_roles
-from dtrans.run.net.sockets import LINGER
 
 
 PATIENCE = 120.0  # seconds for what takes ten on an idle machine

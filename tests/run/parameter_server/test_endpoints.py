@@ -47,9 +47,9 @@ from dtrans.parameter_server.plan import PServerPlan
 from dtrans.protocol import sync_server, token, wire
 from dtrans.protocol.refusals import EACH
 from dtrans.protocol.server_link import ServerLink
+from dtrans.protocol.trainer_line import DOOR
 from dtrans.run.net.ended_roles import EndedRoles
-from dtrans.run.parameter_server import server as server_module
-from dtrans.run.parameter_server.server_sockets import DOOR
+from dtrans.run.net.zmq_transport import ZmqTransport
 
 
 pytestmark = pytest.mark.usefixtures("folder")
@@ -905,10 +905,14 @@ def test_who_has_not_the_token_is_told_so_at_once_and_takes_nobodys_place(
     (ep,) = pservers = free_endpoints(1)
     params, plan = mlp_params(), plan_for(pservers, trainers=1)
     bound = threading.Event()
-    real = server_module.ServerSockets.bind
-    monkeypatch.setattr(
-        server_module.ServerSockets, "bind", lambda *a, **k: (real(*a, **k), bound.set())
-    )
+    real = ZmqTransport.bind
+
+    def bind(*args: Any, **options: Any) -> Any:
+        door = real(*args, **options)
+        bound.set()
+        return door
+
+    monkeypatch.setattr(ZmqTransport, "bind", bind)
     monkeypatch.setenv("DTRANS_TOKEN", its)
     role_threads.start("server", serve, plan, ep, params)
     assert bound.wait(HANG)

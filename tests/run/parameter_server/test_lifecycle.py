@@ -20,7 +20,7 @@ from role_threads import HANG, FakeServer, Peer, RoleThreads, free_endpoints, se
 import dtrans
 from dtrans.errors import DeadlineError, PeerError
 from dtrans.parameter_server.plan import PServerPlan
-from dtrans.run.parameter_server import server_sockets
+from dtrans.protocol.server_loop import ServerLoop
 
 
 @pytest.fixture(autouse=True)
@@ -203,7 +203,7 @@ def test_a_trainer_of_the_next_job_waits_for_the_end_of_the_first(
 ) -> None:
     """What it says reaches the server of the first job, in which one of its number has been."""
     told = threading.Event()
-    real = server_sockets.ServerSockets.say
+    real = ServerLoop.say
 
     def says(self: Any, to: bytes | str, op: str, /, *blocks: Any, **fields: Any) -> None:
         real(self, to, op, *blocks, **fields)
@@ -213,7 +213,7 @@ def test_a_trainer_of_the_next_job_waits_for_the_end_of_the_first(
         ):
             told.set()
 
-    monkeypatch.setattr(server_sockets.ServerSockets, "say", says)
+    monkeypatch.setattr(ServerLoop, "say", says)
     (ep,) = pservers = free_endpoints(1)
     plan = plan_for(pservers, 2)
     role_threads.start("server", serves, plan, ep, 2)

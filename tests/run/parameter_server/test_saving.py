@@ -7,7 +7,6 @@ import collections
 import contextlib
 import errno
 import os
-import select
 import sys
 import threading
 import warnings
@@ -532,11 +531,12 @@ def test_a_thread_that_writes_tells_what_it_has_met() -> None:
             raise StateError("no room") if name == "told" else ZeroDivisionError("by 0")
         written.append((name, state, jax.config.jax_enable_x64))
 
-    writer, ended = StateWriter(keep), []
+    ready = threading.Semaphore(0)
+    writer, ended = StateWriter(keep, wake=ready.release), []
     for name in ("told", "1", "not told"):
         writer.begin(name, {"x": 1}, Mark(step=5))
     while len(ended) < 3:
-        select.select([writer.wake], [], [], roles.HANG)
+        assert ready.acquire(timeout=roles.HANG)
         ended += writer.ended()
     writer.begin("2", {"x": 2}, Mark(step=5))
     writer.close()
@@ -567,7 +567,8 @@ def test_what_a_snapshot_was_copied_of_is_donated() -> None:
         written.append({n: x.copy() for n, x in state.items()})
         places.append(state["x"].ctypes.data)
 
-    writer, ended = StateWriter(keep), []
+    ready = threading.Semaphore(0)
+    writer, ended = StateWriter(keep, wake=ready.release), []
     kept, x = np.ones(3), jax.numpy.arange(1 << 16)
     for name in ("1", "2"):
         held, at = np.asarray(x), x.unsafe_buffer_pointer()
@@ -578,7 +579,7 @@ def test_what_a_snapshot_was_copied_of_is_donated() -> None:
         assert x.unsafe_buffer_pointer() == at
         go_on.set()
         while len(ended) < int(name):
-            select.select([writer.wake], [], [], roles.HANG)
+            assert ready.acquire(timeout=roles.HANG)
             ended += writer.ended()
         go_on.clear()
     writer.close()
@@ -591,7 +592,7 @@ def test_what_a_snapshot_was_copied_of_is_donated() -> None:
 def test_memory_for_a_copy_is_there_before_a_save() -> None:
     """From the start of the server: a save would wait for the system to give pages."""
     spent = {"count": jax.numpy.int32(3), "mu": jax.numpy.ones((300, 5), "bfloat16")}
-    writer = StateWriter(lambda *_: None, spent)
+    writer = StateWriter(lambda *_: None, spent, wake=lambda: None)
     writer._copier.submit(lambda: None).result()
     pool = writer._pool
     assert sorted(key for key, _ in pool._owners) == ["count", "mu"]

@@ -24,7 +24,7 @@ from dtrans.errors import ConfigError
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.protocol import wire
 from dtrans.protocol.job_status import OBSERVER, RATE, ServerStatus, TrainerStatus
-from dtrans.run.parameter_server import server as server_module
+from dtrans.run.net.zmq_transport import ZmqTransport
 from dtrans.run.status.job_metrics import serve_metrics
 from dtrans.run.status.job_view import as_document, merge_trainers
 from dtrans.run.status.observer import Answer, JobObserver
@@ -251,10 +251,14 @@ def test_another_token_is_named(
     role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch, its: str, mine: str
 ) -> None:
     bound = threading.Semaphore(0)
-    real = server_module.ServerSockets.bind
-    monkeypatch.setattr(
-        server_module.ServerSockets, "bind", lambda *a, **k: (real(*a, **k), bound.release())
-    )
+    real = ZmqTransport.bind
+
+    def bind(*args: Any, **options: Any) -> Any:
+        door = real(*args, **options)
+        bound.release()
+        return door
+
+    monkeypatch.setattr(ZmqTransport, "bind", bind)
     monkeypatch.setenv("DTRANS_TOKEN", its)
     job = Job(role_threads)
     with JobObserver(job.endpoints, HANG) as observer:
