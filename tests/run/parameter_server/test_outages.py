@@ -22,7 +22,7 @@ from dtrans.errors import PeerError
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.protocol.sync_server import SyncServer
 from dtrans.protocol.trainer_line import TrainerLine
-from dtrans.run.parameter_server import client
+from dtrans.run.net import zmq_transport
 
 
 class Relay:
@@ -114,7 +114,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[PServerPlan, str, Rel
     main = dtrans.trace(step, PARAMS, jax.eval_shape(TX.init, PARAMS), *BATCHES[0])
     plan = dtrans.pserver(main, dtrans.trace(init_of(TX), PARAMS), pservers=(ep,), trainers=2)
     relay = Relay(ep)
-    monkeypatch.setattr(client, "tcp_address", lambda endpoint: relay.address)
+    monkeypatch.setattr(zmq_transport, "tcp_address", lambda endpoint: relay.address)
     monkeypatch.setattr(zmq, "IPC_PATH_MAX_LEN", 0)  # no Unix socket goes around it
     yield plan, ep, relay
     relay.close()

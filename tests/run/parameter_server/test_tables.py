@@ -603,7 +603,7 @@ def test_a_table_is_on_its_server_and_nowhere_else() -> None:
     assert state.params["params/emb"].shape == (0, D)
     for ep, held in state.servers.items():
         assert held["params/emb.block" + str(list(state.servers).index(ep))].shape == (V // 2, D)
-        assert all(x.devices() == {job.device_of[ep]} for x in held.values())
+        assert all(x.sharding == job.placement.servers[ep] for x in held.values())
     shapes = {(V, D), (V // 2, D)}
     text = job.lower(state, *batches(1)[0]).parts
     for name, part in text.items():
