@@ -21,16 +21,16 @@ EQUAL, DIFFERS, INCOMPLETE = 0, 1, 2  # exit codes
 
 
 def check(name: str, *, seed: int = 0, devices: int | None = None) -> Report:
-    """Verify what `module:function` returns.
+    """Verify the plan or the step that `module:function` names.
 
     Args:
-      name: a plan, or a function without arguments. It returns a plan, a tuple
-        `(distributed_step, step, args)` with a tuple `args`, or a report.
+      name: a plan, or a function without arguments. It returns a plan, a report, or a tuple
+        `(distributed_step, step, args)` with a tuple `args`.
       seed: seed of the points.
       devices: number of CPU devices that JAX has, for the meshes of the module.
 
     Raises:
-      ConfigError: it is none of these.
+      ConfigError: the name is none of these.
       DtransError: verification of the plan or the steps is refused.
     """
     if devices is not None:
@@ -45,48 +45,49 @@ def check(name: str, *, seed: int = 0, devices: int | None = None) -> Report:
 
 
 def _report(name: str, found: Any, seed: int) -> Report:
-    """Return the report on a plan, or on what a function returns.
+    """Return the report on a plan, or on the result of a function.
 
     Raises:
       VerifyError: a step that was written by hand differs.
     """
-    made = found() if callable(found) and not isinstance(found, Plan) else found
-    if isinstance(made, Report):
-        return made
-    if isinstance(made, Plan):
-        return made.verify(seed=seed)
-    if not (isinstance(made, tuple) and len(made) == 3 and callable(made[0]) and callable(made[1])):
+    target = found() if callable(found) and not isinstance(found, Plan) else found
+    if isinstance(target, Report):
+        return target
+    if isinstance(target, Plan):
+        return target.verify(seed=seed)
+    if not (
+        isinstance(target, tuple)
+        and len(target) == 3
+        and callable(target[0])
+        and callable(target[1])
+    ):
         raise ConfigError(
-            f"{name} gives a {type(made).__name__}; let it return a plan, or (distributed_step, "
-            "step, args)"
+            f"{name} returns a {type(target).__name__}; let it return a plan, or "
+            "(distributed_step, step, args)"
         )
-    distributed_step, step, args = made
+    distributed_step, step, args = target
     if not isinstance(args, (tuple, list)):
         raise ConfigError(
-            f"{name} gives args of type {type(args).__name__}; let args be a tuple with the "
+            f"{name} returns args of type {type(args).__name__}; let args be a tuple with the "
             "arguments of both steps"
         )
     return verify(distributed_step, step, *args, seed=seed)
 
 
 def show(report: Report, *, as_json: bool) -> None:
-    """Print a report: as text with its verdict in colour, or as JSON."""
+    """Print a report: as text with a coloured result, or as JSON."""
     if as_json:
-        print(
-            json.dumps(
-                {"equal": report.equal, "complete": report.complete, **dataclasses.asdict(report)}
-            )
-        )
+        summary = {"equal": report.equal, "complete": report.complete}
+        print(json.dumps({**summary, **dataclasses.asdict(report)}))
         return
     text = Text(str(report))
-    verdict = "green" if report else "yellow" if report.equal else "red"
-    text.stylize(verdict, 0, str(report).find("\n") % len(text))
+    incomplete = "yellow" if report.equal else "red"
+    text.stylize("green" if report else incomplete, 0, str(report).find("\n") % len(text))
     Console(soft_wrap=True).print(text)
 
 
 def exit_code(report: Report) -> int:
-    """Return 0 if the step is computed, 1 if an output differs, 2 if not everything was
-    compared."""
+    """Return 0 if all outputs are equal, 1 if one differs, 2 if some were not compared."""
     if not report.equal:
         return DIFFERS
     return EQUAL if report.complete else INCOMPLETE

@@ -1,14 +1,14 @@
-"""Small checks of options, and records of options.
+"""Checks of options, and of records of options.
 
-A check names the option, says what it must be and what it is. Records (frozen dataclasses, one for
-each concern) check themselves when they are made; what several options say together is checked by
-the strategy that takes them.
+A check names the option, the expected value and the actual one. A record is a frozen dataclass for
+one concern, and checks itself when it is created. A strategy checks combinations of records.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import numbers
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NoReturn
@@ -17,73 +17,90 @@ from dtrans.errors import ConfigError
 
 
 def check_int(
-    name: str, given: Any, what: str = "a positive number", *, least: float = 1, most: float = float("inf"),
+    name: str,
+    value: Any,
+    what: str = "a positive number",
+    *,
+    least: float = 1,
+    most: float = float("inf"),
     or_none: bool = False,
-) -> None:  # fmt: skip
-    """Raise ConfigError unless an option is an integer from `least` to `most`, or None where it may
-    be."""
-    if not (is_int(given) and least <= given <= most) and not (or_none and given is None):
-        _refuse(name, f"{what}, or None" if or_none else what, given)
+) -> None:
+    """Raise ConfigError unless an option is an integer in a range, or None with `or_none`.
+
+    Args:
+      name: the option.
+      value: its value.
+      what: the expected value in words.
+      least, most: the range, inclusive.
+      or_none: accept None.
+    """
+    if not (is_int(value) and least <= value <= most) and not (or_none and value is None):
+        _refuse(name, f"{what}, or None" if or_none else what, value)
 
 
 def check_number(
-    name: str, given: Any, what: str, fits: Callable[[float], bool], *, or_none: bool = False
+    name: str, value: Any, what: str, fits: Callable[[float], bool], *, or_none: bool = False
 ) -> None:
-    """Raise ConfigError unless an option is a number that fits, or None where it may be."""
-    if not (is_number(given) and fits(given)) and not (or_none and given is None):
-        _refuse(name, f"{what}, or None" if or_none else what, given)
+    """Raise ConfigError unless an option is a number that fits, or None with `or_none`."""
+    if not (is_number(value) and fits(value)) and not (or_none and value is None):
+        _refuse(name, f"{what}, or None" if or_none else what, value)
 
 
-def check_size(name: str, given: Any) -> None:
+def check_size(name: str, value: Any) -> None:
     """Raise ConfigError unless an option is a size in megabytes."""
-    check_number(name, given, "a size in megabytes, 0 or more", lambda x: x >= 0)
+    check_number(name, value, "a size in megabytes, 0 or more", lambda x: x >= 0)
 
 
-def check_flag(name: str, given: Any) -> None:
+def check_flag(name: str, value: Any) -> None:
     """Raise ConfigError unless an option is True or False."""
-    check_one_of(name, given, (True, False))
+    check_one_of(name, value, (True, False))
 
 
-def check_one_of(name: str, given: Any, choices: Collection[Any]) -> None:
+def check_one_of(name: str, value: Any, choices: Collection[Any]) -> None:
     """Raise ConfigError unless an option is one of these values."""
-    if not any(type(given) is type(c) and given == c for c in choices):
+    if not any(type(value) is type(c) and value == c for c in choices):
         *first, last = map(repr, choices)
-        _refuse(name, f"{', '.join(first)} or {last}", given, ",")
+        _refuse(name, f"{', '.join(first)} or {last}", value, ",")
 
 
-def check_type(name: str, given: Any, kind: type | tuple[type, ...], what: str = "") -> None:
-    """Raise ConfigError unless an option is of a type."""
-    if not isinstance(given, kind):
+def check_type(name: str, value: Any, kind: type | tuple[type, ...], what: str = "") -> None:
+    """Raise ConfigError unless an option is an instance of a type."""
+    if not isinstance(value, kind):
         kinds = kind if isinstance(kind, tuple) else (kind,)
-        _refuse(name, what or " or ".join(f"a dtrans.{k.__name__}" for k in kinds), given)
+        _refuse(name, what or " or ".join(f"a dtrans.{k.__name__}" for k in kinds), value)
 
 
-def check_name(name: str, given: Any, what: str) -> None:
-    """Raise ConfigError unless an option is a text that is not empty."""
-    if not isinstance(given, str) or not given:
-        _refuse(name, what, given)
+def check_name(name: str, value: Any, what: str) -> None:
+    """Raise ConfigError unless an option is a nonempty string."""
+    if not isinstance(value, str) or not value:
+        _refuse(name, what, value)
 
 
-def check_together(options: Mapping[str, bool], why: str, beside: str) -> None:
-    """Raise ConfigError for the first of these options that is asked for; none goes with the one
-    that it is beside."""
-    for other, asked in options.items():
-        if asked:
-            raise ConfigError(f"{beside} and {other}: {why}")
+def check_together(options: Mapping[str, bool], why: str, other: str) -> None:
+    """Raise ConfigError for the first of these options that is set, as none goes with another one.
+
+    Args:
+      options: each option as text, `name=value`, and True if it is set.
+      why: the reason.
+      other: the other option as text.
+    """
+    for option, is_set in options.items():
+        if is_set:
+            raise ConfigError(f"{other} and {option}: {why}")
 
 
 def is_int(x: Any) -> bool:
-    """Whether it is an integer, and no truth value."""
+    """Return True for integers other than True and False."""
     return isinstance(x, int) and not isinstance(x, bool)
 
 
 def is_number(x: Any) -> bool:
-    """Whether it is a number, and no truth value."""
+    """Return True for real numbers other than True and False."""
     return isinstance(x, numbers.Real) and not isinstance(x, bool)
 
 
 def did_you_mean(name: Any, known: Iterable[str], otherwise: str) -> str:
-    """How a message goes on about a name that is not known: with the closest one, or with all."""
+    """Return the end of a message about an unknown name: the closest known name, or all of them."""
     known = list(known)
     close = difflib.get_close_matches(str(name), known, 1)
     return f"did you mean {close[0]}?" if close else f"{otherwise} {', '.join(known)}"
@@ -91,7 +108,7 @@ def did_you_mean(name: Any, known: Iterable[str], otherwise: str) -> str:
 
 def check_known(
     who: str,
-    given: Mapping[str, Any],
+    options: Mapping[str, Any],
     known: Iterable[str],
     records: Mapping[str, Any],
     renamed: Mapping[str, str],
@@ -99,25 +116,24 @@ def check_known(
     """Raise ConfigError for options that an interface over a strategy does not have.
 
     Args:
-      who: the interface.
-      known: its own options.
-      records: as for `grouped`.
-      renamed: options of the strategy that have other names in the interface.
+      who: the interface, for errors.
+      options: the options and their values.
+      known: the interface's names of options.
+      records: as for `group_options`.
+      renamed: the strategy's name of an option to the interface's.
     """
-    fields = {
-        name: [f.name for f in dataclasses.fields(record)] for name, record in records.items()
-    }
-    known = [*known, *records, *(name for names in fields.values() for name in names)]
-    for name, value in given.items():
+    fields = {name: _field_names(record) for name, record in records.items()}
+    known = [*known, *records, *itertools.chain(*fields.values())]
+    for name, value in options.items():
         if name in renamed:
             raise ConfigError(f"{name} is {renamed[name]} in {who}")
-        theirs = [
-            renamed[n] for n in fields.get(name, ()) if n in renamed and not isinstance(value, str)
-        ]
-        if theirs:
+        # a string is the first field of a record, so it has no renamed fields
+        passed = () if isinstance(value, str) else fields.get(name, ())
+        separate = [renamed[field] for field in passed if field in renamed]
+        if separate:
             raise ConfigError(
-                f"{name}={value!r}: {who} says {', '.join(theirs)} by its names; give others one "
-                "by one"
+                f"{name}={value!r}: {who} has {', '.join(separate)} as separate options; pass the "
+                "fields of the record as options"
             )
         if name not in known:
             raise ConfigError(
@@ -125,32 +141,33 @@ def check_known(
             )
 
 
-def grouped(options: Mapping[str, Any], records: Mapping[str, Any]) -> dict[str, Any]:
-    """Options, with records in the place of those that are fields of records.
+def group_options(options: Mapping[str, Any], records: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace options that are fields of records by the records.
 
-    An interface with a flat list of options becomes that of a strategy so.
+    An interface with a flat list of options calls a strategy with the result.
 
     Args:
-      records: the names of arguments that are records, each with its default. One that is given is
-        the record whose fields are replaced.
+      options: a flat list of options. A record among them is the base whose fields are replaced.
+      records: the default of each argument that is a record.
     """
     found = dict(options)
     for argument, default in records.items():
-        names = [f.name for f in dataclasses.fields(default) if f.name in options]
-        if names:
-            given = found.get(argument)
-            base = (
-                default
-                if given is None
-                else type(default)(given)
-                if isinstance(given, str)
-                else given
-            )
-            found[argument] = dataclasses.replace(base, **{n: found.pop(n) for n in names})
+        names = [name for name in _field_names(default) if name in options]
+        if not names:
+            continue
+        base = found.get(argument)
+        if base is None:
+            base = default
+        elif isinstance(base, str):
+            base = type(default)(base)
+        found[argument] = dataclasses.replace(base, **{n: found.pop(n) for n in names})
     return found
 
 
-def _refuse(name: str, what: str, given: Any, mark: str = "") -> NoReturn:
-    raise ConfigError(
-        f"{name} must be {what}{mark or (';' if ',' in what else ',')} it is {given!r}"
-    )
+def _field_names(record: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(record)]
+
+
+def _refuse(name: str, what: str, value: Any, mark: str = "") -> NoReturn:
+    mark = mark or (";" if "," in what else ",")
+    raise ConfigError(f"{name} must be {what}{mark} it is {value!r}")

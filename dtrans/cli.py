@@ -1,7 +1,8 @@
-"""The command line: `dtrans launch`, `dtrans roles`, `dtrans status`, `dtrans check` and others.
+"""Command line: `dtrans launch`, `dtrans roles`, `dtrans status`, `dtrans check` and others.
 
-Errors of the package come out as one message without a traceback and exit code 1, usage errors with
-2, and a failed role with that role's own exit code. `dtrans check` has exit codes of its own.
+Errors of the package are printed as one message without a traceback, with exit code 1. Usage errors
+have exit code 2. `dtrans launch` exits with the code of a failed role; `dtrans check` has other
+codes.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from dtrans.endpoints import parse_endpoints
 from dtrans.errors import ConfigError, DtransError, LaunchError
 
 
-# a bug should look like one: plain tracebacks, not boxes with local variables
+# plain tracebacks for bugs: rich's boxes with local variables hide the error
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 
-Trainers = Annotated[int, typer.Option(min=1, help="How many trainers.")]
+Trainers = Annotated[int, typer.Option(min=1, help="Number of trainers.")]
 PServers = Annotated[
-    int | None, typer.Option(min=1, help="How many parameter servers; none in nccl2 mode.")
+    int | None, typer.Option(min=1, help="Number of parameter servers; none in nccl2 mode.")
 ]
 RAY, HOSTS = "On a Ray cluster", "On several hosts"
 Mode = Annotated[
@@ -41,7 +42,7 @@ def main() -> None:
 
 
 def run_command(command: Callable[[], None]) -> None:
-    """Run a command and exit: an error of the package becomes one message and an exit code."""
+    """Run a command and exit; print an error of the package as one message, with an exit code."""
     try:
         command()
     except LaunchError as e:
@@ -53,7 +54,7 @@ def run_command(command: Callable[[], None]) -> None:
 
 
 def _fail(error: DtransError) -> None:
-    # markup off: messages may hold brackets, shapes for instance
+    # without markup: brackets in messages, such as shapes, are not styles
     Console(stderr=True, soft_wrap=True).print(
         f"dtrans: {error}", style="red", markup=False, highlight=False
     )
@@ -71,10 +72,10 @@ def options(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    """Rewrites a training step written for one device into the programs of a distributed job."""
+    """Rewrite a training step for one device into the programs of a distributed job."""
 
 
-# what follows the script is the script's
+# without interspersed options, so that options after the script go to the script
 @app.command(name="launch", context_settings={"allow_interspersed_args": False})
 def launch_command(
     context: typer.Context,
@@ -90,7 +91,7 @@ def launch_command(
     on_trainer_loss: Annotated[
         str,
         typer.Option(
-            help="`abort`; or `drop`: go on without a trainer that fails (nccl2 and asynchronous "
+            help="`abort`; or `drop`: continue without a failed trainer (nccl2 and asynchronous "
             "jobs)."
         ),
     ] = "abort",
@@ -98,7 +99,7 @@ def launch_command(
         bool, typer.Option("--module", "-m", help="SCRIPT is a module, as in `python -m`.")
     ] = False,
     time_limit: Annotated[
-        float | None, typer.Option(min=0, help="End the job when it takes more seconds than this.")
+        float | None, typer.Option(min=0, help="End the job after this number of seconds.")
     ] = None,
     on: Annotated[
         str | None,
@@ -132,7 +133,7 @@ def launch_command(
         str | None,
         typer.Option(
             help="A file with a host on each line, or a list such as `gpu1:2,gpu2:2`: start the "
-            "roles there, by ssh.",
+            "roles there with ssh.",
             show_default="this host",
             rich_help_panel=HOSTS,
         ),
@@ -140,56 +141,56 @@ def launch_command(
     rsh: Annotated[
         str,
         typer.Option(
-            help="The command that reaches a host, such as `ssh -p 2222`.", rich_help_panel=HOSTS
+            help="The command that runs another one on a host, such as `ssh -p 2222`.",
+            rich_help_panel=HOSTS,
         ),
     ] = "ssh",
     python: Annotated[
         str | None,
         typer.Option(
-            help="Python of the hosts.", show_default="the path of this one", rich_help_panel=HOSTS
+            help="Python on the hosts.", show_default="the path of this one", rich_help_panel=HOSTS
         ),
     ] = None,
     env: Annotated[
         list[str] | None,
         typer.Option(
-            help="A variable of this environment that roles get too, beside DTRANS_*, JAX_*, "
-            "XLA_*, NCCL_* and such.",
+            help="A variable to copy to the roles, in addition to DTRANS_*, JAX_*, XLA_*, NCCL_* "
+            "and similar ones.",
             metavar="NAME",
             rich_help_panel=HOSTS,
         ),
     ] = None,
     log_dir: Annotated[
         Path | None,
-        typer.Option(help="Write what roles print into files of this folder too, one for each."),
+        typer.Option(help="Also write the output of each role to a file in this folder."),
     ] = None,
     emit: Annotated[
         str | None,
         typer.Option(
-            help="Start nothing; print the job for `slurm`, `jobset`, `torchx`, or `hosts` (ssh)."
+            help="Print the job for `slurm`, `jobset`, `torchx`, or `hosts` (ssh); start nothing."
         ),
     ] = None,
     nodes: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="With --emit slurm: servers and trainers share this number of nodes, in one "
+            help="With --emit slurm: the number of nodes that servers and trainers share, in one "
             "allocation.",
             show_default="a node for each process",
         ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option(help="Write what --emit prints to this file.")
+        Path | None, typer.Option(help="Write the output of --emit to this file.")
     ] = None,
 ) -> None:
-    """Start the roles of a job and wait for them: on this host, with `--hosts` on others, or with
-    `--on ray`.
+    """Start the roles of a job, on this host, other hosts or Ray, and wait for them.
 
-    With `--emit` nothing is started: the job is printed for what starts it.
+    With `--emit` nothing is started: the job is printed for a scheduler.
 
-    Each role finds out what it is from DTRANS_ROLE, DTRANS_TRAINER_ID, DTRANS_TRAINERS,
-    DTRANS_PSERVER_ENDPOINTS (DTRANS_TRAINER_ENDPOINTS in nccl2 mode) and DTRANS_CURRENT_ENDPOINT;
-    `dtrans.Role.from_env()` reads them, and so does `dtrans.connect()`. When one fails
-    the others are ended, and its error and exit code are those of this command.
+    Each role reads DTRANS_ROLE, DTRANS_TRAINER_ID, DTRANS_TRAINERS, DTRANS_PSERVER_ENDPOINTS
+    (DTRANS_TRAINER_ENDPOINTS in nccl2 mode) and DTRANS_CURRENT_ENDPOINT, by
+    `dtrans.Role.from_env()` or `dtrans.connect()`. When a role fails, the others are ended, and
+    this command has its error and exit code.
     """
     from dtrans.hosts.host_list import read_hosts
     from dtrans.hosts.on_hosts import launch_on_hosts
@@ -199,9 +200,9 @@ def launch_command(
     if emit is not None:
         _emit(context, emit, [*(["-m"] if module else []), script, *(arguments or [])])
         return
-    for option, given in (("--output", output), ("--nodes", nodes)):
-        if given is not None:
-            raise ConfigError(f"{option} is for --emit; say which, or leave it out")
+    for option, value in (("--output", output), ("--nodes", nodes)):
+        if value is not None:
+            raise ConfigError(f"{option} needs --emit; add --emit NAME, or leave {option} out")
     if not module and not Path(script).is_file():
         raise typer.BadParameter(f"there is no script {script}", param_hint="SCRIPT")
     command = [sys.executable, *(["-m"] if module else []), script, *(arguments or [])]
@@ -220,7 +221,7 @@ def launch_command(
         _refuse_options(context, HOSTS, "--hosts")
     elif on is not None:
         raise ConfigError(
-            "--hosts and --on ray are two ways to reach other hosts; give one of them"
+            "--hosts and --on ray are two ways to reach other hosts; pass one of them"
         )
     if hosts is not None:
         where = read_hosts(hosts)
@@ -261,9 +262,7 @@ def _emit(context: typer.Context, name: str, arguments: list[str]) -> None:
 
     check_one_of("--emit", name, tuple(EMITTERS))
     for parameter in context.command.params:
-        source = context.get_parameter_source(str(parameter.name))
-        given = source is not None and source.name == "COMMANDLINE"
-        if given and parameter.name not in _EMITTED:
+        if _is_set(context, parameter.name) and parameter.name not in _EMITTED:
             raise ConfigError(f"{parameter.opts[0]} does not go with --emit; leave it out")
     values = context.params
     python = "python" if name in IN_IMAGE else sys.executable
@@ -285,10 +284,16 @@ def _emit(context: typer.Context, name: str, arguments: list[str]) -> None:
 def _refuse_options(context: typer.Context, panel: str, way: str) -> None:
     """Refuse options of a way to reach other hosts that the user has not chosen."""
     for parameter in context.command.params:
-        source = context.get_parameter_source(str(parameter.name))
-        given = source is not None and source.name == "COMMANDLINE"
-        if given and getattr(parameter, "rich_help_panel", None) == panel:
-            raise ConfigError(f"{parameter.opts[0]} is an option of {way}; say so, or leave it out")
+        is_of_panel = getattr(parameter, "rich_help_panel", None) == panel
+        if is_of_panel and _is_set(context, parameter.name):
+            option = parameter.opts[0]
+            raise ConfigError(f"{option} needs {way}; add {way}, or leave {option} out")
+
+
+def _is_set(context: typer.Context, name: str | None) -> bool:
+    """Return True if an option is on the command line."""
+    source = context.get_parameter_source(str(name))
+    return source is not None and source.name == "COMMANDLINE"
 
 
 @app.command()
@@ -296,35 +301,34 @@ def status(
     endpoints: Annotated[
         list[str],
         typer.Argument(
-            help="Where the job answers, as `dtrans launch` prints it.", metavar="ENDPOINT..."
+            help="Status endpoints of the job, as `dtrans launch` prints them.",
+            metavar="ENDPOINT...",
         ),
     ],
     watch: Annotated[
-        bool, typer.Option("--watch", "-w", help="Ask again and again, until Ctrl-C.")
+        bool, typer.Option("--watch", "-w", help="Repeat the request until Ctrl-C.")
     ] = False,
     interval: Annotated[
         float, typer.Option(min=0.1, help="Seconds between two requests of --watch.")
     ] = 1.0,
-    timeout: Annotated[
-        float, typer.Option(min=0.1, help="Seconds that a server may take to answer.")
-    ] = 5.0,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for an answer.")] = 5.0,
     json: Annotated[
         bool, typer.Option("--json", help="Print a JSON document; with --watch one on each line.")
     ] = False,
     prometheus: Annotated[
         str | None,
         typer.Option(
-            help="Serve metrics at this port of loopback, or at HOST:PORT; each scrape asks the "
-            "job."
+            help="Serve metrics at this port of loopback, or at HOST:PORT; each scrape sends a "
+            "request to the job."
         ),
     ] = None,
 ) -> None:
-    """Show a running job: its servers, its trainers, and what each does.
+    """Show a running job: the state of each server and trainer.
 
-    `dtrans launch` prints where its job answers. Parameter servers answer at their endpoints; with
-    collectives trainer 0 answers, at the host:port that DTRANS_STATUS_ENDPOINT names in its
-    environment. DTRANS_TOKEN, or DTRANS_TOKEN_FILE, must be that of the job. It is not needed for
-    your own jobs on this host. The exit code is 1 if one does not answer.
+    `dtrans launch` prints the status endpoints of its job. Parameter servers answer at their
+    endpoints. With collectives trainer 0 answers at the host:port in its variable
+    DTRANS_STATUS_ENDPOINT. DTRANS_TOKEN, or DTRANS_TOKEN_FILE, must have the job's token. A user's
+    jobs on this host need none. The exit code is 1 if an endpoint does not answer.
     """
     from dtrans.run.status.show_status import show_metrics, show_status
 
@@ -332,7 +336,7 @@ def status(
     if prometheus is not None:
         if json or watch:
             raise ConfigError(
-                "--prometheus asks the job at each scrape; leave out --watch and --json"
+                "--prometheus sends a request at each scrape; leave out --watch and --json"
             )
         show_metrics(servers, prometheus, timeout=timeout)
     elif not show_status(
@@ -346,17 +350,16 @@ def keygen(
     folder: Annotated[
         Path | None, typer.Argument(help="Write keys into this folder.", metavar="DIR")
     ] = None,
-    trainers: Annotated[int, typer.Option(min=0, help="How many trainers get a separate key.")] = 0,
+    trainers: Annotated[int, typer.Option(min=0, help="Number of trainers with a key.")] = 0,
     token: Annotated[
         bool, typer.Option("--token", help="Print a token for DTRANS_TOKEN instead.")
     ] = False,
 ) -> None:
-    """Make the secrets of a job: one token for all of its processes, or separate keys that can be
-    revoked.
+    """Generate the secrets of a job: a token for all processes, or separate keys.
 
-    With DIR: keys of servers, of each trainer, and of `dtrans status`, in files of mode 0600. Keys
-    that are there stay. Processes find them by DTRANS_KEYS=DIR. Remove a file of DIR/clients to
-    revoke a key.
+    With DIR: keys of servers, of each trainer, and of `dtrans status`, in files of mode 0600.
+    Existing keys stay. Processes find them with DTRANS_KEYS=DIR. To revoke a key, remove its file
+    in DIR/clients.
     """
     if token == (folder is not None):
         raise ConfigError("dtrans keygen takes --token, or the folder of the keys")
@@ -388,7 +391,7 @@ def roles_command(
     plan: Annotated[
         str | None,
         typer.Option(
-            help="`module:plan`: a plan, or a function that returns one; in place of counts."
+            help="`module:plan`: a plan, or a function that returns one; replaces the counts."
         ),
     ] = None,
     module: Annotated[
@@ -400,7 +403,7 @@ def roles_command(
 ) -> None:
     """Show the processes of a job: role, endpoint, memory and bytes per step.
 
-    From counts, or from a plan, which also knows memory and bytes. Nothing is started.
+    A plan adds memory and bytes to the counts. Nothing is started.
     """
     from dtrans.hosts.named_plan import named_plan
     from dtrans.hosts.role_table import role_table
@@ -410,9 +413,8 @@ def roles_command(
         table = role_table(mode, trainers, pservers, command)
     else:
         for name in ("trainers", "pservers", "mode"):
-            source = context.get_parameter_source(name)
-            if source is not None and source.name == "COMMANDLINE":
-                raise ConfigError(f"--{name} does not go with --plan, which says it; leave it out")
+            if _is_set(context, name):
+                raise ConfigError(f"--{name} does not go with --plan, which has it; leave it out")
         table = named_plan(plan).roles(command)
     print(table.to_json() if json else table)
 
@@ -423,21 +425,20 @@ def check_command(
         str,
         typer.Argument(help="`module:function`, or `file.py:function`.", metavar="MODULE:FUNCTION"),
     ],
-    seed: Annotated[int, typer.Option(min=0, help="Of the random points.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the random points.")] = 0,
     devices: Annotated[
         int | None,
         typer.Option(min=1, help="CPU devices for the meshes of the module.", show_default="JAX's"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Check without a tolerance that a plan, or a step written with shard_map, computes the
-    one-device step.
+    """Check exactly that a plan, or a step written with shard_map, computes the one-device step.
 
     The function takes no arguments. It returns a plan, or `(distributed_step, step, args)` as
     `dtrans.verify` takes them.
 
-    The exit code is 0 if everything was compared and is equal, 1 if an output differs. It is 2 if
-    something could not be compared, if the check is refused, or if the module fails.
+    The exit code is 0 if all outputs were compared and are equal, and 1 if one differs. It is 2 if
+    an output could not be compared, the check is refused, or the module fails.
     """
     from dtrans.check_command import INCOMPLETE, check, exit_code, show
 
@@ -446,7 +447,7 @@ def check_command(
     except DtransError as e:
         _fail(e)
         raise typer.Exit(INCOMPLETE) from e
-    except Exception as e:  # of the user's module: 1 would say that an output differs
+    except Exception as e:  # raised by the user's module; exit code 1 means a different output
         traceback.print_exc()
         raise typer.Exit(INCOMPLETE) from e
     show(report, as_json=as_json)
@@ -456,25 +457,24 @@ def check_command(
 @app.command(context_settings={"allow_interspersed_args": False})
 def example(
     name: Annotated[
-        str | None, typer.Argument(help="Which; without it all are listed.", metavar="NAME")
+        str | None,
+        typer.Argument(help="Name of the example; lists all if omitted.", metavar="NAME"),
     ] = None,
     arguments: Annotated[
         list[str] | None, typer.Argument(help="Its arguments, verbatim.", metavar="ARGS...")
     ] = None,
 ) -> None:
-    """Train an example of the repository distributed, and compare with one device on the same
-    batches.
+    """Train an example of the repository distributed, and compare it with one device.
 
     `dtrans example NAME --help` lists its options. An installed package has no examples: they are
     in the folder examples/ of a checkout.
     """
     root = Path(dtrans.__file__).parents[1]
-    # other packages may have put a folder `examples` beside an installed dtrans
+    # site-packages may have a folder `examples` of another package next to an installed dtrans
     if not all((root / file).is_file() for file in ("pyproject.toml", "examples/__main__.py")):
         raise ConfigError(
-            "the examples are not installed with the package, they are in the folder examples/ of "
-            "dtrans's "
-            "repository; run `python -m dtrans example` in a checkout of it"
+            "the examples are not installed with the package; run `python -m dtrans example` in a "
+            "checkout of dtrans's repository, which has them in examples/"
         )
     sys.path.insert(0, str(root))
     importlib.import_module("examples.__main__").main(

@@ -1,4 +1,4 @@
-"""Endpoints: `host:port`, as users write them."""
+"""Endpoints, `host:port`: parsing and checks."""
 
 from __future__ import annotations
 
@@ -12,76 +12,75 @@ from dtrans.errors import ConfigError
 
 
 def split_endpoint(endpoint: str) -> tuple[str, int]:
-    """`127.0.0.1:6174` as host and port; an IPv6 host is written in brackets, `[::1]:6174`.
+    """Split an endpoint into host and port; an IPv6 host is written in brackets, `[::1]:6174`.
 
     Raises:
-      ConfigError: not of that form.
+      ConfigError: the endpoint does not have this form.
     """
     host, colon, port = endpoint.rpartition(":")
     plain = host[1:-1] if host.startswith("[") and host.endswith("]") else host.replace(":", "/")
-    odd = not plain or any(c.isspace() or c in "/;,@" for c in plain)
-    if not colon or odd or not port.isdigit() or not 0 < int(port) < 65536:
+    is_odd = not plain or any(c.isspace() or c in "/;,@" for c in plain)
+    if not colon or is_odd or not port.isdigit() or not 0 < int(port) < 65536:
         raise ConfigError(f"{endpoint!r} is not an endpoint: write host:port, e.g. 127.0.0.1:6174")
     return host.strip("[]"), int(port)
 
 
-ANY_ADDRESS = ("0.0.0.0", "::", "[::]", "*")
+WILDCARD_ADDRESSES = ("0.0.0.0", "::", "[::]", "*")
 
 
-def parse_endpoints(endpoints: str | Sequence[str], of: str = "pserver") -> tuple[str, ...]:
-    """A sequence of endpoints, or one string with commas.
+def parse_endpoints(endpoints: str | Sequence[str], role: str = "pserver") -> tuple[str, ...]:
+    """Return the endpoints of a sequence, or of one string with commas.
 
     Args:
-      of: whose they are, for errors.
+      endpoints: `host:port` each.
+      role: the role that listens there, for errors.
 
     Raises:
-      ConfigError: none at all, one that is not host:port or that nobody can reach, or the same one
-        twice.
+      ConfigError: there is none, one is not host:port or is a wildcard, or two are equal.
     """
     if not isinstance(endpoints, (str, Sequence)):
         raise ConfigError(
-            f"{of}s must be endpoints, such as '127.0.0.1:6174,127.0.0.1:6175', or a list of them; "
+            f"{role}s must be endpoints, such as '127.0.0.1:6174,127.0.0.1:6175', or a list, "
             f"it is {endpoints!r}"
         )
-    given = endpoints.split(",") if isinstance(endpoints, str) else list(endpoints)
-    parsed = tuple(e.strip() for e in given)
+    parts = endpoints.split(",") if isinstance(endpoints, str) else list(endpoints)
+    parsed = tuple(part.strip() for part in parts)
     if not parsed or parsed == ("",):
         raise ConfigError(
-            f"no {of} endpoints were given: write e.g. {of}s='127.0.0.1:6174,127.0.0.1:6175'"
+            f"{role}s has no endpoints; write e.g. {role}s='127.0.0.1:6174,127.0.0.1:6175'"
         )
     for e in parsed:
         host, _ = split_endpoint(e)
-        if host in ANY_ADDRESS:
+        if host in WILDCARD_ADDRESSES:
             raise ConfigError(
-                f"{e!r} is every address of a host, which nobody else can reach: write the one at "
-                "which the others "
-                "reach it"
+                f"{e!r} has a wildcard address, which other hosts cannot connect to; write an "
+                "address of this host"
             )
     twice = sorted({e for e in parsed if parsed.count(e) > 1})
     if twice:
         raise ConfigError(
-            f"the endpoint {twice[0]} is listed {parsed.count(twice[0])} times; each {of} needs "
-            "one of its own"
+            f"the endpoint {twice[0]} is listed {parsed.count(twice[0])} times; each {role} needs "
+            "another one"
         )
     return parsed
 
 
-def host_slots(text: str, where: str) -> list[tuple[str, int | None]]:
-    """Return the hosts of a list such as `gpu1:2,gpu2`, each with its number of slots, None if not
-    given.
+def parse_host_slots(text: str, where: str) -> list[tuple[str, int | None]]:
+    """Parse a list of hosts such as `gpu1:2,gpu2`: names with numbers of slots, None where omitted.
 
     Args:
-      where: the list's own name, for errors.
+      text: the list.
+      where: the option or variable that has the list, for errors.
 
     Raises:
-      ConfigError: a number of slots that is not a number.
+      ConfigError: slots that are not a number.
     """
     hosts: list[tuple[str, int | None]] = []
     for item in text.split(","):
         name, colon, slots = item.strip().partition(":")
         if colon and not slots.isdecimal():
             raise ConfigError(
-                f"{where} {text} has {slots!r} for the number of slots; write a number, such as "
+                f"{where} {text} has {slots!r} as the number of slots; write a number, such as "
                 "gpu1:2 or slots=2"
             )
         hosts.append((name, int(slots) if colon else None))
@@ -89,7 +88,7 @@ def host_slots(text: str, where: str) -> list[tuple[str, int | None]]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is this machine's loopback."""
+    """Return True if a host is this machine's loopback."""
     if host == "localhost":
         return True
     try:
@@ -99,27 +98,27 @@ def is_loopback(host: str) -> bool:
     return (getattr(found, "ipv4_mapped", None) or found).is_loopback
 
 
-def resolved(host: str) -> str:
-    """Return the first address that a name resolves to here; empty where it resolves to nothing."""
+def resolve_host(host: str) -> str:
+    """Return the first address that a name resolves to on this host, or an empty string."""
     with contextlib.suppress(OSError):
         return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     return ""
 
 
 class ReservedEndpoints:
-    """Loopback endpoints on ports that the system chose, kept until `close`.
+    """Loopback endpoints on ports that the system chose, reserved until `close`.
 
-    A socket that is bound and does not listen keeps its port: the system gives that port to nobody
-    else. On Linux a server may bind it all the same if both sockets have SO_REUSEADDR, as those of
-    ZeroMQ, gRPC and `socket.create_server` do. Other systems refuse such a server, so there the
-    ports are free again at once.
+    A bound socket that does not listen reserves its port: the system gives it to no other process.
+    On Linux a server can still bind it, if both sockets have SO_REUSEADDR; those of ZeroMQ, gRPC
+    and `socket.create_server` do. Other systems refuse such a server, so there the ports are freed
+    at once.
     """
 
     def __init__(self) -> None:
         self._sockets: list[socket.socket] = []
 
     def choose(self, count: int) -> tuple[str, ...]:
-        """Return endpoints that differ from each other and from those chosen before."""
+        """Return endpoints that differ from each other and from earlier ones."""
         sockets = [socket.socket(socket.AF_INET, socket.SOCK_STREAM) for _ in range(count)]
         self._sockets += sockets
         for chosen in sockets:
@@ -131,7 +130,7 @@ class ReservedEndpoints:
         return endpoints
 
     def close(self) -> None:
-        """Give the ports back."""
+        """Free the ports."""
         for chosen in self._sockets:
             chosen.close()
         self._sockets.clear()

@@ -1,8 +1,8 @@
-"""Every refusal of the package.
+"""Exceptions and warnings of the package.
 
-An error names the user's own thing (leaf path, shape, endpoint, config key), says what is wrong
-with it and what to do. All derive from `DtransError`; each also derives from the built-in exception
-that fits, so that `except ValueError` written against another library goes on working.
+An error names the user's thing (leaf path, shape, endpoint, config key), says what is wrong with
+it, and gives a remedy. All derive from `DtransError`. Each also derives from the built-in exception
+that fits, so that code written for another library, with `except ValueError`, still works.
 """
 
 from __future__ import annotations
@@ -14,47 +14,43 @@ from typing import Any
 
 
 class UnknownPrimitiveWarning(UserWarning):
-    """JAX made an equation of a primitive that this dtrans does not know: it is treated as mixing
-    everything."""
+    """A step has a primitive that dtrans does not know, and assumes to mix all entries."""
 
 
 class UntestedJaxWarning(UserWarning):
-    """This JAX is newer than the newest that this dtrans was tested with."""
+    """The installed JAX is newer than the newest tested one."""
 
 
 class CheckpointWarning(UserWarning):
-    """A checkpoint that cannot be read, and is passed over for the one before it; or copies in it
-    that differ."""
+    """A checkpoint cannot be read, so the previous one is used; or copies inside it differ."""
 
 
 class NonfiniteWarning(UserWarning):
-    """Gradients of a trainer that are not finite."""
+    """Gradients of a trainer are not finite."""
 
 
 class UnencryptedWarning(UserWarning):
-    """Connections to other hosts that are not encrypted, since `transport_encryption="disabled"`
-    says so."""
+    """Connections to other hosts are not encrypted, due to `transport_encryption="disabled"`."""
 
 
 class DtransError(Exception):
-    """The base of all."""
+    """Base class of the package's errors."""
 
 
 class TraceError(DtransError, TypeError):
-    """A function, or the arguments of a program, that cannot be traced or matched."""
+    """A function cannot be traced, or arguments do not match a program."""
 
 
 class GradientError(DtransError, ValueError):
-    """The gradients of a step cannot be told, or something runs around them."""
+    """The gradients of a step cannot be identified, or an operation bypasses them."""
 
 
 class OptimizerError(GradientError):
-    """An optimizer that needs what no server has, or that cannot be sliced where that was
-    required."""
+    """An optimizer needs values that servers do not have, or cannot be sliced as required."""
 
 
 class ConfigError(DtransError, ValueError):
-    """An option that does not exist, has the wrong value, or contradicts another."""
+    """An option does not exist, has the wrong value, or contradicts another."""
 
 
 class ConfigAssertionError(ConfigError, AssertionError):
@@ -66,34 +62,33 @@ class ConfigTypeError(ConfigError, TypeError):
 
 
 class UnknownEndpointError(ConfigError, KeyError):
-    """An endpoint that is not one of the plan's."""
+    """The plan has no such endpoint."""
 
     def __str__(self) -> str:  # KeyError prints the repr of its message
         return str(self.args[0])
 
 
 class BatchError(DtransError, ValueError):
-    """A batch that does not fit the program or the trainers."""
+    """A batch does not fit the program or the trainers."""
 
 
 class NotRealisedError(DtransError, RuntimeError):
-    """A communicating program was run as if it were a plain function."""
+    """A communicating program was called as a plain function."""
 
 
 class StateError(DtransError, RuntimeError):
-    """The state of a job was used in a way its job does not allow."""
+    """The state of a job was used in a way that the job does not allow."""
 
 
 class NonfiniteError(DtransError, FloatingPointError):
-    """Gradients of a trainer that are not finite, where `on_nonfinite="error"` was said."""
+    """Gradients of a trainer are not finite, under `on_nonfinite="error"`."""
 
 
 class VerifyError(DtransError, AssertionError):
-    """A distributed step, given to `dtrans.verify`, that computes something else than the step.
+    """A distributed step passed to `dtrans.verify` computes something else than the step.
 
     Attributes:
-      report: the outcome, whose text is that of the error: the outputs that differ, and the faults
-        that were found.
+      report: the report, whose text is the error's: the outputs that differ, and the faults found.
     """
 
     def __init__(self, report: Any) -> None:
@@ -102,29 +97,29 @@ class VerifyError(DtransError, AssertionError):
 
 
 class WireError(DtransError, ValueError):
-    """A message that does not follow the protocol."""
+    """A message violates the protocol."""
 
 
 class PeerError(DtransError, RuntimeError):
-    """Another role refused, failed, or disagrees about what is being trained."""
+    """Another role refused, failed, or disagrees about the training job."""
 
 
 class DeadlineError(PeerError, TimeoutError):
-    """A wait ran out of time. The message says who waited for whom, for what, and how long."""
+    """A wait exceeded its deadline. The message has the two roles, the reason and the duration."""
 
 
 class CheckpointError(PeerError):
-    """A checkpoint that servers could not write. The job goes on: another one may be asked for."""
+    """Servers could not write a checkpoint. The job continues, and another one may be requested."""
 
 
 @contextlib.contextmanager
-def options_named(names: Mapping[str, str]) -> Iterator[None]:
-    """Let errors name options as an interface over the package does.
+def rename_options(names: Mapping[str, str]) -> Iterator[None]:
+    """Rename options in the messages of errors, from the package's names to an interface's.
 
-    A name is an option at the start of a message, and before `=`.
+    A word is an option at the start of a message and before `=`.
 
     Args:
-      names: the option of the package to that of the interface.
+      names: the package's name of each option to the interface's.
     """
     try:
         yield
@@ -135,17 +130,17 @@ def options_named(names: Mapping[str, str]) -> Iterator[None]:
         raise
 
 
-def not_installed(what: str, extra: str) -> ConfigError:
-    """What to raise where a library is missing that an extra of the distribution brings."""
-    return ConfigError(f"{what}: pip install 'dtrans-jax[{extra}]'")
+def missing_extra(need: str, extra: str) -> ConfigError:
+    """Return an error about a missing library, which an extra of the distribution installs."""
+    return ConfigError(f"{need}: pip install 'dtrans-jax[{extra}]'")
 
 
 class LaunchError(DtransError, RuntimeError):
     """A launched role ended with an error.
 
     Attributes:
-      role: which, e.g. `pserver 0`; empty when none could be started.
-      code: its exit status as a shell gives it, 128 + n for signal n.
+      role: the role, e.g. `pserver 0`; empty if none could be started.
+      code: its exit status as in a shell, 128 + n for signal n.
     """
 
     def __init__(self, message: str, *, role: str = "", code: int = 1) -> None:

@@ -1,9 +1,8 @@
-"""Optimizers for tables of embeddings, whose state has one number for each row.
+"""Optimizers for embedding tables with one number of state for each row.
 
-A row of a table is looked up as a whole, so its entries have seen the same steps, and one second
-moment serves them
-all: a table of d columns needs 1/d of the memory for it. They are optax's gradient transformations,
-and go wherever those go: into `optax.chain`, `optax.partition`, and any strategy.
+All entries of a row are looked up together and have seen the same steps, so they can share a second
+moment. A table of d columns needs 1/d of the memory for it. These optimizers are optax's gradient
+transformations, and work in `optax.chain`, `optax.partition`, and any strategy.
 """
 
 from __future__ import annotations
@@ -16,14 +15,23 @@ import optax
 
 
 class RowwiseAdagradState(NamedTuple):
-    """For each leaf, the sum of its rows' mean squared gradients, of shape (rows,)."""
+    """State of `rowwise_adagrad`.
+
+    Attributes:
+      sum_of_squares: per leaf, the sum of its rows' mean squared gradients, of shape (rows,).
+    """
 
     sum_of_squares: Any
 
 
 class RowwiseAdamState(NamedTuple):
-    """The number of updates; for each leaf, the first moment of its entries, and the second of its
-    rows."""
+    """State of `rowwise_adam`.
+
+    Attributes:
+      count: the number of updates.
+      mu: per leaf, the first moment, of the leaf's shape.
+      nu: per leaf, the second moment, of shape (rows,).
+    """
 
     count: jax.Array  # type: ignore[assignment]  # as optax names it
     mu: Any
@@ -36,21 +44,20 @@ def rowwise_adagrad(
     initial_accumulator_value: float = 0.0,
     eps: float = 1e-8,
 ) -> optax.GradientTransformation:
-    """Adagrad with one accumulator for each row.
+    """Return Adagrad with one accumulator for each row.
 
-    Of a leaf of shape (rows, ...) the accumulator has the shape (rows,); of a leaf without
-    dimensions, none.
+    The accumulator of a leaf of shape (rows, ...) has shape (rows,); that of a scalar is a scalar.
 
     Args:
-      learning_rate: a number, or a schedule.
-      initial_accumulator_value: what accumulators begin with.
+      learning_rate: a number or a schedule.
+      initial_accumulator_value: the initial value of accumulators.
       eps: added to the root of the accumulator.
 
     Returns:
-      The transformation. Rows whose gradient is zero stay as they are, and so servers update those
-      that are looked up.
+      The transformation. Rows whose gradient is zero do not change, so that servers update only the
+      rows that are looked up.
 
-    Source: FBGEMM's `EXACT_ROWWISE_ADAGRAD`, which TorchRec's tables are trained with.
+    Source: FBGEMM's `EXACT_ROWWISE_ADAGRAD`, the optimizer of TorchRec's tables.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -80,18 +87,18 @@ def rowwise_adagrad(
 def rowwise_adam(
     learning_rate: optax.ScalarOrSchedule, *, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8
 ) -> optax.GradientTransformation:
-    """Adam with one second moment for each row.
+    """Return Adam with one second moment for each row.
 
-    Of a leaf of shape (rows, ...) the first moment has its shape, and the second the shape (rows,).
+    The first moment of a leaf of shape (rows, ...) has the leaf's shape, the second has shape
+    (rows,).
 
     Args:
-      learning_rate: a number, or a schedule.
-      b1, b2: how much of the moments is kept.
-      eps: added to the root of the second.
+      learning_rate: a number or a schedule.
+      b1, b2: the decay rates of the moments.
+      eps: added to the root of the second moment.
 
     Returns:
-      The transformation. Moments decay in every row, so a table has to say
-      `dtrans.Rows(update=...)`.
+      The transformation. Moments of every row decay, so a table needs `dtrans.Rows(update=...)`.
 
     Source: FBGEMM's `PARTIAL_ROWWISE_ADAM`; Kingma and Ba, https://arxiv.org/abs/1412.6980.
 
@@ -112,7 +119,8 @@ def rowwise_adam(
         count = optax.safe_increment(state.count)
         mu = jax.tree.map(lambda g, m: b1 * m + (1 - b1) * g, grads, state.mu)
         nu = jax.tree.map(lambda g, v: b2 * v + (1 - b2) * _mean_square(g), grads, state.nu)
-        first, second = (optax.tree.bias_correction(x, b, count) for x, b in ((mu, b1), (nu, b2)))
+        first = optax.tree.bias_correction(mu, b1, count)
+        second = optax.tree.bias_correction(nu, b2, count)
         scaled = jax.tree.map(lambda m, v: m / _along_rows(jnp.sqrt(v) + eps, m), first, second)
         return scaled, RowwiseAdamState(count, mu, nu)
 
@@ -126,10 +134,10 @@ def _per_row(leaf: Any, value: float) -> jax.Array:
 
 
 def _mean_square(gradient: jax.Array) -> jax.Array:
-    """Of each row."""
+    """Return the mean square of each row."""
     return jnp.mean(gradient**2, axis=tuple(range(1, gradient.ndim)))
 
 
 def _along_rows(per_row: jax.Array, leaf: jax.Array) -> jax.Array:
-    """A number for each row, as it is divided by."""
+    """Reshape an array of one number for each row, so that it broadcasts against the leaf."""
     return per_row.reshape(per_row.shape + (1,) * max(0, leaf.ndim - 1))

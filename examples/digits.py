@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dtrans.errors import BatchError, not_installed
+from dtrans.errors import BatchError, missing_extra
 
 
 PIXELS, HIDDEN, CLASSES = 64, 512, 10
@@ -64,7 +64,7 @@ def load(seed: int = 0) -> Digits:
 def check_installed() -> None:
     """Raise ConfigError when scikit-learn is not there."""
     if importlib.util.find_spec("sklearn") is None:
-        raise not_installed("the digits come with scikit-learn", "examples")
+        raise missing_extra("the digits come with scikit-learn", "examples")
 
 
 def batches(

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from dtrans.data_parallel.plan import CollectivePlan
-from dtrans.errors import ConfigError, not_installed
+from dtrans.errors import ConfigError, missing_extra
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.pipeline_parallel.plan import PipelinePlan
 from dtrans.zero.plan import ShardingPlan
@@ -153,7 +153,7 @@ def check_plot(path: Path) -> None:
       ConfigError: matplotlib is not installed, or the file cannot be there.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise not_installed("--plot needs matplotlib", "examples")
+        raise missing_extra("--plot needs matplotlib", "examples")
     if not path.parent.is_dir():
         raise ConfigError(
             f"the plot cannot be written to {path}: there is no directory {path.parent}"

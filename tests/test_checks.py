@@ -21,7 +21,7 @@ from dtrans.checks import (
     check_size,
     check_together,
     check_type,
-    grouped,
+    group_options,
 )
 from dtrans.errors import ConfigError
 
@@ -145,16 +145,16 @@ def test_what_does_not_go_together_is_named() -> None:
 
 def test_flat_options_become_records() -> None:
     records = {"reduce": dtrans.Reduce(), "batch": dtrans.Batch()}
-    assert grouped({"trainers": 2}, records) == {"trainers": 2}
-    assert grouped({"bucket_MB": 0, "trainers": 2}, records) == {
+    assert group_options({"trainers": 2}, records) == {"trainers": 2}
+    assert group_options({"bucket_MB": 0, "trainers": 2}, records) == {
         "trainers": 2,
         "reduce": dtrans.Reduce(bucket_MB=0),
     }
-    assert grouped({"reduce": "sum", "chains": 2}, records) == {
+    assert group_options({"reduce": "sum", "chains": 2}, records) == {
         "reduce": dtrans.Reduce("sum", chains=2)
     }
     given = {"batch": dtrans.Batch(unsplit_inputs=["x"]), "merge": {"loss": "sum"}}
-    assert grouped(given, records) == {
+    assert group_options(given, records) == {
         "batch": dtrans.Batch(unsplit_inputs=("x",), merge={"loss": "sum"})
     }
 
@@ -166,7 +166,7 @@ def test_an_option_that_nobody_has_is_named_with_the_closest() -> None:
     )
     with pytest.raises(
         ConfigError,
-        match=r"^reduce=Reduce\(.*: it says comm_stream_num by its names; give others one by",
+        match=r"^reduce=Reduce\(.*: it has comm_stream_num as separate options; pass the",
     ):
         check_known("it", {"reduce": dtrans.Reduce()}, ["degree"], records, renamed)
     for name, says in [

@@ -85,7 +85,7 @@ def test_launch_in_nccl2_mode(
         ),
         (
             ["--ray-address", "auto"],
-            "--ray-address is an option of --on ray; say so, or leave it out",
+            "--ray-address needs --on ray; add --on ray, or leave --ray-address out",
         ),
         (
             ["--on", "ray", "--trainers-on", "NEAR"],
@@ -181,9 +181,8 @@ def test_an_installed_package_says_where_the_examples_are(
     (tmp_path / "examples" / "__main__.py").touch()
     assert command("example", "digits") == 1
     assert capsys.readouterr().err == (
-        "dtrans: the examples are not installed with the package, they are in the folder examples/ "
-        "of dtrans's "
-        "repository; run `python -m dtrans example` in a checkout of it\n"
+        "dtrans: the examples are not installed with the package; run `python -m dtrans example` in "
+        "a checkout of dtrans's repository, which has them in examples/\n"
     )
 
 

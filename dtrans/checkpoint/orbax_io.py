@@ -57,7 +57,7 @@ from dtrans.checkpoint.assemble import (
 from dtrans.checkpoint.runs import THIS_PROCESS, Mark, new_run
 from dtrans.checkpoint.saved_rows import ArrayLike, Begins, RowSegment, SavedTable, TableRows
 from dtrans.checkpoint.table_files import SavedBlock, write_tables
-from dtrans.errors import ConfigError, DtransError, StateError, not_installed
+from dtrans.errors import ConfigError, DtransError, StateError, missing_extra
 from dtrans.ir.array_fns import words
 from dtrans.ir.program import Program
 from dtrans.parameter_server.overview import VarDistributed
@@ -722,7 +722,7 @@ def _orbax() -> Any:
     try:
         import orbax.checkpoint
     except ImportError as e:
-        raise not_installed("checkpoints need orbax", "checkpoint") from e
+        raise missing_extra("checkpoints need orbax", "checkpoint") from e
     return orbax.checkpoint
 
 

@@ -2,7 +2,7 @@
 
 config        its configuration: `Config`
 parallel      `pipeline`: a plan from a configuration
-input_files   which files each worker reads
+input_files   the input files of each worker
 """
 
 from dtrans.epl.config import Config as Config

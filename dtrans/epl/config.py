@@ -1,8 +1,7 @@
-"""EPL's configuration: its keys, defaults and types, and the options of `dtrans.pipeline` that they
-are.
+"""EPL's configuration: keys, defaults and types, and the options of `dtrans.pipeline` for them.
 
-A key is `category.attribute`. Nothing comes from the environment, and a key that does not exist is
-an error: EPL ignores one.
+A key is `category.attribute`. The environment is not read. Unknown keys are errors; EPL ignores
+them.
 
 Source: epl/config.py.
 """
@@ -47,7 +46,7 @@ DEFAULTS: dict[str, Any] = {
     "io.drop_last_files": False,
 }
 
-# The options of `dtrans.pipeline` that are these keys.
+# Options of `dtrans.pipeline` to EPL's keys.
 NAMES = {
     "num_stages": "pipeline.num_stages",
     "num_micro_batch": "pipeline.num_micro_batch",
@@ -67,12 +66,12 @@ NAMES = {
 
 _FILES = "call dtrans.epl.slice_files(files, worker, replicas), which has this option"
 
-# Keys that a plan does not look at: what to do in place of a value that is not the default.
+# Keys that no plan reads: the remedy for a value other than the default.
 ELSEWHERE = {
     "gradient_checkpoint.check_gradients": "compare numbers with those of plan.simulate()",
     "amp.debug_log": "print(plan.programs[...]) shows what is in 16 bits",
-    "cluster.run_visible_devices": "plan.on_mesh(devices) says which devices are used",
-    "cluster.colocate_split_and_replicate": "stages have devices of their own; plan.simulate() has "
+    "cluster.run_visible_devices": "pass the devices to plan.on_mesh(devices)",
+    "cluster.colocate_split_and_replicate": "stages have separate devices; plan.simulate() runs "
     "all on one",
     "io.slicing": _FILES,
     "io.unbalanced_io_slicing": _FILES,
@@ -85,11 +84,11 @@ class Config:
     """EPL's configuration, checked.
 
     Attributes:
-      given: the keys that were given, with their values.
+      settings: the keys that the user sets, with their values.
 
     Raises:
-      ConfigError: a key that does not exist, a value of another type than the default's, or one
-        that asks for what is found elsewhere.
+      ConfigError: a key that does not exist, a value of another type than the default's, or an
+        option that another function of dtrans has.
 
     Source: `Config` of EPL (epl/config.py).
 
@@ -102,14 +101,13 @@ class Config:
       Traceback (most recent call last):
       ...
       dtrans.errors.ConfigError: EPL's configuration has no key pipeline.num_microbatch; did you
-        mean \
-pipeline.num_micro_batch?
+        mean pipeline.num_micro_batch?
     """
 
-    given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for key, value in self.given.items():
+        for key, value in self.settings.items():
             if key not in DEFAULTS:
                 raise ConfigError(
                     f"EPL's configuration has no key {key}; "
@@ -124,5 +122,5 @@ pipeline.num_micro_batch?
                 raise ConfigError(f"{key}={value!r}: {ELSEWHERE[key]}; leave it out")
 
     def __getitem__(self, key: str) -> Any:
-        """The value of a key. Raises KeyError for one that does not exist."""
-        return {**DEFAULTS, **self.given}[key]
+        """Return the value of a key. Raises KeyError for a key that does not exist."""
+        return {**DEFAULTS, **self.settings}[key]

@@ -1,14 +1,12 @@
-"""Which input files each worker reads, where workers have unequal numbers of replicas.
+"""Input files of each worker, where workers have unequal numbers of replicas.
 
-A worker reads in proportion to its replicas, so that all replicas run out of data together. The
-counts divided by their greatest common divisor are the workers' shares; files are dealt out in
-rounds of as many as the shares make together, and in each round a worker takes as many as its
-share, one after the other.
+A worker reads in proportion to its replicas, so that all replicas run out of data together. A
+worker's share is its number of replicas, divided by the greatest common divisor of all. Files are
+dealt in rounds. In each round the workers take as many files as their share, one after the other.
 
-Only files that fill whole rounds can be shared out fairly. For what does not, EPL's rule is kept:
-every worker reads every file, as often as its share, unless one of the two options says otherwise.
-EPL shuffles what a worker then reads, and each worker does so by itself; here the order is the
-files' own.
+Only full rounds are fair. Where the last round is not full, EPL's rule applies: every worker reads
+every file, as many times as its share. Two options change this rule. Workers of EPL shuffle their
+files; here files keep their order.
 
 Source: `fetch_slice_objects_proportion_to_local_num_replicas` of EPL
   (epl/parallel/graph_editor.py).
@@ -34,21 +32,20 @@ def slice_files(
     unbalanced: bool = False,
     drop_last: bool = False,
 ) -> list[File]:
-    """The files that one worker reads, in order.
+    """Return the files that one worker reads, in order.
 
     Args:
-      files: the names of all files (or anything else that is read one by one), the same on every
-        worker.
-      worker: whose files, from 0.
-      replicas: how many replicas each worker has.
-      unbalanced: deal out the files of a round that is not full, too; some workers then read more
-        than their share.
-      drop_last: leave those files out; no worker reads them.
+      files: the names of all files (or other things to read), the same on every worker.
+      worker: the number of the worker, from 0.
+      replicas: the number of replicas of each worker.
+      unbalanced: deal the files of an incomplete round too; some workers then read more than their
+        share.
+      drop_last: drop the files of an incomplete round.
 
     Returns:
-      Where the files fill whole rounds, or an option lets the last one go: the worker's part of
-      them. Otherwise, and always where there are fewer files than one round takes: all files, as
-      many times as the worker's share.
+      The worker's part of the files, if rounds are full or an option covers the incomplete one.
+      Otherwise all files, as many times as the worker's share. The same where there are fewer files
+      than one round takes.
 
     Raises:
       ConfigError: no replicas, a worker that does not exist, or both options.
@@ -67,7 +64,7 @@ def slice_files(
       ['a', 'b', 'c', 'd']
     """
     if not replicas:
-        raise ConfigError("replicas is empty; it says how many replicas each worker has")
+        raise ConfigError("replicas is empty; pass the number of replicas of each worker")
     for i, count in enumerate(replicas):
         if count < 1:
             raise ConfigError(
@@ -75,19 +72,18 @@ def slice_files(
             )
     if not 0 <= worker < len(replicas):
         raise ConfigError(
-            f"there is no worker {worker}: replicas={list(replicas)} is of {len(replicas)} workers"
+            f"there is no worker {worker}: replicas={list(replicas)} has {len(replicas)} workers"
         )
     if unbalanced and drop_last:
         raise ConfigError(
-            "unbalanced deals out the files that are left over and drop_last leaves them out; "
-            "choose one"
+            "unbalanced deals the files of an incomplete round and drop_last drops them; choose one"
         )
     divisor = math.gcd(*replicas)
     shares = [count // divisor for count in replicas]
     round_size, share = sum(shares), shares[worker]
-    left = len(files) % round_size
-    if len(files) < round_size or (left and not unbalanced and not drop_last):
+    remainder = len(files) % round_size
+    if len(files) < round_size or (remainder and not unbalanced and not drop_last):
         return list(files) * share
     first = sum(shares[:worker])
-    dealt = files[: len(files) - left] if drop_last else files
+    dealt = files[: len(files) - remainder] if drop_last else files
     return [file for i, file in enumerate(dealt) if first <= i % round_size < first + share]

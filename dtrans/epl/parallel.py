@@ -1,8 +1,7 @@
-"""EPL's `Parallel` over `dtrans.pipeline`: a configuration with EPL's keys becomes the options of a
-plan.
+"""EPL's `Parallel` over `dtrans.pipeline`: plans from a configuration with EPL's keys.
 
-Most keys are an option under another name (`dtrans.epl.config.NAMES`). Levels and switches become
-the option that they stand for. Options that EPL has no key for keep their names.
+Most keys are options under another name (`dtrans.epl.config.NAMES`). Levels and switches are
+translated. Options without a key in EPL keep dtrans's names.
 
 Source: epl/parallel/parallel.py.
 """
@@ -13,10 +12,10 @@ import inspect
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from dtrans.checks import check_known, check_one_of, grouped, is_number
+from dtrans.checks import check_known, check_one_of, group_options, is_number
 from dtrans.data_parallel.options import Reduce
 from dtrans.epl.config import NAMES, Config
-from dtrans.errors import ConfigError, options_named
+from dtrans.errors import ConfigError, rename_options
 from dtrans.ir.program import Program
 from dtrans.pipeline_parallel.device_layout import Cluster
 from dtrans.pipeline_parallel.options import StageMemory, Stages
@@ -47,20 +46,20 @@ def pipeline(
       main: the traced training step, (params, opt_state, *batch) -> (params, opt_state, loss, ...).
       startup: the traced init, -> (params, opt_state).
       config: EPL's configuration, or its keys and values.
-      collection: the names of the values to keep with `gradient_checkpoint.type="collection"`, as
-        `jax.ad_checkpoint.checkpoint_name` gave them.
-      cluster: how stages and replicas are laid out; by default "auto", with
+      collection: names of the values to save with `gradient_checkpoint.type="collection"`, from
+        `jax.ad_checkpoint.checkpoint_name`.
+      cluster: the layout of stages and replicas; by default "auto", with
         `cluster.device_place_prefer_intra_node`.
-      **options: options of `dtrans.pipeline` that EPL has no key for, such as `replicas`, and
-        fields of its records, as `min_slice_size`. With `clip_local_norm` each micro-batch is
-        clipped, as EPL does by default, unless `clip_local_per` says otherwise.
+      **options: options of `dtrans.pipeline` without a key in EPL, such as `replicas`, and fields
+        of its records, such as `min_slice_size`. With `clip_local_norm` each micro-batch is
+        clipped, as in EPL, unless `clip_local_per` is passed.
 
     Returns:
-      The plan that `dtrans.pipeline` makes.
+      The plan of `dtrans.pipeline`.
 
     Raises:
-      ConfigError: a key or an option that is out of range, unknown, or contradicts another, by
-        EPL's key.
+      ConfigError: a key or an option is out of range, unknown, or contradicts another. The message
+        has EPL's key.
       BatchError, GradientError, TraceError: as `dtrans.pipeline`.
 
     Source: `Parallel` of EPL (epl/parallel/parallel.py).
@@ -68,11 +67,13 @@ def pipeline(
     Example:
       >>> import jax, jax.numpy as jnp, optax, dtrans
       >>> tx = optax.sgd(0.5)
-      >>> step = dtrans.make_train_step(lambda p, x: jnp.mean(jnp.tanh(jnp.tanh(x @ p["a"]) @ p["b"]) ** 2), tx)
+      >>> model = lambda p, x: jnp.tanh(jnp.tanh(x @ p["a"]) @ p["b"])
+      >>> step = dtrans.make_train_step(lambda p, x: jnp.mean(model(p, x) ** 2), tx)
       >>> init = lambda key: (p := {"a": jnp.eye(64), "b": jnp.eye(64)}, tx.init(p))
       >>> key, x = jax.random.key(0), jnp.ones((8, 64))
+      >>> main, startup = dtrans.trace(step, *init(key), x), dtrans.trace(init, key)
       >>> config = dtrans.epl.Config({"pipeline.num_stages": 2, "pipeline.num_micro_batch": 4})
-      >>> plan = dtrans.epl.pipeline(dtrans.trace(step, *init(key), x), dtrans.trace(init, key), config)
+      >>> plan = dtrans.epl.pipeline(main, startup, config)
       >>> [s.params for s in plan.stages], plan.schedule.name
       ([('params/a',), ('params/b',)], 'PreferBackward')
     """
@@ -84,82 +85,71 @@ def pipeline(
     scoped = any(scope.kind == "replicate" for scope in scopes_within(main.jaxpr))
     if config["pipeline.num_stages"] == -1 and not scoped:
         raise ConfigError(
-            "pipeline.num_stages must be given: how many stages; the model has no dtrans.replicate "
-            "scopes, which would "
-            "say it"
+            "pipeline.num_stages must be given, since the model has no dtrans.replicate scopes; "
+            "set it to the number of stages"
         )
-    after, norm = (
-        config.given.get("communication.clip_after_allreduce"),
-        options.get("clip_local_norm"),
-    )
-    if after is False and norm is None:
+    clip_after = config.settings.get("communication.clip_after_allreduce")
+    norm = options.get("clip_local_norm")
+    if clip_after is False and norm is None:
         raise ConfigError(
-            "communication.clip_after_allreduce=False: a clip in the optimizer is always one of "
-            "the reduced gradients; "
-            "clip_local_norm= clips those of each replica and micro-batch before. Leave one of "
-            "them out"
+            "communication.clip_after_allreduce=False needs clip_local_norm=: a clip in the "
+            "optimizer always reads reduced gradients; pass clip_local_norm=, or leave the key out"
         )
-    if after and norm is not None:
+    if clip_after and norm is not None:
         raise ConfigError(
             f"communication.clip_after_allreduce=True and clip_local_norm={norm!r}, which clips "
-            "before: clip in the "
-            "optimizer, optax.clip_by_global_norm"
+            "before the all-reduce; leave clip_local_norm out, and clip in the optimizer: "
+            "optax.clip_by_global_norm"
         )
     if norm is not None:
-        options = {
-            "clip_local_per": "micro_batch"
-        } | options  # EPL clips before it adds micro-batches up
+        # EPL clips before it adds up micro-batches
+        options = {"clip_local_per": "micro_batch"} | options
     chosen = {name: config[key] for name, key in NAMES.items()}
+    num_stages = config["pipeline.num_stages"]
+    is_fp16 = config["communication.fp16"]
     chosen |= {
         "precision": _precision(config["amp.level"], config["amp.loss_scale"]),
-        "num_stages": "auto"
-        if config["pipeline.num_stages"] == -1
-        else config["pipeline.num_stages"],
-        "gradient_checkpoint": _kept(config["gradient_checkpoint.type"], collection),
+        "num_stages": "auto" if num_stages == -1 else num_stages,
+        "gradient_checkpoint": _checkpoint(config["gradient_checkpoint.type"], collection),
         "sharding_stage": _level("zero.level", config["zero.level"], ZERO_LEVELS),
         "offload": _level("offload.level", config["offload.level"], OFFLOAD_LEVELS),
-        "compress": "fp16" if config["communication.fp16"] else None,
-        "compress_scale": float(config["communication.fp16_scale"])
-        if config["communication.fp16"]
-        else 1.0,
+        "compress": "fp16" if is_fp16 else None,
+        "compress_scale": float(config["communication.fp16_scale"]) if is_fp16 else 1.0,
     }
     if cluster is None and not config["cluster.device_place_prefer_intra_node"]:
         cluster = Cluster(prefer_intra_node=False)
     if cluster is not None:
         options["cluster"] = cluster
-    with options_named(NAMES | {"op": NAMES["reduce"]}):
-        return pipeline_of(
-            main, startup, **{"batch": RECORDS["batch"], **grouped({**options, **chosen}, RECORDS)}
-        )
+    with rename_options(NAMES | {"op": NAMES["reduce"]}):
+        records = {"batch": RECORDS["batch"], **group_options({**options, **chosen}, RECORDS)}
+        return pipeline_of(main, startup, **records)
 
 
-def _kept(kind: str, collection: Collection[str]) -> str | Collection[str]:
-    """The option `gradient_checkpoint`."""
+def _checkpoint(kind: str, collection: Collection[str]) -> str | Collection[str]:
+    """Return the option `gradient_checkpoint`: a type, or the names to save."""
     check_one_of("gradient_checkpoint.type", kind, ("", "auto", "collection"))
     if bool(collection) != (kind == "collection"):
         raise ConfigError(
-            f"gradient_checkpoint.type={kind!r} and collection={collection!r}: the type "
-            "'collection' needs names, and "
-            "no other has any"
+            f"gradient_checkpoint.type={kind!r} and collection={collection!r}; pass names with "
+            "the type 'collection', and only with it"
         )
     return collection if kind == "collection" else kind
 
 
 def _precision(level: str, scale: Any) -> Precision:
-    """What stages compute in: EPL's level O1 is products in float16, with a scaled loss."""
+    """Return the precision of the stages: EPL's level O1 is float16 products with a scaled loss."""
     check_one_of("amp.level", level.lower(), ("", "o1"))
     if not level:
         return Precision()
     if not is_number(scale):
         raise ConfigError(
-            f"amp.loss_scale={scale!r}: stages of a pipeline take a fixed scale: give a number, "
-            "such as 1024, beside "
-            "which optax.apply_if_finite skips steps that are not finite"
+            f"amp.loss_scale={scale!r}: stages of a pipeline take a fixed scale; write a number, "
+            "such as 1024, and skip nonfinite steps with optax.apply_if_finite"
         )
     return Precision("fp16", loss_scaling=float(scale))
 
 
 def _level(key: str, level: str, levels: Mapping[str, Any]) -> Any:
-    """What a level stands for; as in EPL, upper and lower case are the same."""
+    """Return the value of a level; as in EPL, upper and lower case are equal."""
     check_one_of(key, level.lower(), levels)
     return levels[level.lower()]

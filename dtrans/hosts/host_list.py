@@ -16,7 +16,7 @@ import dataclasses
 import re
 from pathlib import Path
 
-from dtrans.endpoints import ANY_ADDRESS, host_slots
+from dtrans.endpoints import WILDCARD_ADDRESSES, parse_host_slots
 from dtrans.errors import ConfigError
 
 
@@ -55,7 +55,7 @@ class HostEntry:
             raise ConfigError(
                 f"host {self.name} has slots={self.slots}; give it 1 or more, or leave it out"
             )
-        if self.address in ANY_ADDRESS or re.search(r"[\s/,;@]", self.address):
+        if self.address in WILDCARD_ADDRESSES or re.search(r"[\s/,;@]", self.address):
             raise ConfigError(
                 f"host {self.name} has address={self.address}, which other hosts cannot connect "
                 "to; "
@@ -107,13 +107,13 @@ def _from_file(path: Path) -> list[HostEntry]:
 
 
 def _from_list(text: str) -> list[HostEntry]:
-    return [HostEntry(name, slots) for name, slots in host_slots(text, "--hosts")]
+    return [HostEntry(name, slots) for name, slots in parse_host_slots(text, "--hosts")]
 
 
 def _number(where: str, text: str) -> int:
     if not text.isdecimal():
         raise ConfigError(
-            f"{where} has {text!r} for the number of slots; write a number, such as gpu1:2 or "
+            f"{where} has {text!r} as the number of slots; write a number, such as gpu1:2 or "
             "slots=2"
         )
     return int(text)

@@ -27,7 +27,7 @@ from dtrans.errors import (
     DeadlineError,
     DtransError,
     PeerError,
-    not_installed,
+    missing_extra,
 )
 from dtrans.protocol import token
 from dtrans.run.distributed.role import (
@@ -87,7 +87,7 @@ def ray_of(address: str | None) -> Any:
     try:
         import ray
     except ImportError as e:
-        raise not_installed("on_ray and `dtrans launch --on ray` need Ray", "ray") from e
+        raise missing_extra("on_ray and `dtrans launch --on ray` need Ray", "ray") from e
     if not ray.is_initialized():
         try:
             ray.init(address=address)

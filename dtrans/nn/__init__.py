@@ -1,9 +1,8 @@
-"""Losses and layers over tables of embeddings: plain functions of arrays, which pick rows by
-number.
+"""Losses and layers over embedding tables: functions of arrays that look up rows by id.
 
 bags            rows of a table, reduced by segment
-sampled         noise-contrastive estimation, and the distributions that noise is drawn from
-tree            hierarchical softmax over a binary tree: a complete one, or Huffman's
+sampled         noise-contrastive estimation, and samplers of noise
+tree            hierarchical softmax over a binary tree: complete, or Huffman's
 """
 
 from dtrans.nn.bags import embedding_bag as embedding_bag

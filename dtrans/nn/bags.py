@@ -24,23 +24,24 @@ def embedding_bag(
     """Reduce the rows that each bag looks up.
 
     Args:
-      table: of shape (rows, d).
+      table: an array of shape (rows, d).
       ids: the rows to look up, of shape (n,).
-      segment_ids: the bag of each, of shape (n,), from 0 to num_segments - 1; others are dropped.
-      num_segments: how many bags there are.
-      weights: of each row in its bag, of shape (n,); 1 by default.
-      mode: "sum" of weight times row; "mean": that over the sum of weights; "sqrtn": that over the
-        root of the sum of squared weights.
-      padding_idx: a row that enters no bag, and whose gradient is zero.
+      segment_ids: the bag of each id, of shape (n,), from 0 to num_segments - 1. Others are
+        dropped.
+      num_segments: the number of bags.
+      weights: the weight of each id in its bag, of shape (n,); by default 1.
+      mode: "sum" adds weight times row. "mean" divides by the sum of weights, "sqrtn" by the root
+        of the sum of squared weights.
+      padding_idx: a row that no bag contains, so that its gradient is zero.
 
     Returns:
-      An array of shape (num_segments, d); zeros for a bag that is empty.
+      An array of shape (num_segments, d); zeros for an empty bag.
 
     Raises:
-      ConfigError: another mode, or arrays that do not fit.
+      ConfigError: another mode, or shapes that do not match.
 
-    Source: `tf.nn.embedding_lookup_sparse`, whose modes these are; `padding_idx` is
-      torch.nn.EmbeddingBag's.
+    Source: `tf.nn.embedding_lookup_sparse` has these modes; `padding_idx` comes from
+      torch.nn.EmbeddingBag.
 
     Example:
       >>> import jax.numpy as jnp
@@ -58,15 +59,17 @@ def embedding_bag(
     ):
         shapes = ", ".join(str(x.shape) for x in (ids, segment_ids, weights) if x is not None)
         raise ConfigError(
-            f"ids, segment_ids and weights are of one shape (n,); they are of {shapes}"
+            f"ids, segment_ids and weights must have the same shape (n,), they have {shapes}"
         )
-    w = jnp.ones(ids.shape, table.dtype) if weights is None else weights.astype(table.dtype)
+    factors = jnp.ones(ids.shape, table.dtype) if weights is None else weights.astype(table.dtype)
     if padding_idx is not None:
         padding = padding_idx + table.shape[0] * (padding_idx < 0)
-        w = jnp.where(ids == padding, jnp.zeros_like(w), w)
-    total = jax.ops.segment_sum(table[ids] * w[:, None], segment_ids, num_segments)
+        factors = jnp.where(ids == padding, jnp.zeros_like(factors), factors)
+    total = jax.ops.segment_sum(table[ids] * factors[:, None], segment_ids, num_segments)
     if mode == "sum":
         return total
-    of = jax.ops.segment_sum(w if mode == "mean" else w * w, segment_ids, num_segments)
-    by = jnp.where(of == 0, jnp.ones_like(of), of)
-    return total / (by if mode == "mean" else jnp.sqrt(by))[:, None]
+    addends = factors if mode == "mean" else factors * factors
+    weight = jax.ops.segment_sum(addends, segment_ids, num_segments)
+    # an empty bag has the sum 0 and divides by 1
+    divisor = jnp.where(weight == 0, jnp.ones_like(weight), weight)
+    return total / (divisor if mode == "mean" else jnp.sqrt(divisor))[:, None]

@@ -1,11 +1,9 @@
-"""Noise-contrastive estimation: a softmax over many classes, learnt from the label and a few
-classes drawn as noise.
+"""Noise-contrastive estimation: a softmax over many classes, learnt from labels and sampled noise.
 
-    -log s(logit of the label - log(k q(label)))  -  sum over noise of log(1 - s(logit of noise -
-    log(k q(noise))))
+    loss = -log s(l - log(k q(l)))  -  sum over noise n of log(1 - s(n - log(k q(n))))
 
-where s is the sigmoid, k the number of noise classes for each row, and q the distribution that they
-are drawn from.
+where l and n are the logits of the label and of a noise class, and s is the sigmoid. k is the
+number of noise classes for each row, and q the distribution that they are drawn from.
 
 Source: Gutmann and Hyvaerinen, 2010; Mnih and Teh, 2012. The samplers are those of Paddle's `nce`
 (paddle/fluid/operators/math/sampler.cc).
@@ -27,11 +25,11 @@ from dtrans.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class Sampler:
-    """A distribution over classes.
+    """Distribution over classes.
 
     Attributes:
-      draw: classes of a shape, from a key: `draw(key, shape)`.
-      log_probability: the logarithm of the probability of classes, of their shape.
+      draw: a function that draws classes of a shape from a key: `draw(key, shape)`.
+      log_probability: a function from classes to logarithms of their probabilities, elementwise.
     """
 
     draw: Callable[[jax.Array, Sequence[int]], jax.Array]
@@ -39,7 +37,7 @@ class Sampler:
 
 
 def uniform_sampler(classes: int) -> Sampler:
-    """Every class is as likely.
+    """Return a sampler that draws every class with the same probability.
 
     Example:
       >>> import jax, dtrans.nn
@@ -54,22 +52,22 @@ def uniform_sampler(classes: int) -> Sampler:
 
 
 def log_uniform_sampler(classes: int) -> Sampler:
-    """Class i with probability log((i + 2) / (i + 1)) / log(classes + 1): for classes sorted by
-    falling frequency.
+    """Return a sampler for classes sorted by falling frequency.
+
+    Class i has the probability log((i + 2) / (i + 1)) / log(classes + 1).
 
     Example:
       >>> import jax.numpy as jnp, dtrans.nn
-      >>> jnp.exp(dtrans.nn.log_uniform_sampler(9).log_probability(jnp.arange(9))).sum().round(5).item()
+      >>> logs = dtrans.nn.log_uniform_sampler(9).log_probability(jnp.arange(9))
+      >>> jnp.exp(logs).sum().round(5).item()
       1.0
     """
     check_int("classes", classes, "a positive number of classes")
 
     def draw(key: jax.Array, shape: Sequence[int]) -> jax.Array:
-        found = (
-            jnp.exp(jax.random.uniform(key, tuple(shape)) * np.log(classes + 1)).astype(jnp.int32)
-            - 1
-        )
-        return jnp.clip(found, 0, classes - 1)
+        uniform = jax.random.uniform(key, tuple(shape))
+        drawn = jnp.exp(uniform * np.log(classes + 1)).astype(jnp.int32) - 1
+        return jnp.clip(drawn, 0, classes - 1)
 
     return Sampler(
         draw, lambda ids: jnp.log(jnp.log1p(1 / (ids + 1.0))) - np.log(np.log(classes + 1))
@@ -77,36 +75,32 @@ def log_uniform_sampler(classes: int) -> Sampler:
 
 
 def custom_sampler(probabilities: Any) -> Sampler:
-    """Class i with probability proportional to probabilities[i].
+    """Return a sampler that draws class i with probability proportional to probabilities[i].
 
     Raises:
-      ConfigError: no probabilities: negative ones, or none that is positive.
+      ConfigError: an entry is negative, or none is positive.
 
     Example:
       >>> import jax, dtrans.nn
       >>> dtrans.nn.custom_sampler([0.0, 2.0, 0.0]).draw(jax.random.key(0), (2,)).tolist()
       [1, 1]
     """
-    given = np.asarray(probabilities, np.float64)
-    if (
-        given.ndim != 1
-        or not np.all(given >= 0)
-        or not given.sum() > 0
-        or not np.isfinite(given.sum())
-    ):
+    weights = np.asarray(probabilities, np.float64)
+    total = weights.sum()
+    if weights.ndim != 1 or not np.all(weights >= 0) or not 0 < total < np.inf:
         raise ConfigError(
             "probabilities must be a row of numbers, 0 or more, and some of them positive"
         )
-    share = given / given.sum()
+    share = weights / total
     ends = np.cumsum(share)
     last = int(np.flatnonzero(share)[-1])
     logs = np.log(share, out=np.full(share.shape, -np.inf), where=share > 0)
 
     def draw(key: jax.Array, shape: Sequence[int]) -> jax.Array:
-        found = jnp.searchsorted(
-            jnp.asarray(ends, jnp.float32), jax.random.uniform(key, tuple(shape)), side="right"
-        )
-        return jnp.minimum(found, last)
+        uniform = jax.random.uniform(key, tuple(shape))
+        drawn = jnp.searchsorted(jnp.asarray(ends, jnp.float32), uniform, side="right")
+        # the last end may round to less than 1
+        return jnp.minimum(drawn, last)
 
     return Sampler(draw, lambda ids: jnp.asarray(logs)[ids])
 
@@ -119,47 +113,49 @@ def nce_loss(
     noise: jax.Array,
     sampler: Sampler,
 ) -> jax.Array:
-    """The noise-contrastive loss of each row.
+    """Return the noise-contrastive loss of each row.
 
     Args:
-      weight: of shape (classes, d): a row for each class.
-      bias: of shape (classes,) or (classes, 1), or None.
-      x: of shape (rows, d).
+      weight: the weights of each class, of shape (classes, d).
+      bias: an array of shape (classes,) or (classes, 1), or None.
+      x: the inputs, of shape (rows, d).
       labels: the class of each row, of shape (rows,).
       noise: classes drawn from `sampler`: of shape (k,), the same for all rows, or (rows, k).
-      sampler: that noise is drawn from.
+      sampler: the distribution of `noise`.
 
     Returns:
       An array of shape (rows,).
 
     Raises:
-      ConfigError: arrays that do not fit.
+      ConfigError: shapes do not match.
 
     Example:
       >>> import jax, jax.numpy as jnp, dtrans.nn
       >>> sampler = dtrans.nn.uniform_sampler(10)
       >>> noise = sampler.draw(jax.random.key(0), (5,))
-      >>> loss = dtrans.nn.nce_loss(jnp.zeros((10, 3)), None, jnp.ones((2, 3)), jnp.array([1, 4]), noise, sampler)
+      >>> weight, x, labels = jnp.zeros((10, 3)), jnp.ones((2, 3)), jnp.array([1, 4])
+      >>> loss = dtrans.nn.nce_loss(weight, None, x, labels, noise, sampler)
       >>> [round(v, 3) for v in loss.tolist()]
       [5.899, 5.899]
     """
     if x.ndim != 2 or labels.shape != x.shape[:1] or weight.shape[1:] != x.shape[1:]:
         raise ConfigError(
-            f"weight (classes, d), x (rows, d) and labels (rows,) do not fit: {weight.shape}, "
-            f"{x.shape}, {labels.shape}"
+            "weight, x and labels must have the shapes (classes, d), (rows, d) and (rows,), they "
+            f"have {weight.shape}, {x.shape} and {labels.shape}"
         )
     if noise.ndim not in (1, 2) or (noise.ndim == 2 and noise.shape[0] != x.shape[0]):
         raise ConfigError(
-            f"noise is of shape (k,) or (rows, k); it is of {noise.shape}, and x of {x.shape}"
+            f"noise must have the shape (k,) or (rows, k), it has {noise.shape}, and x has "
+            f"{x.shape}"
         )
-    of_label = jnp.sum(weight[labels] * x, -1)
-    of_noise = (
-        x @ weight[noise].T if noise.ndim == 1 else jnp.einsum("bd,bkd->bk", x, weight[noise])
-    )
+    label_logits = jnp.sum(weight[labels] * x, -1)
+    if noise.ndim == 1:
+        noise_logits = x @ weight[noise].T
+    else:
+        noise_logits = jnp.einsum("bd,bkd->bk", x, weight[noise])
     if bias is not None:
         flat = bias if bias.ndim == 1 else bias[:, 0]
-        of_label, of_noise = of_label + flat[labels], of_noise + flat[noise]
+        label_logits, noise_logits = label_logits + flat[labels], noise_logits + flat[noise]
     expected = lambda ids: (sampler.log_probability(ids) + np.log(noise.shape[-1])).astype(x.dtype)
-    return jax.nn.softplus(expected(labels) - of_label) + jnp.sum(
-        jax.nn.softplus(of_noise - expected(noise)), -1
-    )
+    label_loss = jax.nn.softplus(expected(labels) - label_logits)
+    return label_loss + jnp.sum(jax.nn.softplus(noise_logits - expected(noise)), -1)

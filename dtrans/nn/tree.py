@@ -1,12 +1,13 @@
-"""Hierarchical softmax: a class is a leaf of a binary tree, and its probability that of the turns
-on the way to it.
+"""Hierarchical softmax over a binary tree, whose leaves are classes.
+
+The probability of a class is the product of the probabilities of the turns on the path to it.
 
 Each inner node has a row of weights; a turn to the right has the probability sigmoid(w x + b). A
-tree says for each class which nodes are on its way, and which turn it takes there: -1 stands behind
-the end of shorter ways.
+tree lists, for each class, the nodes of the path to it and the turn at each. Shorter paths are
+padded with -1.
 
 Source: Morin and Bengio, 2005. The complete tree is that of Paddle's `hierarchical_sigmoid`
-(paddle/fluid/operators/math/matrix_bit_code.h, `SimpleCode`); a tree of one's own is its
+(paddle/fluid/operators/math/matrix_bit_code.h, `SimpleCode`); a tree that users build has its
 `path_table` and `path_code`.
 """
 
@@ -27,11 +28,12 @@ from dtrans.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ClassTree:
-    """The way to each class.
+    """Binary tree whose leaves are classes.
 
     Attributes:
-      nodes: of shape (classes, depth): the inner nodes on the way, from 0; -1 behind its end.
-      turns: of the same shape: 1 for a turn to the right, 0 to the left.
+      nodes: the inner nodes on the path to each class, of shape (classes, depth): numbers from 0;
+        padded with -1.
+      turns: the turn at each node, of the same shape: 1 to the right, 0 to the left.
     """
 
     nodes: np.ndarray
@@ -40,18 +42,18 @@ class ClassTree:
     def __post_init__(self) -> None:
         if self.nodes.shape != self.turns.shape or self.nodes.ndim != 2:
             raise ConfigError(
-                f"nodes and turns are of shape (classes, depth): {self.nodes.shape}, "
-                f"{self.turns.shape}"
+                "nodes and turns must have the same shape (classes, depth), they have "
+                f"{self.nodes.shape} and {self.turns.shape}"
             )
 
     @property
     def inner(self) -> int:
-        """How many inner nodes it has: rows of weights."""
+        """Number of inner nodes, each with a row of weights."""
         return int(self.nodes.max(initial=-1)) + 1
 
 
 def complete_tree(classes: int) -> ClassTree:
-    """The complete binary tree over classes, as Paddle numbers it.
+    """Return the complete binary tree over classes, numbered as in Paddle.
 
     Example:
       >>> import dtrans.nn
@@ -59,19 +61,19 @@ def complete_tree(classes: int) -> ClassTree:
       [[0, -1], [0, 1], [0, 1]]
     """
     check_int("classes", classes, "a number of classes, 2 or more", least=2)
-    ways = []
+    paths = []
     for label in range(classes):
         code = label + classes
         bits = range(code.bit_length() - 2, -1, -1)
-        ways.append([((code >> (bit + 1)) - 1, code >> bit & 1) for bit in bits])
-    return _tree(ways)
+        paths.append([((code >> (bit + 1)) - 1, code >> bit & 1) for bit in bits])
+    return _tree(paths)
 
 
 def huffman_tree(frequencies: Sequence[float] | np.ndarray) -> ClassTree:
-    """Huffman's tree: frequent classes have short ways.
+    """Return Huffman's tree: frequent classes have short paths.
 
     Args:
-      frequencies: of each class; 0 or more.
+      frequencies: the frequency of each class, 0 or more.
 
     Raises:
       ConfigError: fewer than two classes, or negative frequencies.
@@ -81,66 +83,66 @@ def huffman_tree(frequencies: Sequence[float] | np.ndarray) -> ClassTree:
       >>> (dtrans.nn.huffman_tree([8, 1, 1, 4]).nodes >= 0).sum(1).tolist()
       [1, 3, 3, 2]
     """
-    given = np.asarray(frequencies, np.float64)
-    if given.ndim != 1 or len(given) < 2 or not np.all(given >= 0):
+    weights = np.asarray(frequencies, np.float64)
+    if weights.ndim != 1 or len(weights) < 2 or not np.all(weights >= 0):
         raise ConfigError("frequencies must be a row of two numbers or more, none of them negative")
-    heap = [(f, i) for i, f in enumerate(given.tolist())]
+    heap = [(f, i) for i, f in enumerate(weights.tolist())]
     heapq.heapify(heap)
     parent: dict[int, tuple[int, int]] = {}
-    node = len(given)
+    node = len(weights)
     while len(heap) > 1:
         (a, left), (b, right) = heapq.heappop(heap), heapq.heappop(heap)
         parent[left], parent[right] = (node, 0), (node, 1)
         heapq.heappush(heap, (a + b, node))
         node += 1
-    root, ways = node - 1, []
-    for label in range(len(given)):
-        way, at = [], label
+    root, paths = node - 1, []
+    for label in range(len(weights)):
+        path, at = [], label
         while at in parent:
             at, turn = parent[at]
-            way.append((root - at, turn))  # the root is 0
-        ways.append(way[::-1])
-    return _tree(ways)
+            path.append((root - at, turn))  # the root is 0
+        paths.append(path[::-1])
+    return _tree(paths)
 
 
-def _tree(ways: Sequence[Sequence[tuple[int, int]]]) -> ClassTree:
-    depth = max(map(len, ways))
-    nodes, turns = np.full((len(ways), depth), -1, np.int32), np.zeros((len(ways), depth), np.int32)
-    for i, way in enumerate(ways):
-        nodes[i, : len(way)], turns[i, : len(way)] = zip(*way, strict=True)
+def _tree(paths: Sequence[Sequence[tuple[int, int]]]) -> ClassTree:
+    shape = len(paths), max(map(len, paths))
+    nodes, turns = np.full(shape, -1, np.int32), np.zeros(shape, np.int32)
+    for i, path in enumerate(paths):
+        nodes[i, : len(path)], turns[i, : len(path)] = zip(*path, strict=True)
     return ClassTree(nodes, turns)
 
 
 def hierarchical_sigmoid(
     weight: jax.Array, bias: jax.Array | None, x: jax.Array, labels: jax.Array, tree: ClassTree
 ) -> jax.Array:
-    """The negative log-probability of each row's class.
+    """Return the negative log-probability of each row's class.
 
     Args:
-      weight: of shape (tree.inner, d): a row for each inner node.
-      bias: of shape (tree.inner,) or (tree.inner, 1), or None.
-      x: of shape (rows, d).
-      labels: of shape (rows,).
-      tree: `complete_tree(classes)`, `huffman_tree(frequencies)`, or one's own.
+      weight: the weights of each inner node, of shape (tree.inner, d).
+      bias: an array of shape (tree.inner,) or (tree.inner, 1), or None.
+      x: the inputs, of shape (rows, d).
+      labels: the class of each row, of shape (rows,).
+      tree: `complete_tree(classes)`, `huffman_tree(frequencies)`, or another `ClassTree`.
 
     Returns:
       An array of shape (rows,).
 
     Raises:
-      ConfigError: arrays that do not fit.
+      ConfigError: shapes do not match.
 
     Example:
       >>> import jax.numpy as jnp, dtrans.nn
-      >>> tree = dtrans.nn.complete_tree(4)
-      >>> loss = dtrans.nn.hierarchical_sigmoid(jnp.zeros((3, 2)), None, jnp.ones((1, 2)), jnp.array([2]), tree)
+      >>> tree, weight = dtrans.nn.complete_tree(4), jnp.zeros((3, 2))
+      >>> x, labels = jnp.ones((1, 2)), jnp.array([2])
+      >>> loss = dtrans.nn.hierarchical_sigmoid(weight, None, x, labels, tree)
       >>> round(loss[0].item(), 4)
       1.3863
     """
     if x.ndim != 2 or labels.shape != x.shape[:1] or weight.shape != (tree.inner, x.shape[1]):
         raise ConfigError(
-            f"weight ({tree.inner}, d), x (rows, d) and labels (rows,) do not fit: {weight.shape}, "
-            f"{x.shape}, "
-            f"{labels.shape}"
+            f"weight, x and labels must have the shapes ({tree.inner}, d), (rows, d) and (rows,), "
+            f"they have {weight.shape}, {x.shape} and {labels.shape}"
         )
     nodes, turns = jnp.asarray(tree.nodes)[labels], jnp.asarray(tree.turns)[labels]
     at = jnp.maximum(nodes, 0)

@@ -14,9 +14,9 @@ import inspect
 import math
 from typing import Any
 
-from dtrans.checks import check_known, check_one_of, grouped
+from dtrans.checks import check_known, check_one_of, group_options
 from dtrans.data_parallel.options import Reduce
-from dtrans.errors import ConfigError, options_named
+from dtrans.errors import ConfigError, rename_options
 from dtrans.ir.program import Program
 from dtrans.step.batch_sharing import Batch
 from dtrans.zero.options import LossScaling, Precision, Slicing
@@ -170,7 +170,7 @@ casts its slices; leave it out
         "chains": None if comm_stream_num == 1 else comm_stream_num,
         "num_micro_batch": gradient_merge_acc_step,
     }
-    with options_named(NAMES):
+    with rename_options(NAMES):
         if amp and amp_dtype == "float16":
             scaling = LossScaling(
                 init_loss_scaling, use_dynamic_loss_scaling, incr_ratio, incr_every_n_steps
@@ -178,4 +178,4 @@ casts its slices; leave it out
             flat["precision"] = Precision("fp16", scaling)
         elif amp:
             flat["precision"] = "bf16"
-        return sharding_of(main, startup, **grouped(flat, RECORDS))
+        return sharding_of(main, startup, **group_options(flat, RECORDS))

@@ -18,7 +18,7 @@ from dtrans.data_parallel.plan import CollectivePlan
 from dtrans.data_parallel.startup import joining_startup
 from dtrans.data_parallel.transform import nccl2
 from dtrans.endpoints import parse_endpoints, split_endpoint
-from dtrans.errors import ConfigAssertionError, ConfigError, ConfigTypeError, options_named
+from dtrans.errors import ConfigAssertionError, ConfigError, ConfigTypeError, rename_options
 from dtrans.ir.program import Program
 from dtrans.paddle.config import OPTIONS, DistributeTranspilerConfig
 from dtrans.parameter_server.plan import (
@@ -114,7 +114,7 @@ class DistributeTranspiler:
                 "transpile needs program=dtrans.trace(step, ...) and "
                 "startup_program=dtrans.trace(init, ...)"
             )
-        with options_named(OPTIONS):
+        with rename_options(OPTIONS):
             if self.config.mode != "pserver":
                 self._transpile_collective(
                     trainer_id, program, startup_program, trainers, sync_mode, current_endpoint

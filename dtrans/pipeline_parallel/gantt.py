@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from dtrans.errors import ConfigError, not_installed
+from dtrans.errors import ConfigError, missing_extra
 from dtrans.pipeline_parallel.task import Play, Task, TimedTask
 
 
@@ -169,7 +169,7 @@ def draw(
 
 def _check(path: Path, panels: Sequence[tuple[str, Play]], units: Sequence[str]) -> None:
     if importlib.util.find_spec("matplotlib") is None:
-        raise not_installed("a Gantt chart needs matplotlib", "examples")
+        raise missing_extra("a Gantt chart needs matplotlib", "examples")
     from matplotlib.backend_bases import FigureCanvasBase
 
     kinds = sorted(FigureCanvasBase.filetypes)

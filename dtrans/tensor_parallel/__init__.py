@@ -1,5 +1,4 @@
-"""Tensor parallelism: which parameters of a layer are cut. `dtrans.engine` writes the layer on its
-pieces.
+"""Tensor parallelism: default cuts of a layer's parameters. `dtrans.engine` writes the cut layer.
 
-defaults    which parameters of a layer are cut where the user does not say
+defaults    default cuts of parameters
 """

@@ -1,17 +1,17 @@
-"""Which parameters a split scope cuts, where the user does not say.
+"""Default cuts of the parameters in a split scope.
 
-One pass over the equations, with the cuts that follow from what is decided so far:
+One pass over the equations. Each equation decides from the cuts so far:
 
-    dot_general    a kernel, along its output dimension: columns. Where the other operand is cut along what is summed
-                   over, along that: rows, so that a second layer takes the first one's pieces as
-                   they are. A stack of kernels, one for each expert (a batch dimension), along the
-                   experts
-    convolution    a kernel, along its output features
-    gather         a table of embeddings, along the dimension that is looked up in
-    elementwise    what meets a value that is cut, and has its dimension (a bias), along the same
+    dot_general    A kernel is cut along its output dimension (columns). If the other operand is
+                   cut along the contracted dimension, so is the kernel (rows): a second layer
+                   then reads the shards of the first. A stack of kernels, one for
+                   each expert (a batch dimension), is cut along the experts.
+    convolution    A kernel is cut along its output features.
+    gather         An embedding table is cut along the dimension of the ids.
+    elementwise    An operand with the cut dimension of another operand (a bias) is cut along it.
 
 The first equation that reads a parameter in one of these ways decides. It may read it through
-transposes, conversions of type and added dimensions.
+transposes, type conversions and added dimensions.
 
 Source: EPL's `split` scopes (epl/ops/distributed_dense.py: columns of every dense layer); rows
 after columns are Megatron's (Shoeybi et al., 2019).
@@ -28,7 +28,7 @@ from dtrans.ir.inline import eliminate_dead, inline_calls
 from dtrans.rows.layout import SHARED, RowAxis
 
 
-# a parameter, and which of its dimensions each dimension of a value is
+# a parameter, and the parameter's dimension for each dimension of a value
 Origin = tuple[int, tuple[int | None, ...]]
 
 
@@ -39,18 +39,18 @@ def default_cuts(
     scope: Callable[[JaxprEqn], bool] | None = None,
     cuts: Mapping[int, int] | None = None,
 ) -> dict[int, int]:
-    """The cuts that `split` is given where the user says no more than `dtrans.split(shards)`.
+    """Return the cuts of a split scope without explicit cuts, as `dtrans.split(shards)`.
 
     Args:
       jaxpr: a forward pass, or one with its gradients.
       params: positions of the inputs that may be cut.
-      shards: over how many.
-      scope: whether an equation lies in the split scope; all do by default. Only what is read there
-        is cut.
-      cuts: of other inputs, or of parameters for which the user has decided.
+      shards: the number of shards.
+      scope: a predicate: True if an equation lies in the split scope; by default always. Only
+        parameters read there are cut.
+      cuts: dimensions of other inputs, or of parameters that the user has cut.
 
     Returns:
-      `cuts`, and those of the parameters that are to be cut: position to dimension.
+      `cuts` and the default cuts: position of an input to dimension.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -61,18 +61,22 @@ def default_cuts(
       {0: 1, 1: 0, 2: 0}
     """
     flat = eliminate_dead(inline_calls(jaxpr))
-    found = _Pass(set(params), Shards(shards, ()), scope or (lambda eqn: True), dict(cuts or {}))
+    chooser = _CutChooser(
+        set(params), Shards(shards, ()), scope or (lambda eqn: True), dict(cuts or {})
+    )
     inner = opened(flat)
     for i, v in enumerate(inner.invars):
-        if i in found.cuts:
-            found.layouts[v] = cut_along(found.cuts[i])
-        elif i in found.params:
-            found.origins[v] = (i, tuple(range(v.aval.ndim)))
-    found.over(inner.eqns)
-    return found.cuts
+        if i in chooser.cuts:
+            chooser.layouts[v] = cut_along(chooser.cuts[i])
+        elif i in chooser.params:
+            chooser.origins[v] = (i, tuple(range(v.aval.ndim)))
+    chooser.follow(inner.eqns)
+    return chooser.cuts
 
 
-class _Pass:
+class _CutChooser:
+    """Pass over equations that chooses cuts and follows the layouts that result."""
+
     def __init__(
         self,
         params: set[int],
@@ -91,11 +95,11 @@ class _Pass:
         return SHARED if isinstance(a, Literal) else self.layouts.get(a, SHARED)
 
     def origin(self, a: Atom) -> Origin | None:
-        """Of which parameter a value has the numbers, if nothing is decided about that yet."""
+        """Return the parameter that a value is a view of, unless that is cut already."""
         found = None if isinstance(a, Literal) else self.origins.get(a)
         return None if found is None or found[0] in self.cuts else found
 
-    def over(self, eqns: Iterable[JaxprEqn]) -> None:
+    def follow(self, eqns: Iterable[JaxprEqn]) -> None:
         for eqn in eqns:
             if eqn.primitive.name in REMAT:
                 self._remat(eqn)
@@ -107,7 +111,7 @@ class _Pass:
                 outs = choose(eqn, ins, self.shards).outs
                 self.layouts.update(zip(eqn.outvars, outs, strict=True))
             if _keeps_dimensions(eqn) and (origin := self.origin(eqn.invars[0])):
-                self.origins[eqn.outvars[0]] = (origin[0], _followed(eqn, origin[1]))
+                self.origins[eqn.outvars[0]] = (origin[0], _map_dimensions(eqn, origin[1]))
 
     def _remat(self, eqn: JaxprEqn) -> None:
         flat = opened(inline_calls(*bodies(eqn)))
@@ -115,34 +119,30 @@ class _Pass:
             self.layouts[v] = self.layout(a)
             if origin := self.origin(a):
                 self.origins[v] = origin
-        self.over(flat.eqns)
-        self.layouts.update(
-            (v, self.layout(a)) for v, a in zip(eqn.outvars, flat.outvars, strict=True)
-        )
+        self.follow(flat.eqns)
+        for v, a in zip(eqn.outvars, flat.outvars, strict=True):
+            self.layouts[v] = self.layout(a)
 
     def _decide(self, eqn: JaxprEqn) -> None:
-        """Cut the parameters that an equation reads in a way that tells how."""
+        """Cut the parameters that an equation reads in one of the known ways."""
         for i, a in enumerate(eqn.invars):
             origin = self.origin(a)
             if origin is None:
                 continue
-            axis = _axis(
-                eqn,
-                i,
-                [x if isinstance(x := self.layout(b), RowAxis) else None for b in eqn.invars],
-            )
+            layouts = map(self.layout, eqn.invars)
+            axis = _axis(eqn, i, [x if isinstance(x, RowAxis) else None for x in layouts])
             dim = None if axis is None else origin[1][axis]
             if dim is None:
                 continue
             self.cuts[origin[0]] = dim
-            for v, (pos, dims) in self.origins.items():  # what was made of it already is cut too
+            # earlier views of the parameter are cut too
+            for v, (pos, dims) in self.origins.items():
                 if pos == origin[0] and dim in dims:
                     self.layouts[v] = cut_along(dims.index(dim))
 
 
 def _axis(eqn: JaxprEqn, i: int, cuts: list[RowAxis | None]) -> int | None:
-    """Along which dimension to cut operand `i`, a parameter; None where the equation does not
-    tell."""
+    """Return the dimension to cut of operand `i`, a parameter; None if the equation has no rule."""
     name, shape = eqn.primitive.name, eqn.invars[i].aval.shape
     if name == "dot_general":
         contract, batch = eqn.params["dimension_numbers"]
@@ -150,8 +150,8 @@ def _axis(eqn: JaxprEqn, i: int, cuts: list[RowAxis | None]) -> int | None:
         if batch[i]:
             return int(batch[i][0])
         if other is not None:
-            theirs = contract[1 - i]
-            return int(contract[i][theirs.index(other.axis)]) if other.axis in theirs else None
+            others = contract[1 - i]
+            return int(contract[i][others.index(other.axis)]) if other.axis in others else None
         free = [d for d in range(len(shape)) if d not in contract[i]]
         return free[0] if free else None
     if name == "conv_general_dilated" and i == 1 and eqn.params["feature_group_count"] == 1:
@@ -159,25 +159,27 @@ def _axis(eqn: JaxprEqn, i: int, cuts: list[RowAxis | None]) -> int | None:
         return int(eqn.params["dimension_numbers"].rhs_spec[0]) if features else None
     if name == "gather" and i == 0:
         numbers = eqn.params["dimension_numbers"]
-        looked_up = [d for d in numbers.start_index_map if d in numbers.collapsed_slice_dims]
-        return int(looked_up[0]) if looked_up else None
+        id_dims = [d for d in numbers.start_index_map if d in numbers.collapsed_slice_dims]
+        return int(id_dims[0]) if id_dims else None
     if facts_of(eqn).elementwise:
-        met = [x.axis for x in cuts if x is not None]
-        fits = met and len(shape) > met[0] and shape[met[0]] == eqn.outvars[0].aval.shape[met[0]]
-        return met[0] if fits else None
+        axes = [x.axis for x in cuts if x is not None]
+        if not axes or axes[0] >= len(shape):
+            return None
+        axis = axes[0]
+        return axis if shape[axis] == eqn.outvars[0].aval.shape[axis] else None
     return None
 
 
 def _keeps_dimensions(eqn: JaxprEqn) -> bool:
-    """Return True if the dimensions of an output are those of operand 0, some of size 1 apart."""
+    """Return True if an output has the dimensions of operand 0, apart from some of size 1."""
     return facts_of(eqn).keeps_order(eqn) or eqn.primitive.name in (
         "transpose",
         "convert_element_type",
     )
 
 
-def _followed(eqn: JaxprEqn, dims: tuple[int | None, ...]) -> tuple[int | None, ...]:
-    """Which dimensions of a parameter those of a value are, after a change of shape."""
+def _map_dimensions(eqn: JaxprEqn, dims: tuple[int | None, ...]) -> tuple[int | None, ...]:
+    """Return the parameter's dimension for each dimension of a value after a change of shape."""
     out, name = eqn.outvars[0].aval, eqn.primitive.name
     if name == "transpose":
         return tuple(dims[d] for d in eqn.params["permutation"])
@@ -187,9 +189,10 @@ def _followed(eqn: JaxprEqn, dims: tuple[int | None, ...]) -> tuple[int | None, 
         return tuple(same.get(axis) for axis in range(out.ndim))
     if out.shape != eqn.invars[0].aval.shape:
         old = eqn.invars[0].aval.shape
-        kept = [d for d, n in zip(dims, old, strict=True) if n != 1]
-        if [n for n in old if n != 1] != [n for n in out.shape if n != 1]:
+        old_sizes = [n for n in old if n != 1]
+        new_sizes = [n for n in out.shape if n != 1]
+        if old_sizes != new_sizes:
             return (None,) * out.ndim
-        rest = iter(kept)
+        rest = (d for d, n in zip(dims, old, strict=True) if n != 1)
         return tuple(None if n == 1 else next(rest) for n in out.shape)
     return dims

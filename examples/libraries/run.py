@@ -17,7 +17,7 @@ from rich.console import Console
 
 import dtrans
 from dtrans.checks import did_you_mean
-from dtrans.errors import ConfigError, not_installed
+from dtrans.errors import ConfigError, missing_extra
 from dtrans.plan import Plan
 from examples.compare import difference, virtual_devices
 from examples.libraries import EXAMPLES
@@ -101,7 +101,7 @@ def load(name: str) -> Any:
         )
     for library in ("flax", "equinox", "sklearn"):
         if importlib.util.find_spec(library) is None:
-            raise not_installed(f"the examples need {library}", "libraries")
+            raise missing_extra(f"the examples need {library}", "libraries")
     return importlib.import_module(f"examples.libraries.{name}")
 
 

@@ -98,7 +98,7 @@ def test_only_the_proportions_of_replicas_matter(count, replicas, times, options
             {},
             r"replicas\[1\] is 0; a worker that reads files has at least one replica",
         ),
-        ((F, 2, [1, 1]), {}, r"there is no worker 2: replicas=\[1, 1\] is of 2 workers"),
+        ((F, 2, [1, 1]), {}, r"there is no worker 2: replicas=\[1, 1\] has 2 workers"),
         ((F, -1, [1, 1]), {}, "there is no worker -1"),
         (
             (F, 0, [1]),

@@ -153,7 +153,7 @@ def test_devices_are_taken_as_the_configuration_says(programs: Any) -> None:
         (
             {"communication.clip_after_allreduce": False},
             {},
-            "communication.clip_after_allreduce=False: ",
+            "communication.clip_after_allreduce=False needs clip_local_norm=",
         ),
         (
             {"communication.clip_after_allreduce": True},

@@ -587,8 +587,8 @@ def test_launch_emits(tmp_path: Path) -> None:
     "arguments, message",
     [
         (["--emit", "cloud"], "it is 'cloud'"),
-        (["--output", "x"], "--output is for --emit"),
-        (["--nodes", "1"], "--nodes is for --emit"),
+        (["--output", "x"], "--output needs --emit"),
+        (["--nodes", "1"], "--nodes needs --emit"),
         (
             ["--emit", "jobset", "--nodes", "1"],
             "--nodes is an option of --emit slurm; leave it out",

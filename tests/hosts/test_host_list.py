@@ -35,7 +35,7 @@ def test_a_list_of_hosts() -> None:
         ),
         ("gpu1\ngpu2 slots", r"hosts:2 has 'slots'; the fields"),
         ("gpu1 slots=1 slots=2", r"hosts:1 has 'a field twice'"),
-        ("gpu1 slots=two", r"hosts:1 has 'two' for the number of slots"),
+        ("gpu1 slots=two", r"hosts:1 has 'two' as the number of slots"),
         ("gpu1 slots=0", r"host gpu1 has slots=0; give it 1 or more"),
         ("-oProxyCommand=x", r"'-oProxyCommand=x' is not the name of a host"),
         (
@@ -56,7 +56,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, text: str, message: str) -> 
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("a:x", "--hosts a:x has 'x' for the number of slots"),
+        ("a:x", "--hosts a:x has 'x' as the number of slots"),
         ("a:2,,b", "'' is not the name of a host"),
         ("no/such/file", "there is no file of hosts no/such/file"),
         ("gpu1:2,-x", "'-x' is not the name of a host"),

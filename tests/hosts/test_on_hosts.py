@@ -487,12 +487,12 @@ def test_the_command(
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--rsh", "ssh"], "dtrans: --rsh is an option of --hosts; say so, or leave it out"),
+        (["--rsh", "ssh"], "dtrans: --rsh needs --hosts; add --hosts, or leave --rsh out"),
         (
             ["--hosts", "a", "--on", "ray"],
             "dtrans: --hosts and --on ray are two ways to reach other hosts",
         ),
-        (["--hosts", "a:x"], "dtrans: --hosts a:x has 'x' for the number of slots"),
+        (["--hosts", "a:x"], "dtrans: --hosts a:x has 'x' as the number of slots"),
         (["--hosts", "no/file"], "dtrans: there is no file of hosts no/file"),
     ],
 )

@@ -78,7 +78,9 @@ def test_a_row_of_padding_has_no_gradient() -> None:
 
 
 def test_bags_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"of one shape \(n,\); they are of \(3,\), \(2,\)"):
+    with pytest.raises(
+        ConfigError, match=r"must have the same shape \(n,\), they have \(3,\), \(2,\)"
+    ):
         nn.embedding_bag(jnp.ones((V, D)), jnp.zeros(3, int), jnp.zeros(2, int), 1)
     with pytest.raises(ConfigError, match="mode"):
         nn.embedding_bag(jnp.ones((V, D)), jnp.zeros(3, int), jnp.zeros(3, int), 1, mode="max")  # type: ignore[arg-type]
@@ -123,9 +125,9 @@ def test_samplers_and_noise_that_do_not_fit_are_refused() -> None:
         with pytest.raises(ConfigError, match="probabilities must be"):
             nn.custom_sampler(wrong)
     sampler, x = SAMPLERS["uniform"], jnp.ones((B, D))
-    with pytest.raises(ConfigError, match="noise is of shape"):
+    with pytest.raises(ConfigError, match="noise must have the shape"):
         nn.nce_loss(jnp.ones((V, D)), None, x, jnp.zeros(B, int), jnp.zeros((2, 3), int), sampler)
-    with pytest.raises(ConfigError, match="do not fit"):
+    with pytest.raises(ConfigError, match="must have the shapes"):
         nn.nce_loss(jnp.ones((V, D)), None, x, jnp.zeros(2, int), jnp.zeros(3, int), sampler)
 
 
@@ -182,7 +184,7 @@ def test_trees_that_are_none_are_refused() -> None:
     for wrong in ([1.0], [-1.0, 2.0], [[1.0, 2.0]]):
         with pytest.raises(ConfigError, match="frequencies must be"):
             nn.huffman_tree(wrong)
-    with pytest.raises(ConfigError, match="do not fit"):
+    with pytest.raises(ConfigError, match="must have the shapes"):
         nn.hierarchical_sigmoid(
             jnp.ones((4, D)), None, jnp.ones((2, D)), jnp.zeros(2, int), nn.complete_tree(4)
         )

@@ -339,7 +339,7 @@ def test_an_endpoint_that_is_listed_twice_is_refused(programs: Any) -> None:
         transpiled(programs, pservers=f"{EPS},{FIRST}")
     assert (
         str(caught.value)
-        == f"the endpoint {FIRST} is listed 2 times; each pserver needs one of its own"
+        == f"the endpoint {FIRST} is listed 2 times; each pserver needs another one"
     )
 
 
@@ -366,8 +366,7 @@ def test_something_that_is_not_an_endpoint_is_refused(programs: Any, bad: str) -
 def test_no_endpoints_at_all_are_refused(programs: Any, none: str) -> None:
     with pytest.raises(
         ConfigError,
-        match="^no pserver endpoints were given: write e.g. "
-        "pservers='127.0.0.1:6174,127.0.0.1:6175'$",
+        match="^pservers has no endpoints; write e.g. pservers='127.0.0.1:6174,127.0.0.1:6175'$",
     ):
         transpiled(programs, pservers=none)
 
@@ -681,7 +680,7 @@ def refusal(programs: Any, config: dict[str, Any], options: dict[str, Any]) -> C
      "trainers must be a number in pserver mode, it is 'a,b'; a list of endpoints belongs to "
 "mode='nccl2'"),
     ({}, {"pservers": f"{FIRST},{FIRST}"}, ValueError,
-     f"the endpoint {FIRST} is listed 2 times; each pserver needs one of its own"),
+     f"the endpoint {FIRST} is listed 2 times; each pserver needs another one"),
     ({}, {"seed": -1}, ValueError, "seed must be an integer from 0 to 2**32 - 1, it is -1"),
     ({}, {"seed": 2**32}, ValueError, "seed must be an integer from 0 to 2**32 - 1, it is "
 f"{2**32}"),
@@ -887,9 +886,9 @@ def test_nccl2_trainers_must_be_endpoints(programs: Any, trainers: Any) -> None:
         ),
         (
             {"trainers": f"{EPS},{FIRST}"},
-            f"the endpoint {FIRST} is listed 2 times; each trainer needs one of its own",
+            f"the endpoint {FIRST} is listed 2 times; each trainer needs another one",
         ),
-        ({"trainers": ""}, f"no trainer endpoints were given: write e.g. trainers='{EPS}'"),
+        ({"trainers": ""}, f"trainers has no endpoints; write e.g. trainers='{EPS}'"),
         ({"trainers": "a"}, "'a' is not an endpoint: write host:port, e.g. 127.0.0.1:6174"),
         (
             {"sync_mode": False},

@@ -697,10 +697,10 @@ class TooFew(dtrans.RoundRobin):
     [
         (
             {"pservers": "a:1,a:1"},
-            "the endpoint a:1 is listed 2 times; each pserver needs one of its own",
+            "the endpoint a:1 is listed 2 times; each pserver needs another one",
         ),
-        ({"pservers": ""}, "no pserver endpoints were given"),
-        ({"pservers": ()}, "no pserver endpoints were given"),
+        ({"pservers": ""}, "pservers has no endpoints"),
+        ({"pservers": ()}, "pservers has no endpoints"),
         ({"pservers": "127.0.0.1"}, "'127.0.0.1' is not an endpoint: write host:port"),
         ({"pservers": "a:0"}, "'a:0' is not an endpoint"),
         ({"pservers": "a:65536"}, "'a:65536' is not an endpoint"),

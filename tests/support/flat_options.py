@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import dtrans
-from dtrans.checks import grouped
+from dtrans.checks import group_options
 
 
 SHARED = {"reduce": dtrans.Reduce(), "batch": dtrans.Batch()}
@@ -24,7 +24,7 @@ OF_PIPELINE = SHARED | {"stages": dtrans.Stages(), "memory": dtrans.StageMemory(
 def _grouped(options: dict[str, Any], records: dict[str, Any]) -> dict[str, Any]:
     if {"example_count", "merge"} & options.keys() or isinstance(options.get("reduce"), str):
         options = {"kind": "local", **options}
-    return grouped(options, records)
+    return group_options(options, records)
 
 
 def nccl2(main: Any, startup: Any, **options: Any) -> Any:

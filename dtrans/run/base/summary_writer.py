@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from dtrans.errors import ConfigError, not_installed
+from dtrans.errors import ConfigError, missing_extra
 from dtrans.step.summary import AUDIO, HISTOGRAM, IMAGE, SCALAR, TEXT, Summary, require
 
 
@@ -47,7 +47,7 @@ class SummaryWriter:
         try:
             import tensorboardX
         except ImportError as e:
-            raise not_installed("summaries are written with tensorboardX", "summary") from e
+            raise missing_extra("summaries are written with tensorboardX", "summary") from e
         # names of files go by the second
         self._writer = tensorboardX.SummaryWriter(
             os.fspath(logdir), filename_suffix=f".{os.getpid()}.{next(_files)}"

@@ -21,7 +21,7 @@ from typing import Any
 
 import zmq
 
-from dtrans.endpoints import is_loopback, resolved, split_endpoint
+from dtrans.endpoints import is_loopback, resolve_host, split_endpoint
 from dtrans.errors import ConfigError
 from dtrans.run.distributed.membership import Membership
 from dtrans.run.net.keys import Keys
@@ -130,10 +130,10 @@ def reached_here(endpoint: str, endpoints: Sequence[str]) -> str:
       '127.0.0.1:6174'
     """
     host, port = split_endpoint(endpoint)
-    address = resolved(host)
+    address = resolve_host(host)
     if not is_loopback(address):
         return endpoint
-    elsewhere = [e for e in endpoints if not is_loopback(resolved(split_endpoint(e)[0]))]
+    elsewhere = [e for e in endpoints if not is_loopback(resolve_host(split_endpoint(e)[0]))]
     if not elsewhere:
         return endpoint
     if not is_loopback(host):

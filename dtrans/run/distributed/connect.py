@@ -43,7 +43,7 @@ import numpy as np
 from dtrans._jax import backends_started, detected_coordinator, has_coordinator_mtls
 from dtrans.checkpoint.runs import new_run
 from dtrans.checks import check_number, check_one_of
-from dtrans.endpoints import is_loopback, resolved, split_endpoint
+from dtrans.endpoints import is_loopback, resolve_host, split_endpoint
 from dtrans.errors import ConfigError
 from dtrans.run.distributed import elastic, watch
 from dtrans.run.distributed.address import reached_here
@@ -280,7 +280,7 @@ def bind_address(coordinator: str) -> str:
     if not coordinator:
         return ""
     host, port = split_endpoint(coordinator)
-    address = resolved(host)
+    address = resolve_host(host)
     if not address or (is_loopback(address) and not is_loopback(host)):
         return ""
     try:

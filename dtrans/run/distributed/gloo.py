@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 from dtrans._jax import backends_started, coordinator, job_size, let_gloo_bind
-from dtrans.endpoints import is_loopback, resolved, split_endpoint
+from dtrans.endpoints import is_loopback, resolve_host, split_endpoint
 from dtrans.errors import ConfigError
 from dtrans.run.distributed.address import reached_here, route_to_coordinator, this_host
 from dtrans.run.distributed.board import told
@@ -44,13 +44,13 @@ def bind_gloo(endpoints: Sequence[str], deadline: float) -> None:
     if count == 1 or config.jax_cpu_collectives_implementation != "gloo":
         return
     if endpoints:
-        found = resolved(split_endpoint(reached_here(endpoints[me], endpoints))[0])
+        found = resolve_host(split_endpoint(reached_here(endpoints[me], endpoints))[0])
         spread = not is_loopback(found)
     else:
         members = Membership(me, tuple(range(count)), deadline=deadline)
         hosts = told(members, "gloo/hosts", this_host(), MISSED)
         known = told(
-            members, "gloo/coordinator", resolved(split_endpoint(coordinator())[0]), MISSED
+            members, "gloo/coordinator", resolve_host(split_endpoint(coordinator())[0]), MISSED
         )
         spread = len({*hosts.values()}) > 1
         found = (
@@ -92,7 +92,7 @@ def check_own_name(me: int) -> None:
     """Raise ConfigError where this host's own name, by which Gloo is reached, resolves to loopback
     or to nothing."""
     name = socket.gethostname()
-    address = resolved(name)
+    address = resolve_host(name)
     if address and not is_loopback(address):
         return
     raise ConfigError(

@@ -16,7 +16,7 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 
-from dtrans.endpoints import host_slots, parse_endpoints
+from dtrans.endpoints import parse_endpoints, parse_host_slots
 from dtrans.errors import ConfigError
 
 
@@ -320,7 +320,7 @@ def _endpoints(env: Mapping[str, str], world: _World, count: int, started: str) 
     hosts = list(world.hosts)
     if env.get("DTRANS_HOSTS"):
         hosts = []
-        for host, slots in host_slots(env["DTRANS_HOSTS"], "DTRANS_HOSTS"):
+        for host, slots in parse_host_slots(env["DTRANS_HOSTS"], "DTRANS_HOSTS"):
             hosts += [host] * (1 if slots is None else slots)
         if len(hosts) != world.size:
             raise ConfigError(

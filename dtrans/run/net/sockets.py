@@ -21,7 +21,7 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from dtrans.endpoints import is_loopback, resolved, split_endpoint
+from dtrans.endpoints import is_loopback, resolve_host, split_endpoint
 from dtrans.errors import ConfigError
 from dtrans.protocol import token, wire
 from dtrans.run.net.keys import Keys
@@ -65,7 +65,7 @@ def bound_address(endpoint: str) -> str:
       ('tcp://10.0.0.2:6174', 'tcp://127.0.0.1:6174')
     """
     host, port = split_endpoint(endpoint)
-    is_own_name = not is_loopback(host) and is_loopback(resolved(host))
+    is_own_name = not is_loopback(host) and is_loopback(resolve_host(host))
     return f"tcp://*:{port}" if is_own_name else tcp_address(endpoint)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from dtrans.endpoints import split_endpoint
-from dtrans.errors import ConfigError, not_installed
+from dtrans.errors import ConfigError, missing_extra
 from dtrans.protocol.job_status import STATES
 from dtrans.run.status.job_view import merge_trainers
 from dtrans.run.status.observer import Answer, JobObserver
@@ -158,7 +158,7 @@ def serve_metrics(observer: JobObserver, where: str) -> tuple[Any, str]:
     try:
         from prometheus_client import CollectorRegistry, start_http_server
     except ImportError as e:
-        raise not_installed("--prometheus needs prometheus-client", "prometheus") from e
+        raise missing_extra("--prometheus needs prometheus-client", "prometheus") from e
     host, port = (LOOPBACK, int(where)) if where.isdigit() else split_endpoint(where)
     registry = CollectorRegistry()
     registry.register(JobCollector(observer))

@@ -76,7 +76,7 @@ DEBIAN = {"node1": "127.0.1.1", "node2": "10.0.0.2"}  # as node1 resolves names
 
 
 def resolving(monkeypatch: pytest.MonkeyPatch, names: dict[str, str]) -> None:
-    monkeypatch.setattr(address, "resolved", lambda host: names.get(host, host))
+    monkeypatch.setattr(address, "resolve_host", lambda host: names.get(host, host))
 
 
 def test_a_name_that_is_loopback_on_its_own_host_stands_for_the_way_to_others(

@@ -101,7 +101,7 @@ def test_a_stranger_without_a_certificate_is_not_let_in(tmp_path: Path) -> None:
 def test_the_address_that_a_coordinator_binds(
     monkeypatch: pytest.MonkeyPatch, coordinator: str, resolves: str, bound: str
 ) -> None:
-    monkeypatch.setattr(connect_module, "resolved", lambda host: resolves)
+    monkeypatch.setattr(connect_module, "resolve_host", lambda host: resolves)
     assert bind_address(coordinator) == bound
 
 

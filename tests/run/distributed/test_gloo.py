@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from trainer_processes import started
 
-from dtrans.endpoints import resolved
+from dtrans.endpoints import resolve_host
 from dtrans.errors import ConfigError
 from dtrans.run.distributed import gloo
 from dtrans.run.distributed.gloo import check_own_name, reachable
@@ -48,7 +48,7 @@ def test_the_route_to_the_coordinator_is_taken() -> None:
 
 
 def resolving(monkeypatch: pytest.MonkeyPatch, names: dict[str, str]) -> None:
-    monkeypatch.setattr(gloo, "resolved", lambda host: names.get(host, host))
+    monkeypatch.setattr(gloo, "resolve_host", lambda host: names.get(host, host))
 
 
 def test_a_host_that_does_not_know_itself_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,8 +64,8 @@ def test_a_host_that_does_not_know_itself_is_named(monkeypatch: pytest.MonkeyPat
 
 
 def test_what_a_name_resolves_to() -> None:
-    assert resolved("127.0.0.1") == "127.0.0.1"
-    assert resolved("nowhere.invalid") == ""
+    assert resolve_host("127.0.0.1") == "127.0.0.1"
+    assert resolve_host("nowhere.invalid") == ""
 
 
 def may_rename() -> bool:
