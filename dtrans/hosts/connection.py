@@ -1,7 +1,7 @@
-"""Commands that run something on another host: `ssh`, or what the user says instead.
+"""Commands that run another one on a host: `ssh`, or the user's `--rsh`.
 
-A remote shell reads what ssh is given, and none reads what `ip netns exec` is given. So words are
-refused that a shell would change: one command then serves both.
+A remote shell parses the words that ssh passes on; `ip netns exec` passes them unchanged. Words
+that a shell would change are refused, so that one command serves both.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from dtrans.hosts.host_list import HostEntry
 
 
 CONNECT = 10  # seconds that ssh may take for a connection
-# ssh takes the first value that it is given for an option: the user's stand before these
+# ssh uses the first value of an option, so the user's options precede these
 SSH = (
-    *("-o", "BatchMode=yes"),  # nobody is there to type a password
+    *("-o", "BatchMode=yes"),  # no prompt for a password: a launcher has no terminal
     *("-o", f"ConnectTimeout={CONNECT}"),
     *("-o", "LogLevel=ERROR"),
-    # a host that is gone is known after 20 s, before roles lose patience with one another
+    # 20 s until a lost host is noticed: less than the deadlines of the other roles
     *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=4"),
     "-T",
 )
@@ -51,9 +51,8 @@ def connection(rsh: str, host: HostEntry, command: Sequence[str]) -> list[str]:
     odd = [word for word in command if not re.fullmatch(r"[\w@%+=:,./-]+", word)]
     if odd:
         raise ConfigError(
-            f"{odd[0]!r} cannot be passed to host {host.name}, whose shell would read it "
-            "otherwise; give a path "
-            "without spaces and signs, with --python or in PYTHONPATH"
+            f"{odd[0]!r} cannot be passed to host {host.name}, whose shell would change it; give a "
+            "path without spaces and signs, with --python or in PYTHONPATH"
         )
     options = SSH if os.path.basename(words[0]) == "ssh" else ()
     return [*words, *options, host.name, *command]

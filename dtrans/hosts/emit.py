@@ -1,5 +1,7 @@
-"""A job as text for what starts it: `dtrans launch --emit NAME`. Each emitter is a pure function of
-a role table."""
+"""Emitters of jobs as text for a scheduler: `dtrans launch --emit NAME`.
+
+Each emitter is a pure function of a role table.
+"""
 
 from __future__ import annotations
 
@@ -17,4 +19,4 @@ EMITTERS: dict[str, Callable[..., str]] = {
     "jobset": emit_jobset,
     "torchx": emit_torchx,
 }
-IN_IMAGE = ("jobset", "torchx")  # the interpreter is the image's own, not this one
+IN_IMAGE = ("jobset", "torchx")  # roles run the interpreter of a container image, not this one

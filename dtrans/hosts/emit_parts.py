@@ -27,7 +27,7 @@ class EmitParts:
       servers, trainers: how many there are.
       variable: the variable that lists all endpoints.
       observed: trainer 0 of collectives answers `dtrans status`, one port above all endpoints.
-      cores: processors for each role; None where nobody said.
+      cores: processors for each role; None if unknown.
     """
 
     name: str
@@ -48,7 +48,7 @@ def parts_of(table: RoleTable) -> EmitParts:
     """
     found = set()
     for entry in table:
-        found.add((entry.argv, tuple(sorted(entry.own_environment.items())), entry.cores))
+        found.add((entry.argv, tuple(sorted(entry.user_environment.items())), entry.cores))
     if len(found) > 1:
         raise ConfigError(
             f"the {table.title} differ in command, variables or cores; "
@@ -58,16 +58,16 @@ def parts_of(table: RoleTable) -> EmitParts:
     if not argv:
         raise ConfigError(f"the {table.title} have no command; give role_table(command=...)")
     servers = len(table.of(PSERVER))
-    first, given = table.entries[0].role, dict(environment)
-    answers = bool(observer_endpoint(first.trainer_endpoints)) and given.get(LOSS) != "drop"
+    first, variables = table.entries[0].role, dict(environment)
+    answers = bool(observer_endpoint(first.trainer_endpoints)) and variables.get(LOSS) != "drop"
     return EmitParts(
         _name(argv),
         argv,
-        given,
+        variables,
         servers,
         len(table) - servers,
         "DTRANS_PSERVER_ENDPOINTS" if servers else "DTRANS_TRAINER_ENDPOINTS",
-        answers and STATUS not in given,
+        answers and STATUS not in variables,
         cores,
     )
 

@@ -52,7 +52,7 @@ exec "$@"
 '
 """
 
-_OWN = "export DTRANS_CURRENT_ENDPOINT=$node:$port"
+_ENDPOINT = "export DTRANS_CURRENT_ENDPOINT=$node:$port"
 _ID = "export DTRANS_TRAINER_ID=$index"
 
 # Slurm appends the command to each line; it does not read quotes or % in what it appends
@@ -119,9 +119,9 @@ def _node_for_each(table: RoleTable, parts: EmitParts) -> str:
 
     # the variables that differ
     if parts.servers:
-        body = f"if [ $DTRANS_ROLE = pserver ]; then {_OWN}; else {_ID}; fi"
+        body = f"if [ $DTRANS_ROLE = pserver ]; then {_ENDPOINT}; else {_ID}; fi"
     else:
-        body = f"{_OWN}\n{_ID}"
+        body = f"{_ENDPOINT}\n{_ID}"
     lines += _TASK.replace("BODY", body).splitlines()
     command = shlex.join(parts.argv)
     start = lambda kind: f'{_cores(parts)} bash -c "$task" dtrans {kind} {command}'

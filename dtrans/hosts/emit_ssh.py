@@ -103,8 +103,8 @@ def emit_ssh(table: RoleTable) -> str:
       table: of `role_table` or `plan.roles`, with a command.
     """
     parts = parts_of(table)
-    own = [f"{k}={shlex.quote(v)}" for k, v in parts.environment.items()]
-    own += ["DTRANS_ALLOW_REMOTE=1", f"DTRANS_TRAINERS={parts.trainers}"]
+    shared = [f"{k}={shlex.quote(v)}" for k, v in parts.environment.items()]
+    shared += ["DTRANS_ALLOW_REMOTE=1", f"DTRANS_TRAINERS={parts.trainers}"]
     trainer = lambda index, more: (
         f'start "trainer {index}" "$host" "$shared" DTRANS_ROLE=trainer '
         f'"DTRANS_TRAINER_ID={index}"{more}'
@@ -141,7 +141,7 @@ def emit_ssh(table: RoleTable) -> str:
         port=PORT,
         remote=shlex.quote(_REMOTE),
         command=shlex.quote(shlex.join(parts.argv)),
-        shared=f'{shlex.quote(" ".join(own))}" {listed}"',
+        shared=f'{shlex.quote(" ".join(shared))}" {listed}"',
         observers="".join(f"{line}\n" for line in observers),
         choose="\n".join(f"  {line}" for line in choose),
     )

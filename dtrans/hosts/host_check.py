@@ -1,7 +1,7 @@
-"""Hosts before a job starts: all are asked at once for their versions, their cores and free ports.
+"""Checks of hosts before a job starts: all answer at once with versions, cores and free ports.
 
-A job of unlike versions of JAX or dtrans would fail later, and less clearly. A host that cannot
-take part is refused with all others that cannot, so that a user mends them in one go.
+A job with different versions of JAX or dtrans would fail later, and less clearly. One error names
+all hosts that cannot take part, so that users can mend them together.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dtrans.hosts.host_list import HostEntry
 
 
 LIMIT = 60.0  # seconds for a host to answer; it imports JAX meanwhile
-NO_COMMAND = (126, 127)  # how a shell, and ssh after it, ends where the command cannot be run
+NO_COMMAND = (126, 127)  # exit codes of a shell, and of ssh, for a command that cannot be run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ class FoundHost:
         return f"[{self.address}]:{port}" if ":" in self.address else f"{self.address}:{port}"
 
 
-def look_at(
+def check_hosts(
     hosts: Sequence[HostEntry],
     rsh: str,
     python: str,
@@ -62,16 +62,20 @@ def look_at(
     ports: int,
     limit: float = LIMIT,
 ) -> list[FoundHost]:
-    """Ask all hosts at once, and return what each is.
+    """Check all hosts at once, and return their answers.
 
     Args:
+      hosts: the hosts.
+      rsh: the command that runs another one on a host.
       python: the interpreter on hosts that name none.
-      script: a path that has to be on every host; empty for none. So has the working directory.
-      ports: how many free ports each host chooses.
+      script: a path that every host must have, as it must have the working directory; empty for
+        none.
+      ports: the number of free ports that each host chooses.
+      limit: the seconds until an answer.
 
     Raises:
-      LaunchError: hosts that cannot be reached, or cannot take part; the message has each with the
-        reason.
+      LaunchError: hosts that cannot be reached or cannot take part; the message has the reason for
+        each.
     """
     asked = []
     try:
@@ -107,11 +111,11 @@ def _unreachable(found: FoundHost) -> str:
 
 
 class _Question:
-    """One host that is asked: a process that is to answer with a line of JSON."""
+    """Request to one host: a process that answers with a line of JSON."""
 
     def __init__(self, host: HostEntry, rsh: str, python: str, script: str, ports: int) -> None:
         self.host, self.rsh, self.python = host, rsh, python
-        # ssh passes no environment on, and Python has to find dtrans before it can read an order
+        # ssh does not pass on the environment, and Python must find dtrans before it reads an order
         path = [os.path.abspath(p) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
         found = ["env", f"PYTHONPATH={os.pathsep.join(path)}"] if path else []
         command = connection(rsh, host, [*found, python, "-m", remote_agent.__name__])
@@ -138,7 +142,7 @@ class _Question:
             "script": script and os.path.abspath(script),
         }
         assert self.process.stdin is not None
-        # it has ended where it does not read; its exit status says why
+        # a process that has ended does not read; its exit status has the reason
         with contextlib.suppress(BrokenPipeError), self.process.stdin as stdin:
             stdin.write(json.dumps(order).encode() + b"\n")
         self.process.stdin = None
@@ -154,12 +158,12 @@ class _Question:
         """Return what the host is, or why it cannot take part."""
         name = self.host.name
         lines = self.out.decode(errors="replace").splitlines()
-        said = self.err.decode(errors="replace").strip()
+        errors = self.err.decode(errors="replace").strip()
         answers = [line.removeprefix(self.mark) for line in lines if line.startswith(self.mark)]
         if not answers:
             if self.process.returncode is None:
                 return f"host {name} did not answer within {limit:g} s"
-            last = said.splitlines()[-1] if said else "it said nothing"
+            last = errors.splitlines()[-1] if errors else "it said nothing"
             if "No module named" in last:
                 return (
                     f"host {name} cannot run dtrans with {self.python}: {last}; install it "
@@ -179,11 +183,11 @@ class _Question:
         return self._checked(json.loads(answers[-1]))
 
     def _checked(self, found: dict[str, Any]) -> FoundHost | str:
-        name, own = self.host.name, remote_agent.versions()
+        name, local = self.host.name, remote_agent.versions()
         other = [
-            f"{n} {found['versions'].get(n)} (here {own[n]})"
-            for n in own
-            if found["versions"].get(n) != own[n]
+            f"{n} {found['versions'].get(n)} (here {local[n]})"
+            for n in local
+            if found["versions"].get(n) != local[n]
         ]
         if other:
             return (
@@ -193,14 +197,13 @@ class _Question:
         if found["missing"]:
             return (
                 f"host {name} has no {found['missing'][0]}: the working directory and the script "
-                "have to be at the "
-                "same path on every host; copy them there, or use a folder that the hosts share"
+                "have to be at the same path on every host; copy them there, or use a folder that "
+                "the hosts share"
             )
         if "unbound" in found and found["address"]:
             return (
                 f"host {name} cannot listen at {found['address']}: {found['unbound']}; write "
-                f"`{name} address=A` in the "
-                "file of hosts, with an address of this host"
+                f"`{name} address=A` in the file of hosts, with an address of this host"
             )
         ports = tuple(found["ports"])
         return FoundHost(

@@ -63,21 +63,21 @@ class HostEntry:
             )
 
 
-def read_hosts(given: str | Path) -> tuple[HostEntry, ...]:
-    """Return the hosts that a file has, or a list such as `gpu1:2,gpu2:2`.
+def read_hosts(source: str | Path) -> tuple[HostEntry, ...]:
+    """Read the hosts in a file, or in a list such as `gpu1:2,gpu2:2`.
 
     Raises:
-      ConfigError: a line that cannot be read, a host that comes twice, or no host at all.
+      ConfigError: a line cannot be read, a host is listed twice, or there is none.
     """
-    path = Path(given)
+    path = Path(source)
     if path.is_file():
         hosts = tuple(_from_file(path))
-    elif "/" in str(given) or isinstance(given, Path):
-        raise ConfigError(f"there is no file of hosts {given}")
+    elif "/" in str(source) or isinstance(source, Path):
+        raise ConfigError(f"there is no file of hosts {source}")
     else:
-        hosts = tuple(_from_list(given))
+        hosts = tuple(_from_list(source))
     if not hosts:
-        raise ConfigError(f"{given} names no host; {EXAMPLE}")
+        raise ConfigError(f"{source} names no host; {EXAMPLE}")
     names = [host.name for host in hosts]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -94,15 +94,16 @@ def _from_file(path: Path) -> list[HostEntry]:
         words = line.partition("#")[0].split()
         if not words:
             continue
-        given = dict(word.partition("=")[::2] for word in words[1:])
-        odd = [name for name, value in given.items() if name not in FIELDS or not value]
-        if odd or len(given) < len(words) - 1:
+        fields = dict(word.partition("=")[::2] for word in words[1:])
+        odd = [name for name, value in fields.items() if name not in FIELDS or not value]
+        if odd or len(fields) < len(words) - 1:
             wrong = odd[0] if odd else "a field twice"
             raise ConfigError(
                 f"{path}:{number} has {wrong!r}; the fields are {', '.join(FIELDS)}: {EXAMPLE}"
             )
-        slots = _number(f"{path}:{number}", given["slots"]) if "slots" in given else None
-        hosts.append(HostEntry(words[0], slots, given.get("address", ""), given.get("python", "")))
+        slots = _number(f"{path}:{number}", fields["slots"]) if "slots" in fields else None
+        address, python = fields.get("address", ""), fields.get("python", "")
+        hosts.append(HostEntry(words[0], slots, address, python))
     return hosts
 
 

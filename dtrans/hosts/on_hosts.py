@@ -16,7 +16,7 @@ from typing import Any
 
 from dtrans.endpoints import is_loopback
 from dtrans.hosts.connection import connection
-from dtrans.hosts.host_check import FoundHost, look_at
+from dtrans.hosts.host_check import FoundHost, check_hosts
 from dtrans.hosts.host_list import HostEntry
 from dtrans.hosts.remote_child import RemoteChild
 from dtrans.hosts.role_states import RoleStates
@@ -115,7 +115,7 @@ class SeveralHosts(Site):
         if idle:
             say(f"no role is placed on {', '.join(idle)}, and nothing is asked there")
         needed = max(counts.values()) + 1  # one for observers of collectives
-        answers = look_at(used, self._rsh, self._python, script=self._script, ports=needed)
+        answers = check_hosts(used, self._rsh, self._python, script=self._script, ports=needed)
         found = {f.host.name: f for f in answers}
         for name, at in found.items():
             if counts[name] > at.cores:
@@ -135,14 +135,13 @@ class SeveralHosts(Site):
         return at.endpoint(next(self._ports[at.host.name]))
 
     def variables(self, role: Role) -> dict[str, str]:
-        """Return what lets roles meet over the network, and which device of its host a trainer
-        has."""
-        own = self._places[role.name]
-        remote = {} if is_loopback(own.address) else {ALLOW_REMOTE: "1"}
+        """Return variables of remote connections, and of a trainer's device on its host."""
+        host = self._places[role.name]
+        remote = {} if is_loopback(host.address) else {ALLOW_REMOTE: "1"}
         if role.mode != "nccl2":
             return remote
-        there = [name for name, other in self._places.items() if other is own]
-        return remote | jax_variables(there.index(role.name))
+        neighbours = [name for name, other in self._places.items() if other is host]
+        return remote | jax_variables(neighbours.index(role.name))
 
     def start(
         self,
@@ -156,8 +155,8 @@ class SeveralHosts(Site):
     ) -> Child:
         """Start a role on its host."""
         at = self._places[role.name]
-        name, beside = at.host.name, self._children[at.host.name]
-        unsettled = [child for child in beside if not child.settled.is_set()]
+        name, children = at.host.name, self._children[at.host.name]
+        unsettled = [child for child in children if not child.settled.is_set()]
         if len(unsettled) >= AT_ONCE:
             unsettled[0].settled.wait()
         program = at.python if command[0] == sys.executable else command[0]
@@ -170,31 +169,30 @@ class SeveralHosts(Site):
         child = RemoteChild(
             role, name, agent, order, events, emit, self._running, inherit_stdout=inherit_stdout
         )
-        beside.append(child)
+        children.append(child)
         return child
 
     def ended(self, child: Child, *, stopped: bool) -> None:
-        """Show that a role has ended."""
-        state = "stopped" if stopped else f"failed with {child.how()}" if child.code else "ended"
-        self._states.change(child.role.name, state)
+        """Update the states that the user sees: a role has ended."""
+        failed = f"failed with {child.how()}" if child.code else "ended"
+        self._states.change(child.role.name, "stopped" if stopped else failed)
 
     def _running(self, child: RemoteChild) -> None:
         self._states.change(child.role.name, "running", child.remote_pid)
 
     def _environment(self, env: Mapping[str, str]) -> dict[str, str]:
-        """Return the variables that a role gets beside those of its host."""
-        told = {
+        """Return the variables that a role gets in addition to those of its host."""
+        carried = {
             k: v
             for k, v in env.items()
             if os.environ.get(k) != v or k.startswith(CARRIED) or k in self._carried
         }
         path = [os.path.abspath(p) for p in env.get("PYTHONPATH", "").split(os.pathsep) if p]
-        return told | ({"PYTHONPATH": os.pathsep.join(path)} if path else {})
+        return carried | ({"PYTHONPATH": os.pathsep.join(path)} if path else {})
 
 
 def _slots(count: int, hosts: Sequence[HostEntry]) -> list[int]:
-    """Return the slots of each host; those that the user has not given share the remaining roles
-    evenly."""
+    """Return the slots of each host; hosts without slots share the remaining roles evenly."""
     free = [host for host in hosts if host.slots is None]
     rest = count - sum(host.slots or 0 for host in hosts)
     share = max(1, -(-rest // len(free))) if free else 0

@@ -69,10 +69,9 @@ class RayJob(Job):
     Args:
       plan: made by `dtrans.pserver`, `dtrans.nccl2`, `dtrans.sharding` or `dtrans.pipeline`. The
         endpoints of its servers only say how many there are.
-      batches: a function (trainer, step) -> the arguments of the step behind its state, which runs
-        in the trainer's actor; or a dataset of Ray Data, whose columns have the names of these
-        arguments. Trainers get equally many of its rows (`streaming_split`), and begin again at its
-        end.
+      batches: a function (trainer, step) -> the step's arguments after its state, which runs in the
+        trainer's actor. Or a dataset of Ray Data, whose columns have the names of these arguments.
+        Trainers get equally many of its rows (`streaming_split`), and begin again at its end.
       address: of the cluster, as `ray.init` takes it. By default the cluster that this process is
         connected to, or the one that RAY_ADDRESS names, or a new one on this machine.
       trainers_on: "PACK" puts trainers on few nodes, "SPREAD" on different ones. Servers are
@@ -172,16 +171,16 @@ class RayJob(Job):
         return self._begin("restore", str(self._path(path)))
 
     def _begin(self, method: str, arg: Any) -> RayState:
-        """Let all actors make their state, and servers serve."""
+        """Create the state of all actors, and start the servers."""
         self._check_open()
         if self._state is not None and self._group.servers:
             raise StateError(
                 f"the servers of this job serve already: make another job for another {method}"
             )
-        given = self._ray.put(arg)
+        stored = self._ray.put(arg)
         folder = None if self._folder is None else str(self._folder)
-        self._group.start("serve", dict.fromkeys(self._group.servers, (method, given, folder)))
-        self._call(method, dict.fromkeys(self._group.trainers, (given,)))
+        self._group.start("serve", dict.fromkeys(self._group.servers, (method, stored, folder)))
+        self._call(method, dict.fromkeys(self._group.trainers, (stored,)))
         return self._newest()
 
     def _newest(self) -> RayState:
@@ -202,28 +201,28 @@ class RayJob(Job):
 
     @metered
     def step(self, state: RayState, *batch: Any) -> tuple[Any, ...]:
-        """One step of all trainers: (state, loss[, aux]).
+        """Run one step of all trainers: (state, loss[, aux]).
 
         Raises:
-          BatchError: a batch where `batches` says what trainers step on, or none where nothing says
-            it, or rows that they cannot share.
-          StateError: no state, or one that was stepped from.
+          BatchError: a batch is passed with `batches`, or none without, or its rows cannot be
+            divided among trainers.
+          StateError: the state is not that of the last step.
         """
         self.check(state)
-        arrays = self._given(batch)
-        made = self._call("step", dict.fromkeys(self._group.trainers, (arrays,)))
-        results = made["trainer 0"]
+        arrays = self._put(batch)
+        outputs = self._call("step", dict.fromkeys(self._group.trainers, (arrays,)))
+        results = outputs["trainer 0"]
         if isinstance(self.plan, PServerPlan) and self.plan.shared is None:
-            results = jax.tree.map(lambda *xs: of_each(xs), *made.values())
+            results = jax.tree.map(lambda *xs: of_each(xs), *outputs.values())
         return (self._newest(), *results)
 
-    def _given(self, batch: Sequence[Any]) -> Any:
-        """Return the global batch in Ray's store; None where trainers have their own."""
+    def _put(self, batch: Sequence[Any]) -> Any:
+        """Put the global batch into Ray's store; return None with `batches`."""
         if self._has_batches:
             if batch:
                 raise BatchError(
-                    "on_ray(batches) says what trainers step on; call job.step(state) without a "
-                    "batch"
+                    "trainers of on_ray(batches) read their batches; call job.step(state) without "
+                    "a batch"
                 )
             return None
         specs = self.plan.main.args[2:]
@@ -357,16 +356,16 @@ def _shape(plan: Any, processes: int | None) -> tuple[int, int]:
             )
         return plan.trainers, 1
     if isinstance(plan, PipelinePlan):
-        whole, each = plan.options.num_stages, plan.options.replicas * max(plan.cuts.shards)
+        total, each = plan.options.num_stages, plan.options.replicas * max(plan.cuts.shards)
     else:
-        whole, each = plan.trainers, 1
-    count = whole if processes is None else processes
+        total, each = plan.trainers, 1
+    count = total if processes is None else processes
     check_int("processes", count, "a number of actors")
-    if whole % count:
+    if total % count:
         raise ConfigError(
-            f"processes={count} does not divide the {whole} trainers, ranks or stages of the plan"
+            f"processes={count} does not divide the {total} trainers, ranks or stages of the plan"
         )
-    return count, whole // count * each
+    return count, total // count * each
 
 
 def _arrays(specs: Sequence[Any], trees: Sequence[Any]) -> list[Any]:

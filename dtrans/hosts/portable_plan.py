@@ -87,16 +87,16 @@ class PortablePlan:
         if plan.recipe is None:
             raise ConfigError(
                 f"on_ray: actors make the plan again, and {plan!r} was derived from another plan; "
-                "call the transform "
-                "(dtrans.pserver, dtrans.nccl2, dtrans.sharding, dtrans.pipeline) with these "
-                "options instead"
+                "call the strategy (dtrans.pserver, dtrans.nccl2, dtrans.sharding, "
+                "dtrans.pipeline) with these options instead"
             )
-        given = plan.recipe.arguments
-        programs = {n: PortableProgram.of(x) for n, x in given.items() if isinstance(x, Program)}
-        options = {n: x for n, x in given.items() if n not in programs}
+        arguments = plan.recipe.arguments
+        traced = {n: x for n, x in arguments.items() if isinstance(x, Program)}
+        programs = {n: PortableProgram.of(x) for n, x in traced.items()}
+        options = {n: x for n, x in arguments.items() if n not in programs}
         return cls(plan.recipe.transform, programs, options, identity(plan))
 
-    def made(self, **changed: Any) -> Any:
+    def rebuild(self, **changed: Any) -> Any:
         """Make the plan in this process.
 
         Args:
@@ -111,9 +111,8 @@ class PortablePlan:
         if apart:
             raise PeerError(
                 f"the plan that this process makes is not the driver's: {'; '.join(apart)}. A "
-                "function that is "
-                "traced must not depend on what only the driver has: a global variable, a file, "
-                "another version"
+                "traced function must not depend on what only the driver has: a global variable, "
+                "a file, another version"
             )
         return plan
 

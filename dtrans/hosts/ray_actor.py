@@ -97,10 +97,10 @@ class RoleActor(RoleProcess):
             portable, batches = pickle.loads(
                 pickled
             )  # it may hold arrays: not before JAX is connected
-            self._job = portable.made().on_cluster()
+            self._job = portable.rebuild().on_cluster()
         else:
             portable, batches = pickle.loads(pickled)
-            self._job = portable.made(pservers=role.pservers).on_cluster(
+            self._job = portable.rebuild(pservers=role.pservers).on_cluster(
                 allow_remote=True, **options
             )
         if data is not None:

@@ -45,13 +45,9 @@ from dtrans.run.net.net_options import ALLOW_REMOTE
 
 
 BLAME = 5.0  # seconds that an error which names another role waits for that role's own
-CARRIED = (
-    "JAX_",
-    "XLA_",
-    "TF_CPP_",
-    "DTRANS_",
-)  # variables that actors get from the driver begin so
-ITS_OWN = (
+# prefixes of the variables that actors get from the driver
+CARRIED = ("JAX_", "XLA_", "TF_CPP_", "DTRANS_")
+ROLE_VARIABLES = (
     *VARIABLES,
     LOSS,
     ended_roles.VARIABLE,
@@ -111,7 +107,9 @@ def driver_environment(bundle: Mapping[str, float], devices: int) -> dict[str, s
       bundle: the resources of a role.
       devices: how many devices it has if it computes on CPUs.
     """
-    found = {n: x for n, x in os.environ.items() if n.startswith(CARRIED) and n not in ITS_OWN}
+    found = {
+        n: x for n, x in os.environ.items() if n.startswith(CARRIED) and n not in ROLE_VARIABLES
+    }
     for name in SETTINGS:
         value = getattr(jax.config, name)
         if value is not None:
@@ -159,10 +157,11 @@ class RayPlacement:
         if self.trainers_on not in ("PACK", "SPREAD"):
             raise ConfigError(f"trainers_on must be 'PACK' or 'SPREAD', it is {self.trainers_on!r}")
         for name in ("trainer_resources", "server_resources"):
-            given = getattr(self, name)
-            if not given or not all(isinstance(x, (int, float)) and x > 0 for x in given.values()):
+            amounts = getattr(self, name)
+            fits = amounts and all(isinstance(x, (int, float)) and x > 0 for x in amounts.values())
+            if not fits:
                 raise ConfigError(
-                    f'{name} must have positive amounts, such as {{"CPU": 1}}; it is {given!r}'
+                    f'{name} must have positive amounts, such as {{"CPU": 1}}; it is {amounts!r}'
                 )
 
     @property
@@ -331,15 +330,15 @@ class RayGroup:
             dtrans's.
           DtransError: the error of the method. DeadlineError: the limit has passed.
         """
-        given = dict.fromkeys(self.actors, ()) if args is None else args
-        calls = {getattr(self.actors[n], method).remote(*x): n for n, x in given.items()}
+        args = dict.fromkeys(self.actors, ()) if args is None else args
+        calls = {getattr(self.actors[n], method).remote(*x): n for n, x in args.items()}
         found = self._collect(calls, limit)
-        return {n: found[n] for n in given}
+        return {n: found[n] for n in args}
 
     def start(self, method: str, args: Mapping[str, Sequence[Any]]) -> None:
         """Call a method of some actors that lasts until the job ends; waits raise its error."""
-        for name, given in args.items():
-            self._started[getattr(self.actors[name], method).remote(*given)] = name
+        for name, arguments in args.items():
+            self._started[getattr(self.actors[name], method).remote(*arguments)] = name
 
     def finish(self) -> None:
         """Wait until the calls of `start` have returned."""

@@ -122,8 +122,8 @@ class ScriptActor(RoleProcess):
         self.release()
         role: Any = types.SimpleNamespace(name=self._name)
         events = self._events
-        with Guard(sys.executable) as guard, EndedRoles() as told:
-            env = {**os.environ, **environment, **told.environment}
+        with Guard(sys.executable) as guard, EndedRoles() as ended:
+            env = {**os.environ, **environment, **ended.environment}
             try:
                 os.chdir(directory)
             except OSError as e:
@@ -147,7 +147,7 @@ class ScriptActor(RoleProcess):
                 if isinstance(event, int):
                     child.signal(event)
                 elif isinstance(event, tuple):
-                    told.note(*event)
+                    ended.note(*event)
                 if lines:
                     yield lines
             child.reap()
@@ -298,10 +298,10 @@ class OnRay(Site):
     ) -> Child:
         """Return a role that its actor will start."""
         assert self._group is not None
-        told = {k: v for k, v in env.items() if os.environ.get(k) != v or k.startswith(CARRIED)}
+        carried = {k: v for k, v in env.items() if os.environ.get(k) != v or k.startswith(CARRIED)}
         path = [os.path.abspath(p) for p in env.get("PYTHONPATH", "").split(os.pathsep) if p]
-        told |= {"PYTHONPATH": os.pathsep.join(path)} if path else {}
-        order = (command, told, os.getcwd(), sys.executable)
+        carried |= {"PYTHONPATH": os.pathsep.join(path)} if path else {}
+        order = (command, carried, os.getcwd(), sys.executable)
         name = role.name
         return RayChild(
             role, self._group.nodes[name], self._group.actors[name], order, self._ray, events, emit

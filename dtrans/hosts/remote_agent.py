@@ -1,21 +1,19 @@
-"""Agent of the launcher on another host: it looks at the host, or starts one role there and ends
-it.
+"""Agent of the launcher on another host: checks the host, or runs one role there.
 
-    RSH HOST PYTHON -m dtrans.hosts.remote_agent       looks; it imports dtrans, as a role will
-    RSH HOST PYTHON -I -S hosts/remote_agent.py        starts a role; it does not load JAX
+    RSH HOST PYTHON -m dtrans.hosts.remote_agent       checks; it imports dtrans, as a role will
+    RSH HOST PYTHON -I -S hosts/remote_agent.py        runs a role; it does not load JAX
 
-The first line of its standard input is an order as JSON. The environment of a role, with the job's
-secret, comes by this way and never by argv. Each further line is a message: a signal for the role,
-another role that has ended, or nothing, which says that the launcher is there. Notes of the agent
-are lines of standard error (standard output, where it looks) behind a mark that the order has; all
-other lines are the role's.
+The first line of its standard input is an order as JSON. It has the environment of a role with the
+job's secret, which must not be in argv. Each further line is a message: a signal for the role, the
+end of another role, or an empty heartbeat of the launcher. Notes of the agent are lines with the
+order's mark, on standard error (standard output for a check). All other lines are the role's.
 
-One invariant: the role ends with the agent, and the agent with its standard input. The launcher was
-killed, or the connection is lost, where that ends, or stays silent for too long; then the role gets
+One invariant: the role ends with the agent, and the agent with its standard input. Its end, or a
+long silence, means that the launcher was killed or the connection is lost. Then the role gets
 SIGTERM, and SIGKILL after a grace period. An agent that is killed leaves its role to
 `dtrans.run.distributed.orphan_guard`.
 
-Read `dtrans.hosts.remote_child` next, which gives the orders.
+Read `dtrans.hosts.remote_child` next, which sends the orders.
 """
 
 from __future__ import annotations
@@ -48,7 +46,8 @@ WITHOUT_INIT = ("dtrans", "dtrans.run", "dtrans.run.net", "dtrans.run.distribute
 
 def main() -> None:
     """Carry out the order on standard input."""
-    stdin = open(0, "rb", buffering=0, closefd=False)  # noqa: SIM115 - unbuffered: a thread may wait in it at exit
+    # unbuffered, since a thread may wait in it at exit
+    stdin = open(0, "rb", buffering=0, closefd=False)  # noqa: SIM115
     line = stdin.readline()
     if not line:
         sys.exit(1)  # the launcher is gone
@@ -82,7 +81,7 @@ def look(order: dict[str, Any]) -> dict[str, Any]:
             if path and not os.path.exists(path)
         ],
     }
-    address = order["address"] or _own_address(order["name"])
+    address = order["address"] or _local_address(order["name"])
     found["address"] = address
     try:
         found["ports"] = _free_ports(address, order["ports"])
@@ -102,11 +101,11 @@ def versions() -> dict[str, str]:
     return {"Python": python, **libraries, "dtrans": dtrans.__version__}
 
 
-def _own_address(name: str) -> str:
-    """Return the address of this host that others reach: what its name resolves to, or where ssh
-    has reached it.
+def _local_address(name: str) -> str:
+    """Return the address at which others reach this host; an empty string if unknown.
 
-    On Debian a host resolves its own name to 127.0.1.1. Empty where nothing says it.
+    It is the resolved name, or the address that ssh has connected to. On Debian a host resolves its
+    name to 127.0.1.1, so loopback addresses come last.
     """
     candidates = []
     with contextlib.suppress(OSError):
@@ -117,16 +116,15 @@ def _own_address(name: str) -> str:
 
 
 def _free_ports(address: str, count: int) -> list[int]:
-    """Return ports that nobody listens on. All are held at once, so that they differ."""
+    """Return ports without a listener. All are bound at once, so that they differ."""
     with contextlib.ExitStack() as stack:
-        held = []
-        family, kind, protocol, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[
-            0
-        ]
+        sockets = []
+        found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, where = found[0]
         for _ in range(count):
-            held.append(stack.enter_context(socket.socket(family, kind, protocol)))
-            held[-1].bind(where)
-        return [s.getsockname()[1] for s in held]
+            sockets.append(stack.enter_context(socket.socket(family, kind, protocol)))
+            sockets[-1].bind(where)
+        return [bound.getsockname()[1] for bound in sockets]
 
 
 # -- one role --------------------------------------------------------------------------------------
@@ -141,7 +139,7 @@ def start(order: dict[str, Any], stdin: IO[bytes]) -> None:
     writing = threading.Lock()
 
     def write(stream: str, line: str) -> None:
-        # where nobody reads any more, the end of standard input says so too
+        # a launcher that does not read any more is noticed by the end of standard input
         with writing, contextlib.suppress(OSError):
             os.write(1 if stream == "stdout" else 2, f"{line}\n".encode())
 
@@ -150,11 +148,11 @@ def start(order: dict[str, Any], stdin: IO[bytes]) -> None:
 
     events: SimpleQueue[Any] = SimpleQueue()
     role: Any = types.SimpleNamespace(name=order["role"])
-    own = {k: v for k, v in os.environ.items() if not k.startswith("DTRANS_")}
-    with Guard(sys.executable) as guard, EndedRoles() as told:
+    local = {k: v for k, v in os.environ.items() if not k.startswith("DTRANS_")}
+    with Guard(sys.executable) as guard, EndedRoles() as ended:
         try:
             os.chdir(order["directory"])
-            env = own | order["environment"] | told.environment
+            env = local | order["environment"] | ended.environment
             child = Child(role, order["command"], env, events, write)
         except (LaunchError, OSError) as e:
             note(refused=str(e))
@@ -163,10 +161,11 @@ def start(order: dict[str, Any], stdin: IO[bytes]) -> None:
         note(pid=child.pid)
         child.begin()
         threading.Thread(target=_listen, args=(stdin, events), daemon=True).start()
-        is_lost = _attend(child, events, told, order["silence"])
+        is_lost = _attend(child, events, ended, order["silence"])
         child.reap()
         guard.remove(child)
-    if not is_lost:  # else its end is the agent's doing, and a launcher that hears it must not take it for the role's
+    # after a loss the agent has ended the role, which the launcher must not count as the role's end
+    if not is_lost:
         note(ended=child.returncode)
 
 
@@ -177,7 +176,7 @@ def _listen(stdin: IO[bytes], events: SimpleQueue[Any]) -> None:
     events.put(None)
 
 
-def _attend(child: Child, events: SimpleQueue[Any], told: EndedRoles, silence: float) -> bool:
+def _attend(child: Child, events: SimpleQueue[Any], ended: EndedRoles, silence: float) -> bool:
     """Carry out messages until the role has ended. Return True if the launcher was lost before."""
     limit = time.monotonic() + silence
     ending = False
@@ -197,12 +196,11 @@ def _attend(child: Child, events: SimpleQueue[Any], told: EndedRoles, silence: f
         if "signal" in event:
             child.signal(event["signal"])
         elif "ended" in event:
-            told.note(*event["ended"])
+            ended.note(*event["ended"])
 
 
 def _skip_init() -> None:
-    """Let modules of these packages be imported without the packages' own `__init__`, which loads
-    JAX."""
+    """Make modules importable without running their packages' `__init__`, which loads JAX."""
     root = Path(__file__).resolve().parents[2]
     for name in WITHOUT_INIT:
         package = types.ModuleType(name)

@@ -1,10 +1,10 @@
-"""One role on another host: a child whose process here is the connection to its agent there.
+"""Role on another host: a child process here, which is the connection to its agent there.
 
     launcher  <- this process: `ssh HOST python hosts/remote_agent.py` ->  agent  ->  role
 
-What the launcher does with a child goes to the agent as a line of JSON; what the agent says of the
-role comes back on standard error. The connection's own end, without a word of the role's, is a
-failure: of the host, or of the network.
+Signals for the child go to the agent as lines of JSON. The agent's notes about the role come back
+on standard error. If the connection ends without a note of the role's end, the host or the network
+has failed.
 """
 
 from __future__ import annotations

@@ -105,8 +105,8 @@ class RoleEntry:
         return (split_endpoint(self.endpoint)[1],) if self.endpoint else ()
 
     @property
-    def own_environment(self) -> dict[str, str]:
-        """The variables that do not follow from its role: those that the user asked for."""
+    def user_environment(self) -> dict[str, str]:
+        """The variables that the user asked for: those that do not follow from its role."""
         derived = _environment(self.role, None)
         names = (*VARIABLES, ALLOW_REMOTE)
         return {k: v for k, v in self.environment.items() if k not in names and derived.get(k) != v}
@@ -209,7 +209,7 @@ class RoleTable:
             raise ConfigError(f"endpoints has {len(endpoints)} of them; the table needs {needed}")
         entries = []
         for entry, role in zip(self.entries, roles, strict=True):
-            environment = _environment(role, entry.own_environment)
+            environment = _environment(role, entry.user_environment)
             entries.append(dataclasses.replace(entry, role=role, environment=environment))
         return dataclasses.replace(self, entries=tuple(entries))
 
@@ -385,12 +385,13 @@ def pipeline_roles(
     costs = plan.costs()
     needs = {}
     for k in range(count):
-        own = [c for s, c in enumerate(costs) if plan.device_of(s) // each == k]
-        held = sum(c.count * c.held for c in own)
+        local = [c for s, c in enumerate(costs) if plan.device_of(s) // each == k]
+        memory = sum(c.count * c.held for c in local)
         moved: tuple[int | None, int | None] = (None, None)
         if each == 1:
-            moved = (sum(c.count * c.sent for c in own), sum(c.count * c.received for c in own))
-        needs[f"{TRAINER} {k}"] = _Needs(cores, held, *moved)
+            sent = sum(c.count * c.sent for c in local)
+            moved = sent, sum(c.count * c.received for c in local)
+        needs[f"{TRAINER} {k}"] = _Needs(cores, memory, *moved)
     return _table("pipeline", _connected(count, endpoints), command, env, needs)
 
 
@@ -417,16 +418,15 @@ def _loopback(count: int) -> list[str]:
 
 
 def observer_endpoint(trainer_endpoints: Sequence[str]) -> str:
-    """Return where trainer 0 of collectives answers `dtrans status`: on its host, one port above
-    all endpoints.
+    """Choose the endpoint of trainer 0 for `dtrans status`: one port above all endpoints.
 
-    Servers answer at their own endpoints, and a single trainer does not answer.
+    It is for collectives. Servers answer at their endpoints, and a single trainer does not answer.
 
     Args:
-      trainer_endpoints: endpoints of all trainers, in their order; none where there are servers.
+      trainer_endpoints: endpoints of all trainers, in order; none with servers.
 
     Returns:
-      An endpoint; empty where nobody answers, or where no port is left.
+      An endpoint; empty without one, or if no port is left.
 
     Example:
       >>> from dtrans.hosts.role_table import observer_endpoint
@@ -439,14 +439,16 @@ def observer_endpoint(trainer_endpoints: Sequence[str]) -> str:
     return f"{trainer_endpoints[0].rpartition(':')[0]}:{port}" if port < 65536 else ""
 
 
-def _environment(role: Role, own: Mapping[str, str] | None) -> dict[str, str]:
-    named = role.pserver_endpoints or role.trainer_endpoints
-    remote = not all(is_loopback(split_endpoint(e)[0]) for e in named)
+def _environment(role: Role, user: Mapping[str, str] | None) -> dict[str, str]:
+    user = user or {}
+    endpoints = role.pserver_endpoints or role.trainer_endpoints
+    is_remote = not all(is_loopback(split_endpoint(e)[0]) for e in endpoints)
     observers = observer_endpoint(role.trainer_endpoints)
     # trainers that replace each other answer no observers
-    drops = (own or {}).get(LOSS) == "drop"
-    found = {STATUS: observers} if observers and not drops else {}
-    return {**found, **(own or {}), **role.environment(), **({ALLOW_REMOTE: "1"} if remote else {})}
+    drops = user.get(LOSS) == "drop"
+    status = {STATUS: observers} if observers and not drops else {}
+    remote = {ALLOW_REMOTE: "1"} if is_remote else {}
+    return {**status, **user, **role.environment(), **remote}
 
 
 def _table(
@@ -513,12 +515,13 @@ def servers_stand_alone(trainers: int, servers: Sequence[Traffic]) -> bool:
     if not servers:
         return False
     every = trainers + len(servers)
-    own = _Links(trainers, servers, np.r_[np.ones(trainers, int), np.zeros(len(servers), int)])
+    trainers_on = np.r_[np.ones(trainers, int), np.zeros(len(servers), int)]
+    separate = _Links(trainers, servers, trainers_on)
     for j in range(len(servers)):
-        own.put(j, trainers + j)
+        separate.put(j, trainers + j)
     shared = _Links(trainers, servers, np.ones(trainers, int))
     shared.put_all(np.full(trainers, every))
-    return own.busiest < shared.busiest * (1 - 1e-9)
+    return separate.busiest < shared.busiest * (1 - 1e-9)
 
 
 def place(table: RoleTable, hosts: Iterable[tuple[str, int]]) -> tuple[str, ...]:
@@ -583,17 +586,17 @@ def _dealt(count: int, hosts: np.ndarray, slots: np.ndarray) -> list[int]:
 
 
 class _Links:
-    """Bytes over the link of each host, in either direction, while servers are being placed.
+    """Bytes over the link of each host, in either direction, during the placement of servers.
 
-    Servers that have no host yet are elsewhere, so one more server changes its own host's bytes
-    alone.
+    Servers without a host are elsewhere, so that placing one changes the bytes of its host only.
     """
 
     def __init__(self, trainers: int, servers: Sequence[Traffic], trainers_on: np.ndarray) -> None:
         self.trainers, self.servers, self.on = trainers, servers, trainers_on
         self.count = trainers_on.copy()  # of processes
-        taken, given = (sum(t[i] for t in servers) / trainers for i in (0, 1))
-        self.out, self.into = trainers_on * taken, trainers_on * given
+        sent = sum(server[0] for server in servers) / trainers
+        received = sum(server[1] for server in servers) / trainers
+        self.out, self.into = trainers_on * sent, trainers_on * received
         self.servers_at: list[int] = [-1] * len(servers)
         self.trainers_at: list[int] = []
 
@@ -603,11 +606,11 @@ class _Links:
         return float(max(self.out.max(), self.into.max()))
 
     def with_server(self, j: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the bytes of each link, out and in, were server j behind it."""
-        taken, given = (x / self.trainers for x in self.servers[j])
+        """Return the bytes of each link, out and in, if server j were behind it."""
+        sent, received = (x / self.trainers for x in self.servers[j])
         others = self.trainers - self.on
-        out = self.out - self.on * taken + others * given
-        return out, self.into - self.on * given + others * taken
+        out = self.out - self.on * sent + others * received
+        return out, self.into - self.on * received + others * sent
 
     def put(self, j: int, host: int) -> None:
         """Place a server."""

@@ -52,7 +52,9 @@ def rsh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hosts are taken for what they are, without importing JAX in each."""
 
-    def look_at(hosts: Any, rsh: str, python: str, *, script: str, ports: int) -> list[FoundHost]:
+    def check_hosts(
+        hosts: Any, rsh: str, python: str, *, script: str, ports: int
+    ) -> list[FoundHost]:
         free = remote_agent._free_ports("127.0.0.1", ports * len(hosts))
         parts = [tuple(free[i * ports : (i + 1) * ports]) for i in range(len(hosts))]
         return [
@@ -60,7 +62,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> None:
             for h, p in zip(hosts, parts, strict=True)
         ]
 
-    monkeypatch.setattr(on_hosts, "look_at", look_at)
+    monkeypatch.setattr(on_hosts, "check_hosts", check_hosts)
 
 
 HOSTS = (HostEntry("one"), HostEntry("two"))
@@ -336,7 +338,7 @@ sys.path.insert(0, sys.argv[1])
 from dtrans.hosts import on_hosts, remote_agent
 from dtrans.hosts.host_check import FoundHost
 from dtrans.hosts.host_list import HostEntry
-on_hosts.look_at = lambda hosts, *_, **options: [
+on_hosts.check_hosts = lambda hosts, *_, **options: [
     FoundHost(h, sys.executable, remote_agent.__file__, "127.0.0.1", (5000 + i,), 2) for i, h in enumerate(hosts)]
 on_hosts.launch_on_hosts(sys.argv[3:], (HostEntry("one"), HostEntry("two")), rsh=sys.argv[2], grace=60)
 """
@@ -435,7 +437,7 @@ def test_more_roles_than_slots(found: None, script: Any, rsh: str) -> None:
 
 def test_words_that_a_shell_would_read(script: Any, rsh: str) -> None:
     with pytest.raises(
-        ConfigError, match="'/my python' cannot be passed to host one, whose shell would read it"
+        ConfigError, match="'/my python' cannot be passed to host one, whose shell would change it"
     ):
         launch_on_hosts(script(""), HOSTS, rsh=rsh, python="/my python")
 

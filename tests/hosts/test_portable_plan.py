@@ -62,14 +62,14 @@ def travelled(plan: Any) -> PortablePlan:
 )
 def test_another_process_makes_the_same_plan(plan):
     original = plan(*programs())
-    made = travelled(original).made()
+    made = travelled(original).rebuild()
     assert type(made) is type(original)
     assert identity(made) == identity(original)
     assert str(made) == str(original)
 
 
 def test_servers_are_where_the_process_says():
-    made = travelled(dtrans.pserver(*programs(), trainers=2)).made(pservers="10.0.0.1:7000")
+    made = travelled(dtrans.pserver(*programs(), trainers=2)).rebuild(pservers="10.0.0.1:7000")
     assert list(made.servers) == ["10.0.0.1:7000"]
 
 
@@ -102,21 +102,21 @@ def test_functions_in_the_state_travel(made):
     """Flax keeps them in the structure of its state, Equinox among the leaves; both keep
     sentinels."""
     plan = dtrans.nccl2(*made(), trainers=2)
-    assert identity(travelled(plan).made()) == identity(plan)
+    assert identity(travelled(plan).rebuild()) == identity(plan)
 
 
 def test_a_function_that_traces_otherwise_there_is_refused(monkeypatch):
     portable = travelled(dtrans.nccl2(*programs(), trainers=2))
     monkeypatch.setattr(sys.modules[__name__], "SCALE", 2.0)
     with pytest.raises(
-        PeerError, match="not the driver's: part trainer. A function that is traced must not depend"
+        PeerError, match="not the driver's: part trainer. A traced function must not depend"
     ):
-        portable.made()
+        portable.rebuild()
 
 
 def test_what_cannot_travel_is_named():
     plan = dtrans.nccl2(*programs(), trainers=2)
-    with pytest.raises(ConfigError, match="was derived from another plan; call the transform"):
+    with pytest.raises(ConfigError, match="was derived from another plan; call the strategy"):
         plan.for_trainers(4).on_ray()
     startup = plan.startup
     assert startup.specializer is None

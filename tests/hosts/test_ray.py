@@ -206,7 +206,7 @@ def test_batches_of_a_function_and_its_failure(cluster, tmp_path):
         float(job.plan.main(params, opt_state, *BATCHES[0])[2]), rel=1e-6
     )
     assert apart(job.params(newest), params) == 0
-    with pytest.raises(BatchError, match="says what trainers step on"):
+    with pytest.raises(BatchError, match="read their batches"):
         job.step(newest, *BATCHES[0])
     with pytest.raises(StateError, match="given to a step already"):
         job.step(RayState(7))
