@@ -148,7 +148,7 @@ def test_devices_are_taken_as_the_configuration_says(programs: Any) -> None:
         (
             {"cluster.run_visible_devices": "0,1"},
             {},
-            "cluster.run_visible_devices='0,1': plan.on_mesh",
+            "cluster.run_visible_devices='0,1': pass the devices to plan.on_mesh",
         ),
         (
             {"communication.clip_after_allreduce": False},
