@@ -120,7 +120,7 @@ def test_reports(
         ("checked_here:sharded", "dtrans: step has no shard_map in its jaxpr."),
         (
             "checked_here:number",
-            "checked_here:number gives a int; let it return a plan, or (distributed_step, step",
+            "checked_here:number returns a int; let it return a plan, or (distributed_step, step",
         ),
         ("checked_here:broken", "IndexError: tuple index out of range"),
         (
