@@ -1,5 +1,4 @@
-"""Checkpoints in files: each process saves its own pieces, and takes up what it needs of those of
-all."""
+"""Checkpoints in files: each process saves its pieces, and reads what it needs from all pieces."""
 
 from __future__ import annotations
 
@@ -16,19 +15,26 @@ import numpy as np
 
 from dtrans.checkpoint import collective_state
 from dtrans.checkpoint.assemble import as_numpy
-from dtrans.checkpoint.orbax_io import Checkpoint, First, Folder, PieceLayout, check_place, write
+from dtrans.checkpoint.orbax_io import (
+    Checkpoint,
+    Folder,
+    InitSlice,
+    PieceLayout,
+    check_place,
+    write,
+)
 from dtrans.checkpoint.pserver_state import (
     TRAINER,
     arrays_of,
-    as_trees,
     check_plan,
+    check_server_state,
     check_step,
-    checked,
-    checked_trainer,
-    held_rows,
-    named,
-    starts,
+    frozen_values,
+    initial_sources,
+    name_leaves,
     step_rows,
+    to_trees,
+    trainer_rows,
 )
 from dtrans.checkpoint.runs import Mark, mark_of, run_of
 from dtrans.checkpoint.saved_rows import TableArray
@@ -59,34 +65,32 @@ def save(path: Folder, job: Job, state: Any, /, *, tag: str | None = None) -> No
 def save(
     path: Folder, plan: Any, endpoint: Any, state: Any = None, *, tag: str | None = None
 ) -> None:
-    """Save what this process holds: one server, or the trainers or ranks here; others save theirs
-    to the same path.
+    """Save the state in this process; each process of the job saves to the same path.
 
         save(path, plan, endpoint, state)     a server, in its process
-        save(path, job, state)                a job, in each of its processes: of a server when it has served
+        save(path, job, state)                a job, in each process; a server when it has ended
 
-    `check(path, job)` looks at the path before training.
+    `check(path, job)` checks the path before training.
 
     Args:
       path: a folder that all processes see, one for each checkpoint: `ckpt/300`.
-      plan: of the servers; the same in all processes.
-      endpoint: the server.
-      job: what `plan.on_mesh()`, `plan.on_cluster()`, `plan.simulate()` or `plan.on_ray()` made.
-      state: what `exe.run(pserver, ...)` of the server, or `step` of the job returned. Each rank's
-        rows are taken from its device, and nothing is gathered.
-      tag: a name of this save that all processes of the job share, and that no other run has.
-        Pieces with different tags are not put together. Only processes that were not started
-        together need it. Others know their run (`dtrans.checkpoint.runs`), by which pieces that a
-        crash left of an earlier run are told, and replaced.
+      plan: the plan of the servers, the same in all processes.
+      endpoint: the server's endpoint.
+      job: the job of `plan.on_mesh()`, `plan.on_cluster()`, `plan.simulate()` or `plan.on_ray()`.
+      state: the result of `exe.run(pserver, ...)` for a server, or of the job's `step`. Each rank's
+        rows are copied from its device, without a gather.
+      tag: a name of this save, shared by all processes of the job and used by no other run. Pieces
+        with different tags are not combined. Only processes that were started separately need it.
+        Others know their run (`dtrans.checkpoint.runs`), and replace pieces of an earlier run.
 
     Raises:
-      ConfigError: the path has a whole checkpoint, or pieces that may be of this run; or orbax is
-        not installed.
-      StateError: an array is not there, has another shape or dtype, or was donated.
+      ConfigError: the path has a complete checkpoint, or pieces that may belong to this run; or
+        orbax is not installed.
+      StateError: an array is missing, has another shape or dtype, or was donated.
       UnknownEndpointError: the plan has no such server.
 
-    Source: `checkpoint_notify` of Paddle, at which each server saves its own; `save_persistables`
-    of its meta_optimizers/sharding/utils.py, by which each rank saves what it owns.
+    Source: `checkpoint_notify` of Paddle, which makes each server save; `save_persistables` of its
+    meta_optimizers/sharding/utils.py, where each rank saves its parameters.
 
     Example:
       >>> import os, tempfile, jax.numpy as jnp, optax, dtrans
@@ -94,8 +98,9 @@ def save(
       >>> step = dtrans.make_train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2), tx)
       >>> init = lambda: (p := {"w": jnp.arange(3.0)}, tx.init(p))
       >>> plan = dtrans.pserver(dtrans.trace(step, *init(), jnp.ones((4, 3))), dtrans.trace(init))
+      >>> state = {"params/w": jnp.ones(3)}
       >>> with tempfile.TemporaryDirectory() as folder:
-      ...     dtrans.checkpoint.save(f"{folder}/300", plan, "127.0.0.1:6174", {"params/w": jnp.ones(3)})
+      ...     dtrans.checkpoint.save(f"{folder}/300", plan, "127.0.0.1:6174", state)
       ...     os.listdir(f"{folder}/300")
       ['pserver-0']
       >>> slices = dtrans.Slicing(min_slice_size=0)
@@ -109,21 +114,21 @@ def save(
         _save_job(path, plan, endpoint if state is None else state, tag)
         return
     check_plan(plan)
-    values = checked(plan, endpoint, state)
+    values = check_server_state(plan, endpoint, state)
     write(path, _layout(plan), endpoint, values, mark_of(run_of(endpoint), tag))
 
 
 def save_serving(
     path: Folder, plan: PServerPlan, endpoint: str, state: Mapping[str, Any], mark: Mark
 ) -> None:
-    """Save what a server holds while it serves.
+    """Save the state of a server while it serves.
 
-    With asynchronous trainers each server has counted other steps, and so its copy of a count may
-    be another; what is taken up later is that of the first server, with a `CheckpointWarning`.
+    Each server of an asynchronous job counts its own steps, so that copies of a count may differ. A
+    restore reads the first server's copy, with a `CheckpointWarning`.
 
     Args:
-      path, plan, endpoint, state: as those of `save`.
-      mark: of the run and the step.
+      path, plan, endpoint, state: as in `save`.
+      mark: the run and the step.
 
     Raises:
       As `save`.
@@ -133,7 +138,7 @@ def save_serving(
         path,
         _layout(plan),
         endpoint,
-        checked(plan, endpoint, state),
+        check_server_state(plan, endpoint, state),
         mark,
         goes_on=not plan.sync_mode,
         serving=True,
@@ -141,22 +146,22 @@ def save_serving(
 
 
 def check(path: Folder, job: Job) -> None:
-    """Check before training that `save(path, job, state)` will find its place.
+    """Check before training that `save(path, job, state)` can write to its path.
 
     Args:
-      path, job: as those of `save`.
+      path, job: as in `save`.
 
     Raises:
-      ConfigError: the path has a whole checkpoint, or pieces that may be of this run; it is no
-        folder, or cannot be written; the plan of the job has no checkpoints; or orbax is not
-        installed.
+      ConfigError: the path has a complete checkpoint, or pieces that may belong to this run; it is
+        no folder, or cannot be written. Or the plan has no checkpoints, or orbax is not installed.
 
     Example:
       >>> import tempfile, jax.numpy as jnp, optax, dtrans
       >>> tx = optax.sgd(0.5)
       >>> step = dtrans.make_train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2), tx)
       >>> init = lambda: (p := {"w": jnp.arange(3.0)}, tx.init(p))
-      >>> job = dtrans.nccl2(dtrans.trace(step, *init(), jnp.ones((4, 3))), dtrans.trace(init), trainers=2).simulate()
+      >>> main, startup = dtrans.trace(step, *init(), jnp.ones((4, 3))), dtrans.trace(init)
+      >>> job = dtrans.nccl2(main, startup, trainers=2).simulate()
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     dtrans.checkpoint.check(f"{folder}/300", job)
     """
@@ -165,16 +170,14 @@ def check(path: Folder, job: Job) -> None:
 
 
 def _layout(plan: PServerPlan) -> PieceLayout:
-    who = {ep: f"pserver-{i}" for i, ep in enumerate(plan.servers)}
-    return PieceLayout(
-        plan.main,
-        (*plan.overview, *held_rows(plan)),
-        who | ({TRAINER: "trainer-0"} if plan.frozen else {}),
-    )
+    pieces = {ep: f"pserver-{i}" for i, ep in enumerate(plan.servers)}
+    if plan.frozen:
+        pieces[TRAINER] = "trainer-0"
+    return PieceLayout(plan.main, (*plan.overview, *trainer_rows(plan)), pieces)
 
 
 def _pieces(job: Any) -> tuple[PieceLayout, list[str]]:
-    """The pieces of a job, and who of this process saves one."""
+    """Return the pieces of a job, and the savers in this process."""
     plan = job.plan
     if isinstance(plan, PServerPlan):
         check_plan(plan)
@@ -182,12 +185,11 @@ def _pieces(job: Any) -> tuple[PieceLayout, list[str]]:
         return layout, [] if job.is_driver else [who for who in job.roles if who in layout.pieces]
     if isinstance(plan, CollectivePlan):
         layout = PieceLayout(
-            plan.main, collective_state.rows_of(plan), collective_state.pieces_of(plan)
+            plan.main, collective_state.saver_rows(plan), collective_state.piece_names(plan)
         )
-        return layout, [] if job.is_driver else collective_state.savers(job)
-    return PieceLayout(plan.main, step_rows(plan.main, TRAINER), {TRAINER: "trainer-0"}), [
-        TRAINER
-    ] * job.saves
+        return layout, [] if job.is_driver else collective_state.local_savers(job)
+    layout = PieceLayout(plan.main, step_rows(plan.main, TRAINER), {TRAINER: "trainer-0"})
+    return layout, [TRAINER] * job.saves
 
 
 def _save_job(path: Folder, job: Any, state: Any, tag: str | None) -> None:
@@ -206,41 +208,41 @@ def _mark_of_job(job: Any, layout: PieceLayout, here: Iterable[str], tag: str | 
 
 
 def _values(job: Any, state: Any, here: Iterable[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Each of those who save, and what it holds; one at a time, since it is copied to the host."""
+    """Yield each saver here and its arrays, one at a time: each yield copies to the host."""
     plan = job.plan
     if isinstance(plan, PServerPlan):
         job.check(state)
         for who in here:
             if who == TRAINER:
-                yield who, checked_trainer(plan, job.params(state))
+                yield who, frozen_values(plan, job.params(state))
             else:
-                yield who, checked(plan, who, job.held(state, who))
+                yield who, check_server_state(plan, who, job.held(state, who))
     elif isinstance(plan, CollectivePlan):
-        held = collective_state.checked_state(job, state)
+        arrays = collective_state.check_job_state(job, state)
         for who in here:
-            yield who, collective_state.values_of(plan, who, held)
-    else:  # put together by all processes, and saved by one
-        whole = arrays_of(plan.main, job.params(state), job.opt_state(state))
+            yield who, collective_state.values_to_save(plan, who, arrays)
+    else:
+        # all processes take part in `params` and `opt_state`, and one saves the results
+        arrays = arrays_of(plan.main, job.params(state), job.opt_state(state))
         for who in here:
-            yield who, whole
+            yield who, arrays
 
 
 def save_trainer(path: Folder, plan: PServerPlan, params: Any, *, tag: str | None = None) -> None:
-    """Save what no server holds, in the process of trainer 0; nothing where the servers hold
-    everything.
+    """Save the leaves that are on no server, in the process of trainer 0; nothing if there is none.
 
-    These are `plan.frozen`: leaves that nothing changes, and those of which each trainer makes its
-    own, such as batch statistics. Of the latter the checkpoint has those of trainer 0.
+    These are `plan.frozen`: frozen leaves, and leaves that each trainer updates locally, such as
+    batch statistics. The checkpoint has trainer 0's.
 
     Args:
       path, plan, tag: as in `save`.
-      params: the parameters of trainer 0, the whole pytree.
+      params: the pytree of trainer 0's parameters.
 
     Raises:
       ConfigError: the path has a piece of trainer 0, or pieces of another job; or orbax is not
         installed.
-      TraceError: `params` has another structure than the plan's step takes; StateError: another
-        shape or dtype.
+      TraceError: `params` differs in structure from the step's argument.
+      StateError: a leaf differs in shape or dtype.
 
     Example:
       >>> import tempfile, jax.numpy as jnp, optax, dtrans
@@ -254,9 +256,10 @@ def save_trainer(path: Folder, plan: PServerPlan, params: Any, *, tag: str | Non
       >>> plan = dtrans.pserver(dtrans.trace(step, *init(), jnp.ones((4, 3))), dtrans.trace(init))
       >>> plan.frozen
       ('params/scale',)
+      >>> trained = {"scale": jnp.array(2.0), "w": jnp.ones(3)}
       >>> with tempfile.TemporaryDirectory() as path:
       ...     dtrans.checkpoint.save(path, plan, "127.0.0.1:6174", {"params/w": jnp.ones(3)})
-      ...     dtrans.checkpoint.save_trainer(path, plan, {"scale": jnp.array(2.0), "w": jnp.ones(3)})
+      ...     dtrans.checkpoint.save_trainer(path, plan, trained)
       ...     params = dtrans.checkpoint.restore_trainer(path, plan, init()[0])
       >>> params["scale"].tolist(), params["w"].tolist()
       (2.0, [0.0, 1.0, 2.0])
@@ -267,7 +270,7 @@ def save_trainer(path: Folder, plan: PServerPlan, params: Any, *, tag: str | Non
             path,
             _layout(plan),
             TRAINER,
-            checked_trainer(plan, params),
+            frozen_values(plan, params),
             mark_of(run_of(TRAINER), tag),
         )
 
@@ -281,31 +284,27 @@ def restore(path: Folder, job: Job, /) -> Any: ...
 
 
 def restore(path: Folder, plan: Any, endpoint: Any = None) -> Any:
-    """What this process is to hold, from a checkpoint of any job of the same step: a server, or
-    trainers or ranks.
+    """Return the state of this process, from a checkpoint of any job with the same step.
 
-        restore(path, plan, endpoint)     what a server holds, in its process
+        restore(path, plan, endpoint)     the state of a server, in its process
         restore(path, job)                the state of a job, in each of its processes
 
     `exe.run(pserver, restore(path, plan, endpoint))`, or `job.step(restore(path, job), *batch)`,
-    goes on where the saved job ended; it may have been one of servers, trainers or ranks, whichever
-    this is. Of the saved arrays those are read that have rows of this process, each of them whole:
-    about what it holds, or the saved rows where they were more. Each device is given its own, and
-    has no more at any time.
+    continues the saved job, whatever its strategy. A process reads the saved arrays that have rows
+    of it. Each device receives its shard only.
 
-    What was not saved, since it is no part of the step, begins anew: backups of DC-ASGD are copies
-    of the parameters, as in `scatter`, and a loss scale has its first value.
+    State that is no part of the step is not saved and starts from its initial value. Backups of
+    DC-ASGD are copies of the parameters, as in `scatter`.
 
     Args:
-      path: that of `save`.
-      plan, endpoint: of the job that is to go on, and the server.
-      job: that is to go on: what `plan.on_mesh()`, `plan.on_cluster()`, `plan.simulate()` or
-        `plan.on_ray()` made.
+      path: the path of `save`.
+      plan, endpoint: the plan of the job that continues, and the server.
+      job: the job that continues, from `plan.on_mesh()`, `plan.on_cluster()`, `plan.simulate()` or
+        `plan.on_ray()`.
 
     Raises:
-      StateError: there is no checkpoint, or pieces of it are missing, unreadable or of several
-        jobs; it is one of another step (names, shapes, dtypes); or copies of one array on several
-        servers are not the same.
+      StateError: there is no checkpoint, or pieces are missing, unreadable or belong to several
+        jobs. The step differs (names, shapes, dtypes). Copies of an array differ between servers.
       UnknownEndpointError: the plan has no such server.
       ConfigError: orbax is not installed.
 
@@ -319,7 +318,8 @@ def restore(path: Folder, plan: Any, endpoint: Any = None) -> Any:
       >>> main, startup = dtrans.trace(step, *init(), jnp.ones((4, 3))), dtrans.trace(init)
       >>> one, two = "127.0.0.1:6174", "127.0.0.1:6174,127.0.0.1:6175"
       >>> rows = dtrans.BlockPlacement(min_block_size=1)
-      >>> saved, plan = (dtrans.pserver(main, startup, pservers=ps, placement=rows) for ps in (one, two))
+      >>> saved = dtrans.pserver(main, startup, pservers=one, placement=rows)
+      >>> plan = dtrans.pserver(main, startup, pservers=two, placement=rows)
       >>> with tempfile.TemporaryDirectory() as path:
       ...     dtrans.checkpoint.save(path, saved, one, {"params/w": jnp.array([7.0, 8.0, 9.0])})
       ...     dtrans.checkpoint.restore(path, plan, "127.0.0.1:6175")
@@ -330,11 +330,11 @@ def restore(path: Folder, plan: Any, endpoint: Any = None) -> Any:
       {'w': Array([7., 8., 9.], dtype=float32)}
     """
     if isinstance(plan, Job):
-        return _restored_job(path, plan)
+        return _restore_job(path, plan)
     check_plan(plan)
     plan.servers[endpoint]  # raises UnknownEndpointError
     saved = Checkpoint.at(path).of(plan.main)
-    sources = starts(plan, endpoint, saved.rows)
+    sources = initial_sources(plan, endpoint, saved.rows)
     targets = {
         row.slice_name: dataclasses.replace(row, origin_name=origin)
         for row, origin in sources
@@ -342,21 +342,19 @@ def restore(path: Folder, plan: Any, endpoint: Any = None) -> Any:
     }
     found: dict[str, Any] = dict(_table_arrays(saved, plan.servers[endpoint], targets))
     rest = [target for n, target in targets.items() if n not in found]
-    first = _first(saved, plan.servers[endpoint].startup)
+    first = _init_outputs(saved, plan.servers[endpoint].startup)
     by_name = None if first is None else lambda target: first()[target.slice_name]
     found |= zip((x.slice_name for x in rest), saved.arrays(rest, by_name), strict=True)
-    return {
-        row.slice_name: jnp.zeros(row.slice_shape, row.dtype)
-        if origin is None
-        else found[row.slice_name]
-        for row, origin in sources
-    }
+    for row, origin in sources:
+        if origin is None:
+            found[row.slice_name] = jnp.zeros(row.slice_shape, row.dtype)
+    return {row.slice_name: found[row.slice_name] for row, _ in sources}
 
 
 def _table_arrays(
     saved: Checkpoint, programs: Any, targets: Mapping[str, VarDistributed]
 ) -> Iterator[tuple[str, TableArray]]:
-    """The blocks of tables of a server, and their state, of which rows are taken when it serves."""
+    """Yield the table blocks of a server with their optimizer state, as rows read on demand."""
     (serves,) = (e for e in programs.main.eqns if e.primitive is listen_and_serv_p)
     on_use = {e.params["table"]: e for e in programs.startup.eqns if e.primitive is init_on_use_p}
     served = serves.params.get("tables")
@@ -367,40 +365,35 @@ def _table_arrays(
         if block.whole or len(names) < len(block.held):
             continue
         table = saved.table([targets[n] for n in names], on_use.get(block.name), args)
-        if table is not None:
-            yield from (
-                (
-                    n,
-                    TableArray(
-                        jax.ShapeDtypeStruct(targets[n].slice_shape, targets[n].dtype), table, i
-                    ),
-                )
-                for i, n in enumerate(names)
-            )
+        if table is None:
+            continue
+        for i, n in enumerate(names):
+            like = jax.ShapeDtypeStruct(targets[n].slice_shape, targets[n].dtype)
+            yield n, TableArray(like, table, i)
 
 
-def _first(saved: Checkpoint, init: Program) -> Callable[[], Mapping[str, np.ndarray]] | None:
-    """Gives what an init makes of the arguments of the job that saved, by name; None where all rows
-    are saved."""
+def _init_outputs(
+    saved: Checkpoint, init: Program
+) -> Callable[[], Mapping[str, np.ndarray]] | None:
+    """Return a function that runs an init with the saved arguments; None if all rows are saved."""
     args = saved.init_args(init)
     if args is None:
         return None
 
     @functools.cache
-    def made() -> Mapping[str, np.ndarray]:
+    def run() -> Mapping[str, np.ndarray]:
         return dict(zip(init.out_names, map(as_numpy, init.compiled(*args)), strict=True))
 
-    return made
+    return run
 
 
-def _slices_of(saved: Checkpoint, init: Program | None) -> First | None:
-    """Gives slices of what the init of one device makes; None where nothing is to be made, or it is
-    not there."""
-    first = None if init is None else _first(saved, init)
+def _init_slices(saved: Checkpoint, init: Program | None) -> InitSlice | None:
+    """Return a function that slices the init's outputs; None if nothing needs them."""
+    first = None if init is None else _init_outputs(saved, init)
     return None if first is None else lambda target: first()[target.origin_name][target.index]
 
 
-def _restored_job(path: Folder, job: Any) -> Any:
+def _restore_job(path: Folder, job: Any) -> Any:
     if job.is_driver:
         return job.restore(path)
     if isinstance(job.plan, PServerPlan):
@@ -410,64 +403,67 @@ def _restored_job(path: Folder, job: Any) -> Any:
             state = restore(path, job.plan, *servers)
             job.restored = Path(path)
             return state
-        if not servers:  # a trainer holds parameters alone
-            main = job.plan.main
-            tables = job.plan.tables.of
-            rows = [
-                x for x in step_rows(main) if x.origin_name in {*main.args[0].names} - {*tables}
-            ]
-            values = Checkpoint.at(path).of(main).arrays(rows)
-            held: dict[str, Any] = dict(zip((x.origin_name for x in rows), values, strict=True))
-            held |= {
-                n: np.broadcast_to(np.zeros((), main.inputs[n].dtype), main.inputs[n].shape)
-                for n in tables
-            }
-            return job.state_of(main.args[0].unflatten([held[n] for n in main.args[0].names]), None)
+        if not servers:
+            return job.state_of(_trainer_params(path, job.plan), None)
     if not isinstance(job.plan, CollectivePlan):
         return job.state_of(*load(path, job.plan.main, job.plan.startup))
     saved = Checkpoint.at(path).of(job.plan.main)
-    read = functools.partial(saved.on_host, first=_slices_of(saved, job.plan.startup))
-    return collective_state.state_of(job, saved.rows, read)
+    read = functools.partial(saved.on_host, first=_init_slices(saved, job.plan.startup))
+    return collective_state.build_state(job, saved.rows, read)
+
+
+def _trainer_params(path: Folder, plan: PServerPlan) -> Any:
+    """Return the parameters of a trainer; tables, which servers have, are zeros without memory."""
+    main, tables = plan.main, plan.tables.of
+    dense = {*main.args[0].names} - {*tables}
+    rows = [row for row in step_rows(main) if row.origin_name in dense]
+    values = Checkpoint.at(path).of(main).arrays(rows)
+    found: dict[str, Any] = dict(zip((row.origin_name for row in rows), values, strict=True))
+    for n in tables:
+        zero = np.zeros((), main.inputs[n].dtype)
+        found[n] = np.broadcast_to(zero, main.inputs[n].shape)
+    return main.args[0].unflatten([found[n] for n in main.args[0].names])
 
 
 def restore_trainer(path: Folder, plan: PServerPlan, params: Any) -> Any:
-    """The parameters of a trainer, with what no server holds (`plan.frozen`) taken from a
-    checkpoint.
+    """Return the parameters of a trainer, with the leaves on no server (`plan.frozen`) restored.
 
-    The other leaves are the servers', and are as they were given.
+    The other leaves are on servers, and are returned unchanged.
 
     Args:
       path, plan: as in `restore`.
-      params: what the trainer starts from: `exe.run(t.get_trainer_startup_program(), ...)`.
+      params: the initial parameters of the trainer: `exe.run(t.get_trainer_startup_program(),
+        ...)`.
 
     Raises:
-      As `restore`; TraceError: `params` has another structure than the plan's step takes.
+      As `restore`.
+      TraceError: `params` differs in structure from the step's argument.
 
     Example: see `save_trainer`.
     """
     check_plan(plan)
     spec = plan.main.args[0]
-    now = named(spec, params, "params")
+    now = name_leaves(spec, params, "params")
     if not plan.frozen:
         return params
     saved = Checkpoint.at(path).of(plan.main)
-    now |= dict(zip(plan.frozen, saved.arrays(held_rows(plan)), strict=True))
+    now |= dict(zip(plan.frozen, saved.arrays(trainer_rows(plan)), strict=True))
     return spec.unflatten([now[n] for n in spec.names])
 
 
 def load(path: Folder, main: Program, startup: Program | None = None) -> tuple[Any, Any]:
-    """The single-device `(params, opt_state)` of a checkpoint.
+    """Return the single-device `(params, opt_state)` of a checkpoint.
 
     Args:
-      path: that of `save`.
-      main: the traced step, `dtrans.trace(step, params, opt_state, *batch)` or `plan.main`; it says
-        what the pytrees are.
-      startup: the traced init, `dtrans.trace(init, ...)` or `plan.startup`: it makes the rows of
-        tables that no step has looked up, which are not saved.
+      path: the path of `save`.
+      main: the traced step, `dtrans.trace(step, params, opt_state, *batch)` or `plan.main`, which
+        has the structure of the pytrees.
+      startup: the traced init, `dtrans.trace(init, ...)` or `plan.startup`. It generates the table
+        rows that no step has looked up, which are not saved.
 
     Returns:
-      New arrays on the default device, in the pytrees that the step takes: it may go on, jitted, on
-      one device.
+      New arrays on the default device, in the step's pytrees. The jitted step can continue from
+      them on one device.
 
     Raises:
       StateError, ConfigError: as `restore`.
@@ -482,23 +478,24 @@ def load(path: Folder, main: Program, startup: Program | None = None) -> tuple[A
       >>> main, startup = dtrans.trace(step, *init(), jnp.ones((4, 3))), dtrans.trace(init)
       >>> plan = dtrans.pserver(main, startup)
       >>> with tempfile.TemporaryDirectory() as path:
-      ...     dtrans.checkpoint.save(path, plan, "127.0.0.1:6174", {"params/w": jnp.array([7.0, 8.0, 9.0])})
+      ...     state = {"params/w": jnp.array([7.0, 8.0, 9.0])}
+      ...     dtrans.checkpoint.save(path, plan, "127.0.0.1:6174", state)
       ...     dtrans.checkpoint.load(path, main)[0]
       {'w': Array([7., 8., 9.], dtype=float32)}
     """
     check_step(main)
     saved = Checkpoint.at(path).of(main)
-    return as_trees(main, saved.arrays(step_rows(main), _slices_of(saved, startup)))
+    return to_trees(main, saved.arrays(step_rows(main), _init_slices(saved, startup)))
 
 
 def latest(folder: Folder) -> Path | None:
-    """The last checkpoint in a folder of checkpoints that is whole; None where there is none.
+    """Return the last complete checkpoint in a folder of checkpoints; None without one.
 
-    One that is not, that cannot be read, or whose pieces are of several runs or steps, is passed
-    over with a `CheckpointWarning`.
+    Incomplete and unreadable ones, and those with pieces of several runs or steps, are skipped with
+    a `CheckpointWarning`.
 
     Args:
-      folder: whose folders with a number for a name are checkpoints: `ckpt/100`, `ckpt/200`.
+      folder: its subfolders with a number as name are checkpoints: `ckpt/100`, `ckpt/200`.
 
     Raises:
       ConfigError: orbax is not installed.
@@ -510,16 +507,14 @@ def latest(folder: Folder) -> Path | None:
       None
     """
     folder = Path(folder)
-    steps = (
-        [p for p in folder.iterdir() if p.name.isdecimal() and p.is_dir()]
-        if folder.is_dir()
-        else []
-    )
+    if not folder.is_dir():
+        return None
+    steps = [p for p in folder.iterdir() if p.name.isdecimal() and p.is_dir()]
     for path in sorted(steps, key=lambda p: int(p.name), reverse=True):
         try:
             Checkpoint.at(path)
         except StateError as e:
-            warnings.warn(CheckpointWarning(f"{path} is passed over: {e}"), stacklevel=2)
+            warnings.warn(CheckpointWarning(f"{path} is skipped: {e}"), stacklevel=2)
             continue
         return path
     return None

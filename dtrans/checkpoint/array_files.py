@@ -1,13 +1,12 @@
-"""Files of whole arrays that a server writes while it serves: NumPy's format, written past the page
-cache.
+"""NumPy files of arrays that a server writes while it serves, past the page cache.
 
     dense/0.npy    the first array; `about["dense"]` has the names and types of all, in this order
 
-Orbax compresses, and keeps what it has compressed in memory until all of it is written. On hosts
-that servers share with trainers this takes the processors from their steps: three times as long as
-one copy of the state. Direct output (O_DIRECT) takes a tenth of the processor's time, and `CHUNK`
-bytes of memory. A file system without it, such as older ones in memory, is written to through the
-page cache.
+Orbax compresses, and stores compressed data in memory until all of it is written. On hosts that
+servers share with trainers, this takes processors from their steps for three times as long as a
+copy of the state. Direct output (O_DIRECT) takes a tenth of the processor time, and `CHUNK` bytes
+of memory. File systems without it, such as older ones in memory, are written through the page
+cache.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from pathlib import Path
 import numpy as np
 
 
-CHUNK = 4 << 20  # bytes that are written at once
-DIRECT = getattr(os, "O_DIRECT", 0)  # which Linux alone has
+CHUNK = 4 << 20  # bytes of one write
+DIRECT = getattr(os, "O_DIRECT", 0)  # only Linux has it
 
 
 def write_arrays(folder: Path, arrays: Mapping[str, np.ndarray]) -> dict[str, str]:
@@ -43,32 +42,39 @@ def read_arrays(
     """Read the arrays of some names.
 
     Args:
-      types: returned by `write_arrays`.
+      folder: the folder of `write_arrays`.
+      types: the result of `write_arrays`.
+      names: the arrays to read.
     """
     numbers = {name: i for i, name in enumerate(types)}
     return {n: np.load(folder / f"{numbers[n]}.npy").view(np.dtype(types[n])) for n in names}
 
 
 def _header(x: np.ndarray) -> bytes:
-    """Return the bytes before those of an array in NumPy's format, which knows no types but its
-    own: whole pages."""
+    """Return the header of an array in NumPy's format, padded to pages.
+
+    NumPy's format has no types of other libraries; they are written as bytes.
+    """
     kind = np.dtype(f"V{x.dtype.itemsize}") if x.dtype.kind == "V" else x.dtype
     text = repr({"descr": kind.str, "fortran_order": False, "shape": x.shape}).encode("latin1")
     magic = np.lib.format.magic(1, 0)
-    size = _whole_pages(len(magic) + 2 + len(text) + 1)
+    size = _round_to_pages(len(magic) + 2 + len(text) + 1)
     rest = size - len(magic) - 2
     return magic + rest.to_bytes(2, "little") + text.ljust(rest - 1) + b"\n"
 
 
-def _whole_pages(size: int) -> int:
+def _round_to_pages(size: int) -> int:
     return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _write(path: Path, header: bytes, data: np.ndarray, room: np.ndarray) -> None:
-    """Write a new file: direct output takes whole pages, from memory that begins with a page.
+    """Write a new file. Direct output needs complete pages in page-aligned memory.
 
     Args:
-      room: such memory; other data is copied into it first.
+      path: the file.
+      header: its first pages.
+      data: bytes that follow.
+      room: page-aligned memory, to which other data is copied first.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
@@ -76,11 +82,11 @@ def _write(path: Path, header: bytes, data: np.ndarray, room: np.ndarray) -> Non
         room[: len(header)] = np.frombuffer(header, np.uint8)
         _put(descriptor, room[: len(header)])
         for at in range(0, len(data), len(room)):
-            some = data[at : at + len(room)]
-            if data.ctypes.data % mmap.PAGESIZE or len(some) % mmap.PAGESIZE:
-                room[: len(some)] = some
-                some = room[: _whole_pages(len(some))]
-            _put(descriptor, some)
+            chunk = data[at : at + len(room)]
+            if data.ctypes.data % mmap.PAGESIZE or len(chunk) % mmap.PAGESIZE:
+                room[: len(chunk)] = chunk
+                chunk = room[: _round_to_pages(len(chunk))]
+            _put(descriptor, chunk)
         os.ftruncate(descriptor, len(header) + len(data))
     finally:
         os.close(descriptor)
@@ -93,15 +99,14 @@ def _put(descriptor: int, data: np.ndarray) -> None:
         except OSError as e:
             if e.errno != errno.EINVAL or not fcntl.fcntl(descriptor, fcntl.F_GETFL) & DIRECT:
                 raise
-            _set_direct(
-                descriptor, 0
-            )  # the file system wants larger pages, or has promised too much
+            # a file system with larger pages, or one that accepts the flag and cannot do it
+            _set_direct(descriptor, 0)
         else:
             data = data[count:]
 
 
 def _set_direct(descriptor: int, direct: int) -> None:
-    """Set or clear direct output; a file system that has none ignores it."""
+    """Set or clear direct output; file systems without it ignore this."""
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~DIRECT
     with contextlib.suppress(OSError):
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | direct)

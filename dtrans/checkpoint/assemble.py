@@ -1,11 +1,10 @@
-"""An array out of slices of it, as an overview lists them: some rows of what was cut in one way,
-from what was cut in another.
+"""Assembly of arrays from slices, as an overview lists them: from one cut to another.
 
-A slice is a box of its origin: which entries along each axis, a run of them or buckets. An array
-that is wanted is a box too, and is filled with what it shares with those that there are. A box that
-is there twice must hold the same.
+A slice is a box of its origin: along each axis a range of entries, or buckets of them. The target
+is a box too, and is filled from its intersections with the sources. Copies of the same box must
+agree.
 
-What is put together lies in NumPy's memory, and random keys as the words they are made of.
+Results are in NumPy's memory; random keys are the words of their data.
 """
 
 from __future__ import annotations
@@ -26,96 +25,98 @@ from dtrans.rows.writer import RowRange, RowSet
 
 
 Box = tuple[RowSet, ...]
-Shared = tuple[RowSet | np.ndarray, ...]  # along each axis: what both have, or its numbers
+Shared = tuple[RowSet | np.ndarray, ...]  # an intersection: along each axis a range, or the ids
 
 
-def whole(name: str, aval: Any, endpoint: str = "") -> VarDistributed:
-    """A row of an overview that is all of a parameter."""
+def full_slice(name: str, aval: Any, endpoint: str = "") -> VarDistributed:
+    """Return a row of an overview that covers all of an array."""
     shape = tuple(aval.shape)
     return VarDistributed(name, shape, name, shape, aval.dtype, 0, 0, 0, False, "Param", endpoint)
 
 
-def by_origin(rows: Iterable[VarDistributed]) -> dict[str, list[VarDistributed]]:
-    """The rows of each array."""
+def group_by_origin(rows: Iterable[VarDistributed]) -> dict[str, list[VarDistributed]]:
+    """Group rows of an overview by array."""
     found: dict[str, list[VarDistributed]] = {}
     for row in rows:
         found.setdefault(row.origin_name, []).append(row)
     return found
 
 
-def overlap(a: VarDistributed, b: VarDistributed) -> bool:
-    """Whether two slices of one array share anything."""
-    return _common(_box(a), _box(b)) is not None
+def overlaps(a: VarDistributed, b: VarDistributed) -> bool:
+    """Return True if two slices of one array have entries in common."""
+    return _intersect(_box(a), _box(b)) is not None
 
 
-def joined(
+def assemble_slice(
     target: VarDistributed,
     rows: Sequence[VarDistributed],
     read: Callable[[VarDistributed], np.ndarray],
     *,
     may_differ: bool = False,
 ) -> np.ndarray:
-    """A slice of an array, out of those of it that there are; as `as_numpy` has it.
+    """Assemble a slice of an array from other slices, in the form of `as_numpy`.
 
     Args:
-      target: what is wanted.
+      target: the slice to assemble.
       rows: slices of the same array.
-      read: what one of them holds; called for those that share something with `target`.
-      may_differ: copies of one array may be of several steps; the first is taken then, with a
+      read: returns the entries of a slice; called for slices that overlap `target`.
+      may_differ: copies may come from different steps; read the first one then, with a
         `CheckpointWarning`.
 
     Raises:
-      StateError: they do not hold all of it, or what is there twice is not the same.
+      StateError: the slices do not cover the target, or copies differ.
 
     Example:
       >>> import dataclasses, numpy as np
-      >>> w = whole("params/w", np.zeros(5))
-      >>> cut = lambda start, stop: dataclasses.replace(w, slice_shape=(stop - start,), offset=start, is_slice=True)
-      >>> joined(cut(2, 5), [cut(0, 3), cut(3, 5)], lambda row: np.arange(5.0)[row.index]).tolist()
+      >>> w = full_slice("params/w", np.zeros(5))
+      >>> cut = lambda start, stop: dataclasses.replace(
+      ...     w, slice_shape=(stop - start,), offset=start, is_slice=True)
+      >>> read = lambda row: np.arange(5.0)[row.index]
+      >>> assemble_slice(cut(2, 5), [cut(0, 3), cut(3, 5)], read).tolist()
       [2.0, 3.0, 4.0]
     """
-    shape, dtype = stored(target.slice_shape, target.dtype)
-    made, wanted, found = np.empty(shape, dtype), _box(target), 0
-    copies: dict[Box, list[VarDistributed]] = {}
+    shape, dtype = numpy_type(target.slice_shape, target.dtype)
+    out, wanted, found = np.empty(shape, dtype), _box(target), 0
+    boxes: dict[Box, list[VarDistributed]] = {}
     for row in rows:
-        copies.setdefault(_box(row), []).append(row)
-    for box, of in copies.items():
-        common = _common(wanted, box)
+        boxes.setdefault(_box(row), []).append(row)
+    for box, copies in boxes.items():
+        common = _intersect(wanted, box)
         if common is not None:
-            held = _agreed(of, [read(row) for row in of], may_differ=may_differ)
-            made[_inside(common, wanted)] = held[_inside(common, box)]
+            values = _choose_copy(copies, [read(row) for row in copies], may_differ=may_differ)
+            out[_index_in(common, wanted)] = values[_index_in(common, box)]
             found += _size(common)
     if found != _size(wanted):
         raise StateError(
             f"{target.origin_name}: {found} of {_size(wanted)} elements are there, on "
             + (", ".join(dict.fromkeys(row.endpoint for row in rows)) or "no server")
         )
-    return made
+    return out
 
 
-def _agreed(
+def _choose_copy(
     rows: Sequence[VarDistributed], values: Sequence[np.ndarray], *, may_differ: bool
 ) -> np.ndarray:
-    """One of several copies. Raises StateError where they differ, and may not."""
+    """Return one of several copies. Raises StateError if they differ, unless they may."""
     first = values[0]
     for row, other in zip(rows[1:], values[1:], strict=True):
         if not same_values(first, other):
-            told = (
-                f"{row.slice_name} is not the same on {rows[0].endpoint} and {row.endpoint}: "
+            difference = (
+                f"{row.slice_name} differs on {rows[0].endpoint} and {row.endpoint}: "
                 f"{_shown(first)} and {_shown(other)}"
             )
             if not may_differ:
-                raise StateError(f"{told}; are these states of one job, at one step?")
-            said = f"{told}, saved while asynchronous trainers went on: the first is taken"
-            warnings.warn(CheckpointWarning(said), stacklevel=2)
+                raise StateError(f"{difference}; pass states of one job, at one step")
+            text = f"{difference}, saved during asynchronous steps: the first copy is used"
+            warnings.warn(CheckpointWarning(text), stacklevel=2)
             break
     return first
 
 
 def same_values(a: np.ndarray, b: np.ndarray) -> bool:
-    """Whether two copies are one value.
+    """Return True if two copies are equal up to rounding.
 
-    Each server compiles what it does by itself, so that the last bits of what all of them compute
+    Servers compile their programs separately, so the last bits of values that all of them compute
     may differ.
     """
     if a.tobytes() == b.tobytes():
@@ -137,42 +138,41 @@ def _shown(x: np.ndarray) -> str:
 
 
 def _box(row: VarDistributed) -> Box:
-    """What a row has along each axis of its origin."""
+    """Return the entries of a row along each axis of its origin."""
     sizes = enumerate(row.slice_shape)
     return tuple(
         row.rows if row.is_slice and i == row.axis else RowRange(0, size) for i, size in sizes
     )
 
 
-def _common(a: Box, b: Box) -> Shared | None:
-    """What two boxes share, if anything."""
-    shared = tuple(_of_both(x, y) for x, y in zip(a, b, strict=True))
+def _intersect(a: Box, b: Box) -> Shared | None:
+    """Return the intersection of two boxes; None if it is empty."""
+    shared = tuple(_intersect_rows(x, y) for x, y in zip(a, b, strict=True))
     return shared if all(_count(x) > 0 for x in shared) else None
 
 
-def _of_both(a: RowSet, b: RowSet) -> RowSet | np.ndarray:
+def _intersect_rows(a: RowSet, b: RowSet) -> RowSet | np.ndarray:
     if a == b:
         return a
     if isinstance(a, RowRange) and isinstance(b, RowRange):
         return RowRange(max(a.start, b.start), min(a.stop, b.stop))
+    # ids of the smaller set are looked up in the larger one
     few, other = (a, b) if a.rows <= b.rows else (b, a)
     numbers = few.numbers()
     return numbers[other.among(numbers)]
 
 
-def _inside(shared: Shared, outer: Box) -> tuple[slice | np.ndarray, ...]:
-    """What is shared as an index of the array that `outer` is."""
-    return tuple(_place(x, o) for x, o in zip(shared, outer, strict=True))
+def _index_in(shared: Shared, outer: Box) -> tuple[slice | np.ndarray, ...]:
+    """Return an intersection as an index into the array of the box `outer`."""
+    return tuple(_local_index(x, o) for x, o in zip(shared, outer, strict=True))
 
 
-def _place(shared: RowSet | np.ndarray, outer: RowSet) -> slice | np.ndarray:
+def _local_index(shared: RowSet | np.ndarray, outer: RowSet) -> slice | np.ndarray:
     if isinstance(shared, np.ndarray):
         return outer.local(shared)
-    return (
-        slice(None)
-        if shared == outer
-        else slice(shared.start - outer.start, shared.stop - outer.start)
-    )
+    if shared == outer:
+        return slice(None)
+    return slice(shared.start - outer.start, shared.stop - outer.start)
 
 
 def _count(shared: RowSet | np.ndarray) -> int:
@@ -187,33 +187,30 @@ def _size(box: Shared) -> int:
 
 
 def type_of(x: Any) -> str:
-    """`float32[4, 2]`."""
+    """Return the type of a value as text: `float32[4, 2]`."""
     return f"{x.dtype}{list(x.shape)}"
 
 
 def as_numpy(x: Any) -> np.ndarray:
-    """A value as NumPy has it."""
+    """Convert a value to NumPy; a random key to the words of its data."""
     return np.asarray(words(x))
 
 
 def as_jax(data: np.ndarray, dtype: Any, device: jax.Device | None = None) -> jax.Array:
-    """The inverse of `as_numpy`, in memory of its own; on the default device, unless another is
-    given."""
+    """Convert a result of `as_numpy` back, in new memory on a device, by default JAX's."""
     array = jnp.array(data, device=device)
-    return (
-        jax.random.wrap_key_data(array, impl=jax.random.key_impl(jnp.zeros((), dtype)))
-        if is_key(dtype)
-        else array
-    )
+    if not is_key(dtype):
+        return array
+    return jax.random.wrap_key_data(array, impl=jax.random.key_impl(jnp.zeros((), dtype)))
 
 
-def copied(x: Any) -> jax.Array:
-    """The same value, in memory of its own."""
+def copy_array(x: Any) -> jax.Array:
+    """Copy a value to new memory."""
     return as_jax(as_numpy(x), x.dtype)
 
 
-def stored(shape: tuple[int, ...], dtype: Any) -> tuple[tuple[int, ...], Any]:
-    """Shape and dtype of `as_numpy`."""
+def numpy_type(shape: tuple[int, ...], dtype: Any) -> tuple[tuple[int, ...], Any]:
+    """Return the shape and dtype of `as_numpy`."""
     if is_key(dtype):
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
         return data.shape, data.dtype

@@ -1,24 +1,24 @@
-"""Pieces of checkpoints, and what they make up: the only file that knows orbax.
+"""Pieces of checkpoints, and checkpoints of pieces; the only module that imports orbax.
 
-    ckpt/300/pserver-0/arrays     what it holds, by name, as orbax keeps pytrees; arrays without elements left out
-    ckpt/300/pserver-0/dense      the same in files of NumPy's (`dtrans.checkpoint.array_files`), in the place of
-                                  `arrays`, where a server wrote them that was serving
-    ckpt/300/pserver-0/rows       rows of tables, where not all of one are made (`dtrans.checkpoint.table_files`)
-    ckpt/300/pserver-0/overview   JSON: of what these are which rows, the names and types of the step's arrays, which
-                                  pieces there are to be, a hash of the plan, the run and step, and
-                                  the user's tag
+    ckpt/300/pserver-0/arrays     arrays by name, as orbax stores pytrees, without empty arrays
+    ckpt/300/pserver-0/dense      the same as NumPy files (`dtrans.checkpoint.array_files`), in
+                                  place of `arrays`, from a server that was serving
+    ckpt/300/pserver-0/rows       rows of tables that exist in part
+                                  (`dtrans.checkpoint.table_files`)
+    ckpt/300/pserver-0/overview   JSON: the step's rows in each saved array, the types of the step's
+                                  arrays, all pieces, a hash of the plan, the run, step and tag
 
-A whole checkpoint is a folder with all pieces that each of them names, of one plan, run, step and
-tag. A crash in a save leaves some of them. A later run that saves to the same folder replaces
-these, each process its own. A whole checkpoint is never written over.
+A complete checkpoint is a folder with all pieces that each piece lists, with one plan, run, step
+and tag. A crash leaves some of the pieces. In a later run with the same folder, each process
+replaces its pieces. A complete checkpoint is never overwritten.
 
-Files reach the disk before a piece gets its name, and its name before `write` returns.
+Files are flushed to the disk before a piece is renamed, and its name before `write` returns.
 
-Orbax takes the processes of a `jax.distributed` job for writers of one checkpoint. They would wait
-for each other, NumPy's arrays would be written by the first of them, and an array that one process
-has alone by nobody. A piece is one process's own: so each tells orbax that it is alone, and gives
-it arrays that it seems to share. And orbax's own handler of several items tells all processes that
-a folder is there when one has made its own: pieces have another.
+Orbax assumes that all processes of a `jax.distributed` job write one checkpoint together. Processes
+would wait for each other, only the first would write NumPy arrays, and none would write an array
+that one process has alone. But a piece belongs to one process. So each process tells orbax that it
+is alone, and passes arrays that appear replicated. Orbax's handler of several items broadcasts the
+creation of a folder to all processes, so pieces have another handler.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ from dtrans.checkpoint.array_files import read_arrays, write_arrays
 from dtrans.checkpoint.assemble import (
     as_jax,
     as_numpy,
-    by_origin,
-    joined,
-    overlap,
+    assemble_slice,
+    full_slice,
+    group_by_origin,
+    overlaps,
     same_values,
     type_of,
-    whole,
 )
 from dtrans.checkpoint.runs import THIS_PROCESS, Mark, new_run
-from dtrans.checkpoint.saved_rows import ArrayLike, Begins, RowSegment, SavedTable, TableRows
+from dtrans.checkpoint.saved_rows import ArrayLike, InitRows, RowSegment, SavedTable, TableRows
 from dtrans.checkpoint.table_files import SavedBlock, write_tables
 from dtrans.errors import ConfigError, DtransError, StateError, missing_extra
 from dtrans.ir.array_fns import words
@@ -65,29 +65,26 @@ from dtrans.rows.row_buckets import RowBuckets
 from dtrans.step.frozen import check_frozen
 
 
-FORMAT, OF_TABLES, OF_FILES = (
-    1,
-    2,
-    3,
-)  # of a piece, of one with rows of tables, and of one with files of arrays
-ORBAX_FILES = ("_CHECKPOINT_METADATA", "commit_success.txt")  # which orbax puts beside them
+# formats of a piece: plain, with rows of tables, and with files of arrays
+FORMAT, FORMAT_TABLES, FORMAT_FILES = 1, 2, 3
+ORBAX_FILES = ("_CHECKPOINT_METADATA", "commit_success.txt")  # files that orbax adds to a piece
 
 Folder = str | os.PathLike[str]
-First = Callable[[VarDistributed], np.ndarray]  # a slice as the init makes it
+InitSlice = Callable[[VarDistributed], np.ndarray]  # returns a slice of the init's outputs
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A whole checkpoint.
+    """Complete checkpoint.
 
     Attributes:
       path: its folder.
-      pieces: who saved, and the folder of each.
-      types: name to type of each array of the step.
-      rows: what there is of each array, and of each that servers keep beside the step's.
-      tables: of arrays whose rows are there one by one, by who saved and the name of the slice:
-        these, and which of their arrays it is.
-      may_differ: whether copies of an array may be of several steps.
+      pieces: the savers, and the folder of each.
+      types: the type of each array of the step, by name.
+      rows: the saved rows of each array, and of each array that servers have in addition.
+      tables: saved blocks of tables whose rows exist one by one, with the position of an array in
+        them. Keys are the saver and the name of the slice.
+      may_differ: True if copies of an array may come from different steps.
     """
 
     path: Path
@@ -99,204 +96,199 @@ class Checkpoint:
 
     @classmethod
     def at(cls, path: Folder) -> Checkpoint:
-        """The checkpoint at a path. Raises StateError where it is none, or not a whole one."""
+        """Open the checkpoint at a path. Raises StateError if there is no complete one."""
         path = Path(path).absolute()
-        with _reading(path):
+        with _read_errors(path):
             pieces = _finished(path)
-        there = {piece.name: _read_about(piece) for piece in pieces}
-        if not there:
-            raise StateError(
-                f"there is no checkpoint at {path}" + ("" if path.is_dir() else ": it is no folder")
-            )
-        name, first = next(iter(there.items()))
-        for count, (other, about) in enumerate(there.items(), 1):
-            if not _are_one_save([*there.values()][:count]):
+        abouts = {piece.name: _read_about(piece) for piece in pieces}
+        if not abouts:
+            problem = "" if path.is_dir() else ": it is no folder"
+            raise StateError(f"there is no checkpoint at {path}{problem}")
+        name, first = next(iter(abouts.items()))
+        for count, (other, about) in enumerate(abouts.items(), 1):
+            if not _are_one_save([*abouts.values()][:count]):
                 raise StateError(
                     f"the checkpoint at {path} has pieces of several jobs, runs or steps: {name} "
-                    f"({_origin(first)}) "
-                    f"and {other} ({_origin(about)}); take up another one, such as "
-                    "dtrans.checkpoint.latest finds"
+                    f"({_origin(first)}) and {other} ({_origin(about)}); restore another one, such "
+                    "as dtrans.checkpoint.latest finds"
                 )
         missing = [
-            f"{piece} of {who}" for who, piece in first["pieces"].items() if piece not in there
+            f"{piece} of {who}" for who, piece in first["pieces"].items() if piece not in abouts
         ]
         if missing:
             raise StateError(
-                f"the checkpoint at {path} is not whole: {', '.join(missing)} is not there"
+                f"the checkpoint at {path} is incomplete: {', '.join(missing)} is missing; restore "
+                "another one, such as dtrans.checkpoint.latest finds"
             )
-        rows = [_from_json(fields) for about in there.values() for fields in about["rows"]]
-        may_differ = any(
-            about.get("goes_on") for about in there.values()
-        )  # checkpoints of old do not say
+        rows = [_from_json(fields) for about in abouts.values() for fields in about["rows"]]
+        # older checkpoints lack this key
+        may_differ = any(about.get("goes_on") for about in abouts.values())
         tables: dict[tuple[str, str], tuple[SavedBlock, int]] = {}
         for who, piece in first["pieces"].items():
-            for i, of in enumerate(there[piece].get("tables", ())):
-                block = SavedBlock(path / piece / "rows" / str(i), of)
-                tables |= {(who, n): (block, column) for column, n in enumerate(of["names"])}
-        return cls(path, first["pieces"], first["types"], by_origin(rows), tables, may_differ)
+            for i, about in enumerate(abouts[piece].get("tables", ())):
+                block = SavedBlock(path / piece / "rows" / str(i), about)
+                tables |= {(who, n): (block, column) for column, n in enumerate(about["names"])}
+        return cls(path, first["pieces"], first["types"], group_by_origin(rows), tables, may_differ)
 
     def of(self, main: Program) -> Checkpoint:
-        """Itself. Raises StateError where it is that of another step, or of leaves that the step
-        holds still."""
+        """Return this checkpoint. Raises StateError unless it fits a step and its constants."""
         wanted = _types_of(main)
         for name in (*wanted, *self.types):
             if self.types.get(name) != wanted.get(name):
                 raise StateError(
-                    f"the checkpoint at {self.path} is of another step: {name} is "
-                    f"{self.types.get(name, 'not')} in it, "
-                    f"and {wanted.get(name, 'nothing')} in {main.name}"
+                    f"the checkpoint at {self.path} belongs to another step: {name} is "
+                    f"{self.types.get(name, 'not')} in it, and {wanted.get(name, 'nothing')} in "
+                    f"{main.name}"
                 )
-        for name, x in zip(
-            main.frozen_constants,
-            self.on_host([whole(n, main.inputs[n]) for n in main.frozen_constants]),
-            strict=True,
-        ):
+        constants = self.on_host([full_slice(n, main.inputs[n]) for n in main.frozen_constants])
+        for name, x in zip(main.frozen_constants, constants, strict=True):
             check_frozen(main, name, x)
         return self
 
     def arrays(
-        self, targets: Sequence[VarDistributed], first: First | None = None
+        self, targets: Sequence[VarDistributed], first: InitSlice | None = None
     ) -> list[jax.Array]:
-        """Slices of what was saved, on the default device."""
-        return [
-            as_jax(x, target.dtype)
-            for x, target in zip(self.on_host(targets, first), targets, strict=True)
-        ]
+        """Return slices of saved arrays, on the default device."""
+        values = self.on_host(targets, first)
+        return [as_jax(x, target.dtype) for x, target in zip(values, targets, strict=True)]
 
     def on_host(
-        self, targets: Sequence[VarDistributed], first: First | None = None
+        self, targets: Sequence[VarDistributed], first: InitSlice | None = None
     ) -> list[np.ndarray]:
-        """Slices of what was saved. Each piece is read once, and of it only the arrays that share
-        rows with these.
+        """Return slices of saved arrays. Each piece is read once, and only overlapping arrays.
 
         Args:
-          first: gives a slice as the init makes it, of which rows of tables are taken that were not
+          targets: the slices.
+          first: a function that returns a slice of the init's outputs, for table rows that were not
             saved.
         """
         needed: dict[str, dict[str, None]] = {}
         by_rows = {id(target) for target in targets if self._blocks(target)}
         for target in targets:
             for row in self.rows.get(target.origin_name, ()):
-                if id(target) not in by_rows and overlap(target, row):
+                if id(target) not in by_rows and overlaps(target, row):
                     needed.setdefault(row.endpoint, {})[row.slice_name] = None
-        found = {
-            who: _read_arrays(self.path / self.pieces[who], names) for who, names in needed.items()
-        }
+        found = {}
+        for who, names in needed.items():
+            found[who] = _read_arrays(self.path / self.pieces[who], names)
         read = lambda row: found[row.endpoint][row.slice_name]
-        rows_of = lambda target: self.rows.get(target.origin_name, ())
-        whole = lambda target: joined(target, rows_of(target), read, may_differ=self.may_differ)
-        return [self._from_rows(x, first) if id(x) in by_rows else whole(x) for x in targets]
+        saver_rows = lambda target: self.rows.get(target.origin_name, ())
+        full_slice = lambda target: assemble_slice(
+            target, saver_rows(target), read, may_differ=self.may_differ
+        )
+        return [
+            self._assemble_rows(x, first) if id(x) in by_rows else full_slice(x) for x in targets
+        ]
 
-    # -- tables
-    # --------------------------------------------------------------------------------------
+    # -- tables ------------------------------------------------------------------------------------
 
     def _blocks(self, target: VarDistributed) -> list[tuple[VarDistributed, SavedBlock, int]]:
-        """The blocks of tables that share rows with a slice."""
+        """Return the table blocks that overlap a slice."""
         rows = self.rows.get(target.origin_name, ())
-        found = [
-            (row, self.tables.get((row.endpoint, row.slice_name)))
-            for row in rows
-            if overlap(target, row)
-        ]
-        return [(row, *x) for row, x in found if x is not None]
+        found = []
+        for row in rows:
+            saved = self.tables.get((row.endpoint, row.slice_name))
+            if saved is not None and overlaps(target, row):
+                found.append((row, *saved))
+        return found
 
     def init_args(self, init: Program) -> list[Any] | None:
-        """What the init of the job was given that saved; None where all rows are there.
+        """Return the init's arguments in the job that saved; None if all rows are saved.
 
         Raises:
-          StateError: another init takes other arguments.
+          StateError: this init takes another number of arguments.
         """
         block = next((block for block, _ in self.tables.values() if block.about["begins"]), None)
         if block is None:
             return None
-        with _reading(block.folder):
+        with _read_errors(block.folder):
             args = block.args()
         wanted = [init.inputs[n] for n in init.in_names]
         if len(args) != len(wanted):
             raise StateError(
                 f"the init of this plan takes {len(wanted)} arrays, and that of the job that saved "
-                f"{self.path} took "
-                f"{len(args)}: plan with the init of that job"
+                f"{self.path} took {len(args)}; plan with the init of that job"
             )
         return [as_jax(x, t.dtype) for x, t in zip(args, wanted, strict=True)]
 
-    def _from_rows(self, target: VarDistributed, first: First | None) -> np.ndarray:
-        """A slice of an array of a table."""
+    def _assemble_rows(self, target: VarDistributed, first: InitSlice | None) -> np.ndarray:
+        """Return a slice of an array of a table."""
         if target.is_slice and target.axis:
-            everything = whole(
-                target.origin_name, jax.ShapeDtypeStruct(target.origin_shape, target.dtype)
-            )
-            of_all = None if first is None else lambda _: first(everything)
-            return self._from_rows(everything, of_all)[target.index]
-        made, there, found = (
-            np.empty(target.slice_shape, target.dtype),
-            np.zeros(target.slice_shape[0], bool),
-            0,
-        )
-        blocks = self._blocks(target)
+            # a cut of columns: blocks have complete rows
+            aval = jax.ShapeDtypeStruct(target.origin_shape, target.dtype)
+            everything = full_slice(target.origin_name, aval)
+            init_all = None if first is None else lambda _: first(everything)
+            return self._assemble_rows(everything, init_all)[target.index]
+        out = np.empty(target.slice_shape, target.dtype)
+        is_saved = np.zeros(target.slice_shape[0], bool)
+        blocks, found = self._blocks(target), 0
         for row, block, column in blocks:
             found += _shared_rows(target, row)
-            with _reading(block.folder):
+            with _read_errors(block.folder):
                 for segment in block.segments({column: target.dtype}):
-                    at, local = _places(target, row, segment.made)
-                    made[local], there[local] = segment.rows[0][at], True
-        if found != len(there):
-            raise StateError(f"{target.origin_name}: {found} of {len(there)} rows are there")
-        if there.all():
-            return made
+                    at, local = _locate_rows(target, row, segment.present)
+                    out[local], is_saved[local] = segment.rows[0][at], True
+        if found != len(is_saved):
+            raise StateError(f"{target.origin_name}: {found} of {len(is_saved)} rows are there")
+        if is_saved.all():
+            return out
         if first is None:
             raise StateError(
-                f"{len(there) - int(there.sum()):,} of {len(there):,} rows of {target.origin_name} "
-                "were not looked up "
-                f"by any step, and {self.path} does not have them; give the traced init, which "
-                "makes them: "
+                f"{len(is_saved) - int(is_saved.sum()):,} of {len(is_saved):,} rows of "
+                f"{target.origin_name} were not looked up by any step, and {self.path} does not "
+                "have them; pass the traced init, which generates them: "
                 "dtrans.checkpoint.load(path, main, startup)"
             )
         new = np.asarray(first(target))
         for row, block, column in blocks:
-            with _reading(block.folder):
+            with _read_errors(block.folder):
                 ids, (old,) = block.first({column: target.dtype})
-            at, local = _places(target, row, ids)
+            at, local = _locate_rows(target, row, ids)
             check_first(target.origin_name, old[at], new[local])
-        made[~there] = new[~there]
-        return made
+        out[~is_saved] = new[~is_saved]
+        return out
 
     def table(
         self, targets: Sequence[VarDistributed], eqn: Any, args: Sequence[Any] | None
     ) -> SavedTable | None:
-        """The rows of a block and of its state; None where they are not there one by one.
+        """Return the rows of a block and of its state; None if rows do not exist one by one.
 
         Args:
           targets: the block, and each array of its state.
-          eqn: the `init_on_use` that makes the other rows; None where nothing makes them one by
-            one.
-          args: what the init is given.
+          eqn: the `init_on_use` of all other rows; None if there is none.
+          args: the arguments of the init.
         """
         sources = list(zip(*map(self._blocks, targets), strict=False))
-        blocks = [of[0][1] for of in sources]
-        same = all(x is block for of, block in zip(sources, blocks, strict=True) for _, x, _ in of)
-        counts = [_shared_rows(targets[0], of[0][0]) for of in sources]
+        blocks = [source[0][1] for source in sources]
+        same = all(block is source[0][1] for source in sources for _, block, _ in source)
+        counts = [_shared_rows(targets[0], source[0][0]) for source in sources]
         if not sources or not same or sum(counts) != targets[0].slice_shape[0]:
             return None
         types = [t.dtype for t in targets]
         parts, probes = [], []
-        for of in sources:
-            row, block = of[0][0], of[0][1]
-            columns = {column: dtype for (_, _, column), dtype in zip(of, types, strict=True)}
+        for source in sources:
+            row, block = source[0][0], source[0][1]
+            columns = {column: dtype for (_, _, column), dtype in zip(source, types, strict=True)}
             if len(columns) != len(types):
                 return None
-            with _reading(block.folder):
-                parts += [_within(targets[0], row, segment) for segment in block.segments(columns)]
+            with _read_errors(block.folder):
+                parts += [
+                    _select_rows(targets[0], row, segment) for segment in block.segments(columns)
+                ]
                 if block.about["begins"]:
                     ids, rows = block.first(columns)
-                    at, local = _places(targets[0], row, ids)
+                    at, local = _locate_rows(targets[0], row, ids)
                     probes.append((local, [x[at] for x in rows]))
-        segment = _sorted(parts, targets)
-        begins = None if eqn is None or args is None else Begins(eqn, args)
-        if begins is None and len(segment.made) != targets[0].slice_shape[0]:
+        segment = _merge_segments(parts, targets)
+        begins = None if eqn is None or args is None else InitRows(eqn, args)
+        if begins is None and len(segment.present) != targets[0].slice_shape[0]:
             return None
-        joined_rows = [np.concatenate(x) for x in zip(*(rows for _, rows in probes), strict=True)]
         ids = np.concatenate([ids for ids, _ in probes]) if probes else np.arange(0)
+        if probes:
+            columns_of_probes = zip(*(rows for _, rows in probes), strict=True)
+            probe_rows = [np.concatenate(column) for column in columns_of_probes]
+        else:
+            probe_rows = [np.empty((0, *t.slice_shape[1:]), t.dtype) for t in targets]
         return SavedTable(
             [t.slice_name for t in targets],
             segment,
@@ -304,21 +296,18 @@ class Checkpoint:
             step=max(block.about["step"] for block in blocks),
             evicted=sum(block.about["evicted"] for block in blocks),
             begins=begins,
-            probe=(
-                ids,
-                joined_rows or [np.empty((0, *t.slice_shape[1:]), t.dtype) for t in targets],
-            ),
+            probe=(ids, probe_rows),
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class PieceLayout:
-    """Who holds what of a step, of those who save.
+    """Savers of a step's arrays, and the rows that each writes.
 
     Attributes:
       main: the step.
-      rows: what each of them holds.
-      pieces: their names, and the folder of each.
+      rows: the rows of all savers.
+      pieces: the savers, and the folder of each.
     """
 
     main: Program
@@ -330,11 +319,13 @@ def check_place(path: Folder, layout: PieceLayout, here: Sequence[str], mark: Ma
     """Check before training that pieces can be written to a path.
 
     Args:
-      here: who of this process will write one.
-      mark: what they will be marked with.
+      path: the folder of the checkpoint.
+      layout: the pieces.
+      here: the savers in this process.
+      mark: the mark of their pieces.
 
     Raises:
-      ConfigError: they cannot.
+      ConfigError: they cannot be written.
     """
     _orbax()
     path = Path(path).absolute()
@@ -344,7 +335,7 @@ def check_place(path: Folder, layout: PieceLayout, here: Sequence[str], mark: Ma
     if not os.access(there, os.W_OK | os.X_OK):
         raise ConfigError(f"{path} cannot hold a checkpoint: {there} may not be written to")
     for who in here or [*layout.pieces][:1]:
-        _remains(path, layout, who, _about(layout, who, mark), mark)
+        _stale_pieces(path, layout, who, _about(layout, who, mark), mark)
 
 
 def write(
@@ -357,45 +348,48 @@ def write(
     goes_on: bool = False,
     serving: bool = False,
 ) -> None:
-    """Write one piece: what one of those who save holds, by the names of its rows.
+    """Write the piece of one saver: arrays by the names of its rows.
 
-    Where the piece is there already, of the same run and step, nothing is done.
+    An existing piece of the same run and step is left unchanged.
 
     Args:
-      mark: of the run and step.
-      goes_on: whether others of the job make steps while it is written, each by itself.
-      serving: whether the process has steps to make meanwhile, from which the writing should not
-        take processors.
+      path: the folder of the checkpoint.
+      layout: the pieces.
+      who: the saver.
+      values: its arrays.
+      mark: the run and step.
+      goes_on: True if other processes of the job make separate steps meanwhile.
+      serving: True if the process makes steps meanwhile, so that writing should use few processors.
 
     Raises:
-      ConfigError: another checkpoint is there. StateError: the folder cannot be used.
+      ConfigError: another checkpoint is there.
+      StateError: the folder cannot be used.
     """
     path = Path(path).absolute()
     about = _about(layout, who, mark) | ({"goes_on": True} if goes_on else {})
     place = path / layout.pieces[who]
-    with _writing(who, place):
+    with _write_errors(who, place):
         there = _read_or_torn(place) if place.exists() else None
         if there and mark.step is not None and _are_one_save([there, about]):
             return
-        for piece in _remains(path, layout, who, about, mark):
+        for piece in _stale_pieces(path, layout, who, about, mark):
             _remove(piece)
-        named = [path, *(p.parent for p in (path, *path.parents) if not p.exists())]
+        name_leaves = [path, *(p.parent for p in (path, *path.parents) if not p.exists())]
         path.mkdir(parents=True, exist_ok=True)
         _save_piece(place, values, about, serving=serving)
-        for folder in named:
+        for folder in name_leaves:
             _sync(folder)
 
 
 def _about(layout: PieceLayout, who: str, mark: Mark) -> dict[str, Any]:
-    """Return what a piece says of itself."""
+    """Return the description of a piece."""
+    plan = json.dumps([_as_json(row) for row in layout.rows])
     return {
         "format": FORMAT,
         "tag": mark.tag,
         "run": list(mark.run),
         "step": mark.step,
-        "plan": hashlib.sha256(
-            json.dumps([_as_json(row) for row in layout.rows]).encode()
-        ).hexdigest(),
+        "plan": hashlib.sha256(plan.encode()).hexdigest(),
         "pieces": dict(layout.pieces),
         "types": _types_of(layout.main),
         "rows": [_as_json(row) for row in layout.rows if row.endpoint == who],
@@ -405,23 +399,25 @@ def _about(layout: PieceLayout, who: str, mark: Mark) -> dict[str, Any]:
 def _save_piece(
     place: Path, values: Mapping[str, Any], about: Mapping[str, Any], *, serving: bool = False
 ) -> None:
-    """Let orbax write a piece beside its place, and give it its name."""
-    # orbax refuses arrays without elements: their type says all of them
+    """Write a piece with orbax under a temporary name, and rename it."""
     alone = serving or jax.process_count() == 1
     tables = _tables_in(values)
     by_rows = {n for t in tables for n in t.names}
-    whole = {n: x for n, x in values.items() if n not in by_rows and math.prod(x.shape)}
-    arrays = {n: as_numpy(x) if alone else _as_shared(x) for n, x in whole.items()}
+    # orbax refuses arrays without elements; their type describes them completely
+    dense = {n: x for n, x in values.items() if n not in by_rows and math.prod(x.shape)}
+    arrays = {n: as_numpy(x) if alone else _as_replicated(x) for n, x in dense.items()}
     ocp, (handler, args) = _orbax(), _piece_types()
     with (
         _one_at_a_time,
-        ocp.Checkpointer(handler(*_handlers()), multiprocessing_options=_alone()) as checkpointer,
+        ocp.Checkpointer(
+            handler(*_handlers()), multiprocessing_options=_single_process()
+        ) as checkpointer,
     ):
         checkpointer.save(place, args=args(arrays, tables, about, serving))
 
 
 def _tables_in(values: Mapping[str, Any]) -> list[TableRows]:
-    """The rows of tables of what is to be written."""
+    """Return the table rows among the values of a piece."""
     found = dict.fromkeys(
         x.table for x in values.values() if isinstance(x, ArrayLike) and x.table is not None
     )
@@ -429,20 +425,18 @@ def _tables_in(values: Mapping[str, Any]) -> list[TableRows]:
 
 
 @contextlib.contextmanager
-def _writing(who: str, place: Path) -> Iterator[None]:
-    """Errors of orbax and of the disk, with the piece that they are about."""
+def _write_errors(who: str, place: Path) -> Iterator[None]:
+    """Convert errors of orbax and of the disk to StateErrors that name the piece."""
     try:
         yield
     except DtransError:
-        raise  # it says its own cause
-    except (OSError, ValueError) as e:  # of orbax's own writer a full disk is a ValueError
-        shutil.rmtree(
-            place.with_name(f"{place.name}.orbax-checkpoint-tmp"), ignore_errors=True
-        )  # it takes room
+        raise
+    except (OSError, ValueError) as e:  # orbax raises ValueError for a full disk
+        # remains of the write would fill the disk
+        shutil.rmtree(place.with_name(f"{place.name}.orbax-checkpoint-tmp"), ignore_errors=True)
         raise StateError(
-            f"the piece of {who} cannot be written to {place}: {e}. Make room, or let this process "
-            "write there; what "
-            "was saved before is as it was"
+            f"the piece of {who} cannot be written to {place}: {e}; free space, or let this "
+            "process write there. Earlier checkpoints are unchanged"
         ) from e
 
 
@@ -450,54 +444,50 @@ def _writing(who: str, place: Path) -> Iterator[None]:
 
 
 def check_first(name: str, old: np.ndarray, new: np.ndarray) -> None:
-    """Raise StateError where an init makes other rows than that of the job that saved."""
+    """Raise StateError if an init generates other rows than in the job that saved."""
     if not same_values(old, new):
         raise StateError(
-            f"the init of this plan makes other rows of {name} than that of the job that saved, "
-            "and rows that no step "
-            "has looked up are not in the checkpoint; plan with the init of that job"
+            f"the init of this plan generates other rows of {name} than that of the job that "
+            "saved, and the checkpoint lacks rows that no step has looked up; plan with the init "
+            "of that job"
         )
 
 
-def _places(
+def _locate_rows(
     target: VarDistributed, row: VarDistributed, ids: np.ndarray
 ) -> tuple[slice | np.ndarray, np.ndarray]:
-    """Which rows of a slice, by their numbers in it, are among those of another; and where they are
-    there."""
+    """Return the positions of ids of `row` that are in `target`, and their numbers in `target`."""
     in_leaf = row.rows.in_leaf(ids)
     at = target.rows.among(in_leaf)
     return at, target.rows.local(in_leaf[at])
 
 
 def _shared_rows(target: VarDistributed, row: VarDistributed) -> int:
-    """How many rows two slices share."""
-    _, local = _places(target, row, np.arange(row.slice_shape[0]))
+    """Return the number of rows that two slices share."""
+    _, local = _locate_rows(target, row, np.arange(row.slice_shape[0]))
     return len(local)
 
 
-def _within(target: VarDistributed, row: VarDistributed, segment: RowSegment) -> RowSegment:
-    """The rows of a segment that a slice has, by their numbers there."""
-    at, local = _places(target, row, segment.ids)
-    among_made = np.cumsum(segment.changed > 0) - 1
-    there = among_made[at][segment.changed[at] > 0]
-    return RowSegment(local, segment.changed[at], [x[there] for x in segment.rows])
+def _select_rows(target: VarDistributed, row: VarDistributed, segment: RowSegment) -> RowSegment:
+    """Return the rows of a segment that are in a slice, with their numbers there."""
+    at, local = _locate_rows(target, row, segment.ids)
+    # `rows` has existing rows only, `ids` and `changed` evicted ones too
+    positions = np.cumsum(segment.changed > 0) - 1
+    present = positions[at][segment.changed[at] > 0]
+    return RowSegment(local, segment.changed[at], [x[present] for x in segment.rows])
 
 
-def _sorted(parts: Sequence[RowSegment], targets: Sequence[VarDistributed]) -> RowSegment:
-    """Segments as one."""
-    none = RowSegment(
-        np.empty(0, np.int64),
-        np.empty(0, np.int64),
-        [np.empty((0, *t.slice_shape[1:]), t.dtype) for t in targets],
-    )
-    parts = [none, *parts]
-    ids, changed = (
-        np.concatenate([x.ids for x in parts]),
-        np.concatenate([x.changed for x in parts]),
-    )
+def _merge_segments(parts: Sequence[RowSegment], targets: Sequence[VarDistributed]) -> RowSegment:
+    """Merge segments into one with increasing ids."""
+    nothing = np.empty(0, np.int64)
+    empty_rows = [np.empty((0, *t.slice_shape[1:]), t.dtype) for t in targets]
+    parts = [RowSegment(nothing, nothing, empty_rows), *parts]
+    ids = np.concatenate([x.ids for x in parts])
+    changed = np.concatenate([x.changed for x in parts])
     order = np.argsort(ids, kind="stable")
-    of_made = np.argsort(ids[changed > 0], kind="stable")
-    rows = [np.concatenate(of)[of_made] for of in zip(*(x.rows for x in parts), strict=True)]
+    present_order = np.argsort(ids[changed > 0], kind="stable")
+    columns = zip(*(x.rows for x in parts), strict=True)
+    rows = [np.concatenate(column)[present_order] for column in columns]
     return RowSegment(ids[order], changed[order], rows)
 
 
@@ -513,7 +503,7 @@ def _are_one_save(abouts: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _run_of(about: Mapping[str, Any]) -> set[str]:
-    """Return the words of a piece's run; pieces of old have a tag only."""
+    """Return the identifiers of a piece's run; older pieces have a tag only."""
     return set(about.get("run", [about["tag"]]))
 
 
@@ -522,19 +512,18 @@ def _key_of(about: Mapping[str, Any], key: str) -> Any:
 
 
 def _origin(about: Mapping[str, Any]) -> str:
-    """Describe where a piece comes from, for messages."""
+    """Describe the origin of a piece, for messages."""
     parts = {
         "tag": repr(_key_of(about, "tag")),
         "run": min(_run_of(about), default=""),
         "step": about.get("step"),
     }
-    told = ", ".join(f"{name} {x}" for name, x in parts.items() if x not in ("None", "", None))
-    return told or "of a process by itself"
+    known = ", ".join(f"{name} {x}" for name, x in parts.items() if x not in ("None", "", None))
+    return known or "of an unknown run"
 
 
 def _may_be_replaced(theirs: Mapping[str, Any] | None, mark: Mark) -> bool:
-    """Return True if a piece that is part of no whole checkpoint is known to be of an earlier run,
-    or torn."""
+    """Return True if a piece of an incomplete checkpoint is torn or comes from an earlier run."""
     if theirs is None:
         return True
     run = _run_of(theirs)
@@ -542,17 +531,17 @@ def _may_be_replaced(theirs: Mapping[str, Any] | None, mark: Mark) -> bool:
     return mark.shared and not maybe and run.isdisjoint({*mark.run, THIS_PROCESS})
 
 
-def _remains(
+def _stale_pieces(
     path: Path, layout: PieceLayout, who: str, about: Mapping[str, Any], mark: Mark
 ) -> list[Path]:
-    """Return the pieces to remove before this one is written: remains of earlier runs whose save
-    never became whole.
+    """Return the pieces to remove before this one is written: remains of incomplete earlier saves.
 
-    Each process removes those in its own place, and those in the place of nobody. So it removes no
-    piece that another process of its run has written meanwhile.
+    Each process removes those under its name, and those under no name of this job. So it never
+    removes a piece that another process of its run has written meanwhile.
 
     Raises:
-      ConfigError: pieces of a whole checkpoint, or of this run, or of a run that may be this one.
+      ConfigError: pieces belong to a complete checkpoint, to this run, or to a run that may be this
+        one.
     """
     place = path / layout.pieces[who]
     found = {piece: _read_or_torn(piece) for piece in _finished(path)}
@@ -561,55 +550,56 @@ def _remains(
         for piece, theirs in found.items()
         if theirs is None or not _are_one_save([theirs, about])
     }
-    whole = any(_is_whole(path, theirs, others) for theirs in others.values() if theirs is not None)
-    kept = [
-        piece for piece, theirs in others.items() if whole or not _may_be_replaced(theirs, mark)
+    readable = [theirs for theirs in others.values() if theirs is not None]
+    is_complete = any(_is_complete(path, theirs, others) for theirs in readable)
+    blocking = [
+        piece
+        for piece, theirs in others.items()
+        if is_complete or not _may_be_replaced(theirs, mark)
     ]
-    if place in found and (place not in others or place in kept):
-        theirs = found[place]
-        of = (
-            f" ({_origin(theirs)}, and this is {_origin(about)})"
-            if theirs is not None and place in others
-            else ""
-        )
+    if place in found and (place not in others or place in blocking):
+        theirs, origins = found[place], ""
+        if theirs is not None and place in others:
+            origins = f" ({_origin(theirs)}, and this is {_origin(about)})"
         raise ConfigError(
-            f"{place} is there already{of}: save each checkpoint of {who} to a path of its own"
+            f"{place} exists already{origins}; save each checkpoint of {who} to a separate path"
         )
-    if kept:
-        theirs = found[kept[0]]
-        of = f"{_origin(theirs)}, and this is {_origin(about)}" if theirs is not None else "torn"
+    if blocking:
+        theirs = found[blocking[0]]
+        origins = "torn"
+        if theirs is not None:
+            origins = f"{_origin(theirs)}, and this is {_origin(about)}"
         raise ConfigError(
-            f"{path} is taken: {kept[0].name} in it is of another job, run or step ({of}); save to "
-            "a path of its own, "
-            "and give processes that were not started together the same tag"
+            f"{path} is in use: {blocking[0].name} in it belongs to another job, run or step "
+            f"({origins}); save to a separate path, and pass the same tag in processes that were "
+            "started separately"
         )
     return [piece for piece in others if piece == place or piece.name not in layout.pieces.values()]
 
 
-def _is_whole(
+def _is_complete(
     path: Path, about: Mapping[str, Any], found: Mapping[Path, Mapping[str, Any] | None]
 ) -> bool:
-    """Return True if all pieces that one of them names are there, of one save."""
+    """Return True if all pieces that one of them lists exist and belong to one save."""
     parts = [found.get(path / name) for name in about["pieces"].values()]
     there = [part for part in parts if part is not None]
     return len(there) == len(parts) and _are_one_save(there)
 
 
 def _read_or_torn(piece: Path) -> dict[str, Any] | None:
-    """Return what a piece says of itself; None where a crash of the machine has left a name without
-    its files."""
+    """Return the description of a piece; None if a machine crash left a name without files."""
     try:
         return _read_about(piece)
     except StateError as e:
         torn = isinstance(e.__cause__, (FileNotFoundError, json.JSONDecodeError))
-        # another process may have removed it meanwhile
+        # it may be empty: another process may have removed it meanwhile
         if torn and _names(piece) <= {"overview", "arrays", "dense", "rows", *ORBAX_FILES}:
             return None
-        raise  # somebody's own, or the disk's fault
+        raise  # a folder that dtrans has not written, or an error of the disk
 
 
 def _names(folder: Path) -> set[str]:
-    """Return what is in a folder; nothing, where there is none."""
+    """Return the names in a folder; none if it does not exist."""
     try:
         return {*os.listdir(folder)}
     except (FileNotFoundError, NotADirectoryError):
@@ -617,7 +607,7 @@ def _names(folder: Path) -> set[str]:
 
 
 def _remove(piece: Path) -> None:
-    """Remove a piece: first its name, so that a crash leaves none that is torn."""
+    """Remove a piece: rename it first, so that a crash leaves no torn piece."""
     away = piece.with_name(f".{piece.name}.{new_run()}")
     with contextlib.suppress(FileNotFoundError):  # another process has removed it
         piece.rename(away)
@@ -625,25 +615,23 @@ def _remove(piece: Path) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk, where this process may ask for it."""
+    """Flush the names in a folder to the disk, if this process may read the folder."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
-    except PermissionError:  # it may be written to, and not listed
+    except PermissionError:  # a folder that may be written but not listed
         return
     try:
         os.fsync(descriptor)
     except OSError as e:
-        if e.errno not in (
-            errno.EINVAL,
-            errno.ENOTSUP,
-        ):  # file systems that have no such thing for folders
+        # some file systems cannot flush folders
+        if e.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:
         os.close(descriptor)
 
 
 def _sync_tree(folder: Path) -> None:
-    """Wait until all files of a folder are on the disk."""
+    """Flush all files of a folder to the disk."""
     for at, _, names in os.walk(folder):
         for name in names:
             with open(os.path.join(at, name), "rb") as file:
@@ -651,11 +639,11 @@ def _sync_tree(folder: Path) -> None:
         _sync(Path(at))
 
 
-# -- what pieces say -------------------------------------------------------------------------------
+# -- contents of pieces ----------------------------------------------------------------------------
 
 
 def _types_of(main: Program) -> dict[str, str]:
-    """Name to type of what a step takes and makes anew."""
+    """Return the types of the arrays that a step updates, by name."""
     return {n: type_of(main.inputs[n]) for spec in main.args[:2] for n in spec.names}
 
 
@@ -665,37 +653,34 @@ def _as_json(row: VarDistributed) -> dict[str, Any]:
 
 def _from_json(fields: Mapping[str, Any]) -> VarDistributed:
     shapes = {n: tuple(fields[n]) for n in ("origin_shape", "slice_shape")}
-    buckets = fields.get("buckets")  # which checkpoints of old do not have
-    return VarDistributed(
-        **{**fields, **shapes, "buckets": RowBuckets(**buckets) if buckets else None}
-    )
+    buckets = fields.get("buckets")  # older checkpoints lack this key
+    row_buckets = RowBuckets(**buckets) if buckets else None
+    return VarDistributed(**{**fields, **shapes, "buckets": row_buckets})
 
 
 def _finished(path: Path) -> list[Path]:
-    """The pieces that were written to their end: others have a longer name."""
+    """Return the pieces that were written completely; others have a longer name."""
     _orbax()
-    numbered = [
-        path / name for name in _names(path) if re.fullmatch(r"(pserver|trainer|rank)-\d+", name)
-    ]
-    return sorted(p for p in numbered if p.is_dir())
+    names = [n for n in _names(path) if re.fullmatch(r"(pserver|trainer|rank)-\d+", n)]
+    return sorted(path / n for n in names if (path / n).is_dir())
 
 
 def _read_about(piece: Path) -> dict[str, Any]:
-    """What a piece says of itself."""
-    with _reading(piece), _one_at_a_time:
+    """Return the description of a piece."""
+    with _read_errors(piece), _one_at_a_time:
         about = _handlers()[1].restore(piece / "overview")
-        if about["format"] not in (FORMAT, OF_TABLES, OF_FILES):
+        if about["format"] not in (FORMAT, FORMAT_TABLES, FORMAT_FILES):
             raise ValueError(
-                f"its format is {about['format']}, and this dtrans reads {FORMAT} to {OF_FILES}"
+                f"its format is {about['format']}, and this dtrans reads {FORMAT} to {FORMAT_FILES}"
             )
         return dict(about)
 
 
 def _read_arrays(piece: Path, names: Mapping[str, None]) -> dict[str, np.ndarray]:
-    """Some of the arrays of a piece."""
+    """Return some of the arrays of a piece."""
     types = _read_about(piece).get("dense")
     if types is not None:
-        with _reading(piece):
+        with _read_errors(piece):
             return read_arrays(piece / "dense", types, names)
     ocp = _orbax()
     wanted = ocp.args.PyTreeRestore(
@@ -703,17 +688,17 @@ def _read_arrays(piece: Path, names: Mapping[str, None]) -> dict[str, np.ndarray
         restore_args=dict.fromkeys(names, ocp.RestoreArgs(restore_type=np.ndarray)),
         partial_restore=True,
     )
-    with _reading(piece), _one_at_a_time:
+    with _read_errors(piece), _one_at_a_time:
         return dict(_handlers()[0].restore(piece / "arrays", args=wanted))
 
 
 @contextlib.contextmanager
-def _reading(piece: Path) -> Iterator[None]:
-    """Errors of orbax and of the disk, with the piece that they are about."""
+def _read_errors(piece: Path) -> Iterator[None]:
+    """Convert errors of orbax and of the disk to StateErrors that name the piece."""
     try:
         yield
     except DtransError:
-        raise  # it says its own cause
+        raise
     except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as e:
         raise StateError(f"{piece} cannot be read as a piece of a checkpoint: {e}") from e
 
@@ -727,7 +712,7 @@ def _orbax() -> Any:
 
 
 def load_orbax() -> None:
-    """Import orbax now: the first save would take a processor for as long as several steps.
+    """Import orbax, so that the first save does not: it takes as long as several steps.
 
     Raises:
       ConfigError: it is not installed.
@@ -735,11 +720,12 @@ def load_orbax() -> None:
     _piece_types()
 
 
-_one_at_a_time = threading.Lock()  # orbax numbers its operations for the whole process
+# orbax numbers its operations per process
+_one_at_a_time = threading.Lock()
 
 
-def _alone() -> Any:
-    """Options that say that no other process takes part."""
+def _single_process() -> Any:
+    """Return options of orbax for a process that writes alone."""
     me = jax.process_index()
     prefix = f"dtrans-{me}"
     return _orbax().options.MultiprocessingOptions(
@@ -748,8 +734,8 @@ def _alone() -> Any:
 
 
 def _handlers() -> tuple[Any, Any]:
-    """What saves and restores arrays, and JSON."""
-    ocp, alone = _orbax(), _alone()
+    """Return orbax's handlers of arrays and of JSON."""
+    ocp, alone = _orbax(), _single_process()
     kinds = ocp.type_handlers
     arrays = kinds.ArrayHandler(
         primary_host=alone.primary_host,
@@ -757,9 +743,8 @@ def _handlers() -> tuple[Any, Any]:
         enable_write_sharding_file=False,
     )
     registry = kinds.create_type_handler_registry(
-        (int, kinds.ScalarHandler()),  # in what says which arrays to read
-        # a save returns when all is written, so that nothing changes meanwhile: a copy would take
-        # memory and time
+        (int, kinds.ScalarHandler()),  # placeholders of the arrays to read
+        # no copy, which takes memory and time: a save blocks until everything is written
         (np.ndarray, kinds.NumpyHandler(deepcopy_host_arrays=False)),
         (jax.Array, arrays),
     )
@@ -771,11 +756,11 @@ def _handlers() -> tuple[Any, Any]:
 
 @functools.cache
 def _piece_types() -> tuple[Any, Any]:
-    """What saves a piece, and its arguments: classes, which orbax wants to know of."""
+    """Return orbax's handler of a piece and the class of its arguments."""
     ocp = _orbax()
 
     class Handler(ocp.CheckpointHandler):  # type: ignore[name-defined]
-        """An overview, arrays and rows of tables if there are any, in folders of their own."""
+        """Handler of a piece: an overview, arrays and rows of tables, each in a folder."""
 
         def __init__(self, arrays: Any, overview: Any) -> None:
             self.arrays, self.overview = arrays, overview
@@ -784,13 +769,13 @@ def _piece_types() -> tuple[Any, Any]:
             about = dict(args.overview)
             if args.tables:
                 about |= {
-                    "format": OF_TABLES,
+                    "format": FORMAT_TABLES,
                     "tables": write_tables(Path(directory) / "rows", args.tables),
                 }
             arrays = args.arrays
             if args.serving:
                 about |= {
-                    "format": max(about["format"], OF_FILES),
+                    "format": max(about["format"], FORMAT_FILES),
                     "dense": write_arrays(Path(directory) / "dense", arrays),
                 }
                 arrays = {}
@@ -806,7 +791,7 @@ def _piece_types() -> tuple[Any, Any]:
             _sync_tree(Path(directory))
 
         def restore(self, directory: Any, args: Any = None) -> Any:
-            raise NotImplementedError("what is in a piece is read by itself")
+            raise NotImplementedError("the folders of a piece are read separately")
 
     @ocp.args.register_with_handler(Handler, for_save=True, for_restore=True)
     @dataclasses.dataclass
@@ -819,11 +804,14 @@ def _piece_types() -> tuple[Any, Any]:
     return Handler, Args
 
 
-def _as_shared(x: Any) -> jax.Array:
-    """An array of this process, as one that a second process has too, of which this one has the
-    first copy."""
+def _as_replicated(x: Any) -> jax.Array:
+    """Return an array of this process as one that a second process replicates.
+
+    Orbax then makes this process, which has the first copy, write it.
+    """
     x = words(x)
-    mine = next(iter(x.devices())) if isinstance(x, jax.Array) else jax.local_devices()[0]
-    other = next(d for d in jax.devices() if d.process_index != mine.process_index)
-    where = NamedSharding(Mesh(np.array([mine, other]), ("copies",)), PartitionSpec())
-    return jax.make_array_from_single_device_arrays(x.shape, where, [jax.device_put(x, mine)])
+    local = next(iter(x.devices())) if isinstance(x, jax.Array) else jax.local_devices()[0]
+    other = next(d for d in jax.devices() if d.process_index != local.process_index)
+    mesh = Mesh(np.array([local, other]), ("copies",))
+    sharding = NamedSharding(mesh, PartitionSpec())
+    return jax.make_array_from_single_device_arrays(x.shape, sharding, [jax.device_put(x, local)])

@@ -1,15 +1,14 @@
-"""Runs of jobs: each piece of a checkpoint is marked with the run that wrote it, and pieces of two
-runs never meet.
+"""Runs of jobs: the mark of each piece names the run that wrote it, so that runs are never mixed.
 
-All processes of a run must find the same word without asking anybody, since a piece is written
-without a word to any other process. They have had words before:
+All processes of a run must agree on an identifier without communication, since each writes its
+pieces alone. Earlier messages provide it:
 
-    parameter servers   a server knows the trainers by their sessions, which are random: that of trainer 0 is the run's;
-                        while it serves, each of those that have come is one of its words
-    collectives         trainer 0 draws a number, and all are told it when they connect
+    parameter servers   the random session of trainer 0, which servers know. While a server serves,
+                        the sessions of all trainers identify the run.
+    collectives         a number that trainer 0 draws and sends when trainers connect
                         (`dtrans.run.distributed.connect`)
-    neither             what `dtrans launch` told all processes that it started, else a number of the process's own:
-                        such processes have to be given a tag to save one checkpoint together
+    neither             the identifier from `dtrans launch`, else a random one of this process.
+                        Processes without a common one need a tag to save one checkpoint.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _known: dict[str, str] = {}
 
 
 def new_run() -> str:
-    """A word that no other run has."""
+    """Return a random identifier."""
     return secrets.token_hex(8)
 
 
@@ -34,28 +33,26 @@ THIS_PROCESS = new_run()
 
 
 def note(who: str, run: str) -> None:
-    """Remember in which run somebody of this process took part last: a server's endpoint, or a
-    trainer."""
+    """Remember the last run of a role in this process: a server's endpoint, or a trainer."""
     _known[who] = run
 
 
 def run_of(who: str, environ: Mapping[str, str] | None = None) -> str:
-    """The run that somebody of this process took part in last, or is in."""
+    """Return the current or last run of a role in this process."""
     env = os.environ if environ is None else environ
     return _known.get(who) or env.get(VARIABLE) or THIS_PROCESS
 
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """Origin of a piece of a checkpoint: pieces make up one checkpoint only where their marks
-    agree.
+    """Origin of a piece of a checkpoint: pieces are combined only if their marks agree.
 
     Attributes:
-      run: words of the run; the pieces of one save have at least one in common.
-      step: of the run; None where processes have no common count.
-      tag: the user's name for the save.
-      shared: whether other processes of the run know a word of it too. A process that only knows a
-        word of its own cannot tell remains of an earlier run from pieces of its own one.
+      run: identifiers of the run; pieces of one save have at least one in common.
+      step: the step of the run; None if processes have no common count.
+      tag: the user's name of the save.
+      shared: True if other processes of the run know one of the identifiers. Otherwise pieces of an
+        earlier run look like those of another process of this run.
     """
 
     run: tuple[str, ...] = ()
@@ -65,12 +62,12 @@ class Mark:
 
 
 def mark_of(run: str, tag: str | None = None, *, alone: bool = False) -> Mark:
-    """Return the mark of a piece that a process saves by itself.
+    """Return the mark of a piece that a process saves alone.
 
     Args:
-      run: of the process.
-      tag: the user's, which processes that were not started together share.
-      alone: whether this process writes all pieces.
+      run: the run of the process.
+      tag: the user's tag, for processes that were started separately.
+      alone: True if this process writes all pieces.
     """
     shared = alone or run != THIS_PROCESS
     return Mark((run,) if shared or tag is None else (), tag=tag, shared=shared or tag is not None)

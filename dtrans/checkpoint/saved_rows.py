@@ -1,13 +1,11 @@
-"""Rows of tables as checkpoints have them: those that are made, some at a time, and what makes the
-others.
+"""Table rows in checkpoints: existing rows in segments, and the init of all other rows.
 
-A block of a table and the arrays of the optimizer's state that belong to its rows are one
-`TableRows`. In a state they stand under their names, each as an array that nobody has made yet
-(`ArrayLike`): who writes a state takes its segments, and whoever reads it as an array makes all
-rows.
+A `TableRows` is a block of a table with the optimizer state of its rows. A state has each of these
+arrays under its name as an `ArrayLike`, which is not in memory. Writers of a state read its
+segments. Reading it as an array generates all rows.
 
     running server      a snapshot (`dtrans.run.parameter_server.tables.row_snapshot`)
-    restored server     `SavedTable`, which a server takes its rows from
+    restored server     `SavedTable`, from which a server reads its rows
 """
 
 from __future__ import annotations
@@ -24,11 +22,11 @@ from dtrans._jax import JaxprEqn
 
 
 class ArrayLike(abc.ABC):
-    """What stands for an array that nobody has made yet.
+    """Stand-in for an array that is not in memory.
 
     Args:
       like: its type.
-      table: the rows that it belongs to, if they are there one by one.
+      table: the table rows that it is part of, if rows exist one by one.
     """
 
     def __init__(self, like: Any, table: TableRows | None = None) -> None:
@@ -37,14 +35,14 @@ class ArrayLike(abc.ABC):
         self.table = table
 
     @abc.abstractmethod
-    def made(self) -> np.ndarray:
-        """The array."""
+    def materialize(self) -> np.ndarray:
+        """Return the array."""
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return self.made() if dtype is None else self.made().astype(dtype)
+        return self.materialize() if dtype is None else self.materialize().astype(dtype)
 
     def __getitem__(self, at: Any) -> Any:
-        return self.made()[at]
+        return self.materialize()[at]
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -52,13 +50,13 @@ class ArrayLike(abc.ABC):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowSegment:
-    """Some rows of a block.
+    """Rows of a block.
 
     Attributes:
-      ids: their numbers in the block, increasing.
-      changed: of each n + 1 where step n has changed it last, n = 0 where none has; -(n + 1) where
-        it was given up before step n: it is not made.
-      rows: of the block, and of each array of its state, those that are made.
+      ids: row numbers in the block, increasing.
+      changed: n + 1 for a row that step n changed last (n is 0 if none did). -(n + 1) for a row
+        that was evicted before step n and does not exist.
+      rows: the existing rows of the block, and of each array of its state.
     """
 
     ids: np.ndarray
@@ -66,69 +64,66 @@ class RowSegment:
     rows: Sequence[np.ndarray]
 
     @property
-    def made(self) -> np.ndarray:
-        """The numbers of rows that are made."""
+    def present(self) -> np.ndarray:
+        """The ids of rows that exist."""
         return self.ids[self.changed > 0]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Begins:
-    """What rows are before anybody has asked for them.
+class InitRows:
+    """Initial rows of a block, before their first lookup.
 
     Attributes:
-      eqn: the `init_on_use` that makes them.
-      args: what the init was given.
+      eqn: the `init_on_use` equation that generates them.
+      args: the arguments of the init.
     """
 
     eqn: JaxprEqn
     args: Sequence[Any]
 
     def all(self) -> list[np.ndarray]:
-        """All rows, of the block and of each array of its state."""
+        """Return all rows, of the block and of each array of its state."""
         make = jax.jit(lambda *args: self.eqn.primitive.bind(*args, **self.eqn.params))
         return [np.asarray(x) for x in make(*self.args)]
 
 
 class TableRows(abc.ABC):
-    """Rows of a block of a table, and of its state.
+    """Rows of a table block and of its optimizer state.
 
     Attributes:
-      names: of the block, and of the arrays of its state.
-      rows: how many it has, made or not.
-      step: how many updates were made.
-      evicted: how many rows were given up so far.
-      begins: what the other rows are; None where all are made.
+      names: the names of the block and of the arrays of its state.
+      rows: the number of rows, existing or not.
+      step: the number of updates.
+      evicted: the number of evicted rows so far.
+      begins: the init of rows that do not exist; None if all do.
     """
 
     names: tuple[str, ...]
     rows: int
     step: int
     evicted: int
-    begins: Begins | None
+    begins: InitRows | None
 
     @abc.abstractmethod
     def segments(self) -> Iterator[RowSegment]:
-        """The rows that are made or were given up, in increasing order, a bounded number at a
-        time."""
+        """Yield existing and evicted rows in increasing order, a bounded number at a time."""
 
     @abc.abstractmethod
     def first(self, ids: np.ndarray) -> list[np.ndarray]:
-        """Rows as the init makes them, of the block and of each array of its state; where `begins`
-        is there."""
+        """Return initial rows of the block and of each array of its state; needs `begins`."""
 
     def close(self) -> None:
-        """Let go of what is kept for a reader of segments: nothing, where rows are all there."""
+        """Release resources of a reader of segments; by default there are none."""
         return
 
 
 class SavedTable(TableRows):
-    """Rows of a block that were saved.
+    """Saved rows of a table block.
 
     Args:
-      names, rows, step, evicted, begins: as of `TableRows`.
-      segment: all rows.
-      probe: some rows as the init of the job made them that saved: their numbers, and the rows of
-        each array.
+      names, rows, step, evicted, begins: as in `TableRows`.
+      segment: all saved rows.
+      probe: some initial rows of the job that saved: their ids, and the rows of each array.
     """
 
     def __init__(
@@ -139,7 +134,7 @@ class SavedTable(TableRows):
         rows: int,
         step: int,
         evicted: int,
-        begins: Begins | None,
+        begins: InitRows | None,
         probe: tuple[np.ndarray, Sequence[np.ndarray]],
     ) -> None:
         self.names, self.rows, self.begins = tuple(names), rows, begins
@@ -155,19 +150,18 @@ class SavedTable(TableRows):
 
 
 class TableArray(ArrayLike):
-    """A block, or an array of its state, of which rows are there one by one."""
+    """Table block, or an array of its state, whose rows exist one by one."""
 
     def __init__(self, like: Any, table: TableRows, index: int) -> None:
         super().__init__(like, table)
         self._table, self._index = table, index
 
-    def made(self) -> np.ndarray:
+    def materialize(self) -> np.ndarray:
         begins = self._table.begins
-        found = (
-            np.empty(self.shape, self.dtype)
-            if begins is None
-            else np.array(begins.all()[self._index])
-        )
+        if begins is None:
+            found = np.empty(self.shape, self.dtype)
+        else:
+            found = np.array(begins.all()[self._index])
         for segment in self._table.segments():
-            found[segment.made] = segment.rows[self._index]
+            found[segment.present] = segment.rows[self._index]
         return found

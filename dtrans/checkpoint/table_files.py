@@ -1,13 +1,13 @@
-"""Files of the rows of tables in a piece: bounded segments, which NumPy reads.
+"""Files of table rows in a piece: segments of bounded size, in NumPy's format.
 
-    rows/0/0.npz        the first rows of a block: `ids`, `changed`, and "0", "1", ... the rows of the block and of each
-                        array of its state (`dtrans.checkpoint.saved_rows.RowSegment`)
-    rows/0/1.npz        the next ones
-    rows/0/first.npz    some rows as the init makes them, by which a later job knows that its init is the same
-    rows/init.npz       what the init was given: it makes the rows that are not here
+    rows/0/0.npz        the first rows of a block: `ids`, `changed`, and "0", "1", ... for the block
+                        and the arrays of its state (`dtrans.checkpoint.saved_rows.RowSegment`)
+    rows/0/1.npz        the next rows
+    rows/0/first.npz    some initial rows, which a later job compares with those of its init
+    rows/init.npz       the arguments of the init, which generates all other rows
 
-Orbax takes whole arrays, and rows of a running server are there some at a time only: so these are
-files beside its own, in the folder that it names when all of it is written.
+Orbax takes complete arrays, but rows of a running server are in memory only a segment at a time. So
+these are separate files, in the folder that orbax renames when all files are written.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ ARGS, FIRST = "init.npz", "first.npz"
 
 
 def write_tables(folder: Path, tables: Sequence[TableRows]) -> list[dict[str, Any]]:
-    """Write the rows of tables, a segment at a time, and return what is to be said of each."""
+    """Write the rows of tables, a segment at a time; return a description of each table."""
     found = []
     folder.mkdir()
     for i, table in enumerate(tables):
-        at, made = folder / str(i), 0
+        at, row_count = folder / str(i), 0
         at.mkdir()
         segments, count = table.segments(), 0
         while (segment := next(segments, None)) is not None:
@@ -41,8 +41,8 @@ def write_tables(folder: Path, tables: Sequence[TableRows]) -> list[dict[str, An
                 changed=segment.changed,
                 **_columns(segment.rows),
             )
-            made, count = made + len(segment.rows[0]), count + 1
-            del segment  # before the next one is read
+            row_count, count = row_count + len(segment.rows[0]), count + 1
+            del segment  # frees its memory before the next one is read
         if table.begins is not None:
             ids = np.unique([0, table.rows // 2, table.rows - 1])
             np.savez(at / FIRST, ids=ids, **_columns(table.first(ids)))
@@ -51,7 +51,7 @@ def write_tables(folder: Path, tables: Sequence[TableRows]) -> list[dict[str, An
             "names": list(table.names),
             "step": table.step,
             "evicted": table.evicted,
-            "made": made,
+            "made": row_count,
         }
         found.append(about | {"segments": count, "begins": table.begins is not None})
     return found
@@ -59,29 +59,33 @@ def write_tables(folder: Path, tables: Sequence[TableRows]) -> list[dict[str, An
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SavedBlock:
-    """The rows of a block in files.
+    """Rows of a block in files.
 
     Attributes:
-      folder: that they are in.
-      about: what was said of them when they were written.
+      folder: the folder of the files.
+      about: their description from `write_tables`.
     """
 
     folder: Path
     about: Mapping[str, Any]
 
     def segments(self, columns: Mapping[int, Any]) -> Iterator[RowSegment]:
-        """The rows of some arrays, by their place among `about["names"]`, with their types."""
+        """Yield the rows of some arrays.
+
+        Args:
+          columns: positions of the arrays in `about["names"]`, with their types.
+        """
         for i in range(self.about["segments"]):
             with np.load(self.folder / f"{i}.npz") as file:
                 yield RowSegment(file["ids"], file["changed"], _read(file, columns))
 
     def first(self, columns: Mapping[int, Any]) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Some rows as the init makes them: their numbers, and those of some arrays."""
+        """Return ids of some initial rows, and these rows of some arrays."""
         with np.load(self.folder / FIRST) as file:
             return file["ids"], _read(file, columns)
 
     def args(self) -> list[np.ndarray]:
-        """What the init was given, as words; where `about["begins"]`."""
+        """Return the arguments of the init as NumPy arrays; needs `about["begins"]`."""
         with np.load(self.folder.parent / ARGS) as file:
             return [file[str(i)] for i in range(len(file.files))]
 
@@ -91,5 +95,5 @@ def _columns(rows: Sequence[np.ndarray]) -> dict[str, Any]:
 
 
 def _read(file: Any, columns: Mapping[int, Any]) -> list[np.ndarray]:
-    """Arrays of a file; NumPy has forgotten types that are not its own."""
+    """Read arrays of a file; NumPy's format does not keep types of other libraries."""
     return [file[str(i)].view(np.dtype(dtype)) for i, dtype in columns.items()]

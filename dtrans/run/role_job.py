@@ -24,7 +24,7 @@ from dtrans.checkpoint.pserver_state import (
     check_plan,
     check_type,
     has_checkpoints,
-    named,
+    name_leaves,
     scatter,
 )
 from dtrans.checkpoint.runs import run_of
@@ -355,7 +355,7 @@ class TrainerJob(RoleJob):
                 "with GEO-SGD a trainer begins with job.init(...), which tells the servers of it"
             )
         spec, tables = self.plan.main.args[0], self.plan.tables.of
-        held = named(spec, params, "params")
+        held = name_leaves(spec, params, "params")
         for n, x in held.items():
             check_type(x, self.plan.main.inputs[n], n, "the step takes")
         return (spec.unflatten([held[n][:0] if n in tables else held[n] for n in spec.names]),)

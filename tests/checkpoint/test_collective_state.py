@@ -326,17 +326,17 @@ def test_states_that_are_none_are_refused_by_name_and_types(saved: Any, tmp_path
         (params, "save takes the state that init or step returned, not dict"),
         (
             type(state)({}, opt_state),
-            "params/b is not in the state of step; is it one of another plan",
+            "params/b is missing in the state of step; pass a state of this plan",
         ),
         (
             type(state)(params, opt_state | {"opt_state/x": 1}),
-            "opt_state/x is nothing that this plan keeps of step",
+            "opt_state/x is no part of the state of step",
         ),
         (
             type(state)(params | {"params/b": 1.0}, opt_state),
-            r"params/b is 1.0; this job holds float32\[16\]",
+            r"params/b is 1.0; this job has float32\[16\]",
         ),
-        (other.init(*whole_of(adam)), r"params/b is float32\[14\]; this job holds float32\[16\]"),
+        (other.init(*whole_of(adam)), r"params/b is float32\[14\]; this job has float32\[16\]"),
     ]
     for wrong, message in cases:
         with pytest.raises(StateError, match=f"^{message}"):
@@ -349,7 +349,7 @@ def test_states_that_are_none_are_refused_by_name_and_types(saved: Any, tmp_path
     assert not (tmp_path / "2").exists()
     with pytest.raises(
         ConfigError,
-        match=r"or of a job that runs what .*dtrans.sharding planned .*, not ShardingPlan",
+        match=r"checkpoints have no ShardingPlan; pass .*, or a job of another plan",
     ):
         checkpoint.restore(tmp_path / "1", job.plan)  # type: ignore[call-overload]
 
@@ -370,22 +370,22 @@ def test_checkpoints_that_are_not_whole_or_of_another_step(saved: Any, tmp_path:
     path, job, state = saved
     with pytest.raises(
         ConfigError,
-        match=f"{path}/rank-0 is there already: save each checkpoint of rank 0 to a path",
+        match=f"{path}/rank-0 exists already; save each checkpoint of rank 0 to a separate path",
     ):
         checkpoint.save(path, job, state)
     other = on_mesh(planned(OPTIMIZERS["adam"], degree=2, stage=3))
     (path / "rank-0").rename(tmp_path / "away")
-    with pytest.raises(ConfigError, match=f"{path} is taken: rank-1 in it is of another job"):
+    with pytest.raises(ConfigError, match=f"{path} is in use: rank-1 in it belongs to another job"):
         checkpoint.save(path, other, other.init(*whole_of(OPTIMIZERS["adam"])))
-    with pytest.raises(StateError, match="is not whole: rank-0 of rank 0 is not there"):
+    with pytest.raises(StateError, match="is incomplete: rank-0 of rank 0 is missing"):
         checkpoint.restore(path, other)
-    with pytest.warns(CheckpointWarning, match="is passed over: .* is not whole: rank-0"):
+    with pytest.warns(CheckpointWarning, match="is skipped: .* is incomplete: rank-0"):
         assert checkpoint.latest(tmp_path) is None
     (tmp_path / "away").rename(path / "rank-0")
     sgd = on_mesh(planned(OPTIMIZERS["sgd"], degree=2))
     with pytest.raises(
         StateError,
-        match=r"is of another step: opt_state/0/count is int32\[\] in it, and nothing in",
+        match=r"belongs to another step: opt_state/0/count is int32\[\] in it, and nothing in",
     ):
         checkpoint.restore(path, sgd)
     shutil.rmtree(path / "rank-6" / "arrays")

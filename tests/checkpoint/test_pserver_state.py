@@ -171,9 +171,7 @@ def test_what_several_servers_hold_must_be_the_same() -> None:
     held = {ep: checkpoint.scatter(plan, ep, *whole) for ep in plan.servers}
     first, second, _ = plan.servers
     held[second]["opt_state/0/count"] += 1
-    message = (
-        f"opt_state/0/count is not the same on {first} and {second}: .* are these states of one job"
-    )
+    message = f"opt_state/0/count differs on {first} and {second}: .* pass states of one job"
     with pytest.raises(StateError, match=message):
         checkpoint.gather(plan, held)
 
@@ -195,7 +193,7 @@ def test_the_last_bits_of_what_several_servers_compute_may_differ() -> None:
             held[third]["opt_state/0"] = jnp.array(far, jnp.float32)
             with pytest.raises(
                 StateError,
-                match=f"opt_state/0 is not the same on {first} and {third}: .*1.* and .*",
+                match=f"opt_state/0 differs on {first} and {third}: .*1.* and .*",
             ):
                 checkpoint.gather(plan, held)
 
@@ -207,20 +205,20 @@ def test_states_that_are_none_are_refused_by_name() -> None:
     name = next(n for n in held[first] if n.startswith("params/table"))
     refused: list[tuple[Any, str]] = [
         ({first: held[first]}, f"the state of pserver {second} is not there"),
-        ({**held, second: {}}, f"is not in the state of pserver {second}"),
+        ({**held, second: {}}, f"is missing in the state of pserver {second}"),
         (
             {**held, second: held[second] | {"params/x": 1}},
-            f"params/x is nothing that this plan puts .* {second}",
+            f"params/x is no part of the state .* {second}",
         ),
         (
             {**held, second: [1]},
-            f"the state of pserver {second} is a dict of arrays by name, not list",
+            f"the state of pserver {second} must be a dict of arrays by name, it is list",
         ),
         (
             {**held, first: held[first] | {name: jnp.ones((4, 4))}},
-            rf"{name} is float32\[4, 4\]; pserver {first} holds bfloat16\[4, 4\]",
+            rf"{name} is float32\[4, 4\]; pserver {first} has bfloat16\[4, 4\]",
         ),
-        ({**held, first: held[first] | {name: 1.0}}, f"{name} is 1.0; pserver {first} holds"),
+        ({**held, first: held[first] | {name: 1.0}}, f"{name} is 1.0; pserver {first} has"),
     ]
     for states, message in refused:
         with pytest.raises(StateError, match=message):
@@ -236,7 +234,9 @@ def test_states_that_are_none_are_refused_by_name() -> None:
         match=r"params/w is float32\[2\]; the step of this plan, step, takes float32\[9, ",
     ):
         checkpoint.scatter(plan, first, params | {"w": jnp.ones(2)}, opt_state)
-    with pytest.raises(ConfigError, match="the plan that dtrans.pserver made .*, not Program"):
+    with pytest.raises(
+        ConfigError, match="checkpoints have no Program; pass a plan of dtrans.pserver"
+    ):
         checkpoint.gather(plan.main, held)
 
 
@@ -396,15 +396,15 @@ def test_what_trainers_hold_is_saved_by_trainer_0(tmp_path: Path) -> None:
     trained = job.params(state)
     assert np.any(trained["mean"])
     with pytest.raises(
-        StateError, match=r"params/mean is on no server: gather\(plan, servers, trainer\) takes"
+        StateError, match=r"params/mean is on no server; pass the parameters of trainer 0 to gather"
     ):
         checkpoint.gather(plan, state.servers)
     tree_equal(checkpoint.gather(plan, state.servers, trained), (trained, ()))
     save_all(tmp_path / "1", plan, state.servers)
-    with pytest.raises(StateError, match="is not whole: trainer-0 of trainer 0 is not there"):
+    with pytest.raises(StateError, match="is incomplete: trainer-0 of trainer 0 is missing"):
         checkpoint.load(tmp_path / "1", plan.main)
     with pytest.raises(
-        StateError, match=r"params/mean is float32\[2\]; a trainer holds float32\[5\]"
+        StateError, match=r"params/mean is float32\[2\]; a trainer has float32\[5\]"
     ):
         checkpoint.save_trainer(tmp_path / "1", plan, trained | {"mean": jnp.ones(2)})
     checkpoint.save_trainer(tmp_path / "1", plan, trained)
@@ -706,7 +706,7 @@ def test_a_server_that_has_not_saved_is_named(saved: Any) -> None:
     path, plan, _ = saved
     shutil.rmtree(path / "pserver-1")
     message = (
-        f"the checkpoint at {path} is not whole: pserver-1 of {[*plan.servers][1]} is not there"
+        f"the checkpoint at {path} is incomplete: pserver-1 of {[*plan.servers][1]} is missing"
     )
     with pytest.raises(StateError, match=message):
         checkpoint.load(path, plan.main)
@@ -730,7 +730,7 @@ def test_a_path_that_is_taken_is_left_as_it_is(saved: Any) -> None:
     (ep, *_) = plan.servers
     before = checkpoint.load(path, plan.main)
     with pytest.raises(
-        ConfigError, match=f"{path}/pserver-0 is there already: .* of {ep} to a path of its own"
+        ConfigError, match=f"{path}/pserver-0 exists already; .* of {ep} to a separate path"
     ):
         checkpoint.save(
             path, plan, ep, {n: x + x if "key" not in n else x for n, x in held[ep].items()}
@@ -744,13 +744,14 @@ def test_a_path_of_another_job_is_taken(saved: Any) -> None:
     shutil.rmtree(path / "pserver-0")
     with pytest.raises(
         ConfigError,
-        match=rf"{path} is taken: pserver-1 in it is of another job, run or step \(run .+, and "
+        match=rf"{path} is in use: pserver-1 in it belongs to another job, run or step \(run .+, and "
         r"this is tag 'x'\)",
     ):
         checkpoint.save(path, plan, first, held[first], tag="x")
     other = planned(OPTIMIZERS["adam"], 4)
     with pytest.raises(
-        ConfigError, match=f"{path} is taken: pserver-1 in it is of another job, .*; save to a path"
+        ConfigError,
+        match=f"{path} is in use: pserver-1 in it belongs to another job, .*; save to a separate path",
     ):
         checkpoint.save(
             path,
@@ -843,7 +844,7 @@ def test_a_checkpoint_of_another_step_is_told_by_its_first_difference(
         lambda: checkpoint.restore(path, other, next(iter(other.servers))),
     ):
         with pytest.raises(
-            StateError, match=f"the checkpoint at {path} is of another step: {message}"
+            StateError, match=f"the checkpoint at {path} belongs to another step: {message}"
         ):
             fails()
 
@@ -867,9 +868,7 @@ def test_copies_in_files_must_be_the_same_too(tmp_path: Path) -> None:
         lambda: checkpoint.load(tmp_path, plan.main),
         lambda: checkpoint.restore(tmp_path, plan, first),
     ):
-        with pytest.raises(
-            StateError, match=f"opt_state/0/count is not the same on {first} and {third}"
-        ):
+        with pytest.raises(StateError, match=f"opt_state/0/count differs on {first} and {third}"):
             fails()
 
 
@@ -890,10 +889,10 @@ def test_a_crash_while_saving_leaves_what_was_there(
         with pytest.raises(RuntimeError, match="crash"):
             checkpoint.save(tmp_path / "2", plan, second, held[second])
     assert any("tmp" in name for name in os.listdir(tmp_path / "2"))
-    with pytest.warns(CheckpointWarning, match="2 is passed over: .* is not whole"):
+    with pytest.warns(CheckpointWarning, match="2 is skipped: .* is incomplete"):
         assert checkpoint.latest(tmp_path) == path
     with pytest.raises(
-        StateError, match=f"is not whole: pserver-1 of {second}, pserver-2 of {third} is not there"
+        StateError, match=f"is incomplete: pserver-1 of {second}, pserver-2 of {third} is missing"
     ):
         checkpoint.load(tmp_path / "2", plan.main)
     # what it left is in nobody's way
@@ -913,16 +912,16 @@ def test_the_latest_is_the_last_by_number_that_is_whole(saved: Any, tmp_path: Pa
     (tmp_path / "12").write_text("no folder")
     assert checkpoint.latest(str(tmp_path)) == tmp_path / "10"
     (tmp_path / "11").mkdir()
-    with pytest.warns(CheckpointWarning, match="/11 is passed over: there is no checkpoint at"):
+    with pytest.warns(CheckpointWarning, match="/11 is skipped: there is no checkpoint at"):
         assert checkpoint.latest(tmp_path) == tmp_path / "10"
     (tmp_path / "11").rmdir()
     shutil.rmtree(tmp_path / "10" / "pserver-2")
-    with pytest.warns(CheckpointWarning, match="/10 is passed over: .* is not whole: pserver-2 of"):
+    with pytest.warns(CheckpointWarning, match="/10 is skipped: .* is incomplete: pserver-2 of"):
         assert checkpoint.latest(tmp_path) == tmp_path / "9"
     shutil.rmtree(tmp_path / "10")
     shutil.rmtree(tmp_path / "9" / "pserver-0" / "overview")
     with pytest.warns(
-        CheckpointWarning, match="/9 is passed over: .*pserver-0 cannot be read as a piece"
+        CheckpointWarning, match="/9 is skipped: .*pserver-0 cannot be read as a piece"
     ):
         assert checkpoint.latest(tmp_path) == path
 
@@ -1029,7 +1028,7 @@ def test_jobs_whose_trainers_have_an_optimizer_each_are_refused(tmp_path: Path) 
     ):
         with pytest.raises(
             ConfigError,
-            match="^opt_state/0/count is on no server, but each trainer's own: such jobs have no "
+            match="^opt_state/0/count is on no server, but local to each trainer: such jobs have no "
             "check",
         ):
             fails()

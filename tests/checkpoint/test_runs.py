@@ -61,7 +61,7 @@ def test_what_a_crash_left_of_an_earlier_run_is_replaced(tmp_path: Path) -> None
     for k, latest in enumerate((None, None, path)):
         save(path, plan, (k + 1) % 3, 2, NEW)
         if latest is None:
-            with pytest.warns(CheckpointWarning, match="10 is passed over: "):
+            with pytest.warns(CheckpointWarning, match="10 is skipped: "):
                 assert checkpoint.latest(tmp_path) is None
     assert checkpoint.latest(tmp_path) == path
     assert values(path, plan) == [2]
@@ -103,14 +103,14 @@ def test_pieces_of_two_steps_are_not_put_together(tmp_path: Path) -> None:
     save(path, plan, 0, 1, NEW)
     later = dataclasses.replace(NEW, step=12)
     told = (
-        r"pserver-0 is there already \(run new 1, step 10, and this is run new 1, step 12\): "
+        r"pserver-0 exists already \(run new 1, step 10, and this is run new 1, step 12\); "
         r"save each"
     )
     with pytest.raises(ConfigError, match=told):
         save(path, plan, 0, 2, later)
     with pytest.raises(
         ConfigError,
-        match=r"10 is taken: pserver-0 in it is of another job, run or step \(run new 1, ",
+        match=r"10 is in use: pserver-0 in it belongs to another job, run or step \(run new 1, ",
     ):
         save(path, plan, 1, 2, later)
     save(tmp_path / "12", plan, 1, 2, later)
@@ -137,11 +137,11 @@ def test_a_whole_checkpoint_is_never_written_over(tmp_path: Path) -> None:
     for k in range(2):
         with pytest.raises(
             ConfigError,
-            match="is there already.*run new 1.*: save each checkpoint of .* to a path of",
+            match="exists already.*run new 1.*; save each checkpoint of .* to a separate path",
         ):
             save(path, plan, k, 2, NEW)
     with pytest.raises(
-        ConfigError, match="is taken: pserver-0 in it is of another job, run or step"
+        ConfigError, match="is in use: pserver-0 in it belongs to another job, run or step"
     ):
         save(path, servers(3), 2, 2, NEW)
     assert values(path, plan) == [1]
@@ -152,7 +152,8 @@ def test_a_process_that_knows_no_run_replaces_nothing(tmp_path: Path) -> None:
     plan, path = servers(2), tmp_path / "10"
     save(path, plan, 0, 1, OLD)
     with pytest.raises(
-        ConfigError, match="is taken: pserver-0 .*give processes that were not started together the"
+        ConfigError,
+        match="is in use: pserver-0 .*pass the same tag in processes that were started separately",
     ):
         checkpoint.save(
             path, plan, [*plan.servers][1], checkpoint.scatter(plan, [*plan.servers][1], *init())
@@ -257,6 +258,6 @@ def test_jobs_of_collectives_replace_what_a_crash_left(tmp_path: Path, how: str)
             file.unlink()
     save_as("new", 2)
     assert values(path, plan) == [2]
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="exists already"):
         save_as("third", 3)
     assert values(path, plan) == [2]

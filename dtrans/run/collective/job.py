@@ -32,7 +32,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from dtrans._jax import ClosedJaxpr, Literal, closed, jaxpr_as_fun
 from dtrans.checkpoint.assemble import as_numpy
-from dtrans.checkpoint.collective_state import state_of
+from dtrans.checkpoint.collective_state import build_state
 from dtrans.checkpoint.pserver_state import arrays_of
 from dtrans.data_parallel.plan import CollectivePlan
 from dtrans.data_parallel.state import CollectiveState
@@ -316,7 +316,7 @@ class CollectiveJob(Job):
 
     def state_of(self, params: Any, opt_state: Any) -> CollectiveState:
         given = arrays_of(self.plan.main, params, opt_state)
-        return state_of(
+        return build_state(
             self, given, lambda rows: [as_numpy(given[row.origin_name][row.index]) for row in rows]
         )
 

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dtrans.checkpoint.assemble import by_origin
+from dtrans.checkpoint.assemble import group_by_origin
 from dtrans.checkpoint.pserver_state import TRAINER, arrays_of, scatter
 from dtrans.checkpoint.runs import THIS_PROCESS
 from dtrans.errors import ConfigError
@@ -196,7 +196,7 @@ class MeshJob(Job):
 
     def params(self, state: MeshState) -> Any:
         """Return the parameters as the pytree that `init` returned; tables, too."""
-        spec, rows = self.plan.main.args[0], by_origin(self.plan.overview)
+        spec, rows = self.plan.main.args[0], group_by_origin(self.plan.overview)
         held = dict(state.params)
         held |= {n: held[n][0] for n in self._local}
         held |= {n: _joined(rows[n], state.servers) for n in self.plan.tables.of}
@@ -204,7 +204,7 @@ class MeshJob(Job):
 
     def opt_state(self, state: MeshState) -> Any:
         """Return the optimizer's state, gathered from the servers, as `init` returned it."""
-        spec, rows = self.plan.main.args[1], by_origin(self.plan.overview)
+        spec, rows = self.plan.main.args[1], group_by_origin(self.plan.overview)
         return spec.unflatten([_joined(rows[n], state.servers) for n in spec.names])
 
     def check(self, state: Any) -> None:

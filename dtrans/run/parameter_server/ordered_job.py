@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dtrans._jax import JaxprEqn, evaluate
-from dtrans.checkpoint.pserver_state import arrays_of, held_of
+from dtrans.checkpoint.pserver_state import arrays_of, server_state
 from dtrans.ir.array_fns import words
 from dtrans.ir.program import Program
 from dtrans.ops import (
@@ -234,7 +234,7 @@ class OrderedJob:
     def state_of(self, params: Any, opt_state: Any) -> OrderedState:
         """Return the state in which servers and trainers have what one device has."""
         given = arrays_of(self.plan.main, params, opt_state)
-        servers = {ep: held_of(self.plan, ep, given) for ep in self.plan.servers}
+        servers = {ep: server_state(self.plan, ep, given) for ep in self.plan.servers}
         received = {n: given[n] for n in self.served}
         return self._state(
             {n: given[n] for n in self.own}, servers, [received] * self.plan.trainers

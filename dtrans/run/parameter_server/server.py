@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from dtrans.checkpoint.assemble import copied
+from dtrans.checkpoint.assemble import copy_array
 from dtrans.checkpoint.runs import Mark, note
 from dtrans.ir.array_fns import is_key, words_type
 from dtrans.ir.cost import nbytes
@@ -231,7 +231,7 @@ class Server:
 def _snapshot(x: Any) -> Any:
     """Return an array with the memory that `x` has now. XLA leaves memory alone that NumPy has a
     view of."""
-    return copied(x) if is_key(x.dtype) else np.asarray(x)
+    return copy_array(x) if is_key(x.dtype) else np.asarray(x)
 
 
 def _sizes(update: ServerUpdate) -> dict[str, int]:

@@ -705,7 +705,7 @@ def test_a_snapshot_is_of_one_moment(name: str, monkeypatch: pytest.MonkeyPatch)
         if name != "adamw, dense":
             alone.held.evict(EMB, 2, NONE)
     assert len(found) > 1 and table.is_over and table.most > 0
-    made = np.concatenate([x.made for x in found])
+    made = np.concatenate([x.present for x in found])
     assert made.tolist() == (list(range(V)) if name == "adamw, dense" else [0, 8, 20, 31])
     for i, n in enumerate(table.names):
         np.testing.assert_array_equal(np.concatenate([x.rows[i] for x in found]), wanted[n][made])
@@ -772,7 +772,7 @@ def test_a_checkpoint_has_the_rows_that_are_made(tmp_path: Path) -> None:
     tracemalloc.stop()
     assert most < 8 << 20 and size_of(tmp_path / "1") < 300_000  # of 128 MiB
     held = dtrans.checkpoint.restore(tmp_path / "1", plan, endpoint)
-    assert len(held[EMB].table.segment.made) == 599 and size_of(tmp_path / "1") > 599 * 2 * 64
+    assert len(held[EMB].table.segment.present) == 599 and size_of(tmp_path / "1") > 599 * 2 * 64
 
 
 def saved_table(path: Path, tx: Any, **options: Any) -> dict[str, np.ndarray]:
@@ -829,7 +829,7 @@ def test_an_init_that_makes_other_rows_is_refused(tmp_path: Path) -> None:
     tx = optax.adagrad(0.1)
     saved_table(tmp_path / "1", tx)
     other = planned(tx, emb=lambda key: 2 * drawn(key))
-    why = "the init of this plan makes other rows of params/emb than that of the job that saved"
+    why = "the init of this plan generates other rows of params/emb than that of the job that saved"
     with pytest.raises(StateError, match=why):
         dtrans.checkpoint.load(tmp_path / "1", other.main, other.startup)
     ((endpoint, programs),) = other.servers.items()

@@ -120,7 +120,7 @@ def test_a_row_that_is_looked_at_is_not_kept() -> None:
     )  # who reads it as an array gets the rest too
     assert memory.count == 2
     server.rows(EMB, np.arange(V), train=True)
-    assert memory.count == V and len(next(server.tables()[EMB].table.segments()).made) == V
+    assert memory.count == V and len(next(server.tables()[EMB].table.segments()).present) == V
 
 
 @pytest.mark.usefixtures("x64")

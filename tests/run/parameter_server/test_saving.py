@@ -177,14 +177,12 @@ def test_counts_of_asynchronous_servers_may_differ(tmp_path: Path) -> None:
             save_serving(tmp_path / name, of, ep, state, Mark(("run",), 5))
     first, second = plan.servers
     told = (
-        f"opt_state/0/count is not the same on {first} and {second}: 5 and 4, saved while "
-        "asynchronous trainers went on"
+        f"opt_state/0/count differs on {first} and {second}: 5 and 4, saved during "
+        "asynchronous steps"
     )
     with pytest.warns(CheckpointWarning, match=told):
         assert int(dtrans.checkpoint.load(tmp_path / "async", plan.main)[1][0].count) == 5
-    with pytest.raises(
-        StateError, match="opt_state/0/count is not the same .*; are these states of one job"
-    ):
+    with pytest.raises(StateError, match="opt_state/0/count differs .*; pass states of one job"):
         dtrans.checkpoint.load(tmp_path / "sync", wrong.main)
 
 
@@ -362,7 +360,7 @@ def test_a_run_that_follows_a_crash_in_a_save(
         m.setattr(api, "write", write)
         run(given, {1: "1", 2: "2"})
     assert [p.name for p in (tmp_path / "2").iterdir()] == ["pserver-0"]
-    with pytest.warns(CheckpointWarning, match="2 is passed over: .* is not whole"):
+    with pytest.warns(CheckpointWarning, match="2 is skipped: .* is incomplete"):
         latest = dtrans.checkpoint.latest(tmp_path)
     assert latest == tmp_path / "1"
     run(other, {1: "2", 3: "4"}, latest)
@@ -795,7 +793,7 @@ def test_servers_save_their_last_under_one_name_or_apart(tmp_path: Path) -> None
             assert dtrans.checkpoint.latest(tmp_path / name) == found[0]
         else:
             assert found == [tmp_path / "sync" / str(14 + k) for k in range(3)]
-            with pytest.warns(CheckpointWarning, match="is not whole"):
+            with pytest.warns(CheckpointWarning, match="is incomplete"):
                 assert dtrans.checkpoint.latest(tmp_path / name) is None
 
 

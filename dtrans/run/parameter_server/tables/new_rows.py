@@ -106,7 +106,7 @@ class NewRows(ArrayLike):
         super().__init__(maker.types[index])
         self.maker, self._index = maker, index
 
-    def made(self) -> np.ndarray:
+    def materialize(self) -> np.ndarray:
         return self.maker(np.arange(len(self)))[self._index]
 
 
@@ -122,7 +122,7 @@ class MadeRows(ArrayLike):
         super().__init__(array)
         self.maker, self._array = maker, np.asarray(array)
 
-    def made(self) -> np.ndarray:
+    def materialize(self) -> np.ndarray:
         return self._array
 
 

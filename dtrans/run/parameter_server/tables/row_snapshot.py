@@ -16,7 +16,7 @@ from typing import Protocol
 
 import numpy as np
 
-from dtrans.checkpoint.saved_rows import Begins, RowSegment, TableRows
+from dtrans.checkpoint.saved_rows import InitRows, RowSegment, TableRows
 from dtrans.errors import StateError
 from dtrans.parameter_server.tables.touched_rows import TableBlock
 from dtrans.run.parameter_server.tables.missed_steps import MissedSteps
@@ -94,7 +94,7 @@ class RowSnapshot(TableRows):
         self._memory, self._goes_on, self._patience = memory, goes_on, patience
         self.names, self.step, self.evicted = memory.table.held, memory.step, memory.evicted
         maker = memory.maker
-        self.begins = None if maker is None else Begins(maker.eqn, maker.args)
+        self.begins = None if maker is None else InitRows(maker.eqn, maker.args)
         self._missed: MissedSteps | None = None if memory.missed is None else memory.missed.as_now()
         self.rows = memory.table.rows
         self._row_bytes = sum(x[:1].nbytes for x in memory.held.values())

@@ -102,9 +102,9 @@ class TableMemory:
         self.step, self.evicted = saved.step, saved.evicted
         for segment in saved.segments():
             for x, rows in zip(self.held.values(), segment.rows, strict=True):
-                x[segment.made] = rows
+                x[segment.present] = rows
             self.changed_at[segment.ids] = segment.changed
-            self.count += len(segment.made)
+            self.count += len(segment.present)
 
     def _take_over(self, begins: Sequence[np.ndarray], maker: RowMaker) -> None:
         """Keep the rows that are not as the init makes them."""
@@ -293,7 +293,7 @@ class _Final(ArrayLike):
         super().__init__(memory.held[name], table)
         self._memory, self._name = memory, name
 
-    def made(self) -> np.ndarray:
+    def materialize(self) -> np.ndarray:
         return self._memory.whole(self._name)
 
 
