@@ -204,7 +204,7 @@ def test_states_that_are_none_are_refused_by_name() -> None:
     first, second, _ = plan.servers
     name = next(n for n in held[first] if n.startswith("params/table"))
     refused: list[tuple[Any, str]] = [
-        ({first: held[first]}, f"the state of pserver {second} is not there"),
+        ({first: held[first]}, f"the state of pserver {second} is missing"),
         ({**held, second: {}}, f"is missing in the state of pserver {second}"),
         (
             {**held, second: held[second] | {"params/x": 1}},
