@@ -209,7 +209,7 @@ def same(x: Any, y: Any) -> bool:
 
 
 def parted(x: Real, y: Real) -> tuple[Array, Array]:
-    """Return where two values are equal, and where the first is less.
+    """Return masks of equal entries, and of entries where the first is smaller.
 
     Raises:
       NearTie: they differ, and their shadows do not; not within `ties_by_elements`.

@@ -254,11 +254,10 @@ class Meanings:
 
 
 def _starts(matches: Sequence[Match | None]) -> tuple[list[float], int]:
-    """Return where parts of one value begin, infinity for what is behind its end, and the size of
-    one.
+    """Return the starts of parts of one value, and the size of a part.
 
-    Parts of a sum begin at rows; they have one place in the value. There is no start, if one is no
-    part.
+    A part behind the end of the value starts at infinity. Parts of a sum start at rows, and have
+    one place in the value. There are no starts if a match is not a part.
     """
     known = [m for m in matches if m is not None]
     partial = known[0].value.rows is not None

@@ -198,9 +198,9 @@ class _Walk:
     def _factor(self, number: int, of: int, last: Fraction) -> tuple[int, Fraction]:
         """Return the step value that an output is a multiple of, and the factor.
 
-        Several step values may be multiples of each other. One with the same factor as before comes
-        first, since the equation is then one of the step; then one that such an equation makes in
-        the step; then the same step value as before.
+        Several step values may be multiples of each other. They are tried in this order: one with
+        the same factor as before, since the equation then belongs to the step; one that such an
+        equation computes in the step; the same step value as before.
         """
         made = self._log.computations[number]
         factors = self._meanings.factors_of(made.outputs[0])

@@ -55,7 +55,7 @@ ELEMENTWISE: Mapping[str, Callable[..., Any]] = {
 
 
 def _slices(start: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
-    """Of a dynamic slice: clamped."""
+    """Return the slices of a dynamic slice, clamped."""
     first = [min(max(int(s), 0), n - k) for s, k, n in zip(start, sizes, shape, strict=True)]
     return tuple(slice(s, s + k) for s, k in zip(first, sizes, strict=True))
 

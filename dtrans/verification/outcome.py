@@ -9,13 +9,14 @@ import dataclasses
 class Cause:
     """First equation whose value is wrong, on the way to an output that differs.
 
-    An equation is named if its operands are constants, copies, pieces or partial sums of values of
-    the step, and its value is not, or is so many times what it should be.
+    Its operands are constants, copies, pieces or partial sums of step values. Its own value is none
+    of these, or is a multiple of the right value.
 
     Attributes:
-      primitive: of the equation; "" if the output is an argument that no equation changes.
+      primitive: primitive of the equation; "" if the output is an argument that no equation
+        changes.
       line: the user's line, `model.py:12`; "" if the equation comes from no line of the user.
-      origin: who wrote an equation without a line: `optax.scale_by_adam`; "" if that is unknown.
+      origin: author of an equation without a line: `optax.scale_by_adam`; "" if that is unknown.
       value: a noun phrase for the value: `no piece, partial sum or copy of a value of the step`.
       operands: a noun phrase for each operand of floats: `a copy of tanh (model.py:12)`.
       behind: the next collective that depends on the value, with its line; "" if there is none.

@@ -123,7 +123,7 @@ def scaled(x: Real, factor: Fraction) -> Real:
 
 
 def _scaled(x: Real, y: Real, axes: Mapping[str, int], what: str) -> str:
-    """Say that a value is the right one times or divided by a number of ranks."""
+    """Describe a value that is the right one times or divided by a number of ranks."""
     for over in subsets(axes):
         size = math.prod(over.values())
         if size == 1:
@@ -144,7 +144,7 @@ def _scaled(x: Real, y: Real, axes: Mapping[str, int], what: str) -> str:
 
 
 def _moved(x: Real, y: Real, axes: Mapping[str, int], mine: str, right: str) -> str:
-    """Say that rows of a value are those of the right one in another order."""
+    """Describe a value whose rows are those of the right one in another order."""
     for dimension in range(len(x.shape)):
         order = _order_of_rows(x, y, dimension)
         if order is None:
@@ -186,7 +186,7 @@ def _block_counts(axes: Mapping[str, int], length: int) -> list[int]:
 
 
 def _partly_right(x: Real, y: Real, axes: Mapping[str, int]) -> str:
-    """Say which pieces of ranks differ, if others are right."""
+    """Describe the pieces of ranks that differ, if others are right."""
     wrong = x.elements != y.elements
     for dimension, length in enumerate(x.shape):
         rows = np.moveaxis(wrong, dimension, 0).reshape(length, -1).any(1)
