@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dtrans._jax import closed, constants, evaluate, jaxpr_as_fun
+from dtrans._jax import closed, constants, evaluate, jaxpr_as_fun, live_part, opened
 from dtrans.data_parallel.plan import CollectivePlan
 from dtrans.errors import ConfigError
 from dtrans.ir.program import FORWARD, Program
@@ -28,6 +28,7 @@ from dtrans.run.parameter_server.ordered_job import (
     RecordedOrder,
     Turn,
     kept_at_start,
+    local_steps,
     part_axes,
     part_of_trainer,
     stacked_type,
@@ -93,10 +94,13 @@ def replay_local_steps(plan: CollectivePlan, whole: Program) -> Program:
 
 
 def _replaying(whole: Program, jaxpr: Any, **options: Any) -> Program:
-    """Return a program with the arguments of a step, and another jaxpr."""
-    roles = (FORWARD,) * len(jaxpr.eqns)
+    """Return a program with the arguments of a step, and the live part of another jaxpr."""
+    inner = opened(jaxpr)
+    live, _ = live_part(inner, [True] * len(inner.outvars), [True] * len(inner.invars))
+    made = closed(live.constvars, constants(jaxpr), live.invars, live.outvars, live.eqns, jaxpr)
+    roles = (FORWARD,) * len(live.eqns)
     return dataclasses.replace(
-        whole, jaxpr=jaxpr, roles=roles, labels={}, specializer=None, **options
+        whole, jaxpr=made, roles=roles, labels={}, specializer=None, **options
     )
 
 
@@ -359,10 +363,11 @@ class _AsyncDevice(_ReplayedDevice):
         super().__init__(plan, step)
         self._halves = cut(step)
         source = self._halves.program
-        leaves = self._halves.gradients
         inner = source.inner
-        outs = [*leaves.values()]
-        self._backward = closed(
+        # one evaluation of the step gives its outputs and its gradients
+        outs = [*inner.outvars, *self._halves.gradients.values()]
+        self._names = source.out_names
+        self._differentiated = closed(
             inner.constvars, constants(source.jaxpr), inner.invars, outs, inner.eqns, source.jaxpr
         )
         self._leave = LazyRows(lazy_tables(plan), step)
@@ -379,8 +384,9 @@ class _AsyncDevice(_ReplayedDevice):
         # a trainer has no table: it looks rows up where its step begins
         received = self.trainers[turn.trainer] | {n: self.servers[n] for n in self.plan.tables.of}
         inputs = {**received, **self.rest, **batch}
-        grads = evaluate(self._backward, *(inputs[n] for n in self.step.in_names))
-        self._computed[turn.trainer] = inputs, self.run(inputs), grads
+        made = evaluate(self._differentiated, *(inputs[n] for n in self.step.in_names))
+        outs = dict(zip(self._names, made, strict=False))
+        self._computed[turn.trainer] = inputs, outs, made[len(outs) :]
 
     def end_turn(self, turn: Turn) -> Values:
         inputs, outs, grads = self._computed.pop(turn.trainer)
@@ -478,7 +484,7 @@ class _GeoDevice(_ReplayedDevice):
         self.trainers[k] = {n: outs[n] for n in self.trainers[k]}
         self._pull(k)
         self._steps[k] += 1
-        if self._steps[k] == self.plan.push_every:
+        if self._steps[k] == local_steps(self.plan.push_every):
             local, old = self.trainers[k], self._old[k]
             deltas = {n: (local[n] - old[n]) / trainers for n in self.served}
             for n, rows in self._owed[k].items():

@@ -75,7 +75,8 @@ def traced_on_mesh(plan: CollectivePlan, batch: Sequence[Any]) -> TracedStep:
     types = [t for spec, b in zip(specs, batch, strict=True) for t in spec.flatten(b)]
     state = [plan.main.inputs[n] for spec in plan.main.args[:2] for n in spec.names]
     whole = plan.main.specialize_flat([*state, *types])
-    return dataclasses.replace(traced, replay=replay_local_steps(plan, whole))
+    replay = replay_local_steps(plan, whole)
+    return dataclasses.replace(traced, replay=replay, turns=plan.options.local_sgd)
 
 
 @realises(PServerPlan, "verify")
@@ -109,7 +110,11 @@ def traced_turns(plan: PServerPlan, batch: Sequence[Any]) -> TracedStep:
     ]
     replay = replay_turns(plan, dict(named), begins)
     stacked = [spec.unflatten([replay.inputs[n] for n in spec.names]) for spec in specs]
-    return dataclasses.replace(traced_step(job, stacked), replay=replay, unfollowed=unmerged(plan))
+    order = job.order
+    turns = order.rounds if plan.push_every else len(order.turns)
+    return dataclasses.replace(
+        traced_step(job, stacked), replay=replay, turns=turns, unfollowed=unmerged(plan)
+    )
 
 
 def unmerged(plan: PServerPlan) -> tuple[str, ...]:

@@ -214,6 +214,8 @@ class Comparison:
             made = self._compare_first_state(found, np.random.default_rng(seed))
             if start is None:
                 start = {n: shadow_of(x) for n, x in made.items()} or self._real_start(seed)
+            # what states come to in between, a replay goes through
+            points = sorted({steps // self.traced.turns for steps in points})
             drawn = self.batch_values.keys() != self.batch_types.keys()
             walk = lambda range_: self._walk(
                 found, start, points, np.random.default_rng(seed), range_

@@ -41,6 +41,7 @@ class TracedStep:
         compared.
       replay: what the job must compute, where that is not one step of one device. Its batch may be
         larger.
+      turns: how many steps one replay takes of each state; 1 where there is none.
       rows: the least number of rows of tables, which a batch may look up; 0 where there are none.
       also: other steps of the same plan, in processes of their own, which must compute the same.
       unfollowed: reasons why a job may compute what the jaxpr does not.
@@ -51,6 +52,7 @@ class TracedStep:
     state_of: Callable[[Mapping[str, Any]], Sequence[Any]]
     init: ClosedJaxpr | None = None
     replay: Program | None = None
+    turns: int = 1
     rows: int = 0
     also: tuple[TracedStep, ...] = ()
     unfollowed: tuple[str, ...] = ()

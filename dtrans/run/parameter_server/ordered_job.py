@@ -68,6 +68,7 @@ OrderedState = Mapping[str, Mapping[str, Any]]
 Step = Generator[None, None, Values]  # of a trainer: stops where its gradients are computed
 SENDS = (send_p, send_rows_p)
 ROUNDS = 2  # turns of each trainer; with GEO-SGD two more than it takes to push
+MOST_LOCAL_STEPS = 2  # before a push: a hundred turns of each trainer would say no more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,11 +96,13 @@ class RecordedOrder:
 
     Attributes:
       turns: in order.
+      rounds: how many turns each trainer has.
       batches: how many batches there are. Each round has one, which trainers share; with GEO-SGD
         each trainer has one, and in the next round the next trainer's.
     """
 
     turns: tuple[Turn, ...]
+    rounds: int
     batches: int
 
     @property
@@ -119,7 +122,7 @@ class RecordedOrder:
     def for_plan(cls, plan: PServerPlan) -> RecordedOrder:
         """Return the order for a plan: long enough for stale parameters, and for a push and its
         answer."""
-        rounds = plan.push_every + ROUNDS if plan.push_every else ROUNDS
+        rounds = ROUNDS + local_steps(plan.push_every)
         turns = []
         for number in range(rounds):
             trainers = range(plan.trainers)[:: -1 if number % 2 else 1]
@@ -128,7 +131,7 @@ class RecordedOrder:
                 turns.append(Turn(k, batch, number == rounds - 1))
         if not plan.push_every:
             turns = [dataclasses.replace(turn, reports=True) for turn in turns]
-        return cls(tuple(turns), plan.trainers if plan.push_every else rounds)
+        return cls(tuple(turns), rounds, plan.trainers if plan.push_every else rounds)
 
 
 def finished(step: Step) -> Values:
@@ -139,6 +142,11 @@ def finished(step: Step) -> Values:
         except StopIteration as ended:
             found: Values = ended.value
             return found
+
+
+def local_steps(push_every: int) -> int:
+    """Return after how many steps trainers push in a recorded order; 0 where they send gradients."""
+    return min(push_every, MOST_LOCAL_STEPS)
 
 
 def type_of(x: Any) -> jax.ShapeDtypeStruct:
@@ -569,7 +577,8 @@ class _OrderedTrainer:
         for table, count in p.get("tables", ()):
             uniq, *made = (next(of_tables) for _ in range(1 + count))
             self._geo.rows(table).put(uniq, made)
-        return self._geo.step(values, p["push_every"], block_on_pull=p["block_on_pull"])
+        every = local_steps(p["push_every"])
+        return self._geo.step(values, every, block_on_pull=p["block_on_pull"])
 
     # A communicator, as `GeoTrainer` has one: servers answer at once.
 
