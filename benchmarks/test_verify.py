@@ -18,14 +18,15 @@ from models import programs, training, transformer_model
 import dtrans
 
 
+SERVERS: dict[str, Any] = {"pservers": "127.0.0.1:6174,127.0.0.1:6175", "trainers": 2}
 WIDTHS = {40_000: 20, 400_000: 64}
 STRATEGIES: dict[str, Callable[..., Any]] = {
     "nccl2": lambda *of: dtrans.nccl2(*of, trainers=2),
     "stage 1": lambda *of: dtrans.sharding(*of, degree=2, stage=1),
     "stage 3": lambda *of: dtrans.sharding(*of, degree=2, stage=3),
-    "pserver": lambda *of: dtrans.pserver(
-        *of, pservers="127.0.0.1:6174,127.0.0.1:6175", trainers=2
-    ),
+    "pserver": lambda *of: dtrans.pserver(*of, **SERVERS),
+    "async": lambda *of: dtrans.pserver(*of, mode=dtrans.Async(), **SERVERS),
+    "GEO": lambda *of: dtrans.pserver(*of, mode=dtrans.Geo(), **SERVERS),
     "pipeline": lambda *of: dtrans.pipeline(*of, num_stages=2, num_micro_batch=2),
 }
 

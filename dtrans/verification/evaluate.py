@@ -69,6 +69,8 @@ class World:
         self.count = math.prod(self.axes.values())
         self.unknown: dict[str, None] = {} if unknown is None else unknown
         self._made = 0
+        # by identity, with the literal that keeps it
+        self._literals: dict[int, tuple[Literal, Ranked]] = {}
 
     def run(
         self, jaxpr: Any, args: Sequence[Ranked], consts: Sequence[Any] | None = None
@@ -86,15 +88,20 @@ class World:
         env |= zip(inner.invars, args, strict=True)
 
         def read(atom: Any) -> Ranked:
-            if isinstance(atom, Literal):
-                return self.everywhere(values.lifted(atom.val, atom.aval.dtype))
-            return env[atom]
+            return self._literal(atom) if isinstance(atom, Literal) else env[atom]
 
         for eqn in inner.eqns:
             operands = [read(a) for a in eqn.invars]
             made = self._equation(eqn, operands)
             env.update(zip(eqn.outvars, made, strict=True))
         return [read(a) for a in inner.outvars]
+
+    def _literal(self, atom: Literal) -> Ranked:
+        """Return the value of a literal, which loops read at each turn."""
+        if id(atom) not in self._literals:
+            value = self.everywhere(values.lifted(atom.val, atom.aval.dtype))
+            self._literals[id(atom)] = atom, value
+        return self._literals[id(atom)][1]
 
     def everywhere(self, x: Any) -> Ranked:
         """Return a value that all ranks have."""
@@ -170,13 +177,14 @@ class World:
             return move_rows(eqn, operands)
         if eqn.primitive.name in EXACT_SUMS:
             return EXACT_SUMS[eqn.primitive.name](eqn, operands)
-        if eqn.primitive.name in COMPLEX and is_of_complex(eqn, operands):
+        of_complex = is_of_complex(eqn, operands)
+        if of_complex and eqn.primitive.name in COMPLEX:
             return COMPLEX[eqn.primitive.name](eqn, operands)
         if not any(isinstance(x, (Real, Complex)) for x in operands):
             return self._plain(eqn, operands)
         if eqn.primitive.name in MATRICES:
             return MATRICES[eqn.primitive.name](eqn, operands)
-        if is_of_complex(eqn, operands):
+        if of_complex:
             raise UnfollowedError("no rule follows complex numbers through it")
         rule = REAL.get(eqn.primitive.name)
         if rule is None:

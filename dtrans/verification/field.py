@@ -33,14 +33,19 @@ LONGEST = 1 << 9
 
 def _folded(x: Operand) -> Array:
     """Reduce numbers below 2**64 to elements."""
-    x = (x & _P) + (x >> _61)
-    return np.where(x >= _P, x - _P, x)
+    return _below_p((x & _P) + (x >> _61))
+
+
+def _below_p(x: Operand) -> Array:
+    """Reduce numbers below 2P to elements."""
+    # below P the difference wraps to a larger number
+    reduced: Array = np.minimum(x, x - _P)
+    return reduced
 
 
 def add(x: Operand, y: Operand) -> Array:
     """Return x + y."""
-    z = x + y
-    return np.where(z >= _P, z - _P, z)
+    return _below_p(x + y)
 
 
 def negative(x: Operand) -> Array:
@@ -50,7 +55,9 @@ def negative(x: Operand) -> Array:
 
 def subtract(x: Operand, y: Operand) -> Array:
     """Return x - y."""
-    return np.where(x >= y, x - y, x + (_P - y))
+    wrapped = x - y
+    found: Array = np.minimum(wrapped, wrapped + _P)
+    return found
 
 
 def multiply(x: Operand, y: Operand) -> Array:
@@ -98,7 +105,7 @@ def inverse(x: Array) -> Array:
 
 def _inverses(x: Array) -> Array:
     """Invert a vector without zeros: pairs are multiplied until few are left (Montgomery)."""
-    if x.size <= 64:
+    if x.size <= 16:  # one inverse costs as much as a dozen small products
         return np.array([pow(int(v), -1, P) for v in x], np.uint64)
     half = x.size // 2
     first, second, rest = x[:half], x[half : 2 * half], x[2 * half :]
