@@ -164,7 +164,21 @@ def traced_step(
         for path, _ in jax.tree.leaves_with_path(state)
     ]
     jaxpr: Any = jax.make_jaxpr(lambda state, *batch: job.step(state, *batch))(state, *batch)
-    return TracedStep(jaxpr, paths, state_of, _traced_init(placed_by or job))
+    traced = TracedStep(jaxpr, paths, state_of, _traced_init(placed_by or job))
+    # the replay of an asynchronous job has parts of its own
+    return traced if isinstance(job, OrderedJob) else _with_equal_parts(traced, job.plan)
+
+
+def _with_equal_parts(traced: TracedStep, plan: Any) -> TracedStep:
+    """Return the step, to be compared with equal parts of the batch where parts have reductions of
+    their own rows (`dtrans.local`)."""
+    shared = plan.shared
+    if shared is None or not shared.part.local:
+        return traced
+    rows = {n: (shared.part.program.inputs[n].shape[axis], axis) for n, axis in shared.axes.items()}
+    parts = {n: (axis, shared.rows // size) for n, (size, axis) in rows.items()}
+    reason = "reductions in dtrans.local(), which one device has of parts that are equal"
+    return dataclasses.replace(traced, equal_parts=parts, unfollowed=(reason,))
 
 
 def _traced_init(job: Job | OrderedJob) -> Any:

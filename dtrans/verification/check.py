@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -214,6 +215,7 @@ class Comparison:
             made = self._compare_first_state(found, np.random.default_rng(seed))
             if start is None:
                 start = {n: shadow_of(x) for n, x in made.items()} or self._real_start(seed)
+            found.concludes_equal_only = bool(self.traced.equal_parts)
             # what states come to in between, a replay goes through
             points = sorted({steps // self.traced.turns for steps in points})
             drawn = self.batch_values.keys() != self.batch_types.keys()
@@ -327,6 +329,9 @@ class Comparison:
         that."""
         point = random_point(self.leaf_types, state, frozenset(self.still), rng)
         point |= random_point(self.batch_types, batch, frozenset(), rng)
+        for name, (axis, count) in self.traced.equal_parts.items():
+            repeated = functools.partial(_repeated_part, axis=axis, count=count)
+            point[name] = mapped(repeated, point[name])
         wanted = self._one_device(found, point)
         if compared:
             self._compare(found, point, wanted)
@@ -370,7 +375,11 @@ class Comparison:
 
 @dataclasses.dataclass
 class Findings:
-    """Outcome of the points that were compared until now."""
+    """Outcome of the points that were compared until now.
+
+    Attributes:
+      concludes_equal_only: outputs that differ count as not compared.
+    """
 
     differences: dict[str, Difference] = dataclasses.field(default_factory=dict)
     compared: dict[str, None] = dataclasses.field(default_factory=dict)
@@ -378,6 +387,7 @@ class Findings:
     unfollowed: dict[str, None] = dataclasses.field(default_factory=dict)
     points: int = 0
     not_finite: bool = False
+    concludes_equal_only: bool = False
 
     def note(self, name: str, x: Any, y: Any, there: Array | None = None) -> None:
         """Compare one output of the job with what it must be.
@@ -387,9 +397,7 @@ class Findings:
         """
         if isinstance(x, Replicas):
             size = int(np.prod(np.shape(shadow_of(y)))) if not isinstance(y, Unknown) else 1
-            self.differences.setdefault(
-                name, Difference(name, (size, size), "ranks hold copies that differ")
-            )
+            self._differs(Difference(name, (size, size), "ranks hold copies that differ"))
             return
         if isinstance(x, Unknown) or isinstance(y, Unknown):
             self.skipped[name] = None
@@ -398,7 +406,13 @@ class Findings:
         if isinstance(y, (Real, Complex)):
             self.not_finite |= not np.isfinite(y.shadow).all()
         if not same(_masked(x, there), _masked(y, there)):
-            self.differences.setdefault(name, Difference(name, _count(x, y, there)))
+            self._differs(Difference(name, _count(x, y, there)))
+
+    def _differs(self, difference: Difference) -> None:
+        if self.concludes_equal_only:
+            self.skipped[difference.output] = None
+        else:
+            self.differences.setdefault(difference.output, difference)
 
     def try_ranges(
         self, compare: Callable[[BatchRange], None], *, drawn: bool, rows: int = 0
@@ -451,6 +465,11 @@ class Findings:
             self.points,
             seconds,
         )
+
+
+def _repeated_part(x: Array, *, axis: int, count: int) -> Array:
+    """Return an array whose parts along an axis are copies of the first."""
+    return np.concatenate([np.split(x, count, axis)[0]] * count, axis)
 
 
 def _masked(x: Any, there: Array | None) -> Any:

@@ -44,6 +44,8 @@ class TracedStep:
       turns: how many steps one replay takes of each state; 1 where there is none.
       rows: the least number of rows of tables, which a batch may look up; 0 where there are none.
       also: other steps of the same plan, in processes of their own, which must compute the same.
+      equal_parts: arrays of the batch with the dimension of their rows and a number of parts. Only
+        where all parts are equal, reductions within a part are those of one device.
       unfollowed: reasons why a job may compute what the jaxpr does not.
     """
 
@@ -55,6 +57,7 @@ class TracedStep:
     turns: int = 1
     rows: int = 0
     also: tuple[TracedStep, ...] = ()
+    equal_parts: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     unfollowed: tuple[str, ...] = ()
 
 

@@ -276,13 +276,19 @@ class Gatherer(SliceWriter):
           The body, and how its first layer is gathered ahead of time.
         """
         ends = [(self.position_of(a), a) for a in self.inner.outvars]
-        self.begin(ends, {a for k in handed_on if isinstance(a := self.inner.outvars[k], Var)})
+        # one value may be handed on as a slice in one output, and whole in another
+        slices = {k for k in handed_on if isinstance(self.inner.outvars[k], Var)}
+        self.begin([end for k, end in enumerate(ends) if k not in slices], ())
         ahead = None
         if self.how.prefetch and not self.how.once:
             ahead = self._first_ahead([self.inner.invars[k] for k in wires.slices])
         for eqn in self.eqns:
             self.emit(eqn)
-        return self.b.build([self.result(a, place) for place, a in ends]), ahead
+        outs = [
+            self.slice_of(a) if k in slices else self.result(a, place)
+            for k, (place, a) in enumerate(ends)
+        ]
+        return self.b.build(outs), ahead
 
     def _first_ahead(self, parts: Sequence[Var]) -> Ahead | None:
         """Pass the value of the first window into the body as an input, if that is one of the

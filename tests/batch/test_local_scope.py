@@ -6,6 +6,7 @@ norm of ghost batches.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -256,3 +257,26 @@ def test_a_penalty_of_a_leaf_that_no_row_reads_is_not_taken_for_what_all_ranks_m
     want, *_ = jax.jit(step)(*init(), *data())
     for n, got in job.params(state).items():
         assert distance(got, want[n]) < 1e-12, n
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("mode", [*MODES, "pipeline"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_plan_is_verified_with_equal_parts_of_the_batch(kind: str, mode: str) -> None:
+    if mode == "pipeline":
+        plan, types = plans_of(without_state)[mode](), jax.eval_shape(data)[:1]
+    else:
+        plan, types = planned(kind, mode, 3), jax.eval_shape(data)
+    report = plan.verify(*types)
+    assert report.equal and not report.complete and not report.skipped, str(report)
+    assert "dtrans.local()" in str(report)
+
+
+@pytest.mark.usefixtures("x64")
+def test_a_plan_of_another_step_is_not_equal_with_equal_parts() -> None:
+    plan = planned("mean", "nccl2", 3)
+    report = dataclasses.replace(plan, main=planned("loop", "nccl2", 3).main).verify(
+        *jax.eval_shape(data)
+    )
+    assert "loss" in report.skipped and "loss" not in report.compared, str(report)

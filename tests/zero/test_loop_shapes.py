@@ -113,6 +113,22 @@ def test_no_rank_gathers_in_a_branch_that_its_own_rows_choose() -> None:
     assert branches and "all_gather" not in inside
 
 
+def test_a_branch_returns_one_value_as_a_slice_and_whole() -> None:
+    """The other branch has values of two leaves: only the first output is a slice in both."""
+
+    def loss(p: Any, x: jax.Array) -> jax.Array:
+        both = lambda a, b: (jnp.sin(a),) * 2
+        each = lambda a, b: (jnp.cos(a), jnp.sin(b))
+        first, second = jax.lax.cond(jnp.sum(p["a"]) > 0, both, each, p["a"], p["b"])
+        return jnp.mean((x @ first) ** 2) + jnp.sum(second**2)
+
+    params = {"a": jnp.linspace(0, 1, WIDTH * 4).reshape(WIDTH, 4), "b": jnp.ones((WIDTH, 4))}
+    init = lambda: (params, ADAM.init(params))
+    main = dtrans.trace(dtrans.make_train_step(loss, ADAM), *init(), jnp.ones((ROWS, WIDTH)))
+    plan = flat_options.sharding(main, dtrans.trace(init), stage=3, degree=4, min_slice_size=0)
+    assert (report := plan.verify()), str(report)
+
+
 @pytest.mark.parametrize("name", ["a scan", "and sum(p**2) in the loss"])
 def test_a_step_that_donates_its_state_needs_a_quarter_of_its_parameters_beside_activations(
     name: str,
