@@ -284,7 +284,6 @@ class Comparison:
         for made in range(max(points) + 1):
             wanted = self._one_step(found, state, batch, rng, compared=made in points)
             if wanted is None:
-                found.unfollowed[NEAR_TIES] = None
                 return
             if found.differences or any(isinstance(wanted[n], Unknown) for n in self.leaf_types):
                 return
@@ -299,22 +298,25 @@ class Comparison:
         *,
         compared: bool,
     ) -> dict[str, Any] | None:
-        """Return what one device makes of a state, or None where rounding decides.
+        """Return what one device makes of a state, or None where that cannot be followed.
 
         Where each point has a near tie, elements decide. Then two equal programs decide alike, but
-        others may differ in decisions alone: nothing is said of them.
+        others may differ in decisions alone: nothing is said of them. Later states may have no tie,
+        as those of Adafactor, whose first updates all have the norm at which it clips.
         """
         for _ in range(TRIES):
             with contextlib.suppress(NearTie):
                 return self._at_a_point(found, state, batch, rng, compared=compared)
         tried = dataclasses.replace(found, differences={}, compared=dict(found.compared))
+        wanted = None
         with contextlib.suppress(NearTie), values.ties_by_elements():
             wanted = self._at_a_point(tried, state, batch, rng, compared=compared)
-            if not tried.differences:
-                found.compared, found.points = tried.compared, tried.points
-                found.not_finite = tried.not_finite
-                return wanted
-        return None
+        if wanted is None or tried.differences:
+            found.unfollowed[NEAR_TIES] = None
+        else:
+            found.compared, found.points = tried.compared, tried.points
+            found.not_finite = tried.not_finite
+        return wanted
 
     def _at_a_point(
         self,

@@ -277,7 +277,7 @@ class Gatherer(SliceWriter):
         """
         ends = [(self.position_of(a), a) for a in self.inner.outvars]
         # one value may be handed on as a slice in one output, and whole in another
-        slices = {k for k in handed_on if isinstance(self.inner.outvars[k], Var)}
+        slices = {k: a for k in handed_on if isinstance(a := self.inner.outvars[k], Var)}
         self.begin([end for k, end in enumerate(ends) if k not in slices], ())
         ahead = None
         if self.how.prefetch and not self.how.once:
@@ -285,7 +285,7 @@ class Gatherer(SliceWriter):
         for eqn in self.eqns:
             self.emit(eqn)
         outs = [
-            self.slice_of(a) if k in slices else self.result(a, place)
+            self.slice_of(slices[k]) if k in slices else self.result(a, place)
             for k, (place, a) in enumerate(ends)
         ]
         return self.b.build(outs), ahead
