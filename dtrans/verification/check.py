@@ -365,8 +365,8 @@ class Comparison:
         for name, x, y, where, leaves in placed:
             y = Unknown("") if leaves & lost else y
             found.note(name, x, y, None if leaves & self.still.keys() else where >= 0)
-        for name in self.leaf_types:
-            if not any(name in leaves for leaves in self.leaves_of):
+        for name, t in self.leaf_types.items():
+            if t.size and not any(name in leaves for leaves in self.leaves_of):
                 found.skipped[name] = None
         for name, x in zip(self.result_names, made[count:], strict=True):
             found.note(name, x, wanted[name])

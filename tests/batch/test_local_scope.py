@@ -163,9 +163,8 @@ def test_what_remains_to_be_exchanged_is_what_leaves_the_scope() -> None:
         n for n in planned("mean", "nccl2", 2).notes if "exact" in n or n.startswith("  ")
     )
     assert (
-        note
-        == "exact: sum over 12 rows, with an exchange across the batch, with dtrans.local() of "
-        "each trainer's own"
+        note == "exact: sum over 12 rows, with an exchange across the batch, with dtrans.local() "
+        "reductions over each trainer's rows"
     )
     assert len(moved) == 1 and moved[0].startswith("  all_reduce for test_local_scope.py:")
     assert moved[0].endswith(": 32 bytes in 1")
