@@ -10,6 +10,7 @@ turns until what they wait for is `done`; simulated ones make a turn when someth
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -113,7 +114,7 @@ class OperationWait:
     def _begin(self) -> None:
         if not self.operation.done:
             answer = self.operation.waits_for
-            answer.line.wait(str(answer), self._transport.now())
+            answer.line.wait(answer, self._transport.now())
 
     @property
     def done(self) -> bool:
@@ -123,7 +124,9 @@ class OperationWait:
     @property
     def wakes(self) -> float:
         """Return the time of the next turn, if nothing comes before."""
-        return self.operation.waits_for.line.wakes
+        line = self.operation.waits_for.line
+        # a connection that has ended is looked at once more, for the last words of the server
+        return -math.inf if line.gone else line.wakes
 
     def turn(self) -> bool:
         """Make one turn. Return True if something has come.
@@ -142,9 +145,8 @@ class OperationWait:
         link, transport = self._links[self.operation.waits_for.line.endpoint], self._transport
         line, any_came = link.line, False
         line.say_that_it_waits(transport.now())
-        # a connection that has ended is looked at once more, for the last words of the server
         is_last_look = line.gone
-        for event in transport.poll(transport.now() if is_last_look else line.wakes, link.link):
+        for event in transport.poll(self.wakes, link.link):
             any_came = True
             message = link.take(event)
             if message is not None:

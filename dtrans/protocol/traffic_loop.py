@@ -119,7 +119,9 @@ class TrafficLoop:
         """Return the time of the next turn, if nothing comes before."""
         if self._operation is not None:
             return self._operation[1].wakes
-        retries = min(x.line.retries_until for x in self._links.values())
+        # the last words of a server that has gone may be here
+        lines = [x.line for x in self._links.values()]
+        retries = min(-math.inf if x.gone else x.retries_until for x in lines)
         return min(retries, math.inf if self._traffic.wakes is None else self._traffic.wakes)
 
     def turn(self) -> bool:
@@ -136,9 +138,8 @@ class TrafficLoop:
         if self.done or self._operation is not None:
             return not self.done
         transport = self._transport
-        # the last words of a server that has gone may be here
         gone = [x for x in self._links.values() if x.line.gone]
-        until = transport.now() if has_sent or gone else self.wakes
+        until = transport.now() if has_sent else self.wakes
         heard = set()
         for event in transport.poll(until):
             heard.add(event.source)

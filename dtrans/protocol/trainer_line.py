@@ -91,7 +91,8 @@ class TrainerLine:
         # what is to be said when the connection is made again, as `_say` is given it
         self._held: list[tuple[list[Any], str]] = []
         self.before_it_speaks: Callable[[], object] | None = None
-        self._since, self._waits_for, self._told = 0.0, "", ""
+        self._since, self._told = 0.0, ""
+        self._waits_for: object = ""
         self.reminder = WaitReminder()
         self._hello = {
             "trainer": trainer,
@@ -244,8 +245,8 @@ class TrainerLine:
 
     # -- listening -------------------------------------------------------------------------------
 
-    def wait(self, what: str, now: float) -> None:
-        """Begin to wait for an answer; `what` it is, for messages."""
+    def wait(self, what: object, now: float) -> None:
+        """Begin to wait for an answer; `what` describes it where a message is made."""
         self._since, self._waits_for, self._told = now, what, ""
         self.patience = now + self._deadline
         self.reminder.begin(now)

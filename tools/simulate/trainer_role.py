@@ -1,32 +1,31 @@
-"""A trainer of a simulation, around its machines: what an executor does with a trainer's
-program."""
+"""A trainer of a simulation: a script of operations, which the drivers of real trainers run.
+
+The script yields what it waits for: seconds of computing, an operation, the last words of a server,
+or a condition.
+"""
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import dataclasses
-import math
 from collections.abc import Callable, Generator, Mapping
 from random import Random
 from typing import Any
 
 import numpy as np
 
-from dtrans.errors import DtransError, WireError
-from dtrans.protocol import wire
+from dtrans.errors import DtransError
 from dtrans.protocol.geo_steps import GeoSteps, Values
-from dtrans.protocol.operation import Operation, PendingAnswer
+from dtrans.protocol.operation import Operation
 from dtrans.protocol.served import RowGradient
+from dtrans.protocol.server_link import LastWords, OperationWait, ServerLink
 from dtrans.protocol.tables.kept_rows import KeptRows
 from dtrans.protocol.tables.table_rows import runs_of, wanted_of
-from dtrans.protocol.traffic import Group, Leaf, Traffic
+from dtrans.protocol.traffic import Leaf, Traffic
+from dtrans.protocol.traffic_loop import TrafficLoop
 from dtrans.protocol.trainer import LookedUp, TrainerSteps, leave
-from dtrans.protocol.trainer_line import DOOR, TrainerLine
-from dtrans.protocol.transport import Event
 from tools.simulate.case import Case
 from tools.simulate.clock import Clock
-from tools.simulate.network import Network, SimulatedLink, SimulatedTransport
+from tools.simulate.network import Network, SimulatedTransport
 from tools.simulate.process import Process
 from tools.simulate.updates import (
     InNumpy,
@@ -42,24 +41,7 @@ from tools.simulate.updates import (
 )
 
 
-LINGER = 5.0  # seconds
-
-
-class _Line:
-    """A trainer's line with its connection, and what has come by it."""
-
-    def __init__(self, line: TrainerLine) -> None:
-        self.line = line
-        self.connection: SimulatedLink
-        self.messages: collections.deque[Any] = collections.deque()
-        self.events: collections.deque[str] = collections.deque()
-
-    def take_event(self, now: float) -> None:
-        """Let the line know what has happened to its connection."""
-        self.line.connected() if self.events.popleft() == "connected" else self.line.broken(now)
-
-
-Answer = Generator[Any, Any, Any]
+Script = Generator[Any, Any, Any]
 
 
 class SimulatedTrainer(Process):
@@ -90,21 +72,22 @@ class SimulatedTrainer(Process):
         self.reduced: list[np.ndarray] = []
         self.looked_up: list[tuple[np.ndarray, np.ndarray]] = []
         self.left_at: dict[str, float] = {}
-        self._lines: dict[str, _Line] = {}
-        self._steps = TrainerSteps(lambda ep: self._lines[ep].line)
+        self._links: dict[str, ServerLink] = {}
+        self._steps = TrainerSteps(lambda ep: self._links[ep].line)
         self._steps.sync_mode = case.sync_mode
         self._script = self._run()
-        self._operation: Operation[Any] | None = None  # that it waits for
-        self._late: DtransError | None = None  # what has happened while it computed
+        self._wait: OperationWait | LastWords | Callable[[], bool] = lambda: True
+        self._computes = False
+        self._failed: DtransError | None = None  # raised where the script goes on
 
     def start(self) -> None:
         """Begin."""
         self.begun = True
-        self.deliver(("go",))
+        self.wake_at(self.clock.now)
 
     # -- what it does ----------------------------------------------------------------------------
 
-    def _run(self) -> Answer:
+    def _run(self) -> Script:
         try:
             yield from self._train()
         except Exception as e:  # of any kind, as an executor does
@@ -112,19 +95,19 @@ class SimulatedTrainer(Process):
         reason = None if self.error is None else str(self.error)
         if reason is None and self._steps.in_step:
             reason = "it closed in the middle of a step"
-        for line in reversed(list(self._lines.values())):  # each is closed, whatever the others say
+        for ep, link in reversed(self._links.items()):  # each is closed, whatever the others say
             if reason is None:
-                self.left_at[f"{self.name} pserver {line.line.endpoint}"] = self.clock.now
+                self.left_at[f"{self.name} pserver {ep}"] = self.clock.now
             try:
-                if reason is None:
-                    yield leave(line.line)
-                else:
-                    line.line.tell("abort", reason=reason)
-                    yield ("hear out", line)
+                yield leave(link.line) if reason is None else self._last_words(link, reason)
             except DtransError as e:
                 self.error = self.error or e
+            link.close()
 
-    def _train(self) -> Answer:
+    def _last_words(self, link: ServerLink, reason: str) -> LastWords:
+        return LastWords(self._transport, link, reason)
+
+    def _train(self) -> Script:
         yield from self._greet()
         yield from self._pull(0)
         for step in range(self.case.steps[self.k]):
@@ -147,7 +130,7 @@ class SimulatedTrainer(Process):
                 [self._room_for(looked_up(case, self.k, step if right else step + 100))]
             )
 
-    def _prefetch(self, step: int) -> Answer:
+    def _prefetch(self, step: int) -> Script:
         """Receive the rows that a step looks up, unless they were announced."""
         if not self.case.tables:
             return
@@ -174,32 +157,23 @@ class SimulatedTrainer(Process):
             self.pushed.setdefault(n, []).append(spread(mine, size))
         return [(n, made[run.among(ids)]) for n, run in zip(self.case.tables, runs, strict=True)]
 
-    def _greet(self) -> Answer:
+    def _greet(self) -> Script:
         """Say hello to all servers, one after the other."""
-        case, k = self.case, self.k
-        for ep in case.endpoints:
-            line = _Line(
-                TrainerLine(
-                    ep,
-                    k,
-                    case.trainers,
-                    session=f"session {k}",
-                    sync_mode=self._steps.sync_mode,
-                    plan={"init": "one"},
-                    secret="",
-                    deadline=case.deadline,
-                    say=self._sender(ep),
-                )
+        for ep in self.case.endpoints:
+            link = self._links[ep] = ServerLink(
+                self._transport,
+                endpoint=ep,
+                trainer=self.k,
+                trainers=self.case.trainers,
+                session=f"session {self.k}",
+                sync_mode=self._steps.sync_mode,
+                plan={"init": "one"},
+                secret="",
+                deadline=self.case.deadline,
             )
-            self._lines[ep] = line
-            self._open(line)
-            if line.line.admit((yield _welcome(line.line)).reply):
-                first = line.connection
-                self._open(line, local=True)
-                line.line.admit((yield _welcome(line.line)).reply)
-                first.close()
+            yield link.greet()
 
-    def _exchange(self, step: int) -> Answer:
+    def _exchange(self, step: int) -> Script:
         for number in range(self.case.rounds):
             ep = self.case.endpoints[number % len(self.case.endpoints)]
             part = round_part(self.k, step, number)
@@ -212,139 +186,56 @@ class SimulatedTrainer(Process):
             self.pushed.setdefault(n, []).append(g)
         return made
 
-    def _pull(self, step: int) -> Answer:
+    def _pull(self, step: int) -> Script:
         new = {n: np.empty(size, np.float32) for n, size in self.case.blocks.items()}
         barriered = self.case.endpoints if step and self._steps.sync_mode else ()
         landings = [(n.split("/")[0], n, x) for n, x in new.items()]
         yield self._steps.request(landings, self.case.endpoints, barriered)
         self.pulled.append((step, new))
 
-    def _sender(self, ep: str) -> Callable[[list[Any]], None]:
-        return lambda frames: self._lines[ep].connection.send(frames)
-
-    def _open(self, line: _Line, *, local: bool = False) -> None:
-        line.line.opened(local=local)
-        line.messages.clear()
-        line.events.clear()
-        line.connection = self._transport.connect(line.line.endpoint, user=DOOR, role=self.name)
-
     # -- how it waits ----------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Take one event: into the socket that it comes by; and go on if it is what was waited
-        for."""
-        event, self._took = self._queue.popleft(), True
-        if isinstance(event, Event):
-            for line in self._lines.values():
-                if line.connection is not event.source:
-                    continue
-                if event.kind == "message":
-                    line.messages.append(event.frames)
-                else:
-                    line.events.append(event.kind)
-        elif event == ("go",):
-            late, self._late = self._late, None
-            self._go_on(late)
-        self._look()
+        """Make turns, and run the script as far as it comes."""
+        self._turn_beside()
+        while not self.over and self._is_ready():
+            self._go_on()
+            self._turn_beside()
 
-    def _look(self) -> None:
-        """Go on if what was waited for is here."""
-        if self._operation is not None:
-            self._listen(self._operation)
+    def _turn_beside(self) -> None:
+        """Make the turns of a communicator, if there is one."""
 
-    def _listen(self, operation: Operation[Any]) -> None:
-        """Run one turn of a connection's loop: messages first, then events of the connection, then
-        the clock."""
-        now = self.clock.now
+    def _is_ready(self) -> bool:
+        """Return True if the script may go on: with what it waits for, or with an error."""
+        wait = self._wait
+        if callable(wait):
+            return wait() or (self._failed is not None and not self._computes)
         try:
-            while self._operation is operation and not operation.done:
-                line = self._lines[operation.waits_for.line.endpoint]
-                gone = line.line.gone
-                if line.messages:
-                    message = line.line.heard(line.messages.popleft(), now)
-                    if message is not None:
-                        operation.take(message)
-                        if not operation.done:
-                            self._await(operation)
-                elif gone:
-                    raise line.line.went_away()
-                elif line.events:
-                    line.take_event(now)
-                else:
-                    line.line.look(now)
-                    if not line.line.gone:
-                        self._look_at(line.line.retries_until)
-                        return
+            while not wait.done:
+                if not wait.turn() and wait.wakes > self.clock.now:
+                    self.wake_at(wait.wakes)
+                    return False
         except DtransError as e:
-            operation.close()
-            self._operation = None
-            self._go_on(e)
-        else:
-            self._operation = None
-            self._go_on(operation.result)
+            self._failed = e
+        return True
 
-    def _go_on(self, answer: Any) -> None:
-        """Let the script go on to where it waits next."""
+    def _go_on(self) -> None:
+        wait, failed, self._failed = self._wait, self._failed, None
+        result = wait.operation.result if isinstance(wait, OperationWait) and not failed else None
         try:
-            waits = (
-                self._script.throw(answer)
-                if isinstance(answer, BaseException)
-                else self._script.send(answer)
-            )
+            made = self._script.throw(failed) if failed else self._script.send(result)
         except StopIteration:
             self.end(self.error)
             return
-        self._wait_for(waits)
-
-    def _wait_for(self, waits: Any) -> None:
-        """Wait for what the script has yielded: seconds, the last words of a server, or the answer
-        of a line."""
-        if isinstance(waits, float):
-            self.clock.at(self.clock.now + waits, lambda: self.deliver(("go",)))
-        elif not isinstance(waits, Operation):
-            self._hear_out(waits[1], self.clock.now + LINGER)
-        elif waits.done:
-            self._go_on(waits.result)
+        self._computes = isinstance(made, float)
+        if isinstance(made, float):
+            time = self.clock.now + made
+            self._wait = lambda: self.clock.now >= time
+            self.wake_at(time)
+        elif isinstance(made, Operation):
+            self._wait = OperationWait(self._transport, self._links, made)
         else:
-            self._operation = waits
-            self._await(waits)
-            self.deliver(("look",))
-
-    def _await(self, operation: Operation[Any]) -> None:
-        """Begin to wait for the next message of an operation."""
-        answer = operation.waits_for
-        answer.line.wait(str(answer), self.clock.now)
-        self._wake_at(answer.line)
-
-    def _look_at(self, time: float) -> None:
-        if time < math.inf:
-            self.clock.at(time, lambda: self.deliver(("look",)))
-
-    def _wake_at(self, line: TrainerLine) -> None:
-        time = line.patience
-
-        def wake() -> None:
-            if self._operation is not None and self._operation.waits_for.line is line:
-                self.deliver(("look",))
-                if line.patience > self.clock.now:
-                    self._wake_at(line)
-
-        self.clock.at(time, wake)
-
-    def _hear_out(self, line: _Line, until: float) -> None:
-        """As `Connection._heard_out` does."""
-        while line.messages or line.events:
-            if line.messages:
-                with contextlib.suppress(
-                    WireError
-                ):  # whatever it says, there is nothing to be done any more
-                    line.line.gone = wire.parse(line.messages.popleft()).op == "goodbye"
-            else:
-                line.take_event(self.clock.now)
-        if line.line.gone or self.clock.now >= until:
-            self.deliver(("go",))
-        else:
-            self.clock.at(self.clock.now + 0.5, lambda: self._hear_out(line, until))
+            self._wait = made
 
     def close(self) -> None:
         """Close the connections; what was sent still arrives."""
@@ -352,20 +243,15 @@ class SimulatedTrainer(Process):
 
 
 class CommunicatingTrainer(SimulatedTrainer):
-    """A trainer with a communicator, whose thread is a part of what it does with each event."""
+    """A trainer with a communicator, whose turns come before each part of the script."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._traffic: Traffic | None = None
-        self._groups: collections.deque[Group] = collections.deque()
-        self._newest: tuple[int, dict[str, Any]] | None = None
-        self._until: Callable[[], bool] | None = None  # what the steps wait for
+    _loop: TrafficLoop | None = None
 
-    def _train(self) -> Answer:
+    def _train(self) -> Script:
         yield from self._greet()
         case, leaves = self.case, _leaves(self.case)
-        self._traffic = Traffic(
-            {ep: line.line for ep, line in self._lines.items()},
+        traffic = Traffic(
+            {ep: link.line for ep, link in self._links.items()},
             leaves,
             case.communicator,
             deadline=case.deadline,
@@ -373,26 +259,26 @@ class CommunicatingTrainer(SimulatedTrainer):
             room=lambda key, shape, dtype: np.empty(shape, dtype),
             kept={"t": _table(case)} if case.mode == "geo" and case.tables else {},
         )
-        self._traffic.ask(self.clock.now)
+        loop = self._loop = TrafficLoop(self._transport, self._links, traffic, case.communicator)
         try:
-            yield lambda: self._newest is not None
-            self._note()
-            yield from self._steps_beside(leaves)
-            traffic = self._traffic
-            yield lambda: not self._groups and not traffic.pulling
-            self._note()
+            yield lambda: loop.newest is not None
+            self._note(loop)
+            yield from self._steps_beside(loop, leaves)
+            yield lambda: loop.is_settled
+            self._note(loop)
+            loop.end()
+            yield lambda: loop.done
         finally:
-            self._traffic = None
+            self._loop = None
 
-    def _steps_beside(self, leaves: Mapping[str, Leaf]) -> Answer:
+    def _steps_beside(self, loop: TrafficLoop, leaves: Mapping[str, Leaf]) -> Script:
         """The steps; what they send waits in the queue."""
-        case = self.case
-        for step in range(case.steps[self.k]):
-            yield from self._look_up(step)
+        for step in range(self.case.steps[self.k]):
+            yield from self._look_up(loop, step)
             yield self.random.expovariate(1.0) * self.case.pace
             made = dict(self._gradients(step))
             rows = self._row_gradients(step)
-            yield lambda: len(self._groups) < case.communicator.send_queue_size
+            yield lambda: loop.has_room
             group: list[tuple[Leaf, Any]] = [
                 (_as_gradient(x), np.concatenate([made[n] for n in x.names]))
                 for x in leaves.values()
@@ -400,80 +286,39 @@ class CommunicatingTrainer(SimulatedTrainer):
             if rows:
                 whole = np.concatenate([x for _, x in rows])
                 group.append(
-                    (_as_gradient(_table(case)), RowGradient(self.looked_up[step][0], whole))
+                    (_as_gradient(_table(self.case)), RowGradient(self.looked_up[step][0], whole))
                 )
-            self._groups.append(group)
-            if case.mode == "half_async":
-                yield lambda step=step: self._newest is not None and self._newest[0] > step
-            self._note()
+            loop.put(group)
+            if self.case.mode == "half_async":
+                yield lambda: loop.is_settled
+            self._note(loop)
 
-    def _look_up(self, step: int) -> Answer:
-        traffic = self._traffic
-        assert traffic is not None
+    def _look_up(self, loop: TrafficLoop, step: int) -> Script:
         if self.case.tables:
             found = self._room_for(looked_up(self.case, self.k, step))
             self.looked_up.append((found.uniq, found.rows))
-            traffic.look_up(found.wanted, self.clock.now, train=True)
-            yield lambda: not traffic.looking_up
+            request = loop.look_up(found.wanted, train=True)
+            yield lambda: request.done
 
-    def _note(self) -> None:
-        assert self._newest is not None
-        steps, whole = self._newest
+    def _note(self, loop: TrafficLoop) -> None:
+        assert loop.newest is not None
+        steps, whole = loop.newest
         new: dict[str, np.ndarray] = {}
         for key, leaf in _leaves(self.case).items():
             new |= {name: rows for _, name, rows in leaf.blocks(whole[key])}
         self.pulled.append((steps, new))
 
-    def _go_on(self, answer: Any) -> None:
-        self._until = None
-        super()._go_on(answer)
-        if self._traffic is not None:
-            self.deliver(("look",))  # there may be something to send
-
-    def _wait_for(self, waits: Any) -> None:
-        if callable(waits):
-            self._until = waits
-        else:
-            super()._wait_for(waits)
-
-    def _look(self) -> None:
-        if self._traffic is None:
-            super()._look()
+    def _turn_beside(self) -> None:
+        loop = self._loop
+        if loop is None:
             return
         try:
-            self._turn(self._traffic)
+            while not loop.done and (loop.turn() or loop.wakes <= self.clock.now):
+                pass
         except DtransError as e:
-            self._traffic = None
-            if self._until is not None:
-                self._go_on(e)
-            else:
-                self._late = e
-            return
-        if self._until is not None and self._until():
-            self._go_on(None)
-
-    def _turn(self, traffic: Traffic) -> None:
-        """Run one turn of a communicator's loop."""
-        now = self.clock.now
-        for ep, line in self._lines.items():
-            while line.events:
-                line.take_event(now)
-            line.line.give_up(now)
-            self._look_at(line.line.retries_until)
-            while line.messages:
-                message = line.line.heard(line.messages.popleft(), now)
-                if message is not None and message.op != "welcome":
-                    traffic.heard(ep, message)
-            if line.line.gone:
-                raise line.line.went_away(traffic.waits_for)
-        self._newest = traffic.whole() or self._newest
-        traffic.look(now)
-        while count := traffic.may_take(len(self._groups), now):
-            traffic.send([self._groups.popleft() for _ in range(count)])
-        if not self._groups and (self._newest is None or self._newest[0] < traffic.sent):
-            traffic.ask_for_newest(now)
-        if traffic.wakes is not None:
-            self.clock.at(traffic.wakes, lambda: self.deliver(("look",)))
+            self._loop, self._failed = None, e
+        else:
+            self.wake_at(loop.wakes)
 
 
 class GeoSgdTrainer(CommunicatingTrainer):
@@ -490,12 +335,12 @@ class GeoSgdTrainer(CommunicatingTrainer):
         self._kept = KeptRows([np.empty(0, np.float32)])
         self._had = 0  # how many rows were kept at the last push
 
-    def _steps_beside(self, leaves: Mapping[str, Leaf]) -> Answer:
+    def _steps_beside(self, loop: TrafficLoop, leaves: Mapping[str, Leaf]) -> Script:
         case, self._all = self.case, leaves
         values = self.newest()
         steps = GeoSteps(self, InNumpy(), case.trainers, values)
         for step in range(case.steps[self.k]):
-            yield from self._change_rows(step)
+            yield from self._change_rows(loop, step)
             yield self.random.expovariate(1.0) * self.case.pace
             changes = [
                 np.concatenate([gradient(n, case.blocks[n], self.k, step) for n in x.names])
@@ -503,32 +348,27 @@ class GeoSgdTrainer(CommunicatingTrainer):
             ]
             values = [added(x, c) for x, c in zip(values, changes, strict=True)]
             steps.step(values, case.every, block_on_pull=case.waits)
-            yield from self._settled(steps)
+            yield from self._settled(loop, steps)
             values = steps.local
         steps.finish()
-        yield from self._settled(steps)
+        yield from self._settled(loop, steps)
 
-    def _settled(self, steps: GeoSteps) -> Answer:
-        """As a communicator's barrier."""
+    def _settled(self, loop: TrafficLoop, steps: GeoSteps) -> Script:
         while steps.waits:
-            yield lambda: self.received() >= self._put
+            yield lambda: loop.is_settled
             steps.go_on()
 
-    def _change_rows(self, step: int) -> Answer:
-        """Return the result of a step from the rows that it looks up."""
+    def _change_rows(self, loop: TrafficLoop, step: int) -> Script:
+        """Change the rows that a step looks up."""
         if not self.case.tables:
             return
-        traffic, kept, ids = self._traffic, self._kept, looked_up(self.case, self.k, step)
-        assert traffic is not None
+        kept, ids = self._kept, looked_up(self.case, self.k, step)
         new = kept.missing(ids)
         if len(new):
-            rows, table = np.empty(len(new), np.float32), _table(self.case)
-            wanted = wanted_of(
-                new, rows, epmap=table.endpoints, names=table.names, spans=table.spans
-            )
-            traffic.look_up(wanted, self.clock.now, train=True)
-            yield lambda: not traffic.looking_up
-            kept.add(new, rows)
+            found = self._room_for(new)
+            request = loop.look_up(found.wanted, train=True)
+            yield lambda: request.done
+            kept.add(new, found.rows)
         (rows,) = kept.take(ids, len(ids))
         kept.put(ids, [added(rows, row_gradient(rows, self.k, step))])
 
@@ -555,27 +395,28 @@ class GeoSgdTrainer(CommunicatingTrainer):
                 )
                 self.pushed.setdefault(name, []).append(spread(mine, run.rows))
             group.append((_as_gradient(table), made))
-        self._groups.append(group)
+        self._running.put(group)
+
+    @property
+    def _running(self) -> TrafficLoop:
+        assert self._loop is not None
+        return self._loop
 
     def received(self) -> int:
         """As `dtrans.protocol.geo_steps.GeoQueue` says."""
-        return -1 if self._newest is None else self._newest[0]
+        return self._running.received
 
     def newest(self) -> Values:
         """As `dtrans.protocol.geo_steps.GeoQueue` says."""
-        assert self._newest is not None
-        self._note()
+        newest = self._running.newest
+        assert newest is not None
+        self._note(self._running)
         if self.case.tables and self._put:
-            self._kept.pulled(self._newest[1]["t"])
+            self._kept.pulled(newest[1]["t"])
             self.agreed.append(
                 (self._put, self._kept.ids[: self._had].copy(), self._kept.old[: self._had].copy())
             )
-        return [self._newest[1][key] for key in self._all]
-
-
-def _welcome(line: TrainerLine) -> Operation[PendingAnswer]:
-    answer = PendingAnswer(line, f"`hello` of {line.me}", "welcome", {}, "a welcome")
-    return Operation([answer], lambda answers: answers[0])
+        return [newest[1][key] for key in self._all]
 
 
 def _leaves(case: Case) -> dict[str, Leaf]:

@@ -68,8 +68,9 @@ def _simulated(case: Case) -> Verdict:
     random, clock = Random(case.seed), Clock()
     network = Network(clock, drawn_delay(random, case.delay), case.patience)
     servers = {ep: SimulatedServer(case, ep, clock, random, network) for ep in case.endpoints}
-    trainer_of = CommunicatingTrainer if case.mode in COMMUNICATING else SimulatedTrainer
-    trainer_of = GeoSgdTrainer if case.mode == "geo" else trainer_of
+    trainer_of: type[SimulatedTrainer] = SimulatedTrainer
+    if case.mode in COMMUNICATING:
+        trainer_of = GeoSgdTrainer if case.mode == "geo" else CommunicatingTrainer
     trainers = [trainer_of(case, k, clock, random, network) for k in range(case.trainers)]
     roles: dict[str, Process] = {r.name: r for r in (*servers.values(), *trainers)}
     begins = lambda role, start: clock.at(
