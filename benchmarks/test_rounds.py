@@ -43,7 +43,7 @@ def test_mesh_step_with_rounds_over_plain(benchmark, ratio, optimizer, parameter
         box["plain"] = state
         return state, loss
 
-    name = f"mesh step / plain step, {optimizer} ({len(plan.rounds)} rounds), {parameters}"
+    name = f"mesh step / plain step, {optimizer} ({len(plan.traffic.rounds)} rounds), {parameters}"
     benchmark.extra_info["ratio"] = benchmark.pedantic(
         lambda: ratio(name, mesh, plain, pairs=40), rounds=1
     )

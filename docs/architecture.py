@@ -1,12 +1,9 @@
 """What the code itself says of its architecture: which folder imports which, and the way of a value
 through the files.
 
-    python docs/architecture.py docs     writes docs/architecture.md and its drawing anew (`make architecture`)
+    python docs/architecture.py docs     writes docs/architecture.md and its drawings (`make architecture`)
 
-Arrows are imports of any kind, lazy and type-checking ones too. A walk is recorded by a profiler
-hook while a plan is made and takes a step: each function that is entered from another file, the
-first time that the value goes through it. The value is known by its name, and by a size that
-nothing else has.
+Arrows are imports of any kind, lazy and type-checking ones too. `docs/walks.py` records the walks.
 """
 
 from __future__ import annotations
@@ -17,6 +14,7 @@ import itertools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 
 ROOT = Path(__file__).parents[1]
@@ -290,11 +288,15 @@ its realiser (`plan.on_mesh()`): `dtrans.plan` imports `run.realisers` when it i
 
 {folders}
 
-## Three ways through the files
+## Five ways through the files
 
-What follows was recorded by a profiler hook while a plan was made and took one step. A station is a function that the
-value enters from another file; it counts the first time. {language} are left out: they are the
-language that all files speak.
+A profiler hook records how a value moves while a job is planned and takes a step. It passes a file if a function of
+another file calls one of this file with it, and this one calls a third with it. Each row of the drawing shows the eight
+files that hand the value on to the most others, in the order in which it enters them, with the function by which it
+enters first. Yellow stations are in the server. {language} are left out: they are the
+language that all files speak. `rows` and `engine` count as one file each.
+
+![The walks](walks.svg)
 
 {walks}
 """
@@ -322,32 +324,77 @@ def folders() -> str:
     return "\n".join(rows)
 
 
-def walked() -> str:
-    """The walks, as lists of stations."""
+def recorded() -> list[tuple[Any, Any]]:
+    """Return the walks, each with its route."""
     import walks  # imports JAX, which the tests of layers do without
 
-    parts = []
-    for walk in walks.WALKS:
-        stations = walk.stations()
-        files = walks.files_of(stations)
-        parts.append(
-            f"### {walk.value}\n\n{walk.how}: {len(set(files))} files, "
-            f"{walks.returns(stations)} returns to one of them.\n"
+    return [(walk, walk.route()) for walk in walks.WALKS]
+
+
+def walk_list(routes: Sequence[tuple[Any, Any]]) -> str:
+    """Return the list of walks: the job of each, and the numbers of its files."""
+    lines = []
+    for walk, route in routes:
+        lines.append(
+            f"- **{walk.value}**: {walk.how}. It passes {len(route.files)} files; {route.asked} others "
+            "look at it."
         )
-        for file, group in itertools.groupby(stations, key=lambda s: s.file):
-            parts.append(f"- `{file}`: " + ", ".join(f"`{s.function}`" for s in group))
-        parts.append("")
-    return "\n".join(parts).rstrip()
+    return "\n".join(lines)
+
+
+STRIDE, TALL, BAND = WIDE + 18, 62, 118  # of stations, and from one walk to the next
+
+
+def walk_drawing(routes: Sequence[tuple[Any, Any]]) -> str:
+    """Return a picture of the walks: a row of stations for each."""
+    width, high = 8 * STRIDE + 12, len(routes) * BAND
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {high}" '
+        'font-family="Menlo, Consolas, monospace" font-size="13" fill="#24292f">',
+        f'<rect width="{width}" height="{high}" fill="#ffffff"/>',
+    ]
+    for k, (walk, route) in enumerate(routes):
+        top = k * BAND + 34
+        lines.append(f'<text x="10" y="{top - 12}" font-weight="bold">{walk.value}</text>')
+        for i, station in enumerate(route.drawn):
+            lines += station_box(station, 10 + i * STRIDE, top)
+            if i:
+                x, y = 10 + i * STRIDE, top + TALL // 2
+                lines.append(
+                    f'<path d="M{x - 18} {y}L{x - 3} {y}M{x - 8} {y - 4}L{x - 3} {y}L{x - 8} {y + 4}" '
+                    'fill="none" stroke="#57606a" stroke-width="1.3"/>'
+                )
+    return "\n".join([*lines, "</svg>\n"])
+
+
+def station_box(station: Any, x: int, y: int) -> list[str]:
+    """Return the box of a station: folder, file and function. Servers have a colour of their own."""
+    folder, _, file = station.place.rpartition("/")
+    fill, stroke = ("#fff8c5", "#9a6700") if station.role == "server" else ("#ddf4ff", "#1f6feb")
+    function = ".".join(station.function.split(".")[-2:])
+    texts = ((folder, 11, 16, "#57606a"), (file, 13, 34, "#24292f"), (function, 9, 52, "#24292f"))
+    middle = x + WIDE // 2
+    return [
+        f'<rect x="{x}" y="{y}" width="{WIDE}" height="{TALL}" rx="6" fill="{fill}" '
+        f'stroke="{stroke}"/>',
+        *(
+            f'<text x="{middle}" y="{y + at}" font-size="{size}" fill="{color}" '
+            f'text-anchor="middle">{text}</text>'
+            for text, size, at, color in texts
+        ),
+    ]
 
 
 LANGUAGE = "`_jax`, `errors`, `ir` and `ops`"
 
 
 def main(folder: str) -> None:
-    """Write the page and its drawing into a folder."""
+    """Write the page and its drawings into a folder."""
     where = Path(folder)
     (where / "architecture.svg").write_text(drawing())
-    page = PAGE.format(folders=folders(), walks=walked(), language=LANGUAGE)
+    routes = recorded()
+    (where / "walks.svg").write_text(walk_drawing(routes))
+    page = PAGE.format(folders=folders(), walks=walk_list(routes), language=LANGUAGE)
     (where / "architecture.md").write_text(page)
 
 

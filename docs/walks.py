@@ -1,19 +1,24 @@
-"""The way of a value through the files of dtrans, recorded by a profiler hook while a plan is made
-and takes a step.
+"""Ways of values through the files of dtrans, recorded by a profiler hook while jobs run.
 
-A station is a function that is entered from another file with the value, or with something that has
-it one level down: an element of a container, an operand of an equation. It counts the first time.
-The value is known by its name, or by a size that nothing else in the step has. `_jax`, `errors`,
-`ir` and `ops` are no stations: they are the language that the others speak, and every file speaks
-it all the time.
+A value enters a place where a function of another place is called with it, or with something that
+has it one level down: an element of a container, an operand of an equation. A place is a file; `rows`
+and `engine` are one place each. The value passes a place if it enters it and goes on from there to
+another one. Other places only look at it. A value is recognised by its name, or by a size that
+nothing else in the step has.
+
+`_jax`, `errors`, `ir` and `ops` are no places: they are the language of all files.
 """
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import dataclasses
-import itertools
+import dis
+import functools
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -24,28 +29,71 @@ import optax
 
 import dtrans
 from dtrans._jax import JaxprEqn
+from dtrans.endpoints import ReservedEndpoints
 
 
 PACKAGE = Path(dtrans.__file__).parent
 jax.config.update("jax_num_cpu_devices", 2)  # a walk is recorded in a process of its own
 
 LANGUAGE = ("_jax", "errors", "ir", "ops")
-WIDTH, HIDDEN = 11, 13  # sizes that only x and `params/w1` have
+ONE_PLACE = ("rows", "engine")
+DRAWN = 8  # stations of a walk in the drawing
+WIDTH, HIDDEN, COLUMNS = 11, 13, 17  # sizes that only x, `params/w1` and `params/table` have
 KEY = jax.random.key(0)
-X, Y = jnp.ones((8, WIDTH)), jnp.ones((8, 2))
+X, Y, IDS = jnp.ones((8, WIDTH)), jnp.ones((8, 2)), jnp.arange(8) % 5
+TX = optax.adam(1e-2)
 
 
 @dataclasses.dataclass(frozen=True)
 class Station:
-    """A function that the value goes through.
+    """A place that a value enters.
 
     Attributes:
-      file: Its module, `zero/update`.
-      function: Its name, `Slicer.update`.
+      role: the thread, if the roles of the job are threads.
+      place: the file, as `zero/update`, or the folder.
+      function: the function by which the value entered first, as `Slicer.update`.
     """
 
-    file: str
+    role: str
+    place: str
     function: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Route:
+    """The recorded way of a value.
+
+    Attributes:
+      stations: the places, in the order of their first entry.
+      moves: the places between which the value moved, with their roles, and how often.
+    """
+
+    stations: tuple[Station, ...]
+    moves: collections.Counter[tuple[str, str, str]]
+
+    @property
+    def passed(self) -> tuple[Station, ...]:
+        """The stations from which the value goes on to another one."""
+        left = {(role, source) for role, source, _ in self.moves}
+        return tuple(s for s in self.stations if (s.role, s.place) in left)
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The places that the value passes, each once."""
+        return tuple(dict.fromkeys(s.place for s in self.passed))
+
+    @property
+    def asked(self) -> int:
+        """The number of places that only look at the value."""
+        return len({s.place for s in self.stations} - {*self.files})
+
+    @property
+    def drawn(self) -> tuple[Station, ...]:
+        """The eight passed stations that hand the value on to the most places, in their order."""
+        targets = collections.Counter((role, source) for role, source, _ in self.moves)
+        by_weight = sorted(self.passed, key=lambda s: -targets[s.role, s.place])
+        chosen = {*by_weight[:DRAWN]}
+        return tuple(s for s in self.passed if s in chosen)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,50 +101,60 @@ class Walk:
     """A value and its way.
 
     Attributes:
-      value: What it is, for people.
-      how: The job, for people.
-      take: Makes the plan, and one step with it.
-      name: What names of the value have in them; "" where it has no name.
-      last: The size of its last dimension of two.
+      value: the value, for people.
+      how: the job, for people.
+      take: runs the job. It calls its argument where the recording begins.
+      name: a part of the value's names; "" if it has no name.
+      last: the size of its last dimension of two.
+      depth: levels of containers in which the value is looked for.
     """
 
     value: str
     how: str
-    take: Callable[[], object]
+    take: Callable[[Callable[[], None]], object]
     name: str
     last: int
+    depth: int = 1
 
-    def stations(self) -> list[Station]:
-        """The stations in their order."""
-        route: list[Station] = []
-        seen: set[CodeType] = set()
+    def route(self) -> Route:
+        """Record the way of the value."""
+        entries: dict[str, dict[str, str]] = {}  # by role: place to the function that was entered
+        moves: collections.Counter[tuple[str, str, str]] = collections.Counter()
+        begun = threading.Event()
 
         def hook(frame: FrameType, event: str, _: object) -> None:
             code = frame.f_code
-            if event != "call" or code in seen or code.co_name.startswith("<") or not _ours(frame):
+            if event != "call" or not begun.is_set() or code.co_name.startswith("<"):
                 return
-            if not any(
-                self._has(frame.f_locals.get(v), 1) for v in code.co_varnames[: _arguments(code)]
-            ):
+            if frame.f_lasti > _start(code):  # a generator goes on, perhaps from before the walk
                 return
-            before = frame.f_back
-            while before is not None and not _ours(before):
-                before = before.f_back
-            if before is None or before.f_code.co_filename != code.co_filename:
-                seen.add(code)
-                route.append(Station(_module(code), code.co_qualname.replace(".<locals>", "")))
+            place = _place(frame)
+            if place is None or not any(self._has(x, self.depth) for x in _arguments(frame)):
+                return
+            before = next(filter(None, map(_place, _callers(frame))), "")
+            if before != place:
+                role = threading.current_thread().name
+                function = code.co_qualname.replace(".<locals>", "")
+                entries.setdefault(role, {}).setdefault(place, function)
+                if before:
+                    moves[role, before, place] += 1
 
         jax.clear_caches()
+        threading.setprofile(hook)
         sys.setprofile(hook)
         try:
-            self.take()
+            self.take(begun.set)
         finally:
             sys.setprofile(None)
-        return [s for s in route if s.file.split("/")[0] not in LANGUAGE]
+            threading.setprofile(None)  # type: ignore[arg-type]
+        found = [Station(r, *entry) for r, way in sorted(entries.items()) for entry in way.items()]
+        return Route(tuple(_in_order(found)), moves)
 
     def _is(self, v: object) -> bool:
         if isinstance(v, str):
             return self.name != "" and self.name in v
+        if isinstance(v, (bytes, bytearray, memoryview)):  # the header of a message
+            return self.depth > 1 and self.name.encode() in bytes(v[:4096])
         shape = getattr(getattr(v, "aval", v), "shape", None)
         return isinstance(shape, tuple) and len(shape) == 2 and shape[1] == self.last
 
@@ -108,38 +166,59 @@ class Walk:
         if depth and isinstance(v, (tuple, list)):
             return any(self._has(a, depth - 1) for a in v)
         if depth and isinstance(v, dict):
-            return any(self._has(a, 0) for a in v) or any(
-                self._has(a, depth - 1) for a in v.values()
-            )
+            items = list(v.items())  # another thread may write to it
+            return any(self._has(key, 0) or self._has(a, depth - 1) for key, a in items)
         return False
 
 
-def files_of(stations: list[Station]) -> list[str]:
-    """The files in the order in which the value visits them."""
-    return [file for file, _ in itertools.groupby(s.file for s in stations)]
+def _in_order(stations: list[Station]) -> list[Station]:
+    """Return the stations of two roles in the order of a message: out, through the server, back.
+
+    It leaves the trainer behind `protocol/wire`, which writes it.
+    """
+    out = [s for s in stations if s.role != SERVER]
+    places = [s.place for s in out]
+    leaves = places.index("protocol/wire") + 1 if "protocol/wire" in places else len(out)
+    return [*out[:leaves], *(s for s in stations if s.role == SERVER), *out[leaves:]]
 
 
-def returns(stations: list[Station]) -> int:
-    """Visits of files after their first."""
-    files = files_of(stations)
-    return len(files) - len(set(files))
+def _place(frame: FrameType) -> str | None:
+    """Return the place of a frame; None outside of the package and in its language."""
+    file = frame.f_code.co_filename
+    if not file.startswith(f"{PACKAGE}/"):
+        return None
+    module = Path(file).relative_to(PACKAGE).with_suffix("").as_posix()
+    folder = module.split("/")[0]
+    return None if folder in LANGUAGE else folder if folder in ONE_PLACE else module
 
 
-def _ours(frame: FrameType) -> bool:
-    return frame.f_code.co_filename.startswith(f"{PACKAGE}/")
+@functools.cache
+def _start(code: CodeType) -> int:
+    """Return the offset of the instruction at which calls of a function begin."""
+    return next(i.offset for i in dis.get_instructions(code) if i.opname == "RESUME")
 
 
-def _module(code: CodeType) -> str:
-    return Path(code.co_filename).relative_to(PACKAGE).with_suffix("").as_posix()
+def _callers(frame: FrameType) -> Iterator[FrameType]:
+    """Yield the frames below one, innermost first."""
+    before = frame.f_back
+    while before is not None:
+        yield before
+        before = before.f_back
 
 
-def _arguments(code: CodeType) -> int:
-    return code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & 4)
+def _arguments(frame: FrameType) -> list[object]:
+    """Return the arguments of a call."""
+    code: CodeType = frame.f_code
+    count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & 4)
+    return [frame.f_locals.get(name) for name in code.co_varnames[:count]]
+
+
+# -- the jobs --------------------------------------------------------------------------------------
+
+TRAINER, SERVER = "trainer", "server"
 
 
 def _programs() -> tuple[dtrans.Program, dtrans.Program]:
-    tx = optax.adam(1e-2)
-
     def loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
         return jnp.mean((jnp.tanh(x @ params["w1"]) @ params["w2"] - y) ** 2)
 
@@ -149,53 +228,118 @@ def _programs() -> tuple[dtrans.Program, dtrans.Program]:
             "w1": jax.random.normal(one, (WIDTH, HIDDEN)),
             "w2": jax.random.normal(two, (HIDDEN, 2)),
         }
-        return params, tx.init(params)
+        return params, TX.init(params)
 
-    step = dtrans.make_train_step(loss, tx)
+    step = dtrans.make_train_step(loss, TX)
     return dtrans.trace(step, *jax.eval_shape(init, KEY), X, Y), dtrans.trace(init, KEY)
 
 
-def _stepped(plan: Any) -> object:
+def _step(plan: Any, *batch: Any) -> None:
     job = plan.on_mesh()
-    return job.step(job.init(KEY), X, Y)
+    job.step(job.init(KEY), *batch)
 
 
-def _pserver() -> object:
-    pservers = "127.0.0.1:1,127.0.0.1:2"
-    return _stepped(
-        dtrans.pserver(
-            *_programs(),
-            pservers=pservers,
-            trainers=2,
-            placement=dtrans.BlockPlacement(min_block_size=16),
-        )
+def _gradient(begin: Callable[[], None]) -> None:
+    begin()
+    blocks = dtrans.BlockPlacement(min_block_size=16)
+    options: dict[str, Any] = {"pservers": "127.0.0.1:1,127.0.0.1:2", "trainers": 2}
+    _step(dtrans.pserver(*_programs(), placement=blocks, **options), X, Y)
+
+
+def _slice(begin: Callable[[], None]) -> None:
+    begin()
+    slices = dtrans.Slicing(min_slice_size=0)
+    _step(dtrans.sharding(*_programs(), stage=3, degree=2, slices=slices), X, Y)
+
+
+def _micro_batch(begin: Callable[[], None]) -> None:
+    begin()
+    _step(dtrans.pipeline(*_programs(), num_stages=2, num_micro_batch=2), X, Y)
+
+
+def _row(begin: Callable[[], None]) -> None:
+    def loss(params: Any, ids: jax.Array) -> jax.Array:
+        return jnp.mean((params["table"][ids] @ params["out"]) ** 2)
+
+    def init(key: jax.Array) -> tuple[Any, Any]:
+        table = jax.random.normal(key, (64, COLUMNS))
+        params = {"table": table, "out": jnp.ones((COLUMNS, 2))}
+        return params, TX.init(params)
+
+    step = dtrans.make_train_step(loss, TX)
+    main = dtrans.trace(step, *jax.eval_shape(init, KEY), IDS)
+    servers = "127.0.0.1:1,127.0.0.1:2"
+    plan = dtrans.pserver(
+        main, dtrans.trace(init, KEY), pservers=servers, trainers=2, sparse="auto"
     )
+    begin()
+    _step(plan, IDS)
+
+
+def _message(begin: Callable[[], None]) -> None:
+    """Run a trainer and a server in threads; the recording begins with the second step."""
+    with contextlib.closing(ReservedEndpoints()) as reserved:
+        (endpoint,) = reserved.choose(1)
+        plan = dtrans.pserver(*_programs(), pservers=endpoint, trainers=1)
+
+        def serve() -> None:
+            with dtrans.Executor(deadline=60) as executor:
+                server = plan.servers[endpoint]
+                executor.run(server.main, executor.run(server.startup, KEY))
+
+        def train() -> None:
+            with dtrans.Executor(deadline=60) as executor:
+                params = executor.run(plan.trainer_startup, KEY)
+                params, _ = executor.run(plan.trainer, params, X, Y)
+                begin()
+                executor.run(plan.trainer, params, X, Y)
+
+        threads = [
+            threading.Thread(target=role, name=name)
+            for role, name in ((serve, SERVER), (train, TRAINER))
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
 
 
 WALKS = (
     Walk(
         "A gradient, from the loss to the new parameter",
-        "`dtrans.pserver` with two trainers and two servers, `params/w1` in blocks",
-        _pserver,
+        "`dtrans.pserver` with two trainers and two servers on a mesh: `params/w1`, in blocks",
+        _gradient,
         "params/w1",
         HIDDEN,
     ),
     Walk(
         "A parameter of which each rank has a slice",
-        "`dtrans.sharding(stage=3)` with two ranks, `params/w1`",
-        lambda: _stepped(
-            dtrans.sharding(
-                *_programs(), stage=3, degree=2, slices=dtrans.Slicing(min_slice_size=0)
-            )
-        ),
+        "`dtrans.sharding(stage=3)` with two ranks: `params/w1`",
+        _slice,
         "params/w1",
         HIDDEN,
     ),
     Walk(
         "A micro-batch",
-        "`dtrans.pipeline` with two stages and two micro-batches, the rows of `x`",
-        lambda: _stepped(dtrans.pipeline(*_programs(), num_stages=2, num_micro_batch=2)),
+        "`dtrans.pipeline` with two stages and two micro-batches: the rows of `x`",
+        _micro_batch,
         "",
         WIDTH,
+    ),
+    Walk(
+        "A message, from the trainer to the server and back",
+        "a trainer and a server of `dtrans.pserver` in their second step: `params/w1`",
+        _message,
+        "params/w1",
+        HIDDEN,
+        depth=2,
+    ),
+    Walk(
+        "A row of a table",
+        '`dtrans.pserver(sparse="auto")` with two trainers and two servers on a mesh, the first step: '
+        "rows of `params/table`",
+        _row,
+        "params/table",
+        COLUMNS,
     ),
 )

@@ -24,6 +24,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 
 import jax
@@ -32,7 +33,7 @@ from jax.sharding import Mesh
 
 from dtrans._jax import ShapedArray, within_mesh
 from dtrans.errors import BatchError, ConfigError
-from dtrans.ir import display
+from dtrans.ir import display, fingerprint
 from dtrans.ir.program import Program
 from dtrans.verification.check import STEPS, Comparison
 from dtrans.verification.outcome import Report
@@ -86,6 +87,36 @@ class Plan(abc.ABC):
     recipe: ClassVar[PlanRecipe | None] = None
     _right: ClassVar[tuple[int, ...]]  # the columns of numbers
     _code: ClassVar[int]  # the column of names
+
+    # -- values ----------------------------------------------------------------------------------
+
+    def __eq__(self, other: object) -> bool:
+        """Return True for a plan of equal options and programs, as two equal calls make."""
+        if not isinstance(other, Plan):
+            return NotImplemented
+        return self is other or (
+            type(self) is type(other)
+            and self.identity == other.identity
+            and self._field_texts == other._field_texts
+        )
+
+    def __hash__(self) -> int:
+        return hash((type(self), self._title))
+
+    @cached_property
+    def identity(self) -> Mapping[str, str]:
+        """The fingerprint of the plan, in parts (`dtrans.ir.fingerprint`), without endpoints."""
+        startup: Program = self.startup  # type: ignore[attr-defined]
+        programs = {name: program.fingerprint for name, program in self.programs.items()}
+        return {**fingerprint.environment(), "init": startup.fingerprint, **programs}
+
+    @cached_property
+    def _field_texts(self) -> dict[str, str]:
+        """The compared fields of the plan, by name, as canonical text."""
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]
+        return {
+            f.name: fingerprint.canonical_text(getattr(self, f.name)) for f in fields if f.compare
+        }
 
     # -- what a plan says ------------------------------------------------------------------------
 

@@ -78,10 +78,10 @@ class CollectivePlan(Plan):
     buckets: tuple[Bucket, ...]
     merges: Mapping[str, str]
     callers: tuple[str, ...]
-    replan: Callable[[Any], Any] = dataclasses.field(repr=False)
-    shared: ExactStep | None = dataclasses.field(default=None, kw_only=True)
+    replan: Callable[[Any], Any] = dataclasses.field(repr=False, compare=False)
+    shared: ExactStep | None = dataclasses.field(default=None, kw_only=True, compare=False)
     for_whole: Callable[[Sequence[Any]], Program] | None = dataclasses.field(
-        default=None, kw_only=True, repr=False
+        default=None, kw_only=True, repr=False, compare=False
     )
 
     _right, _code = (3,), 1

@@ -171,7 +171,7 @@ def plan_data_parallel(main: Program, startup: Program, options: Options) -> Col
         buckets=buckets_of(reduced_values(step, o, merges), o),
         merges=merges,
         callers=callers_of(plain.observers, *callers(options)),
-        replan=lambda other: plan_data_parallel(main, given, other),
+        replan=partial(plan_data_parallel, main, given),
         shared=shared,
         for_whole=None
         if shared is None or options.splits_evenly

@@ -24,7 +24,6 @@ from dtrans._jax import Primitive
 from dtrans.errors import ConfigError, PeerError
 from dtrans.ir import fingerprint
 from dtrans.ir.program import Program
-from dtrans.parameter_server.plan import PServerPlan
 from dtrans.step.trace import TracedFunction
 
 
@@ -94,7 +93,7 @@ class PortablePlan:
         traced = {n: x for n, x in arguments.items() if isinstance(x, Program)}
         programs = {n: PortableProgram.of(x) for n, x in traced.items()}
         options = {n: x for n, x in arguments.items() if n not in programs}
-        return cls(plan.recipe.transform, programs, options, identity(plan))
+        return cls(plan.recipe.transform, programs, options, plan.identity)
 
     def rebuild(self, **changed: Any) -> Any:
         """Make the plan in this process.
@@ -107,7 +106,7 @@ class PortablePlan:
         """
         programs = {n: p.traced() for n, p in self.programs.items()}
         plan = self.transform(**programs, **{**self.options, **changed})
-        apart = fingerprint.differences("this process", identity(plan), "the driver", self.identity)
+        apart = fingerprint.differences("this process", plan.identity, "the driver", self.identity)
         if apart:
             raise PeerError(
                 f"the plan that this process makes is not the driver's: {'; '.join(apart)}. A "
@@ -154,11 +153,3 @@ def pickled(value: Any, cloudpickle: Any) -> bytes:
 
 def _attribute(module: str, name: str) -> Any:
     return getattr(importlib.import_module(module), name)
-
-
-def identity(plan: Any) -> dict[str, str]:
-    """Return the parts of a plan's fingerprint; endpoints do not count."""
-    if isinstance(plan, PServerPlan):
-        return plan.identity
-    programs = {name: p.fingerprint for name, p in plan.programs.items()}
-    return {**fingerprint.environment(), "init": plan.startup.fingerprint, **programs}

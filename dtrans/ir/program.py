@@ -98,10 +98,10 @@ class Program(NamedJaxpr):
         number: the step returns them (`dtrans.step.frozen`), and takes no other values.
       takes_one_state: True if its first two arguments are parts of one state
         (`dtrans.step.one_state`).
-      specializer: returns the same program for other input types (one `ShapeDtypeStruct` per
-        input): the traced function, or a `Rewrite`; None for fixed shapes.
-      identity: returns the fingerprint of its plan (`dtrans.ir.fingerprint`), if the plan has
-        several roles.
+      specializer: returns the same program for other input types (one `ShapeDtypeStruct` per input):
+        the traced function, or a `Rewrite`; None for a program of fixed shapes.
+      plan: the plan that has it as the program of a role. Roles compare the plan's fingerprint,
+        `plan.identity`, when they connect.
 
     Example:
       >>> import jax.numpy as jnp, dtrans
@@ -126,7 +126,7 @@ class Program(NamedJaxpr):
     numbers: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False)
     frozen_constants: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False)
     takes_one_state: bool = False
-    identity: Callable[[], Mapping[str, str]] | None = dataclasses.field(default=None, repr=False)
+    plan: Any = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         inner = self.inner
@@ -400,9 +400,7 @@ class Program(NamedJaxpr):
                     [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in wanted]
                 )
                 return (
-                    program
-                    if self.identity is None
-                    else dataclasses.replace(program, identity=self.identity)
+                    program if self.plan is None else dataclasses.replace(program, plan=self.plan)
                 )
             except DtransError:
                 raise  # its text has the cause

@@ -5,6 +5,7 @@ options            its options: records
 plan               the plan: one program for each role
 dispatch           Paddle's slice rule and dispatchers
 placement          which block lives where
+step_traffic       the values that roles send in a step, and their costs
 overview           which rows of which array each server stores
 trainer_program    the programs of trainers
 server_program     the programs of servers

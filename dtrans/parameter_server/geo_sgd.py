@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -40,13 +40,12 @@ from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import propagate
 from dtrans.ir.program import DIST, RPC, Program
 from dtrans.ops import DELTA, geo_init_p, geo_send_p
-from dtrans.parameter_server.options import BlockPlacement, Geo
+from dtrans.parameter_server.options import Geo
 from dtrans.parameter_server.placement import place
-from dtrans.parameter_server.plan import PServerPlan
+from dtrans.parameter_server.plan import PServerOptions, PServerPlan, ServedUpdate
 from dtrans.parameter_server.server_program import ServerProgramWriter
 from dtrans.parameter_server.tables.choose import Tables
 from dtrans.parameter_server.tables.lookups import find_lookups
-from dtrans.parameter_server.tables.options import Rows
 from dtrans.parameter_server.tables.own_update import (
     choose_kept_tables,
     no_rows_of,
@@ -76,12 +75,9 @@ def plan_geo_sgd(
     step: Cut,
     startup: Program,
     endpoints: Sequence[str],
-    trainers: int,
-    mode: Geo,
-    options: BlockPlacement,
-    sparse: Mapping[str, Rows] | str | None = None,
+    options: PServerOptions,
 ) -> PServerPlan:
-    """What `dtrans.pserver` plans with `mode=Geo(...)`. Every leaf with rows can be cut, whatever
+    """Plan GEO-SGD: `dtrans.pserver` with `mode=Geo(...)`. Every leaf with rows can be cut, whatever
     its optimizer.
 
     Returns:
@@ -94,13 +90,17 @@ def plan_geo_sgd(
 
     Source: `GeoSgdTranspiler` in Paddle's geo_sgd_transpiler.py.
     """
+    mode, trainers = options.mode, options.trainers
+    assert isinstance(mode, Geo)
     whole, step = step, shared(step)
     adding = adds(step)
     analysis = analyse(adding.optimize, adding.optimized)
     startup = match_startup(step, startup)
-    tables = choose_kept_tables(whole, startup, sparse)
+    tables = choose_kept_tables(whole, startup, options.sparse)
     types = {n: step.program.inputs[n] for n in step.optimized}
-    placement = of_tables(place(analysis, types, endpoints, options, tables.buckets), tables.of)
+    placement = of_tables(
+        place(analysis, types, endpoints, options.placement, tables.buckets), tables.of
+    )
     servers = ServerProgramWriter(
         adding,
         analyse_update(analysis, placement),
@@ -111,23 +111,16 @@ def plan_geo_sgd(
         tables={n: on_servers(t, analysis) for n, t in tables.of.items()},
         sized=lambda sizes: analyse_update(analysis, resized(placement, sizes)),
     )
-    geo = _Geo(placement, tables, trainers, mode)
     return PServerPlan(
         main=step.program,
         startup=startup,
+        options=options,
         placement=placement,
-        trainers=trainers,
-        sync_mode=False,
         servers={ep: servers.programs(ep) for ep in endpoints},
-        frozen=step.frozen,
-        unsent=(),
-        callers=callers_of(whole.observers, *["each trainer, with values of its own"] * 2),
-        shared_state=(),
-        runtime_split=True,
-        push_every=mode.push_every,
-        make_trainer=lambda k: geo.on_rows(whole, k) if tables.of else geo.program(step, k),
-        make_trainer_startup=lambda k: geo.startup(step, startup, k),
+        trainer_side=GeoTrainerSide(whole, startup, placement, tables, trainers, mode),
+        update=ServedUpdate(frozen=step.frozen),
         tables=tables,
+        callers=callers_of(whole.observers, *["each trainer, with values of its own"] * 2),
     )
 
 
@@ -180,23 +173,34 @@ def with_deltas(work: ServerWork, units: Sequence[Unit]) -> ServerWork:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Geo:
-    """Writes the programs of trainers.
+class GeoTrainerSide:
+    """The trainers of a GEO-SGD plan: a writer of their programs.
 
     Attributes:
+      step: the step, with all parameters that the update makes as `optimized`.
+      init: the single-device init.
       placement: where blocks of what is shared live.
       tables: those of it of which a trainer keeps rows.
       trainers: how many there are.
       mode: how often they push, and whether they wait for a pull.
     """
 
+    step: Cut
+    init: Program
     placement: Placement
     tables: Tables
     trainers: int
     mode: Geo
+    runtime_split: ClassVar = True
 
-    def program(self, step: Cut, trainer_id: int) -> Program:
-        """The program of one trainer without tables: the step, and a `send` of its parameters."""
+    def program(self, trainer_id: int) -> Program:
+        """Return the program of one trainer: the step, and a `send` of its parameters."""
+        if self.tables.of:
+            return self._on_rows(self.step, trainer_id)
+        return self._without_tables(shared(self.step), trainer_id)
+
+    def _without_tables(self, step: Cut, trainer_id: int) -> Program:
+        """Return the program of one trainer without tables."""
         source = step.program
         outs: dict[str, Any] = source.outvars
         b = Builder(source.jaxpr)
@@ -207,10 +211,10 @@ class _Geo:
         outs |= self._send(b, {n: outs[n] for n in step.optimized}, trainer_id)
         made = Program.written(f"trainer {trainer_id}", b, source.args, source.out, outs)
         return source.rewritten(
-            lambda other: self.program(shared(cut(other)), trainer_id), result=made
+            lambda other: self._without_tables(shared(cut(other)), trainer_id), result=made
         )
 
-    def on_rows(self, step: Cut, trainer_id: int) -> Program:
+    def _on_rows(self, step: Cut, trainer_id: int) -> Program:
         """The program of one trainer with tables: forward, backward and update on the rows of its
         batch, and a `send`.
 
@@ -233,7 +237,7 @@ class _Geo:
         outs = {**source.outvars, **made, **new, **self._send(b, sent, trainer_id, kept), **none_of}
         without_unused(b, [outs[n] for n in source.out_names])
         program = Program.written(f"trainer {trainer_id}", b, source.args, source.out, outs)
-        return source.rewritten(lambda other: self.on_rows(cut(other), trainer_id), result=program)
+        return source.rewritten(lambda other: self._on_rows(cut(other), trainer_id), result=program)
 
     def _half(
         self, b: Builder, step: Cut, gradients: dict[str, Any], trainer_id: int
@@ -259,9 +263,10 @@ class _Geo:
         made = write_trainer_half(b, step, step.results, gradients.__setitem__, writer)
         return writers[0], made
 
-    def startup(self, step: Cut, startup: Program, trainer_id: int) -> Program:
-        """What a trainer starts from: parameters from the servers, no row of a table, and the rest
-        from the init."""
+    def startup(self, trainer_id: int) -> Program:
+        """Return a trainer's startup program: parameters from the servers, tables without rows, the
+        rest from the init."""
+        step, startup = shared(self.step), self.init
         none_of = no_rows_of(self.tables, step.program.inputs)
         own = [n for n in startup.out_names if n not in step.optimized and n not in none_of]
         b, outs = write_start(startup, own)

@@ -4,57 +4,34 @@ moves."""
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import jax
-import numpy as np
 
-from dtrans._jax import JaxprEqn
-from dtrans.batch.exact_step import ExactStep
+from dtrans.batch.exact_step import ExactStep, shard_step
 from dtrans.checks import is_int
-from dtrans.costs import Costs, RoleCost, program_flops
-from dtrans.errors import ConfigError, UnknownEndpointError
+from dtrans.costs import Costs
+from dtrans.errors import BatchError, ConfigError, UnknownEndpointError
 from dtrans.ir import fingerprint
-from dtrans.ir.cost import flops, nbytes
 from dtrans.ir.display import short_type
-from dtrans.ir.program import DIST, OPTIMIZE, Program
-from dtrans.ops import OptimizeBlock, all_reduce_p, backup_of, exchange_p, send_rows_p
+from dtrans.ir.program import OPTIMIZE, Program
+from dtrans.ops import backup_of
 from dtrans.parameter_server.dispatch import HashName, PSDispatcher, RoundRobin, SizeBalanced
+from dtrans.parameter_server.exchange_rounds import TRAINERS
+from dtrans.parameter_server.options import BlockPlacement, Geo, Mode, Sync
 from dtrans.parameter_server.overview import VarsDistributed, overview_of
 from dtrans.parameter_server.placement import dispatched
-from dtrans.parameter_server.tables.choose import ID, Tables, notes_of
+from dtrans.parameter_server.step_traffic import StepTraffic
+from dtrans.parameter_server.tables.choose import Tables
+from dtrans.parameter_server.tables.options import Rows
+from dtrans.parameter_server.trainer_program import TrainerSide
 from dtrans.plan import Plan
 from dtrans.slicing.blocks import Placement
 from dtrans.slicing.server_update import ServerVariable
-from dtrans.step.cut import OptimizeHalf
-
-
-@dataclasses.dataclass(frozen=True)
-class Reduction:
-    """A value that servers reduce together.
-
-    Attributes:
-      name: the same on every server.
-      op: `sum`, `max`, ...
-      shape, dtype: of the value.
-      owners: the servers that have parts of it.
-      over: the servers that take part: those, and the ones that need it.
-    """
-
-    name: str
-    op: str
-    shape: tuple[int, ...]
-    dtype: Any
-    owners: tuple[str, ...]
-    over: tuple[str, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Its size in bytes."""
-        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+from dtrans.step.batch_sharing import Batch
+from dtrans.step.cut import OptimizeHalf, cut
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -72,6 +49,66 @@ class ServerPrograms:
     held: Mapping[str, ServerVariable]
 
 
+@dataclasses.dataclass(frozen=True)
+class PServerOptions:
+    """Options of `dtrans.pserver`, equal in all roles of a job.
+
+    Attributes:
+      mode, placement, on_trainer_exit, batch, trainers, sparse: as the arguments of `dtrans.pserver`.
+      pservers: number of servers. Their endpoints are in the plan's placement.
+    """
+
+    mode: Mode
+    placement: BlockPlacement
+    on_trainer_exit: Literal["drop", "paddle", "error"]
+    batch: Batch
+    trainers: int
+    pservers: int
+    sparse: Mapping[str, Rows] | Literal["auto"] | None
+
+    @property
+    def push_every(self) -> int:
+        """Steps from one push of changes to the next with `Geo`; otherwise 0."""
+        return self.mode.push_every if isinstance(self.mode, Geo) else 0
+
+
+class TrainerPrograms(Protocol):
+    """Writer of the trainers' programs."""
+
+    @property
+    def runtime_split(self) -> bool:
+        """True if trainers cut leaves into blocks at run time, and their programs do not."""
+
+    def program(self, trainer_id: int) -> Program:
+        """Return the program of one trainer."""
+
+    def startup(self, trainer_id: int) -> Program:
+        """Return the startup program of one trainer."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ServedUpdate:
+    """The update of a plan, by what servers need for it.
+
+    Attributes:
+      frozen: parameters that servers do not update: constants, and those of each trainer.
+      unsent: parameters on the servers whose update uses no gradient.
+      shared_state: optimizer state that belongs to no parameter. Every server that reads it has it.
+      sized: the update with its numbers of the size of the batch as inputs, which trainers send with
+        each step; None if it has no such number.
+      sent_values: the user's lines of the values of the batch that trainers send for the update.
+      fixed_size: an output of the update that ties a plan to one size of the batch; empty if there
+        is none.
+    """
+
+    frozen: tuple[str, ...] = ()
+    unsent: tuple[str, ...] = ()
+    shared_state: tuple[str, ...] = ()
+    sized: OptimizeHalf | None = dataclasses.field(default=None, repr=False)
+    sent_values: tuple[str, ...] = ()
+    fixed_size: str = ""
+
+
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class PServerPlan(Plan):
     """Parameter-server training of one step; made by `dtrans.pserver`.
@@ -79,69 +116,60 @@ class PServerPlan(Plan):
     Attributes:
       main: the step, with calls inlined and exact roles.
       startup: the single-device init.
+      options: the arguments of `dtrans.pserver`.
       placement: every block and where it lives.
-      trainers: how many trainers there are.
-      sync_mode: whether updates wait for all of them.
       servers: endpoint to the programs of that server.
-      frozen: parameters that servers do not update: they never change, or each trainer makes its
-        own.
-      unsent: parameters on the servers whose update uses no gradient.
-      callers: sentences of who calls each host callback of the step.
-      shared_state: optimizer state that lives with no leaf, since no row enters it, or only through
-        reductions; it is on every server that needs it.
-      runtime_split: leaves are cut into blocks when trainers run, not by their programs.
-      shared: how the batch is cut, where it is exact.
-      local_note: says what one device's numbers would take; None where nobody knows.
-      for_whole: says how a batch is shared that trainers do not divide, and gives a trainer's
-        program for it, from the types of the inputs of `main` and the trainer's number: parts are
-        padded. None where they must divide it.
+      trainer_side: writer of the trainers' programs.
+      update: the update, by what servers need for it.
       tables: leaves of which trainers have only the rows that they look up.
-      push_every: in GEO-SGD, after how many steps a trainer sends and receives; otherwise 0, and
-        each does.
-      options: what the user has said, by the names of arguments: the same in all roles.
-      sized_update: the update with its numbers of the size of the batch as inputs, which trainers
-        send with each step; None where it has none.
-      sent_values: the user's lines that make values of the batch which trainers send for the
-        update.
-      fixed_size: an output of the update that ties a plan to one size of the batch; empty where
-        there is none.
+      shared: how the batch is cut, where it is exact.
+      callers: sentences of who calls each host callback of the step.
     """
 
     main: Program
     startup: Program
+    options: PServerOptions
     placement: Placement
-    trainers: int
-    sync_mode: bool
     servers: Mapping[str, ServerPrograms]
-    frozen: tuple[str, ...]
-    unsent: tuple[str, ...]
-    callers: tuple[str, ...]
-    shared_state: tuple[str, ...]
-    runtime_split: bool
-    make_trainer: Callable[[int], Program] = dataclasses.field(repr=False)
-    make_trainer_startup: Callable[[int], Program] = dataclasses.field(repr=False)
-    push_every: int = 0
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False)
-    shared: ExactStep | None = dataclasses.field(default=None, repr=False)
-    local_note: Callable[[], str] | None = dataclasses.field(default=None, repr=False)
-    for_whole: Callable[[Sequence[jax.ShapeDtypeStruct], int], tuple[ExactStep, Program]] | None = (
-        dataclasses.field(default=None, repr=False)
-    )
-
-    tables: Tables = dataclasses.field(default_factory=Tables, repr=False)
-    sized_update: OptimizeHalf | None = dataclasses.field(default=None, repr=False)
-    sent_values: tuple[str, ...] = ()
-    fixed_size: str = ""
+    trainer_side: TrainerPrograms = dataclasses.field(compare=False)
+    update: ServedUpdate
+    tables: Tables = dataclasses.field(compare=False)
+    shared: ExactStep | None = dataclasses.field(default=None, compare=False)
+    callers: tuple[str, ...] = ()
 
     _right, _code, _header = (1, 2), 0, ("block", "rows", "bytes", "endpoint")
 
     def __post_init__(self) -> None:
-        mains = {
-            ep: dataclasses.replace(x.main, identity=lambda: self.identity)
-            for ep, x in self.servers.items()
-        }
+        mains = {ep: dataclasses.replace(x.main, plan=self) for ep, x in self.servers.items()}
         servers = {ep: dataclasses.replace(x, main=mains[ep]) for ep, x in self.servers.items()}
         object.__setattr__(self, "servers", _Servers(servers))
+
+    # -- options ---------------------------------------------------------------------------------
+
+    @property
+    def trainers(self) -> int:
+        """The number of trainers."""
+        return self.options.trainers
+
+    @property
+    def sync_mode(self) -> bool:
+        """True if an update waits for the gradients of all trainers."""
+        return isinstance(self.options.mode, Sync)
+
+    @property
+    def push_every(self) -> int:
+        """Steps from one push of changes to the next with `dtrans.Geo`; otherwise 0."""
+        return self.options.push_every
+
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """Parameters that servers do not update: constants, and those of each trainer."""
+        return self.update.frozen
+
+    @property
+    def takes_uneven_batches(self) -> bool:
+        """True if trainers can share a batch whose rows they do not divide."""
+        return self.shared is not None and self.sync_mode
 
     # -- programs --------------------------------------------------------------------------------
 
@@ -165,24 +193,34 @@ class PServerPlan(Plan):
     def trainer_program(self, trainer_id: int) -> Program:
         """The program of one trainer. Raises ConfigError for an id that the plan does not have."""
         check_trainer_id(trainer_id, self.trainers)
-        return self._made(self.make_trainer, trainer_id)
+        return self._cached(self.trainer_side.program, trainer_id)
 
     def trainer_startup_program(self, trainer_id: int) -> Program:
         """The startup program of one trainer. Raises ConfigError for an id that the plan does not
         have."""
         check_trainer_id(trainer_id, self.trainers)
-        return self._made(self.make_trainer_startup, trainer_id)
+        return self._cached(self.trainer_side.startup, trainer_id)
 
-    def _made(self, make: Callable[[int], Program], trainer_id: int) -> Program:
-        """A program, made once: what is compiled for it is kept with it."""
-        if (make, trainer_id) not in self._programs:
-            self._programs[make, trainer_id] = dataclasses.replace(
-                make(trainer_id), identity=lambda: self.identity
-            )
-        return self._programs[make, trainer_id]
+    def for_whole(
+        self, types: Sequence[jax.ShapeDtypeStruct], trainer_id: int
+    ) -> tuple[ExactStep, Program]:
+        """Return how trainers share a batch that they do not divide, and a trainer's program for it.
+
+        Args:
+          types: of the inputs of `main`, with the batch of all trainers.
+        """
+        assert self.shared is not None and isinstance(self.trainer_side, TrainerSide)
+        return self.trainer_side.uneven(self.shared, types, trainer_id)
+
+    def _cached(self, write: Callable[[int], Program], trainer_id: int) -> Program:
+        """Return a program that is written once, with its compiled code."""
+        key = write.__name__, trainer_id
+        if key not in self._programs:
+            self._programs[key] = dataclasses.replace(write(trainer_id), plan=self)
+        return self._programs[key]
 
     @cached_property
-    def _programs(self) -> dict[tuple[Callable[[int], Program], int], Program]:
+    def _programs(self) -> dict[tuple[str, int], Program]:
         return {}
 
     @cached_property
@@ -200,14 +238,13 @@ class PServerPlan(Plan):
             n: short_type(self.main.inputs[n]) for spec in self.main.args[2:] for n in spec.names
         }
         update = {}
-        if (
-            self.sized_update is not None
-        ):  # roles may trace the step with batches of different sizes
-            update["update"] = fingerprint.output_digest(self.sized_update)
+        if self.update.sized is not None:
+            # roles may trace the step with batches of different sizes
+            update["update"] = fingerprint.output_digest(self.update.sized)
         return {
             **fingerprint.environment(),
             "options": fingerprint.table(
-                {n: fingerprint.canonical_text(x) for n, x in self.options.items()}
+                {n: fingerprint.canonical_text(x) for n, x in vars(self.options).items()}
             ),
             "state": fingerprint.table(state),
             fingerprint.BATCH: fingerprint.table(batch),
@@ -270,7 +307,10 @@ class PServerPlan(Plan):
           {'RoundRobin': 1.15, 'HashName': 1.04, 'SizeBalanced': 1.04}
         """
         makes = {
-            n: b.name for b in self._optimize_blocks if b.role == OPTIMIZE for n in b.out_names
+            n: b.name
+            for b in self.traffic.optimize_blocks
+            if b.role == OPTIMIZE
+            for n in b.out_names
         }
         for unit in (u for units in self.placement.units.values() for u in units):
             makes |= {
@@ -300,132 +340,28 @@ class PServerPlan(Plan):
 
     # -- cost ------------------------------------------------------------------------------------
 
-    def costs(self) -> Costs:
-        step, unsent = self.bytes_per_step, set(self.unsent)
-        held = sum(
-            nbytes(self.trainer.inputs[n]) for spec in self.trainer.args[:1] for n in spec.names
-        )
-        own = program_flops(self.trainer)
-        told = [(r.params["endpoint"], *_moved(r)) for r in self.exchanges]
-        sends, receives = (sum(t[i] for t in told) for i in (1, 2))
-        found = [
-            RoleCost(
-                "trainer",
-                self.trainers,
-                held,
-                step["send"] + sends,
-                step["recv"] + receives,
-                1 + len(told),
-                own,
-            )
-        ]
-        for ep, programs in self.servers.items():
-            blocks = [b for b in self.placement.table if b.endpoint == ep]
-            reduced = [r for values in self.rounds for r in values if ep in r.over]
-            sent = sum(r.nbytes * (len(r.over) - 1) for r in reduced if ep in r.owners)
-            heard = sum(r.nbytes * (len(r.owners) - (ep in r.owners)) for r in reduced)
-            sent += self.trainers * sum(receives for at, _, receives in told if at == ep)
-            heard += self.trainers * sum(sends for at, sends, _ in told if at == ep)
-            grads = sum(b.nbytes for b in blocks if b.leaf not in unsent)
-            grads += sum(told.get(ep, 0) for told in self.arguments.values())
-            (serve,) = programs.main.eqns
-            work = sum(flops(e) for block in serve.params["optimize_blocks"] for e in block.eqns)
-            params = sum(b.nbytes for b in blocks)
-            rounds = 1 + sum(any(ep in r.over for r in values) for values in self.rounds)
-            rounds += sum(at == ep for at, _, _ in told)
-            size = sum(self.server_bytes[ep].values())
-            found.append(
-                RoleCost(
-                    ep,
-                    1,
-                    size,
-                    self.trainers * params + sent,
-                    self.trainers * grads + heard,
-                    rounds,
-                    work,
-                )
-            )
-        return Costs(found)
-
     @cached_property
+    def traffic(self) -> StepTraffic:
+        """The values that roles send in a step."""
+        servers = {ep: programs.main for ep, programs in self.servers.items()}
+        return StepTraffic(
+            self.trainer,
+            servers,
+            self.placement,
+            self.update.unsent,
+            self.tables,
+            self.trainers,
+            self.push_every,
+        )
+
+    @property
     def bytes_per_step(self) -> dict[str, int]:
         """Bytes that one trainer sends (gradients) and receives (parameters) in a step that does;
-        of tables at most."""
-        unsent = set(self.unsent)
-        whole = [b for b in self.placement.table if not b.is_table]
-        push = sum(b.nbytes for b in whole if b.leaf not in unsent)
-        push += sum(n for told in self.arguments.values() for n in told.values())
-        sends, receives = (sum(of[i] for of in self._moved_rows.values()) for i in (0, 1))
-        return {"send": push + sends, "recv": sum(b.nbytes for b in whole) + receives}
+        an upper bound for tables."""
+        return self.traffic.bytes_per_step
 
-    @property
-    def _moved_rows(self) -> dict[str, tuple[int, int]]:
-        """Bytes that one trainer sends and receives at most of each table.
-
-        In GEO-SGD they are those of `push_every` steps, where none of its rows was looked up
-        before, and where all trainers make as many steps.
-        """
-        found = {}
-        for n, t in self.tables.of.items():
-            first, size = self.placement.blocks[n][0], t.lookups.size
-            row = first.nbytes // first.rows
-            if not self.push_every:
-                found[n] = size * (row + self._id_bytes), size * row
-                continue
-            touched = min(t.lookups.rows, self.push_every * size)
-            changed = min(t.lookups.rows, (self.trainers - 1) * touched)
-            found[n] = touched * (row + 2 * ID), touched * row + changed * (row + ID)
-        return found
-
-    @property
-    def _id_bytes(self) -> int:
-        """For the number of a row: it is said again with the gradient where that waits for
-        others."""
-        return ID * (
-            1
-            + any(
-                e.primitive is send_rows_p and "communicator" in e.params for e in self.trainer.eqns
-            )
-        )
-
-    @cached_property
-    def arguments(self) -> dict[str, dict[str, int]]:
-        """Arguments of the step that the update reads: name to the bytes that each server is sent,
-        by its endpoint."""
-        found: dict[str, dict[str, int]] = {}
-        for ep, programs in self.servers.items():
-            for block in (x for eqn in programs.main.eqns for x in eqn.params["optimize_blocks"]):
-                types = block.invars
-                for g in (g for g in block.grads if g.op == "same"):
-                    found.setdefault(g.leaf, {})[ep] = nbytes(types[g.name].aval)
-        return found
-
-    @cached_property
-    def exchanges(self) -> tuple[JaxprEqn, ...]:
-        """What trainers exchange in the middle of a step: the `exchange` equations of trainer 0,
-        one for each round."""
-        return tuple(eqn for eqn in self.trainer.eqns if eqn.primitive is exchange_p)
-
-    @cached_property
-    def rounds(self) -> tuple[tuple[Reduction, ...], ...]:
-        """What servers tell each other in a step: for each round, the values that they reduce
-        together."""
-        found: dict[int, dict[str, Reduction]] = {}
-        for block in self._optimize_blocks:
-            for eqn in block.eqns if block.role == DIST else ():
-                if eqn.primitive is all_reduce_p and len(eqn.params["over"]) > 1:
-                    p, aval = eqn.params, eqn.outvars[0].aval
-                    reduction = Reduction(
-                        p["name"], p["op"], aval.shape, aval.dtype, p["owners"], p["over"]
-                    )
-                    found.setdefault(block.level, {})[p["name"]] = reduction
-        return tuple(tuple(found[level].values()) for level in sorted(found))
-
-    @cached_property
-    def _optimize_blocks(self) -> tuple[OptimizeBlock, ...]:
-        """The blocks of work of all servers."""
-        serves = (eqn for programs in self.servers.values() for eqn in programs.main.eqns)
-        return tuple(block for eqn in serves for block in eqn.params["optimize_blocks"])
+    def costs(self) -> Costs:
+        return self.traffic.costs({ep: sum(x.values()) for ep, x in self.server_bytes.items()})
 
     # -- showing ---------------------------------------------------------------------------------
 
@@ -443,8 +379,8 @@ class PServerPlan(Plan):
     def notes(self) -> list[str]:
         """What else there is to know: bytes, whole leaves and why, what stays with the trainers."""
         notes = [] if self.shared is None else list(self.shared.notes)
-        if self.local_note is not None and self.shared is None and self.trainers > 1:
-            notes.append(self.local_note())
+        if self.shared is None and self.trainers > 1 and not self.push_every:
+            notes.append(self._local_note())
         for endpoint, size in self.server_bytes.items():
             notes.append(
                 f"{endpoint} holds {size['params']:,} bytes of parameters, {size['opt_state']:,} "
@@ -452,35 +388,11 @@ class PServerPlan(Plan):
             )
         if len(self.servers) > 1:
             notes.append(f"the fullest server holds {self.balance:.2f} times the mean")
-        step = self.bytes_per_step
-        often = f"in {self.push_every} steps" if self.push_every else "per step"
-        notes.append(
-            f"each of {self.trainers} trainers sends {step['send']:,} and receives "
-            f"{step['recv']:,} bytes {often}"
-        )
-        if self.exchanges:
-            sends, receives = map(sum, zip(*map(_moved, self.exchanges), strict=True))
-            count, rounds = sum(len(r.invars) for r in self.exchanges), len(self.exchanges)
-            notes.append(
-                f"in the middle of a step trainers exchange {count} values through the pservers, "
-                f"in {rounds} "
-                f"round{'s' * (rounds > 1)}; each sends {sends:,} and receives {receives:,} bytes"
-            )
-        for i, values in enumerate(self.rounds):
-            told = sum(r.nbytes for r in values)
-            notes.append(
-                f"round {i + 1} among pservers: {len(values)} values, {told:,} bytes from each at "
-                "most"
-            )
-        notes += notes_of(
-            self.tables,
-            {n: sum(x) for n, x in self._moved_rows.items()},
-            f" {often}" * bool(self.push_every),
-        )
+        notes += self.traffic.notes
         for leaf, reason in self.placement.unsliced.items():
             notes.append(f"{leaf}: whole on {self.placement.blocks[leaf][0].endpoint}: {reason}")
         where: dict[str, list[str]] = {}
-        for name in self.shared_state:
+        for name in self.update.shared_state:
             holders = [row.endpoint for row in self.overview.by_origin(name)]
             everywhere = len(holders) == sum(bool(units) for units in self.placement.units.values())
             where.setdefault("every server" if everywhere else " and ".join(holders), []).append(
@@ -489,21 +401,21 @@ class PServerPlan(Plan):
         for servers, names in where.items():
             notes.append(f"on {servers}: {', '.join(names)}")
         notes += self.callers
-        if self.sized_update is not None:
+        if self.update.sized is not None:
             notes.append(
                 "the update has numbers of the size of the batch, which trainers send with each "
                 "step: those of the "
                 "batch that is given, whatever was traced"
             )
-        if self.sent_values:
-            lines = ", ".join(dict.fromkeys(self.sent_values))
+        if self.update.sent_values:
+            lines = ", ".join(dict.fromkeys(self.update.sent_values))
             notes.append(
                 "the update reads values that trainers make of the batch and send with each step: "
                 f"{lines}"
             )
-        if self.fixed_size and self.shared is not None:
+        if self.update.fixed_size and self.shared is not None:
             notes.append(
-                f"the new {self.fixed_size} depends on the size of the batch: batches have "
+                f"the new {self.update.fixed_size} depends on the size of the batch: batches have "
                 f"{self.shared.rows} rows, "
                 f"which are those of {self.trainers} traced ones; for others trace the step with a "
                 "trainer's part"
@@ -512,6 +424,18 @@ class PServerPlan(Plan):
             notes.append(f"on the trainers only: {', '.join(self.frozen)}")
         return notes
 
+    def _local_note(self) -> str:
+        """Return the note of a plan whose trainers take the step on their parts alone."""
+        step = cut(self.main).with_reported()
+        try:
+            return shard_step(step, self.options.batch, self.trainers, TRAINERS).local_note
+        except BatchError as e:
+            # of arrays that `plan.on_mesh(unsplit_inputs=...)` replicates: the plan cannot know them
+            return (
+                "local: each part has its own numbers, averaged; one device's are not looked at: "
+                f"{e}"
+            )
+
     @property
     def _title(self) -> str:
         mode = "geo" if self.push_every else "sync" if self.sync_mode else "async"
@@ -519,11 +443,6 @@ class PServerPlan(Plan):
             f"pserver plan of {self.main.name}: {self.trainers} trainers, {len(self.servers)} "
             f"pservers, {mode}"
         )
-
-
-def _moved(eqn: JaxprEqn) -> tuple[int, int]:
-    """The bytes that a trainer sends and receives in a round."""
-    return sum(nbytes(a.aval) for a in eqn.invars), sum(nbytes(v.aval) for v in eqn.outvars)
 
 
 def _unevenness(sizes: Sequence[int]) -> float:

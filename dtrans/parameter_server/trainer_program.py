@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from dtrans._jax import JaxprEqn, ShapedArray, Var
+from dtrans.batch.exact_step import ExactStep
 from dtrans.ir.array_fns import is_key, keys_of, times, words_type
 from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import backward_slice
@@ -97,6 +98,55 @@ class TrainerCommConfig:
     def gradients_per_update(self) -> int:
         """How many gradients an update combines."""
         return self.trainers if self.sync_mode else 1
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainerSide:
+    """The trainers of a plan: a writer of their programs.
+
+    Attributes:
+      step: the step of one trainer, with the update of the servers.
+      placement: every block and its server.
+      init: the single-device init.
+      comm: how trainers talk to servers.
+    """
+
+    step: Cut
+    placement: Placement
+    init: Program
+    comm: TrainerCommConfig
+
+    @property
+    def runtime_split(self) -> bool:
+        """True if trainers cut leaves into blocks at run time, and their programs do not."""
+        return self.comm.runtime_split
+
+    def program(self, trainer_id: int) -> Program:
+        """Return the program of one trainer: (params, *batch) -> (params, loss[, aux])."""
+        return trainer_program(self.step, self.placement, trainer_id, self.comm)
+
+    def startup(self, trainer_id: int) -> Program:
+        """Return the startup program of one trainer: the arguments of init -> params."""
+        return trainer_startup_program(self.step, self.placement, self.init, trainer_id, self.comm)
+
+    def uneven(
+        self, shared: ExactStep, types: Sequence[jax.ShapeDtypeStruct], trainer_id: int
+    ) -> tuple[ExactStep, Program]:
+        """Return a trainer's program for a batch whose rows the trainers do not divide.
+
+        Parts are padded to `ceil(rows / trainers)` rows.
+
+        Args:
+          shared: how trainers share batches that they divide.
+          types: of the inputs of the whole step.
+        """
+        whole = shared.for_types(types)
+        # terms of a sum are added up, where servers may average
+        scale = self.comm.scale if shared.reduce == "sum" else self.comm.trainers
+        step = self.comm.update_of(cut(whole.step.program))
+        check_same_update(self.step, step)
+        comm = dataclasses.replace(self.comm, scale=scale)
+        return whole, trainer_program(step, self.placement, trainer_id, comm)
 
 
 def trainer_program(

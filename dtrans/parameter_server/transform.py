@@ -27,12 +27,10 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-import jax
-
 from dtrans._jax import Var, equations, jaxprs_in_params, line_of, without_mesh
 from dtrans.batch.exact_step import ExactStep, batch_axes, full_type, shard_alone, shard_step
 from dtrans.endpoints import parse_endpoints
-from dtrans.errors import BatchError, ConfigError, GradientError, TraceError
+from dtrans.errors import ConfigError, GradientError, TraceError
 from dtrans.ir.dataflow import backward_slice, propagate
 from dtrans.ir.program import DIST, Program, is_communication
 from dtrans.ops import CommunicatorConfig
@@ -51,16 +49,17 @@ from dtrans.parameter_server.options import (
     check_options,
 )
 from dtrans.parameter_server.placement import place
-from dtrans.parameter_server.plan import PServerPlan, ServerPrograms
+from dtrans.parameter_server.plan import (
+    PServerOptions,
+    PServerPlan,
+    ServedUpdate,
+    ServerPrograms,
+)
 from dtrans.parameter_server.server_program import ServerProgramWriter
 from dtrans.parameter_server.tables.choose import added_exactly, choose_tables
 from dtrans.parameter_server.tables.options import Rows, check_sparse, check_staleness
 from dtrans.parameter_server.tables.touched_rows import of_tables, resized
-from dtrans.parameter_server.trainer_program import (
-    TrainerCommConfig,
-    trainer_program,
-    trainer_startup_program,
-)
+from dtrans.parameter_server.trainer_program import TrainerCommConfig, TrainerSide
 from dtrans.plan import with_recipe
 from dtrans.rows.analysis import analyse
 from dtrans.rows.layout import SHARED
@@ -69,7 +68,7 @@ from dtrans.slicing.server_spec import UpdateSpec, analyse_update
 from dtrans.slicing.server_update import ServerWork
 from dtrans.step.batch_numbers import BatchNumbers, numbers_of_size
 from dtrans.step.batch_sharing import Batch
-from dtrans.step.cut import Cut, asks_for, check_same_update, cut
+from dtrans.step.cut import Cut, asks_for, cut
 from dtrans.step.forward_backward import refuse_across, refuse_nested
 from dtrans.step.handed_values import hand_over
 from dtrans.step.observers import GRADIENTS, UPDATE, callers_of, check_observers, refuse_observers
@@ -164,13 +163,9 @@ def pserver(
     endpoints = parse_endpoints(pservers)
     batch = check_options(trainers, mode, placement, on_trainer_exit, batch)
     check_staleness(sparse := check_sparse(sparse), mode)
-    options: dict[str, Any] = {
-        "mode": mode,
-        "placement": placement,
-        "on_trainer_exit": on_trainer_exit,
-        "batch": batch,
-    }
-    options |= {"trainers": trainers, "pservers": len(endpoints), "sparse": sparse}
+    options = PServerOptions(
+        mode, placement, on_trainer_exit, batch, trainers, len(endpoints), sparse
+    )
     plain = cut(main)
     refuse_across(plain, TRAINERS_HAVE, may_send=isinstance(mode, Sync), remedy=SYNC_TELLS)
     parts = sent_parts(plain, batch, trainers, mode)
@@ -178,8 +173,7 @@ def pserver(
     check_callbacks(plain, trainers, mode, in_geo=sparse is None)
     shared = shared_by(plain, batch, trainers, mode)
     if isinstance(mode, Geo):
-        planned = plan_geo_sgd(plain, startup, endpoints, trainers, mode, placement, sparse)
-        return dataclasses.replace(planned, options=options)
+        return plan_geo_sgd(plain, startup, endpoints, options)
     step = plain if shared is None or shared.proven else cut(shared.step.program)
     comm = dataclasses.replace(
         trainer_comm(step, trainers, mode, batch), parts=parts
@@ -239,40 +233,26 @@ def pserver(
     )
     programs = {ep: servers.programs(ep) for ep in endpoints}
 
-    def of_whole(
-        types: Sequence[jax.ShapeDtypeStruct], trainer_id: int
-    ) -> tuple[ExactStep, Program]:
-        assert shared is not None
-        whole = shared.for_types(types)  # whose gradients are added up, where servers may average
-        wiring = comm if summed else dataclasses.replace(comm, scale=trainers)
-        again = comm.update_of(cut(whole.step.program))
-        check_same_update(step, again)
-        return whole, trainer_program(again, placed, trainer_id, wiring)
-
     if not comm.sync_mode:
         check_async(programs)
     return PServerPlan(
         main=plain.program,
         startup=startup,
-        placement=placed,
-        trainers=trainers,
-        sync_mode=comm.sync_mode,
-        servers=programs,
-        frozen=step.frozen,
-        unsent=tuple(n for n in step.optimized if n not in step.gradients),
-        callers=callers_of(plain.observers, *["trainer 0" if comm.calls_once else OWN_VALUES] * 2),
-        shared_state=update.shared_state,
-        runtime_split=comm.runtime_split,
         options=options,
-        make_trainer=lambda k: trainer_program(step, placed, k, comm),
-        make_trainer_startup=lambda k: trainer_startup_program(step, placed, startup, k, comm),
-        shared=shared,
-        local_note=lambda: local_note(plain, batch, trainers),
-        for_whole=None if shared is None or not comm.sync_mode else of_whole,
-        sized_update=step.optimize if step.numbers else None,
-        sent_values=() if trainers == 1 else tuple(source_line(step, n) for n in step.handed),
-        fixed_size=comm.numbers.fixed[0] if comm.numbers.fixed and trainers > 1 else "",
+        placement=placed,
+        servers=programs,
+        trainer_side=TrainerSide(step, placed, startup, comm),
+        update=ServedUpdate(
+            frozen=step.frozen,
+            unsent=tuple(n for n in step.optimized if n not in step.gradients),
+            shared_state=update.shared_state,
+            sized=step.optimize if step.numbers else None,
+            sent_values=() if trainers == 1 else tuple(source_line(step, n) for n in step.handed),
+            fixed_size=comm.numbers.fixed[0] if comm.numbers.fixed and trainers > 1 else "",
+        ),
         tables=tables,
+        shared=shared,
+        callers=callers_of(plain.observers, *["trainer 0" if comm.calls_once else OWN_VALUES] * 2),
     )
 
 
@@ -359,18 +339,6 @@ def source_line(step: Cut, handed: str) -> str:
     eqns = step.program.eqns
     makers = [eqns[i] for i in backward_slice(eqns, [step.handed[handed]])[0]]
     return next(filter(None, map(line_of, reversed(makers))), "an unknown line")
-
-
-def local_note(step: Cut, batch: Batch, trainers: int) -> str:
-    """What a plan says whose trainers take the step on their parts alone."""
-    try:
-        return shard_step(step.with_reported(), batch, trainers, TRAINERS).local_note
-    except (
-        BatchError
-    ) as e:  # of arrays that `plan.on_mesh(unsplit_inputs=...)` gives whole: the plan cannot know
-        return (
-            f"local: each part has its own numbers, averaged; one device's are not looked at: {e}"
-        )
 
 
 def refuse_exit(on_trainer_exit: str, shared: ExactStep) -> Literal["error"]:

@@ -10,6 +10,7 @@ repeated_blocks    layers that repeat
 stage_programs     forward and backward of each stage
 stage_vjp          what a stage's forward keeps for its backward
 stage_scan         loops over layers, cut into one for each stage
+staged_model       the model cut into stages, and their programs for any batch
 split_stages       stages that are split over several devices
 results            how results of micro-batches are merged
 update             from sums of gradients to new parameters

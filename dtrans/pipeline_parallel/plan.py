@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
 from dtrans.costs import Costs, RoleCost, program_flops
-from dtrans.errors import ConfigError
+from dtrans.errors import BatchError, ConfigError
 from dtrans.ir.cost import flops, nbytes
 from dtrans.pipeline_parallel.schedule import Schedule, schedule
 from dtrans.plan import Plan
@@ -21,11 +21,8 @@ if TYPE_CHECKING:
 
     from dtrans.batch.exact_step import ExactStep
     from dtrans.ir.program import Program
-    from dtrans.pipeline_parallel.device_layout import Cluster
     from dtrans.pipeline_parallel.options import PipelineOptions
-    from dtrans.pipeline_parallel.split_stages import Cuts
-    from dtrans.pipeline_parallel.stage_programs import StagePrograms
-    from dtrans.pipeline_parallel.stage_scan import StageRows, Turns
+    from dtrans.pipeline_parallel.staged_model import StagedModel, StepPrograms
     from dtrans.pipeline_parallel.update import Update
     from dtrans.step.summary import Summary
 
@@ -61,20 +58,19 @@ class Stage:
     held: int
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class StepPrograms:
-    """The programs of a micro-batch, and what merges the results of all.
+@dataclasses.dataclass(frozen=True)
+class ShownValues:
+    """Values that a step shows beside its results.
 
     Attributes:
-      stages: forward and backward of each.
-      cuts: what is kept of a micro-batch in pieces, in stages that are split: (stage, name) to the
-        dimension.
-      results: what merges the results of a stage, if it has any.
+      summaries: see `dtrans.summary`.
+      collected: result, or summary, to its collection: see `dtrans.collect`.
+      hidden: summaries that are not shown, since they look at gradients or at the update.
     """
 
-    stages: tuple[StagePrograms, ...]
-    cuts: Mapping[tuple[int, str], int]
-    results: tuple[Program | None, ...]
+    summaries: tuple[Summary, ...]
+    collected: Mapping[str, str]
+    hidden: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -84,59 +80,30 @@ class PipelinePlan(Plan):
     Attributes:
       main: the step, with calls inlined and exact roles.
       startup: the single-device init.
-      captured: the step of a micro-batch, with its loss as one equation (`dtrans.step.capture`).
-      options: what it was planned with: see `dtrans.pipeline`.
-      schedule: what each device does when.
-      stage_of: the stage of each equation of the loss function.
-      step_programs: forward and backward of each stage, for a micro-batch of the batch that was
-        traced.
+      options: the options that it was planned with: see `dtrans.pipeline`.
+      schedule: the tasks of each device, in order.
+      model: the model, cut into stages.
+      step_programs: forward and backward of each stage, for a micro-batch of the traced batch.
       update: from sums of gradients to new parameters.
-      merges: result, or parameter that the forward pass makes, to how it is merged.
-      homes: the stage that holds each parameter.
-      users: the stages that make gradients of a parameter.
-      unused_effects: summaries that are not shown, since they look at gradients or at the update.
-      callers: sentences of who calls each host callback of the step.
-      cluster: how stages and replicas are laid out over devices.
-      programs_for: makes the programs for a batch of other types.
-      cuts: over how many shards stages are split, and what of the state is cut.
-      turns: where loops over layers are cut.
-      stacks: arrays of the state of which stages hold rows, each run of rows under a name of its
-        own.
-      summaries: what the step shows: see `dtrans.summary`.
-      collected: result, or summary, to the collection that it is in: see `dtrans.collect`.
       shared: how micro-batches share the batch, where that is exact.
-      values: makes what micro-batches are given beside the batch, from the whole of it, if
-        anything.
-      axes: the dimension that has the rows, of each array of the batch where that is not the first.
-      known: programs for other batches, once they were asked for.
+      values: makes the values of the whole batch that micro-batches take as inputs, if any.
+      axes: the dimension of the rows, of each array of the batch where it is not the first.
+      shown: summaries and collections.
+      callers: sentences of who calls each host callback of the step.
     """
 
     main: Program
     startup: Program
-    captured: Program
     options: PipelineOptions
     schedule: Schedule
-    stage_of: tuple[int, ...]
+    model: StagedModel
     step_programs: StepPrograms
-    update: Update
-    merges: Mapping[str, str]
-    homes: Mapping[str, int]
-    users: Mapping[str, tuple[int, ...]]
-    unused_effects: tuple[str, ...]
+    update: Update = dataclasses.field(compare=False)
+    shared: ExactStep | None = dataclasses.field(compare=False)
+    values: Program | None
+    axes: Mapping[str, int]
+    shown: ShownValues
     callers: tuple[str, ...]
-    cluster: Cluster
-    cuts: Cuts
-    programs_for: Callable[[PipelinePlan, Sequence[jax.ShapeDtypeStruct]], StepPrograms] = (
-        dataclasses.field(repr=False)
-    )
-    turns: Turns = ()
-    stacks: Mapping[str, tuple[StageRows, ...]] = dataclasses.field(default_factory=dict)
-    summaries: tuple[Summary, ...] = ()
-    collected: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    shared: ExactStep | None = dataclasses.field(default=None, repr=False)
-    values: Program | None = None
-    axes: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    known: dict[Any, StepPrograms] = dataclasses.field(default_factory=dict, repr=False)
 
     _right, _code = (0, 1, 3, 4, 5, 6, 7), 2
     _header = (
@@ -182,8 +149,8 @@ class PipelinePlan(Plan):
     @cached_property
     def types(self) -> dict[str, Any]:
         """Name to type of each of them, without padding."""
-        found = {n: t for n, t in self.main.inputs.items() if n not in self.stacks}
-        for n, runs in self.stacks.items():
+        found = {n: t for n, t in self.main.inputs.items() if n not in self.model.stacks}
+        for n, runs in self.model.stacks.items():
             t = self.main.inputs[n]
             for r in runs:
                 found[r.name] = r.part.of(t)
@@ -200,10 +167,16 @@ class PipelinePlan(Plan):
     def specialize(self, types: Sequence[jax.ShapeDtypeStruct]) -> StepPrograms:
         """The programs for a batch of these types, one for each input of the step. Errors as
         `dtrans.pipeline`."""
-        key = tuple((t.shape, t.dtype) for t in types)
-        if key not in self.known:
-            self.known[key] = self.programs_for(self, types)
-        return self.known[key]
+        given = dict(zip(self.model.captured.in_names, types, strict=True))
+        for n in self.update.arguments:
+            t, read = given[n], self.update.program.inputs[n]
+            if (t.shape, t.dtype) != (read.shape, read.dtype):
+                raise BatchError(
+                    f"{n} is {t.dtype}{list(t.shape)}, and the update reads it as "
+                    f"{read.dtype}{list(read.shape)}: plan it for this batch"
+                )
+        planned = {n: t for n, t in self.main.inputs.items() if n not in self.axes}
+        return self.model.specialize(types, planned)
 
     def values_for(self, batch: Mapping[str, jax.ShapeDtypeStruct]) -> Program | None:
         """What makes the values of a whole batch of these types that micro-batches are given, if
@@ -248,7 +221,7 @@ class PipelinePlan(Plan):
                 Stage(
                     s.index,
                     s.eqns,
-                    tuple(n for n, at in self.homes.items() if at == s.index),
+                    tuple(n for n, at in self.model.homes.items() if at == s.index),
                     sum(flops(e) for e in s.forward.eqns),
                     sum(nbytes(types[n]) for n in s.sends),
                     sum(nbytes(types[n]) for n in s.kept),
@@ -277,18 +250,18 @@ class PipelinePlan(Plan):
             for part in self.update.placed.pieces:
                 if part.place == self.device_of(s.index):
                     work += sum(flops(e) for e in part.eqns)
-            count = o.replicas * self.cuts.shards[s.index]
+            count = o.replicas * self.model.cuts.shards[s.index]
             found.append(RoleCost(f"stage {s.index}", count, s.held, sent, received, rounds, work))
         return Costs(found)
 
     def held_bytes(self, name: str) -> int:
         """Bytes that a device of an array's stage holds of it."""
         t = self.update.program.inputs[name]
-        if name not in self.cuts.state:
+        if name not in self.model.cuts.state:
             return nbytes(t)
-        home, d = self.home(name), self.cuts.state[name]
+        home, d = self.home(name), self.model.cuts.state[name]
         assert home is not None
-        return nbytes(t) // t.shape[d] * -(-t.shape[d] // self.cuts.shards[home])
+        return nbytes(t) // t.shape[d] * -(-t.shape[d] // self.model.cuts.shards[home])
 
     def padded(self, name: str) -> tuple[int, int] | None:
         """The dimension of an array of the state that is padded, and its size with padding; None
@@ -296,11 +269,11 @@ class PipelinePlan(Plan):
 
         It is cut over the replicas of its stage, or over their shards.
         """
-        d = self.cuts.state.get(name)
+        d = self.model.cuts.state.get(name)
         if d is not None:
             home, size = self.home(name), self.types[name].shape[d]
             assert home is not None
-            shards = self.cuts.shards[home]
+            shards = self.model.cuts.shards[home]
             return d, shards * -(-size // shards)
         s = None if self.update.layout is None else self.update.layout.cuts.get(name)
         return None if s is None else (s.axis, s.padded)
@@ -355,28 +328,28 @@ class PipelinePlan(Plan):
         notes += [
             f"stage {s} is split over {n} devices: "
             + (
-                ", ".join(x for x in self.cuts.state if self.homes.get(x) == s)
+                ", ".join(x for x in self.model.cuts.state if self.model.homes.get(x) == s)
                 or "nothing of it is cut"
             )
-            for s, n in enumerate(self.cuts.shards)
+            for s, n in enumerate(self.model.cuts.shards)
             if n > 1
         ]
         notes += [
-            f"{n} is held by stage {self.homes[n]} and used by stages {', '.join(map(str, s))}: "
+            f"{n} is held by stage {self.model.homes[n]} and used by stages {', '.join(map(str, s))}: "
             "its value is sent, and "
             "its gradients are added up"
-            for n, s in self.users.items()
+            for n, s in self.model.users.items()
             if len(s) > 1
         ]
-        notes += [f"{name}: {way}" for name, way in self.merges.items()]
+        notes += [f"{name}: {way}" for name, way in self.model.merges.items()]
         if self.arguments:
             notes.append(
                 f"the update reads {', '.join(self.arguments)}, which all stages are given"
             )
-        if self.unused_effects:
+        if self.shown.hidden:
             what = "gradients, or at what the optimizer makes"
             notes.append(
-                f"not carried out, since it looks at {what}: {', '.join(self.unused_effects)}"
+                f"not carried out, since it looks at {what}: {', '.join(self.shown.hidden)}"
             )
         notes += self.callers
         return notes

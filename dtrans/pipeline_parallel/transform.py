@@ -3,11 +3,11 @@
 capture    the loss function, before it is differentiated               dtrans.step.capture
 share      what micro-batches are given, and how they add up             dtrans.batch
 lay out    what every micro-batch goes through, as one list              forward_pass
-plan       the stage of each equation                                     stages
+plan       the stage of each equation                                     assign_stages
 cut        forward, backward (and weights) of each stage                 stage_programs
 schedule   what each stage does when                                     dtrans.pipeline_parallel.schedule
-results    merged over micro-batches and replicas                        pipeline_results
-update     gradients to new parameters, each where it lives              pipeline_update, placed
+results    merged over micro-batches and replicas                        results
+update     gradients to new parameters, each where it lives              update, update_by_stage
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dtrans.checks import check_type
 from dtrans.data_parallel.merge_rules import merges_of
 from dtrans.data_parallel.options import Reduce
 from dtrans.data_parallel.transform import check_names, refuse_collectives
-from dtrans.errors import BatchError, ConfigError, DtransError, GradientError
+from dtrans.errors import ConfigError, DtransError, GradientError
 from dtrans.ir.inline import inline_calls
 from dtrans.ir.program import Program
 from dtrans.ir.pytree import is_under
@@ -35,11 +35,11 @@ from dtrans.pipeline_parallel.assign_stages import stages_of
 from dtrans.pipeline_parallel.auto_stages import auto_stages
 from dtrans.pipeline_parallel.forward_pass import ForwardPass, forward_pass
 from dtrans.pipeline_parallel.options import PipelineOptions, StageMemory, Stages
-from dtrans.pipeline_parallel.plan import PipelinePlan, StepPrograms
-from dtrans.pipeline_parallel.results import STACK, check_state, results_program
+from dtrans.pipeline_parallel.plan import PipelinePlan, ShownValues
+from dtrans.pipeline_parallel.results import STACK, check_state
 from dtrans.pipeline_parallel.schedule import Schedule, schedule as schedule_of
-from dtrans.pipeline_parallel.split_stages import Cuts, cuts_of, shards_of, split_stages
-from dtrans.pipeline_parallel.stage_programs import StagePrograms, StageProgramWriter, sums_of
+from dtrans.pipeline_parallel.split_stages import cuts_of, shards_of
+from dtrans.pipeline_parallel.stage_programs import StagePrograms, sums_of
 from dtrans.pipeline_parallel.stage_scan import (
     StageRows,
     Turns,
@@ -52,13 +52,19 @@ from dtrans.pipeline_parallel.stage_scan import (
     taken_apart,
     turned,
 )
-from dtrans.pipeline_parallel.update import arguments_of, slices_of_sums, update_of
+from dtrans.pipeline_parallel.staged_model import (
+    StagedModel,
+    micro_batch_of,
+    step_programs,
+    write_stages,
+)
+from dtrans.pipeline_parallel.update import arguments_of, update_of
 from dtrans.plan import with_recipe
 from dtrans.rows.analysis import leaves_of_state
 from dtrans.step.batch_sharing import Batch
 from dtrans.step.capture import captured, refuse_loss_in_update, value_and_grad_p
 from dtrans.step.collect import COLLECT, collected
-from dtrans.step.cut import Cut, asks_for, cut, other_size
+from dtrans.step.cut import Cut, asks_for, cut
 from dtrans.step.forward_backward import refuse_across
 from dtrans.step.observers import (
     EARLY,
@@ -71,7 +77,7 @@ from dtrans.step.observers import (
 )
 from dtrans.step.scopes import scopes_within
 from dtrans.step.startup import match_startup, normalize_step
-from dtrans.zero.mixed_precision import check_scale, low_products
+from dtrans.zero.mixed_precision import check_scale
 
 
 PARTS = ("parts",)  # the axis that micro-batches would be on
@@ -274,40 +280,27 @@ def plan_pipeline(
         check_state(merges, step.params, o)
     forward, found, turns, rows = _planned_stages(forward, o)
     step = forward.step  # loops over layers are in parts now
-    stages = _stages(forward, found, o)
+    stages = write_stages(forward, found, o)
     homes, users = _homes(stages, step)
     cuts = cuts_of(step, stages, shards_of(forward, found, o), users)
-    programs = _programs(forward, stages, merges, cuts, o)
+    hidden = (x for x in as_given.observers if not x.calls and x.reads not in EARLY)
     return PipelinePlan(
         main=as_given.program,  # of the whole batch, with exact roles
         startup=startup,
-        captured=part,
         options=o,
         schedule=timetable,
-        stage_of=tuple(found),
-        step_programs=programs,
+        model=StagedModel(part, o, tuple(found), homes, users, cuts, turns, rows, merges),
+        step_programs=step_programs(forward, stages, merges, cuts, o),
         update=update_of(step, sums_of(stages), homes, users, cuts, rows, o),
-        cuts=cuts,
-        programs_for=programs_for,
-        turns=turns,
-        stacks=rows,
-        merges=merges,
-        homes=homes,
-        users=users,
-        unused_effects=tuple(
-            map(str, (x for x in as_given.observers if not x.calls and x.reads not in EARLY))
-        ),
+        shared=shared,
+        values=values,
+        axes={n: axis for n, axis in axes.items() if axis},
+        shown=ShownValues(tuple(forward.summaries), forward.collected, tuple(map(str, hidden))),
         callers=callers_of(
             as_given.observers,
             "its stage, for each micro-batch" if o.parts > 1 else "its stage",
             "",
         ),
-        summaries=tuple(forward.summaries),
-        collected=forward.collected,
-        cluster=o.stages.cluster,
-        shared=shared,
-        values=values,
-        axes={n: axis for n, axis in axes.items() if axis},
     )
 
 
@@ -519,118 +512,6 @@ def _collected_outside(part: Program, step: Cut) -> dict[str, str]:
                 f"{n} is collected under {key}; there is one of it, made of the gradients of all"
             )
     return found
-
-
-def micro_batch_of(
-    step: Program, o: PipelineOptions, types: Sequence[jax.ShapeDtypeStruct]
-) -> Program:
-    """Return a step for a micro-batch of a replica.
-
-    Args:
-      step: as it was traced or captured, of any batch.
-      types: of the inputs, with the whole batch.
-
-    Raises:
-      BatchError: rows that micro-batches and replicas do not divide.
-    """
-    given = []
-    batch = {n for spec in step.args[2:] for n in spec.names}
-    split = {n: t for n, t in zip(step.in_names, types, strict=True)
-             if n in batch and t.shape and not is_under(n, o.batch.unsplit_inputs)}  # fmt: skip
-    rows = {t.shape[0]: n for n, t in split.items()}
-    if len(rows) > 1 and o.parts > 1:
-        listed = " and ".join(f"{n} has {count}" for count, n in rows.items())
-        raise BatchError(
-            f"the arrays of a batch are cut into micro-batches on dim 0, but {listed} rows; name "
-            "what every "
-            "micro-batch needs whole in unsplit_inputs=(...)"
-        )
-    for n, t in zip(step.in_names, types, strict=True):
-        shape = t.shape
-        if n in split:
-            if shape[0] % o.parts:
-                raise BatchError(
-                    f"{n} has {shape[0]} rows, which num_micro_batch={o.num_micro_batch} and "
-                    f"replicas={o.replicas} do "
-                    f"not divide: give batches of a multiple of {o.parts}"
-                )
-            shape = (shape[0] // o.parts, *shape[1:])
-        given.append(jax.ShapeDtypeStruct(shape, t.dtype))
-    return step.specialize_flat(given)
-
-
-def programs_for(plan: PipelinePlan, types: Sequence[jax.ShapeDtypeStruct]) -> StepPrograms:
-    """The programs of a plan for a batch of other types: the same stages.
-
-    Raises:
-      BatchError: rows that cannot be shared, an argument of another type that the update reads, or
-        a loss function that has other equations for such a batch.
-    """
-    given = dict(zip(plan.captured.in_names, types, strict=True))
-    for n in plan.update.arguments:
-        t, read = given[n], plan.update.program.inputs[n]
-        if (t.shape, t.dtype) != (read.shape, read.dtype):
-            raise BatchError(
-                f"{n} is {t.dtype}{list(t.shape)}, and the update reads it as "
-                f"{read.dtype}{list(read.shape)}: plan it "
-                "for this batch"
-            )
-    step = cut(micro_batch_of(plan.captured, plan.options, types)).with_reported()
-    was = {n: t for n, t in plan.main.inputs.items() if n not in plan.axes}
-    for n in cut(plan.captured).with_reported().differing_outputs(step):
-        raise other_size(step, n, was, given)
-    forward, _ = turned(forward_pass(step), plan.turns)
-    forward = taken_apart(
-        forward, {n: rows for n, rows in plan.stacks.items() if n in step.params}
-    ).forward
-    if len(forward.eqns) != len(plan.stage_of):
-        raise BatchError(
-            f"{plan.main.name} has {len(forward.eqns)} equations for a batch of these shapes, and "
-            f"{len(plan.stage_of)} for the one that it was planned for: plan it for this batch"
-        )
-    stages = _stages(forward, plan.stage_of, plan.options)
-    return _programs(forward, stages, plan.merges, plan.cuts, plan.options)
-
-
-def _stages(
-    forward: ForwardPass, stage_of: Sequence[int], o: PipelineOptions
-) -> tuple[StagePrograms, ...]:
-    scatter = slices_of_sums(forward.step, o) if o.memory.sharding_stage == 2 else {}
-    if o.precision.dtype is not None:
-        forward, stage_of = _in_low_precision(forward, stage_of, o.precision.dtype)
-    return StageProgramWriter(forward, stage_of, o, scatter).stages()
-
-
-def _in_low_precision(
-    forward: ForwardPass, stage_of: Sequence[int], amp: str
-) -> tuple[ForwardPass, tuple[int, ...]]:
-    """A forward pass with its products in 16 bits, and the stage of each of its equations."""
-    params = [v for v, a in forward.given.items() if forward.of_state(a)]
-    jaxpr, origin = low_products(forward.jaxpr, amp, params)
-    lowered = dataclasses.replace(forward, jaxpr=jaxpr)
-    stages = [stage_of[i] for i in origin]
-    known = {v for e in forward.eqns for v in e.outvars}
-    first: dict[Var, int] = {}  # the first stage that reads a value
-    for i, eqn in reversed(list(enumerate(lowered.eqns))):
-        if known.isdisjoint(
-            eqn.outvars
-        ):  # what is narrowed for several stages is so in the first of them
-            stages[i] = min((first[v] for v in eqn.outvars if v in first), default=stages[i])
-        first |= {
-            a: min(stages[i], first.get(a, stages[i])) for a in eqn.invars if isinstance(a, Var)
-        }
-    return lowered, tuple(stages)
-
-
-def _programs(
-    forward: ForwardPass,
-    stages: Sequence[StagePrograms],
-    merges: Mapping[str, str],
-    cuts: Cuts,
-    o: PipelineOptions,
-) -> StepPrograms:
-    results = tuple(results_program(s, merges, o, forward.jaxpr) for s in stages)
-    return StepPrograms(*split_stages(stages, cuts), results)
 
 
 def _homes(

@@ -20,7 +20,7 @@ from dtrans.data_parallel.plan import CollectivePlan
 from dtrans.errors import ConfigError
 from dtrans.ir.program import FORWARD, Program
 from dtrans.ir.pytree import TreeSpec, is_under
-from dtrans.parameter_server.options import Async, HalfAsync
+from dtrans.parameter_server.options import Async, Geo, HalfAsync
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.parameter_server.tables.choose import Table
 from dtrans.parameter_server.tables.lookups import find_lookups, numbers_first
@@ -371,7 +371,7 @@ class _AsyncDevice(_ReplayedDevice):
             inner.constvars, constants(source.jaxpr), inner.invars, outs, inner.eqns, source.jaxpr
         )
         self._leave = LazyRows(lazy_tables(plan), step)
-        mode = plan.options["mode"]
+        mode = plan.options.mode
         self._delay = mode.delay if isinstance(mode, Async | HalfAsync) else None
 
     def begin(self, state: Values) -> None:
@@ -493,7 +493,8 @@ class _GeoDevice(_ReplayedDevice):
             self._old[k] = {n: old[n] + deltas[n] for n in self.served}
             self._tell_others(k)
             self._answers[k], self._steps[k] = self.servers, 0
-            if self.plan.options["mode"].block_on_pull:
+            mode = self.plan.options.mode
+            if isinstance(mode, Geo) and mode.block_on_pull:
                 self._pull(k)
         return {n: x for n, x in outs.items() if n not in self.trainers[k]}
 

@@ -136,7 +136,7 @@ class TrainerJob(RoleJob):
 
     @property
     def takes_uneven_parts(self) -> bool:  # type: ignore[override]
-        return self.plan.for_whole is not None
+        return self.plan.takes_uneven_batches
 
     @property
     def batches_ahead(self) -> int:  # type: ignore[override]
@@ -214,7 +214,7 @@ class TrainerJob(RoleJob):
         """
         plan, main, k = self.plan, self.plan.main, self.role.trainer_id
         check_uneven(rows, plan.trainers, self.takes_uneven_parts)
-        assert plan.shared is not None and plan.for_whole is not None
+        assert plan.shared is not None
         specs = main.args[2:]
         names = [n for spec in specs for n in spec.names]
         shares: list[Share] = [plan.shared.axes.get(n, "replicated") for n in names]
@@ -226,7 +226,7 @@ class TrainerJob(RoleJob):
             types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in state]
             types += [resized(x, share, lambda _: rows) for x, share in arrays]
             shared, program = plan.for_whole(types, k)
-            program = dataclasses.replace(program, identity=lambda: plan.identity)
+            program = dataclasses.replace(program, plan=plan)
             self._uneven_programs[rows] = program, shared
         program, shared = self._uneven_programs[rows]
 

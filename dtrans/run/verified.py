@@ -19,8 +19,9 @@ from dtrans.parameter_server.plan import PServerPlan
 from dtrans.plan import Plan, realises
 from dtrans.run.base.platforms import as_run_on
 from dtrans.run.base.spmd import Function
-from dtrans.run.collective.job import CollectiveJob, StepLayout
+from dtrans.run.collective.job import CollectiveJob
 from dtrans.run.collective.mesh import MeshTrainers
+from dtrans.run.collective.trainers import StepLayout
 from dtrans.run.parameter_server.mesh import LateRowsJob
 from dtrans.run.parameter_server.ordered_job import OrderedJob
 from dtrans.run.replays import replay_lazy, replay_local_steps, replay_turns
@@ -120,7 +121,7 @@ def traced_turns(plan: PServerPlan, batch: Sequence[Any]) -> TracedStep:
 def unmerged(plan: PServerPlan) -> tuple[str, ...]:
     """Return the reason why a job may do what its recorded order does not: merge gradients; nothing
     otherwise."""
-    queue = plan.options["mode"].communicator if isinstance(plan.options["mode"], Async) else None
+    queue = plan.options.mode.communicator if isinstance(plan.options.mode, Async) else None
     if queue is None or queue.max_merge_var_num == 1:
         return ()
     return (

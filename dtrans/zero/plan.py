@@ -32,7 +32,7 @@ class ShardingPlan(CollectivePlan):
     """
 
     options: ShardingOptions
-    slices: Slices
+    slices: Slices = dataclasses.field(compare=False)
     gathers: tuple[Gathered, ...] = ()
     owned: Owned | None = None
     made_by = "sharding"

@@ -160,7 +160,7 @@ def plan_sharding(main: Program, startup: Program, options: ShardingOptions) -> 
         merges=merges,
         callers=callers_of(plain.observers, *callers(options)),
         slices=layout.slices,
-        replan=lambda other: plan_sharding(main, given, other),
+        replan=partial(plan_sharding, main, given),
         gathers=layout.gathers,
         owned=layout.owned,
         shared=shared,

@@ -118,7 +118,7 @@ def test_servers_are_sent_the_numbers_and_the_plan_says_so() -> None:
         "the update has numbers of the size of the batch, which trainers send with each step"
         in str(plan)
     )
-    assert "@batch_size/0" in plan.arguments
+    assert "@batch_size/0" in plan.traffic.arguments
     check(plan.on_mesh(), counted, [(rows(n, n),) for n in (12, 13)])
 
 

@@ -381,4 +381,4 @@ def test_servers_are_sent_values_of_forward(value: str, use: str) -> None:
         "the update reads values that trainers make of the batch and send with each step: "
         "test_forward_values.py:"
     )
-    assert told in str(plan) and "forward/0" in plan.arguments
+    assert told in str(plan) and "forward/0" in plan.traffic.arguments

@@ -266,8 +266,8 @@ def test_what_trainers_of_servers_exchange_takes_as_few_rounds_as_it_can() -> No
     }
     for name, count in rounds.items():
         plan = planned(step_zoo.by_name(name), 2, "pserver")
-        assert [e.params["round"] for e in plan.exchanges] == list(range(count)), name
-        assert [e.params["endpoint"] for e in plan.exchanges] == [
+        assert [e.params["round"] for e in plan.traffic.exchanges] == list(range(count)), name
+        assert [e.params["endpoint"] for e in plan.traffic.exchanges] == [
             f"127.0.0.1:{1 + k % 2}" for k in range(count)
         ]
     plan = planned(step_zoo.by_name("masked_mean"), 2, "pserver")

@@ -108,9 +108,9 @@ def test_devices_are_taken_as_the_configuration_says(programs: Any) -> None:
         plan = dtrans.epl.pipeline(
             *programs, ALWAYS | {"cluster.device_place_prefer_intra_node": given}
         )
-        assert plan.cluster.prefer_intra_node is given
+        assert plan.options.stages.cluster.prefer_intra_node is given
     plan = dtrans.epl.pipeline(*programs, ALWAYS, cluster=dtrans.Cluster("aware_row"))
-    assert plan.cluster.layout == "aware_row"
+    assert plan.options.stages.cluster.layout == "aware_row"
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from flax.training.train_state import TrainState
 import dtrans
 from dtrans.errors import ConfigError, PeerError
 from dtrans.hosts.on_ray import of_each
-from dtrans.hosts.portable_plan import PortablePlan, identity, pickled
+from dtrans.hosts.portable_plan import PortablePlan, pickled
 from dtrans.hosts.ray_group import RayPlacement, driver_environment, secret_environment
 
 
@@ -64,7 +64,7 @@ def test_another_process_makes_the_same_plan(plan):
     original = plan(*programs())
     made = travelled(original).rebuild()
     assert type(made) is type(original)
-    assert identity(made) == identity(original)
+    assert made.identity == original.identity
     assert str(made) == str(original)
 
 
@@ -102,7 +102,7 @@ def test_functions_in_the_state_travel(made):
     """Flax keeps them in the structure of its state, Equinox among the leaves; both keep
     sentinels."""
     plan = dtrans.nccl2(*made(), trainers=2)
-    assert identity(travelled(plan).rebuild()) == identity(plan)
+    assert travelled(plan).rebuild().identity == plan.identity
 
 
 def test_a_function_that_traces_otherwise_there_is_refused(monkeypatch):

@@ -358,7 +358,7 @@ def test_servers_have_as_many_blocks_as_paddles(case: Any) -> None:
         if case.name not in ROUNDS:
             assert {b.level for b in blocks} == {0}
             assert {b.role for b in blocks} <= {"lr_sched", "optimize"}
-    assert len(case.plan.rounds) == ROUNDS.get(case.name, 0)
+    assert len(case.plan.traffic.rounds) == ROUNDS.get(case.name, 0)
 
 
 def test_a_schedule_is_one_block_on_each_server(case: Any) -> None:

@@ -183,7 +183,7 @@ def structure(plan):
             assert f"{leaf}: whole on {blocks[0].endpoint}: {reason}" in text
         else:
             assert len(blocks) == finest[leaf.rpartition("/")[2]], leaf
-    for reductions in plan.rounds:
+    for reductions in plan.traffic.rounds:
         for r in reductions:
             assert len(r.over) > 1 and math.prod(r.shape) <= 4, f"{r} is larger than a row"
 

@@ -113,7 +113,7 @@ def test_every_row_is_that_part_of_that_array(
                 whole[name],
             )
             assert [r.block_id for r in rows] == list(range(len(rows)))
-        elif name not in plan.shared_state:
+        elif name not in plan.update.shared_state:
             assert len(rows) == 1
 
 
@@ -270,7 +270,7 @@ def test_a_plan_says_what_the_balance_would_be_with_other_dispatchers(
         for name, other in plans.items():
             # a few numbers of state are on each server that needs them, and another placement may
             # need more
-            few = 8 * len(other.shared_state) * len(other.servers)
+            few = 8 * len(other.update.shared_state) * len(other.servers)
             total = sum(sum(sizes.values()) for sizes in other.server_bytes.values())
             assert told[name] == pytest.approx(other.balance, abs=3 * few / total)
             moved = dispatched(plan.placement, {m.__name__: m for m in METHODS}[name])

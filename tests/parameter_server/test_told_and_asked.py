@@ -66,7 +66,7 @@ def test_an_update_may_read_arguments_of_the_step(trainers: int) -> None:
 
 def test_arguments_go_with_the_gradients_to_the_servers_that_need_them() -> None:
     plan = planned(by_arguments, X[:6], 0.1, SCALES)
-    assert plan.arguments == {
+    assert plan.traffic.arguments == {
         "rate": dict.fromkeys(SERVERS, 4),
         "scales": dict.fromkeys(SERVERS, 12),
     }
@@ -85,7 +85,7 @@ def test_arguments_go_with_the_gradients_to_the_servers_that_need_them() -> None
     _, *servers = plan.costs()
     assert {s.received for s in servers} == {2 * (4 * 9 + 16), 2 * (4 * 6 + 16)}
     one = planned(by_arguments, X[:6], 0.1, SCALES, pservers=SERVERS[:1], trainers=1)
-    assert one.arguments == {"rate": {SERVERS[0]: 4}, "scales": {SERVERS[0]: 12}}
+    assert one.traffic.arguments == {"rate": {SERVERS[0]: 4}, "scales": {SERVERS[0]: 12}}
 
 
 def test_what_cannot_be_told_is_refused_by_name() -> None:

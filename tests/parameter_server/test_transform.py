@@ -164,7 +164,7 @@ def test_clipping_works_where_paddle_ended_in_an_error(name, clip, rounds):
         placement=dtrans.BlockPlacement(min_block_size=LEAST),
     )
     test_blocks_live_where_paddle_put_them((golden, plan))
-    assert len(plan.rounds) == rounds
+    assert len(plan.traffic.rounds) == rounds
     rng = np.random.default_rng(0)
     x, y = (jnp.asarray(rng.normal(size=(32, 1000)), jnp.float32) for _ in range(2))
     params = fc_init(jax.random.key(0))
@@ -433,13 +433,13 @@ def test_what_servers_tell_each_other_is_in_the_plan():
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9))
     plan = plan_of(mlp_loss, tx, mlp_params(), *mlp_batch(), servers=2)
     assert plan.placement.unsliced == {}
-    (norms,) = plan.rounds
+    (norms,) = plan.traffic.rounds
     assert [(r.op, r.shape, r.owners, r.over) for r in norms] == [
         ("sum", (), endpoints(2), endpoints(2))
     ] * 4
     assert "round 1 among pservers: 4 values, 16 bytes from each at most" in str(plan)
     alone = plan_of(mlp_loss, tx, mlp_params(), *mlp_batch(), servers=1)
-    assert alone.rounds == (), "one server has nobody to tell"
+    assert alone.traffic.rounds == (), "one server has nobody to tell"
     assert plan_of(mlp_loss, optax.adam(0.1), mlp_params(), *mlp_batch()).rounds == ()
 
 
@@ -449,7 +449,7 @@ def test_a_leaf_of_one_block_is_reduced_where_it_is():
         mlp_loss, optax.lamb(0.1), mlp_params(), *mlp_batch(), servers=2, min_block_size=8192
     )
     assert {b.count for b in plan.placement.table} == {1}
-    assert plan.rounds == ()
+    assert plan.traffic.rounds == ()
     assert all(b.level == 0 for ep in plan.servers for b in blocks_of(plan, ep))
 
 
@@ -507,7 +507,7 @@ def test_parameters_without_a_gradient_are_not_sent():
     params = {"v": jnp.ones((4, 2)), "w": jnp.ones((5, 2))}
     main = dtrans.trace(step, params, (), jnp.ones((3, 5)))
     plan = dtrans.pserver(main, dtrans.trace(lambda p: (p, ()), params), trainers=2)
-    assert plan.unsent == ("params/v",)
+    assert plan.update.unsent == ("params/v",)
     assert plan.bytes_per_step == {"send": 4 * 10, "recv": 4 * 18}
     assert [op.type for op in plan.trainer.ops if op.type in COMMUNICATION] == [
         "send",

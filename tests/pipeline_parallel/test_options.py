@@ -499,7 +499,7 @@ def played(job, tape, env, fetched):
 
 
 def is_fetch(ins, plan):
-    return isinstance(ins, Transfer) and ins.what in plan.homes and not ins.to_host
+    return isinstance(ins, Transfer) and ins.what in plan.model.homes and not ins.to_host
 
 
 def test_gradients_come_to_the_host_once_a_step():
@@ -626,7 +626,7 @@ def test_slices_of_a_leaf_of_two_stages():
     )
     of = job_of(loss, tied, rows(), CLIPPED)
     plan = check(of, replicas=2, sharding_stage=2, min_slice_size=1, schedule="ZeroBubble")
-    assert plan.users["params/w0"] == (0, 1)
+    assert plan.model.users["params/w0"] == (0, 1)
 
 
 # -- schedules of the user's own -------------------------------------------------------------------
@@ -794,7 +794,11 @@ def test_policies_find_other_stages():
     ):
         planned(job_of(square, net(4, 4, 4, 4), rows()), policy="REPEATED_LAYERS")
 
-    assert planned(four, policy="HEURISTIC").stage_of == even.stage_of == planned(four).stage_of
+    assert (
+        planned(four, policy="HEURISTIC").model.stage_of
+        == even.model.stage_of
+        == planned(four).model.stage_of
+    )
 
     by_number = planned(three, policy="BALANCE_OP_NUM")
     assert abs(by_number.stages[0].ops - by_number.stages[1].ops) <= 1
@@ -923,7 +927,7 @@ def test_auto_counts_turns_of_loops():
     of = job_of(loss, stack, rows(32, 8, 8), optax.sgd(0.1))
     cluster = Cluster(devices=jax.devices()[:3])
     plan = planned(of, num_stages="auto", num_micro_batch=16, cluster=cluster)
-    assert [r.part.size for r in plan.stacks["params"]] == [2, 2, 2]
+    assert [r.part.size for r in plan.model.stacks["params"]] == [2, 2, 2]
 
 
 def test_auto_takes_what_the_model_the_schedule_and_the_cluster_say():

@@ -104,7 +104,7 @@ def test_products_are_in_16_bits_and_all_else_is_not():
     assert "products of matrices in bf16" in plan.notes
     # stages are cut as without, and keep less
     without = planned(PLAIN, None, schedule="ZeroBubble")
-    assert plan.stage_of == without.stage_of
+    assert plan.model.stage_of == without.model.stage_of
     assert sum(s.kept for s in plan.stages) < sum(s.kept for s in without.stages)
 
 
@@ -183,7 +183,7 @@ def test_a_stage_that_is_split():
 
     of = job_of(loss, list(STACK[:2]))
     plan = planned(of, SCALED)
-    assert plan.cuts.shards == (1, 2)
+    assert plan.model.cuts.shards == (1, 2)
     # what goes back is a sum over shards, each part of it rounded
     tree_close(of.of(plan.simulate()), on_one_device(of, SCALED), 2.0**-12)
 

@@ -219,7 +219,10 @@ def test_a_value_that_is_returned_with_and_without_its_mark():
 
     of = job_of(loss)
     plan = planned(of, merge={"aux/plain": "max"})
-    assert plan.merges["aux/plain"] == "max" and plan.merges["aux/collected"] == "GLOBAL_SUM"
+    assert (
+        plan.model.merges["aux/plain"] == "max"
+        and plan.model.merges["aux/collected"] == "GLOBAL_SUM"
+    )
     _, (_, found) = ran(of, plan)
     sums = by_hand(lambda p, x, y, row: jnp.sum(predicted(p, x)), of, 2, 2)
     tree_close(found["plain"], jnp.max(jnp.asarray(sums)), 1e-12)
@@ -386,7 +389,7 @@ def test_summaries_are_one_value_for_each_tag(micro, replicas):
     tree_close(job.summaries, want, 1e-12)
     assert job.summaries["image"].shape == (16, 2, 3, 1), "rows are in the order of the batch"
     tree_close(job.summaries["total"], jnp.sum(job.summaries["histogram"]), 1e-12)
-    assert [s.tag for s in plan.summaries] == [*list(want)[:5], "text", *COLLECTED]
+    assert [s.tag for s in plan.shown.summaries] == [*list(want)[:5], "text", *COLLECTED]
 
 
 def loaded(logdir):
@@ -409,7 +412,7 @@ def test_tensorboard_reads_what_a_job_writes(tmp_path):
         for step in range(3):
             state, _ = job.step(state, *of.batch)
             values.append(job.summaries)
-            writer.write(step, job.summaries, job.plan.summaries)
+            writer.write(step, job.summaries, job.plan.shown.summaries)
     read = loaded(tmp_path)
     tags = read.Tags()
     assert sorted(tags["scalars"]) == ["own", "total", "train/scalar"]
@@ -463,7 +466,7 @@ def test_summaries_of_what_comes_after_the_gradients_are_told_of():
     plan = planned(of)
     job, (value,) = ran(of, plan)
     tree_close(job.summaries, {"inside": value, "twice": 2 * value}, 1e-12)
-    assert len(plan.unused_effects) == 2 and all("summary" in what for what in plan.unused_effects)
+    assert len(plan.shown.hidden) == 2 and all("summary" in what for what in plan.shown.hidden)
     assert [n for n in plan.notes if "not carried out" in n and "summary" in n]
 
 

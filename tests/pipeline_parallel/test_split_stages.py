@@ -172,8 +172,8 @@ def test_a_head_that_is_split(shards, classes, way, tx, options):
     """Of 7, 50 and 51 classes; over 2 and 4 devices they are padded. Loss and accuracy are those of
     one device."""
     plan = check(classifier(shards, classes, tx=tx), way, **options)
-    assert plan.cuts.shards == (1, shards)
-    assert [plan.cuts.state[f"params/head/{n}"] for n in "wb"] == [1, 0]
+    assert plan.model.cuts.shards == (1, shards)
+    assert [plan.model.cuts.state[f"params/head/{n}"] for n in "wb"] == [1, 0]
 
 
 @pytest.mark.soak
@@ -193,8 +193,11 @@ def test_heads_in_the_whole_product(shards, classes, replicas, schedule, way):
 def test_one_stage_that_is_split(shards, way, options):
     """There is no `replicate` scope: what is outside of the scope is whole on all shards."""
     plan = check(classifier(shards, 51, body=False), way, num_stages=1, **options)
-    assert plan.cuts.shards == (shards,)
-    assert not {n for n in plan.cuts.state if "body" in n} and plan.cuts.state["params/head/w"] == 1
+    assert plan.model.cuts.shards == (shards,)
+    assert (
+        not {n for n in plan.model.cuts.state if "body" in n}
+        and plan.model.cuts.state["params/head/w"] == 1
+    )
 
 
 MODELS = [
@@ -219,7 +222,8 @@ MODELS = [
 def test_other_models_that_are_split(model, shards, way, options, cut):
     plan = check(model(shards), way, **options)
     assert (
-        sorted(n.removeprefix("params/") for n in plan.cuts.state if n.startswith("params/")) == cut
+        sorted(n.removeprefix("params/") for n in plan.model.cuts.state if n.startswith("params/"))
+        == cut
     )
 
 
@@ -238,7 +242,7 @@ def test_two_stages_that_are_split_over_other_numbers():
 
     of = job_of(loss, params, (array(ROWS, BODY), np.arange(ROWS) % 5))
     plan = check(of, "on_mesh", num_stages=3)
-    assert plan.cuts.shards == (2, 1, 3)
+    assert plan.model.cuts.shards == (2, 1, 3)
     assert "stage 0 is split over 2 devices" in str(
         plan
     ) and "stage 2 is split over 3 devices" in str(plan)
@@ -346,7 +350,9 @@ def test_updates_of_pieces_gather_nothing(tx, replicas, groups):
 def test_a_parameter_of_another_stage_too_is_not_cut():
     of = words(2, tied=True)
     plan = check(of, "on_mesh")
-    assert plan.users["params/table"] == (0, 1) and "params/table" not in plan.cuts.state
+    assert (
+        plan.model.users["params/table"] == (0, 1) and "params/table" not in plan.model.cuts.state
+    )
     assert "stage 0 is split over 2 devices: nothing of it is cut" in str(plan)
 
 

@@ -80,9 +80,9 @@ def test_everything_is_computed_once(name, stages, split):
     plan = planned(
         name, stages, num_micro_batch=2, schedule="ZeroBubble" if split else "PreferBackward"
     )
-    assert sum(s.eqns for s in plan.step_programs.stages) == len(plan.stage_of)
+    assert sum(s.eqns for s in plan.step_programs.stages) == len(plan.model.stage_of)
     assert [s.eqns for s in plan.step_programs.stages] == [
-        plan.stage_of.count(k) for k in range(stages)
+        plan.model.stage_of.count(k) for k in range(stages)
     ]
     assert min(s.eqns for s in plan.step_programs.stages) > 0
     params, batch = jax.eval_shape(of.init, jax.random.key(0))[0], MODELS[name].batch(8)
@@ -307,7 +307,7 @@ def test_devices_hold_what_their_stages_have(name, options):
     slices = replicas if plan.options.memory.sharding_stage else 1
     job = plan.on_mesh(jax.devices()[: stages * replicas])
     want = Counter()  # by device of one replica: parameters, and Adam's two moments
-    for n, home in plan.homes.items():
+    for n, home in plan.model.homes.items():
         want[plan.device_of(home)] += nbytes(plan.types[n]) * (1 + 2 / slices)
 
     def check(extra):
@@ -320,7 +320,7 @@ def test_devices_hold_what_their_stages_have(name, options):
         for s, d in ((s, d) for s, ds in devices.items() for d in ds):
             assert 0.95 * want[s] <= now[d] - before[d] <= 1.05 * want[s] + extra
 
-    at = lambda n: plan.device_of(plan.homes[n])
+    at = lambda n: plan.device_of(plan.model.homes[n])
     before = live_bytes()
     state = job.init(jax.random.key(0))
     check(0)
@@ -335,10 +335,10 @@ def test_the_plan_says_what_devices_hold(stacked):
         assert (
             s.held == sum(3 * nbytes(plan.types[n]) for n in s.params) + 4
         )  # and a count of steps
-    assert sum(nbytes(plan.types[n]) for n in plan.homes) == sum(
+    assert sum(nbytes(plan.types[n]) for n in plan.model.homes) == sum(
         nbytes(plan.main.inputs[n]) for n in plan.main.args[0].names
     )
-    assert sorted(n for s in plan.stages for n in s.params) == sorted(plan.homes)
+    assert sorted(n for s in plan.stages for n in s.params) == sorted(plan.model.homes)
 
 
 def test_stages_hold_their_rows_of_a_stack():
@@ -352,7 +352,10 @@ def test_stages_hold_their_rows_of_a_stack():
     assert sum(shape[0] for shape in shapes) == 4 and {shape[1:] for shape in shapes} == {(16, 48)}
     for n in (n for names in rows for n in names):
         for moment in ("mu", "nu"):
-            assert plan.home(f"opt_state/0/{moment}/{n.removeprefix('params/')}") == plan.homes[n]
+            assert (
+                plan.home(f"opt_state/0/{moment}/{n.removeprefix('params/')}")
+                == plan.model.homes[n]
+            )
     for job in (plan.simulate(), plan.on_mesh()):
         state = job.init(jax.random.key(0))
         tree_close((job.params(state), job.opt_state(state)), of.init(jax.random.key(0)), 1e-6)

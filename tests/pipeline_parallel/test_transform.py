@@ -378,8 +378,8 @@ MERGE = {"aux/hits": "sum", "aux/worst": "max", "aux/bias": "same"}
 def test_results_are_those_of_the_whole_batch(micro, replicas, way):
     of = job_of(with_results, PARAMS, rows(16), has_aux=True)
     plan = check(of, way, num_micro_batch=micro, replicas=replicas, merge=MERGE)
-    assert plan.merges["aux/predicted"] == plan.merges["aux/hidden"] == "concat"
-    assert plan.merges["aux/early"] == "mean" and plan.merges["aux/rows"] == "sum"
+    assert plan.model.merges["aux/predicted"] == plan.model.merges["aux/hidden"] == "concat"
+    assert plan.model.merges["aux/early"] == "mean" and plan.model.merges["aux/rows"] == "sum"
 
 
 @pytest.mark.parametrize("way", ["simulate", "on_mesh"])
@@ -720,7 +720,7 @@ def test_a_parameter_that_three_stages_read():
         {"sharding_stage": 1, "min_slice_size": 1},
     ):
         plan = check(job_of(loss, net(4, 4, 4), TARGETS), num_stages=3, **options)
-        assert plan.users["params/w0"] == (0, 1, 2) and plan.homes["params/w0"] == 0
+        assert plan.model.users["params/w0"] == (0, 1, 2) and plan.model.homes["params/w0"] == 0
 
 
 def test_the_first_stage_holds_a_parameter_that_it_reads_and_makes_no_gradient_of():
@@ -731,7 +731,7 @@ def test_the_first_stage_holds_a_parameter_that_it_reads_and_makes_no_gradient_o
     )
     for way in ("simulate", "on_mesh"):
         plan = check(job_of(loss, net(4, 4, 4), TARGETS), way)
-        assert plan.homes["params/w1"] == 0 and 1 in plan.users["params/w1"]
+        assert plan.model.homes["params/w1"] == 0 and 1 in plan.model.users["params/w1"]
 
 
 def test_a_loss_that_is_made_before_the_last_stage():
@@ -875,7 +875,7 @@ def test_a_scan_over_layers_is_cut(optimizer, way, options):
     ]
     assert max(loops) == 1 and sum(loops) > 1
     owners = lambda leaf: len(
-        {home for n, home in plan.homes.items() if n.startswith(f"params/layers/{leaf}")}
+        {home for n, home in plan.model.homes.items() if n.startswith(f"params/layers/{leaf}")}
     )
     # Muon is for matrices: to it, biases of layers are one, and weights are for Adam
     assert (owners("w"), owners("b")) == (sum(loops), 1 if optimizer == "muon" else sum(loops))

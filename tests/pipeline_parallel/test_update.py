@@ -311,7 +311,7 @@ def test_a_clip_by_the_global_norm_is_three_layers_of_scalars():
     assert [piece.place for piece in placed.pieces[:count]] == [0, 1, 2, 3]
     squares, hub, rest = placed.pieces[:count], placed.pieces[count], placed.pieces[count + 1 :]
     assert all("reduce_sum" in primitives(piece) and not square_roots(piece) for piece in squares)
-    here = list(plan.homes.values())
+    here = list(plan.model.homes.values())
     assert hub.place == 3 and square_roots(hub) == 1 + here.count(
         3
     )  # the norm, and Adam's of the leaves that are there
@@ -363,7 +363,7 @@ def test_state_is_in_the_stage_of_its_leaf():
     for n in plan.main.args[1].names:
         kind, _, leaf = n.removeprefix("opt_state/0/").partition("/")
         if kind in ("mu", "nu"):
-            assert plan.home(n) == plan.homes[f"params/{leaf}"]
+            assert plan.home(n) == plan.model.homes[f"params/{leaf}"]
 
 
 def test_results_of_gradients_are_made_at_the_last_stage():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import jax
@@ -103,6 +105,40 @@ def test_a_plan_says_what_it_is_and_what_it_costs(plan: Plan) -> None:
     )
     assert sum(c.count for c in costs) == {"PServerPlan": 4}.get(type(plan).__name__, 2)
     assert all(c.held > 0 and c.flops > 0 and c.rounds > 0 for c in costs)
+
+
+SERVERS = {"pservers": "127.0.0.1:1,127.0.0.1:2", "trainers": 2}
+CALLS: dict[str, tuple[Callable[..., Plan], dict[str, Any], dict[str, Any]]] = {
+    "pserver": (dtrans.pserver, SERVERS, {"pservers": "127.0.0.1:1,127.0.0.1:3"}),
+    "geo": (dtrans.pserver, SERVERS | {"mode": dtrans.Geo(push_every=2)}, {"trainers": 3}),
+    "nccl2": (dtrans.nccl2, {"trainers": 2}, {"batch": "local"}),
+    "sharding": (dtrans.sharding, {"degree": 2, "stage": 3}, {"stage": 2}),
+    "pipeline": (dtrans.pipeline, {"num_stages": 2, "num_micro_batch": 2}, {"schedule": "GPipe"}),
+}
+
+
+def step(params: Any, opt_state: Any, x: Any, y: Any) -> Any:
+    return STEP(params, opt_state, x, 2.0 * y)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_equal_calls_give_equal_plans(name: str) -> None:
+    transform, options, other = CALLS[name]
+    trace = lambda: (dtrans.trace(STEP, *init(KEY), X, Y), dtrans.trace(init, KEY))
+    one, two = (transform(*trace(), **options) for _ in range(2))
+    assert one == two and hash(one) == hash(two) and one in [two]
+    assert one != transform(*trace(), **options | other)
+    assert one != transform(dtrans.trace(step, *init(KEY), X, Y), trace()[1], **options)
+    assert one != dataclasses.replace(one, callers=("somebody",)) and one != "a plan"
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_plans_hold_no_closures(name: str) -> None:
+    transform, options, _ = CALLS[name]
+    plan = transform(dtrans.trace(STEP, *init(KEY), X, Y), dtrans.trace(init, KEY), **options)
+    fields = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
+    assert not {n for n, x in fields.items() if isinstance(x, FunctionType) and x.__closure__}
+    assert all(program.plan in (None, plan) for program in plan.programs.values())
 
 
 def test_what_is_sent_is_received() -> None:

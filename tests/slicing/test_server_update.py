@@ -411,7 +411,7 @@ def test_state_that_never_changes_is_cut_with_the_leaf_it_is_read_beside():
         lambda p: jax.tree.map(lambda x: jnp.cumsum(jnp.ones_like(x).ravel()).reshape(x.shape), p),
     )
     assert plan.placement.unsliced == {}
-    assert plan.shared_state == ("opt_state/d",)
+    assert plan.update.shared_state == ("opt_state/d",)
 
 
 def test_a_barrier_over_rows_and_a_count_does_not_cut_the_count():
@@ -691,5 +691,5 @@ def test_sums_of_small_types_are_rounded_once():
         loss = lambda p, x: jnp.mean(x) * jnp.sum(p["w"]).astype(x.dtype)
         plan = plan_of(loss, tx, params, jnp.ones(2), servers=3)
         assert plan.placement.unsliced == {}
-        assert [[r.dtype for r in values] for values in plan.rounds] == [[jnp.float32]]
+        assert [[r.dtype for r in values] for values in plan.traffic.rounds] == [[jnp.float32]]
         check(tx, params, plan, trainers=1, steps=2)

@@ -159,7 +159,7 @@ def of_servers(plan: Any, trainer_id: int = 0) -> list[str]:
     found += [f"holds {row.slice_name} {row.slice_shape} of {row.origin_name} at {row.offset}, "
 f"{row.vtype}, "
               f"{row.endpoint}" for row in plan.overview]  # fmt: skip
-    found += ["held " + " ".join(plan.frozen), "shared " + " ".join(plan.shared_state)]
+    found += ["held " + " ".join(plan.frozen), "shared " + " ".join(plan.update.shared_state)]
     programs = {
         "trainer": plan.trainer_program(trainer_id),
         "startup": plan.trainer_startup_program(trainer_id),
@@ -201,10 +201,10 @@ def of_stages(plan: Any) -> list[str]:
     found += [
         f"ops {s.ops} in stage {s.index}: {s.flops} flops, keeps {s.kept}" for s in plan.stages
     ]
-    found += [f"home {n} {s}" for n, s in plan.homes.items()] + [
-        f"users {n} {s}" for n, s in plan.users.items()
+    found += [f"home {n} {s}" for n, s in plan.model.homes.items()] + [
+        f"users {n} {s}" for n, s in plan.model.users.items()
     ]
-    found += [f"merge {n} {way}" for n, way in plan.merges.items()]
+    found += [f"merge {n} {way}" for n, way in plan.model.merges.items()]
     for k, order in enumerate(plan.schedule.orders):
         found.append(f"device {k}: " + " ".join(f"{t.kind}{t.micro}.{t.stage}" for t in order))
     if plan.schedule.name in SAME_PROGRAMS:

@@ -201,7 +201,7 @@ def serve(
                 f"{block.name}.trainer_0_bak" in held[endpoint]
             ):  # a gradient of the newest parameters
                 values[endpoint][f"{block.name}.bak"] = held[endpoint][block.name]
-            if block.leaf not in plan.unsent:
+            if block.leaf not in plan.update.unsent:
                 sent = [of[block.leaf][block.span.index if block.span else ...] for of in grads]
                 values[endpoint][block.gradient(0, 1)] = functools.reduce(jnp.add, sent) * (
                     1 / len(sent)

@@ -641,11 +641,11 @@ def row(name: str, plan: PServerPlan) -> str:
         for why, names in whole.items()
     ]
     notes += [f"without {leaf}: {why}" for leaf, why in case.without.items()]
-    values = sum(len(values) for values in plan.rounds)
+    values = sum(len(values) for values in plan.traffic.rounds)
     function, _, detail = name.partition(", ")
     shown = name if case in CHAINS.values() else f"`{function}`" + (f", {detail}" if detail else "")
     return (
-        f"| {shown} | {len(sliced)} of {len(with_rows)} | {len(plan.rounds)} | {values} | "
+        f"| {shown} | {len(sliced)} of {len(with_rows)} | {len(plan.traffic.rounds)} | {values} | "
         f"{'; '.join(notes)} |"
     )
 

@@ -68,7 +68,7 @@ def on_servers(case: step_zoo.StepCase) -> str:
         plan = dtrans.pserver(main, dtrans.trace(case.init, key), **options)  # type: ignore[arg-type]
     except DtransError as e:
         return f"refused: {why(e)}"
-    count = len(plan.exchanges)
+    count = len(plan.traffic.exchanges)
     return f"{count} round{'s' * (count > 1)}" if count else "exact"
 
 

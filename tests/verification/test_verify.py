@@ -18,7 +18,7 @@ import dtrans
 from dtrans.errors import BatchError
 from dtrans.ops import all_gather_p, all_reduce_p, reduce_scatter_p
 from dtrans.run.base import lowering
-from dtrans.run.collective import job as collective_job
+from dtrans.run.collective import first_state
 from dtrans.verification.evaluate import World
 from dtrans.verification.field_values import (
     NearTie,
@@ -228,7 +228,7 @@ def _padded_with_ones(x: Any, axis: int, size: int) -> Any:
 
 
 def test_the_padding_of_the_first_state_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collective_job, "padded_to", _padded_with_ones)
+    monkeypatch.setattr(first_state, "padded_to", _padded_with_ones)
     report = STRATEGIES["stage 3"](*_programs(CLIPPED)).verify()
     assert {d.output.partition("/")[0] for d in report.differences} == {"init"}, str(report)
 

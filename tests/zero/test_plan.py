@@ -607,7 +607,7 @@ def test_no_device_ever_holds_a_whole_leaf_of_the_first_state() -> None:
     layers, width = 4, 1024
     plan, key, _ = deep_case(layers, width, True)
     job = plan.on_mesh()
-    stats = job.starting.lower(*plan.startup.flatten(key)).compile().memory_analysis()
+    stats = job.first_state.compiled.lower(*plan.startup.flatten(key)).compile().memory_analysis()
     leaf = 4 * width**2
     slices = 3 * layers * leaf // 8
     assert slices <= stats.output_size_in_bytes < slices + 2**12

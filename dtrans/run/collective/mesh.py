@@ -19,7 +19,8 @@ from dtrans.run.base.batch import Share
 from dtrans.run.base.lowering import per_trainer
 from dtrans.run.base.platforms import as_run_on
 from dtrans.run.base.spmd import Function, on_mesh as on_mesh_axes
-from dtrans.run.collective.job import CollectiveJob, StepLayout, Trainers, parts_along, slices_along
+from dtrans.run.collective.job import CollectiveJob
+from dtrans.run.collective.trainers import StepLayout, Trainers, parts_along, slices_along
 from dtrans.zero.plan import ShardingPlan
 
 

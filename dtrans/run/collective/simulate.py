@@ -18,7 +18,8 @@ from dtrans.plan import realises
 from dtrans.run.base.batch import Share, on_one_device
 from dtrans.run.base.lowering import per_trainer
 from dtrans.run.base.spmd import Function, on_one_device as run_on_one_device
-from dtrans.run.collective.job import CollectiveJob, StepLayout, Trainers
+from dtrans.run.collective.job import CollectiveJob
+from dtrans.run.collective.trainers import StepLayout, Trainers
 
 
 class SimulatedTrainers(Trainers):

@@ -201,8 +201,8 @@ class EndpointFabric:
     def prepare(self, program: Program) -> None:
         """Learn what a program will want, before it is run for the first time."""
         self._beside.prepare(program)
-        if program.identity is not None:
-            self._plan = program.identity()
+        if program.plan is not None:
+            self._plan = program.plan.identity
 
     def _send(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         self._identify(eqn)

@@ -280,7 +280,7 @@ class MeshJob(Job):
         for n, x in zip(self._names, given, strict=True):
             arrays.append((x, axes.get(n, "replicated")))
         option = "dtrans.pserver(batch=dtrans.Batch(unsplit_inputs=(...)))"
-        uneven = self.plan.for_whole is not None
+        uneven = self.plan.takes_uneven_batches
         check_rows(rows_of(self._names, arrays), trainers, option, uneven=uneven)
         return arrays
 
@@ -320,7 +320,7 @@ def _check_plan(plan: PServerPlan, way: str) -> None:
             f"{way} takes the steps of all trainers at once, and trainers of an asynchronous mode "
             "take their own; run the plan in processes, plan.on_cluster()"
         )
-    if plan.runtime_split:
+    if plan.trainer_side.runtime_split:
         raise ConfigError(
             f"{way} splits no leaves at run time; leave out runtime_split, or run the plan in "
             "processes, plan.on_cluster()"

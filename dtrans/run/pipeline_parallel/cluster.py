@@ -66,16 +66,18 @@ def cluster_job(plan: PipelinePlan, *, donate: bool) -> PipelineJob:
             f"of {count}"
         )
     each, local, replicas = stages // count, jax.local_devices(), plan.options.replicas
-    shards = plan.cuts.shards[me * each :][:each]
+    shards = plan.model.cuts.shards[me * each :][:each]
     if len(local) < sum(shards) * replicas:
         raise ConfigError(
             f"the {each} stages of trainer {me} need {sum(shards) * replicas} devices for "
             f"{replicas} replicas, it has "
             f"{len(local)}"
         )
-    grids = dataclasses.replace(plan.cluster, devices=local).virtual_devices(shards, replicas)
+    grids = dataclasses.replace(plan.options.stages.cluster, devices=local).virtual_devices(
+        shards, replicas
+    )
     mine = frozenset(k for k in range(plan.options.model_stages) if plan.device_of(k) // each == me)
-    at = Deployment(plan, _Local(grids, me * each, plan.cuts.shards[:stages]), mine, donate)
+    at = Deployment(plan, _Local(grids, me * each, plan.model.cuts.shards[:stages]), mine, donate)
     return PipelineJob(ConnectedProcesses(at, cluster))
 
 
@@ -97,9 +99,12 @@ class ConnectedProcesses(OneProcess):
         o = at.plan.options
         self._whole = {n for n in at.plan.batch if is_under(n, o.batch.unsplit_inputs)}
         self._same = {f.name: repr(getattr(o, f.name)) for f in dataclasses.fields(o)} | {
-            **at.plan.merges
+            **at.plan.model.merges
         }
-        self._same |= {"orders": repr(at.plan.schedule.orders), "stages": str(at.plan.stage_of)}
+        self._same |= {
+            "orders": repr(at.plan.schedule.orders),
+            "stages": str(at.plan.model.stage_of),
+        }
         check_consistent(at.plan.main, (), self._same)
         self.state_types = StateLayout(at).types
         self._links = P2PChannels(cluster, str(next(_jobs)))

@@ -19,8 +19,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from dtrans.ir.program import Program
-from dtrans.pipeline_parallel.plan import StepPrograms
 from dtrans.pipeline_parallel.stage_programs import StagePrograms
+from dtrans.pipeline_parallel.staged_model import StepPrograms
 from dtrans.pipeline_parallel.task import Task
 from dtrans.run.pipeline_parallel.compile_update import write_results, write_update
 from dtrans.run.pipeline_parallel.deployment import Deployment
@@ -82,7 +82,7 @@ def _send_params(d: Draft) -> None:
     plan, sent = d.at.plan, set()
     for s in d.programs.stages:
         for n in s.params:
-            target, home = d.slots.param(s.index, n), plan.homes[n]
+            target, home = d.slots.param(s.index, n), plan.model.homes[n]
             device = plan.device_of(home)
             if device != plan.device_of(s.index) and target not in sent:
                 d.instructions.append(
@@ -98,7 +98,7 @@ def _fetch_state(d: Draft, p: Program, s: StagePrograms) -> None:
             held, there = d.slots.state(s.index, n), d.slots.shared_state(s.index, n)
             d.instructions.append(Transfer(held, there, s.index, s.index, SAME, n))
         if n in s.params:
-            home = d.at.plan.homes[n]
+            home = d.at.plan.model.homes[n]
             held = d.slots.state(d.at.plan.device_of(home), n)
             d.instructions.append(Transfer(held, d.slots.param(s.index, n), home, s.index, SAME, n))
 

@@ -69,7 +69,7 @@ class _UpdateValues:
         if is_state and home is None:
             return slots.state(stage, n)
         if home != stage and not (
-            n in plan.homes and plan.device_of(home or 0) == plan.device_of(stage)
+            n in plan.model.homes and plan.device_of(home or 0) == plan.device_of(stage)
         ):
             return slots.of(self.kinds[v], "update", stage, v)
         if is_state:
@@ -212,7 +212,7 @@ def _new_state(values: _UpdateValues) -> StateSlots:
                 continue
             assert isinstance(a, Var)
             held = slots.state(place, n)
-            made_before = n in plan.merges and n in plan.homes  # by the forward pass
+            made_before = n in plan.model.merges and n in plan.model.homes  # by the forward pass
             found[place, n] = held if made_before else values.slot(a, k)
     return found
 
@@ -248,8 +248,10 @@ def write_results(d: Draft) -> tuple[ResultSlots, StateSlots]:
         makes = [d.slots.of(kind, "result", n) for n, kind in zip(p.out_names, kinds, strict=True)]
         d.run(p, lambda p=p: per_trainer(p), s.index, reads, makes, p.name)  # type: ignore[misc]
         for n, slot, kind in zip(p.out_names, makes, kinds, strict=True):
-            if n in d.at.plan.homes:
-                state[d.at.place(n, d.at.plan.homes[n]), n] = _to_home(d, n, slot, kind, s.index)
+            if n in d.at.plan.model.homes:
+                state[d.at.place(n, d.at.plan.model.homes[n]), n] = _to_home(
+                    d, n, slot, kind, s.index
+                )
             else:
                 found[n] = (slot, kind, s.index)
     return found, state
@@ -258,7 +260,7 @@ def write_results(d: Draft) -> tuple[ResultSlots, StateSlots]:
 def _to_home(d: Draft, name: str, slot: int, kind: AxisSharding, stage: int) -> int:
     """The slot of a parameter that the forward pass makes, where it is held."""
     plan = d.at.plan
-    home = plan.homes[name]
+    home = plan.model.homes[name]
     if plan.device_of(home) == plan.device_of(stage) and d.at.host is None:
         return slot
     target = d.slots.of(kind, "moved", name)

@@ -65,7 +65,7 @@ class Deployment:
 
     def place(self, name: str, stage: int) -> int:
         """The place of an array of the state of a stage."""
-        return self.plan.device_of(stage) if name in self.plan.homes else stage
+        return self.plan.device_of(stage) if name in self.plan.model.homes else stage
 
     def first_place(self, name: str) -> int:
         """The place that holds an array of the state; the first of them, where every stage has
@@ -77,7 +77,7 @@ class Deployment:
         """How the replicas and shards of a stage have an array of its state."""
         axis = self.plan.update.slice_axis(name) if self.plan.options.replicas > 1 else None
         return (SAME if axis is None else cut_along(axis)).cut_along(
-            self.plan.cuts.state.get(name), SPLIT
+            self.plan.model.cuts.state.get(name), SPLIT
         )
 
     # -- what a step makes -----------------------------------------------------------------------
@@ -89,7 +89,7 @@ class Deployment:
 
     def sum_kind(self, leaf: str) -> AxisSharding:
         """How replicas have the sum of a leaf's gradients."""
-        return self.own.cut_along(self.plan.cuts.state.get(leaf), SPLIT)
+        return self.own.cut_along(self.plan.model.cuts.state.get(leaf), SPLIT)
 
     def update_kind(self, name: str) -> AxisSharding:
         """How replicas have an input of the update."""
@@ -98,9 +98,11 @@ class Deployment:
 
     def result_kind(self, name: str) -> AxisSharding:
         """How replicas have a result, merged over micro-batches."""
-        if is_whole(self.plan.merges[name]) or self.plan.options.replicas == 1:
+        if is_whole(self.plan.model.merges[name]) or self.plan.options.replicas == 1:
             return SAME
-        return FIRST if name in self.plan.homes else EACH  # all replicas make the same of state
+        return (
+            FIRST if name in self.plan.model.homes else EACH
+        )  # all replicas make the same of state
 
     # -- batches ---------------------------------------------------------------------------------
 

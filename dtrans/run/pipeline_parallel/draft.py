@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dtrans.pipeline_parallel.plan import StepPrograms
+from dtrans.pipeline_parallel.staged_model import StepPrograms
 from dtrans.pipeline_parallel.task import Task
 from dtrans.run.pipeline_parallel.deployment import Deployment
 from dtrans.run.pipeline_parallel.instructions import Instruction, RunStage

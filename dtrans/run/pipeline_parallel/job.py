@@ -124,15 +124,15 @@ class PipelineJob(Job):
         """What the model showed in the last step (`dtrans.summary`), merged, by tag; of texts
         nothing.
 
-        Example of writing it: `writer.write(i, job.summaries, job.plan.summaries)`.
+        Example of writing it: `writer.write(i, job.summaries, job.plan.shown.summaries)`.
         """
         found = {}
-        for s in self.plan.summaries:
+        for s in self.plan.shown.summaries:
             x = self._shown.get(summary_name(s.tag))
             if x is not None:
                 rows = x if self.places.replicas > 1 else x[None]
                 found[s.tag] = merge(
-                    s, [list(of) for of in rows], self.plan.collected.get(summary_name(s.tag))
+                    s, [list(of) for of in rows], self.plan.shown.collected.get(summary_name(s.tag))
                 )
         return found
 
@@ -236,7 +236,7 @@ class PipelineJob(Job):
         self._shown = {
             n: env[slot]
             for n, (slot, _, _) in tape.results.items()
-            if self.plan.merges.get(n) == STACK
+            if self.plan.model.merges.get(n) == STACK
         }
         return (new, *result_of(self._rest, [values[n] for n in self._rest.names]))
 
@@ -245,7 +245,9 @@ class PipelineJob(Job):
         all, or the first."""
         if not kind.own:
             return x
-        way = {"GLOBAL_CONCAT": "concat"}.get(self.plan.merges[name], self.plan.merges[name])
+        way = {"GLOBAL_CONCAT": "concat"}.get(
+            self.plan.model.merges[name], self.plan.model.merges[name]
+        )
         way = way if way in ("concat", "each") else "same"
         return Merge(way, self.plan.options.joined.get(name, 0))(x)
 
@@ -263,18 +265,20 @@ def on_mesh(
     """A job on devices of this process."""
     o = plan.options
     cluster = (
-        plan.cluster
+        plan.options.stages.cluster
         if devices is None
-        else dataclasses.replace(plan.cluster, devices=tuple(devices))
+        else dataclasses.replace(plan.options.stages.cluster, devices=tuple(devices))
     )
-    grids = cluster.virtual_devices(plan.cuts.shards[: o.num_stages], o.replicas)
+    grids = cluster.virtual_devices(plan.model.cuts.shards[: o.num_stages], o.replicas)
     return _in_one_process(plan, OnDevices(grids), donate=donate)
 
 
 @realises(PipelinePlan, "simulate")
 def simulated(plan: PipelinePlan) -> PipelineJob:
     """A job on one device."""
-    return _in_one_process(plan, OneDevice(plan.options.replicas, plan.cuts.shards), donate=False)
+    return _in_one_process(
+        plan, OneDevice(plan.options.replicas, plan.model.cuts.shards), donate=False
+    )
 
 
 def _in_one_process(plan: PipelinePlan, places: Places, *, donate: bool) -> PipelineJob:

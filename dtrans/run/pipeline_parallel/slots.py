@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from dtrans.pipeline_parallel.options import SPLIT
-from dtrans.pipeline_parallel.plan import StepPrograms
 from dtrans.pipeline_parallel.stage_programs import StagePrograms
+from dtrans.pipeline_parallel.staged_model import StepPrograms
 from dtrans.run.base.spmd import AxisSharding
 from dtrans.run.pipeline_parallel.deployment import Deployment
 from dtrans.run.pipeline_parallel.instructions import Instruction
@@ -52,7 +52,7 @@ class Slots:
         """A parameter where a stage reads it."""
         plan = self._at.plan
         device = plan.device_of(stage)
-        if self._at.host is None and plan.device_of(plan.homes[name]) == device:
+        if self._at.host is None and plan.device_of(plan.model.homes[name]) == device:
             return self.state(device, name)
         return self.of(SAME, "copy", device, name)
 

@@ -109,7 +109,7 @@ class StateLayout:
 
     def of(self, arrays: Mapping[str, Any]) -> PipelineState:
         """The state of a job that goes on from arrays of the step, by name."""
-        rows = {r.name: (n, r.part) for n, runs in self.at.plan.stacks.items() for r in runs}
+        rows = {r.name: (n, r.part) for n, runs in self.at.plan.model.stacks.items() for r in runs}
         found = {}
         for _, _, at in self._entries:
             whole, part = rows.get(at[1], (at[1], None))
@@ -141,7 +141,7 @@ def _startup_of(plan: PipelinePlan, names: Sequence[str]) -> ClosedJaxpr:
     """What makes some arrays of the first state."""
     startup = plan.startup
     outs = startup.outvars
-    rows = {r.name: (n, r.part) for n, runs in plan.stacks.items() for r in runs}
+    rows = {r.name: (n, r.part) for n, runs in plan.model.stacks.items() for r in runs}
     b = Builder(startup.jaxpr)
     b.invars += startup.inner.invars
     for eqn in startup.eqns:
@@ -158,7 +158,7 @@ def tree_of(plan: PipelinePlan, spec: TreeSpec, held: Callable[[str], Any]) -> A
     together."""
     leaves = []
     for n in spec.names:
-        rows = plan.stacks.get(n)
+        rows = plan.model.stacks.get(n)
         if rows is None:
             leaves.append(_unpadded(plan, n, held(n)))
         else:

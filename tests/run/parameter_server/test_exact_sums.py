@@ -87,7 +87,7 @@ def test_bits_of_a_clip_do_not_depend_on_servers_or_placement(name: str, where: 
     tx, wanted = clipped(name), dict[str, np.ndarray]()
     for place, servers in where:
         plan = planned(tx, servers, {"params/emb": dtrans.Rows("dense", place, buckets=7)})
-        assert {r.op for values in plan.rounds for r in values} == (
+        assert {r.op for values in plan.traffic.rounds for r in values} == (
             {"exact_sum"} if servers > 1 else set()
         )
         found = outcome(plan)
@@ -109,4 +109,4 @@ def test_one_server_compiles_what_several_compile(name: str) -> None:
 
 def test_plans_without_tables_add_up_as_they_did() -> None:
     plan = planned(clipped("adam"), 2, None)
-    assert {r.op for values in plan.rounds for r in values} == {"sum"}
+    assert {r.op for values in plan.traffic.rounds for r in values} == {"sum"}

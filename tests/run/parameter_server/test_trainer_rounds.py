@@ -169,14 +169,14 @@ def test_trainers_of_another_step_are_refused_in_their_first_round(
     """Trainer 2 exchanges what belongs to another loss of the same parameters."""
     plan, other = planned("masked_mean"), planned("batch_norm_by_hand")
     case, key = step_zoo.by_name("masked_mean"), jax.random.key(0)
-    (endpoint,) = {e.params["endpoint"] for e in plan.exchanges}
+    (endpoint,) = {e.params["endpoint"] for e in plan.traffic.exchanges}
 
     def of_another(k: int) -> None:
         with dtrans.Executor(deadline=roles.HANG) as exe:
             exe.run(plan.trainer_startup_program(k), key)
             exe.exchange(endpoint, 0, [("all_reduce", "sum")] * 3, [np.ones(8)] * 3)
 
-    assert other.exchanges[0].params["round"] == 0
+    assert other.traffic.exchanges[0].params["round"] == 0
     for ep in plan.servers:
         role_threads.start(ep, serve, plan, ep, key)
     role_threads.start("trainer 0", trained, plan, case, 0, [ROWS])

@@ -1,0 +1,189 @@
+"""A model cut into stages, and the programs of the stages for a micro-batch of any size."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import jax
+
+from dtrans._jax import Var
+from dtrans.errors import BatchError
+from dtrans.ir.program import Program
+from dtrans.ir.pytree import is_under
+from dtrans.pipeline_parallel.forward_pass import ForwardPass, forward_pass
+from dtrans.pipeline_parallel.options import PipelineOptions
+from dtrans.pipeline_parallel.results import results_program
+from dtrans.pipeline_parallel.split_stages import Cuts, split_stages
+from dtrans.pipeline_parallel.stage_programs import StagePrograms, StageProgramWriter
+from dtrans.pipeline_parallel.stage_scan import StageRows, Turns, taken_apart, turned
+from dtrans.pipeline_parallel.update import slices_of_sums
+from dtrans.step.cut import cut, other_size
+from dtrans.zero.mixed_precision import low_products
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StepPrograms:
+    """The programs of a micro-batch, and what merges the results of all.
+
+    Attributes:
+      stages: forward and backward of each.
+      cuts: what is kept of a micro-batch in pieces, in stages that are split: (stage, name) to the
+        dimension.
+      results: what merges the results of a stage, if it has any.
+    """
+
+    stages: tuple[StagePrograms, ...]
+    cuts: Mapping[tuple[int, str], int]
+    results: tuple[Program | None, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StagedModel:
+    """The step of a micro-batch, cut into stages: all that their programs follow from.
+
+    Attributes:
+      captured: the step of a micro-batch, with its loss as one equation (`dtrans.step.capture`).
+      options: the options of the plan.
+      stage_of: the stage of each equation of the loss function.
+      homes: the stage that holds each parameter.
+      users: the stages that make gradients of a parameter.
+      cuts: over how many shards stages are split, and the split dimension of arrays of the state.
+      turns: where loops over layers are cut.
+      stacks: arrays of the state whose rows are divided over stages; each run of rows has a name.
+      merges: result, or parameter that the forward pass makes, to how it is merged.
+    """
+
+    captured: Program
+    options: PipelineOptions
+    stage_of: tuple[int, ...]
+    homes: Mapping[str, int]
+    users: Mapping[str, tuple[int, ...]]
+    cuts: Cuts
+    turns: Turns
+    stacks: Mapping[str, tuple[StageRows, ...]]
+    merges: Mapping[str, str]
+
+    def specialize(
+        self, types: Sequence[jax.ShapeDtypeStruct], planned: Mapping[str, Any]
+    ) -> StepPrograms:
+        """Return the programs of the same stages for a batch of other types.
+
+        Args:
+          types: of the inputs of the step, with the whole batch.
+          planned: the types that the step was planned for, by name.
+
+        Raises:
+          BatchError: rows that cannot be shared, or a loss function that has other equations for
+            such a batch.
+        """
+        key = tuple((t.shape, t.dtype) for t in types)
+        if key not in self._known:
+            self._known[key] = self._programs_for(types, planned)
+        return self._known[key]
+
+    @cached_property
+    def _known(self) -> dict[Any, StepPrograms]:
+        return {}
+
+    def _programs_for(
+        self, types: Sequence[jax.ShapeDtypeStruct], planned: Mapping[str, Any]
+    ) -> StepPrograms:
+        step = cut(micro_batch_of(self.captured, self.options, types)).with_reported()
+        for n in cut(self.captured).with_reported().differing_outputs(step):
+            types_of = dict(zip(self.captured.in_names, types, strict=True))
+            raise other_size(step, n, planned, types_of)
+        forward, _ = turned(forward_pass(step), self.turns)
+        rows = {n: rows for n, rows in self.stacks.items() if n in step.params}
+        forward = taken_apart(forward, rows).forward
+        if len(forward.eqns) != len(self.stage_of):
+            raise BatchError(
+                f"{self.captured.name} has {len(forward.eqns)} equations for a batch of these "
+                f"shapes, and {len(self.stage_of)} for the one that it was planned for: plan it for "
+                "this batch"
+            )
+        stages = write_stages(forward, self.stage_of, self.options)
+        return step_programs(forward, stages, self.merges, self.cuts, self.options)
+
+
+def micro_batch_of(
+    step: Program, o: PipelineOptions, types: Sequence[jax.ShapeDtypeStruct]
+) -> Program:
+    """Return a step for a micro-batch of a replica.
+
+    Args:
+      step: as it was traced or captured, of any batch.
+      types: of the inputs, with the whole batch.
+
+    Raises:
+      BatchError: rows that micro-batches and replicas do not divide.
+    """
+    given = []
+    batch = {n for spec in step.args[2:] for n in spec.names}
+    split = {n: t for n, t in zip(step.in_names, types, strict=True)
+             if n in batch and t.shape and not is_under(n, o.batch.unsplit_inputs)}  # fmt: skip
+    rows = {t.shape[0]: n for n, t in split.items()}
+    if len(rows) > 1 and o.parts > 1:
+        listed = " and ".join(f"{n} has {count}" for count, n in rows.items())
+        raise BatchError(
+            f"the arrays of a batch are cut into micro-batches on dim 0, but {listed} rows; name "
+            "what every "
+            "micro-batch needs whole in unsplit_inputs=(...)"
+        )
+    for n, t in zip(step.in_names, types, strict=True):
+        shape = t.shape
+        if n in split:
+            if shape[0] % o.parts:
+                raise BatchError(
+                    f"{n} has {shape[0]} rows, which num_micro_batch={o.num_micro_batch} and "
+                    f"replicas={o.replicas} do "
+                    f"not divide: give batches of a multiple of {o.parts}"
+                )
+            shape = (shape[0] // o.parts, *shape[1:])
+        given.append(jax.ShapeDtypeStruct(shape, t.dtype))
+    return step.specialize_flat(given)
+
+
+def write_stages(
+    forward: ForwardPass, stage_of: Sequence[int], o: PipelineOptions
+) -> tuple[StagePrograms, ...]:
+    """Write the programs of each stage of a forward pass."""
+    scatter = slices_of_sums(forward.step, o) if o.memory.sharding_stage == 2 else {}
+    if o.precision.dtype is not None:
+        forward, stage_of = _in_low_precision(forward, stage_of, o.precision.dtype)
+    return StageProgramWriter(forward, stage_of, o, scatter).stages()
+
+
+def _in_low_precision(
+    forward: ForwardPass, stage_of: Sequence[int], amp: str
+) -> tuple[ForwardPass, tuple[int, ...]]:
+    """A forward pass with its products in 16 bits, and the stage of each of its equations."""
+    params = [v for v, a in forward.given.items() if forward.of_state(a)]
+    jaxpr, origin = low_products(forward.jaxpr, amp, params)
+    lowered = dataclasses.replace(forward, jaxpr=jaxpr)
+    stages = [stage_of[i] for i in origin]
+    known = {v for e in forward.eqns for v in e.outvars}
+    first: dict[Var, int] = {}  # the first stage that reads a value
+    for i, eqn in reversed(list(enumerate(lowered.eqns))):
+        if known.isdisjoint(
+            eqn.outvars
+        ):  # what is narrowed for several stages is so in the first of them
+            stages[i] = min((first[v] for v in eqn.outvars if v in first), default=stages[i])
+        first |= {
+            a: min(stages[i], first.get(a, stages[i])) for a in eqn.invars if isinstance(a, Var)
+        }
+    return lowered, tuple(stages)
+
+
+def step_programs(
+    forward: ForwardPass,
+    stages: Sequence[StagePrograms],
+    merges: Mapping[str, str],
+    cuts: Cuts,
+    o: PipelineOptions,
+) -> StepPrograms:
+    """Return the programs of stages, split over shards, with those that merge results."""
+    results = tuple(results_program(s, merges, o, forward.jaxpr) for s in stages)
+    return StepPrograms(*split_stages(stages, cuts), results)

@@ -1,0 +1,106 @@
+"""Batches of collective jobs: flattened, checked, and placed where trainers take their parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from dtrans.data_parallel.plan import CollectivePlan
+from dtrans.ir.pytree import is_under
+from dtrans.run.base.batch import (
+    Share,
+    batch_arrays,
+    check_rows,
+    check_uneven,
+    part_types,
+    resized,
+    rows_of,
+    share_of,
+    uneven_rows,
+)
+from dtrans.run.collective.trainers import Trainers
+
+
+class TrainerBatches:
+    """Batches of a plan, as its trainers share them.
+
+    Args:
+      plan: the plan.
+      trainers: the backend.
+
+    Attributes:
+      specs: the structure of each batch argument.
+      names: the arrays of a batch.
+      shares: how trainers share each array (`dtrans.run.base.batch.Share`).
+    """
+
+    def __init__(self, plan: CollectivePlan, trainers: Trainers) -> None:
+        self._plan, self._trainers = plan, trainers
+        self.specs = plan.main.args[2:]
+        self.names = [n for spec in self.specs for n in spec.names]
+        self.shares: list[Share]
+        if plan.shared is not None and plan.trainers > 1:
+            self.shares = [plan.shared.axes.get(n, "replicated") for n in self.names]
+        else:
+            unsplit = {n for n in self.names if is_under(n, plan.unsplit_inputs)}
+            types = plan.main.inputs
+            self.shares = [share_of(n, types[n], plan.trainers, unsplit) for n in self.names]
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The split dimension of each array that trainers have parts of."""
+        named = zip(self.names, self.shares, strict=True)
+        return {n: share for n, share in named if isinstance(share, int)}
+
+    def flatten(self, batch: Sequence[Any]) -> Sequence[Any]:
+        """Return the arrays of a batch. Raises BatchError for another structure or type."""
+        return batch_arrays(self.specs, batch, self._plan.main.inputs)
+
+    def place(self, arrays: Sequence[Any]) -> Sequence[Any]:
+        """Place arrays for a step. Raises BatchError if the trainers do not divide their rows."""
+        plan, trainers = self._plan, self._trainers
+        option = f"dtrans.{plan.made_by}(batch=dtrans.Batch(unsplit_inputs=(...)))"
+        rows = rows_of(self.names, self._shared(arrays))
+        check_rows(rows, trainers.here, option, trainers.who, noun=plan.options.noun)
+        return trainers.batch(arrays, self.shares)
+
+    def part_types(self, arrays: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+        """Return the types of one trainer's part."""
+        return part_types(self._shared(arrays), self._plan.trainers)
+
+    # -- batches that the trainers do not divide -------------------------------------------------
+
+    def odd_rows(self, arrays: Sequence[Any], whole: int = 0) -> int:
+        """Return the number of rows if the trainers do not divide it; 0 if they do, or must.
+
+        Args:
+          whole: the rows of the global batch, if this process's part is a `dtrans.UnevenPart`.
+
+        Raises:
+          BatchError: an uneven part, in a plan that has no program for it.
+        """
+        plan, takes_uneven = self._plan, self._plan.for_whole is not None
+        if whole:
+            check_uneven(whole, plan.trainers, takes_uneven)
+            return whole
+        if not takes_uneven or self._trainers.here != plan.trainers:
+            return 0
+        rows = {*rows_of(self.names, self._shared(arrays)).values()}
+        count = rows.pop() if len(rows) == 1 else 0
+        return count if count % plan.trainers else 0
+
+    def place_padded(self, arrays: Sequence[Any], rows: int) -> Sequence[Any]:
+        """Place arrays with padding behind the `rows` rows of the global batch."""
+        trainers = self._trainers
+        size = -(-rows // self._plan.trainers) * trainers.here
+        padded = uneven_rows(self.names, self._shared(arrays), rows, trainers.part[0], size)
+        return trainers.batch(padded, self.shares)
+
+    def global_types(self, arrays: Sequence[Any], rows: int) -> list[jax.ShapeDtypeStruct]:
+        """Return the types of a global batch of `rows` rows, from those of a part."""
+        return [resized(x, share, lambda _: rows) for x, share in self._shared(arrays)]
+
+    def _shared(self, arrays: Sequence[Any]) -> list[tuple[Any, Share]]:
+        return list(zip(arrays, self.shares, strict=True))
