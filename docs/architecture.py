@@ -291,10 +291,9 @@ its realiser (`plan.on_mesh()`): `dtrans.plan` imports `run.realisers` when it i
 ## Five ways through the files
 
 A profiler hook records how a value moves while a job is planned and takes a step. It passes a file if a function of
-another file calls one of this file with it, and this one calls a third with it. Each row of the drawing shows the eight
-files that hand the value on to the most others, in the order in which it enters them, with the function by which it
-enters first. Yellow stations are in the server. {language} are left out: they are the
-language that all files speak. `rows` and `engine` count as one file each.
+another file calls one of this file with it, and this one calls a third with it. Each row of the drawing shows eight
+functions on the recorded way, in their order. Yellow stations are in the server. {language} are left out:
+they are the language that all files speak. `rows` and `engine` count as one file each.
 
 ![The walks](walks.svg)
 
@@ -342,7 +341,8 @@ def walk_list(routes: Sequence[tuple[Any, Any]]) -> str:
     return "\n".join(lines)
 
 
-STRIDE, TALL, BAND = WIDE + 18, 62, 118  # of stations, and from one walk to the next
+BROAD = 196  # of a station
+STRIDE, TALL, BAND = BROAD + 18, 62, 118  # of stations, and from one walk to the next
 
 
 def walk_drawing(routes: Sequence[tuple[Any, Any]]) -> str:
@@ -356,7 +356,7 @@ def walk_drawing(routes: Sequence[tuple[Any, Any]]) -> str:
     for k, (walk, route) in enumerate(routes):
         top = k * BAND + 34
         lines.append(f'<text x="10" y="{top - 12}" font-weight="bold">{walk.value}</text>')
-        for i, station in enumerate(route.drawn):
+        for i, station in enumerate(route.through(walk.through)):
             lines += station_box(station, 10 + i * STRIDE, top)
             if i:
                 x, y = 10 + i * STRIDE, top + TALL // 2
@@ -372,10 +372,10 @@ def station_box(station: Any, x: int, y: int) -> list[str]:
     folder, _, file = station.place.rpartition("/")
     fill, stroke = ("#fff8c5", "#9a6700") if station.role == "server" else ("#ddf4ff", "#1f6feb")
     function = ".".join(station.function.split(".")[-2:])
-    texts = ((folder, 11, 16, "#57606a"), (file, 13, 34, "#24292f"), (function, 9, 52, "#24292f"))
-    middle = x + WIDE // 2
+    texts = ((folder, 11, 16, "#57606a"), (file, 13, 34, "#24292f"), (function, 11, 52, "#24292f"))
+    middle = x + BROAD // 2
     return [
-        f'<rect x="{x}" y="{y}" width="{WIDE}" height="{TALL}" rx="6" fill="{fill}" '
+        f'<rect x="{x}" y="{y}" width="{BROAD}" height="{TALL}" rx="6" fill="{fill}" '
         f'stroke="{stroke}"/>',
         *(
             f'<text x="{middle}" y="{y + at}" font-size="{size}" fill="{color}" '

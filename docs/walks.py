@@ -6,19 +6,21 @@ and `engine` are one place each. The value passes a place if it enters it and go
 another one. Other places only look at it. A value is recognised by its name, or by a size that
 nothing else in the step has.
 
+The drawing shows eight functions of each walk. They are chosen for readers; a recorded walk that does
+not enter them in their order is an error.
+
 `_jax`, `errors`, `ir` and `ops` are no places: they are the language of all files.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import dis
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -37,7 +39,6 @@ jax.config.update("jax_num_cpu_devices", 2)  # a walk is recorded in a process o
 
 LANGUAGE = ("_jax", "errors", "ir", "ops")
 ONE_PLACE = ("rows", "engine")
-DRAWN = 8  # stations of a walk in the drawing
 WIDTH, HIDDEN, COLUMNS = 11, 13, 17  # sizes that only x, `params/w1` and `params/table` have
 KEY = jax.random.key(0)
 X, Y, IDS = jnp.ones((8, WIDTH)), jnp.ones((8, 2)), jnp.arange(8) % 5
@@ -46,12 +47,12 @@ TX = optax.adam(1e-2)
 
 @dataclasses.dataclass(frozen=True)
 class Station:
-    """A place that a value enters.
+    """A function that is called with the value.
 
     Attributes:
       role: the thread, if the roles of the job are threads.
       place: the file, as `zero/update`, or the folder.
-      function: the function by which the value entered first, as `Slicer.update`.
+      function: the function's qualified name, as `Slicer.update`.
     """
 
     role: str
@@ -64,36 +65,39 @@ class Route:
     """The recorded way of a value.
 
     Attributes:
-      stations: the places, in the order of their first entry.
-      moves: the places between which the value moved, with their roles, and how often.
+      calls: the calls with it, in their order.
+      moves: the places between which it moved, with their roles.
     """
 
-    stations: tuple[Station, ...]
-    moves: collections.Counter[tuple[str, str, str]]
+    calls: tuple[Station, ...]
+    moves: frozenset[tuple[str, str, str]]
 
     @property
-    def passed(self) -> tuple[Station, ...]:
-        """The stations from which the value goes on to another one."""
-        left = {(role, source) for role, source, _ in self.moves}
-        return tuple(s for s in self.stations if (s.role, s.place) in left)
-
-    @property
-    def files(self) -> tuple[str, ...]:
-        """The places that the value passes, each once."""
-        return tuple(dict.fromkeys(s.place for s in self.passed))
+    def files(self) -> set[str]:
+        """The places that the value passes."""
+        return {source for _, source, _ in self.moves} & {target for *_, target in self.moves}
 
     @property
     def asked(self) -> int:
         """The number of places that only look at the value."""
-        return len({s.place for s in self.stations} - {*self.files})
+        return len({target for *_, target in self.moves} - self.files)
 
-    @property
-    def drawn(self) -> tuple[Station, ...]:
-        """The eight passed stations that hand the value on to the most places, in their order."""
-        targets = collections.Counter((role, source) for role, source, _ in self.moves)
-        by_weight = sorted(self.passed, key=lambda s: -targets[s.role, s.place])
-        chosen = {*by_weight[:DRAWN]}
-        return tuple(s for s in self.passed if s in chosen)
+    def through(self, names: Sequence[str]) -> list[Station]:
+        """Return the first calls of functions, each behind the one before.
+
+        Args:
+          names: of each, its place and its function: `zero/update:sliced_half`.
+
+        Raises:
+          ValueError: the value does not go through these functions in this order.
+        """
+        found, rest = [], iter(self.calls)
+        for name in names:
+            station = next((s for s in rest if f"{s.place}:{s.function}" == name), None)
+            if station is None:
+                raise ValueError(f"a walk does not enter {name} behind {found[-1:]}")
+            found.append(station)
+        return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +110,7 @@ class Walk:
       take: runs the job. It calls its argument where the recording begins.
       name: a part of the value's names; "" if it has no name.
       last: the size of its last dimension of two.
+      through: eight functions on its way, as `Route.through` takes them.
       depth: levels of containers in which the value is looked for.
     """
 
@@ -114,12 +119,13 @@ class Walk:
     take: Callable[[Callable[[], None]], object]
     name: str
     last: int
+    through: tuple[str, ...]
     depth: int = 1
 
     def route(self) -> Route:
         """Record the way of the value."""
-        entries: dict[str, dict[str, str]] = {}  # by role: place to the function that was entered
-        moves: collections.Counter[tuple[str, str, str]] = collections.Counter()
+        calls: list[Station] = []
+        moves: set[tuple[str, str, str]] = set()
         begun = threading.Event()
 
         def hook(frame: FrameType, event: str, _: object) -> None:
@@ -131,13 +137,11 @@ class Walk:
             place = _place(frame)
             if place is None or not any(self._has(x, self.depth) for x in _arguments(frame)):
                 return
+            role = threading.current_thread().name
+            calls.append(Station(role, place, code.co_qualname.replace(".<locals>", "")))
             before = next(filter(None, map(_place, _callers(frame))), "")
-            if before != place:
-                role = threading.current_thread().name
-                function = code.co_qualname.replace(".<locals>", "")
-                entries.setdefault(role, {}).setdefault(place, function)
-                if before:
-                    moves[role, before, place] += 1
+            if before not in ("", place):
+                moves.add((role, before, place))
 
         jax.clear_caches()
         threading.setprofile(hook)
@@ -147,8 +151,7 @@ class Walk:
         finally:
             sys.setprofile(None)
             threading.setprofile(None)  # type: ignore[arg-type]
-        found = [Station(r, *entry) for r, way in sorted(entries.items()) for entry in way.items()]
-        return Route(tuple(_in_order(found)), moves)
+        return Route(tuple(calls), frozenset(moves))
 
     def _is(self, v: object) -> bool:
         if isinstance(v, str):
@@ -169,17 +172,6 @@ class Walk:
             items = list(v.items())  # another thread may write to it
             return any(self._has(key, 0) or self._has(a, depth - 1) for key, a in items)
         return False
-
-
-def _in_order(stations: list[Station]) -> list[Station]:
-    """Return the stations of two roles in the order of a message: out, through the server, back.
-
-    It leaves the trainer behind `protocol/wire`, which writes it.
-    """
-    out = [s for s in stations if s.role != SERVER]
-    places = [s.place for s in out]
-    leaves = places.index("protocol/wire") + 1 if "protocol/wire" in places else len(out)
-    return [*out[:leaves], *(s for s in stations if s.role == SERVER), *out[leaves:]]
 
 
 def _place(frame: FrameType) -> str | None:
@@ -311,6 +303,16 @@ WALKS = (
         _gradient,
         "params/w1",
         HIDDEN,
+        (
+            "step/trace:trace.on_arrays",
+            "step/cut:_Cutter.optimize_half",
+            "engine:SplitWriter.equation",
+            "parameter_server/placement:place",
+            "slicing/unit_program:LevelProgram.block",
+            "parameter_server/trainer_program:TrainerCommWriter.send",
+            "run/parameter_server/mesh_fabric:MeshStepFabric._send",
+            "run/parameter_server/update:CompiledUpdate.run",
+        ),
     ),
     Walk(
         "A parameter of which each rank has a slice",
@@ -318,6 +320,16 @@ WALKS = (
         _slice,
         "params/w1",
         HIDDEN,
+        (
+            "step/trace:trace.on_arrays",
+            "step/cut:_Cutter.optimize_half",
+            "zero/choose_slices:_read_as_layers",
+            "zero/update:sliced_half",
+            "zero/all_gather:Gatherer.emit",
+            "zero/reduce_scatter:Scatterer.sums",
+            "zero/rank_program:RankWriter._updated",
+            "run/collective/state_arrays:StateArrays.state",
+        ),
     ),
     Walk(
         "A micro-batch",
@@ -325,6 +337,16 @@ WALKS = (
         _micro_batch,
         "",
         WIDTH,
+        (
+            "step/trace:trace.on_arrays",
+            "pipeline_parallel/staged_model:micro_batch_of",
+            "step/capture:operands_of",
+            "pipeline_parallel/assign_stages:stages_of",
+            "pipeline_parallel/stage_vjp:StageVjp.write_backward",
+            "run/pipeline_parallel/job:PipelineJob.step",
+            "run/pipeline_parallel/compile_step:compile_step",
+            "run/pipeline_parallel/micro_batch:of_micro_batch.run",
+        ),
     ),
     Walk(
         "A message, from the trainer to the server and back",
@@ -332,6 +354,16 @@ WALKS = (
         _message,
         "params/w1",
         HIDDEN,
+        (
+            "run/executor:Executor.run",
+            "run/parameter_server/fabric:EndpointFabric._send",
+            "protocol/trainer:TrainerSteps.request",
+            "run/net/zmq_transport:ZmqLink.send",
+            "protocol/inbox:Inbox._target",
+            "run/parameter_server/sync_update:SyncUpdate.begin",
+            "run/net/zmq_transport:ZmqDoor.send",
+            "protocol/inbox:Inbox._target",
+        ),
         depth=2,
     ),
     Walk(
@@ -341,5 +373,15 @@ WALKS = (
         _row,
         "params/table",
         COLUMNS,
+        (
+            "parameter_server/server_program:ServerProgramWriter._rows",
+            "parameter_server/tables/lookups:find_lookups",
+            "parameter_server/trainer_program:TrainerCommWriter.on_rows.writer",
+            "run/parameter_server/mesh_fabric:MeshStepFabric._prefetch",
+            "run/parameter_server/tables/mesh_tables:prefetched",
+            "run/parameter_server/mesh_fabric:MeshStepFabric._send_rows",
+            "run/parameter_server/tables/mesh_tables:sent_rows",
+            "run/parameter_server/tables/row_updates:RowUpdates.run",
+        ),
     ),
 )
