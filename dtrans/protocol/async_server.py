@@ -209,7 +209,7 @@ class AsyncServer:
             step.made += steps
             self._made += steps
             step.grads.clear()
-            self._requests.used(k, step.grads)
+            self._requests.used(k, step.grads, steps)
             step.updates = StepUpdates()
 
     def send_barrier(self, k: int, message: wire.Message) -> None:
@@ -254,7 +254,7 @@ class AsyncServer:
 
     def check_between(self, k: int, message: wire.Message) -> None:
         """Raise WireError unless a trainer is between two steps."""
-        self._check_number(k, message)
+        self._check_step(k, message)
 
     def saving(self, k: int, message: wire.Message) -> None:
         """Take the word that a trainer waits for a checkpoint, for which nobody waits here."""

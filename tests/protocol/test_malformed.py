@@ -23,7 +23,7 @@ from dtrans.protocol.refusals import Refusals
 from dtrans.protocol.serving import Serving
 from dtrans.protocol.sync_server import SyncServer
 from tools.simulate.case import Case
-from tools.simulate.judge import values_of
+from tools.simulate.one_device import values_of
 from tools.simulate.server_role import quiet
 from tools.simulate.updates import SimulatedUpdate, gradient, gradient_name, served
 

@@ -9,18 +9,22 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from paths import ROOT
 from typer.testing import CliRunner
 
+from dtrans.ops import CommunicatorConfig
 from dtrans.protocol import traffic, trainer, trainer_rounds
 from dtrans.protocol.async_server import AsyncServer
 from dtrans.protocol.geo_steps import GeoSteps
 from dtrans.protocol.inbox import Inbox
 from dtrans.protocol.peer_line import PeerLine
 from dtrans.protocol.presence import RETRY, Presence
+from dtrans.protocol.serving import Serving
 from dtrans.protocol.sync_server import SyncServer
 from dtrans.protocol.tables.changed_rows import CHANGED, UnseenChanges
 from dtrans.protocol.tables.row_requests import RowRequests
@@ -29,7 +33,7 @@ from dtrans.protocol.tables.table_rows import merged_rows
 from dtrans.protocol.traffic import Traffic
 from dtrans.protocol.trainer_line import TrainerLine
 from tools.simulate.__main__ import app
-from tools.simulate.case import Case, Event, drawn
+from tools.simulate.case import Case, Event, Request, drawn
 from tools.simulate.updates import InNumpy
 from tools.simulate.verdict import Verdict, reduced, simulated, smaller, verdicts
 
@@ -91,6 +95,11 @@ def test_cases_are_of_all_kinds() -> None:
         (2, 1),
     }
     assert {c.moves for c in cases} == {False, True}
+    assert {x.kind for c in cases for x in c.requests} == {
+        *("save", "report", "changes", "export", "evict")
+    }
+    assert {x.moment for c in cases for x in c.requests} == {"between", "sent", "ended"}
+    assert {c.orderly for c in cases if c.requests} == {False, True}
     ends = [how.split(":")[0] for v in found for how in v.ends.values()]
     assert {"well", "killed", "PeerError", "DeadlineError"} <= set(ends)
     assert 0.3 < sum(how == "well" for how in ends) / len(ends) < 0.9
@@ -171,6 +180,49 @@ def test_a_verdict_is_told() -> None:
         in told
     )
     assert told.endswith("as it must be")
+
+
+# -- requests between steps
+# ----------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_that_one_server_cannot_write_is_reported_and_the_job_goes_on() -> None:
+    save = Request("save", 1, (0, 1), seconds=0.4, fails="127.0.0.1:2")
+    found = simulated(dataclasses.replace(PLAIN, requests=(save,)))
+    assert not found.faults
+    assert {*found.ends.values()} == {"well"}
+
+
+@pytest.mark.parametrize(("mode", "moment"), [("sync", "ended"), ("async", "sent")])
+def test_a_checkpoint_that_is_asked_for_in_the_middle_of_a_step_is_refused(
+    mode: str, moment: str
+) -> None:
+    save = Request("save", 1, (0, 1), moment=moment)
+    case = Case(seed=0, mode=mode, steps=(2, 2), servers=((3, 1),), message_bytes=8)
+    found = simulated(dataclasses.replace(case, requests=(save,)))
+    assert not found.faults
+    assert any("refused trainer" in how for how in found.ends.values()), found
+
+
+@pytest.mark.parametrize("asked", [(0, 1), (0,)])
+def test_rows_are_evicted_when_all_trainers_have_asked(asked: tuple[int, ...]) -> None:
+    evict = Request("evict", 2, asked)
+    case = Case(seed=0, mode="sync", steps=(3, 3), servers=((3,),), table=4, requests=(evict,))
+    found = simulated(case)
+    assert not found.faults
+    assert ({*found.ends.values()} == {"well"}) == (len(asked) == 2), found
+    assert len(asked) == 2 or all("gives up rows" in how for how in found.ends.values())
+
+
+def test_rows_of_steps_that_a_communicator_has_not_sent_stay() -> None:
+    """Trainers look up rows of a step before the gradients of earlier ones are sent."""
+    config = CommunicatorConfig(1, 1, 1, True)
+    evict = Request("evict", 1, (1,))
+    case = Case(seed=1291, mode="communicator", steps=(2, 1), servers=((4,), (5, 1)))
+    case = dataclasses.replace(case, communicator=config, table=4, requests=(evict,))
+    for seed in range(40):
+        found = simulated(dataclasses.replace(case, seed=seed))
+        assert not found.faults, found
 
 
 # -- planted faults
@@ -314,8 +366,23 @@ def _tells_of_a_row_once_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(UnseenChanges, "take", take)
 
 
+def _evicts_when_one_asks(real: Any) -> Any:
+    def evict(self: Any) -> None:
+        trainers, asked = self._trainers, list(self._evictions)
+        self._trainers = SimpleNamespace(
+            present=asked, known=trainers.known, count=len(trainers.known)
+        )
+        real(self)
+        self._trainers = trainers
+
+    return evict
+
+
 def _nothing(*args: Any) -> None:
     return None
+
+
+WRITTEN = Serving.written
 
 
 PUSHED = InNumpy.pushed
@@ -377,6 +444,16 @@ PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "rows that were announced are those that are looked up": lambda m: m.setattr(
         trainer.np, "array_equal", lambda a, b: True
     ),
+    "evict applied when one trainer asked": lambda m: m.setattr(
+        SyncServer, "_evict_if_all_said", _evicts_when_one_asks(SyncServer._evict_if_all_said)
+    ),
+    "rows are evicted whose gradients are to come": lambda m: m.setattr(
+        RowRequests, "under_way", lambda self, name: np.empty(0, np.int32)
+    ),
+    "`saved` reported though the write failed": lambda m: m.setattr(
+        Serving, "written", lambda self, name, error, now: WRITTEN(self, name, "", now)
+    ),
+    "a save in the middle of a step": lambda m: m.setattr(SyncServer, "check_between", _nothing),
     "of merged gradients of rows the last one counts": lambda m: m.setattr(
         traffic, "merged_rows", lambda parts, how: parts[-1]
     ),

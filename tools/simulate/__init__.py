@@ -8,9 +8,12 @@ clock       events in the order of their times
 network     connections: delays, bandwidth, breaks, one-way partitions, messages that come twice
 case        a job and what happens to it, drawn from a seed
 updates     what simulated servers compute
+one_device  the same steps on one device
 process     a role, which takes one event at a time:
 server_role, trainer_role   a server and a trainer, each around its machine
-judge       what a job must have done
+between_steps               requests of a trainer: checkpoints, and tables
+storage                     the folder that a server saves to
+judge, judge_answers        what a job must have done, and what it must have answered
 verdict     one case from its seed to its verdict, and a smaller case that fails as it does
 
 Clock and network know of no fault: roles and `case` ask them for what happens.

@@ -41,6 +41,48 @@ class Event:
 
 
 @dataclasses.dataclass(frozen=True)
+class Request:
+    """A request that trainers send to all servers, or to those with blocks of the table.
+
+    Attributes:
+      kind: "save" of a checkpoint; "report" of tables, "changes" of them since half as many steps,
+        "export" of all rows, or "evict" of rows that were not used in the last steps.
+      step: number of steps that a trainer has made when it asks.
+      trainers: that ask.
+      moment: "between" two steps; of "save" also "sent", after the gradients of the next step and
+        before its end, and "ended", after the end of a step and before its answer.
+      seconds: of "save", until its state is written.
+      fails: of "save": endpoint of the server that cannot write.
+      refuses: of "save" that fails: the server says so at once, and not when it has tried.
+      waits: of "save": number of steps until the trainer waits for the answer.
+      unused_for: of "evict".
+    """
+
+    kind: str
+    step: int
+    trainers: tuple[int, ...]
+    moment: str = "between"
+    seconds: float = 0.0
+    fails: str = ""
+    refuses: bool = False
+    waits: int = 0
+    unused_for: int = 1
+
+    def __str__(self) -> str:
+        when = {
+            "between": f"after {self.step} steps",
+            "sent": f"with the gradients of step {self.step} sent",
+            "ended": f"before the answer of step {self.step}",
+        }
+        who = ", ".join(f"trainer {k}" for k in self.trainers)
+        how = f", written in {self.seconds:.3g} s" if self.kind == "save" else ""
+        how += f", awaited {self.waits} steps later" if self.waits else ""
+        how += f", and {self.fails} cannot" + " begin" * self.refuses if self.fails else ""
+        how += f", of rows unused for {self.unused_for}" if self.kind == "evict" else ""
+        return f"{self.kind} asked by {who} {when[self.moment]}{how}"
+
+
+@dataclasses.dataclass(frozen=True)
 class Case:
     """A job and what happens to it.
 
@@ -69,6 +111,8 @@ class Case:
       every, waits: of "geo": after how many steps a trainer pushes, and whether it waits for the
         answer.
       events: what happens.
+      requests: of trainers, in the order in which each sends its own; one eviction at most, before
+        other requests of its step.
     """
 
     seed: int
@@ -91,6 +135,7 @@ class Case:
     staleness: int = 0
     moves_rows: bool = False
     patience: float = 30.0
+    requests: tuple[Request, ...] = ()
 
     @property
     def sync_mode(self) -> bool:
@@ -139,11 +184,31 @@ class Case:
             all(e.kind in ("pause", "stop", "hold", "outage") for e in self.events) and spans < most
         )
 
+    @property
+    def orderly(self) -> bool:
+        """Return True if all requests come when they may, and from all that must send them."""
+        is_early = lambda x: x.moment == "ended" or (x.moment == "sent" and not self.sync_mode)
+        return not any(self._is_short(x) or is_early(x) for x in self.requests)
+
+    def _is_short(self, request: Request) -> bool:
+        """Return True if trainers are to evict rows, and not all send the request that may."""
+        may = {k for k, n in enumerate(self.steps) if n >= request.step}
+        return self.sync_mode and request.kind == "evict" and not may <= {*request.trainers}
+
+    def eviction_after(self, step: int) -> Request | None:
+        """Return the request to evict rows after a step, unless a trainer goes on without it."""
+        for x in self.requests:
+            later = {k for k, n in enumerate(self.steps) if n > step}
+            if x.kind == "evict" and x.step == step and later <= {*x.trainers}:
+                return x
+        return None
+
     def __str__(self) -> str:
         blocks = ", ".join(f"{len(b)} blocks" for b in self.servers)
         happens = "".join(
             f"\n  {e.time:.3f} s  {_told(e)}" for e in sorted(self.events, key=lambda e: e.time)
         )
+        happens += "".join(f"\n  {x}" for x in self.requests)
         rounds = f", {self.rounds} rounds a step" if self.rounds else ""
         moves = ", trainers move" if self.moves else ""
         small = (
@@ -239,11 +304,48 @@ def drawn(seed: int) -> Case:
     case = dataclasses.replace(
         case, events=events, pace=pace, table=table, patience=(3.5, 30.0)[seed % 2]
     )
-    if not (case.table and case.sync_mode):
-        return case
-    ahead, moves = r.choice([0, 1, 1, 2]), r.random() < 0.3
+    if case.table and case.sync_mode:
+        ahead, moves = r.choice([0, 1, 1, 2]), r.random() < 0.3
+        stale = r.choice([0, 0, 1]) if ahead else 0
+        case = dataclasses.replace(case, ahead=ahead, staleness=stale, moves_rows=moves)
+    return dataclasses.replace(case, requests=_requests(r, case))
+
+
+def _requests(r: Random, case: Case) -> tuple[Request, ...]:
+    """Draw what trainers ask for; those with a communicator ask after their last step."""
+    if r.random() < 0.6:
+        return ()
+    kinds = ["save", "save"]
+    if case.tables:
+        kinds += ["report", "changes", "export"] + ["evict", "evict"] * (case.mode != "geo")
+    found: list[Request] = []
+    for _ in range(r.choice([1, 1, 2, 3])):
+        kind = r.choice(kinds)
+        step = r.choice(case.steps) if case.mode in COMMUNICATING else r.randint(0, max(case.steps))
+        reach = [k for k, n in enumerate(case.steps) if n >= step]
+        if case.mode in COMMUNICATING:
+            reach = [k for k in reach if case.steps[k] == step]
+        all_ask = r.random() < (0.8 if kind == "evict" else 0.5)
+        trainers = reach if all_ask else r.sample(reach, r.randint(1, len(reach)))
+        request = Request(kind, step, tuple(sorted(trainers)), unused_for=r.randint(1, 2))
+        if kind == "save":
+            request = _save(r, case, request)
+        if kind != "evict" or all(x.kind != "evict" for x in found):
+            found.append(request)
+    return tuple(sorted(found, key=lambda x: (x.step, x.kind != "evict")))
+
+
+def _save(r: Random, case: Case, request: Request) -> Request:
+    moment = r.choice(["between"] * 4 + ["sent", "ended"])
+    goes_on = all(case.steps[k] > request.step for k in request.trainers)
+    may_be = {"between": True, "sent": goes_on, "ended": request.step > 0}[moment]
     return dataclasses.replace(
-        case, ahead=ahead, staleness=r.choice([0, 0, 1]) if ahead else 0, moves_rows=moves
+        request,
+        moment=moment if may_be and case.mode not in COMMUNICATING else "between",
+        seconds=10 ** r.uniform(-2, 1.5),
+        fails=r.choice(case.endpoints) if r.random() < 0.3 else "",
+        refuses=r.random() < 0.3,
+        waits=r.choice([0, 0, 1, 2]),
     )
 
 

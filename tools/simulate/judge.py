@@ -14,6 +14,11 @@
 - With GEO-SGD and one trainer, servers have in the end what it has made of the parameters, but for
   rounding. Of rows of a table that a trainer keeps it knows after each pull what they were on the
   server at one moment: all of them, with what it had pushed before, bit for bit.
+- A checkpoint that is reported as saved was written: the state between two steps, after as many as
+  the trainer said. Reports, exports and changes of tables are those of one device; of an
+  asynchronous server, those of a moment between two steps of the trainer that asked. A synchronous
+  server evicts rows when all trainers have asked for it. An asynchronous one keeps rows of which a
+  gradient is to come.
 - An asynchronous server has applied no gradient twice and none out of its trainer's order, what it
   gives is a value that the block has had, and whoever ended well was heard in full. Rows of a table
   are of no older value than rows before, and have the gradients of all steps of their trainer,
@@ -29,25 +34,19 @@ import numpy as np
 
 from dtrans.errors import DtransError
 from dtrans.protocol.presence import RETRY
-from dtrans.protocol.served import RowGradient
 from dtrans.protocol.tables.table_rows import runs_of
 from tools.simulate.case import COMMUNICATING, Case, Event
+from tools.simulate.judge_answers import faults_of_answers, faults_of_block, faults_of_saves
+from tools.simulate.one_device import on_one_device
 from tools.simulate.process import Process
 from tools.simulate.server_role import SimulatedServer
 from tools.simulate.trainer_role import GeoSgdTrainer, SimulatedTrainer
 from tools.simulate.updates import (
     SimulatedBlocks,
-    applied,
-    block_name,
     gradient,
     initial,
-    looked_up,
-    mean,
-    norm_part,
     round_part as _part,
-    row_gradient,
     updates_in,
-    with_rows,
 )
 
 
@@ -58,14 +57,15 @@ def faults(
     for role in (*servers.values(), *trainers):
         yield from _of_role(role)
     uneven = len(set(case.steps)) > 1 and case.sync_mode and case.on_trainer_exit == "error"
-    harmless = case.harmless or (
-        case.events and all(_breaks_at_the_end(case, e, trainers) for e in case.events)
+    harmless = case.orderly and (
+        case.harmless or all(_breaks_at_the_end(case, e, trainers) for e in case.events)
     )
     if harmless and not uneven:
         for role in (*servers.values(), *trainers):
             if role.error is not None:
                 yield f"{role.name} ended, and nothing had happened: {role.error}"
-    expected = values_of(case) if case.sync_mode else []
+    device = on_one_device(case) if case.sync_mode else None
+    expected = device.values if device is not None else []
     for t in trainers:
         if (
             t.error is None
@@ -114,7 +114,10 @@ def faults(
                         f"{server.name} has another {n} in the end than one device: {x}, not "
                         f"{expected[made][n]}"
                     )
-    if not case.sync_mode:
+    yield from faults_of_saves(case, servers, trainers)
+    if device is not None:
+        yield from faults_of_answers(case, device, servers, trainers)
+    else:
         for server in servers.values():
             yield from _of_blocks(case, server, trainers)
     if (
@@ -149,64 +152,6 @@ def _of_role(role: Process) -> Iterator[str]:
         yield f"{role.name} ended with {type(role.error).__name__}: {role.error}"
 
 
-def values_of(case: Case) -> list[dict[str, np.ndarray]]:
-    """The parameters of one device after each step."""
-    sizes = {
-        block_name(ep, i): n
-        for ep, row in zip(case.endpoints, case.servers, strict=True)
-        for i, n in enumerate(row)
-    }
-    values = [{n: initial(n, size) for n, size in (sizes | case.tables).items()}]
-    for step in range(max(case.steps)):
-        grads = {
-            n: [g for k in range(case.trainers) for g in _counted(case, n, size, k, step)]
-            for n, size in sizes.items()
-        }
-        means = {n: mean(g) for n, g in grads.items()}
-        norm = np.float32(0)
-        if case.mode == "exchange":
-            for ep in case.endpoints:
-                norm += norm_part({n: x for n, x in means.items() if n.startswith(f"{ep}/")})[0]
-        new = {n: applied(values[-1][n], means[n], norm) for n in sizes}
-        for i, n in enumerate(case.tables):
-            rows = [
-                g for k in range(case.trainers) for g in _rows_counted(case, values, i, k, step)
-            ]
-            new[n] = with_rows(values[-1][n], rows) if rows else values[-1][n]
-        values.append(new)
-    return values
-
-
-def _rows_counted(
-    case: Case, values: list[dict[str, np.ndarray]], block: int, k: int, step: int
-) -> Iterator[RowGradient]:
-    """What counts of a trainer in a step for a block of the table: as of other blocks, but zeros
-    are of no rows."""
-    own = case.steps[k]
-    if step >= own and case.on_trainer_exit != "paddle":
-        return
-    sizes = tuple(case.tables.values())
-    at = min(step, own - 1)
-    ids = looked_up(case, k, at)[: 0 if step > own or not own else None]
-    whole = np.concatenate([values[updates_in(case, k, at)][n] for n in case.tables])
-    run = runs_of(sizes)[block]
-    mine = run.among(ids)
-    yield RowGradient(run.local(ids[mine]), row_gradient(whole[ids], k, at)[mine])
-
-
-def _counted(case: Case, block: str, size: int, k: int, step: int) -> list[np.ndarray]:
-    """What counts of a trainer in a step: nothing, a gradient, or zeros that the mean is of,
-    too."""
-    own = case.steps[k]
-    if step < own:
-        return [gradient(block, size, k, step)]
-    if case.on_trainer_exit != "paddle":
-        return []
-    return [
-        gradient(block, size, k, own - 1) if step == own and own else np.zeros(size, np.float32)
-    ]
-
-
 def _of_blocks(
     case: Case, server: SimulatedServer, trainers: list[SimulatedTrainer]
 ) -> Iterator[str]:
@@ -220,7 +165,9 @@ def _of_blocks(
         known = [0] * case.trainers  # how many steps of each trainer are in the block
         after = [tuple(known)]  # the same after each update
         for name, found in update.log:
-            if name == block:
+            if name == block and not found:
+                after.append(after[-1])  # rows were evicted
+            elif name == block:
                 source = next(
                     (t for t in trainers if _steps_in(case, t, block, known[t.k], found)), None
                 )
@@ -239,6 +186,7 @@ def _of_blocks(
                     f"{server.name} applied {made} gradients of {t.name} to {block}, which "
                     f"sent {due}"
                 )
+        yield from faults_of_block(case, server, block, after, trainers)
         values = dict(zip(update.history[block], after, strict=True))
         if block in case.tables:
             yield from (_of_kept if case.mode == "geo" else _of_rows)(
@@ -280,15 +228,23 @@ def _of_rows(
             here, found = run.local(ids[mine]), rows[mine]
             had = [known[t.k] for known in after]
             ahead = case.mode == "communicator"  # steps do not wait for their gradients to be used
-            due = (i for i, n in enumerate(had) if i >= at and (n == step or (ahead and n < step)))
-            now = next((i for i in due if np.array_equal(values[i][here], found)), None)
-            if now is None:
+            due = [i for i, n in enumerate(had) if i >= at and (n == step or (ahead and n < step))]
+            moments = [i for i in due if np.array_equal(values[i][here], found)]
+            if not moments:
                 yield (
                     f"{t.name} has looked up rows of {block} before step {step} that were not "
                     f"there then: {found}"
                 )
                 return
-            at = now
+            at = moments[0]
+            evicted = [
+                i for n, i, x in server.update.evicted if n == block and np.isin(here, x).any()
+            ]
+            if all(any(i > now and had[i] <= step for i in evicted) for now in moments):
+                yield (
+                    f"{server.name} evicted rows of {block} that {t.name} had looked up for step "
+                    f"{step}, and whose gradient was to come"
+                )
 
 
 def _of_kept(

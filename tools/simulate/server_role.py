@@ -6,8 +6,6 @@ import logging
 from collections.abc import Callable
 from random import Random
 
-import numpy as np
-
 from dtrans.protocol.async_server import AsyncServer
 from dtrans.protocol.presence import Presence
 from dtrans.protocol.refusals import Refusals
@@ -18,6 +16,7 @@ from tools.simulate.case import Case
 from tools.simulate.clock import Clock
 from tools.simulate.network import Network, SimulatedTransport
 from tools.simulate.process import Process
+from tools.simulate.storage import SimulatedStorage
 from tools.simulate.updates import SimulatedBlocks, SimulatedUpdate, served
 
 
@@ -39,7 +38,8 @@ class SimulatedServer(Process):
         trainers = Presence(blocks, deadline=case.deadline, plan={"init": "one"})
         self._transport = SimulatedTransport(network, self)
         self._has_local = case.moves
-        self._loop = ServerLoop(self._transport, trainers)
+        self._written: list[str] = []  # checkpoints whose writes have ended
+        self._loop = ServerLoop(self._transport, trainers, ended_saves=self._ended_writes)
         say = self._loop.say
         self.update = (
             SimulatedUpdate(blocks, work)
@@ -52,12 +52,15 @@ class SimulatedServer(Process):
             else AsyncServer(
                 blocks,
                 self.update,
-                {n: np.frombuffer(h[0], np.float32) for n, h in self.update.history.items()},
+                self.update.state,
                 trainers,
                 say,
             )
         )
         self.machine = Serving(kind, trainers, say, Refusals(quiet))
+        kind.tables = self.update.tables
+        self.storage = SimulatedStorage(case, endpoint, lambda: kind.state, self._write)
+        self.machine.keep = self.storage.keep
 
     def start(self) -> None:
         """Open the door, and begin."""
@@ -65,6 +68,20 @@ class SimulatedServer(Process):
         door = self._transport.bind(self.endpoint, has_local=self._has_local)
         self._loop.begin(self.machine, door)
         self.wake_at(self._loop.wakes)
+
+    def _write(self, name: str, seconds: float) -> None:
+        """Let a checkpoint be written after some seconds."""
+
+        def end() -> None:
+            self._written.append(name)
+            self.wake_at(self.clock.now)
+
+        self.clock.at(self.clock.now + seconds, end)
+
+    def _ended_writes(self) -> list[tuple[str, str]]:
+        """Return the checkpoints whose writes have ended, and why one could not be written."""
+        names, self._written = self._written, []
+        return [(name, self.storage.end(name)) for name in names]
 
     def step(self) -> None:
         """Take a step of the loop."""

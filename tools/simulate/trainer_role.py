@@ -23,6 +23,7 @@ from dtrans.protocol.tables.table_rows import runs_of, wanted_of
 from dtrans.protocol.traffic import Leaf, Traffic
 from dtrans.protocol.traffic_loop import TrafficLoop
 from dtrans.protocol.trainer import LookedUp, TrainerSteps, leave
+from tools.simulate.between_steps import BetweenSteps
 from tools.simulate.case import Case
 from tools.simulate.clock import Clock
 from tools.simulate.network import Network, SimulatedTransport
@@ -75,6 +76,7 @@ class SimulatedTrainer(Process):
         self._links: dict[str, ServerLink] = {}
         self._steps = TrainerSteps(lambda ep: self._links[ep].line)
         self._steps.sync_mode = case.sync_mode
+        self.between = BetweenSteps(case, k, self._steps)
         self._script = self._run()
         self._wait: OperationWait | LastWords | Callable[[], bool] = lambda: True
         self._computes = False
@@ -111,6 +113,7 @@ class SimulatedTrainer(Process):
         yield from self._greet()
         yield from self._pull(0)
         for step in range(self.case.steps[self.k]):
+            yield from self.between.ask(step)
             self._announce(step)
             yield from self._prefetch(step)
             yield self.random.expovariate(1.0) * self.case.pace
@@ -118,7 +121,10 @@ class SimulatedTrainer(Process):
             for name, gradient_ in (*self._gradients(step), *self._row_gradients(step)):
                 sent_as = gradient_name(name, self.k if self._steps.sync_mode else 0)
                 self._steps.send(name.split("/")[0], sent_as, gradient_)
+            yield from self.between.ask_when_sent(step)
             yield from self._pull(step + 1)
+        yield from self.between.ask(self.case.steps[self.k])
+        yield from self.between.end_save()
 
     def _announce(self, now: int) -> None:
         """Announce the rows of the steps that come so far ahead; of some of them others."""
@@ -190,7 +196,9 @@ class SimulatedTrainer(Process):
         new = {n: np.empty(size, np.float32) for n, size in self.case.blocks.items()}
         barriered = self.case.endpoints if step and self._steps.sync_mode else ()
         landings = [(n.split("/")[0], n, x) for n, x in new.items()]
-        yield self._steps.request(landings, self.case.endpoints, barriered)
+        request = self._steps.request(landings, self.case.endpoints, barriered)
+        self.between.ask_when_ended(step)
+        yield request
         self.pulled.append((step, new))
 
     # -- how it waits ----------------------------------------------------------------------------
@@ -270,6 +278,8 @@ class CommunicatingTrainer(SimulatedTrainer):
             yield lambda: loop.done
         finally:
             self._loop = None
+        yield from self.between.ask(case.steps[self.k])
+        yield from self.between.end_save()
 
     def _steps_beside(self, loop: TrafficLoop, leaves: Mapping[str, Leaf]) -> Script:
         """The steps; what they send waits in the queue."""

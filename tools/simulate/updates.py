@@ -16,6 +16,7 @@ import numpy as np
 from dtrans._jax import ClosedJaxpr
 from dtrans.protocol.exchange import Alike, Exchange
 from dtrans.protocol.served import RowGradient, ServedBlocks, ServedRows, Vectors
+from dtrans.protocol.tables.held_tables import TableReport
 from tools.simulate.case import Case
 
 
@@ -71,7 +72,11 @@ def announced(case: Case, k: int, step: int) -> int | None:
 def updates_in(case: Case, k: int, step: int) -> int:
     """Return the number of updates in the rows that trainer k looks up in this step."""
     at = announced(case, k, step)
-    return step if at is None else max(at, step - case.staleness)
+    if at is None:
+        return step
+    if case.requests and any(case.eviction_after(x) for x in range(at + 1, step + 1)):
+        return step  # what was announced before an eviction is forgotten
+    return max(at, step - case.staleness)
 
 
 def row_gradient(rows: np.ndarray, k: int, step: int) -> np.ndarray:
@@ -209,11 +214,74 @@ def _exchange(case: Case, endpoint: str) -> Exchange:
     return Exchange(endpoint, 1, kinds, local, ("norm",), (), (("norm", "norm"),))
 
 
+def _rows(blocks: ServedBlocks) -> dict[str, int]:
+    """Return the number of rows of each block of a table."""
+    return {n: t.rows for n, t in blocks.tables.items()}
+
+
 def _sizes(blocks: ServedBlocks) -> dict[str, int]:
     """The blocks of a server, and those of tables: name to the number of entries."""
-    return {n: t.shape[0] for n, t in blocks.params.items()} | {
-        n: t.rows for n, t in blocks.tables.items()
-    }
+    return {n: t.shape[0] for n, t in blocks.params.items()} | _rows(blocks)
+
+
+class SimulatedTables:
+    """The tables of a simulated server (`dtrans.protocol.tables.held_tables.HeldTables`).
+
+    Args:
+      sizes: block to the number of its rows.
+      state: returns the server's arrays, by name.
+      note: is called with the block and the numbers of rows when rows were evicted.
+
+    Attributes:
+      changed_at: for each row, the number of the update that changed it last; negative if it was
+        evicted after so many updates, less one.
+      steps: number of updates of each block.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        sizes: Mapping[str, int],
+        state: Callable[[], dict[str, Any]],
+        note: Callable[[str, np.ndarray], None] = lambda name, ids: None,
+    ) -> None:
+        self._endpoint, self._state, self._note = endpoint, state, note
+        self.changed_at = {n: np.zeros(size, np.int64) for n, size in sizes.items()}
+        self.steps = dict.fromkeys(sizes, 0)
+        self._evicted = dict.fromkeys(sizes, 0)
+
+    def touch(self, name: str, parts: Sequence[np.ndarray]) -> None:
+        """Count an update that changes some rows."""
+        self.steps[name] += 1
+        for ids in parts:
+            self.changed_at[name][ids] = self.steps[name]
+
+    def report(self) -> list[TableReport]:
+        """As `HeldTables.report`."""
+        return [
+            TableReport(
+                *(n, self._endpoint, len(at), int(np.sum(at > 0)), at.nbytes),
+                *(None, self._evicted[n], self.steps[n]),
+            )
+            for n, at in self.changed_at.items()
+        ]
+
+    def evict(self, name: str, unused_for: int, under_way: np.ndarray) -> int:
+        """As `HeldTables.evict`."""
+        at, state = self.changed_at[name], self._state()
+        is_old = (at > 0) & (at <= self.steps[name] - unused_for)
+        is_old[under_way] = False
+        at[is_old] = -self.steps[name] - 1
+        state[name] = np.where(is_old, initial(name, len(at)), state[name])
+        ids = np.flatnonzero(is_old)
+        self._evicted[name] += len(ids)
+        self._note(name, ids)
+        return len(ids)
+
+    def changed(self, name: str, since: int) -> tuple[int, np.ndarray, np.ndarray]:
+        """As `HeldTables.changed`."""
+        at = self.changed_at[name]
+        return self.steps[name], np.flatnonzero(at > since), np.flatnonzero(at < -since)
 
 
 class SimulatedUpdate:
@@ -229,6 +297,7 @@ class SimulatedUpdate:
         self._blocks, self._work = blocks, work
         self._means: dict[str, np.ndarray] = {}
         self._rows: dict[str, list[RowGradient]] = {}
+        self.tables = SimulatedTables(blocks.endpoint, _rows(blocks), lambda: self.state)
 
     @property
     def values(self) -> Mapping[str, Any]:
@@ -265,22 +334,39 @@ class SimulatedUpdate:
     def _finish(self, norm: np.float32) -> None:
         new = {n: applied(self.state[n], g, norm) for n, g in self._means.items()}
         self.state = new | {n: with_rows(self.state[n], g) for n, g in self._rows.items()}
+        for name, gradients in self._rows.items():
+            self.tables.touch(name, [g.ids for g in gradients])
 
 
 class SimulatedBlocks:
     """The blocks of an asynchronous server (`dtrans.protocol.served.BlockUpdate`).
 
     Attributes:
-      log: what was applied: block, and the bytes of its gradient; of a table, of all its rows.
+      log: what was applied: block, and the bytes of its gradient; of a table, of all its rows; no
+        bytes where rows were evicted.
       history: every value that each block has had.
       begun: how many steps of trainers have begun.
+      evicted: rows that were evicted: block, number of its value then, and their numbers.
+      state: name to array, as its server has it.
     """
 
     def __init__(self, blocks: ServedBlocks, work: Callable[[], None], *, geo: bool) -> None:
         self.log: list[tuple[str, bytes]] = []
         self.begun = 0
         self.history = {n: [initial(n, size).tobytes()] for n, size in _sizes(blocks).items()}
+        self.evicted: list[tuple[str, int, np.ndarray]] = []
+        self.state: dict[str, Any] = {
+            n: np.frombuffer(h[0], np.float32) for n, h in self.history.items()
+        }
+        self.tables = SimulatedTables(
+            blocks.endpoint, _rows(blocks), lambda: self.state, self._note_eviction
+        )
         self._blocks, self._work, self._geo = blocks, work, geo
+
+    def _note_eviction(self, name: str, ids: np.ndarray) -> None:
+        self.log.append((name, b""))
+        self.evicted.append((name, len(self.history[name]), ids))
+        self.history[name].append(self.state[name].tobytes())
 
     def begin(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """As `BlockUpdate.begin`."""
@@ -302,6 +388,7 @@ class SimulatedBlocks:
         self._work()
         given = grads[gradient_name(block, 0)]
         if isinstance(given, RowGradient):
+            self.tables.touch(block, [given.ids])
             made = (
                 added_rows(state[block], given) if self._geo else with_rows(state[block], [given])
             )

@@ -41,6 +41,9 @@ class RowRequests:
         self._given: dict[
             tuple[int, str], RowGradient
         ] = {}  # rows of a block as a trainer has received them
+        # rows of each step whose gradients are to come: a communicator sends those of earlier steps
+        # after later steps have looked up theirs
+        self._under_way: dict[tuple[int, str], list[np.ndarray]] = {}
 
     def memory_of(self, k: int) -> dict[str, np.ndarray]:
         """The gradients of trainer k, before it has asked for any row: name to an array without
@@ -79,7 +82,12 @@ class RowRequests:
         self._expect(k, message, self._tables[name], ids, grads)
 
     def answered(self, k: int, name: str, ids: np.ndarray, rows: np.ndarray) -> None:
-        """Note what a trainer is answered with that it trains."""
+        """Note the rows that a step of a trainer looks up and trains, as it receives them.
+
+        Each step looks up every block once, also for no rows.
+        """
+        if not self._tables[name].kept:
+            self._under_way.setdefault((k, name), []).append(ids)
         if self._tables[name].backed:
             self._given[k, name] = RowGradient(ids, rows)
 
@@ -145,10 +153,12 @@ class RowRequests:
         grads.renew(gradient, np.zeros((len(ids), *table.row), table.dtype))
 
     def under_way(self, name: str) -> np.ndarray:
-        """The rows of a block of which trainers are to send gradients that were not used yet."""
+        """Return the rows of a block whose gradients are to come, or have come in part."""
         ids = [
             self._ids.get((k, gradient), ()) for k, gradient in self._tables[name].gradients.items()
         ]
+        for (_, block), steps in self._under_way.items():
+            ids += steps if block == name else ()
         return np.unique(np.concatenate([np.asarray(x, np.int32) for x in ids]))
 
     def gradients(self, k: int, grads: Inbox) -> dict[str, Any]:
@@ -172,9 +182,14 @@ class RowRequests:
                 found[n + BACKUP] = RowGradient(ids, given.rows[np.searchsorted(given.ids, ids)])
         return found
 
-    def used(self, k: int, grads: Inbox) -> None:
-        """Forget what trainer k has asked for: its gradients are used."""
+    def used(self, k: int, grads: Inbox, steps: int | None = None) -> None:
+        """Forget the rows of trainer k whose gradients are used.
+
+        Args:
+          steps: number of steps that the gradients are of; None if no more come.
+        """
         for n, t in self._tables.items():
+            del self._under_way.get((k, n), [])[:steps]
             self._given.pop((k, n), None)
             self._ids.pop((k, t.gradients[k]), None)
         for n, none in self.memory_of(k).items():

@@ -1,0 +1,116 @@
+"""Requests of a simulated trainer: checkpoints, and tables that are reported, exported or evicted."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from dtrans.errors import CheckpointError
+from dtrans.protocol.trainer import TrainerSteps
+from tools.simulate.case import Case, Request
+from tools.simulate.storage import checkpoint_name
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Answered:
+    """An answer that a trainer has received.
+
+    Attributes:
+      request: that it answers.
+      result: of a save, why it failed, if so; of others, as `TrainerSteps` returns it; of an
+        export, the rows of each block.
+    """
+
+    request: Request
+    result: Any
+
+
+class BetweenSteps:
+    """What one trainer asks of its servers.
+
+    Args:
+      k: the trainer.
+      steps: send its messages.
+
+    Attributes:
+      answers: so far.
+    """
+
+    def __init__(self, case: Case, k: int, steps: TrainerSteps) -> None:
+        self.answers: list[Answered] = []
+        self._case, self._steps = case, steps
+        self._requests = [x for x in case.requests if k in x.trainers]
+        self._saving: Request | None = None
+
+    def ask(self, made: int) -> Generator[Any, Any, None]:
+        """Ask for what is due between two steps, after so many, and wait for the answers."""
+        if not self._requests:
+            return
+        if self._saving is not None and made >= self._saving.step + self._saving.waits:
+            yield from self.end_save()
+        for request in self._due(made, "between"):
+            if request.kind != "save":
+                result = yield from self._ask_of_tables(request)
+                self.answers.append(Answered(request, result))
+                continue
+            yield from self._save(request)
+            if not request.waits:
+                yield from self.end_save()
+
+    def ask_when_sent(self, step: int) -> Generator[Any, Any, None]:
+        """Ask for the checkpoints that are asked for when the gradients of a step are sent."""
+        for request in self._due(step, "sent"):
+            yield from self._save(request)
+            yield from self.end_save()
+
+    def ask_when_ended(self, made: int) -> None:
+        """Ask for the checkpoints that are asked for before the answer of a step comes."""
+        for request in self._due(made, "ended"):
+            if self._saving is None:
+                self._saving = request
+                self._begin(request)
+
+    def end_save(self) -> Generator[Any, Any, None]:
+        """Wait for the checkpoint that servers write, if there is one."""
+        request, self._saving = self._saving, None
+        if request is None:
+            return
+        error = ""
+        try:
+            yield self._steps.saved()
+        except CheckpointError as e:  # the job may go on
+            error = str(e)
+        self.answers.append(Answered(request, error))
+
+    def _due(self, made: int, moment: str) -> Iterator[Request]:
+        return (x for x in self._requests if (x.step, x.moment) == (made, moment))
+
+    def _save(self, request: Request) -> Generator[Any, Any, None]:
+        yield from self.end_save()
+        self._saving = request
+        self._begin(request)
+
+    def _begin(self, request: Request) -> None:
+        self._steps.save(self._case.endpoints, checkpoint_name(self._case, request), request.step)
+
+    def _ask_of_tables(self, request: Request) -> Generator[Any, Any, Any]:
+        blocks = [(n.split("/")[0], n) for n in self._case.tables]
+        if request.kind == "report":
+            return (yield self._steps.tables([ep for ep, _ in blocks]))
+        if request.kind == "changes":
+            return (yield self._steps.changed(blocks, request.step // 2))
+        if request.kind == "evict":
+            return (yield self._steps.evict(blocks, request.unused_for))
+        return (yield from self._export(blocks))
+
+    def _export(self, blocks: Sequence[tuple[str, str]]) -> Generator[Any, Any, list[np.ndarray]]:
+        rows = [np.empty(self._case.tables[n], np.float32) for _, n in blocks]
+        wanted = [
+            (ep, n, np.arange(len(x), dtype=np.int32), x)
+            for (ep, n), x in zip(blocks, rows, strict=True)
+        ]
+        yield self._steps.prefetch(wanted, train=False)
+        return rows

@@ -1,0 +1,114 @@
+"""The steps of a simulated job on one device, with which a synchronous job is compared."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+
+from dtrans.protocol.served import RowGradient
+from dtrans.protocol.tables.table_rows import runs_of
+from tools.simulate.case import Case
+from tools.simulate.updates import (
+    SimulatedTables,
+    applied,
+    block_name,
+    gradient,
+    initial,
+    looked_up,
+    mean,
+    norm_part,
+    row_gradient,
+    updates_in,
+    with_rows,
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OneDevice:
+    """Results of one device that makes the steps of all trainers.
+
+    Attributes:
+      values: parameters after each step, by block.
+      changed_at: after each step, of each block of the table, as `SimulatedTables` has it.
+      before: both, before rows were evicted after the step.
+    """
+
+    values: list[dict[str, np.ndarray]]
+    changed_at: list[dict[str, np.ndarray]]
+    before: list[tuple[dict[str, np.ndarray], dict[str, np.ndarray]]]
+
+
+def values_of(case: Case) -> list[dict[str, np.ndarray]]:
+    """Return the parameters of one device after each step."""
+    return on_one_device(case).values
+
+
+def on_one_device(case: Case) -> OneDevice:
+    """Make the steps of a synchronous job on one device."""
+    sizes = {
+        block_name(ep, i): n
+        for ep, row in zip(case.endpoints, case.servers, strict=True)
+        for i, n in enumerate(row)
+    }
+    values = [{n: initial(n, size) for n, size in (sizes | case.tables).items()}]
+    new = values[0]
+    tables = SimulatedTables("", case.tables, lambda: new)
+    moments = lambda: {n: at.copy() for n, at in tables.changed_at.items()}
+    made = OneDevice(values, [moments()], [(new, moments())])
+    for step in range(max(case.steps)):
+        grads = {
+            n: [g for k in range(case.trainers) for g in _counted(case, n, size, k, step)]
+            for n, size in sizes.items()
+        }
+        means = {n: mean(g) for n, g in grads.items()}
+        norm = np.float32(0)
+        if case.mode == "exchange":
+            for ep in case.endpoints:
+                norm += norm_part({n: x for n, x in means.items() if n.startswith(f"{ep}/")})[0]
+        new = {n: applied(values[-1][n], means[n], norm) for n in sizes}
+        for i, n in enumerate(case.tables):
+            rows = [
+                g for k in range(case.trainers) for g in _rows_counted(case, values, i, k, step)
+            ]
+            new[n] = with_rows(values[-1][n], rows) if rows else values[-1][n]
+            tables.touch(n, [g.ids for g in rows])
+        made.before.append(({**new}, moments()))
+        eviction = case.eviction_after(step + 1)
+        if eviction is not None:
+            for n in case.tables:
+                tables.evict(n, eviction.unused_for, np.empty(0, np.int32))
+        values.append(new)
+        made.changed_at.append(moments())
+    return made
+
+
+def _rows_counted(
+    case: Case, values: list[dict[str, np.ndarray]], block: int, k: int, step: int
+) -> Iterator[RowGradient]:
+    """What counts of a trainer in a step for a block of the table: as of other blocks, but zeros
+    are of no rows."""
+    own = case.steps[k]
+    if step >= own and case.on_trainer_exit != "paddle":
+        return
+    sizes = tuple(case.tables.values())
+    at = min(step, own - 1)
+    ids = looked_up(case, k, at)[: 0 if step > own or not own else None]
+    whole = np.concatenate([values[updates_in(case, k, at)][n] for n in case.tables])
+    run = runs_of(sizes)[block]
+    mine = run.among(ids)
+    yield RowGradient(run.local(ids[mine]), row_gradient(whole[ids], k, at)[mine])
+
+
+def _counted(case: Case, block: str, size: int, k: int, step: int) -> list[np.ndarray]:
+    """What counts of a trainer in a step: nothing, a gradient, or zeros that the mean is of,
+    too."""
+    own = case.steps[k]
+    if step < own:
+        return [gradient(block, size, k, step)]
+    if case.on_trainer_exit != "paddle":
+        return []
+    return [
+        gradient(block, size, k, own - 1) if step == own and own else np.zeros(size, np.float32)
+    ]

@@ -1,0 +1,59 @@
+"""The folder to which a simulated server saves its state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dtrans.errors import StateError
+from tools.simulate.case import Case, Request
+
+
+def checkpoint_name(case: Case, request: Request) -> str:
+    """Return the name of the checkpoint that a request asks for."""
+    return f"checkpoint-{case.requests.index(request)}"
+
+
+class SimulatedStorage:
+    """What one server writes, and when each checkpoint is there.
+
+    Args:
+      endpoint: of the server.
+      state: returns the server's arrays, by name.
+      write: is called with a name, and the seconds until `end` is due for it.
+
+    Attributes:
+      written: name of a checkpoint to the steps that it is after, as its server says, and its
+        arrays.
+    """
+
+    def __init__(
+        self,
+        case: Case,
+        endpoint: str,
+        state: Callable[[], Mapping[str, Any]],
+        write: Callable[[str, float], None],
+    ) -> None:
+        self.written: dict[str, tuple[int, dict[str, bytes]]] = {}
+        self._endpoint, self._state, self._write = endpoint, state, write
+        saves = [x for x in case.requests if x.kind == "save"]
+        self._requests = {checkpoint_name(case, x): x for x in saves}
+        self._begun: dict[str, tuple[int, dict[str, bytes]]] = {}
+
+    def keep(self, name: str, made: int) -> int:
+        """As `dtrans.protocol.serving.Serving.keep`."""
+        request = self._requests[name]
+        if request.fails == self._endpoint and request.refuses:
+            raise StateError("its folder is read-only")
+        state = {n: x.tobytes() for n, x in self._state().items()}
+        self._begun[name] = made, state
+        self._write(name, request.seconds)
+        return len(state)
+
+    def end(self, name: str) -> str:
+        """End to write a checkpoint; return why it could not be written, if so."""
+        begun = self._begun.pop(name)
+        if self._requests[name].fails == self._endpoint:
+            return "its disk is full"
+        self.written[name] = begun
+        return ""
