@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -368,12 +367,9 @@ def _tells_of_a_row_once_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _evicts_when_one_asks(real: Any) -> Any:
     def evict(self: Any) -> None:
-        trainers, asked = self._trainers, list(self._evictions)
-        self._trainers = SimpleNamespace(
-            present=asked, known=trainers.known, count=len(trainers.known)
-        )
+        self._trainers.all_said = bool
         real(self)
-        self._trainers = trainers
+        del self._trainers.all_said
 
     return evict
 
