@@ -17,7 +17,7 @@ from paths import ROOT
 from typer.testing import CliRunner
 
 from dtrans.ops import CommunicatorConfig
-from dtrans.protocol import traffic, trainer, trainer_rounds
+from dtrans.protocol import presence, traffic, trainer, trainer_rounds
 from dtrans.protocol.async_server import AsyncServer
 from dtrans.protocol.geo_steps import GeoSteps
 from dtrans.protocol.inbox import Inbox
@@ -32,7 +32,7 @@ from dtrans.protocol.tables.table_rows import merged_rows
 from dtrans.protocol.traffic import Traffic
 from dtrans.protocol.trainer_line import TrainerLine
 from tools.simulate.__main__ import app
-from tools.simulate.case import Case, Event, Request, drawn
+from tools.simulate.case import Case, Event, Guest, Request, drawn
 from tools.simulate.updates import InNumpy
 from tools.simulate.verdict import Verdict, reduced, simulated, smaller, verdicts
 
@@ -98,6 +98,7 @@ def test_cases_are_of_all_kinds() -> None:
         *("save", "report", "changes", "export", "evict")
     }
     assert {x.moment for c in cases for x in c.requests} == {"between", "sent", "ended"}
+    assert {x.kind for c in cases for x in c.guests} == {"second", "stale", "stranger", "noise"}
     assert {c.orderly for c in cases if c.requests} == {False, True}
     ends = [how.split(":")[0] for v in found for how in v.ends.values()]
     assert {"well", "killed", "PeerError", "DeadlineError"} <= set(ends)
@@ -222,6 +223,47 @@ def test_rows_of_steps_that_a_communicator_has_not_sent_stay() -> None:
     for seed in range(40):
         found = simulated(dataclasses.replace(case, seed=seed))
         assert not found.faults, found
+
+
+# -- processes that are not of the job
+# ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["sync", "async", "communicator", "geo"])
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("second", "is DTRANS_TRAINER_ID, or trainer_id, the same in two processes?"),
+        ("stranger", "does not let trainer 1 in: it has not the job's token"),
+    ],
+)
+def test_another_process_is_refused_by_name_and_the_job_goes_on(
+    mode: str, kind: str, why: str
+) -> None:
+    case = dataclasses.replace(PLAIN, mode=mode, guests=(Guest(kind, 0.3, 1),))
+    found = simulated(case)
+    assert not found.faults
+    assert why in found.ends.pop(f"{kind} trainer 1")
+    assert {*found.ends.values()} == {"well"}
+
+
+def test_a_stale_plan_is_refused_before_its_trainer_has_come() -> None:
+    found = simulated(dataclasses.replace(PLAIN, guests=(Guest("stale", 0.0, 1),)))
+    assert not found.faults
+    assert "plans something else than pserver 127.0.0.1:1" in found.ends.pop("stale trainer 1")
+    assert {*found.ends.values()} == {"well"}
+
+
+@pytest.mark.parametrize("mode", ["sync", "async", "communicator"])
+def test_a_trainer_that_was_killed_and_comes_back_is_refused_by_name(mode: str) -> None:
+    killed = Event("crash", 0.3, "trainer 1")
+    case = dataclasses.replace(
+        PLAIN, mode=mode, events=(killed,), guests=(Guest("second", 0.4, 1),)
+    )
+    found = simulated(case)
+    assert not found.faults
+    assert "trainer 1 is here already" in found.ends["second trainer 1"]
+    assert mode != "sync" or "trainer 1" in found.ends["trainer 0"]
 
 
 # -- planted faults
@@ -374,6 +416,15 @@ def _evicts_when_one_asks(real: Any) -> Any:
     return evict
 
 
+def _accepts_a_second_process(real: Any) -> Any:
+    def check(self: Any, k: int, address: bytes, message: Any, peer: str | None) -> None:
+        if k in self.known:
+            self.known[k].session = message["session"]
+        real(self, k, address, message, peer)
+
+    return check
+
+
 def _nothing(*args: Any) -> None:
     return None
 
@@ -450,6 +501,13 @@ PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         Serving, "written", lambda self, name, error, now: WRITTEN(self, name, "", now)
     ),
     "a save in the middle of a step": lambda m: m.setattr(SyncServer, "check_between", _nothing),
+    "a second process with one id is accepted": lambda m: m.setattr(
+        Presence, "_check_identity", _accepts_a_second_process(Presence._check_identity)
+    ),
+    "a stale plan accepted": lambda m: m.setattr(presence, "check_plan", _nothing),
+    "strangers speak as trainers": lambda m: m.setattr(
+        Presence, "speaker", lambda self, address, message: self.by_address.get(address, 0)
+    ),
     "of merged gradients of rows the last one counts": lambda m: m.setattr(
         traffic, "merged_rows", lambda parts, how: parts[-1]
     ),

@@ -13,7 +13,9 @@ process     a role, which takes one event at a time:
 server_role, trainer_role   a server and a trainer, each around its machine
 between_steps               requests of a trainer: checkpoints, and tables
 storage                     the folder that a server saves to
+noise_maker                 a process that sends malformed messages
 judge, judge_answers        what a job must have done, and what it must have answered
+judge_guests                what processes that are not of the job must have been answered
 verdict     one case from its seed to its verdict, and a smaller case that fails as it does
 
 Clock and network know of no fault: roles and `case` ask them for what happens.

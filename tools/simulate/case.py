@@ -83,6 +83,31 @@ class Request:
 
 
 @dataclasses.dataclass(frozen=True)
+class Guest:
+    """A process that comes to the job and is not of it.
+
+    Attributes:
+      kind: "second" process with the id of a trainer; "stale" trainer with another plan; "stranger"
+        with another token; or "noise", which sends malformed messages.
+      time: when it begins.
+      trainer: the id that it has.
+    """
+
+    kind: str
+    time: float
+    trainer: int
+
+    def __str__(self) -> str:
+        what = {
+            "second": "is started a second time",
+            "stale": "is started with another plan",
+            "stranger": "is started with another token",
+            "noise": "is the name of who sends malformed messages",
+        }
+        return f"{self.time:.3f} s  trainer {self.trainer} {what[self.kind]}"
+
+
+@dataclasses.dataclass(frozen=True)
 class Case:
     """A job and what happens to it.
 
@@ -113,6 +138,7 @@ class Case:
       events: what happens.
       requests: of trainers, in the order in which each sends its own; one eviction at most, before
         other requests of its step.
+      guests: that come.
     """
 
     seed: int
@@ -136,6 +162,7 @@ class Case:
     moves_rows: bool = False
     patience: float = 30.0
     requests: tuple[Request, ...] = ()
+    guests: tuple[Guest, ...] = ()
 
     @property
     def sync_mode(self) -> bool:
@@ -208,7 +235,7 @@ class Case:
         happens = "".join(
             f"\n  {e.time:.3f} s  {_told(e)}" for e in sorted(self.events, key=lambda e: e.time)
         )
-        happens += "".join(f"\n  {x}" for x in self.requests)
+        happens += "".join(f"\n  {x}" for x in (*self.guests, *self.requests))
         rounds = f", {self.rounds} rounds a step" if self.rounds else ""
         moves = ", trainers move" if self.moves else ""
         small = (
@@ -308,7 +335,18 @@ def drawn(seed: int) -> Case:
         ahead, moves = r.choice([0, 1, 1, 2]), r.random() < 0.3
         stale = r.choice([0, 0, 1]) if ahead else 0
         case = dataclasses.replace(case, ahead=ahead, staleness=stale, moves_rows=moves)
-    return dataclasses.replace(case, requests=_requests(r, case))
+    return _with_guests(r, dataclasses.replace(case, requests=_requests(r, case)))
+
+
+def _with_guests(r: Random, case: Case) -> Case:
+    """Draw who comes; a trainer whose second process comes may have been killed before."""
+    if r.random() < 0.75:
+        return case
+    kind = r.choice(["second", "second", "stale", "stranger", "noise"])
+    time, k = r.random() * (0.3 + 0.2 * max(case.steps)), r.randrange(case.trainers)
+    killed = Event("crash", time * r.random(), f"trainer {k}")
+    events = (*case.events, killed) if kind == "second" and r.random() < 0.3 else case.events
+    return dataclasses.replace(case, events=events, guests=(Guest(kind, time, k),))
 
 
 def _requests(r: Random, case: Case) -> tuple[Request, ...]:

@@ -19,6 +19,8 @@
   asynchronous server, those of a moment between two steps of the trainer that asked. A synchronous
   server evicts rows when all trainers have asked for it. An asynchronous one keeps rows of which a
   gradient is to come.
+- A second process with the id of a trainer, one with another plan and one with another token are
+  refused by name. They and malformed messages change nothing: a job that may end well does.
 - An asynchronous server has applied no gradient twice and none out of its trainer's order, what it
   gives is a value that the block has had, and whoever ended well was heard in full. Rows of a table
   are of no older value than rows before, and have the gradients of all steps of their trainer,
@@ -28,7 +30,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -37,6 +39,7 @@ from dtrans.protocol.presence import RETRY
 from dtrans.protocol.tables.table_rows import runs_of
 from tools.simulate.case import COMMUNICATING, Case, Event
 from tools.simulate.judge_answers import faults_of_answers, faults_of_block, faults_of_saves
+from tools.simulate.judge_guests import faults_of_guests, is_harmless
 from tools.simulate.one_device import on_one_device
 from tools.simulate.process import Process
 from tools.simulate.server_role import SimulatedServer
@@ -51,17 +54,29 @@ from tools.simulate.updates import (
 
 
 def faults(
-    case: Case, servers: Mapping[str, SimulatedServer], trainers: list[SimulatedTrainer]
+    case: Case,
+    servers: Mapping[str, SimulatedServer],
+    of_job: list[SimulatedTrainer],
+    guests: Sequence[Process] = (),
 ) -> Iterator[str]:
-    """Yield the promises that a job violated."""
-    for role in (*servers.values(), *trainers):
+    """Yield the promises that a job violated.
+
+    Args:
+      of_job: its trainers.
+      guests: processes of `case.guests`. One may be the only process of its trainer.
+    """
+    trainers = [*of_job, *(x for x in guests if isinstance(x, SimulatedTrainer))]
+    for role in (*servers.values(), *of_job, *guests):
         yield from _of_role(role)
+    yield from faults_of_guests(case, of_job, guests)
     uneven = len(set(case.steps)) > 1 and case.sync_mode and case.on_trainer_exit == "error"
-    harmless = case.orderly and (
-        case.harmless or all(_breaks_at_the_end(case, e, trainers) for e in case.events)
+    harmless = (
+        case.orderly
+        and all(is_harmless(guest, of_job) for guest in case.guests)
+        and (case.harmless or all(_breaks_at_the_end(case, e, of_job) for e in case.events))
     )
     if harmless and not uneven:
-        for role in (*servers.values(), *trainers):
+        for role in (*servers.values(), *of_job):
             if role.error is not None:
                 yield f"{role.name} ended, and nothing had happened: {role.error}"
     device = on_one_device(case) if case.sync_mode else None
@@ -123,11 +138,11 @@ def faults(
     if (
         case.mode == "geo"
         and case.trainers == 1
-        and trainers[0].error is None
-        and trainers[0].ended is not None
+        and of_job[0].error is None
+        and of_job[0].ended is not None
     ):
         yield from _of_geo(case, servers)
-    if uneven and harmless and all(t.error is None for t in trainers):
+    if uneven and harmless and all(t.error is None for t in of_job):
         yield (
             "trainers made different numbers of steps with on_trainer_exit='error', and "
             "nobody said so"
@@ -159,7 +174,7 @@ def _of_blocks(
     update = server.update
     assert isinstance(update, SimulatedBlocks)
     done = [t for t in trainers if t.error is None and t.ended is not None]
-    if len(done) == len(trainers) and not server.killed and update.begun != sum(case.sends):
+    if len(done) == case.trainers and not server.killed and update.begun != sum(case.sends):
         yield f"{server.name} has begun {update.begun} of {sum(case.sends)} steps"
     for block in update.history:
         known = [0] * case.trainers  # how many steps of each trainer are in the block

@@ -57,10 +57,14 @@ class Network:
 
 
 class SimulatedTransport:
-    """Links and doors of a process, as `dtrans.protocol.transport.Transport`."""
+    """Links and doors of a process, as `dtrans.protocol.transport.Transport`.
 
-    def __init__(self, network: Network, process: Process) -> None:
-        self._network, self._process = network, process
+    Args:
+      token: of the job that the process belongs to; doors bar links with another one.
+    """
+
+    def __init__(self, network: Network, process: Process, token: str = "") -> None:
+        self._network, self._process, self._token = network, process, token
         self._opened: list[SimulatedLink | SimulatedDoor] = []
 
     def now(self) -> float:
@@ -69,7 +73,8 @@ class SimulatedTransport:
 
     def connect(self, endpoint: str, /, *, user: str, role: str, name: str = "") -> SimulatedLink:
         """Open a link, which comes up a little later."""
-        link = SimulatedLink(self._network, self._process, endpoint.removeprefix("/"))
+        address = endpoint.removeprefix("/")
+        link = SimulatedLink(self._network, self._process, address, self._token)
         self._opened.append(link)
         return link
 
@@ -84,7 +89,9 @@ class SimulatedTransport:
         has_local: bool = False,
     ) -> SimulatedDoor:
         """Open a door, to which anybody may connect."""
-        door = SimulatedDoor(self._network, self._process, endpoint, has_local=has_local)
+        door = SimulatedDoor(
+            self._network, self._process, endpoint, self._token, has_local=has_local
+        )
         self._opened.append(door)
         return door
 
@@ -113,10 +120,16 @@ class SimulatedDoor:
     """An endpoint of a process."""
 
     def __init__(
-        self, network: Network, process: Process, endpoint: str, *, has_local: bool = False
+        self,
+        network: Network,
+        process: Process,
+        endpoint: str,
+        token: str,
+        *,
+        has_local: bool = False,
     ) -> None:
         self.endpoint, self.local = endpoint, f"/{endpoint}" * has_local
-        self.process = process
+        self.process, self.token = process, token
         self.connections: dict[bytes, SimulatedLink] = {}
         self._network = network
         network.doors[endpoint] = self
@@ -144,9 +157,9 @@ class SimulatedLink:
       held: until when each direction lets nothing through: to the server, and to the client.
     """
 
-    def __init__(self, network: Network, client: Process, endpoint: str) -> None:
+    def __init__(self, network: Network, client: Process, endpoint: str, token: str) -> None:
         self.network, self.client, self._endpoint = network, client, endpoint
-        self.server_name = f"pserver {endpoint}"
+        self.server_name, self._token = f"pserver {endpoint}", token
         self.up = False
         self.address = network.address()
         self.held = [0.0, 0.0]
@@ -172,6 +185,10 @@ class SimulatedLink:
             return
         if door is None:
             clock.at(clock.now + RETRY, self.establish)
+            return
+        if door.token != self._token:
+            door.process.deliver(Event("refused", door))
+            self.client.deliver(Event("barred", self, reason="it has not the job's token"))
             return
         self.up, self._door = True, door
         self._made += 1

@@ -7,6 +7,7 @@ or a condition.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Generator, Mapping
 from random import Random
 from typing import Any
@@ -45,6 +46,23 @@ from tools.simulate.updates import (
 Script = Generator[Any, Any, Any]
 
 
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """Where a trainer comes from: from the job that is simulated, or from elsewhere.
+
+    Attributes:
+      prefix: of its name; empty for the job's trainers.
+      plan, token: that it has.
+    """
+
+    prefix: str = ""
+    plan: str = "one"
+    token: str = ""
+
+
+JOB = Origin()
+
+
 class SimulatedTrainer(Process):
     """A trainer: what an executor does with the trainer's program.
 
@@ -55,6 +73,7 @@ class SimulatedTrainer(Process):
       reduced: what came of each round.
       looked_up: for each step, the numbers of rows of the table, and what it received as these.
       left_at: connection to when it said there that it had done.
+      greeted_at: when all servers had welcomed it.
     """
 
     def __init__(
@@ -64,10 +83,13 @@ class SimulatedTrainer(Process):
         clock: Clock,
         random: Random,
         network: Network,
+        origin: Origin = JOB,
     ) -> None:
-        super().__init__(f"trainer {k}", clock)
+        super().__init__(f"{origin.prefix}trainer {k}", clock)
         self.case, self.k, self.random = case, k, random
-        self._transport = SimulatedTransport(network, self)
+        self._origin = origin
+        self._transport = SimulatedTransport(network, self, origin.token)
+        self.greeted_at = math.inf
         self.pulled: list[tuple[int, dict[str, np.ndarray]]] = []
         self.pushed: dict[str, list[np.ndarray]] = {}
         self.reduced: list[np.ndarray] = []
@@ -171,13 +193,14 @@ class SimulatedTrainer(Process):
                 endpoint=ep,
                 trainer=self.k,
                 trainers=self.case.trainers,
-                session=f"session {self.k}",
+                session=f"session of {self.name}",
                 sync_mode=self._steps.sync_mode,
-                plan={"init": "one"},
-                secret="",
+                plan={"init": self._origin.plan},
+                secret=self._origin.token,
                 deadline=self.case.deadline,
             )
             yield link.greet()
+        self.greeted_at = self.clock.now
 
     def _exchange(self, step: int) -> Script:
         for number in range(self.case.rounds):

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from random import Random
+from typing import Any
 
 from dtrans.protocol import presence, trainer_line, wire
-from tools.simulate.case import COMMUNICATING, Case, Event, drawn
+from tools.simulate.case import COMMUNICATING, Case, Event, Guest, drawn
 from tools.simulate.clock import Clock
 from tools.simulate.judge import faults
 from tools.simulate.network import Network, drawn_delay
+from tools.simulate.noise_maker import NoiseMaker
 from tools.simulate.process import Process
 from tools.simulate.server_role import SimulatedServer
-from tools.simulate.trainer_role import CommunicatingTrainer, GeoSgdTrainer, SimulatedTrainer
+from tools.simulate.trainer_role import (
+    CommunicatingTrainer,
+    GeoSgdTrainer,
+    Origin,
+    SimulatedTrainer,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,10 +83,17 @@ def _simulated(case: Case) -> Verdict:
     begins = lambda role, start: clock.at(
         random.random() * 0.2, lambda: None if role.over else start()
     )
+    guests = [
+        _guest(guest, f"{guest.kind} ", trainer_of, case, clock, random, network)
+        for guest in case.guests
+    ]
+    roles |= {guest.name: guest for guest in guests}
     for server in servers.values():
         begins(server, server.start)
     for trainer in trainers:
         begins(trainer, trainer.start)
+    for guest, process in zip(case.guests, guests, strict=True):
+        clock.at(guest.time, process.start)
     for event in case.events:
         _schedule(event, clock, network, roles)
     running = list(roles.values())
@@ -93,7 +107,26 @@ def _simulated(case: Case) -> Verdict:
     clock.run(10 * max(case.deadline, 30.0) + 400.0, over)
     ends = {name: "killed" if r.killed else _end(r) for name, r in roles.items()}
     left_at = {name: at for t in trainers for name, at in t.left_at.items()}
-    return Verdict(case, tuple(faults(case, servers, trainers)), ends, clock.now, left_at)
+    found = tuple(faults(case, servers, trainers, guests))
+    return Verdict(case, found, ends, clock.now, left_at)
+
+
+def _guest(
+    guest: Guest,
+    prefix: str,
+    trainer_of: Callable[..., SimulatedTrainer],
+    case: Case,
+    *at: Any,
+) -> SimulatedTrainer | NoiseMaker:
+    """Return the process of a guest; a trainer has `prefix` before its name."""
+    if guest.kind == "noise":
+        return NoiseMaker(case, guest, "noise", *at)
+    origins = {
+        "second": Origin(prefix),
+        "stale": Origin(prefix, plan="two"),
+        "stranger": Origin(prefix, token="another"),
+    }
+    return trainer_of(case, guest.trainer, *at, origins[guest.kind])
 
 
 def _end(role: Process) -> str:
@@ -153,6 +186,8 @@ def reduced(case: Case) -> Iterator[Case]:
     replace = dataclasses.replace
     for i in range(len(case.events)):
         yield replace(case, events=case.events[:i] + case.events[i + 1 :])
+    for i in range(len(case.guests)):
+        yield replace(case, guests=case.guests[:i] + case.guests[i + 1 :])
     for name, plain in (
         ("rounds", 0),
         ("moves", False),
@@ -167,7 +202,7 @@ def reduced(case: Case) -> Iterator[Case]:
     ):
         if getattr(case, name) != plain:
             yield replace(case, **{name: plain})
-    named = " ".join(e.who for e in case.events)
+    named = " ".join([e.who for e in case.events] + [f"trainer {x.trainer}" for x in case.guests])
     if case.trainers > 1 and f"trainer {case.trainers - 1}" not in named:
         yield replace(case, steps=case.steps[:-1])
     if len(case.servers) > 1 + (case.mode == "exchange") and case.endpoints[-1] not in named:

@@ -1,0 +1,46 @@
+"""Checks of processes that came to a simulated job and are not of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from tools.simulate.case import Case, Guest
+from tools.simulate.noise_maker import NoiseMaker
+from tools.simulate.process import Process
+from tools.simulate.trainer_role import SimulatedTrainer
+
+
+REFUSALS = {
+    "second": ("is here already", "has left, and cannot come back"),
+    "stale": ("plans something else than", "is here already", "has left, and cannot come back"),
+    "stranger": ("does not let trainer",),
+}
+
+
+def is_harmless(guest: Guest, trainers: Sequence[SimulatedTrainer]) -> bool:
+    """Return True if a guest changes nothing of a job to which nothing else happens.
+
+    A second process does not if it comes when all servers have welcomed the first.
+    """
+    return guest.kind != "second" or trainers[guest.trainer].greeted_at < guest.time
+
+
+def faults_of_guests(
+    case: Case, trainers: Sequence[SimulatedTrainer], guests: Sequence[Process]
+) -> Iterator[str]:
+    """Yield guests that were let in, or that were refused without a reason."""
+    for guest, process in zip(case.guests, guests, strict=True):
+        if isinstance(process, NoiseMaker):
+            others = [op for op in process.answers if op != "refuse"]
+            if others:
+                yield f"who sent malformed messages was answered with {others}"
+            continue
+        first, error = trainers[guest.trainer], process.error
+        may_join = guest.kind == "second" and not is_harmless(guest, trainers)
+        is_only_one = may_join and (first.killed or first.error is not None)
+        if error is None and process.ended is not None and not is_only_one:
+            yield f"{process.name} ended well, as if it were of the job"
+        is_late = "waited" in str(error) or "went away" in str(error)
+        is_named = is_late or any(why in str(error) for why in REFUSALS[guest.kind])
+        if error is not None and not may_join and not is_named:
+            yield f"{process.name} is not refused by name: {error}"
