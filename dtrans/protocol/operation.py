@@ -147,8 +147,7 @@ class Operation(Generic[T]):
     def close(self) -> None:
         """Await nothing more: messages that still come are answers to nobody."""
         for answer in self._answers:
-            answer.line.awaited, answer.line.saving = 0, ()
-            answer.line.saved.pop(answer.number, None)
+            answer.line.stop_waiting(answer.number)
 
 
 def nothing(answers: Sequence[PendingAnswer]) -> None:

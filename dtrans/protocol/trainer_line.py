@@ -251,6 +251,11 @@ class TrainerLine:
         self.patience = now + self._deadline
         self.reminder.begin(now)
 
+    def stop_waiting(self, number: int) -> None:
+        """Await nothing more, and release the answer to a request, whose memory may be large."""
+        self.awaited, self.saving, self._waits_for = 0, (), ""
+        self.saved.pop(number, None)
+
     def heard(self, frames: Sequence[Any], now: float) -> wire.Message | None:
         """The answer that a message is; None for one that is not.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -111,6 +112,17 @@ def test_an_operation_is_copied_in_the_middle(kind: str) -> None:
     assert {n: x.tolist() for n, x in lines.memory.items()} == before
     assert finished(lines, operation) == made
     assert kind not in ("prefetch", "request") or made[2] == {ep: [1, 1, 2, 2] for ep in "ab"}
+
+
+def test_a_finished_operation_leaves_its_memory_to_others() -> None:
+    lines = Lines()
+    operation = lines.begin("prefetch")
+    lines.known["a"].wait(operation.waits_for, 0.0)
+    lines.take(operation, first=True)
+    finished(lines, operation)
+    memory = weakref.ref(lines.memory.pop("a"))
+    del operation
+    assert memory() is None
 
 
 def test_who_could_not_is_named_when_all_have_answered() -> None:

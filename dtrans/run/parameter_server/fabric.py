@@ -257,6 +257,8 @@ class EndpointFabric:
     def look_up(self, eqn: JaxprEqn, ids: np.ndarray) -> np.ndarray:
         """Rows of a table by their numbers, increasing, for a `prefetch` equation; no step is made
         of them."""
+        if self._closed:
+            raise StateError("this executor is closed; make a new one")
         t = eqn.params["types"][0]
         rows = np.empty((len(ids), *t.shape[1:]), t.dtype)
         wanted = rows_wanted(eqn, ids, rows)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -41,9 +41,6 @@ from dtrans.run.parameter_server.tables.missed_steps import MissedSteps
 from dtrans.run.parameter_server.tables.row_updates import RowUpdates, put_there, taken_there
 from dtrans.run.parameter_server.tables.traced_tables import TracedMemory, gradients_with_room
 from dtrans.run.parameter_server.update import CompiledUpdate, ServerUpdate
-
-
-Rule = Callable[[JaxprEqn, list[Any]], Sequence[Any]]
 
 
 class MeshPlacement:
@@ -277,16 +274,19 @@ class MeshFabric:
 
     Attributes:
       state: the servers' state after the program, by endpoint.
+      rules: the method that carries out each equation. By its name: a bound method would refer to
+        this object, whose gradients and state would wait for the garbage collector.
     """
+
+    rules: ClassVar[dict[Primitive, str]] = {
+        recv_p: "_receive",
+        fake_init_p: "_fake_init",
+        fetch_barrier_p: "_fetch_barrier",
+    }
 
     def __init__(self, placement: MeshPlacement, state: dict[str, dict[str, Any]]) -> None:
         self.state = state
         self._placement = placement
-        self._rules: dict[Primitive, Rule] = {
-            recv_p: self._receive,
-            fake_init_p: self._fake_init,
-            fetch_barrier_p: self._fetch_barrier,
-        }
 
     def run(
         self,
@@ -308,10 +308,11 @@ class MeshFabric:
                 eqn, values = run.send(outs)
             except StopIteration as done:
                 return done.value
-            rule = self._rules.get(eqn.primitive)
+            rule = self.rules.get(eqn.primitive)
             if rule is None:
                 raise ConfigError(f"a mesh cannot carry out `{eqn.primitive.name}`")
-            outs = rule(eqn, values)
+            carry_out: Callable[[JaxprEqn, list[Any]], Sequence[Any]] = getattr(self, rule)
+            outs = carry_out(eqn, values)
 
     def _receive(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         blocks = zip(eqn.params["epmap"], eqn.params["names"], strict=True)
@@ -336,6 +337,14 @@ class MeshStepFabric(MeshFabric):
       watch: checks gradients before a server has them.
     """
 
+    rules: ClassVar[dict[Primitive, str]] = MeshFabric.rules | {
+        send_p: "_send",
+        send_rows_p: "_send_rows",
+        send_barrier_p: "_send_barrier",
+        split_ids_p: "_split_ids",
+        prefetch_p: "_prefetch",
+    }
+
     def __init__(
         self,
         placement: MeshPlacement,
@@ -349,13 +358,6 @@ class MeshStepFabric(MeshFabric):
         self._plan, self._servers, self._trainers, self._watch = plan, servers, trainers, watch
         self._grads: dict[str, dict[str, Any]] = {ep: {} for ep in state}
         self._sent: list[tuple[str, Any, bool]] = []  # to check: name, gradient, is stacked
-        self._rules |= {
-            send_p: self._send,
-            send_rows_p: self._send_rows,
-            send_barrier_p: self._send_barrier,
-            split_ids_p: self._split_ids,
-            prefetch_p: self._prefetch,
-        }
 
     def _send(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         where = zip(eqn.params["epmap"], eqn.params["names"], strict=True)

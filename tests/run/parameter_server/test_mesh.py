@@ -3,6 +3,7 @@ what it cannot do."""
 
 from __future__ import annotations
 
+import gc
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -628,6 +629,20 @@ def test_a_state_is_a_pytree_and_the_job_holds_none() -> None:
     rebuilt = jax.tree.unflatten(treedef, leaves)
     other = plan.on_mesh()
     tree_equal(job.step(rebuilt, *batch)[0], other.step(other.init(params), *batch)[0])
+
+
+def test_a_step_leaves_no_arrays_to_the_garbage_collector() -> None:
+    params, _, _, job = small_job(donate=False)
+    state, batch = job.init(params), mlp_batch(8)
+    state, _ = job.step(state, *batch)
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(jax.live_arrays())
+        state, _ = job.step(state, *batch)
+        assert len(jax.live_arrays()) <= before + 1  # the loss is in no result before
+    finally:
+        gc.enable()
 
 
 # -- where things live -----------------------------------------------------------------------------

@@ -347,7 +347,10 @@ def test_a_table_is_written_to_a_file(
                 match=r"params/emb are 480 bytes, .* may have 100: job.tables.export\(name, path\)",
             ):
                 job.params(state)
-            return found
+            tables = job.tables
+        with pytest.raises(StateError, match="this executor is closed"):
+            tables.lookup("params/emb", [0])
+        return found
 
     for ep in plan.servers:
         role_threads.start(ep, serve, plan, ep, jax.random.key(0))
@@ -645,6 +648,9 @@ def test_rows_that_a_table_on_a_mesh_does_not_have(tmp_path: Path) -> None:
     del state
     with pytest.raises(StateError, match="nothing keeps a state of this job"):
         job.tables.lookup("params/emb", [0])
+    with pytest.raises(StateError, match="nothing keeps a state of this job"):
+        job.tables.export("params/emb", tmp_path / "emb.npy")
+    np.testing.assert_array_equal(np.load(tmp_path / "emb.npy"), emb)
 
 
 def test_gradients_of_rows_on_a_mesh_are_looked_at() -> None:

@@ -193,7 +193,7 @@ class JobTables(abc.ABC):
         Raises:
           ConfigError: `name` is no table, or the file cannot be written.
         """
-        self._table(name)
+        self.lookup(name, np.empty(0, int))  # an error leaves the file as it is
         t = self.plan.main.inputs[name]
         try:
             file = np.lib.format.open_memmap(path, "w+", dtype=t.dtype, shape=t.shape)
