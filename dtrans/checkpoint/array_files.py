@@ -53,7 +53,8 @@ def read_arrays(
 def _header(x: np.ndarray) -> bytes:
     """Return the header of an array in NumPy's format, padded to pages.
 
-    NumPy's format has no types of other libraries; they are written as bytes.
+    Types of other libraries, such as bfloat16, are written as raw bytes: NumPy's format has none of
+    them.
     """
     kind = np.dtype(f"V{x.dtype.itemsize}") if x.dtype.kind == "V" else x.dtype
     text = repr({"descr": kind.str, "fortran_order": False, "shape": x.shape}).encode("latin1")

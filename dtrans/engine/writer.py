@@ -631,22 +631,37 @@ def linear_terms(inner: Jaxpr, outs: Collection[Var], summed: Collection[Var] = 
     """Return the values that may be partial sums if `outs` are: those that `outs` are linear in.
 
     Values before a broadcast are reduced first, since they are smaller. Exception: the broadcast
-    becomes, entry by entry, one of the values that are `summed` anyway.
+    becomes, entry by entry, one of the values that are `summed` anyway. A cast rounds: where another
+    equation needs its sum, partial sums are reduced before it.
     """
     found, anyway = set(outs), set(summed)
+    needed: set[Var] = set()  # as sums
     for eqn in reversed(inner.eqns):
-        if eqn.outvars and found.issuperset(eqn.outvars):
-            if eqn.primitive.name in _GROWS and _grows(eqn) and not anyway.issuperset(eqn.outvars):
-                if eqn.primitive.name == "broadcast_in_dim":
-                    found.difference_update(eqn.outvars)
-                continue
-            if anyway.issuperset(eqn.outvars) and (
-                facts_of(eqn).elementwise or is_rearrangement(eqn)
-            ):
-                anyway.update(a for a in eqn.invars if isinstance(a, Var))
+        operands = [a for a in eqn.invars if isinstance(a, Var)]
+        is_summed = anyway.issuperset(eqn.outvars)
+        if _rounds(eqn) and needed.issuperset(eqn.outvars) and not is_summed:
+            found.difference_update(eqn.outvars)
+        terms: set[Var] = set()
+        if not eqn.outvars or not found.issuperset(eqn.outvars):
+            pass
+        elif eqn.primitive.name in _GROWS and _grows(eqn) and not is_summed:
+            if eqn.primitive.name == "broadcast_in_dim":
+                found.difference_update(eqn.outvars)
+        else:
+            if is_summed and (facts_of(eqn).elementwise or is_rearrangement(eqn)):
+                anyway.update(operands)
             linear = {i for together in linear_operands(eqn) for i in together}
-            found.update(a for i, a in enumerate(eqn.invars) if i in linear and isinstance(a, Var))
+            terms = {a for i, a in enumerate(eqn.invars) if i in linear and isinstance(a, Var)}
+        found |= terms
+        needed.update(a for a in operands if a not in terms)
     return found
+
+
+def _rounds(eqn: JaxprEqn) -> bool:
+    """Return True if an equation casts numbers to a type of fewer bits."""
+    if eqn.primitive.name != "convert_element_type":
+        return False
+    return nbytes(eqn.outvars[0].aval) < nbytes(eqn.invars[0].aval)
 
 
 def _grows(eqn: JaxprEqn) -> bool:

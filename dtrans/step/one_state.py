@@ -102,8 +102,11 @@ def split_step(program: Program) -> Program:
 
 
 def split_spec(spec: TreeSpec, names: Collection[str]) -> tuple[TreeSpec, TreeSpec]:
-    """Split a state spec: leaves with these names and non-arrays, then all others, None
-    elsewhere."""
+    """Split the spec of a state into two specs of its structure.
+
+    The first has the leaves with these names, and all leaves that are no arrays; the second has the
+    others. Each has None in place of the other's leaves.
+    """
     leaves = spec.leaves
     first = [leaf if leaf in names or not isinstance(leaf, str) else None for leaf in leaves]
     second = [leaf if isinstance(leaf, str) and leaf not in names else None for leaf in leaves]

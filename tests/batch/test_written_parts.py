@@ -232,3 +232,25 @@ def test_rows_that_meet_behind_parameters_are_refused_by_their_line(kind: str) -
     relu = lambda p, x, y, key: jax.nn.relu(critic(p, x).mean()) + p["c"]
     with pytest.raises(ConfigError, match=r"all_reduce for .*test_written_parts.py:\d+"):
         planned(relu, kind)
+
+
+def test_a_mean_that_the_step_reads_is_rounded_once() -> None:
+    """It is a result, too: sums of rounded terms would do there."""
+
+    def loss(p: Any, x: Any) -> Any:
+        h = jnp.tanh(x @ p["w"])
+        mean = jnp.mean(h, axis=0).astype(jnp.bfloat16)
+        return jnp.mean((h - mean.astype(h.dtype)) ** 2) + jnp.sum(jnp.tanh(mean)), mean
+
+    tx, params = optax.sgd(0.1), {"w": jnp.ones((4, 3))}
+    step = dtrans.make_train_step(loss, tx, has_aux=True)
+    main = dtrans.trace(step, params, tx.init(params), jnp.ones((12, 4)))
+    plan = dtrans.nccl2(main, dtrans.trace(lambda: (params, tx.init(params))), trainers=3)
+    makers = {v: e for e in plan.program.eqns for v in e.outvars}
+    casts = [
+        e
+        for e in plan.program.eqns
+        if e.primitive.name == "convert_element_type" and e.outvars[0].aval.dtype == jnp.bfloat16
+    ]
+    mean, *_ = casts
+    assert makers[mean.invars[0]].primitive.name == "all_reduce", casts
