@@ -323,7 +323,7 @@ def test_only_pipelines_have_micro_batches_with_statistics() -> None:
         for batch in ("micro", Batch("micro")):
             with pytest.raises(
                 ConfigError,
-                match="batch='micro' is for dtrans.pipeline, .* Say batch='local', where",
+                match="batch='micro' is for dtrans.pipeline, .*; pass batch='local', which",
             ):
                 strategy(*given, batch=batch, **options)
 

@@ -321,6 +321,6 @@ def test_a_checkpoint_looks_for_its_place_before_training(plan: Plan, tmp_path: 
         dtrans.checkpoint.check(tmp_path / "file" / "1", job)
     dtrans.checkpoint.save(tmp_path / "1", job, job.init(KEY))
     with pytest.raises(
-        ConfigError, match="-0 is there already: save each checkpoint of .* to a path of its own$"
+        ConfigError, match="-0 exists already; save each checkpoint of .* to a separate path$"
     ):
         dtrans.checkpoint.check(tmp_path / "1", job)

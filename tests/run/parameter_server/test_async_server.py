@@ -342,7 +342,7 @@ def transpiled(**options: Any) -> dtrans.DistributeTranspiler:
 
 def test_a_synchronous_gradient_has_no_delay() -> None:
     with pytest.raises(
-        ConfigError, match="^dc_asgd_decay=0.9 is for enable_dc_asgd=True, which is False$"
+        ConfigError, match="^dc_asgd_decay=0.9 needs enable_dc_asgd=True, it is False$"
     ):
         transpiled(dc_asgd_decay=0.9)
     with pytest.raises(AssertionError, match="^enable_dc_asgd=True needs sync_mode=False"):

@@ -739,7 +739,6 @@ def test_what_is_under_way_is_bounded_by_the_queue() -> None:
     with pytest.raises(ConfigError) as caught:
         dtrans.CommunicatorConfig(min_send_grad_num_before_recv=21)
     assert str(caught.value) == (
-        "min_send_grad_num_before_recv=21 must not be more than send_queue_size=20: an answer is "
-        "what tells that "
-        "gradients have arrived"
+        "min_send_grad_num_before_recv=21 must not be more than send_queue_size=20: only a reply "
+        "acknowledges gradients"
     )

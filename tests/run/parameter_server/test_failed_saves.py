@@ -181,7 +181,7 @@ def test_a_job_goes_on_whatever_the_system_refuses(tmp_path: Path) -> None:
                 "cannot be written to "
             )
             _, there, why = said[name].partition(f"{told}{folder}/{name}/pserver-{k}: ")
-            assert there and os.strerror(code) in why.partition(". Make room")[0], (
+            assert there and os.strerror(code) in why.partition("; free space")[0], (
                 name,
                 said[name],
             )
