@@ -631,8 +631,8 @@ def linear_terms(inner: Jaxpr, outs: Collection[Var], summed: Collection[Var] = 
     """Return the values that may be partial sums if `outs` are: those that `outs` are linear in.
 
     Values before a broadcast are reduced first, since they are smaller. Exception: the broadcast
-    becomes, entry by entry, one of the values that are `summed` anyway. A cast rounds: where another
-    equation needs its sum, partial sums are reduced before it.
+    becomes, entry by entry, one of the values that are `summed` anyway. A cast rounds: where
+    another equation needs its sum, partial sums are reduced before it.
     """
     found, anyway = set(outs), set(summed)
     needed: set[Var] = set()  # as sums

@@ -98,8 +98,8 @@ class Program(NamedJaxpr):
         number: the step returns them (`dtrans.step.frozen`), and takes no other values.
       takes_one_state: True if its first two arguments are parts of one state
         (`dtrans.step.one_state`).
-      specializer: returns the same program for other input types (one `ShapeDtypeStruct` per input):
-        the traced function, or a `Rewrite`; None for a program of fixed shapes.
+      specializer: returns the same program for other input types (one `ShapeDtypeStruct` per
+        input): the traced function, or a `Rewrite`; None for a program of fixed shapes.
       plan: the plan that has it as the program of a role. Roles compare the plan's fingerprint,
         `plan.identity`, when they connect.
 
