@@ -440,7 +440,7 @@ def test_what_servers_tell_each_other_is_in_the_plan():
     assert "round 1 among pservers: 4 values, 16 bytes from each at most" in str(plan)
     alone = plan_of(mlp_loss, tx, mlp_params(), *mlp_batch(), servers=1)
     assert alone.traffic.rounds == (), "one server has nobody to tell"
-    assert plan_of(mlp_loss, optax.adam(0.1), mlp_params(), *mlp_batch()).rounds == ()
+    assert plan_of(mlp_loss, optax.adam(0.1), mlp_params(), *mlp_batch()).traffic.rounds == ()
 
 
 def test_a_leaf_of_one_block_is_reduced_where_it_is():

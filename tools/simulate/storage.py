@@ -41,7 +41,7 @@ class SimulatedStorage:
         self._begun: dict[str, tuple[int, dict[str, bytes]]] = {}
 
     def keep(self, name: str, made: int) -> int:
-        """As `dtrans.protocol.serving.Serving.keep`."""
+        """Begin a save, as `Serving` asks for it; return the number of blocks."""
         request = self._requests[name]
         if request.fails == self._endpoint and request.refuses:
             raise StateError("its folder is read-only")
