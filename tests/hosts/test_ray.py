@@ -195,7 +195,7 @@ def of_trainer(trainer: int, step: int) -> tuple[Any, ...]:
 def test_batches_of_a_function_and_its_failure(cluster, tmp_path):
     job = PLANS["nccl2"]().on_ray(of_trainer, checkpoints=tmp_path, deadline=PATIENCE)
     found = trained(job)
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="exists already"):
         dtrans.checkpoint.check(tmp_path / "2", job)
     restored = job.with_hyperparameters(
         dtrans.checkpoint.restore(tmp_path / "2", job), learning_rate=0.0
