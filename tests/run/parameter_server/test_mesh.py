@@ -755,7 +755,8 @@ def test_arrays_of_a_batch_that_differ_in_rows_are_refused_unless_every_trainer_
     x, y, weights = jnp.ones((8, 3)), jnp.zeros((8, 4)), jnp.arange(4.0)
     given = dtrans.trace(step, *init(key), x, y, weights), dtrans.trace(init, key)
     with pytest.raises(
-        BatchError, match=r"but x has 8 and weights has 4 rows; name arrays .*Batch\(unsplit_inputs="
+        BatchError,
+        match=r"but x has 8 and weights has 4 rows; name arrays .*Batch\(unsplit_inputs=",
     ):
         dtrans.pserver(*given, trainers=2)
     exact = dtrans.pserver(*given, trainers=2, batch=dtrans.Batch(unsplit_inputs=["weights"]))
