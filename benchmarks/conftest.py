@@ -20,6 +20,7 @@ import pytest
 
 jax.config.update("jax_num_cpu_devices", 4)
 
+# parameters, small to large
 SIZES = {
     "delay",
     "devices",
@@ -29,13 +30,14 @@ SIZES = {
     "parameters",
     "rows",
     "trainers",
-}  # parameters, small to large
+}
+# constants of modules that say how often something is timed
 ROUNDS = (
     "ROUNDS",
     "STEPS",
     "WARM",
     "WINDOWS",
-)  # constants of modules that say how often something is timed
+)
 
 _ratios: list[tuple[str, float, float, float]] = []
 _rates: list[tuple[str, float, float, float]] = []

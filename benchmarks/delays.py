@@ -314,9 +314,8 @@ def train(
             fetched = roles.all(
                 trainers, lambda k: exes[k].run(own[k].get_trainer_startup_program(), first)
             )
-            count = len(programs[0].args) - len(
-                given[0]
-            )  # of the program's arguments before the batch
+            # of the program's arguments before the batch
+            count = len(programs[0].args) - len(given[0])
             held = {k: (x,) if count == 1 else x for k, x in enumerate(fetched)}
             turns: list[tuple[int, ...]] = [(k,) for k in delay.order(updates)]
             if mode.together:

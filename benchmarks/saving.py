@@ -31,11 +31,12 @@ import dtrans
 
 
 STEPS, SAVES = 8, 6  # steps between two saves, and how many saves there are
+# rows of the table, floats of each, rows that a step looks up
 VIRTUAL, WIDTH, IDS = (
     4_000_000,
     16,
     8192,
-)  # rows of the table, floats of each, rows that a step looks up
+)
 FOLDER, LONGEST = "SAVING_FOLDER", 200.0  # seconds that a save may take
 
 

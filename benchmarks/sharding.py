@@ -50,10 +50,11 @@ STAGES: dict[str, dict[str, Any]] = {
     "1": {"stage": 1},
     "2": {"stage": 2},
     "3": {"stage": 3},
+    # in loops too, where jobs on CPUs do not gather ahead by themselves
     "3, prefetch=1": {
         "stage": 3,
         "slices": dtrans.Slicing(prefetch=1),
-    },  # in loops too, where jobs on CPUs do not gather ahead by themselves
+    },
 }
 DEVICES = (2, 8)
 LEAST = 1024  # the default of min_slice_size

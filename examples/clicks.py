@@ -37,11 +37,12 @@ from examples.settings import as_arguments, from_arguments
 
 TABLES, WIDTH = 20, 16
 ROWS = 2_500  # of a table, but for the first
+# of hidden vectors: entries, and their standard deviation; of the logit
 HIDDEN, SPREAD, BIAS = (
     4,
     1.4,
     -1.0,
-)  # of hidden vectors: entries, and their standard deviation; of the logit
+)
 PAIRS = ((1, 2), (3, 4), (5, 6), (7, 8))  # the tables whose vectors are multiplied
 EXPONENT = 1.05  # of the power law
 # between the numbers of features that are next to each other by frequency; a prime
@@ -107,10 +108,11 @@ def vectors(seed: int, table: int, ids: np.ndarray) -> np.ndarray:
         )
         bits = _mixed(words + of_table)
     high, low = (bits >> np.uint64(32)).astype(float), (bits & np.uint64(0xFFFFFFFF)).astype(float)
+    # Box and Muller, 1958
     radius, angle = (
         np.sqrt(-2 * np.log((high + 0.5) / 2**32)),
         2 * np.pi * low / 2**32,
-    )  # Box and Muller, 1958
+    )
     return SPREAD * np.concatenate([radius * np.cos(angle), radius * np.sin(angle)], -1)
 
 

@@ -194,9 +194,8 @@ def test_python_m_dtrans_is_the_command() -> None:
         timeout=60,
     )
     assert found.returncode == 0, found.stderr
-    assert (
-        "--time-limit" in found.stdout and "--deadline" not in found.stdout
-    )  # that is what a role may wait
+    # that is what a role may wait
+    assert "--time-limit" in found.stdout and "--deadline" not in found.stdout
 
 
 # -- keygen ----------------------------------------------------------------------------------------

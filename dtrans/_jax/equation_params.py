@@ -289,9 +289,8 @@ def checkpoint_name_of(eqn: JaxprEqn) -> str | None:
     """Return the name from `jax.ad_checkpoint.checkpoint_name`; None for any other equation."""
     if eqn.primitive.name == "name":
         return str(param(eqn, "name"))
-    hijax: Any = (
-        eqn.params.get("_prim") if eqn.primitive.name == "call_hi_primitive" else None
-    )  # JAX_REMAT3, from 0.12
+    # JAX_REMAT3, from 0.12
+    hijax: Any = eqn.params.get("_prim") if eqn.primitive.name == "call_hi_primitive" else None
     return str(hijax.name) if type(hijax).__name__ == "CheckpointName" else None
 
 

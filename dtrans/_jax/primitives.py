@@ -32,11 +32,12 @@ from dtrans.errors import UnknownPrimitiveWarning
 SCAN, WHILE, COND = "scan", "while", "cond"
 LOOPS = (SCAN, WHILE)
 REMAT = ("remat2", "remat", "checkpoint")  # names of `jax.checkpoint` over JAX's versions
+# the last from 0.11, in the place of the two before
 CALLS = (
     "closed_call",
     "core_call",
     "eval_jaxpr",
-)  # the last from 0.11, in the place of the two before
+)
 CUSTOM_JVP, CUSTOM_VJP = CUSTOM_RULES = ("custom_jvp_call", "custom_vjp_call")
 JIT = ("jit", "pjit")
 

@@ -168,9 +168,8 @@ class Reducer:
 
     def made(self, leaf: str, grad: Atom) -> None:
         """A gradient is there: its bucket may be full."""
-        self.grads[leaf] = self._of.setdefault(
-            id(self._values[leaf]), grad
-        )  # one, where leaves share it
+        # one, where leaves share it
+        self.grads[leaf] = self._of.setdefault(id(self._values[leaf]), grad)
         bucket = self.bucket_of.get(leaf)
         if bucket is None:  # it has no elements
             self.means[leaf] = grad
@@ -363,9 +362,8 @@ class Reducer:
 def _share(x: jax.Array, example_count: jax.Array, total: jax.Array) -> jax.Array:
     wide = jnp.promote_types(jnp.promote_types(x.dtype, example_count.dtype), jnp.float32)
     part = x * (example_count.astype(wide) / total.astype(wide)).astype(x.dtype)
-    return jnp.where(
-        example_count == 0, jnp.zeros_like(x), part
-    )  # what counts for nothing may be nothing over nothing
+    # what counts for nothing may be nothing over nothing
+    return jnp.where(example_count == 0, jnp.zeros_like(x), part)
 
 
 @functools.cache

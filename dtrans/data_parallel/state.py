@@ -17,6 +17,5 @@ class CollectiveState:
 
     params: dict[str, jax.Array]
     opt_state: dict[str, jax.Array]
-    extra: dict[str, jax.Array] = dataclasses.field(
-        default_factory=dict
-    )  # what a plan keeps beside: a loss scale
+    # what a plan keeps beside: a loss scale
+    extra: dict[str, jax.Array] = dataclasses.field(default_factory=dict)

@@ -159,9 +159,8 @@ def plan_data_parallel(main: Program, startup: Program, options: Options) -> Col
     if options.trainers > 1:
         check_observers(plain.program, plain.observers)
     given, startup = startup, match_startup(plain, startup)
-    step, o, shared = shared_by(
-        plain, options, main
-    )  # what one trainer carries out, and how that becomes one
+    # what one trainer carries out, and how that becomes one
+    step, o, shared = shared_by(plain, options, main)
     merges = merges_of(step, o) if shared is None else shared.merges
     return CollectivePlan(
         main=plain.program,

@@ -137,10 +137,11 @@ def call_on_pieces(
     if rule is None:
         return None
     types = _in_types(primal)
+    # 1 if it takes the shard's index
     more = (
         len(types) - len(ins),
         len(_in_types(rule)) - len(rule_ins),
-    )  # 1 if it takes the shard's index
+    )
     skipped = max(more)
     body: Callable[..., list[Any]] = lambda *args: evaluate(primal, *args[skipped - more[0] :])
     of_rule: Callable[..., list[Any]] = lambda *args: evaluate(rule, *args[skipped - more[1] :])

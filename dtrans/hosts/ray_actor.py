@@ -94,9 +94,8 @@ class RoleActor(RoleProcess):
         self.release()
         if role.mode == "nccl2":
             connect(role, allow_remote=True, **options)
-            portable, batches = pickle.loads(
-                pickled
-            )  # it may hold arrays: not before JAX is connected
+            # it may hold arrays: not before JAX is connected
+            portable, batches = pickle.loads(pickled)
             self._job = portable.rebuild().on_cluster()
         else:
             portable, batches = pickle.loads(pickled)

@@ -175,9 +175,8 @@ def pserver(
     if isinstance(mode, Geo):
         return plan_geo_sgd(plain, startup, endpoints, options)
     step = plain if shared is None or shared.proven else cut(shared.step.program)
-    comm = dataclasses.replace(
-        trainer_comm(step, trainers, mode, batch), parts=parts
-    )  # how trainers talk to servers
+    # how trainers talk to servers
+    comm = dataclasses.replace(trainer_comm(step, trainers, mode, batch), parts=parts)
     refuse_exchange_in_update(comm.handed_over(step))
     summed: tuple[str, ...] = ()
     if shared is not None:
@@ -187,9 +186,8 @@ def pserver(
         comm = dataclasses.replace(comm, numbers=numbers_of_batch(step, batch, comm))
     step = comm.update_of(step)
     check_step(step, comm, on_trainer_exit)
-    analysis = analyse(
-        step.optimize, step.optimized
-    )  # which values of the update follow the rows of which leaf
+    # which values of the update follow the rows of which leaf
+    analysis = analyse(step.optimize, step.optimized)
     startup = match_startup(step, startup)
     tables = choose_tables(step, analysis, startup, sparse, kept_beside(mode))
     placed = place(

@@ -32,11 +32,12 @@ KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "W": ("gradients of weights", ("#dde9a4", "#b4cb62", "#7f972f", "#52641a")),
 }
 _DARK = {colour for _, colours in KINDS.values() for colour in colours[2:]}
+# colour; characters of a line of text; points of the numbers in bars
 _IDLE, _LINE, _TEXT = (
     "#eeeeee",
     120,
     7.0,
-)  # colour; characters of a line of text; points of the numbers in bars
+)
 
 
 # -- tables ----------------------------------------------------------------------------------------
@@ -215,9 +216,8 @@ def _bars(axes: Axes, panel: int, play: Play, devices: int) -> None:
     """The bars, and the numbers of micro-batches in those that are wide enough."""
     figure = axes.get_figure()
     assert figure is not None
-    points = (
-        axes.get_window_extent().width * 72 / figure.dpi / axes.get_xlim()[1]
-    )  # per unit of time
+    # per unit of time
+    points = axes.get_window_extent().width * 72 / figure.dpi / axes.get_xlim()[1]
     first = min(t.start for t in play)
     axes.barh(range(devices), float(play.makespan), height=0.8, color=_IDLE, zorder=0)
     bars = axes.barh(

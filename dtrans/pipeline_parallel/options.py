@@ -151,9 +151,8 @@ class PipelineOptions:
     memory: StageMemory
     reduce: Reduce
     batch: Batch
-    joined: Mapping[str, int] = dataclasses.field(
-        default_factory=dict
-    )  # where results have their rows
+    # where results have their rows
+    joined: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("num_stages", "num_micro_batch", "replicas"):

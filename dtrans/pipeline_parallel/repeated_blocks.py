@@ -119,9 +119,8 @@ def _equal(eqns: Sequence[JaxprEqn], crossing: Any, at_least: int) -> Iterator[B
 def signature(eqn: JaxprEqn) -> tuple[Any, ...]:
     """What equal equations have in common: primitive, parameters and types, but neither variables
     nor numbers."""
-    derived = eqn.primitive.name.startswith(
-        "custom_"
-    )  # the rules of derivatives are made anew for each call
+    # the rules of derivatives are made anew for each call
+    derived = eqn.primitive.name.startswith("custom_")
     kept = {k: v for k, v in eqn.params.items() if k not in _WHERE and (is_jaxpr(v) or not derived)}
     params = [(k, _plain(v)) for k, v in sorted(kept.items())]
     types = [tuple(str(a.aval) for a in atoms) for atoms in (eqn.invars, eqn.outvars)]

@@ -46,9 +46,8 @@ from dtrans.slicing.server_update import inline_update, write_server
 from dtrans.step.cut import Cut, Gradient, Name, OptimizeHalf
 
 
-Turns = tuple[
-    tuple[int, ...], ...
-]  # of each loop that is cut, where its parts begin, and where the last ends
+# of each loop that is cut, where its parts begin, and where the last ends
+Turns = tuple[tuple[int, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)

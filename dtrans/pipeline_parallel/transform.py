@@ -246,9 +246,8 @@ def plan_pipeline(
     try:
         traced = micro_batch_of(main, o, _types(main))
     except DtransError:
-        captured(
-            main
-        )  # a loop over micro-batches has no rows of a smaller one: it is refused as a loop
+        # a loop over micro-batches has no rows of a smaller one: it is refused as a loop
+        captured(main)
         raise
     plain = cut(traced).with_reported()  # for what results are made of
     refuse_across(plain, STAGES_HAVE, may_send=True)
@@ -261,9 +260,8 @@ def plan_pipeline(
         collecting = part = captured(traced)
         step = cut(part).with_reported()
     else:
-        collecting = captured(
-            main
-        )  # parts that are written have no collections outside of the loss
+        # parts that are written have no collections outside of the loss
+        collecting = captured(main)
         made, step = given.precompute_program(captured(main)), shared.step
         part, values = step.program, made if made.out_names else None
     _check_told(step, o)
@@ -377,9 +375,8 @@ def shared_by(
         *plain.frozen,
         *(n for n in plain.opt_state if n in plain.state_read or n not in leaves),
     )
-    is_sized = plain.differing_outputs(
-        cut(part).with_reported()
-    )  # the update is written once, for all sizes of the batch
+    # the update is written once, for all sizes of the batch
+    is_sized = plain.differing_outputs(cut(part).with_reported())
     sized = part if is_sized else None
     shared, given = shard_by_parts(captured(main), axes, held, o.parts, PARTS, "micro-batch", sized)
     if shared.proven:

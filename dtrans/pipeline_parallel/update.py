@@ -236,9 +236,8 @@ def _step(
     atoms = [grads[n.leaf] if isinstance(n, Gradient) else read[n] for n in half.in_names]
     found: dict[str, Atom] = {n: vars_of[n] for n in (*step.params, *step.opt_state)}
     found |= zip(half.out_names, b.inline(half.jaxpr, *atoms), strict=True)
-    found |= {
-        n: b.call(jnp.copy, a)[0] for n, a in found.items() if a in given.values()
-    }  # state may be donated
+    # state may be donated
+    found |= {n: b.call(jnp.copy, a)[0] for n, a in found.items() if a in given.values()}
     found |= _of_gradients(b, step, grads, rows, {vars_of[n]: given[n] for n in arguments})
     results = TreeSpec.from_tree({n: source.outputs[n] for n in step.from_gradients})
     out = tuple_of(*source.args[:2], results)

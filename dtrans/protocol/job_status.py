@@ -35,13 +35,14 @@ STEPS = 5
 LONGEST = 600.0  # seconds
 EACH = 0.9  # seconds between two looks at the counts, at least
 
+# of a trainer, the worst first
 STATES = (
     "failed",
     "not here yet",
     "connection lost",
     "left",
     "present",
-)  # of a trainer, the worst first
+)
 
 Record = TypeVar("Record")
 

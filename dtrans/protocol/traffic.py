@@ -75,9 +75,8 @@ def rows_of(whole: np.ndarray, sections: Sequence[int]) -> list[np.ndarray]:
     return [whole[end - n : end] for n, end in zip(sections, np.cumsum(sections), strict=True)]
 
 
-Group = Sequence[
-    tuple[Leaf, Any]
-]  # what a step sends: leaves with their values; of a table, a `RowGradient`
+# what a step sends: leaves with their values; of a table, a `RowGradient`
+Group = Sequence[tuple[Leaf, Any]]
 
 
 @dataclasses.dataclass
@@ -245,9 +244,8 @@ class Traffic:
         self, leaf: Leaf, values: Sequence[RowGradient]
     ) -> Iterator[tuple[str, str, np.ndarray]]:
         """The endpoint, name and rows of each block of a table; their numbers are sent."""
-        given = [
-            RowGradient(x.ids, np.asarray(x.rows)[: len(x.ids)]) for x in values
-        ]  # zeros may be behind
+        # zeros may be behind
+        given = [RowGradient(x.ids, np.asarray(x.rows)[: len(x.ids)]) for x in values]
         whole = merged_rows(given, leaf.merge)
         for endpoint, name, span in zip(leaf.endpoints, leaf.names, leaf.spans, strict=True):
             at = span.among(whole.ids)

@@ -77,9 +77,8 @@ class TrainerSteps:
         self._line = line
         self._outbox: dict[str, list[tuple[str, Any]]] = {}
         self._outbox_bytes: dict[str, int] = {}
-        self._sent_to: set[str] = (
-            set()
-        )  # the servers that were, or are to be, sent something in this step
+        # the servers that were, or are to be, sent something in this step
+        self._sent_to: set[str] = set()
         self._asked: dict[str, list[Any]] = {}  # what each server knows to be wanted
         self._announced: dict[
             int, dict[str, LookedUp]

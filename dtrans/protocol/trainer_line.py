@@ -282,9 +282,8 @@ class TrainerLine:
         number = message.fields.get("request", self.awaited)
         if number in self.saved:
             self.saved[number] = message
-        return (
-            message if number == self.awaited else None
-        )  # who asked for another has given up waiting
+        # who asked for another has given up waiting
+        return message if number == self.awaited else None
 
     def _go_on(self, message: wire.Message) -> None:
         """Say what waits, where the server has missed nothing. Else `hello` was said twice."""

@@ -63,10 +63,11 @@ class TrainerRounds:
         self.count = count
         self.number: int | None = None
         self._step = 0
+        # the last round that was: its step and number
         self._answered: tuple[int, float] = (
             0,
             -math.inf,
-        )  # the last round that was: its step and number
+        )
         self._values: tuple[RoundValue, ...] = ()
         self._parts: dict[int, Inbox] = {}
 

@@ -113,9 +113,8 @@ from dtrans.errors import WireError
 VERSION = 2
 MESSAGE_BYTES = 4 << 20  # above a few MB, fresh allocations dominate every transport
 SMALL = 16 << 10  # blocks below this share a frame: a copy is cheaper than a frame
-MAX_MESSAGE = (
-    16 << 20
-)  # a larger frame than this is not ours; who knows the plan has a closer limit
+# a larger frame than this is not ours; who knows the plan has a closer limit
+MAX_MESSAGE = 16 << 20
 HELLO = 512 << 10  # what headers may have beside rows: the fingerprint of a plan is the longest
 ROW = 256  # bytes of a header for one block, beside its name
 

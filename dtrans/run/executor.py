@@ -139,9 +139,8 @@ class Executor:
         program = program.specialize_flat(flat)
         if not is_of_cluster(program):
             flat = [*map(on_one_device, flat)]
-        is_table = any(
-            e.primitive is init_on_use_p for e in program.eqns
-        )  # rows are made when they are asked for
+        # rows are made when they are asked for
+        is_table = any(e.primitive is init_on_use_p for e in program.eqns)
         if not program.communicates and not is_table:
             return program.out.unflatten(program.compiled(*flat))
         pieces = self._pieces.get(program)

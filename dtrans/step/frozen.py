@@ -116,9 +116,8 @@ def frozen_leaves(main: Program, begin: Mapping[str, Any]) -> tuple[dict[str, An
     }
     leaf_of = {invars[n]: n for n in params}
     marked = [e.invars for e in opened(jaxpr).eqns if e.primitive is mark_p]
-    others = {
-        v for g, v in marked if isinstance(v, Var) and _number(folded, g) != 0
-    }  # a leaf may have several marks
+    # a leaf may have several marks
+    others = {v for g, v in marked if isinstance(v, Var) and _number(folded, g) != 0}
     zeros = [
         leaf_of[v] for _, v in marked if isinstance(v, Var) and v in leaf_of and v not in others
     ]

@@ -34,9 +34,8 @@ MOST_PARTS = 64  # rows of a stack that are looked at one by one
 _WHOLE = (*range(1, 65), *(1 << k for k in range(7, 17)))
 _FRACTIONS = {Fraction(n, d) for n in range(1, 17) for d in range(1, 17)}
 _FRACTIONS |= {Fraction(n) for n in _WHOLE} | {Fraction(1, n) for n in _WHOLE}
-FACTORS = sorted(
-    _FRACTIONS - {1}, key=lambda f: (f.numerator * f.denominator, f)
-)  # simple ones first
+# simple ones first
+FACTORS = sorted(_FRACTIONS - {1}, key=lambda f: (f.numerator * f.denominator, f))
 INVERSES = np.array([f.denominator * pow(f.numerator, -1, P) % P for f in FACTORS], np.uint64)
 
 

@@ -744,9 +744,8 @@ REAL: Mapping[str, Rule] = {
     ),
 }  # fmt: skip
 
-MOVES = frozenset(
-    name for name, rule in REAL.items() if rule in (_structure, _by_index)
-)  # and compute nothing
+# and compute nothing
+MOVES = frozenset(name for name, rule in REAL.items() if rule in (_structure, _by_index))
 
 
 def plain(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:

@@ -45,9 +45,8 @@ from dtrans.zero.prefetch import prefetched
 from dtrans.zero.slice_writer import SliceWriter
 
 
-Ahead = tuple[
-    Callable[[Any], Any], int
-]  # how a layer is gathered, and the scanned operand that it is a slice of
+# how a layer is gathered, and the scanned operand that it is a slice of
+Ahead = tuple[Callable[[Any], Any], int]
 
 
 class Gatherer(SliceWriter):

@@ -143,9 +143,8 @@ def _prune(
 ) -> None:
     """Leave out what is no better scattered earlier: what no loop makes, and is as large as what is
     made of it."""
-    size: dict[Var, int] = dict.fromkeys(
-        inputs, 0
-    )  # of what is whole for a value; of what loops make 0
+    # of what is whole for a value; of what loops make 0
+    size: dict[Var, int] = dict.fromkeys(inputs, 0)
     for i in sorted({*flow.steps, *flow.loops}):
         eqn = eqns[i]
         if i in flow.loops:

@@ -167,9 +167,8 @@ class SliceWriter(SplitWriter):
             how,
             given.local,
         )
-        self.env: dict[Var, Atom] = dict(
-            given.summed
-        )  # values that are computed otherwise than in the step
+        # values that are computed otherwise than in the step
+        self.env: dict[Var, Atom] = dict(given.summed)
         self.late: Atom | None = None  # a scattered gradient, if there is one since the last gather
         self._maker = {v: i for i, e in enumerate(eqns) for v in e.outvars}
         self._producers = {v: eqns[i] for v, i in self._maker.items() if v not in self.local}
@@ -283,9 +282,8 @@ class SliceWriter(SplitWriter):
             or any(x not in (SHARED, y) for x, y in zip(ins, way.operands, strict=True))
         ):
             return None
-        rounds = (
-            way.reduce and eqn.outvars[0].aval.dtype.itemsize == 2
-        )  # each rank would round its part
+        # each rank would round its part
+        rounds = way.reduce and eqn.outvars[0].aval.dtype.itemsize == 2
         return None if rounds else way
 
     def _enter(self, i: int, eqn: JaxprEqn) -> Collection[int]:

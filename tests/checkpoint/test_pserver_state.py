@@ -683,9 +683,8 @@ def test_an_asynchronous_job_goes_on(role_threads: RoleThreads, tmp_path: Path) 
         got = job_of(
             role_threads, plans[1], batches[2:], tmp_path / "2", tmp_path / "4", params, "second"
         )
-        want = plain_run(
-            plain_step(mlp_loss, tx), params, tx.init(params), batches
-        )  # one trainer: no delay
+        # one trainer: no delay
+        want = plain_run(plain_step(mlp_loss, tx), params, tx.init(params), batches)
         tree_close(got, want[0], 1e-12)
         tree_close(checkpoint.load(tmp_path / "4", plans[0].main), tuple(want[:2]), 1e-12)
 

@@ -87,9 +87,8 @@ def test_pieces_of_one_run_share_a_word(tmp_path: Path) -> None:
         save(path, plan, k, 2, Mark(run, 10))
     assert values(path, plan) == [2]
     shutil.rmtree(path / "pserver-1")
-    save(
-        tmp_path / "11", plan, 1, 2, Mark(("a", "c"), 10)
-    )  # a word in common with each, and none with both
+    # a word in common with each, and none with both
+    save(tmp_path / "11", plan, 1, 2, Mark(("a", "c"), 10))
     (tmp_path / "11" / "pserver-1").rename(path / "pserver-1")
     with pytest.raises(
         StateError,

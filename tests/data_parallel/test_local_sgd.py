@@ -156,9 +156,8 @@ def test_a_window_has_its_optimizer_inside_and_one_reduction_of_the_state_behind
     outside = [e.primitive.name for e in plan.program.jaxpr.jaxpr.eqns]
     assert "sqrt" not in outside and outside.count("all_reduce") == 3  # state, sums, maxima
     leaves = sum(x.size for x in jax.tree.leaves(params))
-    assert [b.nbytes for b in plan.buckets] == [
-        3 * leaves * 8
-    ]  # parameters and both moments, but not the count
+    # parameters and both moments, but not the count
+    assert [b.nbytes for b in plan.buckets] == [3 * leaves * 8]
     assert plan.bytes_per_step == {"float64": 3 * leaves * 8 + 3 * 8}  # and loss, count, worst
     assert plan.merges["opt_state/0/count"] == "same"
     text = str(plan)
@@ -250,9 +249,8 @@ def test_what_the_optimizer_counts_must_be_merged_by_name() -> None:
     )
     x, y, mask = batch
     job = plan.simulate()
-    state, *_ = job.step(
-        job.init(params), x.at[7].set(jnp.inf), y, mask
-    )  # in the last step of the last trainer
+    # in the last step of the last trainer
+    state, *_ = job.step(job.init(params), x.at[7].set(jnp.inf), y, mask)
     assert [int(job.opt_state(state)._asdict()[n]) for n in names] == [1, 1, 1]
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(job.params(state)))
 

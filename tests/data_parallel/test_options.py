@@ -171,9 +171,8 @@ def batches_of(weighted, rows=32, steps=3):
 @functools.cache
 def plan_of(trainers, tx=TX, **options):
     total = options.get("reduce") == "sum"
-    merge = MERGE | (
-        {"aux/first": "max"} if options.get("num_micro_batch", 1) > 1 else {}
-    )  # else the last one's
+    # else the last one's
+    merge = MERGE | ({"aux/first": "max"} if options.get("num_micro_batch", 1) > 1 else {})
     init = lambda params: (params, tx.init(params["net"]))
     main = dtrans.trace(step_of(tx, total), *jax.eval_shape(init, start()), *batches_of(True)[0])
     return flat_options.nccl2(
@@ -660,10 +659,11 @@ def test_a_result_that_every_micro_step_makes_must_be_merged_by_the_user():
     ):
         planned(*given, trainers=2, num_micro_batch=2, kind="local")
     plan = planned(*given, trainers=2, num_micro_batch=2)[1]
+    # a count that no parameter enters is made once
     assert plan.merges == {
         "loss": "sum",
         "aux": "same",
-    }  # a count that no parameter enters is made once
+    }
     assert plan.verify(jnp.ones((8, 2))).complete
 
 

@@ -367,9 +367,8 @@ def masked_mean(params: Any, x: jax.Array, y: jax.Array, mask: jax.Array) -> Any
 @pytest.mark.parametrize("way", [*JOBS, *MAPS])
 def test_parts_of_unequal_weight_give_the_exact_mean_and_not_the_mean_of_means(way: str) -> None:
     params, ((x, y), _) = square_case()
-    mask = jnp.array(
-        [1.0, 1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 1.0]
-    )  # 2, 1, 1 and 1 rows on four trainers
+    # 2, 1, 1 and 1 rows on four trainers
+    mask = jnp.array([1.0, 1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 1.0])
     batches = [(x, y, mask)] * 2
     plan, _ = same_as_one_device(
         masked_mean,
@@ -383,9 +382,8 @@ def test_parts_of_unequal_weight_give_the_exact_mean_and_not_the_mean_of_means(w
     )
     assert plan.merges == {"loss": "mean", "aux/count": "sum"}
     options = {"trainers": 4, "has_aux": True}
-    same_as_one_device(
-        masked_mean, optax.sgd(0.1), params, batches, way=way, **options
-    )  # with nothing said
+    # with nothing said
+    same_as_one_device(masked_mean, optax.sgd(0.1), params, batches, way=way, **options)
     unweighted = plan_of(masked_mean, optax.sgd(0.1), params, *batches[0], kind="local", **options)
     means, _, _ = train(unweighted, way, params, batches)
     exact, _, _ = train(plan, way, params, batches)
@@ -1347,9 +1345,8 @@ def test_a_result_that_grows_in_two_dimensions_is_refused_by_name() -> None:
         match=r"^aux is float64\[8,8\] on a trainer's part and float64\[16,16\] on the batch",
     ):
         plan_of(loss, optax.sgd(0.1), params, *batch, has_aux=True, kind="local")
-    same_as_one_device(
-        loss, optax.sgd(0.1), params, [batch], way="simulate", has_aux=True
-    )  # rows meet rows
+    # rows meet rows
+    same_as_one_device(loss, optax.sgd(0.1), params, [batch], way="simulate", has_aux=True)
 
 
 def test_a_batch_whose_rows_differ_is_refused_where_results_may_grow_with_it() -> None:

@@ -310,9 +310,8 @@ def test_columns_then_rows(x64, shards):
     assert cuts == {0: 1, 1: 0, 2: 0}
     assert kinds(checked(mlp, args, cuts, shards)) == ["all_reduce"]
     grads = jax.grad(lambda *a: (mlp(*a) ** 2).sum(), range(5))
-    assert (
-        kinds(checked(grads, args, cuts, shards, outs=cuts)) == ["all_reduce"] * 2
-    )  # the output, and dx
+    # the output, and dx
+    assert kinds(checked(grads, args, cuts, shards, outs=cuts)) == ["all_reduce"] * 2
 
 
 def test_columns_then_columns_gathers_what_is_smallest(x64):
@@ -489,18 +488,15 @@ def test_a_loop_along_what_is_cut_is_given_whole_values(x64):
         return lax.scan(lambda c, r: (c + r @ w, None), x[0] @ w, x)[0]
 
     program = checked(last, (floats(5, 7), floats(4, 5)), {1: 0}, 2)
-    assert [g.shape for g in program.gathers] == [
-        (4, 5)
-    ]  # once: the first row is read of what is whole by then
+    # once: the first row is read of what is whole by then
+    assert [g.shape for g in program.gathers] == [(4, 5)]
     program = checked(added, (floats(5, 7), floats(4, 5)), {1: 0}, 2)
-    assert [g.shape for g in program.gathers] == [
-        (1, 5)
-    ]  # the first row; a sum is made of each shard's own rows
+    # the first row; a sum is made of each shard's own rows
+    assert [g.shape for g in program.gathers] == [(1, 5)]
     mixed = lambda x: lax.scan(lambda c, _: (jnp.sort(c, 0), None), x, None, length=9)[0]
     program = checked(mixed, (floats(6, 7),), {0: 0}, 2)
-    assert [g.reason.split()[0] for g in program.gathers] == [
-        "scan"
-    ]  # and not in each of its turns
+    # and not in each of its turns
+    assert [g.reason.split()[0] for g in program.gathers] == ["scan"]
 
 
 def test_calls_and_derivative_rules_of_users_are_looked_into(x64):

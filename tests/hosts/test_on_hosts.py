@@ -156,9 +156,8 @@ def test_secrets_are_on_no_command_line(
     thread.start()
     launch_on_hosts(command, HOSTS, rsh=rsh, env={"DTRANS_TOKEN": token})
     thread.join()
-    assert (
-        sum(command[1].encode() in line for line in seen) == 2
-    )  # of both roles, and no line has the token
+    # of both roles, and no line has the token
+    assert sum(command[1].encode() in line for line in seen) == 2
     assert not any(token.encode() in line for line in seen)
 
 

@@ -164,9 +164,8 @@ def test_a_plan_runs_counts_and_verifies_a_new_collective(first_sum: Primitive) 
         state, value = job.step(job.init(KEY), *BATCH)
         tree_close(job.params(state), wanted[0], 1e-12)
         tree_close(value, wanted[2], 1e-12)
-    types = [
-        jax.ShapeDtypeStruct(x.shape, x.dtype) for x in BATCH
-    ]  # those of a part would be planned anew
+    # those of a part would be planned anew
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in BATCH]
     assert (report := new.verify(*types)), str(report)
     assert not by_first(plan, first_sum, TRAINERS - 1).verify(*types).equal
 

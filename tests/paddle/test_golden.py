@@ -55,10 +55,11 @@ from dtrans.step.cut import GRAD
 # What is done for a table has other names here, and `send_rows` takes the gradient apart itself.
 OF_TABLES = [
     (["distributed_lookup_table"], ["split_ids", "prefetch"]),
+    # what gives rows to lookups is a gather
     (
         ["split_ids", "prefetch", "merge_ids"],
         ["split_ids", "prefetch"],
-    ),  # what gives rows to lookups is a gather
+    ),
     (["split_selected_rows", "send"], ["send_rows"]),
     (["split_ids", "send"], ["send_rows"]),
 ]
@@ -415,9 +416,8 @@ def test_servers_start_with_what_paddles_started_with(case: Any) -> None:
         assert len(mine) == recorded["constants"] + recorded["random"] - numbers
         weights = {"fc_w", "w1", "w2", "shared_w"}
         assert sum(short(b.leaf) in weights for u in blocks for b in u.blocks) == recorded["random"]
-        on_use = [
-            e.params["write"](1) for e in role.startup.eqns if e.primitive is init_on_use_p
-        ]  # rows of tables
+        # rows of tables
+        on_use = [e.params["write"](1) for e in role.startup.eqns if e.primitive is init_on_use_p]
         eqns = [*role.startup.eqns, *(e for made in on_use for e in equations(made))]
         makes_random = any(e.primitive.name == "random_bits" for e in eqns)
         assert makes_random == bool(recorded["random"]), "nothing is made for another server"

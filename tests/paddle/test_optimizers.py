@@ -711,9 +711,10 @@ def test_dtypes_and_structure_stay(name, scheduled, dtype):
         return (jax.tree.map(jnp.add, p, updates), state), None
 
     stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *grads)
+    # or it raises
     (new, state), _ = jax.jit(lambda p, s, gs: jax.lax.scan(body, (p, s), gs))(
         params, start, stacked
-    )  # or it raises
+    )
     assert jax.tree.map(jnp.result_type, (new, state)) == jax.tree.map(
         jnp.result_type, (params, start)
     )

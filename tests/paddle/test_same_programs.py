@@ -86,9 +86,8 @@ def of(t: dtrans.DistributeTranspiler, job: str) -> dict[str, tuple[str, str]]:
 @pytest.mark.parametrize("job", JOBS)
 def test_any_order_and_any_number_of_calls(job: str) -> None:
     want = of(transpiled(job), job)
-    assert len({fingerprint for _, fingerprint in want.values()}) == len(
-        want
-    )  # none is like another
+    # none is like another
+    assert len({fingerprint for _, fingerprint in want.values()}) == len(want)
     programs = {n: x for n, x in want.items() if n != "plan"}
     for t in (transpiled(job), transpiled(job)):
         asks = asks_of(t, job)

@@ -72,11 +72,12 @@ def losses(role_threads: RoleThreads, plan: Any, steps: int) -> np.ndarray:
         (Embedding(), 2, SGD),
         (Embedding(is_distributed=True), 3, SGD),  # which do not divide the rows
         (Embedding(), 2, dtrans.paddle.optimizers.adam(0.1)),
+        # Paddle's was trained by SGD
         (
             Embedding(is_distributed=True),
             3,
             dtrans.paddle.optimizers.adam(0.1),
-        ),  # Paddle's was trained by SGD
+        ),
     ],
 )
 def test_losses_are_those_of_one_device(

@@ -233,9 +233,8 @@ def test_print_log_logs_the_plan(
     plan = transpiled if mode == "pserver" else nccl2
     t = plan(programs, DistributeTranspilerConfig(mode=mode))
     assert caplog.records == []
-    assert (
-        logging.getLogger().level == logging.WARNING
-    )  # which does not hold back what was asked for
+    # which does not hold back what was asked for
+    assert logging.getLogger().level == logging.WARNING
     plan(programs, DistributeTranspilerConfig(mode=mode, print_log=True))
     (record,) = caplog.records
     assert (record.name, record.levelname, record.getMessage()) == (

@@ -357,9 +357,8 @@ def test_bytes_per_step_are_those_of_the_parameters():
     size = 4 * (784 * 256 + 256 + 256 * 10 + 10)
     assert plan.bytes_per_step == {"send": size, "recv": size}
     assert sum(s["params"] for s in plan.server_bytes.values()) == size
-    assert (
-        sum(s["opt_state"] for s in plan.server_bytes.values()) == 2 * size + 3 * 4
-    )  # two moments; a count on each
+    # two moments; a count on each
+    assert sum(s["opt_state"] for s in plan.server_bytes.values()) == 2 * size + 3 * 4
     text = str(plan)
     assert f"each of 2 trainers sends {size:,} and receives {size:,} bytes per step" in text
     assert "on every server: opt_state/0/count" in text

@@ -29,11 +29,12 @@ from dtrans.run.pipeline_parallel.profile import measured
 from dtrans.step.cut import GRAD
 
 
+# schedules of the same programs
 SHARED = (
     "PreferForward",
     "PreferBackward",
     "PreferBackwardOptimizer",
-)  # schedules of the same programs
+)
 
 
 @pytest.fixture(autouse=True)
@@ -823,10 +824,11 @@ def test_what_a_byte_costs_moves_the_cut():
     params = net(2, 64, 64, 2, 64)
     of = job_of(square, params, rows(16, 2, 64))
     cheap, dear = (planned(of, policy="BALANCE_FLOPS", flops_per_byte=cost) for cost in (0, 1e4))
+    # by default a stage has a layer
     assert [s.sends for s in planned(of, flops_per_byte=1e4).stages] == [
         8 * 2 * 8,
         0,
-    ]  # by default a stage has a layer
+    ]
     assert [s.sends for s in cheap.stages] == [8 * 64 * 8, 0] and [
         s.sends for s in dear.stages
     ] == [8, 0]
@@ -882,16 +884,18 @@ def layers_of(plan):
     "names,want",
     [
         (("a", "b", "c"), [["0"], ["1"], ["2"]]),
+        # a scope in a loop is as many as it is entered
         (
             (None, None, None),
             [["0"], ["1"], ["2"]],
-        ),  # a scope in a loop is as many as it is entered
+        ),
         (("a", "a", "b"), [["0", "1"], ["2"]]),  # entered twice, it is one stage
         (("a", "b", "b", "b"), [["0"], ["1", "2", "3"]]),
+        # what stands between scopes goes with the one before
         (
             ("a", "", "b"),
             [["0", "1"], ["2"]],
-        ),  # what stands between scopes goes with the one before
+        ),
         (("", "a", "b", ""), [["0", "1"], ["2", "3"]]),
     ],
 )

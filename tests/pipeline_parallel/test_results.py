@@ -396,9 +396,10 @@ def loaded(logdir):
     """What TensorBoard reads in a folder."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+    # all
     sizes = dict.fromkeys(
         ("scalars", "histograms", "images", "audio", "tensors", "compressedHistograms"), 0
-    )  # all
+    )
     return EventAccumulator(str(logdir), sizes).Reload()
 
 

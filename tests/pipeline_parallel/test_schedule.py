@@ -138,9 +138,8 @@ def test_interleaved_is_megatrons_where_that_has_one():
     for S, turns, v in itertools.product(range(1, 6), range(1, 4), (2, 3)):
         M = S * turns
         for device, order in enumerate(schedule("Interleaved", S, M, v).orders):
-            at = [
-                (i // S % v, i // (S * v) * S + i % S) for i in range(M * v)
-            ]  # the chunk and the micro-batch
+            # the chunk and the micro-batch
+            at = [(i // S % v, i // (S * v) * S + i % S) for i in range(M * v)]
             forwards = [(c * S + device, m) for c, m in at]
             backwards = [((v - 1 - c) * S + device, m) for c, m in at]
             warmup = min((S - device - 1) * 2 + (v - 1) * S, M * v)
@@ -185,9 +184,8 @@ def test_bubble_of_the_others_is_less():
             assert zero.bubble == Fraction(S - 1, 3 * M + S - 1)
         for chunks in (2, 3, 4):
             several = schedule("Interleaved", S, M, chunks)
-            assert (
-                several.bubble < of_epl or S == 1 or M == 1
-            )  # one micro-batch is only ever on one device
+            # one micro-batch is only ever on one device
+            assert several.bubble < of_epl or S == 1 or M == 1
             assert idle(several.ticks()) < of_epl or S == 1 or M == 1
             # the way of one micro-batch, and of the others behind it
             length = 3 * (chunks * M + S - 1) if M >= S else 3 * (chunks * S + M - 1)
@@ -269,12 +267,13 @@ def test_peak_of_four_stages_and_eight_micro_batches(name, peak):
 
 
 def test_peak_of_interleaved_counts_chunks():
+    # 2(S - s - 1) + (chunks - 1) S + 1
     assert schedule("Interleaved", 4, 8, 2).peak == (
         11,
         9,
         7,
         5,
-    )  # 2(S - s - 1) + (chunks - 1) S + 1
+    )
     assert schedule("Interleaved", 2, 1, 3).peak == (3, 3)
 
 
@@ -635,9 +634,8 @@ def test_a_chart_has_the_bars_of_all_plays(tmp_path):
     assert f"as it ran (bubble {float(s.play(transfer=1).bubble):.1%})" in text
     assert text.count("time (ms)") == text.count("device") == 2
     assert {"forward", "cotangents of inputs", "gradients of weights"} <= set(text)
-    assert sum(t in {"0", "1", "2", "3"} for t in text) >= 2 * len(
-        s.sequence()
-    )  # the numbers in bars, and ticks
+    # the numbers in bars, and ticks
+    assert sum(t in {"0", "1", "2", "3"} for t in text) >= 2 * len(s.sequence())
 
 
 def test_a_chart_of_the_schedule_alone(tmp_path):

@@ -332,9 +332,8 @@ def test_devices_hold_what_their_stages_have(name, options):
 def test_the_plan_says_what_devices_hold(stacked):
     plan = planned("transformer", 4, num_micro_batch=2, stacked=stacked)
     for s in plan.stages:
-        assert (
-            s.held == sum(3 * nbytes(plan.types[n]) for n in s.params) + 4
-        )  # and a count of steps
+        # and a count of steps
+        assert s.held == sum(3 * nbytes(plan.types[n]) for n in s.params) + 4
     assert sum(nbytes(plan.types[n]) for n in plan.model.homes) == sum(
         nbytes(plan.main.inputs[n]) for n in plan.main.args[0].names
     )

@@ -20,11 +20,12 @@ import dtrans
 from dtrans.errors import BatchError, ConfigError, StateError
 
 
+# schedules of the same programs
 SHARED = (
     "PreferForward",
     "PreferBackward",
     "PreferBackwardOptimizer",
-)  # schedules of the same programs
+)
 
 
 @pytest.fixture(autouse=True)
@@ -151,9 +152,8 @@ def check(of, way="verify", rtol=1e-12, **options):
 def array(*shape, seed=0, dtype=None):
     """Normal numbers, scaled by the first dimension as weights are."""
     x = np.random.default_rng([seed, *shape]).normal(size=shape)
-    return np.asarray(
-        x / np.sqrt(shape[0]) if len(shape) > 1 else x, dtype
-    )  # not JAX's: 64 bits are for tests alone
+    # not JAX's: 64 bits are for tests alone
+    return np.asarray(x / np.sqrt(shape[0]) if len(shape) > 1 else x, dtype)
 
 
 def net(*widths, dtype=None):
@@ -755,9 +755,8 @@ def test_a_loss_that_is_made_before_the_last_stage():
         assert ["loss" in s.results for s in plan.step_programs.stages] == [False, True, False]
         got, want = of.of(getattr(plan, way)()), of.on_one_device()
         tree_close(got[:3], want[:3], 1e-12)
-        tree_close(
-            got[3]["late"], want[3]["late"], 1e-12
-        )  # the mean of roots is not the root of the mean
+        # the mean of roots is not the root of the mean
+        tree_close(got[3]["late"], want[3]["late"], 1e-12)
 
 
 def test_a_parameter_of_no_stage_that_makes_gradients_has_a_home():
@@ -900,9 +899,8 @@ def test_parameters_from_a_key():
     plan = planned(of, num_stages=3)
     for job in (plan.simulate(), plan.on_mesh()):
         state = job.init(jax.random.key(0))
-        startup = (
-            plan.startup
-        )  # compiled, as stages' parts are: op by op the last bit may be another
+        # compiled, as stages' parts are: op by op the last bit may be another
+        startup = plan.startup
         tree_equal(
             (job.params(state), job.opt_state(state)),
             startup.out.unflatten(startup.compiled(jax.random.key(0))),

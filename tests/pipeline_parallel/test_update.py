@@ -312,9 +312,8 @@ def test_a_clip_by_the_global_norm_is_three_layers_of_scalars():
     squares, hub, rest = placed.pieces[:count], placed.pieces[count], placed.pieces[count + 1 :]
     assert all("reduce_sum" in primitives(piece) and not square_roots(piece) for piece in squares)
     here = list(plan.model.homes.values())
-    assert hub.place == 3 and square_roots(hub) == 1 + here.count(
-        3
-    )  # the norm, and Adam's of the leaves that are there
+    # the norm, and Adam's of the leaves that are there
+    assert hub.place == 3 and square_roots(hub) == 1 + here.count(3)
     assert [(piece.place, square_roots(piece)) for piece in rest] == [
         (p, here.count(p)) for p in range(3)
     ]

@@ -31,10 +31,11 @@ from tools.simulate.updates import SimulatedUpdate, gradient, gradient_name, ser
 CASE = Case(seed=0, mode="sync", steps=(2, 2), servers=((5, 300),))
 (EP,) = CASE.endpoints
 FLAT = 20.0  # MiB that a process may have more than before
+# bytes that a thousand messages may leave behind, and take at a time
 KEPT, LARGEST = (
     20_000,
     1_000_000,
-)  # bytes that a thousand messages may leave behind, and take at a time
+)
 PIECES = [[["w", 0, 4]], [[[f"{EP}/w0", 0, 1 << 62]]], [[gradient_name(f"{EP}/w0", 0), 0, 20]]]
 VALUES: list[Any] = [*malformed_messages.VALUES, *PIECES]
 

@@ -93,18 +93,16 @@ def test_a_synchronous_step_is_made_of_messages_alone() -> None:
     job.send(0, 1.0)
     for k in range(2):
         job.server.recv(k, wire.Message("recv", {"step": k == 0, "blocks": table}))
-    assert [said[:2] for said in job.said] == [
-        (b"1", "blocks")
-    ]  # trainer 0 has asked for the step after this one
+    # trainer 0 has asked for the step after this one
+    assert [said[:2] for said in job.said] == [(b"1", "blocks")]
     job.server.recv(1, wire.Message("recv", {"step": 0}))
     job.said.clear()
     job.send(1, 3.0)
     assert [said[:2] for said in job.said] == [(b"0", "blocks")]
     assert job.server.step == 1
     for n in job.update.params:
-        np.testing.assert_array_equal(
-            job.said[0][2][n], np.zeros(job.update.types[n].shape)
-        )  # 1 - 0.5 * (1 + 3) / 2
+        # 1 - 0.5 * (1 + 3) / 2
+        np.testing.assert_array_equal(job.said[0][2][n], np.zeros(job.update.types[n].shape))
 
 
 def test_who_is_late_is_told_by_the_time_that_is_given() -> None:

@@ -236,10 +236,11 @@ def test_limits_let_every_message_of_a_plan_pass() -> None:
             [msgpack.packb({"v": wire.VERSION, "op": "send_barrier", "step": 1.0})],
             "without a proper step$",
         ),
+        # a key that is not a string
         (
             [msgpack.packb({1: 2})],
             "^a message whose header is not msgpack",
-        ),  # a key that is not a string
+        ),
         (
             [msgpack.packb({"v": wire.VERSION, "op": msgpack.ExtType(5, b"x")})],
             "^a message of unknown kind ExtType",
@@ -447,9 +448,8 @@ def test_memory_of_a_jax_array_is_used_again_when_the_array_is_gone() -> None:
     until = time.monotonic() + 30
     while address(pool.take("w", (1 << 16,), "float32")) != at:
         assert time.monotonic() < until, "it is never used again"
-        jax.device_put(
-            np.zeros(1)
-        )  # what a thread of JAX's has done with is let go in a later call of JAX
+        # what a thread of JAX's has done with is let go in a later call of JAX
+        jax.device_put(np.zeros(1))
     assert total == 1 << 16
 
 

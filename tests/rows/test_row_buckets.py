@@ -34,9 +34,8 @@ def test_each_row_is_in_one_part_and_parts_keep_the_order(parts: list[RowBuckets
         assert np.all(np.diff(numbers) > 0)
         assert all(p.start <= n % p.count < p.stop for n in numbers)
         assert p.local(numbers).tolist() == list(range(p.rows))
-        with_end = np.append(every, first.size).astype(
-            np.int32
-        )  # as ids are that are fewer than there is room for
+        # as ids are that are fewer than there is room for
+        with_end = np.append(every, first.size).astype(np.int32)
         assert with_end[p.among(with_end)].tolist() == numbers.tolist()
         assert p.local(with_end[p.among(with_end)]).dtype == np.int32
 

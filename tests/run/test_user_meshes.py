@@ -176,7 +176,6 @@ def test_a_step_that_says_where_its_values_should_be(plan: str, kind: str) -> No
         assert named.isdisjoint(("reshard", "sharding_constraint", "device_put"))
         job = PLANS[plan](main, startup).on_mesh()
         state, first = job.step(job.init(KEY), X, Y, KEY)
-        job.step(
-            state, np.tile(X, (2, 1)), np.tile(Y, 2), KEY
-        )  # traced again, where no mesh is set
+        # traced again, where no mesh is set
+        job.step(state, np.tile(X, (2, 1)), np.tile(Y, 2), KEY)
     np.testing.assert_allclose(first, alone()[1], rtol=1e-10)

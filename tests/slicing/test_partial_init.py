@@ -110,9 +110,8 @@ INITIALIZERS = {
 @pytest.mark.parametrize("name", INITIALIZERS)
 def test_a_block_of_an_initialiser_is_the_rows_of_the_whole(name, dtype):
     with jax.enable_x64(dtype == jnp.float64):
-        found = in_blocks(
-            lambda key: INITIALIZERS[name](key, SHAPE, dtype), jit=jax.jit
-        )  # as a server does
+        # as a server does
+        found = in_blocks(lambda key: INITIALIZERS[name](key, SHAPE, dtype), jit=jax.jit)
     found.equal()
     found.nothing_of(SHAPE)
 
@@ -166,9 +165,8 @@ def test_what_is_not_understood_is_made_whole_and_cut(name):
     }[name]
     found = in_blocks(fn)
     for got, want in zip(found.blocks, found.whole, strict=True):
-        assert np.allclose(
-            got, want, rtol=1e-5
-        )  # a loop, compiled with a slice behind it, may round otherwise
+        # a loop, compiled with a slice behind it, may round otherwise
+        assert np.allclose(got, want, rtol=1e-5)
     assert any(v.aval.shape in (SHAPE, (78,)) for e in found.jaxpr.jaxpr.eqns for v in e.outvars)
 
 

@@ -100,9 +100,8 @@ OPTIMIZERS = {
 ELEMENTWISE = [n for n, (_, free) in OPTIMIZERS.items() if free]
 WITHOUT = {
     "sm3": {"scalar"},  # optax.sm3 does not take 0-d leaves
-    "inject": {
-        "half"
-    },  # it makes float64 state of bfloat16 leaves, so that no state can stay as it is
+    # it makes float64 state of bfloat16 leaves, so that no state can stay as it is
+    "inject": {"half"},
     "noisy": {"half", "kernel", "few", "one_row", "scalar"},  # for speed
 }
 

@@ -53,10 +53,11 @@ HELD = {
 MOVED = {
     "trained": (loss, optax.adam(1e-2)),
     "weight decay": (loss_without, optax.adamw(1e-2)),
+    # whose moments need the gradient
     "zeros behind Adam": (
         loss,
         optax.chain(optax.adam(1e-2), ZEROS),
-    ),  # whose moments need the gradient
+    ),
     "a moving state of zeros": (loss, optax.chain(optax.ema(0.9), optax.sgd(0.1))),
 }
 

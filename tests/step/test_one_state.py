@@ -60,9 +60,8 @@ def test_what_each_leaf_is_for() -> None:
         "state/lora/a": "parameter",
         "state/lora/b": "parameter",
     }
-    assert (
-        kinds("injected_rate")["state/opt/hyperparams/learning_rate"] == "optimizer"
-    )  # constant, for updates alone
+    # constant, for updates alone
+    assert kinds("injected_rate")["state/opt/hyperparams/learning_rate"] == "optimizer"
 
 
 def descent(state: Tree, x: jax.Array) -> tuple[Tree, jax.Array]:
@@ -148,9 +147,8 @@ def test_a_function_of_the_parameters_reads_what_it_needs(mode: str) -> None:
     params, _, _ = STEP(*start(), X)
     np.testing.assert_allclose(job.apply(dense, state, X), dense(params, X), rtol=1e-5)
     np.testing.assert_allclose(job.apply(dense, state, X[:3]), dense(params, X[:3]), rtol=1e-5)
-    loss = jax.jit(
-        lambda params, x: {"of": (dense(params, x) ** 2).mean()}
-    )  # any pytree; jitted functions too
+    # any pytree; jitted functions too
+    loss = jax.jit(lambda params, x: {"of": (dense(params, x) ** 2).mean()})
     np.testing.assert_allclose(
         job.apply(loss, state, X)["of"], (dense(params, X) ** 2).mean(), rtol=1e-5
     )

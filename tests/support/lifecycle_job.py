@@ -16,9 +16,8 @@ from dtrans.parameter_server.plan import PServerPlan
 
 
 ROWS = 3  # of each trainer, in each step
-TX = optax.chain(
-    optax.clip_by_global_norm(0.05), optax.sgd(0.1, momentum=0.9)
-)  # servers exchange partial sums
+# servers exchange partial sums
+TX = optax.chain(optax.clip_by_global_norm(0.05), optax.sgd(0.1, momentum=0.9))
 
 
 def params_of() -> Any:

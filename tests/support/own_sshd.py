@@ -15,9 +15,8 @@ from role_threads import free_endpoints
 from dtrans.endpoints import split_endpoint
 
 
-SEPARATION = Path(
-    "/run/sshd"
-)  # sshd asks for this folder, which Debian makes when it starts a server
+# sshd asks for this folder, which Debian makes when it starts a server
+SEPARATION = Path("/run/sshd")
 PATIENCE = 30.0
 
 

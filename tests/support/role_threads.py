@@ -69,9 +69,8 @@ class RoleThreads:
 
     def end(self, name: str) -> Any:
         """What one returned, or the exception it raised."""
-        self._threads[name].join(
-            2 * HANG
-        )  # it may find only after HANG that another does not come, and has yet to end
+        # it may find only after HANG that another does not come, and has yet to end
+        self._threads[name].join(2 * HANG)
         assert not self._threads[name].is_alive(), f"{name} hangs"
         return self._ended[name]
 

@@ -92,9 +92,8 @@ def why(error: DtransError) -> str:
         "values of the whole batch": "rows meet after parameters",
         "is computed from gradients": "a result is made of gradients",
     }
-    (found,) = (
-        short for long, short in words.items() if long in told
-    )  # a StopIteration would end `map`
+    # a StopIteration would end `map`
+    (found,) = (short for long, short in words.items() if long in told)
     return found
 
 

@@ -314,9 +314,8 @@ def _of_flax(
 ) -> Callable[[jax.Array], Tree]:
     def params(key: jax.Array) -> Tree:
         made = model.init(key, jnp.zeros(shape, jnp.float64))
-        return jax.tree.map(
-            lambda leaf: leaf.astype(jnp.float64), made
-        )  # statistics are made in float32
+        # statistics are made in float32
+        return jax.tree.map(lambda leaf: leaf.astype(jnp.float64), made)
 
     return params
 

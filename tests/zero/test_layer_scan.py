@@ -142,9 +142,8 @@ def test_a_gather_behind_a_loop_waits_for_what_the_loop_scattered() -> None:
     layers."""
 
     def loss(p: Any, x: jax.Array, y: jax.Array) -> jax.Array:
-        h = jnp.tanh(
-            jnp.tanh(x @ p["first"]) @ p["second"]
-        )  # whose backward reads "second" behind that of the loop
+        # whose backward reads "second" behind that of the loop
+        h = jnp.tanh(jnp.tanh(x @ p["first"]) @ p["second"])
         return end(p, lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, p["a"])[0], y)
 
     params = start(second=(D, D))

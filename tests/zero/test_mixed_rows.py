@@ -142,7 +142,6 @@ def test_small_statistics_stay_whole() -> None:
     plan = plan_of_step(
         step, init_of(tx), params, jnp.ones((4, 8)), degree=DEGREE, min_slice_size=100
     )
-    assert {n.rpartition("/")[0] for n in plan.slices.state} == {
-        "opt_state/0/1"
-    }  # of columns: 20 x 20
+    # of columns: 20 x 20
+    assert {n.rpartition("/")[0] for n in plan.slices.state} == {"opt_state/0/1"}
     assert plan.memory()["padding"] == 0

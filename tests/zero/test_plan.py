@@ -166,9 +166,8 @@ def test_what_stage_3_gathers_is_read_in_one_direction(model: str, prefetch: int
         assert counts.pop("params/unread") == 0
         assert counts.pop("params/w1") == counts.pop("params/b1") == counts.pop("params/b2") == 1
     else:
-        assert (
-            counts.pop("params/embedding") == 3
-        )  # looked up, then multiplied with, and again in the backward pass
+        # looked up, then multiplied with, and again in the backward pass
+        assert counts.pop("params/embedding") == 3
         assert [counts.pop(f"params/{i}_up_bias") for i in range(2)] == [1, 1]
     assert set(counts.values()) == {2}
     assert not any(v in opened(plan.program.jaxpr).outvars for _, e in gathers for v in e.outvars)
@@ -317,9 +316,8 @@ def test_a_loop_gathers_a_layer_at_a_time_and_nothing_makes_the_stack(
         4 * DEEP * padded,
         4 * (padded * WIDE + padded * 3),
     )
-    again = (
-        bias if "checkpoint" in name else 0
-    )  # what is computed again is read again; else nobody needs a bias
+    # what is computed again is read again; else nobody needs a bias
+    again = bias if "checkpoint" in name else 0
     moved = plan.traffic()
     forward, backward = kernel + bias, kernel + again
     if (
@@ -449,11 +447,12 @@ def test_a_dtype_is_a_bucket_and_a_size_is_its_limit() -> None:
         if stage < 3:
             assert [len(e.invars) for _, e in of_type(plan, "all_gather")] == [3, 3]
         two = plan_of(loss, ADAM, params, X, stage=stage, degree=4, bucket_MB=2 * 8 * 4 * 4 / 2**20)
+        # those of 16 bits are half as large
         assert sorted(len(b.leaves) for b in two.buckets) == [
             1,
             2,
             3,
-        ]  # those of 16 bits are half as large
+        ]
         one = plan_of(loss, ADAM, params, X, stage=stage, degree=4, bucket_MB=0)
         assert all(len(b.leaves) == 1 for b in one.buckets) and len(one.buckets) == 6
 

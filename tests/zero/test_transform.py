@@ -522,9 +522,8 @@ def test_micro_steps_are_compressed_each(stage: int, replicas: int) -> None:
 def test_results_that_are_computed_from_updates_and_new_parameters(
     stage: int, options: Any
 ) -> None:
-    tx = MODELS["uneven"].around(
-        optax.chain(optax.clip_by_global_norm(0.05), optax.sgd(0.1))
-    )  # without a state
+    # without a state
+    tx = MODELS["uneven"].around(optax.chain(optax.clip_by_global_norm(0.05), optax.sgd(0.1)))
 
     def step(params: Any, opt_state: Any, x: jax.Array, y: jax.Array) -> Any:
         value, grads = dtrans.value_and_grad(uneven_loss)(params, x, y)

@@ -10,11 +10,12 @@ from dtrans.ops import CommunicatorConfig
 from dtrans.protocol import wire
 
 
+# the modes in which trainers have a communicator
 COMMUNICATING = (
     "communicator",
     "half_async",
     "geo",
-)  # the modes in which trainers have a communicator
+)
 LOOKING_UP = ("sync", "async", *COMMUNICATING)  # those in which servers may have tables
 
 
@@ -325,9 +326,8 @@ def drawn(seed: int) -> Case:
     count = r.choice([0, 0, 1, 1, 1, 2, 3])
     events = tuple(_event(r, case) for _ in range(count))
     table = r.choice([0, 1, 4, 4] if mode == "sync" else [0, 1, 4]) if mode in LOOKING_UP else 0
-    pace = (
-        r.choice([0.1, 0.002]) if mode == "communicator" else 0.1
-    )  # gradients are merged where steps are fast
+    # gradients are merged where steps are fast
+    pace = r.choice([0.1, 0.002]) if mode == "communicator" else 0.1
     case = dataclasses.replace(
         case, events=events, pace=pace, table=table, patience=(3.5, 30.0)[seed % 2]
     )
@@ -410,9 +410,8 @@ def _event(r: Random, case: Case) -> Event:
         )
     if kind == "twice":
         number = r.randint(0, 8)
-        return Event(
-            kind, 0.0, r.choice(lines), number % 5 if case.rounds else number
-        )  # parts of rounds come early
+        # parts of rounds come early
+        return Event(kind, 0.0, r.choice(lines), number % 5 if case.rounds else number)
     found = Event(kind, time, r.choice(lines), 10 ** r.uniform(-2, 2), r.randint(0, 1))
     both = kind == "hold" and r.random() < 0.4
     return dataclasses.replace(found, kind="outage") if both else found

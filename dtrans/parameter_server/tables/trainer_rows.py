@@ -144,9 +144,8 @@ class TableWriter:
         w = self.writer
         if id(eqn) in self._done:
             return
-        plain, step = self._plain.get(
-            id(eqn), (eqn, None)
-        )  # an exchange was not there when rows were looked for
+        # an exchange was not there when rows were looked for
+        plain, step = self._plain.get(id(eqn), (eqn, None))
         if step is None:
             self._keep(eqn)
         else:

@@ -92,9 +92,8 @@ class UnseenChanges:
     def forget(self, k: int) -> None:
         """Trainer k has no rows."""
         for n, rows in self._rows.items():
-            self._has[k, n] = np.zeros(
-                rows, np.uint8
-            )  # the system gives memory when it is written to
+            # the system gives memory when it is written to
+            self._has[k, n] = np.zeros(rows, np.uint8)
             self._news[k, n] = []
 
 

@@ -44,9 +44,8 @@ class KeptRows:
     ) -> None:
         self._slots = IdSlots()
         self._state = state
-        self._held = [
-            np.empty((LEAST, *t.shape[1:]), t.dtype) for t in types
-        ]  # local rows, and their state
+        # local rows, and their state
+        self._held = [np.empty((LEAST, *t.shape[1:]), t.dtype) for t in types]
         self._old = np.empty_like(self._held[0])
         self._is_touched = np.zeros(LEAST, bool)
         self._touched: list[

@@ -64,9 +64,8 @@ def feed(batches: Iterable[Any], job: Job, ahead: int = 2) -> Iterator[Iterator[
     check_int("ahead", ahead, "a positive number of batches")
     made: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(ahead)
     ended = threading.Event()
-    wide = bool(
-        jax.config.read("jax_enable_x64")
-    )  # of this thread; the other has a setting of its own
+    # of this thread; the other has a setting of its own
+    wide = bool(jax.config.read("jax_enable_x64"))
 
     def take() -> None:
         try:

@@ -223,9 +223,8 @@ class SurvivingJob(Job):
 @realises(CollectivePlan, "cluster")
 def on_cluster(plan: CollectivePlan, *, donate: bool, on_nonfinite: str = "ignore") -> Job:
     """This process's trainers, as they run best on their platform."""
-    drop = (
-        connected().on_trainer_loss == "drop"
-    )  # first: it finds a job that the user has connected
+    # first: it finds a job that the user has connected
+    drop = connected().on_trainer_loss == "drop"
     devices = trainer_devices()
     if drop and isinstance(plan, ShardingPlan):
         raise ConfigError(

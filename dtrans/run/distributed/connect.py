@@ -212,9 +212,8 @@ def _connect(
         "heartbeat_timeout_seconds": heartbeat_timeout(patience, loss),
         "shutdown_timeout_seconds": seconds,
     }
-    binds = (
-        "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ
-    )  # JAX's default is every address of this machine
+    # JAX's default is every address of this machine
+    binds = "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ
     if role is None:
         try:
             if binds and (address := bind_address(detected_coordinator(seconds))):

@@ -182,9 +182,8 @@ def _told(words: Sequence[str]) -> dict[int, list[str]]:
     me, among = cluster.trainer_id, cluster.members
     now = _rounds.get(among, 0)
     place = lambda k, i: f"dtrans/agree/{'-'.join(map(str, among))}/{i}/{k}"
-    board.key_value_set(
-        place(me, now), " ".join(words), allow_overwrite=True
-    )  # it may have waited in vain before
+    # it may have waited in vain before
+    board.key_value_set(place(me, now), " ".join(words), allow_overwrite=True)
     limit = time.monotonic() + cluster.deadline
     said: dict[int, list[str]] = {}
     missing, watched = [], watch()

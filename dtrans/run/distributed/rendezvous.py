@@ -100,9 +100,8 @@ def _gather(
             lines[k] = stack.enter_context(contextlib.closing(new_socket(context, zmq.DEALER)))
             watched = stack.enter_context(contextlib.closing(Handshakes(lines[k], keys, address)))
             handshakes[watched.monitor] = k, watched
-            connect(
-                lines[k], address, keys, FIRST, "trainer 0"
-            )  # ZeroMQ tries again until somebody is there
+            # ZeroMQ tries again until somebody is there
+            connect(lines[k], address, keys, FIRST, "trainer 0")
             lines[k].send(meeting.question(k))
             poller.register(lines[k], zmq.POLLIN)
             poller.register(watched.monitor, zmq.POLLIN)
@@ -118,16 +117,14 @@ def _gather(
                 answered = ready.keys() & who.keys()
                 if not answered and time.monotonic() >= limit:
                     raise meeting.late(deadline)
-                meeting.say_that_it_waits(
-                    time.monotonic()
-                )  # it looks once in AGAIN seconds at least
+                # it looks once in AGAIN seconds at least
+                meeting.say_that_it_waits(time.monotonic())
                 if time.monotonic() >= again:
                     again = time.monotonic() + AGAIN
                     for k in [*meeting.others]:
                         with contextlib.suppress(zmq.Again):
-                            lines[k].send(
-                                meeting.question(k), zmq.NOBLOCK
-                            )  # another may be there by now
+                            # another may be there by now
+                            lines[k].send(meeting.question(k), zmq.NOBLOCK)
                 for line in answered:
                     k = who[line]
                     try:

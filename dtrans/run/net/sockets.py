@@ -85,9 +85,8 @@ def new_socket(context: zmq.Context[Any], kind: int, patience: float = PATIENCE)
     made.setsockopt(zmq.LINGER, 0)
     made.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE)
     made.setsockopt(zmq.SNDHWM, 0)  # a step's gradients are what bounds the queue
-    made.setsockopt(
-        zmq.RCVHWM, 0
-    )  # of what is sent to sockets that connect; `limit` is for those that are bound
+    # of what is sent to sockets that connect; `limit` is for those that are bound
+    made.setsockopt(zmq.RCVHWM, 0)
     made.setsockopt(zmq.IPV6, 1)
     made.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE * 1000))
     # many signs in the time that one may be late: TCP sends again, less and less often, what an
@@ -98,9 +97,8 @@ def new_socket(context: zmq.Context[Any], kind: int, patience: float = PATIENCE)
         # who comes again is who it was, also before the old connection has ended
         made.setsockopt(zmq.ROUTER_HANDOVER, 1)
     if kind == zmq.DEALER:
-        made.setsockopt_string(
-            zmq.ROUTING_ID, token.new_token()
-        )  # of this socket, whatever becomes of its connections
+        # of this socket, whatever becomes of its connections
+        made.setsockopt_string(zmq.ROUTING_ID, token.new_token())
     return made
 
 

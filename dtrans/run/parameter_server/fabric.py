@@ -177,9 +177,8 @@ class EndpointFabric:
         if eqn.primitive is send_rows_p:
             self._watch.look([(eqn.params["table"], values[1])])
         if eqn.primitive is send_p:
-            names = eqn.params[
-                "names"
-            ]  # of blocks; a leaf that is cut when it is sent is one value
+            # of blocks; a leaf that is cut when it is sent is one value
+            names = eqn.params["names"]
             self._watch.look(
                 zip(names if len(names) == len(values) else [", ".join(names)], values, strict=True)
             )

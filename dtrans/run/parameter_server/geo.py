@@ -144,9 +144,8 @@ def _copied(values: list[Any]) -> list[jax.Array]:
 def _pushed(trainers: int) -> Any:
     def fn(local: list[Any], old: list[Any]) -> tuple[list[Any], list[Any]]:
         deltas = [((x - o) / trainers).astype(o.dtype) for x, o in zip(local, old, strict=True)]
-        deltas = jax.lax.optimization_barrier(
-            deltas
-        )  # rounded as they are sent, so that old is what the server has
+        # rounded as they are sent, so that old is what the server has
+        deltas = jax.lax.optimization_barrier(deltas)
         return deltas, [o + d for o, d in zip(old, deltas, strict=True)]
 
     return jax.jit(fn)

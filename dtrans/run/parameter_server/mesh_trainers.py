@@ -57,15 +57,15 @@ def _exchange(*parts: Any, how: Sequence[tuple[Any, ...]], **_: Any) -> list[Any
     return [exchanged(way, _gathered(x), _mine) for way, x in zip(how, parts, strict=True)]
 
 
-OF_ROWS = frozenset(
-    {split_ids_p, prefetch_p}
-)  # what each trainer does with the rows that it looks up
+# what each trainer does with the rows that it looks up
+OF_ROWS = frozenset({split_ids_p, prefetch_p})
 
+# kinds of values among the trainers of one device
 _TURN_OF = {
     None: AxisSharding(),
     "split": AxisSharding().cut_along(0, TURN),
     "stacked": AxisSharding(own=(TURN,)),
-}  # kinds of values among the trainers of one device
+}
 
 AMONG_TRAINERS: Rules = {exchange_p: _exchange, trainer_index_p: lambda *, over: [_index()]}
 

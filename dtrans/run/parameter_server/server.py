@@ -81,9 +81,8 @@ class Server:
             ended_saves=self._ended_saves,
             ended_roles=ended_roles,
         )
-        tables = {
-            n for t in update.tables.values() if not t.whole for n in t.held
-        }  # have memory of their own
+        # have memory of their own
+        tables = {n for t in update.tables.values() if not t.whole for n in t.held}
         own = own_buffers({n: x for n, x in state.items() if n not in tables})
         state, say = {**state, **own}, self._loop.say
         kind: SyncServer | AsyncServer

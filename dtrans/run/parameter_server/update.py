@@ -316,9 +316,8 @@ class CompiledUpdate:
         # a function with options of XLA cannot be called where another one is traced
         in_trace = any(map(is_traced, state.values()))
         copied = (lambda x: x) if in_trace else np.asarray
-        seen |= {
-            n: copied(state[n]) for n in self.update.watched if n in state
-        }  # it may be gone afterwards
+        # it may be gone afterwards
+        seen |= {n: copied(state[n]) for n in self.update.watched if n in state}
         for i, (phase, jitted) in enumerate(self._jitted):
             made, given, packed = called(
                 lambda i=i: f"{self.update.endpoint} phase {i}",  # type: ignore[misc]

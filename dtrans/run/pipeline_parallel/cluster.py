@@ -158,9 +158,8 @@ class ConnectedProcesses(OneProcess):
             readers.setdefault(n, set()).add(self.process_of(place))
         for n in () if tape.values is None else tape.values.read:
             readers.setdefault(n, set()).add(MAKER)
-        keys = itertools.count(
-            len(tape.instructions) + len(tape.results)
-        )  # the numbers before are theirs
+        # the numbers before are theirs
+        keys = itertools.count(len(tape.instructions) + len(tape.results))
         split = {
             n: (next(keys), x) for n, x in arrays.items() if isinstance(self._share(n, x), int)
         }

@@ -25,9 +25,8 @@ from dtrans.run.pipeline_parallel.stage_devices import EACH, SAME
 
 
 StateSlots: TypeAlias = dict[tuple[int, str], int]  # by (place, name)
-ResultSlots: TypeAlias = dict[
-    str, tuple[int, AxisSharding, int]
-]  # slot, kind, and the stage that makes it
+# slot, kind, and the stage that makes it
+ResultSlots: TypeAlias = dict[str, tuple[int, AxisSharding, int]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

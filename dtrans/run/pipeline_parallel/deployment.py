@@ -100,9 +100,8 @@ class Deployment:
         """How replicas have a result, merged over micro-batches."""
         if is_whole(self.plan.model.merges[name]) or self.plan.options.replicas == 1:
             return SAME
-        return (
-            FIRST if name in self.plan.model.homes else EACH
-        )  # all replicas make the same of state
+        # all replicas make the same of state
+        return FIRST if name in self.plan.model.homes else EACH
 
     # -- batches ---------------------------------------------------------------------------------
 

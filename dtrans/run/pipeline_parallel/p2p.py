@@ -64,9 +64,8 @@ class P2PChannels:
         self._doorkeeper = Doorkeeper(self._context, self._keys, users)
         self._in = new_socket(self._context, zmq.PULL)
         limit(self._in, wire.MESSAGE_BYTES, AHEAD)
-        self._in.setsockopt(
-            zmq.HEARTBEAT_IVL, 0
-        )  # a process that does not read its messages is not dead
+        # a process that does not read its messages is not dead
+        self._in.setsockopt(zmq.HEARTBEAT_IVL, 0)
         hosts = told(cluster, f"links/{name}/hosts", this_host(), MISSED, _look)
         address = address_of(cluster, list(hosts.values()), coordinator())
         self._peers = told(

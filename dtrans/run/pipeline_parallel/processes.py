@@ -26,10 +26,11 @@ class OneProcess:
     """
 
     part = (0, 1)  # which part of a batch is given here, and how many parts there are
+    # which run of the job it is, and whether this process saves what all have
     run_id, saves = (
         THIS_PROCESS,
         True,
-    )  # which run of the job it is, and whether this process saves what all have
+    )
 
     def __init__(self, at: Deployment) -> None:
         self.at = at

@@ -109,9 +109,8 @@ class _Line:
     def _open(self) -> None:
         address = tcp_address(self.endpoint)
         self._socket = new_socket(self._context, zmq.DEALER)
-        self._socket.setsockopt(
-            zmq.IMMEDIATE, 1
-        )  # a request is sent on a connection that is there, or not at all
+        # a request is sent on a connection that is there, or not at all
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._handshakes = Handshakes(self._socket, self._keys, address)
         connect(self._socket, address, self._keys, OBSERVER, STATUS)
 

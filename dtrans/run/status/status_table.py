@@ -28,6 +28,7 @@ SERVER = (
     "doing",
 )
 TRAINER = ("trainer", "step", "steps/s", "in", "out", "heard", "staleness", "doing")
+# shown where a row has them
 OPTIONAL = (
     "in",
     "out",
@@ -36,7 +37,7 @@ OPTIONAL = (
     "rows made",
     "checkpoint",
     "staleness",
-)  # shown where a row has them
+)
 
 
 def job_tables(answers: Sequence[Answer]) -> Group:

@@ -73,9 +73,10 @@ def test_rows_may_be_picked_in_loops_and_branches(how: str) -> None:
         for e in equations(plan.trainer_program(0).jaxpr)
         for v in (*e.invars, *e.outvars)
     ]
+    # of `table`
     assert (
         not [s for s in shapes if V in s and len(sizes) == 2] and sum(V in s for s in shapes) <= 1
-    )  # of `table`
+    )
 
 
 def generated(p: Any, ids: jax.Array) -> jax.Array:
@@ -372,14 +373,12 @@ def test_what_waits_is_what_the_update_does(name: str) -> None:
     state, update, moved = tx.init(params), jax.jit(tx.update), list[bool]()
     for _ in range(8):
         idle, _ = update(jax.tree.map(jnp.zeros_like, params), state, params)
-        moved.append(
-            bool(jnp.any(jnp.abs(idle["emb"]) > 1e-6))
-        )  # FTRL sets rows to within a rounding
+        # FTRL sets rows to within a rounding
+        moved.append(bool(jnp.any(jnp.abs(idle["emb"]) > 1e-6)))
         updates, state = update(jax.tree.map(jnp.ones_like, params), state, params)
         params = optax.apply_updates(params, updates)
-    assert (len(set(moved[1:])) == 2) == (
-        name in WAITS
-    )  # before the first step no state has anything
+    # before the first step no state has anything
+    assert (len(set(moved[1:])) == 2) == (name in WAITS)
 
 
 def test_a_trainer_that_updates_rows_itself_is_told_what_helps() -> None:

@@ -86,11 +86,12 @@ def test_a_stranger_without_a_certificate_is_not_let_in(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("coordinator", "resolves", "bound"),
     [
+        # its own name, as Debian has it: other hosts know another address
         (
             "node001:61440",
             "127.0.0.1",
             "",
-        ),  # its own name, as Debian has it: other hosts know another address
+        ),
         ("127.0.0.2:61440", "127.0.0.2", "127.0.0.2:61440"),
         ("[::1]:61440", "::1", "[::1]:61440"),
         ("node002:61440", "192.0.2.1", ""),  # another host's

@@ -18,6 +18,7 @@ from dtrans.run.distributed.gloo import check_own_name, reachable
 
 
 PATIENCE = 120.0
+# a host of its own name
 RENAMED = [
     "unshare",
     "--uts",
@@ -25,7 +26,7 @@ RENAMED = [
     "-c",
     'hostname nowhere.invalid && exec "$@"',
     "sh",
-]  # a host of its own name
+]
 JOB = """
 import dtrans, jax, jax.numpy as jnp
 cluster = dtrans.connect(deadline=60.0)

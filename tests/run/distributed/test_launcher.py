@@ -119,9 +119,8 @@ def assert_reaped(watch: Watch) -> None:
 def test_environment(
     script: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(
-        "DTRANS_CURRENT_ENDPOINT", "10.0.0.1:1"
-    )  # what this process was told is not theirs
+    # what this process was told is not theirs
+    monkeypatch.setenv("DTRANS_CURRENT_ENDPOINT", "10.0.0.1:1")
     monkeypatch.setenv("DTRANS_TRAINER_ID", "7")
     monkeypatch.setenv("DTRANS_RUN", "of another launch")
     command = script("""
@@ -275,9 +274,8 @@ def test_trainer_roles_round_trip() -> None:
 def test_environment_in_nccl2_mode(
     script: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(
-        "DTRANS_PSERVER_ENDPOINTS", "10.0.0.1:1"
-    )  # what this process was told is not theirs
+    # what this process was told is not theirs
+    monkeypatch.setenv("DTRANS_PSERVER_ENDPOINTS", "10.0.0.1:1")
     monkeypatch.setenv("JAX_ENABLE_PREEMPTION_SERVICE", "1")  # what the user has set stays
     monkeypatch.delenv("JAX_LOCAL_DEVICE_IDS", raising=False)
     command = script("""
@@ -418,9 +416,8 @@ def test_output_by_line(script: Any, capsys: pytest.CaptureFixture[str]) -> None
     launch(command)
     out, err = capsys.readouterr()
     assert out == "[trainer 0] one\n[trainer 0] two\n[trainer 0] no newline\n"
-    assert err.splitlines()[1:] == [
-        "[trainer 0] not � utf-8"
-    ]  # the first says where the job answers
+    # the first says where the job answers
+    assert err.splitlines()[1:] == ["[trainer 0] not � utf-8"]
 
 
 def test_output_comes_when_it_is_printed(

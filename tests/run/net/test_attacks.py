@@ -116,9 +116,8 @@ def test_a_job_is_right_whatever_is_done_to_its_server(tmp_path: Path, size: int
         for k in range(2):
             started[f"trainer{k}"].until(f"step {GATE}")
         stream = recorded(pservers[0])
-        replay(
-            pservers[0], stream
-        )  # as it is, first: what it takes to be attacked at all is not counted
+        # as it is, first: what it takes to be attacked at all is not counted
+        replay(pservers[0], stream)
         before = server.memory
         flips(pservers[0], stream, seed=size, connections=400 * size, each=50)
         unread(pservers[0], 5000 * size)
@@ -169,9 +168,8 @@ def test_ten_thousand_malformed_messages_of_who_has_the_token(
         for _ in range(hundreds):
             for _ in range(100):
                 message = malformed(r, proper)
-                peer.say(
-                    *(message if any(message) else [b"noise"])
-                )  # an empty one says that a connection is made
+                # an empty one says that a connection is made
+                peer.say(*(message if any(message) else [b"noise"]))
             for _ in range(100):
                 peer.refused()
 
@@ -221,9 +219,8 @@ def attacked(at: str, user: str, secret: str, messages: Sequence[list[bytes]], c
         context.socket(zmq.ROUTER) as own,
         context.socket(zmq.DEALER) as client,
     ):
-        doorkeeper = Doorkeeper(
-            context, Keys(secret), {user: ""}
-        )  # of the attacker's own, to record it with
+        # of the attacker's own, to record it with
+        doorkeeper = Doorkeeper(context, Keys(secret), {user: ""})
         own.plain_server, own.zap_domain, own.linger, client.linger = True, b"dtrans", 0, 0
         tap = Tap(f"127.0.0.1:{own.bind_to_random_port('tcp://127.0.0.1')}")
         client.plain_username, client.plain_password = user.encode(), password

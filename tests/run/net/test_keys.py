@@ -397,9 +397,8 @@ def test_separate_keys_let_in_their_roles_until_they_are_revoked(tmp_path: Path)
         with client(s.tcp, keys) as (line, _):
             line.send(b"still here")
             assert s.heard() == ("one", b"still here")
-        assert (
-            make_folder(tmp_path, ["trainer 1"]) == []
-        )  # revoked until its secret is removed, too
+        # revoked until its secret is removed, too
+        assert make_folder(tmp_path, ["trainer 1"]) == []
         (tmp_path / "clients/trainer-0.public").write_text("garbage")
         with client(s.tcp, keys) as (line, watched):
             line.send(b"hello")

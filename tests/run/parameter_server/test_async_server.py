@@ -525,9 +525,8 @@ def test_a_trainer_that_is_gone_is_left_behind(
     with Peer(endpoint) as peer:
         peer.hello(1, 2)
         assert peer.hear().op == "welcome"
-        peer.tell(
-            "send", np.ones((2, 2)).tobytes(), step=0, pieces=[[["params/w@GRAD", 0, 32]]]
-        )  # half of a gradient
+        # half of a gradient
+        peer.tell("send", np.ones((2, 2)).tobytes(), step=0, pieces=[[["params/w@GRAD", 0, 32]]])
     until(lambda: "the connection of trainer 1 to" in caplog.text, "a warning")
     role_threads.start("trainer 0", train, plan, 0, [batch], None, params)
     role_threads.end("trainer 0")

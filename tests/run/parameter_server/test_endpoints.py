@@ -172,10 +172,11 @@ def test_a_job_equals_one_device_in_float32(
 
 def test_a_server_without_blocks_serves_and_ends_cleanly(role_threads: RoleThreads) -> None:
     with jax.enable_x64(True):
+        # two leaves that cannot be cut
         params = {
             "s": jnp.float64(2.0),
             "w": jnp.arange(1.0, 4.0)[None],
-        }  # two leaves that cannot be cut
+        }
         loss = lambda params, x, y: jnp.mean((params["s"] * x[:, :3] * params["w"] - y) ** 2)
         states = job_equals_one_device(
             role_threads,
@@ -785,9 +786,8 @@ def test_a_trainer_that_is_a_little_late_at_every_step_is_not_too_late(
     plan = plan_for(pservers)
     role_threads.start("server", serve, plan, ep, params, deadline=2.0)
     role_threads.start("trainer 0", train, plan, 0, steps, params)
-    role_threads.start(
-        "trainer 1", train, plan, 1, steps, params, before=lambda i: time.sleep(0.5)
-    )  # what computing takes
+    # what computing takes
+    role_threads.start("trainer 1", train, plan, 1, steps, params, before=lambda i: time.sleep(0.5))
     role_threads.all()
 
 
@@ -899,9 +899,8 @@ def test_who_never_came_since_it_was_refused_is_named_with_the_reason(
 def test_who_has_not_the_token_is_told_so_at_once_and_takes_nobodys_place(
     role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch, its: str, strangers: str
 ) -> None:
-    monkeypatch.setenv(
-        "DTRANS_TRANSPORT_ENCRYPTION", "auto"
-    )  # on loopback a token may be short, or none
+    # on loopback a token may be short, or none
+    monkeypatch.setenv("DTRANS_TRANSPORT_ENCRYPTION", "auto")
     (ep,) = pservers = free_endpoints(1)
     params, plan = mlp_params(), plan_for(pservers, trainers=1)
     bound = threading.Event()
@@ -1370,9 +1369,8 @@ def test_one_connection_cannot_be_two_trainers(role_threads: RoleThreads) -> Non
         assert one.hear().op == "welcome"
         one.hello(trainer=1, trainers=2, session="b")
         assert "already said hello as trainer 0" in one.refused()
-        other.hello(
-            trainer=0, trainers=2, session="a"
-        )  # as a trainer does that moves to the Unix socket
+        # as a trainer does that moves to the Unix socket
+        other.hello(trainer=0, trainers=2, session="a")
         assert other.hear().op == "welcome"
         one.hello(trainer=1, trainers=2, session="b")
         assert one.hear().op == "welcome"  # it is nobody any more

@@ -24,12 +24,13 @@ from dtrans.run.distributed.role import roles_of
 
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("x64")]
+# steps: of both saves, and one that a killed run does not come to
 TRAINERS, FIRST, SECOND, END = (
     2,
     5,
     10,
     12,
-)  # steps: of both saves, and one that a killed run does not come to
+)
 
 
 def start_run(

@@ -550,11 +550,12 @@ def test_bytes_are_those_of_the_rows(
     # each pushes and pulls after its second step: in the order of the turns below
     given = [[of(1, 1, 2, 30), of(2, 2, 2, 2)], [of(2, 3, 3, 30), of(4, 5, 30, 3)]]
     run(role_threads, plan, given, StepOrder([0, 1, 0, 1]))
+    # of trainer 1's rows trainer 0 has changed 2 and 30
     asked, touched, changed = (
         3 + 3 + 2,
         3 + 5,
         0 + 2,
-    )  # of trainer 1's rows trainer 0 has changed 2 and 30
+    )
     assert sent["prefetch"] == asked * 4
     assert sent["rows"] == asked * row
     assert sent["row_ids"] == touched * 4
@@ -937,8 +938,7 @@ def test_what_is_pushed_is_rounded_as_it_is_sent(dtype: Any) -> None:
         assert np.array_equal(delta.ids, ids) and delta.rows.dtype == server.dtype
         server = np.asarray(jax.jit(lambda w, i, d: w.at[i].add(d))(server, delta.ids, delta.rows))
         assert np.array_equal(kept.old, server)
-    kept.pulled(
-        RowGradient(np.array([3, 700]), np.ones((2, 3), dtype))
-    )  # a row that is not here is left out
+    # a row that is not here is left out
+    kept.pulled(RowGradient(np.array([3, 700]), np.ones((2, 3), dtype)))
     assert np.array_equal(kept.old[3], np.ones(3, dtype))
     assert len(kept) == 20

@@ -69,10 +69,11 @@ def job(pservers: Sequence[str], **more: Any) -> dict[str, Any]:
     } | more
 
 
+# what a role says before it waits for others
 WAITS = {
     "pserver": "serving 0",
     "trainer": "connecting",
-}  # what a role says before it waits for others
+}
 
 
 @pytest.mark.slow

@@ -166,9 +166,8 @@ def test_changes_are_of_the_steps_after_one() -> None:
     alone.step(20)
     assert alone.changed(3) == ([20], [3, 8, 50])  # asked after step 3 before they were given up
     assert alone.changed(4) == ([], [])
-    alone.rows(
-        3, train=True
-    )  # here again, and not updated yet: whoever has the old row is to hear of it
+    # here again, and not updated yet: whoever has the old row is to hear of it
+    alone.rows(3, train=True)
     assert alone.changed(3) == ([3, 20], [8, 50])
     for since in (-1, 5):
         with pytest.raises(

@@ -115,9 +115,8 @@ def test_a_row_that_is_looked_at_is_not_kept() -> None:
         and str(server.held.report()[0]) == "params/emb: 2 of 1,000 rows are made, 48 bytes"
     )
     assert isinstance(server.tables()[EMB], ArrayLike)
-    np.testing.assert_array_equal(
-        np.asarray(server.tables()[EMB]), whole
-    )  # who reads it as an array gets the rest too
+    # who reads it as an array gets the rest too
+    np.testing.assert_array_equal(np.asarray(server.tables()[EMB]), whole)
     assert memory.count == 2
     server.rows(EMB, np.arange(V), train=True)
     assert memory.count == V and len(next(server.tables()[EMB].table.segments()).present) == V

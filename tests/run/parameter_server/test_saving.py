@@ -144,9 +144,8 @@ def test_what_is_saved_of_a_row_is_of_one_update(
     role_threads.all()
     for at in (0, 3, 6, 9):
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", CheckpointWarning
-            )  # counts, which are not those of rows
+            # counts, which are not those of rows
+            warnings.simplefilter("ignore", CheckpointWarning)
             held = [dtrans.checkpoint.restore(tmp_path / str(at), plan, ep) for ep in plan.servers]
         emb, mu, nu = (
             np.concatenate([x for state in held for n, x in state.items() if n.startswith(name)])[
@@ -654,9 +653,8 @@ def test_a_save_lets_updates_donate_the_state(
     if (
         plan.sync_mode
     ):  # in the other mode XLA gives memory of the state to parameters, and the reverse
-        assert len(set.union(*places)) == len(places[0]) + len(
-            places[1]
-        )  # no update has moved the state
+        # no update has moved the state
+        assert len(set.union(*places)) == len(places[0]) + len(places[1])
 
 
 # -- when a job ends by an error -------------------------------------------------------------------
@@ -746,9 +744,8 @@ def test_what_was_saved_last_is_not_saved_again(role_threads: RoleThreads, tmp_p
 def test_a_state_may_be_dropped(role_threads: RoleThreads, tmp_path: Path) -> None:
     plan = planned(optax.sgd(0.1), None, 2, 2)
     fail(role_threads, plan, batches(1), checkpoints=tmp_path, on_failure="drop")
-    fail(
-        role_threads, planned(optax.sgd(0.1), None, 1, 2), [], checkpoints=tmp_path
-    )  # nothing was trained
+    # nothing was trained
+    fail(role_threads, planned(optax.sgd(0.1), None, 1, 2), [], checkpoints=tmp_path)
     assert not [*tmp_path.iterdir()]
     role = Role("pserver", 2, tuple(plan.servers), current_endpoint=next(iter(plan.servers)))
     with ServerJob(plan, role, {}) as job:

@@ -239,9 +239,8 @@ def test_who_leaves_while_another_waits_at_the_barrier(role_threads: RoleThreads
         b.leave()
         assert a.moved() == c.moved() == -1.5 - 0.5 * 15
         a.take(2, 4.0)
-        assert (
-            a.waits_for() == "gradients of step 3 from trainer 2 (computing)"
-        )  # and not from trainer 1
+        # and not from trainer 1
+        assert a.waits_for() == "gradients of step 3 from trainer 2 (computing)"
         c.take(2, 2.0)
         assert a.moved() == c.moved() == -9.0 - 0.5 * 3
         a.leave()

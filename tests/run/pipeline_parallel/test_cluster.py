@@ -73,9 +73,8 @@ def test_stages_that_slurm_put_on_several_hosts_find_each_other(tmp_path: Path) 
     for k in range(2):
         found = json.loads((tmp_path / f"{k}.json").read_text())
         assert found["trainers"] == 2 and found["endpoints"] == []
-        assert [bytes.fromhex(host)[-4:] for host in found["listens"]] == [
-            b"\x01\0\0\x7f"
-        ]  # 127.0.0.1, and no other
+        # 127.0.0.1, and no other
+        assert [bytes.fromhex(host)[-4:] for host in found["listens"]] == [b"\x01\0\0\x7f"]
         assert (
             "the 2 trainers are on 2 hosts" in found["remote"]
             and "allow_remote=True" in found["remote"]

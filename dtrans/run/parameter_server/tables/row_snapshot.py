@@ -24,10 +24,11 @@ from dtrans.run.parameter_server.tables.new_rows import RowMaker
 
 
 SEGMENT = 8 << 20  # bytes of rows that are read at once
+# groups of rows by which rows are kept that change, and how many rows one has at least
 GROUPS, LEAST = (
     256,
     4096,
-)  # groups of rows by which rows are kept that change, and how many rows one has at least
+)
 ROOM = 16 << 20  # bytes that may be kept of rows, or a twelfth of what the block weighs
 WINDOW = 1 << 16  # rows that are looked through at once
 

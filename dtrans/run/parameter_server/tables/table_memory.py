@@ -197,9 +197,8 @@ class TableMemory:
         is_old[under_way] = False
         gone = np.flatnonzero(is_old)
         self._before(gone)
-        self.changed_at[gone] = -(
-            self.step + 2
-        )  # who has asked for changes after this step has yet to hear of it
+        # who has asked for changes after this step has yet to hear of it
+        self.changed_at[gone] = -(self.step + 2)
         if self.missed is not None:
             self.missed.rest(gone)
         self.count -= len(gone)
@@ -307,9 +306,8 @@ def _saved_rows(table: TableBlock, begins: Sequence[Any]) -> TableRows | None:
 def _rows_and_zeros(x: np.ndarray, ids: np.ndarray, size: int) -> np.ndarray:
     """Rows of an array, and zeros behind them, `size` in all."""
     found = np.empty((size, *x.shape[1:]), x.dtype)
-    np.take(
-        x, ids, 0, out=found[: len(ids)], mode="clip"
-    )  # they are there; it copies twice where it has to look
+    # they are there; it copies twice where it has to look
+    np.take(x, ids, 0, out=found[: len(ids)], mode="clip")
     found[len(ids) :] = 0
     return found
 
