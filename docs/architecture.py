@@ -1,5 +1,4 @@
-"""What the code itself says of its architecture: which folder imports which, and the way of a value
-through the files.
+"""Page about the architecture, written from the code: imports of folders, and ways of values.
 
     python docs/architecture.py docs     writes docs/architecture.md and its drawings (`make architecture`)
 
@@ -62,8 +61,7 @@ RUN_LAYERS = (
 
 
 def modules() -> dict[str, Path]:
-    """Every module of the package, by its dotted name without `dtrans.`; that of the package itself
-    is empty."""
+    """Return the file of each module, by its dotted name without `dtrans.`; the package's is empty."""
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE).with_suffix("").parts
@@ -73,14 +71,13 @@ def modules() -> dict[str, Path]:
 
 @functools.cache
 def nodes(path: Path) -> list[ast.AST]:
-    """Return the nodes of a file that may import: a parse takes most of the time of what asks for
-    imports."""
+    """Return the nodes of a file, which is parsed once: parsing takes most of the time."""
     kinds = ast.ImportFrom | ast.Import | ast.Call
     return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds)]
 
 
 def imports(path: Path, known: Mapping[str, Path]) -> Iterator[str]:
-    """The modules of the package that a file imports, wherever in it the import stands."""
+    """Yield the modules of the package that a file imports, at any place in it."""
     for node in nodes(path):
         if (
             isinstance(node, ast.ImportFrom)
@@ -102,7 +99,7 @@ def imports(path: Path, known: Mapping[str, Path]) -> Iterator[str]:
 
 
 def arrows() -> dict[str, set[str]]:
-    """Module to the modules that it imports."""
+    """Return the imports of each module."""
     known = modules()
     return {
         m: {t for t in imports(path, known) if t != m and t in known} for m, path in known.items()
@@ -110,7 +107,7 @@ def arrows() -> dict[str, set[str]]:
 
 
 def rank(module: str) -> tuple[int, int]:
-    """The layer of a module, and inside `run` that of its folder."""
+    """Return the layer of a module, and inside `run` the layer of its folder."""
     first, _, rest = module.partition(".")
     outer = next(i for i, layer in enumerate(LAYERS) if first in layer)
     inner = rest.split(".")[0]
@@ -120,7 +117,7 @@ def rank(module: str) -> tuple[int, int]:
 
 
 def climbs() -> list[str]:
-    """Imports that go up, or to a folder beside: there must be none but that of the registry."""
+    """Return imports that go up or sideways: only the registry of jobs may have one."""
     found = []
     for module, targets in arrows().items():
         if not module or module in ("run",):  # the faces of packages
@@ -140,7 +137,7 @@ def climbs() -> list[str]:
 
 
 def between_folders(inside: str = "") -> list[tuple[str, str]]:
-    """Each folder with each that it imports from; those in `run` where `inside` is "run"."""
+    """Return pairs of folders of which one imports from the other; inside of `run` on request."""
     depth = 1 if inside else 0
     found = set()
     for module, targets in arrows().items():
@@ -155,7 +152,7 @@ def between_folders(inside: str = "") -> list[tuple[str, str]]:
 
 
 def shortest(edges: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """The arrows that no way over other arrows says already."""
+    """Return the arrows without those that follow from others."""
 
     def reached(start: str, without: tuple[str, str]) -> set[str]:
         found: set[str] = set()
@@ -242,7 +239,7 @@ def drawn(edges: Sequence[tuple[str, str]], width: int) -> tuple[list[str], int]
 
 
 def drawing() -> str:
-    """The folders of the package, and those of `run`, as a picture."""
+    """Return a picture of the folders of the package, and of those in `run`."""
     outer, high = drawn(shortest(between_folders()), 800)
     inner, inside = drawn(shortest(between_folders("run")), 400)
     width = 1220
@@ -301,14 +298,14 @@ they are the language that all files speak. `rows` and `engine` count as one fil
 """
 
 
-def first_line(module: str, known: Mapping[str, Path]) -> str:
-    """The first line of what a module says of itself."""
-    said = ast.get_docstring(ast.parse(known[module].read_text())) or ""
-    return said.splitlines()[0].strip() if said else ""
+def summary_of(module: str, known: Mapping[str, Path]) -> str:
+    """Return the summary of a module: the first paragraph of its docstring."""
+    text = ast.get_docstring(ast.parse(known[module].read_text())) or ""
+    return " ".join(text.split("\n\n")[0].split())
 
 
 def folders() -> str:
-    """The table of folders, from the top of the picture down."""
+    """Return the table of folders, from the top of the picture down."""
     known = modules()
     rows = ["| folder | what it is | imports from |", "|---|---|---|"]
     for inside, layers in (("", LAYERS), ("run", RUN_LAYERS)):
@@ -319,7 +316,7 @@ def folders() -> str:
             path = f"{full.replace('.', '/')}" + (
                 "" if known[full].name == full.split(".")[-1] + ".py" else "/"
             )
-            rows.append(f"| `{path}` | {first_line(full, known)} | {targets or 'none'} |")
+            rows.append(f"| `{path}` | {summary_of(full, known)} | {targets or 'none'} |")
     return "\n".join(rows)
 
 

@@ -315,7 +315,7 @@ WALKS = (
         ),
     ),
     Walk(
-        "A parameter of which each rank has a slice",
+        "A parameter, a slice on each rank",
         "`dtrans.sharding(stage=3)` with two ranks: `params/w1`",
         _slice,
         "params/w1",
