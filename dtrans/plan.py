@@ -127,12 +127,12 @@ class Plan(abc.ABC):
 
     @abc.abstractmethod
     def costs(self) -> Costs:
-        """What each role holds, moves and computes in a step."""
+        """Return each role's bytes and floating-point operations in a step."""
 
     @property
     @abc.abstractmethod
     def notes(self) -> list[str]:
-        """What else there is to know."""
+        """Return remarks for the user that the table does not show."""
 
     @property
     @abc.abstractmethod
@@ -364,7 +364,8 @@ def realises(plan: type, way: str) -> Callable[[F], F]:
 
 
 def realiser(plan: Any, way: str) -> Callable[..., Any]:
-    """What runs a plan in a way: that of its own type, or of the next type that it is one of.
+    """Return the function that runs a plan in a way: the one of its type, or of its nearest base
+    class.
 
     Raises:
       ConfigError: nothing runs such plans in this way.

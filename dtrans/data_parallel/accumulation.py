@@ -307,7 +307,7 @@ def _scanned(
 
 
 def _lowest(t: Any) -> jax.Array:
-    """What any value of a type is at least."""
+    """Return an array of the least value of a type."""
     if jnp.issubdtype(t.dtype, jnp.bool_):
         return jnp.zeros(t.shape, t.dtype)
     return jnp.full(

@@ -1,10 +1,9 @@
-"""What becomes of what each trainer makes: results, batch statistics, and after local steps all
-state.
+"""Merge of each trainer's outputs: results, batch statistics, and after local steps all state.
 
-It is what the user says in `merge`. Where nothing is said it is told by tracing: the step is traced
-a second time on the batch of all trainers, and what is larger there has full_type with the batch; a
-spread over the equations tells what parts of the batch enter, and what is made of their number of
-rows only. What cannot be told is refused by name.
+The user's `merge` comes first. Other results are merged as tracing shows. The step is traced a
+second time on the batch of all trainers: a dimension that is larger there grows with the batch. A
+pass over the equations finds values that depend on the part of the batch, and values that depend on
+its number of rows only. A result without a known merge is refused by name.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def check_merge(name: str, way: str, t: Any, *, is_state: bool, o: Options) -> N
 
 
 def merges_of(step: Cut, o: Options, of_counts: str = "") -> dict[str, str]:
-    """What becomes of each result, and of each parameter that trainers make."""
+    """Return the way to merge each result, and each parameter that trainers compute."""
     program = step.program
     made_here = _made_by_trainers(step, o)
     parts = o.trainers * o.micro_steps
@@ -187,7 +186,7 @@ def _of_rows(step: Cut, whole: Program) -> dict[Var, int]:
 
 
 def _told_apart(x: JaxprEqn, y: JaxprEqn) -> bool:
-    """Whether two equations of one primitive differ in their numbers or parameters."""
+    """Return True if two equations of one primitive differ in their numbers or parameters."""
     literals = [(a.val, b.val) for a, b in zip(x.invars, y.invars, strict=True)
                 if isinstance(a, Literal) and isinstance(b, Literal)]  # fmt: skip
     if not all(np.array_equal(a, b) for a, b in literals):
@@ -222,7 +221,7 @@ def _of_batch(step: Cut, o: Options) -> dict[Var, int]:
 
 
 def _static(name: str, here: Literal, whole: Atom | None, parts: int, noun: str) -> str:
-    """What becomes of a result that is a number: it may be one of the batch, such as its rows."""
+    """Return the way to merge a constant result, such as the number of rows of the batch."""
     if not isinstance(whole, Literal) or np.array_equal(here.val, whole.val):
         return "same"
     if np.array_equal(parts * np.asarray(here.val), whole.val):

@@ -30,27 +30,25 @@ MERGES = (*REDUCED, "concat", "each", "same")
 
 @dataclasses.dataclass(frozen=True)
 class Reduce:
-    """How gradients are reduced over trainers, the ranks of a sharded job, or the replicas of a
-    stage.
+    """Reduction of gradients over trainers, the ranks of a sharded job, or the replicas of a stage.
 
     Attributes:
-      op: "mean", or "sum" for a loss that is a sum over the batch; of an exact batch it is found,
-        and may be left out.
+      op: "mean", or "sum" for a loss that is a sum over the batch. It may be omitted for an exact
+        batch, since the analysis finds it.
       bucket_MB: the size up to which gradients are reduced together; 0 reduces each by itself.
-      max_buckets: EPL's rule of buckets in the place of `bucket_MB`: at most about so many, of even
+      max_buckets: EPL's rule of buckets instead of `bucket_MB`: about this many at most, of even
         size.
-      chains: how many chains of reductions may run beside each other; within a chain each waits for
-        the one before. By default XLA decides.
+      chains: the number of chains of reductions that may run concurrently; within a chain each
+        waits for the previous one. By default XLA decides.
       compress: "bf16" or "fp16": gradients are reduced in this type, multiplied by `compress_scale`
-        before and divided by it after. A sum that overflows is not hidden: it arrives as infinity.
+        before and divided by it after. A sum that overflows arrives as infinity.
       compress_scale: see `compress`.
-      clip_local_norm: clip each trainer's own gradients to this global norm *before* they are
-        reduced, as EPL does by default. (A clip in the optimizer is one of the reduced gradients.)
-        All reductions then wait for the last gradient.
-      clip_local_per: of which gradients that is the norm, where there are micro-batches: "step"
-        clips what all of a trainer's micro-batches make together, "micro_batch" what each of them
-        makes, as EPL does. In a pipeline the latter keeps the gradients of all micro-batches until
-        the update.
+      clip_local_norm: clip each trainer's gradients to this global norm *before* they are reduced,
+        as EPL does by default. (A clip in the optimizer applies to the reduced gradients.) All
+        reductions then wait for the last gradient.
+      clip_local_per: the gradients that have this norm, if there are micro-batches. "step" clips
+        the sum over a trainer's micro-batches, "micro_batch" the gradients of each, as EPL does.
+        With "micro_batch" a pipeline stores the gradients of all micro-batches until the update.
 
     Raises:
       ConfigError: a value that is out of range, or a scale without a type.
@@ -114,7 +112,7 @@ class Reduce:
 
     @classmethod
     def of(cls, given: Any) -> Reduce:
-        """What is given as `reduce`: a record, or its `op`."""
+        """Return the record for a value of the option `reduce`: a record, or its `op`."""
         if given in ("mean", "sum"):
             return cls(given)
         check_type("reduce", given, cls, "'mean', 'sum' or a dtrans.Reduce")
@@ -215,8 +213,7 @@ class Options:
 
     @property
     def splits_evenly(self) -> bool:
-        """Whether the trainers must divide the batch: where they do something to parts, one by
-        one."""
+        """Return True if trainers must divide the batch, since they process parts one by one."""
         return self.micro_steps > 1 or self.reduce.clip_local_norm is not None
 
     @property

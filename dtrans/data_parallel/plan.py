@@ -89,13 +89,12 @@ class CollectivePlan(Plan):
 
     @property
     def owned(self) -> Any:
-        """Who owns which leaf, where leaves are given to ranks: nobody but in sharding."""
+        """Return the owner of each leaf, if leaves are assigned whole; None except in sharding."""
         return None
 
     @property
     def cuts(self) -> Mapping[str, Any]:
-        """The arrays of the state of which trainers hold slices between steps, by name: none but in
-        sharding."""
+        """Return the state that trainers hold as slices between steps; empty except in sharding."""
         return {}
 
     @property
@@ -104,7 +103,7 @@ class CollectivePlan(Plan):
 
     @property
     def trainers(self) -> int:
-        """How many trainers there are."""
+        """Return the number of trainers."""
         return self.options.trainers
 
     @property
@@ -120,8 +119,7 @@ class CollectivePlan(Plan):
 
     @property
     def extra_state(self) -> Mapping[str, Any]:
-        """What is kept between steps beside parameters and optimizer state, at its start, by
-        name."""
+        """Return initial values of state beside parameters and optimizer state, by name."""
         return {}
 
     # -- running ---------------------------------------------------------------------------------
@@ -232,7 +230,7 @@ class CollectivePlan(Plan):
 
     @cached_property
     def notes(self) -> list[str]:
-        """What else there is to know."""
+        """Return remarks for the user that the table does not show."""
         moved = (
             ", ".join(f"{n:,} bytes of {kind}" for kind, n in self.bytes_per_step.items())
             or "nothing"

@@ -1,12 +1,12 @@
-"""How trainers reduce their gradients: buckets, and what is done to them before and after.
+"""Reduction of trainers' gradients: buckets, and the operations before and after them.
 
     gradients   clipped, weighted, compressed
     all_reduce  of a bucket; over nodes reduce_scatter, all_reduce and all_gather; in chains one
-    after the other
+                after the other
     means       restored, divided by the number of trainers
 
-A `Reducer` is told of each gradient when it is made, and writes the reduction of a bucket behind
-its last one. After local steps, parameters and optimizer state are what it reduces.
+A `Reducer` receives each gradient when it is computed, and writes the reduction of a bucket after
+its last gradient. After local steps it reduces parameters and optimizer state instead.
 """
 
 from __future__ import annotations
@@ -261,14 +261,14 @@ class Reducer:
         return self.kind(bucket.leaves[0]).compress or self.o.reduce.compress
 
     def _chained(self, parts: list[Atom]) -> list[Atom]:
-        """What is reduced next in a chain, after what was reduced last in it."""
+        """Return the parts of the next reduction, made to wait for the last one of their chain."""
         if self.o.reduce.chains is None:
             return parts
         before = self._chains.get(self._reduced % self.o.reduce.chains, ())
         return self.b.call(together, *parts, *before)[: len(parts)] if before else parts
 
     def _divides_first(self, x: Atom) -> bool:
-        """Whether a sum may be too large for its type: parameters are, where gradients are not."""
+        """Return True if a sum may overflow its type: only sums of float16 parameters."""
         return (
             self.o.local_sgd is not None
             and self.example_count is None

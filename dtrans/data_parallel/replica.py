@@ -1,4 +1,4 @@
-"""What each of several trainers on an axis begins with, and what it returns beside its state.
+"""Inputs of one of several trainers on an axis, and its results beside the state.
 
 A PRNG key of the batch is folded with the number of the trainer. Results that are computed from
 gradients (their norm) are computed from those of all.
@@ -25,11 +25,10 @@ from dtrans.step.observers import refuse_twice
 def take_inputs(
     b: Builder, step: Cut, o: Options, cut: Mapping[str, Any] | None = None
 ) -> dict[Var, Var]:
-    """Take the step's inputs; those that are keys under another variable, from which the step's own
-    is made.
+    """Take the step's inputs; keys and slices become new variables.
 
     Args:
-      cut: the types of inputs of which each trainer has a slice; those are not taken as they are.
+      cut: the types of inputs that each trainer has a slice of.
 
     Returns:
       What was taken otherwise, by the step's variable: keys, and slices.

@@ -1,4 +1,4 @@
-"""Where a data-parallel job is."""
+"""State of a data-parallel job."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import jax
 )
 @dataclasses.dataclass(frozen=True)
 class CollectiveState:
-    """Where a job is: a pytree of arrays, by name. Every trainer has the same."""
+    """State of a job: a pytree of arrays, by name. Every trainer has the same."""
 
     params: dict[str, jax.Array]
     opt_state: dict[str, jax.Array]

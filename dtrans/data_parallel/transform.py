@@ -152,7 +152,7 @@ def nccl2(
 
 
 def plan_data_parallel(main: Program, startup: Program, options: Options) -> CollectivePlan:
-    """What `nccl2` plans with these options."""
+    """Plan data parallelism with options that are checked."""
     refuse_collectives(main)
     plain = cut(main).with_reported()
     check_names(plain, options)
@@ -200,16 +200,15 @@ def _of_whole(
 def shared_by(
     plain: Cut, options: OptionsT, main: Program | None
 ) -> tuple[Cut, OptionsT, ExactStep | None]:
-    """The step of one trainer, and the options that it is written with.
+    """Return one trainer's step, its options, and the exact split of the batch if there is one.
 
     Args:
-      main: the step as it was traced; None where it is another one, as in 16 bits.
+      main: the step as it was traced; None if it was rewritten, as in 16 bits.
 
     Raises:
-      ConfigError: a trainer takes parts of the batch one after the other, and the step is not made
-        of its parts.
-      GradientError: gradients that are computed from other gradients, of which each trainer would
-        have its own.
+      ConfigError: a trainer takes parts of the batch one after the other, and the parts of the step
+        do not add up.
+      GradientError: gradients are computed from other gradients, and trainers have different ones.
     """
     parts = options.trainers * options.num_micro_batch
     if parts == 1 or options.local_sgd is not None or not options.batch.exact:
@@ -379,8 +378,7 @@ def refuse_collectives(main: Program) -> None:
 
 
 def reduced_values(step: Cut, o: Options, merges: Mapping[str, str]) -> dict[str, Atom]:
-    """What trainers average beside results, by leaf, in the order in which it is made: gradients,
-    or all state."""
+    """Return the values that trainers average, by leaf, in the step's order."""
     if o.local_sgd is None:
         return {n: step.gradients[n] for n in ready_order(step)}
     outs = step.program.outvars

@@ -1,5 +1,8 @@
-"""Delay compensation: what an asynchronous server adds to a gradient that is of older parameters
-than its own.
+"""Delay compensation: the term that an asynchronous server adds to a gradient of older parameters.
+
+    w_bak    the block as trainer k last received it, one for each trainer: `params/w.block0.trainer_1_bak`
+    g'       g + lambda g g (w - w_bak)                 the optimizer's input in the place of g
+    lambda   fixed; or lambda0 / sqrt(ms + 1e-7), with ms = m ms + (1 - m) g g, the adaptive variant
 
     w_bak    the block as trainer k last received it, kept for each trainer: `params/w.block0.trainer_1_bak`
     g'       g + lambda g g (w - w_bak)                 what the optimizer is given in the place of g
@@ -82,8 +85,7 @@ def compensated(
 
 
 def kept_beside(mode: Mode) -> tuple[str, ...]:
-    """What servers keep beside each parameter that moves with a gradient of zero: what follows its
-    name."""
+    """Return the suffixes of the arrays beside each parameter that change with a zero gradient."""
     delay = mode.delay if isinstance(mode, Async | HalfAsync) else None
     return () if delay is None or delay.decay is None else (MEAN_SQUARE,)
 

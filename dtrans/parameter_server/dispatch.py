@@ -18,7 +18,7 @@ from dtrans.errors import ConfigAssertionError, ConfigError
 
 
 class Variable(Protocol):
-    """What `slice_variable` looks at: anything with a name and a shape."""
+    """Variable that `slice_variable` cuts: anything with a name and a shape."""
 
     @property
     def name(self) -> str: ...
@@ -55,9 +55,10 @@ def slice_variable(
 ) -> list[VarBlock]:
     """Cut variables into blocks of whole rows.
 
-    A variable of n elements becomes at most `slice_count` blocks, none (but the last) smaller than
-    `min_block_size` elements, each a whole number of rows where the variable has rows. The blocks
-    of one variable are of equal size but for the last. A 0-d or empty variable is one block.
+    A variable of n elements becomes at most `slice_count` blocks. Each has at least
+    `min_block_size` elements, except the last; if the variable has rows, it has a whole number of
+    them. All blocks of a variable but the last have the same size. A 0-d or empty variable is one
+    block.
 
     Args:
       var_list: anything with a `name` and a `shape`.
@@ -244,7 +245,7 @@ def check_dispatcher(split_method: Any) -> None:
 
 
 def _size(var: Any) -> int:
-    """What a block weighs: its bytes; its elements where it does not say."""
+    """Return the weight of a block: its bytes, or its elements if it has no `nbytes`."""
     size = getattr(var, "nbytes", getattr(var, "size", None))
     if not isinstance(size, int) or isinstance(size, bool):
         raise ConfigError(

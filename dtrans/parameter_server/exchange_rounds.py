@@ -1,16 +1,15 @@
-"""What trainers tell each other in the middle of a step, through the servers, in rounds.
+"""Exchange of values between trainers in the middle of a step, through the servers, in rounds.
 
-A step that is not made of its parts (`dtrans.batch`) communicates where rows of the batch meet: a
-masked mean adds up two numbers, batch normalisation its statistics. Trainers have no connection but
-to servers, so that is what it goes
-through: a value is sent by all, made one by a server, and answered.
+A step whose parts do not add up (`dtrans.batch`) communicates where rows of the batch meet. A
+masked mean adds up two numbers, batch normalisation its statistics. Trainers have connections to
+servers only. So every trainer sends its value, one server reduces the values, and answers.
 
-Values that do not need each other share a round. Round n has those that n rounds have to come
-before, so there are as few as dependence allows; equations are put in the order of the rounds that
-they need. One server carries out a round, and servers take turns.
+Values that do not depend on each other share a round. A value is in round n if n rounds must
+precede it, so the number of rounds is minimal. Equations are sorted by the rounds that they need.
+One server carries out a round, and servers take turns.
 
-What trainers give as results, and the statistics that they keep, is made whole in the same way:
-each of them has the numbers of one device.
+Results of trainers, and the statistics that they keep, are reduced in the same way. Each trainer
+then has the numbers of one device.
 """
 
 from __future__ import annotations
@@ -128,7 +127,7 @@ def _communicating_remat(eqn: JaxprEqn) -> Any:
 
 
 def _told_within(eqn: JaxprEqn) -> JaxprEqn | None:
-    """What is told in the bodies of an equation."""
+    """Return the first collective in the bodies of an equation, or None."""
     return next(
         (e for body in jaxprs_in_params(eqn.params) for e in equations(body) if _is_told(e)), None
     )

@@ -174,15 +174,15 @@ def with_deltas(work: ServerWork, units: Sequence[Unit]) -> ServerWork:
 
 @dataclasses.dataclass(frozen=True)
 class GeoTrainerSide:
-    """The trainers of a GEO-SGD plan: a writer of their programs.
+    """Writer of the trainers' programs of a GEO-SGD plan.
 
     Attributes:
-      step: the step, with all parameters that the update makes as `optimized`.
+      step: the step; every parameter that the update changes is in `optimized`.
       init: the single-device init.
-      placement: where blocks of what is shared live.
-      tables: those of it of which a trainer keeps rows.
-      trainers: how many there are.
-      mode: how often they push, and whether they wait for a pull.
+      placement: the blocks of shared leaves, and their servers.
+      tables: the shared leaves that trainers store by rows.
+      trainers: the number of trainers.
+      mode: the number of steps between pushes, and whether trainers wait for a pull.
     """
 
     step: Cut
@@ -289,7 +289,7 @@ class GeoTrainerSide:
         return Program.written(f"trainer {trainer_id} startup", b, startup.args, startup.out, outs)
 
     def _where(self, table: str, trainer_id: int) -> dict[str, Any]:
-        """Where the rows of a table are, and who asks for them."""
+        """Return the parameters of an equation that transfers a table's rows."""
         blocks = self.placement.blocks[table]
         names = tuple(x.name for x in blocks)
         return {**where_rows_are(table, blocks), "names": names, **self._me(trainer_id)}

@@ -1,5 +1,4 @@
-"""The options of parameter servers: records of when servers update, and of which block lives
-where."""
+"""Options of parameter servers: records of update modes and of the placement of blocks."""
 
 from __future__ import annotations
 
@@ -16,13 +15,13 @@ from dtrans.step.batch_sharing import Batch
 
 @dataclasses.dataclass(frozen=True)
 class DelayCompensation:
-    """How gradients of old parameters are compensated for their delay; see
+    """Compensation of gradients of old parameters for their delay; see
     `dtrans.parameter_server.dc_asgd`.
 
     Attributes:
       strength: lambda, or lambda0 of the adaptive variant.
-      decay: of the mean square of gradients in the adaptive variant, e.g. 0.95; None for a fixed
-        lambda.
+      decay: decay of the mean square of gradients in the adaptive variant, e.g. 0.95; None for a
+        fixed lambda.
 
     Raises:
       ConfigError: a value that is out of range.
@@ -167,15 +166,15 @@ Mode = Sync | Async | HalfAsync | Geo
 
 @dataclasses.dataclass(frozen=True)
 class BlockPlacement:
-    """How leaves are cut into blocks, and on which server each of these is.
+    """Rules by which leaves are cut into blocks, and blocks are assigned to servers.
 
     Attributes:
       slice_var_up: cut leaves into blocks of rows; otherwise every leaf is whole on one server. A
-        leaf that the optimizer does not let be cut is whole, and the plan says why; "require" makes
-        that an error.
-      split_method: a subclass of `PSDispatcher`: `RoundRobin`, `HashName`, or one's own.
-      min_block_size: the fewest elements worth a block of their own; any positive number.
-      seed: of the order in which whole leaves are dispatched when `slice_var_up` is off.
+        leaf that the optimizer cannot update in blocks stays whole, and the plan gives the reason;
+        "require" makes that an error.
+      split_method: a subclass of `PSDispatcher`: `RoundRobin`, `HashName`, or one of the user's.
+      min_block_size: the least number of elements of a block, at least 1.
+      seed: seed of the order in which whole leaves are dispatched if `slice_var_up` is off.
 
     Raises:
       ConfigError: a value that is out of range.

@@ -1,9 +1,8 @@
-"""The overview: every array that parameter servers hold, and of which rows of which array of the
-step it is.
+"""Overview of the arrays that parameter servers hold, with the rows of the step's array in each.
 
-Paddle keeps it as `program._parameters_on_pservers`, and lists parameters there; here it has the
-optimizer's state too, since it is read from the servers' own programs. Checkpoints, printing and
-costs take from it what lives where.
+Paddle stores the overview as `program._parameters_on_pservers`, and lists parameters only. This one
+lists the optimizer's state too, since it is read from the servers' programs. Checkpoints, printing
+and costs read it.
 
 Source: `VarDistributed` and `VarsDistributed` of
   python/paddle/fluid/transpiler/details/vars_distributed.py.
@@ -25,24 +24,23 @@ from dtrans.slicing.server_update import ServerVariable
 
 @dataclasses.dataclass(frozen=True)
 class VarDistributed:
-    """One array on one server, the *slice*, and the array of the single-device step that it is of,
-    the *origin*.
+    """Array on one server, the *slice*, and its array in the single-device step, the *origin*.
 
     Attributes:
       origin_name: `params/w`, `opt_state/0/mu/w`.
-      origin_shape: of the whole array.
-      slice_name: `params/w.block0`; the origin's where it was not cut.
-      slice_shape: of what the server holds.
-      dtype: of both.
-      axis: along which the origin was cut; 0 where it was not. State may have a parameter's rows
-        along another axis.
+      origin_shape: the shape of the whole array.
+      slice_name: `params/w.block0`; the origin's name if it was not cut.
+      slice_shape: the shape of the server's array.
+      dtype: the type of both arrays.
+      axis: the dimension along which the origin was cut; 0 if it was not. State may have a
+        parameter's rows along another axis.
       offset: where the slice begins along that axis.
-      block_id: the number of the block of the parameter that it is, or belongs to.
-      is_slice: whether it is less than its origin.
+      block_id: the number of the parameter's block that the slice is, or belongs to.
+      is_slice: whether the slice is smaller than its origin.
       vtype: "Param", or "Optimizer" for state.
       endpoint: the server.
-      buckets: which rows it has of an origin whose rows are dealt out by their numbers, along that
-        axis; None for the run that begins at `offset`.
+      buckets: the slice's rows, if the origin's rows are assigned to servers by number; None for
+        the run that begins at `offset`.
     """
 
     origin_name: str
@@ -60,7 +58,7 @@ class VarDistributed:
 
     @property
     def rows(self) -> RowSet:
-        """Which entries of its origin it has along `axis`."""
+        """Return the entries of the origin along `axis` that the slice has."""
         if self.buckets is not None:
             return self.buckets
         start = self.offset if self.is_slice else 0
@@ -73,7 +71,7 @@ class VarDistributed:
 
     @property
     def index(self) -> tuple[slice | np.ndarray, ...]:
-        """What it is of its origin: `origin[row.index]`."""
+        """Return the slice's index in its origin: `origin[row.index]`."""
         if not self.is_slice:
             return ()
         return (slice(None),) * self.axis + (self.rows.index,)
@@ -112,8 +110,7 @@ class VarsDistributed(tuple[VarDistributed, ...]):
     __slots__ = ()
 
     def by_endpoint(self, endpoint: str) -> VarsDistributed:
-        """What one server holds (Paddle's `get_distributed_vars_by_ep`); nothing for one that is
-        not there."""
+        """Return one server's rows; Paddle's `get_distributed_vars_by_ep`."""
         return VarsDistributed(row for row in self if row.endpoint == endpoint)
 
     def by_origin(self, name: str) -> VarsDistributed:
@@ -124,8 +121,7 @@ class VarsDistributed(tuple[VarDistributed, ...]):
         )
 
     def by_slice(self, name: str) -> VarsDistributed:
-        """Where a slice is (Paddle's `get_distributed_var_by_slice`): several rows for what several
-        servers hold."""
+        """Return a slice's rows, one per server; Paddle's `get_distributed_var_by_slice`."""
         return VarsDistributed(row for row in self if row.slice_name == name)
 
     def __str__(self) -> str:

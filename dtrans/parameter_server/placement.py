@@ -1,11 +1,10 @@
-"""Which rows of which leaf live where.
+"""Placement: the server of each block of rows of each leaf.
 
-`place` joins three things: the row analysis (what may be cut), Paddle's slice rule (into what) and
-a dispatcher (on which server). Leaves that may not be cut go whole, and those that their optimizer
-ties together go together, to the server that holds the fewest bytes by then.
+`place` joins the row analysis (leaves that may be cut), Paddle's slice rule (sizes of blocks) and a
+dispatcher (servers). Leaves that may not be cut stay whole. Leaves that their optimizer ties
+together go to one server: the one that holds the fewest bytes by then.
 
-What is cut, and into what, does not depend on the dispatcher: `dispatched` puts the same blocks
-elsewhere.
+Blocks do not depend on the dispatcher: `dispatched` moves the same blocks to other servers.
 """
 
 from __future__ import annotations
@@ -104,7 +103,7 @@ def dispatched(placement: Placement, split_method: type[PSDispatcher]) -> Placem
 
 
 def _leads(leaf: str, bound: Mapping[str, Group]) -> bool:
-    """Whether a leaf is the first of those that go together with it."""
+    """Return True if a leaf is the first of its group."""
     return leaf in bound and bound[leaf].leaves[0] == leaf
 
 

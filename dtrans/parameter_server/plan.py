@@ -117,13 +117,13 @@ class PServerPlan(Plan):
       main: the step, with calls inlined and exact roles.
       startup: the single-device init.
       options: the arguments of `dtrans.pserver`.
-      placement: every block and where it lives.
+      placement: every block and its server.
       servers: endpoint to the programs of that server.
       trainer_side: writer of the trainers' programs.
-      update: the update, by what servers need for it.
-      tables: leaves of which trainers have only the rows that they look up.
-      shared: how the batch is cut, where it is exact.
-      callers: sentences of who calls each host callback of the step.
+      update: the update, with the requirements of servers.
+      tables: leaves that trainers have by rows only: the rows that they look up.
+      shared: the split of the batch of an exact step; None if it is not exact.
+      callers: a sentence for each host callback of the step, naming the role that calls it.
     """
 
     main: Program
@@ -225,9 +225,10 @@ class PServerPlan(Plan):
 
     @cached_property
     def identity(self) -> dict[str, str]:
-        """What all roles must have in common, in parts: see `dtrans.ir.fingerprint`.
+        """Return the values that all roles must have in common, by part: see
+        `dtrans.ir.fingerprint`.
 
-        A server is known by its place among all, since roles may know it by several addresses.
+        A server is identified by its index, since roles may know it by several addresses.
         """
         at = {ep: i for i, ep in enumerate(self.servers)}
         table = [(b.name, b.span, at[b.endpoint]) for b in self.placement.table]
@@ -281,16 +282,16 @@ class PServerPlan(Plan):
         return _unevenness([sum(sizes.values()) for sizes in self.server_bytes.values()])
 
     def compare(self, *split_methods: type[PSDispatcher]) -> dict[str, float]:
-        """What `balance` would be with other dispatchers, by their names.
+        """Return the values that `balance` would have with other dispatchers, by their names.
 
-        It puts the blocks of this plan where each would have them, with the optimizer state that
-        belongs to them. State that belongs to no parameter (counts of steps) is taken to be on
-        every server that has a block; where an optimizer needs it on fewer, the plan made with that
-        dispatcher may differ by those bytes.
+        Each dispatcher places the blocks of this plan, with the optimizer state that belongs to
+        them. State that belongs to no parameter (counts of steps) is taken to be on every server
+        that has a block. If an optimizer needs it on fewer, a plan made with that dispatcher may
+        differ by those bytes.
 
         Args:
-          split_methods: subclasses of `PSDispatcher`; by default dtrans's own, RoundRobin, HashName
-            and SizeBalanced.
+          split_methods: subclasses of `PSDispatcher`; by default RoundRobin, HashName and
+            SizeBalanced.
 
         Raises:
           ConfigError: one that is not a dispatcher, or does not answer with a server for each
@@ -377,7 +378,7 @@ class PServerPlan(Plan):
 
     @cached_property
     def notes(self) -> list[str]:
-        """What else there is to know: bytes, whole leaves and why, what stays with the trainers."""
+        """Return remarks: bytes of servers, reasons for whole leaves, state that trainers store."""
         notes = [] if self.shared is None else list(self.shared.notes)
         if self.shared is None and self.trainers > 1 and not self.push_every:
             notes.append(self._local_note())

@@ -30,15 +30,15 @@ from dtrans.step.cut import Cut
 
 
 class ServerProgramWriter:
-    """Makes the programs of the servers of one plan.
+    """Writer of the server programs of one plan.
 
     Args:
-      step: what is to be done, with the optimize half that servers do.
+      step: the step; servers run its optimize half.
       spec: its analysis, divided among servers.
       startup: the init, with names as in the step.
-      trainers, sync_mode, on_trainer_exit: as those of the plan.
-      adapt: what else a server does with what it is sent, if anything.
-      tables: leaves of which trainers look up rows.
+      trainers, sync_mode, on_trainer_exit: those of the plan.
+      adapt: changes a server's work, such as delay compensation; None for none.
+      tables: leaves whose rows trainers look up.
       sized: returns the same analysis with other numbers of rows in blocks of tables.
     """
 
@@ -73,7 +73,7 @@ class ServerProgramWriter:
         )
 
     def work(self, endpoint: str) -> ServerWork:
-        """What one server does and holds."""
+        """Return one server's updates and arrays."""
         work = write_server(self.spec, endpoint)
         return work if self.adapt is None else self.adapt(work, self.spec.placement.units[endpoint])
 
@@ -109,8 +109,7 @@ class ServerProgramWriter:
         return Program(f"pserver {endpoint}", b.build(final), (spec,), spec, tuple(b.roles))
 
     def _tables(self, endpoint: str, work: ServerWork) -> dict[str, Any]:
-        """What a server knows of its blocks of tables, as a parameter of its equation; nothing
-        where nobody has any."""
+        """Return the `tables` parameter of a server's equation; empty without tables."""
         if not self.tables or self.sized is None:
             return {}
         sized = self.sized
@@ -164,10 +163,9 @@ class ServerProgramWriter:
         return served
 
     def init(self, endpoint: str, work: ServerWork) -> Program:
-        """The program that makes the server's initial values: its rows of the single-device init.
+        """Return the program of the server's initial values: its rows of the single-device init.
 
-        Those of tables whose updates are of some rows alone are not made before somebody asks for
-        them.
+        Rows of a table whose update touches only some rows are initialised at their first use.
         """
         inner, held = self.startup.inner, work.variables
         made = self.startup.outvars
@@ -206,7 +204,7 @@ class ServerProgramWriter:
         )
 
     def _can_be_new(self, table: TableBlock, held: Mapping[str, ServerVariable]) -> bool:
-        """Whether a server may make rows of a block one by one."""
+        """Return True if a server may initialise rows of a block one by one."""
         if table.whole or any(held[n].zeros for n in table.held):
             return False
         parts = [(self.startup.outvars[held[n].of], held[n].part) for n in table.held]
@@ -228,7 +226,7 @@ class ServerProgramWriter:
 
 
 def _part(x: ServerVariable) -> Slice | None:
-    """What a variable is of the array that it begins as; all of it where that is None."""
+    """Return a variable's rows of the array that it starts as; None for all of it."""
     if x.buckets is None or x.part is None:
         return x.part
     return BucketRows(x.buckets).of(RowAxis(x.of, x.part.axis))

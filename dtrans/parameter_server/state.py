@@ -1,4 +1,4 @@
-"""Where a job of parameter servers in one process is."""
+"""State of a job of parameter servers in one process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax
 @partial(jax.tree_util.register_dataclass, data_fields=["params", "servers"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class MeshState:
-    """Where a job is: a pytree of arrays.
+    """State of a job: a pytree of arrays.
 
     Attributes:
       params: the trainers' parameters, by name; replicated over the trainer mesh.

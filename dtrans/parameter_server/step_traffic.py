@@ -53,7 +53,7 @@ class StepTraffic:
       servers: endpoint to the program of the server.
       placement: every block and its server.
       unsent: parameters whose update uses no gradient.
-      tables: leaves of which trainers have only the rows that they look up.
+      tables: leaves that trainers have by rows only: the rows that they look up.
       trainers: the number of trainers.
       push_every: steps from one push of changes to the next in GEO-SGD; otherwise 0.
     """
@@ -172,14 +172,12 @@ class StepTraffic:
 
     @cached_property
     def exchanges(self) -> tuple[JaxprEqn, ...]:
-        """What trainers exchange in the middle of a step: the `exchange` equations of trainer 0,
-        one for each round."""
+        """Return the `exchange` equations of trainer 0, one for each round of a step."""
         return tuple(eqn for eqn in self.trainer.eqns if eqn.primitive is exchange_p)
 
     @cached_property
     def rounds(self) -> tuple[tuple[Reduction, ...], ...]:
-        """What servers tell each other in a step: for each round, the values that they reduce
-        together."""
+        """Return the values that servers reduce together in each round of a step."""
         found: dict[int, dict[str, Reduction]] = {}
         for block in self.optimize_blocks:
             for eqn in block.eqns if block.role == DIST else ():

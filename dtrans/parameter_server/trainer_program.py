@@ -1,11 +1,12 @@
-"""The programs of trainers of parameter servers: what each says, and when.
+"""Programs of trainers of parameter servers.
 
-    forward, backward; right after the equation that makes a gradient, `split_byref` (where the leaf
-    has several blocks) and `send`; at the end `send_barrier`, a `recv` for each parameter,
-    `fetch_barrier`, and `concat` for leaves of several blocks
+    forward, backward
+    after each gradient   `split_byref` (if the leaf has several blocks), `send`
+    at the end            `send_barrier`, a `recv` for each parameter, `fetch_barrier`, and `concat`
+                          for leaves of several blocks
 
-Asynchronous trainers have no barriers. With `runtime_split` a `send` and a `recv` are of a whole
-leaf, and there is nothing to split or to concatenate.
+Asynchronous trainers have no barriers. With `runtime_split` a `send` and a `recv` transfer a whole
+leaf, so no equation splits or concatenates.
 """
 
 from __future__ import annotations
@@ -49,26 +50,27 @@ from dtrans.step.observers import FORWARD as READS_BATCH, GRADIENTS, call_once
 
 @dataclasses.dataclass(frozen=True)
 class TrainerCommConfig:
-    """How trainers talk to servers.
+    """Communication between trainers and servers.
 
     Attributes:
-      trainers: how many there are.
-      sync_mode: an update is made of the gradients of all of them.
+      trainers: the number of trainers.
+      sync_mode: an update uses the gradients of all trainers.
       runtime_split: leaves are cut into blocks when the program runs, not by the program.
-      half_async: with that, a step waits until what it sent is sent, and what it made is received.
-      communicator: what sends and receives beside the program, if anything does.
-      averages: leaves that trainers make and servers average.
-      told: arguments of the step that the update reads, and the servers that need each.
-      asked: arrays of the optimizer's state that trainers ask for before a step, and the server
-        that has each.
-      tables: leaves of which trainers have only the rows that they look up.
-      calls_once: host callbacks are called for trainer 0 alone.
-      scale: by what trainers multiply gradients before they send them: by their number, where they
-        have terms of a sum and servers average.
-      numbers: numbers of the size of the batch in the update, which trainers send as they send
+      half_async: with `runtime_split`, a step waits until its gradients are sent and its parameters
+        received.
+      communicator: the options of a communicator that sends and receives beside the program; None
+        without one.
+      averages: leaves that trainers compute and servers average.
+      told: argument of the step that the update reads, to the servers that need it.
+      asked: array of the optimizer's state that trainers receive before a step, to its server.
+      tables: leaves that trainers have by rows only: the rows that they look up.
+      calls_once: only trainer 0 calls host callbacks.
+      scale: factor of gradients before they are sent: the number of trainers, if trainers have
+        terms of a sum and servers average.
+      numbers: numbers in the update that depend on the size of the batch; trainers send them as
         arguments.
-      parts: the arrays of the batch that no server has. Trainers make the values of them that the
-        update reads, and send these as they send arguments; None where servers refuse such values.
+      parts: the arrays of the batch that no server has. Trainers compute the values of them that
+        the update reads, and send these as arguments; None if servers refuse such values.
     """
 
     trainers: int
@@ -96,7 +98,7 @@ class TrainerCommConfig:
 
     @property
     def gradients_per_update(self) -> int:
-        """How many gradients an update combines."""
+        """Return the number of gradients that an update combines."""
         return self.trainers if self.sync_mode else 1
 
 
@@ -195,7 +197,7 @@ def trainer_program(
 
 
 def out_names(step: Cut) -> tuple[str, ...]:
-    """What a trainer's program returns."""
+    """Return the names of the outputs of a trainer's program."""
     return tuple(without(step.program.out, step.program.args[1]).names)
 
 
@@ -207,8 +209,7 @@ def no_rows(aval: Any) -> Any:
 def trainer_startup_program(
     step: Cut, placement: Placement, startup: Program, trainer_id: int, wiring: TrainerCommConfig
 ) -> Program:
-    """What a trainer starts from: parameters from the servers, and what only trainers hold from the
-    init."""
+    """Write a trainer's startup: it receives parameters, and computes frozen leaves."""
     b, outs = write_start(startup, step.frozen)
     received = [n for n in step.optimized if n not in wiring.tables]
     outs |= TrainerCommWriter(b, placement, trainer_id, wiring).start(received)
@@ -235,7 +236,7 @@ def write_start(startup: Program, own: Sequence[str]) -> tuple[Builder, dict[str
 
 
 def where_rows_are(table: str, blocks: Sequence[Block]) -> dict[str, Any]:
-    """Where the rows of a table are, as an equation says it."""
+    """Return the parameters of an equation that name the rows of a table and their servers."""
     return {
         "table": table,
         "epmap": tuple(x.endpoint for x in blocks),
@@ -262,8 +263,7 @@ class TrainerCommWriter:
         self._tables: TableWriter | None = None
 
     def on_rows(self, step: Cut) -> Callable[..., HalfWriter] | None:
-        """Who writes a trainer's half for the rows of tables that it looks up; nobody, where there
-        are none."""
+        """Return the writer of a trainer's half on looked-up rows, or None without tables."""
         if not self.wiring.tables:
             return None
         found = find_lookups(step, self.wiring.tables)
@@ -283,18 +283,16 @@ class TrainerCommWriter:
         return writer
 
     def _rows_of(self, leaf: str) -> dict[str, Any]:
-        """Where the rows of a table are."""
+        """Return the parameters of an equation that transfers rows of a table."""
         return {**where_rows_are(leaf, self.placement.blocks[leaf]), **self._beside, **self.common}
 
     @property
     def _beside(self) -> dict[str, Any]:
-        """What an equation needs to know that is left to a communicator; nothing where there is
-        none."""
+        """Return the parameter of an equation that a communicator runs; empty without one."""
         return {"communicator": self.wiring.communicator} if self.wiring.communicator else {}
 
     def _at_run_time(self, blocks: Sequence[Block]) -> dict[str, Any]:
-        """What an equation needs to know that cuts a leaf when it is carried out; nothing where the
-        program does."""
+        """Return the parameters of an equation that cuts a leaf at run time; empty otherwise."""
         if not self.wiring.runtime_split:
             return {}
         return {"sections": tuple(x.rows for x in blocks), **self._beside}
@@ -327,7 +325,7 @@ class TrainerCommWriter:
         )
 
     def _merge(self, leaf: str) -> dict[str, Any]:
-        """How a communicator makes one of what several steps send."""
+        """Return the rule by which a communicator merges the values that several steps send."""
         if self.wiring.communicator is None:
             return {}
         return {

@@ -103,20 +103,19 @@ def pserver(
       main: `dtrans.trace(step, params, opt_state, *batch)`.
       startup: `dtrans.trace(init, *args)` with `init(*args) -> (params, opt_state)`.
       pservers: the servers' endpoints, `host:port`, as a sequence or separated by commas.
-      trainers: how many trainers share each global batch; with `dtrans.Geo` each has batches of its
-        own.
+      trainers: the number of trainers that share each global batch; with `dtrans.Geo` each has its
+        own batches.
       mode: when servers update, and what trainers wait for: `dtrans.Sync`, `Async`, `HalfAsync` or
         `Geo`.
-      placement: how leaves are cut into blocks, and which server has which: a
-        `dtrans.BlockPlacement`.
-      on_trainer_exit: how synchronous updates go on after a trainer that closes before the others.
-        "drop": each is of the gradients of those who take that step, over their number, as on one
-        device that sees their rows only. "paddle": as Paddle 1.8 mostly has it: the last gradient
-        of who left counts once more, then as zero, and the sum goes on being divided by `trainers`.
-        (It is one outcome of a race: in the other that gradient counts for ever; see
-        `dtrans.ops.listen_and_serv`.) "error": the job ends with a `PeerError` that names it. One
-        that fails, or closes in the middle of a step, ends a synchronous job in any case; and so
-        does one that closes early where the step is not made of its parts.
+      placement: a `dtrans.BlockPlacement`: the cut of leaves into blocks, and the server of each.
+      on_trainer_exit: the effect on synchronous updates of a trainer that closes before the others.
+        "drop": each later update averages the gradients of the trainers that take the step, as on
+        one device that sees only their rows. "paddle": as Paddle 1.8 mostly does: the last gradient
+        of the closed trainer counts once more, then as zero, and the sum is still divided by
+        `trainers`. (It is one outcome of a race: in the other that gradient counts for ever; see
+        `dtrans.ops.listen_and_serv`.) "error": the job ends with a `PeerError` that names the
+        trainer. A trainer that fails, or closes in the middle of a step, always ends a synchronous
+        job. So does one that closes early if the parts of the step do not add up.
       batch: "exact": the job gives one device's numbers. Where parts of the batch do not add up to
         them by themselves, trainers exchange what crosses it through the servers, in rounds that
         the plan counts; asynchronous trainers cannot, and such a step is refused by its line.
@@ -125,11 +124,11 @@ def pserver(
         names, or what they lie under: "own" (each trainer has its own, which is so by default) or
         "mean": servers average them. In asynchronous modes the newest counts. With `dtrans.Geo` a
         batch is each trainer's own.
-      sparse: leaves of which trainers have only the rows that a step looks up, as tables of
-        embeddings: their names, each with a `dtrans.Rows`; or "auto": all that a step reads by rows
-        alone, of which it looks up a fourth at most. A trainer asks for the rows of its batch
-        before forward, and sends the gradient of these; with `dtrans.Geo` it keeps them, and sends
-        what has changed in them. None: trainers have all leaves.
+      sparse: leaves that trainers have by rows only, such as embedding tables: name to
+        `dtrans.Rows`. "auto": leaves that a step reads by rows only, if it looks up at most a
+        fourth of a leaf's rows. A trainer asks for the rows of its batch before forward, and sends
+        their gradients; with `dtrans.Geo` it stores them, and sends their changes. None: trainers
+        have all leaves.
 
     Raises:
       ConfigError: an option that is out of range; an exact step that these trainers cannot take; no
@@ -277,10 +276,10 @@ def check_callbacks(step: Cut, trainers: int, mode: Mode, *, in_geo: bool) -> No
 
 
 def shared_by(step: Cut, batch: Batch, trainers: int, mode: Mode) -> ExactStep | None:
-    """How trainers share the batch; None where each takes the step on its part alone.
+    """Split the batch over trainers; return None if each takes the step on its part alone.
 
     Raises:
-      ConfigError: a step that is not made of its parts, where updates are asynchronous.
+      ConfigError: updates are asynchronous, and the parts of the step do not add up.
     """
     if trainers == 1 or not batch.exact:
         return None
@@ -340,8 +339,7 @@ def source_line(step: Cut, handed: str) -> str:
 
 
 def refuse_exit(on_trainer_exit: str, shared: ExactStep) -> Literal["error"]:
-    """How a job goes on without a trainer that left, where the step is of the batch of all: it
-    ends."""
+    """Refuse "paddle" for a step on the whole batch; return "error", which ends the job."""
     if on_trainer_exit == "paddle":
         raise ConfigError(
             f"on_trainer_exit='paddle': the step has values of the whole batch ({shared.reason}), "
@@ -403,7 +401,7 @@ def _exchanges(body: Any) -> bool:
 def trainer_comm(
     step: Cut, trainers: int, mode: Sync | Async | HalfAsync, batch: Batch
 ) -> TrainerCommConfig:
-    """How the trainers of this step talk to servers."""
+    """Return the configuration of the communication between trainers and servers."""
     averages = averages_of(step, batch.merge)
     if isinstance(mode, Sync):
         return TrainerCommConfig(
@@ -422,7 +420,7 @@ def trainer_comm(
 
 
 def queue_of(step: Cut, found: CommunicatorConfig) -> CommunicatorConfig:
-    """How gradients wait, with what this optimizer allows to be merged."""
+    """Return the communicator's options, with the merge that this optimizer allows."""
     how = merging(step)
     if how == "none":
         return dataclasses.replace(found, max_merge_var_num=1, merge="mean")
@@ -450,7 +448,7 @@ def check_step(step: Cut, comm: TrainerCommConfig, on_trainer_exit: str) -> None
 def compensation(
     step: Cut, mode: Sync | Async | HalfAsync, comm: TrainerCommConfig
 ) -> Callable[[ServerWork, Sequence[Unit]], ServerWork] | None:
-    """What servers do about the delay of gradients, if anything."""
+    """Return the delay compensation of servers, or None if there is none."""
     if isinstance(mode, Sync) or mode.delay is None:
         return None
     return functools.partial(

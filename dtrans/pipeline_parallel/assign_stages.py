@@ -1,4 +1,4 @@
-"""Which stage of a pipeline each equation of a forward pass runs on.
+"""Assignment of the equations of a forward pass to the stages of a pipeline.
 
 The equations are put in a row, and the row is cut (`dtrans.pipeline_parallel.balance`). The row is
 the program's own order, but for what a program may make long before it is needed: a cast or a
@@ -68,12 +68,12 @@ FLOPS_PER_BYTE = 10.0
 
 @dataclasses.dataclass(frozen=True)
 class StageCost:
-    """What a stage does for one micro-batch on its way forward.
+    """Cost of a stage's forward pass for one micro-batch.
 
     Attributes:
-      equations: how many are its own.
-      flops: of these.
-      sends: bytes that it hands to the next stage, what it only carries included.
+      equations: the number of its equations.
+      flops: their floating-point operations.
+      sends: bytes that it sends to the next stage, including values that it only passes on.
     """
 
     equations: int
@@ -164,10 +164,10 @@ def stages_of(
 def stage_costs(
     forward: ClosedJaxpr, stage_of: Sequence[int], batch: Collection[Var] | None = None
 ) -> tuple[StageCost, ...]:
-    """What each stage costs.
+    """Return the cost of each stage.
 
     Args:
-      forward: what was cut.
+      forward: the forward pass.
       stage_of: the stage of each of its equations.
       batch: as for `stages_of`.
 
@@ -248,11 +248,11 @@ class _Row:
         return max(sum(self.costs[a:b]) + c for a, b, c in zip(starts, ends, sent, strict=True))
 
     def cut(self, parts: int, rule: Rule, whole: Blocks | None = None) -> tuple[int, ...]:
-        """Where the parts begin.
+        """Return the start of each part.
 
         Args:
           rule: `contiguous` or `balanced`.
-          whole: blocks that are not cut into.
+          whole: blocks that no cut divides.
         """
         inside = range(whole.starts[0] + 1, whole.stop) if whole else range(0)
         places = [
@@ -339,7 +339,7 @@ def _even(blocks: Blocks, parts: int) -> tuple[int, ...]:
 
 
 def _repeated(row: _Row, parts: int) -> tuple[int, ...]:
-    """The best blocks of which each part can have the same number."""
+    """Return the starts of parts that each have the same number of the best repeated blocks."""
     found = repeated_blocks(row.eqns, row.costs, row.crossing, parts)
     for blocks in found:
         if len(blocks) % parts == 0:

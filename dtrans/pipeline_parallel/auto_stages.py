@@ -1,8 +1,8 @@
-"""How many stages, where that is left open: `num_stages="auto"`.
+"""Choice of the number of stages for `num_stages="auto"`.
 
-Scopes of the user say it. Without, it is the number with which a step is fastest, by the costs that
-stages are cut by and by the schedule: more stages have less work each, and longer ramps at both
-ends. Of numbers that are about as fast (`balance.SLACK`) it is the least, since each stage takes a
+The user's scopes determine it. Without scopes it is the number with the fastest step, by the costs
+of stages and by the schedule. More stages have less work each, and longer ramps at both ends. Among
+numbers that are about as fast (`balance.SLACK`) the least is chosen, since each stage takes a
 device.
 """
 
@@ -72,7 +72,7 @@ def _devices(cluster: Cluster, replicas: int) -> int:
 
 
 def _makespan(forward: ForwardPass, o: PipelineOptions, timetable: Schedule) -> float:
-    """How long a step takes, in the operations that a device does meanwhile."""
+    """Return the duration of a step, in floating-point operations of a device."""
     rate, batch = o.stages.flops_per_byte, forward.of_micro_batches
     stage_of = stages_of(
         forward.jaxpr,

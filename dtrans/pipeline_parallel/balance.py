@@ -23,22 +23,20 @@ SLACK = 1.1  # how much slower than need be a part may be, if something else is 
 
 
 def contiguous(costs: Sequence[float], crossing: Sequence[float], parts: int) -> tuple[int, ...]:
-    """Cut a row of units into parts so that the slowest part is as fast as it can be. Exact,
-    O(parts * units^2).
+    """Cut a row of units into parts so that the slowest part is as fast as possible.
 
-    The part of units i to j - 1 costs `sum(costs[i:j]) + crossing[j]`: its work, and what it sends
-    to the next. Of several best answers it is one with the least crossing in all, of those the
-    evenest (least sum of squares of the work of a part), of those the one that cuts earliest from
-    the back.
+    Exact, in O(parts * units^2). Units i to j - 1 cost `sum(costs[i:j]) + crossing[j]`: their work,
+    and their output to the next part. Ties are broken in this order: least total crossing; most
+    even work (least sum of squares); earliest cut, from the last part backwards.
 
     Args:
-      costs: of each unit; none is negative.
+      costs: the cost of each unit, at least 0.
       crossing: `crossing[j]` is the cost of a cut in front of unit j. As long as `costs`; the first
         is not used, and nothing crosses at the end.
-      parts: how many.
+      parts: the number of parts.
 
     Returns:
-      Where each part starts; `parts` increasing numbers, of which the first is 0.
+      The start of each part: `parts` increasing numbers; the first is 0.
 
     Raises:
       ConfigError: there are fewer units than parts, or a cost is negative or not finite.
@@ -59,15 +57,14 @@ def contiguous(costs: Sequence[float], crossing: Sequence[float], parts: int) ->
 
 
 def balanced(costs: Sequence[float], crossing: Sequence[float], parts: int) -> tuple[int, ...]:
-    """Cut a row of units where the least crosses, of the cuts that leave the work near balance.
-    Exact.
+    """Cut a row of units at the least crossing, among cuts that leave the work near balance.
 
-    Near balance is a cut of which no part does more than `SLACK` times the work that the slowest
-    part has to do, and none less than half of what the least can have beside that. Of several best
-    answers it is one whose parts begin with the dearest units (a layer begins with its product), of
-    those the evenest.
+    Exact. In a cut near balance no part does more than `SLACK` times the work that the slowest part
+    must do. No part does less than half of the most that the lightest part can have under this
+    limit. Ties are broken by parts that begin with the most expensive units (a layer begins with
+    its product), then by even work.
 
-    Args, errors and what it returns are those of `contiguous`.
+    Arguments, result and errors are those of `contiguous`.
 
     Example:
       >>> from dtrans.pipeline_parallel.balance import balanced, contiguous
@@ -93,7 +90,7 @@ def balanced(costs: Sequence[float], crossing: Sequence[float], parts: int) -> t
 
 
 def _sent(costs: Sequence[float], crossing: Sequence[float]) -> Any:
-    """What a cut at each place costs; nothing at both ends."""
+    """Return the cost of a cut at each place; 0 at both ends."""
     if len(crossing) != len(costs):
         raise ConfigError(f"crossing has {len(crossing)} entries for {len(costs)} units")
     sent = np.append(np.asarray(crossing, float), 0.0)
@@ -132,12 +129,12 @@ def _extreme(
 def _best(
     units: int, parts: int, fits: Callable[[int], Any], *keys: Callable[[int], Any]
 ) -> tuple[int, ...]:
-    """Where parts start, of cuts in which all parts fit: the least sum of the first key over parts,
-    then of the next.
+    """Return the starts of parts that fit, with the least sum of the first key, then of the next.
 
     Args:
-      fits: whether the parts that end at a place may be, by where they start.
-      keys: of the parts that end at a place, by where they start; or one number for all of these.
+      fits: for a stop, whether the part from each start to the stop may be.
+      keys: for a stop, the key of the part from each start to the stop; or one number for all
+        starts.
     """
     totals = np.full((len(keys), units + 1), np.inf)
     totals[:, 0] = 0.0

@@ -52,12 +52,12 @@ class VirtualDevices(tuple[np.ndarray[Any, Any], ...]):
 
     @property
     def replicas(self) -> int:
-        """How many replicas of the model there are."""
+        """Return the number of replicas of the model."""
         return len(self[0])
 
     @property
     def notes(self) -> list[str]:
-        """What else there is to know: which devices do nothing."""
+        """Return a remark that lists idle devices, if there are any."""
         count = len(self.idle)
         which = ", ".join(map(str, self.idle))
         return (
@@ -199,7 +199,7 @@ def _all(
 def _specific(
     cluster: Cluster, devices: list[Any], counts: list[int], replicas: int | None
 ) -> list[np.ndarray[Any, Any]]:
-    """What the user wrote down."""
+    """Lay out devices as `cluster.slices` lists them."""
     assert cluster.slices is not None
     slices = [[list(row) for row in stage] for stage in cluster.slices]
     if len(slices) != len(counts):
@@ -268,7 +268,7 @@ def _grid(rows: Sequence[Sequence[Any]]) -> np.ndarray[Any, Any]:
 
 
 def _replicas(cluster: Cluster, total: int, counts: list[int], replicas: int | None) -> int:
-    """How many replicas there are devices for, or the number asked for."""
+    """Return the requested number of replicas, or the number that fills all devices."""
     per_replica = sum(counts)
     of = f"one replica of {len(counts)} stages uses {per_replica} devices"
     if replicas is None:
@@ -305,8 +305,7 @@ def _ordered(devices: Iterable[Any], rows: bool) -> list[Any]:
 
 
 def _machine(device: Any) -> Hashable:
-    """What says that two processes are on one machine: JAX's slice index, where the platform has
-    one."""
+    """Return a key of a device's machine: JAX's slice index, or the process without one."""
     index = getattr(device, "slice_index", None)
     return ("process", device.process_index) if index is None else ("slice", index)
 

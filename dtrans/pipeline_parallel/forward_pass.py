@@ -1,12 +1,11 @@
-"""What every micro-batch goes through: the loss function of a step, laid out as one list of
-equations.
+"""Forward pass of a micro-batch: the loss function of a step, laid out as one list of equations.
 
-    prelude    what the step makes before its loss: a key that is split, parameters in another type
-    eqns       the loss function, and what the step makes of its results
-    diff       the values that the loss is differentiated by, and whose gradients they are
+    prelude    equations before the loss: a key that is split, parameters in another type
+    eqns       the loss function, and equations on its results
+    diff       the values that the loss is differentiated by, and their leaves
 
-The values of `eqns` are cut into stages; the prelude is made again in each stage that reads of it.
-Nothing here is differentiated yet.
+The values of `eqns` are cut into stages. Each stage computes the part of the prelude that it reads.
+This module differentiates nothing.
 """
 
 from __future__ import annotations
@@ -78,8 +77,7 @@ class ForwardPass(HoldsJaxpr):
         return [v for v, a in self.given.items() if not self.of_state(a)]
 
     def of_state(self, value: Atom) -> bool:
-        """Whether a value of the prelude is the same for all micro-batches: made of state, or of
-        nothing."""
+        """Return True if a value of the prelude depends on no input of the batch."""
         return all(n not in self.step.batch for n in self.inputs_of([value]))
 
     def inputs_of(self, wanted: Sequence[Atom]) -> list[str]:

@@ -117,10 +117,10 @@ def draw(
     In an SVG file each bar is a group whose id is `play0-F3-stage1`.
 
     Args:
-      path: its ending says of which kind it is: .svg, .png, or another that matplotlib writes.
+      path: the file; its suffix selects the format: .svg, .png, or another that matplotlib writes.
       plays: titles and timed tasks. The bubble is added to the title.
-      num_devices: how many devices there are, if it is more than those that have a task.
-      unit: of the times, the same for all panels, which then have one scale, or one for each.
+      num_devices: the number of devices, if it is more than those that have a task.
+      unit: the unit of the times: one for all panels, which then share a scale, or one for each.
 
     Raises:
       ConfigError: matplotlib is not installed, the file cannot be written, or there is nothing to

@@ -23,16 +23,16 @@ SPLIT = "split"  # the axis of the shards of a stage that is split
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
-    """How stages are found, and where they are.
+    """Rules by which stages are found and placed on devices.
 
     Attributes:
-      policy: "BALANCE_FLOPS" (the slowest is as fast as can be), "REPEATED_LAYERS" (whole layers),
-        "BALANCE_OP_NUM", or "HEURISTIC" (whole layers where that is nearly as fast), the default.
-        Scopes in the model (`dtrans.replicate`) say it by themselves.
-      flops_per_byte: operations that a device does in the time in which a byte goes to the next:
-        see `FLOPS_PER_BYTE`.
-      chunks: stages on each device, for the schedule "Interleaved": 2 if nothing is said.
-      cluster: how stages and replicas are laid out over devices.
+      policy: "BALANCE_FLOPS" (the slowest stage is as fast as possible), "REPEATED_LAYERS" (whole
+        layers), "BALANCE_OP_NUM", or "HEURISTIC" (whole layers where that is nearly as fast), the
+        default. Scopes in the model (`dtrans.replicate`) override it.
+      flops_per_byte: floating-point operations of a device in the time in which a byte reaches the
+        next: see `FLOPS_PER_BYTE`.
+      chunks: stages on each device, for the schedule "Interleaved"; 2 by default.
+      cluster: the layout of stages and replicas over devices.
 
     Raises:
       ConfigError: a value that is out of range.
@@ -58,24 +58,24 @@ class Stages:
 
 @dataclasses.dataclass(frozen=True)
 class StageMemory:
-    """What stages and their replicas keep, where, and for how long.
+    """Memory of stages and their replicas: slices, checkpoints, offload and types.
 
     Attributes:
       sharding_stage: 1 or 2: replicas of a stage keep slices of its optimizer state; 2: of its
         gradients too, which are then reduced for each micro-batch.
       min_slice_size: leaves of fewer elements are not sliced.
-      gradient_checkpoint: what stages keep of a micro-batch until its backward: "auto" what they
-        were sent, or values by the names that `jax.ad_checkpoint.checkpoint_name` gave them, and
-        what they were sent. All else is computed once more then, but for random numbers, which are
-        kept as what was made of them (a dropout mask).
-      last_checkpointed_stage: the last stage for which that holds; -1 for all.
-      update_groups: into how many parts of even size each stage takes its update apart, one after
-        the other, so that less is under way at a time.
+      gradient_checkpoint: values of a micro-batch that stages store until its backward. "auto":
+        their inputs from other stages. Names that `jax.ad_checkpoint.checkpoint_name` gave: these
+        values and the inputs. Stages recompute all other values. Random numbers are not recomputed:
+        a stage stores values that depend on them alone (a dropout mask).
+      last_checkpointed_stage: the last stage with `gradient_checkpoint`; -1 for all stages.
+      update_groups: the number of parts of even size into which each stage divides its update. The
+        parts run one after the other, which lowers the peak of memory.
       offload: parameters, optimizer state and the update are on the host. Stages fetch a parameter
         for each task that reads it.
-      precision: in what types stages compute: a `dtrans.Precision`, or its `dtype`. With "bf16"
-        products of matrices are in 16 bits, forward and backward, and so is what is kept and sent
-        for them. "fp16" needs a fixed scale of the loss, `dtrans.Precision("fp16",
+      precision: the types in which stages compute: a `dtrans.Precision`, or its `dtype`. With
+        "bf16" matrix products are in 16 bits, forward and backward, and so are the values stored
+        and sent for them. "fp16" needs a fixed scale of the loss, `dtrans.Precision("fp16",
         loss_scaling=1024)`.
 
     Raises:
@@ -215,7 +215,7 @@ class PipelineOptions:
 
     @cached_property
     def over_replicas(self) -> Options:
-        """What replicas do with their gradients, as trainers of nccl2 mode."""
+        """Return the options of the reduction over replicas, as trainers of nccl2 mode."""
         norm = self.reduce.clip_of_all(self.num_micro_batch)
         reduce = dataclasses.replace(self.reduce, clip_local_norm=norm, clip_local_per="step")
         return Options(

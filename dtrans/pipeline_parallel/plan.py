@@ -34,18 +34,18 @@ LOPSIDED = 2.5
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """What there is to know of a stage.
+    """Summary of a stage.
 
     Attributes:
-      index: of the stage, from 0.
-      ops: how many equations of the loss function it has.
-      params: the parameters that it holds.
-      flops: of its forward pass, for a micro-batch.
-      sends: bytes that it sends on for a micro-batch.
-      kept: bytes that it keeps of a micro-batch from forward to backward.
-      peak: the most micro-batches that its device keeps at a time, counted once for each stage that
-        the device has.
-      held: bytes of parameters and optimizer state that each of its devices holds.
+      index: the number of the stage, from 0.
+      ops: the number of its equations of the loss function.
+      params: the parameters that it stores.
+      flops: floating-point operations of its forward pass, for a micro-batch.
+      sends: bytes that it sends to the next stage for a micro-batch.
+      kept: bytes that it stores for a micro-batch from forward to backward.
+      peak: the most micro-batches that its device stores at a time, counted once for each stage on
+        the device.
+      held: bytes of parameters and optimizer state on each of its devices.
     """
 
     index: int
@@ -179,8 +179,7 @@ class PipelinePlan(Plan):
         return self.model.specialize(types, planned)
 
     def values_for(self, batch: Mapping[str, jax.ShapeDtypeStruct]) -> Program | None:
-        """What makes the values of a whole batch of these types that micro-batches are given, if
-        there are any."""
+        """Return the program of whole-batch values for these types, or None without any."""
         if self.values is None:
             return None
         return self.values.specialize_flat(
@@ -211,7 +210,7 @@ class PipelinePlan(Plan):
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
-        """What each stage does, holds and sends."""
+        """Return a summary of each stage: its work, its state and the bytes that it sends."""
         peaks = self.schedule.peak
         found = []
         for s in self.step_programs.stages:
@@ -293,7 +292,7 @@ class PipelinePlan(Plan):
 
     @cached_property
     def notes(self) -> list[str]:
-        """What else there is to know."""
+        """Return remarks for the user that the table does not show."""
         o = self.options
         notes = [] if self.shared is None else list(self.shared.notes)
         if self.shared is None and o.parts > 1:

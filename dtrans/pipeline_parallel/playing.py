@@ -20,8 +20,7 @@ def task_costs(
     backward: Costs,
     weight: Costs,
 ) -> dict[str, list[Time]]:
-    """What tasks of each kind cost, by model stage. Costs, and errors, are as in
-    `Schedule.play`."""
+    """Return the cost of each kind of task at each model stage; see `Schedule.play`."""
     by_stage = lambda what, given: _by_stage(what, given, num_stages, chunks)
     costs = {"F": by_stage("forward", forward), "B": by_stage("backward", backward)}
     if splits_backward:
@@ -65,13 +64,13 @@ def checked_cost(what: str, cost: object) -> float:
 def play_tasks(
     tasks: Sequence[Task], num_stages: int, costs: Mapping[str, Sequence[Time]], transfer: float
 ) -> Play:
-    """When each task begins and ends, if each device begins its next task as soon as it can.
+    """Return the times of tasks, if each device begins its next task as soon as it can.
 
     Args:
-      tasks: each after those that it needs, and those of a device in its order.
-      num_stages: how many devices there are.
-      costs: by kind of task, what it costs at each model stage.
-      transfer: how long what a task makes is on its way to another device.
+      tasks: the tasks; each follows its inputs, and those of a device are in the device's order.
+      num_stages: the number of devices.
+      costs: kind of task to its cost at each model stage.
+      transfer: the time of a transfer between devices.
     """
     free: list[Time] = [0] * num_stages
     ends: dict[Task, Time] = {}
@@ -87,8 +86,7 @@ def play_tasks(
 
 
 def peak_in_flight(order: Sequence[Task], splits_backward: bool) -> int:
-    """How many micro-batches a device has in flight at most, counted once for each of its
-    chunks."""
+    """Return the most micro-batches in flight on a device, counted once for each chunk."""
     last = "W" if splits_backward else "B"
     now = most = 0
     for task in order:

@@ -117,8 +117,7 @@ def _equal(eqns: Sequence[JaxprEqn], crossing: Any, at_least: int) -> Iterator[B
 
 
 def signature(eqn: JaxprEqn) -> tuple[Any, ...]:
-    """What equal equations have in common: primitive, parameters and types, but neither variables
-    nor numbers."""
+    """Return a key of an equation's primitive, parameters and types, without variables."""
     # the rules of derivatives are made anew for each call
     derived = eqn.primitive.name.startswith("custom_")
     kept = {k: v for k, v in eqn.params.items() if k not in _WHERE and (is_jaxpr(v) or not derived)}

@@ -1,5 +1,4 @@
-"""What becomes of what each micro-batch makes: merged over micro-batches in order, then over
-replicas.
+"""Merge of the outputs of micro-batches: in order over micro-batches, then over replicas.
 
     mean, sum, max    of micro-batches, then of replicas
     concat            rows of micro-batch 0, 1, ..., then those of the next replica: as the batch has them
@@ -75,7 +74,7 @@ def results_program(
 
 
 def is_whole(way: str) -> bool:
-    """Whether all replicas have the same of what is merged in a way."""
+    """Return True if a way to merge gives all replicas the same value."""
     return way in REDUCED or way in ("GLOBAL_MEAN", "GLOBAL_SUM")
 
 
@@ -90,7 +89,7 @@ def _collected(key: str) -> Callable[..., Any]:
 
 @functools.cache
 def _merged(way: str, name: str, axis: int) -> Callable[..., Any]:
-    """What becomes of what several micro-batches made; of rows they lie along `axis`."""
+    """Return the function that merges outputs of micro-batches; rows lie along `axis`."""
 
     def total(*parts: jax.Array) -> jax.Array:
         return functools.reduce(jnp.add, [p.astype(sum_type(p.dtype)) for p in parts])

@@ -41,21 +41,20 @@ from dtrans.pipeline_parallel.task import Costs, Play, Task, Time, TimedTask, ne
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Schedule:
-    """What each device of a pipeline does, in order. `schedule` makes those that have a name;
-    others can be written.
+    """Tasks of each device of a pipeline, in order. `schedule` makes the named ones.
 
     Model stage k is on device `k % num_stages`: with several chunks, each device has every
     num_stages-th stage.
 
     Attributes:
-      name: for showing.
-      num_stages: how many devices there are.
-      num_micro_batch: how many micro-batches a step has.
+      name: the name for display.
+      num_stages: the number of devices.
+      num_micro_batch: the number of micro-batches of a step.
       chunks: model stages per device.
-      orders: by device, its tasks in order.
+      orders: each device's tasks in order.
 
     Raises:
-      ConfigError: as `check`, when one is made.
+      ConfigError: the tasks do not pass `check`.
 
     Example:
       >>> F, B = [[Task(kind, 0, m) for m in range(2)] for kind in "FB"]
@@ -87,7 +86,7 @@ class Schedule:
 
     @cached_property
     def splits_backward(self) -> bool:
-        """Whether there are W tasks: B then makes the cotangents of inputs only."""
+        """Return True if there are W tasks: B then computes the cotangents of inputs only."""
         return any(task.kind == "W" for order in self.orders for task in order)
 
     def device_of(self, stage: int) -> int:
@@ -143,7 +142,7 @@ class Schedule:
 
     @cached_property
     def _position(self) -> dict[Task, tuple[int, int]]:
-        """Where each task is: its device, and its place in that device's order."""
+        """Return each task's device, and its place in that device's order."""
         return {
             task: (device, i)
             for device, order in enumerate(self.orders)
@@ -160,24 +159,23 @@ class Schedule:
     def play(
         self, forward: Costs = 1, backward: Costs = 2, weight: Costs = 1, transfer: float = 0
     ) -> Play:
-        """When each task begins and ends, if each device begins its next task as soon as it can.
+        """Return the times of tasks, if each device begins its next task as soon as it can.
 
         Args:
-          forward: what forward costs a device for a micro-batch, in any unit of time; each of its
-            chunks has an equal part. Or a number for each model stage.
-          backward: likewise, what a whole backward costs.
-          weight: likewise, what W costs where backward is split; B is then `backward - weight`, so
+          forward: the time of a forward pass on a device for a micro-batch, in any unit; chunks of
+            the device have equal shares. Or a number for each model stage.
+          backward: likewise, the time of a complete backward pass.
+          weight: likewise, the time of W if backward is split; B then takes `backward - weight`, so
             that schedules do equal work.
-          transfer: how long what a task makes is on its way to another device, which meanwhile can
-            do something else.
+          transfer: the time of a transfer between devices; the sender computes meanwhile.
 
         Returns:
           the timed tasks by start, then device. Times are exact where all costs are ints:
             fractions, where chunks do not divide these.
 
         Raises:
-          ConfigError: a cost that is not a finite number of at least 0, as many costs as there are
-            not model stages, or a weight that costs more than the backward that it is a part of.
+          ConfigError: a cost is not a finite number of at least 0, the number of costs is not the
+            number of model stages, or a weight costs more than its backward.
         """
         costs = task_costs(
             self.num_stages, self.chunks, self.splits_backward, forward, backward, weight
@@ -187,7 +185,7 @@ class Schedule:
     def makespan(
         self, forward: Costs = 1, backward: Costs = 2, weight: Costs = 1, transfer: float = 0
     ) -> Time:
-        """How long a step takes; see `play` for the costs. Exact where all of them are ints.
+        """Return the duration of a step; see `play` for the costs. Exact if all of them are ints.
 
         Example:
           >>> schedule("PreferBackward", 2, 2).makespan(), schedule("Interleaved", 2, 2, chunks=2).makespan()
@@ -251,10 +249,11 @@ class Schedule:
         """Draw timed tasks into an image file: this schedule's at the default costs, or others.
 
         Args:
-          path: its ending says of which kind it is: .svg, .png.
-          plays: titles and timed tasks, a panel for each. To see what ran beside what was planned,
-            give both.
-          unit: of the times, the same for all panels, which then have one scale, or one for each.
+          path: the file; its suffix selects the format: .svg, .png.
+          plays: titles and timed tasks, a panel for each. Give both the plan and the run to compare
+            them.
+          unit: the unit of the times: one for all panels, which then share a scale, or one for
+            each.
 
         Raises:
           ConfigError: matplotlib is not installed, the file cannot be written, or there is nothing
@@ -293,7 +292,7 @@ class Schedule:
 def schedule(
     name: str, num_stages: int, num_micro_batch: int, chunks: int | None = None
 ) -> Schedule:
-    """The schedule of a name, for `num_stages` devices.
+    """Return the schedule with a name, for `num_stages` devices.
 
     For S devices and M micro-batches, at the default costs of `Schedule.play`, the bubble of the
     first three is (S - 1) / (M + S - 1); on device s at most `peak` micro-batches are in flight:
@@ -312,14 +311,13 @@ def schedule(
       device.
 
     Args:
-      name: one of these, in any case. The schedule has the first of two names.
-      num_stages: how many devices there are.
-      num_micro_batch: how many micro-batches a step has.
-      chunks: model stages per device: at least 2, and 2 if not given, for Interleaved; the others
-        have 1.
+      name: a name above, in any case. The schedule has the first of two names.
+      num_stages: the number of devices.
+      num_micro_batch: the number of micro-batches of a step.
+      chunks: model stages per device: for Interleaved at least 2, by default 2; 1 for the others.
 
     Raises:
-      ConfigError: an unknown name, or a number that is not as said.
+      ConfigError: the name is unknown, or a number is out of range.
 
     Example:
       >>> print(schedule("PreferBackward", num_stages=3, num_micro_batch=4))

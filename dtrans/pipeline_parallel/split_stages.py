@@ -29,11 +29,11 @@ from dtrans.tensor_parallel.defaults import default_cuts
 
 @dataclasses.dataclass(frozen=True)
 class Cuts:
-    """What is cut over the shards of stages.
+    """Parameters and state that are cut over the shards of stages.
 
     Attributes:
-      shards: how many each stage has; 1 where it is not split.
-      state: parameter, or array of the optimizer's state, to the dimension along which it is cut.
+      shards: the number of shards of each stage; 1 for a stage that is not split.
+      state: parameter, or array of the optimizer's state, to the dimension that is cut.
     """
 
     shards: tuple[int, ...]
@@ -41,11 +41,11 @@ class Cuts:
 
 
 def shards_of(forward: ForwardPass, stage_of: Sequence[int], o: PipelineOptions) -> tuple[int, ...]:
-    """How many shards each stage has.
+    """Return the number of shards of each stage.
 
     Raises:
-      ConfigError: a split scope that does not say how many, two in a stage that say otherwise, or
-        one beside options that do not go with it.
+      ConfigError: a split scope without a number of devices, two of a stage with different numbers,
+        or one with options that exclude it.
     """
     count = [1] * o.model_stages
     said: dict[int, str] = {}
@@ -80,8 +80,7 @@ def cuts_of(
     shards: Sequence[int],
     users: Mapping[str, Sequence[int]],
 ) -> Cuts:
-    """What the split scopes cut: parameters that one stage alone reads, and their optimizer's
-    state."""
+    """Find the parameters that split scopes cut, with their state: those that one stage reads."""
     found: dict[str, int] = {}
     readers = {n: [s.index for s in stages if n in s.params] for n in step.params}
     for stage, count in zip(stages, shards, strict=True):

@@ -40,21 +40,21 @@ from dtrans.zero.choose_slices import Sliced
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StagePrograms:
-    """What a stage does with a micro-batch.
+    """Programs of a stage for one micro-batch.
 
     Attributes:
-      index: of the stage.
+      index: the number of the stage.
       forward, backward: its programs.
-      weights: makes the gradients of weights, where the backward program does not.
+      weights: computes the gradients of weights, if the backward program does not.
       params: the leaves of the step that it reads.
-      state: the arrays of the optimizer's state that it reads, which every stage has.
-      sums: the name of each sum of gradients that it makes, and the leaf whose they are. Where each
-        micro-batch is clipped, they are the gradients of one, and are not added up here.
-      cotangents: the name of each cotangent, and the value that it is of.
+      state: the arrays of the optimizer's state that it reads; every stage has them.
+      sums: the name of each sum of gradients that it computes, and its leaf. If each micro-batch is
+        clipped, these are gradients of one micro-batch, not sums.
+      cotangents: the name of each cotangent, and its value.
       batch: the arrays of the batch that it reads.
       receives, sends: the values from the stage before, and for the stage after.
-      results: the results of the step that it makes.
-      eqns: how many equations of the loss function are its own.
+      results: the results of the step that it computes.
+      eqns: the number of its equations of the loss function.
     """
 
     index: int
@@ -78,8 +78,7 @@ class StagePrograms:
 
     @property
     def kept(self) -> tuple[str, ...]:
-        """What is kept of each micro-batch from its forward to its backward: residuals, and what it
-        received."""
+        """Return the residuals and received values that a stage stores from forward to backward."""
         here = {*self.forward.out_names, *self.receives}
         read = [*self.backward.in_names, *(self.weights.in_names if self.weights else ())]
         given = {*self.params, *self.state, *self.batch}
@@ -158,7 +157,7 @@ class StageProgramWriter:
             ].append(n)
 
     def differentiable(self, v: Atom) -> bool:
-        """Whether the loss's derivative may come through a value."""
+        """Return True if the loss's derivative may pass through a value."""
         return (
             isinstance(v, Var)
             and bool(self.active.get(v))
@@ -260,7 +259,7 @@ class StageProgramWriter:
         return extract_part(f.jaxpr, [*reads, *heard], eqns, wanted), reads, heard
 
     def _prelude(self, names: Sequence[str], wanted: Sequence[Atom]) -> ClosedJaxpr:
-        """What a stage makes of the step's inputs before it begins."""
+        """Write the values that a stage computes from the step's inputs before it begins."""
         f = self.forward
         source = f.step.program
         vars_of = source.invars
@@ -320,8 +319,7 @@ class StageProgramWriter:
         return self.scatter[leaf].of_rank(wide) if leaf in self.scatter else wide
 
     def _scattered(self, b: Builder, grads: Mapping[str, Atom]) -> list[Atom]:
-        """Write gradients of which each replica adds up a slice, as those slices; by type and
-        dimension."""
+        """Reduce-scatter gradients that replicas store as slices, by type and dimension."""
         found = dict(grads)
         kinds: dict[Any, list[str]] = {}
         for n in grads:
@@ -351,8 +349,7 @@ class StageProgramWriter:
     def _programs(
         self, s: int, jaxpr: ClosedJaxpr, ins: Sequence[str], outs: Sequence[str], cotangents: int
     ) -> tuple[Program, Program | None]:
-        """Backward in one program; or in two, of which the first makes cotangents and the second
-        gradients."""
+        """Write backward as one program, or as one of cotangents and one of gradients."""
         inner = opened(jaxpr)
         if not self.o.splits_backward:
             return _live(f"backward of stage {s}", jaxpr, ins, outs), None
@@ -387,7 +384,7 @@ class StageProgramWriter:
 
 
 def _is_made_of_nothing(var: Var, eqns: Sequence[JaxprEqn]) -> bool:
-    """Whether a value is a constant, which is sooner made again than kept."""
+    """Return True if a value is a constant, which is cheaper to recompute than to store."""
     return not backward_slice(eqns, [var])[1]
 
 

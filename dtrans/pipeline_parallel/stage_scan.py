@@ -174,8 +174,7 @@ def stages_of_parts(
 
 
 def rows_of(forward: ForwardPass, stage_of: Sequence[int]) -> dict[str, tuple[StageRows, ...]]:
-    """Which leaves stages hold rows of: stacks of which each stage reads its own rows, and nothing
-    else."""
+    """Find the stacked leaves of several stages; each stage reads only its rows."""
     step = forward.step
     outs = {a for a in forward.inner.outvars if isinstance(a, Var)}
     direct = {a for a in forward.prelude.jaxpr.outvars if isinstance(a, Var)}
@@ -213,7 +212,7 @@ def rows_of(forward: ForwardPass, stage_of: Sequence[int]) -> dict[str, tuple[St
 
 
 def _word_for_rows(step: Cut) -> str:
-    """How rows of stacks are called: as blocks, unless an array of the step is called so."""
+    """Return "block", with underscores if a name in the step contains it already."""
     word = "block"
     while any(f".{word}" in n for n in step.program.in_names):
         word += "_"

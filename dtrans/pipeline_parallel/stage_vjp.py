@@ -148,11 +148,10 @@ class StageVjp:
 def _barriers(
     inner: Jaxpr, wanted: Sequence[Var], given: Collection[Atom], names: Collection[str]
 ) -> list[Var]:
-    """What must be kept so that `wanted` can be made again from what is given, and what has one of
-    these names.
+    """Return the values that must be stored so that `wanted` can be recomputed from `given`.
 
-    It is what was made of random numbers alone, what has an effect, and what comes from other
-    replicas.
+    These are values that depend on random numbers alone, values of equations with effects, values
+    from other replicas, and values with one of `names`.
     """
     made_by = {v: e for e in inner.eqns for v in e.outvars}
     drawn, other = 1, 2
@@ -177,6 +176,6 @@ def _barriers(
 
 
 def _draws(eqn: JaxprEqn) -> bool:
-    """Whether an equation makes random numbers of a key."""
+    """Return True if an equation draws random numbers."""
     name = eqn.primitive.name
     return name.startswith(("random_bits", "threefry2x32", "rng_"))

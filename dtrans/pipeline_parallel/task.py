@@ -1,4 +1,4 @@
-"""What a device does at a time: a task of a schedule, and when it ran."""
+"""Task of a schedule, which a device runs at a time, and its start and end."""
 
 from __future__ import annotations
 
@@ -70,12 +70,12 @@ class Play(tuple[TimedTask, ...]):
 
     @property
     def num_devices(self) -> int:
-        """How many devices there are: the last that has a task, and those before it."""
+        """Return the number of devices, up to the last that has a task."""
         return max((t.device for t in self), default=-1) + 1
 
     @property
     def makespan(self) -> Time:
-        """From the first start to the last end; exact where times are."""
+        """Return the time from the first start to the last end; exact if times are."""
         return max(t.end for t in self) - min(t.start for t in self) if self else 0
 
     @property

@@ -98,8 +98,7 @@ def pipeline(
     reduce: Reduce | str = Reduce(),
     batch: Batch | str = Batch(),
 ) -> PipelinePlan:
-    """Plan a pipeline: stages of the loss function on devices of their own, micro-batches that go
-    through them.
+    """Plan a pipeline: stages of the loss function on different devices, fed with micro-batches.
 
     The step must take its gradients with `dtrans.value_and_grad` (or be made by
     `dtrans.make_train_step`): the loss is cut before it is differentiated. Numbers are those of the
@@ -108,29 +107,30 @@ def pipeline(
     Args:
       main: the traced training step, (params, opt_state, *batch) -> (params, opt_state, loss, ...).
       startup: the traced init, -> (params, opt_state).
-      num_stages: how many devices a replica has, each with a stage (or `stages.chunks` of them).
-        "auto": as many as the model has `dtrans.replicate` scopes; without, as make a step fastest
-        by the costs that stages are cut by, on the devices that there are
+      num_stages: the number of devices of a replica, each with a stage (or `stages.chunks` of
+        them). "auto": the number of the model's `dtrans.replicate` scopes; without scopes, the
+        number with the fastest step on the available devices, by the costs of stages
         (`dtrans.pipeline_parallel.auto_stages`).
-      num_micro_batch: how many parts a replica cuts its part of the batch into. Parameters are
-        updated once, after all.
-      schedule: what each device does when: "PreferForward" or "GPipe" (all forwards, then all
-        backwards), "PreferBackward" or "1F1B", "PreferBackwardOptimizer" (one micro-batch more
-        under way, which hides transfers), "Interleaved" (several stages on each device),
+      num_micro_batch: the number of parts into which a replica cuts its part of the batch.
+        Parameters are updated once, after all parts.
+      schedule: the order of tasks on each device: "PreferForward" or "GPipe" (all forwards, then
+        all backwards), "PreferBackward" or "1F1B", "PreferBackwardOptimizer" (one more micro-batch
+        in flight, which hides transfers), "Interleaved" (several stages on each device),
         "ZeroBubble" or "ZB-H1" (gradients of weights fill the gaps), or a `dtrans.Schedule`.
-      replicas: how many copies of the pipeline share the batch. Those of a stage reduce their
-        gradients.
-      stages: how stages are found, and laid out over devices: a `dtrans.Stages`.
-      memory: what stages and their replicas keep: a `dtrans.StageMemory`.
-      reduce: how gradients are reduced over micro-batches and the replicas of a stage: a
-        `dtrans.Reduce`, or its `op`. A clip in the optimizer is of the reduced gradients (EPL's
-        `clip_after_allreduce`).
-      batch: "exact": the job gives one device's numbers. What no parameter enters is made of the
-        whole batch, before the micro-batches go (`dtrans.batch.precomputed`); a step is refused,
-        by its line, whose micro-batches do not add up then. "micro": each micro-batch goes through
-        the step alone, with batch statistics of its own; those that the model keeps are made by
-        each of those before the step. ("local" is another name of it.) Or a `dtrans.Batch`, without
-        `example_count`, which with "micro" also says how results are merged.
+      replicas: the number of copies of the pipeline that share the batch. Those of a stage reduce
+        their gradients.
+      stages: the choice of stages, and their layout over devices: a `dtrans.Stages`.
+      memory: the memory of stages and their replicas: a `dtrans.StageMemory`.
+      reduce: the reduction of gradients over micro-batches and the replicas of a stage: a
+        `dtrans.Reduce`, or its `op`. A clip in the optimizer applies to the reduced gradients
+        (EPL's `clip_after_allreduce`).
+      batch: "exact": the job gives one device's numbers. Values that no parameter enters are
+        computed from the whole batch, before the micro-batches (`dtrans.batch.precomputed`). If
+        micro-batches still do not add up, the step is refused, by its line. "micro": each
+        micro-batch takes the step alone, with its own batch statistics; each computes the
+        statistics that the model stores from those before the step. ("local" is another name of
+        it.) Or a `dtrans.Batch`, without `example_count`; with "micro" its `merge` says how results
+        are merged.
 
     Raises:
       ConfigError: an option that is out of range, more stages than equations, scopes that
@@ -184,8 +184,7 @@ def pipeline(
 
 
 def devices_of_scopes(main: Program) -> int:
-    """How many devices `replicate` scopes ask for; each takes a part of what a replica has of the
-    batch.
+    """Return the devices that `replicate` scopes ask for; each takes a part of a replica's batch.
 
     Raises:
       ConfigError: scopes that ask for different numbers.
@@ -225,11 +224,10 @@ STAGES_HAVE = "which stages have of each micro-batch alone"
 def plan_pipeline(
     main: Program, startup: Program, o: PipelineOptions, timetable: Schedule, *, auto: bool = False
 ) -> PipelinePlan:
-    """What `pipeline` plans with these options.
+    """Plan a pipeline with options that are checked.
 
     Args:
-      auto: whether how many stages there are is found here, and those of the options and the
-        timetable are not looked at.
+      auto: choose the number of stages here; those of the options and the timetable are ignored.
     """
     refuse_collectives(main)
     as_given, axes = cut(main), {}
@@ -436,12 +434,12 @@ def _check_names(forward: ForwardPass, o: PipelineOptions) -> None:
 def _merges(
     plain: Cut, part: Program, forward: ForwardPass, o: PipelineOptions, *, shared: bool
 ) -> dict[str, str]:
-    """What becomes of each result: as it was asked for, as the model collects it, or as it must be.
+    """Return the way to merge each result: as requested, as collected, or as its value requires.
 
     Args:
-      plain: the step for a micro-batch as it was traced: its loss shows what results are made of.
+      plain: the step for a micro-batch as it was traced: its loss shows the operands of results.
       part: the captured step.
-      shared: whether the step is exact, and the ways to merge in `o` are what was found of it.
+      shared: whether the step is exact; the ways to merge in `o` are then those of the exact step.
     """
     step = forward.step
     keys = {n: key for n, key in forward.collected.items() if n in step.results or n in step.params}

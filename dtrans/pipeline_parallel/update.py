@@ -44,10 +44,10 @@ class Update:
     """The update of a pipelined step.
 
     Attributes:
-      placed: its program, in pieces; it is of one replica.
-      layout: how replicas share the state, where they keep slices of it.
-      sums: each input that is a sum of gradients: of which leaf, the stage that makes it, and of
-        which micro-batch it is; None for the sum over all.
+      placed: the program of one replica's update, in pieces.
+      layout: the slices of the state that replicas store; None if each stores all of it.
+      sums: each input that is a sum of gradients: its leaf, the stage that computes it, and its
+        micro-batch; None for the sum over all.
     """
 
     placed: PlacedUpdate
@@ -89,8 +89,8 @@ def update_of(
       sums: the types of the sums of gradients, by leaf.
       homes: the stage that holds each parameter.
       users: the stages that make gradients of a leaf.
-      cuts: over how many shards stages are split.
-      rows: leaves of which stages hold rows, as leaves of their own.
+      cuts: the shards of stages.
+      rows: leaves whose rows stages store as leaves of their own.
     """
     types = step.program.inputs
     micros = [None] if o.clip_of_each is None else range(o.num_micro_batch)

@@ -36,13 +36,13 @@ HUB = -1  # made at the hub, of what several places have
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StagePart(HoldsJaxpr):
-    """What one place does without hearing of others.
+    """Piece of the update that one place computes without communication.
 
     Attributes:
-      place: where.
+      place: the place.
       jaxpr: `reads` -> `makes`.
-      reads, makes: variables of the program. What is read was made by an earlier piece, here or
-        elsewhere, or is an input.
+      reads, makes: variables of the program. A variable in `reads` is an input, or an output of an
+        earlier piece at any place.
     """
 
     place: int
@@ -168,7 +168,7 @@ class _Placer:
         self.wanted: dict[int, dict[int, list[int]]] = {}  # level to place to equations
 
     def _larger(self, eqn: JaxprEqn) -> bool:
-        """Whether what an equation reads of a place is larger than what it reads of the hub."""
+        """Return True if an equation reads more bytes of a stage than of the hub."""
         size = {True: 0, False: 0}
         for a in eqn.invars:
             if isinstance(a, Var) and self.at.get(a) is not None:

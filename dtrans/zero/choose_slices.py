@@ -1,14 +1,12 @@
-"""Which leaves of a step are cut over the ranks of a sharding axis, along which dimension, and
-where their state is.
+"""Choice of the leaves that are cut over the ranks of a sharding axis, and of their dimensions.
 
-Every rank gets as many rows of a leaf as every other. Where the degree does not divide the rows,
-the last ones are
-*padding*: zeros at the start, never gathered, and never part of a norm.
+Every rank has the same number of rows of a leaf. If the degree does not divide the rows, the last
+ones are *padding*: zeros at the start, never gathered, and never part of a norm.
 
-A leaf is cut along its first dimension; along the longest other one where the first has fewer rows
-than there are ranks (the kernel of a convolution), and along a later one where it is a stack of
-which layers are read one by one (a rank that had whole layers would have nothing to give to the
-gather of a layer). It stays whole on every rank
+A leaf is cut along its first dimension. If that has fewer rows than there are ranks (the kernel of
+a convolution), it is cut along its longest other dimension. A stack whose layers are read one by
+one is cut along a later dimension: a rank with complete layers would add nothing to the gather of
+another layer. A leaf stays whole on every rank
 
   - where it has no dimensions, or its update meets each rank's own rows of the batch;
   - where forward and backward read its state, as those of a generator do that is trained after its
@@ -50,14 +48,14 @@ from dtrans.zero.slice_writer import Gathering, Given, SliceWriter
 
 @dataclasses.dataclass(frozen=True)
 class Sliced:
-    """How an array is cut over the ranks of the sharding axis.
+    """Cut of an array over the ranks of the sharding axis.
 
     Attributes:
       axis: the dimension.
       size: its size, without padding.
-      part: how much of it each rank has.
-      degree: how many ranks there are.
-      width: entries of the dimension that stay together, since they belong to one row of a leaf.
+      part: the number of entries of each rank.
+      degree: the number of ranks.
+      width: the number of adjacent entries that belong to one row of a leaf, and stay together.
     """
 
     axis: int
@@ -85,7 +83,7 @@ class Sliced:
         return resized(aval, self.axis, self.padded)
 
     def padding(self, aval: Any) -> int:
-        """How many elements there are of it, in all slices together."""
+        """Return the number of elements of padding in all slices together."""
         return (self.padded - self.size) * (math.prod(aval.shape) // self.size)
 
 

@@ -1,5 +1,4 @@
-"""What a loop over layers hands to another loop of the layers themselves: made anew there, and not
-handed on.
+"""Recomputation of residuals that depend on layers only, in the loop that reads them.
 
     forward: scan w -> h, stack of bf16(w)      becomes    forward: scan w -> h
     backward: scan (stack of bf16(w)) ...                  backward: scan w ..., which begins with bf16(w)
@@ -76,8 +75,7 @@ def remade(writer: SliceWriter, wanted: Collection[Atom]) -> list[JaxprEqn]:
 def _made_of_layers(
     writer: SliceWriter, eqn: JaxprEqn, body: Jaxpr
 ) -> Iterator[tuple[int, int, Sequence[JaxprEqn]]]:
-    """The outputs that a loop stacks and makes of one of its layers: which, of which operand, and
-    how."""
+    """Find stacked outputs of a loop that depend on one layer: output, operand, equations."""
     wires = wiring(eqn)
     layers = {body.invars[k]: k for k in wires.slices if eqn.invars[k] in writer.roots}
     start: dict[Var, int] = dict(layers)

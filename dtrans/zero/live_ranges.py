@@ -1,14 +1,13 @@
-"""Where a step reads its sliced leaves, and for how long each needs to be whole.
+"""Uses of sliced leaves in a step, and the windows in which each must be whole.
 
 A leaf is gathered for a *window*: the equations from its first use in one direction (forward, or
-backward) to its last, unless much else is gathered in between: an embedding that is tied to the
-last layer is gathered for each of them.
+backward) to its last. A window ends early if many other leaves are gathered before the next use. An
+embedding tied to the last layer is gathered for each of its two uses.
 
 Values that follow from leaves alone, cheaply (another type, a transpose, a bias broadcast over the
-batch), are
-*derived*: they are made anew in each window, and so are never kept from the forward pass to the
-backward pass. A change of type right behind the leaf is made before the gather, on the slice, if
-the leaf is needed in no other type in that window and the type is smaller.
+batch), are *derived*. Each window recomputes them, so none is stored from the forward pass to the
+backward pass. A cast right after the leaf runs before the gather, on the slice. The window must
+then need the leaf in no other type, and the type must be smaller.
 
     w ---- convert to bf16 ---- dot_general         uses: dot_general, of w as bf16
       \\--- transpose ---------- dot_general               dot_general, of w as f32
@@ -58,20 +57,20 @@ class LiveRange:
 
 
 class LiveRanges:
-    """What equations read of leaves, and of their parts.
+    """Uses of leaves, and of their parts, by equations.
 
     Args:
       eqns: equations.
-      roots: leaves and parts that a value with slices is computed from, by its variable.
-      reads: by position, the values with slices that an equation reads whole.
-      roles: of each equation.
-      ends: values that are wanted beside those that equations read: position of what makes it, and
-        the value.
+      roots: value with slices to the leaves and parts that it depends on.
+      reads: position of an equation to the values with slices that it reads whole.
+      roles: the role of each equation.
+      ends: further values that are read: the position of the equation that computes it, and the
+        value.
       once: whether a leaf has one window, from its first use to its last.
 
     Attributes:
-      derived: the equations that make values of leaves alone, by what they make.
-      windows: in the order in which they begin.
+      derived: derived value to the equation that computes it.
+      windows: the windows by their start.
     """
 
     def __init__(
@@ -139,5 +138,5 @@ class LiveRanges:
 
 
 def is_cast(eqn: JaxprEqn) -> bool:
-    """Whether an equation changes nothing but the type."""
+    """Return True if an equation changes only the type."""
     return eqn.primitive.name == "convert_element_type"

@@ -61,7 +61,7 @@ SKIPPED = "loss_scale/skipped_steps"
 
 
 def scale_types(scaling: LossScaling | None) -> dict[str, Any]:
-    """What is kept of a scale between steps, by name, at its start; nothing for a fixed one."""
+    """Return the initial state of a dynamic loss scale, by name; empty for a fixed scale."""
     if scaling is None or not scaling.dynamic:
         return {}
     return {
@@ -322,7 +322,7 @@ class _Lower:
 
 
 def _names_algorithm(eqn: JaxprEqn) -> bool:
-    """Whether a product is to be carried out in a way that says what types it has."""
+    """Return True if a product's `precision` names an algorithm, which fixes the types."""
     asked = eqn.params.get("precision")
     each = asked if isinstance(asked, tuple) else (asked,)
     return any(p is not None and not isinstance(p, jax.lax.Precision) for p in each)
@@ -390,8 +390,7 @@ def low_gradients(step: Cut, dtype: Any) -> set[str]:
 
 
 def _narrows(eqn: JaxprEqn, dtype: Any) -> bool:
-    """Whether an equation makes a wider value of one in 16 bits, so that to convert it back loses
-    nothing."""
+    """Return True if an equation casts from `dtype`, so that a cast back loses nothing."""
     return eqn.primitive.name == "convert_element_type" and bool(eqn.invars[0].aval.dtype == dtype)
 
 
@@ -428,7 +427,7 @@ def unscaled(g: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def all_finite(*xs: jax.Array) -> jax.Array:
-    """Whether everything is."""
+    """Return True if every number is finite."""
     return functools.reduce(
         jnp.logical_and, [jnp.all(jnp.isfinite(x)) for x in xs], jnp.bool_(True)
     )

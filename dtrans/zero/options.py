@@ -30,14 +30,14 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 @dataclasses.dataclass(frozen=True)
 class LossScaling:
-    """How a loss is scaled so that gradients do not vanish in 16 bits.
+    """Scaling of a loss so that gradients in 16 bits do not underflow.
 
     Attributes:
       initial: the first scale.
-      dynamic: whether the scale follows the gradients: divided by `factor` when one is not finite
-        (and that step changes nothing), multiplied by it after `interval` steps in which all were.
-        A fixed scale stays, and skips nothing.
-      factor, interval: see there.
+      dynamic: whether the scale follows the gradients. If a gradient is not finite, the step
+        changes nothing and the scale is divided by `factor`. After `interval` finite steps it is
+        multiplied by `factor`. A fixed scale stays, and skips no step.
+      factor, interval: see `dynamic`.
 
     Raises:
       ConfigError: a value that is out of range.
@@ -105,34 +105,37 @@ class Precision:
 
     @classmethod
     def of(cls, given: Any) -> Precision:
-        """What is given as `precision`: a record, its `dtype`, or None."""
+        """Return the record for the option `precision`: a record, its `dtype`, or None."""
         return given if isinstance(given, cls) else cls(given)
 
     @property
     def scaling(self) -> LossScaling | None:
-        """How the loss is scaled, if it is."""
+        """Return the scaling of the loss, or None."""
         assert self.loss_scaling is None or isinstance(self.loss_scaling, LossScaling)
         return self.loss_scaling
 
 
 @dataclasses.dataclass(frozen=True)
 class Slicing:
-    """How ranks share leaves, and get whole ones from the slices.
+    """Sharding of leaves over ranks, and the gather of whole leaves from slices.
 
     Attributes:
-      partition: "rows" cuts each parameter. "greedy_even" and "use_order" give whole ones to ranks,
-        each of which alone updates what it owns and holds its state: where ranks would all mix the
-        rows of every leaf, at great cost; see `dtrans.zero.by_leaf.layout`.
-        That is for stages 1 and 2, and without `precision`; `min_slice_size` is not looked at.
+      partition: "rows" cuts each parameter. "greedy_even" and "use_order" assign whole parameters
+        to ranks; a rank alone updates a parameter that it owns, and holds its state. Use these if
+        the update mixes the rows of every leaf, which is expensive on slices; see
+        `dtrans.zero.by_leaf.layout`. They need stage 1 or 2 and no `precision`, and ignore
+        `min_slice_size`.
       min_slice_size: a parameter of fewer elements stays whole on every rank.
-      gather_bucket_MB: in stage 3, parameters that are read one after the other are gathered
-        together up to this size. 0 gathers each by itself.
-      prefetch: in stage 3, how many parameters are gathered ahead of time, the first one of the
-        next layer in a loop; 1 by default, 0 without `overlap`. By default jobs do not gather ahead
-        in loops where nothing is gathered beside computation (`dtrans.run.base.platforms`).
-      overlap: let collectives run beside computation. Without, each begins when the one before has
-        ended.
-      axis_name, replica_axis_name: of the axes that ranks of a group, and groups, are on.
+      gather_bucket_MB: in stage 3, the size up to which adjacent gathers of parameters are
+        combined. 0 gathers each by itself.
+      prefetch: in stage 3, the number of parameters that are gathered ahead; in a loop, the first
+        one of the next layer. 1 by default, 0 without `overlap`. By default jobs do not prefetch in
+        loops on platforms that do not overlap gathers with computation
+        (`dtrans.run.base.platforms`).
+      overlap: let collectives run beside computation. Without it, each begins when the previous one
+        has ended.
+      axis_name, replica_axis_name: names of the mesh axes: over the ranks of a group, and over
+        groups.
 
     Raises:
       ConfigError: a value that is out of range, or a prefetch without overlap.
@@ -250,11 +253,10 @@ class ShardingOptions(Options):
 
     @property
     def prefetch(self) -> int:
-        """How many parameters are gathered ahead of time."""
+        """Return the number of parameters that are gathered ahead."""
         return int(self.slices.overlap) if self.slices.prefetch is None else self.slices.prefetch
 
     @property
     def slices_params(self) -> bool:
-        """Whether parameters are slices between steps: in stage 3, and where ranks work with copies
-        in 16 bits."""
+        """Return True if parameters are slices between steps: in stage 3, and in 16 bits."""
         return self.stage == 3 or self.precision.dtype is not None

@@ -39,8 +39,7 @@ class ShardingPlan(CollectivePlan):
 
     @cached_property
     def cuts(self) -> dict[str, Sliced]:
-        """The parameters and arrays of the optimizer's state of which ranks hold slices between
-        steps, by name."""
+        """Return the parameters and state that ranks hold as slices between steps, by name."""
         params = self.slices.leaves if self.options.slices_params else {}
         return {**params, **self.slices.state, **(self.owned.cuts if self.owned else {})}
 
@@ -104,7 +103,7 @@ class ShardingPlan(CollectivePlan):
 
     @cached_property
     def notes(self) -> list[str]:
-        """What else there is to know."""
+        """Return remarks for the user that the table does not show."""
         memory = self.memory()
         of = ", ".join(f"{n:,} bytes of {kind}" for kind, n in memory.items())
         notes = [] if self.shared is None else list(self.shared.notes)

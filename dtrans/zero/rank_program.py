@@ -67,19 +67,17 @@ from dtrans.zero.update import sliced_half
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RankLayout:
-    """What is decided once, whatever the shape of the batch; of the update all but numbers of its
-    size.
+    """Decisions that do not depend on the batch's shape, except numbers of its size in the update.
 
     Attributes:
       o: the options.
-      merges: how results are merged.
-      slices: what is cut.
+      merges: the way to merge each result.
+      slices: the leaves and state that are cut.
       half: the optimize half of a rank.
-      gathers: what the update gathers, and why.
-      owned: who owns which leaf, where leaves are not cut but given to ranks.
-      groups: where each leaf is, where not all are in one place (stages of a pipeline); collectives
-        are of one group.
-      sums: further inputs that are slices: sums of gradients that are scattered already.
+      gathers: the values that the update gathers, with reasons.
+      owned: the owner of each leaf, if leaves are assigned whole.
+      groups: the stage of each leaf in a pipeline. A collective combines leaves of one stage only.
+      sums: further inputs that are slices: sums of gradients that were scattered before.
     """
 
     o: ShardingOptions
@@ -197,7 +195,7 @@ class RankLayout:
 
     @property
     def _weights_or_clips(self) -> bool:
-        """Whether each rank does something of its own to its gradients before they are reduced."""
+        """Return True if each rank weights or clips its gradients before they are reduced."""
         return self.o.batch.example_count is not None or self.o.reduce.clip_local_norm is not None
 
 
@@ -342,7 +340,7 @@ class RankWriter:
         return found
 
     def _arranged(self, step: Cut) -> Arrange:
-        """How the equations are ordered, and what loops need not hand on."""
+        """Return the function that reorders equations and removes residuals of layers."""
         o, jaxpr, vars_of = self.o, step.program.jaxpr, step.program.invars
         rows = {vars_of[n]: RowAxis(n, s.axis) for n, s in self.leaves.items() if self.o.stage == 3}
 

@@ -1,13 +1,11 @@
-"""How ranks reduce gradients of which each keeps a slice: reduce-scatter over the sharding axis,
-then all-reduce of the slice over the outer one.
+"""Reduction of gradients that ranks store as slices.
+
+Ranks reduce-scatter over the sharding axis, then all-reduce the slice over the outer axis.
 
     sliced       padded, reduce_scatter over the sharding axis; all_reduce of the slice over groups
-    layers       a loop has scattered them already, layer by layer; all_reduce of the slice over groups
+    layers       scattered by a loop already, layer by layer; all_reduce of the slice over groups
     whole        all_reduce over both
-    unreduced    nothing: all ranks make the same, and each takes its slice of it
-
-All else (buckets, weights, compression, chains) is as in nccl2 mode: see
-`dtrans.data_parallel.reducer`.
+    unreduced    nothing: all ranks compute the same gradient, and each takes its slice
 """
 
 from __future__ import annotations
@@ -127,7 +125,7 @@ class Scatterer(Reducer):
         return self._sum(bucket.name, mine, (o.slices.replica_axis_name,))
 
     def _compress(self, bucket: Bucket) -> str | None:
-        """As ever; what has been scattered already, and is of one group, is not sent again."""
+        """Return the type to compress a bucket to; None if a loop has reduced it already."""
         if self.scatter(bucket.leaves[0]).layers and self.options.replicas == 1:
             return None
         return super()._compress(bucket)

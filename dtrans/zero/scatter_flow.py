@@ -1,16 +1,14 @@
-"""Where gradients that loops make become slices: where they are made, and not when all layers are
-there.
+"""Search for the point at which gradients from loops become slices: layer by layer, in the loop.
 
-What is wanted of a gradient, rows of it, says what is wanted of the values that it is a sum of,
-equation by equation from the last to the first, as long as these are linear and keep rows:
+Rows that are wanted of a gradient determine the rows that are wanted of its terms. The search goes
+from the last equation to the first, while equations are linear and keep rows:
 
     g = add_any a b          rows of g are those of a and of b
     a = pad a'               (of layers 0 to 8)
-    a' = scan ...            a loop makes them: each layer is scattered in its turn
-    b = mul 2 w              made of leaves alone: rows of it, as often as there are ranks
+    a' = scan ...            computed by a loop: each layer is scattered in its turn
+    b = mul 2 w              depends on leaves alone: its rows, times the number of ranks
 
-A gradient that is carried through a loop, and to which each turn adds that of one layer, is carried
-as slices.
+A gradient that a loop carries, adding one layer's part in each iteration, is carried as slices.
 """
 
 from __future__ import annotations
@@ -40,12 +38,13 @@ from dtrans.zero.rank_values import local_inside
 
 @dataclasses.dataclass(eq=False)
 class ScatterFlow:
-    """What is wanted of equations.
+    """Rows that are wanted of the outputs of equations.
 
     Attributes:
-      rows: the rows that are wanted of a value.
-      steps: by position, how an equation is carried out on rows.
-      loops: by position, the outputs of a loop that it is to make as slices, and their rows inside.
+      rows: value to its wanted rows.
+      steps: position of an equation to its step on rows.
+      loops: position of a loop to the outputs that it computes as slices, with their rows in its
+        body.
     """
 
     rows: dict[Var, RowAxis]
@@ -95,13 +94,13 @@ def scatter_flow(
     ends: Iterable[Atom] = (),
     inputs: Collection[Var] = (),
 ) -> ScatterFlow:
-    """Follow what is wanted back.
+    """Propagate wanted rows from values to their operands.
 
     Args:
-      wanted: of which values, by the equations; each as rows of its leaf.
+      wanted: value to its wanted rows.
       local: values that differ from rank to rank.
-      ends: values that are read beside what equations read.
-      inputs: that may be wanted as slices, too.
+      ends: values that are read after the equations.
+      inputs: inputs that may become slices, too.
     """
     flow = ScatterFlow(dict(wanted))
     made = {v for e in eqns for v in e.outvars} | set(inputs)
@@ -174,7 +173,7 @@ def _prune(
 
 
 def _on_rows(eqn: JaxprEqn, row: RowAxis, local: Collection[Var]) -> Step | None:
-    """How an equation that is linear in what ranks add up is carried out on rows of its output."""
+    """Return the step on rows of an equation that is linear in its partial sums, or None."""
     summed = {k for k, a in enumerate(eqn.invars) if isinstance(a, Var) and a in local}
     if not linear_group(eqn, summed):
         return None

@@ -135,7 +135,7 @@ def sharding(
 
 
 def plan_sharding(main: Program, startup: Program, options: ShardingOptions) -> ShardingPlan:
-    """What `sharding` plans with these options."""
+    """Plan sharding with options that are checked."""
     refuse_collectives(main)
     plain = cut(main).with_reported()
     check_names(plain, options)

@@ -1,4 +1,4 @@
-"""Which leaves of a plan are tables, and how servers update each."""
+"""Choice of a plan's tables, and of the way in which servers update each."""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ AUTO = 4  # "auto" takes a leaf of which a step looks up at most one row in so m
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Table:
-    """A leaf of which trainers look up rows.
+    """Leaf whose rows trainers look up.
 
     Attributes:
-      lookups: how a step reads it.
-      zero: what the update does to other rows.
-      whole: whether each update is of all its rows.
-      catches_up: whether rows that nobody looked up move too, and catch up before they are read.
-      limit: how many rows may be made at most.
-      why: what the update does, for people.
-      buckets: how many its rows are dealt out to; 0 where servers have runs of rows.
-      kept: whether trainers keep the rows that they have looked up (GEO-SGD).
-      staleness: how many updates rows may lack that were asked for ahead.
+      lookups: the lookups of a step.
+      zero: the effect of the update on rows whose gradient is zero.
+      whole: whether each update touches all rows.
+      catches_up: whether rows that no trainer looked up change too, and catch up before they are
+        read.
+      limit: the greatest number of rows that servers may create.
+      why: a description of the update for users.
+      buckets: the number of buckets of its rows; 0 if servers have runs of rows.
+      kept: whether trainers store the rows that they have looked up (GEO-SGD).
+      staleness: the greatest number of updates that prefetched rows may lack.
     """
 
     lookups: TableLookups
@@ -56,8 +57,8 @@ class Tables:
     """The tables of a plan.
 
     Attributes:
-      of: by their names.
-      others: leaves of which rows are looked up, and that are no tables: why.
+      of: name to table.
+      others: leaves whose rows are looked up and that are not tables, with the reason.
     """
 
     of: Mapping[str, Table] = dataclasses.field(default_factory=dict)
@@ -65,12 +66,12 @@ class Tables:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the tables."""
+        """Return the names of the tables."""
         return tuple(self.of)
 
     @property
     def buckets(self) -> dict[str, int]:
-        """How many buckets the tables have that have any."""
+        """Return the number of buckets of each table that has buckets."""
         return {n: t.buckets for n, t in self.of.items() if t.buckets}
 
 
@@ -211,11 +212,11 @@ def _rows_alone(zero: ZeroGradient) -> str:
 
 
 def notes_of(tables: Tables, moved: Mapping[str, int], often: str = "") -> Sequence[str]:
-    """What a plan says of its tables.
+    """Return a plan's remarks on its tables.
 
     Args:
-      moved: the most bytes that a trainer sends and receives of each.
-      often: how often, where that is not in each step: " in 10 steps".
+      moved: the most bytes of each table that a trainer sends and receives.
+      often: the interval of these transfers, if it is not each step: " in 10 steps".
     """
     notes = []
     for n, t in tables.of.items():

@@ -1,20 +1,21 @@
-"""Which leaves a step reads by rows alone, and how.
+"""Search for the leaves that a step reads by rows only.
 
-A leaf is a *table* of a step where forward and backward do nothing with it but pick single rows of
-it by number (`emb[ids]`, `jnp.take`, an embedding layer), whose numbers no row of a table enters,
-and where its gradient is zeros to which rows are added by number. Row analysis says so
-(`dtrans.rows`): the leaf has rows, and what is done to all of them alike (a cast, a factor) keeps
-them; a pick of rows makes a value that everybody can have, and what adds to rows keeps them.
-Anything else, as a matrix product with the leaf, is what binds it, and is the reason why it is no
-table.
+A leaf is a *table* of a step if forward and backward only pick single rows of it by number
+(`emb[ids]`, `jnp.take`, an embedding layer). No row of a table may enter these numbers. The
+gradient must be zeros to which rows are added by number.
 
-The gradient begins with zeros of the leaf's shape, which nothing connects with the leaf: they are
-found backwards from it.
+Row analysis (`dtrans.rows`) finds tables. An operation on all rows alike (a cast, a factor) keeps
+the rows. A pick of rows yields a value without rows of the table, and a scatter-add keeps them. Any
+other operation, such as a matrix product with the leaf, binds the leaf and is the reason why it is
+no table.
 
-Rows may be picked in loops, in branches, and in what `jax.checkpoint` computes again. Their numbers
-are wanted before: those of a `scan` as a stack, which goes in, or comes out, or is made by a `scan`
-of the numbers alone; those of all branches, whichever is taken. A `while` does not say how often it
-turns, and so is refused.
+The gradient begins with zeros of the leaf's shape that no equation connects with the leaf: a
+backward search from the gradient finds them.
+
+Rows may be picked in loops, in branches, and in the recomputation of `jax.checkpoint`. Their
+numbers are needed before the pick. Those of a `scan` are a stack: an input, an output, or the
+output of a `scan` that computes the numbers alone. Those of a `cond` are the numbers of all
+branches. A `while` is refused, since its number of iterations is unknown.
 """
 
 from __future__ import annotations
@@ -77,13 +78,13 @@ class RowPick(Step):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TableLookups:
-    """How a step reads a table.
+    """Lookups of a table in a step.
 
     Attributes:
       leaf: its name.
-      rows: how many it has.
-      ids: the values that number its rows, with the component that does.
-      size: how many rows a step can look up at most.
+      rows: the number of its rows.
+      ids: the values that contain row numbers, each with the component that does.
+      size: the most rows that a step can look up.
     """
 
     leaf: str
@@ -97,13 +98,12 @@ class Lookups:
     """The tables of a step.
 
     Attributes:
-      tables: by their names.
-      refused: leaves of which rows are picked and that are no tables, and why.
+      tables: name to lookups.
+      refused: leaves whose rows are picked and that are not tables, with the reason.
       eqns: forward and backward.
-      plain: the same, without calls in bodies.
-      flow: what each of these does to rows of tables.
-      numbering: equations beside these, which make the numbers of rows that loops and branches
-        pick.
+      plain: the same, with the calls in bodies inlined.
+      flow: the effect of each of these equations on rows of tables.
+      numbering: further equations, which compute the row numbers that loops and branches pick.
     """
 
     tables: Mapping[str, TableLookups]
@@ -116,12 +116,12 @@ class Lookups:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Lookup:
-    """One pick of rows, wherever it stands.
+    """Pick of rows, in a step or in the body of one of its equations.
 
     Attributes:
-      eqn: what picks.
-      leaf: of which table.
-      numbers: which rows, as a value outside of all loops and branches.
+      eqn: the equation that picks.
+      leaf: the table.
+      numbers: the row numbers, as a value outside of all loops and branches.
       component: as in `RowPick`.
     """
 
@@ -133,11 +133,11 @@ class _Lookup:
 
 @dataclasses.dataclass(eq=False)
 class _Zeros:
-    """What gradients of tables begin with.
+    """Zeros to which the gradients of tables are added.
 
     Attributes:
-      of: the values of one number, of the shape of a leaf; in bodies too.
-      inside: the equations, by id, in whose bodies some are.
+      of: zeros of a leaf's shape, also in bodies, with the leaf's layout.
+      inside: the equations, by id, whose bodies contain such zeros.
     """
 
     of: dict[Var, Layout] = dataclasses.field(default_factory=dict)
@@ -181,10 +181,10 @@ class _LookupPass(FlowPass):
 
 
 def find_lookups(step: Cut, leaves: Iterable[str] | None = None) -> Lookups:
-    """Find the tables of a step: among some leaves, or all of which rows are picked.
+    """Find the tables of a step among some leaves, by default among all whose rows are picked.
 
     Args:
-      step: with the calls in it inlined.
+      step: the step, with its calls inlined.
     """
     half = half_equations(step, step.results)[0]
     eqns = [inline_inside(e) for e in half]
@@ -217,12 +217,12 @@ def find_lookups(step: Cut, leaves: Iterable[str] | None = None) -> Lookups:
 
 
 def numbers_first(eqns: Sequence[JaxprEqn], numbers: Iterable[Atom], like: Any) -> list[JaxprEqn]:
-    """The equations that make numbers of rows, without what loops among them make beside.
+    """Return the equations that compute row numbers, without other outputs of the loops among them.
 
     Args:
-      eqns: in order.
-      numbers: what is wanted.
-      like: the jaxpr that the equations are of.
+      eqns: the equations in order.
+      numbers: the wanted values.
+      like: the jaxpr that contains the equations.
     """
     wanted = [a for a in dict.fromkeys(numbers) if isinstance(a, Var)]
     kept = [eqns[i] for i in backward_slice(eqns, wanted)[0]]
@@ -325,8 +325,7 @@ def _lookups_in(eqns: Sequence[JaxprEqn], flow: Flow) -> tuple[list[_Lookup], li
 def _in_scan(
     eqn: JaxprEqn, jaxpr: Any, flow: Flow, made_by: dict[Any, Sequence[Var]]
 ) -> tuple[list[_Lookup], list[JaxprEqn]]:
-    """What the turns of a `scan` pick: numbers that go in or come out as stacks, or a `scan` that
-    makes these."""
+    """Return the picks of a `scan`, and the equations that stack their numbers."""
     body, wires = opened(jaxpr), wiring(eqn)
     inside, made = _lookups_in(body.eqns, flow)
     carried = len(wires.carried)
@@ -382,7 +381,7 @@ def _outside(
 
 
 def _same(eqn: JaxprEqn, atoms: Sequence[Atom]) -> Any:
-    """What two equations have in common that make the same."""
+    """Return a key that is equal for two equations that compute the same value."""
     return (
         eqn.primitive.name,
         str(eqn.params),

@@ -1,4 +1,4 @@
-"""What a user says of tables."""
+"""Options of a table."""
 
 from __future__ import annotations
 
@@ -13,26 +13,24 @@ from dtrans.parameter_server.options import Sync
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """How servers update a leaf of which trainers look up rows.
+    """Options of a leaf whose rows trainers look up.
 
     Attributes:
-      update: "dense": every row moves as on one device, those too that no trainer has looked up:
-        momentum goes on, and so does the decay of weights. Such rows catch up before they are read.
-        "lazy": rows that nobody has looked up stay as they are, and so does their part of the
-        optimizer's state; counts of steps are the optimizer's own, and go on. It is refused where
-        gradients of a row wait in the state for a later step (`optax.MultiSteps`). None: whichever
-        it is, where both are the same (plain SGD, Adagrad); elsewhere it has to be said.
-      place: which rows a server has. "range": a run of rows, as of any other leaf; how many servers
-        have some, and which, is as `dtrans.BlockPlacement` says. "bucket": row n is in bucket n %
-        buckets, and each server has a run of buckets, so that rows which are next to each other are
-        on different servers.
-      buckets: how many, with "bucket"; a table of fewer rows has one for each.
-      limit: how many rows of the table servers may make at most, each its part of it. A step that
-        looks up more ends with an error that names the table. None: as many as there are.
-      staleness: how many updates the rows of a step may lack that were asked for ahead
-        (`job.prefetch`): a trainer that announces as many batches ahead, or more, has rows as they
-        were exactly so many updates before. 0: those that an update has changed since are sent
-        again, and numbers are those of a job that asks for nothing ahead.
+      update: "dense": every row changes as on one device, also rows that no trainer has looked up:
+        momentum and weight decay apply to them. Such rows catch up before they are read. "lazy":
+        rows that no trainer has looked up stay unchanged, and so does their part of the optimizer's
+        state; its counts of steps still advance. An optimizer whose state accumulates a row's
+        gradients for a later step (`optax.MultiSteps`) refuses it. None: either one, for an
+        optimizer with which both are equal (plain SGD, Adagrad); required otherwise.
+      place: the assignment of rows to servers. "range": runs of rows, as for any other leaf;
+        `dtrans.BlockPlacement` chooses them. "bucket": row n is in bucket n % buckets, and each
+        server has a run of buckets, so that adjacent rows are on different servers.
+      buckets: the number of buckets; a table of fewer rows has one bucket per row.
+      limit: the most rows of the table that servers may create; each server may create its share. A
+        step that looks up more ends with an error that names the table. None: no limit.
+      staleness: the number of updates that prefetched rows (`job.prefetch`) may lack. If a trainer
+        announces at least so many batches ahead, its rows lack exactly so many updates. 0: servers
+        send again the rows that changed since, and the numbers are those of a job without prefetch.
 
     Raises:
       ConfigError: another update or place; fewer than one bucket; a limit that is no number of

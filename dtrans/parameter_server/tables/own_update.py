@@ -42,14 +42,14 @@ KEEPS = "with dtrans.Geo trainers update the rows that they look up by themselve
 def choose_kept_tables(
     step: Cut, startup: Program, sparse: Mapping[str, Rows] | str | None
 ) -> Tables:
-    """Choose the tables of which trainers keep rows, and update them.
+    """Choose the tables whose rows trainers store and update.
 
     Args:
       startup: the init, with names as in the step.
       sparse: as in `dtrans.pserver`.
 
     Raises:
-      ConfigError: a leaf that is named, and is no table, or whose rows move without a gradient.
+      ConfigError: a named leaf is not a table, or its rows change without a gradient.
     """
     if sparse is None:
         return Tables()

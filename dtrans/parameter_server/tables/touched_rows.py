@@ -27,19 +27,19 @@ class TableBlock:
 
     Attributes:
       leaf: the table.
-      name: of the block.
-      span: which rows of the table it has.
+      name: the block's name.
+      span: its rows of the table.
       held: the block, and the arrays of the optimizer's state that have a row for each of its rows.
       gradients: trainer to the name under which it sends the gradient of rows.
-      whole: whether each update is of all rows.
-      moves: whether rows that nobody looked up move too, or their state: they catch up before they
-        are read.
-      leaf_moves: whether the rows of the table themselves do.
-      rests: what arrays of the state have at rows that do not move all the same, by name; None
-        where there are none.
-      limit: how many rows may be made at most.
-      kept: whether trainers keep the rows that they have asked for (GEO-SGD).
-      staleness: how many updates rows may lack that were asked for ahead.
+      whole: whether each update touches all rows.
+      moves: whether rows that no trainer looked up change too, or their state: they catch up before
+        they are read.
+      leaf_moves: whether the rows of the leaf, not only of its state, do so.
+      rests: array of the state to its value at rows that do not change all the same; None if there
+        are none.
+      limit: the greatest number of rows that servers may create.
+      kept: whether trainers store the rows that they have asked for (GEO-SGD).
+      staleness: the greatest number of updates that prefetched rows may lack.
     """
 
     leaf: str
@@ -57,7 +57,7 @@ class TableBlock:
 
     @property
     def rows(self) -> int:
-        """How many rows it has."""
+        """Return the number of its rows."""
         return self.span.rows
 
 
@@ -78,7 +78,7 @@ class ServedTables:
 
 
 def room_for(count: int) -> int:
-    """How many rows a program has room for that updates so many; it may be more than there are."""
+    """Return the capacity of a program that updates `count` rows."""
     size = LEAST
     while size < count:
         size *= 2

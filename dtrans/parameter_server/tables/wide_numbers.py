@@ -42,7 +42,7 @@ class WideNumbers:
         self._found: dict[Var, Atom | None] = {}
 
     def component(self, atom: Atom, component: int) -> tuple[Atom, int]:
-        """Of numbers of several dimensions, what has those of one, and which of it they are."""
+        """Return the operand of a concatenation that has a component, and its index there."""
         eqn = None if isinstance(atom, Literal) else self._made_by.get(atom)
         if (
             eqn is not None
@@ -61,7 +61,7 @@ class WideNumbers:
         return self._whole(atom) if wide is None else wide
 
     def _wide(self, atom: Atom) -> Atom | None:
-        """What a value is before it is cut; None where nothing of it was."""
+        """Return a value before its narrowing cast, or None if it was not narrowed."""
         if isinstance(atom, Literal):
             return None
         if atom not in self._found:
@@ -100,7 +100,7 @@ def _is_int(dtype: Any) -> bool:
 
 
 def _cuts(given: Any, made: Any) -> bool:
-    """Whether an integer type does not hold all numbers of another."""
+    """Return True if an integer type cannot hold all numbers of another."""
     if not (_is_int(given) and _is_int(made)):
         return False
     old, new = np.iinfo(given), np.iinfo(made)

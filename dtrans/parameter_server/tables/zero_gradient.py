@@ -1,19 +1,18 @@
-"""What an update does to rows whose gradient is zero.
+"""Effect of an update on rows whose gradient is zero.
 
-Rows that nobody looked up have a gradient of zero. Where the update then leaves a row, and its part
-of the optimizer's state, as they are, it is enough to update the rows that were looked up: it is
-what one device does. What each value of the update is at such a row is followed through its
-equations: one number for all of it, an array of the state as it was, or something else. A number
-  times zero is zero here, though it may be infinite.
+Rows that no trainer looked up have a gradient of zero. If the update leaves such rows and their
+optimizer state unchanged, servers need to update only the rows that were looked up. The analysis
+follows each value of the update at such a row through the equations. A value is one number for all
+such rows, an unchanged array of the state, or something else. A number times zero counts as zero,
+though the number may be infinite.
 
-Where something is reduced over rows (a clip by the norm of the gradients), such rows must add
-nothing to it.
+If the update reduces over rows (a clip by the norm of the gradients), such rows must add nothing.
 
-A row that nobody has looked up yet may rest though others move: Adam's moments begin with zero, and
-stay so.
+A row that no trainer has looked up yet may rest though others move: Adam's moments begin with zero,
+and stay zero.
 
-A lazy update leaves such rows out. It loses nothing where each step uses a row's gradient at once,
-as Adam does: only the decay of moments is left out. An accumulator (`optax.MultiSteps`) keeps
+A lazy update leaves such rows out. It loses nothing if each step uses a row's gradient at once, as
+Adam does: only the decay of moments is left out. An accumulator (`optax.MultiSteps`) keeps
 gradients until a later step, and that step must reach every row. `find_waiting` follows a row
 through the update for each outcome of each condition, and tells the two apart.
 """
@@ -89,17 +88,16 @@ _NEUTRAL = {"sum": 0, "or": False, "and": True, "xor": False}  # what adds nothi
 
 @dataclasses.dataclass(frozen=True)
 class ZeroGradient:
-    """What an update does to rows of a leaf whose gradient is zero.
+    """Effect of an update on rows of a leaf whose gradient is zero.
 
     Attributes:
-      moves: what changes though nobody looked it up: the leaf, or arrays of the state.
-      counts: the equation by which such rows enter what is reduced over all of them; empty where
-        none does.
-      positions: the equation that makes of a row's number what enters it; empty where none does.
+      moves: the leaf, or arrays of the state, that change at rows that no trainer looked up.
+      counts: the equation by which such rows enter a reduction over all rows; empty if none does.
+      positions: the equation by which a row's number enters the row; empty if none does.
       state: the arrays of the optimizer's state that have a row for each row of the leaf.
-      unlike: those of them whose rows are not along dimension 0.
-      rests: what arrays of the state have at rows that do not move, by name: what they begin with,
-        where such rows rest until they are looked up for the first time. None where they do not.
+      unlike: arrays in `state` whose rows are not along dimension 0.
+      rests: array of the state to its initial value, at which rows rest until their first lookup.
+        None if they do not rest.
     """
 
     moves: tuple[str, ...]
@@ -267,12 +265,12 @@ class _Followed:
         self._parent, self._given = parent, given or {}
 
     def is_row(self, a: Atom) -> bool:
-        """Whether a value has rows of the leaf."""
+        """Return True if a value has rows of the leaf."""
         layout = self.flow.layout(a)
         return isinstance(layout, RowAxis) and layout.leaf == self.leaf
 
     def kind(self, a: Atom) -> _Kind:
-        """What a value is at such a row; a shared one, if it is one number."""
+        """Return the kind of a value at such a row; a shared number is its own kind."""
         if isinstance(a, Literal):
             return np.asarray(a.val, a.aval.dtype) if not np.ndim(a.val) else _OTHER
         if a in self.assumed:
@@ -376,7 +374,7 @@ class _Followed:
         self.kinds |= zip(eqn.outvars, entered.outs, strict=True)
 
     def _is_alike(self, a: Atom, axis: int) -> bool:
-        """Whether a shared value is the same at each row."""
+        """Return True if a shared value is the same at each row."""
         if isinstance(a, Literal) or not a.aval.ndim or a.aval.shape[axis] == 1:
             return True
         eqn = self._made_by.get(a)

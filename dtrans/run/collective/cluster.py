@@ -66,11 +66,10 @@ logger = logging.getLogger(__name__)
 class ClusterTrainers(MeshTrainers):
     """Trainers that are processes; each has some of the devices of one mesh.
 
-    Each process gives its own part of a batch. Parts are of one size, or `dtrans.UnevenPart`s;
-    process k of N has rows k*B/N to (k+1)*B/N of the global batch, and splits them over its devices
-    if it has several. 0-d arrays, and those that the plan has as `unsplit_inputs`, must be the same
-    in every process. Parameters, state and results come whole, as arrays of this process's first
-    device.
+    Each process passes its part of a batch. Parts have one size, or are `dtrans.UnevenPart`s.
+    Process k of N has rows k*B/N to (k+1)*B/N of the global batch, and splits them over its
+    devices. 0-d arrays, and the plan's `unsplit_inputs`, must be equal in every process.
+    Parameters, state and results are complete arrays on this process's first device.
     """
 
     gathers = True
@@ -200,8 +199,7 @@ class SurvivingJob(Job):
         return self._job.sharding_of(name)
 
     def _with_those_left(self, run: Callable[[CollectiveJob], Any]) -> Any:
-        """What a function of all trainers gives; anew, with those left, when some have ended
-        meanwhile."""
+        """Run a function of all trainers; repeat it with the surviving ones if some have ended."""
         while True:
             if len(trainer_devices()) != self.plan.trainers:
                 self._job = job_of(self.plan, donate=False, on_nonfinite=self._on_nonfinite)
@@ -261,8 +259,7 @@ def own_of(x: Any) -> Any:
 
 
 class ClusterFabric:
-    """What one process needs to run the programs of an nccl2 job; arguments are those of
-    `Executor`."""
+    """Communication of one process that runs the programs of an nccl2 job."""
 
     def __init__(
         self, *, deadline: float, patience: float, allow_remote: bool, encryption: str | None
@@ -344,7 +341,7 @@ def axes_of(program: Program, trainers: int) -> dict[str, int]:
 
 
 def is_of_cluster(program: Program) -> bool:
-    """Whether a program communicates over trainers alone, and so is compiled as a whole."""
+    """Return True if a program communicates over trainers only, and so is compiled as a unit."""
     kinds = {e.primitive for e in program.eqns}
     return any(map(_is_over_trainers, program.eqns)) and kinds.isdisjoint(
         (send_p, recv_p, exchange_p)

@@ -22,15 +22,16 @@ from dtrans.run.base.spmd import AxisSharding, Function
 
 @dataclasses.dataclass(frozen=True)
 class StepLayout:
-    """How trainers have the inputs and outputs of a step.
+    """Layout of a step's inputs and outputs over trainers.
 
     Attributes:
-      axes: the axes that they are on, with their sizes.
-      sliced: the dimension of slices of each array of the state; None where it is whole.
-      shares: how they share each array of the batch (`dtrans.run.base.batch.Share`).
-      ways: how their outputs are merged: an output is the `same` on all, or that of the `first`;
-        `concat` joins their rows along a dimension, `each` gives each a row; or it is a `slice`
-        along a dimension.
+      axes: the axes of the trainers, with their sizes.
+      sliced: the dimension of slices of each array of the state; None if it is whole.
+      shares: the share of each array of the batch that a trainer has
+        (`dtrans.run.base.batch.Share`).
+      ways: the way to merge each output. `same`: equal on all trainers. `first`: the first
+        trainer's. `concat`: rows joined along a dimension. `each`: a row for each trainer. `slice`:
+        a slice along a dimension.
       rules: makes the rules of communication of a trace.
     """
 

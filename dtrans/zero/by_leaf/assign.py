@@ -1,16 +1,16 @@
-"""Which rank owns which leaf, where whole leaves are given to ranks: Paddle's two rules.
+"""Assignment of whole leaves to ranks, by Paddle's two rules.
 
-    greedy_even    the next leaf to the rank that has the fewest elements so far, the first of those that have as many
+    greedy_even    the next leaf to the rank with the fewest elements so far, the first of equals
     use_order      the leaves in order; the next rank begins once its share of all elements is passed
 
 Both take leaves in the order in which the program first uses them, and weigh them by their
-elements. `greedy_even` is as even as whole leaves in this order let it be. `use_order` keeps
-neighbours together, and may leave ranks with
-nothing: it goes on by one rank at most, however large the leaf was. In stage 2 gradients leave late
-with it: what is scattered at once is of all ranks, and those of rank 0 are made last.
+elements. `greedy_even` is as even as whole leaves in this order allow. `use_order` keeps neighbours
+together, and may leave ranks with nothing: it advances by one rank at most, however large the leaf
+was. In stage 2 it delays gradients: a bucket contains those of all ranks, and the backward pass
+computes those of rank 0 last.
 
-Leaves that their optimizer binds together (`RowAnalysis.groups`) go together, where the first of
-them is.
+Leaves that their optimizer binds together (`RowAnalysis.groups`) go to one rank: that of the first
+of them.
 
 Source: `partition_parameters` of passes/auto_parallel_sharding.py (Paddle).
 """
@@ -87,5 +87,5 @@ def first_used(step: Cut) -> list[str]:
 
 
 def loads_of(sizes: Mapping[str, int], owner: Mapping[str, int], ranks: int) -> list[int]:
-    """What each rank has, given what each leaf weighs."""
+    """Return the sum of the sizes of each rank's leaves."""
     return [sum(sizes[n] for n, k in owner.items() if k == rank) for rank in range(ranks)]

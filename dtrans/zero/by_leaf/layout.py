@@ -45,16 +45,16 @@ from dtrans.zero.reduce_scatter import Scatterer, ScatterSpec
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Owned:
-    """Who owns what, and where it is.
+    """Owner of each leaf, and the layout of leaves in bins.
 
     Attributes:
-      owner: the rank of each leaf, in the order in which leaves were given away.
-      loads: the elements of parameters that each rank owns.
+      owner: the rank of each leaf, in the order in which leaves were assigned.
+      loads: the number of elements of parameters that each rank owns.
       grads, state: the bins of gradients and of the optimizer's state.
-      slices: what the row analysis found; nothing is cut.
+      slices: the result of the row analysis; no leaf is cut.
       half: the optimize half of a rank.
-      args: of the step, with state in bins.
-      out: what the step returns: parameters, state in bins, and the rest.
+      args: the arguments of the step, with state in bins.
+      out: the outputs of the step: parameters, state in bins, and the rest.
     """
 
     owner: Mapping[str, int]
@@ -105,7 +105,7 @@ class Owned:
 
     @property
     def notes(self) -> list[str]:
-        """Who owns what, for people."""
+        """Return remarks that list each rank's leaves."""
         return [
             f"rank {k} owns {load:,} elements of parameters: "
             + (", ".join(n for n, r in self.owner.items() if r == k) or "none")
@@ -129,11 +129,11 @@ class Owned:
     def reducer(
         self, b: Builder, values: Mapping[str, Atom], o: ShardingOptions, example_count: Atom | None
     ) -> Scatterer:
-        """Who reduces the step's gradients."""
+        """Return the writer that reduces the step's gradients in bins."""
         return _BinScatterer(b, values, o, example_count, self.grads)
 
     def buckets(self, step: Cut, o: ShardingOptions) -> tuple[Bucket, ...]:
-        """What it reduces together."""
+        """Return the leaves that are reduced together."""
         values: dict[str, Atom] = {n: step.gradients[n] for n in ready_order(step)}
         parts = _parts(self.grads, o)
         leaves = {n: self.grads.inside(p) for n, p in parts.items()}
@@ -179,8 +179,7 @@ class Owned:
 
     @cached_property
     def opened(self) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-        """From arrays, those of bins among them, to the same with what lies in the bins; without
-        bins as they are."""
+        """Return a function that adds the arrays in bins to a dict of arrays and bins."""
         run: Any = jax.jit(self.state.unpacked)
 
         def opened(held: Mapping[str, Any]) -> dict[str, Any]:
@@ -261,7 +260,7 @@ def _behind(*xs: jax.Array) -> jax.Array:
 
 
 def _parts(bins: Bins, o: ShardingOptions) -> dict[str, BinPart]:
-    """What is scattered at once, by name."""
+    """Return the parts of bins that are scattered together, by name."""
     return {p.name: p for p in bins.parts(o.reduce.bucket_MB * 2**20)}
 
 

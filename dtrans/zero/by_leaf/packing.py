@@ -30,13 +30,13 @@ from dtrans.zero.choose_slices import Sliced
 
 @dataclasses.dataclass(frozen=True)
 class BinSlot:
-    """Where an array is.
+    """Place of an array in a bin.
 
     Attributes:
       bin: the name of the bin.
-      rank: whose.
-      start: its first element there.
-      shape, dtype: of the array.
+      rank: the rank of the owner.
+      start: the position of its first element in the bin.
+      shape, dtype: the shape and type of the array.
     """
 
     bin: str
@@ -47,7 +47,7 @@ class BinSlot:
 
     @property
     def size(self) -> int:
-        """How many elements it has."""
+        """Return the number of elements of the array."""
         return math.prod(self.shape)
 
 
@@ -61,17 +61,17 @@ class BinPart:
 
     @property
     def name(self) -> str:
-        """What it is called."""
+        """Return the part's name."""
         return f"{self.bin}/{self.start}"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Bins:
-    """Where arrays of several owners are.
+    """Layout of arrays of several owners in bins, one bin per type.
 
     Attributes:
-      ranks: how many owners there may be.
-      places: of each array, by name.
+      ranks: the number of owners.
+      places: name of each array to its place.
       types: name to type of each bin, as one rank has it.
 
     Example:
@@ -177,7 +177,7 @@ class Bins:
     def _rows(
         self, part: BinPart, own: Mapping[str, BinSlot], values: Mapping[str, Any]
     ) -> list[Any]:
-        """What lies in a part of a rank's bin, padding included."""
+        """Return the arrays, or parts of them, in a part of a rank's bin, with padding."""
         rows, filled = [], part.start
         for n in self.inside(part):
             if n in own:

@@ -96,12 +96,11 @@ class OwnerWriter:
         self.carried = {level: self._carried(level) for level in self.levels[:-1]}
 
     def _is_unit(self, block: OptimizeBlock) -> bool:
-        """Whether a block updates leaves; the others make what no leaf enters."""
+        """Return True if a block updates leaves; other blocks depend on no leaf."""
         return block.role != LR_SCHED and block.name in self.units
 
     def _named(self, name: str) -> str:
-        """What a value that a block makes is called here: blocks read state as it was before the
-        step."""
+        """Return the name of a block's output here: blocks read the state from before the step."""
         return f"new {name}" if name in self.analysis.inputs else name
 
     def _outside(self) -> None:
@@ -116,7 +115,7 @@ class OwnerWriter:
             self.told.setdefault(c.level, []).append(c)
 
     def _carried(self, level: int) -> Bins:
-        """What ranks make at a level, and read later."""
+        """Return the bins of values that ranks compute at a level and read later."""
         types: dict[str, Any] = {}
         owner: dict[str, int] = {}
         for k, work in enumerate(self.work):
@@ -138,7 +137,7 @@ class OwnerWriter:
     # -- the program -----------------------------------------------------------------------------
 
     def half(self) -> OptimizeHalf:
-        """From bins of gradients (`grads/float32`), parameters and state, those in bins, to new
+        """Write the update: bins of gradients (`grads/float32`), parameters and state to new
         ones."""
         a, b = self.analysis, Builder(self.analysis.half.jaxpr)
         binned = {*self.rank_of, *map(Gradient, self.grads.places)}
@@ -190,19 +189,19 @@ class OwnerWriter:
         return [f"new {n}" for n in (*self.params.types, *self.state.types)]
 
     def _sums(self, level: int) -> dict[tuple[str, Any], list[CrossServerValue]]:
-        """What crosses behind a level, by operation and type."""
+        """Return the values that ranks reduce after a level, by operation and type."""
         found: dict[tuple[str, Any], list[CrossServerValue]] = {}
         for c in self.told.get(level, ()):
             found.setdefault((c.op, c.var.aval.dtype), []).append(c)
         return found
 
     def _switch(self, level: int, names: Sequence[str]) -> Callable[..., Any]:
-        """What all ranks do at a level, as a function of the number of the rank and of values."""
+        """Return the function of the rank's number and of values that all ranks run at a level."""
         branches = [partial(self._branch, level, k, names) for k in range(self.ranks)]
         return lambda index, *values: jax.lax.switch(index, branches, *values)
 
     def _branch(self, level: int, rank: int, names: Sequence[str], *values: Any) -> list[Any]:
-        """What one rank does at a level."""
+        """Compute one rank's part of a level."""
         given = dict(zip(names, values, strict=True))
         made: dict[str, Any] = {}
         before = [self.carried[n] for n in self.levels if n < level]
