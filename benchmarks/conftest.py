@@ -1,4 +1,4 @@
-"""What all benchmarks share: CPU devices to stand for a mesh, and ratios measured in pairs.
+"""Fixtures of all benchmarks: CPU devices that stand for a mesh, and ratios measured in pairs.
 
 Machines drift, so a figure alone says little. `ratio` times two things in turn, A B A B ..., and
 keeps the median of A/B; the ratios are listed last, after the table.

@@ -1,7 +1,7 @@
 """A link with a delay, as a process: `python delayed_link.py SECONDS FROM,ENDPOINTS TO,ENDPOINTS`.
 
-Whatever comes by a connection to one of the first endpoints leaves for the other so many seconds
-later, and back. It has no limit of bytes a second, and knows nothing of what passes.
+Bytes that arrive at an endpoint of FROM leave for its partner in TO SECONDS later, and back. The
+link has no limit of bytes a second, and does not interpret them.
 """
 
 from __future__ import annotations

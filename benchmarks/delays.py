@@ -1,11 +1,10 @@
-"""What delayed gradients do to training: `python benchmarks/delays.py`; with `--write`,
+"""Effect of delayed gradients on training: `python benchmarks/delays.py`; `--write` writes
 docs/delays.md and its plot.
 
-A delay is a number of updates: those that the servers make of other trainers' gradients between
-what a trainer receives and the gradient that it sends of it. No clock has a part in it. Trainers
-step when it is their turn, so that the order of turns is what decides how old gradients are, and
-one order gives one result. A communicator for which steps do not wait is the exception: its runs
-are not the same twice, and have a table of their own.
+A delay counts the updates with other trainers' gradients between a trainer's read of the parameters
+and the arrival of its gradient. Clocks do not matter: trainers step in a fixed order, which decides
+how old gradients are, and one order gives one result. A communicator for which steps do not wait is
+the exception: its runs differ, and have a table of their own.
 
 The servers and trainers are those of a job, over loopback, in threads of this process. The model is
 one perceptron for each seed, trained beside each other in one job: every array has a seed per row,

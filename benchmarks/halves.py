@@ -1,5 +1,4 @@
-"""Models as two halves, and the ways to take a step with one: what benchmarks of pipelines step in
-turn.
+"""Models as two halves, and the steps that benchmarks of pipelines take in turn.
 
     ours      `dtrans.pipeline(main, startup, num_stages=2, num_micro_batch=8).on_mesh()`
     plain     the jitted step on one device, on the whole batch; its state is donated

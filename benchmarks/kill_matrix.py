@@ -1,5 +1,5 @@
-"""What a job does when one of its processes ends: who notices, how soon, what it says, and what is
-left behind.
+"""Reactions of a job to the end of one of its processes: who notices, how soon, the message, and
+what is left behind.
 
     python benchmarks/kill_matrix.py                        the table, as it comes
     python benchmarks/kill_matrix.py docs/reliability.md    the same, between the marks of that page

@@ -1,8 +1,8 @@
-"""What is counted of pipelines, for docs/pipeline.md: `python benchmarks/pipeline.py`; `--write`
-writes it there.
+"""Counts of pipelines for docs/pipeline.md: `python benchmarks/pipeline.py`; `--write` writes them
+there.
 
-Tick tables, makespans and bytes in buffers are the same on any machine, and so is what the code of
-the page prints: `--write` runs it. What is timed is in `test_pipeline.py`; `--process` is for that.
+Tick tables, makespans and bytes in buffers are the same on any machine, as is the output of the
+page's code, which `--write` runs. `test_pipeline.py` times steps, and calls this with `--process`.
 """
 
 from __future__ import annotations

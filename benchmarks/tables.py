@@ -1,4 +1,4 @@
-"""The jobs of `test_sparse.py`: a table on two pservers, of which this file is the other processes.
+"""The jobs of `test_sparse.py`: a table on two pservers. This file is the job's other processes.
 
     python tables.py pserver SHAPE ENDPOINT ALL,ENDPOINTS    serves
     python tables.py trainer SHAPE ALL,ENDPOINTS             the last trainer: for each number on its input, as many

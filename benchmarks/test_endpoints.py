@@ -1,4 +1,4 @@
-"""What a step over endpoints costs: one trainer here, two pservers as processes on this host.
+"""Cost of a step over endpoints: one trainer here, two pservers as processes on this host.
 
 The peers are the plain jitted step, and the least that moving the bytes could cost: copying the
 gradients and the parameters once each in memory.

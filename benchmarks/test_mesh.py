@@ -1,4 +1,4 @@
-"""What a step on the mesh costs beside the plain jitted step, on one trainer and one pserver.
+"""Cost of a step on the mesh against the plain jitted step, with one trainer and one pserver.
 
 Both run on one device, so that what differs is the second dispatch, gradients that are written out
 between the two halves, and Python. Both donate the optimizer state.

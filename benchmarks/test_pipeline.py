@@ -1,7 +1,7 @@
-"""What a step of a pipeline costs: beside one device, beside a loop written by hand, and per tick.
+"""Cost of a step of a pipeline: against one device, against a loop written by hand, and per tick.
 
-What it is compared with, and the models, are in `halves.py`. Two stages, eight micro-batches, 1F1B,
-if nothing else is said. Sizes of buffers are not timed: `pipeline.py --write` has them.
+`halves.py` has the models and the other steps. The default is two stages, eight micro-batches and
+1F1B. `pipeline.py --write` has sizes of buffers, which need no timing.
 """
 
 from __future__ import annotations

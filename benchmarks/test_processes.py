@@ -1,5 +1,5 @@
-"""What a job of processes makes on this host: two trainers and two pservers, beside the plain
-jitted step.
+"""Steps of a job of processes on this host: two trainers and two pservers, against the plain jitted
+step.
 
 Windows of steps of both trainers alternate with windows of the plain step, during which all
 processes of the job wait.

@@ -1,9 +1,7 @@
-"""What it costs that servers hear from each other: a step of two pservers on the mesh with
-optimizers that need none, one and three rounds, beside the plain jitted step with the same
-optimizer.
+"""Cost of rounds between servers: steps of two pservers on the mesh against the plain jitted step.
 
-Trainer and pservers are on one device, so that what differs is dispatch, Python, and what the
-rounds move.
+The optimizers need no round, one round and three rounds. Trainer and pservers are on one device:
+the difference is dispatch, Python, and the bytes that the rounds move.
 """
 
 from __future__ import annotations

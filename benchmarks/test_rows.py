@@ -1,9 +1,8 @@
-"""What the slicing of an optimizer costs: the row analysis, and writing the servers' blocks, beside
-tracing the step.
+"""Cost of slicing an optimizer: the row analysis and writing the servers' blocks, against the trace
+of the step.
 
-For Adam, which is elementwise, and for LAMB after a clip by global norm, whose norms cross between
-servers in three rounds. Both parts should grow linearly, and the analysis should cost less than the
-trace.
+Adam is elementwise. LAMB after a clip by global norm has norms that cross between servers in three
+rounds. Both parts should grow linearly, and the analysis should cost less than the trace.
 """
 
 from __future__ import annotations

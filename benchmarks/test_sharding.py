@@ -1,7 +1,6 @@
-"""What a step of sharding costs beside the same step with annotations, on two and four CPU devices.
+"""Cost of a step of sharding against the same step with annotations, on two and four CPU devices.
 
-Which two they are is in `sharding.py`, which has the same on eight devices, with memory and
-traffic.
+`sharding.py` defines both steps, and measures them on eight devices, with memory and traffic.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""What a table on two pservers costs, as processes of this host, beside one device that has all of
-it.
+"""Cost of a table on two pservers, as processes of this host, against one device that has all rows.
 
 Windows of steps of the job alternate with windows of one device, during which all processes of the
 job wait. One device takes the step as it is written, where Adagrad updates all rows, and one that

@@ -1,4 +1,4 @@
-"""What planning costs: the transform beside tracing the same step, at 10, 100 and 1,000 leaves.
+"""Cost of planning: the transform against the trace of the same step, at 10, 100 and 1,000 leaves.
 
 Both should grow linearly, and the transform should cost less than the trace.
 """

@@ -1,5 +1,5 @@
-"""The job of `test_processes.py`: two trainers and two pservers, of which this file is three
-processes.
+"""The job of `test_processes.py`: two trainers and two pservers. Three of these processes run this
+file.
 
     python two_by_two.py pserver MODE ENDPOINT ALL,ENDPOINTS    serves
     python two_by_two.py trainer MODE ALL,ENDPOINTS             trainer 1: for each number on its input, as many steps;

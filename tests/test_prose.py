@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from tools.check_prose import LISTED, check, check_page, check_source, listed
+from tools.check_prose import LISTED, check, check_file, check_page, check_source, listed
 
 
 def found(source: str) -> list[str]:
@@ -26,6 +28,8 @@ def found(source: str) -> list[str]:
         ("class Made: ...", "Made is named by a participle"),
         ("def fn(x_given): ...", "x_given is named by a participle"),
         ("own = 1", "own is named by a participle"),
+        ("import os as own_os", "own_os is named by a participle"),
+        ("try: ...\nexcept OSError as told: ...", "told is named by a participle"),
     ],
 )
 def test_a_fault_is_found(source: str, fault: str) -> None:
@@ -51,6 +55,12 @@ def test_code_and_tables_of_a_page_are_left_out() -> None:
     words = "word " * 30
     assert list(check_page(f"```\n{words}\n```\n| {words} |\n")) == []
     assert [line for line, _ in check_page(f"Short.\n\n{words}\n")] == [3]
+
+
+def test_a_long_line_of_a_module_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "a.py"
+    path.write_text(f'x = 1\nname = "{"x" * 100}"\n')
+    assert list(check_file(path)) == [(path, 2, "109 columns, at most 100")]
 
 
 def test_listed_folders_keep_to_the_rules() -> None:

@@ -1,14 +1,14 @@
-"""Check of prose: docstrings, comments, messages and pages keep to the project's rules.
+"""Check of prose: finds docstrings, comments, messages and pages that break the rules.
 
     python -m tools.check_prose              the folders and files that `tools/prose.txt` lists
-    python -m tools.check_prose dtrans/ir    others
+    python -m tools.check_prose dtrans/ir    a folder, a module or a page
 
-A program can see these of the rules in CONTRIBUTING.md:
+CONTRIBUTING.md has the rules. A program can check these:
 
 - Functions start with an imperative verb. Docstrings never start with a wh-word.
 - "of" shows possession: `is of`, `are of`, `of which` and `of whom` are not used.
 - Sentences of docstrings and pages have 25 words at most; lines have 100 characters at most.
-- Participles such as `made` are no names, nor their first or last word.
+- No name is, starts with or ends with a participle such as `made`.
 
 `ruff check --select D401` finds verbs in another mood; this module finds sentences without a verb.
 """
@@ -53,7 +53,7 @@ Finding = tuple[Path, int, str]
 
 
 def listed(text: str) -> list[str]:
-    """Return the folders and files that a list names, one a line; `#` begins a comment."""
+    """Return the entries of a list: one a line, without comments, which begin with `#`."""
     lines = (line.split("#")[0].strip() for line in text.splitlines())
     return [line for line in lines if line]
 
@@ -73,7 +73,7 @@ def check_file(path: Path) -> Iterator[Finding]:
 
 
 def check_page(text: str) -> Iterator[tuple[int, str]]:
-    """Find faults in a page of Markdown: code and tables are left out."""
+    """Find faults in a page of Markdown, without its code, tables and headings."""
     prose, is_code = [], False
     for line in text.splitlines():
         fence = line.lstrip().startswith("```")
@@ -126,26 +126,27 @@ def _is_property(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 
 
 def _check_names(node: ast.AST) -> Iterator[tuple[int, str]]:
-    names: list[tuple[int, str]] = []
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        names.append((node.lineno, node.name))
-    if isinstance(node, ast.arg):
-        names.append((node.lineno, node.arg))
-    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-        names.append((node.lineno, node.id))
-    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-        names.append((node.lineno, node.attr))
-    for line, name in names:
-        words = re.findall(r"[A-Z]?[a-z0-9]+|[A-Z]+", name.strip("_")) or [""]
-        if {words[0].lower(), words[-1].lower()} & PARTICIPLES:
-            yield line, f"{name} is named by a participle"
+    match node:
+        case (
+            ast.FunctionDef(name=name)
+            | ast.AsyncFunctionDef(name=name)
+            | ast.ClassDef(name=name)
+            | ast.arg(arg=name)
+            | ast.Name(id=name, ctx=ast.Store())
+            | ast.Attribute(attr=name, ctx=ast.Store())
+            | ast.alias(asname=str(name))
+            | ast.ExceptHandler(name=str(name))
+        ):
+            words = re.findall(r"[A-Z]?[a-z0-9]+|[A-Z]+", name.strip("_")) or [""]
+            if {words[0].lower(), words[-1].lower()} & PARTICIPLES:
+                yield node.lineno, f"{name} is named by a participle"
 
 
 # -- sentences -------------------------------------------------------------------------------------
 
 
 def check_text(text: str, line: int) -> Iterator[tuple[int, str]]:
-    """Find long sentences and clauses with "of" in a text whose first line has a number."""
+    """Find long sentences and clauses with "of" in a text that begins at a line of its file."""
     for start, paragraph in _paragraphs(text):
         if clause := CLAUSES.search(re.sub(r"`[^`]*`", "x", paragraph)):
             yield line + start, f'"{clause[0]}" in: {paragraph[:60]}'

@@ -1,6 +1,6 @@
-"""Row analysis: which layout each value of an optimize half gets, which leaves may be cut, which
-must stay together, and the reasons that are given; what crosses between servers, and when. That
-cutting so is right is shown by numbers in `test_shards` and `test_any_update`."""
+"""Row analysis: layouts of the values of an optimize half, leaves that may be cut or must stay
+together, the reasons, and the values that cross between servers. `test_server_update` and
+`test_any_update` show by numbers that such cuts are right."""
 
 from __future__ import annotations
 
