@@ -206,14 +206,14 @@ class Job(abc.ABC):
         """Return this process's part of a global batch, as its `step` takes it.
 
         Process k of N has rows k*B/N to (k+1)*B/N of each array in `cut_axes()`, and all of every
-        other array. A single process has the global batch. If the trainers do not split_spec the rows,
-        and `takes_uneven_parts`, a part is a `dtrans.UnevenPart`.
+        other array. A single process has the global batch. If the trainers do not divide the
+        rows, and `takes_uneven_parts`, a part is a `dtrans.UnevenPart`.
 
         Args:
           batch: the arguments of `step` behind the state: pytrees of arrays, NumPy's or JAX's.
 
         Raises:
-          BatchError: the processes do not split_spec the rows, or the structure is not the step's.
+          BatchError: the processes do not divide the rows, or the structure is not the step's.
         """
         number, count = self.part
         if count == 1:

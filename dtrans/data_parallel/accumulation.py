@@ -73,7 +73,7 @@ class MicroSteps:
 
     @classmethod
     def of(cls, step: Cut, o: Options, merges: Mapping[str, str]) -> MicroSteps:
-        """Those of a trainer with these options."""
+        """Return the micro-steps of a trainer with these options."""
         types = step.program.inputs
         own = [n for n in step.batch if not is_under(n, o.batch.unsplit_inputs)]
         shared = o.shared
@@ -178,7 +178,7 @@ def write_local_steps(b: Builder, step: Cut, window: MicroSteps) -> dict[str, At
 
 
 def _micro_program(source: Program, window: MicroSteps) -> Program:
-    """The step, traced for a micro-step's part of the batch."""
+    """Return the step, traced for a micro-step's part of the batch."""
     types = [*micro_types(source, window.axes, window.count, window.noun).values()]
     return source.specialize_flat(types) if window.given is None else window.given.micro_step(types)
 
@@ -200,7 +200,7 @@ def _given_first(b: Builder, step: Cut, window: MicroSteps) -> dict[str, Atom]:
 def micro_types(
     source: Program, axes: Mapping[str, int], count: int, noun: str
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """The types of the inputs of one of so many micro-steps.
+    """Return the types of a micro-step's inputs.
 
     Args:
       axes: the dimension along which each array of the batch is cut.

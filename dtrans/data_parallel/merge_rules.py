@@ -145,14 +145,13 @@ def merges_of(step: Cut, o: Options, of_counts: str = "") -> dict[str, str]:
 
 
 def _made_by_trainers(step: Cut, o: Options) -> list[str]:
-    """The state that trainers make of their own parts: batch statistics; with local steps, all that
-    changes."""
+    """Return state that trainers change alone: batch statistics; with local steps, all state."""
     state = step.frozen if o.local_sgd is None else (*step.params, *step.opt_state)
     return [n for n in state if not _unchanged(step.program, n)]
 
 
 def _of_all(step: Cut, o: Options, parts: int, asked: Sequence[str]) -> Program | None:
-    """The step, traced on a batch of all trainers; None where that cannot be and nobody `asked`."""
+    """Return the step traced on all trainers' batch; None if that fails and `asked` is empty."""
     program = step.program
     split = [
         n for n in step.batch if program.inputs[n].ndim and not is_under(n, o.batch.unsplit_inputs)
@@ -173,8 +172,7 @@ def _of_all(step: Cut, o: Options, parts: int, asked: Sequence[str]) -> Program 
 
 
 def _of_rows(step: Cut, whole: Program) -> dict[Var, int]:
-    """The values that differ between a trainer's part and the whole, whatever is in the batch:
-    counts of its rows.
+    """Return the values that depend on the number of rows, whatever the batch contains.
 
     Equations are compared one by one; where they do not pair, nothing is known.
     """
@@ -197,7 +195,7 @@ def _told_apart(x: JaxprEqn, y: JaxprEqn) -> bool:
 
 
 def _of_batch(step: Cut, o: Options) -> dict[Var, int]:
-    """The values that differ by trainer, since their parts of the batch enter them."""
+    """Return the values that differ by trainer, since parts of the batch enter them."""
     program = step.program
     inner = program.inner
     ins = program.invars

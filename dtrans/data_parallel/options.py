@@ -99,7 +99,7 @@ class Reduce:
             )
 
     def clip_of_each(self, num_micro_batch: int) -> float | None:
-        """The norm that the gradients of each micro-batch are clipped to."""
+        """Return the norm that the gradients of each micro-batch are clipped to."""
         return (
             self.clip_local_norm
             if num_micro_batch > 1 and self.clip_local_per == "micro_batch"
@@ -107,7 +107,7 @@ class Reduce:
         )
 
     def clip_of_all(self, num_micro_batch: int) -> float | None:
-        """The norm that those of all micro-batches together are clipped to."""
+        """Return the norm that the sum over all micro-batches is clipped to."""
         return self.clip_local_norm if self.clip_of_each(num_micro_batch) is None else None
 
     @classmethod
@@ -198,7 +198,7 @@ class Options:
         )
 
     def of(self, shared: ExactStep) -> Self:
-        """The same for a step that is shared already: as its parts add up."""
+        """Return the options of an exact step, whose parts add up."""
         whole = tuple(n for n in shared.step.batch if n not in shared.axes)
         batch = dataclasses.replace(
             self.batch, kind="local", axes=0, merge=shared.merges, unsplit_inputs=whole

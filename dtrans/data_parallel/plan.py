@@ -160,7 +160,7 @@ class CollectivePlan(Plan):
         return function
 
     def for_trainers(self, trainers: int) -> CollectivePlan:
-        """The same plan for another number of trainers.
+        """Return the plan for another number of trainers.
 
         A hierarchy that does not fit them is given up.
         """
@@ -208,7 +208,7 @@ class CollectivePlan(Plan):
         return self.bytes_over(*self.axis_names)
 
     def bytes_over(self, *axes: str) -> dict[str, int]:
-        """The same, of collectives over any of these axes."""
+        """Return the bytes per step of collectives over any of these axes, by kind."""
         found: dict[str, int] = {}
         for eqn, times in collectives(self.program.jaxpr):
             if set(axes) & set(eqn.params["over"]):

@@ -51,7 +51,7 @@ def buckets_of(
     o: Options,
     kind: Callable[[str], ReduceSpec] = lambda leaf: SAME_FOR_ALL,
 ) -> tuple[Bucket, ...]:
-    """Values that are reduced together, in the order in which their last one is made.
+    """Return the values that are reduced together, in the order of their last ones.
 
     Args:
       values: what is to be reduced, by the name of its leaf, in the order in which it is made.
@@ -94,7 +94,7 @@ def buckets_of(
 
 
 def bucket_sizes(types: Sequence[Any], o: Options) -> dict[Any, float]:
-    """The size in bytes up to which gradients of each dtype are reduced together.
+    """Return the size in bytes up to which gradients of each dtype are reduced together.
 
     Source of `max_buckets`: epl/communicators/coalescing.py. Buckets are shared out among dtypes by
     their number of gradients, what is left goes to the first; n buckets have bytes/(n - 1) each.
@@ -114,7 +114,7 @@ def bucket_sizes(types: Sequence[Any], o: Options) -> dict[Any, float]:
 
 
 def sent_type(dtype: Any, kind: ReduceSpec, o: Options) -> Any:
-    """The type in which gradients of a type are reduced."""
+    """Return the type in which gradients of a type are reduced."""
     to = kind.compress or o.reduce.compress
     return dtype if to is None else COMPRESSED[to]
 
@@ -167,7 +167,7 @@ class Reducer:
         self._here: set[Var] = set(b.invars)
 
     def made(self, leaf: str, grad: Atom) -> None:
-        """A gradient is there: its bucket may be full."""
+        """Receive a gradient, and reduce the buckets that are complete."""
         # one, where leaves share it
         self.grads[leaf] = self._of.setdefault(id(self._values[leaf]), grad)
         bucket = self.bucket_of.get(leaf)
@@ -249,7 +249,7 @@ class Reducer:
             self.means |= {n: back for n in bucket.leaves if self.grads[n] is g}
 
     def sums(self, bucket: Bucket, sent: Sequence[Atom]) -> Sequence[Atom]:
-        """The sums of what trainers have of a bucket."""
+        """Return the sums of a bucket over trainers."""
         return (
             self._hierarchical(bucket.name, sent)
             if self.o.trainers_per_node
@@ -257,7 +257,7 @@ class Reducer:
         )
 
     def _compress(self, bucket: Bucket) -> str | None:
-        """The type that a bucket is reduced in, if not its own."""
+        """Return the type that a bucket is reduced in; None for its own type."""
         return self.kind(bucket.leaves[0]).compress or self.o.reduce.compress
 
     def _chained(self, parts: list[Atom]) -> list[Atom]:
@@ -284,8 +284,7 @@ class Reducer:
         )
 
     def _by_count(self, x: Atom) -> Atom:
-        """A trainer's part of a weighted mean. It is scaled before it is reduced: a type may be too
-        small for a sum."""
+        """Scale a trainer's part of a weighted mean; before the reduction, so no sum overflows."""
         if self.example_count is None:
             return x
         return self.b.call(_share, x, self.example_count, self._total_count())[0]
@@ -304,8 +303,7 @@ class Reducer:
         return self.b.bind(all_reduce_p, *parts, op="sum", name=name, owners=(), over=tuple(over))
 
     def _hierarchical(self, name: str, parts: Sequence[Atom]) -> Sequence[Atom]:
-        """The sum over all trainers: inside nodes, across nodes, inside again. Vectors are padded
-        to fit a node."""
+        """Sum over trainers: inside nodes, across nodes, inside again. Vectors are padded."""
         b, (exter, inter), size = self.b, self.o.over, self.o.trainers_per_node
         flat = [b.call(_flattened(size), x)[0] for x in parts]
         inside = b.bind(reduce_scatter_p, *flat, name=name, over=(inter,), size=size, axis=0)
@@ -368,7 +366,7 @@ def _share(x: jax.Array, example_count: jax.Array, total: jax.Array) -> jax.Arra
 
 @functools.cache
 def clipped(norm: float) -> Callable[..., Sequence[jax.Array]]:
-    """As `optax.clip_by_global_norm`."""
+    """Return a function that clips as `optax.clip_by_global_norm`."""
 
     def fn(*grads: jax.Array) -> Sequence[jax.Array]:
         size = jnp.sqrt(sum(jnp.sum(jnp.square(jnp.abs(g))) for g in grads))
@@ -400,7 +398,7 @@ def _divided(by: int) -> Callable[[jax.Array], jax.Array]:
 
 @functools.cache
 def _flattened(size: int) -> Callable[[jax.Array], jax.Array]:
-    """As a vector whose length `size` divides."""
+    """Return a function that flattens an array and pads it to a multiple of `size`."""
     return lambda x: jnp.pad(x.reshape(-1), (0, -x.size % size))
 
 

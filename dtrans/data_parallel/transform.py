@@ -192,7 +192,7 @@ def callers(o: Options) -> tuple[str, str]:
 def _of_whole(
     shared: ExactStep, options: Options, types: Sequence[jax.ShapeDtypeStruct]
 ) -> Program:
-    """The program of a trainer for a batch that trainers do not divide."""
+    """Return the program of a trainer for a batch that trainers do not divide."""
     other = shared.for_types(types)
     return rewritten(other.step, options.of(other), other.merges)
 
@@ -360,7 +360,7 @@ def check_example_count(step: Cut, o: Options, name: str) -> None:
 
 
 def refuse_collectives(main: Program) -> None:
-    """A step that communicates by itself would reduce twice."""
+    """Refuse a step that communicates by itself, since it would reduce twice."""
     for eqn in equations(main.jaxpr):
         # a number is an axis of an array: of a psum over the axis of a vmap that this is left
         if eqn.primitive.name == "shard_map" or not all(
@@ -391,7 +391,7 @@ def rewritten(
     merges: Mapping[str, str],
     kind: Callable[[str], ReduceSpec] = lambda leaf: SAME_FOR_ALL,
 ) -> Program:
-    """The step with its gradients, or its state after local steps, and its results reduced over the
+    """Return the step with gradients (or state after local steps) and results reduced over the
     axis.
 
     Args:

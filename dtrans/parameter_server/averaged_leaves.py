@@ -23,7 +23,7 @@ from dtrans.step.cut import Cut, Gradient, Name, OptimizeHalf
 
 
 def averages_of(step: Cut, merge: Mapping[str, str]) -> tuple[str, ...]:
-    """The leaves to be averaged.
+    """Return the leaves that servers average.
 
     Args:
       merge: the user's: from leaves, or what they lie under, to "mean" or "own".
@@ -56,7 +56,7 @@ def averages_of(step: Cut, merge: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def averaged(step: Cut, leaves: Sequence[str]) -> Cut:
-    """The same step, with the optimize half making `leaves` of what the trainers made."""
+    """Return the step with an optimize half that takes `leaves` from the trainers."""
     if not leaves:
         return step
     program, half = step.program, step.optimize

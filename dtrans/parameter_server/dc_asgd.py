@@ -52,7 +52,7 @@ def compensated(
     leaves: Collection[str],
     averages: Sequence[str] = (),
 ) -> ServerWork:
-    """The work of a server whose blocks compensate the gradients that they are given.
+    """Return the work of a server whose blocks compensate received gradients.
 
     Args:
       leaves: the names of all parameters.
@@ -97,7 +97,7 @@ def _gradient(block: Block) -> str:
 def _compensating(
     block: OptimizeBlock, blocks: Sequence[Block], work: ServerWork, how: DelayCompensation
 ) -> OptimizeBlock:
-    """An optimize block on compensated gradients."""
+    """Return an optimize block that compensates its gradients first."""
     b = Builder(block.jaxpr)
     given = {n: b.input(v.aval) for n, v in block.invars.items()}
     values: dict[str, Any] = dict(given)

@@ -144,8 +144,7 @@ class PSDispatcher:
         self._step = 0
 
     def dispatch(self, varlist: Sequence[Any]) -> list[str]:
-        """One endpoint for each of the blocks, in their order. Raises NotImplementedError where it
-        is not defined."""
+        """Return one endpoint for each block, in order. Raises NotImplementedError here."""
         raise NotImplementedError(f"{type(self).__name__} does not define dispatch(varlist)")
 
 
@@ -219,8 +218,7 @@ class SizeBalanced(PSDispatcher):
         self._held = dict.fromkeys(self._eps, 0)
 
     def give(self, nbytes: int, endpoint: str | None = None) -> str:
-        """The server that takes so many bytes: the one with the fewest, or the one that is
-        named."""
+        """Assign bytes to the server with the fewest, or to the named one; return it."""
         taker = min(self._eps, key=self._held.__getitem__) if endpoint is None else endpoint
         self._held[taker] += nbytes
         return taker

@@ -32,8 +32,7 @@ TRAINERS = ("trainers",)  # the axis that trainers are on
 
 
 def told_to_all(part: TrainerStep) -> TrainerStep:
-    """A trainer's step whose results, and own parameters, are those of all; what has rows of each
-    stays in parts.
+    """Reduce a trainer's results and parameters over all; values with rows of a part stay parts.
 
     Raises:
       ConfigError: communication in the body of a loop, where each turn would take a round.
@@ -71,8 +70,7 @@ def told_to_all(part: TrainerStep) -> TrainerStep:
 
 
 def in_rounds(endpoints: Sequence[str], trainer_id: int, trainers: int) -> Arrange:
-    """Equations of a trainer in the order of the rounds that they need, each round in one
-    equation."""
+    """Return the function that sorts equations by rounds, with one equation for each round."""
 
     def arranged(
         eqns: Sequence[JaxprEqn], roles: Sequence[str], wanted: Collection[Atom]
@@ -121,8 +119,7 @@ def _is_told(eqn: JaxprEqn) -> bool:
 
 
 def _communicating_remat(eqn: JaxprEqn) -> Any:
-    """The body of a rematerialised function that communicates: what is known of all is not told
-    again by a call."""
+    """Return the body of a remat that communicates; inlined, it communicates only once."""
     return bodies(eqn)[0] if eqn.primitive.name in REMAT and _told_within(eqn) is not None else None
 
 

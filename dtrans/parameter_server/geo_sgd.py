@@ -125,8 +125,7 @@ def plan_geo_sgd(
 
 
 def shared(step: Cut) -> Cut:
-    """The step with only those parameters as `optimized` that gradients enter; the others are each
-    trainer's own."""
+    """Return the step that optimizes only parameters with gradients; trainers own the others."""
     inner = step.program.inner
     enters = propagate(inner.eqns, {}, dict.fromkeys(step.boundary.values(), 1))
     outs = step.program.outvars
@@ -142,7 +141,7 @@ def shared(step: Cut) -> Cut:
 
 
 def adds(step: Cut) -> Cut:
-    """The step with another optimize half, which adds something to each parameter."""
+    """Return the step with an optimize half that adds a change to each parameter."""
     like = step.program.jaxpr
     outs = step.program.outvars
     b = Builder(like)
@@ -154,7 +153,7 @@ def adds(step: Cut) -> Cut:
 
 
 def with_deltas(work: ServerWork, units: Sequence[Unit]) -> ServerWork:
-    """The work of a server under Paddle's names: `params/w.block0.delta` for what is added."""
+    """Rename a server's gradients as Paddle does: `params/w.block0.delta` for a change."""
     names = {x.gradient(0, 1): x.name + DELTA for unit in units for x in unit.blocks}
     for x in (x for unit in units for x in unit.blocks if x.name + DELTA in work.variables):
         raise ConfigError(
@@ -215,8 +214,7 @@ class GeoTrainerSide:
         )
 
     def _on_rows(self, step: Cut, trainer_id: int) -> Program:
-        """The program of one trainer with tables: forward, backward and update on the rows of its
-        batch, and a `send`.
+        """Return one trainer's program with tables: a step on the rows of its batch, and a `send`.
 
         Args:
           step: with all parameters that the update makes as `optimized`.
@@ -305,7 +303,7 @@ class GeoTrainerSide:
         kept: Mapping[str, Sequence[Any]] = {},
         starts: bool = False,
     ) -> dict[str, Any]:
-        """One `send` of parameters; what it gives back.
+        """Write one `send` of parameters; return its outputs.
 
         Args:
           values: of the parameters.

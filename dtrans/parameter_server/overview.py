@@ -114,8 +114,7 @@ class VarsDistributed(tuple[VarDistributed, ...]):
         return VarsDistributed(row for row in self if row.endpoint == endpoint)
 
     def by_origin(self, name: str) -> VarsDistributed:
-        """The slices of one array of the step, in the order of its rows; nothing for one that no
-        server holds."""
+        """Return the slices of one array of the step, in the order of its rows."""
         return VarsDistributed(
             sorted((r for r in self if r.origin_name == name), key=lambda r: r.block_id)
         )
@@ -133,7 +132,7 @@ def overview_of(
     types: Mapping[str, Any],
     params: Collection[str],
 ) -> VarsDistributed:
-    """The overview of what servers hold.
+    """Return the overview of the arrays on servers.
 
     Args:
       servers: endpoint to what it holds, by name. What servers keep beside the arrays of the step

@@ -80,7 +80,7 @@ def place(
 
 
 def dispatched(placement: Placement, split_method: type[PSDispatcher]) -> Placement:
-    """The same blocks, where another dispatcher would have them.
+    """Move the blocks to the servers that another dispatcher chooses.
 
     Raises:
       ConfigError: something that is not a dispatcher, or one that answers with something else than
@@ -168,7 +168,7 @@ def _check_again(
 def _answer(
     dispatcher: PSDispatcher, blocks: Sequence[Block], endpoints: Sequence[str]
 ) -> list[str]:
-    """One answer of a dispatcher. Raises ConfigError for one that is none."""
+    """Ask a dispatcher once. Raises ConfigError for an invalid answer."""
     name, known = f"{type(dispatcher).__name__}.dispatch", ", ".join(endpoints)
     answer: Any = dispatcher.dispatch(blocks)
     answers = list(answer) if isinstance(answer, Iterable) else []
@@ -186,8 +186,7 @@ def _answer(
 
 
 def _dealt(name: str, aval: Any, count: int, endpoints: Sequence[str]) -> list[Block]:
-    """The blocks of a leaf whose rows are dealt out by their numbers: a run of buckets for each
-    server."""
+    """Return the blocks of a leaf in buckets: a run of buckets for each server."""
     rows, *row = aval.shape
     count = min(count, rows)
     parts = min(count, len(endpoints))

@@ -191,13 +191,12 @@ class PServerPlan(Plan):
         return self.trainer_startup_program(0)
 
     def trainer_program(self, trainer_id: int) -> Program:
-        """The program of one trainer. Raises ConfigError for an id that the plan does not have."""
+        """Return one trainer's program. Raises ConfigError for an unknown id."""
         check_trainer_id(trainer_id, self.trainers)
         return self._cached(self.trainer_side.program, trainer_id)
 
     def trainer_startup_program(self, trainer_id: int) -> Program:
-        """The startup program of one trainer. Raises ConfigError for an id that the plan does not
-        have."""
+        """Return one trainer's startup program. Raises ConfigError for an unknown id."""
         check_trainer_id(trainer_id, self.trainers)
         return self._cached(self.trainer_side.startup, trainer_id)
 
@@ -447,7 +446,7 @@ class PServerPlan(Plan):
 
 
 def _unevenness(sizes: Sequence[int]) -> float:
-    """The largest over the mean; 1.0 where there is nothing."""
+    """Return the largest size over the mean; 1.0 if all are 0."""
     return max(sizes) * len(sizes) / sum(sizes) if any(sizes) else 1.0
 
 

@@ -65,7 +65,7 @@ class ServerProgramWriter:
         self.types = step.program.inputs
 
     def programs(self, endpoint: str) -> ServerPrograms:
-        """The main and startup program of one server."""
+        """Return the main and startup program of one server."""
         work = self.work(endpoint)
         main = self.main(endpoint, work)
         return ServerPrograms(
@@ -78,7 +78,7 @@ class ServerProgramWriter:
         return work if self.adapt is None else self.adapt(work, self.spec.placement.units[endpoint])
 
     def main(self, endpoint: str, work: ServerWork) -> Program:
-        """The program that serves."""
+        """Return the program that serves."""
         units = self.spec.placement.units[endpoint]
         asked = [n for n in self.spec.requested if self.spec.holder_of(n) == endpoint]
         to_block = tuple(f"{n}:{block}" for n, block in work.grads.items())
@@ -130,7 +130,7 @@ class ServerProgramWriter:
         return {"tables": ServedTables(self._table_blocks(endpoint, work), of_sizes)}
 
     def _table_blocks(self, endpoint: str, work: ServerWork) -> dict[str, TableBlock]:
-        """The blocks of tables of a server, by their names."""
+        """Return a server's blocks of tables, by name."""
         served, held = {}, work.variables
         sent = {(g.leaf, g.index): g.sent for block in work.blocks for g in block.grads}
         for b in (b for u in self.spec.placement.units[endpoint] for b in u.blocks if b.is_table):
@@ -213,8 +213,7 @@ class ServerProgramWriter:
     def _rows(
         self, table: TableBlock, held: Mapping[str, ServerVariable], count: int
     ) -> ClosedJaxpr:
-        """The program of so many rows of a block, from their numbers in it and what the init is
-        given."""
+        """Return the program of `count` initial rows of a block, from their numbers."""
         made = self.startup.outvars
         b = Builder(self.startup.jaxpr)
         numbers = b.input(ShapedArray((count,), jnp.int32))
@@ -234,5 +233,5 @@ def _part(x: ServerVariable) -> Slice | None:
 
 @functools.cache
 def _numbers_of(rows: RowSet) -> Callable[[jax.Array], jax.Array]:
-    """A function from where rows are in a block to their numbers in the leaf."""
+    """Return a function from positions in a block to row numbers of the leaf."""
     return numbers_at(rows) if isinstance(rows, RowBuckets) else lambda places: places + rows.start

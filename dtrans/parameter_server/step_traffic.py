@@ -1,4 +1,4 @@
-"""Traffic of one step: the values that trainers and servers send each other, and what they cost."""
+"""Traffic of one step: the values that trainers and servers send each other, and their costs."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Reduction:
     """A value that servers reduce together.
 
     Attributes:
-      name: the same on every server.
+      name: its name, equal on every server.
       op: `sum`, `max`, ...
       shape, dtype: of the value.
       owners: the servers that have parts of it.
-      over: the servers that take part: those, and the ones that need it.
+      over: the servers that take part: the owners, and the servers that need the value.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Reduction:
 
     @property
     def nbytes(self) -> int:
-        """Its size in bytes."""
+        """Return its size in bytes."""
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
@@ -119,8 +119,7 @@ class StepTraffic:
 
     @cached_property
     def bytes_per_step(self) -> dict[str, int]:
-        """Bytes that one trainer sends (gradients) and receives (parameters) in a step that does;
-        of tables at most."""
+        """Return the bytes that one trainer sends and receives in a step; of tables, the most."""
         unsent = set(self.unsent)
         whole = [b for b in self.placement.table if not b.is_table]
         push = sum(b.nbytes for b in whole if b.leaf not in unsent)
@@ -130,10 +129,10 @@ class StepTraffic:
 
     @property
     def _moved_rows(self) -> dict[str, tuple[int, int]]:
-        """Bytes that one trainer sends and receives at most of each table.
+        """Return the most bytes of each table that one trainer sends and receives.
 
-        In GEO-SGD they are those of `push_every` steps, where none of its rows was looked up
-        before, and where all trainers make as many steps.
+        In GEO-SGD they are those of `push_every` steps. None of the rows was looked up before, and
+        all trainers make equally many steps.
         """
         found = {}
         for n, t in self.tables.of.items():
@@ -149,8 +148,7 @@ class StepTraffic:
 
     @property
     def _id_bytes(self) -> int:
-        """For the number of a row: it is said again with the gradient where that waits for
-        others."""
+        """Return the bytes of row numbers: a communicator sends them again with the gradient."""
         return ID * (
             1
             + any(
@@ -160,8 +158,7 @@ class StepTraffic:
 
     @cached_property
     def arguments(self) -> dict[str, dict[str, int]]:
-        """Arguments of the step that the update reads: name to the bytes that each server is sent,
-        by its endpoint."""
+        """Return the arguments that the update reads, each with its bytes by server."""
         found: dict[str, dict[str, int]] = {}
         for ep, program in self.servers.items():
             for block in (x for eqn in program.eqns for x in eqn.params["optimize_blocks"]):
@@ -197,7 +194,7 @@ class StepTraffic:
 
     @property
     def notes(self) -> list[str]:
-        """Sentences of what is sent."""
+        """Return remarks on this traffic."""
         found = []
         step = self.bytes_per_step
         often = f"in {self.push_every} steps" if self.push_every else "per step"
@@ -228,5 +225,5 @@ class StepTraffic:
 
 
 def _moved(eqn: JaxprEqn) -> tuple[int, int]:
-    """The bytes that a trainer sends and receives in a round."""
+    """Return the bytes that a trainer sends and receives in a round."""
     return sum(nbytes(a.aval) for a in eqn.invars), sum(nbytes(v.aval) for v in eqn.outvars)

@@ -154,7 +154,7 @@ class TrainerSide:
 def trainer_program(
     step: Cut, placement: Placement, trainer_id: int, wiring: TrainerCommConfig
 ) -> Program:
-    """The program of one trainer: (params, *batch) -> (params, loss[, aux])."""
+    """Return the program of one trainer: (params, *batch) -> (params, loss[, aux])."""
     if wiring.gradients_per_update == 1:  # a gradient is complete on the trainer that makes it
         step = step.with_observers(GRADIENTS, READS_BATCH)
     source = step.program
@@ -202,7 +202,7 @@ def out_names(step: Cut) -> tuple[str, ...]:
 
 
 def no_rows(aval: Any) -> Any:
-    """The type of what a trainer holds of a table: none of its rows."""
+    """Return the type of a trainer's empty table: none of its rows."""
     return aval.update(shape=(0, *aval.shape[1:]))
 
 
@@ -222,8 +222,7 @@ def trainer_startup_program(
 
 
 def write_start(startup: Program, own: Sequence[str]) -> tuple[Builder, dict[str, Any]]:
-    """A startup program, begun: it makes what is a trainer's `own`. And what the init makes, by
-    name."""
+    """Begin a startup program that computes `own` leaves; return it and the init's outputs."""
     inner = startup.inner
     outs: dict[str, Any] = startup.outvars
     b = Builder(startup.jaxpr)
@@ -358,7 +357,7 @@ class TrainerCommWriter:
                 b.eqns[-1] = b.eqns[-1].replace(outvars=[v])
 
     def tell(self, name: str, value: Any, servers: Sequence[str]) -> None:
-        """A `send` of an argument of the step, to the servers that need it."""
+        """Send an argument of the step to the servers that need it."""
         if not servers:
             return
         (value,) = self.b.call(jnp.copy, value)  # of the type of the program, whatever it is given
@@ -371,7 +370,7 @@ class TrainerCommWriter:
         )
 
     def update(self, leaves: Sequence[str]) -> dict[str, Var]:
-        """The barrier after the last gradient, then the new parameters; without one, the newest."""
+        """Write the barrier after the last gradient, if there is one, and receive parameters."""
         after = self.tokens
         if self.wiring.sync_mode or (self.wiring.runtime_split and self.wiring.half_async):
             self.b.role = RPC
@@ -385,7 +384,7 @@ class TrainerCommWriter:
         return self.fetch(leaves, after, barrier=self.wiring.sync_mode or bool(self.wiring.tables))
 
     def newest(self, leaves: Sequence[str], after: Sequence[Var]) -> dict[str, Var]:
-        """A `recv` for each parameter, which is whole."""
+        """Write a `recv` of each whole parameter."""
         self.b.role = RPC
         new: dict[str, Var] = {}
         if not leaves:  # all are tables; the step has sent all the same
@@ -407,14 +406,13 @@ class TrainerCommWriter:
         return new
 
     def start(self, leaves: Sequence[str]) -> dict[str, Var]:
-        """The initial values, which are waited for."""
+        """Write the receipt of initial values, with a barrier."""
         return self.fetch(leaves, (), barrier=True)
 
     def fetch(
         self, leaves: Sequence[str], after: Sequence[Var], *, barrier: bool
     ) -> dict[str, Var]:
-        """A `recv` for each parameter, `fetch_barrier` if it is wanted, and `concat` for leaves of
-        several blocks."""
+        """Write a `recv` for each parameter, `fetch_barrier` if wanted, `concat` of blocks."""
         b = self.b
         b.role = RPC
         arrived: list[Var] = []

@@ -185,7 +185,7 @@ def pserver(
         comm = dataclasses.replace(comm, numbers=numbers_of_batch(step, batch, comm))
     step = comm.update_of(step)
     check_step(step, comm, on_trainer_exit)
-    # which values of the update follow the rows of which leaf
+    # the leaf whose rows each value of the update follows
     analysis = analyse(step.optimize, step.optimized)
     startup = match_startup(step, startup)
     tables = choose_tables(step, analysis, startup, sparse, kept_beside(mode))

@@ -89,8 +89,7 @@ def stages_of(
     flops_per_byte: float = FLOPS_PER_BYTE,
     batch: Collection[Var] | None = None,
 ) -> tuple[int, ...]:
-    """The stage of each top-level equation of a forward pass; never before the stage of what makes
-    its operands.
+    """Return the stage of each top-level equation, never before the stages of its operands.
 
     Args:
       forward: the loss function, not differentiated, its calls inlined
@@ -233,16 +232,16 @@ class _Row:
         self.crossing = [flops_per_byte * alive for alive in itertools.accumulate(changes[:count])]
 
     def stages(self, starts: Sequence[int]) -> tuple[int, ...]:
-        """The stage of each equation of the program."""
+        """Return the stage of each equation of the program."""
         part = part_of_each(starts, len(self.order))
         return tuple(s for _, s in sorted(zip(self.order, part, strict=True)))
 
     def most_work(self, starts: Sequence[int]) -> int:
-        """The operations of the part that has most, what is sent not counted."""
+        """Return the operations of the part that has most, without sending."""
         return max(sum(self.costs[a:b]) for a, b in itertools.pairwise([*starts, len(self.order)]))
 
     def slowest(self, starts: Sequence[int]) -> float:
-        """The cost of the slowest part."""
+        """Return the cost of the slowest part."""
         ends = [*starts[1:], len(self.order)]
         sent = [*(self.crossing[i] for i in starts[1:]), 0.0]
         return max(sum(self.costs[a:b]) + c for a, b, c in zip(starts, ends, sent, strict=True))
@@ -278,7 +277,7 @@ def _reads(eqn: JaxprEqn) -> list[Var]:
 
 
 def _of_batch(forward: ClosedJaxpr, batch: Collection[Var] | None) -> set[Var]:
-    """The values that depend on a micro-batch, inputs included."""
+    """Return the values that depend on a micro-batch, inputs included."""
     inputs = forward.jaxpr.invars if batch is None else batch
     return set(propagate(forward.jaxpr.eqns, dict.fromkeys(inputs, 1), {}))
 
@@ -300,8 +299,7 @@ def _orders(
 
 
 def _late(eqns: Sequence[JaxprEqn], movable: Sequence[bool]) -> list[int]:
-    """An order in which movable equations that read only inputs, or each other, are next to their
-    first reader."""
+    """Return an order in which movable equations stand before their first reader."""
     made_of = {v: i for i, e in enumerate(eqns) for v in e.outvars}
     operands = [[made_of[a] for a in _reads(e) if a in made_of] for e in eqns]
     moved: list[bool] = []
@@ -333,7 +331,7 @@ def _heuristic(row: _Row, parts: int, best: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _even(blocks: Blocks, parts: int) -> tuple[int, ...]:
-    """The same number of blocks in each part."""
+    """Return the starts of parts with equal numbers of blocks."""
     each = len(blocks) // parts
     return (0, *blocks.starts[each::each])
 
@@ -362,8 +360,7 @@ def _repeated(row: _Row, parts: int) -> tuple[int, ...]:
 
 
 def scoped_stages(forward: ClosedJaxpr) -> tuple[int, ...] | None:
-    """The stage of each equation, from the scopes of the user; None if there is no `replicate`
-    scope.
+    """Return the stage of each equation by the user's scopes; None without a `replicate` scope.
 
     Stages are the scopes in the order in which they first appear. `split` scopes beside `replicate`
     scopes are stages.

@@ -24,7 +24,7 @@ from dtrans.pipeline_parallel.stage_scan import loops_of, single_turns, turned
 
 
 def auto_stages(forward: ForwardPass, o: PipelineOptions) -> tuple[PipelineOptions, Schedule]:
-    """The options and the schedule of as many stages as the model says, or as make a step fastest.
+    """Return options and schedule for the number of stages that scopes or costs choose.
 
     Args:
       forward: what is cut.
@@ -60,7 +60,7 @@ def auto_stages(forward: ForwardPass, o: PipelineOptions) -> tuple[PipelineOptio
 
 
 def _most(forward: ForwardPass, o: PipelineOptions) -> int:
-    """The most stages that there may be: devices for each replica, and equations for each stage."""
+    """Return the greatest number of stages that devices and equations allow."""
     work = sum(flops(e) > 0 for e in forward.eqns) or 1
     return max(1, min(_devices(o.stages.cluster, o.replicas), work // o.chunks))
 

@@ -101,7 +101,7 @@ def _sent(costs: Sequence[float], crossing: Sequence[float]) -> Any:
 
 
 def _work(costs: Sequence[float]) -> Callable[[int], Any]:
-    """The work of the parts that end at a place, by where they start."""
+    """Return a function from a stop to the work of the parts that end there, by start."""
     done = np.concatenate([[0.0], np.cumsum(np.asarray(costs, float))])
     return lambda stop: done[stop] - done[:stop]
 
@@ -109,7 +109,7 @@ def _work(costs: Sequence[float]) -> Callable[[int], Any]:
 def _extreme(
     units: int, parts: int, cost: Callable[[int], Any], best: Any, worst: Any, none: float
 ) -> float:
-    """The cost of the worst part, of cuts into so many parts in which that is the best.
+    """Return the cost of the worst part in the best cut into `parts` parts.
 
     Args:
       cost: of the parts that end at a place, by where they start.
@@ -200,7 +200,7 @@ def partition_balance(weights: Sequence[int], parts: int) -> tuple[int, ...]:
 
 
 def part_of_each(starts: Sequence[int], units: int) -> tuple[int, ...]:
-    """The part that each of so many units is in.
+    """Return the part of each unit.
 
     Example:
       >>> from dtrans.pipeline_parallel.balance import part_of_each

@@ -124,7 +124,7 @@ class Cluster:
     def virtual_devices(
         self, device_counts: Sequence[int], replicas: int | None = None, *, use_all: bool = False
     ) -> VirtualDevices:
-        """The grid of devices of each stage.
+        """Return the grid of devices of each stage.
 
         Args:
           device_counts: how many devices one replica of each stage uses.
@@ -168,7 +168,7 @@ class Cluster:
 def _auto(
     cluster: Cluster, devices: list[Any], counts: list[int], replicas: int | None
 ) -> list[np.ndarray[Any, Any]]:
-    """The next devices in order, replica by replica and in it stage by stage."""
+    """Lay out devices in order, replica by replica and stage by stage."""
     replicas = _replicas(cluster, len(devices), counts, replicas)
     following = iter(_ordered(devices, cluster.prefer_intra_node))
     dealt = [
@@ -228,7 +228,7 @@ def _specific(
 def _aware_row(
     cluster: Cluster, devices: list[Any], counts: list[int], replicas: int | None
 ) -> list[np.ndarray[Any, Any]]:
-    """A run of neighbours for each stage, with the processes of one machine beside each other."""
+    """Lay out a run of neighbours for each stage, with processes of one machine side by side."""
     more = next((h for h, of in _hosts(devices).items() if len(of) > 1), None)
     if more is not None:
         raise ConfigError(
@@ -288,7 +288,7 @@ def _replicas(cluster: Cluster, total: int, counts: list[int], replicas: int | N
 
 
 def _hosts(devices: Iterable[Any]) -> dict[int, list[Any]]:
-    """The devices of each host, in order; hosts in the order of their first devices."""
+    """Return the devices of each host, in order; hosts in the order of their first devices."""
     hosts: dict[int, list[Any]] = {}
     for device in devices:
         hosts.setdefault(device.process_index, []).append(device)
@@ -296,7 +296,7 @@ def _hosts(devices: Iterable[Any]) -> dict[int, list[Any]]:
 
 
 def _ordered(devices: Iterable[Any], rows: bool) -> list[Any]:
-    """All devices, host after host or the first of every host first."""
+    """Return all devices, host after host or the first of every host first."""
     hosts = _hosts(devices).values()
     if rows:
         return [d for of in hosts for d in of]

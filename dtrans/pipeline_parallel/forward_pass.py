@@ -81,14 +81,14 @@ class ForwardPass(HoldsJaxpr):
         return all(n not in self.step.batch for n in self.inputs_of([value]))
 
     def inputs_of(self, wanted: Sequence[Atom]) -> list[str]:
-        """The names of the step's inputs that values of the prelude are made of."""
+        """Return the names of the step's inputs that values of the prelude depend on."""
         names = dict(zip(self.step.program.inner.invars, self.step.program.in_names, strict=True))
         _, leaves = backward_slice(self.prelude.jaxpr.eqns, wanted)
         return [n for v, n in names.items() if v in leaves]
 
 
 def forward_pass(step: Cut) -> ForwardPass:
-    """The forward pass of a captured step.
+    """Return the forward pass of a captured step.
 
     Raises:
       GradientError: gradients are used without their marks.
@@ -153,14 +153,14 @@ def forward_pass(step: Cut) -> ForwardPass:
 
 
 def _live(eqns: Sequence[JaxprEqn], outputs: Sequence[Atom]) -> list[JaxprEqn]:
-    """The equations that outputs need, and those with effects and what they need."""
+    """Return the equations with effects, or with outputs that are needed."""
     seen = [i for i, e in enumerate(eqns) if e.effects]
     kept, _ = backward_slice(eqns, [*outputs, *(a for i in seen for a in eqns[i].invars)])
     return [eqns[i] for i in sorted({*kept, *seen})]
 
 
 def summary_name(tag: str) -> str:
-    """The name of the result that a summary shows."""
+    """Return the name of the result that a summary shows."""
     return f"@summary/{tag}"
 
 
@@ -171,7 +171,7 @@ def _collected(
     outs: Mapping[str, Atom],
     shown: Sequence[Summary],
 ) -> dict[str, str]:
-    """The collection of each result and summary that is in one.
+    """Return the collection of each result and summary that is in one.
 
     Args:
       marked: the loss function with the marks of collections; `body` is the same without them.

@@ -213,7 +213,7 @@ def _lay_out(axes: Axes, title: str, devices: int, longest: float, unit: str) ->
 
 
 def _bars(axes: Axes, panel: int, play: Play, devices: int) -> None:
-    """The bars, and the numbers of micro-batches in those that are wide enough."""
+    """Draw the bars, and the numbers of micro-batches in those that are wide enough."""
     figure = axes.get_figure()
     assert figure is not None
     # per unit of time

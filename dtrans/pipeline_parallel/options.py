@@ -192,7 +192,7 @@ class PipelineOptions:
         )
 
     def of(self, shared: ExactStep) -> PipelineOptions:
-        """The same for a step that is shared already: as its parts add up."""
+        """Return the options for an exact step, whose parts add up."""
         results = shared.step.results
         merge = {
             n: way for n, way in shared.merges.items() if way in ("mean", "sum") or n in results

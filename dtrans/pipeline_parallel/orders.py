@@ -146,8 +146,7 @@ def check_tasks(
 
 
 def in_turn(name: str, orders: Sequence[Sequence[Task]], num_model_stages: int) -> tuple[Task, ...]:
-    """All tasks, each after those that it needs: every device goes on until it waits, then the next
-    has its turn.
+    """Return all tasks, each after its operands: every device runs until it waits, in turn.
 
     Raises:
       ConfigError: devices wait for each other.

@@ -157,11 +157,11 @@ class PipelinePlan(Plan):
         return found
 
     def home(self, name: str) -> int | None:
-        """The stage that holds an array of the state; None for what each has (a count of steps)."""
+        """Return the stage that stores an array of the state; None if every stage does."""
         return self.update.placed.home[name]
 
     def device_of(self, stage: int) -> int:
-        """The device, or row of replicas, of a stage: with several stages on each they go round."""
+        """Return the device, or row of replicas, of a stage; stages are assigned in turn."""
         return stage % self.options.num_stages
 
     def specialize(self, types: Sequence[jax.ShapeDtypeStruct]) -> StepPrograms:
@@ -263,8 +263,8 @@ class PipelinePlan(Plan):
         return nbytes(t) // t.shape[d] * -(-t.shape[d] // self.model.cuts.shards[home])
 
     def padded(self, name: str) -> tuple[int, int] | None:
-        """The dimension of an array of the state that is padded, and its size with padding; None
-        for one that is whole.
+        """Return the padded dimension of an array of the state, and its padded size; None without
+        padding.
 
         It is cut over the replicas of its stage, or over their shards.
         """

@@ -36,8 +36,7 @@ def task_costs(
 
 
 def _by_stage(what: str, given: Costs, num_stages: int, chunks: int) -> list[Time]:
-    """The cost of each model stage; of one number for a device, each of its chunks has an equal
-    part."""
+    """Return the cost of each model stage; chunks of a device share one number equally."""
     count = num_stages * chunks
     if not isinstance(given, Iterable):
         return [_part(checked_cost(what, given), chunks)] * count
@@ -48,14 +47,14 @@ def _by_stage(what: str, given: Costs, num_stages: int, chunks: int) -> list[Tim
 
 
 def _part(cost: float, chunks: int) -> Time:
-    """One of so many equal parts of a cost, exact where the cost is."""
+    """Return a cost divided by the number of chunks, exact if the cost is."""
     if not isinstance(cost, int):
         return cost / chunks
     return Fraction(cost, chunks) if cost % chunks else cost // chunks
 
 
 def checked_cost(what: str, cost: object) -> float:
-    """A cost as an int where it is one, else a float. Raises ConfigError for what is none."""
+    """Return a cost as an int or float. Raises ConfigError for an invalid one."""
     if isinstance(cost, bool) or not isinstance(cost, Real) or not math.isfinite(cost) or cost < 0:
         raise ConfigError(f"{what}={cost!r}: a cost is a finite number of at least 0")
     return int(cost) if isinstance(cost, Integral) else float(cost)

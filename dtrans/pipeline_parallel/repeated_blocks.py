@@ -48,7 +48,7 @@ class Blocks:
         return len(self.starts)
 
     def costs(self, costs: Sequence[float]) -> tuple[float, ...]:
-        """The cost of each block, from those of equations."""
+        """Return the cost of each block, from those of equations."""
         ends = [*self.starts[1:], self.stop]
         return tuple(sum(costs[a:b]) for a, b in zip(self.starts, ends, strict=True))
 
@@ -146,7 +146,7 @@ def _plain(value: Any) -> Any:
 
 
 def _body(jaxpr: Any) -> tuple[Any, ...]:
-    """A body: its equations, and how they are wired."""
+    """Return a key of a body: its equations, and their wiring."""
     inner = opened(jaxpr)
     number: dict[Var, int] = {}
     for v in (*inner.constvars, *inner.invars, *(v for e in inner.eqns for v in e.outvars)):

@@ -36,14 +36,14 @@ STACK = "stack"
 
 
 def micro_name(name: str, micro: int) -> str:
-    """The name of what a micro-batch made of a result."""
+    """Return the name of a micro-batch's part of a result."""
     return f"{name}.micro{micro}"
 
 
 def results_program(
     stage: StagePrograms, merges: Mapping[str, str], o: PipelineOptions, like: ClosedJaxpr
 ) -> Program | None:
-    """The program that merges the results of a stage; None where it makes none."""
+    """Return the program that merges the results of a stage; None without results."""
     if not stage.results:
         return None
     types = stage.forward.outputs

@@ -90,7 +90,7 @@ class Schedule:
         return any(task.kind == "W" for order in self.orders for task in order)
 
     def device_of(self, stage: int) -> int:
-        """The device of a model stage.
+        """Return the device of a model stage.
 
         Raises:
           ConfigError: there is no such stage.
@@ -112,8 +112,8 @@ class Schedule:
         return needs(task, self.num_model_stages)
 
     def dependencies(self, task: Task) -> tuple[Task, ...]:
-        """All tasks that end before a task begins: what it needs, and last the one before it on its
-        device.
+        """Return the tasks that end before a task begins: its operands, then the previous one on
+        its device.
 
         Raises:
           ConfigError: the schedule has no such task.
@@ -294,20 +294,21 @@ def schedule(
 ) -> Schedule:
     """Return the schedule with a name, for `num_stages` devices.
 
-    For S devices and M micro-batches, at the default costs of `Schedule.play`, the bubble of the
-    first three is (S - 1) / (M + S - 1); on device s at most `peak` micro-batches are in flight:
+    The bubbles below are those of S devices and M micro-batches at the default costs of
+    `Schedule.play`. The peak is the most micro-batches in flight on device s. The first three
+    schedules have the bubble (S - 1) / (M + S - 1).
 
     - PreferForward, or GPipe: all forwards, then all backwards. Peak M. Hides transfers best.
     - PreferBackward, or 1F1B: a backward as soon as there is one. Peak min(M, S - s). EPL's
       default.
     - PreferBackwardOptimizer: the same with one more forward ahead on all but the last device,
       which hides a part of the transfers. Peak min(M, S - s + 1), on the last device 1.
-    - Interleaved: 1F1B with several model stages on each device, which a micro-batch comes by in
-      turn. Any M will do: where Megatron-LM needs a multiple of S, rounds here are of S to 2S - 1
-      (of M, if M < S). For M >= S the bubble is (S - 1) / (chunks x M + S - 1), as in the paper. It
-      has more in flight than PreferBackward, and `chunks` times the transfers.
-    - ZeroBubble, or ZB-H1: 1F1B with backward split. W comes s micro-batches after its B, in what
-      would be idle time. For M >= S the bubble is (S - 1) / (3M + S - 1). Peak min(M, S) on each
+    - Interleaved: 1F1B with several model stages on each device. M may be any number: a round has S
+      to 2S - 1 micro-batches (M, if M < S), not always S as in Megatron-LM. For M >= S the bubble
+      is (S - 1) / (chunks x M + S - 1), as in the paper. It has more in flight than PreferBackward,
+      and `chunks` times the transfers.
+    - ZeroBubble, or ZB-H1: 1F1B with backward split. W runs s micro-batches after its B, in time
+      that would be idle. For M >= S the bubble is (S - 1) / (3M + S - 1). Peak min(M, S) on each
       device.
 
     Args:

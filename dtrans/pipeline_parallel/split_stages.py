@@ -117,8 +117,7 @@ def _is_split(eqn: object) -> bool:
 def split_stages(
     stages: Sequence[StagePrograms], cuts: Cuts
 ) -> tuple[tuple[StagePrograms, ...], dict[tuple[int, str], int]]:
-    """The programs of a shard of each stage, and which values of a micro-batch are cut, by stage
-    and name."""
+    """Return the programs of a shard of each stage, and the cut values by stage and name."""
     made: list[StagePrograms] = []
     values: dict[tuple[int, str], int] = {}
     for s in stages:
@@ -138,7 +137,7 @@ def split_stages(
 def _split(
     p: Program, s: StagePrograms, cuts: Cuts, values: dict[str, int], whole: Collection[str]
 ) -> Program:
-    """One program; what it leaves cut for others is noted in `values`."""
+    """Split one program; record in `values` the values that it leaves cut."""
     sums = {n: cuts.state[leaf] for n, leaf in s.sums.items() if leaf in cuts.state}
     known = {**{n: d for n, d in cuts.state.items() if n in s.params}, **sums, **values}
     ins = {i: known[n] for i, n in enumerate(p.in_names) if n in known}
@@ -156,7 +155,7 @@ def _split(
 def split_update(
     placed: PlacedUpdate, cuts: Cuts, sums: Mapping[str, tuple[str, int, int | None]]
 ) -> PlacedUpdate:
-    """The update, with the pieces of split stages as those of a shard; `sums` as in `Update`."""
+    """Return the update with pieces for a shard of each split stage; `sums` as in `Update`."""
     inner = placed.program.inner
     named: dict[Var, str] = dict(zip(inner.invars, placed.program.in_names, strict=True))
     outs = {a: n for n, a in placed.program.outvars.items() if isinstance(a, Var)}

@@ -88,7 +88,7 @@ class StagePrograms:
 def program_of(
     name: str, jaxpr: ClosedJaxpr, ins: Sequence[str], outs: Sequence[str], role: str
 ) -> Program:
-    """A program whose inputs and outputs are known by name alone, as one dict each."""
+    """Return a program whose inputs and outputs are one dict each."""
     inner = opened(jaxpr)
     args, out = (
         {n: v.aval for n, v in zip(of, vs, strict=True)}
@@ -165,7 +165,7 @@ class StageProgramWriter:
         )
 
     def stages(self) -> tuple[StagePrograms, ...]:
-        """The programs of all stages."""
+        """Return the programs of all stages."""
         return tuple(self._stage(s) for s in range(self.count))
 
     def _stage(self, s: int) -> StagePrograms:
@@ -313,7 +313,7 @@ class StageProgramWriter:
         return b.build(outs)
 
     def _sum_type(self, leaf: str) -> Any:
-        """The type of the sum of a leaf's gradients."""
+        """Return the type of the sum of a leaf's gradients."""
         param = self.forward.step.program.inputs[leaf]
         wide = ShapedArray(param.shape, sum_type(param.dtype))
         return self.scatter[leaf].of_rank(wide) if leaf in self.scatter else wide
@@ -389,7 +389,7 @@ def _is_made_of_nothing(var: Var, eqns: Sequence[JaxprEqn]) -> bool:
 
 
 def _live(name: str, jaxpr: ClosedJaxpr, ins: Sequence[str], outs: Sequence[str]) -> Program:
-    """A backward program, without the equations and inputs that nothing needs."""
+    """Return a backward program without unused equations and inputs."""
     inner = opened(jaxpr)
     kept, leaves = backward_slice(inner.eqns, inner.outvars)
     used = leaves | {a for a in inner.outvars if isinstance(a, Var)}
@@ -413,6 +413,6 @@ def _cast(dtype: Any, scale: float) -> Callable[[jax.Array], jax.Array]:
 
 
 def sums_of(programs: Sequence[StagePrograms]) -> dict[str, Any]:
-    """The types of the sums of gradients, by leaf."""
+    """Return the types of the sums of gradients, by leaf."""
     made = [(p.weights or p.backward) for p in programs]
     return {leaf: made[p.index].outputs[n] for p in programs for n, leaf in p.sums.items()}

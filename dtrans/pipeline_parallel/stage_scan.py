@@ -68,8 +68,7 @@ class StageRows:
 
 
 def loops_of(forward: ForwardPass) -> list[int]:
-    """The positions of loops that can be cut: forward scans over a stack that the loss is
-    differentiated by."""
+    """Return the positions of loops to cut: forward scans over a stack with a gradient."""
     found = []
     for i, eqn in enumerate(forward.eqns):
         if eqn.primitive.name == SCAN and not is_reversed(eqn) and scan_length(eqn) > 1:
@@ -85,7 +84,7 @@ def single_turns(forward: ForwardPass) -> Turns:
 
 
 def turned(forward: ForwardPass, turns: Turns) -> tuple[ForwardPass, list[tuple[int, int]]]:
-    """The forward pass with its loops in parts.
+    """Return the forward pass with its loops in parts, and the origin of each equation.
 
     Returns:
       It, and for each of its equations the equation that it was, and the number of the part (0 for
@@ -220,7 +219,7 @@ def _word_for_rows(step: Cut) -> str:
 
 
 def _run(eqn: JaxprEqn) -> tuple[int, int] | None:
-    """The rows that an equation takes of its operand; None for what is no run of rows."""
+    """Return the rows that an equation slices from its operand; None for another equation."""
     if eqn.primitive.name != "slice" or eqn.params["strides"] is not None:
         return None
     starts, stops, shape = (
@@ -246,7 +245,7 @@ class Taken:
 
 
 def taken_apart(forward: ForwardPass, rows: Mapping[str, tuple[StageRows, ...]]) -> Taken:
-    """The same forward pass and step, on rows of stacks in the place of these."""
+    """Return the forward pass and step on rows of stacks."""
     if not rows:
         return Taken(forward, {})
     half, state = _half_of_blocks(forward.step, rows)
@@ -286,7 +285,7 @@ def taken_apart(forward: ForwardPass, rows: Mapping[str, tuple[StageRows, ...]])
 def stages_without(
     forward: ForwardPass, rows: Mapping[str, tuple[StageRows, ...]], stage_of: Sequence[int]
 ) -> tuple[int, ...]:
-    """The stage of each equation that `taken_apart` leaves."""
+    """Return the stage of each equation that `taken_apart` leaves."""
     by_leaf = {leaf: v for v, leaf in forward.diff.items() if leaf in rows}
     gone = {
         (by_leaf[leaf], (r.part.first, r.part.stop)) for leaf, runs in rows.items() for r in runs
@@ -305,7 +304,7 @@ def _is_run(eqn: JaxprEqn) -> bool:
 def _half_of_blocks(
     step: Cut, rows: Mapping[str, tuple[StageRows, ...]]
 ) -> tuple[OptimizeHalf, dict[str, tuple[StageRows, ...]]]:
-    """The optimize half on rows, and what of the optimizer's state goes with them.
+    """Return the optimize half on rows, and the optimizer's state that has such rows.
 
     It is what a parameter server does that has all blocks.
     """
@@ -346,7 +345,7 @@ def _half_of_blocks(
 
 
 def _step(step: Cut, rows: Mapping[str, tuple[StageRows, ...]], half: OptimizeHalf) -> Cut:
-    """The step with rows as arrays of its state."""
+    """Return the step with rows as arrays of its state."""
     source = step.program
     inner = source.inner
     vars_of = source.invars

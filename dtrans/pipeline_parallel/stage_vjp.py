@@ -130,7 +130,7 @@ class StageVjp:
         return [of[v] if v in of else f"@residual/{next(numbers)}" for v in self.kept]
 
     def gives(self, outvars: Sequence[Atom]) -> ClosedJaxpr:
-        """The forward pass with these outputs."""
+        """Return the forward pass with these outputs."""
         return closed_with(self.forward, outvars=outvars)
 
     def write_backward(

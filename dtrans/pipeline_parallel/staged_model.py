@@ -1,4 +1,4 @@
-"""A model cut into stages, and the programs of the stages for a micro-batch of any size."""
+"""Model cut into stages, with the programs of the stages for a micro-batch of any size."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from dtrans.zero.mixed_precision import low_products
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepPrograms:
-    """The programs of a micro-batch, and what merges the results of all.
+    """Programs of a micro-batch, and those that merge the results of all.
 
     Attributes:
-      stages: forward and backward of each.
-      cuts: what is kept of a micro-batch in pieces, in stages that are split: (stage, name) to the
+      stages: the programs of each stage.
+      cuts: values of a micro-batch that a split stage stores in pieces: (stage, name) to the
         dimension.
-      results: what merges the results of a stage, if it has any.
+      results: for each stage, the program that merges its results, or None.
     """
 
     stages: tuple[StagePrograms, ...]
@@ -42,7 +42,7 @@ class StepPrograms:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StagedModel:
-    """The step of a micro-batch, cut into stages: all that their programs follow from.
+    """Step of a micro-batch, cut into stages: the data that determines their programs.
 
     Attributes:
       captured: the step of a micro-batch, with its loss as one equation (`dtrans.step.capture`).
@@ -50,10 +50,10 @@ class StagedModel:
       stage_of: the stage of each equation of the loss function.
       homes: the stage that holds each parameter.
       users: the stages that make gradients of a parameter.
-      cuts: over how many shards stages are split, and the split dimension of arrays of the state.
-      turns: where loops over layers are cut.
+      cuts: the number of shards of stages, and the split dimension of arrays of the state.
+      turns: the iterations of loops over layers that each stage runs.
       stacks: arrays of the state whose rows are divided over stages; each run of rows has a name.
-      merges: result, or parameter that the forward pass makes, to how it is merged.
+      merges: result, or parameter that the forward pass makes, to the way to merge it.
     """
 
     captured: Program
@@ -159,7 +159,7 @@ def write_stages(
 def _in_low_precision(
     forward: ForwardPass, stage_of: Sequence[int], amp: str
 ) -> tuple[ForwardPass, tuple[int, ...]]:
-    """A forward pass with its products in 16 bits, and the stage of each of its equations."""
+    """Return a forward pass with products in 16 bits, and the stage of each equation."""
     params = [v for v, a in forward.given.items() if forward.of_state(a)]
     jaxpr, origin = low_products(forward.jaxpr, amp, params)
     lowered = dataclasses.replace(forward, jaxpr=jaxpr)
@@ -167,9 +167,8 @@ def _in_low_precision(
     known = {v for e in forward.eqns for v in e.outvars}
     first: dict[Var, int] = {}  # the first stage that reads a value
     for i, eqn in reversed(list(enumerate(lowered.eqns))):
-        if known.isdisjoint(
-            eqn.outvars
-        ):  # what is narrowed for several stages is so in the first of them
+        # a value that several stages narrow is narrowed by the first of them
+        if known.isdisjoint(eqn.outvars):
             stages[i] = min((first[v] for v in eqn.outvars if v in first), default=stages[i])
         first |= {
             a: min(stages[i], first.get(a, stages[i])) for a in eqn.invars if isinstance(a, Var)

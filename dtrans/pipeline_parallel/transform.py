@@ -205,7 +205,7 @@ def devices_of_scopes(main: Program) -> int:
 def _timetable(
     given: str | Schedule, num_stages: int, num_micro_batch: int, chunks: int | None
 ) -> Schedule:
-    """The schedule of a name, or one that the user has made."""
+    """Return the schedule with a name, or the user's."""
     if not isinstance(given, Schedule):
         return schedule_of(given, num_stages, num_micro_batch, chunks)
     found = (given.num_stages, given.num_micro_batch, given.chunks)
@@ -389,8 +389,7 @@ def _types(program: Program) -> list[jax.ShapeDtypeStruct]:
 def _planned_stages(
     forward: ForwardPass, o: PipelineOptions
 ) -> tuple[ForwardPass, tuple[int, ...], Turns, Mapping[str, tuple[StageRows, ...]]]:
-    """The forward pass with its loops over layers in a part for each stage, and the stage of each
-    of its equations."""
+    """Return the forward pass with its loops cut by stages, and the stage of each equation."""
 
     def stages_for(f: ForwardPass) -> tuple[int, ...]:
         return stages_of(
@@ -491,7 +490,7 @@ def _merges(
 
 
 def _collected_outside(part: Program, step: Cut) -> dict[str, str]:
-    """The collections of results that the step collects outside of its loss."""
+    """Return the collections of results that the step collects outside of its loss."""
     flat = inline_calls(part.jaxpr, keep=(COLLECT,))
     inner = flat.jaxpr
     around = [e for e in inner.eqns if e.primitive is not value_and_grad_p]
@@ -512,7 +511,7 @@ def _collected_outside(part: Program, step: Cut) -> dict[str, str]:
 def _homes(
     stages: Sequence[StagePrograms], step: Cut
 ) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
-    """The stage that holds each parameter, and the stages that make gradients of each.
+    """Return the stage that stores each parameter, and the stages that compute gradients of it.
 
     It is the first stage that makes its gradient, or reads it; what none reads is in the first.
     """

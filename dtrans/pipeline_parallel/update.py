@@ -67,8 +67,7 @@ class Update:
         return tuple(n for n in self.program.args[2].names if n not in self.sums)
 
     def slice_axis(self, name: str) -> int | None:
-        """The dimension along which replicas have slices of an array of the state; None where each
-        has all of it."""
+        """Return the dimension of an array's slices over replicas; None if it is whole."""
         cuts = {} if self.layout is None else self.layout.cuts
         return cuts[name].axis if name in cuts else None
 
@@ -129,15 +128,14 @@ def update_of(
 
 
 def arguments_of(step: Cut) -> tuple[str, ...]:
-    """The arguments that a step reads behind its gradients: the optimizer's, and those of results
-    of gradients."""
+    """Return the arguments that the update, or a result of gradients, reads."""
     of_results = [step.program.outvars[n] for n in step.from_gradients]
     _, leaves = backward_slice(step.program.eqns, of_results, step.boundary.values())
     return tuple(n for n in step.batch if n in step.arguments or step.program.invars[n] in leaves)
 
 
 def slices_of_sums(step: Cut, o: PipelineOptions) -> dict[str, Sliced]:
-    """The leaves of whose gradients each replica adds up a slice, in stage 2 of sharding."""
+    """Return the leaves whose gradients replicas sum as slices, in stage 2 of sharding."""
     if o.replicas == 1:
         return {}
     return dict(
@@ -150,8 +148,7 @@ def slices_of_sums(step: Cut, o: PipelineOptions) -> dict[str, Sliced]:
 def _apply_groups(
     step: Cut, homes: Mapping[str, int], leaf_of: Mapping[str, str], o: PipelineOptions
 ) -> dict[str, int]:
-    """The group of each array of the state: leaves of a stage in order, shared out evenly by their
-    elements.
+    """Assign the state of each stage to update groups: leaves in order, about equal in elements.
 
     Source: epl/runtime/optimizer_helper.py, which shares out all variables, and leaves most to the
       last group.
@@ -207,8 +204,7 @@ def _step(
     rows: Mapping[str, Sequence[StageRows]],
     o: PipelineOptions,
 ) -> Program:
-    """The update as a step: (params, opt_state, sums and arguments) -> (params, opt_state, results
-    of gradients)."""
+    """Return the update as a step of (params, opt_state, sums and arguments)."""
     source = step.program
     vars_of = source.invars
     b = Builder(source.jaxpr)

@@ -86,7 +86,7 @@ def place(
 
 
 def grouped(placed: PlacedUpdate, group: Mapping[str, int]) -> PlacedUpdate:
-    """The same, with pieces that make several groups of outputs taken apart, the last group first.
+    """Split the pieces that compute several groups of outputs, the last group first.
 
     Args:
       group: the group of each output by name; what is not an output, and what several groups need,
@@ -102,7 +102,7 @@ def grouped(placed: PlacedUpdate, group: Mapping[str, int]) -> PlacedUpdate:
 
 
 def _apart(piece: StagePart, of: Mapping[Var, int], groups: Sequence[int]) -> list[StagePart]:
-    """A piece as several: what groups have in common, and then each group."""
+    """Split a piece: the common part of groups, and then each group."""
     inner = piece.inner
     wanted = {g: [v for v in piece.makes if of.get(v) == g] for g in groups}
     need = {g: set(backward_slice(inner.eqns, wanted[g])[0]) for g in groups}
@@ -176,7 +176,7 @@ class _Placer:
         return size[False] > size[True]
 
     def _users(self) -> list[set[int | None]]:
-        """The places of the outputs that are made of what each equation makes."""
+        """Return the places of the outputs that depend on each equation."""
         wanted: dict[Var, set[int | None]] = {}
         for n, a in self.program.outvars.items():
             if isinstance(a, Var):
@@ -192,7 +192,7 @@ class _Placer:
         return users[::-1]
 
     def physical(self, at: int) -> int:
-        """The place that something is made at."""
+        """Return the index of a place; the hub is at the last one."""
         return self.places - 1 if at == HUB else at
 
     def placed(self) -> PlacedUpdate:

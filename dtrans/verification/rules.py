@@ -58,7 +58,7 @@ def by_jax(eqn: JaxprEqn, operands: Sequence[Any], **params: Any) -> list[Any]:
         bound = eqn.primitive.get_bind_params({**eqn.params, **params})
         try:
             out = eqn.primitive.bind(*operands, **bound)
-        except NotImplementedError as error:  # of JAX, for this host
+        except NotImplementedError as error:  # JAX cannot lower it on this platform
             raise UnfollowedError(str(error)) from error
         made = list(out) if eqn.primitive.multiple_results else [out]
         return [x if values.is_key(x) else np.asarray(x) for x in made]

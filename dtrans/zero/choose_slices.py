@@ -75,11 +75,11 @@ class Sliced:
         return self.part * self.degree
 
     def of_rank(self, aval: Any) -> Any:
-        """The type of a rank's slice."""
+        """Return the type of a rank's slice."""
         return resized(aval, self.axis, self.part)
 
     def of_all(self, aval: Any) -> Any:
-        """The type of all slices together, padding included."""
+        """Return the type of all slices together, padding included."""
         return resized(aval, self.axis, self.padded)
 
     def padding(self, aval: Any) -> int:
@@ -222,8 +222,7 @@ def _rows_of_state(
 
 
 def _axis(shape: tuple[int, ...], degree: int, first: int = 0) -> int | None:
-    """The dimension along which an array is cut, `first` or a later one; None if none has rows for
-    half the ranks."""
+    """Return the dimension to cut, `first` or later; None if none has rows for half the ranks."""
     if len(shape) <= first:
         return None
     if shape[first] >= degree:
@@ -246,7 +245,7 @@ def _made_by_all(step: Cut) -> set[str]:
 
 
 def _read_as_layers(step: Cut, axes: Mapping[str, int], degree: int) -> dict[str, int]:
-    """The dimension along which each leaf is cut, so that as little as can be of it is whole at a
+    """Return the dimension to cut of each leaf, so that as little of it as possible is whole at a
     time.
 
     Args:
@@ -283,8 +282,7 @@ def _read_as_layers(step: Cut, axes: Mapping[str, int], degree: int) -> dict[str
 def summed_gradients(
     step: Cut, eqns: Sequence[JaxprEqn], leaves: Collection[str]
 ) -> dict[Var, str]:
-    """The gradients of leaves that nothing reads but their update, which loops may make as
-    slices."""
+    """Return the gradients that only the update reads, which loops may compute as slices."""
     made = {v for e in eqns for v in e.outvars}
     atoms = (*step.program.inner.outvars, *(a for e in eqns for a in e.invars))
     read = {a for a in atoms if isinstance(a, Var)}
@@ -296,8 +294,7 @@ def summed_gradients(
 
 
 def trainer_equations(step: Cut) -> tuple[list[JaxprEqn], list[str]]:
-    """The equations of forward and backward, calls in their loops inlined, and their roles; no
-    marks."""
+    """Return the equations of forward and backward, and their roles; calls in loops are inlined."""
     pairs = [(e, role) for e, role in zip(step.program.eqns, step.program.roles, strict=True)
              if role in (FORWARD, BACKWARD) and e.primitive is not mark_p]  # fmt: skip
     return [inline_inside(e) for e, _ in pairs], [role for _, role in pairs]

@@ -96,7 +96,7 @@ def _made_of_layers(
 
 
 def _joined(chains: Sequence[Sequence[JaxprEqn]], last: JaxprEqn) -> tuple[JaxprEqn, ...]:
-    """The equations of several chains, each once, and one more."""
+    """Return the equations of several chains, each once, and one more."""
     found = {id(e): e for chain in chains for e in chain}
     return (*found.values(), last)
 
@@ -104,7 +104,7 @@ def _joined(chains: Sequence[Sequence[JaxprEqn]], last: JaxprEqn) -> tuple[Jaxpr
 def _with_chain(
     eqn: JaxprEqn, residual: Var, stack: Atom, layer: Var, chain: Sequence[JaxprEqn], out: Atom
 ) -> JaxprEqn:
-    """A loop that makes a residual of layers, and does not take it."""
+    """Return a loop that computes a residual of layers, instead of reading it."""
     body = opened(*bodies(eqn))
     invars: list[Atom] = []
     inner: list[Var] = []

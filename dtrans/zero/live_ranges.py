@@ -103,11 +103,11 @@ class LiveRanges:
             self._use(a, len(eqns), roles[-1] if roles else "")
 
     def window(self, leaf: Var, at: int) -> LiveRange:
-        """The window in which a leaf is read at a position."""
+        """Return the window that contains a position at which a leaf is read."""
         return self._at[leaf, at]
 
     def _types_of(self, v: Var) -> frozenset[tuple[Var, Any]]:
-        """The leaves that a value is made of, each with the type in which it is needed."""
+        """Return the leaves that a value depends on, each with the type in which it is needed."""
         if v not in self._types:
             eqn = self.derived.get(v)
             if eqn is None:

@@ -72,7 +72,7 @@ def scale_types(scaling: LossScaling | None) -> dict[str, Any]:
 
 
 def scale_spec() -> TreeSpec:
-    """The names of what is kept of a scale."""
+    """Return the structure of a dynamic scale's state."""
     fields = {n.split("/")[1]: jnp.zeros(()) for n in (GOOD, SCALE, SKIPPED)}
     return TreeSpec.from_tree(fields, "loss_scale")
 
@@ -83,7 +83,7 @@ def scale_of(scaling: LossScaling, inputs: Mapping[str, Var]) -> Atom:
 
 
 def low_precision(main: Program, step: Cut, amp: str, scaling: LossScaling | None) -> Program:
-    """The step with its products in 16 bits, and its loss scaled.
+    """Return the step with its products in 16 bits, and its loss scaled.
 
     Args:
       main: the step.
@@ -229,7 +229,7 @@ class _Lower:
         self._low: dict[Var, Atom] = {}
 
     def read(self, atom: Atom) -> Atom:
-        """A value."""
+        """Return the value of an atom in the rewritten program."""
         return atom if isinstance(atom, Literal) else self.env.get(atom, atom)
 
     def emit(self, eqn: JaxprEqn, *, rewrite: bool) -> None:
@@ -273,7 +273,7 @@ class _Lower:
         self.b.eqns[-1] = self.b.eqns[-1].replace(outvars=[out], source_info=eqn.source_info)
 
     def low(self, atom: Atom) -> Atom:
-        """A value in 16 bits, converted as near to where it begins as it goes."""
+        """Return a value in 16 bits, converted as early as possible."""
         if atom.aval.dtype == self.dtype:
             return atom
         if isinstance(atom, Literal):
@@ -297,8 +297,7 @@ class _Lower:
     # -- loops and branches ----------------------------------------------------------------------
 
     def _body(self, eqn: JaxprEqn, atoms: Sequence[Atom]) -> None:
-        """An equation with bodies: their products in 16 bits; parameters go in so too, if that is
-        enough."""
+        """Rewrite an equation with bodies: products in 16 bits, and parameters that allow it."""
         name = eqn.primitive.name
         operands = list(atoms)
 
@@ -331,7 +330,7 @@ def _names_algorithm(eqn: JaxprEqn) -> bool:
 def _lowered(
     body: Any, dtype: Any, params: Sequence[bool], hoist: Sequence[bool]
 ) -> tuple[Any, list[bool]]:
-    """A body with its products in 16 bits, and which of its inputs it now takes in 16 bits."""
+    """Return a body with products in 16 bits, and flags of its inputs that are now in 16 bits."""
     inner = opened(body)
     b = Builder(body)
     b.invars += inner.invars
@@ -355,7 +354,7 @@ def _lowered(
 
 
 def _narrowed(body: ClosedJaxpr, narrow: Sequence[bool], dtype: Any) -> ClosedJaxpr:
-    """A body that takes some of its inputs in the type that it converts them to."""
+    """Return a body that takes some inputs in the type that it casts them to."""
     inner = opened(body)
     b = Builder(body)
     env: dict[Var, Atom] = {}

@@ -48,7 +48,7 @@ class ShardingPlan(CollectivePlan):
         return scale_types(self.options.precision.scaling)
 
     def for_trainers(self, trainers: int) -> ShardingPlan:
-        """The same plan for another number of ranks: more or fewer groups of the same degree.
+        """Return the plan for another number of ranks: more or fewer groups of the same degree.
 
         Raises:
           ConfigError: they cannot be shared out into groups.

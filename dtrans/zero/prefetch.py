@@ -38,7 +38,7 @@ def prefetched(
     types: Sequence[Any],
     outs: list[Var],
 ) -> JaxprEqn:
-    """The loop, as one equation.
+    """Return the loop as one equation.
 
     Args:
       eqn: the loop over layers, a `scan`.

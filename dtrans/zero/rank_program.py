@@ -151,8 +151,7 @@ class RankLayout:
         }
 
     def layers(self, step: Cut) -> dict[Var, str]:
-        """The gradients that loops make layer by layer, and scatter there: stacks of what is cut in
-        each layer."""
+        """Return the gradients that loops scatter layer by layer."""
         o = self.o
         if o.stage == 1 or self._weights_or_clips or o.reduce.compress is not None:
             return {}
@@ -175,7 +174,7 @@ class RankLayout:
         return scatter_specs(self.slices.leaves, layers, compress, self.unreduced, self.groups)
 
     def buckets(self, step: Cut) -> tuple[Bucket, ...]:
-        """The gradients that each collective moves, in the order of these."""
+        """Return the gradients that each collective moves, in the order of the collectives."""
         if self.owned is not None:
             return self.owned.buckets(step, self.o)
         return buckets_of(
@@ -475,7 +474,7 @@ class RankWriter:
         return found
 
     def _slice_of(self, leaf: str) -> Atom:
-        """The rank's slice of a parameter."""
+        """Return the rank's slice of a parameter."""
         s, o, b = self.leaves[leaf], self.o, self.b
         if o.slices_params:
             return self.local[leaf]

@@ -49,7 +49,7 @@ def scatter_specs(
     unreduced: Collection[str] = (),
     groups: Mapping[str, int] | None = None,
 ) -> Callable[[str], ScatterSpec]:
-    """The kind of each leaf's gradient.
+    """Return a function from a leaf to the kind of its gradient.
 
     Args:
       slices: of the leaves that are cut.
@@ -91,7 +91,7 @@ class Scatterer(Reducer):
         self.options = o
 
     def made(self, leaf: str, grad: Atom) -> None:
-        """A gradient is there; one that all ranks make is what it would be reduced to."""
+        """Receive a gradient; one that all ranks compute needs no reduction."""
         if not self.scatter(leaf).own:
             super().made(leaf, grad)
             return
@@ -106,7 +106,7 @@ class Scatterer(Reducer):
         self.means[leaf] = grad
 
     def sums(self, bucket: Bucket, sent: Sequence[Atom]) -> Sequence[Atom]:
-        """The sums over all ranks; of a bucket of sliced leaves the rank's slice."""
+        """Return the sums over all ranks; for a bucket of sliced leaves, the rank's slices."""
         kind, o = self.scatter(bucket.leaves[0]), self.options
         if kind.axis is None:
             return super().sums(bucket, sent)

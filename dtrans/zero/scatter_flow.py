@@ -61,8 +61,8 @@ class ScatterFlow:
         return [k for k, out in wiring(eqn).carried.items() if out in self.loops[i]]
 
     def ends_of(self, v: Var, makers: Mapping[Var, tuple[int, JaxprEqn]]) -> tuple[int, bool]:
-        """The elements of the largest value that is scattered for one that is wanted, and whether
-        loops make some.
+        """Return the elements of the largest scattered value behind a value, and whether loops
+        compute some.
 
         Args:
           makers: the equation that makes a value, and its position.
@@ -83,7 +83,7 @@ class ScatterFlow:
 
 
 def makers_of(eqns: Sequence[JaxprEqn]) -> dict[Var, tuple[int, JaxprEqn]]:
-    """The equation that makes each value, and its position."""
+    """Return the equation that computes each value, and its position."""
     return {v: (i, e) for i, e in enumerate(eqns) for v in e.outvars}
 
 

@@ -196,8 +196,7 @@ def _of_whole(
 
 
 def in_precision(plain: Cut, main: Program, precision: Precision) -> Cut:
-    """The step with its products in the type that was asked for: in 16 bits it is another program,
-    and cut anew."""
+    """Return the step with products in the requested type; in 16 bits it is a new program."""
     if precision.dtype is None:
         return plain
     return cut(low_precision(main, plain, precision.dtype, precision.scaling)).with_reported()

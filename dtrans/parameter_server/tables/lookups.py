@@ -287,8 +287,7 @@ def _find_zeros(
 
 
 def _lookups_in(eqns: Sequence[JaxprEqn], flow: Flow) -> tuple[list[_Lookup], list[JaxprEqn]]:
-    """All picks of rows, and equations that make numbers of rows outside of the bodies where they
-    are picked."""
+    """Find all picks of rows, and equations outside of bodies that compute their numbers."""
     found: list[_Lookup] = []
     extra: list[JaxprEqn] = []
     made_by: dict[Any, Sequence[Var]] = {}  # the numbers of forward are those of backward
@@ -365,8 +364,7 @@ def _outer(atom: Atom, env: Mapping[Var, Atom]) -> Atom:
 def _outside(
     eqn: JaxprEqn, env: dict[Var, Atom], made_by: dict[Any, Sequence[Var]]
 ) -> list[JaxprEqn]:
-    """An equation of a body as it is outside, unless it is there already; `env` is told what it
-    makes."""
+    """Copy an equation of a body to the outside, unless it is there; add its outputs to `env`."""
     atoms = [_outer(a, env) for a in eqn.invars]
     key = _same(eqn, atoms)
     made = (
@@ -439,7 +437,7 @@ def _refusal(
 def _refused_numbers(
     eqns: Sequence[JaxprEqn], picks: Sequence[_Lookup], tables: Collection[Var], like: Any
 ) -> dict[str, str]:
-    """The tables whose rows are picked by what rows of tables say."""
+    """Return the tables whose row numbers depend on rows of tables."""
     read = lambda numbers: {
         a for e in numbers_first(eqns, numbers, like) for a in e.invars if isinstance(a, Var)
     }

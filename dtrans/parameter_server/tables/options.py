@@ -63,7 +63,7 @@ class Rows:
 
 
 def check_sparse(sparse: Any) -> Mapping[str, Rows] | Literal["auto"] | None:
-    """The option, as it is kept. Raises ConfigError for what is none."""
+    """Return the option in its stored form. Raises ConfigError for an invalid one."""
     if sparse is None:
         return None
     if sparse == "auto":

@@ -83,7 +83,7 @@ def _why_not_kept(table: Table, analysis: RowAnalysis, startup: Program) -> str:
 
 
 def on_servers(table: Table, analysis: RowAnalysis) -> Table:
-    """The same table as servers have it, which add to its rows what has changed."""
+    """Return the table on servers, which add the trainers' changes to its rows."""
     zero = at_zero_gradient(analysis, table.lookups.leaf, {})
     return dataclasses.replace(table, zero=zero)
 
@@ -116,7 +116,7 @@ def write_update(
 
 
 def state_of_rows(startup: Program, state: Sequence[str]) -> RowsProgram:
-    """The program of the state of so many rows, from their numbers and what the init is given.
+    """Return the program of the initial state of rows, from their numbers and init's arguments.
 
     Args:
       startup: the init, with names as in the step.
@@ -136,7 +136,6 @@ def _state_rows(startup: Program, state: Sequence[str], count: int) -> ClosedJax
 
 
 def no_rows_of(tables: Tables, types: Mapping[str, Any]) -> dict[str, Any]:
-    """The types of what a trainer's state has of tables, and of state that has a row for each of
-    theirs: none."""
+    """Return the types of empty tables, and of their state by rows, of a trainer."""
     names = [m for n, t in tables.of.items() for m in (n, *t.zero.state)]
     return {n: ShapedArray((0, *types[n].shape[1:]), types[n].dtype) for n in names}

@@ -166,8 +166,7 @@ class TableWriter:
         self.writer.shared.update((v, v) for v in eqn.outvars)
 
     def _ids(self, table: TableLookups, wide: WideNumbers) -> list[Atom]:
-        """The numbers of the rows of a table that a step looks up, as they were before JAX cut
-        them."""
+        """Return the row numbers that a step looks up in a table, from before JAX narrowed them."""
         numbers = [(a, c) if c is None else wide.component(a, c) for a, c in table.ids]
         return [self.b.call(_component(c), wide.of(a))[0] for a, c in numbers]
 

@@ -56,7 +56,7 @@ class WideNumbers:
         return atom, component
 
     def of(self, atom: Atom) -> Atom:
-        """The same numbers, as they were before; themselves where nothing was cut."""
+        """Return row numbers from before their narrowing cast; unchanged without one."""
         wide = self._wide(atom)
         return self._whole(atom) if wide is None else wide
 

@@ -233,7 +233,7 @@ def _decider(cases: Sequence[_Followed], holds: Sequence[bool], said: Mapping[Va
 
 
 def numbers_of(program: Program) -> dict[str, Any]:
-    """Those outputs of an init that are one number: that, by name."""
+    """Return the outputs of an init that repeat one number, with that number, by name."""
     seen = _Followed("", Flow({}), program.inner.eqns, {})
     kinds = {n: seen.kind(a) for n, a in program.outvars.items()}
     return {n: k for n, k in kinds.items() if isinstance(k, np.ndarray)}

@@ -191,11 +191,11 @@ class SurvivingJob(Job):
         return self._job.cut_axes()
 
     def slice_axis(self, name: str) -> int | None:
-        """As `CollectiveJob.slice_axis`."""
+        """Return the dimension of slices; see `CollectiveJob.slice_axis`."""
         return self._job.slice_axis(name)
 
     def sharding_of(self, name: str) -> NamedSharding | None:
-        """As `CollectiveJob.sharding_of`."""
+        """Return a sharding; see `CollectiveJob.sharding_of`."""
         return self._job.sharding_of(name)
 
     def _with_those_left(self, run: Callable[[CollectiveJob], Any]) -> Any:
@@ -220,7 +220,7 @@ class SurvivingJob(Job):
 
 @realises(CollectivePlan, "cluster")
 def on_cluster(plan: CollectivePlan, *, donate: bool, on_nonfinite: str = "ignore") -> Job:
-    """This process's trainers, as they run best on their platform."""
+    """Return the job of this process's trainers, as they run best on their platform."""
     # first: it finds a job that the user has connected
     drop = connected().on_trainer_loss == "drop"
     devices = trainer_devices()
@@ -245,7 +245,7 @@ def on_cluster(plan: CollectivePlan, *, donate: bool, on_nonfinite: str = "ignor
 
 
 def job_of(plan: CollectivePlan, *, donate: bool, on_nonfinite: str) -> CollectiveJob:
-    """A job of all trainers that are there."""
+    """Return a job of all present trainers."""
     devices = trainer_devices()
     plan = plan.for_trainers(len(devices))
     return CollectiveJob(
@@ -254,7 +254,7 @@ def job_of(plan: CollectivePlan, *, donate: bool, on_nonfinite: str) -> Collecti
 
 
 def own_of(x: Any) -> Any:
-    """This process's piece of an array; what is none, as it is."""
+    """Return this process's piece of an array; other values unchanged."""
     return local_shard(x) if isinstance(x, jax.Array) else x
 
 
@@ -270,7 +270,7 @@ class ClusterFabric:
         self._last: Program | None = None
 
     def carry_out(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
-        """The outputs of one equation of a startup program."""
+        """Return the outputs of one equation of a startup program."""
         if eqn.primitive is broadcast_p:
             connected()
             return broadcast(values[1:], eqn.params["root"])
@@ -319,13 +319,13 @@ class ClusterFabric:
 
 
 def _parts(program: Program) -> list[str]:
-    """The arrays of a program that trainers have parts of."""
+    """Return the arrays of a program that trainers have parts of."""
     held = {n for spec in program.args[:2] for n in spec.names}
     return [n for n, t in program.inputs.items() if n not in held and t.ndim]
 
 
 def axes_of(program: Program, trainers: int) -> dict[str, int]:
-    """The axes that a program's trainers are on, with their sizes.
+    """Return the axes of a program's trainers, with their sizes.
 
     Raises:
       StateError: it is for another number of trainers.

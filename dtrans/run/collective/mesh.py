@@ -103,7 +103,7 @@ def on_mesh(
 
 
 def mesh_of(plan: CollectivePlan, devices: Sequence[jax.Device]) -> Mesh:
-    """The first of the devices on the axes of a plan."""
+    """Return a mesh of the first devices, with a plan's axes."""
     sizes = [size for _, size in plan.axes]
     return Mesh(np.array(devices[: plan.trainers]).reshape(sizes), plan.axis_names)
 

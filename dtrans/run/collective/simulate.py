@@ -46,5 +46,5 @@ class SimulatedTrainers(Trainers):
 
 @realises(CollectivePlan, "simulate")
 def simulated(plan: CollectivePlan) -> CollectiveJob:
-    """All trainers on one device."""
+    """Return a job of all trainers on one device."""
     return CollectiveJob(plan, SimulatedTrainers(plan.trainers), donate=False)

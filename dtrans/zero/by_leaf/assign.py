@@ -29,7 +29,7 @@ RULES = ("greedy_even", "use_order")
 
 
 def owners_of(sizes: Sequence[int], ranks: int, rule: str) -> list[int]:
-    """The owner of each of several things, given their sizes in order.
+    """Return the owner of each of several sizes, in order.
 
     Args:
       sizes: in elements.
@@ -61,7 +61,7 @@ def owners_of(sizes: Sequence[int], ranks: int, rule: str) -> list[int]:
 
 
 def owned_leaves(step: Cut, analysis: RowAnalysis, ranks: int, rule: str) -> dict[str, int]:
-    """The owner of each leaf of the analysis, in the order in which leaves were given away."""
+    """Return the owner of each leaf of the analysis, in the order of assignment."""
     known = set(analysis.params)
     groups: dict[str, list[str]] = {}
     for n in [n for n in first_used(step) if n in known]:
@@ -72,8 +72,7 @@ def owned_leaves(step: Cut, analysis: RowAnalysis, ranks: int, rule: str) -> dic
 
 
 def first_used(step: Cut) -> list[str]:
-    """The leaves in the order in which the program first uses them; those that it does not use come
-    last."""
+    """Return the leaves in the order of their first use in the program; unused ones come last."""
     inner = step.program.inner
     params = set(step.params)
     leaf_of = {v: n for n, v in step.program.invars.items() if n in params}

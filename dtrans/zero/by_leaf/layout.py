@@ -156,7 +156,7 @@ class Owned:
     # -- the first state -------------------------------------------------------------------------
 
     def startup(self, startup: Program) -> Program:
-        """The init of one device, with state in the bins of all ranks."""
+        """Return the init of one device, with state in the bins of all ranks."""
         inner = startup.inner
         b = Builder(startup.jaxpr)
         b.invars += inner.invars
@@ -285,8 +285,8 @@ def _kind(parts: Mapping[str, BinPart]) -> Callable[[str], ScatterSpec]:
 
 
 def _updating_what_is_read(step: Cut) -> tuple[list[str], OptimizeHalf]:
-    """The leaves that need an owner, and the optimize half with all of them going in and coming
-    out.
+    """Return the leaves that need an owner, and an optimize half that takes and returns all of
+    them.
 
     A leaf that is not updated may have a gradient that others read (in a norm of all): somebody has
     to own that.

@@ -134,13 +134,13 @@ class Bins:
         return there - sum(p.size * jnp.dtype(p.dtype).itemsize for p in self.places.values())
 
     def of_rank(self, rank: int) -> dict[str, BinSlot]:
-        """The arrays of a rank."""
+        """Return the places of a rank's arrays."""
         return {n: p for n, p in self.places.items() if p.rank == rank}
 
     # -- on arrays -------------------------------------------------------------------------------
 
     def packed_of(self, rank: int, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The bins of one rank, given its arrays."""
+        """Return the bins of one rank from its arrays."""
         own = self.of_rank(rank)
         return {
             n: _joined(self._rows(BinPart(n, 0, t.size), own, values), t.dtype)
@@ -148,19 +148,18 @@ class Bins:
         }
 
     def packed(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The bins of all ranks, given all arrays."""
+        """Return the bins of all ranks from all arrays."""
         return {n: self.packed_part(BinPart(n, 0, t.size), values) for n, t in self.types.items()}
 
     def packed_part(self, part: BinPart, values: Mapping[str, Any]) -> Any:
-        """A part of one bin of all ranks, given the arrays that lie in it."""
+        """Return a part of one bin of all ranks from the arrays in it."""
         return _joined(
             [x for k in range(self.ranks) for x in self._rows(part, self.of_rank(k), values)],
             self.types[part.bin].dtype,
         )
 
     def parts(self, limit: float) -> list[BinPart]:
-        """Each bin in parts: of so many bytes in all ranks together, or of the largest array in it
-        if that is more."""
+        """Cut bins into parts of about `limit` bytes over all ranks, at least of one array."""
         found = []
         for name, t in self.types.items():
             largest = max(p.size for p in self.places.values() if p.bin == name)
@@ -170,7 +169,7 @@ class Bins:
         return found
 
     def inside(self, part: BinPart) -> list[str]:
-        """The arrays that lie in a part, or reach into it; in a part of padding none."""
+        """Return the arrays that lie in a part, or reach into it; none for padding."""
         of = [(n, p) for n, p in self.places.items() if p.bin == part.bin]
         return [n for n, p in of if max(p.start, part.start) < min(p.start + p.size, part.stop)]
 
@@ -198,12 +197,12 @@ class Bins:
         )
 
     def array_of(self, name: str, bins: Mapping[str, Any]) -> Any:
-        """One array, given the bins of its rank."""
+        """Return one array from the bins of its rank."""
         p = self.places[name]
         return jax.lax.slice(bins[p.bin], (p.start,), (p.start + p.size,)).reshape(p.shape)
 
     def from_parts(self, parts: Mapping[BinPart, Any]) -> dict[str, Any]:
-        """All arrays, given parts of the bins of all ranks."""
+        """Return all arrays from parts of the bins of all ranks."""
         found = {}
         for n, p in self.places.items():
             rows = []
@@ -216,12 +215,12 @@ class Bins:
         return found
 
     def unpacked(self, bins: Mapping[str, Any]) -> dict[str, Any]:
-        """All arrays, given the bins of all ranks."""
+        """Return all arrays from the bins of all ranks."""
         return self.from_parts({BinPart(n, 0, t.size): bins[n] for n, t in self.types.items()})
 
 
 def free_name(name: str, taken: Collection[str]) -> str:
-    """A name that bins may begin with: the given one, or with underscores behind it."""
+    """Return an unused root for names of bins: `name`, with underscores if needed."""
     while any(is_under(n, [name]) for n in taken):
         name += "_"
     return name

@@ -183,7 +183,7 @@ class OwnerWriter:
         )
 
     def _kept(self, level: int) -> list[str]:
-        """The names of the bins that a level makes."""
+        """Return the names of the bins that a level computes."""
         if level != self.levels[-1]:
             return list(self.carried[level].types)
         return [f"new {n}" for n in (*self.params.types, *self.state.types)]
@@ -309,7 +309,7 @@ def _flat(x: Any, dtype: Any) -> Any:
 
 
 def _apart(shapes: Sequence[tuple[int, ...]], x: Any) -> list[Any]:
-    """A vector as the arrays that lie in it."""
+    """Split a vector into the arrays that lie in it."""
     found, start = [], 0
     for shape in shapes:
         size = ShapedArray(shape, x.dtype).size
