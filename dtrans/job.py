@@ -14,7 +14,7 @@ import os
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,10 +25,6 @@ from dtrans.errors import BatchError, ConfigError, StateError
 from dtrans.step import one_state
 from dtrans.step.batch_sharing import part_of
 from dtrans.step_meter import JobReport, StepMeter
-
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 
 def _hyperparameter_leaf(leaves: Iterable[str], name: str) -> str:
@@ -382,12 +378,7 @@ class Job(abc.ABC):
     def __enter__(self) -> Job:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 Ticks: TypeAlias = Sequence[Sequence[Task | None]]
 
-# Kind to what it is called and its colours, by chunk, of which the last two are dark. Kinds differ
-# in lightness too, for print and for any eyes.
+# Kind to its title and its colours by chunk; the last two are dark. Kinds differ in lightness too,
+# for print and for any eyes.
 KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "F": ("forward", ("#a6d0ec", "#6aaada", "#3478b4", "#1d4a76")),
     "B": ("backward", ("#f7ad69", "#e07f2a", "#b1560f", "#7a3906")),
@@ -33,11 +33,7 @@ KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 _DARK = {colour for _, colours in KINDS.values() for colour in colours[2:]}
 # colour; characters of a line of text; points of the numbers in bars
-_IDLE, _LINE, _TEXT = (
-    "#eeeeee",
-    120,
-    7.0,
-)
+_IDLE, _LINE, _TEXT = "#eeeeee", 120, 7.0
 
 
 # -- tables ----------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ import resource
 from collections.abc import Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -79,12 +78,7 @@ class RoleJob(Job):
         super().close()
         self._executor.close()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         super().close()
         self._executor.__exit__(kind, error, trace)  # a failure is told to the servers
 

@@ -11,7 +11,6 @@ import itertools
 import os
 import wave
 from collections.abc import Iterable, Mapping
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -57,12 +56,7 @@ class SummaryWriter:
     def __enter__(self) -> SummaryWriter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *failed: object) -> None:
         self.close()
 
     def close(self) -> None:

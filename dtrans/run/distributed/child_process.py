@@ -20,7 +20,6 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
-from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
 from dtrans.errors import LaunchError
@@ -208,12 +207,7 @@ class Guard:
     def __enter__(self) -> Guard:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *failed: object) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
