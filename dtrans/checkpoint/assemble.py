@@ -87,9 +87,10 @@ def assemble_slice(
             out[_index_in(common, wanted)] = values[_index_in(common, box)]
             found += _size(common)
     if found != _size(wanted):
+        places = ", ".join(dict.fromkeys(row.endpoint for row in rows)) or "no server"
         raise StateError(
-            f"{target.origin_name}: {found} of {_size(wanted)} elements are there, on "
-            + (", ".join(dict.fromkeys(row.endpoint for row in rows)) or "no server")
+            f"{target.origin_name}: {found} of {_size(wanted)} elements are there, on {places}; "
+            "pass the pieces or states of all servers"
         )
     return out
 

@@ -229,7 +229,10 @@ class Checkpoint:
                     at, local = _locate_rows(target, row, segment.present)
                     out[local], is_saved[local] = segment.rows[0][at], True
         if found != len(is_saved):
-            raise StateError(f"{target.origin_name}: {found} of {len(is_saved)} rows are there")
+            raise StateError(
+                f"{target.origin_name}: {self.path} has blocks for {found} of {len(is_saved)} "
+                "rows; restore another checkpoint, such as dtrans.checkpoint.latest finds"
+            )
         if is_saved.all():
             return out
         if first is None:

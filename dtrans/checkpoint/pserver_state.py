@@ -216,7 +216,8 @@ def check_plan(plan: Any) -> None:
     local = _on_no_server(plan)
     if local is not None:
         raise ConfigError(
-            f"{local} is on no server, but local to each trainer: such jobs have no checkpoints yet"
+            f"{local} is local to each trainer, and checkpoints have the state of servers alone; "
+            "use another mode than Geo, or save the trainers' states yourself"
         )
 
 

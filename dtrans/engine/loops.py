@@ -68,7 +68,7 @@ class WrittenBody:
 
 
 def moved_bytes(eqns: Iterable[JaxprEqn]) -> dict[str, int]:
-    """Return the bytes that one shard communicates, by primitive; of a gather, its output."""
+    """Return the bytes that one shard communicates, by primitive; a gather counts its output."""
     found: dict[str, int] = {}
     for eqn in eqns:
         if collective_of(eqn) is not None:

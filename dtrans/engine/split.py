@@ -56,7 +56,7 @@ class SplitProgram:
 
     @property
     def moved(self) -> dict[str, int]:
-        """Bytes that one shard communicates, by primitive; of a gather, its output.
+        """Bytes that one shard communicates, by primitive; a gather counts its output.
 
         Bodies of loops count once.
         """

@@ -52,7 +52,7 @@ def connection(rsh: str, host: HostEntry, command: Sequence[str]) -> list[str]:
     if odd:
         raise ConfigError(
             f"{odd[0]!r} cannot be passed to host {host.name}, whose shell would change it; give a "
-            "path without spaces and signs, with --python or in PYTHONPATH"
+            "path of letters, digits, . _ - and /, with --python or in PYTHONPATH"
         )
     options = SSH if os.path.basename(words[0]) == "ssh" else ()
     return [*words, *options, host.name, *command]

@@ -85,8 +85,10 @@ def _job(parts: EmitParts, kind: str, image: str) -> dict[str, Any]:
 
 
 def _literal(text: str) -> str:
-    """Return what Kubernetes reads as a text: in commands and variables it expands `$(NAME)` and
-    `$$`."""
+    """Return a text that Kubernetes leaves unchanged.
+
+    In commands and variables it expands `$(NAME)` and `$$`.
+    """
     return text.replace("$", "$$")
 
 

@@ -55,7 +55,7 @@ exec "$@"
 _ENDPOINT = "export DTRANS_CURRENT_ENDPOINT=$node:$port"
 _ID = "export DTRANS_TRAINER_ID=$index"
 
-# Slurm appends the command to each line; it does not read quotes or % in what it appends
+# Slurm appends the command to each line, and does not interpret its quotes or %
 _MULTI_PROG = """\
 # tasks and their roles; the nodes of these tasks
 lists=$(mktemp -d)
@@ -183,7 +183,7 @@ def _shared_nodes(table: RoleTable, parts: EmitParts, nodes: int) -> str:
 
 
 def _head(title: str, parts: EmitParts, asks: list[str], *, remote: bool = True) -> list[str]:
-    """Return what a file asks Slurm for, and the variables that all roles share."""
+    """Return the head of a file: its options of Slurm, and the variables that all roles share."""
     token = _TOKEN.replace("PYTHON", shlex.quote(parts.argv[0]))
     return [
         "#!/bin/bash",

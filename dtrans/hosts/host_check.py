@@ -155,7 +155,7 @@ class _Question:
             )
 
     def answer(self, limit: float) -> FoundHost | str:
-        """Return what the host is, or why it cannot take part."""
+        """Return the facts about the host, or the reason why it cannot take part."""
         name = self.host.name
         lines = self.out.decode(errors="replace").splitlines()
         errors = self.err.decode(errors="replace").strip()

@@ -4,7 +4,7 @@ A file has a host on each line, and `#` begins a comment:
 
     gpu1                            # as many roles as there are to place
     gpu2  slots=2                   # two at most
-    alice@gpu3  address=10.0.0.7    # the address at which the other hosts reach it
+    alice@gpu3  address=10.0.0.7    # for connections from the other hosts
     gpu4  python=/opt/venv/bin/python
 
 The short form is a list with the numbers of slots: `gpu1:2,gpu2:2`.
@@ -29,13 +29,13 @@ class HostEntry:
     """A host that may run roles of a job.
 
     Attributes:
-      name: the user's name for it, as `ssh` takes it; `user@name` is one too.
+      name: the user's name for it, as `ssh` takes it; `user@name` is allowed.
       slots: the most roles that it takes; None for any number.
-      address: the name or number at which other hosts reach it; empty where the host is asked.
+      address: the name or number that other hosts connect to; if empty, the host is asked for it.
       python: the interpreter there; empty for the one of the launcher.
 
     Raises:
-      ConfigError: a field that cannot be.
+      ConfigError: an invalid field.
 
     Example:
       >>> from dtrans.hosts.host_list import HostEntry, read_hosts

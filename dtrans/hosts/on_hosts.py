@@ -27,8 +27,7 @@ from dtrans.run.distributed.role import Role
 from dtrans.run.net.net_options import ALLOW_REMOTE
 
 
-# what this process was told of JAX and its libraries holds for roles too; the rest is the host's
-# own
+# roles get this process's settings of JAX and its libraries; other variables are the host's
 CARRIED = (
     "DTRANS_",
     "JAX_",

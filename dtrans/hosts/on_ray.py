@@ -1,13 +1,13 @@
 """Jobs on a Ray cluster: each role is an actor, and the driver is the process that calls
 `plan.on_ray()`.
 
-    portable_plan   the way of a plan to the actors
-    ray_group       placement, calls, and the end of all
-    ray_actor       a role, which takes the way of `plan.on_cluster()`
-    on_ray          the job, as the driver has it
+    portable_plan   pickled plans for the actors
+    ray_group       placement, calls, and the end of all actors
+    ray_actor       an actor with one role, which runs `plan.on_cluster()`
+    on_ray          the job in the driver
 
-Ray starts the processes, and carries what the driver says: endpoints, the token, batches, results.
-Gradients and parameters go the ways that they go in every job of processes.
+Ray starts the processes, and carries endpoints, the token, batches and results. Roles exchange
+gradients and parameters as in every job of processes.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ class RayState:
 class RayJob(Job):
     """A plan, running as actors of a Ray cluster.
 
-    `step` takes the global batch, and each trainer gets its rows. Where `batches` says what
-    trainers step on, it takes no batch. Results come to the driver. With `batch="local"`, and in
+    `step` takes the global batch, and each trainer gets its rows. It takes no batch if `batches`
+    gives trainers theirs. Results come to the driver. With `batch="local"`, and in
     asynchronous modes of parameter servers, each trainer has results of its part. The driver
     averages floating-point scalars of these, and gives all others a leading axis.
 
-    An error of an actor ends the job, with all actors. A role or a node that has gone is a
+    An error of an actor ends the job and all actors. The loss of a role or node raises a
     `PeerError` that names both.
 
     Args:
@@ -84,7 +84,7 @@ class RayJob(Job):
       env: variables of the actors. They also get the driver's variables of JAX, XLA and dtrans; a
         role without a GPU or TPU computes on CPUs.
       deadline: seconds that any wait for another role may take, and for room on the cluster.
-      patience: seconds without a sign of another role after which it is taken for dead.
+      patience: seconds without a sign of another role after which it counts as failed.
 
     Raises:
       ConfigError: Ray is not installed, options that do not fit, or a plan that actors cannot make
@@ -162,10 +162,10 @@ class RayJob(Job):
         return self._begin("take", _arrays(self.plan.main.args[:2], (params, opt_state)))
 
     def restore(self, path: str | os.PathLike[str]) -> RayState:
-        """Return the state that goes on from a checkpoint, which each actor reads its part of.
+        """Return the state of a checkpoint; each actor reads its part.
 
         Args:
-          path: a folder that all nodes see; relative to `checkpoints`, where that is given.
+          path: a folder that all nodes see; relative to `checkpoints` if there is one.
         """
         return self._begin("restore", str(self._path(path)))
 
@@ -242,8 +242,8 @@ class RayJob(Job):
     def opt_state(self, state: RayState) -> Any:
         if isinstance(self.plan, PServerPlan) and not self.plan.push_every:
             raise ConfigError(
-                "the optimizer's state is on the servers: call job.save(path), and "
-                "dtrans.checkpoint.load the whole"
+                "the optimizer's state is on the servers; call job.save(path), then "
+                "dtrans.checkpoint.load(path, main)"
             )
         return self._read("opt_state", state)
 
@@ -259,13 +259,13 @@ class RayJob(Job):
         """Save a checkpoint of the newest state: each actor its pieces.
 
         Args:
-          path: a folder that all nodes see, one for each checkpoint; relative to `checkpoints`,
-            where that is given. Of parameter servers it lies in `checkpoints`.
+          path: a folder that all nodes see, one for each checkpoint; relative to `checkpoints` if
+            there is one. With parameter servers it must lie in `checkpoints`.
           tag: as in `dtrans.checkpoint.save`.
 
         Raises:
-          ConfigError: servers were not told a folder, or another one. CheckpointError: servers
-            could not write it; the job goes on.
+          ConfigError: servers have no folder, or another one.
+          CheckpointError: servers could not write it; the job continues.
         """
         self._check_open()
         if self._state is None:
@@ -273,7 +273,7 @@ class RayJob(Job):
         place = self._path(path)
         if self._group.servers and place.parent != self._folder:
             raise ConfigError(
-                f"servers save in one folder, and {place} is not in it; say "
+                f"servers save in one folder, and {place} is not in it; pass "
                 f"plan.on_ray(checkpoints={str(place.parent)!r})"
             )
         self._call("save", {n: (str(place), tag) for n in self._group.trainers})
@@ -357,7 +357,8 @@ def _shape(plan: Any, processes: int | None) -> tuple[int, int]:
     check_int("processes", count, "a number of actors")
     if total % count:
         raise ConfigError(
-            f"processes={count} does not divide the {total} trainers, ranks or stages of the plan"
+            f"processes={count} does not divide the {total} trainers, ranks or stages of the plan; "
+            f"write a divisor of {total}"
         )
     return count, total // count * each
 

@@ -85,7 +85,7 @@ class RoleActor(RoleProcess):
 
         Args:
           role: the role.
-          environment: variables beside those of the role; the token is one of them.
+          environment: variables in addition to those of the role, such as the token.
           pickled: the plan (`dtrans.hosts.portable_plan`), and the function that makes batches.
           data: a trainer's part of a dataset, if any, and the rows of its batches.
           options: `deadline` and `patience`.
@@ -210,7 +210,10 @@ def _of_dataset(part: Any, rows: int, specs: Sequence[TreeSpec]) -> Iterator[Seq
             count += 1
             yield _trees(specs, [_column(columns, n) for n in names])
         if not count:
-            raise BatchError(f"this trainer's part of the dataset has fewer rows than rows={rows}")
+            raise BatchError(
+                f"this trainer's part of the dataset has fewer rows than rows={rows}; give a "
+                "larger dataset, or fewer rows"
+            )
 
 
 def _column(columns: Mapping[str, Any], name: str) -> Any:

@@ -1,9 +1,8 @@
-"""Actors for the roles of a job on a Ray cluster: where they run, waiting for them, and the role to
-blame.
+"""Actors for the roles of a job on a Ray cluster: placement, waits, and the role to blame.
 
 Servers are spread over nodes; trainers are packed or spread. Each role has a bundle, and each of
-the two kinds a placement group, since a group knows one strategy. The groups and the
-actors end with this object, or with the driver: Ray ends what a driver leaves.
+the two kinds a placement group, since a group has one strategy. The groups and the actors end with
+this object. Ray ends them if the driver ends first.
 
 Every wait ends when an actor does. Roles notice each other's end, so the first error may be a
 `PeerError` of a role that is in order. Such an error waits a moment for the failure that caused it,
@@ -323,7 +322,7 @@ class RayGroup:
           limit: when to give up, by the monotonic clock.
 
         Returns:
-          What each returned, by name.
+          The result of each actor, by name.
 
         Raises:
           PeerError: an actor or its node has gone, or the method failed by an error that is none of
@@ -354,7 +353,8 @@ class RayGroup:
             if not done:
                 names = ", ".join(n for ref, n in waiting.items() if ref in calls)
                 raise DeadlineError(
-                    f"waited {self._deadline:g} s until the processes of {names} had started"
+                    f"waited {self._deadline:g} s, and the processes of {names} have not started; "
+                    "give a longer deadline"
                 )
             (ref,) = done
             name = waiting.pop(ref)
@@ -362,7 +362,7 @@ class RayGroup:
             failure = self._failure_of(ref, name)
             if failure is not None:
                 error = self._to_blame(failure, waiting)
-                if not isinstance(error, CheckpointError):  # after which a job goes on
+                if not isinstance(error, CheckpointError):  # a job continues after it
                     self.end()
                 raise error from failure.cause
             if ref in calls:
@@ -428,7 +428,7 @@ class RoleFailure:
     Attributes:
       name: of the role.
       node: where it was.
-      cause: the error of its method, or what Ray says of its end.
+      cause: the error of its method, or Ray's error about its end.
       has_gone: its process has ended.
     """
 

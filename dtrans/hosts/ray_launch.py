@@ -104,11 +104,11 @@ class ScriptActor(RoleProcess):
     def run(
         self, command: Sequence[str], environment: Mapping[str, str], directory: str, python: str
     ) -> Iterator[Any]:
-        """Run the process; yield what happens.
+        """Run the process; yield its output and exit status.
 
         Args:
           command: program and arguments.
-          environment: variables beside those of this node.
+          environment: variables in addition to those of this node.
           directory: to work in.
           python: the driver's interpreter, for which the node's stands in.
 
@@ -166,11 +166,11 @@ def _next(events: SimpleQueue[Any]) -> Any:
 
 
 class RayChild(Child):
-    """A role on a node of a Ray cluster, as the launcher has it.
+    """A role on a node of a Ray cluster, in the launcher.
 
     Args:
-      role: what it is.
-      node: where, as messages say it.
+      role: its role.
+      node: its node, as in messages.
       actor: its `ScriptActor`.
       order: the arguments of `ScriptActor.run`.
       ray: the module.
@@ -201,7 +201,7 @@ class RayChild(Child):
         self._reader = self._thread(self._follow, lines)
 
     def _follow(self, happenings: Any) -> None:
-        """Pass on what the actor says, until the role has ended."""
+        """Pass on the lines that the actor yields, until the role has ended."""
         from ray.exceptions import RayError, RayTaskError
 
         try:
@@ -221,16 +221,16 @@ class RayChild(Child):
 
     @property
     def pid(self) -> int:
-        """No process of this host: 0."""
+        """0: the role is no process of this host."""
         return 0
 
     @property
     def returncode(self) -> int:
-        """The exit status of the role, as its actor said."""
+        """Exit status of the role, from its actor."""
         return LOST if self._status is None else self._status
 
     def how(self) -> str:
-        """Return how an ended role has failed: what stands after `failed with`."""
+        """Return how an ended role failed, for messages: the words after `failed with`."""
         return super().how() if self._status is not None else self._lost
 
     def signal(self, signum: int) -> None:
@@ -278,8 +278,10 @@ class OnRay(Site):
         return self._group.another_endpoint(roles[0].name)
 
     def variables(self, role: Role) -> dict[str, str]:
-        """Return what lets roles meet over the network; Ray has shown each its GPUs, if it has
-        any."""
+        """Return the variables with which roles connect over the network.
+
+        Ray itself sets the variables of a role's GPUs.
+        """
         placed = self._placement
         bundle = placed.trainer_resources if role.is_trainer else placed.server_resources
         found = {ALLOW_REMOTE: "1"}

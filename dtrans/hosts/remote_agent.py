@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def look(order: dict[str, Any]) -> dict[str, Any]:
-    """Return what a launcher has to know of this host.
+    """Return the facts that a launcher needs about this host.
 
     Args:
       order: `address` or `name`, where others reach this host; `ports`, the number of them to
@@ -102,7 +102,7 @@ def versions() -> dict[str, str]:
 
 
 def _local_address(name: str) -> str:
-    """Return the address at which others reach this host; an empty string if unknown.
+    """Return the address that others connect to; an empty string if unknown.
 
     It is the resolved name, or the address that ssh has connected to. On Debian a host resolves its
     name to 127.0.1.1, so loopback addresses come last.

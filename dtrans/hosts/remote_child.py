@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 
 
 START = 60.0  # seconds for an agent to say that it has started its role
-BEAT = 5.0  # seconds between two signs of the launcher's life
+BEAT = 5.0  # seconds between two heartbeats of the launcher
 SILENCE = 60.0  # seconds without one, after which an agent ends its role
 LAST_WORDS = 2.0  # seconds for an agent to kill its role before the connection is cut
 LOST = 255  # the exit code of a role whose connection was lost: that of ssh
 
 
 class RemoteChild(Child):
-    """A role on another host.
+    """A role on another host, in the launcher.
 
     Args:
-      role: what it is.
+      role: its role.
       host: the name of its host.
       connection: the command that runs the agent there.
       order: for the agent: the role's command, environment and working directory.
@@ -84,11 +84,11 @@ class RemoteChild(Child):
 
     @property
     def returncode(self) -> int:
-        """The exit status of the role, as its agent said."""
+        """Exit status of the role, from its agent."""
         return LOST if self._ended is None else self._ended
 
     def how(self) -> str:
-        """Return how an ended role has failed: what stands after `failed with`."""
+        """Return how an ended role failed, for messages: the words after `failed with`."""
         if self._ended is not None:
             return super().how()
         if self._refused:
@@ -142,8 +142,7 @@ class RemoteChild(Child):
         self._ended = note.get("ended")
 
     def _attend(self) -> None:
-        """End a connection by which nothing comes; then let the agent know that the launcher is
-        there."""
+        """End the connection if the role does not start in time; then send the agent heartbeats."""
         if not self.settled.wait(START):
             self._late = True
             self._cut()
@@ -151,8 +150,10 @@ class RemoteChild(Child):
             self._say({})
 
     def _kill(self) -> None:
-        """Let the agent kill the role; without its answer cut the connection, with which the role
-        ends as well."""
+        """Let the agent kill the role; cut the connection if it does not answer.
+
+        The role ends with the connection, too.
+        """
         self._say({"signal": int(signal.SIGKILL)})
         if not self._over.wait(LAST_WORDS):
             self._cut()

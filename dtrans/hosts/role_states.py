@@ -47,7 +47,7 @@ class RoleStates:
         """
         self._lines = {role: _Line(host, role) for role, host in places}
         if self._console.is_terminal:
-            # what roles print goes above the table; a pipe or a file keeps what it is given
+            # output of roles goes above the table, but a pipe or a file gets it unchanged
             self._live = Live(
                 console=self._console,
                 auto_refresh=False,

@@ -1,17 +1,17 @@
-"""The processes of a job as a table: who they are, their command, their variables, and their needs.
+"""Table of the processes of a job: their roles, commands, variables and needs.
 
     plan.roles(command)           from a plan: with memory and bytes, from `plan.costs()`
     role_table(mode, trainers)    from counts alone
     place(table, hosts)           a host for each process
     table.at(places)              the table with the endpoints that these hosts give
 
-A table is a value: nothing is started, and no port is asked for. Whatever starts the processes
-(ssh, Slurm, Kubernetes, TorchX, Ray) reads it. It holds no secret: `DTRANS_TOKEN` reaches the
-processes in another way.
+A table is a value: it starts nothing, and reserves no port. Launchers and emitters (ssh, Slurm,
+Kubernetes, TorchX, Ray) read it. It has no secret: `DTRANS_TOKEN` reaches the processes in another
+way.
 
 Placement is a question of bandwidth. Let each of n trainers send M bytes to k servers, a share to
 each. A host carries what its trainers exchange with servers elsewhere, and what its servers
-exchange with trainers elsewhere. The busiest link bounds the step:
+exchange with trainers elsewhere. The busiest link bounds the time of a step:
 
     all on separate hosts                       max(M, n M / k)
     k = n, a server beside each trainer         2 (n - 1) M / n
@@ -65,11 +65,10 @@ class RoleEntry:
       role: its role and endpoints.
       argv: its command.
       environment: the variables to set for it, without the job's secret.
-      cores: processors that it is given; None where nobody said.
-      memory: bytes of its arrays between steps, or what the user asked for; None where nobody
-        knows.
-      sent, received: bytes that it gives to others in a step, and takes from them; None where
-        nobody knows.
+      cores: processors for it; None if the user named no number.
+      memory: bytes of its arrays between steps, or the user's number; None if unknown.
+      sent, received: bytes that it sends to others and receives from them in a step; None if
+        unknown.
       away_from: kinds of roles that make steps slower when they share its host.
       beside: kinds of roles that may share its host and cost no bandwidth.
     """
@@ -182,11 +181,10 @@ class RoleTable:
         The first endpoint on a host has this port, and the next ones there those that follow.
 
         Args:
-          places: a host, or its address, for each entry: what `place` returns.
+          places: a host, or its address, for each entry, such as `place` returns.
           port: the first port.
         """
-        if len(places) != len(self):
-            raise ConfigError(f"places has {len(places)} hosts; the table has {len(self)} roles")
+        _check_count("places", places, len(self), "role")
         taken: collections.Counter[str] = collections.Counter()
         endpoints = []
         for entry, host in zip(self.entries, places, strict=True):
@@ -197,16 +195,21 @@ class RoleTable:
         return self.with_endpoints(endpoints)
 
     def with_endpoints(self, endpoints: Sequence[str]) -> RoleTable:
-        """Return the table with other endpoints: of the servers, or of the trainers where there are
-        none."""
+        """Return the table with other endpoints.
+
+        Args:
+          endpoints: one for each server; one for each trainer if there are no servers.
+
+        Raises:
+          ConfigError: another number of endpoints.
+        """
         first = self.entries[0].role
         if first.mode == "pserver":
+            _check_count("endpoints", endpoints, len(self.of(PSERVER)), "pserver")
             roles = roles_of(first.trainers, endpoints)
         else:
+            _check_count("endpoints", endpoints, len(self), "trainer")
             roles = trainer_roles(endpoints)
-        if len(roles) != len(self):
-            needed = len(self.of(PSERVER)) or len(self)
-            raise ConfigError(f"endpoints has {len(endpoints)} of them; the table needs {needed}")
         entries = []
         for entry, role in zip(self.entries, roles, strict=True):
             environment = _environment(role, entry.user_environment)
@@ -215,7 +218,7 @@ class RoleTable:
 
     @property
     def notes(self) -> list[str]:
-        """Say what else there is to know."""
+        """Lines about the roles' command and bandwidth, for people."""
         found = []
         if any(e.argv for e in self.entries):
             found.append(f"each runs: {shlex.join(self.entries[0].argv)}")
@@ -304,17 +307,15 @@ def role_table(
     if mode == "pserver":
         count = 1 if pservers is None else pservers
         check_int("pservers", count, "a number of processes", least=1)
+        if endpoints and pservers is not None:
+            _check_count("endpoints", endpoints, pservers, "pserver")
         roles = roles_of(trainers, endpoints or _loopback(count))
-        if len(roles) != trainers + count and pservers is not None:
-            raise ConfigError(f"endpoints has {len(endpoints or ())} of them, pservers={pservers}")
     else:
         if pservers is not None:
             raise ConfigError(
                 f"there are no pservers in mode={mode!r}; leave out pservers={pservers}"
             )
-        roles = trainer_roles(endpoints or _loopback(trainers))
-        if len(roles) != trainers:
-            raise ConfigError(f"endpoints has {len(roles)} of them, trainers={trainers}")
+        roles = _connected(trainers, endpoints, "trainer")
     return _table(mode, roles, command, env, {role.name: _Needs(cores, memory) for role in roles})
 
 
@@ -406,11 +407,18 @@ def _each(what: str, total: int, processes: int) -> int:
     return each
 
 
-def _connected(count: int, endpoints: Sequence[str] | None) -> tuple[Role, ...]:
-    roles = trainer_roles(endpoints or _loopback(count))
-    if len(roles) != count:
-        raise ConfigError(f"endpoints has {len(roles)} of them; the plan has {count} processes")
-    return roles
+def _connected(
+    count: int, endpoints: Sequence[str] | None, what: str = "process"
+) -> tuple[Role, ...]:
+    found = endpoints or _loopback(count)
+    _check_count("endpoints", found, count, what)
+    return trainer_roles(found)
+
+
+def _check_count(name: str, found: Sequence[str], count: int, what: str) -> None:
+    """Raise ConfigError unless there is one entry for each role of a kind."""
+    if len(found) != count:
+        raise ConfigError(f"{name} has {len(found)} entries; give {count}, one for each {what}")
 
 
 def _loopback(count: int) -> list[str]:
@@ -505,7 +513,7 @@ def _traffic(received: int | None, sent: int | None) -> Traffic:
 
 
 def servers_stand_alone(trainers: int, servers: Sequence[Traffic]) -> bool:
-    """Return True if steps are faster with servers on separate hosts than beside trainers.
+    """Return True if steps are faster with servers on separate hosts than on hosts of trainers.
 
     Example:
       >>> from dtrans.hosts.role_table import servers_stand_alone

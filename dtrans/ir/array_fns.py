@@ -88,7 +88,7 @@ def is_key(dtype: Any) -> bool:
 
 
 def words(x: Any) -> Any:
-    """Return an array as it is sent: random keys as their words."""
+    """Return the array to send: random keys become their words."""
     return jax.random.key_data(x) if is_key(x.dtype) else x
 
 

@@ -303,7 +303,7 @@ class Program(NamedJaxpr):
         types: Callable[[Types], Types] | None = None,
         result: Program | None = None,
     ) -> Program:
-        """Return the program that a pass makes of this one; other shapes replay the pass.
+        """Return the result of a pass over this program; other shapes replay the pass.
 
         State of this program keeps its shape. Its other inputs take their shapes from the inputs of
         the same name.
@@ -409,10 +409,10 @@ class Program(NamedJaxpr):
                 name, (shape, _), (had, _) = next(x for x in inputs if x[1] != x[2])
                 raise TraceError(
                     f"{self.name} was traced with {name} of shape {tuple(had)}, and cannot be with "
-                    f"{tuple(shape)}: "
-                    f"{e}\nA constant may have the size of the first batch: make it from the shape "
-                    "of an argument, or "
-                    "let it be one. A plan traces the step for the whole batch and for a part of it"
+                    f"{tuple(shape)}: {e}\n"
+                    "A plan traces the step for the whole batch and for a part of it. A constant "
+                    "may have the size of the first batch: make it from the shape of an argument, "
+                    "or pass it as an argument"
                 ) from e
 
     @cached_property

@@ -1,11 +1,11 @@
-"""Splitting of branches and loops so that each lives with one leaf.
+"""Rewriter that splits branches and loops, so that each lives with one leaf.
 
 An optimizer may have a branch that updates all leaves at once (`optax.MultiSteps`,
 `optax.apply_if_finite`). On servers no process has all of them:
 
     cond[p] (w, b, count) -> (w', b', count')     becomes     cond[p] w -> w'
-                                                              cond[p] b -> b' cond[p] count ->
-                                                              count'
+                                                              cond[p] b -> b'
+                                                              cond[p] count -> count'
 
 Branches are pruned to the equations that each output needs. A branch with communication between
 servers (for a norm, say) cannot stay one: all servers would have to take part. Both sides of it are
@@ -229,9 +229,9 @@ class _Rewriter:
 
 @functools.cache
 def _arg_reduce(name: str, axis: int, index_dtype: Any) -> Callable[[jax.Array], jax.Array]:
-    """Return a function that takes argmax by a max and a min.
+    """Return a function that computes argmax or argmin by two reductions.
 
-    It returns the first index of the largest value; NaN is larger than all.
+    The result is the first index of the extreme value, or of the first NaN if there is one.
     """
     best = jnp.max if name == "argmax" else jnp.min
 

@@ -211,7 +211,8 @@ def without_parts(batch: Sequence[Any]) -> tuple[tuple[Any, ...], int]:
     rows = {x.rows for x in jax.tree.leaves(batch) if isinstance(x, UnevenPart)}
     if len(rows) > 1:
         raise BatchError(
-            f"the arrays are parts of batches of {' and '.join(map(str, sorted(rows)))} rows"
+            f"the arrays are parts of batches of {' and '.join(map(str, sorted(rows)))} rows; give "
+            "parts of one batch"
         )
     if not rows:
         return tuple(batch), 0

@@ -217,10 +217,10 @@ def refuse_loss_in_update(program: Program) -> None:
     for value, n in read.items():
         line = next((line_of(e) for e in inner.eqns if value in e.invars), "")
         raise GradientError(
-            f"the new {n} is made of what the loss function returns{f' ({line})' if line else ''}: "
+            f"the new {n} reads results of the loss function{f' ({line})' if line else ''}: "
             f"in a pipeline the update of {program.name} reads gradients, state and arguments. "
-            "Divide by a count inside of the loss function; keep other values out of the update, "
-            "or take dtrans.nccl2 or dtrans.sharding, whose trainers have both"
+            "Divide by a count inside of the loss function. Keep other values out of the update, "
+            "or take dtrans.nccl2 or dtrans.sharding, whose updates may read such results"
         )
 
 

@@ -184,7 +184,8 @@ def merged(key: str, micro: Sequence[Sequence[Any]]) -> Any:
     counts = sorted({len(replica) for replica in micro})
     if len(counts) != 1 or not counts[0]:
         raise ConfigError(
-            f"{key} merges as many micro-batches of each replica, at least one; they have {counts}"
+            f"{key} merges equal numbers of micro-batches from all replicas, at least one; the "
+            f"replicas have {counts}"
         )
     place, _, how = key.partition("_")
     merge = {"SUM": _summed, "MEAN": _averaged, "CONCAT": _concatenated}[how]

@@ -141,7 +141,7 @@ def open_step(program: Program) -> OpenStep:
         )
     if program.ambiguous_outputs:
         raise GradientError(
-            f"{program.name} returns its new state where it cannot be told: "
+            f"{program.name} returns its new state in an unknown place: "
             f"{program.ambiguous_outputs}. "
             "Return (params, opt_state, loss, ...) in this order, or a dict with the keys of the "
             "arguments"
@@ -409,10 +409,8 @@ def _check_inferred(
     if "transpose(" not in scope_of(eqn) and not (isinstance(out, Var) and reads_params.get(out)):
         raise GradientError(
             f"cannot tell the gradient of {name} in {step.source.name}: {eqn.primitive.name} "
-            "differentiates "
-            f"inside, and what it makes becomes the new {name} without the old one being read "
-            "again, as when a "
-            "loop takes several steps. A step may take one update"
+            f"differentiates inside and returns the new {name}, as a loop of several steps does. "
+            "A step may take one update; move the loop out of the step"
         )
 
 

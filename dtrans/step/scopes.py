@@ -283,8 +283,8 @@ def _scopes_of(eqn: JaxprEqn) -> Iterator[Scope]:
 def _refuse_different(a: Scope, b: Scope) -> None:
     if a.key == b.key and a.device_count != b.device_count:
         raise ConfigError(
-            f"{a} has device_count={a.device_count} and device_count={b.device_count}: scopes of "
-            "one name are one"
+            f"{a} has device_count={a.device_count} and device_count={b.device_count}; scopes of "
+            "one name are one stage or split: give all the same number"
         )
 
 

@@ -95,7 +95,7 @@ def test_processes_with_several_devices() -> None:
     for plan, message in ((one, "4 trainers"), (staged, "2 stages")):
         with pytest.raises(ConfigError, match=f"processes=3 do not divide the plan's {message}"):
             plan.roles(processes=3)
-    with pytest.raises(ConfigError, match="endpoints has 1 of them; the plan has 4 processes"):
+    with pytest.raises(ConfigError, match="endpoints has 1 entries; give 4, one for each process"):
         one.roles(endpoints=["127.0.0.1:1"])
 
 
@@ -161,9 +161,9 @@ def test_endpoints_on_hosts() -> None:
         assert dtrans.Role.from_env(entry.environment) == entry.role
     back = table.with_endpoints(["127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3"])
     assert not any("DTRANS_ALLOW_REMOTE" in e.environment for e in back)
-    with pytest.raises(ConfigError, match="endpoints has 1 of them; the table needs 3"):
+    with pytest.raises(ConfigError, match="endpoints has 1 entries; give 3, one for each pserver"):
         table.with_endpoints(["127.0.0.1:1"])
-    with pytest.raises(ConfigError, match="places has 1 hosts; the table has 4 roles"):
+    with pytest.raises(ConfigError, match="places has 1 entries; give 4, one for each role"):
         table.at(["a"])
 
 

@@ -285,7 +285,7 @@ def by_largest(s: Any, x: Any, y: Any) -> Any:
 def test_an_update_that_reads_the_loss_is_refused_by_its_line(fn: Step, micro: int) -> None:
     state = {"params": weights(), "n": zero()}
     told = (
-        r"the new s/params/\w is made of what the loss function returns "
+        r"the new s/params/\w reads results of the loss function "
         r"\(test_counters_and_keys.py:\d+\): .*nccl2"
     )
     with pytest.raises(GradientError, match=told):
