@@ -312,20 +312,27 @@ def test_the_page_for_paddles_users_has_every_option_and_every_method():
     assert not [n for n in (*DEFAULTS, *EXTENSIONS, *methods) if f"`{n}" not in text]
 
 
-PAGES = ["pipeline.md", "epl.md"]
+# Pages whose code continues that of the first page of a row run in one process with it.
+CHAPTERS = [
+    ["pipeline.md"],
+    ["epl.md"],
+    ["tables.md", "tables_placement.md", "tables_modes.md", "tables_service.md"],
+]
 
 
-@pytest.mark.parametrize("page", [*PAGES, "tables.md"])
-def test_code_of_a_page_runs_and_prints_what_the_page_says(page, tmp_path):
-    """Pasted in order into a fresh process. A block of text shows what the block before it
-    prints."""
-    text = (README.parent / "docs" / page).read_text()
-    blocks = re.findall(r"```python\n(.*?)```\n(?:\n```text\n(.*?)```)?", text, re.S)
-    assert blocks
+@pytest.mark.parametrize("pages", CHAPTERS, ids=lambda pages: pages[0])
+def test_code_of_pages_runs_and_prints_what_the_pages_say(pages, tmp_path):
+    """A block of text shows the output of the block before it."""
+    blocks = []
+    for page in pages:
+        text = (README.parent / "docs" / page).read_text()
+        found = re.findall(r"```python\n(.*?)```\n(?:\n```text\n(.*?)```)?", text, re.S)
+        assert found, page
+        blocks += found
     end_of_block = "-- end of block --"
     pasted = "\n".join(f"{code}\nprint({end_of_block!r})" for code, _ in blocks)
     printed = run(tmp_path, sys.executable, "-c", pasted).split(f"{end_of_block}\n")
-    assert printed == [*(said for _, said in blocks), ""]
+    assert printed == [*(output for _, output in blocks), ""]
 
 
 def test_the_loop_between_steps_runs_in_an_empty_folder(tmp_path):
