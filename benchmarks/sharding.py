@@ -1,5 +1,5 @@
 """Sharding beside what JAX users write today: `python benchmarks/sharding.py`; `--write` puts it
-into docs/sharding.md.
+into docs/sharding_measured.md.
 
     ours        `dtrans.sharding(main, startup, stage=1|2|3, degree=N).on_mesh()`
     annotated   jax.jit of the step for one device with NamedShardings: the optimizer's state is cut (stage 1),
@@ -350,14 +350,14 @@ def written(page: str, parts: dict[str, str]) -> str:
             page,
             flags=re.S,
         )
-        assert count == 1, f"docs/sharding.md has {count} places for {name}"
+        assert count == 1, f"docs/sharding_measured.md has {count} places for {name}"
     return page
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "--write", action="store_true", help="write the figures into docs/sharding.md"
+        "--write", action="store_true", help="write the figures into docs/sharding_measured.md"
     )
     parser.add_argument("--rounds", type=int, default=30, help="of each case")
     parser.add_argument("--only", default="", help="models whose name has this in it")
@@ -377,7 +377,7 @@ def main() -> None:
     parts = figures(results)
     print(*parts.values(), sep="\n\n")
     if args.write:
-        page = DOCS / "sharding.md"
+        page = DOCS / "sharding_measured.md"
         page.write_text(written(page.read_text(), parts))
 
 

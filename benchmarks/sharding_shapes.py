@@ -1,5 +1,5 @@
 """Memory of stage 3 on many shapes of loops: `python benchmarks/sharding_shapes.py`; `--write` puts
-it into docs/sharding.md.
+it into docs/sharding_measured.md.
 
 Temporaries of the compiled step (`compile().memory_analysis()`) on eight devices, with the state
 donated, in units of Psi, the bytes of all parameters; beside them those of `jax.jit` with
@@ -79,7 +79,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default="", help="shapes whose name has this in it")
     parser.add_argument(
-        "--write", action="store_true", help="write the table into docs/sharding.md"
+        "--write", action="store_true", help="write the table into docs/sharding_measured.md"
     )
     args = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", DEVICES)
@@ -100,7 +100,7 @@ def main() -> None:
         )
         print(*rows[-1], sep="\t", flush=True)
     if args.write:
-        page = DOCS / "sharding.md"
+        page = DOCS / "sharding_measured.md"
         head = (
             "how the model comes to its layers",
             "cut along",
