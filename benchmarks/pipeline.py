@@ -1,8 +1,9 @@
-"""Counts of pipelines for docs/pipeline.md: `python benchmarks/pipeline.py`; `--write` writes them
-there.
+"""Counts of pipelines: `python benchmarks/pipeline.py`; `--write` puts them into
+docs/pipeline_schedules.md.
 
-Tick tables, makespans and bytes in buffers are the same on any machine, as is the output of the
-page's code, which `--write` runs. `test_pipeline.py` times steps, and calls this with `--process`.
+Tick tables, makespans and bytes in buffers are the same on any machine. So is the output of the
+code on the pages about pipelines; `--write` runs this code too. `test_pipeline.py` times steps, and
+calls this with `--process`.
 """
 
 from __future__ import annotations
@@ -144,14 +145,13 @@ def written(page: str, parts: dict[str, str]) -> str:
     for name, text in parts.items():
         before, begin, rest = page.partition(f"<!-- {name} -->\n")
         _, end, after = rest.partition(f"<!-- /{name} -->")
-        assert begin and end, f"docs/pipeline.md has no place for {name}"
+        assert begin and end, f"docs/pipeline_schedules.md has no place for {name}"
         page = f"{before}{begin}\n{text}\n\n{end}{after}"
     return page
 
 
-def ran(page: str) -> str:
-    """The page with what its code prints in the blocks of text behind it."""
-    names: dict[str, Any] = {}
+def ran(page: str, names: dict[str, Any]) -> str:
+    """Return the page with the output of its code; later pages continue the code of earlier ones."""
 
     def printed(m: re.Match[str]) -> str:
         out = io.StringIO()
@@ -201,9 +201,11 @@ def main() -> None:
     parts = {"schedules": schedules_of(), "memory": memory_of()}
     print(*parts.values(), sep="\n\n")
     if args.write:
-        page, epl = DOCS / "pipeline.md", DOCS / "epl.md"
-        page.write_text(ran(written(page.read_text(), parts)))
-        epl.write_text(ran(epl.read_text()))
+        schedules = DOCS / "pipeline_schedules.md"
+        schedules.write_text(written(schedules.read_text(), parts))
+        names: dict[str, Any] = {}
+        for page in [DOCS / "pipeline.md", *sorted(DOCS.glob("pipeline_*.md")), DOCS / "epl.md"]:
+            page.write_text(ran(page.read_text(), names))
         chart(DOCS / "pipeline.svg")
 
 
