@@ -199,9 +199,10 @@ def test_readme_runs_as_pasted_in_order(tmp_path):
 
 
 def test_processes_run_as_pasted_in_order(tmp_path):
-    """Every script of the page, by the command that the page gives; later ones read what earlier
-    ones saved."""
-    blocks = blocks_of(README.parent / "docs" / "processes.md")
+    """Run every script of two pages by the command on its page; later ones read what earlier ones
+    saved."""
+    docs = README.parent / "docs"
+    blocks = [b for page in ("processes.md", "checkpoints.md") for b in blocks_of(docs / page)]
     saved([*blocks_of(README), *blocks], tmp_path)
     said = [run(tmp_path, "bash", "-ec", code) for language, code in blocks if language == "sh"]
     assert len(said) == 3
