@@ -98,6 +98,7 @@ def imports(path: Path, known: Mapping[str, Path]) -> Iterator[str]:
                     yield str(a.value).removeprefix("dtrans.")
 
 
+@functools.cache
 def arrows() -> dict[str, set[str]]:
     """Return the imports of each module."""
     known = modules()

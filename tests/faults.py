@@ -4,9 +4,9 @@ cut a batch wrongly.
     python tests/faults.py                 plants each in a copy of the project, and runs its tests with `pytest -x`
     python tests/faults.py rules writer    some of them
 
-It prints which test notices a fault, of those that run by day or, where none of these does, by
-night (`-m soak`), and fails where none does within five minutes each. A layout of the package, or
-of its tests, that hides a fault is found in this way.
+It prints the test that notices a fault: the one that the fault names, which runs each day, else one
+of today's sample, else one of the night (`-m soak`). It fails where none does within five minutes
+each. A layout of the package, or of its tests, that hides a fault is found in this way.
 """
 
 from __future__ import annotations
@@ -34,12 +34,14 @@ class Fault:
       file: in the package.
       old, new: the text that is there, once, and what is put in its place.
       tests: the files of tests that are run, in the folder of tests.
+      noticed_by: a test of these files that runs each day and notices it, whatever the sample.
     """
 
     file: str
     old: str
     new: str
     tests: tuple[str, ...]
+    noticed_by: str = ""
 
     @property
     def name(self) -> str:
@@ -63,18 +65,21 @@ FAULTS = (
         "linear_if=_fills_linearly",
         "linear_if=_always",
         ("test_jax_primitives.py",),
+        "test_jax_primitives.py::test_linear",
     ),
     Fault(  # rows that change places are called the same
         "_jax/primitives.py",
         '("rev", _F(moves=(0,), linear_in',
         '("rev", _F(moves=(0,), keeps_order=_always, linear_in',
         ("step/test_frozen.py", "test_jax_primitives.py"),
+        "step/test_frozen.py::test_a_leaf_whose_rows_change_places_is_not[flip]",
     ),
     Fault(
         "engine/values.py",
         "self.b.call(times(self.shards.count), term)",
         "self.b.call(times(1), term)",
         ("batch/test_local_scope.py",),
+        "batch/test_local_scope.py::test_the_scope_is_of_each_trainers_rows_and_all_else_of_all[mean-nccl2-2]",
     ),
     Fault(
         "zero/rank_values.py",
@@ -87,78 +92,91 @@ FAULTS = (
         "operands = [*first, *invars[:of_cond], *first, *invars[of_cond:]]",
         "operands = [*first, *first, *invars]",
         ("ir/test_builder.py",),
+        "ir/test_builder.py::test_bodies_take_operands_in_front_of_theirs[1]",
     ),
     Fault(  # a sum that an iteration reads in full is a partial sum in the next one
         "engine/loops.py",
         "return _CLOSED if is_closed and not isinstance(after, RowAxis) else _join(carried, after)",
         "return _join(carried, after)",
         ("engine/test_split.py",),
+        "engine/test_split.py::test_a_carried_sum_that_a_turn_reads_whole_is_reduced_before_the_loop",
     ),
     Fault(  # what is carried is what the first turn takes
         "ir/interpret.py",
         "joined = [join(x, results[carried[i]]) if i in carried else x for i, x in enumerate(start)]",
         "joined = list(start)",
         ("ir/test_interpret.py", "zero/test_rank_values.py"),
+        "ir/test_interpret.py::test_inputs_enter_the_outputs_that_are_made_of_them[scan]",
     ),
     Fault(  # zero minus a value is that value
         "ir/folding.py",
         'for i in (1,) if name == "sub" else (1, 0):',
         "for i in (1, 0):",
         ("ir/test_folding.py",),
+        "ir/test_folding.py::test_values_are_folded[number_by_numpy]",
     ),
     Fault(
         "ir/fingerprint.py",
         "if part == BATCH or (sized and part == LOSS):",
         "if part in (BATCH, LOSS):",
         ("ir/test_fingerprint.py",),
+        "ir/test_fingerprint.py::test_roles_may_have_traced_batches_of_other_sizes",
     ),
     Fault(
         "batch/precomputed_micro_steps.py",
         "[SHARED if n in self.values.full else cut_along(0) for n in program.out_names]",
         "[SHARED for n in program.out_names]",
         ("batch/test_micro_steps.py",),
+        "batch/test_micro_steps.py::test_plans_in_micro_steps_compute_the_step[dropout_key_in_opt_state-1-2]",
     ),
     Fault(
         "pipeline_parallel/results.py",
         "jnp.concatenate(parts, axis)",
         "jnp.concatenate(parts)",
         ("pipeline_parallel/test_results.py",),
+        "pipeline_parallel/test_results.py::test_rows_of_a_result_are_joined_along_the_dimension_that_has_them[2-1]",
     ),
     Fault(
         "run/pipeline_parallel/compile_update.py",
         "return slots.array(stage, n)",
         "return slots.array(0, n)",
         ("pipeline_parallel/test_arguments_and_state.py",),
+        "pipeline_parallel/test_arguments_and_state.py::test_an_update_may_read_arguments_of_the_step",
     ),
     Fault(
         "rows/rules.py",
         "reduce=op)",
         'reduce="sum")',
         ("rows/test_analysis.py", "slicing/test_server_update.py"),
+        "rows/test_analysis.py::test_reductions_leave_each_leaf_free_and_cross[apply_if_finite]",
     ),
     Fault(
         "rows/flow.py",
         "if any(b.crosses for b in bodies) and not",
         "if False and not",
         ("rows/test_analysis.py", "slicing/test_server_update.py"),
+        "rows/test_analysis.py::test_rules[fori_loop_that_reduces]",
     ),
     Fault(
         "rows/writer.py",
         "return Slice(row.axis, self.start * row.width, self.rows * row.width)",
         "return Slice(row.axis, self.start, self.rows)",
         ("slicing/test_server_update.py", "parameter_server/test_optimizer_zoo.py"),
+        "slicing/test_server_update.py::test_a_flat_view_of_a_leaf_is_cut_where_its_rows_begin",
     ),
     Fault(
         "slicing/rounds.py",
         "self._shared[v] = level + 1\n            else",
         "self._shared[v] = level\n            else",
         ("slicing/test_server_update.py", "run/parameter_server/test_exchange.py"),
+        "slicing/test_server_update.py::test_three_servers_compute_what_whole_arrays_compute[sm3]",
     ),
     Fault(
         "slicing/server_spec.py",
         "idle = set(analysis.state_of[None]) - every.shared_state",
         "idle = set[str]()",
         ("slicing/test_server_update.py",),
+        "slicing/test_server_update.py::test_a_full_shape_constant_is_read_twice",
     ),
     Fault(
         "slicing/unit_program.py",
@@ -171,66 +189,77 @@ FAULTS = (
         "parts if len(parts) == 1 else b.call(_combined(c.op), *parts)",
         "parts[:1]",
         ("slicing/test_server_update.py", "run/parameter_server/test_exchange.py"),
+        "slicing/test_server_update.py::test_a_server_that_has_two_blocks_of_a_leaf_joins_their_parts_of_a_reduction[lamb]",
     ),
     Fault(
         "slicing/mean.py",
         "* (1 / len(grads))",
         "* (1 / 2)",
         ("run/parameter_server/test_trainer_exit.py", "run/parameter_server/test_mesh.py"),
+        "run/parameter_server/test_trainer_exit.py::test_as_paddle_the_last_gradient_counts_once_more_and_the_divisor_stays",
     ),
     Fault(
         "parameter_server/dispatch.py",
         "size = math.ceil(size / width) * width",
         "size = max(1, size // width) * width",
         ("parameter_server/test_dispatch.py", "paddle/test_golden.py"),
+        "parameter_server/test_dispatch.py::test_every_row_that_paddle_recorded[slice_variable]",
     ),
     Fault(
         "parameter_server/placement.py",
         "        start += rows\n",
         "        start += max(1, rows - 1)\n",
         ("parameter_server/test_transform.py", "paddle/test_golden.py"),
+        "parameter_server/test_transform.py::test_clipping_works_where_paddle_ended_in_an_error[fc_sgd_clip_value_opt-clip0-0]",
     ),
     Fault(
         "step/cut.py",
         "return OptimizeHalf(jaxpr, in_names, tuple(out_names)), used, positions",
         "return OptimizeHalf(jaxpr, in_names, tuple(out_names)), used, positions[1:]",
         ("step/test_cut.py", "parameter_server/test_transform.py"),
+        "step/test_cut.py::test_roles_are_exact[sgd]",
     ),
     Fault(
         "step/marks.py",
         "return [ct if is_zero(ct) else _seed_p.bind(ct)]",
         "return [ct]",
         ("step/test_marks.py", "zero/test_mixed_precision.py"),
+        "zero/test_mixed_precision.py::test_the_mesh_gives_the_numbers_of_one_device_in_float16[3]",
     ),
     Fault(
         "rows/parts.py",
         'first = int(p["start_indices"][axis]) + part.start * stride',
         'first = int(p["start_indices"][axis]) + part.start',
         ("slicing/test_partial_init.py", "parameter_server/test_transform.py"),
+        "slicing/test_partial_init.py::test_any_init",
     ),
     Fault(
         "rows/random_bits.py",
         "first = start * strides[axis]",
         "first = start",
         ("slicing/test_partial_init.py", "paddle/test_golden.py"),
+        "slicing/test_partial_init.py::test_a_block_of_an_initialiser_is_the_rows_of_the_whole[normal-float32]",
     ),
     Fault(
         "parameter_server/trainer_program.py",
         'x.gradient(self.me["trainer_id"], self.wiring.gradients_per_update) for x in blocks',
         "x.gradient(0, self.wiring.gradients_per_update) for x in blocks",
         ("parameter_server/test_transform.py", "paddle/test_golden.py"),
+        "parameter_server/test_transform.py::test_what_a_trainer_sends_is_what_the_servers_wait_for[fc_sgd]",
     ),
     Fault(
         "data_parallel/reducer.py",
         "return {d: math.inf if splits[d] == 1 else total[d] / (splits[d] - 1) for d in dtypes}",
         "return {d: math.inf if splits[d] == 1 else total[d] / splits[d] for d in dtypes}",
         ("data_parallel/test_options.py", "data_parallel/test_transform.py"),
+        "data_parallel/test_options.py::test_buckets_by_epls_rule[sizes1-2-groups1]",
     ),
     Fault(
         "data_parallel/merge_rules.py",
         "return [n for n",
         "return [] and [n for n",
         ("data_parallel/test_transform.py",),
+        "data_parallel/test_transform.py::test_batch_statistics_are_the_mean_of_all_trainers[2-simulate]",
     ),
     Fault(
         "zero/choose_slices.py",
@@ -243,24 +272,28 @@ FAULTS = (
         "if self.how.prefetch == 0 and self.late is not None:",
         "if False and self.late is not None:",
         ("zero/test_plan.py", "zero/test_layer_scan.py", "zero/test_transform.py"),
+        "zero/test_layer_scan.py::test_a_gather_behind_a_loop_waits_for_what_the_loop_scattered",
     ),
     Fault(
         "zero/slice_writer.py",
         "and (picks in self.local or self._row(picks))",
         "and False",
         ("zero/test_loop_shapes.py",),
+        "zero/test_loop_shapes.py::test_no_rank_gathers_in_a_branch_that_its_own_rows_choose",
     ),
     Fault(
         "zero/slice_writer.py",
         "self.b.call(times(self.how.degree), piece)[0]",
         "piece",
         ("zero/test_loop_shapes.py",),
+        "zero/test_loop_shapes.py::test_plans_compute_the_step[and sum(p**2) in the loss]",
     ),
     Fault(
         "slicing/mean.py",
         'if len(grads) == 1 or op == "same":',
         "if len(grads) == 1:",
         ("parameter_server/test_told_and_asked.py",),
+        "parameter_server/test_told_and_asked.py::test_an_update_may_read_arguments_of_the_step[2]",
     ),
     Fault(
         "zero/reduce_scatter.py",
@@ -273,30 +306,35 @@ FAULTS = (
         "outs += b.call(_added, passing[v], back[v])",
         "outs.append(back[v])",
         ("pipeline_parallel/test_transform.py", "pipeline_parallel/test_stage_programs.py"),
+        "pipeline_parallel/test_transform.py::test_a_value_that_three_stages_read",
     ),
     Fault(
         "pipeline_parallel/balance.py",
         "        lambda stop: sent[stop],\n        lambda stop: dearest[:stop]",
         "        lambda stop: 0.0,\n        lambda stop: dearest[:stop]",
         ("pipeline_parallel/test_assign_stages.py",),
+        "pipeline_parallel/test_assign_stages.py::test_contiguous_takes_thousands_of_units",
     ),
     Fault(
         "pipeline_parallel/orders.py",
         'if task.kind == "B" and task.micro >= device:',
         'if task.kind == "B" and task.micro > device:',
         ("pipeline_parallel/test_schedule.py", "pipeline_parallel/test_stage_programs.py"),
+        "pipeline_parallel/test_schedule.py::test_known_orders",
     ),
     Fault(
         "protocol/sync_server.py",
         "            turn.grads.clear()\n",
         "",
         ("run/parameter_server/test_endpoints.py", "run/parameter_server/test_exchange.py"),
+        "run/parameter_server/test_endpoints.py::test_two_trainers_and_two_pservers_equal_one_device_in_float64[momentum]",
     ),
     Fault(
         "protocol/tables/rows_ahead.py",
         "due = max(step, target - table.staleness)",
         "due = step",
         ("run/parameter_server/test_rows_ahead.py",),
+        "run/parameter_server/test_rows_ahead.py::test_bits_are_those_of_a_job_that_waits[sgd-sparse1-2]",
     ),
     Fault(  # what a trainer and the servers agree on lags one pull behind
         "protocol/tables/kept_rows.py",
@@ -327,6 +365,7 @@ FAULTS = (
         "_together([[ins[i]] for i in group])[0] for group in groups",
         "ins[group[0]] for group in groups",
         ("batch/test_scaled.py",),
+        "batch/test_scaled.py::test_what_does_not_scale[offset]",
     ),
     Fault(  # each trainer normalises by its own statistics
         "engine/writer.py",
@@ -335,12 +374,14 @@ FAULTS = (
         """            self._define(eqn, way.outs, values)
             if self.in_local:""",
         BATCHES,
+        "batch/test_step_zoo.py::test_a_plan_computes_the_step[mean_loss-nccl2-2-12]",
     ),
     Fault(  # padding is counted
         "engine/pieces.py",
         "if not self.shards.pads(size, row):",
         "if self.shards.count:",
         BATCHES,
+        "batch/test_step_zoo.py::test_a_plan_computes_the_step[sum_loss-pserver-3-13]",
     ),
     Fault(  # trainers draw the same mask
         "engine/pieces.py",
@@ -359,42 +400,49 @@ FAULTS = (
         "order = sorted(trainers)",
         "order = list(self._parts)",
         ("run/parameter_server/test_trainer_rounds.py",),
+        "run/parameter_server/test_trainer_rounds.py::test_parts_of_a_batch_that_trainers_do_not_divide[flax_batch_norm]",
     ),
     Fault(  # servers average terms of a sum
         "parameter_server/transform.py",
         'summed = tuple(step.gradients) if shared.reduce == "sum" else ()',
         "summed = ()",
         BATCHES,
+        "batch/test_step_zoo.py::test_a_plan_computes_the_step[sum_loss-pserver-3-13]",
     ),
     Fault(  # rows miss a step
         "run/parameter_server/tables/missed_steps.py",
         "missed = lambda x: (seen <= i)",
         "missed = lambda x: (seen < i)",
         TABLES,
+        "run/parameter_server/test_table_zoo.py::test_dense_is_one_device[B-rmsprop-range]",
     ),
     Fault(  # rows that enter a reduction are left out of it
         "parameter_server/tables/zero_gradient.py",
         'self.counts = self.counts or ("" if neutral else',
         'self.counts = self.counts or ("" if step.reduce else',
         TABLES,
+        "run/parameter_server/test_table_zoo.py::test_dense_is_one_device[D-adafactor-bucket]",
     ),
     Fault(  # the noise of other rows is added
         "parameter_server/tables/zero_gradient.py",
         'self.positions = self.positions or ("" if alike else',
         'self.positions = self.positions or ("" if step else',
         TABLES,
+        "run/parameter_server/test_table_zoo.py::test_dense_is_one_device[D-noisy_sgd-range]",
     ),
     Fault(  # a row is another server's
         "rows/row_buckets.py",
         "return ids // self.count * self._width + ids % self.count - self.start",
         "return ids // self.count * self._width + ids % self.count",
         TABLES,
+        "run/parameter_server/test_table_zoo.py::test_dense_is_one_device[A-adagrad-bucket]",
     ),
     Fault(  # a row that two trainers have looked up is updated twice
         "run/parameter_server/tables/row_updates.py",
         "return ids[0] if len(ids) == 1 else sorted_once(np.concatenate(ids))",
         "return ids[0] if len(ids) == 1 else np.sort(np.concatenate(ids))",
         TABLES,
+        "run/parameter_server/test_table_zoo.py::test_dense_is_one_device[A-adagrad-bucket]",
     ),
 )
 
@@ -408,10 +456,12 @@ def notices(fault: Fault) -> tuple[str, float]:
         shutil.copytree(ROOT, copy, ignore=skip)
         at = copy / "dtrans" / fault.file
         at.write_text(fault.planted(at.read_text()))
-        tests = [str(copy / "tests" / name) for name in fault.tests]
+        files = [str(copy / "tests" / name) for name in fault.tests]
+        runs = [("not soak", [str(copy / "tests" / fault.noticed_by)])] * bool(fault.noticed_by)
+        runs += [("not soak", files), ("soak", files)]
         started = time.monotonic()
         env = {**os.environ, "PYTHONPATH": str(copy)}
-        for which in ("not soak", "soak"):
+        for which, tests in runs:
             command = [
                 sys.executable,
                 "-m",
