@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from tools.check_prose import LISTED, check, check_file, check_page, check_source, listed
+from tools.check_prose import (
+    LISTED,
+    check,
+    check_file,
+    check_page,
+    check_source,
+    check_statements,
+    listed,
+)
 
 
 def found(source: str) -> list[str]:
@@ -63,7 +71,26 @@ def test_a_long_line_of_a_module_is_found(tmp_path: Path) -> None:
     assert list(check_file(path)) == [(path, 2, "109 columns, at most 100")]
 
 
+@pytest.mark.parametrize(
+    "source, lines",
+    [
+        ("x = [a for a in b]\ny = {c for c in d}", []),
+        ("x = [[a for a in b] for b in c]", [1]),
+        ("fn([a for a in b], {c for c in d})", [1]),
+        ("for a in [b for b in c]:\n    x = [d for d in a]", []),
+        ("if any(a for a in b) and all(c for c in d): ...", [1]),
+        ("try: ...\nexcept OSError:\n    x = [a for a in b]\n    y = [c for c in d]", []),
+    ],
+)
+def test_a_statement_has_at_most_one_comprehension(source: str, lines: list[int]) -> None:
+    assert [line for line, _ in check_statements(source)] == lines
+
+
+def test_a_name_in_the_list_tells_if_its_statements_are_checked() -> None:
+    assert listed("# names\na/b\nc words  # a reason\n\n") == {"a/b": True, "c": False}
+
+
 def test_listed_folders_keep_to_the_rules() -> None:
     names = listed(LISTED.read_text())
-    assert names == sorted(names)
+    assert list(names) == sorted(names)
     assert check(names) == []

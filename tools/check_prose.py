@@ -9,6 +9,7 @@ CONTRIBUTING.md has the rules. A program can check these:
 - "of" shows possession: `is of`, `are of`, `of which` and `of whom` are not used.
 - Sentences of docstrings and pages have 25 words at most; lines have 100 characters at most.
 - No name is, starts with or ends with a participle such as `made`.
+- A statement has at most one comprehension, neither nested nor beside another.
 
 `ruff check --select D401` finds verbs in another mood; this module finds sentences without a verb.
 """
@@ -21,7 +22,7 @@ import re
 import subprocess
 import sys
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 
@@ -49,16 +50,26 @@ VERBS_IN_S = ("ss", "focus", "bias", "canvas")
 CLAUSES = re.compile(r"\b(is|are) of\b|\bof (which|whom)\b", re.IGNORECASE)
 PARTICIPLES = {"made", "given", "held", "own", "told", "whole", "kept", "turned"}
 
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+
 Finding = tuple[Path, int, str]
 
 
-def listed(text: str) -> list[str]:
-    """Return the entries of a list: one a line, without comments, which begin with `#`."""
-    lines = (line.split("#")[0].strip() for line in text.splitlines())
-    return [line for line in lines if line]
+def listed(text: str) -> dict[str, bool]:
+    """Return the names in a list, one a line, and True for those whose statements are checked.
+
+    A name that is followed by `words` has its words checked, not its statements. A comment begins
+    with `#`.
+    """
+    entries = {}
+    for line in text.splitlines():
+        name, *rest = line.split("#")[0].split() or [""]
+        if name:
+            entries[name] = rest != ["words"]
+    return entries
 
 
-def check_file(path: Path) -> Iterator[Finding]:
+def check_file(path: Path, statements: bool = True) -> Iterator[Finding]:
     """Find the lines of a Python file or of a page that break a rule."""
     text = path.read_text()
     for number, line in enumerate(text.splitlines(), 1):
@@ -67,6 +78,9 @@ def check_file(path: Path) -> Iterator[Finding]:
     check = check_source if path.suffix == ".py" else check_page
     for number, fault in check(text):
         yield path, number, fault
+    if statements and path.suffix == ".py":
+        for number, fault in check_statements(text):
+            yield path, number, fault
 
 
 # -- pages -----------------------------------------------------------------------------------------
@@ -142,6 +156,28 @@ def _check_names(node: ast.AST) -> Iterator[tuple[int, str]]:
                 yield node.lineno, f"{name} is named by a participle"
 
 
+# -- statements ------------------------------------------------------------------------------------
+
+
+def check_statements(source: str) -> Iterator[tuple[int, str]]:
+    """Find statements with several comprehensions; those of an inner statement count there."""
+    for statement in ast.walk(ast.parse(source)):
+        if isinstance(statement, ast.stmt):
+            count = sum(isinstance(node, COMPREHENSIONS) for node in _expressions(statement))
+            if count > 1:
+                yield statement.lineno, f"{count} comprehensions in a statement, at most 1"
+
+
+def _expressions(statement: ast.stmt) -> Iterator[ast.AST]:
+    """Yield the nodes of a statement that belong to no statement inside it."""
+    nodes: list[ast.AST] = [statement]
+    while nodes:
+        for child in ast.iter_child_nodes(nodes.pop()):
+            if not isinstance(child, ast.stmt):
+                yield child
+                nodes.append(child)
+
+
 # -- sentences -------------------------------------------------------------------------------------
 
 
@@ -153,7 +189,7 @@ def check_text(text: str, line: int) -> Iterator[tuple[int, str]]:
         for sentence in re.split(r"(?<=[.?!:])\s+", paragraph):
             # code is one word
             words = re.sub(r"`[^`]*`", "x", sentence).split()
-            count = sum(any(c.isalnum() for c in word) for word in words)
+            count = sum(re.search(r"[^\W_]", word) is not None for word in words)
             if count > MAX_WORDS:
                 yield line + start, f"{count} words, at most {MAX_WORDS}: {sentence[:60]}"
 
@@ -181,20 +217,20 @@ def _paragraphs(text: str) -> Iterator[tuple[int, str]]:
         yield start, " ".join(found)
 
 
-def check(names: list[str]) -> list[Finding]:
-    """Return the faults in folders and files, by their names in the repository."""
+def check(names: Mapping[str, bool]) -> list[Finding]:
+    """Return the faults in folders and files: names in the repository, True to check statements."""
     findings: list[Finding] = []
-    for name in names:
+    for name, statements in names.items():
         path = ROOT / name
         files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
         for file in files:
-            findings += check_file(file)
+            findings += check_file(file, statements)
     return findings
 
 
 def main() -> int:
     """Print the faults in listed or named folders; return the exit status."""
-    names = sys.argv[1:] or listed(LISTED.read_text())
+    names = dict.fromkeys(sys.argv[1:], True) or listed(LISTED.read_text())
     findings = check(names)
     for path, line, fault in findings:
         print(f"{path.relative_to(ROOT)}:{line}: {fault}")

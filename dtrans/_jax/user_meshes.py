@@ -148,7 +148,8 @@ class _Plain:
         def read(a: Atom) -> Atom:
             return Literal(a.val, _plain_aval(a.aval)) if isinstance(a, Literal) else env[a]
 
-        constvars, invars = ([renamed(v) for v in vs] for vs in (inner.constvars, inner.invars))
+        constvars = [renamed(v) for v in inner.constvars]
+        invars = [renamed(v) for v in inner.invars]
         eqns = []
         for eqn in inner.eqns:
             operands = [read(a) for a in eqn.invars]
@@ -171,7 +172,7 @@ class _Plain:
             params["ctx_mesh"] = asks_nothing["ctx_mesh"]
             for key in ("in_shardings", "out_shardings"):
                 params[key] = asks_nothing[key] * len(params[key])
-        return params | {key: None for key in _SAYS_WHERE if isinstance(params.get(key), Sharding)}
+        return params | {key: None for key in _SAYS_WHERE if _places(eqn, key)}
 
 
 @functools.cache
@@ -195,14 +196,23 @@ def _is_placed(jaxpr: Any) -> bool:
     inner = opened(jaxpr)
     if any(_has_mesh(v.aval) for v in (*inner.constvars, *inner.invars)):
         return True
-    return any(
-        _only_moves(e)
-        or ("ctx_mesh" in e.params and not is_plain_jit(e))
-        or any(_has_mesh(v.aval) for v in e.outvars)
-        or not e.ctx.cur_abstract_mesh.empty
-        or any(isinstance(e.params.get(key), Sharding) for key in _SAYS_WHERE)
-        for e in equations(jaxpr)
-    )
+    return any(_has_placement(e) for e in equations(jaxpr))
+
+
+def _has_placement(eqn: JaxprEqn) -> bool:
+    """Return True if an equation, one of its parameters or an output has a placement."""
+    if _only_moves(eqn) or not eqn.ctx.cur_abstract_mesh.empty:
+        return True
+    if "ctx_mesh" in eqn.params and not is_plain_jit(eqn):
+        return True
+    if any(_places(eqn, key) for key in _SAYS_WHERE):
+        return True
+    return any(_has_mesh(v.aval) for v in eqn.outvars)
+
+
+def _places(eqn: JaxprEqn, key: str) -> bool:
+    """Return True if a parameter of an equation is a placement."""
+    return isinstance(eqn.params.get(key), Sharding)
 
 
 def _only_moves(eqn: JaxprEqn) -> bool:

@@ -232,8 +232,10 @@ def build_state(
         for device, part in parts[n].items():
             pieces.append(as_jax(_fill_part(found[n, part], t, axis, part), t.dtype, device))
         arrays[n] = _global_array(job, n, t, pieces)
-    params, opt_state = (spec.names for spec in plan.program.args[:2])
-    fields = [{n: arrays[n] for n in names} for names in (params, opt_state, plan.extra_state)]
+    params, opt_state = plan.program.args[:2]
+    fields = []
+    for names in (params.names, opt_state.names, plan.extra_state):
+        fields.append({n: arrays[n] for n in names})
     return CollectiveState(*fields)
 
 

@@ -292,12 +292,15 @@ class Checkpoint:
             probe_rows = [np.concatenate(column) for column in columns_of_probes]
         else:
             probe_rows = [np.empty((0, *t.slice_shape[1:]), t.dtype) for t in targets]
+        slice_names = [t.slice_name for t in targets]
+        steps = [block.about["step"] for block in blocks]
+        evicted = [block.about["evicted"] for block in blocks]
         return SavedTable(
-            [t.slice_name for t in targets],
+            slice_names,
             segment,
             rows=targets[0].slice_shape[0],
-            step=max(block.about["step"] for block in blocks),
-            evicted=sum(block.about["evicted"] for block in blocks),
+            step=max(steps),
+            evicted=sum(evicted),
             begins=begins,
             probe=(ids, probe_rows),
         )
@@ -424,7 +427,11 @@ def _tables_in(values: Mapping[str, Any]) -> list[TableRows]:
     found = dict.fromkeys(
         x.table for x in values.values() if isinstance(x, ArrayLike) and x.table is not None
     )
-    return [t for t in found if all(getattr(values.get(n), "table", None) is t for n in t.names)]
+    complete = []
+    for table in found:
+        if all(getattr(values.get(n), "table", None) is table for n in table.names):
+            complete.append(table)
+    return complete
 
 
 @contextlib.contextmanager

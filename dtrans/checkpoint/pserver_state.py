@@ -195,9 +195,10 @@ def arrays_of(main: Program, params: Any, opt_state: Any) -> dict[str, Any]:
 
 def to_trees(main: Program, arrays: Iterable[Any]) -> tuple[Any, Any]:
     """Return `(params, opt_state)` from the arrays of `step_rows`."""
-    it = iter(arrays)
-    params, opt_state = (spec.unflatten([next(it) for _ in spec.names]) for spec in main.args[:2])
-    return params, opt_state
+    leaves = list(arrays)
+    params, opt_state = main.args[:2]
+    count = len(params.names)
+    return params.unflatten(leaves[:count]), opt_state.unflatten(leaves[count:])
 
 
 # -- checks ----------------------------------------------------------------------------------------

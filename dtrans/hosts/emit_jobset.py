@@ -95,13 +95,13 @@ def _literal(text: str) -> str:
 def _variables(parts: EmitParts, kind: str) -> list[dict[str, Any]]:
     bound = "pserver" if parts.servers else "trainer"
     at = lambda index, port=PORT: f"{parts.name}-{_TARGET[bound]}-0-{index}.{parts.name}:{port}"
-    count = parts.servers or parts.trainers
+    endpoints = [at(i) for i in range(parts.servers or parts.trainers)]
     plain = {
         **{k: _literal(v) for k, v in parts.environment.items()},
         ALLOW_REMOTE: "1",
         "DTRANS_ROLE": kind,
         "DTRANS_TRAINERS": str(parts.trainers),
-        parts.variable: ",".join(at(i) for i in range(count)),
+        parts.variable: ",".join(endpoints),
         **({STATUS: at(0, PORT + 1)} if parts.observed else {}),
     }
     secret = {"name": f"{parts.name}-token", "key": "token"}

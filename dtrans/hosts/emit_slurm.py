@@ -144,7 +144,8 @@ def _shared_nodes(table: RoleTable, parts: EmitParts, nodes: int) -> str:
             "out"
         )
     slots = -(-len(table) // nodes)
-    places = [int(p) for p in place(table, [(str(n), slots) for n in range(nodes)])]
+    names = [(str(n), slots) for n in range(nodes)]
+    places = [int(p) for p in place(table, names)]
     used = {p: i for i, p in enumerate(sorted(set(places)))}
     node = [f"${{node[{used[p]}]}}" for p in places]
 

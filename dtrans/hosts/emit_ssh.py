@@ -134,6 +134,8 @@ def emit_ssh(table: RoleTable) -> str:
         ]
     else:
         choose = [trainer("$i", bound)]
+    observer_lines = [f"{line}\n" for line in observers]
+    role_lines = [f"  {line}" for line in choose]
     return _SCRIPT.format(
         title=table.title,
         count=len(table),
@@ -142,6 +144,6 @@ def emit_ssh(table: RoleTable) -> str:
         remote=shlex.quote(_REMOTE),
         command=shlex.quote(shlex.join(parts.argv)),
         shared=f'{shlex.quote(" ".join(shared))}" {listed}"',
-        observers="".join(f"{line}\n" for line in observers),
-        choose="\n".join(f"  {line}" for line in choose),
+        observers="".join(observer_lines),
+        choose="\n".join(role_lines),
     )

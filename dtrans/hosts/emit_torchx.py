@@ -99,13 +99,16 @@ def emit_torchx(table: RoleTable, image: str = IMAGE) -> str:
         ]
     else:
         roles = [f'role("trainer", {parts.trainers}, {{**current, **index}}),']
+    role_lines = [f"            {line}" for line in roles]
+    # `$` begins a macro of TorchX
+    command = [a.replace("$", "$$") for a in parts.argv]
+    environment = {k: v.replace("$", "$$") for k, v in parts.environment.items()}
     observers = f'        "{STATUS}": at(0, port + 1),\n' if parts.observed else ""
     return _FILE.format(
         title=table.title,
         bound="pserver" if parts.servers else "trainer",
-        # `$` begins a macro of TorchX
-        command=[a.replace("$", "$$") for a in parts.argv],
-        environment={k: v.replace("$", "$$") for k, v in parts.environment.items()},
+        command=command,
+        environment=environment,
         image=image,
         port=PORT,
         cores=parts.cores or 1,
@@ -114,5 +117,5 @@ def emit_torchx(table: RoleTable, image: str = IMAGE) -> str:
         count=parts.servers or parts.trainers,
         observers=observers,
         name=parts.name[:15].rstrip("-"),  # its Docker scheduler cuts names of hosts
-        roles="\n".join(f"            {line}" for line in roles),
+        roles="\n".join(role_lines),
     )

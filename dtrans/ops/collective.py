@@ -77,7 +77,9 @@ def new_collective(
     def types(*operands: Any, **values: Any) -> list[Any]:
         if check is not None:
             check(*operands, **values)
-        return [type_of(x, values.get("size", 0), *(values[n] for n in params)) for x in operands]
+        size = values.get("size", 0)
+        chosen = [values[n] for n in params]
+        return [type_of(x, size, *chosen) for x in operands]
 
     primitive = communication(name, types, over_axis=over_axis, under_vmap=under_vmap)
     record = Collective(
