@@ -15,6 +15,7 @@ If equations do not pair, or exponents do not fit, nothing is proven.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -88,37 +89,37 @@ def scale_of_parts(step: Cut, part: TrainerStep, trainers: int) -> tuple[PartSca
     marks = {e.params["leaf"]: e.invars[0] for e in part.program.eqns if e.primitive is mark_p}
     results = [n for n in step.results if n not in step.from_gradients]
     asked = [n for n in (*results, *step.frozen) if n in part.merges]
-    halves = [
-        _half(of, [*(gradients[n] for n in step.gradients), *(outs[n] for n in asked)])
-        for of, gradients, outs in (
-            (step.program, step.gradients, step.program.outvars),
-            (part.program, marks, part.program.outvars),
-        )
-    ]
+
+    # gradients first, then the results
+    part_marks = {n: marks[n] for n in step.gradients}
+    halves = _half(step.program, step.gradients, asked), _half(part.program, part_marks, asked)
     try:
         powers = _Pairing(trainers, part.scaled).powers(halves, [0] * len(step.program.in_names))
     except _NoScaleError as e:
         return None, str(e)
-    graded, merged = (
-        powers[: len(step.gradients)],
-        dict(zip(asked, powers[len(step.gradients) :], strict=True)),
-    )
-    of_gradients = {p for p in graded if p is not _ZERO}
+    count = len(step.gradients)
+    of_gradients = {p for p in powers[:count] if p is not _ZERO}
+    of_results = dict(zip(asked, powers[count:], strict=True))
+
+    # the trainers' gradients are either all summed or all averaged
     if not of_gradients <= {0} and not of_gradients <= {1}:
         return None, ""
-    for n, way in part.merges.items():
-        if n in merged and (merged[n] or 0) not in ((0, 1) if way == "sum" else (0,)):
+    scales = {}
+    for n, merge in part.merges.items():
+        scales[n] = of_results.get(n) or 0
+        if scales[n] not in ((0, 1) if merge == "sum" else (0,)):
             return None, ""
-    return PartScale(max(of_gradients, default=0), {n: merged.get(n) or 0 for n in part.merges}), ""
+    return PartScale(max(of_gradients, default=0), scales), ""
 
 
-def _half(program: Program, outs: Sequence[Atom]) -> ClosedJaxpr:
-    """Return the equations of the forward and backward pass that some values need."""
+def _half(program: Program, gradients: Mapping[str, Atom], results: Sequence[str]) -> ClosedJaxpr:
+    """Return the equations of the forward and backward pass that gradients and results need."""
     inner = program.inner
+    outs = [*gradients.values(), *(program.outvars[n] for n in results)]
     positions, _ = backward_slice(inner.eqns, outs)
     eqns = [inner.eqns[i] for i in positions]
     return eliminate_dead(
-        closed(inner.constvars, program.jaxpr.consts, inner.invars, list(outs), eqns, inner)
+        closed(inner.constvars, program.jaxpr.consts, inner.invars, outs, eqns, inner)
     )
 
 
@@ -138,9 +139,7 @@ class _Pairing:
         known: dict[tuple[int, int], Power] = dict(
             zip(map(of, here.invars, there.invars), ins, strict=True)
         )
-        producers = [
-            {v: (e, i) for e in x.eqns for i, v in enumerate(e.outvars)} for x in (here, there)
-        ]
+        producers = _producers(here), _producers(there)
         values = [dict(zip(opened(x).constvars, constants(x), strict=True)) for x in pair]
         is_scaled = lambda b: isinstance(b, Var) and b in self.scaled
         is_computed = lambda a, side: isinstance(a, Var) and a in producers[side]
@@ -227,11 +226,17 @@ class _Pairing:
         Operands of one group have the same exponent. Other operands have exponent 0, except a
         divisor.
         """
-        others = [p or 0 for i, p in enumerate(ins) if all(i not in group for group in groups)]
+        grouped = set(itertools.chain(*groups))
+        others = [p or 0 for i, p in enumerate(ins) if i not in grouped]
         if any(others) and eqn.primitive.name != "div":
             raise _NoScaleError
-        powers = [_together([[ins[i]] for i in group])[0] for group in groups]
-        return _ZERO if _ZERO in powers else sum(p for p in powers if p is not _ZERO) - sum(others)
+        total = -sum(others)
+        for group in groups:
+            (power,) = _together([[ins[i]] for i in group])
+            if power is _ZERO:
+                return _ZERO
+            total += power
+        return total
 
     def of_loss(self, x: JaxprEqn, y: JaxprEqn, ins: Sequence[Power]) -> list[Power]:
         """Return the exponents of a loss and its gradients."""
@@ -245,15 +250,16 @@ class _Pairing:
         """Return the exponents of a call whose rule is linear in tangents; others do not pair."""
         if any(ins):
             raise _NoScaleError
-        return self.powers([inline_calls(_closed(bodies(e)[0])) for e in (x, y)], ins)
+        calls = [inline_calls(_closed(bodies(eqn)[0])) for eqn in (x, y)]
+        return self.powers(calls, ins)
 
     def of_bodies(self, x: JaxprEqn, y: JaxprEqn, ins: Sequence[Power]) -> list[Power]:
         """Return the exponents of the outputs of a loop, a branch or remat."""
         name = x.primitive.name
-        flat = [[inline_calls(_closed(b), rules=True) for b in bodies(e)] for e in (x, y)]
-        if len(flat[0]) != len(flat[1]) or not _alike(x, y, params_besides_bodies):
+        here, there = _inlined_bodies(x), _inlined_bodies(y)
+        if len(here) != len(there) or not _alike(x, y, params_besides_bodies):
             raise _NoScaleError
-        pairs = list(zip(*flat, strict=True))
+        pairs = list(zip(here, there, strict=True))
         if name in REMAT:
             return self.powers(pairs[0], ins)
         if name == COND:
@@ -277,9 +283,8 @@ class _Pairing:
         of_cond, of_body = while_counts(x)
         carry = list(ins[of_cond + of_body :])
         for _ in range(len(carry) + 1):
-            joined = _together(
-                [carry, self.powers(pairs[1], [*ins[of_cond : of_cond + of_body], *carry])]
-            )
+            after = self.powers(pairs[1], [*ins[of_cond : of_cond + of_body], *carry])
+            joined = _together([carry, after])
             if joined == carry:
                 break
             carry = joined
@@ -297,6 +302,19 @@ def _together(several: Sequence[Sequence[Power]]) -> list[Power]:
             raise _NoScaleError
         found.append(known.pop() if known else _ZERO)
     return found
+
+
+def _producers(inner: Any) -> dict[Atom, tuple[JaxprEqn, int]]:
+    """Return the equation of each value of a jaxpr, and the value's position in its outputs."""
+    producers: dict[Atom, tuple[JaxprEqn, int]] = {}
+    for eqn in inner.eqns:
+        producers |= {v: (eqn, i) for i, v in enumerate(eqn.outvars)}
+    return producers
+
+
+def _inlined_bodies(eqn: JaxprEqn) -> list[ClosedJaxpr]:
+    """Return the bodies of an equation, with calls and calls with derivative rules inlined."""
+    return [inline_calls(_closed(body), rules=True) for body in bodies(eqn)]
 
 
 def _closed(body: Any) -> ClosedJaxpr:

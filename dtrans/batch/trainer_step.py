@@ -135,7 +135,10 @@ def trainer_step(
     )
     watched = [eqns[i] for i in step.early]
     wanted: list[Atom] = [*terms, *(outs[n] for n in before), *crossing]
-    needed, _ = backward_slice(eqns, [*wanted, *(a for e in watched for a in e.invars)])
+    read = list(wanted)
+    for eqn in watched:
+        read += eqn.invars
+    needed, _ = backward_slice(eqns, read)
     half = [eqns[i] for i in sorted({*needed, *step.early})]
 
     local = _is_local(half, source, axes, trainers, noun)
@@ -147,7 +150,8 @@ def trainer_step(
     are_values = lambda atoms: [a for a in atoms if isinstance(a, Var)]
     # a sum over iterations of a loop is reduced once, after the loop
     of_loops = {v for e in half if e.primitive.name in LOOPS for v in e.outvars}
-    ends = [*terms, *(outs[n] for n in opened), *(v for v in crossing if v in of_loops)]
+    ends = [*terms, *(outs[n] for n in opened)]
+    ends += [v for v in crossing if v in of_loops]
     added = linear_terms(inner.jaxpr, are_values(ends), are_values(terms))
 
     shards = Shards(trainers, tuple(over), noun, finite_padding=takes_index)

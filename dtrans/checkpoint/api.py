@@ -422,7 +422,7 @@ def _trainer_params(path: Folder, plan: PServerPlan) -> Any:
     for n in tables:
         zero = np.zeros((), main.inputs[n].dtype)
         found[n] = np.broadcast_to(zero, main.inputs[n].shape)
-    return main.args[0].unflatten([found[n] for n in main.args[0].names])
+    return main.args[0].unflatten_named(found)
 
 
 def restore_trainer(path: Folder, plan: PServerPlan, params: Any) -> Any:
@@ -448,7 +448,7 @@ def restore_trainer(path: Folder, plan: PServerPlan, params: Any) -> Any:
         return params
     saved = Checkpoint.at(path).of(plan.main)
     now |= dict(zip(plan.frozen, saved.arrays(trainer_rows(plan)), strict=True))
-    return spec.unflatten([now[n] for n in spec.names])
+    return spec.unflatten_named(now)
 
 
 def load(path: Folder, main: Program, startup: Program | None = None) -> tuple[Any, Any]:

@@ -27,7 +27,7 @@ from dtrans.checkpoint.assemble import (
 )
 from dtrans.errors import ConfigError, StateError
 from dtrans.ir.program import Program
-from dtrans.ir.pytree import TreeSpec
+from dtrans.ir.pytree import TreeSpec, unflatten_all
 from dtrans.parameter_server.overview import VarDistributed
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.step.frozen import check_frozen
@@ -195,10 +195,8 @@ def arrays_of(main: Program, params: Any, opt_state: Any) -> dict[str, Any]:
 
 def to_trees(main: Program, arrays: Iterable[Any]) -> tuple[Any, Any]:
     """Return `(params, opt_state)` from the arrays of `step_rows`."""
-    leaves = list(arrays)
-    params, opt_state = main.args[:2]
-    count = len(params.names)
-    return params.unflatten(leaves[:count]), opt_state.unflatten(leaves[count:])
+    params, opt_state = unflatten_all(main.args[:2], arrays)
+    return params, opt_state
 
 
 # -- checks ----------------------------------------------------------------------------------------

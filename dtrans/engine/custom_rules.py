@@ -60,7 +60,8 @@ class _Call:
 
     @classmethod
     def from_eqn(cls, eqn: JaxprEqn) -> _Call:
-        ins, outs = [Var(a.aval) for a in eqn.invars], [Var(v.aval) for v in eqn.outvars]
+        ins = [Var(a.aval) for a in eqn.invars]
+        outs = [Var(v.aval) for v in eqn.outvars]
         jaxpr = closed([], [], ins, outs, [eqn.replace(invars=ins, outvars=outs)], bodies(eqn)[0])
         floats = tuple(i for i in _floats(ins) if i >= closed_over(eqn))
         return cls(jaxpr, floats, _floats(outs))

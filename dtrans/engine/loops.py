@@ -95,6 +95,11 @@ class LoopPlan:
     outs: tuple[ShardLayout, ...]
     bodies: tuple[WrittenBody, ...]
 
+    @property
+    def gathers(self) -> int:
+        """Number of all-gathers in its bodies."""
+        return sum(len(body.gathers) for body in self.bodies)
+
 
 def plan_loop(
     eqn: JaxprEqn, ins: Sequence[ShardLayout], write: Write, *, shares_work: bool = True
@@ -113,11 +118,8 @@ def plan_loop(
     plan = _plan(eqn, ins, write)
     if (cut := _cut_before(eqn, plan)) and eqn.primitive.name in (SCAN, *REMAT):
         other = _plan(eqn, [cut.get(i, x) for i, x in enumerate(ins)], write)
-        plan = (
-            other
-            if sum(len(b.gathers) for b in other.bodies) <= sum(len(b.gathers) for b in plan.bodies)
-            else plan
-        )
+        if other.gathers <= plan.gathers:
+            plan = other
     mixes = any(b.gathers for b in plan.bodies)
     if eqn.primitive.name in REMAT or (shares_work and not mixes):
         return plan

@@ -140,11 +140,9 @@ def strategy_of(
     if way is None:
         return None
     plain = lambda a, x: shards.plain(x, a.aval.shape[x.axis]) if isinstance(x, RowAxis) else x
-    return dataclasses.replace(
-        way,
-        operands=tuple(plain(a, x) for a, x in zip(eqn.invars, way.operands, strict=True)),
-        outs=tuple(plain(v, x) for v, x in zip(eqn.outvars, way.outs, strict=True)),
-    )
+    operands = tuple(plain(a, x) for a, x in zip(eqn.invars, way.operands, strict=True))
+    outs = tuple(plain(v, x) for v, x in zip(eqn.outvars, way.outs, strict=True))
+    return dataclasses.replace(way, operands=operands, outs=outs)
 
 
 # -- rules ---------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ import numpy as np
 
 from dtrans.checkpoint import api as checkpoint
 from dtrans.errors import BatchError
-from dtrans.ir.pytree import TreeSpec
+from dtrans.ir.pytree import TreeSpec, unflatten_all
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.run.distributed.connect import connect
 from dtrans.run.distributed.role import Role
@@ -114,11 +114,11 @@ class RoleActor(RoleProcess):
 
     def init(self, arrays: Sequence[Any]) -> None:
         """Make the first state, from the arrays of the arguments of `init`."""
-        self._state = self._job.init(*_trees(self._job.plan.startup.args, arrays))
+        self._state = self._job.init(*unflatten_all(self._job.plan.startup.args, arrays))
 
     def take(self, arrays: Sequence[Any]) -> None:
         """Go on from the arrays of one device's parameters and optimizer state."""
-        self._state = self._job.state_of(*_trees(self._job.plan.main.args[:2], arrays))
+        self._state = self._job.state_of(*unflatten_all(self._job.plan.main.args[:2], arrays))
 
     def restore(self, path: str) -> None:
         """Go on from a checkpoint."""
@@ -141,7 +141,7 @@ class RoleActor(RoleProcess):
         """Make a step on this trainer's rows of a global batch, or on its own; return its
         results."""
         if arrays is not None:
-            batch = self._job.shard_batch(*_trees(self._job.plan.main.args[2:], arrays))
+            batch = self._job.shard_batch(*unflatten_all(self._job.plan.main.args[2:], arrays))
         else:
             assert self._batches is not None
             batch = next(self._batches)
@@ -182,15 +182,6 @@ def on_host(x: Any) -> Any:
     return np.asarray(x)
 
 
-def _trees(specs: Sequence[TreeSpec], arrays: Sequence[Any]) -> list[Any]:
-    """Return the trees of some specs from the arrays of all."""
-    it = iter(arrays)
-    found = []
-    for spec in specs:
-        found.append(spec.unflatten([next(it) for _ in spec.names]))
-    return found
-
-
 def _checked(batch: Any) -> Sequence[Any]:
     if not isinstance(batch, (tuple, list)):
         raise BatchError(
@@ -208,7 +199,7 @@ def _of_dataset(part: Any, rows: int, specs: Sequence[TreeSpec]) -> Iterator[Seq
         count = 0
         for columns in part.iter_batches(batch_size=rows, batch_format="numpy", drop_last=True):
             count += 1
-            yield _trees(specs, [_column(columns, n) for n in names])
+            yield list(unflatten_all(specs, [_column(columns, n) for n in names]))
         if not count:
             raise BatchError(
                 f"this trainer's part of the dataset has fewer rows than rows={rows}; give a "

@@ -39,6 +39,20 @@ from dtrans.ir.row_numbers import Count, Fact, known_of, numbers_of
 _PICKS = frozenset(
     {"gather", "scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"}
 )
+# dimension numbers: indexed and collapsed dimensions of the operand, window dimensions, batch
+# dimensions of the indices
+_GATHER_FIELDS = (
+    "start_index_map",
+    "collapsed_slice_dims",
+    "offset_dims",
+    "start_indices_batching_dims",
+)
+_SCATTER_FIELDS = (
+    "scatter_dims_to_operand_dims",
+    "inserted_window_dims",
+    "update_window_dims",
+    "scatter_indices_batching_dims",
+)
 
 
 def batched_gathers(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
@@ -97,9 +111,9 @@ def _without_unread(jaxpr: ClosedJaxpr, old: Any) -> ClosedJaxpr:
     """Drop equations that became unread; those that were unread before stay."""
     inner = opened(jaxpr)
     unread = {v for e in old.eqns for v in e.outvars}
-    unread -= {
-        a for a in (*old.outvars, *(a for e in old.eqns for a in e.invars)) if isinstance(a, Var)
-    }
+    unread.difference_update(a for a in old.outvars if isinstance(a, Var))
+    for eqn in old.eqns:
+        unread.difference_update(a for a in eqn.invars if isinstance(a, Var))
     read = {a for a in inner.outvars if isinstance(a, Var)}
     eqns: list[JaxprEqn] = []
     for eqn in reversed(inner.eqns):
@@ -120,12 +134,10 @@ def _with_rewritten_bodies(eqn: JaxprEqn, inside: Mapping[int, Facts[Fact]]) -> 
 
 def _components(indices: Atom, before: Sequence[JaxprEqn]) -> list[Atom]:
     """Return the components that indices are concatenated from; none for other indices."""
-    eqn = next((e for e in before if any(v is indices for v in e.outvars)), None)
-    if (
-        eqn is None
-        or eqn.primitive.name != "concatenate"
-        or eqn.params["dimension"] != indices.aval.ndim - 1
-    ):
+    eqn = next((e for e in before if len(e.outvars) == 1 and e.outvars[0] is indices), None)
+    if eqn is None or eqn.primitive.name != "concatenate":
+        return []
+    if eqn.params["dimension"] != indices.aval.ndim - 1:
         return []
     return list(eqn.invars) if all(a.aval.shape[-1] == 1 for a in eqn.invars) else []
 
@@ -149,23 +161,18 @@ def _batched(
     if eqn.primitive.name not in _PICKS:
         return None
     gathers = eqn.primitive.name == "gather"
-    x, indices, window = (
-        eqn.invars[0].aval,
-        eqn.invars[1].aval,
-        (eqn.outvars[0] if gathers else eqn.invars[2]).aval,
-    )
+    fields = _GATHER_FIELDS if gathers else _SCATTER_FIELDS
     n = eqn.params["dimension_numbers"]
-    dims, gone, windows, theirs = (
-        (n.start_index_map, n.collapsed_slice_dims, n.offset_dims, n.start_indices_batching_dims)
-        if gathers
-        else (n.scatter_dims_to_operand_dims, n.inserted_window_dims, n.update_window_dims,
-              n.scatter_indices_batching_dims)
-    )  # fmt: skip
-    window_dims = [d for d in range(x.ndim) if d not in gone and d not in n.operand_batching_dims]
+    dims, gone, windows, theirs = (getattr(n, field) for field in fields)
+    x, indices = eqn.invars[0].aval, eqn.invars[1].aval
+    window = (eqn.outvars[0] if gathers else eqn.invars[2]).aval
+
     # operand dimension to the window dimension of the output, or of the updates
+    window_dims = [d for d in range(x.ndim) if d not in gone and d not in n.operand_batching_dims]
     place = dict(zip(window_dims, windows, strict=True))
 
-    found: dict[int, int] = {}  # dimension of the operand to that of the indices
+    # dimension of the operand to that of the indices
+    found: dict[int, int] = {}
     for component, d in enumerate(dims):
         if len(found) == len(dims) - 1:  # a gather needs at least one index
             break
@@ -178,30 +185,26 @@ def _batched(
             found[d] = known.axis
     if not found:
         return None
-    left = [component for component, d in enumerate(dims) if d not in found]
-    pairs = sorted([*zip(n.operand_batching_dims, theirs, strict=True), *found.items()])
+
+    # batch dimensions leave the index, the collapsed dimensions and the window
+    remaining = [component for component, d in enumerate(dims) if d not in found]
+    new_dims = tuple(dims[component] for component in remaining)
+    new_gone = tuple(d for d in gone if d not in found)
     dropped = [place[d] for d in found if d in place]
-    new = {
-        "operand_batching_dims": tuple(d for d, _ in pairs),
-        "start_indices_batching_dims" if gathers else "scatter_indices_batching_dims": tuple(
-            k for _, k in pairs
-        ),
-        "collapsed_slice_dims" if gathers else "inserted_window_dims": tuple(
-            d for d in gone if d not in found
-        ),
-        "start_index_map" if gathers else "scatter_dims_to_operand_dims": tuple(
-            dims[c] for c in left
-        ),
-        "offset_dims" if gathers else "update_window_dims": tuple(
-            w - sum(k < w for k in dropped) for w in windows if w not in dropped
-        ),
-    }
-    params = {"dimension_numbers": n._replace(**new)}
-    atoms, components = (
-        read_from(env, eqn.invars),
-        read_from(env, _components(eqn.invars[1], before)),
+    new_windows = []
+    for w in windows:
+        if w not in dropped:
+            new_windows.append(w - sum(k < w for k in dropped))
+    pairs = sorted([*zip(n.operand_batching_dims, theirs, strict=True), *found.items()])
+    batch, index_batch = zip(*pairs, strict=True)
+    new = dict(
+        zip(fields, (new_dims, new_gone, tuple(new_windows), tuple(index_batch)), strict=True)
     )
-    rest = [components[c] if components else b.call(_component(c), atoms[1])[0] for c in left]
+    params = {"dimension_numbers": n._replace(operand_batching_dims=tuple(batch), **new)}
+
+    atoms = read_from(env, eqn.invars)
+    components = read_from(env, _components(eqn.invars[1], before))
+    rest = [components[c] if components else b.call(_component(c), atoms[1])[0] for c in remaining]
     at = rest[0] if len(rest) == 1 else b.call(_joined, *rest)[0]
     if gathers:
         (gathered,) = b.copy(eqn, [atoms[0], at], indices_are_sorted=False, **params)

@@ -140,7 +140,8 @@ class Builder:
         known |= zip(opened(jaxpr).constvars, map(self.constant, constants(jaxpr)), strict=True)
         for eqn in eqns:
             eqn = eqn if self.source is None else from_line_of(eqn, self.source)
-            outputs = self.copy(eqn, read_from(known, eqn.invars), [v.aval for v in eqn.outvars])
+            types = [v.aval for v in eqn.outvars]
+            outputs = self.copy(eqn, read_from(known, eqn.invars), types)
             known.update(zip(eqn.outvars, outputs, strict=True))
         return read_from(known, wanted)
 
@@ -150,7 +151,8 @@ class Builder:
         Use it for primitives of this package and a few of `jax.lax`, whose parameters are known.
         Others get new parameters between releases; use `call`.
         """
-        outs = [Var(t) for t in abstract_eval(primitive, [a.aval for a in atoms], params)]
+        types = abstract_eval(primitive, [a.aval for a in atoms], params)
+        outs = [Var(t) for t in types]
         eqn = new_jaxpr_eqn(list(atoms), outs, primitive, params, set())
         self._append(eqn if self.source is None else from_line_of(eqn, self.source), atoms)
         return outs

@@ -150,12 +150,12 @@ def plan_text(
 ) -> str:
     """Return a plan as text: a table, with columns `right` aligned right, and notes."""
     table = [header, *rows]
-    widths = [max(len(r[i]) for r in table) for i in range(len(header))]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = [title]
-    for r in table:
+    for row in table:
         cells = [
-            c.rjust(w) if i in right else c.ljust(w)
-            for i, (c, w) in enumerate(zip(r, widths, strict=True))
+            cell.rjust(w) if i in right else cell.ljust(w)
+            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
         ]
         lines.append(("  " + "  ".join(cells)).rstrip())
     return "\n".join([*lines, *notes])
@@ -171,12 +171,11 @@ def plan_html(
 ) -> str:
     """Return a plan as an HTML table and notes; column `code` has names."""
     esc = html_escape.escape
-    cell = lambda i, c: (
-        f"<td style='text-align:left'><code>{esc(c)}</code></td>"
-        if i == code
-        else f"<td>{esc(c)}</td>"
-    )
-    body = "".join("<tr>" + "".join(cell(i, c) for i, c in enumerate(r)) + "</tr>" for r in rows)
+    body = ""
+    for row in rows:
+        cells = [f"<td>{esc(text)}</td>" for text in row]
+        cells[code] = f"<td style='text-align:left'><code>{esc(row[code])}</code></td>"
+        body += f"<tr>{''.join(cells)}</tr>"
     head = "".join(f"<th>{esc(h)}</th>" for h in header)
     listed = "".join(f"<li>{esc(n)}</li>" for n in notes)
     return f"<b>{esc(title)}</b><table><tr>{head}</tr>{body}</table><ul>{listed}</ul>"

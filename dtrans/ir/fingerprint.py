@@ -211,16 +211,22 @@ def differences(
             what = f" ({PARTS[part]})" if part in PARTS else ""
             found.append(f"part {brief(part)}{what}")
             continue
-        rows, others = (
-            {n: x for n, _, x in (line.partition(" ") for line in text.splitlines())}
-            for text in (a, b)
-        )
+        rows, others = _named_lines(a), _named_lines(b)
         name = next(n for n in {**rows, **others, "": ""} if rows.get(n) != others.get(n) or not n)
         found.append(
             f"{brief(name)} is {brief(others.get(name))} at {other}, {brief(rows.get(name))} at "
             f"{me}"
         )
     return found
+
+
+def _named_lines(text: str) -> dict[str, str]:
+    """Return the lines of a part by their first words."""
+    rows = {}
+    for line in text.splitlines():
+        name, _, value = line.partition(" ")
+        rows[name] = value
+    return rows
 
 
 def brief(value: Any) -> str:
@@ -303,7 +309,8 @@ class _Writer:
         inner = opened(x)
         inputs = (*inner.constvars, *inner.invars)
         numbers: dict[Var, str] = {v: f"in {i}" for i, v in enumerate(inputs)}
-        lines = [self.type(v.aval) for v in inputs] + [self.value(c) for c in constants(x)]
+        lines = [self.type(v.aval) for v in inputs]
+        lines += [self.value(c) for c in constants(x)]
         lines += self.equations(inner.eqns, numbers)
         return [*lines, " ".join([self.atom(a, numbers) for a in inner.outvars])]
 

@@ -211,16 +211,12 @@ class Program(NamedJaxpr):
     def ops(self) -> tuple[Op, ...]:
         """Equations in order, with the names of their operands."""
         names = self.value_names
-        return tuple(
-            Op(
-                eqn.primitive.name,
-                role,
-                tuple(_atom_name(a, names) for a in eqn.invars),
-                tuple(names[v] for v in eqn.outvars),
-                dict(eqn.params),
-            )
-            for eqn, role in zip(self.eqns, self.roles, strict=True)
-        )
+        ops = []
+        for eqn, role in zip(self.eqns, self.roles, strict=True):
+            inputs = tuple(_atom_name(a, names) for a in eqn.invars)
+            outputs = tuple(names[v] for v in eqn.outvars)
+            ops.append(Op(eqn.primitive.name, role, inputs, outputs, dict(eqn.params)))
+        return tuple(ops)
 
     @cached_property
     def value_names(self) -> dict[Var, str]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Container, Sequence
+import itertools
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -124,9 +125,21 @@ class TreeSpec:
             self.treedef, [next(it) if isinstance(x, str) else x.value for x in self.leaves]
         )
 
+    def unflatten_named(self, values: Mapping[str, Any]) -> Any:
+        """Return the pytree of these values by name; other names may be there as well."""
+        return self.unflatten([values[n] for n in self.names])
+
     def __reduce__(self) -> tuple[Any, ...]:
         # a pickled PyTreeDef loses sentinels in its nodes (Equinox); a pickled tree does not
         return _unpickled, (jax.tree.unflatten(self.treedef, self.leaves),)
+
+
+def unflatten_all(specs: Iterable[TreeSpec], arrays: Iterable[Any]) -> tuple[Any, ...]:
+    """Return a pytree for each spec, from the arrays of all of them in order."""
+    remaining = iter(arrays)
+    return tuple(
+        spec.unflatten(list(itertools.islice(remaining, len(spec.names)))) for spec in specs
+    )
 
 
 def _unpickled(tree: Any) -> TreeSpec:

@@ -276,8 +276,6 @@ class _Branch:
         self, eqns: Sequence[int], operands: Sequence[int], wanted: Sequence[int]
     ) -> ClosedJaxpr:
         """Return the branch with some of its equations, operands and outputs."""
-        invars, outvars = (
-            [self.inner.invars[i] for i in operands],
-            [self.inner.outvars[i] for i in wanted],
-        )
+        invars = [self.inner.invars[i] for i in operands]
+        outvars = [self.inner.outvars[i] for i in wanted]
         return extract_part(self.branch, invars, [self.inner.eqns[i] for i in eqns], outvars)

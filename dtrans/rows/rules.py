@@ -264,8 +264,10 @@ def _dot_general(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
     """Sum over contracted rows; keep rows along a batch axis or a free axis."""
     contract, batch = eqn.params["dimension_numbers"]
     lhs, rhs = ins
-    free = [[d for d in range(a.aval.ndim) if d not in contract[i] and d not in batch[i]]
-            for i, a in enumerate(eqn.invars)]  # fmt: skip
+    free = []
+    for a, used in zip(eqn.invars, zip(contract, batch, strict=True), strict=True):
+        dims = {*range(a.aval.ndim)}.difference(*used)
+        free.append(sorted(dims))
     mine, row = (0, lhs) if isinstance(lhs, RowAxis) else (1, rhs)
     other = ins[1 - mine]
     assert isinstance(row, RowAxis)

@@ -25,8 +25,8 @@ def reduce_gradients(op: str, grads: Sequence[jax.Array]) -> jax.Array:
 
 def sent_by(block: OptimizeBlock, present: Collection[int]) -> OptimizeBlock:
     """Return a block that reads the gradients of the trainers in `present`, at least one."""
-    grads = tuple(
-        dataclasses.replace(g, sent={k: n for k, n in g.sent.items() if k in present})
-        for g in block.grads
-    )
-    return dataclasses.replace(block, grads=grads)
+    grads = []
+    for g in block.grads:
+        sent = {k: n for k, n in g.sent.items() if k in present}
+        grads.append(dataclasses.replace(g, sent=sent))
+    return dataclasses.replace(block, grads=tuple(grads))

@@ -142,20 +142,24 @@ class _Plan:
         for want in wanted:
             self._add(want)
         for i in range(len(eqns) - 1, -1, -1):
-            eqn, found = eqns[i], self._of(eqns[i])
-            self._recipes[i] = found
-            needs = (
-                [(a, None) for a in eqn.invars]
-                if found is None
-                else [n for _, r in found for n in r.needs]
-            )
-            for need in needs:
-                self._add(need)
-            if found is None:
-                self.cuts += [(v, part) for v in eqn.outvars for part in self._parts(v)]
-        self.cuts += [
-            (v, part) for v in self._wanted if v not in outputs for part in self._parts(v)
-        ]
+            eqn, recipes = eqns[i], self._of(eqns[i])
+            self._recipes[i] = recipes
+            if recipes is None:
+                for a in eqn.invars:
+                    self._add((a, None))
+                for v in eqn.outvars:
+                    self._cut(v)
+            else:
+                for _, recipe in recipes:
+                    for need in recipe.needs:
+                        self._add(need)
+        for v in self._wanted:
+            if v not in outputs:
+                self._cut(v)
+
+    def _cut(self, value: Atom) -> None:
+        """Slice the wanted parts from a full value."""
+        self.cuts += [(value, part) for part in self._parts(value)]
 
     def steps(self) -> Iterator[tuple[JaxprEqn, list[tuple[Want, Recipe]] | None]]:
         """Yield all equations in order, with the parts that each computes, or None for full

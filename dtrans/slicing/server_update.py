@@ -212,7 +212,8 @@ def _write_shared(
             writers[level] = LevelWriter(rounds, computes=computes)
         return writers[level]
 
-    eqns = [rounds.eqns[i] for i in sorted({rounds.producers[v] for v in server.computed})]
+    positions = {rounds.producers[v] for v in server.computed}
+    eqns = [rounds.eqns[i] for i in sorted(positions)]
     read = {v for u in server.units for v in u.shared}
     for eqn in eqns:
         level = level_of(eqn.outvars[0])
@@ -220,16 +221,16 @@ def _write_shared(
     for eqn in eqns:
         if rounds.depends(eqn.outvars[0]):
             w = at(level_of(eqn.outvars[0])).writer
-            outputs = w.b.copy(
-                eqn, [w.read_full(a) for a in eqn.invars], [v.aval for v in eqn.outvars]
-            )
+            operands = [w.read_full(a) for a in eqn.invars]
+            outputs = w.b.copy(eqn, operands, [v.aval for v in eqn.outvars])
             w.shared.update(zip(eqn.outvars, outputs, strict=True))
     for name in (n for n in analysis.input_names.values() if n in server.shared_state):
         out = analysis.outputs[name]
         program = at(level_of(out))
         program.outs[name] = program.writer.read_full(out)
     names: dict[Var, str] = {}
-    for var in (v for eqn in eqns for v in eqn.outvars):
+    computed = [v for eqn in eqns for v in eqn.outvars]
+    for var in computed:
         if var in read and rounds.depends(var):
             names[var] = f"{'reduced' if level_of(var) else 'lr_sched'}/{len(names)}"
             program = writers[level_of(var)]

@@ -140,7 +140,8 @@ def write_unit(
     analysis = rounds.analysis
     home = analysis.home_of(unit.blocks[0].leaf)
     state = analysis.state_of.get(home, ())
-    names = {n: unit.blocks[0].named(n) for n in (*(b.leaf for b in unit.blocks), *state)}
+    leaves = [block.leaf for block in unit.blocks]
+    names = {n: unit.blocks[0].named(n) for n in (*leaves, *state)}
     inputs = {analysis.inputs[n]: name for n, name in names.items()}
     grads = {analysis.inputs[Gradient(g.leaf)]: g for g in gradients}
     levels = _UnitLevels(rounds, unit, inputs)

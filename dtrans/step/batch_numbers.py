@@ -56,10 +56,10 @@ class BatchNumbers:
         if not self.spots:
             return step
         half, rows = step.optimize, _operands(step.optimize)
-        values = {
-            n: _number([rows.get(s.eqn, [])[s.operand : s.operand + 1] for s in x])
-            for n, x in self.spots.items()
-        }
+        values = {}
+        for n, places in self.spots.items():
+            found = [rows.get(s.eqn, [])[s.operand : s.operand + 1] for s in places]
+            values[n] = _number(found)
         if any(x is None for x in values.values()):
             raise BatchError(
                 f"the update of {step.program.name} has other equations for a batch of this size "
@@ -86,7 +86,8 @@ def numbers_of_size(step: Cut, other: Cut) -> BatchNumbers:
     if not fixed:
         return BatchNumbers()
     mine, theirs = _operands(step.optimize), _operands(other.optimize)
-    if [e.primitive for e in step.optimize.eqns] != [e.primitive for e in other.optimize.eqns]:
+    primitives = [e.primitive for e in step.optimize.eqns]
+    if primitives != [e.primitive for e in other.optimize.eqns]:
         return BatchNumbers(fixed=fixed)
     spots: dict[Any, list[NumberPlace]] = {}
     for i, atoms in mine.items():

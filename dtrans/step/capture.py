@@ -85,18 +85,13 @@ def capture_loss(fun: Callable[[Any], Any], arguments: Any, has_aux: bool) -> tu
     traced: Any = jax.make_jaxpr(on_arrays)(*flat)
     inner = opened(traced)
     # closed-over values of the step become operands; closed-over arrays stay constants
-    around = {v: c for v, c in zip(inner.constvars, constants(traced), strict=True) if is_traced(c)}
-    constant_arrays = [
-        (v, c) for v, c in zip(inner.constvars, constants(traced), strict=True) if v not in around
-    ]
-    body = closed(
-        [v for v, _ in constant_arrays],
-        [c for _, c in constant_arrays],
-        [*inner.invars, *around],
-        inner.outvars,
-        inner.eqns,
-        traced,
-    )
+    around: dict[Var, Any] = {}
+    arrays: dict[Var, Any] = {}
+    for v, c in zip(inner.constvars, constants(traced), strict=True):
+        kind = around if is_traced(c) else arrays
+        kind[v] = c
+    invars = [*inner.invars, *around]
+    body = closed(list(arrays), list(arrays.values()), invars, inner.outvars, inner.eqns, traced)
     results = value_and_grad_p.bind(
         *flat, *around.values(), loss=batched_gathers(body), count=len(flat)
     )
@@ -178,9 +173,8 @@ def _with_counters_first(program: Program) -> Program:
     b.invars += inner.invars
     for e in inner.eqns[:at]:
         b.keep(e)
-    values = b.inline_part(
-        body, operand, [loss.eqns[i] for i in before], [loss.outvars[i] for i in free]
-    )
+    eqns = [loss.eqns[i] for i in before]
+    values = b.inline_part(body, operand, eqns, [loss.outvars[i] for i in free])
     computed = dict(zip([eqn.outvars[i] for i in free], values, strict=True))
     b.keep(eqn)
     for e in inner.eqns[at + 1 :]:

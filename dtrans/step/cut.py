@@ -215,10 +215,11 @@ class OptimizeHalf(NamedJaxpr):
         known = {*theirs.values()}
         eqns = self.eqns
         needed, _ = backward_slice(eqns, [self.outvars[name]])
-        lines = (
-            line_of(eqns[i]) for i in needed if any(mine[v] not in known for v in eqns[i].outvars)
-        )
-        return next(filter(None, lines), "an unknown line")
+        for eqn in (eqns[i] for i in needed):
+            line = line_of(eqn)
+            if line and any(mine[v] not in known for v in eqn.outvars):
+                return line
+        return "an unknown line"
 
 
 def _beside(eqn: JaxprEqn, inputs: Collection[Var]) -> JaxprEqn:
@@ -383,18 +384,20 @@ class _Cutter:
             n: self.unmarked(gradients[n]) for n in self.s.params if n in gradients
         }
         from_gradients = tuple(n for n in self.s.results if bits(self.s.outs[n]) & by_gradient)
-        watched = [a for x in observers if x.calls for a in self.s.eqns[x.position].invars]
-        seen = backward_slice(
-            self.s.eqns, [*(self.s.outs[n] for n in from_gradients), *watched], boundary
-        )[1]
+        read_outside = [self.s.outs[n] for n in from_gradients]
+        for x in observers:
+            if x.calls:
+                read_outside += self.s.eqns[x.position].invars
+        _, seen = backward_slice(self.s.eqns, read_outside, boundary)
         seen -= {gradients[n] for n in used}
+        reported = {n: a for n, a in atoms.items() if gradients[n] in seen}
         return Cut(
             program=self.with_roles(positions, found),
             params=self.s.params,
             opt_state=self.s.opt_state,
             batch=self.s.batch,
             gradients={n: a for n, a in atoms.items() if n in used},
-            reported={n: a for n, a in atoms.items() if gradients[n] in seen},
+            reported=reported,
             boundary=gradients,
             optimized=tuple(optimized),
             frozen=tuple(frozen),
@@ -449,9 +452,8 @@ class _Cutter:
         params = [n for n in self.s.params if n in optimized_set or self.s.vars[n] in leaves]
         batch = [n for n in hidden if n in self.s.batch]
         params += [n for n in hidden if n not in batch and n not in params]
-        invars = [gradients[n] for n in grad_names] + [
-            self.s.vars[n] for n in (*params, *self.s.opt_state, *batch)
-        ]
+        invars = [gradients[n] for n in grad_names]
+        invars += [self.s.vars[n] for n in (*params, *self.s.opt_state, *batch)]
         eqns = [_beside(self.s.eqns[i], gradients.values()) for i in positions]
         jaxpr = eliminate_dead(extract_part(self.s.jaxpr, invars, eqns, outs))
         in_names: tuple[Name, ...] = (

@@ -98,13 +98,12 @@ def half_equations(
     """
     source = step.program
     inner, outs_of = source.inner, source.outvars
-    wanted = [outs_of[n] for n in (*results, *step.frozen)] + [
-        *step.gradients.values(),
-        *step.handed.values(),
-    ]
+    wanted = [outs_of[n] for n in (*results, *step.frozen)]
+    wanted += [*step.gradients.values(), *step.handed.values()]
     wanted += [a for i in step.early for a in inner.eqns[i].invars]
     positions = sorted({*backward_slice(inner.eqns, wanted)[0], *step.early})
-    return [inner.eqns[i] for i in positions], [source.roles[i] for i in positions], wanted
+    eqns = [inner.eqns[i] for i in positions]
+    return eqns, [source.roles[i] for i in positions], wanted
 
 
 def write_trainer_half(

@@ -46,9 +46,8 @@ def drop_frozen_updates(main: Program, startup: Program) -> Program:
     """
     params, opt_state = (spec.names for spec in main.args[:2])
     kind = lambda t: (t.shape, t.dtype)
-    in_order = [kind(t) for t in startup.outputs.values()] == [
-        kind(main.inputs[n]) for n in (*params, *opt_state)
-    ]
+    kinds = [kind(main.inputs[n]) for n in (*params, *opt_state)]
+    in_order = kinds == [kind(t) for t in startup.outputs.values()]
     begin = dict(zip((*params, *opt_state), _numbers_of(startup), strict=True)) if in_order else {}
     constants, zeros = frozen_leaves(
         main, {n: begin[n] for n in opt_state if begin.get(n) is not None}

@@ -119,12 +119,10 @@ class OpenStep(HoldsJaxpr):
     def derivatives_behind(self, outputs: Sequence[Atom], stop: Collection[Var] = ()) -> list[int]:
         """Return the positions of equations with derivatives that `outputs` read."""
         positions, _ = backward_slice(self.eqns, outputs, stop)
-        read = {
-            a
-            for a in (*outputs, *(a for i in positions for a in self.eqns[i].invars))
-            if isinstance(a, Var)
-        }
-        wanted = (read & self.derivatives) - set(stop)
+        read = list(outputs)
+        for i in positions:
+            read += self.eqns[i].invars
+        wanted = {a for a in read if isinstance(a, Var) and a in self.derivatives} - set(stop)
         return [i for i in positions if not wanted.isdisjoint(self.eqns[i].outvars)]
 
 

@@ -185,7 +185,8 @@ def _update(tx: Any, grads: Any, opt_state: Any, params: Any) -> tuple[Any, Any]
         result: tuple[Any, Any] = tx.update(grads, opt_state, params)
         return result
     except (TypeError, ValueError) as e:
-        asked = next((m for m in (p.search(str(e)) for p in _ASKS) if m), None)
+        matches = (p.search(str(e)) for p in _ASKS)
+        asked = next(filter(None, matches), None)
         if asked is None:
             raise
         raise OptimizerError(

@@ -69,10 +69,9 @@ def is_train_state_step(program: Program, startup: Program) -> bool:
         return True
     if not second:  # an optimizer without state
         return False
-    types = program.args[0].unflatten([program.inputs[n] for n in first])
-    if leaf_types(types) != leaf_types(
-        startup.out.unflatten([startup.outputs[n] for n in startup.out_names])
-    ):
+    types = program.args[0].unflatten_named(program.inputs)
+    returned = startup.out.unflatten_named(startup.outputs)
+    if leaf_types(types) != leaf_types(returned):
         return False
     step = OpenStep(program, inline_calls(program.jaxpr))
     gradients = marked(step)
@@ -231,10 +230,9 @@ def split_startup(main: Program, startup: Program) -> Program:
     Raises:
       TraceError: it returns something else.
     """
-    state = combine(
-        *(spec.unflatten([main.inputs[n] for n in spec.names]) for spec in main.args[:2])
-    )
-    returned = startup.out.unflatten([startup.outputs[n] for n in startup.out_names])
+    params, opt_state = main.args[:2]
+    state = combine(params.unflatten_named(main.inputs), opt_state.unflatten_named(main.inputs))
+    returned = startup.out.unflatten_named(startup.outputs)
     wanted, have = (leaf_types(tree) for tree in (state, returned))
     if wanted != have:
         path = next(p for p in [*wanted, *have] if wanted.get(p) != have.get(p))
@@ -247,11 +245,11 @@ def split_startup(main: Program, startup: Program) -> Program:
             f"dtrans.trace(init, ...) with init(...) -> {root}{_state_behind(main)}"
         )
     name_of = dict(zip(_state_spec(main).names, startup.out_names, strict=True))
-    parts = [
-        TreeSpec(spec.treedef, tuple(name_of[x] if isinstance(x, str) else x for x in spec.leaves))
-        for spec in main.args[:2]
-    ]
-    out = _spec((*(jax.tree.unflatten(spec.treedef, spec.leaves) for spec in parts),))
+    parts = []
+    for spec in main.args[:2]:
+        leaves = [name_of[x] if isinstance(x, str) else x for x in spec.leaves]
+        parts.append(jax.tree.unflatten(spec.treedef, leaves))
+    out = _spec(tuple(parts))
     return startup.returning(out, out.names)
 
 
@@ -295,8 +293,8 @@ def split_state(main: Program, state: Any) -> tuple[Any, Any]:
         ]
         state = jax.tree.unflatten(structure, counts)
     found = dict(zip(spec_of_state.names, spec_of_state.flatten(state, "the state"), strict=True))
-    first, second = (spec.unflatten([found[n] for n in spec.names]) for spec in main.args[:2])
-    return first, second
+    params, opt_state = main.args[:2]
+    return params.unflatten_named(found), opt_state.unflatten_named(found)
 
 
 def _state_spec(main: Program) -> TreeSpec:

@@ -92,10 +92,9 @@ def match_startup(step: Cut, startup: Program) -> Program:
     elif set(types_by_key) == {"params", "opt_state"}:
         order = ["params", "opt_state"]
     else:
-        keys = list(types_by_key)
-        order = next(
-            (o for o in (keys, keys[::-1]) if [types_by_key[k] for k in o] == wanted), keys
-        )
+        keys, found = list(types_by_key), list(types_by_key.values())
+        is_reversed = found == wanted[::-1] and found != wanted
+        order = keys[::-1] if is_reversed else keys
     if not order or [types_by_key[k] for k in order] != wanted:
         if leaf_types(result) == wanted[0]:
             reason = f"it returns {roots[0]} alone, expected ({roots[0]}, {roots[1]})"
@@ -117,7 +116,7 @@ def match_startup(step: Cut, startup: Program) -> Program:
 
 def _typed(spec: TreeSpec, types: Mapping[str, Any]) -> Any:
     """Return the pytree of a spec, with types for arrays."""
-    return spec.unflatten([types[n] for n in spec.names])
+    return spec.unflatten_named(types)
 
 
 def _mismatch(

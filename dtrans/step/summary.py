@@ -265,7 +265,10 @@ def merge(summary: Summary, micro: Sequence[Sequence[Any]], key: str | None = No
     """
     if key is None:
         rule = GLOBAL_MEAN if summary.kind == SCALAR else GLOBAL_CONCAT
-        return merged(rule, [[_shaped(summary, x) for x in replica] for replica in micro])
+        shaped = []
+        for replica in micro:
+            shaped.append([_shaped(summary, x) for x in replica])
+        return merged(rule, shaped)
     value = merged(key, micro)
     if summary.kind == IMAGE and micro[0][0].dtype == jnp.uint8 != value.dtype:
         value = jnp.clip(jnp.round(value), 0, 255).astype(jnp.uint8)

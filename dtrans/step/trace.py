@@ -27,7 +27,7 @@ from dtrans._jax import (
 from dtrans.errors import TraceError
 from dtrans.ir.batched_gathers import batched_gathers
 from dtrans.ir.program import BACKWARD, FORWARD, OPTIMIZE, Program
-from dtrans.ir.pytree import NUMBERS, Static, TreeSpec, as_array, is_array
+from dtrans.ir.pytree import NUMBERS, Static, TreeSpec, as_array, is_array, unflatten_all
 from dtrans.step.capture import captures, capturing
 from dtrans.step.scopes import numbered
 
@@ -64,8 +64,7 @@ def trace(fn: Callable[..., Any], *args: Any, name: str | None = None) -> Progra
     mesh = current_mesh()  # the function may name its axes
 
     def on_arrays(*arrays: Any) -> list[Any]:
-        it = iter(arrays)
-        outputs = fn(*(s.unflatten([next(it) for _ in s.names]) for s in specs))
+        outputs = fn(*unflatten_all(specs, arrays))
         result.append((outputs, out := _with_arrays(outputs, args)))
         return [x for x in jax.tree.leaves(out) if is_array(x)]
 
@@ -115,13 +114,8 @@ class TracedFunction:
 
     def __call__(self, types: Sequence[jax.ShapeDtypeStruct]) -> Program:
         """Trace the function with inputs of these types."""
-        it = iter(types)
         with within_mesh(self.mesh), capturing(self.captures):
-            return trace(
-                self.fn,
-                *(s.unflatten([next(it) for _ in s.names]) for s in self.args),
-                name=self.name,
-            )
+            return trace(self.fn, *unflatten_all(self.args, types), name=self.name)
 
 
 def argument_names(fn: Callable[..., Any], count: int) -> tuple[str, ...]:
@@ -182,11 +176,11 @@ def name_result(out: Any, args: Sequence[Any], roots: Sequence[str]) -> tuple[Tr
     ambiguous_outputs = ""
     # in an unusual order, nothing else may look like the parameters
     if places not in ([], [0], [0, 1]):
-        like = [
-            key
-            for key, part in parts
-            if any(_alike(part, a) for a in args[:2] if jax.tree.leaves(a))
-        ]
+        of_state = [a for a in args[:2] if jax.tree.leaves(a)]
+        like = []
+        for key, part in parts:
+            if any(_alike(part, a) for a in of_state):
+                like.append(key)
         if len(like) > len([p for p in places if p in like]):
             ambiguous_outputs = (
                 f"parts {', '.join(map(str, like))} of its result all have the "

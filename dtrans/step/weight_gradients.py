@@ -33,8 +33,8 @@ def fuse_transposes(
         i = products.get(a)
         if i is not None and read[a] == 1 and _swaps(eqns[i], eqn.params["permutation"]):
             found[i], found[k] = None, _other_way_round(eqns[i], eqn)
-    remaining = [(e, role) for e, role in zip(found, roles, strict=True) if e is not None]
-    return [e for e, _ in remaining], [role for _, role in remaining]
+    remaining = [e for e in found if e is not None]
+    return remaining, [role for e, role in zip(found, roles, strict=True) if e is not None]
 
 
 def _swaps(product: JaxprEqn, permutation: Sequence[int]) -> bool:
