@@ -168,7 +168,7 @@ class _Pairing:
                 exponent = power(a, one)
                 known[of(a, b)] = exponent if exponent is _ZERO else exponent + by
                 continue
-            (x, i), (y, k) = producers[0][a], producers[1][b]  # type: ignore[index]
+            (x, i), (y, k) = producers[0][a], producers[1][b]
             if x.primitive is not y.primitive or i != k or len(x.invars) != len(y.invars):
                 raise _NoScaleError(line_of(x))
             pairs = list(zip(x.invars, y.invars, strict=True))

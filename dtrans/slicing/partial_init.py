@@ -153,9 +153,9 @@ class _Plan:
                 for _, recipe in recipes:
                     for need in recipe.needs:
                         self._add(need)
-        for v in self._wanted:
-            if v not in outputs:
-                self._cut(v)
+        for value in self._wanted:
+            if value not in outputs:
+                self._cut(value)
 
     def _cut(self, value: Atom) -> None:
         """Slice the wanted parts from a full value."""
