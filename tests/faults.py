@@ -362,8 +362,8 @@ FAULTS = (
     ),
     Fault(  # what is a mean and a sum is called a mean
         "batch/scaled.py",
-        "_together([[ins[i]] for i in group])[0] for group in groups",
-        "ins[group[0]] for group in groups",
+        "(power,) = _together([[ins[i]] for i in group])",
+        "power = ins[group[0]]",
         ("batch/test_scaled.py",),
         "batch/test_scaled.py::test_what_does_not_scale[offset]",
     ),
