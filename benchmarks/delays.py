@@ -759,80 +759,78 @@ def page(results: Results) -> str:
 
 <!-- Written by benchmarks/delays.py. -->
 
-What asynchronous training loses by gradients of old parameters, and what delay compensation (`enable_dc_asgd`) wins
-back: a small version of the comparison in Zheng et al., Asynchronous Stochastic Gradient Descent with Delay
-Compensation (arXiv 1609.08326). This page and its plot are written by
+What does asynchronous training lose by gradients of old parameters, and how much does delay compensation
+(`enable_dc_asgd`) recover? A small version of the comparison in Zheng et al., Asynchronous Stochastic Gradient Descent
+with Delay Compensation (arXiv 1609.08326):
 
     .venv/bin/python benchmarks/delays.py --write
 
-Two runs on one machine gave the same page and the same plot, byte for byte, except for what is said of
+This command writes the page and its plot. Two runs on one machine gave the same bytes, except for
 [steps that do not wait](#steps-that-do-not-wait).
 
 ## What is compared
 
 A perceptron of {digits.PIXELS}, {HIDDEN} (tanh) and {digits.CLASSES} units learns the {digits.TRAIN_IMAGES:,} training
-images of `examples.digits` by SGD, as a job of two parameter servers and their trainers over loopback. The
-budget is {UPDATES * ROWS:,} examples in every mode: {UPDATES:,} gradients of {ROWS} examples each, at a learning rate
-of {RATE} where nothing else is said. A seed decides the first parameters and the order of examples, the same in all
-modes. A synchronous step is one update of the mean of 3 gradients, with 3 times the rate. The seeds, {SEEDS[0]} to
-{SEEDS[-1]}, train beside each other in one job, as rows of the same arrays that do not meet.
+images of `examples.digits` by SGD. The job has two parameter servers and their trainers over loopback. Every mode sees
+{UPDATES * ROWS:,} examples, in {UPDATES:,} gradients of {ROWS} examples, at a learning rate of {RATE} unless the table has
+another one. A seed determines the initial parameters and the order of examples. A synchronous step is one update by the
+mean of 3 gradients, with 3 times the rate. The seeds {SEEDS[0]} to {SEEDS[-1]} train in one job, as independent rows of
+the same arrays.
 
-No clock has a part in it. The *delay* of a gradient is how many gradients of others the servers applied between what
-its trainer received and the gradient. Trainers step when it is their turn, so that the order of turns makes the delays:
+No clock takes part. The *delay* of a gradient counts the gradients of other trainers that the servers applied after its
+trainer received parameters. Trainers step in turns, and the order of turns determines the delays:
 
 - *in turn*: of n trainers, every gradient is n - 1 updates old;
 - *one slow*: the last of 3 trainers has every {ONE_SLOW.slow}th turn, and its gradients are {ONE_SLOW.oldest} updates
   old; the others share the rest.
 
-The mean delay is one less than the number of trainers, whatever their order: delay that is heavy for all gradients
-takes many trainers.
+The mean delay is one less than the number of trainers, for any order. A large delay of all gradients therefore needs many
+trainers.
 
-The half-asynchronous mode has a communicator (`runtime_split_send_recv`, `half_async`), for which every step waits. In
-GEO-SGD a trainer updates its own parameters, and every 3rd or 10th of its steps exchanges what has changed, and waits
-for that (`geo_sgd_block_on_pull`). So it has its own updates at once, and those of others later than the heading of the
-table says.
+In the half-asynchronous mode every step waits for a communicator (`runtime_split_send_recv`, `half_async`). In GEO-SGD a
+trainer updates its own parameters. Every 3rd or 10th step exchanges changes and waits (`geo_sgd_block_on_pull`). A
+trainer thus sees its own updates at once, and those of others later than the heading of the table says.
 
-Lambda of DC-ASGD was chosen for each variant by training loss with 16 trainers in turn, on other seeds,
-{GRID_SEEDS[0]} to {GRID_SEEDS[-1]}, and is the same everywhere. `dtrans.pserver` and Paddle have 1 where nothing is
-said. The adaptive variant has a decay of {DECAY}.
+Lambda of DC-ASGD was chosen for each variant by training loss, with 16 trainers in turn. The choice used other seeds,
+{GRID_SEEDS[0]} to {GRID_SEEDS[-1]}, and is the same everywhere. The default of `dtrans.pserver` and Paddle is 1. The
+adaptive variant has a decay of {DECAY}.
 
 {grid(results)}
 
 ## Figures
 
-Loss is the mean cross entropy of all training images, at the end, under the servers' parameters. Means over five seeds,
-with the least and the most of them. A mode is in the spread of synchronous training if its mean lies between the least
-and the most of the synchronous seeds at the same rate.
+Loss is the final mean cross entropy of all training images, with the servers' parameters. The table has means over five
+seeds, with the smallest and the largest. A mode is in the spread of synchronous training if its mean lies between the
+extremes of the synchronous seeds.
 
 {table(results)}
 
 ![Training loss by examples seen, for each delay](delays.svg)
 
-The plot has the mean of five seeds, and shades what lies between the least and the most.
+The plot shows the mean of five seeds, and shades the range between the extremes.
 
 ## What follows
 
 {findings(results)}
 
-With one lambda for all, DC-ASGD is better where delay is what limits training, and not elsewhere. The paper finds it
+With one lambda for all, DC-ASGD is better only if delay limits training. The paper finds it
 better than asynchronous and synchronous SGD for residual networks on CIFAR-10 and ImageNet, and nearly as good as
 sequential SGD. Here synchronous training is as good as sequential, and the gap at 16 is large because delayed gradients
 diverge at this rate.
 
 ## Steps that do not wait
 
-With a communicator and without `half_async`, a step has what has arrived, and the clock has a part in it. Steps of this
-model take less time than a message: they go on with parameters that have not seen their trainer's last gradients, nor
-what others made meanwhile, and gradients that wait to be sent are merged into one update of their sum. How many is
-another number each time, so that **these figures are not the same twice**. The table has the mean training loss of five
-seeds, of the communicator for each of {TIMES} runs.
+With a communicator and without `half_async`, a step uses the parameters that have arrived, and timing matters. A step of
+this model takes less time than a message. Its parameters lack the last gradients of its trainer and of the others. The
+communicator merges waiting gradients into one update of their sum. Their number varies, so that **these figures differ in
+each run**. The table has the mean training loss of five seeds; for the communicator, of each of {TIMES} runs.
 
 {table_beside(results)}
 
 {findings_beside(results)}
 
-The first two are checked when this page is written; the numbers in them are those of these runs. Others at {RATE} had
-up to 1.3 with one slow trainer.
+The command checks the first two statements; their numbers are those of these runs. Other runs at {RATE} had up to 1.3
+with one slow trainer.
 """
     return filled(text)
 

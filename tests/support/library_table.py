@@ -47,19 +47,23 @@ WHY = {  # in a few words
 
 HEAD = f"""# Steps of other libraries
 
-People come with a step that works. `dtrans.trace(step, state, *batch)` takes one state of any structure: a flax
-`TrainState`, a state of nnx, an Equinox model beside its optimizer, a dict of models. What each of its leaves is for is
-told by dataflow: a *parameter* is read by the loss, and its own gradient makes its new value; a *follower* (a teacher,
-a target network) is read too, and made of a parameter's new value; *statistics* are made of the batch without a
-gradient; everything else that changes is the *optimizer's*. A step of `(params, opt_state, *batch)` is as it was.
+How do I distribute a step of flax, nnx or Equinox? `dtrans.trace(step, state, *batch)` takes one state of any structure: a
+flax `TrainState`, a state of nnx, an Equinox model with its optimizer, a dict of models.
 
     main = dtrans.trace(train_step, state, images, labels)
     startup = dtrans.trace(create_train_state, key)
     job = dtrans.nccl2(main, startup, trainers=2).on_mesh()
     state = job.init(key)
     state, metrics = job.step(state, images, labels)
-    job.apply(accuracy, state, images, labels)      # a function of the state; only what it reads is brought together
-    job.gather(state)                               # the TrainState, as one device has it; job.scatter takes one
+    job.apply(accuracy, state, images, labels)      # a function of the state; gathers only what it reads
+    job.gather(state)                               # the TrainState of one device; job.scatter takes one
+
+Dataflow gives each leaf of the state its role:
+
+- the loss reads a *parameter*, and its gradient enters its new value;
+- the loss also reads a *follower* (a teacher, a target network), whose new value comes from that of a parameter;
+- *statistics* come from the batch without a gradient;
+- all other leaves that change belong to the *optimizer*.
 
 ## Examples to run and to read
 
@@ -71,18 +75,18 @@ gradient; everything else that changes is the *optimizer's*. A step of `(params,
     dtrans example flax_cnn --mode sharding --stage 3
     dtrans example gan --mode pipeline
 
-The first trains on two devices of this process (virtual ones, on a CPU), prints the loss, and compares the state with
-one device's after the same batches. It is in 64 bits, where these differ by some 1e-15; `--no-x64` is as the pages have
-it, where rounding is larger. The second is refused: a GAN has two losses, and a pipeline is of one. `--mode single`
-is without dtrans. A step that changes objects in place, as nnx's do, is written in nnx's functional form: `nnx.merge`
-before it, `nnx.state` behind it (`nnx_mlp.py`).
+The first trains on two devices of this process (virtual ones, on a CPU), and prints the loss. It compares the state with
+that of one device after the same batches. It computes in 64 bits, where the two differ by about 1e-15; `--no-x64` uses 32
+bits, as the libraries' pages do. The second is refused: a GAN has two losses, and a pipeline takes one. `--mode single`
+runs without dtrans. nnx's steps change objects in place. Write them in nnx's functional form: `nnx.merge` before the
+step, `nnx.state` after it (`nnx_mlp.py`).
 
 ## Steps that are tested
 
-The table shows the steps that the tests hold to it, as those libraries' pages write them: parameters, optimizer state
-and results within 1e-12 of one device in 64 bits, on {TRAINERS} trainers, servers or stages. They take gradients with
-their own library's `value_and_grad`; for a pipeline, which is cut through the loss before it is differentiated,
-`dtrans.value_and_grad` is written in its place. The table is made by the tests (`make docs`).
+The tests run these steps as the libraries' pages write them. Parameters, optimizer state and results equal those of one
+device within 1e-12 in 64 bits, on {TRAINERS} trainers, servers or stages. The steps use `value_and_grad` of their library.
+For a pipeline they use `dtrans.value_and_grad`, because the loss is cut before it is differentiated. The tests write
+the table (`make docs`).
 
 | step | what is special about it | nccl2 | sharding 1, 2, 3 | servers | pipeline |
 | --- | --- | --- | --- | --- | --- |

@@ -576,26 +576,27 @@ INTRODUCTION = f"""# Optimizers
 
 <!-- Written by tests/support/optimizer_zoo.py: `make docs`. -->
 
-What becomes of each optimizer on parameter servers. An optimizer is *sliced* where it can be: every server updates
-blocks of rows of the leaves, with the optimizer's state for those rows. A leaf whose rows an optimizer mixes lives
-whole on one server, and the plan says which leaves do, and why.
+How do parameter servers run my optimizer? `print(plan)` answers for your step; these tables for all optimizers.
 
-An optimizer that reduces over rows (a norm of a leaf, or of all of them; a maximum; "is everything finite?") needs
-parts from several servers. Each makes its own, and an *all_reduce* joins them. All that can be reduced by then goes
-into one *round*: the norms of all leaves are one round, and a norm of what was scaled by those is the next. A step
-waits for other servers as often as the table has rounds; each round is one exchange, however many values are
-reduced in it. Each value is a number, or as small as one row. Where the table has 0, servers do not hear from
-each other.
+An optimizer is *sliced* if possible: each server updates blocks of rows of the leaves, with the optimizer's state for
+these rows. If an optimizer mixes the rows of a leaf, the leaf is stored whole on one server. The plan lists such leaves
+with the reason.
 
-The numbers are those of a small model on {SERVERS} servers, cut as finely as it can be:
+Some optimizers reduce over rows: a norm of a leaf or of all leaves, a maximum, a check for finite numbers. Each server
+computes a partial result, and an *all_reduce* joins them. All values that can be reduced at the same time share a
+*round*. The norms of all leaves are one round, and a norm of values that these scale is the next. In each round of the
+table, a step waits once for other servers, whatever the number of values. A value is a number, or at most as large as a
+row. With 0 rounds, servers exchange nothing.
+
+The numbers are those of a small model on {SERVERS} servers, with the finest cuts:
 
 {{model}}
 
-For each row of the tables a test carries out {STEPS} steps with {TRAINERS} trainers, and compares parameters and
-optimizer state with one device: the largest difference in a leaf is below 1e-12 of its largest number in float64, and
-below 1e-5 in float32, and what is bfloat16 is equal, bit for bit. The tables are made by the same code from the same
-plans. Sliced leaves are counted among those that have rows. A leaf that optax itself cannot train with an optimizer on
-one device is left out of the model, and the last column says so.
+For each row of the tables a test runs {STEPS} steps with {TRAINERS} trainers, and compares parameters and optimizer state
+with one device. The largest difference in a leaf is below 1e-12 of its largest number in float64, and below 1e-5 in
+float32. bfloat16 leaves are equal, bit for bit. The same code writes the tables from the same plans. The count of
+sliced leaves is out of those with rows. If optax itself cannot train a leaf with an optimizer on one device, the model
+lacks this leaf, and the last column says so.
 """
 
 HEADER = (
@@ -604,9 +605,9 @@ HEADER = (
 )
 
 LOOKAHEAD = """
-`lookahead` takes a pair of parameters, `optax.LookaheadParams`. In a step of one's own, with the gradient by
-`params.fast`, it trains as it is; but of a fast leaf and its slow one each is updated with the other, so that both
-stay whole. Kept in the optimizer's state, slow parameters are cut as the fast ones are:
+`lookahead` takes a pair of parameters, `optax.LookaheadParams`. Your own step can train it, with the gradient by
+`params.fast`. It updates a fast leaf and its slow one together, so that both are stored whole. If the optimizer's state
+contains the slow parameters, they are cut as the fast ones:
 
 ```python
 """
@@ -614,9 +615,9 @@ stay whole. Kept in the optimizer's state, slow parameters are cut as the fast o
 REFUSALS = """
 ## Refused
 
-Servers have gradients, parameters and the optimizer's state. `dtrans.make_train_step` gives an optimizer these three,
-and refuses one that needs more by its name. `dtrans.pserver` and `dtrans.pipeline` refuse a step of one's own that
-hands the loss to an update. `dtrans.nccl2` takes it, with one device's numbers:
+Servers have gradients, parameters and the optimizer's state. `dtrans.make_train_step` passes these three to an optimizer,
+and refuses one that needs more by its name. `dtrans.pserver` and `dtrans.pipeline` refuse a step that passes the loss to
+an update. `dtrans.nccl2` takes it, with the numbers of one device:
 `tx.update(grads, opt_state, params, value=loss, grad=grads, value_fn=...)`.
 
 | optimizer | needs | use |

@@ -28,18 +28,20 @@ TRAINERS, ROWS = 2, 12
 
 HEAD = f"""# What each step takes
 
-A job gives the numbers of one device. The batch is cut over the trainers, forward and backward are written on their
-parts, and what crosses the batch communicates where it does. The table shows the steps that the tests hold to it:
-parameters, optimizer state and results within 1e-12 of one device in 64 bits. They run on two trainers and on three
-that do not divide the batch, in nccl2 mode, in all three stages of sharding and with synchronous parameter servers, and
-in pipelines of two stages. It is made by the tests (`make docs`), for {TRAINERS} trainers or micro-batches, and {ROWS}
-rows.
+What does a step exchange to give the numbers of one device? `print(plan)` answers for your step; this table for the steps
+of the tests ([exact.md](exact.md) explains it).
 
-*Alone* says whether parts add up to one device's step without an exchange between trainers; asynchronous trainers take
-such steps only. *Exchanged* counts what forward and backward move beside gradients and results, and how many bytes each
-trainer puts in (of a gather, gets out). *Servers* says in how many rounds through the servers trainers exchange that,
-results included. *Pipeline* says what is made of the whole batch before the micro-batches go, where that is enough:
-they exchange nothing.
+The tests compare parameters, optimizer state and results with one device: within 1e-12 in 64 bits. Each step runs on two
+trainers, and on three that do not divide the batch. It runs in nccl2 mode, in sharding stages 1 to 3 and with
+synchronous parameter servers. It also runs in pipelines of two stages. The tests write the table (`make docs`), for {TRAINERS}
+trainers or micro-batches, and {ROWS} rows.
+
+| column | meaning |
+| --- | --- |
+| alone | parts add up to the step of one device without an exchange; asynchronous trainers take only such steps |
+| exchanged | collectives of forward and backward beside gradients and results, with the bytes of each trainer (of a gather: those of its result) |
+| servers | rounds of this exchange through the servers, results included |
+| pipeline | values that are computed for the whole batch before the micro-batches; these exchange nothing |
 
 | step | what is special about it | alone | exchanged | servers | pipeline |
 | --- | --- | --- | --- | --- | --- |
