@@ -17,6 +17,8 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 from paths import ROOT
 from ray_cluster import RayCluster
@@ -220,6 +222,26 @@ def test_processes_run_as_pasted_in_order(tmp_path):
         "both trainers, and both modes, have the same loss"
     )
     assert losses[2][0] == losses[2][1] and said[2].startswith("200 101 loss")
+
+
+def test_the_script_for_paddles_users_trains_as_on_one_device(tmp_path):
+    """Two trainers with rows of their own have the loss of one device with all rows."""
+    blocks = blocks_of(README.parent / "docs" / "paddle.md")
+    saved(blocks, tmp_path)
+    (command,) = [code for language, code in blocks if language == "sh"]
+    losses = re.findall(r"loss (\S+)", run(tmp_path, "bash", "-ec", command))
+    assert len(losses) == 2
+    w, b = np.array(jax.random.normal(jax.random.key(0), (2, 1)), float), np.zeros(1)
+    velocity = [np.zeros((2, 1)), np.zeros(1)]
+    generators = [np.random.RandomState(trainer) for trainer in range(2)]
+    for _ in range(100):
+        rows = np.concatenate([rng.rand(32, 2).astype("float32") for rng in generators])
+        error = rows @ w + b - (rows @ np.array([[2.0], [-1.0]]) + 0.5)
+        loss = np.mean(error**2)
+        gradients = [2 * rows.T @ error / len(rows), 2 * np.mean(error, axis=0)]
+        velocity = [0.9 * v + g for v, g in zip(velocity, gradients, strict=True)]
+        w, b = w - 0.1 * velocity[0], b - 0.1 * velocity[1]
+    assert np.mean([float(x) for x in losses]) == pytest.approx(loss, rel=1e-3)
 
 
 ALONE = """
