@@ -770,12 +770,12 @@ This command writes the page and its plot. Two runs on one machine gave the same
 
 ## What is compared
 
-A perceptron of {digits.PIXELS}, {HIDDEN} (tanh) and {digits.CLASSES} units learns the {digits.TRAIN_IMAGES:,} training
-images of `examples.digits` by SGD. The job has two parameter servers and their trainers over loopback. Every mode sees
-{UPDATES * ROWS:,} examples, in {UPDATES:,} gradients of {ROWS} examples, at a learning rate of {RATE} unless the table has
-another one. A seed determines the initial parameters and the order of examples. A synchronous step is one update by the
-mean of 3 gradients, with 3 times the rate. The seeds {SEEDS[0]} to {SEEDS[-1]} train in one job, as independent rows of
-the same arrays.
+A perceptron of {digits.PIXELS}, {HIDDEN} (tanh) and {digits.CLASSES} units learns the {digits.TRAIN_IMAGES:,}
+training images of `examples.digits` by SGD. The job has two parameter servers and their trainers over loopback. Every
+mode sees {UPDATES * ROWS:,} examples, in {UPDATES:,} gradients of {ROWS} examples, at a learning rate of {RATE}
+unless the table has another one. A seed determines the initial parameters and the order of examples. A synchronous
+step is one update by the mean of 3 gradients, with 3 times the rate. The seeds {SEEDS[0]} to {SEEDS[-1]} train in one
+job, as independent rows of the same arrays.
 
 No clock takes part. The *delay* of a gradient counts the gradients of other trainers that the servers applied after its
 trainer received parameters. Trainers step in turns, and the order of turns determines the delays:
@@ -784,12 +784,13 @@ trainer received parameters. Trainers step in turns, and the order of turns dete
 - *one slow*: the last of 3 trainers has every {ONE_SLOW.slow}th turn, and its gradients are {ONE_SLOW.oldest} updates
   old; the others share the rest.
 
-The mean delay is one less than the number of trainers, for any order. A large delay of all gradients therefore needs many
-trainers.
+The mean delay is one less than the number of trainers, for any order. A large delay of all gradients therefore needs
+many trainers.
 
-In the half-asynchronous mode every step waits for a communicator (`runtime_split_send_recv`, `half_async`). In GEO-SGD a
-trainer updates its own parameters. Every 3rd or 10th step exchanges changes and waits (`geo_sgd_block_on_pull`). A
-trainer thus sees its own updates at once, and those of others later than the heading of the table says.
+In the half-asynchronous mode every step waits for a communicator (`runtime_split_send_recv`, `half_async`). In
+GEO-SGD a trainer updates its own parameters. Every 3rd or 10th step exchanges changes and waits
+(`geo_sgd_block_on_pull`). A trainer thus sees its own updates at once, and those of others later than the heading of
+the table says.
 
 Lambda of DC-ASGD was chosen for each variant by training loss, with 16 trainers in turn. The choice used other seeds,
 {GRID_SEEDS[0]} to {GRID_SEEDS[-1]}, and is the same everywhere. The default of `dtrans.pserver` and Paddle is 1. The
@@ -820,10 +821,11 @@ diverge at this rate.
 
 ## Steps that do not wait
 
-With a communicator and without `half_async`, a step uses the parameters that have arrived, and timing matters. A step of
-this model takes less time than a message. Its parameters lack the last gradients of its trainer and of the others. The
-communicator merges waiting gradients into one update of their sum. Their number varies, so that **these figures differ in
-each run**. The table has the mean training loss of five seeds; for the communicator, of each of {TIMES} runs.
+With a communicator and without `half_async`, a step uses the parameters that have arrived, and timing matters. A step
+of this model takes less time than a message. Its parameters lack the last gradients of its trainer and of the others.
+The communicator merges waiting gradients into one update of their sum. Their number varies, so that **these figures
+differ in each run**. The table has the mean training loss of five seeds; for the communicator, of each of {TIMES}
+runs.
 
 {table_beside(results)}
 

@@ -47,8 +47,8 @@ WHY = {  # in a few words
 
 HEAD = f"""# Steps of other libraries
 
-How do I distribute a step of flax, nnx or Equinox? `dtrans.trace(step, state, *batch)` takes one state of any structure: a
-flax `TrainState`, a state of nnx, an Equinox model with its optimizer, a dict of models.
+How do I distribute a step of flax, nnx or Equinox? `dtrans.trace(step, state, *batch)` takes one state of any
+structure: a flax `TrainState`, a state of nnx, an Equinox model with its optimizer, a dict of models.
 
     main = dtrans.trace(train_step, state, images, labels)
     startup = dtrans.trace(create_train_state, key)
@@ -75,18 +75,18 @@ Dataflow gives each leaf of the state its role:
     dtrans example flax_cnn --mode sharding --stage 3
     dtrans example gan --mode pipeline
 
-The first trains on two devices of this process (virtual ones, on a CPU), and prints the loss. It compares the state with
-that of one device after the same batches. It computes in 64 bits, where the two differ by about 1e-15; `--no-x64` uses 32
-bits, as the libraries' pages do. The second is refused: a GAN has two losses, and a pipeline takes one. `--mode single`
-runs without dtrans. nnx's steps change objects in place. Write them in nnx's functional form: `nnx.merge` before the
-step, `nnx.state` after it (`nnx_mlp.py`).
+The first trains on two devices of this process (virtual ones, on a CPU), and prints the loss. It compares the state
+with that of one device after the same batches. It computes in 64 bits, where the two differ by about 1e-15;
+`--no-x64` uses 32 bits, as the libraries' pages do. The second is refused: a GAN has two losses, and a pipeline takes
+one. `--mode single` runs without dtrans. nnx's steps change objects in place. Write them in nnx's functional form:
+`nnx.merge` before the step, `nnx.state` after it (`nnx_mlp.py`).
 
 ## Steps that are tested
 
-The tests run these steps as the libraries' pages write them. Parameters, optimizer state and results equal those of one
-device within 1e-12 in 64 bits, on {TRAINERS} trainers, servers or stages. The steps use `value_and_grad` of their library.
-For a pipeline they use `dtrans.value_and_grad`, because the loss is cut before it is differentiated. The tests write
-the table (`make docs`).
+The tests run these steps as the libraries' pages write them. Parameters, optimizer state and results equal those of
+one device within 1e-12 in 64 bits, on {TRAINERS} trainers, servers or stages. The steps use `value_and_grad` of their
+library. For a pipeline they use `dtrans.value_and_grad`, because the loss is cut before it is differentiated. The
+tests write the table (`make docs`).
 
 | step | what is special about it | nccl2 | sharding 1, 2, 3 | servers | pipeline |
 | --- | --- | --- | --- | --- | --- |

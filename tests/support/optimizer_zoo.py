@@ -592,11 +592,11 @@ The numbers are those of a small model on {SERVERS} servers, with the finest cut
 
 {{model}}
 
-For each row of the tables a test runs {STEPS} steps with {TRAINERS} trainers, and compares parameters and optimizer state
-with one device. The largest difference in a leaf is below 1e-12 of its largest number in float64, and below 1e-5 in
-float32. bfloat16 leaves are equal, bit for bit. The same code writes the tables from the same plans. The count of
-sliced leaves is out of those with rows. If optax itself cannot train a leaf with an optimizer on one device, the model
-lacks this leaf, and the last column says so.
+For each row of the tables a test runs {STEPS} steps with {TRAINERS} trainers, and compares parameters and optimizer
+state with one device. The largest difference in a leaf is below 1e-12 of its largest number in float64, and below
+1e-5 in float32. bfloat16 leaves are equal, bit for bit. The same code writes the tables from the same plans. The
+count of sliced leaves is out of those with rows. If optax itself cannot train a leaf with an optimizer on one device,
+the model lacks this leaf, and the last column says so.
 """
 
 HEADER = (
@@ -615,10 +615,10 @@ contains the slow parameters, they are cut as the fast ones:
 REFUSALS = """
 ## Refused
 
-Servers have gradients, parameters and the optimizer's state. `dtrans.make_train_step` passes these three to an optimizer,
-and refuses one that needs more by its name. `dtrans.pserver` and `dtrans.pipeline` refuse a step that passes the loss to
-an update. `dtrans.nccl2` takes it, with the numbers of one device:
-`tx.update(grads, opt_state, params, value=loss, grad=grads, value_fn=...)`.
+Servers have gradients, parameters and the optimizer's state. `dtrans.make_train_step` passes these three to an
+optimizer, and refuses one that needs more by its name. `dtrans.pserver` and `dtrans.pipeline` refuse a step that
+passes the loss to an update. `dtrans.nccl2` takes it, with the numbers of one device: `tx.update(grads, opt_state,
+params, value=loss, grad=grads, value_fn=...)`.
 
 | optimizer | needs | use |
 | --- | --- | --- |

@@ -28,18 +28,18 @@ TRAINERS, ROWS = 2, 12
 
 HEAD = f"""# What each step takes
 
-What does a step exchange to give the numbers of one device? `print(plan)` answers for your step; this table for the steps
-of the tests ([exact.md](exact.md) explains it).
+What does a step exchange to give the numbers of one device? `print(plan)` answers for your step, and this table for the
+steps of the tests ([exact.md](exact.md) explains it).
 
-The tests compare parameters, optimizer state and results with one device: within 1e-12 in 64 bits. Each step runs on two
-trainers, and on three that do not divide the batch. It runs in nccl2 mode, in sharding stages 1 to 3 and with
-synchronous parameter servers. It also runs in pipelines of two stages. The tests write the table (`make docs`), for {TRAINERS}
-trainers or micro-batches, and {ROWS} rows.
+The tests compare parameters, optimizer state and results with one device, within 1e-12 in 64 bits. Each step runs on
+two trainers, and on three that do not divide the batch. It runs in nccl2 mode, in sharding stages 1 to 3 and with
+synchronous parameter servers. It also runs in pipelines of two stages. The tests write the table (`make docs`), for
+{TRAINERS} trainers or micro-batches, and {ROWS} rows.
 
 | column | meaning |
 | --- | --- |
-| alone | parts add up to the step of one device without an exchange; asynchronous trainers take only such steps |
-| exchanged | collectives of forward and backward beside gradients and results, with the bytes of each trainer (of a gather: those of its result) |
+| alone | parts add up to one device's step without an exchange; asynchronous trainers need this |
+| exchanged | collectives beside gradients and results, with the bytes of each trainer (of a gather, its result) |
 | servers | rounds of this exchange through the servers, results included |
 | pipeline | values that are computed for the whole batch before the micro-batches; these exchange nothing |
 
