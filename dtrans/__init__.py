@@ -2,9 +2,9 @@
 
     step (one jaxpr)  --transform-->  a plan: one jaxpr per role  --realise-->  a running job
 
-Trace a step (`trace`), plan it (`pserver`, `nccl2`, `sharding`, `pipeline`, or
-`DistributeTranspiler` as Paddle wrote it), run it in this process (`plan.on_mesh()`) or as
-processes (`Executor`, `plan.on_cluster()`, `dtrans launch`).
+Trace a step with `trace`. Plan it with `sharding`, `nccl2`, `pserver`, `pipeline`, or Paddle's
+`DistributeTranspiler`. Run it in this process (`plan.on_mesh()`) or as processes (`dtrans launch`,
+`plan.on_cluster()`, `Executor`).
 """
 
 from dtrans import checkpoint, epl, errors, nn, optimizers, paddle
@@ -137,5 +137,5 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """List the public names alone; folders of the package are attributes, too."""
+    """List only the public names; the package's folders are attributes too."""
     return sorted([*__all__, "__version__"])

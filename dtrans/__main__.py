@@ -1,4 +1,4 @@
-"""`python -m dtrans`: the command line, where its script is not on the path."""
+"""`python -m dtrans`: the command line without the `dtrans` script."""
 
 from dtrans.cli import main
 

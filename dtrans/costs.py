@@ -1,4 +1,4 @@
-"""Costs of a step: the bytes and operations of each role of a job."""
+"""Costs of a step: memory, traffic and operations of each role of a job."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ class RoleCost:
     """Memory, traffic and operations of one role of a job in a step.
 
     Attributes:
-      role: `trainer`, `127.0.0.1:6174`, `stage 0`.
-      count: processes or devices with this role.
-      held: bytes of state of each, between steps.
-      sent, received: bytes per step of each. A collective counts its operands as sent and its
-        results as received; the bytes on a link depend on the algorithm.
-      rounds: times per step that each waits for others.
-      flops: floating-point operations per step of each (`dtrans.ir.cost`).
+      role: name of the role: `trainer`, `127.0.0.1:6174`, `stage 0`.
+      count: number of processes or devices with this role. The other numbers are for one of them.
+      state_bytes: bytes of state between steps.
+      sent, received: bytes in a step. A collective counts its operands as sent and its results as
+        received; the bytes on a link depend on the algorithm.
+      rounds: number of waits for other roles in a step.
+      flops: floating-point operations in a step (`dtrans.ir.cost`).
     """
 
     role: str
     count: int
-    held: int
+    state_bytes: int
     sent: int
     received: int
     rounds: int
@@ -35,10 +35,14 @@ class RoleCost:
 class Costs(tuple[RoleCost, ...]):
     """Costs of all roles, printed as a table."""
 
-    _header = ("role", "count", "bytes held", "bytes sent", "bytes received", "rounds", "flops")
+    _header = ("role", "count", "bytes of state", "bytes sent", "bytes received", "rounds", "flops")
 
     def _rows(self) -> list[tuple[str, ...]]:
-        return [(c.role, *(f"{n:,}" for n in dataclasses.astuple(c)[1:])) for c in self]
+        rows = []
+        for cost in self:
+            role, *numbers = dataclasses.astuple(cost)
+            rows.append((role, *(f"{n:,}" for n in numbers)))
+        return rows
 
     def __str__(self) -> str:
         return display.plan_text(

@@ -1,19 +1,20 @@
-"""Plans of all strategies: the base class, the call that a plan comes from, and the registry of jobs.
+"""Plans of all strategies: the base class, the recipe of a plan, and the registry of realisers.
 
-A plan is a value. It can be printed, compared and costed anywhere. There is a way to run it for each
-of
+A plan is a value. It can be printed, compared and costed without devices. A *realiser* runs a plan
+in one of these ways:
 
-    "mesh"       the whole job in this process, on a mesh of its devices
-    "simulate"   the whole job on one device
+    "mesh"       the full job in this process, on a mesh of its devices
+    "simulate"   the full job on one device
     "cluster"    this process's part of a job of processes
     "function"   the program of one trainer, as a pure function
-    "ray"        the whole job as actors of a Ray cluster, driven from this process (`dtrans.hosts.on_ray`)
+    "ray"        the full job as actors of a Ray cluster, with this process as the driver
+    "roles"      no job: a table of its processes
+    "verify"     no job: the traced step, for `Plan.verify`
 
-and, as "roles", a table of the processes of its job. `dtrans.job` is the interface of the jobs, and
-`dtrans.costs` that of their costs.
+`dtrans.job` has the interface of the jobs, and `dtrans.costs` that of their costs.
 
-`dtrans.run` stands above all plans, so no plan imports it. It registers its realisers here. The first
-plan that runs imports it: the one import that goes up.
+`dtrans.run` is a layer above all plans, so no plan imports it. It registers its realisers here. The
+first plan that runs imports `dtrans.run`: the only import from a lower layer.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from dtrans._jax import ShapedArray, within_mesh
 from dtrans.errors import BatchError, ConfigError
 from dtrans.ir import display, fingerprint
 from dtrans.ir.program import Program
+from dtrans.ir.pytree import TreeSpec
 from dtrans.verification.check import STEPS, Comparison
 from dtrans.verification.outcome import Report
 
@@ -46,11 +48,11 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class PlanRecipe:
-    """Call that made a plan: another process that makes the same call gets the same plan.
+    """Recipe of a plan: the call of a transform. The same call in another process plans the same.
 
     Attributes:
       transform: `dtrans.pserver`, `dtrans.nccl2`, `dtrans.sharding` or `dtrans.pipeline`.
-      arguments: its arguments by name, `main` and `startup` among them.
+      arguments: its arguments by name, including `main` and `startup`.
     """
 
     transform: Callable[..., Plan]
@@ -62,25 +64,25 @@ PlanT = TypeVar("PlanT", bound="Plan")
 
 
 def with_recipe(transform: Callable[P, PlanT]) -> Callable[P, PlanT]:
-    """Decorate a transform so that its plans know the call that made them (`Plan.recipe`)."""
+    """Decorate a transform so that its plans have a recipe (`Plan.recipe`)."""
 
     @functools.wraps(transform)
     def run(*args: P.args, **options: P.kwargs) -> PlanT:
         plan = transform(*args, **options)
-        found = PlanRecipe(run, inspect.signature(transform).bind(*args, **options).arguments)
-        # not a field: `dataclasses.replace` makes another plan, which this call does not make
-        object.__setattr__(plan, "recipe", found)
+        recipe = PlanRecipe(run, inspect.signature(transform).bind(*args, **options).arguments)
+        # not a field: `dataclasses.replace` would copy it to a plan that this call does not return
+        object.__setattr__(plan, "recipe", recipe)
         return plan
 
     return run
 
 
 class Plan(abc.ABC):
-    """Training of one step by several roles: what a transform returns.
+    """Plan of a training step by several roles; transforms return plans.
 
     Attributes:
       main: the step, with calls inlined and exact roles.
-      recipe: the call that made the plan; None where it was derived from another plan.
+      recipe: the call that returned the plan; None for a plan derived from another plan.
     """
 
     main: Program
@@ -91,7 +93,7 @@ class Plan(abc.ABC):
     # -- values ----------------------------------------------------------------------------------
 
     def __eq__(self, other: object) -> bool:
-        """Return True for a plan of equal options and programs, as two equal calls make."""
+        """Return True for a plan with equal options and programs, such as that of an equal call."""
         if not isinstance(other, Plan):
             return NotImplemented
         return self is other or (
@@ -113,17 +115,18 @@ class Plan(abc.ABC):
     @cached_property
     def _field_texts(self) -> dict[str, str]:
         """The compared fields of the plan, by name, as canonical text."""
-        fields = dataclasses.fields(self)  # type: ignore[arg-type]
-        return {
-            f.name: fingerprint.canonical_text(getattr(self, f.name)) for f in fields if f.compare
-        }
+        texts = {}
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            if field.compare:
+                texts[field.name] = fingerprint.canonical_text(getattr(self, field.name))
+        return texts
 
-    # -- what a plan says ------------------------------------------------------------------------
+    # -- description -----------------------------------------------------------------------------
 
     @property
     @abc.abstractmethod
     def programs(self) -> Mapping[str, Program]:
-        """The program of each role: of `trainer` where all trainers have the same."""
+        """The program of each role, by name; `trainer` if all trainers share one program."""
 
     @abc.abstractmethod
     def costs(self) -> Costs:
@@ -170,93 +173,87 @@ class Plan(abc.ABC):
         donate: bool = True,
         **options: Any,
     ) -> Job:
-        """Run the whole job in this process.
+        """Run the full job in this process.
 
         Args:
-          devices: trainers, ranks or stages take the first; of a mesh its devices in their order.
-            All of this process's by default.
-          donate: let each step reuse the memory of the state it was given, which cannot be used
-            again.
-          options: `on_nonfinite`, but for pipelines: "warn" or "error" names the trainer, and the
-            leaves, where gradients have an infinity or a NaN in them, which "ignore" does not look
-            for. `unsplit_inputs` of a pserver
-            plan: names of batch arrays that every trainer gets whole.
+          devices: devices, or a mesh whose devices are used in their order. Trainers, ranks or
+            stages use the first of them. Default: all devices of this process.
+          donate: let each step reuse the memory of its input state, which is then invalid.
+          options: `on_nonfinite`, except for pipelines: "warn" or "error" checks gradients for
+            infinities and NaNs, and names the trainer and the leaves; "ignore" does not check.
+            `unsplit_inputs` of a pserver plan: names of batch arrays that are replicated.
 
         Raises:
           ConfigError: fewer devices than the plan needs, or a plan that cannot run in one process.
         """
         if isinstance(devices, Mesh):
             devices = list(devices.devices.flat)
-        return self._realised("mesh", devices, donate=donate, **options)
+        return self._realise("mesh", devices, donate=donate, **options)
 
     def on_cluster(self, *, donate: bool = True, **options: Any) -> Job:
-        """Run this process's part, in a job of processes. All of them call this, then `init` and
-        `step`.
+        """Run this process's part of a job of processes.
 
-        In collective modes and pipelines `dtrans.connect()` comes first; with parameter servers the
-        environment says who this process is (`dtrans.Role.from_env`). Each gives its own part of
-        the batch to `step`.
+        Each process calls this, then `init` and `step`, with its part of the batch. Before, a
+        process of a collective job or a pipeline calls `dtrans.connect()`. A process of a job with
+        parameter servers reads its role from the environment (`dtrans.Role.from_env`).
 
         Args:
-          donate: as in `on_mesh`; never where the job goes on when trainers are lost, and always by
-            servers.
-          options: `on_nonfinite`, as in `on_mesh`; of `dtrans.Executor`, with parameter servers:
-            `deadline`, `patience`, `wait_port`, `allow_remote`, `transport_encryption`.
+          donate: as in `on_mesh`. Jobs that survive lost trainers never donate, and servers always
+            do.
+          options: `on_nonfinite`, as in `on_mesh`; with parameter servers also options of
+            `dtrans.Executor`: `deadline`, `patience`, `wait_port`, `allow_remote`,
+            `transport_encryption`.
 
         Raises:
-          ConfigError: not connected, or to another number of processes than the plan is for;
-            donate=False, of servers.
+          ConfigError: this process is not connected, or the number of processes differs from the
+            plan's; donate=False for a server.
         """
-        return self._realised("cluster", donate=donate, **options)
+        return self._realise("cluster", donate=donate, **options)
 
     def simulate(self) -> Job:
-        """Run the whole job on one device: for tests, notebooks, and machines that one does not
-        have."""
-        return self._realised("simulate")
+        """Run the full job on one device, for tests and notebooks."""
+        return self._realise("simulate")
 
     def on_ray(self, batches: Any = None, **options: Any) -> Job:
-        """Run the job as actors of a Ray cluster, with this process as the driver; it takes the
-        extra `ray`.
+        """Run the job as actors of a Ray cluster, with this process as the driver.
 
-        Each role is an actor in a placement group, and takes the way of `on_cluster`. The plan is
-        made again in each actor, from the functions that were traced: Ray pickles them. `init`,
-        `step` and the other methods of the job are called here, and a state is a handle of the
-        state that actors hold.
+        It needs the extra `ray`. Each role is an actor in a placement group, and calls
+        `on_cluster`. Ray pickles the traced functions, and each actor repeats the plan's recipe.
+        The driver calls `init`, `step` and the other methods of the job. Its state is a handle of
+        the actors' states.
 
         Args:
-          batches: of each trainer its own part, made in its actor: a function (trainer, step) ->
-            batch; or a dataset of Ray Data, whose columns have the names of the step's arguments.
-            `job.step(state)` then takes no batch. By default `job.step(state, *batch)` takes the
-            global batch here, which trainers share.
+          batches: source of each trainer's part of the batch, read in its actor: a function
+            (trainer, step) -> batch; or a dataset of Ray Data, whose columns have the names of the
+            step's arguments. `job.step(state)` then has no batch. Default: the driver passes the
+            global batch to `job.step(state, *batch)`, and trainers share it.
           options: of `dtrans.hosts.on_ray.RayJob`: `address`, `trainers_on`, `trainer_resources`,
             `server_resources`, `processes`, `rows`, `checkpoints`, `env`, `deadline`, `patience`.
 
         Raises:
-          ConfigError: Ray is not installed, or a plan that cannot be made again from a call of its
-            transform.
-          DeadlineError: the cluster has no room for the roles. PeerError: a role failed, or its
-            node has gone.
+          ConfigError: Ray is not installed, or the plan has no recipe.
+          DeadlineError: the cluster has no room for the roles.
+          PeerError: a role failed, or its node is lost.
         """
-        return self._realised("ray", batches, **options)
+        return self._realise("ray", batches, **options)
 
     def roles(self, command: Sequence[str] = (), **options: Any) -> Any:
-        """Return the processes of the job as a table: who they are, their variables, memory and
-        bytes per step.
+        """Return a table of the job's processes: roles, variables, memory and bytes per step.
 
-        It starts nothing, and follows from the plan alone.
+        It starts no process, and depends on the plan alone.
 
         Args:
           command: program and arguments of each process.
-          options: `env`, variables for all; `cores`, processors for each. With collectives and
-            pipelines also `processes`, where each has several devices, and `endpoints`; loopback
-            from port 6174 by default.
+          options: `env`, variables of all processes; `cores`, processors of each. For collectives
+            and pipelines also `processes`, if each has several devices, and `endpoints`; by
+            default loopback from port 6174.
 
         Returns:
           A `dtrans.RoleTable`.
 
         Raises:
-          ConfigError: processes that do not divide the plan's trainers or stages, or other numbers
-            of endpoints.
+          ConfigError: `processes` does not divide the plan's trainers or stages, or differs from
+            the number of endpoints.
 
         Example:
           >>> import jax.numpy as jnp, optax, dtrans
@@ -270,19 +267,18 @@ class Plan(abc.ABC):
         return realiser(self, "roles")(self, command, **options)
 
     def verify(self, *batch: Any, points: Sequence[int] = STEPS, seed: int = 0) -> Report:
-        """Check that the job computes the step: both are evaluated in a finite field, without a
-        tolerance.
+        """Check that the job computes the step: compare both in a finite field, without tolerance.
 
-        The traced step of the whole job is compared with the step of one device, at random points
-        (docs/verify.md). No device is needed. Only the startup program of tables whose rows catch
-        up is compiled.
+        The traced step of the job is compared with the single-device step at random points
+        (docs/verify.md). It needs no device. It compiles only the startup program of tables whose
+        rows catch up.
 
         Args:
           batch: the global batch, as `step` takes it behind the state: arrays, or their types
-            (`jax.ShapeDtypeStruct`). Integers and keys of arrays are used unchanged, and floats
-            vary around the given ones. By default, the types with which the step was traced.
-          points: states are compared after so many steps of one device.
-          seed: of the points.
+            (`jax.ShapeDtypeStruct`). Integers and keys of arrays are used unchanged; floats are
+            varied around the passed ones. Default: the types with which the step was traced.
+          points: numbers of single-device steps after which states are compared.
+          seed: seed of the points.
 
         Returns:
           A report: `report.equal`, `report.complete`, and the names of outputs that differ.
@@ -293,48 +289,60 @@ class Plan(abc.ABC):
 
         Example:
           >>> import jax.numpy as jnp, optax, dtrans
-          >>> step = dtrans.make_train_step(lambda w, x: jnp.mean((x @ w) ** 2), tx := optax.adam(0.1))
+          >>> tx, x = optax.adam(0.1), jnp.ones((12, 2))
+          >>> step = dtrans.make_train_step(lambda w, x: jnp.mean((x @ w) ** 2), tx)
           >>> init = lambda: (jnp.ones(2), tx.init(jnp.ones(2)))
-          >>> plan = dtrans.nccl2(dtrans.trace(step, *init(), jnp.ones((12, 2))), dtrans.trace(init), trainers=3)
+          >>> plan = dtrans.nccl2(dtrans.trace(step, *init(), x), dtrans.trace(init), trainers=3)
           >>> report = plan.verify()
           >>> report.equal, report.complete
           (True, True)
         """
         main, specs = self.main, self.main.args[2:]
-        typed = lambda x: jax.ShapeDtypeStruct(
-            jnp.shape(x), jnp.result_type(x) if jnp.isscalar(x) else x.dtype
-        )
         if not batch:
-            batch = tuple(spec.unflatten([main.inputs[n] for n in spec.names]) for spec in specs)
+            batch = tuple(_traced_types(main, spec) for spec in specs)
         if len(batch) != len(specs):
             raise BatchError(
                 f"the step takes {len(specs)} batch arguments, {len(batch)} were given"
             )
-        types = jax.tree.map(typed, batch)
-        flat: dict[str, Any] = {}
-        given: dict[str, Any] = {}
-        for spec, tree, structure in zip(specs, batch, types, strict=True):
-            flat.update(zip(spec.names, spec.flatten(structure), strict=True))
-            given.update(zip(spec.names, spec.flatten(tree), strict=True))
-        given = {
-            n: x for n, x in given.items() if not isinstance(x, (jax.ShapeDtypeStruct, ShapedArray))
-        }
-        state = [main.inputs[n] for spec in main.args[:2] for n in spec.names]
-        traced: Any = self._realised("verify", types)
-        whole = main.specialize_flat([*state, *flat.values()])
+        types = jax.tree.map(_type_of, batch)
+        input_types: dict[str, Any] = {}
+        values: dict[str, Any] = {}
+        for spec, tree, type_tree in zip(specs, batch, types, strict=True):
+            input_types.update(zip(spec.names, spec.flatten(type_tree), strict=True))
+            for name, x in zip(spec.names, spec.flatten(tree), strict=True):
+                if not isinstance(x, (jax.ShapeDtypeStruct, ShapedArray)):
+                    values[name] = x
+        traced: Any = self._realise("verify", types)
+
+        # the single-device step: of asynchronous modes and GEO-SGD a sequential replay
+        if traced.replay is None:
+            state_names = [n for spec in main.args[:2] for n in spec.names]
+            state_types = [main.inputs[n] for n in state_names]
+            expected = main.specialize_flat([*state_types, *input_types.values()])
+        else:
+            expected = traced.replay
+            input_types = {n: expected.inputs[n] for n in input_types}
+            values = {n: jnp.broadcast_to(x, input_types[n].shape) for n, x in values.items()}
         startup: Program = self.startup  # type: ignore[attr-defined]
-        if traced.replay is not None:
-            flat = {n: traced.replay.inputs[n] for n in flat}
-            given = {n: jnp.broadcast_to(x, flat[n].shape) for n, x in given.items()}
         comparison = Comparison(
-            traced.replay or whole, traced, flat, main.frozen_constants, startup, given
+            expected, traced, input_types, main.frozen_constants, startup, values
         )
         return comparison.check(repr(self)[1:-1], points=points, seed=seed)
 
-    def _realised(self, way: str, *args: Any, **options: Any) -> Job:
+    def _realise(self, way: str, *args: Any, **options: Any) -> Job:
         with within_mesh(None):
             job: Job = realiser(self, way)(self, *args, **options)
         return job
+
+
+def _traced_types(program: Program, spec: TreeSpec) -> Any:
+    """Return the types with which an argument was traced, in its structure."""
+    return spec.unflatten([program.inputs[n] for n in spec.names])
+
+
+def _type_of(x: Any) -> jax.ShapeDtypeStruct:
+    """Return the type of an array, a type or a Python number."""
+    return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x) if jnp.isscalar(x) else x.dtype)
 
 
 # -- the registry ----------------------------------------------------------------------------------
@@ -345,7 +353,7 @@ _REALISERS: dict[tuple[type, str], Callable[..., Any]] = {}
 
 
 def realises(plan: type, way: str) -> Callable[[F], F]:
-    """Register a class or a function as what runs plans of a type in a way.
+    """Register a class or a function as the realiser of a type of plans in one way.
 
     Example:
       >>> from dtrans.plan import realiser, realises
@@ -364,18 +372,16 @@ def realises(plan: type, way: str) -> Callable[[F], F]:
 
 
 def realiser(plan: Any, way: str) -> Callable[..., Any]:
-    """Return the function that runs a plan in a way: the one of its type, or of its nearest base
-    class.
+    """Return the realiser of a plan: that of its type, or of its nearest base class.
 
     Raises:
-      ConfigError: nothing runs such plans in this way.
+      ConfigError: no realiser runs such plans in this way.
     """
     importlib.import_module("dtrans.run.realisers")
     for kind in type(plan).__mro__:
         if (kind, way) in _REALISERS:
             return _REALISERS[kind, way]
-    ways = sorted({w for kind, w in _REALISERS if isinstance(plan, kind)} - {"roles", "verify"})
-    raise ConfigError(
-        f"nothing runs a {type(plan).__name__} by {way!r}"
-        + (f"; it runs by {', '.join(ways)}" if ways else "")
-    )
+    names = {other for kind, other in _REALISERS if isinstance(plan, kind)}
+    ways = sorted(names - {"roles", "verify"})
+    remedy = f"; it runs by {', '.join(ways)}" if ways else ""
+    raise ConfigError(f"nothing runs a {type(plan).__name__} by {way!r}{remedy}")

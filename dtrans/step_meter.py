@@ -1,9 +1,8 @@
-"""What a job's steps took: counted and timed by the job itself, with a clock's two looks a step.
+"""Counts and times of a job's steps, from two readings of the clock in each step.
 
-JAX hands work to its devices and goes on. A step is timed until it returns, which is when its work
-is handed over, unless something in it waits: an exchange with servers, a result that is read. Work
-of the devices that nobody waits for in a step is waited for where a result is read, which is
-between steps.
+JAX dispatches work to devices asynchronously. So the time of a step ends at its dispatch, unless
+the step itself waits, as for an exchange with servers. Other work of devices counts as time between
+steps, where the caller waits to read a result.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,15 +20,15 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class JobReport:
-    """What the steps of a job took.
+    """Times of a job's steps; it prints as a table.
 
     Attributes:
-      steps: how many were made.
-      first: seconds of the first, in which JAX compiles.
-      seconds: from the end of the first to the end of the last.
-      in_step: seconds of these inside of `step`.
+      steps: number of completed steps.
+      first: seconds of the first step, in which JAX compiles.
+      seconds: seconds from the end of the first step to the end of the last.
+      in_step: the part of `seconds` inside `step`.
       waiting: seconds that `dtrans.feed` waited for a batch.
-      costs: what each role holds, moves and computes in a step: the plan's `Costs`.
+      costs: the plan's `Costs`: state, traffic and operations of each role.
     """
 
     steps: int
@@ -40,44 +40,44 @@ class JobReport:
 
     @property
     def elsewhere(self) -> float:
-        """Seconds between steps that were not spent on waiting for a batch: reading results, above
-        all."""
+        """Seconds between steps without the waits for batches; mostly reads of results."""
         return self.seconds - self.in_step - self.waiting
 
     @property
     def steps_per_second(self) -> float:
-        """Of the steps after the first; 0 before there are two."""
+        """Steps per second after the first step; 0 before the second."""
         return (self.steps - 1) / self.seconds if self.seconds else 0.0
 
     def __str__(self) -> str:
-        share = lambda x: f"{x:.3f} s" + (f", {x / self.seconds:.0%}" if self.seconds else "")
-        return "\n".join(
-            [
-                f"{self.steps} steps, {self.steps_per_second:,.2f} a second after the first, of "
-                f"{self.first:.3f} s",
-                f"  in step            {share(self.in_step)}",
-                f"  waiting for batch  {share(self.waiting)}",
-                f"  between steps      {share(self.elsewhere)}",
-                str(self.costs),
-            ]
-        )
+        per_second = f"{self.steps_per_second:,.2f} a second"
+        parts = {
+            "in step": self.in_step,
+            "waiting for batch": self.waiting,
+            "between steps": self.elsewhere,
+        }
+        lines = [f"{self.steps} steps, {per_second} after the first, of {self.first:.3f} s"]
+        for name, seconds in parts.items():
+            share = f", {seconds / self.seconds:.0%}" if self.seconds else ""
+            lines.append(f"  {name:17}  {seconds:.3f} s{share}")
+        return "\n".join([*lines, str(self.costs)])
 
 
 _last: StepMeter | None = None
 
 
-def steps_made() -> int | None:
-    """Return the number of steps of the job of this process that made one last; None where none
-    has."""
+def completed_steps() -> int | None:
+    """Return the step count of the job of this process that stepped last; None without one."""
     return None if _last is None else _last.steps
 
 
 class StepMeter:
-    """Counts and times the steps of a job.
+    """Meter that counts and times the steps of a job.
 
     Attributes:
-      waited: seconds that a feeder has waited.
-      is_traced: whether steps are noted in a trace of JAX's profiler.
+      steps: number of completed steps.
+      first, seconds, in_step: as in `JobReport`.
+      waited: seconds that feeders waited for batches after the first step.
+      is_traced: True while JAX's profiler traces the job.
     """
 
     def __init__(self) -> None:
@@ -88,12 +88,12 @@ class StepMeter:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Time one step. One that fails is not counted."""
-        noted = contextlib.nullcontext()
+        """Time one step; a step that fails is not counted."""
+        annotation = contextlib.nullcontext()
         if self.is_traced:
-            noted = jax.profiler.StepTraceAnnotation("dtrans step", step_num=self.steps)
+            annotation = jax.profiler.StepTraceAnnotation("dtrans step", step_num=self.steps)
         start = time.perf_counter()
-        with noted:
+        with annotation:
             yield
         end = time.perf_counter()
         global _last
@@ -105,20 +105,25 @@ class StepMeter:
             self.first, self._since, self.waited = end - start, end, 0.0
         self.steps += 1
 
+    @contextlib.contextmanager
+    def trace(self, directory: str | os.PathLike[str]) -> Iterator[None]:
+        """Trace the steps of a `with` block with JAX's profiler, each with its number."""
+        with jax.profiler.trace(os.fspath(directory), create_perfetto_trace=True):
+            self.is_traced = True
+            try:
+                yield
+            finally:
+                self.is_traced = False
+
     def report(self, costs: Any) -> JobReport:
-        """What was timed."""
-        return JobReport(
-            self.steps,
-            self.first,
-            self.seconds,
-            self.in_step,
-            min(self.waited, self.seconds),
-            costs,
-        )
+        """Return the times so far, with the costs of a step."""
+        # a feeder's last wait may be for a step that has not ended
+        waiting = min(self.waited, self.seconds)
+        return JobReport(self.steps, self.first, self.seconds, self.in_step, waiting, costs)
 
 
 def metered(step: Callable[..., Any]) -> Callable[..., Any]:
-    """A `step` of a job that the job's `meter` times."""
+    """Decorate the `step` of a job, so that the job's `meter` times it."""
 
     @functools.wraps(step)
     def timed(self: Any, state: Any, *batch: Any) -> Any:

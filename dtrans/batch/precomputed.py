@@ -99,17 +99,9 @@ class Precomputed:
             eqns,
             inner,
         )
-        return dataclasses.replace(
-            program,
-            jaxpr=jaxpr,
-            args=(
-                *program.args,
-                TreeSpec.from_tree(tuple(v.aval for v in arguments.values()), ROOT),
-            ),
-            roles=(FORWARD,) * len(eqns),
-            labels={},
-            specializer=None,
-        )
+        types = tuple(v.aval for v in arguments.values())
+        args = (*program.args, TreeSpec.from_tree(types, ROOT))
+        return program.with_jaxpr(jaxpr, args=args, labels={})
 
     def _loss(self, step: FlatStep, eqn: JaxprEqn, arguments: Mapping[Spot, Var]) -> JaxprEqn:
         """Return the equation of the loss with its precomputed values as operands."""

@@ -20,7 +20,7 @@ from dtrans.batch.written_parts import WrittenParts, adds_up, written_parts
 from dtrans.engine.layout import Shards, cut_along
 from dtrans.engine.writer import SplitWriter, written
 from dtrans.ir.inline import eliminate_dead, inline_calls
-from dtrans.ir.program import FORWARD, Program
+from dtrans.ir.program import Program
 from dtrans.rows.layout import SHARED
 from dtrans.step.capture import differentiated
 from dtrans.step.cut import cut
@@ -76,8 +76,7 @@ class PrecomputedMicroSteps:
             return eliminate_dead(w.b.build(w.write(flat.jaxpr, lambda i, _: wanted[i])[0]))
 
         jaxpr = written(flat, Shards(self.trainers, self.over), write)
-        roles = (FORWARD,) * len(jaxpr.jaxpr.eqns)
-        return dataclasses.replace(program, jaxpr=jaxpr, roles=roles, labels={}, specializer=None)
+        return program.with_jaxpr(jaxpr, labels={})
 
     def _of(self, types: Sequence[jax.ShapeDtypeStruct], parts: int) -> Program:
         """Return the step on the full batch, from the number of parts and one part's input

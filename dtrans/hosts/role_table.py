@@ -341,7 +341,7 @@ def pserver_roles(
     roles = roles_of(plan.trainers, tuple(plan.servers))
     costs = {c.role: c for c in plan.costs()}
     of = lambda role: costs[role.current_endpoint if role.is_pserver else TRAINER]
-    needs = {r.name: _Needs(cores, of(r).held, of(r).sent, of(r).received) for r in roles}
+    needs = {r.name: _Needs(cores, of(r).state_bytes, of(r).sent, of(r).received) for r in roles}
     return _table("pserver", roles, command, env, needs)
 
 
@@ -360,7 +360,7 @@ def collective_roles(
     count = plan.trainers if processes is None else processes
     each = _each("trainers", plan.trainers, count)
     (cost,) = plan.costs()
-    needs = _Needs(cores, each * cost.held, each * cost.sent, each * cost.received)
+    needs = _Needs(cores, each * cost.state_bytes, each * cost.sent, each * cost.received)
     roles = _connected(count, endpoints)
     return _table(plan.made_by, roles, command, env, {r.name: needs for r in roles})
 
@@ -387,7 +387,7 @@ def pipeline_roles(
     needs = {}
     for k in range(count):
         local = [c for s, c in enumerate(costs) if plan.device_of(s) // each == k]
-        memory = sum(c.count * c.held for c in local)
+        memory = sum(c.count * c.state_bytes for c in local)
         moved: tuple[int | None, int | None] = (None, None)
         if each == 1:
             sent = sum(c.count * c.sent for c in local)

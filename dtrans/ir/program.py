@@ -332,7 +332,19 @@ class Program(NamedJaxpr):
         """
         values = self.outvars
         jaxpr = closed_with(self.jaxpr, outvars=[values[n] for n in names])
-        return dataclasses.replace(self, jaxpr=jaxpr, out=out, specializer=None, **changed)
+        return self.with_jaxpr(jaxpr, out=out, roles=self.roles, **changed)
+
+    def with_jaxpr(self, jaxpr: ClosedJaxpr, **changed: Any) -> Program:
+        """Return this program with another jaxpr, for its own shapes.
+
+        A jaxpr without the function that it was traced from cannot be retraced for other shapes.
+
+        Args:
+          jaxpr: the jaxpr; by default each of its equations has the role "forward".
+          changed: other fields.
+        """
+        changed.setdefault("roles", (FORWARD,) * len(jaxpr.jaxpr.eqns))
+        return dataclasses.replace(self, jaxpr=jaxpr, specializer=None, **changed)
 
     def once(self, make: Callable[[Program], T]) -> T:
         """Return `make(self)`, computed once and cached with the program.

@@ -7,7 +7,6 @@ One device takes the steps of all trainers, one after the other, and merges what
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,7 +17,7 @@ import jax.numpy as jnp
 from dtrans._jax import closed, constants, evaluate, jaxpr_as_fun, live_part, opened
 from dtrans.data_parallel.plan import CollectivePlan
 from dtrans.errors import ConfigError
-from dtrans.ir.program import FORWARD, Program
+from dtrans.ir.program import Program
 from dtrans.ir.pytree import TreeSpec, is_under
 from dtrans.parameter_server.options import Async, Geo, HalfAsync
 from dtrans.parameter_server.plan import PServerPlan
@@ -98,10 +97,7 @@ def _replaying(whole: Program, jaxpr: Any, **options: Any) -> Program:
     inner = opened(jaxpr)
     live, _ = live_part(inner, [True] * len(inner.outvars), [True] * len(inner.invars))
     made = closed(live.constvars, constants(jaxpr), live.invars, live.outvars, live.eqns, jaxpr)
-    roles = (FORWARD,) * len(live.eqns)
-    return dataclasses.replace(
-        whole, jaxpr=made, roles=roles, labels={}, specializer=None, **options
-    )
+    return whole.with_jaxpr(made, labels={}, **options)
 
 
 def _part_type(t: Any, parts: int, is_cut: bool) -> jax.ShapeDtypeStruct:

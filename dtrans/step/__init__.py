@@ -10,6 +10,7 @@ batch_numbers      numbers in an update that depend on the batch size, as inputs
 startup            pairing of init's outputs with the step's inputs
 one_state          steps of one state (a TrainState), split into parameters and optimizer state
 frozen             leaves whose update never changes them
+hyperparameters    hyperparameters in the optimizer's state: search and replacement
 batch_sharing      options for the batch, and the parts of processes
 observers          host callbacks: what each reads, and which trainer calls it
 forward_backward   the first half, written with a callback for each gradient

@@ -11,6 +11,7 @@ import numpy as np
 
 from dtrans.checks import check_int, check_one_of, check_type
 from dtrans.errors import BatchError, ConfigError
+from dtrans.ir.pytree import TreeSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,6 +174,37 @@ def part_of(x: Any, number: int, count: int, axis: int, name: str, trainers: int
         )
     size = rows // count
     return _along(x, axis, number * size, (number + 1) * size)
+
+
+def part_of_batch(
+    specs: Sequence[TreeSpec],
+    batch: Sequence[Any],
+    axes: Mapping[str, int],
+    part: tuple[int, int],
+    trainers: int = 0,
+) -> tuple[Any, ...]:
+    """Return one process's part of batch arguments.
+
+    Args:
+      specs: structures of the batch arguments.
+      axes: the dimension that is split, by array; other arrays are replicated.
+      part: index of the part, and the number of parts.
+      trainers: as in `part_of`.
+
+    Raises:
+      BatchError: the parts are not equal, and must be; or another number of arguments.
+    """
+    if len(batch) != len(specs):
+        raise BatchError(f"the step takes {len(specs)} batch arguments, {len(batch)} were given")
+    number, count = part
+    found = []
+    for spec, tree in zip(specs, batch, strict=True):
+        arrays = spec.flatten(tree)
+        for i, (name, x) in enumerate(zip(spec.names, arrays, strict=True)):
+            if name in axes:
+                arrays[i] = part_of(x, number, count, axes[name], name, trainers)
+        found.append(spec.unflatten(arrays))
+    return tuple(found)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -6,14 +6,12 @@ paths and types of their leaves. Positions alone would mistake momentum for weig
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dtrans._jax import opened
 from dtrans.errors import ConfigError, TraceError
 from dtrans.ir.inline import inline_calls
-from dtrans.ir.program import FORWARD, Program
+from dtrans.ir.program import Program
 from dtrans.ir.pytree import Static, TreeSpec
 from dtrans.step.cut import Cut
 from dtrans.step.frozen import drop_frozen_updates
@@ -110,8 +108,7 @@ def match_startup(step: Cut, startup: Program) -> Program:
     flat = [n for key, _ in parts for n in names[order.index(key)]]
     jaxpr = inline_calls(startup.jaxpr)
     out = TreeSpec(startup.out.treedef, _renamed(startup.out, flat))
-    roles = (FORWARD,) * len(opened(jaxpr).eqns)
-    return dataclasses.replace(startup, jaxpr=jaxpr, out=out, roles=roles, specializer=None)
+    return startup.with_jaxpr(jaxpr, out=out)
 
 
 def _typed(spec: TreeSpec, types: Mapping[str, Any]) -> Any:

@@ -72,13 +72,13 @@ def test_memory_and_bytes_are_those_of_the_costs(planned: tuple[str, Any]) -> No
     table, costs = plan.roles(), plan.costs()
     found = [(e.memory, e.sent, e.received) for e in table]
     if mode == "pserver":
-        trainer, *servers = ((c.held, c.sent, c.received) for c in costs)
+        trainer, *servers = ((c.state_bytes, c.sent, c.received) for c in costs)
         assert found == [*servers, trainer, trainer]
         assert [e.endpoint for e in table] == [*ENDPOINTS, "", ""]
     elif mode == "pipeline":
-        assert found == [(c.held, c.sent, c.received) for c in costs]
+        assert found == [(c.state_bytes, c.sent, c.received) for c in costs]
     else:
-        assert found == [(c.held, c.sent, c.received) for c in costs] * 2
+        assert found == [(c.state_bytes, c.sent, c.received) for c in costs] * 2
     assert all(n > 0 for row in found for n in row)
 
 
@@ -87,10 +87,10 @@ def test_processes_with_several_devices() -> None:
     one = dtrans.nccl2(main, startup, trainers=4)
     (cost,) = one.costs()
     table = one.roles(processes=2)
-    assert [(e.memory, e.sent) for e in table] == [(2 * cost.held, 2 * cost.sent)] * 2
+    assert [(e.memory, e.sent) for e in table] == [(2 * cost.state_bytes, 2 * cost.sent)] * 2
     staged = dtrans.pipeline(main, startup, num_stages=2, num_micro_batch=2)
     (whole,) = staged.roles(processes=1)
-    assert whole.memory == sum(c.held for c in staged.costs())
+    assert whole.memory == sum(c.state_bytes for c in staged.costs())
     assert whole.sent is None  # most of it stays in the process
     for plan, message in ((one, "4 trainers"), (staged, "2 stages")):
         with pytest.raises(ConfigError, match=f"processes=3 do not divide the plan's {message}"):

@@ -86,7 +86,7 @@ def test_a_job_trains_as_one_device_and_says_what_it_is(plan: Plan, way: str) ->
     assert "closed" in repr(job)
     for call in (lambda: job.step(state, X, Y), lambda: job.init(KEY)):
         with pytest.raises(
-            StateError, match="^this job is closed: make another of its plan, <.* plan of step"
+            StateError, match="^this job is closed: make another from its plan, <.* plan of step"
         ):
             call()
 
@@ -104,7 +104,7 @@ def test_a_plan_says_what_it_is_and_what_it_costs(plan: Plan) -> None:
         c.role in str(costs) and c.role in costs._repr_html_() for c in costs
     )
     assert sum(c.count for c in costs) == {"PServerPlan": 4}.get(type(plan).__name__, 2)
-    assert all(c.held > 0 and c.flops > 0 and c.rounds > 0 for c in costs)
+    assert all(c.state_bytes > 0 and c.flops > 0 and c.rounds > 0 for c in costs)
 
 
 SERVERS = {"pservers": "127.0.0.1:1,127.0.0.1:2", "trainers": 2}
@@ -151,16 +151,19 @@ def test_what_is_sent_is_received() -> None:
 def test_costs_are_those_counted_by_hand() -> None:
     w1, w2 = 4 * 6 * 4, 6 * 2 * 4
     trainer, *servers = planned("pserver").costs()
-    assert (trainer.held, trainer.sent, trainer.received, trainer.rounds) == (
+    assert (trainer.state_bytes, trainer.sent, trainer.received, trainer.rounds) == (
         w1 + w2,
         w1 + w2,
         w1 + w2,
         1,
     )
     # of each parameter its two moments, and a count on each server
-    assert sum(s.held for s in servers) == 3 * (w1 + w2) + 2 * 4
+    assert sum(s.state_bytes for s in servers) == 3 * (w1 + w2) + 2 * 4
     (rank,) = planned("nccl2").costs()
-    assert (rank.held, rank.sent) == (3 * (w1 + w2) + 4, w1 + w2 + 4)  # the gradients, and the loss
+    assert (rank.state_bytes, rank.sent) == (
+        3 * (w1 + w2) + 4,
+        w1 + w2 + 4,
+    )  # the gradients, and the loss
     first, last = planned("pipeline").costs()
     sent = planned("pipeline").stages[0].sends
     assert (first.sent, first.received, last.sent, last.received) == (

@@ -56,7 +56,7 @@ from dtrans.run.distributed.status_door import (
 )
 from dtrans.run.net.keys import Keys, is_local
 from dtrans.run.net.sockets import Doorkeeper, Speakers, connect, limit, new_socket, user_of
-from dtrans.step_meter import steps_made
+from dtrans.step_meter import completed_steps
 
 
 log = logging.getLogger(__name__)
@@ -158,7 +158,7 @@ class Watch:
         return door
 
     def _now_doing(self) -> Doing:
-        return Doing(self.roll.begun, _where(), steps_made())
+        return Doing(self.roll.begun, _where(), completed_steps())
 
     def _awaited(self) -> str:
         """Return for what this process has waited in JAX since it said last what it does; empty,

@@ -180,7 +180,7 @@ def test_trainer_0_answers_observers(
     monkeypatch.setenv("DTRANS_TOKEN", "of the user")
     monkeypatch.setattr(watch_module, "SAY", 0.05)
     steps = [7]
-    monkeypatch.setattr(watch_module, "steps_made", lambda: steps[0])
+    monkeypatch.setattr(watch_module, "completed_steps", lambda: steps[0])
     members = [Membership(k, (0, 1, 2), tuple(endpoints)) for k in range(3)]
     first = Watch(members[0], KEYS, Address("127.0.0.1", "127.0.0.1"))
     with contextlib.ExitStack() as stack:
