@@ -361,8 +361,8 @@ def _table_arrays(
     blocks = {} if served is None else served.blocks
     args = saved.init_args(programs.startup) if blocks else None
     for block in blocks.values():
-        names = [n for n in block.held if n in targets]
-        if block.whole or len(names) < len(block.held):
+        names = [n for n in block.arrays if n in targets]
+        if block.updates_all or len(names) < len(block.arrays):
             continue
         table = saved.table([targets[n] for n in names], on_use.get(block.name), args)
         if table is None:

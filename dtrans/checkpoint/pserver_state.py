@@ -163,7 +163,7 @@ def initial_sources(
       endpoint: the server's endpoint.
       saved: names of saved arrays, which may include arrays that are no part of the step.
     """
-    arrays = plan.servers[endpoint].held
+    arrays = plan.servers[endpoint].variables
 
     def source(name: str) -> str | None:
         array = arrays[name]

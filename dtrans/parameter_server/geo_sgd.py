@@ -53,7 +53,7 @@ from dtrans.parameter_server.tables.own_update import (
     state_of_rows,
     write_update,
 )
-from dtrans.parameter_server.tables.touched_rows import of_tables, resized
+from dtrans.parameter_server.tables.touched_rows import mark_tables, resized
 from dtrans.parameter_server.tables.trainer_rows import TableWriter, without_unused
 from dtrans.parameter_server.trainer_program import (
     TrainerCommConfig,
@@ -98,7 +98,7 @@ def plan_geo_sgd(
     startup = match_startup(step, startup)
     tables = choose_kept_tables(whole, startup, options.sparse)
     types = {n: step.program.inputs[n] for n in step.optimized}
-    placement = of_tables(
+    placement = mark_tables(
         place(analysis, types, endpoints, options.placement, tables.buckets), tables.of
     )
     servers = ServerProgramWriter(

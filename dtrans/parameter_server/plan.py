@@ -1,5 +1,8 @@
-"""Plans of parameter servers: a program for each role, where every block lives, and what a step
-moves."""
+"""Plans of parameter servers: a program for each role, the placement of blocks, and the traffic.
+
+`server_balance` has the bytes of servers, `step_traffic` the traffic of a step, and `plan_notes`
+the remarks of a printed plan.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +13,19 @@ from typing import Any, Literal, Protocol
 
 import jax
 
-from dtrans.batch.exact_step import ExactStep, shard_step
+from dtrans.batch.exact_step import ExactStep
 from dtrans.checks import is_int
 from dtrans.costs import Costs
-from dtrans.errors import BatchError, ConfigError, UnknownEndpointError
+from dtrans.errors import ConfigError, UnknownEndpointError
 from dtrans.ir import fingerprint
 from dtrans.ir.display import short_type
-from dtrans.ir.program import OPTIMIZE, Program
-from dtrans.ops import backup_of
+from dtrans.ir.program import Program
+from dtrans.ir.pytree import TreeSpec
 from dtrans.parameter_server.dispatch import HashName, PSDispatcher, RoundRobin, SizeBalanced
-from dtrans.parameter_server.exchange_rounds import TRAINERS
 from dtrans.parameter_server.options import BlockPlacement, Geo, Mode, Sync
 from dtrans.parameter_server.overview import VarsDistributed, overview_of
-from dtrans.parameter_server.placement import dispatched
+from dtrans.parameter_server.plan_notes import plan_notes
+from dtrans.parameter_server.server_balance import bytes_by_server, compare_dispatchers, imbalance
 from dtrans.parameter_server.step_traffic import StepTraffic
 from dtrans.parameter_server.tables.choose import Tables
 from dtrans.parameter_server.tables.options import Rows
@@ -31,22 +34,22 @@ from dtrans.plan import Plan
 from dtrans.slicing.blocks import Placement
 from dtrans.slicing.server_update import ServerVariable
 from dtrans.step.batch_sharing import Batch
-from dtrans.step.cut import OptimizeHalf, cut
+from dtrans.step.cut import OptimizeHalf
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ServerPrograms:
-    """The two programs of one parameter server.
+    """Main and startup program of one parameter server.
 
     Attributes:
-      main: one `listen_and_serv`, on the server's state.
-      startup: makes that state.
-      held: what of the step each array of that state is.
+      main: one `listen_and_serv` equation, on the server's state.
+      startup: returns the initial state.
+      variables: the arrays of that state, by name, with their origins in the step.
     """
 
     main: Program
     startup: Program
-    held: Mapping[str, ServerVariable]
+    variables: Mapping[str, ServerVariable]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +57,8 @@ class PServerOptions:
     """Options of `dtrans.pserver`, equal in all roles of a job.
 
     Attributes:
-      mode, placement, on_trainer_exit, batch, trainers, sparse: as the arguments of `dtrans.pserver`.
-      pservers: number of servers. Their endpoints are in the plan's placement.
+      mode, placement, on_trainer_exit, batch, trainers, sparse: arguments of `dtrans.pserver`.
+      pservers: the number of servers. Their endpoints are in the plan's placement.
     """
 
     mode: Mode
@@ -68,7 +71,7 @@ class PServerOptions:
 
     @property
     def push_every(self) -> int:
-        """Steps from one push of changes to the next with `Geo`; otherwise 0."""
+        """Steps between pushes of changes with `Geo`; otherwise 0."""
         return self.mode.push_every if isinstance(self.mode, Geo) else 0
 
 
@@ -77,7 +80,7 @@ class TrainerPrograms(Protocol):
 
     @property
     def runtime_split(self) -> bool:
-        """True if trainers cut leaves into blocks at run time, and their programs do not."""
+        """True if trainers cut leaves into blocks at run time, without equations for it."""
 
     def program(self, trainer_id: int) -> Program:
         """Return the program of one trainer."""
@@ -88,17 +91,17 @@ class TrainerPrograms(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class ServedUpdate:
-    """The update of a plan, by what servers need for it.
+    """Update of a plan: its leaves, and its dependence on the batch.
 
     Attributes:
-      frozen: parameters that servers do not update: constants, and those of each trainer.
+      frozen: parameters that servers do not update: constants, and parameters of each trainer.
       unsent: parameters on the servers whose update uses no gradient.
-      shared_state: optimizer state that belongs to no parameter. Every server that reads it has it.
-      sized: the update with its numbers of the size of the batch as inputs, which trainers send with
-        each step; None if it has no such number.
-      sent_values: the user's lines of the values of the batch that trainers send for the update.
-      fixed_size: an output of the update that ties a plan to one size of the batch; empty if there
-        is none.
+      shared_state: optimizer state that belongs to no parameter. Each server that reads it has a
+        copy.
+      sized: the update with inputs for numbers that depend on the batch size, which trainers send
+        with each step; None if it has no such number.
+      sent_values: the user's lines that compute values which trainers send for the update.
+      fixed_size: an output of the update that ties the plan to one batch size; empty if none does.
     """
 
     frozen: tuple[str, ...] = ()
@@ -111,7 +114,7 @@ class ServedUpdate:
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class PServerPlan(Plan):
-    """Parameter-server training of one step; made by `dtrans.pserver`.
+    """Plan of a step's training with parameter servers; `dtrans.pserver` returns it.
 
     Attributes:
       main: the step, with calls inlined and exact roles.
@@ -120,10 +123,10 @@ class PServerPlan(Plan):
       placement: every block and its server.
       servers: endpoint to the programs of that server.
       trainer_side: writer of the trainers' programs.
-      update: the update, with the requirements of servers.
-      tables: leaves that trainers have by rows only: the rows that they look up.
-      shared: the split of the batch of an exact step; None if it is not exact.
-      callers: a sentence for each host callback of the step, naming the role that calls it.
+      update: the update's leaves, and its dependence on the batch.
+      tables: leaves whose rows trainers look up.
+      shared: the batch split of an exact step; None for local steps.
+      callers: a sentence for each host callback of the step, with the role that calls it.
     """
 
     main: Program
@@ -158,17 +161,17 @@ class PServerPlan(Plan):
 
     @property
     def push_every(self) -> int:
-        """Steps from one push of changes to the next with `dtrans.Geo`; otherwise 0."""
+        """Steps between pushes of changes with `dtrans.Geo`; otherwise 0."""
         return self.options.push_every
 
     @property
     def frozen(self) -> tuple[str, ...]:
-        """Parameters that servers do not update: constants, and those of each trainer."""
+        """Parameters that servers do not update: constants, and parameters of each trainer."""
         return self.update.frozen
 
     @property
     def takes_uneven_batches(self) -> bool:
-        """True if trainers can share a batch whose rows they do not divide."""
+        """True if the trainers need not divide the rows of a batch."""
         return self.shared is not None and self.sync_mode
 
     # -- programs --------------------------------------------------------------------------------
@@ -180,39 +183,43 @@ class PServerPlan(Plan):
 
     @property
     def trainer(self) -> Program:
-        """The program of trainer 0: (params, *batch) -> (params, loss[, aux]); with opt_state in
-        GEO-SGD."""
+        """The program of trainer 0: (params, *batch) -> (params, loss[, aux]).
+
+        In GEO-SGD its arguments and results also have the optimizer state.
+        """
         return self.trainer_program(0)
 
     @property
     def trainer_startup(self) -> Program:
-        """The startup program of trainer 0: the arguments of init -> params; and opt_state in
-        GEO-SGD."""
+        """The startup program of trainer 0: init's arguments -> params.
+
+        In GEO-SGD it also returns the optimizer state.
+        """
         return self.trainer_startup_program(0)
 
     def trainer_program(self, trainer_id: int) -> Program:
-        """Return one trainer's program. Raises ConfigError for an unknown id."""
+        """Return one trainer's program; raise ConfigError for an unknown id."""
         check_trainer_id(trainer_id, self.trainers)
         return self._cached(self.trainer_side.program, trainer_id)
 
     def trainer_startup_program(self, trainer_id: int) -> Program:
-        """Return one trainer's startup program. Raises ConfigError for an unknown id."""
+        """Return one trainer's startup program; raise ConfigError for an unknown id."""
         check_trainer_id(trainer_id, self.trainers)
         return self._cached(self.trainer_side.startup, trainer_id)
 
-    def for_whole(
+    def for_uneven_batch(
         self, types: Sequence[jax.ShapeDtypeStruct], trainer_id: int
     ) -> tuple[ExactStep, Program]:
-        """Return how trainers share a batch that they do not divide, and a trainer's program for it.
+        """Return the split of a batch that the trainers do not divide, and a trainer's program.
 
         Args:
-          types: of the inputs of `main`, with the batch of all trainers.
+          types: types of the inputs of `main`, with the global batch.
         """
         assert self.shared is not None and isinstance(self.trainer_side, TrainerSide)
         return self.trainer_side.uneven(self.shared, types, trainer_id)
 
     def _cached(self, write: Callable[[int], Program], trainer_id: int) -> Program:
-        """Return a program that is written once, with its compiled code."""
+        """Return the result of `write`, computed once: the program caches its compiled code."""
         key = write.__name__, trainer_id
         if key not in self._programs:
             self._programs[key] = dataclasses.replace(write(trainer_id), plan=self)
@@ -224,125 +231,88 @@ class PServerPlan(Plan):
 
     @cached_property
     def identity(self) -> dict[str, str]:
-        """Return the values that all roles must have in common, by part: see
-        `dtrans.ir.fingerprint`.
+        """Values on which all roles must agree, by part: see `dtrans.ir.fingerprint`.
 
-        A server is identified by its index, since roles may know it by several addresses.
+        A server is identified by its index, since roles may use different addresses for it.
         """
-        at = {ep: i for i, ep in enumerate(self.servers)}
-        table = [(b.name, b.span, at[b.endpoint]) for b in self.placement.table]
-        state = {
-            n: short_type(self.main.inputs[n]) for spec in self.main.args[:2] for n in spec.names
-        }
-        batch = {
-            n: short_type(self.main.inputs[n]) for spec in self.main.args[2:] for n in spec.names
-        }
+        index = {ep: i for i, ep in enumerate(self.servers)}
+        blocks = [(b.name, b.span, index[b.endpoint]) for b in self.placement.table]
+        options = {n: fingerprint.canonical_text(x) for n, x in vars(self.options).items()}
         update = {}
         if self.update.sized is not None:
             # roles may trace the step with batches of different sizes
             update["update"] = fingerprint.output_digest(self.update.sized)
         return {
             **fingerprint.environment(),
-            "options": fingerprint.table(
-                {n: fingerprint.canonical_text(x) for n, x in vars(self.options).items()}
-            ),
-            "state": fingerprint.table(state),
-            fingerprint.BATCH: fingerprint.table(batch),
+            "options": fingerprint.table(options),
+            "state": fingerprint.table(self._input_types(self.main.args[:2])),
+            fingerprint.BATCH: fingerprint.table(self._input_types(self.main.args[2:])),
             "init": self.startup.fingerprint,
-            "placement": fingerprint.digest(fingerprint.canonical_text(table)),
+            "placement": fingerprint.digest(fingerprint.canonical_text(blocks)),
             **self.main.fingerprints,
             **update,
         }
 
-    # -- what servers hold -----------------------------------------------------------------------
+    def _input_types(self, specs: Sequence[TreeSpec]) -> dict[str, str]:
+        """Return the types of arguments of `main`, by name."""
+        return {n: short_type(self.main.inputs[n]) for spec in specs for n in spec.names}
+
+    # -- state of servers ------------------------------------------------------------------------
 
     @cached_property
     def overview(self) -> VarsDistributed:
-        """Every array that servers hold, parameters and optimizer state: of what, which rows,
-        where.
+        """Every array on the servers, parameters and optimizer state, with its origin and rows.
 
         Source: Paddle's `program._parameters_on_pservers`.
         """
-        held = {ep: programs.held for ep, programs in self.servers.items()}
-        return overview_of(held, self.main.inputs, frozenset(self.main.args[0].names))
+        variables = {ep: programs.variables for ep, programs in self.servers.items()}
+        return overview_of(variables, self.main.inputs, frozenset(self.main.args[0].names))
 
     @cached_property
     def server_bytes(self) -> dict[str, dict[str, int]]:
-        """Bytes held by each server: of parameters, and of optimizer state."""
-        found = {ep: {"params": 0, "opt_state": 0} for ep in self.servers}
-        for row in self.overview:
-            found[row.endpoint]["params" if row.vtype == "Param" else "opt_state"] += row.nbytes
-        return found
+        """Bytes of parameters and of optimizer state on each server."""
+        return bytes_by_server(self.overview, self.servers)
 
     @property
     def balance(self) -> float:
-        """Bytes of the fullest server over the mean of all, parameters and optimizer state: 1.0 is
-        even."""
-        return _unevenness([sum(sizes.values()) for sizes in self.server_bytes.values()])
+        """Bytes of the fullest server divided by the mean of all servers; 1.0 is even."""
+        return imbalance([sum(sizes.values()) for sizes in self.server_bytes.values()])
 
     def compare(self, *split_methods: type[PSDispatcher]) -> dict[str, float]:
-        """Return the values that `balance` would have with other dispatchers, by their names.
+        """Return the `balance` of this plan's blocks with other dispatchers, by their names.
 
-        Each dispatcher places the blocks of this plan, with the optimizer state that belongs to
-        them. State that belongs to no parameter (counts of steps) is taken to be on every server
-        that has a block. If an optimizer needs it on fewer, a plan made with that dispatcher may
-        differ by those bytes.
+        The optimizer state of a block moves with it. State that belongs to no parameter, such as
+        step counts, counts on every server with a block. A plan with that dispatcher may have it on
+        fewer servers, and then differs by those bytes.
 
         Args:
           split_methods: subclasses of `PSDispatcher`; by default RoundRobin, HashName and
             SizeBalanced.
 
         Raises:
-          ConfigError: one that is not a dispatcher, or does not answer with a server for each
-            block.
+          ConfigError: a class is not a dispatcher, or does not return a server for each block.
 
         Example:
           >>> import jax, jax.numpy as jnp, optax, dtrans
           >>> tx, shapes = optax.adam(1e-3), {"b": (90,), "u": (400,), "w": (5, 90)}
-          >>> loss = lambda params, x: jnp.mean((x @ params["w"] + params["b"] + params["u"].sum()) ** 2)
-          >>> init = lambda: (p := {name: jnp.ones(shape) for name, shape in shapes.items()}, tx.init(p))
+          >>> def loss(params, x):
+          ...     return jnp.mean((x @ params["w"] + params["b"] + params["u"].sum()) ** 2)
+          >>> init = lambda: (p := {n: jnp.ones(shape) for n, shape in shapes.items()}, tx.init(p))
           >>> main = dtrans.trace(dtrans.make_train_step(loss, tx), *init(), jnp.ones((8, 5)))
-          >>> plan = dtrans.pserver(main, dtrans.trace(init), pservers="127.0.0.1:6174,127.0.0.1:6175")
+          >>> servers = "127.0.0.1:6174,127.0.0.1:6175"
+          >>> plan = dtrans.pserver(main, dtrans.trace(init), pservers=servers)
           >>> {name: round(balance, 2) for name, balance in plan.compare().items()}
           {'RoundRobin': 1.15, 'HashName': 1.04, 'SizeBalanced': 1.04}
         """
-        makes = {
-            n: b.name
-            for b in self.traffic.optimize_blocks
-            if b.role == OPTIMIZE
-            for n in b.out_names
-        }
-        for unit in (u for units in self.placement.units.values() for u in units):
-            makes |= {
-                backup_of(b.name, k): unit.name for b in unit.blocks for k in range(self.trainers)
-            }
-        params = {b.name for b in self.placement.table}
-        state: dict[str, int] = {}
-        shared: dict[str, int] = {}
-        for row in self.overview:
-            if row.slice_name in params:
-                continue
-            if row.slice_name in makes:
-                owner = makes[row.slice_name]
-                state[owner] = state.get(owner, 0) + row.nbytes
-            else:
-                shared[row.slice_name] = row.nbytes
-        everywhere = sum(shared.values())
-        found = {}
-        for method in split_methods or (RoundRobin, HashName, SizeBalanced):
-            units = dispatched(self.placement, method).units.values()
-            sizes = [
-                sum(u.nbytes + state.get(u.name, 0) for u in us) + (everywhere if us else 0)
-                for us in units
-            ]
-            found[method.__name__] = _unevenness(sizes)
-        return found
+        blocks = self.traffic.optimize_blocks
+        methods = split_methods or (RoundRobin, HashName, SizeBalanced)
+        return compare_dispatchers(self.placement, self.overview, blocks, self.trainers, methods)
 
     # -- cost ------------------------------------------------------------------------------------
 
     @cached_property
     def traffic(self) -> StepTraffic:
-        """The values that roles send in a step."""
+        """Values that the roles send in a step."""
         servers = {ep: programs.main for ep, programs in self.servers.items()}
         return StepTraffic(
             self.trainer,
@@ -356,85 +326,30 @@ class PServerPlan(Plan):
 
     @property
     def bytes_per_step(self) -> dict[str, int]:
-        """Bytes that one trainer sends (gradients) and receives (parameters) in a step that does;
-        an upper bound for tables."""
+        """Bytes that one trainer sends (gradients) and receives (parameters) in a step.
+
+        They are an upper bound for tables. In GEO-SGD they are those of `push_every` steps.
+        """
         return self.traffic.bytes_per_step
 
     def costs(self) -> Costs:
         return self.traffic.costs({ep: sum(x.values()) for ep, x in self.server_bytes.items()})
 
-    # -- showing ---------------------------------------------------------------------------------
+    # -- description -----------------------------------------------------------------------------
 
     @cached_property
     def rows(self) -> list[tuple[str, str, str, str]]:
         """The placement table: block, rows, bytes, endpoint."""
         table = []
         for b in self.placement.table:
-            table.append(
-                (b.name, "-" if b.span is None else str(b.span), f"{b.nbytes:,}", b.endpoint)
-            )
+            rows = "-" if b.span is None else str(b.span)
+            table.append((b.name, rows, f"{b.nbytes:,}", b.endpoint))
         return table
 
     @cached_property
     def notes(self) -> list[str]:
-        """Return remarks: bytes of servers, reasons for whole leaves, state that trainers store."""
-        notes = [] if self.shared is None else list(self.shared.notes)
-        if self.shared is None and self.trainers > 1 and not self.push_every:
-            notes.append(self._local_note())
-        for endpoint, size in self.server_bytes.items():
-            notes.append(
-                f"{endpoint} holds {size['params']:,} bytes of parameters, {size['opt_state']:,} "
-                "of optimizer state"
-            )
-        if len(self.servers) > 1:
-            notes.append(f"the fullest server holds {self.balance:.2f} times the mean")
-        notes += self.traffic.notes
-        for leaf, reason in self.placement.unsliced.items():
-            notes.append(f"{leaf}: whole on {self.placement.blocks[leaf][0].endpoint}: {reason}")
-        where: dict[str, list[str]] = {}
-        for name in self.update.shared_state:
-            holders = [row.endpoint for row in self.overview.by_origin(name)]
-            everywhere = len(holders) == sum(bool(units) for units in self.placement.units.values())
-            where.setdefault("every server" if everywhere else " and ".join(holders), []).append(
-                name
-            )
-        for servers, names in where.items():
-            notes.append(f"on {servers}: {', '.join(names)}")
-        notes += self.callers
-        if self.update.sized is not None:
-            notes.append(
-                "the update has numbers of the size of the batch, which trainers send with each "
-                "step: those of the "
-                "batch that is given, whatever was traced"
-            )
-        if self.update.sent_values:
-            lines = ", ".join(dict.fromkeys(self.update.sent_values))
-            notes.append(
-                "the update reads values that trainers make of the batch and send with each step: "
-                f"{lines}"
-            )
-        if self.update.fixed_size and self.shared is not None:
-            notes.append(
-                f"the new {self.update.fixed_size} depends on the size of the batch: batches have "
-                f"{self.shared.rows} rows, "
-                f"which are those of {self.trainers} traced ones; for others trace the step with a "
-                "trainer's part"
-            )
-        if self.frozen:
-            notes.append(f"on the trainers only: {', '.join(self.frozen)}")
-        return notes
-
-    def _local_note(self) -> str:
-        """Return the note of a plan whose trainers take the step on their parts alone."""
-        step = cut(self.main).with_reported()
-        try:
-            return shard_step(step, self.options.batch, self.trainers, TRAINERS).local_note
-        except BatchError as e:
-            # of arrays that `plan.on_mesh(unsplit_inputs=...)` replicates: the plan cannot know them
-            return (
-                "local: each part has its own numbers, averaged; one device's are not looked at: "
-                f"{e}"
-            )
+        """Remarks: the batch split, bytes of servers, uncut leaves, state on trainers."""
+        return plan_notes(self)
 
     @property
     def _title(self) -> str:
@@ -445,13 +360,8 @@ class PServerPlan(Plan):
         )
 
 
-def _unevenness(sizes: Sequence[int]) -> float:
-    """Return the largest size over the mean; 1.0 if all are 0."""
-    return max(sizes) * len(sizes) / sum(sizes) if any(sizes) else 1.0
-
-
 class _Servers(dict[str, ServerPrograms]):
-    """Endpoint to programs; an unknown endpoint is named in the error."""
+    """Endpoint to programs; the error for an unknown endpoint lists the known ones."""
 
     def __missing__(self, endpoint: str) -> ServerPrograms:
         raise UnknownEndpointError(
@@ -460,7 +370,7 @@ class _Servers(dict[str, ServerPrograms]):
 
 
 def check_trainer_id(trainer_id: Any, trainers: int) -> None:
-    """Raises ConfigError unless 0 <= trainer_id < trainers."""
+    """Raise ConfigError unless 0 <= trainer_id < trainers."""
     if not is_int(trainer_id) or not 0 <= trainer_id < trainers:
         raise ConfigError(
             f"trainer_id {trainer_id!r} is out of range: with {trainers} trainers it is one of 0 "
@@ -471,7 +381,7 @@ def check_trainer_id(trainer_id: Any, trainers: int) -> None:
 def check_trainer_endpoint(
     trainer_id: Any, current_endpoint: Any, endpoints: Sequence[str]
 ) -> None:
-    """Raises ConfigError unless that trainer of an nccl2 job is at that endpoint."""
+    """Raise ConfigError unless a trainer of an nccl2 job has this endpoint."""
     check_trainer_id(trainer_id, len(endpoints))
     if current_endpoint not in endpoints:
         raise ConfigError(
@@ -479,8 +389,8 @@ def check_trainer_endpoint(
             f"{','.join(endpoints)}"
         )
     if endpoints[trainer_id] != current_endpoint:
+        other = list(endpoints).index(current_endpoint)
         raise ConfigError(
             f"trainer {trainer_id} is at {endpoints[trainer_id]}; the current endpoint "
-            f"{current_endpoint} is that of "
-            f"trainer {list(endpoints).index(current_endpoint)}"
+            f"{current_endpoint} is that of trainer {other}"
         )

@@ -1,4 +1,4 @@
-"""The programs of parameter servers: what each serves, and what makes its initial values."""
+"""Programs of parameter servers: a server's updates, and its initial values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dtrans.rows.layout import RowAxis
 from dtrans.rows.row_buckets import BucketRows, RowBuckets, numbers_at
 from dtrans.rows.slices import Slice
 from dtrans.rows.writer import RowSet
-from dtrans.slicing.blocks import Unit
+from dtrans.slicing.blocks import Block, Unit
 from dtrans.slicing.partial_init import makes_rows, write_parts, write_rows
 from dtrans.slicing.server_spec import UpdateSpec
 from dtrans.slicing.server_update import ServerVariable, ServerWork, write_server
@@ -34,12 +34,12 @@ class ServerProgramWriter:
 
     Args:
       step: the step; servers run its optimize half.
-      spec: its analysis, divided among servers.
+      spec: the analysis of that half, divided among servers.
       startup: the init, with names as in the step.
-      trainers, sync_mode, on_trainer_exit: those of the plan.
-      adapt: changes a server's work, such as delay compensation; None for none.
+      trainers, sync_mode, on_trainer_exit: as in the plan.
+      adapt: a change of a server's work, such as delay compensation; None for none.
       tables: leaves whose rows trainers look up.
-      sized: returns the same analysis with other numbers of rows in blocks of tables.
+      sized: returns the same analysis for other numbers of rows in blocks of tables.
     """
 
     def __init__(
@@ -67,10 +67,8 @@ class ServerProgramWriter:
     def programs(self, endpoint: str) -> ServerPrograms:
         """Return the main and startup program of one server."""
         work = self.work(endpoint)
-        main = self.main(endpoint, work)
-        return ServerPrograms(
-            main, self.init(endpoint, work), {n: work.variables[n] for n in main.in_names}
-        )
+        main, startup = self.main(endpoint, work), self.init(endpoint, work)
+        return ServerPrograms(main, startup, {n: work.variables[n] for n in main.in_names})
 
     def work(self, endpoint: str) -> ServerWork:
         """Return one server's updates and arrays."""
@@ -78,18 +76,16 @@ class ServerProgramWriter:
         return work if self.adapt is None else self.adapt(work, self.spec.placement.units[endpoint])
 
     def main(self, endpoint: str, work: ServerWork) -> Program:
-        """Return the program that serves."""
+        """Return a server's main program: one `listen_and_serv` equation on its arrays."""
         units = self.spec.placement.units[endpoint]
-        asked = [n for n in self.spec.requested if self.spec.holder_of(n) == endpoint]
-        to_block = tuple(f"{n}:{block}" for n, block in work.grads.items())
-        spec = TreeSpec.from_tree(
-            {n: held.cut(self.types[held.of]) for n, held in work.variables.items()}
-        )
+        requested = [n for n in self.spec.requested if self.spec.holder_of(n) == endpoint]
+        param_names = [x.name for unit in units for x in unit.blocks if not x.is_table]
+        lr_blocks = [i for i, block in enumerate(work.blocks, 1) if block.role == LR_SCHED]
+        spec = self._state_spec(work)
+
         b = Builder(self.step.program.jaxpr)
         b.role = RPC
-        state_vars = [
-            b.input(work.variables[n].cut(self.types[work.variables[n].of])) for n in spec.names
-        ]
+        state_vars = [b.input(self._type(work.variables[n])) for n in spec.names]
         final = b.bind(
             listen_and_serv_p,
             *state_vars,
@@ -97,16 +93,22 @@ class ServerProgramWriter:
             Fanin=self.trainers,
             sync_mode=self.sync_mode,
             on_trainer_exit=self.on_trainer_exit,
-            grad_to_block_id=to_block,
-            lr_decay_block_id=next(
-                (i for i, x in enumerate(work.blocks, 1) if x.role == LR_SCHED), -1
-            ),
+            grad_to_block_id=tuple(f"{n}:{block}" for n, block in work.grads.items()),
+            lr_decay_block_id=lr_blocks[0] if lr_blocks else -1,
             optimize_blocks=work.blocks,
             state_names=spec.names,
-            param_names=(*(x.name for u in units for x in u.blocks if not x.is_table), *asked),
+            param_names=(*param_names, *requested),
             **self._tables(endpoint, work),
         )
         return Program(f"pserver {endpoint}", b.build(final), (spec,), spec, tuple(b.roles))
+
+    def _type(self, variable: ServerVariable) -> Any:
+        """Return the type of a server's array."""
+        return variable.cut(self.types[variable.of])
+
+    def _state_spec(self, work: ServerWork) -> TreeSpec:
+        """Return the structure of a server's state: a dict of its arrays."""
+        return TreeSpec.from_tree({n: self._type(x) for n, x in work.variables.items()})
 
     def _tables(self, endpoint: str, work: ServerWork) -> dict[str, Any]:
         """Return the `tables` parameter of a server's equation; empty without tables."""
@@ -131,107 +133,111 @@ class ServerProgramWriter:
 
     def _table_blocks(self, endpoint: str, work: ServerWork) -> dict[str, TableBlock]:
         """Return a server's blocks of tables, by name."""
-        served, held = {}, work.variables
         sent = {(g.leaf, g.index): g.sent for block in work.blocks for g in block.grads}
-        for b in (b for u in self.spec.placement.units[endpoint] for b in u.blocks if b.is_table):
-            table = self.tables[b.leaf]
-            assert b.span is not None
-            beside = [
-                n for n, x in held.items() if x.beside and (x.of, x.block) == (b.leaf, b.index)
-            ]
-            rows = (b.name, *map(b.named, table.zero.state), *beside)
-            rests = table.zero.rests
-            if rests is not None:
-                rests = {
-                    **{b.named(n): number for n, number in rests.items()},
-                    **dict.fromkeys(beside, 0),
-                }
-            served[b.name] = TableBlock(
-                b.leaf,
-                b.name,
-                b.span,
-                rows,
-                sent[b.leaf, b.index],
-                table.whole,
-                table.catches_up,
-                rests,
-                table.limit and -(-table.limit * b.rows // table.lookups.rows),
-                leaf_moves=b.leaf in table.zero.moves,
-                kept=table.kept,
-                staleness=table.staleness,
-            )
-        return served
+        units = self.spec.placement.units[endpoint]
+        blocks = [b for unit in units for b in unit.blocks if b.is_table]
+        return {b.name: self._table_block(b, work, sent[b.leaf, b.index]) for b in blocks}
+
+    def _table_block(self, b: Block, work: ServerWork, gradients: Mapping[int, str]) -> TableBlock:
+        table = self.tables[b.leaf]
+        assert b.span is not None
+        # arrays beside the block, such as DC-ASGD's mean squares, have its rows too
+        beside = [
+            n
+            for n, x in work.variables.items()
+            if x.beside and (x.of, x.block) == (b.leaf, b.index)
+        ]
+        rests = None
+        if table.zero.rests is not None:
+            rests = {b.named(n): number for n, number in table.zero.rests.items()}
+            rests |= dict.fromkeys(beside, 0)
+        # each server gets its share of the limit, rounded up
+        limit = table.limit and -(-table.limit * b.rows // table.lookups.rows)
+        return TableBlock(
+            b.leaf,
+            b.name,
+            b.span,
+            (b.name, *map(b.named, table.zero.state), *beside),
+            gradients,
+            table.updates_all,
+            table.catches_up,
+            rests,
+            limit,
+            leaf_moves=b.leaf in table.zero.moves,
+            on_trainers=table.on_trainers,
+            staleness=table.staleness,
+        )
 
     def init(self, endpoint: str, work: ServerWork) -> Program:
-        """Return the program of the server's initial values: its rows of the single-device init.
+        """Return a server's startup program: its rows of the single-device init.
 
         Rows of a table whose update touches only some rows are initialised at their first use.
         """
-        inner, held = self.startup.inner, work.variables
-        made = self.startup.outvars
-        spec = TreeSpec.from_tree({n: x.cut(self.types[x.of]) for n, x in held.items()})
+        variables, init_outs = work.variables, self.startup.outvars
+        spec = self._state_spec(work)
         b = Builder(self.startup.jaxpr)
-        b.invars += inner.invars
+        b.invars += self.startup.inner.invars
         b.role = FORWARD
+
         found: dict[str, Atom] = {}
         for table in self._table_blocks(endpoint, work).values():
-            if self._can_be_new(table, held):
-                types = tuple(held[n].cut(self.types[held[n].of]) for n in table.held)
-                write = RowsProgram(functools.partial(self._rows, table, held))
-                rows = b.bind(
-                    init_on_use_p, *inner.invars, table=table.name, types=types, write=write
-                )
-                found |= zip(table.held, rows, strict=True)
+            if self._inits_on_use(table, variables):
+                types = tuple(self._type(variables[n]) for n in table.arrays)
+                write = RowsProgram(functools.partial(self._rows, table, variables))
+                rows = b.bind(init_on_use_p, *b.invars, table=table.name, types=types, write=write)
+                found |= zip(table.arrays, rows, strict=True)
+
         names = [n for n in spec.names if n not in found]
-        outs = write_parts(
-            b, self.startup.jaxpr, [(made[held[n].of], _part(held[n])) for n in names]
-        )
-        found |= {
-            n: b.call(jnp.zeros_like, v)[0] if held[n].zeros else v
-            for n, v in zip(names, outs, strict=True)
-        }
+        parts = [(init_outs[variables[n].of], _part(variables[n])) for n in names]
+        for n, value in zip(names, write_parts(b, self.startup.jaxpr, parts), strict=True):
+            found[n] = b.call(jnp.zeros_like, value)[0] if variables[n].zeros else value
         for name, value in found.items():
-            if held[name].part is not None and isinstance(value, Var):
+            if variables[name].part is not None and isinstance(value, Var):
                 b.labels.setdefault(value, name)
-        outs = [found[n] for n in spec.names]
         return Program(
             f"pserver {endpoint} startup",
-            b.build(outs),
+            b.build([found[n] for n in spec.names]),
             self.startup.args,
             spec,
             tuple(b.roles),
             b.labels,
         )
 
-    def _can_be_new(self, table: TableBlock, held: Mapping[str, ServerVariable]) -> bool:
-        """Return True if a server may initialise rows of a block one by one."""
-        if table.whole or any(held[n].zeros for n in table.held):
+    def _inits_on_use(self, table: TableBlock, variables: Mapping[str, ServerVariable]) -> bool:
+        """Return True if a server may initialise the rows of a block one by one."""
+        if table.updates_all or any(variables[n].zeros for n in table.arrays):
             return False
-        parts = [(self.startup.outvars[held[n].of], held[n].part) for n in table.held]
-        return all(x is not None and makes_rows(self.startup.jaxpr, v, x.axis) for v, x in parts)
+        for n in table.arrays:
+            part, value = variables[n].part, self.startup.outvars[variables[n].of]
+            if part is None or not makes_rows(self.startup.jaxpr, value, part.axis):
+                return False
+        return True
 
     def _rows(
-        self, table: TableBlock, held: Mapping[str, ServerVariable], count: int
+        self, table: TableBlock, variables: Mapping[str, ServerVariable], count: int
     ) -> ClosedJaxpr:
-        """Return the program of `count` initial rows of a block, from their numbers."""
-        made = self.startup.outvars
+        """Return a program that maps `count` row ids of a block to the initial rows."""
         b = Builder(self.startup.jaxpr)
-        numbers = b.input(ShapedArray((count,), jnp.int32))
+        ids = b.input(ShapedArray((count,), jnp.int32))
         b.invars += self.startup.inner.invars
-        (of_all,) = b.call(_numbers_of(table.span), numbers)
-        assert isinstance(of_all, Var)
-        wanted = [(made[held[n].of], x.axis) for n in table.held if (x := held[n].part) is not None]
-        return eliminate_dead(b.build(write_rows(b, self.startup.jaxpr, wanted, of_all)))
+        (leaf_ids,) = b.call(_leaf_ids_of(table.span), ids)
+        assert isinstance(leaf_ids, Var)
+        wanted = []
+        for n in table.arrays:
+            part = variables[n].part
+            if part is not None:
+                wanted.append((self.startup.outvars[variables[n].of], part.axis))
+        return eliminate_dead(b.build(write_rows(b, self.startup.jaxpr, wanted, leaf_ids)))
 
 
 def _part(x: ServerVariable) -> Slice | None:
-    """Return a variable's rows of the array that it starts as; None for all of it."""
+    """Return a variable's rows of the init's array; None for the full array."""
     if x.buckets is None or x.part is None:
         return x.part
     return BucketRows(x.buckets).of(RowAxis(x.of, x.part.axis))
 
 
 @functools.cache
-def _numbers_of(rows: RowSet) -> Callable[[jax.Array], jax.Array]:
-    """Return a function from positions in a block to row numbers of the leaf."""
-    return numbers_at(rows) if isinstance(rows, RowBuckets) else lambda places: places + rows.start
+def _leaf_ids_of(rows: RowSet) -> Callable[[jax.Array], jax.Array]:
+    """Return a function from row ids of a block to row ids of the leaf."""
+    return numbers_at(rows) if isinstance(rows, RowBuckets) else lambda ids: ids + rows.start

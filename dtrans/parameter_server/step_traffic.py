@@ -1,4 +1,4 @@
-"""Traffic of one step: the values that trainers and servers send each other, and their costs."""
+"""Traffic of one step: values that trainers and servers send each other, and their costs."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from dtrans.costs import Costs, RoleCost, program_flops
 from dtrans.ir.cost import flops, nbytes
 from dtrans.ir.program import DIST, Program
 from dtrans.ops import OptimizeBlock, all_reduce_p, exchange_p, send_rows_p
-from dtrans.parameter_server.tables.choose import ID, Tables, notes_of
+from dtrans.parameter_server.tables.choose import ID, Tables, table_notes
 from dtrans.slicing.blocks import Placement
 
 
 @dataclasses.dataclass(frozen=True)
 class Reduction:
-    """A value that servers reduce together.
+    """Reduction of a value over servers.
 
     Attributes:
-      name: its name, equal on every server.
-      op: `sum`, `max`, ...
-      shape, dtype: of the value.
-      owners: the servers that have parts of it.
-      over: the servers that take part: the owners, and the servers that need the value.
+      name: name of the value on every server.
+      op: operation: `sum`, `max`, ...
+      shape, dtype: type of the value.
+      owners: servers with parts of the value.
+      over: servers in the exchange: owners, and servers that need the value.
     """
 
     name: str
@@ -38,9 +38,15 @@ class Reduction:
     owners: tuple[str, ...]
     over: tuple[str, ...]
 
+    @classmethod
+    def from_equation(cls, eqn: JaxprEqn) -> Reduction:
+        """Return the reduction of an `all_reduce` equation."""
+        p, aval = eqn.params, eqn.outvars[0].aval
+        return cls(p["name"], p["op"], aval.shape, aval.dtype, p["owners"], p["over"])
+
     @property
     def nbytes(self) -> int:
-        """Return its size in bytes."""
+        """Bytes of the value."""
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
@@ -53,9 +59,9 @@ class StepTraffic:
       servers: endpoint to the program of the server.
       placement: every block and its server.
       unsent: parameters whose update uses no gradient.
-      tables: leaves that trainers have by rows only: the rows that they look up.
+      tables: leaves whose rows trainers look up.
       trainers: the number of trainers.
-      push_every: steps from one push of changes to the next in GEO-SGD; otherwise 0.
+      push_every: steps between pushes of changes in GEO-SGD; otherwise 0.
     """
 
     trainer: Program
@@ -66,73 +72,84 @@ class StepTraffic:
     trainers: int
     push_every: int
 
-    def costs(self, held_bytes: Mapping[str, int]) -> Costs:
+    def costs(self, state_bytes: Mapping[str, int]) -> Costs:
         """Return the costs of each role.
 
         Args:
-          held_bytes: endpoint to the bytes that the server holds.
+          state_bytes: endpoint to the bytes of the server's state.
         """
-        step, unsent = self.bytes_per_step, set(self.unsent)
-        held = sum(
-            nbytes(self.trainer.inputs[n]) for spec in self.trainer.args[:1] for n in spec.names
+        servers = [self._server_cost(ep, state_bytes[ep]) for ep in self.servers]
+        return Costs([self._trainer_cost(), *servers])
+
+    def _trainer_cost(self) -> RoleCost:
+        step, inputs = self.bytes_per_step, self.trainer.inputs
+        # params; in GEO-SGD also the optimizer state
+        specs = self.trainer.args[: 2 if self.push_every else 1]
+        exchanged = [_exchange_bytes(eqn) for eqn in self.exchanges]
+        return RoleCost(
+            "trainer",
+            count=self.trainers,
+            state_bytes=sum(nbytes(inputs[n]) for spec in specs for n in spec.names),
+            sent=step["send"] + sum(sent for sent, _ in exchanged),
+            received=step["recv"] + sum(received for _, received in exchanged),
+            rounds=1 + len(exchanged),
+            flops=program_flops(self.trainer),
         )
-        own = program_flops(self.trainer)
-        told = [(r.params["endpoint"], *_moved(r)) for r in self.exchanges]
-        sends, receives = (sum(t[i] for t in told) for i in (1, 2))
-        found = [
-            RoleCost(
-                "trainer",
-                self.trainers,
-                held,
-                step["send"] + sends,
-                step["recv"] + receives,
-                1 + len(told),
-                own,
-            )
-        ]
-        for ep, program in self.servers.items():
-            blocks = [b for b in self.placement.table if b.endpoint == ep]
-            reduced = [r for values in self.rounds for r in values if ep in r.over]
-            sent = sum(r.nbytes * (len(r.over) - 1) for r in reduced if ep in r.owners)
-            heard = sum(r.nbytes * (len(r.owners) - (ep in r.owners)) for r in reduced)
-            sent += self.trainers * sum(receives for at, _, receives in told if at == ep)
-            heard += self.trainers * sum(sends for at, sends, _ in told if at == ep)
-            grads = sum(b.nbytes for b in blocks if b.leaf not in unsent)
-            grads += sum(told.get(ep, 0) for told in self.arguments.values())
-            (serve,) = program.eqns
-            work = sum(flops(e) for block in serve.params["optimize_blocks"] for e in block.eqns)
-            params = sum(b.nbytes for b in blocks)
-            rounds = 1 + sum(any(ep in r.over for r in values) for values in self.rounds)
-            rounds += sum(at == ep for at, _, _ in told)
-            found.append(
-                RoleCost(
-                    ep,
-                    1,
-                    held_bytes[ep],
-                    self.trainers * params + sent,
-                    self.trainers * grads + heard,
-                    rounds,
-                    work,
+
+    def _server_cost(self, endpoint: str, state_bytes: int) -> RoleCost:
+        blocks = [b for b in self.placement.table if b.endpoint == endpoint]
+        # with trainers: gradients and arguments for parameters
+        from_trainer = sum(b.nbytes for b in blocks if b.leaf not in self.unsent)
+        from_trainer += sum(sizes.get(endpoint, 0) for sizes in self.arguments.values())
+        to_trainer = sum(b.nbytes for b in blocks)
+        rounds = 1
+        for eqn in self.exchanges:
+            if eqn.params["endpoint"] == endpoint:
+                sent, received = _exchange_bytes(eqn)
+                from_trainer, to_trainer, rounds = (
+                    from_trainer + sent,
+                    to_trainer + received,
+                    rounds + 1,
                 )
-            )
-        return Costs(found)
+
+        # with other servers: each owner sends its part to each of the others
+        to_servers = from_servers = 0
+        for values in self.rounds:
+            reductions = [r for r in values if endpoint in r.over]
+            rounds += bool(reductions)
+            for r in reductions:
+                is_owner = endpoint in r.owners
+                to_servers += is_owner * r.nbytes * (len(r.over) - 1)
+                from_servers += r.nbytes * (len(r.owners) - is_owner)
+
+        (serve,) = self.servers[endpoint].eqns
+        return RoleCost(
+            endpoint,
+            count=1,
+            state_bytes=state_bytes,
+            sent=self.trainers * to_trainer + to_servers,
+            received=self.trainers * from_trainer + from_servers,
+            rounds=rounds,
+            flops=sum(flops(eqn) for x in serve.params["optimize_blocks"] for eqn in x.eqns),
+        )
 
     @cached_property
     def bytes_per_step(self) -> dict[str, int]:
-        """Return the bytes that one trainer sends and receives in a step; of tables, the most."""
-        unsent = set(self.unsent)
-        whole = [b for b in self.placement.table if not b.is_table]
-        push = sum(b.nbytes for b in whole if b.leaf not in unsent)
-        push += sum(n for told in self.arguments.values() for n in told.values())
-        sends, receives = (sum(of[i] for of in self._moved_rows.values()) for i in (0, 1))
-        return {"send": push + sends, "recv": sum(b.nbytes for b in whole) + receives}
+        """Bytes that one trainer sends and receives in a step; an upper bound for tables."""
+        blocks = [b for b in self.placement.table if not b.is_table]
+        send = sum(b.nbytes for b in blocks if b.leaf not in self.unsent)
+        send += sum(sum(sizes.values()) for sizes in self.arguments.values())
+        recv = sum(b.nbytes for b in blocks)
+        for sent, received in self._row_bytes.values():
+            send, recv = send + sent, recv + received
+        return {"send": send, "recv": recv}
 
     @property
-    def _moved_rows(self) -> dict[str, tuple[int, int]]:
-        """Return the most bytes of each table that one trainer sends and receives.
+    def _row_bytes(self) -> dict[str, tuple[int, int]]:
+        """The most bytes of each table that one trainer sends and receives.
 
-        In GEO-SGD they are those of `push_every` steps. None of the rows was looked up before, and
-        all trainers make equally many steps.
+        In GEO-SGD they are those of `push_every` steps. The bound assumes that no row was looked up
+        before, and that all trainers take equally many steps.
         """
         found = {}
         for n, t in self.tables.of.items():
@@ -148,42 +165,41 @@ class StepTraffic:
 
     @property
     def _id_bytes(self) -> int:
-        """Return the bytes of row numbers: a communicator sends them again with the gradient."""
-        return ID * (
-            1
-            + any(
-                e.primitive is send_rows_p and "communicator" in e.params for e in self.trainer.eqns
-            )
-        )
+        """Bytes of one row id. A communicator sends the id twice: also with the gradient."""
+        for eqn in self.trainer.eqns:
+            if eqn.primitive is send_rows_p and "communicator" in eqn.params:
+                return 2 * ID
+        return ID
 
     @cached_property
     def arguments(self) -> dict[str, dict[str, int]]:
-        """Return the arguments that the update reads, each with its bytes by server."""
+        """Arguments of the step that the update reads, each with its bytes by server."""
         found: dict[str, dict[str, int]] = {}
-        for ep, program in self.servers.items():
-            for block in (x for eqn in program.eqns for x in eqn.params["optimize_blocks"]):
-                types = block.invars
-                for g in (g for g in block.grads if g.op == "same"):
-                    found.setdefault(g.leaf, {})[ep] = nbytes(types[g.name].aval)
+        for endpoint, program in self.servers.items():
+            (serve,) = program.eqns
+            for block in serve.params["optimize_blocks"]:
+                for g in block.grads:
+                    if g.op == "same":
+                        size = nbytes(block.invars[g.name].aval)
+                        found.setdefault(g.leaf, {})[endpoint] = size
         return found
 
     @cached_property
     def exchanges(self) -> tuple[JaxprEqn, ...]:
-        """Return the `exchange` equations of trainer 0, one for each round of a step."""
+        """The `exchange` equations of trainer 0, one for each round of a step."""
         return tuple(eqn for eqn in self.trainer.eqns if eqn.primitive is exchange_p)
 
     @cached_property
     def rounds(self) -> tuple[tuple[Reduction, ...], ...]:
-        """Return the values that servers reduce together in each round of a step."""
+        """The values that servers reduce together, in each round of a step."""
         found: dict[int, dict[str, Reduction]] = {}
         for block in self.optimize_blocks:
-            for eqn in block.eqns if block.role == DIST else ():
+            if block.role != DIST:
+                continue
+            for eqn in block.eqns:
                 if eqn.primitive is all_reduce_p and len(eqn.params["over"]) > 1:
-                    p, aval = eqn.params, eqn.outvars[0].aval
-                    reduction = Reduction(
-                        p["name"], p["op"], aval.shape, aval.dtype, p["owners"], p["over"]
-                    )
-                    found.setdefault(block.level, {})[p["name"]] = reduction
+                    reduction = Reduction.from_equation(eqn)
+                    found.setdefault(block.level, {})[reduction.name] = reduction
         return tuple(tuple(found[level].values()) for level in sorted(found))
 
     @cached_property
@@ -194,36 +210,32 @@ class StepTraffic:
 
     @property
     def notes(self) -> list[str]:
-        """Return remarks on this traffic."""
-        found = []
+        """Remarks on this traffic."""
         step = self.bytes_per_step
         often = f"in {self.push_every} steps" if self.push_every else "per step"
-        found.append(
+        notes = [
             f"each of {self.trainers} trainers sends {step['send']:,} and receives "
             f"{step['recv']:,} bytes {often}"
-        )
+        ]
         if self.exchanges:
-            sends, receives = map(sum, zip(*map(_moved, self.exchanges), strict=True))
+            sends, receives = map(sum, zip(*map(_exchange_bytes, self.exchanges), strict=True))
             count, rounds = sum(len(r.invars) for r in self.exchanges), len(self.exchanges)
-            found.append(
+            notes.append(
                 f"in the middle of a step trainers exchange {count} values through the pservers, "
-                f"in {rounds} "
-                f"round{'s' * (rounds > 1)}; each sends {sends:,} and receives {receives:,} bytes"
+                f"in {rounds} round{'s' * (rounds > 1)}; each sends {sends:,} and receives "
+                f"{receives:,} bytes"
             )
         for i, values in enumerate(self.rounds):
-            told = sum(r.nbytes for r in values)
-            found.append(
-                f"round {i + 1} among pservers: {len(values)} values, {told:,} bytes from each at "
+            size = sum(r.nbytes for r in values)
+            notes.append(
+                f"round {i + 1} among pservers: {len(values)} values, {size:,} bytes from each at "
                 "most"
             )
-        found += notes_of(
-            self.tables,
-            {n: sum(x) for n, x in self._moved_rows.items()},
-            f" {often}" * bool(self.push_every),
-        )
-        return found
+        row_bytes = {n: sum(sizes) for n, sizes in self._row_bytes.items()}
+        return notes + table_notes(self.tables, row_bytes, f" {often}" * bool(self.push_every))
 
 
-def _moved(eqn: JaxprEqn) -> tuple[int, int]:
+def _exchange_bytes(eqn: JaxprEqn) -> tuple[int, int]:
     """Return the bytes that a trainer sends and receives in a round."""
-    return sum(nbytes(a.aval) for a in eqn.invars), sum(nbytes(v.aval) for v in eqn.outvars)
+    sent = sum(nbytes(a.aval) for a in eqn.invars)
+    return sent, sum(nbytes(v.aval) for v in eqn.outvars)

@@ -56,9 +56,9 @@ from dtrans.parameter_server.plan import (
     ServerPrograms,
 )
 from dtrans.parameter_server.server_program import ServerProgramWriter
-from dtrans.parameter_server.tables.choose import added_exactly, choose_tables
+from dtrans.parameter_server.tables.choose import exactly_summed_leaves, choose_tables
 from dtrans.parameter_server.tables.options import Rows, check_sparse, check_staleness
-from dtrans.parameter_server.tables.touched_rows import of_tables, resized
+from dtrans.parameter_server.tables.touched_rows import mark_tables, resized
 from dtrans.parameter_server.trainer_program import TrainerCommConfig, TrainerSide
 from dtrans.plan import with_recipe
 from dtrans.rows.analysis import analyse
@@ -196,12 +196,12 @@ def pserver(
         placement,
         tables.buckets,
     )
-    placed = of_tables(placed, tables.of)
+    placed = mark_tables(placed, tables.of)
     for n, output in step.state_read.items():
         if analysis.layout(analysis.inputs[n]) is not SHARED:
             raise asks_for(output, n).refused(TRAINERS_HAVE)
 
-    exact = added_exactly(step, tables, trainers) if comm.sync_mode else ()
+    exact = exactly_summed_leaves(step, tables, trainers) if comm.sync_mode else ()
 
     def updating(placed: Placement) -> UpdateSpec:
         asked = tuple(step.state_read)

@@ -275,7 +275,7 @@ def _chosen(rows: Any, new: Any, old: Any) -> Any:
 
 def lazy_tables(plan: PServerPlan) -> dict[str, Table]:
     """Return the tables whose update leaves rows unmoved that one device moves, by name."""
-    leaves = lambda t: t.zero.moves and not (t.catches_up or t.whole)
+    leaves = lambda t: t.zero.moves and not (t.catches_up or t.updates_all)
     return {n: t for n, t in plan.tables.of.items() if leaves(t)}
 
 

@@ -219,7 +219,7 @@ class TrainerJob(RoleJob):
             state = [main.inputs[n] for spec in main.args[:2] for n in spec.names]
             types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in state]
             types += [resized(x, share, lambda _: rows) for x, share in arrays]
-            shared, program = plan.for_whole(types, k)
+            shared, program = plan.for_uneven_batch(types, k)
             program = dataclasses.replace(program, plan=plan)
             self._uneven_programs[rows] = program, shared
         program, shared = self._uneven_programs[rows]

@@ -114,10 +114,7 @@ def test_a_job_is_given_batches_of_other_sizes() -> None:
 
 def test_servers_are_sent_the_numbers_and_the_plan_says_so() -> None:
     plan = planned("pserver", counted, rows(12))
-    assert (
-        "the update has numbers of the size of the batch, which trainers send with each step"
-        in str(plan)
-    )
+    assert "numbers that depend on the batch size; trainers send those of each step" in str(plan)
     assert "@batch_size/0" in plan.traffic.arguments
     check(plan.on_mesh(), counted, [(rows(n, n),) for n in (12, 13)])
 

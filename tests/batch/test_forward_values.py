@@ -354,10 +354,7 @@ def test_a_plan_says_that_random_rows_in_an_update_are_those_of_one_batch() -> N
     main, startup = dtrans.trace(case.step(), *init(key), *batch(6, 0)), dtrans.trace(init, key)
     servers = ("127.0.0.1:1", "127.0.0.1:2")
     plan = dtrans.pserver(main, startup, pservers=servers, trainers=2)
-    assert (
-        "depends on the size of the batch: batches have 12 rows, which are those of 2 traced ones"
-        in str(plan)
-    )
+    assert "depends on the batch size: a batch has 12 rows, those of 2 traced batches" in str(plan)
     job, alone = plan.simulate(), init(key)
     state, _ = job.step(job.init(key), *batch(12, 0))
     params, *_ = case.step()(*alone, *batch(12, 0))
@@ -378,7 +375,7 @@ def test_servers_are_sent_values_of_forward(value: str, use: str) -> None:
     servers, cut = ("127.0.0.1:1", "127.0.0.1:2"), dtrans.BlockPlacement(min_block_size=1)
     plan = dtrans.pserver(main, startup, pservers=servers, trainers=2, placement=cut)
     told = (
-        "the update reads values that trainers make of the batch and send with each step: "
+        "the update reads values that trainers compute from the batch and send with each step: "
         "test_forward_values.py:"
     )
     assert told in str(plan) and "forward/0" in plan.traffic.arguments

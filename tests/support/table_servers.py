@@ -81,6 +81,6 @@ class TableServers:
 
 def _begun(programs: Any, plan: PServerPlan, state: Mapping[str, Any]) -> SyncUpdate:
     update = ServerUpdate.of(programs.main)
-    by_rows = {n for t in update.tables.values() if not t.whole for n in t.held}
+    by_rows = {n for t in update.tables.values() if not t.updates_all for n in t.arrays}
     own = own_buffers({n: x for n, x in state.items() if n not in by_rows})
     return SyncUpdate(update, {**state, **own}, plan.trainers)

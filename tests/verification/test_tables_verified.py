@@ -89,7 +89,7 @@ _AMONG = traced_tables.among
 
 
 def _left(table: Any, at: Any, made: Any, state: Any) -> Any:
-    return {n: state[n] for n in table.held}
+    return {n: state[n] for n in table.arrays}
 
 
 FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {

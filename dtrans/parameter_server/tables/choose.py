@@ -13,15 +13,15 @@ from dtrans.parameter_server.tables.options import Rows
 from dtrans.parameter_server.tables.zero_gradient import (
     ZeroGradient,
     at_zero_gradient,
+    constant_outputs,
     find_waiting,
-    numbers_of,
 )
 from dtrans.rows.analysis import RowAnalysis
 from dtrans.step.cut import Cut
 
 
-ID = 4  # bytes of the number of a row, as it is sent
-AUTO = 4  # "auto" takes a leaf of which a step looks up at most one row in so many
+ID = 4  # bytes of a row id in a message
+AUTO = 4  # "auto" chooses a leaf if a step looks up at most 1/AUTO of its rows
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -31,34 +31,34 @@ class Table:
     Attributes:
       lookups: the lookups of a step.
       zero: the effect of the update on rows whose gradient is zero.
-      whole: whether each update touches all rows.
-      catches_up: whether rows that no trainer looked up change too, and catch up before they are
-        read.
-      limit: the greatest number of rows that servers may create.
+      updates_all: True if each update touches all rows.
+      catches_up: True if rows that no trainer looked up change too, and catch up before a trainer
+        reads them.
+      limit: the most rows that servers may create.
       why: a description of the update for users.
       buckets: the number of buckets of its rows; 0 if servers have runs of rows.
-      kept: whether trainers store the rows that they have looked up (GEO-SGD).
-      staleness: the greatest number of updates that prefetched rows may lack.
+      on_trainers: True if trainers store the rows that they looked up (GEO-SGD).
+      staleness: the most updates that prefetched rows may lack.
     """
 
     lookups: TableLookups
     zero: ZeroGradient
-    whole: bool
+    updates_all: bool
     catches_up: bool
     limit: int | None = dataclasses.field(default=None, kw_only=True)
     why: str
     buckets: int = 0
-    kept: bool = False
+    on_trainers: bool = False
     staleness: int = 0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Tables:
-    """The tables of a plan.
+    """Tables of a plan.
 
     Attributes:
       of: name to table.
-      others: leaves whose rows are looked up and that are not tables, with the reason.
+      others: other leaves whose rows a step looks up, with the reason why they are no tables.
     """
 
     of: Mapping[str, Table] = dataclasses.field(default_factory=dict)
@@ -66,12 +66,12 @@ class Tables:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the names of the tables."""
+        """Names of the tables."""
         return tuple(self.of)
 
     @property
     def buckets(self) -> dict[str, int]:
-        """Return the number of buckets of each table that has buckets."""
+        """The number of buckets of each table that has buckets."""
         return {n: t.buckets for n, t in self.of.items() if t.buckets}
 
 
@@ -86,15 +86,15 @@ def choose_tables(
     """Choose the tables of a plan.
 
     Args:
-      analysis: of the update.
+      analysis: the row analysis of the update.
       startup: the init, with names as in the step.
       sparse: as in `dtrans.pserver`.
-      beside: what servers keep beside each table that moves with a gradient of zero: what follows
-        its name.
-      otherwise: the remedy where an update has no lazy form.
+      beside: suffixes of the arrays that servers have beside each table, and that change with a
+        gradient of zero.
+      otherwise: the remedy if an update has no lazy form.
 
     Raises:
-      ConfigError: a leaf that is named, and is no table, or whose update has to be said.
+      ConfigError: a named leaf is no table, or needs `update` in its `dtrans.Rows`.
     """
     if sparse is None:
         return Tables()
@@ -117,69 +117,82 @@ def choose_tables(
     for n, lookups in found.tables.items():
         if is_auto and lookups.size * AUTO > lookups.rows:
             others[n] = f"a step looks up as many as {lookups.size} of its {lookups.rows} rows"
-            continue
-        if n in analysis.groups:
-            why = (
-                f"its update cannot be cut: {analysis.groups[n].reason or 'it needs another leaf'}"
-            )
+        elif n in analysis.groups:
+            reason = analysis.groups[n].reason or "it needs another leaf"
+            others[n] = f"its update cannot be cut: {reason}"
             if not is_auto:
                 raise ConfigError(
-                    f"sparse: {n} cannot be a table: {why}. Leave it out, or give it another "
+                    f"sparse: {n} cannot be a table: {others[n]}. Leave it out, or give it another "
                     "optimizer"
                 )
-            others[n] = why
-            continue
-        zero = at_zero_gradient(analysis, n, numbers_of(startup))
-        if beside:
-            zero = dataclasses.replace(zero, moves=(*zero.moves, *(n + x for x in beside)))
-        option = options.get(n, Rows("dense"))
-        if option.update == "lazy":
-            why = _rows_alone(zero) or (find_waiting(analysis, n) if zero.moves else "")
-            if why:
-                raise ConfigError(f"sparse: {n} cannot have update='lazy': {why}. {otherwise}")
-        table = _limited(n, _table(n, lookups, zero, option), option.limit)
-        buckets = min(option.buckets, lookups.rows) * (option.place == "bucket")
-        of[n] = dataclasses.replace(table, buckets=buckets, staleness=option.staleness)
+        else:
+            option = options.get(n, Rows("dense"))
+            of[n] = _choose_update(n, lookups, analysis, startup, option, beside, otherwise)
     return Tables(of, others)
 
 
-def added_exactly(step: Cut, tables: Tables, trainers: int) -> frozenset[str]:
-    """Leaves whose rows are added up exactly, so that bits do not depend on where rows are: all of
-    a plan with tables.
+def _choose_update(
+    name: str,
+    lookups: TableLookups,
+    analysis: RowAnalysis,
+    startup: Program,
+    option: Rows,
+    beside: Sequence[str],
+    otherwise: str,
+) -> Table:
+    """Return the table with its update and options; raise ConfigError for an impossible option."""
+    zero = at_zero_gradient(analysis, name, constant_outputs(startup))
+    if beside:
+        moves = (*zero.moves, *(name + suffix for suffix in beside))
+        zero = dataclasses.replace(zero, moves=moves)
+    if option.update == "lazy":
+        why = _why_all_rows(zero) or (find_waiting(analysis, name) if zero.moves else "")
+        if why:
+            raise ConfigError(f"sparse: {name} cannot have update='lazy': {why}. {otherwise}")
+    table = _limited(name, _table(name, lookups, zero, option), option.limit)
+    buckets = min(option.buckets, lookups.rows) * (option.place == "bucket")
+    return dataclasses.replace(table, buckets=buckets, staleness=option.staleness)
 
-    But for those of more rows than an exact sum can have.
+
+def exactly_summed_leaves(step: Cut, tables: Tables, trainers: int) -> frozenset[str]:
+    """Return the leaves whose gradients are summed exactly, in any order.
+
+    The bits of a plan with tables then do not depend on the placement of rows. Leaves with more
+    rows than an exact sum can add are left out.
     """
-
-    def numbers(name: str) -> int:
-        table = tables.of.get(name)
-        shape = step.program.inputs[name].shape
-        return (
-            table.lookups.size * trainers if table and not table.whole else shape[0] if shape else 1
-        )
-
-    return frozenset(n for n in step.optimized if tables.of and numbers(n) <= MOST)
+    if not tables.of:
+        return frozenset()
+    found = set()
+    for n in step.optimized:
+        table, shape = tables.of.get(n), step.program.inputs[n].shape
+        rows = shape[0] if shape else 1
+        if table is not None and not table.updates_all:
+            rows = table.lookups.size * trainers
+        if rows <= MOST:
+            found.add(n)
+    return frozenset(found)
 
 
 def _table(name: str, lookups: TableLookups, zero: ZeroGradient, option: Rows) -> Table:
-    alone = _rows_alone(zero)
+    all_rows = _why_all_rows(zero)
     if option.update == "lazy":
         return Table(
-            lookups, zero, False, False, "lazy: rows that nobody looks up stay as they are"
+            lookups, zero, False, False, "lazy: rows that no trainer looks up stay unchanged"
         )
-    if not zero.moves and not alone:
-        return Table(lookups, zero, False, False, "dense: rows that nobody looks up would not move")
-    why = (
-        f"{', '.join(zero.moves)} move{'s' * (len(zero.moves) == 1)} with a gradient of zero"
-        if zero.moves
-        else alone
-    )
+    if not zero.moves and not all_rows:
+        why = "dense: rows that no trainer looks up would not change"
+        return Table(lookups, zero, False, False, why)
+    why = all_rows
+    if zero.moves:
+        verb = "move" if len(zero.moves) > 1 else "moves"
+        why = f"{', '.join(zero.moves)} {verb} with a gradient of zero"
     if option.update is None:
         raise ConfigError(
-            f"sparse: say how rows of {name} are updated that nobody looks up, since {why}: "
-            "dtrans.Rows(update='dense') moves all rows, as one device does; "
-            "dtrans.Rows(update='lazy') leaves them as they are"
+            f"sparse: dtrans.Rows for {name} needs update='dense' or 'lazy', since {why}: "
+            "'dense' changes all rows, as one device does; 'lazy' leaves rows unchanged that no "
+            "trainer looks up"
         )
-    if alone:
+    if all_rows:
         return Table(
             lookups, zero, True, False, f"dense: servers update all rows in each step, since {why}"
         )
@@ -189,43 +202,43 @@ def _table(name: str, lookups: TableLookups, zero: ZeroGradient, option: Rows) -
 
 
 def _limited(name: str, table: Table, limit: int | None) -> Table:
+    """Return the table with a limit of rows; raise ConfigError if its update creates all rows."""
     if limit is None:
         return table
-    if table.whole or (table.catches_up and table.zero.rests is None):
+    if table.updates_all or (table.catches_up and table.zero.rests is None):
         raise ConfigError(
-            f"sparse: {name} cannot have a limit of rows: its update moves those too that nobody "
-            "has looked up yet "
-            f"({table.why}). Leave the limit out, or say dtrans.Rows(update='lazy', limit={limit})"
+            f"sparse: {name} cannot have a limit of rows: its update also changes rows that no "
+            f"trainer has looked up ({table.why}). Leave the limit out, or say "
+            f"dtrans.Rows(update='lazy', limit={limit})"
         )
     return dataclasses.replace(table, limit=limit)
 
 
-def _rows_alone(zero: ZeroGradient) -> str:
-    """Why some rows cannot be updated without the others; empty where they can."""
+def _why_all_rows(zero: ZeroGradient) -> str:
+    """Return the reason why an update must touch all rows; empty if it need not."""
     if zero.counts:
         return f"{zero.counts} reduces over all rows"
     if zero.positions:
-        return f"{zero.positions} makes of each row's number what enters it"
+        return f"{zero.positions} computes a row from its number"
     if zero.unlike:
         return f"{zero.unlike[0]} has the rows along another dimension"
     return ""
 
 
-def notes_of(tables: Tables, moved: Mapping[str, int], often: str = "") -> Sequence[str]:
+def table_notes(tables: Tables, row_bytes: Mapping[str, int], often: str = "") -> list[str]:
     """Return a plan's remarks on its tables.
 
     Args:
-      moved: the most bytes of each table that a trainer sends and receives.
+      row_bytes: the most bytes of each table that a trainer sends and receives.
       often: the interval of these transfers, if it is not each step: " in 10 steps".
     """
     notes = []
     for n, t in tables.of.items():
-        size, rows, keeps = t.lookups.size, t.lookups.rows, ", which keeps them" * t.kept
+        buckets = f" in {t.buckets} buckets" if t.buckets else ""
+        keeps = ", which keeps them" if t.on_trainers else ""
+        stale = f"; prefetched rows may lack {t.staleness} updates" if t.staleness else ""
         notes.append(
-            f"table {n}: {rows:,} rows{f' in {t.buckets} buckets' * bool(t.buckets)}, at most "
-            f"{size:,} looked up by a "
-            f"trainer in a step{keeps}, at most {moved[n]:,} bytes{often}; {t.why}"
-            + f"; rows asked for ahead may lack {t.staleness} updates"
-            * bool(t.staleness)
+            f"table {n}: {t.lookups.rows:,} rows{buckets}, at most {t.lookups.size:,} looked up by "
+            f"a trainer in a step{keeps}, at most {row_bytes[n]:,} bytes{often}; {t.why}{stale}"
         )
     return [*notes, *(f"no table: {n}: {why}" for n, why in tables.others.items())]

@@ -25,7 +25,7 @@ from dtrans.parameter_server.options import BlockPlacement
 from dtrans.parameter_server.placement import place
 from dtrans.parameter_server.tables.choose import Table, Tables, choose_tables
 from dtrans.parameter_server.tables.options import Rows
-from dtrans.parameter_server.tables.touched_rows import of_tables, resized
+from dtrans.parameter_server.tables.touched_rows import mark_tables, resized
 from dtrans.parameter_server.tables.zero_gradient import at_zero_gradient, find_waiting
 from dtrans.rows.analysis import RowAnalysis, analyse
 from dtrans.slicing.partial_init import makes_rows, write_rows
@@ -75,7 +75,7 @@ def _why_not_kept(table: Table, analysis: RowAnalysis, startup: Program) -> str:
         if waits := find_waiting(analysis, table.lookups.leaf):
             return f"other rows move, too ({table.why}), for which {waits}. {INSTEAD}"
         return f"other rows move, too ({table.why}): say {lazy}"
-    if table.whole:
+    if table.updates_all:
         return f"an update is of all rows ({table.why}): leave it out, or give it another optimizer"
     made = startup.outvars
     whole = next((n for n in table.zero.state if not makes_rows(startup.jaxpr, made[n], 0)), None)
@@ -108,7 +108,7 @@ def write_update(
     """
     analysis = analyse(step.optimize, step.optimized)
     types = {n: step.program.inputs[n] for n in step.optimized}
-    placed = of_tables(place(analysis, types, (HERE,), BlockPlacement()), sizes)
+    placed = mark_tables(place(analysis, types, (HERE,), BlockPlacement()), sizes)
     work = write_server(analyse_update(analysis, resized(placed, sizes)), HERE)
     return inline_update(
         b, work, {**read, **{g.name: gradients[g.leaf] for x in work.blocks for g in x.grads}}

@@ -1,10 +1,9 @@
-"""A server's update, written for the rows that were looked up.
+"""Updates of servers, written for the rows that trainers looked up.
 
-The same writer makes it (`dtrans.slicing.server_update`), of blocks with as many rows as there is
-room for: rows that were looked up lie one behind the other, with the rows of the state that belong
-to them, and where there are fewer, rows whose gradient is zero. Programs are made for a few sizes:
-powers of two for updates (`room_for`), and sizes eight times each other for what makes rows, or
-makes up for missed steps (`rooms`).
+`dtrans.slicing.server_update` writes them, for blocks with a capacity. Looked-up rows come first,
+with the rows of their state; the remaining rows have a gradient of zero. Programs are compiled for
+a few capacities only. Those of updates are powers of two (`room_for`). Programs that initialise
+rows, or apply missed steps, have capacities with a ratio of eight (`rooms`).
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from dtrans.rows.writer import RowRange, RowSet
 from dtrans.slicing.blocks import Block, Placement
 
 
-LEAST = 16  # rows that a program has room for at least
-MOST = 1 << 16  # rows that one call of a program makes, or makes up for
+LEAST = 16  # the least capacity, in rows
+MOST = 1 << 16  # the most rows that one call initialises, or applies missed steps to
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -26,48 +25,47 @@ class TableBlock:
     """A server's rows of a table.
 
     Attributes:
-      leaf: the table.
-      name: the block's name.
-      span: its rows of the table.
-      held: the block, and the arrays of the optimizer's state that have a row for each of its rows.
+      leaf: name of the table.
+      name: name of the block.
+      span: the block's rows of the table.
+      arrays: names of the block, and of state arrays that have a row for each of its rows.
       gradients: trainer to the name under which it sends the gradient of rows.
-      whole: whether each update touches all rows.
-      moves: whether rows that no trainer looked up change too, or their state: they catch up before
-        they are read.
-      leaf_moves: whether the rows of the leaf, not only of its state, do so.
-      rests: array of the state to its value at rows that do not change all the same; None if there
-        are none.
-      limit: the greatest number of rows that servers may create.
-      kept: whether trainers store the rows that they have asked for (GEO-SGD).
-      staleness: the greatest number of updates that prefetched rows may lack.
+      updates_all: True if each update touches all rows.
+      moves: True if rows that no trainer looked up change too, or their state. They catch up before
+        a trainer reads them.
+      leaf_moves: True if such rows of the leaf change, not only those of its state.
+      rests: state array to the value at which its rows do not change; None if all rows change.
+      limit: the most rows that servers may create.
+      on_trainers: True if trainers store the rows that they looked up (GEO-SGD).
+      staleness: the most updates that prefetched rows may lack.
     """
 
     leaf: str
     name: str
     span: RowSet
-    held: tuple[str, ...]
+    arrays: tuple[str, ...]
     gradients: Mapping[int, str]
-    whole: bool
+    updates_all: bool
     moves: bool = False
     rests: Mapping[str, Any] | None = None
     limit: int | None = None
-    kept: bool = False
+    on_trainers: bool = False
     leaf_moves: bool = False
     staleness: int = 0
 
     @property
     def rows(self) -> int:
-        """Return the number of its rows."""
+        """The number of its rows."""
         return self.span.rows
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ServedTables:
-    """The tables of one server.
+    """Tables of one server.
 
     Attributes:
-      blocks: by the names of blocks.
-      sized: makes the `listen_and_serv` equation of an update of so many rows of each block.
+      blocks: the server's blocks of tables, by name.
+      sized: returns the `listen_and_serv` equation for blocks with other numbers of rows, by name.
     """
 
     blocks: Mapping[str, TableBlock]
@@ -86,12 +84,10 @@ def room_for(count: int) -> int:
 
 
 def rooms(count: int) -> Iterator[tuple[int, int, int]]:
-    """Cut so many rows into runs for programs of few sizes: start and stop of each run, and the
-    size of its program.
+    """Cut `count` rows into runs: yield each run's start and stop, and its program's capacity.
 
-    A program takes longer to compile than to run some thousand times, so that sizes are eight times
-    each other, and one that has room for twice as many rows as are left is not taken where a
-    smaller one will do.
+    A program takes longer to compile than to run a thousand times. So there are few capacities,
+    each eight times the one before. A run gets the least one that covers half the remaining rows.
     """
     start = 0
     while start < count:
@@ -103,19 +99,22 @@ def rooms(count: int) -> Iterator[tuple[int, int, int]]:
 
 
 def resized(placement: Placement, sizes: Mapping[str, int]) -> Placement:
-    """Return a placement whose blocks of tables have other numbers of rows, by their names."""
+    """Return a placement whose blocks have other numbers of rows, by name."""
 
-    def block(b: Block) -> Block:
+    def resize(b: Block) -> Block:
         if b.name not in sizes:
             return b
         return dataclasses.replace(
             b, span=RowRange(0, sizes[b.name]), shape=(sizes[b.name], *b.shape[1:])
         )
 
-    return placement.map(block)
+    return placement.map(resize)
 
 
-def of_tables(placement: Placement, tables: Mapping[str, Any]) -> Placement:
-    """Return the placement with blocks of tables written as runs of rows, also a block that has all
-    of them."""
+def mark_tables(placement: Placement, tables: Mapping[str, Any]) -> Placement:
+    """Return a placement with the blocks of tables marked; updates see them as runs of rows.
+
+    Args:
+      tables: a mapping or set with the names of tables.
+    """
     return placement.map(lambda b: dataclasses.replace(b, is_table=True) if b.leaf in tables else b)

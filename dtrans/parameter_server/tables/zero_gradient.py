@@ -232,7 +232,7 @@ def _decider(cases: Sequence[_Followed], holds: Sequence[bool], said: Mapping[Va
     return said[min(found, key=len)[0]] if found else ""
 
 
-def numbers_of(program: Program) -> dict[str, Any]:
+def constant_outputs(program: Program) -> dict[str, Any]:
     """Return the outputs of an init that repeat one number, with that number, by name."""
     seen = _Followed("", Flow({}), program.inner.eqns, {})
     kinds = {n: seen.kind(a) for n, a in program.outvars.items()}

@@ -128,7 +128,7 @@ class BlockUpdates:
         table = self._tables[rows]
         given = {n: grads[n] for n in (rows, table.name + BACKUP) if n in grads}
         ids, laid_out = gradients_with_room(table, given)
-        if table.whole:
+        if table.updates_all:
             self._whole_updates[table.name] += 1
             return self._made(block, run, {**grads, **laid_out}, state, values)
         memory, size = self._memory[table.name], len(laid_out[rows])

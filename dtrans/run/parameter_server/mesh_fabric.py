@@ -185,11 +185,11 @@ class _MeshServer:
     ) -> None:
         self._update, self._at, self._trainers, self._donate = update, at, trainers, donate
         # a state is a value: nothing beside it says which rows are behind
-        is_whole = lambda t: t.whole or (t.moves and not late)
+        is_whole = lambda t: t.updates_all or (t.moves and not late)
         self._tables = {
-            n: dataclasses.replace(t, whole=is_whole(t)) for n, t in update.tables.items()
+            n: dataclasses.replace(t, updates_all=is_whole(t)) for n, t in update.tables.items()
         }
-        moving = [t for t in self._tables.values() if t.moves and not t.whole]
+        moving = [t for t in self._tables.values() if t.moves and not t.updates_all]
         self._missed = {t.name: MissedSteps(update, t, None) for t in moving}
         if self._missed:
             reads = frozenset(n for missed in self._missed.values() for n in missed.reads)
@@ -218,12 +218,12 @@ class _MeshServer:
         memory = {
             n: TracedMemory(t, self._missed.get(n), state)
             for n, t in self._tables.items()
-            if not t.whole
+            if not t.updates_all
         }
         for n, t in self._tables.items():
             at, each = gradients_with_room(t, {g: grads[g] for g in t.gradients.values()})
             given |= each
-            if not t.whole:
+            if not t.updates_all:
                 numbers[n] = at
                 read |= memory[n].take(at, len(at))
         watched: dict[str, Any] = {}

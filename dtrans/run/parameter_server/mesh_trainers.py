@@ -90,7 +90,7 @@ def shared_program(
         return program, {n: Merge(way, shared.joined.get(n, 0)) for n, way in shared.merges.items()}
     given = [main.inputs[n] for spec in main.args[:2] for n in spec.names] + [x for x, _ in arrays]
     types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given]
-    shared, program = plan.for_whole(types, 0)
+    shared, program = plan.for_uneven_batch(types, 0)
     whole = main.specialize_flat(types).outputs
     rows = {n: whole[n].shape[axis] for n, axis in shared.joined.items()}
     return program, {

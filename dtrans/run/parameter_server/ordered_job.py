@@ -232,7 +232,7 @@ class OrderedJob:
     def state_of_rows(self) -> dict[str, tuple[str, ...]]:
         """Return the arrays of optimizer state whose rows trainers keep, for each table of
         GEO-SGD."""
-        return {n: t.zero.state for n, t in self.plan.tables.of.items() if t.kept}
+        return {n: t.zero.state for n, t in self.plan.tables.of.items() if t.on_trainers}
 
     @property
     def _count(self) -> int:
@@ -371,7 +371,7 @@ class _OrderedServer:
         self, programs: ServerPrograms, state: Values, kept: Mapping[str, Sequence[np.ndarray]] = {}
     ) -> None:
         self.update = update = ServerUpdate.of(programs.main)
-        by_rows = {n: t for n, t in update.tables.items() if not t.whole}
+        by_rows = {n: t for n, t in update.tables.items() if not t.updates_all}
         missed = {n: MissedSteps(update, t, None) for n, t in by_rows.items() if t.moves}
         memory = {n: TracedMemory(t, missed.get(n), state) for n, t in by_rows.items()}
         self._blocks, self._backed = BlockUpdates(update, state, memory), update.served.backed

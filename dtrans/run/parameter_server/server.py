@@ -82,7 +82,7 @@ class Server:
             ended_roles=ended_roles,
         )
         # have memory of their own
-        tables = {n for t in update.tables.values() if not t.whole for n in t.held}
+        tables = {n for t in update.tables.values() if not t.updates_all for n in t.arrays}
         own = own_buffers({n: x for n, x in state.items() if n not in tables})
         state, say = {**state, **own}, self._loop.say
         kind: SyncServer | AsyncServer

@@ -147,8 +147,8 @@ class ServerUpdate:
                     *row(n),
                     sent(t),
                     n + BACKUP in read,
-                    t.kept,
-                    t.whole or t.moves,
+                    t.on_trainers,
+                    t.updates_all or t.moves,
                     staleness=t.staleness,
                 )
                 for n, t in self.tables.items()

@@ -184,10 +184,8 @@ def test_what_is_no_option_is_refused(sparse: Any, said: str) -> None:
 
 def test_the_update_of_other_rows_has_to_be_said_where_they_would_move() -> None:
     named = {"params/emb": dtrans.Rows()}
-    assert not planned(named, optax.adagrad(0.1)).tables.of["params/emb"].whole
-    with pytest.raises(
-        ConfigError, match="say how rows of params/emb are updated .* opt_state/0/mu/emb, .* move"
-    ):
+    assert not planned(named, optax.adagrad(0.1)).tables.of["params/emb"].updates_all
+    with pytest.raises(ConfigError, match="params/emb needs update=.* opt_state/0/mu/emb, .* move"):
         planned(named, optax.adam(0.1))
     with pytest.raises(
         ConfigError, match="cannot have update='lazy': reduce_sum .*trust_ratio.* over all rows"

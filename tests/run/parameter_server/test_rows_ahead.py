@@ -384,7 +384,7 @@ def test_stale_rows_are_refused_where_there_are_none() -> None:
     ):
         planned(optax.sgd(0.1), stale, 1, 1, mode=ASYNC)
     plan = planned(optax.sgd(0.1), stale, 1, 1)
-    assert "rows asked for ahead may lack 2 updates" in str(plan)
+    assert "prefetched rows may lack 2 updates" in str(plan)
     for run in (plan.on_mesh, plan.simulate):
         with pytest.raises(
             ConfigError,

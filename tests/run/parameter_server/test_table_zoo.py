@@ -315,7 +315,7 @@ def test_dense_is_one_device(name: str, place: str) -> None:
     plan = planned(CASES[name], place=place, buckets=5)
     ((leaf, table),) = plan.tables.of.items()
     moves = "A" if not table.zero.moves else "C" if leaf in table.zero.moves else "B"
-    assert ("D" if table.whole else moves) == CLASS[name]
+    assert ("D" if table.updates_all else moves) == CLASS[name]
     check(CASES[name], plan)
 
 
@@ -340,7 +340,7 @@ LAZY = [
 def test_lazy_is_refused_where_gradients_wait(name: str) -> None:
     if name not in WAITS:
         ((_, table),) = planned(CASES[name], "lazy").tables.of.items()
-        assert not table.catches_up and not table.whole
+        assert not table.catches_up and not table.updates_all
         return
     with pytest.raises(
         ConfigError, match=r"only in steps that .* selects. Say dtrans.Rows\(update='dense'\)"

@@ -285,13 +285,13 @@ class TrainerTables(JobTables):
     def _check_eviction(self, name: str) -> None:
         """Raise ConfigError for a table whose rows cannot be evicted."""
         table = self._table(name)
-        if table.kept:
+        if table.on_trainers:
             raise ConfigError(
                 f"rows of {name} cannot be given up: with GEO-SGD trainers keep the rows that they "
                 "have looked up, and what they push is added to these. mode=dtrans.Async() has "
                 "tables whose rows can be given up"
             )
-        if table.whole or (table.catches_up and table.zero.rests is None):
+        if table.updates_all or (table.catches_up and table.zero.rests is None):
             raise ConfigError(
                 f"rows of {name} cannot be given up: its update moves those too that nobody has "
                 f"looked up yet ({table.why}). dtrans.Rows(update='lazy') leaves them as the init "

@@ -98,7 +98,7 @@ class MissedSteps:
 
     def __init__(self, update: ServerUpdate, table: TableBlock, state: Arrays | None) -> None:
         self._update, self._table = update, table
-        self._names = table.held
+        self._names = table.arrays
         self.reads = _read_beside_rows(update, table)
         self._records = StepRecords(self.reads)
         # for each row, the number of steps that it has seen; one that rests has seen those that are
@@ -242,7 +242,7 @@ def _read_beside_rows(update: ServerUpdate, table: TableBlock) -> dict[str, Any]
     made: set[str] = set()
     for block, other in zip(here, there, strict=True):
         types, others = block.invars, other.invars
-        given = {*table.held, *(g.name for g in block.grads), table.name + BACKUP}
+        given = {*table.arrays, *(g.name for g in block.grads), table.name + BACKUP}
         for n in block.in_names:
             same = types[n].aval.shape == others[n].aval.shape
             if n not in given and (n not in made or same):

@@ -93,7 +93,7 @@ class RowSnapshot(TableRows):
         self, memory: SharedRows, *, goes_on: bool = False, patience: float = 10.0
     ) -> None:
         self._memory, self._goes_on, self._patience = memory, goes_on, patience
-        self.names, self.step, self.evicted = memory.table.held, memory.step, memory.evicted
+        self.names, self.step, self.evicted = memory.table.arrays, memory.step, memory.evicted
         maker = memory.maker
         self.begins = None if maker is None else InitRows(maker.eqn, maker.args)
         self._missed: MissedSteps | None = None if memory.missed is None else memory.missed.as_now()

@@ -44,7 +44,7 @@ class RowUpdates:
         put_back: Callable[[TableBlock, np.ndarray, Rows, Rows], Rows],
     ) -> None:
         self._tables, self._taken, self._put_back = tables, taken, put_back
-        self._by_rows = {n: t for n, t in tables.items() if not t.whole}
+        self._by_rows = {n: t for n, t in tables.items() if not t.updates_all}
         self._room: dict[str, int] = {}  # of blocks: the rows that an update is made for
 
     def run(
@@ -68,7 +68,7 @@ class RowUpdates:
         update = compiled(sizes)
         given = {n: x for n, x in grads.items() if n in update.update.grad_types}
         for n, t in self._tables.items():
-            numbers, size = (np.arange(t.rows), t.rows) if t.whole else (ids[n], sizes[n])
+            numbers, size = (np.arange(t.rows), t.rows) if t.updates_all else (ids[n], sizes[n])
             given |= {g: among(numbers, size, given[g]) for g in t.gradients.values() if g in given}
         read = dict(state)
         for n, t in self._by_rows.items():
@@ -112,12 +112,12 @@ def taken_there(table: TableBlock, ids: np.ndarray, size: int, state: Rows) -> d
 def taken_at(table: TableBlock, at: Any, state: Rows) -> dict[str, jax.Array]:
     """Return rows of a block and of its state by their numbers; zeros for numbers that it does not
     have."""
-    return {n: _take(state[n], at) for n in table.held}
+    return {n: _take(state[n], at) for n in table.arrays}
 
 
 def put_at(table: TableBlock, at: Any, made: Rows, state: Rows) -> dict[str, jax.Array]:
     """Return a block and its state with rows put back by their numbers."""
-    return {n: _put(state[n], at, made[n]) for n in table.held}
+    return {n: _put(state[n], at, made[n]) for n in table.arrays}
 
 
 def put_there(
@@ -126,7 +126,7 @@ def put_there(
     """A block and its state with rows put back; with `donate` what was before is gone."""
     put = _put_donated if donate else _put
     return {
-        n: put(state[n], room_after(ids, len(made[n]), table.rows), made[n]) for n in table.held
+        n: put(state[n], room_after(ids, len(made[n]), table.rows), made[n]) for n in table.arrays
     }
 
 

@@ -45,7 +45,7 @@ class ServerTables:
         here, memory = (table.name, self._endpoint, table.rows), self._memory.get(table.name)
         if memory is None:
             held = self._state()
-            size = sum(held[n].nbytes for n in table.held)
+            size = sum(held[n].nbytes for n in table.arrays)
             return TableReport(*here, table.rows, size, None, 0, self._steps(table.name))
         return TableReport(
             *here, memory.count, memory.nbytes, table.limit, memory.evicted, memory.step

@@ -58,7 +58,7 @@ class TableMemory:
 
     def __init__(self, update: ServerUpdate, table: TableBlock, state: Mapping[str, Any]) -> None:
         self.table = table
-        begins = [state[n] for n in table.held]
+        begins = [state[n] for n in table.arrays]
         saved = _saved_rows(table, begins)
         self.maker: RowMaker | None = None
         self._lazy: list[LazyArray] = []
@@ -71,9 +71,9 @@ class TableMemory:
             self.maker = begins[0].maker
         if saved is not None or self.maker is not None:
             self._lazy = [LazyArray(x.shape, x.dtype) for x in begins]
-            self.held = {n: x.array for n, x in zip(table.held, self._lazy, strict=True)}
+            self.held = {n: x.array for n, x in zip(table.arrays, self._lazy, strict=True)}
         else:
-            self.held = {n: np.array(x) for n, x in zip(table.held, begins, strict=True)}
+            self.held = {n: np.array(x) for n, x in zip(table.arrays, begins, strict=True)}
         self.count = 0 if self._lazy else table.rows
         self.evicted = self.step = 0
         self.changed_at = (
@@ -300,7 +300,7 @@ def _saved_rows(table: TableBlock, begins: Sequence[Any]) -> TableRows | None:
     """The rows that a block and its state begin with, where these are there one by one."""
     found = {x.table if isinstance(x, ArrayLike) else None for x in begins}
     saved = found.pop()
-    return saved if not found and saved is not None and saved.names == table.held else None
+    return saved if not found and saved is not None and saved.names == table.arrays else None
 
 
 def _rows_and_zeros(x: np.ndarray, ids: np.ndarray, size: int) -> np.ndarray:
@@ -320,7 +320,7 @@ def _same_bits(some: np.ndarray, others: np.ndarray) -> np.ndarray:
 
 def memory_of(update: ServerUpdate, state: Mapping[str, Any]) -> dict[str, TableMemory]:
     """The blocks of tables of which an update is of some rows alone, by name."""
-    return {n: TableMemory(update, t, state) for n, t in update.tables.items() if not t.whole}
+    return {n: TableMemory(update, t, state) for n, t in update.tables.items() if not t.updates_all}
 
 
 def among(ids: np.ndarray, size: int, gradient: RowGradient) -> np.ndarray:

@@ -45,7 +45,7 @@ class TracedMemory:
 
     def __init__(self, table: TableBlock, missed: MissedSteps | None, state: Rows) -> None:
         self._table, self._missed = table, missed
-        self.held: Rows = {n: state[n] for n in table.held}
+        self.held: Rows = {n: state[n] for n in table.arrays}
         self.reads = () if missed is None else tuple(missed.reads)
 
     def take(self, ids: Any, size: int) -> dict[str, Any]:
@@ -137,8 +137,8 @@ def gradients_with_room(
     """
     if any(is_traced(x.ids) or is_traced(x.rows) for x in given.values()):
         return _traced_with_room(table, given)
-    ids = np.arange(table.rows) if table.whole else all_ids(table, given, table.gradients)
-    size = table.rows if table.whole else room_for(len(ids))
+    ids = np.arange(table.rows) if table.updates_all else all_ids(table, given, table.gradients)
+    size = table.rows if table.updates_all else room_for(len(ids))
     return ids, {n: among(ids, size, x) for n, x in given.items()}
 
 
@@ -148,13 +148,13 @@ def _traced_with_room(
     """Trace `gradients_with_room`. The number of no row stands behind those that there are."""
     size = (
         table.rows
-        if table.whole
+        if table.updates_all
         else room_for(sum(len(given[n].ids) for n in table.gradients.values()))
     )
 
     def put_together(numbers: Sequence[Any], rows: Sequence[Any]) -> list[np.ndarray]:
         sent = {n: _there(table, *pair) for n, *pair in zip(given, numbers, rows, strict=True)}
-        ids = np.arange(table.rows) if table.whole else all_ids(table, sent, table.gradients)
+        ids = np.arange(table.rows) if table.updates_all else all_ids(table, sent, table.gradients)
         return [room_after(ids, size, table.rows), *(among(ids, size, x) for x in sent.values())]
 
     sent = given.values()

@@ -1,0 +1,91 @@
+"""Remarks of a printed plan of parameter servers, which its table does not show."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dtrans.batch.exact_step import shard_step
+from dtrans.errors import BatchError
+from dtrans.parameter_server.exchange_rounds import TRAINERS
+from dtrans.step.cut import cut
+
+
+def plan_notes(plan: Any) -> list[str]:
+    """Return the remarks: the batch split, servers, traffic, the update, and state on trainers.
+
+    Args:
+      plan: a `PServerPlan`, whose module imports this one.
+    """
+    notes = _batch_notes(plan)
+    notes += _server_notes(plan)
+    notes += plan.traffic.notes
+    for leaf, reason in plan.placement.unsliced.items():
+        notes.append(f"{leaf}: whole on {plan.placement.blocks[leaf][0].endpoint}: {reason}")
+    notes += _shared_state_notes(plan)
+    notes += plan.callers
+    notes += _update_notes(plan)
+    if plan.frozen:
+        notes.append(f"on the trainers only: {', '.join(plan.frozen)}")
+    return notes
+
+
+def _batch_notes(plan: Any) -> list[str]:
+    if plan.shared is not None:
+        return list(plan.shared.notes)
+    if plan.trainers == 1 or plan.push_every:
+        return []
+    # each trainer takes the step on its part alone
+    step = cut(plan.main).with_reported()
+    try:
+        return [shard_step(step, plan.options.batch, plan.trainers, TRAINERS).local_note]
+    except BatchError as e:
+        # `plan.on_mesh(unsplit_inputs=...)` may replicate these arrays, unknown to the plan
+        return [
+            "local: each part has its own numbers, averaged; they were not compared with one "
+            f"device's: {e}"
+        ]
+
+
+def _server_notes(plan: Any) -> list[str]:
+    notes = []
+    for endpoint, size in plan.server_bytes.items():
+        notes.append(
+            f"{endpoint} holds {size['params']:,} bytes of parameters, {size['opt_state']:,} "
+            "of optimizer state"
+        )
+    if len(plan.servers) > 1:
+        notes.append(f"the fullest server holds {plan.balance:.2f} times the mean")
+    return notes
+
+
+def _shared_state_notes(plan: Any) -> list[str]:
+    servers_with_blocks = sum(bool(units) for units in plan.placement.units.values())
+    names_at: dict[str, list[str]] = {}
+    for name in plan.update.shared_state:
+        endpoints = [row.endpoint for row in plan.overview.by_origin(name)]
+        everywhere = len(endpoints) == servers_with_blocks
+        servers = "every server" if everywhere else " and ".join(endpoints)
+        names_at.setdefault(servers, []).append(name)
+    return [f"on {servers}: {', '.join(names)}" for servers, names in names_at.items()]
+
+
+def _update_notes(plan: Any) -> list[str]:
+    notes = []
+    if plan.update.sized is not None:
+        notes.append(
+            "the update has numbers that depend on the batch size; trainers send those of each "
+            "step's batch, whatever batch was traced"
+        )
+    if plan.update.sent_values:
+        lines = ", ".join(dict.fromkeys(plan.update.sent_values))
+        notes.append(
+            "the update reads values that trainers compute from the batch and send with each "
+            f"step: {lines}"
+        )
+    if plan.update.fixed_size and plan.shared is not None:
+        notes.append(
+            f"the new {plan.update.fixed_size} depends on the batch size: a batch has "
+            f"{plan.shared.rows} rows, those of {plan.trainers} traced batches; for another size "
+            "trace the step with a trainer's part"
+        )
+    return notes

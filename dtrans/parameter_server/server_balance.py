@@ -1,0 +1,93 @@
+"""Bytes of servers: the balance of a placement, and of other dispatchers' placements."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from dtrans.ir.program import OPTIMIZE
+from dtrans.ops import OptimizeBlock, backup_of
+from dtrans.parameter_server.dispatch import PSDispatcher
+from dtrans.parameter_server.overview import VarsDistributed
+from dtrans.parameter_server.placement import dispatched
+from dtrans.slicing.blocks import Placement
+
+
+def bytes_by_server(
+    overview: VarsDistributed, endpoints: Iterable[str]
+) -> dict[str, dict[str, int]]:
+    """Return the bytes of parameters ("params") and optimizer state ("opt_state") by server."""
+    found = {endpoint: {"params": 0, "opt_state": 0} for endpoint in endpoints}
+    for row in overview:
+        found[row.endpoint]["params" if row.vtype == "Param" else "opt_state"] += row.nbytes
+    return found
+
+
+def imbalance(sizes: Sequence[int]) -> float:
+    """Return the largest size divided by the mean; 1.0 if all sizes are 0."""
+    return max(sizes) * len(sizes) / sum(sizes) if any(sizes) else 1.0
+
+
+def compare_dispatchers(
+    placement: Placement,
+    overview: VarsDistributed,
+    optimize_blocks: Iterable[OptimizeBlock],
+    trainers: int,
+    methods: Iterable[type[PSDispatcher]],
+) -> dict[str, float]:
+    """Return the imbalance of a plan's blocks with each dispatcher, by its name.
+
+    Args:
+      placement: the plan's blocks.
+      overview: the arrays on the plan's servers.
+      optimize_blocks: the updates of all servers.
+      trainers: the number of trainers.
+      methods: subclasses of `PSDispatcher`.
+
+    Raises:
+      ConfigError: a class is not a dispatcher, or does not return a server for each block.
+    """
+    state, shared = _state_bytes(
+        placement, overview, _state_units(placement, optimize_blocks, trainers)
+    )
+    found = {}
+    for method in methods:
+        sizes = []
+        for units in dispatched(placement, method).units.values():
+            size = sum(unit.nbytes + state.get(unit.name, 0) for unit in units)
+            sizes.append(size + shared * bool(units))
+        found[method.__name__] = imbalance(sizes)
+    return found
+
+
+def _state_units(
+    placement: Placement, optimize_blocks: Iterable[OptimizeBlock], trainers: int
+) -> dict[str, str]:
+    """Return the unit that each state array moves with, by the array's name on the server."""
+    found: dict[str, str] = {}
+    for block in optimize_blocks:
+        if block.role == OPTIMIZE:
+            found |= dict.fromkeys(block.out_names, block.name)
+    # an asynchronous server has a backup of each block for each trainer, which no update returns
+    for units in placement.units.values():
+        for unit in units:
+            for b in unit.blocks:
+                found |= {backup_of(b.name, k): unit.name for k in range(trainers)}
+    return found
+
+
+def _state_bytes(
+    placement: Placement, overview: VarsDistributed, unit_of: dict[str, str]
+) -> tuple[dict[str, int], int]:
+    """Return the bytes of state that moves with each unit, and of state that each server needs."""
+    params = {b.name for b in placement.table}
+    state: dict[str, int] = {}
+    shared: dict[str, int] = {}  # by name, since several servers have the same array
+    for row in overview:
+        if row.slice_name in params:
+            continue
+        unit = unit_of.get(row.slice_name)
+        if unit is None:
+            shared[row.slice_name] = row.nbytes
+        else:
+            state[unit] = state.get(unit, 0) + row.nbytes
+    return state, sum(shared.values())
