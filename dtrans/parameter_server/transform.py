@@ -56,7 +56,7 @@ from dtrans.parameter_server.plan import (
     ServerPrograms,
 )
 from dtrans.parameter_server.server_program import ServerProgramWriter
-from dtrans.parameter_server.tables.choose import exactly_summed_leaves, choose_tables
+from dtrans.parameter_server.tables.choose import choose_tables, exactly_summed_leaves
 from dtrans.parameter_server.tables.options import Rows, check_sparse, check_staleness
 from dtrans.parameter_server.tables.touched_rows import mark_tables, resized
 from dtrans.parameter_server.trainer_program import TrainerCommConfig, TrainerSide

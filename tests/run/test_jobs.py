@@ -148,6 +148,14 @@ def test_what_is_sent_is_received() -> None:
         assert sum(c.count * c.sent for c in costs) == sum(c.count * c.received for c in costs) > 0
 
 
+def test_a_trainer_of_geo_sgd_stores_the_optimizer_state() -> None:
+    step = dtrans.make_train_step(lambda w, x: jnp.mean((x @ w) ** 2), tx := optax.adam(0.1))
+    init = lambda: (w := jnp.ones(2), tx.init(w))
+    main, startup = dtrans.trace(step, *init(), jnp.ones((4, 2))), dtrans.trace(init)
+    trainer, _ = dtrans.pserver(main, startup, mode=dtrans.Geo()).costs()
+    assert trainer.state_bytes == 3 * 2 * 4 + 4  # the parameter, its two moments, and the count
+
+
 def test_costs_are_those_counted_by_hand() -> None:
     w1, w2 = 4 * 6 * 4, 6 * 2 * 4
     trainer, *servers = planned("pserver").costs()

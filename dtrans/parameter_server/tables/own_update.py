@@ -63,7 +63,9 @@ def choose_kept_tables(
     for n, why in refused.items():
         if not isinstance(sparse, str):
             raise ConfigError(f"sparse: {n} cannot be a table: {why}")
-    of = {n: dataclasses.replace(t, kept=True) for n, t in found.of.items() if n not in refused}
+    of = {
+        n: dataclasses.replace(t, on_trainers=True) for n, t in found.of.items() if n not in refused
+    }
     return Tables(of, {**found.others, **refused})
 
 
