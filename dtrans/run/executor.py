@@ -30,7 +30,7 @@ from dtrans.ops import (
 from dtrans.protocol.operation import Operation
 from dtrans.protocol.trainer import TrainerSteps
 from dtrans.run.base.batch import on_one_device
-from dtrans.run.base.nonfinite import GradientWatch
+from dtrans.run.base.nonfinite import NonfiniteCheck
 from dtrans.run.base.segments import Compute, Rules, Segments, cut_program
 from dtrans.run.collective.cluster import ClusterFabric, is_of_cluster
 from dtrans.run.net.net_options import allows_remote, encryption_of
@@ -102,7 +102,7 @@ class Executor:
         transport_encryption: str | None = None,
         on_nonfinite: str = "ignore",
     ) -> None:
-        watch = GradientWatch(on_nonfinite)
+        watch = NonfiniteCheck(on_nonfinite)
         allow_remote, encryption = allows_remote(allow_remote), encryption_of(transport_encryption)
         self._fabric = EndpointFabric(
             deadline=deadline,

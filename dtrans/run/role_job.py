@@ -34,7 +34,7 @@ from dtrans.ir.program import Program
 from dtrans.job import Job
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.plan import realises
-from dtrans.run.base.batch import Share, batch_arrays, check_uneven, resized, uneven_rows
+from dtrans.run.base.batch import Share, batch_arrays, check_uneven, resize, uneven_rows
 from dtrans.run.base.lowered import LoweredStep, recording
 from dtrans.run.base.merge import Merge
 from dtrans.run.distributed.multihost import PARTS_DIFFER
@@ -218,7 +218,7 @@ class TrainerJob(RoleJob):
         if rows not in self._uneven_programs:
             state = [main.inputs[n] for spec in main.args[:2] for n in spec.names]
             types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in state]
-            types += [resized(x, share, lambda _: rows) for x, share in arrays]
+            types += [resize(x, share, lambda _: rows) for x, share in arrays]
             shared, program = plan.for_uneven_batch(types, k)
             program = dataclasses.replace(program, plan=plan)
             self._uneven_programs[rows] = program, shared

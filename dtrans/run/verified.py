@@ -17,7 +17,7 @@ from dtrans.job import Job
 from dtrans.parameter_server.options import Async
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.plan import Plan, realises
-from dtrans.run.base.platforms import as_run_on
+from dtrans.run.base.platforms import resolve_for_platform
 from dtrans.run.base.spmd import Function
 from dtrans.run.collective.job import CollectiveJob
 from dtrans.run.collective.mesh import MeshTrainers
@@ -67,7 +67,7 @@ class _AbstractTrainers(MeshTrainers):
 @realises(CollectivePlan, "verify")
 def traced_on_mesh(plan: CollectivePlan, batch: Sequence[Any]) -> TracedStep:
     """Trace the step of trainers on a mesh, and a replay of steps that they take by themselves."""
-    run_on = as_run_on(plan, "cpu")
+    run_on = resolve_for_platform(plan, "cpu")
     job = CollectiveJob(run_on, _AbstractTrainers(plan.axes), donate=False)
     traced = traced_step(job, batch, placed_by=run_on.simulate())
     if plan.options.local_sgd is None:

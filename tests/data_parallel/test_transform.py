@@ -1187,7 +1187,7 @@ def test_an_array_of_other_dimensions_is_refused_by_name() -> None:
     params, pair, (x, _) = jobs()
     for job in pair:
         with pytest.raises(
-            BatchError, match=r"^y is of shape \(\), the step was traced with float64\[8,3\]$"
+            BatchError, match=r"^y has shape \(\), the step was traced with float64\[8,3\]$"
         ):
             job.step(job.init(params), x, 1.0)
 

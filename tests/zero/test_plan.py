@@ -20,7 +20,7 @@ import dtrans
 from dtrans._jax import Var, equations, facts_of, is_rearrangement, jaxprs_in_params, opened
 from dtrans.errors import BatchError, ConfigError, GradientError, StateError, TraceError
 from dtrans.ir.display import without_addresses
-from dtrans.run.base.platforms import as_run_on
+from dtrans.run.base.platforms import resolve_for_platform
 from dtrans.zero.live_ranges import KEPT_WINDOWS
 
 
@@ -619,13 +619,13 @@ def test_jobs_on_cpus_do_not_gather_ahead_in_loops_by_themselves() -> None:
     plan, asked, first = (
         round_plan(degree=2, **o) for o in ({"stage": 3}, {"stage": 3, "prefetch": 1}, {"stage": 1})
     )
-    on_cpus = as_run_on(plan, "cpu")
+    on_cpus = resolve_for_platform(plan, "cpu")
     assert (plan.options.prefetches_in_loops, on_cpus.options.prefetches_in_loops) == (True, False)
     assert on_cpus.options.prefetch == plan.options.prefetch == 1
     assert (
-        as_run_on(plan, "gpu") is plan
-        and as_run_on(asked, "cpu") is asked
-        and as_run_on(first, "cpu") is first
+        resolve_for_platform(plan, "gpu") is plan
+        and resolve_for_platform(asked, "cpu") is asked
+        and resolve_for_platform(first, "cpu") is first
     )
 
 
@@ -768,7 +768,7 @@ def test_a_batch_that_ranks_cannot_share_is_refused(way: str) -> None:
         job.step(state, X[:6])
     with pytest.raises(BatchError, match="the step takes 1 batch arguments, 2 were given"):
         job.step(state, X, X)
-    with pytest.raises(BatchError, match=r"x is of shape \(8,\)"):
+    with pytest.raises(BatchError, match=r"x has shape \(8,\)"):
         job.step(state, X[0])
 
 

@@ -1,4 +1,8 @@
-"""How several trainers share a batch."""
+"""Batches shared by trainers: checks of their arrays, the share of each, and padding.
+
+An array of the batch has a `Share`: the dimension that is split over the trainers, "replicated",
+or "key". All split arrays of a batch have the same number of rows.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +18,27 @@ from dtrans.errors import BatchError
 from dtrans.ir.pytree import TreeSpec, as_array
 
 
-# The dimension along which trainers have parts of an array of the batch; or `replicated`; or `key`:
-# each has its own.
+# The dimension that is split over the trainers, or "replicated", or "key": each trainer folds its
+# number into a PRNG key.
 Share = int | str
 
 
 def batch_arrays(
     specs: Sequence[TreeSpec], batch: Sequence[Any], types: Mapping[str, Any]
 ) -> list[Any]:
-    """The arrays of a batch, whose arguments must be of the structures in `specs`.
+    """Flatten the arguments of a batch, and check structures, ranks and types.
 
     Args:
-      types: of the arrays that the step was traced with, by name; their number of dimensions
-        counts.
+      specs: the structure of each argument.
+      types: types of the arrays that the step was traced with, by name. Shapes may differ in their
+        sizes.
+
+    Returns:
+      The arrays, in the order of the names in `specs`.
 
     Raises:
-      BatchError, TraceError: they are not.
+      BatchError: another number of arguments, rank or dtype.
+      TraceError: another structure.
     """
     if len(batch) != len(specs):
         raise BatchError(f"the step takes {len(specs)} batch arguments, {len(batch)} were given")
@@ -37,34 +46,33 @@ def batch_arrays(
     for i, (spec, arg) in enumerate(zip(specs, batch, strict=True)):
         arrays = spec.flatten(as_array(arg), f"batch argument {i}")
         for name, x in zip(spec.names, arrays, strict=True):
-            if x.ndim != types[name].ndim:
-                raise BatchError(
-                    f"{name} is of shape {tuple(x.shape)}, the step was traced with "
-                    f"{types[name].str_short()}"
-                )
-            of_python = x.ndim == 0 and getattr(x, "weak_type", False)
-            if (
-                of_python
-                and x.dtype.kind in "biuf"
-                and jnp.issubdtype(types[name].dtype, jnp.floating)
-            ):
-                continue
-            if (
-                not jnp.issubdtype(x.dtype, jax.dtypes.extended)
-                and jax.dtypes.canonicalize_dtype(x.dtype) != types[name].dtype
-            ):
-                raise BatchError(
-                    f"{name} is {x.dtype}, the step was traced with {types[name].str_short()}: "
-                    "cast it, or trace the "
-                    "step with arrays of this type"
-                )
+            _check_type(name, x, types[name])
         found += arrays
     return found
 
 
+def _check_type(name: str, x: Any, traced: Any) -> None:
+    """Raise BatchError unless an array has the rank and dtype that the step was traced with."""
+    if x.ndim != traced.ndim:
+        raise BatchError(
+            f"{name} has shape {tuple(x.shape)}, the step was traced with {traced.str_short()}"
+        )
+    # a Python number is weakly typed: jit casts it to the float that was traced
+    is_python_number = x.ndim == 0 and getattr(x, "weak_type", False)
+    if is_python_number and x.dtype.kind in "biuf" and jnp.issubdtype(traced.dtype, jnp.floating):
+        return
+    if (
+        not jnp.issubdtype(x.dtype, jax.dtypes.extended)
+        and jax.dtypes.canonicalize_dtype(x.dtype) != traced.dtype
+    ):
+        raise BatchError(
+            f"{name} is {x.dtype}, the step was traced with {traced.str_short()}: "
+            "cast it, or trace the step with arrays of this type"
+        )
+
+
 def on_one_device(x: Any) -> Any:
-    """Return an array where one device computes: arrays of a mesh, or of another device, are
-    moved."""
+    """Move an array of a mesh, or of another device, to the first local device."""
     if not isinstance(x, jax.Array) or is_traced(x) or not x.committed:
         return x
     one = jax.local_devices()[0]
@@ -75,28 +83,28 @@ def shared_batch(
     names: Sequence[str],
     arrays: Sequence[Any],
     trainers: int,
-    whole: Collection[str],
-    whole_option: str,
+    unsplit: Collection[str],
+    unsplit_option: str,
 ) -> list[tuple[Any, Share]]:
-    """The arrays of a batch, and how trainers share each.
+    """Pair each array of a batch with its share.
 
     Args:
-      names: of the arrays.
-      whole: names of arrays that every trainer gets whole.
-      whole_option: how a user says so, for errors.
+      names: names of the arrays.
+      unsplit: names of the arrays that every trainer takes in full.
+      unsplit_option: the user's option with these names, for errors.
 
     Raises:
-      BatchError: arrays that differ in their number of rows, or that the trainers do not divide.
+      BatchError: the arrays have different numbers of rows, or the trainers do not divide them.
     """
     shared = [
-        (x, share_of(name, x, trainers, whole)) for name, x in zip(names, arrays, strict=True)
+        (x, share_of(name, x, trainers, unsplit)) for name, x in zip(names, arrays, strict=True)
     ]
-    check_rows(rows_of(names, shared), trainers, whole_option)
+    check_rows(rows_of(names, shared), trainers, unsplit_option)
     return shared
 
 
 def rows_of(names: Sequence[str], shared: Sequence[tuple[Any, Share]]) -> dict[str, int]:
-    """How many rows each array has that trainers have parts of."""
+    """Return the number of rows of each array that is split over the trainers."""
     return {
         n: x.shape[share]
         for n, (x, share) in zip(names, shared, strict=True)
@@ -105,17 +113,27 @@ def rows_of(names: Sequence[str], shared: Sequence[tuple[Any, Share]]) -> dict[s
 
 
 def check_rows(
-    given: Mapping[str, int],
+    counts: Mapping[str, int],
     trainers: int,
-    whole_option: str,
+    unsplit_option: str,
     who: str = "",
     uneven: bool = False,
     noun: str = "trainer",
 ) -> None:
-    """Raises BatchError for arrays that differ in their number of rows, or that the trainers do not
-    divide."""
+    """Check that split arrays have one number of rows, which the trainers divide.
+
+    Args:
+      counts: number of rows of each array, by name.
+      unsplit_option: the user's option with the names of unsplit arrays, for errors.
+      who: the trainers of this process, for errors; by default all.
+      uneven: True if the trainers need not divide the rows.
+      noun: the strategy's word for a trainer, for errors.
+
+    Raises:
+      BatchError: the numbers differ, or the trainers do not divide one of them.
+    """
     rows: dict[int, str] = {}
-    for name, count in given.items():
+    for name, count in counts.items():
         rows.setdefault(count, name)
     for count, name in rows.items():
         if count % trainers and not uneven:
@@ -127,82 +145,104 @@ def check_rows(
         listed = " and ".join(f"{name} has {count}" for count, name in rows.items())
         raise BatchError(
             f"the arrays of a batch are split over the {noun}s, but {listed} rows; "
-            f"name what every {noun} needs whole in {whole_option}"
+            f"name what every {noun} needs whole in {unsplit_option}"
         )
 
 
-def share_of(name: str, x: Any, trainers: int, whole: Collection[str]) -> Share:
-    """How trainers share one array of the batch, where each takes the step on its part alone."""
-    if trainers == 1 or name in whole:
+def share_of(name: str, x: Any, trainers: int, unsplit: Collection[str]) -> Share:
+    """Return the share of an array in a step that each trainer takes on its part of the batch."""
+    if trainers == 1 or name in unsplit:
         return "replicated"
     if x.ndim:
         return 0
     return "key" if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else "replicated"
 
 
-def even_rows(x: Any, axis: int, trainers: int) -> Any:
-    """An array with rows behind, such that the trainers divide it. They are like the last one, and
-    enter nothing."""
-    return with_rows(x, axis, -(-x.shape[axis] // trainers) * trainers)
+# -- batches that the trainers do not divide -------------------------------------------------------
 
 
-def with_rows(x: Any, axis: int, count: int) -> Any:
-    """An array with so many rows: those behind are like the last one, or zero where there is
-    none."""
+def pad_for_trainers(x: Any, axis: int, trainers: int) -> Any:
+    """Pad a dimension to a multiple of the trainers. Padding must not enter the step's results."""
+    return pad_rows(x, axis, -(-x.shape[axis] // trainers) * trainers)
+
+
+def pad_rows(x: Any, axis: int, count: int) -> Any:
+    """Pad a dimension to `count` rows: with copies of the last row, or zeros if there is none.
+
+    Copies keep padding finite: a row of zeros may be a division by zero in the loss.
+    """
     rows = x.shape[axis]
     if rows:
         return x if rows == count else jnp.take(x, np.minimum(np.arange(count), rows - 1), axis)
     return jnp.zeros((*x.shape[:axis], count, *x.shape[axis + 1 :]), x.dtype)
 
 
-def check_uneven(rows: int, trainers: int, taken: bool) -> None:
-    """Raise BatchError for `dtrans.UnevenPart`s of rows that trainers divide, or where they must
-    have equal parts."""
-    if not taken or not rows % trainers:
+def check_uneven(rows: int, trainers: int, is_supported: bool) -> None:
+    """Raise BatchError unless a plan takes `dtrans.UnevenPart`s of a batch with `rows` rows.
+
+    Args:
+      is_supported: True if the plan has a program for batches that its trainers do not divide.
+    """
+    if not is_supported or not rows % trainers:
+        remedy = f"{trainers} do" if is_supported else "those of this plan must have equal parts"
         raise BatchError(
             f"these are parts of a batch of {rows} rows for trainers that do not divide it: "
-            + (f"{trainers} do" if taken else "those of this plan must have equal parts")
+            f"{remedy}"
         )
 
 
 def uneven_rows(
-    names: Sequence[str], arrays: Sequence[tuple[Any, Share]], whole: int, part: int, size: int
+    names: Sequence[str],
+    arrays: Sequence[tuple[Any, Share]],
+    rows: int,
+    part: int,
+    size: int,
 ) -> list[Any]:
-    """A process's part of a batch that trainers do not divide, with rows behind where it has fewer
-    than others.
+    """Pad this process's part of a batch that the trainers do not divide.
 
     Args:
-      arrays: of this process, and how trainers share each.
-      whole: how many rows all processes have.
-      part: the number of this process.
-      size: how many rows a process has that has as many as any other.
+      arrays: the arrays of this process, with their shares.
+      rows: number of rows of the global batch.
+      part: number of this process.
+      size: number of rows of a full part.
 
     Raises:
-      BatchError: arrays of another number of rows.
+      BatchError: an array has another number of rows than this part.
     """
-    mine = min(max(whole - part * size, 0), size)
+    here = min(max(rows - part * size, 0), size)
+    padded = []
     for n, (x, share) in zip(names, arrays, strict=True):
-        if isinstance(share, int) and x.shape[share] != mine:
+        if isinstance(share, str):
+            padded.append(x)
+            continue
+        if x.shape[share] != here:
             raise BatchError(
-                f"{n} has {x.shape[share]} rows here, and part {part} of a batch of {whole} rows "
-                f"has {mine}: "
-                "job.shard_batch(*batch) cuts them so"
+                f"{n} has {x.shape[share]} rows here, and part {part} of a batch of {rows} rows "
+                f"has {here}: job.shard_batch(*batch) cuts them so"
             )
-    return [with_rows(x, share, size) if isinstance(share, int) else x for x, share in arrays]
+        padded.append(pad_rows(x, share, size))
+    return padded
+
+
+# -- types -----------------------------------------------------------------------------------------
 
 
 def part_types(arrays: Sequence[tuple[Any, Share]], trainers: int) -> list[jax.ShapeDtypeStruct]:
-    """The types of one trainer's part; where trainers do not divide the rows, padded."""
-    return [resized(x, share, lambda rows: -(-rows // trainers)) for x, share in arrays]
+    """Return the types of one trainer's part of a batch, padding included."""
+    return [resize(x, share, lambda rows: -(-rows // trainers)) for x, share in arrays]
 
 
-def whole_types(parts: Sequence[tuple[Any, Share]], trainers: int) -> list[jax.ShapeDtypeStruct]:
-    """The types of a global batch of which each trainer gives such a part."""
-    return [resized(x, share, lambda rows: rows * trainers) for x, share in parts]
+def global_types(parts: Sequence[tuple[Any, Share]], trainers: int) -> list[jax.ShapeDtypeStruct]:
+    """Return the types of a global batch from those of one trainer's part."""
+    return [resize(x, share, lambda rows: rows * trainers) for x, share in parts]
 
 
-def resized(x: Any, share: Share, rows: Callable[[int], int]) -> jax.ShapeDtypeStruct:
-    """The type of an array with another number of rows, from how many it has."""
+def resize(x: Any, share: Share, rows: Callable[[int], int]) -> jax.ShapeDtypeStruct:
+    """Return the type of an array with another number of rows.
+
+    Args:
+      rows: maps the array's number of rows to the new one.
+    """
     if isinstance(share, str):
         return jax.ShapeDtypeStruct(x.shape, x.dtype)
     return jax.ShapeDtypeStruct(

@@ -1,5 +1,4 @@
-"""Functions that are compiled: those of a step are recorded while it is made, and equal ones are
-compiled once."""
+"""Compiled functions of a step: recorded for `job.lower`, and compiled once if equal."""
 
 from __future__ import annotations
 
@@ -17,14 +16,14 @@ class LoweredStep:
     """The lowered functions of a step, in the order in which they are called.
 
     Attributes:
-      parts: name to what `jax.jit(...).lower` gives: `trainers 0`, `127.0.0.1:6174 phase 0`, `stage
-        1 forward`.
+      parts: name to the result of `jax.jit(...).lower`. Names are `trainers 0`, `127.0.0.1:6174
+        phase 0`, `stage 1 forward`.
     """
 
     parts: Mapping[str, Any]
 
     def as_text(self) -> str:
-        """The text of all of them, each under its name."""
+        """Return the StableHLO of all functions, each under its name."""
         return "\n".join(f"// {name}\n{part.as_text()}" for name, part in self.parts.items())
 
 
@@ -33,7 +32,7 @@ _recorded: dict[str, Any] | None = None
 
 @contextlib.contextmanager
 def recording() -> Iterator[dict[str, Any]]:
-    """Record the functions that are `called` in this block."""
+    """Record the functions that `call_recorded` calls in this block."""
     global _recorded
     _recorded = {}
     try:
@@ -42,26 +41,30 @@ def recording() -> Iterator[dict[str, Any]]:
         _recorded = None
 
 
-def called(name: Callable[[], str], jitted: Callable[..., Any], *args: Any) -> Any:
-    """Call a compiled function; and lower it, if anybody records."""
+def call_recorded(name: Callable[[], str], jitted: Callable[..., Any], *args: Any) -> Any:
+    """Call a compiled function; inside `recording`, lower it as well.
+
+    Args:
+      name: returns the name in the record. It is called only inside `recording`.
+    """
     if _recorded is not None and hasattr(jitted, "lower"):
         _recorded.setdefault(name(), jitted.lower(*args))
     return jitted(*args)
 
 
 def jitted_once(fn: Callable[..., Any], *args: Any, **options: Any) -> Callable[..., Any]:
-    """A jitted function; functions that are lowered to the same text are one, and compiled once.
+    """Jit a function, or return an earlier jitted function with the same StableHLO and options.
 
-    To lower takes a tenth of the time of compiling. The tables of a model often have the same
-    shape, and so have the programs that make their rows.
+    Lowering takes a tenth of the time of compiling. The tables of a model often have the same
+    shape, and then the programs that initialise their rows are equal.
 
     Args:
       fn: a pure function.
-      args: what it will be called with, or of the same types.
-      options: those of XLA (`compiler_options` of `jax.jit`), of text and numbers.
+      args: arguments of its calls, or their types.
+      options: `compiler_options` of `jax.jit`, of text and numbers.
     """
-    given = tuple(sorted(options.items()))
-    return _jitted(_Program(jax.jit(fn).lower(*args).as_text(), given, fn))
+    items = tuple(sorted(options.items()))
+    return _jitted(_Program(jax.jit(fn).lower(*args).as_text(), items, fn))
 
 
 @dataclasses.dataclass(frozen=True)

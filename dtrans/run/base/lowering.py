@@ -1,5 +1,4 @@
-"""A program as a function of one trainer on a named axis, over which JAX communicates
-(`dtrans.ops.OVER_AXIS`)."""
+"""Programs as functions of one trainer on a named axis, with JAX's collectives over it."""
 
 from __future__ import annotations
 
@@ -20,17 +19,14 @@ def per_trainer(
     """Return a program as a function of flat arrays, for one trainer on a named axis.
 
     Args:
-      rules: makes those of a trace.
+      rules: returns the rules of communication for one trace; by default JAX's collectives over
+        the axis.
     """
     inner = program.inner
     constants = dict(zip(inner.constvars, program.jaxpr.consts, strict=True))
 
     def run(*args: Any) -> list[Any]:
-        return interpret(
-            inner.eqns,
-            {**constants, **dict(zip(inner.invars, args, strict=True))},
-            inner.outvars,
-            rules(),
-        )
+        env = {**constants, **dict(zip(inner.invars, args, strict=True))}
+        return interpret(inner.eqns, env, inner.outvars, rules())
 
     return run

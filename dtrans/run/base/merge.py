@@ -1,4 +1,4 @@
-"""Merge of a result that several trainers have each computed from their part of the batch."""
+"""Merge of the results that trainers computed from their parts of the batch."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from dtrans.ir.array_fns import in_one
 
 @dataclasses.dataclass(frozen=True)
 class Merge:
-    """Way in which the results of all trainers become one.
+    """Rule that merges the results of all trainers.
+
+    Ways are "mean", "sum" and four more. "same": all trainers have the value. "concat": rows of the
+    batch, trainer after trainer. "joined": such rows, concatenated already. "each": values stacked
+    on a leading dimension.
 
     Attributes:
-      way: "mean" or "sum"; "same" for a value that all trainers have; "concat" for rows of the
-        batch, trainer after trainer; "each" for values stacked on a leading dimension; "joined" for
-        rows that are concatenated already.
-      axis: Dimension of the rows.
-      rows: Number of rows that are not padding; None where there is no padding.
+      way: one of the six ways.
+      axis: dimension of the rows.
+      rows: number of rows that are not padding; None if there is no padding.
 
     Example:
 
@@ -32,15 +34,12 @@ class Merge:
     rows: int | None = None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Merge the results of all trainers, which are stacked on a leading dimension unless they
-        are joined."""
+        """Merge results of all trainers, stacked on a leading dimension unless "joined"."""
         if self.way in ("concat", "joined"):
             joined = in_one(x, self.axis) if self.way == "concat" else x
-            return (
-                joined
-                if self.rows is None
-                else jax.lax.slice_in_dim(joined, 0, self.rows, axis=self.axis)
-            )
+            if self.rows is None:
+                return joined
+            return jax.lax.slice_in_dim(joined, 0, self.rows, axis=self.axis)
         if self.way == "each":
             return x
         if self.way == "same":

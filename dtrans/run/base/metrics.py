@@ -1,5 +1,4 @@
-"""Numbers of training, written where people look: TensorBoard, a CSV file, a function of one's
-own."""
+"""Metrics of training, written to TensorBoard, to a CSV file or to a function."""
 
 from __future__ import annotations
 
@@ -21,15 +20,15 @@ Sink = Callable[[int, Mapping[str, float]], None]
 
 
 class MetricsWriter:
-    """Writer of each step's numbers; a context manager.
+    """Writer of the metrics of each step; a context manager.
 
     Args:
       to: any number of destinations. A path that ends in `.csv` is a file. Another path is a folder
-        of TensorBoard events. A function is called with the step's number and its numbers by name.
-        Missing folders are made.
+        of TensorBoard events. A function is called with the step's number and a dict of metrics.
+        The writer creates missing folders.
 
     Raises:
-      ConfigError: a folder needs tensorboardX, which is not installed; a file cannot be written.
+      ConfigError: a folder of events needs tensorboardX, or a file cannot be written.
 
     Example:
       >>> import dtrans
@@ -44,22 +43,22 @@ class MetricsWriter:
         try:
             for destination in to:
                 self._sinks.append(
-                    destination if callable(destination) else self._opened(Path(destination))
+                    destination if callable(destination) else self._open(Path(destination))
                 )
         except BaseException:
-            self.close()  # the files before the one that cannot be opened
+            self.close()  # the destinations that were opened before this one failed
             raise
 
     def write(self, step: int, values: Any) -> None:
-        """Write the numbers of a step.
+        """Write the metrics of a step.
 
         Args:
           step: its number.
-          values: a pytree of numbers, or of arrays with one element: a loss, metrics. They are
-            named by their paths; one that is nothing but a number is the `loss`.
+          values: a pytree of numbers, or of arrays with one element. Paths in the pytree are their
+            names; a bare number is named `loss`.
 
         Raises:
-          ConfigError: an array of several elements; other names than before, for a CSV file.
+          ConfigError: an array has several elements, or a CSV file has columns for other names.
         """
         found: dict[str, float] = {}
         for path, x in jax.tree_util.tree_leaves_with_path(values):
@@ -74,7 +73,7 @@ class MetricsWriter:
             sink(step, found)
 
     def close(self) -> None:
-        """Write what is left, and close files."""
+        """Flush and close files."""
         for close in self._closing:
             close()
         self._closing.clear()
@@ -85,15 +84,19 @@ class MetricsWriter:
     def __exit__(self, *failed: object) -> None:
         self.close()
 
-    def _opened(self, path: Path) -> Sink:
-        return self._csv(path) if path.suffix == ".csv" else self._tensorboard(path)
+    def _open(self, path: Path) -> Sink:
+        return self._open_csv(path) if path.suffix == ".csv" else self._open_tensorboard(path)
 
-    def _tensorboard(self, folder: Path) -> Sink:
+    def _open_tensorboard(self, folder: Path) -> Sink:
         writer = SummaryWriter(folder)
         self._closing.append(writer.close)
-        return lambda step, values: writer.write(step, values, [Summary(n, SCALAR) for n in values])
 
-    def _csv(self, path: Path) -> Sink:
+        def sink(step: int, values: Mapping[str, float]) -> None:
+            writer.write(step, values, [Summary(n, SCALAR) for n in values])
+
+        return sink
+
+    def _open_csv(self, path: Path) -> Sink:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = path.open("w", newline="")

@@ -1,17 +1,17 @@
-"""Gradients that are not finite, found on the trainer where they are.
+"""Gradients with infinities or NaNs, found on the trainer that computed them.
 
-A realiser takes `on_nonfinite`: "ignore", "warn" or "error". Then each trainer looks at its own
-gradients before they are reduced or sent, and names those with an infinity or a NaN in them: after
-that they are everybody's.
+A realiser takes `on_nonfinite`: "ignore", "warn" or "error". With the last two, each trainer checks
+its gradients before they are reduced or sent. Afterwards all trainers have the NaN, and its origin
+is lost.
 
-    collectives        in the compiled step, before the first reduction of each bucket. A host callback hears of it, if
-                       there is something to hear of, so that a step never waits. An error comes
-                       with a later step, or with what reads the state
-    parameter servers  where gradients are sent. An error comes before, and no server has them
+With collectives, the compiled step checks each bucket before its first reduction. If a gradient is
+not finite, a host callback notes it; the step does not wait. A later step, or a read of the state,
+raises the error. In stage 3 of sharding, loops check the gradients that they scatter per layer.
 
-A gradient that a loop scatters layer by layer (stage 3 of sharding) is looked at in the loop.
+With parameter servers, trainers check gradients before they send them. The error comes before any
+server has them.
 
-Source: FLAGS_check_nan_inf of Paddle, which looks at the outputs of every operator.
+Source: FLAGS_check_nan_inf of Paddle, which checks the outputs of every operator.
 """
 
 from __future__ import annotations
@@ -34,47 +34,47 @@ from dtrans.run.base.segments import Rules
 ON_NONFINITE = ("ignore", "warn", "error")
 
 
-class GradientWatch:
-    """Looks at gradients, and says which are not finite.
+class NonfiniteCheck:
+    """Check of gradients for infinities and NaNs.
 
     Args:
-      how: "ignore", "warn" or "error".
+      reaction: "ignore", "warn" or "error".
 
     Raises:
-      ConfigError: another word.
+      ConfigError: `reaction` is another word.
     """
 
-    def __init__(self, how: str = "ignore") -> None:
-        check_one_of("on_nonfinite", how, ON_NONFINITE)
-        self.how = how
+    def __init__(self, reaction: str = "ignore") -> None:
+        check_one_of("on_nonfinite", reaction, ON_NONFINITE)
+        self.reaction = reaction
         self._found: list[str] = []
 
     @property
-    def looks(self) -> bool:
-        """Whether it looks at all."""
-        return self.how != "ignore"
+    def enabled(self) -> bool:
+        """True unless the reaction is "ignore"."""
+        return self.reaction != "ignore"
 
-    def hear(self, trainer: int | None, names: Sequence[str]) -> None:
-        """Take note of gradients that are not finite: warn, or keep what `check` raises.
+    def note(self, trainer: int | None, names: Sequence[str]) -> None:
+        """Warn of gradients that are not finite, or note them for `check`.
 
         Args:
-          trainer: whose they are; None where the names say it.
+          trainer: the trainer that computed them; None if their names contain it.
         """
-        whose = "" if trainer is None else f" of trainer {trainer}"
-        many = f"{', '.join(names[:5])}{f', ... ({len(names)})' if len(names) > 5 else ''}"
-        said = f"gradients{whose} are not finite: {many}"
-        if self.how == "warn":
-            warnings.warn(said, NonfiniteWarning, stacklevel=2)
+        owner = "" if trainer is None else f" of trainer {trainer}"
+        more = f", ... ({len(names)})" if len(names) > 5 else ""
+        message = f"gradients{owner} are not finite: {', '.join(names[:5])}{more}"
+        if self.reaction == "warn":
+            warnings.warn(message, NonfiniteWarning, stacklevel=2)
         else:
-            self._found.append(said)
+            self._found.append(message)
 
     def check(self, *, wait: bool = False) -> None:
-        """Raise NonfiniteError for what was heard.
+        """Raise NonfiniteError for the gradients that were noted.
 
         Args:
-          wait: first for steps that are under way.
+          wait: True to wait for the callbacks of running steps first.
         """
-        if not self.looks:
+        if not self.enabled:
             return
         if wait:
             jax.effects_barrier()
@@ -82,83 +82,87 @@ class GradientWatch:
             found, self._found = self._found, []
             raise NonfiniteError("; ".join(dict.fromkeys(found)))
 
-    # -- arrays of the host, and of the devices of a mesh
-    # ----------------------------------------------
+    # -- arrays on the host ----------------------------------------------------------------------
 
-    def look(self, named: Iterable[tuple[str, Any]]) -> None:
-        """Look at what is about to be sent, under names that say whose it is. Raises
-        NonfiniteError."""
-        if not self.looks:
+    def check_values(self, named: Iterable[tuple[str, Any]]) -> None:
+        """Check gradients before they are sent. Raises NonfiniteError.
+
+        Args:
+          named: gradients under names that contain their trainer.
+        """
+        if not self.enabled:
             return
         bad = [name for name, x in named if not all_finite(np.asarray(x))]
         if bad:
-            self.hear(None, bad)
+            self.note(None, bad)
             self.check()
 
-    # -- inside of a compiled step
-    # ---------------------------------------------------------------------
+    # -- compiled steps --------------------------------------------------------------------------
 
     def rules(
         self, rules: Rules, buckets: Mapping[str, Sequence[str]], over: Sequence[str]
     ) -> Rules:
-        """Rules that look at the operands of reductions first. They are for one trace of a program.
+        """Extend the rules of reductions by a check of their operands, for one trace of a program.
 
         Args:
-          rules: those of all communication.
-          buckets: the leaves of each reduction of gradients, by its name; where it is reduced
-            twice, in a node and among nodes, the first is looked at.
-          over: the axes that trainers are on.
+          rules: rules of all communication.
+          buckets: leaves of each reduction of gradients, by its name. Two reductions have one name
+            in a hierarchy, inside nodes and between them: the first is checked.
+          over: the axes of the trainers.
         """
-        if not self.looks:
+        if not self.enabled:
             return rules
         seen: set[str] = set()
 
-        def looking(rule: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
+        def add_check(rule: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
             def run(*xs: Any, name: str, **params: Any) -> Sequence[Any]:
                 if name == LAYERS:
-                    self._look_inside(xs, ["layers of a loop"], over)
+                    self._check_traced(xs, ["layers of a loop"], over)
                 elif name in buckets and name not in seen:
                     seen.add(name)
-                    self._look_inside(xs, buckets[name], over)
+                    self._check_traced(xs, buckets[name], over)
                 return rule(*xs, name=name, **params)
 
             return run
 
-        reductions = [record.primitive for record in COLLECTIVES.values() if record.reduces]
-        return {**rules, **{p: looking(rules[p]) for p in reductions}}
+        checked = dict(rules)
+        for record in COLLECTIVES.values():
+            if record.reduces:
+                checked[record.primitive] = add_check(rules[record.primitive])
+        return checked
 
-    def _look_inside(self, xs: Sequence[Any], leaves: Sequence[str], over: Sequence[str]) -> None:
-        each = [x for x in xs if jnp.issubdtype(x.dtype, jnp.inexact)]
-        if not each:
+    def _check_traced(self, xs: Sequence[Any], leaves: Sequence[str], over: Sequence[str]) -> None:
+        floats = [x for x in xs if jnp.issubdtype(x.dtype, jnp.inexact)]
+        if not floats:
             return
-        # leaves that are packed into one array, or share one, are named together
-        names = (
-            list(leaves) if len(leaves) == len(xs) == len(each) else [", ".join(leaves)] * len(each)
-        )
-        # sums tell, at the speed of memory, unless they overflow themselves: only then is each
-        # element looked at
-        fine = jnp.stack([jnp.isfinite(x.sum()) for x in each]).all()
+        # a packed array has several leaves: an error names all of them
+        names = list(leaves)
+        if not len(leaves) == len(xs) == len(floats):
+            names = [", ".join(leaves)] * len(floats)
+        # A sum reads each element once, at memory bandwidth. It may itself overflow, so a branch
+        # that is seldom taken checks each element.
+        fine = jnp.stack([jnp.isfinite(x.sum()) for x in floats]).all()
         index = jax.lax.axis_index(tuple(over)) if over else jnp.int32(0)
-        jax.lax.cond(fine, _nothing, functools.partial(self._call, names), index, *each)
+        jax.lax.cond(fine, _ignore, functools.partial(self._call, names), index, *floats)
 
     def _call(self, names: Sequence[str], index: jax.Array, *xs: jax.Array) -> None:
         fine = jnp.stack([jnp.isfinite(x).all() for x in xs])
-        jax.debug.callback(functools.partial(self._called, names), fine, index)
+        jax.debug.callback(functools.partial(self._on_callback, names), fine, index)
 
-    def _called(self, names: Sequence[str], fine: Any, index: Any) -> None:
+    def _on_callback(self, names: Sequence[str], fine: Any, index: Any) -> None:
         bad = [n for n, good in zip(names, np.asarray(fine), strict=True) if not good]
-        if bad:  # under vmap, which knows no branches, it is called for all
-            self.hear(int(index), list(dict.fromkeys(bad)))
+        if bad:  # vmap turns `cond` into `select`, and calls back for every trainer
+            self.note(int(index), list(dict.fromkeys(bad)))
 
 
-def _nothing(index: jax.Array, *xs: jax.Array) -> None:
+def _ignore(index: jax.Array, *xs: jax.Array) -> None:
     pass
 
 
 def all_finite(x: np.ndarray) -> bool:
-    """Whether no element is an infinity or a NaN. The sum tells, at the speed of memory, unless it
-    overflows itself."""
+    """Return True if no element is an infinity or a NaN."""
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return True
+    # a finite sum needs no pass over the elements; a sum of finite elements may overflow
     with np.errstate(over="ignore", invalid="ignore"):
         return bool(np.isfinite(x.sum())) or bool(np.isfinite(x).all())

@@ -1,8 +1,7 @@
-"""Differences between platforms that plans and compilations heed; those of a collective are in its
-file of `ops`.
+"""Differences between platforms in plans and compiler options.
 
-XLA on CPUs gathers nothing beside computation, and divides by a number in another way where nothing
-else reads that.
+XLA on CPUs does not overlap an all-gather with computation. XLA also rewrites divisions depending
+on the equations around them. Differences of one collective are in its module of `dtrans.ops`.
 """
 
 from __future__ import annotations
@@ -15,13 +14,14 @@ from dtrans.data_parallel.plan import CollectivePlan
 from dtrans.zero.plan import ShardingPlan
 
 
-def as_run_on(plan: CollectivePlan, platform: str = "") -> CollectivePlan:
-    """The same plan as a job on a platform runs it: what was left open is chosen.
+def resolve_for_platform(plan: CollectivePlan, platform: str = "") -> CollectivePlan:
+    """Choose the options of a plan that the user left to the platform.
 
-    On CPUs to gather ahead in loops costs the memory of a layer, and gains nothing.
+    A stage-3 loop on CPUs does not prefetch: it would cost the memory of a layer, and all-gathers
+    do not overlap computation there.
 
     Args:
-      platform: "cpu", "gpu", "tpu", ..., as JAX calls it.
+      platform: JAX's name: "cpu", "gpu", "tpu".
     """
     if not isinstance(plan, ShardingPlan):
         return plan
@@ -33,11 +33,14 @@ def as_run_on(plan: CollectivePlan, platform: str = "") -> CollectivePlan:
     return replanned
 
 
-def as_written() -> dict[str, str] | None:
-    """Options to compile a function with whose bits may not depend on what is compiled beside it.
+def stable_bits_options() -> dict[str, str] | None:
+    """Return compiler options under which equations have the same bits in every program.
 
-    XLA makes `x * (1 / s)` of `x / s` where one equation alone reads the number `s`; so Adam on a
-    server with one block would differ from Adam on one with two, whose corrections both read. On
-    CPUs it can be told not to, and an optimizer is no slower then.
+    XLA's algebraic simplifier rewrites `x / s` to `x * (1 / s)` if only one equation reads `s`.
+    Adam on a server with one block would differ from Adam on a server with two, which share the
+    bias correction. The pass can be disabled on CPUs, where an optimizer is no slower without it.
+
+    Returns:
+      Options for `jax.jit(compiler_options=...)`; None on other platforms.
     """
     return {"xla_disable_hlo_passes": "algsimp"} if jax.default_backend() == "cpu" else None

@@ -1,19 +1,20 @@
-"""A communicating program, cut into pieces: what is compiled, and what its fabric carries out in
-between.
+"""Communicating programs cut into compiled pieces, with communication between them.
 
-Equations between two communications become one jitted function. A `send` needs no answer, so it may
-wait: it is moved behind later computation until `group_bytes` of gradients are ready, which makes
-few, large pieces, and blocks that are ready together travel together. Pieces are dispatched
-asynchronously, and the sends of one piece stand after the dispatch of the next, so that gradients
-travel while others are computed. Everything that is not a send keeps its place.
+The equations between two communications become one jitted function. A `send` has no result, so the
+cut moves it behind later computation until `group_bytes` of gradients are ready. Pieces become few
+and large, and blocks that are ready together are sent together. All other communication keeps its
+place.
 
-A fabric that would rather have `split_byref` and `concat` computed than carried out passes rules
-for them.
+JAX dispatches pieces asynchronously. The sends of a piece stand after the dispatch of the next one,
+so gradients are sent while the device computes others.
+
+A fabric that computes `split_byref` and `concat` on the device passes rules for them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -44,24 +45,27 @@ from dtrans.ops import concat_p, send_p, send_rows_p, split_byref_p
 Rules = Mapping[Primitive, Callable[..., Sequence[Any]]]
 
 
-def _split(x: jax.Array, *, sections: Sequence[int]) -> list[jax.Array]:
-    starts = [sum(sections[:i]) for i in range(len(sections))]
-    return [jax.lax.slice_in_dim(x, a, a + n) for a, n in zip(starts, sections, strict=True)]
+def _split_rows(x: jax.Array, *, sections: Sequence[int]) -> list[jax.Array]:
+    stops = itertools.accumulate(sections)
+    return [jax.lax.slice_in_dim(x, b - n, b) for b, n in zip(stops, sections, strict=True)]
 
 
 # split_byref and concat as computation, for fabrics whose values are device arrays
 COMPUTED: Rules = {
-    split_byref_p: _split,
+    split_byref_p: _split_rows,
     concat_p: lambda *blocks, axis: [jnp.concatenate(blocks, axis)],
 }
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Compute:
-    """A run of plain equations, as a function of the values of `reads`.
+    """Consecutive equations compiled as one function.
 
     Attributes:
-      rules: the communication in it that is computed.
+      fn: a function of the values of `reads` that returns the values of `makes`.
+      reads: variables that the equations read and do not define.
+      makes: variables that they define and later steps, or the caller, read.
+      rules: the communication primitives that the function computes by a rule.
     """
 
     fn: Callable[..., Sequence[Any]]
@@ -84,12 +88,12 @@ class Carry:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Segments:
-    """A program in pieces.
+    """Program cut into compiled pieces and communication.
 
     Attributes:
-      program: what was cut.
-      steps: computation and communication, in the order to run them.
-      dropped: for each step, the variables that nothing reads after it.
+      program: the program.
+      steps: computation and communication, in the order of execution.
+      dropped: for each step, the variables that no later step reads.
     """
 
     program: Program
@@ -101,17 +105,25 @@ class Segments:
         args: Sequence[Any],
         compute: Callable[[Compute, Sequence[Any]], Sequence[Any]] | None = None,
     ) -> Generator[tuple[JaxprEqn, list[Any]], Sequence[Any], list[Any]]:
-        """Run on flat arguments. Yields each equation to carry out with its operands, and is sent
-        its results.
+        """Run the program; the caller carries out its communication.
 
         Args:
-          args: the arrays of the program's inputs.
-          compute: runs one piece; its jitted function by default.
+          args: arrays of the program's inputs.
+          compute: runs one piece; by default its jitted function.
+
+        Yields:
+          An equation to carry out, and its operands. The caller sends the results.
+
+        Returns:
+          The program's outputs.
         """
         jaxpr = self.program.jaxpr
         env: dict[Var, Any] = dict(zip(opened(jaxpr).invars, args, strict=True))
         env.update(zip(opened(jaxpr).constvars, jaxpr.consts, strict=True))
-        read = lambda a: jnp.asarray(a.val, a.aval.dtype) if isinstance(a, Literal) else env[a]
+
+        def read(a: Atom) -> Any:
+            return jnp.asarray(a.val, a.aval.dtype) if isinstance(a, Literal) else env[a]
+
         for step, dropped in zip(self.steps, self.dropped, strict=True):
             if isinstance(step, Compute):
                 values = [env[v] for v in step.reads]
@@ -121,7 +133,7 @@ class Segments:
             else:
                 outs = yield step.eqn, [read(a) for a in step.eqn.invars]
                 env.update(zip(step.eqn.outvars, outs, strict=True))
-            del outs  # `env` alone holds values, until they are dropped
+            del outs  # so that `env` has the last reference, and dropping it frees the memory
             for v in dropped:
                 env.pop(v, None)
         return [read(a) for a in opened(jaxpr).outvars]
@@ -137,15 +149,41 @@ def cut_program(
     """Cut a program into pieces.
 
     Args:
-      computed: communication that is to be compiled, as functions of arrays.
-      carried: what is carried out though it is no communication.
-      group_bytes: send once this many bytes of gradients are ready; by default all at the end.
+      computed: rules of the communication that pieces compute.
+      carried: primitives that the fabric carries out though they do not communicate.
+      group_bytes: bytes of gradients after which they are sent; by default, all are sent at the
+        end.
     """
     rules = computed or {}
-    inner = program.inner
+    order = _order_steps(program, rules, carried, group_bytes)
+
+    last: dict[Var, int] = {}  # the last step that reads or defines a variable
+    for i, step in enumerate(order):
+        for eqn in step if isinstance(step, list) else [step]:
+            last.update((a, i) for a in eqn.invars if isinstance(a, Var))
+            last.update((v, i) for v in eqn.outvars if v not in last)
+    outs = {a for a in program.inner.outvars if isinstance(a, Var)}
+    dropped: list[list[Var]] = [[] for _ in order]
+    for v, i in last.items():
+        if v not in outs:
+            dropped[i].append(v)
+
+    steps: list[Compute | Carry] = []
+    for i, step in enumerate(order):
+        if isinstance(step, list):
+            steps.append(_compile_piece(program.jaxpr, step, i, last, outs, rules))
+        else:
+            steps.append(Carry(step))
+    return Segments(program, tuple(steps), tuple(map(tuple, dropped)))
+
+
+def _order_steps(
+    program: Program, rules: Rules, carried: Collection[Primitive], group_bytes: float
+) -> list[list[JaxprEqn] | JaxprEqn]:
+    """Group equations into pieces, and move sends behind later pieces."""
     order: list[list[JaxprEqn] | JaxprEqn] = [[]]
     behind: list[JaxprEqn] = []  # sends of the piece before the current one
-    waiting: list[JaxprEqn] = []  # sends of the current one
+    waiting: list[JaxprEqn] = []  # sends of the current piece
     ready = 0.0
 
     def end_piece(*, send_all: bool) -> None:
@@ -154,13 +192,14 @@ def cut_program(
         behind, waiting, ready = [] if send_all else waiting, [], 0.0
         order.append([])
 
-    for eqn in inner.eqns:
+    for eqn in program.inner.eqns:
         if eqn.primitive not in carried and (not is_communication(eqn) or eqn.primitive in rules):
             group = order[-1]
             assert isinstance(group, list)
             group.append(eqn)
         elif eqn.primitive in (send_p, send_rows_p, split_byref_p):
             waiting.append(eqn)
+            # the blocks of a split are counted when they are sent
             if eqn.primitive is not split_byref_p:
                 ready += sum(a.aval.size * a.aval.dtype.itemsize for a in eqn.invars)
             if ready >= group_bytes:
@@ -170,26 +209,10 @@ def cut_program(
             order[-1] = eqn
             order.append([])
     end_piece(send_all=True)
-
-    last: dict[Var, int] = {}
-    order = [s for s in order if not isinstance(s, list) or s]
-    for i, step in enumerate(order):
-        for eqn in step if isinstance(step, list) else [step]:
-            last.update((a, i) for a in eqn.invars if isinstance(a, Var))
-            last.update((v, i) for v in eqn.outvars if v not in last)
-    outs = {a for a in inner.outvars if isinstance(a, Var)}
-    dropped: list[list[Var]] = [[] for _ in order]
-    for v, i in last.items():
-        if v not in outs:
-            dropped[i].append(v)
-    steps = [
-        _piece(program.jaxpr, s, i, last, outs, rules) if isinstance(s, list) else Carry(s)
-        for i, s in enumerate(order)
-    ]
-    return Segments(program, tuple(steps), tuple(map(tuple, dropped)))
+    return [step for step in order if not isinstance(step, list) or step]
 
 
-def _piece(
+def _compile_piece(
     jaxpr: ClosedJaxpr,
     eqns: Sequence[JaxprEqn],
     index: int,
@@ -197,56 +220,67 @@ def _piece(
     outs: set[Var],
     rules: Rules,
 ) -> Compute:
-    """The equations of one piece as a function of what they read to what is read later."""
-    made = {v for e in eqns for v in e.outvars}
-    reads = list(
-        dict.fromkeys(a for e in eqns for a in e.invars if isinstance(a, Var) and a not in made)
-    )
-    constants = set(opened(jaxpr).constvars)
-    reads = [v for v in reads if v not in constants]
-    makes = [v for e in eqns for v in e.outvars if last[v] > index or v in outs]
-    used = frozenset(
-        x.primitive for e in eqns for x in (e, *equations_inside(e)) if x.primitive in rules
-    )
-    if not used:
-        return Compute(
-            jaxpr_as_fun(extract_part(jaxpr, reads, eqns, makes)), tuple(reads), tuple(makes)
-        )
+    """Return the equations of step `index` as one function.
+
+    Args:
+      last: the last step that reads each variable.
+      outs: the program's outputs.
+    """
     values = dict(zip(opened(jaxpr).constvars, jaxpr.consts, strict=True))
+    defined: set[Var] = set(values)
+    reads: dict[Var, None] = {}  # an ordered set
+    makes: list[Var] = []
+    used: set[Primitive] = set()
+    for eqn in eqns:
+        reads.update((a, None) for a in eqn.invars if isinstance(a, Var) and a not in defined)
+        makes += [v for v in eqn.outvars if last[v] > index or v in outs]
+        used.update({x.primitive for x in (eqn, *equations_inside(eqn))} & rules.keys())
+        defined.update(eqn.outvars)
+    if not used:
+        fn = jaxpr_as_fun(extract_part(jaxpr, list(reads), eqns, makes))
+        return Compute(fn, tuple(reads), tuple(makes))
 
     def run(*args: Any) -> list[Any]:
         return interpret(eqns, {**values, **dict(zip(reads, args, strict=True))}, makes, rules)
 
-    return Compute(run, tuple(reads), tuple(makes), used)
+    return Compute(run, tuple(reads), tuple(makes), frozenset(used))
 
 
 def interpret(
     eqns: Sequence[JaxprEqn], env: dict[Var, Any], outs: Sequence[Atom], rules: Rules
 ) -> list[Any]:
-    """The values of `outs`, equation by equation; communication by its rule. `env` has what they
-    read."""
-    read: Callable[[Atom], Any] = lambda a: a.val if isinstance(a, Literal) else env[a]
-    for e in eqns:
-        operands = map(read, e.invars)
-        if e.primitive in rules:
-            made = rules[e.primitive](*operands, **e.params)
+    """Evaluate equations one after the other, with a rule for each communication primitive.
+
+    Args:
+      env: values of the variables that the equations read. They add their own.
+      outs: the outputs.
+
+    Returns:
+      The values of `outs`.
+    """
+
+    def read(a: Atom) -> Any:
+        return a.val if isinstance(a, Literal) else env[a]
+
+    for eqn in eqns:
+        primitive = eqn.primitive
+        operands = map(read, eqn.invars)
+        if primitive in rules:
+            found = rules[primitive](*operands, **eqn.params)
         else:
-            params = (
-                _inside(e, rules)
-                if any(x.primitive in rules for x in equations_inside(e))
-                else e.params
-            )
-            with jax.named_scope(scope_of(e)):
-                made = e.primitive.bind(*operands, **e.primitive.get_bind_params(params))
-        env.update(zip(e.outvars, made if e.primitive.multiple_results else [made], strict=True))
+            params = eqn.params
+            if any(x.primitive in rules for x in equations_inside(eqn)):
+                params = _retrace_bodies(eqn, rules)
+            with jax.named_scope(scope_of(eqn)):
+                found = primitive.bind(*operands, **primitive.get_bind_params(params))
+        env.update(zip(eqn.outvars, found if primitive.multiple_results else [found], strict=True))
     return [read(a) for a in outs]
 
 
-def _inside(eqn: JaxprEqn, rules: Rules) -> dict[str, Any]:
-    """The parameters of an equation, with communication in its bodies as what the rules make of
-    it."""
+def _retrace_bodies(eqn: JaxprEqn, rules: Rules) -> dict[str, Any]:
+    """Return the parameters of an equation, with bodies traced again under the rules."""
 
-    def traced(body: Any) -> Any:
+    def retrace(body: Any) -> Any:
         inner = opened(body)
         values = dict(zip(inner.constvars, constants(body), strict=True))
 
@@ -254,7 +288,7 @@ def _inside(eqn: JaxprEqn, rules: Rules) -> dict[str, Any]:
             env = {**values, **dict(zip(inner.invars, args, strict=True))}
             return interpret(inner.eqns, env, inner.outvars, rules)
 
-        made = small_jaxpr(run, [v.aval for v in inner.invars])
-        return made if isinstance(body, ClosedJaxpr) else opened(made)
+        traced = small_jaxpr(run, [v.aval for v in inner.invars])
+        return traced if isinstance(body, ClosedJaxpr) else opened(traced)
 
-    return map_bodies(eqn.params, traced)
+    return map_bodies(eqn.params, retrace)

@@ -1,7 +1,7 @@
-"""Run the program of one trainer for all trainers: on a mesh, or on one device.
+"""One trainer's program mapped over all trainers: on a mesh, or on one device.
 
     on_mesh         by `jax.shard_map`: each trainer is a device
-    on_one_device   by `jax.vmap`, one call for each axis: one device stands for all trainers
+    on_one_device   by `jax.vmap`, one call for each axis: one device simulates all trainers
 
 Trainers lie on named axes. Both functions take the sharding of each operand and result as an
 `AxisSharding`, and both return a function of the global arrays. Collectives of the program name the
@@ -27,54 +27,59 @@ Axes = Sequence[tuple[str, int]]  # names and sizes, the outermost first
 
 @dataclasses.dataclass(frozen=True)
 class AxisSharding:
-    """Sharding of a value over named axes. Without attributes: every trainer has the whole value.
+    """Sharding of a value over named axes. Without attributes, the value is replicated.
+
+    Along an axis that no attribute names, all trainers must compute the same value.
 
     Attributes:
-      cut: Pairs of a dimension and the axes that it is sharded over; dimensions of one trainer's
-        value.
-      own: Axes along which each trainer has a value of its own. The global array stacks them on a
+      cut: pairs of a dimension of one trainer's value, and the axes that shard it.
+      stacked: axes along which trainers have different values. The global array stacks them on a
         leading dimension.
-      first: Axes along which each trainer computes the result, and the first trainer's is taken.
-        Along axes that are in no attribute, the results of all trainers must be one value.
+      first: axes along which each trainer computes a value, and the first trainer's is taken.
     """
 
     cut: tuple[tuple[int, tuple[str, ...]], ...] = ()
-    own: tuple[str, ...] = ()
+    stacked: tuple[str, ...] = ()
     first: tuple[str, ...] = ()
 
     @functools.cached_property
     def spec(self) -> P:
-        """Return the sharding of the global array."""
-        stacked = bool(self.own)
-        along = {dim + stacked: names for dim, names in self.cut}
-        if stacked:
-            along[0] = self.own
-        entries = [along.get(dim, ()) for dim in range(max(along, default=-1) + 1)]
-        # P("a") and P(("a",)) are one sharding, and compare different
-        return P(*(names if len(names) > 1 else next(iter(names), None) for names in entries))
+        """The sharding of the global array."""
+        leading = bool(self.stacked)
+        along = {dim + leading: names for dim, names in self.cut}
+        if leading:
+            along[0] = self.stacked
+        entries: list[str | tuple[str, ...] | None] = []
+        for dim in range(max(along, default=-1) + 1):
+            names = along.get(dim, ())
+            # P("a") and P(("a",)) are the same sharding, but do not compare equal
+            entries.append(names if len(names) > 1 else next(iter(names), None))
+        return P(*entries)
 
     @functools.cached_property
     def varies(self) -> frozenset[str]:
-        """Return the axes along which trainers have different values."""
-        return frozenset(self.own).union(*(names for _, names in self.cut))
+        """The axes along which trainers have different values."""
+        return frozenset(self.stacked).union(*(names for _, names in self.cut))
 
     def cut_along(self, dim: int | None, *axes: str) -> AxisSharding:
-        """Return the same with one dimension sharded over these axes, and no other; with None, the
-        same."""
+        """Return the sharding with a dimension, and no other, sharded over these axes.
+
+        Args:
+          dim: the dimension; None for the sharding unchanged.
+        """
         if dim is None:
             return self
         others = tuple(entry for entry in self.cut if entry[1] != axes)
         return dataclasses.replace(self, cut=(*others, (dim, axes)))
 
     def restrict_to(self, axes: Collection[str]) -> AxisSharding:
-        """Return the sharding over some of the axes, where the others have size 1 and are in no
-        program."""
-        known = lambda names: tuple(name for name in names if name in axes)
-        return AxisSharding(
-            tuple((dim, known(names)) for dim, names in self.cut),
-            known(self.own),
-            known(self.first),
-        )
+        """Return the sharding without the axes of size 1, which no program names."""
+
+        def known(names: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple(name for name in names if name in axes)
+
+        cut = tuple((dim, known(names)) for dim, names in self.cut)
+        return AxisSharding(cut, known(self.stacked), known(self.first))
 
 
 def on_mesh(
@@ -89,21 +94,31 @@ def on_mesh(
     Args:
       fn: Function of flat arrays, with collectives over the axes of the mesh.
       ins, outs: Shardings of its operands and results.
-      gathered: Positions of results that every device gets whole.
+      gathered: Positions of results that are all-gathered, so that every device has all of them.
+
+    Returns:
+      A function of global arrays.
     """
 
-    def one(*args: Any) -> list[Any]:
-        found = fn(*(x[0] if sharding.own else x for x, sharding in zip(args, ins, strict=True)))
-        stacked = [jnp.asarray(x)[None] if s.own else x for x, s in zip(found, outs, strict=True)]
-        return [_gathered(x, outs[k]) if k in gathered else x for k, x in enumerate(stacked)]
+    def run_device(*args: Any) -> list[Any]:
+        # a device has one entry of a stacked array
+        local = [x[0] if s.stacked else x for x, s in zip(args, ins, strict=True)]
+        results: list[Any] = []
+        for k, (x, sharding) in enumerate(zip(fn(*local), outs, strict=True)):
+            if sharding.stacked:
+                x = jnp.asarray(x)[None]
+            results.append(_all_gather(x, sharding) if k in gathered else x)
+        return results
 
     in_specs = tuple(sharding.spec for sharding in ins)
     out_specs = [P() if k in gathered else sharding.spec for k, sharding in enumerate(outs)]
     # check_vma: the equations were traced without varying types, and replay only without the check
-    return jax.shard_map(one, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return jax.shard_map(
+        run_device, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )
 
 
-def _gathered(x: jax.Array, sharding: AxisSharding) -> jax.Array:
+def _all_gather(x: jax.Array, sharding: AxisSharding) -> jax.Array:
     """Return the global array on every device."""
     for dim, names in enumerate(sharding.spec):
         if names is not None:
@@ -119,72 +134,72 @@ def on_one_device(
     *,
     in_turn: bool = False,
 ) -> Function:
-    """Map a function of one trainer over axes that exist on one device only.
+    """Map a function of one trainer over axes that one device simulates.
 
     Args:
       fn: Function of flat arrays, with collectives over the axes.
       axes: Names and sizes of the axes, the outermost first. Other axes that shardings name are
         ignored.
       ins, outs: Shardings of its operands and results.
-      in_turn: One trainer runs after the other, in the memory of one. The function has no
-        collectives then, and every result varies.
+      in_turn: True to run one trainer after the other, in the memory of one. The function must have
+        no collectives, and every result must vary.
 
     Returns:
-      A function of global arrays. It raises ValueError where trainers compute different values of a
-      result that should be one value.
+      A function of global arrays. It raises ValueError if trainers compute different values of a
+      result that no axis cuts, stacks or takes from the first.
     """
-
     names = {name for name, _ in axes}
-    ins, outs = [s.restrict_to(names) for s in ins], [s.restrict_to(names) for s in outs]
+    ins = [sharding.restrict_to(names) for sharding in ins]
+    outs = [sharding.restrict_to(names) for sharding in outs]
 
     def all_trainers(*args: Any) -> list[Any]:
         mapped: Function = lambda *parts: [jnp.asarray(x) for x in fn(*parts)]
         for name, size in reversed(axes):
-            in_axes = tuple(0 if name in sharding.varies else None for sharding in ins)
-            # None refuses values that differ
-            out_axes = [
-                0 if name in sharding.varies.union(sharding.first) else None for sharding in outs
-            ]
+            in_axes = tuple(_leading_if(name in sharding.varies) for sharding in ins)
             if in_turn:
-                mapped = _mapped_in_turn(mapped, in_axes, size)
-            else:
-                mapped = jax.vmap(
-                    mapped, in_axes=in_axes, out_axes=out_axes, axis_name=name, axis_size=size
-                )
-        found = mapped(
-            *(_to_leading(x, sharding, axes) for x, sharding in zip(args, ins, strict=True))
-        )
+                mapped = _map_in_turn(mapped, in_axes, size)
+                continue
+            # vmap refuses values that differ under an out_axis of None
+            out_axes = [_leading_if(name in s.varies.union(s.first)) for s in outs]
+            mapped = jax.vmap(
+                mapped, in_axes=in_axes, out_axes=out_axes, axis_name=name, axis_size=size
+            )
+        operands = [_to_leading(x, sharding, axes) for x, sharding in zip(args, ins, strict=True)]
+        found = mapped(*operands)
         return [_from_leading(x, sharding, axes) for x, sharding in zip(found, outs, strict=True)]
 
     return all_trainers
 
 
-def _mapped_in_turn(fn: Function, in_axes: Sequence[int | None], size: int) -> Function:
-    """Map a function over the leading dimension of some of its operands, one call after the
-    other."""
+def _leading_if(is_mapped: bool) -> int | None:
+    return 0 if is_mapped else None
 
-    def every_turn(*args: Any) -> Any:
-        def one(mine: Sequence[Any]) -> Sequence[Any]:
-            rest = iter(mine)
+
+def _map_in_turn(fn: Function, in_axes: Sequence[int | None], size: int) -> Function:
+    """Map a function over the leading dimension of some operands, one call after the other."""
+
+    def run_all(*args: Any) -> Any:
+        def run_one(parts: Sequence[Any]) -> Sequence[Any]:
+            part = iter(parts)
             return fn(
-                *(x if axis is None else next(rest) for x, axis in zip(args, in_axes, strict=True))
+                *(x if axis is None else next(part) for x, axis in zip(args, in_axes, strict=True))
             )
 
-        own = [x for x, axis in zip(args, in_axes, strict=True) if axis is not None]
-        if size == 1:
-            return [jnp.asarray(x)[None] for x in one([x[0] for x in own])]
-        return jax.lax.map(one, own)
+        split = [x for x, axis in zip(args, in_axes, strict=True) if axis is not None]
+        if size == 1:  # one trainer needs no loop
+            first = [x[0] for x in split]
+            return [jnp.asarray(x)[None] for x in run_one(first)]
+        return jax.lax.map(run_one, split)
 
-    return every_turn
+    return run_all
 
 
 def _to_leading(x: Any, sharding: AxisSharding, axes: Axes) -> Any:
-    """Return a global array with a leading dimension for each axis along which trainers have
-    different values."""
+    """Reshape a global array for vmap: one leading dimension for each axis that varies."""
     sizes, cut = dict(axes), dict(sharding.cut)
-    shape = [sizes[name] for name in sharding.own]
-    position = {name: k for k, name in enumerate(sharding.own)}
-    for dim, size in enumerate(x.shape[bool(sharding.own) :]):
+    shape = [sizes[name] for name in sharding.stacked]
+    position = {name: k for k, name in enumerate(sharding.stacked)}
+    for dim, size in enumerate(x.shape[bool(sharding.stacked) :]):
         names = cut.get(dim, ())
         position |= {name: len(shape) + k for k, name in enumerate(names)}
         parts = [sizes[name] for name in names]
@@ -194,15 +209,20 @@ def _to_leading(x: Any, sharding: AxisSharding, axes: Axes) -> Any:
 
 
 def _from_leading(x: Any, sharding: AxisSharding, axes: Axes) -> Any:
-    """Return the global array of the values of trainers, as `jax.vmap` stacks them."""
+    """Reshape the values that vmap stacks, one leading dimension for each axis, to a global array.
+
+    This inverts `_to_leading`, for axes along which trainers have different values.
+    """
     sizes, cut = dict(axes), dict(sharding.cut)
     mapped = [name for name, _ in axes if name in sharding.varies.union(sharding.first)]
     leading = [name for name in mapped if name in sharding.varies]
     if len(leading) < len(mapped):
         x = x[tuple(slice(None) if name in leading else 0 for name in mapped)]
 
-    order = [leading.index(name) for name in sharding.own]
-    shape = [math.prod(sizes[name] for name in sharding.own)] if sharding.own else []
+    order = [leading.index(name) for name in sharding.stacked]
+    shape = []
+    if sharding.stacked:
+        shape.append(math.prod(sizes[name] for name in sharding.stacked))
     for dim, size in enumerate(x.shape[len(leading) :]):
         names = cut.get(dim, ())
         order += [*map(leading.index, names), len(leading) + dim]

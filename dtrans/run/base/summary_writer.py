@@ -1,7 +1,6 @@
 """Summaries written as TensorBoard events.
 
-Clips of audio are encoded here, with Python's own `wave`: the library that writes the events needs
-another one for it.
+Audio clips are encoded with Python's `wave`: tensorboardX would need another library for it.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ _files = itertools.count()
 
 
 class SummaryWriter:
-    """Writes summaries as TensorBoard events, with tensorboardX; a context manager.
+    """Writer of summaries as TensorBoard events, with tensorboardX; a context manager.
 
     Args:
-      logdir: the folder, which is made. Each writer writes a file of its own in it.
+      logdir: the folder of events, which the writer creates. Each writer adds one file to it.
 
     Raises:
       ConfigError: tensorboardX is not installed.
@@ -47,7 +46,7 @@ class SummaryWriter:
             import tensorboardX
         except ImportError as e:
             raise missing_extra("summaries are written with tensorboardX", "summary") from e
-        # names of files go by the second
+        # tensorboardX names files by the second: two writers would share one
         self._writer = tensorboardX.SummaryWriter(
             os.fspath(logdir), filename_suffix=f".{os.getpid()}.{next(_files)}"
         )
@@ -60,30 +59,29 @@ class SummaryWriter:
         self.close()
 
     def close(self) -> None:
-        """Write what is left to the file, and close it."""
+        """Flush the file and close it."""
         self._writer.close()
 
     def write(self, step: int, values: Mapping[str, Any], specs: Iterable[Summary]) -> None:
-        """The summaries of one step. Texts are written the first time.
+        """Write the summaries of one step. Texts are written with the first step alone.
 
         Args:
           step: its number.
-          values: tag to merged value, as `merge` makes them; an image may also be [height, width,
+          values: tag to value, as `merge` returns them. An image may also be [height, width,
             channels], and audio [frames] or [frames, channels].
-          specs: what there is to write. Of a text that is all.
+          specs: the summaries to write. A text has no value: its spec contains it.
 
         Raises:
-          ConfigError: a tag without a value or the other way round, or a value that cannot be
-            shown, such as a histogram of what is not finite.
+          ConfigError: a summary without a value, or a value without a summary; an array of another
+            rank; a histogram with infinities or NaNs.
         """
         shown = {s.tag: s for s in specs}
         missing = [t for t, s in shown.items() if s.kind != TEXT and t not in values]
-        if missing or (strange := [t for t in values if t not in shown]):
-            raise ConfigError(
-                f"no value of {', '.join(missing)}"
-                if missing
-                else f"no summary {', '.join(strange)}"
-            )
+        if missing:
+            raise ConfigError(f"no value of {', '.join(missing)}: pass it in `values`")
+        unknown = [t for t in values if t not in shown]
+        if unknown:
+            raise ConfigError(f"no summary {', '.join(unknown)}: pass its Summary in `specs`")
         for tag, s in shown.items():
             if s.kind != TEXT:
                 self._write(step, s, np.asarray(values[tag]))
@@ -92,7 +90,7 @@ class SummaryWriter:
                 self._writer.file_writer.add_summary(_text_event(tag, s.options["text"]), step)
 
     def _write(self, step: int, s: Summary, array: np.ndarray[Any, Any]) -> None:
-        if array.dtype.kind not in "biuf":  # floats that numpy has not got, such as bfloat16
+        if array.dtype.kind not in "biuf":  # bfloat16 and others that NumPy itself lacks
             array = array.astype(np.float32)
         ranks = {SCALAR: (0,), IMAGE: (3, 4), AUDIO: (1, 2, 3)}.get(s.kind)
         require(
@@ -126,13 +124,13 @@ class SummaryWriter:
 def _text_event(tag: str, text: str) -> Any:
     from tensorboardX.summary import text as encoded
 
-    made = encoded(tag, text)
-    made.value[0].tag = tag  # and not what tensorboardX makes of it
-    return made
+    event = encoded(tag, text)
+    event.value[0].tag = tag  # tensorboardX appends "/text_summary" to it
+    return event
 
 
 def _audio_event(tag: str, frames: np.ndarray[Any, Any], sample_rate: int) -> Any:
-    """A clip [frames, channels] as a WAV file of 16 bits."""
+    """Encode a clip [frames, channels] as a WAV file of 16 bits."""
     from tensorboardX.proto.summary_pb2 import Summary as Event
 
     with io.BytesIO() as file:

@@ -15,7 +15,7 @@ from dtrans.run.base.batch import (
     check_rows,
     check_uneven,
     part_types,
-    resized,
+    resize,
     rows_of,
     share_of,
     uneven_rows,
@@ -100,7 +100,7 @@ class TrainerBatches:
 
     def global_types(self, arrays: Sequence[Any], rows: int) -> list[jax.ShapeDtypeStruct]:
         """Return the types of a global batch of `rows` rows, from those of a part."""
-        return [resized(x, share, lambda _: rows) for x, share in self._shared(arrays)]
+        return [resize(x, share, lambda _: rows) for x, share in self._shared(arrays)]
 
     def _shared(self, arrays: Sequence[Any]) -> list[tuple[Any, Share]]:
         return list(zip(arrays, self.shares, strict=True))

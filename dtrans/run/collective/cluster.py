@@ -39,7 +39,7 @@ from dtrans.ops import broadcast_p, collective_of, exchange_p, recv_p, send_p, t
 from dtrans.plan import realises
 from dtrans.run.base.batch import Share
 from dtrans.run.base.lowering import per_trainer
-from dtrans.run.base.platforms import as_run_on
+from dtrans.run.base.platforms import resolve_for_platform
 from dtrans.run.base.spmd import AxisSharding, on_mesh
 from dtrans.run.collective.job import CollectiveJob
 from dtrans.run.collective.mesh import MeshTrainers, mesh_of
@@ -241,7 +241,9 @@ def on_cluster(plan: CollectivePlan, *, donate: bool, on_nonfinite: str = "ignor
         )
     if drop:
         return SurvivingJob(plan, on_nonfinite)
-    return job_of(as_run_on(plan, jax.default_backend()), donate=donate, on_nonfinite=on_nonfinite)
+    return job_of(
+        resolve_for_platform(plan, jax.default_backend()), donate=donate, on_nonfinite=on_nonfinite
+    )
 
 
 def job_of(plan: CollectivePlan, *, donate: bool, on_nonfinite: str) -> CollectiveJob:

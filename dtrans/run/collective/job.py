@@ -31,7 +31,7 @@ from dtrans.ir.pytree import TreeSpec, result_of, without
 from dtrans.job import Job
 from dtrans.ops import OVER_AXIS
 from dtrans.run.base.merge import Merge
-from dtrans.run.base.nonfinite import GradientWatch
+from dtrans.run.base.nonfinite import NonfiniteCheck
 from dtrans.run.base.segments import Rules
 from dtrans.run.base.state import check_arrays, check_kind, check_types
 from dtrans.run.collective.batches import TrainerBatches
@@ -62,8 +62,8 @@ class CollectiveJob(Job):
         donate: bool,
         on_nonfinite: str = "ignore",
     ) -> None:
-        self.watch = GradientWatch(on_nonfinite)
-        if self.watch.looks:
+        self.watch = NonfiniteCheck(on_nonfinite)
+        if self.watch.enabled:
             _check_watched(plan, on_nonfinite)
         self.plan, self.trainers, self.donate = plan, trainers, donate
         self.mesh, self.run_id = trainers.mesh, trainers.run_id

@@ -17,7 +17,7 @@ from dtrans.ir.program import Program
 from dtrans.plan import realises
 from dtrans.run.base.batch import Share
 from dtrans.run.base.lowering import per_trainer
-from dtrans.run.base.platforms import as_run_on
+from dtrans.run.base.platforms import resolve_for_platform
 from dtrans.run.base.spmd import Function, on_mesh as on_mesh_axes
 from dtrans.run.collective.job import CollectiveJob
 from dtrans.run.collective.trainers import StepLayout, Trainers, parts_along, slices_along
@@ -98,7 +98,10 @@ def on_mesh(
         )
     trainers = MeshTrainers(mesh_of(plan, given))
     return CollectiveJob(
-        as_run_on(plan, given[0].platform), trainers, donate=donate, on_nonfinite=on_nonfinite
+        resolve_for_platform(plan, given[0].platform),
+        trainers,
+        donate=donate,
+        on_nonfinite=on_nonfinite,
     )
 
 

@@ -63,7 +63,7 @@ class StepLayout:
         if way == "concat":
             return parts_along(axis or 0, self.names)
         if way == "each":
-            return AxisSharding(own=self.names)
+            return AxisSharding(stacked=self.names)
         return AxisSharding(first=self.names if way == "first" else ())
 
 

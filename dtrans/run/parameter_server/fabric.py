@@ -69,7 +69,7 @@ from dtrans.protocol.tables.table_rows import put_in_place, unique_ids
 from dtrans.protocol.traffic import Leaf, rows_of
 from dtrans.protocol.trainer import Landing, LookedUp, TrainerSteps, leave
 from dtrans.protocol.transport import LINGER
-from dtrans.run.base.nonfinite import GradientWatch
+from dtrans.run.base.nonfinite import NonfiniteCheck
 from dtrans.run.net.keys import Keys
 from dtrans.run.net.zmq_transport import ZmqTransport
 from dtrans.run.parameter_server.background import BackgroundComm, leaf_of, rows_wanted
@@ -94,7 +94,7 @@ class EndpointFabric:
         wait_port: bool,
         allow_remote: bool,
         encryption: str,
-        watch: GradientWatch,
+        watch: NonfiniteCheck,
     ) -> None:
         for name, seconds in (("deadline", deadline), ("patience", patience)):
             check_number(name, seconds, "a positive number of seconds", lambda x: x > 0)
@@ -144,7 +144,7 @@ class EndpointFabric:
         or `settle`."""
         if self._closed:
             raise StateError("this executor is closed; make a new one")
-        if self._watch.looks:
+        if self._watch.enabled:
             self._look(eqn, values)
         if self._beside.takes(eqn):
             self.settle()
@@ -175,11 +175,11 @@ class EndpointFabric:
                 "changed; leave it out"
             )
         if eqn.primitive is send_rows_p:
-            self._watch.look([(eqn.params["table"], values[1])])
+            self._watch.check_values([(eqn.params["table"], values[1])])
         if eqn.primitive is send_p:
             # of blocks; a leaf that is cut when it is sent is one value
             names = eqn.params["names"]
-            self._watch.look(
+            self._watch.check_values(
                 zip(names if len(names) == len(values) else [", ".join(names)], values, strict=True)
             )
 

@@ -40,7 +40,7 @@ from dtrans.parameter_server.state import MeshState
 from dtrans.plan import realises
 from dtrans.run.base.batch import Share, batch_arrays, check_rows, rows_of, shared_batch
 from dtrans.run.base.lowered import LoweredStep, recording
-from dtrans.run.base.nonfinite import GradientWatch
+from dtrans.run.base.nonfinite import NonfiniteCheck
 from dtrans.run.base.segments import COMPUTED, cut_program
 from dtrans.run.base.state import check_arrays, check_kind, check_types
 from dtrans.run.parameter_server.mesh_fabric import (
@@ -118,7 +118,7 @@ class MeshJob(Job):
         self.plan = plan
         self.run_id = THIS_PROCESS
         self.donate = donate
-        self.watch = GradientWatch(on_nonfinite)
+        self.watch = NonfiniteCheck(on_nonfinite)
         self.placement = MeshPlacement(devices, plan.trainers, tuple(plan.servers))
         self._names = names
         self._unsplit = {n for n in names if is_under(n, unsplit_inputs)}

@@ -32,8 +32,8 @@ from dtrans.ops import (
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.protocol.exchange import Exchange
 from dtrans.protocol.served import RowGradient, Vectors
-from dtrans.run.base.batch import Share, even_rows
-from dtrans.run.base.nonfinite import GradientWatch
+from dtrans.run.base.batch import Share, pad_for_trainers
+from dtrans.run.base.nonfinite import NonfiniteCheck
 from dtrans.run.base.segments import Segments
 from dtrans.run.parameter_server.mesh_trainers import AXIS, MeshTrainerPrograms
 from dtrans.run.parameter_server.tables.mesh_tables import prefetched, sent_rows, split_ids
@@ -81,7 +81,7 @@ class MeshPlacement:
         if share == "key":
             x = jax.vmap(jax.random.fold_in, (None, 0))(x, jnp.arange(self.trainers))
         if isinstance(share, int):
-            x = even_rows(x, share, self.trainers)
+            x = pad_for_trainers(x, share, self.trainers)
             x = x if share == 0 else parts_of(x, share, self.trainers)
         return put(x, self.replicated if share == "replicated" else self.split)
 
@@ -352,7 +352,7 @@ class MeshStepFabric(MeshFabric):
         plan: PServerPlan,
         servers: MeshServers,
         trainers: MeshTrainerPrograms,
-        watch: GradientWatch,
+        watch: NonfiniteCheck,
     ) -> None:
         super().__init__(placement, state)
         self._plan, self._servers, self._trainers, self._watch = plan, servers, trainers, watch
@@ -382,7 +382,7 @@ class MeshStepFabric(MeshFabric):
         return [None]
 
     def _note(self, name: str, gradient: Any, is_stacked: bool) -> None:
-        if self._watch.looks:
+        if self._watch.enabled:
             self._sent.append((name, gradient, is_stacked))
 
     def _check_finite(self) -> None:
@@ -395,7 +395,7 @@ class MeshStepFabric(MeshFabric):
             for k in np.flatnonzero(~each):
                 bad.setdefault(int(k) if is_stacked else None, []).append(blocks.get(name, name))
         for trainer, found in bad.items():
-            self._watch.hear(trainer, found)
+            self._watch.note(trainer, found)
         self._watch.check()
 
     def _split_ids(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:

@@ -29,7 +29,7 @@ from dtrans.ir.pytree import result_of, without
 from dtrans.ops import exchange_p, exchanged, prefetch_p, split_ids_p, trainer_index_p
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.run.base.batch import Share, part_types
-from dtrans.run.base.lowered import called
+from dtrans.run.base.lowered import call_recorded
 from dtrans.run.base.merge import Merge
 from dtrans.run.base.segments import COMPUTED, Compute, Rules, cut_program
 from dtrans.run.base.spmd import AxisSharding, on_mesh, on_one_device
@@ -64,7 +64,7 @@ OF_ROWS = frozenset({split_ids_p, prefetch_p})
 _TURN_OF = {
     None: AxisSharding(),
     "split": AxisSharding().cut_along(0, TURN),
-    "stacked": AxisSharding(own=(TURN,)),
+    "stacked": AxisSharding(stacked=(TURN,)),
 }
 
 AMONG_TRAINERS: Rules = {exchange_p: _exchange, trainer_index_p: lambda *, over: [_index()]}
@@ -178,7 +178,7 @@ class MeshTrainerPrograms:
 
     def compute(self, piece: Compute, values: Sequence[Any]) -> Sequence[Any]:
         """Run one piece for all trainers."""
-        made: Sequence[Any] = called(
+        made: Sequence[Any] = call_recorded(
             lambda: f"trainers {self.steps.index(piece)}", self.compiled[piece], *values
         )
         return made

@@ -26,8 +26,8 @@ from dtrans.ops import BACKUP, OptimizeBlock, backup_of, listen_and_serv_p
 from dtrans.parameter_server.tables.touched_rows import TableBlock
 from dtrans.protocol.exchange import Exchange
 from dtrans.protocol.served import ServedBlocks, ServedRows, Vectors
-from dtrans.run.base.lowered import called
-from dtrans.run.base.platforms import as_written
+from dtrans.run.base.lowered import call_recorded
+from dtrans.run.base.platforms import stable_bits_options
 from dtrans.slicing.mean import reduce_gradients, sent_by
 
 
@@ -319,7 +319,7 @@ class CompiledUpdate:
         # it may be gone afterwards
         seen |= {n: copied(state[n]) for n in self.update.watched if n in state}
         for i, (phase, jitted) in enumerate(self._jitted):
-            made, given, packed = called(
+            made, given, packed = call_recorded(
                 lambda i=i: f"{self.update.endpoint} phase {i}",  # type: ignore[misc]
                 jitted.__wrapped__ if in_trace else jitted,  # type: ignore[attr-defined]
                 grads if phase.grads else {},
@@ -352,7 +352,7 @@ class CompiledUpdate:
             return phase(read, self._prepare(grads) if phase.grads else {}, arrived)
 
         # rows of a table have the same bits whatever else is on their server
-        options = as_written() if "tables" in self.update.eqn.params else None
+        options = stable_bits_options() if "tables" in self.update.eqn.params else None
         return jax.jit(update, donate_argnums=2 if donate else (), compiler_options=options)
 
 

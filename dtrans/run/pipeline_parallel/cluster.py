@@ -29,7 +29,7 @@ from dtrans.pipeline_parallel.plan import PipelinePlan
 from dtrans.plan import realises
 from dtrans.protocol import wire
 from dtrans.protocol.arrivals import ValueType
-from dtrans.run.base.batch import Share, share_of, whole_types
+from dtrans.run.base.batch import Share, global_types, share_of
 from dtrans.run.base.spmd import AxisSharding, Function
 from dtrans.run.distributed.connect import connected
 from dtrans.run.distributed.membership import Membership
@@ -141,7 +141,7 @@ class ConnectedProcesses(OneProcess):
                     "give parts "
                     f"that make a multiple of {o.parts} rows"
                 )
-        types = whole_types([(x, self._share(n, x)) for n, x in arrays.items()], self.count)
+        types = global_types([(x, self._share(n, x)) for n, x in arrays.items()], self.count)
         return dict(zip(arrays, types, strict=True))
 
     def check_tape(self, tape: StepProgram, types: Mapping[str, jax.ShapeDtypeStruct]) -> None:

@@ -19,7 +19,7 @@ from dtrans.pipeline_parallel.plan import PipelinePlan
 from dtrans.pipeline_parallel.results import STACK
 from dtrans.plan import realises
 from dtrans.run.base.batch import batch_arrays
-from dtrans.run.base.lowered import LoweredStep, called, recording
+from dtrans.run.base.lowered import LoweredStep, call_recorded, recording
 from dtrans.run.base.merge import Merge
 from dtrans.run.base.spmd import AxisSharding
 from dtrans.run.pipeline_parallel.compile_step import compile_step
@@ -215,7 +215,7 @@ class PipelineJob(Job):
             if isinstance(ins, Transfer):
                 self.processes.move(number, ins, env)
             elif ins.stage in self.at.mine:
-                made = called(lambda ins=ins: str(ins), ins.fn, *[env[i] for i in ins.reads])  # type: ignore[misc]
+                made = call_recorded(lambda ins=ins: str(ins), ins.fn, *[env[i] for i in ins.reads])  # type: ignore[misc]
                 for slot, x in zip(ins.makes, made, strict=True):
                     env[slot] = x
             if look is not None:

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from dtrans.checkpoint.runs import THIS_PROCESS
-from dtrans.run.base.lowered import called
+from dtrans.run.base.lowered import call_recorded
 from dtrans.run.pipeline_parallel.deployment import Deployment
 from dtrans.run.pipeline_parallel.instructions import StepProgram, Transfer
 from dtrans.run.pipeline_parallel.stage_devices import SAME
@@ -72,7 +72,7 @@ class OneProcess:
             self.at.places.put(x, 0, SAME)
             for x in (*(arrays[n] for n in self.at.plan.batch), *state)
         ]
-        made = called(lambda: "values of the whole batch", values.compiled, *given)
+        made = call_recorded(lambda: "values of the whole batch", values.compiled, *given)
         return dict(zip(values.out_names, made, strict=True))
 
     def move(self, number: int, ins: Transfer, env: list[Any]) -> None:

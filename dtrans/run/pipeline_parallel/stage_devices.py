@@ -31,7 +31,7 @@ from dtrans.run.base.batch import on_one_device as put_on_one_device
 from dtrans.run.base.spmd import AxisSharding, Function, on_mesh, on_one_device
 
 
-SAME, EACH = AxisSharding(), AxisSharding(own=(AXIS,))
+SAME, EACH = AxisSharding(), AxisSharding(stacked=(AXIS,))
 ROWS, FIRST = AxisSharding().cut_along(0, AXIS), AxisSharding(first=(AXIS,))
 
 

@@ -15,10 +15,10 @@ from dtrans.run.base.spmd import AxisSharding, on_mesh, on_one_device
 
 AXES = (("group", 2), ("rank", 3))
 NAMES = ("group", "rank")
-WHOLE, DTRANS_PRIMITIVES = AxisSharding(), AxisSharding(own=NAMES)
+WHOLE, DTRANS_PRIMITIVES = AxisSharding(), AxisSharding(stacked=NAMES)
 ROWS, SLICES = WHOLE.cut_along(0, *NAMES), WHOLE.cut_along(1, "rank")
 BOTH = WHOLE.cut_along(1, "group").cut_along(0, "rank")
-STACKED_SLICES = AxisSharding(own=("group",)).cut_along(1, "rank")
+STACKED_SLICES = AxisSharding(stacked=("group",)).cut_along(1, "rank")
 
 
 def both_ways(fn, ins, outs, *args):
@@ -91,7 +91,7 @@ def test_results_that_every_device_gets_whole() -> None:
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_trainers_that_run_in_turn(size: int) -> None:
-    outs = [AxisSharding(own=("turn",))]
+    outs = [AxisSharding(stacked=("turn",))]
     ins = [AxisSharding().cut_along(0, "turn"), AxisSharding()]
     run = on_one_device(lambda rows, w: [rows.sum() * w], [("turn", size)], ins, outs, in_turn=True)
     (found,) = run(jnp.arange(6.0), jnp.array(2.0))

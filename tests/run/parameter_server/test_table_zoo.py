@@ -25,7 +25,7 @@ from table_servers import TableServers
 
 import dtrans
 from dtrans.errors import ConfigError
-from dtrans.run.base.platforms import as_written
+from dtrans.run.base.platforms import stable_bits_options
 
 
 V, D, SERVERS, TRAINERS = 13, 2, 2, 2
@@ -269,7 +269,7 @@ def one_device(case: Case) -> Any:
     they are written."""
     tx = case.make()
 
-    @partial(quick, **(as_written() or {}))
+    @partial(quick, **(stable_bits_options() or {}))
     def step(params: Any, state: Any, grads: Any) -> Any:
         mean = jax.tree.map(lambda *g: sum(g[1:], start=g[0]) * (1 / len(g)), *grads)
         updates, state = tx.update(mean, state, params)

@@ -23,7 +23,7 @@ from dtrans._jax import evaluate
 from dtrans.ops import BACKUP, OptimizeBlock
 from dtrans.parameter_server.tables.touched_rows import LEAST, TableBlock, rooms
 from dtrans.run.base.lowered import jitted_once
-from dtrans.run.base.platforms import as_written
+from dtrans.run.base.platforms import stable_bits_options
 from dtrans.run.parameter_server.update import ServerUpdate
 
 
@@ -181,7 +181,9 @@ class MissedSteps:
         rows = {n: padded(held[n][ids], size) for n in self._names}
         given = rows, seen, self._records.window(begin), int(seen.min()), stop - begin
         if size not in self._made:
-            self._made[size] = jitted_once(self.catching_up(size), *given, **as_written() or {})
+            self._made[size] = jitted_once(
+                self.catching_up(size), *given, **stable_bits_options() or {}
+            )
         made = self._made[size](*given)
         for n in self._names:
             held[n][ids] = np.asarray(made[n])[: len(ids)]
