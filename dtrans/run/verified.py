@@ -40,19 +40,19 @@ class _AbstractTrainers(MeshTrainers):
         names, sizes = [n for n, _ in axes], [s for _, s in axes]
         super().__init__(AbstractMesh(tuple(sizes), tuple(names)))  # type: ignore[arg-type]
 
-    def everywhere(self, xs: Sequence[Any]) -> list[Any]:
+    def replicate(self, xs: Sequence[Any]) -> list[Any]:
         return list(xs)
 
-    def state(self, x: Any, axis: int | None) -> Any:
+    def place_state(self, x: Any, axis: int | None) -> Any:
         return x
 
-    def batch(self, arrays: Sequence[Any], shares: Sequence[Any]) -> list[Any]:
+    def place_batch(self, arrays: Sequence[Any], shares: Sequence[Any]) -> list[Any]:
         return list(arrays)
 
-    def mapped(self, program: Program, layout: StepLayout) -> Function:
+    def map_program(self, program: Program, layout: StepLayout) -> Function:
         # of what only the first rank has right, every rank gives a row: other outputs must agree
         ways = tuple(("each", None) if way == "first" else (way, axis) for way, axis in layout.ways)
-        run = super().mapped(program, dataclasses.replace(layout, ways=ways))
+        run = super().map_program(program, dataclasses.replace(layout, ways=ways))
 
         def step(*args: Any) -> list[Any]:
             found = run(*args)

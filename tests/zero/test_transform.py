@@ -326,8 +326,8 @@ def test_what_padding_holds_changes_nothing(stage: int, optimizer: str, way: str
     clean = dirty = job.init(params)
     for k, batch in enumerate(batches):
         dirty = mask_padding(plan, dirty, [jnp.nan, jnp.inf, -jnp.inf][k])
-        clean, *want = job.step(job.here(clean), *batch)
-        dirty, *got = job.step(job.here(dirty), *batch)
+        clean, *want = job.step(job.place_state(clean), *batch)
+        dirty, *got = job.step(job.place_state(dirty), *batch)
         tree_equal(got, want)
         tree_equal(jax.device_get(job.params(dirty)), jax.device_get(job.params(clean)))
         tree_equal(jax.device_get(job.opt_state(dirty)), jax.device_get(job.opt_state(clean)))

@@ -1,11 +1,11 @@
-"""Jobs whose reductions XLA carries out: nccl2 mode and sharding.
+"""Jobs whose collectives XLA carries out: nccl2 mode and sharding.
 
 job            a running plan, on any backend
-trainers       the interface of backends, and the layout of a step
-batches        batches, as trainers share them
+trainers       the interface of backends, and the layout of a step over trainers
+batches        batches, split over the trainers
 state_arrays   the arrays of the state, and their slices
 first_state    the compiled startup program
-mesh           trainers on devices of this process
-simulate       trainers on one device
-cluster        trainers in processes
+mesh           backend: trainers on devices of this process
+simulate       backend: trainers simulated on one device
+cluster        backend: trainers in several processes
 """

@@ -1,4 +1,4 @@
-"""Batches of collective jobs: flattened, checked, and placed where trainers take their parts."""
+"""Batches of collective jobs: flattened, checked, and placed on the trainers' devices."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dtrans.run.collective.trainers import Trainers
 
 
 class TrainerBatches:
-    """Batches of a plan, as its trainers share them.
+    """Split of a plan's batches over its trainers.
 
     Args:
       plan: the plan.
@@ -32,8 +32,8 @@ class TrainerBatches:
 
     Attributes:
       specs: the structure of each batch argument.
-      names: the arrays of a batch.
-      shares: how trainers share each array (`dtrans.run.base.batch.Share`).
+      names: names of the arrays of a batch.
+      shares: the share of each array (`dtrans.run.base.batch.Share`).
     """
 
     def __init__(self, plan: CollectivePlan, trainers: Trainers) -> None:
@@ -50,7 +50,7 @@ class TrainerBatches:
 
     @property
     def axes(self) -> dict[str, int]:
-        """The split dimension of each array that trainers have parts of."""
+        """The split dimension of each array that is split over the trainers."""
         named = zip(self.names, self.shares, strict=True)
         return {n: share for n, share in named if isinstance(share, int)}
 
@@ -64,27 +64,30 @@ class TrainerBatches:
         option = f"dtrans.{plan.made_by}(batch=dtrans.Batch(unsplit_inputs=(...)))"
         rows = rows_of(self.names, self._shared(arrays))
         check_rows(rows, trainers.here, option, trainers.who, noun=plan.options.noun)
-        return trainers.batch(arrays, self.shares)
+        return trainers.place_batch(arrays, self.shares)
 
     def part_types(self, arrays: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-        """Return the types of one trainer's part."""
+        """Return the types of one trainer's part of a batch."""
         return part_types(self._shared(arrays), self._plan.trainers)
 
     # -- batches that the trainers do not divide -------------------------------------------------
 
-    def odd_rows(self, arrays: Sequence[Any], whole: int = 0) -> int:
-        """Return the number of rows if the trainers do not divide it; 0 if they do, or must.
+    def odd_rows(self, arrays: Sequence[Any], global_rows: int = 0) -> int:
+        """Return the rows of a global batch that needs padding; 0 if it needs none.
+
+        A job of several processes cannot know the global batch from its part. There, only
+        `dtrans.UnevenPart`s are padded.
 
         Args:
-          whole: the rows of the global batch, if this process's part is a `dtrans.UnevenPart`.
+          global_rows: rows of the global batch, if this process's part is a `dtrans.UnevenPart`.
 
         Raises:
-          BatchError: an uneven part, in a plan that has no program for it.
+          BatchError: the plan takes no uneven parts.
         """
         plan, takes_uneven = self._plan, self._plan.for_whole is not None
-        if whole:
-            check_uneven(whole, plan.trainers, takes_uneven)
-            return whole
+        if global_rows:
+            check_uneven(global_rows, plan.trainers, takes_uneven)
+            return global_rows
         if not takes_uneven or self._trainers.here != plan.trainers:
             return 0
         rows = {*rows_of(self.names, self._shared(arrays)).values()}
@@ -92,14 +95,14 @@ class TrainerBatches:
         return count if count % plan.trainers else 0
 
     def place_padded(self, arrays: Sequence[Any], rows: int) -> Sequence[Any]:
-        """Place arrays with padding behind the `rows` rows of the global batch."""
+        """Pad a batch of `rows` rows to a multiple of the trainers, and place it."""
         trainers = self._trainers
         size = -(-rows // self._plan.trainers) * trainers.here
         padded = uneven_rows(self.names, self._shared(arrays), rows, trainers.part[0], size)
-        return trainers.batch(padded, self.shares)
+        return trainers.place_batch(padded, self.shares)
 
     def global_types(self, arrays: Sequence[Any], rows: int) -> list[jax.ShapeDtypeStruct]:
-        """Return the types of a global batch of `rows` rows, from those of a part."""
+        """Return the types of a global batch with `rows` rows."""
         return [resize(x, share, lambda _: rows) for x, share in self._shared(arrays)]
 
     def _shared(self, arrays: Sequence[Any]) -> list[tuple[Any, Share]]:

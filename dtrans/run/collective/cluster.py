@@ -1,17 +1,16 @@
-"""nccl2 mode as processes: each trainer is a device of a `jax.distributed` job, most often the one
-of its process.
+"""Collective jobs of several processes: each trainer is a device of a `jax.distributed` job.
 
-    ClusterTrainers   where the trainers of such a job are; `plan.on_cluster()` makes it
-    SurvivingJob      a job that goes on when trainers are lost
-    ClusterFabric     the programs of the job, one by one; `Executor` has it
+    ClusterTrainers   backend of `plan.on_cluster()`
+    SurvivingJob      job that continues when trainers are lost
+    ClusterFabric     communication of `Executor`, which runs the job's programs one by one
 
-Every process runs the same compiled program, and XLA carries out the reductions: with Gloo on CPUs,
-with NCCL on GPUs. The first state is trainer 0's, whatever the others made. How processes are
-connected, and how the job goes on when one ends, is in `dtrans.run.distributed.connect`.
+Every process runs the same compiled program. XLA carries out its collectives, with Gloo on CPUs and
+with NCCL on GPUs. Trainer 0's first state is broadcast to the others.
+`dtrans.run.distributed.connect` connects the processes, and handles their failures.
 
-All trainers must reduce the same things in the same order. That they mean to is checked at the
-first step, and whenever the parts of the batch get other types; a trainer that does so alone waits
-for the others in vain, up to the deadline.
+All trainers must run the same collectives in the same order. They compare their programs at the
+first step, and again when the types of the batch change. If only one trainer gets a batch of other
+types, its comparison ends with DeadlineError.
 """
 
 from __future__ import annotations
@@ -64,15 +63,16 @@ logger = logging.getLogger(__name__)
 
 
 class ClusterTrainers(MeshTrainers):
-    """Trainers that are processes; each has some of the devices of one mesh.
+    """Backend of processes that share one mesh; each process has some of its devices.
 
-    Each process passes its part of a batch. Parts have one size, or are `dtrans.UnevenPart`s.
-    Process k of N has rows k*B/N to (k+1)*B/N of the global batch, and splits them over its
-    devices. 0-d arrays, and the plan's `unsplit_inputs`, must be equal in every process.
+    Each process passes its part of a batch. Process k of N passes rows k*B/N to (k+1)*B/N of the
+    global batch, or a `dtrans.UnevenPart`, and splits them over its devices. 0-d arrays, and the
+    plan's `unsplit_inputs`, must be equal in every process.
+
     Parameters, state and results are complete arrays on this process's first device.
     """
 
-    gathers = True
+    gathers = True  # a process cannot read the results on other processes' devices
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__(mesh)
@@ -81,33 +81,34 @@ class ClusterTrainers(MeshTrainers):
         self.part = order.index(jax.process_index()), len(order)
         self.who = f"the {self.here} devices of this process"
 
-    def everywhere(self, xs: Sequence[Any]) -> list[Any]:
-        return [to_global_array(x, self.at(None)) for x in broadcast(xs)]
+    def replicate(self, xs: Sequence[Any]) -> list[Any]:
+        return [to_global_array(x, self.state_sharding(None)) for x in broadcast(xs)]
 
-    def state(self, x: Any, axis: int | None) -> Any:
-        where = self.at(axis)
+    def place_state(self, x: Any, axis: int | None) -> Any:
+        where = self.state_sharding(axis)
         if isinstance(x, jax.Array) and x.sharding == where:
             return x
         if axis is None:
-            return to_global_array(own_of(x), where)
+            return to_global_array(local_piece(x), where)
         host = np.asarray(x)
         return jax.make_array_from_callback(host.shape, where, lambda index: host[index])
 
-    def batch(self, arrays: Sequence[Any], shares: Sequence[Share]) -> list[Any]:
+    def place_batch(self, arrays: Sequence[Any], shares: Sequence[Share]) -> list[Any]:
         return [
-            to_global_array(x, self.of_batch(share))
+            to_global_array(x, self.batch_sharding(share))
             for x, share in zip(arrays, shares, strict=True)
         ]
 
     def check_start(self, startup: ClosedJaxpr) -> None:
         text = fingerprint.canonical_text(startup).encode()
-        mine = np.frombuffer(hashlib.sha256(text).digest(), np.uint8)
-        (first,) = broadcast([mine])
-        told = np.zeros(jax.process_count(), np.int32)
-        told[jax.process_index()] = not np.array_equal(np.asarray(first), mine)
-        (told,) = all_reduce_sum(told)
-        if told.any():
-            who = " and ".join(f"trainer {k}" for k in np.flatnonzero(told))
+        digest = np.frombuffer(hashlib.sha256(text).digest(), np.uint8)
+        (first,) = broadcast([digest])
+        # summed over all processes, so that every one of them raises the error
+        differs = np.zeros(jax.process_count(), np.int32)
+        differs[jax.process_index()] = not np.array_equal(np.asarray(first), digest)
+        (differs,) = all_reduce_sum(differs)
+        if differs.any():
+            who = " and ".join(f"trainer {k}" for k in np.flatnonzero(differs))
             raise PeerError(
                 f"{who} disagrees with trainer 0 about how training starts: it has another init"
             )
@@ -115,29 +116,29 @@ class ClusterTrainers(MeshTrainers):
     def check_step(self, program: Program, split: Sequence[str], merges: Mapping[str, str]) -> None:
         check_consistent(program, split, merges)
 
-    def whole(self, x: Any, axis: int | None, size: int) -> Any:
-        return own_of(x if axis is None else self._gathering(x, axis, size))
+    def unshard(self, x: Any, axis: int | None, size: int) -> Any:
+        return local_piece(x if axis is None else self._all_gather(x, axis, size))
 
     @cached_property
-    def _gathering(self) -> Callable[[jax.Array, int, int], jax.Array]:
-        """An array of slices as a whole one, without padding, in every process; all of them call
-        it."""
+    def _all_gather(self) -> Callable[[jax.Array, int, int], jax.Array]:
+        """Jitted all-gather of a sliced array, without padding. All processes must call it."""
         gather = lambda x, axis, size: jax.lax.slice_in_dim(x, 0, size, axis=axis)
-        return jax.jit(gather, static_argnums=(1, 2), out_shardings=self.at(None))
+        return jax.jit(gather, static_argnums=(1, 2), out_shardings=self.state_sharding(None))
 
-    def results(self, tree: Any) -> Any:
-        return jax.tree.map(own_of, tree)
+    def to_local(self, tree: Any) -> Any:
+        return jax.tree.map(local_piece, tree)
 
-    def stepping(self) -> contextlib.AbstractContextManager[Any]:
+    def step_context(self) -> contextlib.AbstractContextManager[Any]:
         return peers()
 
 
 class SurvivingJob(Job):
-    """A job that goes on with the trainers that are left; made where
-    `connect(on_trainer_loss="drop")` was said.
+    """Job that continues with the surviving trainers (`connect(on_trainer_loss="drop")`).
 
-    Nothing is donated: a step that fails is taken again, from the same state. `plan` is that of
-    those left.
+    A step that fails is repeated from the same state, so no step donates its state.
+
+    Attributes:
+      plan: the plan for the surviving trainers.
     """
 
     def __init__(self, plan: CollectivePlan, on_nonfinite: str) -> None:
@@ -150,14 +151,15 @@ class SurvivingJob(Job):
 
     def init(self, *args: Any) -> CollectiveState:
         self._check_open()
-        return self._with_those_left(lambda job: job.init(*args))
+        return self._run_with_survivors(lambda job: job.init(*args))
 
     @metered
     def step(self, state: CollectiveState, *batch: Any) -> tuple[Any, ...]:
         self._check_open()
         self._job.check(state)
-        self._job.arrays(batch)  # a batch is refused here, where nobody waits for this trainer yet
-        return self._with_those_left(lambda job: job.step(job.here(state), *batch))
+        # a bad batch raises here: inside of the step, the other trainers would wait for this one
+        self._job.arrays(batch)
+        return self._run_with_survivors(lambda job: job.step(job.place_state(state), *batch))
 
     def lower(self, state: CollectiveState, *batch: Any) -> Any:
         return self._job.lower(state, *batch)
@@ -176,7 +178,7 @@ class SurvivingJob(Job):
 
     @property
     def mesh(self) -> Mesh | None:
-        """The devices of those left."""
+        """The devices of the surviving trainers."""
         return self._job.mesh
 
     @property
@@ -198,47 +200,55 @@ class SurvivingJob(Job):
         """Return a sharding; see `CollectiveJob.sharding_of`."""
         return self._job.sharding_of(name)
 
-    def _with_those_left(self, run: Callable[[CollectiveJob], Any]) -> Any:
+    def _run_with_survivors(self, run: Callable[[CollectiveJob], Any]) -> Any:
         """Run a function of all trainers; repeat it with the surviving ones if some have ended."""
         while True:
             if len(trainer_devices()) != self.plan.trainers:
                 self._job = job_of(self.plan, donate=False, on_nonfinite=self._on_nonfinite)
             try:
                 with all_or_none():
-                    made = run(self._job)
-                    jax.block_until_ready(made)
+                    results = run(self._job)
+                    # XLA reports a lost trainer when results are awaited, not at dispatch
+                    jax.block_until_ready(results)
             except Loss as loss:
-                left = lost(loss.trainers)
+                survivors = lost(loss.trainers)
                 gone = " and ".join(f"trainer {k}" for k in sorted(loss.trainers))
-                count = jax.process_count()
                 logger.warning(
-                    "%s: %s ended; going on with %d of %d", left.name, gone, left.trainers, count
+                    "%s: %s ended; going on with %d of %d",
+                    survivors.name,
+                    gone,
+                    survivors.trainers,
+                    jax.process_count(),
                 )
                 continue
-            return made
+            return results
 
 
 @realises(CollectivePlan, "cluster")
 def on_cluster(plan: CollectivePlan, *, donate: bool, on_nonfinite: str = "ignore") -> Job:
-    """Return the job of this process's trainers, as they run best on their platform."""
-    # first: it finds a job that the user has connected
+    """Return the job of this process's trainers, with the platform's choice of open options.
+
+    Raises:
+      ConfigError: the plan is for another number of trainers, or it is sharded and
+        `connect(on_trainer_loss="drop")` was called.
+    """
+    # before trainer_devices(): `connected` also adopts a job that the user's code connected
     drop = connected().on_trainer_loss == "drop"
     devices = trainer_devices()
     if drop and isinstance(plan, ShardingPlan):
         raise ConfigError(
-            "a sharded job cannot go on without the ranks that are lost, whose slices nobody else "
-            "has: connect "
-            'without on_trainer_loss="drop", and go on from a checkpoint'
+            "a sharded job cannot go on without the ranks that are lost, which had the only copy "
+            'of their slices; connect without on_trainer_loss="drop", and continue from a '
+            "checkpoint"
         )
     if plan.trainers not in (len(devices), jax.device_count()):
         each = jax.local_device_count()
-        many = (
-            f": {len(connected().members)} processes with {each} devices each" if each > 1 else ""
+        count = (
+            f"the plan is for {plan.trainers} {plan.options.noun}s, {len(devices)} are connected"
         )
-        raise ConfigError(
-            f"the plan is for {plan.trainers} {plan.options.noun}s, {len(devices)} are "
-            f"connected{many}"
-        )
+        if each > 1:
+            count += f": {len(connected().members)} processes with {each} devices each"
+        raise ConfigError(count)
     if drop:
         return SurvivingJob(plan, on_nonfinite)
     return job_of(
@@ -247,7 +257,7 @@ def on_cluster(plan: CollectivePlan, *, donate: bool, on_nonfinite: str = "ignor
 
 
 def job_of(plan: CollectivePlan, *, donate: bool, on_nonfinite: str) -> CollectiveJob:
-    """Return a job of all present trainers."""
+    """Return a job of all connected trainers."""
     devices = trainer_devices()
     plan = plan.for_trainers(len(devices))
     return CollectiveJob(
@@ -255,8 +265,8 @@ def job_of(plan: CollectivePlan, *, donate: bool, on_nonfinite: str) -> Collecti
     )
 
 
-def own_of(x: Any) -> Any:
-    """Return this process's piece of an array; other values unchanged."""
+def local_piece(x: Any) -> Any:
+    """Return this process's piece of a global array, and other values unchanged."""
     return local_shard(x) if isinstance(x, jax.Array) else x
 
 
@@ -272,7 +282,7 @@ class ClusterFabric:
         self._last: Program | None = None
 
     def carry_out(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
-        """Return the outputs of one equation of a startup program."""
+        """Carry out one equation of a startup program, and return its outputs."""
         if eqn.primitive is broadcast_p:
             connected()
             return broadcast(values[1:], eqn.params["root"])
@@ -288,8 +298,7 @@ class ClusterFabric:
         return [None]
 
     def run(self, program: Program, flat: Sequence[Any]) -> list[Any]:
-        """The outputs of a trainer's program: results as far as they are reduced, else this
-        trainer's own part."""
+        """Run a trainer's program. Outputs that are not reduced are this trainer's part."""
         if program is not self._last:
             connected()
             check_consistent(program, _parts(program))
@@ -298,52 +307,57 @@ class ClusterFabric:
             self._compiled[program] = self._compile(program)
         compiled, places = self._compiled[program]
         with peers():
-            made = compiled(*map(to_global_array, flat, places))
-        return [local_shard(x) for x in made]
+            outputs = compiled(*map(to_global_array, flat, places))
+        return [local_shard(x) for x in outputs]
 
     def _compile(self, program: Program) -> tuple[Callable[..., Any], list[NamedSharding]]:
         if jax.local_device_count() != 1:
             raise ConfigError(
-                "a program of one trainer runs on one device, this process sees "
-                f"{jax.local_device_count()}: start one "
-                "process for each, and show it its own (JAX_LOCAL_DEVICE_IDS, "
-                "CUDA_VISIBLE_DEVICES), or run the plan "
-                "as a job, plan.on_cluster()"
+                "a program of one trainer runs on one device, this process has "
+                f"{jax.local_device_count()}; start one process for each device "
+                "(JAX_LOCAL_DEVICE_IDS, CUDA_VISIBLE_DEVICES), or run the plan as a job, "
+                "plan.on_cluster()"
             )
         axes = axes_of(program, connected().trainers)
         mesh = Mesh(np.array(trainer_devices()).reshape([*axes.values()]), tuple(axes))
         parts = _parts(program)
-        whole, rows = AxisSharding(), AxisSharding().cut_along(0, *axes)
-        ins = [rows if name in parts else whole for name in program.in_names]
-        # outputs are declared to be one value on all devices: a trainer reads its own
-        mapped = on_mesh(per_trainer(program), mesh, ins, [whole] * len(program.out_names))
+        replicated, rows = AxisSharding(), AxisSharding().cut_along(0, *axes)
+        ins = [rows if name in parts else replicated for name in program.in_names]
+        # Outputs may differ, and are declared replicated nevertheless: each process reads the copy
+        # on its own device.
+        mapped = on_mesh(per_trainer(program), mesh, ins, [replicated] * len(program.out_names))
         return jax.jit(mapped), [NamedSharding(mesh, sharding.spec) for sharding in ins]
 
 
 def _parts(program: Program) -> list[str]:
-    """Return the arrays of a program that trainers have parts of."""
-    held = {n for spec in program.args[:2] for n in spec.names}
-    return [n for n, t in program.inputs.items() if n not in held and t.ndim]
+    """Return the names of the batch's arrays that are split over the trainers."""
+    state = {n for spec in program.args[:2] for n in spec.names}
+    return [n for n, t in program.inputs.items() if n not in state and t.ndim]
 
 
 def axes_of(program: Program, trainers: int) -> dict[str, int]:
     """Return the axes of a program's trainers, with their sizes.
 
+    Equations have the sizes of all axes but one. The number of trainers determines the last one.
+
     Raises:
-      StateError: it is for another number of trainers.
+      StateError: the program is for another number of trainers.
     """
     eqns = [e for e in program.eqns if _is_over_trainers(e)]
     names = max((tuple(e.params["over"]) for e in eqns), key=len)
-    known = {e.params["over"][0]: e.params["size"] for e in eqns if "size" in e.params}
-    free = [n for n in names if n not in known]
-    rest, odd = divmod(trainers, math.prod(known.values()))
+    sizes = {e.params["over"][0]: e.params["size"] for e in eqns if "size" in e.params}
+    free = [n for n in names if n not in sizes]
+    size, odd = divmod(trainers, math.prod(sizes.values()))
     if odd or len(free) != 1:
-        raise StateError(f"program {program.name} does not fit {trainers} trainers")
-    return {n: known.get(n, rest) for n in names}
+        raise StateError(
+            f"program {program.name} does not fit {trainers} trainers; plan for as many trainers "
+            "as are connected"
+        )
+    return {n: sizes.get(n, size) for n in names}
 
 
 def is_of_cluster(program: Program) -> bool:
-    """Return True if a program communicates over trainers only, and so is compiled as a unit."""
+    """Return True if a program has only collectives of trainers, so that XLA compiles all of it."""
     kinds = {e.primitive for e in program.eqns}
     return any(map(_is_over_trainers, program.eqns)) and kinds.isdisjoint(
         (send_p, recv_p, exchange_p)
@@ -351,5 +365,5 @@ def is_of_cluster(program: Program) -> bool:
 
 
 def _is_over_trainers(eqn: JaxprEqn) -> bool:
-    """Return True if an equation has the axes that trainers are on."""
+    """Return True if an equation names the axes of the trainers."""
     return collective_of(eqn) is not None or eqn.primitive is trainer_index_p

@@ -1,7 +1,8 @@
-"""First state of a collective job, from its startup program.
+"""First state of a collective job, computed by its startup program.
 
-If anything is sliced, the program is compiled for slices: each device computes its part, and none
-holds a whole leaf. Some initialisers need one nevertheless: an orthogonal matrix, a permutation.
+If the plan slices the state, the startup program is compiled with sharded outputs. Each device
+computes its slice, and does not store the full leaf. Initialisers that cannot be partitioned, such
+as an orthogonal matrix or a permutation, still need the memory of a full leaf.
 """
 
 from __future__ import annotations
@@ -36,46 +37,46 @@ class FirstState:
         self.program: Program = plan.startup if owned is None else owned.startup(plan.startup)
 
     def arrays(self, *args: Any) -> dict[str, Any]:
-        """Return the arrays of the state by name, placed, from the arguments of init."""
+        """Compute the arrays of the state by name, placed, from the arguments of init."""
         flat = self.program.flatten(*args)
-        found = self._sliced(flat) if self._plan.cuts else self._replicated(flat)
-        made = dict(zip(self.program.out_names, found, strict=True))
+        found = self._compute_slices(flat) if self._plan.cuts else self._compute_replicas(flat)
+        state = dict(zip(self.program.out_names, found, strict=True))
         extra = {n: jnp.asarray(x) for n, x in self._plan.extra_state.items()}
         if extra:
-            made |= zip(extra, self._trainers.everywhere([*extra.values()]), strict=True)
-        return made
+            state |= zip(extra, self._trainers.replicate([*extra.values()]), strict=True)
+        return state
 
-    def _replicated(self, args: Sequence[Any]) -> Sequence[Any]:
+    def _compute_replicas(self, args: Sequence[Any]) -> Sequence[Any]:
         trainers = self._trainers
         args = [on_one_device(x) for x in args]
         if trainers.mesh is not None:
             args = jax.device_put(args, trainers.mesh.local_devices[0])
-        made = self.program.compiled(*args)
-        # copies: a state may be donated, and init may return one array twice
-        return trainers.everywhere([jnp.copy(x) for x in made] if self._donate else made)
+        outputs = self.program.compiled(*args)
+        # init may return one array twice, and an array cannot be donated twice
+        return trainers.replicate([jnp.copy(x) for x in outputs] if self._donate else outputs)
 
-    def _sliced(self, args: Sequence[Any]) -> Sequence[Any]:
+    def _compute_slices(self, args: Sequence[Any]) -> Sequence[Any]:
         self._trainers.check_start(self._opened)
-        made = self.compiled(*self._trainers.everywhere([*self.program.jaxpr.consts, *args]))
-        # an output that is an input, or another output, is the same array: a copy may be donated
+        outputs = self.compiled(*self._trainers.replicate([*self.program.jaxpr.consts, *args]))
+        # jit returns one array for an output that is an input or another output: neither may be
+        # donated twice
         inner = self._opened.jaxpr
         seen = {id(v) for v in inner.invars}
         found = []
-        for v, x in zip(inner.outvars, made, strict=True):
+        for v, x in zip(inner.outvars, outputs, strict=True):
             found.append(jnp.copy(x) if isinstance(v, Literal) or id(v) in seen else x)
             seen.add(id(v))
         return found
 
     @cached_property
     def _opened(self) -> ClosedJaxpr:
-        """The startup program with its constants as first inputs: all processes take those of rank
-        0."""
+        """The startup program with its constants as first inputs, which rank 0 broadcasts."""
         inner = self.program.inner
         return closed([], [], [*inner.constvars, *inner.invars], inner.outvars, inner.eqns, inner)
 
     @cached_property
     def compiled(self) -> Any:
-        """The jitted program: flat arrays, constants first -> padded arrays, on the trainers."""
+        """The jitted program: flat arrays, constants first -> padded and sharded arrays."""
         names, run = self.program.out_names, jaxpr_as_fun(self._opened)
         cuts, trainers = self._plan.cuts, self._trainers
         axes = [cuts[n].axis if n in cuts else None for n in names]
@@ -86,5 +87,5 @@ class FirstState:
                 found.append(padded_to(x, cuts[n].axis, cuts[n].padded) if n in cuts else x)
             return found
 
-        places = None if trainers.mesh is None else [trainers.at(axis) for axis in axes]
+        places = None if trainers.mesh is None else [trainers.state_sharding(axis) for axis in axes]
         return jax.jit(start, out_shardings=places)

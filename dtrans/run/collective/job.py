@@ -1,19 +1,19 @@
-"""Jobs of data-parallel plans and of sharding: one program for all trainers, with XLA's collectives.
+"""Jobs of nccl2 mode and of sharding: one program for all trainers, with XLA's collectives.
 
 A job has a plan and a backend:
 
-    MeshTrainers        on devices of this process: jit(shard_map) over the axis
-    SimulatedTrainers   on one device: jit(vmap) with the axis name
-    ClusterTrainers     in processes, each with some of the devices of one mesh
+    MeshTrainers        devices of this process: jit(shard_map) over the mesh
+    SimulatedTrainers   one device: jit(vmap) with axis names
+    ClusterTrainers     processes; each has some devices of one mesh
 
 The step is one function, compiled once for each batch shape. A sliced array of the state
-(`dtrans.sharding`) is one array over the mesh, padded, with each rank's slice on its device. Other
-arrays are replicated.
+(`dtrans.sharding`) is padded and sharded over the mesh. Other arrays are replicated.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -43,8 +43,9 @@ from dtrans.step_meter import metered
 
 
 class CollectiveJob(Job):
-    """A running collective plan. `init` and `step` are functions of a state; the job itself holds
-    compiled code.
+    """Running collective plan.
+
+    `init` and `step` are pure functions of a state. The job caches their compiled code.
 
     Args:
       plan: the plan.
@@ -64,72 +65,82 @@ class CollectiveJob(Job):
     ) -> None:
         self.watch = NonfiniteCheck(on_nonfinite)
         if self.watch.enabled:
-            _check_watched(plan, on_nonfinite)
+            _check_reduces_finite(plan, on_nonfinite)
         self.plan, self.trainers, self.donate = plan, trainers, donate
         self.mesh, self.run_id = trainers.mesh, trainers.run_id
         self._state, self.batches = StateArrays(plan), TrainerBatches(plan, trainers)
         self.first_state = FirstState(plan, trainers, donate=donate)
         self._rest = without(without(plan.main.out, plan.main.args[0]), plan.main.args[1])
-        self._last: list[Any] = []  # types of the last batch, which need no second check
-        # the state is one pytree of jit: to flatten it here would cost more than a small step
+        self._last: list[Any] = []  # types of the last batch, for which all checks passed
+        # jit flattens the state in C++: flattening it in Python would cost more than a small step
         self._jitted = jax.jit(self._traced, donate_argnums=0 if donate else ())
         self._uneven: dict[int, Any] = {}  # jitted steps for rows that the trainers do not divide
 
     # -- steps -----------------------------------------------------------------------------------
 
     def init(self, *args: Any) -> CollectiveState:
-        """Return the first state, from the arguments of `init`; among processes, from those of
-        trainer 0."""
+        """Compute the first state from the arguments of `init`.
+
+        In a job of several processes, trainer 0's state is broadcast.
+        """
         self._check_open()
         return self._state.state(self.first_state.arrays(*args))
 
     @metered
     def step(self, state: CollectiveState, *batch: Any) -> tuple[Any, ...]:
-        """Run one step. Returns (state, loss[, aux]), or (state, *results) of another step.
+        """Run one step on all trainers.
 
-        The batch is the global one, or this process's part of it in a job of processes
-        (`shard_batch`). Its arrays are split over the trainers on dim 0. 0-d arrays, and the plan's
-        `unsplit_inputs`, are replicated. A PRNG key (`jax.random.key`) is folded with the trainer's
-        number.
+        Arrays of the batch are split over the trainers on dimension 0. 0-d arrays, and the plan's
+        `unsplit_inputs`, are replicated. Each trainer folds its number into a PRNG key
+        (`jax.random.key`).
+
+        Args:
+          state: the state that `init` or the last step returned.
+          batch: the global batch; in a job of several processes, this process's part
+            (`shard_batch`).
+
+        Returns:
+          (state, loss[, aux]), or (state, *results) for a step with other results.
 
         Raises:
-          BatchError: arrays that differ in their number of rows, or that the trainers do not
-            divide.
-          StateError: not a state of this job, or one that an earlier step donated.
-          NonfiniteError: with on_nonfinite="error", gradients of an earlier step.
-          PeerError: another trainer has ended, or trains something else.
-          DeadlineError: parts of another shape, while a trainer continues with the earlier shape.
+          BatchError: arrays have different numbers of rows, or the trainers do not divide them.
+          StateError: the state belongs to another job, or an earlier step donated it.
+          NonfiniteError: with on_nonfinite="error", for gradients of an earlier step.
+          PeerError: another trainer has ended, or runs another program.
+          DeadlineError: this process's part has a new shape, while other trainers continue with the
+            earlier shape.
         """
         self.watch.check()
         self.check(state)
-        with self.trainers.stepping():
-            step, arrays = self._prepared(state, batch)
+        with self.trainers.step_context():
+            step, arrays = self._prepare(state, batch)
             try:
                 new, rest = step(state, arrays)
             except ValueError as e:
+                # a state from elsewhere, a checkpoint say; checking each step would cost more
                 if "incompatible devices" not in str(e):
                     raise
-                new, rest = step(self.here(state), arrays)
-            return (new, *self.trainers.results(result_of(self._rest, rest)))
+                new, rest = step(self.place_state(state), arrays)
+            return (new, *self.trainers.to_local(result_of(self._rest, rest)))
 
     def lower(self, state: CollectiveState, *batch: Any) -> Any:
-        batch, whole = without_parts(batch)
+        batch, global_rows = without_parts(batch)
         arrays = self.batches.flatten(batch)
-        if rows := self.batches.odd_rows(arrays, whole):
+        if rows := self.batches.odd_rows(arrays, global_rows):
             step, arrays = self._uneven_step(arrays, rows)
         else:
             step, arrays = self._jitted, self.batches.place(arrays)
         return step.lower(state, arrays)
 
-    def _prepared(self, state: CollectiveState, batch: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
+    def _prepare(self, state: CollectiveState, batch: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
         """Return the jitted step for a batch, and its placed arrays."""
-        batch, whole = without_parts(batch)
+        batch, global_rows = without_parts(batch)
         arrays = self.batches.flatten(batch)
         types = [(x.shape, x.dtype) for x in arrays]
-        if rows := self.batches.odd_rows(arrays, whole):
+        if rows := self.batches.odd_rows(arrays, global_rows):
             return self._uneven_step(arrays, rows)
         if types == self._last:
-            return self._jitted, self.trainers.batch(arrays, self.batches.shares)
+            return self._jitted, self.trainers.place_batch(arrays, self.batches.shares)
         arrays = self.batches.place(arrays)
         self._check_step(self._program(state, arrays))
         self._last = types
@@ -140,13 +151,15 @@ class CollectiveJob(Job):
         padded = self.batches.place_padded(arrays, rows)
         if rows not in self._uneven:
             main = self.plan.main
-            held = [main.inputs[n] for spec in main.args[:2] for n in spec.names]
-            types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in held]
+            types = []
+            for spec in main.args[:2]:
+                state = [main.inputs[n] for n in spec.names]
+                types += [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in state]
             types += self.batches.global_types(arrays, rows)
             assert self.plan.for_whole is not None
-            program, whole = self.plan.for_whole(types), main.specialize_flat(types)
+            program, single_device = self.plan.for_whole(types), main.specialize_flat(types)
             self._check_step(program)
-            step = functools.partial(self._traced, program=program, types=whole.outputs)
+            step = functools.partial(self._traced, program=program, types=single_device.outputs)
             self._uneven[rows] = jax.jit(step, donate_argnums=0 if self.donate else ())
         return self._uneven[rows], padded
 
@@ -163,16 +176,18 @@ class CollectiveJob(Job):
         """Run a step of all trainers; `jax.jit` traces it once for each batch shape.
 
         Args:
-          program: the program of a trainer, for a batch that trainers do not divide.
-          types: the single-device types of that program's outputs.
+          program: a trainer's program, if the trainers do not divide the batch.
+          types: single-device types of that program's outputs.
         """
-        program = self._program(state, arrays) if program is None else program
-        held = self._state.arrays(state)
-        sliced = tuple(self._state.slice_axis(n) for n in held)
+        if program is None:
+            program = self._program(state, arrays)
+        state_arrays = self._state.arrays(state)
+        sliced = tuple(self._state.slice_axis(n) for n in state_arrays)
         ways = tuple(self._way(n) for n in program.out_names)
         layout = StepLayout(self.plan.axes, sliced, tuple(self.batches.shares), ways, self._rules)
-        made = self.trainers.mapped(program, layout)(*held.values(), *arrays)
-        values = dict(zip(program.out_names, made, strict=True))
+        run = self.trainers.map_program(program, layout)
+        values = dict(zip(program.out_names, run(*state_arrays.values(), *arrays), strict=True))
+        # rows of padding are the last rows of a result
         for (way, axis), name in zip(ways, program.out_names, strict=True):
             if way == "concat" and types is not None:
                 merge = Merge("joined", axis or 0, types[name].shape[axis or 0])
@@ -182,15 +197,15 @@ class CollectiveJob(Job):
     def _program(self, state: CollectiveState, arrays: Sequence[Any]) -> Program:
         """Return the program for a trainer's part of a batch."""
         check_types(self._state.arrays(state), self._state.types)
-        held = [self.plan.program.inputs[n] for n in self._state.names]
-        return self.plan.program.specialize_flat([*held, *self.batches.part_types(arrays)])
+        types = [self.plan.program.inputs[n] for n in self._state.names]
+        return self.plan.program.specialize_flat([*types, *self.batches.part_types(arrays)])
 
     def _rules(self) -> Rules:
         leaves = {b.name: b.leaves for b in self.plan.buckets}
         return self.watch.rules(OVER_AXIS, leaves, self.plan.axis_names)
 
     def _way(self, name: str) -> tuple[str, int | None]:
-        """Return how an output is merged; state is sliced, or equal on all trainers."""
+        """Return the rule that merges an output, and its dimension (`StepLayout.ways`)."""
         axis = self._state.slice_axis(name)
         if axis is not None:
             return "slice", axis
@@ -213,8 +228,11 @@ class CollectiveJob(Job):
         return self.batches.axes
 
     def arrays(self, batch: Sequence[Any]) -> Sequence[Any]:
-        """Place the arrays of a batch for steps. Raises BatchError if trainers cannot share
-        them."""
+        """Place the arrays of a batch for steps.
+
+        Raises:
+          BatchError: the trainers cannot split the batch.
+        """
         return self.batches.place(self.batches.flatten(batch))
 
     def place(self, *batch: Any) -> tuple[Any, ...]:
@@ -223,86 +241,96 @@ class CollectiveJob(Job):
         arrays = self.batches.flatten(batch)
         if self.batches.odd_rows(arrays):
             return batch
-        placed = iter(self.batches.place(arrays))
-        return tuple(
-            spec.unflatten([next(placed) for _ in spec.names]) for spec in self.batches.specs
-        )
+        named = dict(zip(self.batches.names, self.batches.place(arrays), strict=True))
+        args = []
+        for spec in self.batches.specs:
+            args.append(spec.unflatten([named[n] for n in spec.names]))
+        return tuple(args)
 
     # -- states ----------------------------------------------------------------------------------
 
     def params(self, state: CollectiveState) -> Any:
-        """Return the parameters in the pytree of the step; in a job of processes, all call it."""
+        """Return the parameters in the pytree of the step.
+
+        In a job of several processes, all of them must call it: slices are all-gathered.
+        """
         return self._single_device(self.plan.main.args[0], state.params)
 
     def opt_state(self, state: CollectiveState) -> Any:
-        """Return the optimizer's state, likewise."""
+        """Return the optimizer's state in the pytree of the step.
+
+        In a job of several processes, all of them must call it: slices are all-gathered.
+        """
         return self._single_device(self.plan.main.args[1], state.opt_state)
 
     def state_of(self, params: Any, opt_state: Any) -> CollectiveState:
-        given = arrays_of(self.plan.main, params, opt_state)
+        arrays = arrays_of(self.plan.main, params, opt_state)
         return build_state(
-            self, given, lambda rows: [as_numpy(given[row.origin_name][row.index]) for row in rows]
+            self,
+            arrays,
+            lambda rows: [as_numpy(arrays[row.origin_name][row.index]) for row in rows],
         )
 
     def check(self, state: Any) -> None:
         """Raise StateError unless `state` is a state of this job that was not donated."""
         self._check_open()
         check_kind(state, CollectiveState)
-        held = (state.params, state.opt_state, state.extra)
-        check_arrays((item for of in held for item in of.items()), donates=self.donate)
+        parts = (state.params, state.opt_state, state.extra)
+        items = itertools.chain.from_iterable(part.items() for part in parts)
+        check_arrays(items, donates=self.donate)
 
-    def here(self, state: CollectiveState) -> CollectiveState:
-        """Place a state for steps."""
-        place = lambda n, x: self.trainers.state(x, self._state.slice_axis(n))
-        return self._state.state({n: place(n, x) for n, x in self._state.arrays(state).items()})
+    def place_state(self, state: CollectiveState) -> CollectiveState:
+        """Place a state from elsewhere, such as a checkpoint, on the devices of the trainers."""
+        placed = {}
+        for n, x in self._state.arrays(state).items():
+            placed[n] = self.trainers.place_state(x, self._state.slice_axis(n))
+        return self._state.state(placed)
 
     def slice_axis(self, name: str) -> int | None:
-        """Return the dimension along which an array of the state is sliced over the last axis.
+        """Return the dimension of an array of the state that is sliced over the last axis.
 
-        The array itself has all slices, one behind the other. None: it is replicated.
+        None for a replicated array. The global array concatenates all slices.
         """
         return self._state.slice_axis(name)
 
     def sharding_of(self, name: str) -> NamedSharding | None:
         """Return the sharding of an array of the state."""
-        return self.trainers.at(self._state.slice_axis(name))
+        return self.trainers.state_sharding(self._state.slice_axis(name))
 
     def _leaves(self, state: CollectiveState, names: Collection[str]) -> dict[str, Any]:
         self.watch.check(wait=True)
         if self.plan.owned is not None or self.trainers.here != self.plan.trainers:
             return super()._leaves(state, names)
-        held = self._state.arrays(state)
-        return {n: held[n] for n in names}
+        arrays = self._state.arrays(state)
+        return {n: arrays[n] for n in names}
 
     def _opened(self, leaves: Mapping[str, Any]) -> Mapping[str, Any]:
         return {n: self._state.unpad(n, x) for n, x in leaves.items()}
 
-    def _single_device(self, spec: TreeSpec, held: Mapping[str, Any]) -> Any:
+    def _single_device(self, spec: TreeSpec, arrays: Mapping[str, Any]) -> Any:
         """Return a pytree of single-device arrays of the state."""
         self.watch.check(wait=True)
-        cuts, whole = self.plan.cuts, self.trainers.whole
-        found = {}
-        for n, x in held.items():
-            found[n] = whole(x, cuts[n].axis, cuts[n].size) if n in cuts else whole(x, None, 0)
+        cuts = self.plan.cuts
+        found: dict[str, Any] = {}
+        for n, x in arrays.items():
+            axis, size = (cuts[n].axis, cuts[n].size) if n in cuts else (None, 0)
+            found[n] = self.trainers.unshard(x, axis, size)
         if self.plan.owned is not None:
             found = self.plan.owned.opened(found)
         return spec.unflatten([found[n] for n in spec.names])
 
 
-def _check_watched(plan: CollectivePlan, on_nonfinite: str) -> None:
-    """Refuse plans whose trainers reduce no gradients, or some that may be infinite."""
-    why = ""
+def _check_reduces_finite(plan: CollectivePlan, on_nonfinite: str) -> None:
+    """Refuse `on_nonfinite` in plans that reduce no gradients, or whose gradients may overflow."""
+    reason = ""
     if plan.trainers == 1:
-        why = (
+        reason = (
             'one trainer reduces no gradients; jax.config.update("jax_debug_nans", True) '
-            "looks at all that it makes"
+            "checks all values"
         )
     elif plan.options.local_sgd is not None:
-        why = "trainers that take steps of their own average parameters, and not gradients"
+        reason = "with local_sgd, trainers average parameters instead of gradients"
     elif plan.extra_state:
-        why = (
-            "a loss that is scaled has gradients that overflow, and skips the steps in which "
-            "they do"
-        )
-    if why:
-        raise ConfigError(f"on_nonfinite={on_nonfinite!r}: {why}; leave it out")
+        reason = "a loss that is scaled has gradients that overflow, and the job skips their steps"
+    if reason:
+        raise ConfigError(f"on_nonfinite={on_nonfinite!r}: {reason}; leave it out")

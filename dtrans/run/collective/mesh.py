@@ -1,5 +1,4 @@
-"""Trainers on a mesh of this process's devices: `jit(shard_map)`; XLA carries out the
-reductions."""
+"""Backend of trainers on a mesh of this process's devices: `jit(shard_map)`."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from dtrans.run.base.lowering import per_trainer
 from dtrans.run.base.platforms import resolve_for_platform
 from dtrans.run.base.spmd import Function, on_mesh as on_mesh_axes
 from dtrans.run.collective.job import CollectiveJob
-from dtrans.run.collective.trainers import StepLayout, Trainers, parts_along, slices_along
+from dtrans.run.collective.trainers import StepLayout, Trainers, part_sharding, slice_sharding
 from dtrans.zero.plan import ShardingPlan
 
 
@@ -32,34 +31,34 @@ class MeshTrainers(Trainers):
     """
 
     run_id = THIS_PROCESS
-    gathers = False  # whether every device gets results of several trainers whole
+    gathers = False  # True if results of the batch's rows are all-gathered
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh: Mesh = mesh
         self.here = mesh.size
 
-    def at(self, axis: int | None) -> NamedSharding:
-        return NamedSharding(self.mesh, slices_along(axis, self.mesh.axis_names).spec)
+    def state_sharding(self, axis: int | None) -> NamedSharding:
+        return NamedSharding(self.mesh, slice_sharding(axis, self.mesh.axis_names).spec)
 
-    def everywhere(self, xs: Sequence[Any]) -> list[Any]:
-        return list(jax.device_put(list(xs), self.at(None)))
+    def replicate(self, xs: Sequence[Any]) -> list[Any]:
+        return list(jax.device_put(list(xs), self.state_sharding(None)))
 
-    def state(self, x: Any, axis: int | None) -> Any:
-        return jax.device_put(x, self.at(axis))
+    def place_state(self, x: Any, axis: int | None) -> Any:
+        return jax.device_put(x, self.state_sharding(axis))
 
-    def batch(self, arrays: Sequence[Any], shares: Sequence[Share]) -> list[Any]:
-        return [_put(x, self.of_batch(share)) for x, share in zip(arrays, shares, strict=True)]
-
-    def of_batch(self, share: Share) -> NamedSharding:
-        """Return the sharding of an array of the batch."""
-        return NamedSharding(self.mesh, parts_along(share, self.mesh.axis_names).spec)
-
-    def mapped(self, program: Program, layout: StepLayout) -> Function:
-        gathered = [
-            k
-            for k, (way, _) in enumerate(layout.ways)
-            if self.gathers and way in ("concat", "each")
+    def place_batch(self, arrays: Sequence[Any], shares: Sequence[Share]) -> list[Any]:
+        return [
+            _put(x, self.batch_sharding(share)) for x, share in zip(arrays, shares, strict=True)
         ]
+
+    def batch_sharding(self, share: Share) -> NamedSharding:
+        """Return the sharding of an array of the batch."""
+        return NamedSharding(self.mesh, part_sharding(share, self.mesh.axis_names).spec)
+
+    def map_program(self, program: Program, layout: StepLayout) -> Function:
+        gathered = []
+        if self.gathers:
+            gathered = [k for k, (way, _) in enumerate(layout.ways) if way in ("concat", "each")]
         return on_mesh_axes(
             per_trainer(program, layout.rules), self.mesh, layout.ins, layout.outs, gathered
         )
@@ -73,32 +72,39 @@ def on_mesh(
     donate: bool = True,
     on_nonfinite: str = "ignore",
 ) -> CollectiveJob:
-    """Trainers on devices, as they run best on their platform."""
-    given = list(jax.devices() if devices is None else devices)
-    if not all(isinstance(d, jax.Device) for d in given) or len({*given}) < len(given):
-        raise ConfigError(f"on_mesh takes JAX's devices, each once; it was given {given}")
-    if isinstance(plan, ShardingPlan) and devices is not None and len(given) != plan.trainers:
+    """Return a job of trainers on devices, with the platform's choice of open options.
+
+    Args:
+      devices: the first `plan.trainers` are used; by default all devices of JAX.
+
+    Raises:
+      ConfigError: too few devices, or one of them twice.
+    """
+    mesh_devices = list(jax.devices() if devices is None else devices)
+    are_devices = all(isinstance(d, jax.Device) for d in mesh_devices)
+    count = len(mesh_devices)
+    if not are_devices or len({*mesh_devices}) < count:
+        raise ConfigError(f"on_mesh takes JAX's devices, each once; it was given {mesh_devices}")
+    if isinstance(plan, ShardingPlan) and devices is not None and count != plan.trainers:
         o = plan.options
         raise ConfigError(
             f"degree={o.degree} and replicas={o.replicas} are {plan.trainers} ranks, on_mesh was "
-            "given "
-            f"{len(given)} devices"
+            f"given {count} devices"
         )
-    if len(given) < plan.trainers:
-        hint = (
-            f'; set CPU devices with jax.config.update("jax_num_cpu_devices", {plan.trainers}) '
-            "before JAX is used"
-            if not given or given[0].platform == "cpu"
-            else ""
-        )
+    if count < plan.trainers:
+        remedy = "plan.simulate() runs any number on one"
+        if not mesh_devices or mesh_devices[0].platform == "cpu":
+            remedy = (
+                f'set CPU devices with jax.config.update("jax_num_cpu_devices", {plan.trainers}) '
+                f"before JAX is used; {remedy}"
+            )
         raise ConfigError(
-            f"{plan.trainers} {plan.options.noun}s need as many devices, on_mesh has "
-            f"{len(given)}{hint}; "
-            "plan.simulate() runs any number on one"
+            f"{plan.trainers} {plan.options.noun}s need as many devices, on_mesh has {count}; "
+            f"{remedy}"
         )
-    trainers = MeshTrainers(mesh_of(plan, given))
+    trainers = MeshTrainers(mesh_of(plan, mesh_devices))
     return CollectiveJob(
-        resolve_for_platform(plan, given[0].platform),
+        resolve_for_platform(plan, mesh_devices[0].platform),
         trainers,
         donate=donate,
         on_nonfinite=on_nonfinite,
@@ -106,11 +112,11 @@ def on_mesh(
 
 
 def mesh_of(plan: CollectivePlan, devices: Sequence[jax.Device]) -> Mesh:
-    """Return a mesh of the first devices, with a plan's axes."""
+    """Return a mesh of the first devices, with the plan's axes."""
     sizes = [size for _, size in plan.axes]
     return Mesh(np.array(devices[: plan.trainers]).reshape(sizes), plan.axis_names)
 
 
 def _put(x: Any, where: NamedSharding) -> Any:
-    """`jax.device_put`, without its cost where there is nothing to do."""
+    """Place an array; without the cost of `jax.device_put` if it is already there."""
     return x if isinstance(x, jax.Array) and x.sharding == where else jax.device_put(x, where)

@@ -1,6 +1,6 @@
-"""Trainers on one device, with `jit(vmap)` over the axis.
+"""Backend of trainers simulated on one device: `jit(vmap)` over their axes.
 
-For tests, notebooks, and machines that one does not have.
+It serves tests, notebooks and plans for machines that are not at hand.
 """
 
 from __future__ import annotations
@@ -23,23 +23,27 @@ from dtrans.run.collective.trainers import StepLayout, Trainers
 
 
 class SimulatedTrainers(Trainers):
-    """A number of trainers on one device."""
+    """Trainers that one device simulates.
+
+    Args:
+      count: the number of trainers.
+    """
 
     mesh, run_id = None, THIS_PROCESS
 
     def __init__(self, count: int) -> None:
         self.here = count
 
-    def everywhere(self, xs: Sequence[Any]) -> list[Any]:
+    def replicate(self, xs: Sequence[Any]) -> list[Any]:
         return [on_one_device(x) for x in xs]
 
-    def state(self, x: Any, axis: int | None) -> Any:
+    def place_state(self, x: Any, axis: int | None) -> Any:
         return jax.device_put(x, jax.local_devices()[0])
 
-    def batch(self, arrays: Sequence[Any], shares: Sequence[Share]) -> list[Any]:
+    def place_batch(self, arrays: Sequence[Any], shares: Sequence[Share]) -> list[Any]:
         return [on_one_device(x) for x in arrays]
 
-    def mapped(self, program: Program, layout: StepLayout) -> Function:
+    def map_program(self, program: Program, layout: StepLayout) -> Function:
         one = per_trainer(program, lambda: {**layout.rules(), **UNDER_VMAP})
         return run_on_one_device(one, layout.axes, layout.ins, layout.outs)
 

@@ -1,4 +1,4 @@
-"""State of a collective job: its arrays by name, which of them are sliced, and their types."""
+"""State of a collective job: its arrays by name, their types and their slices."""
 
 from __future__ import annotations
 
@@ -31,31 +31,41 @@ class StateArrays:
 
     @cached_property
     def types(self) -> dict[str, Any]:
-        """Name to type of each array, all slices and their padding included."""
+        """Name to type of each global array, padding included."""
         main, program, cuts = self._plan.main.inputs, self._plan.program.inputs, self._plan.cuts
-        whole = {n: main.get(n, program[n]) for n in self.names}
-        return {n: cuts[n].of_all(t) if n in cuts else t for n, t in whole.items()}
+        types = {}
+        for n in self.names:
+            single_device = main.get(n, program[n])
+            types[n] = cuts[n].of_all(single_device) if n in cuts else single_device
+        return types
 
     def slice_axis(self, name: str) -> int | None:
-        """Return the dimension along which an array is sliced over the last axis; None if it is
-        replicated."""
+        """Return the dimension that is sliced over the last axis; None for a replicated array."""
         cut = self._plan.cuts.get(name)
         return None if cut is None else cut.axis
 
     def arrays(self, state: CollectiveState) -> dict[str, Any]:
         """Return the arrays of a state by name. Raises StateError for a state of another job."""
-        parts = zip((state.params, state.opt_state, state.extra), self._parts, strict=True)
+        parts = (state.params, state.opt_state, state.extra)
+        arrays: dict[str, Any] = {}
         try:
-            return {n: part[n] for part, names in parts for n in names}
+            for part, names in zip(parts, self._parts, strict=True):
+                arrays.update((n, part[n]) for n in names)
+            return arrays
         except KeyError as e:
             raise StateError(f"this is not a state of this job: it has no {e.args[0]}") from e
 
     def state(self, arrays: Mapping[str, Any]) -> CollectiveState:
         """Return the state that has these arrays."""
-        return CollectiveState(*({n: arrays[n] for n in names} for names in self._parts))
+        params, opt_state, extra = self._parts
+        return CollectiveState(
+            {n: arrays[n] for n in params},
+            {n: arrays[n] for n in opt_state},
+            {n: arrays[n] for n in extra},
+        )
 
     def unpad(self, name: str, x: Any) -> Any:
-        """Return all slices of an array without their padding; traced."""
+        """Return a global array without its padding, inside of jit."""
         cut = self._plan.cuts.get(name)
         if cut is None or x.shape[cut.axis] == cut.size:
             return x

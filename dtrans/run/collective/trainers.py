@@ -1,4 +1,4 @@
-"""Backends of collective jobs: the interface to the trainers, and the layout of a step over them."""
+"""Interface of the backends of collective jobs, and the layout of a step over trainers."""
 
 from __future__ import annotations
 
@@ -26,13 +26,12 @@ class StepLayout:
 
     Attributes:
       axes: the axes of the trainers, with their sizes.
-      sliced: the dimension of slices of each array of the state; None if it is whole.
-      shares: the share of each array of the batch that a trainer has
-        (`dtrans.run.base.batch.Share`).
-      ways: the way to merge each output. `same`: equal on all trainers. `first`: the first
-        trainer's. `concat`: rows joined along a dimension. `each`: a row for each trainer. `slice`:
-        a slice along a dimension.
-      rules: makes the rules of communication of a trace.
+      sliced: the dimension of slices of each array of the state; None for a replicated array.
+      shares: the share of each array of the batch (`dtrans.run.base.batch.Share`).
+      ways: rule that merges each output, and its dimension. `same`: equal on all trainers. `first`:
+        the first trainer's. `concat`: rows, concatenated. `each`: a row for each trainer. `slice`:
+        slices of the state.
+      rules: returns the rules of communication for one trace.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -43,41 +42,39 @@ class StepLayout:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the names of all axes."""
+        """The names of all axes."""
         return tuple(name for name, _ in self.axes)
 
     @property
     def ins(self) -> list[AxisSharding]:
-        """Return the shardings of the state's arrays and the batch's."""
-        state = [slices_along(axis, self.names) for axis in self.sliced]
-        return [*state, *(parts_along(share, self.names) for share in self.shares)]
+        """The shardings of the state's arrays, then of the batch's."""
+        state = [slice_sharding(axis, self.names) for axis in self.sliced]
+        return [*state, *(part_sharding(share, self.names) for share in self.shares)]
 
     @property
     def outs(self) -> list[AxisSharding]:
-        """Return the shardings of the outputs."""
+        """The shardings of the outputs."""
         return [self._out(way, axis) for way, axis in self.ways]
 
     def _out(self, way: str, axis: int | None) -> AxisSharding:
         if way == "slice":
-            return slices_along(axis, self.names)
+            return slice_sharding(axis, self.names)
         if way == "concat":
-            return parts_along(axis or 0, self.names)
+            return part_sharding(axis or 0, self.names)
         if way == "each":
             return AxisSharding(stacked=self.names)
         return AxisSharding(first=self.names if way == "first" else ())
 
 
 @functools.cache
-def slices_along(axis: int | None, names: tuple[str, ...]) -> AxisSharding:
-    """Return the sharding of an array of the state: slices over the last axis, the same in all
-    groups."""
+def slice_sharding(axis: int | None, names: tuple[str, ...]) -> AxisSharding:
+    """Return the sharding of an array of the state: sliced over the last axis, or replicated."""
     return AxisSharding().cut_along(axis, names[-1])
 
 
 @functools.cache
-def parts_along(share: Share, names: tuple[str, ...]) -> AxisSharding:
-    """Return the sharding of an array of the batch: parts for all trainers, or the whole for
-    each."""
+def part_sharding(share: Share, names: tuple[str, ...]) -> AxisSharding:
+    """Return the sharding of an array of the batch: split over all trainers, or replicated."""
     return AxisSharding() if isinstance(share, str) else AxisSharding().cut_along(share, *names)
 
 
@@ -87,8 +84,8 @@ class Trainers(abc.ABC):
     Attributes:
       mesh: the devices of the trainers; None if one device simulates all.
       run_id: the default tag of the run's checkpoints.
-      here: the number of trainers that take their part of the batch from this process.
-      part: the number of this process's part of a batch, and the number of parts.
+      here: number of trainers that take their part of the batch from this process.
+      part: index of this process's part of a batch, and number of parts.
       who: the trainers of this process, in errors; empty for "N trainers".
     """
 
@@ -98,44 +95,54 @@ class Trainers(abc.ABC):
     part = (0, 1)
     who = ""
 
-    def at(self, axis: int | None) -> NamedSharding | None:
-        """Return the sharding of an array of the state: slices along a dimension, or replicas."""
+    def state_sharding(self, axis: int | None) -> NamedSharding | None:
+        """Return the sharding of an array of the state, sliced along a dimension or replicated."""
         return None
 
     @abc.abstractmethod
-    def everywhere(self, xs: Sequence[Any]) -> list[Any]:
+    def replicate(self, xs: Sequence[Any]) -> list[Any]:
         """Replicate arrays of this process over all trainers."""
 
     @abc.abstractmethod
-    def state(self, x: Any, axis: int | None) -> Any:
+    def place_state(self, x: Any, axis: int | None) -> Any:
         """Place an array of a state from elsewhere, such as a checkpoint, for steps."""
 
-    def batch(self, arrays: Sequence[Any], shares: Sequence[Share]) -> Sequence[Any]:
+    def place_batch(self, arrays: Sequence[Any], shares: Sequence[Share]) -> Sequence[Any]:
         """Place this process's part of a batch for steps."""
         return arrays
 
     def check_start(self, startup: ClosedJaxpr) -> None:  # noqa: B027
-        """Check that all processes have the same startup program, if each computes its slices."""
+        """Check that all processes have the same startup program.
 
-    def check_step(self, program: Program, split: Sequence[str], merges: Mapping[str, str]) -> None:  # noqa: B027
+        It is called if each process computes its slices; replicated state is broadcast instead.
+        """
+
+    def check_step(  # noqa: B027
+        self, program: Program, split: Sequence[str], merges: Mapping[str, str]
+    ) -> None:
         """Check that all processes are about to run the same program."""
 
-    def whole(self, x: Any, axis: int | None, size: int) -> Any:
-        """Return an array of the state without its padding, in this process."""
+    def unshard(self, x: Any, axis: int | None, size: int) -> Any:
+        """Return the full array of a sliced one, without padding, in this process.
+
+        Args:
+          axis: the dimension of slices; None for a replicated array.
+          size: its size without padding.
+        """
         if axis is None or x.shape[axis] == size:
             return x
         return jax.lax.slice_in_dim(x, 0, size, axis=axis)
 
-    def results(self, tree: Any) -> Any:
-        """Return results, in this process."""
+    def to_local(self, tree: Any) -> Any:
+        """Return this process's copies of results."""
         return tree
 
-    def stepping(self) -> contextlib.AbstractContextManager[Any]:
+    def step_context(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context that a step runs in."""
         return contextlib.nullcontext()
 
     @abc.abstractmethod
-    def mapped(self, program: Program, layout: StepLayout) -> Function:
+    def map_program(self, program: Program, layout: StepLayout) -> Function:
         """Map a trainer's program over all trainers.
 
         Returns:
