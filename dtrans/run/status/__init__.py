@@ -1,8 +1,8 @@
-"""Watching a running job from outside: `dtrans status`.
+"""Status of a running job, seen from outside: `dtrans status`.
 
 observer         asks the servers of a job for their status
-job_view         the status of a job: its servers, and its trainers over all servers
-status_table     the same as tables for a terminal
-job_metrics      the same as metrics that Prometheus scrapes
+job_view         status of the trainers, merged over all servers
+status_table     status as tables for a terminal
+job_metrics      status as metrics that Prometheus scrapes
 show_status      the command: once, repeated, as JSON or as metrics
 """

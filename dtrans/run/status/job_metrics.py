@@ -1,7 +1,7 @@
-"""The status of a job as metrics that Prometheus scrapes (the extra `prometheus`).
+"""Status of a job as metrics that Prometheus scrapes (the extra `prometheus`).
 
-Each scrape asks the job, and what does not answer is `dtrans_up 0`. Counters and gauges carry the
-labels `endpoint` or `trainer`.
+Each scrape asks the servers of the job. `dtrans_up` is 0 for a server that does not answer. Metrics
+have the label `endpoint` or `trainer`.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from dtrans.run.status.observer import Answer, JobObserver
 
 LOOPBACK = "127.0.0.1"
 # metric, field of a server's status, kind and help
-OF_SERVERS = (
-    ("dtrans_step", "step", "gauge", "Steps that the server has made."),
+SERVER_METRICS = (
+    ("dtrans_step", "step", "gauge", "Steps that the server has completed."),
     (
         "dtrans_steps_per_second",
         "steps_per_second",
         "gauge",
-        "Steps a second over the last seconds.",
+        "Steps per second over the last seconds.",
     ),
     ("dtrans_received_bytes", "received", "counter", "Bytes from trainers and other servers."),
     ("dtrans_sent_bytes", "sent", "counter", "Bytes to trainers and other servers."),
-    ("dtrans_refused_messages", "refused", "counter", "Messages that were refused."),
-    ("dtrans_barred_connections", "barred", "counter", "Connections that were not let in."),
-    ("dtrans_uptime_seconds", "uptime", "gauge", "Seconds since the server began."),
+    ("dtrans_refused_messages", "refused", "counter", "Messages that the server refused."),
+    ("dtrans_barred_connections", "barred", "counter", "Connections that the server refused."),
+    ("dtrans_uptime_seconds", "uptime", "gauge", "Seconds since the server started."),
 )
-OF_TRAINERS = (
+TRAINER_METRICS = (
     (
         "dtrans_trainer_step",
         "step",
         "gauge",
-        "Steps that the trainer has made, at the slowest server.",
+        "Steps that the trainer has completed, at the slowest server.",
     ),
     (
         "dtrans_trainer_steps_per_second",
         "steps_per_second",
         "gauge",
-        "Its steps a second over the last seconds.",
+        "Steps per second of the trainer over the last seconds.",
     ),
     (
         "dtrans_trainer_staleness",
@@ -52,24 +52,30 @@ OF_TRAINERS = (
         "gauge",
         "Steps of other trainers that its last gradients lacked.",
     ),
-    ("dtrans_trainer_silent_seconds", "silent", "gauge", "Seconds since a server heard of it."),
-    ("dtrans_trainer_received_bytes", "bytes_in", "counter", "Bytes that it was sent."),
-    ("dtrans_trainer_sent_bytes", "bytes_out", "counter", "Bytes that it sent."),
+    (
+        "dtrans_trainer_silent_seconds",
+        "silent",
+        "gauge",
+        "Seconds since a server received a message from the trainer.",
+    ),
+    ("dtrans_trainer_received_bytes", "bytes_in", "counter", "Bytes that the trainer received."),
+    ("dtrans_trainer_sent_bytes", "bytes_out", "counter", "Bytes that the trainer sent."),
 )
 
 
 class JobCollector:
-    """Collector of Prometheus: asks the servers of a job at each scrape.
+    """Prometheus collector that asks the servers of a job at each scrape.
 
     Args:
-      observer: of the job. One thread at a time uses it.
+      observer: the observer of the job. A lock serialises its use by scrapes in several threads.
     """
 
     def __init__(self, observer: JobObserver) -> None:
         self._observer, self._lock = observer, threading.Lock()
 
     def describe(self) -> Iterable[Any]:
-        """Return no descriptions: a registry that gets none does not ask the job for them."""
+        """Return no descriptions."""
+        # without this method, registration would call `collect`, and fail if no server answers yet
         return []
 
     def collect(self) -> Iterable[Any]:
@@ -83,44 +89,39 @@ def job_metrics(answers: Sequence[Answer]) -> Iterable[Any]:
     """Yield the metrics of a job."""
     from prometheus_client.core import GaugeMetricFamily
 
+    # servers
     up = GaugeMetricFamily("dtrans_up", "1 if the server answers.", labels=["endpoint"])
     for x in answers:
         up.add_metric([x.endpoint], float(x.server is not None))
     yield up
     servers = [x for x in answers if x.server is not None]
-    for name, field, kind, text in OF_SERVERS:
-        yield _family(
-            name, kind, text, "endpoint", {x.endpoint: getattr(x.server, field) for x in servers}
-        )
+    for name, field, kind, text in SERVER_METRICS:
+        values = {x.endpoint: getattr(x.server, field) for x in servers}
+        yield _family(name, kind, text, "endpoint", values)
+
+    # checkpoints
     saved = {x.endpoint: x.server.checkpoint for x in servers if x.server and x.server.checkpoint}
-    ago = {ep: x["ago"] for ep, x in saved.items() if not x["error"]}
-    yield _family(
-        "dtrans_checkpoint_age_seconds",
-        "gauge",
-        "Seconds since the last checkpoint.",
-        "endpoint",
-        ago,
-    )
+    ages = {ep: x["ago"] for ep, x in saved.items() if not x["error"]}
+    text = "Seconds since the last checkpoint."
+    yield _family("dtrans_checkpoint_age_seconds", "gauge", text, "endpoint", ages)
     failed = {ep: float(bool(x["error"])) for ep, x in saved.items()}
-    yield _family(
-        "dtrans_checkpoint_failed",
-        "gauge",
-        "1 if the last checkpoint could not be written.",
-        "endpoint",
-        failed,
-    )
+    text = "1 if the last checkpoint could not be written."
+    yield _family("dtrans_checkpoint_failed", "gauge", text, "endpoint", failed)
+
+    # tables
     rows = GaugeMetricFamily(
-        "dtrans_table_rows", "Rows of tables that are made.", labels=["endpoint", "block"]
+        "dtrans_table_rows", "Rows of tables in memory.", labels=["endpoint", "block"]
     )
     for x in servers:
         for table in x.server.tables if x.server else ():
             rows.add_metric([x.endpoint, table["name"]], table["made"])
     yield rows
+
+    # trainers
     trainers = merge_trainers(answers)
-    for name, field, kind, text in OF_TRAINERS:
-        yield _family(
-            name, kind, text, "trainer", {str(t.trainer): getattr(t, field) for t in trainers}
-        )
+    for name, field, kind, text in TRAINER_METRICS:
+        values = {str(t.trainer): getattr(t, field) for t in trainers}
+        yield _family(name, kind, text, "trainer", values)
     states = GaugeMetricFamily(
         "dtrans_trainer_state", "1 for the state of the trainer.", labels=["trainer", "state"]
     )
@@ -131,12 +132,11 @@ def job_metrics(answers: Sequence[Answer]) -> Iterable[Any]:
 
 
 def _family(name: str, kind: str, text: str, label: str, values: dict[str, Any]) -> Any:
-    """Return one metric with a value for each label; None is no value."""
+    """Return a metric with a value for each label. Values of None are left out."""
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-    family = (CounterMetricFamily if kind == "counter" else GaugeMetricFamily)(
-        name, text, labels=[label]
-    )
+    family_class = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
+    family = family_class(name, text, labels=[label])
     for at, value in values.items():
         if value is not None:
             family.add_metric([at], value)
@@ -147,10 +147,10 @@ def serve_metrics(observer: JobObserver, where: str) -> tuple[Any, str]:
     """Serve /metrics in a thread of this process.
 
     Args:
-      where: a port, on loopback, or host:port.
+      where: a port, which is bound on loopback, or host:port.
 
     Returns:
-      The server, to be shut down, and its address as host:port.
+      The server, which the caller shuts down, and its address as host:port.
 
     Raises:
       ConfigError: prometheus-client is not installed, or the port cannot be bound.

@@ -1,7 +1,6 @@
-"""The status of a job: that of its servers, and that of each trainer over all servers.
+"""Status of a job: its servers, and each trainer merged over all servers.
 
-Servers are asked one after the other. Their counts belong to nearly one time, and may differ by a
-step.
+Servers answer at slightly different times, so their counts may differ by a step.
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ from dtrans.run.status.observer import Answer
 
 @dataclasses.dataclass(frozen=True)
 class TrainerRow:
-    """One trainer over all servers that answered.
+    """Status of one trainer, merged over all servers that answered.
 
     Attributes:
       trainer: its number.
-      state: the worst that a server says.
-      doing: how far it is in its step, at the server where it has made the fewest.
-      step: the fewest steps that it has made at a server; None where no server counts any.
-      steps_per_second: at the slowest server.
-      staleness: the largest; None in synchronous mode.
-      silent: seconds since any server heard of it; None where none has.
-      bytes_in, bytes_out: that it was sent, and that it sent, to all of these servers; None where
-        nobody counts.
+      state: the worst state that a server reports.
+      doing: its progress in the current step, at the server where it has completed the fewest.
+      step: fewest steps that it has completed at a server; None if no server counts steps.
+      steps_per_second: rate at the slowest server.
+      staleness: largest staleness at a server; None in synchronous mode.
+      silent: seconds since a server received a message from it; None if no server has.
+      bytes_in: bytes that all servers sent to it; None if no server counts bytes.
+      bytes_out: bytes that it sent to all servers; None if no server counts bytes.
     """
 
     trainer: int
@@ -43,7 +42,7 @@ class TrainerRow:
 
 
 def merge_trainers(answers: Sequence[Answer]) -> list[TrainerRow]:
-    """Return the rows of all trainers that the servers know."""
+    """Merge the status of each trainer over all servers, in the order of their numbers."""
     seen: dict[int, list[TrainerStatus]] = {}
     for answer in answers:
         for t in answer.trainers:
@@ -53,35 +52,39 @@ def merge_trainers(answers: Sequence[Answer]) -> list[TrainerRow]:
 
 def _merge(k: int, views: Sequence[TrainerStatus]) -> TrainerRow:
     counted = [t for t in views if t.step is not None]
-    state = min((t.state for t in views), key=STATES.index)
-    # a trainer that waits at one server may be sending to another
+    worst = min((t.state for t in views), key=STATES.index)
+    # A trainer that waits for one server may be sending to another one, or be computing. The table
+    # shows sending rather than computing, and computing rather than waiting.
     slowest = min(
         counted or views,
         key=lambda t: (t.step or 0, t.doing.startswith("waiting"), t.doing == "computing"),
     )
     stale = [t.staleness for t in views if t.staleness is not None]
     rates = [t.steps_per_second for t in counted if t.steps_per_second is not None]
+    silences = [t.silent for t in views if t.silent is not None]
     return TrainerRow(
         trainer=k,
-        state=state,
+        state=worst,
         doing=slowest.doing,
         step=slowest.step,
         steps_per_second=min(rates, default=None),
         staleness=max(stale, default=None),
-        silent=min((t.silent for t in views if t.silent is not None), default=None),
-        bytes_in=_sum([t.sent for t in views]),
-        bytes_out=_sum([t.received for t in views]),
+        silent=min(silences, default=None),
+        bytes_in=_sum(views, "sent"),
+        bytes_out=_sum(views, "received"),
     )
 
 
-def _sum(counts: Sequence[int | None]) -> int | None:
-    known = [n for n in counts if n is not None]
-    return sum(known) if known else None
+def _sum(views: Sequence[TrainerStatus], field: str) -> int | None:
+    counts = [getattr(t, field) for t in views if getattr(t, field) is not None]
+    return sum(counts) if counts else None
 
 
 def as_document(answers: Sequence[Answer]) -> dict[str, Any]:
-    """Return the status of a job for JSON: `time`, `servers` (an `error` for one that did not
-    answer), `trainers`."""
+    """Return the status of a job as a JSON document with `time`, `servers` and `trainers`.
+
+    The entry of a server that did not answer has an `error`.
+    """
     servers = []
     for x in answers:
         fields = {"error": x.error} if x.server is None else dataclasses.asdict(x.server)

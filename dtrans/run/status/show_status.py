@@ -1,4 +1,4 @@
-"""`dtrans status`: ask a job and print what it answers, once or again and again."""
+"""Command `dtrans status`: prints the status of a job, once or repeatedly."""
 
 from __future__ import annotations
 
@@ -18,20 +18,23 @@ from dtrans.run.status.observer import Answer, JobObserver
 from dtrans.run.status.status_table import job_tables
 
 
-WIDTH = 160  # columns where the output is no terminal
+WIDTH = 160  # columns if the output is not a terminal
 
 
 def show_status(
     endpoints: Sequence[str], *, timeout: float, interval: float | None, as_json: bool
 ) -> bool:
-    """Print the status of a job. Return True if every server answered, the last time that it was
-    asked.
+    """Print the status of a job.
 
     Args:
-      endpoints: of its servers.
+      endpoints: endpoints of its servers.
       timeout: seconds that an answer may take.
-      interval: seconds between two requests, until Ctrl-C; None asks once.
-      as_json: print a document for each request, on one line where there are several.
+      interval: seconds between two requests, until Ctrl-C; None for a single request.
+      as_json: True to print a JSON document for each request. With an interval, each document is
+        one line.
+
+    Returns:
+      True if every server answered the last request.
     """
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
     answers: list[Answer] = []
@@ -43,17 +46,17 @@ def show_status(
             else:
                 console.print(job_tables(answers))
         elif as_json:
-            for answers in _asked(observer, interval):
+            for answers in _poll(observer, interval):
                 print(json.dumps(as_document(answers)), flush=True)
         else:
             with Live(console=console, auto_refresh=False) as live:
-                for answers in _asked(observer, interval):
+                for answers in _poll(observer, interval):
                     live.update(job_tables(answers), refresh=True)
     return bool(answers) and not any(x.error for x in answers)
 
 
-def _asked(observer: JobObserver, interval: float) -> Iterator[list[Answer]]:
-    """Yield the answers of a job, again and again."""
+def _poll(observer: JobObserver, interval: float) -> Iterator[list[Answer]]:
+    """Ask the servers at an interval; yield their answers, without an end."""
     due = time.monotonic()
     while True:
         yield observer.ask()
@@ -65,7 +68,9 @@ def show_metrics(endpoints: Sequence[str], where: str, *, timeout: float) -> Non
     """Serve the metrics of a job until Ctrl-C.
 
     Args:
+      endpoints: endpoints of its servers.
       where: a port on loopback, or host:port.
+      timeout: seconds that an answer may take.
     """
     with JobObserver(endpoints, timeout) as observer, contextlib.suppress(KeyboardInterrupt):
         server, address = serve_metrics(observer, where)

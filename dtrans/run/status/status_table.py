@@ -1,5 +1,4 @@
-"""The status of a job as tables for a terminal: one row for each server, and one for each
-trainer."""
+"""Status of a job as two tables for a terminal: its servers and its trainers."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from dtrans.run.status.job_view import TrainerRow, merge_trainers
 from dtrans.run.status.observer import Answer
 
 
-NONE = "-"  # where there is nothing to count
+NONE = "-"  # a value that the server does not count
 SERVER = (
     "endpoint",
     "step",
@@ -28,7 +27,7 @@ SERVER = (
     "doing",
 )
 TRAINER = ("trainer", "step", "steps/s", "in", "out", "heard", "staleness", "doing")
-# shown where a row has them
+# columns that are shown if a row has a value
 OPTIONAL = (
     "in",
     "out",
@@ -46,22 +45,20 @@ def job_tables(answers: Sequence[Answer]) -> Group:
     rows = merge_trainers(answers)
     if not rows:
         return Group(servers)
-    return Group(
-        Text(_title(answers, rows)), servers, Text(), _table(TRAINER, [_trainer(t) for t in rows])
-    )
+    trainers = _table(TRAINER, [_trainer(t) for t in rows])
+    return Group(Text(_title(answers, rows)), servers, Text(), trainers)
 
 
 def _title(answers: Sequence[Answer], rows: Sequence[TrainerRow]) -> str:
     first = next(x.server for x in answers if x.server)
     present = sum(t.state == "present" for t in rows)
     plans = {x.server.plan for x in answers if x.server}
-    plan = (
-        ""
-        if plans == {""}
-        else f" plan {first.plan},"
-        if len(plans) == 1
-        else " SERVERS OF DIFFERENT PLANS,"
-    )
+    if plans == {""}:
+        plan = ""
+    elif len(plans) == 1:
+        plan = f" plan {first.plan},"
+    else:
+        plan = " SERVERS OF DIFFERENT PLANS,"
     return (
         f"{first.mode} job,{plan} {present} of {first.count} trainers here, up "
         f"{duration(first.uptime)}"
@@ -70,12 +67,11 @@ def _title(answers: Sequence[Answer], rows: Sequence[TrainerRow]) -> str:
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[Text]]) -> Table:
     """Return a table without the optional columns that no row has."""
-    columns = list(zip(*rows, strict=True))
-    shown = [
-        i
-        for i, head in enumerate(heads)
-        if head not in OPTIONAL or {x.plain for x in columns[i]} - {NONE, ""}
-    ]
+    shown = []
+    for i, head in enumerate(heads):
+        has_value = any(row[i].plain not in (NONE, "") for row in rows)
+        if has_value or head not in OPTIONAL:
+            shown.append(i)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for i in shown:
         is_last = i == len(heads) - 1
@@ -97,23 +93,23 @@ def _server(endpoint: str, x: ServerStatus | None, error: str) -> list[Text]:
     doing = x.doing
     for name, seconds in x.saving.items():
         doing = f"saving {name} for {duration(seconds)}; {doing}"
-    wrong = [
-        f"{n} {what} refused"
-        for n, what in ((x.refused, "messages"), (x.barred, "connections"))
-        if n
-    ]
-    rates = [size(n, "/s") for n in (x.received_per_second, x.sent_per_second)]
-    made = f"{sum(t['made'] for t in x.tables):,}" if x.tables else NONE
+    for number, noun in ((x.refused, "messages"), (x.barred, "connections")):
+        if number:
+            doing = f"{doing}; {number} {noun} refused"
+    rows = f"{sum(t['made'] for t in x.tables):,}" if x.tables else NONE
     cells = [
         endpoint,
         count(x.step),
         rate(x.steps_per_second),
         size(x.received),
         size(x.sent),
-        *rates,
-        made,
+        size(x.received_per_second, "/s"),
+        size(x.sent_per_second, "/s"),
+        rows,
+        _checkpoint(x),
+        doing,
     ]
-    return [Text(cell) for cell in (*cells, _checkpoint(x), "; ".join([doing, *wrong]))]
+    return [Text(cell) for cell in cells]
 
 
 def _checkpoint(x: ServerStatus) -> str:
@@ -141,8 +137,7 @@ def _trainer(t: TrainerRow) -> list[Text]:
     return [*map(Text, cells), Text(count(t.staleness)), doing]
 
 
-# -- numbers for people
-# ------------------------------------------------------------------------------
+# -- numbers ---------------------------------------------------------------------------------------
 
 
 def count(n: int | None) -> str:
@@ -151,14 +146,14 @@ def count(n: int | None) -> str:
 
 
 def rate(x: float | None) -> str:
-    """Return steps a second, with three digits: `56.1`."""
+    """Return steps per second with three digits: `56.1`."""
     if x is None:
         return NONE
     return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
 
 
 def size(n: float | None, per: str = "") -> str:
-    """Return a number of bytes, with three digits: `1.23 GB`."""
+    """Return a number of bytes with three digits: `1.23 GB`."""
     if n is None:
         return NONE
     for unit in ("B", "kB", "MB", "GB", "TB"):
@@ -170,11 +165,9 @@ def size(n: float | None, per: str = "") -> str:
 
 def duration(seconds: float) -> str:
     """Return a time: `12 s`, `5 min`, `3 h`, `2 d`."""
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
     for unit, length, most in (("s", 1, 120), ("min", 60, 120), ("h", 3600, 48)):
         if seconds < most * length:
-            return (
-                f"{seconds / length:.1f} {unit}"
-                if unit == "s" and seconds < 9.95
-                else f"{seconds / length:.0f} {unit}"
-            )
+            return f"{seconds / length:.0f} {unit}"
     return f"{seconds / 86400:.0f} d"
