@@ -33,7 +33,7 @@ from dtrans.run.base.batch import on_one_device
 from dtrans.run.base.nonfinite import NonfiniteCheck
 from dtrans.run.base.segments import Compute, Rules, Segments, cut_program
 from dtrans.run.collective.cluster import ClusterFabric, is_of_cluster
-from dtrans.run.net.net_options import allows_remote, encryption_of
+from dtrans.run.net.net_options import allows_remote, choose_encryption
 from dtrans.run.net.sockets import DEADLINE, PATIENCE
 from dtrans.run.parameter_server.fabric import EndpointFabric
 from dtrans.run.parameter_server.state_writer import Keep, KeepLast
@@ -103,7 +103,10 @@ class Executor:
         on_nonfinite: str = "ignore",
     ) -> None:
         watch = NonfiniteCheck(on_nonfinite)
-        allow_remote, encryption = allows_remote(allow_remote), encryption_of(transport_encryption)
+        allow_remote, encryption = (
+            allows_remote(allow_remote),
+            choose_encryption(transport_encryption),
+        )
         self._fabric = EndpointFabric(
             deadline=deadline,
             patience=patience,

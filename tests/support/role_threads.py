@@ -22,7 +22,7 @@ from dtrans.protocol import token, wire
 from dtrans.protocol.trainer_line import DOOR
 from dtrans.run.distributed.rendezvous import FIRST
 from dtrans.run.net.keys import Keys
-from dtrans.run.net.net_options import encryption_of
+from dtrans.run.net.net_options import choose_encryption
 from dtrans.run.net.sockets import Doorkeeper, bind, connect, new_socket
 
 
@@ -189,7 +189,7 @@ class Peer:
         connect(
             self._socket,
             f"tcp://{endpoint}",
-            Keys(token.job_token(), encryption_of(encryption)),
+            Keys(token.job_token(), choose_encryption(encryption)),
             user,
             "trainer 0",
         )
@@ -254,7 +254,7 @@ class FakeServer:
 
     def __init__(self, endpoint: str) -> None:
         self._context = zmq.Context()
-        keys = Keys(token.job_token(), encryption_of(None))
+        keys = Keys(token.job_token(), choose_encryption(None))
         self._doorkeeper = Doorkeeper(self._context, keys, {DOOR: "", FIRST: ""})
         self._socket = new_socket(self._context, zmq.ROUTER)
         bind(self._socket, f"tcp://{endpoint}", keys)

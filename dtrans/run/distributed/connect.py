@@ -53,7 +53,7 @@ from dtrans.run.distributed.multihost import all_reduce_sum
 from dtrans.run.distributed.rendezvous import rendezvous
 from dtrans.run.distributed.role import LOSS, Role
 from dtrans.run.distributed.schedulers import is_told
-from dtrans.run.net.net_options import allows_remote, encryption_of
+from dtrans.run.net.net_options import allows_remote, choose_encryption
 from dtrans.run.net.sockets import DEADLINE, PATIENCE
 
 
@@ -109,7 +109,7 @@ def connect(
     for name, seconds in (("deadline", deadline), ("patience", patience)):
         check_number(name, seconds, "a positive number of seconds", lambda x: x > 0)
     patience, allow_remote = min(patience, deadline), allows_remote(allow_remote)
-    encryption = encryption_of(transport_encryption)
+    encryption = choose_encryption(transport_encryption)
     loss = os.environ.get(LOSS, "abort") if on_trainer_loss is None else on_trainer_loss
     check_one_of("on_trainer_loss", loss, ("abort", "drop"))
     if role is None and is_told(os.environ):

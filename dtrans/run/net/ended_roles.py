@@ -1,9 +1,8 @@
-"""The roles of a job that have ended, as its launcher tells the others: in a folder, a file for
-each.
+"""Roles of a job that have ended: the launcher writes a file for each, and servers read them.
 
-A role that ends before it has greeted the others has no connection whose end they could see, and
-the launcher knows of every end at once. It makes the folder and names it in the environment;
-servers look into it every second.
+Servers notice the end of a role by its connection. A role may end before it connects, and then only
+the launcher knows. The launcher creates a folder and passes its path in the environment. Servers
+read the folder every second.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ VARIABLE = "DTRANS_ENDED_ROLES"
 
 
 class EndedRoles:
-    """The launcher's side. A context manager.
+    """Folder in which a launcher notes the roles that have ended. A context manager.
 
     Example:
       >>> from dtrans.run.net.ended_roles import EndedRoles, ended_roles
-      >>> with EndedRoles() as told:
-      ...     told.note("trainer 1", "exit code 3")
-      ...     ended_roles(told.environment)
+      >>> with EndedRoles() as ended:
+      ...     ended.note("trainer 1", "exit code 3")
+      ...     ended_roles(ended.environment)
       {'trainer 1': 'exit code 3'}
-      >>> ended_roles(told.environment)
+      >>> ended_roles(ended.environment)
       {}
     """
 
@@ -36,14 +35,18 @@ class EndedRoles:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variable by which the roles find it."""
+        """The environment variable with the path of the folder, for the roles."""
         return {VARIABLE: str(self._folder.path)}
 
     def note(self, role: str, how: str) -> None:
-        """Tell the others that a role has ended, and how."""
+        """Note that a role has ended, for the servers to read.
+
+        Args:
+          how: the way in which it ended: "exit code 3".
+        """
         new = self._folder.path / f".{role}"
         new.write_text(how)
-        new.rename(self._folder.path / role)  # whole, or not there
+        new.rename(self._folder.path / role)  # atomic: servers never read half a file
 
     def __enter__(self) -> EndedRoles:
         return self
@@ -53,7 +56,7 @@ class EndedRoles:
 
 
 def ended_roles(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the roles of this job that have ended, and how; none where no launcher tells."""
+    """Return the roles of this job that have ended, and how; none without a launcher."""
     folder = environ.get(VARIABLE)
     if not folder or not os.path.isdir(folder):
         return {}

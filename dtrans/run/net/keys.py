@@ -1,27 +1,27 @@
-"""Keys of a job: what its processes show when they connect, and which of their connections are
-encrypted.
+"""Keys of a job, which authenticate its processes and encrypt their connections.
 
-A connection is opened by ZeroMQ's CURVE, which encrypts and signs each message, or by PLAIN, which
-shows a password:
+The handshake of a connection is ZeroMQ's CURVE, which encrypts and authenticates each message, or
+PLAIN, which sends a password:
 
     transport_encryption   other hosts   loopback   Unix sockets
     "auto"                 CURVE         PLAIN      PLAIN
     "required"             CURVE         CURVE      CURVE
     "disabled"             PLAIN         PLAIN      PLAIN
 
-Both ends decide by the address that the connecting one writes, so that they agree where they have
-the same setting.
+Both ends choose by the address that the connecting end uses. They choose the same mechanism if they
+have the same setting.
 
-Keys come from the job's token by HKDF: one X25519 key for all sockets that are bound, and one for
-each *user*, the name as which a process connects. A process that has the token can make all of
-them. DTRANS_KEYS names a folder of separate keys instead (`dtrans keygen`); then every connection
-is encrypted:
+By default, HKDF derives all keys from the job's token: one X25519 key for all bound sockets, and
+one for each *user*, the name under which a process connects. Any process with the token can derive
+all keys. DTRANS_KEYS names a folder of separate keys instead (`dtrans keygen`), and then every
+connection is encrypted:
 
-    server.secret, server.public     of sockets that are bound, and of servers that connect to servers
-    trainer-0.secret, ...            of the roles that connect
-    clients/trainer-0.public, ...    who is let in: read at each handshake, so that a role whose file is gone is refused
+    server.secret, server.public     bound sockets, and servers that connect to servers
+    trainer-0.secret, ...            roles that connect
+    clients/trainer-0.public, ...    roles that servers admit
 
-`status` is the role of `dtrans status`.
+Servers read `clients` at each handshake: removing a file revokes the role's key. `status` is the
+role of `dtrans status`.
 
 `dtrans.run.net.sockets` is the next module to read.
 """
@@ -50,14 +50,17 @@ from dtrans.run.net.net_options import ENCRYPTION, ENCRYPTIONS
 
 FOLDER = "DTRANS_KEYS"
 STATUS = "status"  # the role of `dtrans status`
-PUBLIC = "clients"  # the folder of those who are let in
-MAPS = Path("/proc/self/maps")  # of Linux: the libraries of this process
+PUBLIC = "clients"  # the folder with public keys of the roles that servers admit
+MAPS = Path("/proc/self/maps")  # Linux lists the libraries of this process there
 SALT = b"dtrans"
 
 
 def is_local(address: str) -> bool:
-    """Return True if an address never leaves this host: an endpoint, a host, or either as ZeroMQ
-    writes it."""
+    """Return True if messages to an address never leave this host.
+
+    Args:
+      address: an endpoint or a host, also in ZeroMQ's notation.
+    """
     if address.startswith("ipc:"):
         return True
     host = address.removeprefix("tcp://")
@@ -67,14 +70,13 @@ def is_local(address: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Keys:
-    """Keys of a job, and which connections they encrypt.
+    """Keys of a job, and the choice of the connections that they encrypt.
 
     Args:
-      token: the job's; empty where it has none.
-      encryption: "required", "auto" or "disabled", as `transport_encryption`.
-      folder: of separate keys; empty where keys come from the token.
-      word: is a part of the secret beside the token, for connections whose processes have agreed on
-        one.
+      token: the job's token; empty if it has none.
+      encryption: `transport_encryption`: "required", "auto" or "disabled".
+      folder: the folder of separate keys; empty if keys are derived from the token.
+      word: a word that the processes of a connection agreed on, appended to the token.
     """
 
     token: str
@@ -86,24 +88,27 @@ class Keys:
         check_one_of("transport_encryption", self.encryption, ENCRYPTIONS)
         if self.folder and self.encryption == "disabled":
             raise ConfigError(
-                f"transport_encryption='disabled' and {FOLDER}={self.folder!r}: keys of that "
-                "folder are only of use to "
-                "encrypted connections; leave out one of the two"
+                f"transport_encryption='disabled' and {FOLDER}={self.folder!r}: only encrypted "
+                "connections use the keys of that folder; leave out one of the two"
             )
 
     @classmethod
     def from_environment(cls, encryption: str) -> Keys:
-        """Return the keys of this process's job. Raises ConfigError as `token.job_token`."""
+        """Return the keys of this process's job.
+
+        Raises:
+          ConfigError: the file with the token cannot be read.
+        """
         return cls(token.job_token(), encryption, os.environ.get(FOLDER, "").strip())
 
     @property
     def secret(self) -> str:
-        """The secret that passwords, proofs and derived keys are made of."""
+        """The secret from which passwords, proofs and keys are derived."""
         return self.token + self.word
 
     @property
     def setting(self) -> str:
-        """The setting, which all processes of a job must have in common, as messages write it."""
+        """The setting in the words of error messages. All processes of a job must have the same."""
         return f"transport_encryption={self.encryption!r}" + f" and {FOLDER}" * bool(self.folder)
 
     def encrypts(self, address: str) -> bool:
@@ -113,30 +118,28 @@ class Keys:
         return self.encryption != "disabled"
 
     def check(self, who: str, address: str) -> None:
-        """Refuse an address that this process cannot protect; warn where it is told not to.
+        """Check that this process can protect a connection; warn if the user disabled encryption.
 
         Args:
-          who: is about to bind it or to connect to it, for messages: "trainer 0 connects to
-            10.0.0.1:6174".
+          who: the subject of error messages: "trainer 0 connects to 10.0.0.1:6174".
 
         Raises:
-          ConfigError: there is no secret, or one that can be guessed; or libzmq cannot encrypt.
+          ConfigError: the job has no token, or a weak one, or libzmq cannot encrypt.
         """
         far, encrypts = not is_local(address), self.encrypts(address)
         if not far and not encrypts:
             return
         if not self.folder:
-            why = "which is not on loopback" if far else f"and {self.setting} encrypts it"
+            reason = "which is not on loopback" if far else f"and {self.setting} encrypts it"
             if not self.token:
-                raise ConfigError(f"{who}, {why}; that needs {token.NEEDED}")
-            token.check_strong(self.token, f"{who}, {why}")
+                raise ConfigError(f"{who}, {reason}; that needs {token.NEEDED}")
+            token.check_strong(self.token, f"{who}, {reason}")
         if encrypts:
             check_libzmq()
         else:
             warnings.warn(
-                f"{who}, and {self.setting}: who can read the network reads parameters, gradients "
-                "and the job's "
-                "password",
+                f"{who}, and {self.setting}: anybody on the network can read parameters, gradients "
+                "and the job's password",
                 UnencryptedWarning,
                 stacklevel=3,
             )
@@ -144,33 +147,36 @@ class Keys:
     # -- keys ------------------------------------------------------------------------------------
 
     def server_secret(self) -> bytes:
-        """Return the secret key of sockets that are bound."""
-        return self._read(f"{SERVER}.secret") if self.folder else _derived(self.secret, "server")
+        """Return the secret key of bound sockets."""
+        if self.folder:
+            return self._read(f"{SERVER}.secret")
+        return _derive_secret(self.secret, "server")
 
     def server_public(self) -> bytes:
-        """Return the public key by which those who connect know a server."""
-        return self._read(f"{SERVER}.public") if self.folder else public_key(self.server_secret())
+        """Return the public key of bound sockets, by which clients authenticate a server."""
+        if self.folder:
+            return self._read(f"{SERVER}.public")
+        return public_key(self.server_secret())
 
     def client_secret(self, user: str, role: str) -> bytes:
         """Return the secret key of a role that connects as a user."""
-        return (
-            self._read(f"{_file_name(role)}.secret")
-            if self.folder
-            else _derived(self.secret, f"client {user}")
-        )
+        if self.folder:
+            return self._read(f"{_file_name(role)}.secret")
+        return _derive_secret(self.secret, f"client {user}")
 
     def users_by_key(self, users: Mapping[str, str]) -> Mapping[bytes, str]:
-        """Return as whom each public key, as ZAP writes it, is let in.
+        """Return the user of each public key, in the bytes of ZAP requests.
 
         Args:
-          users: to each the role that alone may come as it; an empty one lets every role.
+          users: each user's role. Only this role may connect as the user; every role may if it is
+            empty.
         """
         if not self.folder:
-            return _derived_users(self.secret, tuple(users))
+            return _derive_users(self.secret, tuple(users))
+        by_role = {_file_name(role): user for user, role in reversed([*users.items()])}
         found: dict[bytes, str] = {}
         for path in Path(self.folder, PUBLIC).glob("*.public"):
-            own = [user for user, role in users.items() if _file_name(role) == path.stem]
-            user = next(iter(own + [user for user, role in users.items() if role == ""]), None)
+            user = by_role.get(path.stem, by_role.get(""))
             if user is not None:
                 found[z85.decode(self._read(f"{PUBLIC}/{path.name}"))] = user
         return found
@@ -180,9 +186,9 @@ class Keys:
         try:
             found = path.read_text().strip()
         except (OSError, UnicodeDecodeError) as e:
-            why = e.strerror if isinstance(e, OSError) else "it is not text"
+            reason = e.strerror if isinstance(e, OSError) else "it is not text"
             raise ConfigError(
-                f"{FOLDER} is {self.folder!r}, and its file {name} cannot be read: {why}"
+                f"{FOLDER} is {self.folder!r}, and its file {name} cannot be read: {reason}"
             ) from e
         if not re.fullmatch(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}", found):
             raise ConfigError(
@@ -193,7 +199,7 @@ class Keys:
     # -- sockets ---------------------------------------------------------------------------------
 
     def guard(self, bound: zmq.Socket[Any], address: str) -> None:
-        """Let a socket ask for keys or for a password at the address that it binds next."""
+        """Require keys, or a password, from the clients of a socket that is about to be bound."""
         bound.setsockopt_string(zmq.ZAP_DOMAIN, "dtrans")
         if self.encrypts(address):
             bound.setsockopt(zmq.CURVE_SERVER, 1)
@@ -202,7 +208,7 @@ class Keys:
             bound.setsockopt(zmq.PLAIN_SERVER, 1)
 
     def show(self, connecting: zmq.Socket[Any], address: str, user: str, role: str) -> None:
-        """Let a socket show a user's key or password to the address that it connects to next."""
+        """Set a user's key, or password, on a socket that is about to connect."""
         if self.encrypts(address):
             secret = self.client_secret(user, role)
             connecting.setsockopt(zmq.CURVE_SERVERKEY, self.server_public())
@@ -215,45 +221,50 @@ class Keys:
     # -- refusals --------------------------------------------------------------------------------
 
     def other_mechanism(self, address: str) -> str:
-        """Return what is wrong where the other end has another mechanism; it names both
-        settings."""
+        """Return the error message for a peer that uses the other mechanism."""
         encrypts = self.encrypts(address)
         others = [Keys(self.token, e) for e in ENCRYPTIONS]
         theirs = " or ".join(k.setting for k in others if k.encrypts(address) != encrypts)
-        does, not_ = ("encrypts", "does not") if encrypts else ("does not encrypt", "does")
+        here, there = ("encrypts", "does not") if encrypts else ("does not encrypt", "does")
         return (
-            f"this process {does} the connection ({self.setting}), and the other {not_} "
-            f"({theirs}), if it is of this "
-            f"job at all; give all processes the same transport_encryption, or {ENCRYPTION}"
+            f"this process {here} the connection ({self.setting}), and the other {there} "
+            f"({theirs}), if it belongs to this job at all; "
+            f"give all processes the same transport_encryption, or {ENCRYPTION}"
         )
 
     def other_keys(self, address: str) -> str:
-        """Return what is wrong where the other end does not take what this process shows."""
+        """Return the error message for a peer that refuses this process's key or password."""
         if self.folder:
             return (
-                f"its keys are not those of {FOLDER}={self.folder!r}, or do not let this role in "
-                "any more; both ends "
-                "need one server key, and the server the role's file in the folder `clients`"
+                f"its keys are not those of {FOLDER}={self.folder!r}, or this role's key was "
+                "revoked; give both ends the same server key, and the server the role's file in "
+                "the folder `clients`"
             )
-        return f"the two have not the same {token.VARIABLE}, which all processes of a job must have"
+        return (
+            f"the two have different values of {token.VARIABLE}; give all processes of a job the "
+            "same"
+        )
 
 
-# -- making keys -----------------------------------------------------------------------------------
+# -- derived keys, and files of keys ---------------------------------------------------------------
 
 
 def public_key(secret: bytes) -> bytes:
-    """Return the public key of a secret one."""
+    """Return the public key that belongs to a secret key."""
     return bytes(zmq.curve_public(secret))
 
 
-def _derived(secret: str, purpose: str) -> bytes:
-    """Return an X25519 secret key for one purpose, as ZeroMQ writes it."""
+def _derive_secret(secret: str, purpose: str) -> bytes:
+    """Derive an X25519 secret key for one purpose, in ZeroMQ's text encoding."""
     return bytes(z85.encode(token.hkdf(secret.encode(), SALT, f"curve {purpose}".encode(), 32)))
 
 
 @functools.lru_cache(maxsize=64)
-def _derived_users(secret: str, users: tuple[str, ...]) -> Mapping[bytes, str]:
-    return {z85.decode(public_key(_derived(secret, f"client {user}"))): user for user in users}
+def _derive_users(secret: str, users: tuple[str, ...]) -> Mapping[bytes, str]:
+    found = {}
+    for user in users:
+        found[z85.decode(public_key(_derive_secret(secret, f"client {user}")))] = user
+    return found
 
 
 def _file_name(role: str) -> str:
@@ -261,16 +272,17 @@ def _file_name(role: str) -> str:
 
 
 def make_folder(folder: Path, roles: Iterable[str]) -> list[Path]:
-    """Make separate keys for a server and for roles, each in files of mode 0600; what is there
-    stays.
+    """Generate separate keys for servers and roles, in files of mode 0600.
+
+    Existing files are not changed.
 
     Returns:
-      The files that were written.
+      The new files.
 
     Raises:
       ConfigError: the folder cannot be written.
     """
-    made: list[Path] = []
+    written: list[Path] = []
     try:
         for path in (folder, folder / PUBLIC):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -285,24 +297,25 @@ def make_folder(folder: Path, roles: Iterable[str]) -> list[Path]:
             for path, key in files.items():
                 with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as out:
                     out.write(key + b"\n")
-            made += files
+            written += files
     except OSError as e:
         raise ConfigError(
             f"keys cannot be written to {str(folder)!r}: {e.strerror or e} ({e.filename})"
         ) from e
-    return made
+    return written
 
 
 # -- the library -----------------------------------------------------------------------------------
 
 
 def check_libzmq() -> None:
-    """Raise ConfigError where libzmq has no CURVE, or one that is too slow and not audited
-    (tweetnacl)."""
+    """Raise ConfigError unless libzmq encrypts with libsodium.
+
+    Its other implementation, tweetnacl, is slow and not audited.
+    """
     remedy = (
         "install pyzmq's own wheel (`pip install --force-reinstall --only-binary pyzmq pyzmq`), or "
-        "write "
-        "transport_encryption='disabled' where nobody else can read the network"
+        "write transport_encryption='disabled' if nobody else can read the network"
     )
     if not zmq.has("curve"):
         raise ConfigError(
@@ -310,15 +323,14 @@ def check_libzmq() -> None:
         )
     if not _has_libsodium():
         raise ConfigError(
-            f"libzmq {zmq.zmq_version()} encrypts without libsodium, which is not among the "
-            "libraries of this process; "
-            f"{remedy}"
+            f"libzmq {zmq.zmq_version()} encrypts without libsodium, which this process has not "
+            f"loaded; {remedy}"
         )
 
 
 @functools.cache
 def _has_libsodium() -> bool:
-    """Return True if this process has loaded libsodium, or keeps no list of its libraries."""
+    """Return True if this process has loaded libsodium, or if the system lists no libraries."""
     if not MAPS.exists():
         return True
     names = (line.rpartition("/")[2] for line in MAPS.read_text().splitlines())

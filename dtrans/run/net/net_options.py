@@ -1,8 +1,8 @@
-"""Options of connections, and the environment variables that are their defaults.
+"""Options of connections, and the environment variables with their defaults.
 
-DTRANS_ALLOW_REMOTE           1 where a launcher was told of several hosts: processes may bind addresses that others
-                              reach
-DTRANS_TRANSPORT_ENCRYPTION   required, auto or disabled; see `dtrans.run.net.keys`
+DTRANS_ALLOW_REMOTE           1: processes may bind addresses that other hosts reach. Launchers of
+                              jobs on several hosts set it.
+DTRANS_TRANSPORT_ENCRYPTION   required, auto or disabled; see `dtrans.run.net.keys`.
 """
 
 from __future__ import annotations
@@ -17,40 +17,40 @@ ENCRYPTION = "DTRANS_TRANSPORT_ENCRYPTION"
 ENCRYPTIONS = ("required", "auto", "disabled")
 
 
-def allows_remote(given: bool | None) -> bool:
+def allows_remote(option: bool | None) -> bool:
     """Return True if processes may bind addresses that other hosts reach.
 
     Args:
-      given: the user's `allow_remote`; None leaves it to DTRANS_ALLOW_REMOTE.
+      option: the user's `allow_remote`; None for the value of DTRANS_ALLOW_REMOTE.
 
     Raises:
-      ConfigError: neither True, False nor None; or the variable is neither 1 nor 0.
+      ConfigError: the option is not True, False or None, or the variable is not 1 or 0.
 
     Example:
       >>> from dtrans.run.net.net_options import allows_remote
       >>> allows_remote(True), allows_remote(None)
       (True, False)
     """
-    check_one_of("allow_remote", given, (True, False, None))
-    if given is None:
+    check_one_of("allow_remote", option, (True, False, None))
+    if option is None:
         found = os.environ.get(ALLOW_REMOTE, "").strip()
         check_one_of(ALLOW_REMOTE, found, ("1", "0", ""))
         return found == "1"
-    return given
+    return option
 
 
-def encryption_of(given: str | None) -> str:
-    """Return which connections are encrypted: "required", "auto" or "disabled".
+def choose_encryption(option: str | None) -> str:
+    """Return the user's or the environment's choice of "required", "auto" or "disabled".
 
     Args:
-      given: the user's `transport_encryption`; None leaves it to DTRANS_TRANSPORT_ENCRYPTION, else
-        to "auto".
+      option: the user's `transport_encryption`; None for the value of DTRANS_TRANSPORT_ENCRYPTION,
+        which is "auto" by default.
 
     Raises:
-      ConfigError: it is another word.
+      ConfigError: the option or the variable is another word.
     """
-    check_one_of("transport_encryption", given, (*ENCRYPTIONS, None))
-    if given is None:
-        given = os.environ.get(ENCRYPTION, "").strip() or "auto"
-        check_one_of(ENCRYPTION, given, ENCRYPTIONS)
-    return given
+    check_one_of("transport_encryption", option, (*ENCRYPTIONS, None))
+    if option is None:
+        option = os.environ.get(ENCRYPTION, "").strip() or "auto"
+        check_one_of(ENCRYPTION, option, ENCRYPTIONS)
+    return option

@@ -1,7 +1,7 @@
-"""Jobs that launchers of this user have started on this host: where they answer, and their tokens.
+"""Jobs that launchers of this user run on this host: their endpoints and tokens.
 
-A launcher that makes the token of a job keeps it in a folder that only this user can read, while
-the job runs. `dtrans status` looks there for a job that answers at the endpoints that it was given.
+A launcher that generates a job's token keeps it in a folder that only this user can read, while the
+job runs. `dtrans status` reads the token from there, for the job at the user's endpoints.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ FILE = "job.json"
 
 @contextlib.contextmanager
 def announce_job(endpoints: Sequence[str], token: str) -> Iterator[None]:
-    """Let `token_of_job` find a job's token while the block runs.
+    """Publish a job's token to `token_of_job` while the block runs.
 
     Args:
-      endpoints: where the job answers observers.
-      token: the job's.
+      endpoints: the endpoints at which the job answers observers.
+      token: the job's token.
 
     Example:
       >>> from dtrans.run.net.started_jobs import announce_job, token_of_job
@@ -39,19 +39,18 @@ def announce_job(endpoints: Sequence[str], token: str) -> Iterator[None]:
     try:
         new = folder.path / f"{FILE}.new"
         new.write_text(json.dumps({"endpoints": list(endpoints), "token": token}))
-        new.rename(folder.path / FILE)  # whole, or not there
+        new.rename(folder.path / FILE)  # atomic: readers never see half a file
         yield
     finally:
         folder.close()
 
 
 def token_of_job(endpoints: Sequence[str]) -> str:
-    """Return the token of the job of this user and host that answers at endpoints; empty for
-    none."""
+    """Return the token of this user's job that answers at endpoints; empty if there is none."""
     for folder in living_folders():
-        # a job may end meanwhile, and its folder with it
+        # the job may end, and remove its folder, before this reads the file
         with contextlib.suppress(FileNotFoundError):
-            if not _is_own(folder):
+            if not _is_private(folder):
                 continue
             job = json.loads((folder / FILE).read_text())
             if set(endpoints) <= set(job["endpoints"]):
@@ -59,8 +58,11 @@ def token_of_job(endpoints: Sequence[str]) -> str:
     return ""
 
 
-def _is_own(folder: Path) -> bool:
-    """Return True for a folder, no link, that this user alone can write."""
+def _is_private(folder: Path) -> bool:
+    """Return True for a folder, not a link, that only this user can read and write.
+
+    The folders are in a directory that all users can write: another user could plant one.
+    """
     found = folder.lstat()
-    is_private = stat.S_ISDIR(found.st_mode) and not stat.S_IMODE(found.st_mode) & 0o077
-    return is_private and found.st_uid == os.getuid()
+    is_closed = stat.S_ISDIR(found.st_mode) and not stat.S_IMODE(found.st_mode) & 0o077
+    return is_closed and found.st_uid == os.getuid()

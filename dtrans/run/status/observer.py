@@ -19,7 +19,7 @@ from dtrans.errors import WireError
 from dtrans.protocol import wire
 from dtrans.protocol.job_status import OBSERVER, ServerStatus, TrainerStatus, read_report
 from dtrans.run.net.keys import STATUS, Keys
-from dtrans.run.net.net_options import encryption_of
+from dtrans.run.net.net_options import choose_encryption
 from dtrans.run.net.sockets import Handshakes, connect, new_socket, tcp_address
 from dtrans.run.net.started_jobs import token_of_job
 
@@ -54,7 +54,7 @@ class JobObserver:
     def __init__(self, endpoints: Sequence[str], timeout: float) -> None:
         self._timeout = timeout
         self._context: zmq.Context[Any] = zmq.Context()
-        keys = Keys.from_environment(encryption_of(None))
+        keys = Keys.from_environment(choose_encryption(None))
         if not keys.token and not keys.folder:
             keys = dataclasses.replace(keys, token=token_of_job(endpoints))
         for ep in endpoints:

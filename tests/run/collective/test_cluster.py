@@ -406,9 +406,8 @@ def test_something_that_does_not_speak_as_trainers_do(role_threads: RoleThreads)
     why = (
         "this process does not encrypt the connection (transport_encryption='auto'), and the other "
         "does "
-        "(transport_encryption='required'), if it is of this job at all; give all processes the "
-        "same "
-        "transport_encryption, or DTRANS_TRANSPORT_ENCRYPTION"
+        "(transport_encryption='required'), if it belongs to this job at all; give all processes "
+        "the same transport_encryption, or DTRANS_TRANSPORT_ENCRYPTION"
     )
     message = f"trainer 0 waited 3 s for trainer 1 ({endpoints[1]}) to come"
     message += f"; {endpoints[1]} does not let trainer 0 in: {why}"

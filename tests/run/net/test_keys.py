@@ -121,7 +121,7 @@ def test_what_protects_nothing_is_refused_or_warned_of() -> None:
         Keys("0" * 31, "disabled").check("trainer 0 is at x", FAR)
     with pytest.warns(
         UnencryptedWarning,
-        match="^trainer 0 is at x, and transport_encryption='disabled': who can read",
+        match="^trainer 0 is at x, and transport_encryption='disabled': anybody on the network can read",
     ):
         Keys(TOKEN, "disabled").check("trainer 0 is at x", FAR)
 
@@ -264,8 +264,8 @@ def test_who_has_not_the_token_is_told_so_and_heard_by_nobody(encryption: str) -
                 line.send(b"never")
                 assert (
                     why_not(watched)
-                    == "the two have not the same DTRANS_TOKEN, which all processes of a job must "
-                    "have"
+                    == "the two have different values of DTRANS_TOKEN; give all processes of a "
+                    "job the same"
                 )
                 assert s.heard() is None
             with client(address, Keys(TOKEN, encryption), "three") as (
@@ -389,8 +389,8 @@ def test_separate_keys_let_in_their_roles_until_they_are_revoked(tmp_path: Path)
         with client(s.tcp, keys, "two", "trainer 1") as (line, watched):
             line.send(b"hello")
             why = (
-                f"its keys are not those of DTRANS_KEYS={str(tmp_path)!r}, or do not let this "
-                "role in any more; "
+                f"its keys are not those of DTRANS_KEYS={str(tmp_path)!r}, or this role's key "
+                "was revoked; "
             )
             assert why_not(watched).startswith(why)
             assert s.heard() is None

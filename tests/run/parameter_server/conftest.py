@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from dtrans.protocol import token
-from dtrans.run.net.net_options import encryption_of
+from dtrans.run.net.net_options import choose_encryption
 
 
 @pytest.fixture(autouse=True)
 def secret(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let these tests run with DTRANS_TRANSPORT_ENCRYPTION=required, which takes a token."""
-    if encryption_of(None) == "required" and not token.job_token():
+    if choose_encryption(None) == "required" and not token.job_token():
         monkeypatch.setenv("DTRANS_TOKEN", token.new_token())

@@ -153,7 +153,7 @@ def test_who_has_another_token_is_told_so_at_once(
     ended: list[object] = []
     assert not isinstance(role_threads.end("right"), BaseException)
     assert str(ended[0]).startswith(
-        f"pserver {ep} does not let trainer 0 in: the two have not the same DTRANS_TOKEN"
+        f"pserver {ep} does not let trainer 0 in: the two have different values of DTRANS_TOKEN"
     )
     assert isinstance(role_threads.end(ep), dict)
 

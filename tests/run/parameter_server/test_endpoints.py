@@ -921,7 +921,7 @@ def test_who_has_not_the_token_is_told_so_at_once_and_takes_nobodys_place(
     error = role_threads.end("stranger")
     assert isinstance(error, PeerError) and time.monotonic() - since < HANG / 2
     assert str(error).startswith(
-        f"pserver {ep} does not let trainer 0 in: the two have not the same DTRANS_TOKEN"
+        f"pserver {ep} does not let trainer 0 in: the two have different values of DTRANS_TOKEN"
     )
     with Peer(ep) as peer:  # nothing that it says is heard
         peer.hello()
