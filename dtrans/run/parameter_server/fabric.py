@@ -170,7 +170,7 @@ class EndpointFabric:
         gradient."""
         if eqn.primitive is geo_send_p:
             raise ConfigError(
-                f"on_nonfinite={self._watch.how!r}: with dtrans.Geo trainers keep their gradients, "
+                f"on_nonfinite={self._watch.reaction!r}: with dtrans.Geo trainers keep their gradients, "
                 "and send what has "
                 "changed; leave it out"
             )
