@@ -243,7 +243,7 @@ class PipelineJob(Job):
     def _result(self, name: str, x: Any, kind: AxisSharding) -> Any:
         """Return a result as the user gets it: of values that replicas have for themselves, rows,
         all, or the first."""
-        if not kind.own:
+        if not kind.stacked:
             return x
         way = {"GLOBAL_CONCAT": "concat"}.get(
             self.plan.model.merges[name], self.plan.model.merges[name]
