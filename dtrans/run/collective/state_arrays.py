@@ -57,12 +57,10 @@ class StateArrays:
 
     def state(self, arrays: Mapping[str, Any]) -> CollectiveState:
         """Return the state that has these arrays."""
-        params, opt_state, extra = self._parts
-        return CollectiveState(
-            {n: arrays[n] for n in params},
-            {n: arrays[n] for n in opt_state},
-            {n: arrays[n] for n in extra},
-        )
+        parts = []
+        for names in self._parts:
+            parts.append({n: arrays[n] for n in names})
+        return CollectiveState(*parts)
 
     def unpad(self, name: str, x: Any) -> Any:
         """Return a global array without its padding, inside of jit."""
