@@ -45,6 +45,12 @@ def test_the_package_does_without_the_rest_of_the_repository(architecture):
     ]
 
 
+def test_zeromq_is_imported_in_one_package(architecture):
+    imports = re.compile(r"^\s*(?:from|import) zmq\b", re.M)
+    found = {n for n, path in architecture.modules().items() if imports.search(path.read_text())}
+    assert found and all(name.startswith("run.net.") for name in found), found
+
+
 def test_there_are_no_circles(architecture):
     arrows = {module: set(targets) for module, targets in architecture.arrows().items()}
     arrows["plan"].discard("run.realisers")

@@ -23,7 +23,7 @@ trainer_line      one trainer's side of one connection
 server_link       a trainer's links to its servers, and what waits for their answers
 traffic           what a trainer sends and receives beside its steps;  `traffic_loop` is its loop
 arrivals          what a process of a pipeline receives
-meeting           the trainers of collectives meet
+meeting           the trainers of collectives meet;  `meeting_loop` drives it over a transport
 roll              the trainers of collectives: who has ended
 geo_steps         what a trainer of GEO-SGD pushes and pulls, and when
 trainer           one trainer: the messages of its steps;  `operation` is what it waits for

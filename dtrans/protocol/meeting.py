@@ -90,6 +90,12 @@ class MeetingFirst:
         later."""
         self.others[k] = f"; {self._endpoints[k]} does not let trainer 0 in: {why}"
 
+    def lost(self, k: int) -> None:
+        """Note that the connection to trainer k has ended: another process may come in its place."""
+        if k in self.here:
+            self.here.remove(k)
+            self.missing.append(k)
+
     def _answer(self, parts: Sequence[Any]) -> wire.Message:
         message = wire.parse(parts)
         if message.op not in ("here", "refuse"):

@@ -15,17 +15,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-import zmq
 
 from dtrans.endpoints import is_loopback, resolve_host, split_endpoint
 from dtrans.errors import ConfigError
 from dtrans.run.distributed.membership import Membership
-from dtrans.run.net.keys import Keys
-from dtrans.run.net.sockets import bind
+from dtrans.run.net.zmq_transport import ZmqDoor, ZmqTransport
 
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")  # of Linux: two hosts of one name differ in it
@@ -43,23 +39,24 @@ class Address:
     bind: str
     reach: str
 
-    @property
-    def bound(self) -> str:
-        """What ZeroMQ binds."""
-        return _tcp(self.bind)
+    def open_door(
+        self, transport: ZmqTransport, users: Mapping[str, str], *, frame: int, messages: int
+    ) -> ZmqDoor:
+        """Open a door at a free port; its `endpoint` is where the others connect to it.
 
-    def at(self, port: int) -> str:
-        """What ZeroMQ connects to."""
-        return f"{_tcp(self.reach)}:{port}"
+        Arguments are those of `dtrans.protocol.transport.Transport.bind`.
+        """
+        return transport.bind(
+            f"{_in_endpoint(self.bind)}:*",
+            users,
+            frame=frame,
+            messages=messages,
+            reach=f"{_in_endpoint(self.reach)}:*",
+        )
 
-    def bind_socket(self, made: zmq.Socket[Any], keys: Keys) -> str:
-        """Bind a socket to a free port. Returns the address to which the others connect theirs."""
-        bound = bind(made, f"{self.bound}:*", keys, _tcp(self.reach))
-        return self.at(int(bound.rpartition(":")[2]))
 
-
-def _tcp(host: str) -> str:
-    return f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
+def _in_endpoint(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 def this_host() -> str:

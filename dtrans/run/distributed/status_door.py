@@ -2,8 +2,7 @@
 
 The launcher, or the user, says where in DTRANS_STATUS_ENDPOINT.
 
-Observers show the job's token alone, and trainers another secret, so the door has a separate ZeroMQ
-context.
+Observers show the job's token alone, and trainers another secret, so the door has other keys.
 """
 
 from __future__ import annotations
@@ -12,28 +11,18 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
 
-import zmq
-
-from dtrans.errors import ConfigError, WireError
+from dtrans.errors import WireError
 from dtrans.protocol import wire
 from dtrans.protocol.job_status import OBSERVER, StatusReporter
 from dtrans.protocol.presence import Trainer
 from dtrans.protocol.refusals import Refusals
 from dtrans.protocol.roll import Doing, Roll
 from dtrans.protocol.tables.held_tables import HeldTables
+from dtrans.protocol.transport import Event
 from dtrans.run.net.keys import STATUS, Keys
-from dtrans.run.net.sockets import (
-    Doorkeeper,
-    Speakers,
-    bind,
-    bound_address,
-    check_host,
-    limit,
-    new_socket,
-    tcp_address,
-)
+from dtrans.run.net.sockets import check_host
+from dtrans.run.net.zmq_transport import ZmqTransport
 
 
 log = logging.getLogger(__name__)
@@ -111,64 +100,57 @@ class StatusDoor:
 
     Args:
       trainers: whose status it is.
+      transport: its polls have requests among their events.
       keys: of the job.
       allow_remote: bind an endpoint that is not loopback.
 
     Attributes:
-      socket: to be polled for requests.
+      door: the source of the events to `take`.
 
     Raises:
       ConfigError: the endpoint may not be, or cannot be bound.
     """
 
-    def __init__(self, trainers: WatchedTrainers, keys: Keys, *, allow_remote: bool) -> None:
-        self._endpoint = trainers.endpoint
-        remedy = "dtrans.connect(allow_remote=True)"
-        check_host(
-            f"{VARIABLE} of trainer 0", self._endpoint, remedy, keys, allow_remote=allow_remote
-        )
+    def __init__(
+        self,
+        trainers: WatchedTrainers,
+        transport: ZmqTransport,
+        keys: Keys,
+        *,
+        allow_remote: bool,
+    ) -> None:
+        endpoint, remedy = trainers.endpoint, "dtrans.connect(allow_remote=True)"
+        check_host(f"{VARIABLE} of trainer 0", endpoint, remedy, keys, allow_remote=allow_remote)
         self._refusals = Refusals(log)
         self.reporter = StatusReporter(trainers, trainers, self._refusals)
         self.reporter.barred = Refusals(log)
-        self._context: zmq.Context[Any] = zmq.Context()
-        self._doorkeeper = Doorkeeper(self._context, keys, {OBSERVER: STATUS})
-        self.socket = new_socket(self._context, zmq.ROUTER)
-        limit(self.socket, wire.HELLO, QUEUE)
-        self._speakers = Speakers(self.socket, self._note_barred)
-        try:
-            bind(self.socket, bound_address(self._endpoint), keys, tcp_address(self._endpoint))
-        except zmq.ZMQError as e:
-            self.close()
-            raise ConfigError(
-                f"{VARIABLE}={self._endpoint} cannot be bound: {zmq.strerror(e.errno or 0)}"
-            ) from e
-
-    def _note_barred(self) -> None:
-        self.reporter.barred.note(
-            "trainer 0 refused a connection of an observer that has not the job's token"
+        self.door = transport.bind(
+            endpoint,
+            {OBSERVER: STATUS},
+            frame=wire.HELLO,
+            messages=QUEUE,
+            name=f"{VARIABLE}={endpoint}",
+            keys=keys,
         )
 
     def look(self, now: float) -> None:
-        """Note the counts of the job, and who was not let in."""
-        self._speakers.listen()
+        """Note the counts of the job."""
         self.reporter.look(now)
 
-    def answer(self) -> None:
-        """Take one message, and answer it."""
-        address, *frames = self.socket.recv_multipart()
+    def take(self, event: Event, now: float) -> None:
+        """Answer a message of an observer, or count one that was not let in."""
+        if event.kind == "refused":
+            self.reporter.barred.note(
+                "trainer 0 refused a connection of an observer that has not the job's token"
+            )
+        if event.kind != "message":
+            return
         try:
-            words = wire.header("status_report", **self.reporter.answer(frames, time.monotonic()))
+            words = wire.header("status_report", **self.reporter.answer(event.frames, now))
         except WireError as e:
             self._refusals.note("trainer 0 refused a message of an observer: %s", e)
             words = wire.header("refuse", reason=str(e))
-        self.socket.send_multipart([address, words])
-
-    def close(self) -> None:
-        """Close the socket. Nobody waits for an observer that does not read."""
-        self._doorkeeper.close()
-        self._speakers.close()
-        self.socket.close(linger=0)
-        self._context.term()
+        self.door.send(event.address, [words])
 
 
 def status_endpoint() -> str:

@@ -29,15 +29,12 @@ import logging
 import os
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
-import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from dtrans._jax import coordinator
 from dtrans.errors import PeerError, WireError
@@ -45,6 +42,7 @@ from dtrans.protocol import wire
 from dtrans.protocol.presence import RETRY
 from dtrans.protocol.refusals import Refusals
 from dtrans.protocol.roll import GRACE, Doing, Ended, Roll
+from dtrans.protocol.transport import Door, Event, Link
 from dtrans.run.distributed.address import Address, address_of, may_bind, this_host
 from dtrans.run.distributed.board import shared_keys, told
 from dtrans.run.distributed.membership import Membership
@@ -55,7 +53,7 @@ from dtrans.run.distributed.status_door import (
     status_endpoint,
 )
 from dtrans.run.net.keys import Keys, is_local
-from dtrans.run.net.sockets import Doorkeeper, Speakers, connect, limit, new_socket, user_of
+from dtrans.run.net.zmq_transport import ZmqTransport
 from dtrans.step_meter import completed_steps
 
 
@@ -103,23 +101,19 @@ class Watch:
         )
         self._addresses: dict[bytes, int] = {}  # of the others, at trainer 0
         self._heard: dict[int, float] = {}  # when they said something last
-        self._open = contextlib.ExitStack()
+        self._transport = ZmqTransport(keys, cluster.patience)
         self._status = self._status_door(cluster) if self._leads and status_endpoint() else None
-        self._context: zmq.Context[Any] = zmq.Context()
         reach = at.reach if isinstance(at, Address) else at
         # on one host nothing but the end of a process ends a connection
         self._retry = GRACE if is_local(reach) else max(GRACE, min(RETRY, cluster.patience))
         self._refusals = Refusals(log)
-        if isinstance(at, Address):
-            self._bind(keys, at, cluster.patience)
-        else:
-            self._socket = new_socket(self._context, zmq.DEALER, cluster.patience)
-            self._monitor = self._socket.get_monitor_socket(
-                zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
-            )
-            self._open.callback(self._monitor.close, linger=0)
-            self._open.callback(self._socket.disable_monitor)
-            connect(self._socket, at, keys, _user(self._number), cluster.name)
+        self._door: Door | None = None  # of trainer 0
+        self._link: Link | None = None  # of another
+        try:
+            self._open(cluster, at)
+        except BaseException:
+            self._transport.close()
+            raise
         self._wake = threading.Event()
         self._doing = 0  # operations that the process is in the middle of
         self._raised = False  # the process has been told by an error, and has itself in hand
@@ -130,29 +124,32 @@ class Watch:
             None  # in one operation; and how many it has begun by then
         )
         self._patience = SLOW
-        self._stopping = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
-        self._stopping[0].bind("inproc://stop")
-        self._stopping[1].connect("inproc://stop")
+        self._stops = self._is_closed = False
         self._thread = threading.Thread(target=self._listen, name="dtrans watch", daemon=True)
         self._thread.start()
         atexit.register(self.close)
 
-    def _bind(self, keys: Keys, at: Address, patience: float) -> None:
-        users = {_user(k): f"trainer {k}" for k in range(1, self._count)}
-        self._open.callback(Doorkeeper(self._context, keys, users).close)
-        self._socket = new_socket(self._context, zmq.ROUTER, patience)
-        limit(self._socket, wire.HELLO, 1000)
-        self._speakers = Speakers(self._socket, self._note_refused)
-        self._open.callback(self._speakers.close)
-        self._monitor = self._speakers.monitor
-        self.address = at.bind_socket(self._socket, keys)
+    def _open(self, cluster: Membership, at: Address | str) -> None:
+        """Open the door of trainer 0, or the link of another trainer to it."""
+        if isinstance(at, Address):
+            users = {_user(k): f"trainer {k}" for k in range(1, self._count)}
+            self._door = at.open_door(self._transport, users, frame=wire.HELLO, messages=1000)
+            self.address = self._door.endpoint
+        else:
+            user = _user(self._number)
+            self._link = self._transport.connect(at, user=user, role=cluster.name)
 
     def _status_door(self, cluster: Membership) -> StatusDoor:
         trainers = WatchedTrainers(
             status_endpoint(), self._count, self.roll, self._now_doing, self._awaited
         )
-        door = StatusDoor(trainers, cluster.keys, allow_remote=cluster.allow_remote)
-        self._open.callback(door.close)
+        try:
+            door = StatusDoor(
+                trainers, self._transport, cluster.keys, allow_remote=cluster.allow_remote
+            )
+        except BaseException:
+            self._transport.close()
+            raise
         self._heard = trainers.heard
         log.info("%s answers `dtrans status %s`", self.me, trainers.endpoint)
         return door
@@ -204,43 +201,48 @@ class Watch:
     # -- the thread ------------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        poller = zmq.Poller()
-        status = [] if self._status is None else [self._status.socket]
-        for s in (self._socket, self._monitor, self._stopping[0], *status):
-            poller.register(s, zmq.POLLIN)
-        while True:
-            ready = dict(poller.poll(self._milliseconds()))
-            if self._stopping[0] in ready:
-                return
-            now = time.monotonic()
+        while not self._stops:
+            for event in self._transport.poll(self._wakes()):
+                self._take(event, self._transport.now())
+            now = self._transport.now()
             if self._status is not None:
                 self._status.look(now)
-                if self._status.socket in ready:
-                    self._status.answer()
-            if self._socket in ready:
-                self._hear()
-            if self._monitor in ready:
-                self._hear_monitor(now)
             for k in self.roll.silent(now):
                 self._tell(k)
             self._look(now)
             self._say_doing(now)
 
-    def _milliseconds(self) -> int:
+    def _wakes(self) -> float:
         # one that has begun an operation too many is seen at the next look
         soon = bool(self.roll.ended) or self.roll.due() is not None
-        return int((LOOK if soon else SAY) * 1000)
+        return self._transport.now() + (LOOK if soon else SAY)
 
-    def _hear(self) -> None:
-        parts: list[Any] = self._socket.recv_multipart(copy=False)
+    def _take(self, event: Event, now: float) -> None:
+        if self._status is not None and event.source is self._status.door:
+            self._status.take(event, now)
+        elif event.kind == "message":
+            self._hear(event, now)
+        elif event.kind == "lost":
+            # who has said nothing is nobody yet
+            if event.address in self._addresses:
+                self.roll.broken(self._addresses[event.address], now, self._retry)
+        elif event.kind == "refused":
+            self._refusals.note(
+                "%s refused a connection of somebody who is not of this job", self.me
+            )
+        elif event.kind == "broken":
+            self.roll.broken(0, now, self._retry - GRACE)
+        elif event.kind == "connected" and self._link is not None:
+            self.roll.back(0)
+            self._link.send([wire.header("here")])
+
+    def _hear(self, event: Event, now: float) -> None:
         try:
+            message, speaker = wire.parse(event.frames), 0
             if self._leads:
-                message, speaker = wire.parse(parts[1:]), int(user_of(parts[0]).rpartition(" ")[2])
-                self._speakers.know(parts[0])
-                self._addresses[bytes(parts[0].buffer)] = speaker
-                self._heard[speaker] = time.monotonic()
-            else:
-                message, speaker = wire.parse(parts), 0
+                speaker = int(event.user.rpartition(" ")[2])
+                self._addresses[event.address] = speaker
+                self._heard[speaker] = now
             if message.op == "here":
                 self.roll.back(speaker)
                 for k in self.roll.ended:  # it may have missed them
@@ -255,22 +257,6 @@ class Watch:
         except WireError as e:
             self._refusals.note("%s dropped %s", self.me, e)
 
-    def _hear_monitor(self, now: float) -> None:
-        if not self._leads:
-            while self._socket.poll(
-                0
-            ):  # last words first; and then at once, since JAX may end this process
-                self._hear()
-            if recv_monitor_message(self._monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self.roll.back(0)
-                self._socket.send(wire.header("here"))
-            else:
-                self.roll.broken(0, now, self._retry - GRACE)
-            return
-        self._speakers.listen()
-        for address in self._speakers.lost():
-            self.roll.broken(self._addresses[address], now, self._retry)
-
     def _tell(self, k: int) -> None:
         """Trainer 0 tells the others how one has ended."""
         if not self._leads:
@@ -278,8 +264,8 @@ class Watch:
         how = self.roll.ended[k]
         words = wire.header("ended", trainer=k, operations=how.operations, reason=how.reason)
         for address, other in self._addresses.items():
-            if other != k:
-                self._socket.send_multipart([address, words])
+            if other != k and self._door is not None:
+                self._door.send(address, [words])
 
     def _say_doing(self, now: float) -> None:
         """Tell what this process does; and, where it waits for long, say for whom."""
@@ -337,9 +323,6 @@ class Watch:
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         return self._doing > 0 or (frame is not None and frame.f_code.co_filename.startswith(JAX))
 
-    def _note_refused(self) -> None:
-        self._refusals.note("%s refused a connection of somebody who is not of this job", self.me)
-
     # -- the end ---------------------------------------------------------------------------------
 
     def _say_end(self, reason: str) -> None:
@@ -348,29 +331,31 @@ class Watch:
     def _say(self, op: str, **fields: Any) -> None:
         """Say something of this process to trainer 0, or as it to all others."""
         words = wire.header(op, trainer=self._number, **fields)
-        for to in self._addresses if self._leads else [b""]:
-            with contextlib.suppress(zmq.Again):
-                self._socket.send_multipart([to, words] if to else [words], zmq.NOBLOCK)
+        if self._link is not None:
+            self._link.send([words])
+        for to in self._addresses:
+            if self._door is not None:
+                self._door.send(to, [words])
 
     def close(self) -> None:
         """Say that this process has come to its end, or what it failed of."""
-        if self._socket.closed:
+        if self._is_closed:
             return
+        self._is_closed = True
         failed = getattr(sys, "last_value", None)
         reason = (
             "" if failed is None else traceback.format_exception_only(failed)[-1].strip()[:1000]
         )
         if is_by_peer(reason):  # JAX's error does not say whose; the log does
             reason = self.failure(KNOWN) or reason
-        self._stopping[1].send(b"")
+        self._stops = True
+        self._transport.wake()
         self._thread.join()
         self._say_end(reason)
-        for s in self._stopping:
-            s.close(linger=0)
-        self._open.close()
+        if self._status is not None:  # nobody waits for an observer that does not read
+            self._status.door.close()
         # trainer 0 may have gone before, and then nobody hears it
-        self._socket.close(linger=0 if 0 in self.roll.ended else int(LINGER * 1000))
-        self._context.term()
+        self._transport.close(0.0 if 0 in self.roll.ended else LINGER)
         atexit.unregister(self.close)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import logging
+import math
 import os
 import socket
 import threading
@@ -76,7 +77,7 @@ def new_socket(context: zmq.Context[Any], kind: int, patience: float = PATIENCE)
 
     Args:
       patience: seconds without a sign of the other end's process after which ZeroMQ ends a
-        connection.
+        connection; `inf` for a process that may not read its messages for long.
     """
     made = context.socket(kind)
     # ZeroMQ keeps a copy of this from when a socket is bound, and goes by that copy for peers that
@@ -91,8 +92,9 @@ def new_socket(context: zmq.Context[Any], kind: int, patience: float = PATIENCE)
     made.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE * 1000))
     # many signs in the time that one may be late: TCP sends again, less and less often, what an
     # outage has lost
-    made.setsockopt(zmq.HEARTBEAT_IVL, max(1, int(patience * 100)))
-    made.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, int(patience * 900)))
+    if math.isfinite(patience):
+        made.setsockopt(zmq.HEARTBEAT_IVL, max(1, int(patience * 100)))
+        made.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, int(patience * 900)))
     if kind == zmq.ROUTER:
         # who comes again is who it was, also before the old connection has ended
         made.setsockopt(zmq.ROUTER_HANDOVER, 1)

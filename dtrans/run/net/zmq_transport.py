@@ -60,7 +60,11 @@ class ZmqLink:
         self._poller = zmq.Poller()
         for polled in self.polled:
             self._poller.register(polled, zmq.POLLIN)
-        connect(self.socket, address, transport.keys, user, role)
+        try:
+            connect(self.socket, address, transport.keys, user, role)
+        except BaseException:  # an open socket would let the transport never close
+            self.close()
+            raise
 
     @property
     def polled(self) -> tuple[zmq.Socket[Any], ...]:
@@ -138,11 +142,13 @@ class ZmqDoor:
     def __init__(
         self,
         transport: ZmqTransport,
+        keys: Keys,
         users: Mapping[str, str],
         frame: int,
         messages: int,
     ) -> None:
         self.endpoint = self.local = ""
+        self._keys = keys
         self.is_due = False
         self._transport, self._bound, self._refused = transport, "", 0
         # ZeroMQ asks one doorkeeper per context, which knows the keys and users of one door
@@ -152,7 +158,7 @@ class ZmqDoor:
         limit(self.socket, frame, messages)
         self._speakers = Speakers(self.socket, self._count_refused)
         self.monitor = self._speakers.monitor
-        self._doorkeeper = Doorkeeper(self._context, transport.keys, users)
+        self._doorkeeper = Doorkeeper(self._context, keys, users)
         self._folder: OwnFolder | None = None
 
     @property
@@ -161,18 +167,17 @@ class ZmqDoor:
         return (self.socket, self.monitor)
 
     def open(self, endpoint: str, reach: str, *, has_local: bool) -> None:
-        """Bind the socket to an endpoint that others reach by another, or by the same."""
-        keys = self._transport.keys
-        host, _, port = reach.rpartition(":")
-        bound = f"tcp://{endpoint}" if port == "*" else bound_address(endpoint)
+        """Bind the socket to an endpoint; others reach it by `reach`, where that is not empty."""
+        host, _, port = (reach or endpoint).rpartition(":")
+        bound = f"tcp://{endpoint}" if reach or port == "*" else bound_address(endpoint)
         try:
-            self._bound = bind(self.socket, bound, keys, f"tcp://{host}")
+            self._bound = bind(self.socket, bound, self._keys, f"tcp://{host}")
             self.endpoint = f"{host}:{self._bound.rpartition(':')[2]}"
             if has_local:
                 self._folder = OwnFolder()
                 path = str(self._folder.path / "socket")
                 if len(os.fsencode(path)) <= zmq.IPC_PATH_MAX_LEN:
-                    bind(self.socket, f"ipc://{path}", keys)
+                    bind(self.socket, f"ipc://{path}", self._keys)
                     self.local = path
         except BaseException:
             self.close()
@@ -288,6 +293,7 @@ class ZmqTransport:
         reach: str = "",
         name: str = "",
         has_local: bool = False,
+        keys: Keys | None = None,
     ) -> ZmqDoor:
         """Open a door, as `dtrans.protocol.transport.Transport` says.
 
@@ -295,10 +301,11 @@ class ZmqTransport:
           reach: the endpoint by which others reach this one, if it is another.
           name: of the door in messages; the endpoint by default.
           has_local: bind a Unix socket too.
+          keys: that others show here; those of the transport by default.
         """
-        door = ZmqDoor(self, users, frame, messages)
+        door = ZmqDoor(self, keys or self.keys, users, frame, messages)
         try:
-            door.open(endpoint, reach or endpoint, has_local=has_local)
+            door.open(endpoint, reach, has_local=has_local)
         except zmq.ZMQError as e:
             why = zmq.strerror(e.errno or 0)
             raise ConfigError(f"{name or endpoint} cannot be bound: {why}") from e

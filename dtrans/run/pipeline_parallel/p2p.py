@@ -17,32 +17,32 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import queue
 import threading
-import time
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import zmq
 
 from dtrans._jax import coordinator
 from dtrans.errors import DeadlineError, PeerError, WireError
 from dtrans.protocol import wire
 from dtrans.protocol.arrivals import Arrivals, ValueType
 from dtrans.protocol.refusals import Refusals
+from dtrans.protocol.transport import Event, Link
 from dtrans.run.distributed.address import address_of, this_host
 from dtrans.run.distributed.board import shared_keys, told
 from dtrans.run.distributed.membership import Membership
 from dtrans.run.distributed.watch import watch
-from dtrans.run.net.sockets import Doorkeeper, connect, limit, new_socket, user_of
+from dtrans.run.net.zmq_transport import ZmqTransport
 
 
 logger = logging.getLogger(__name__)
 LINGER = 10.0  # seconds that may go into handing over what was sent, at the end
 MISSED = "run the same pipeline"
-LOOK = 200  # milliseconds after which a receiver looks whether its own sender has failed
+LOOK = 0.2  # seconds after which a receiver looks whether its own sender has failed
 AHEAD = 256  # messages of one process that wait to be read; others wait where they are
 
 
@@ -56,21 +56,20 @@ class P2PChannels:
 
     def __init__(self, cluster: Membership, name: str) -> None:
         self.me, self.count, self.deadline = cluster.trainer_id, cluster.trainers, cluster.deadline
-        self._context: zmq.Context[Any] = zmq.Context()
         self._keys = shared_keys(cluster, f"links/{name}", MISSED, _look)
         others = [k for k in range(self.count) if k != self.me]
         self._links = {self._link(k, self.me): k for k in others}  # who speaks by each
         users = {link: f"trainer {k}" for link, k in self._links.items()}
-        self._doorkeeper = Doorkeeper(self._context, self._keys, users)
-        self._in = new_socket(self._context, zmq.PULL)
-        limit(self._in, wire.MESSAGE_BYTES, AHEAD)
-        # a process that does not read its messages is not dead
-        self._in.setsockopt(zmq.HEARTBEAT_IVL, 0)
         hosts = told(cluster, f"links/{name}/hosts", this_host(), MISSED, _look)
         address = address_of(cluster, list(hosts.values()), coordinator())
-        self._peers = told(
-            cluster, f"links/{name}/at", address.bind_socket(self._in, self._keys), MISSED, _look
-        )
+        # a process that does not read its messages is not dead
+        self._in = ZmqTransport(self._keys, patience=math.inf)
+        try:
+            door = address.open_door(self._in, users, frame=wire.MESSAGE_BYTES, messages=AHEAD)
+            self._peers = told(cluster, f"links/{name}/at", door.endpoint, MISSED, _look)
+        except BaseException:
+            self._in.close()
+            raise
         self.refusals = Refusals(logger)
         self._refused: dict[int, str] = {}  # what was dropped last of each process
         self._arrivals = Arrivals(self._refuse)
@@ -94,17 +93,14 @@ class P2PChannels:
         self._outbox.put((to, step, key, value))
 
     def _send_all(self) -> None:
-        sockets: dict[int, zmq.Socket[Any]] = {}
+        transport = ZmqTransport(self._keys, patience=math.inf)
+        links: dict[int, Link] = {}
         try:
             for k, address in self._peers.items():
                 if k == self.me:
                     continue
-                sockets[k] = new_socket(self._context, zmq.PUSH)
-                sockets[k].setsockopt(zmq.HEARTBEAT_IVL, 0)
-                sockets[k].setsockopt(zmq.LINGER, int(LINGER * 1000))
-                connect(
-                    sockets[k], address, self._keys, self._link(self.me, k), f"trainer {self.me}"
-                )
+                user, role = self._link(self.me, k), f"trainer {self.me}"
+                links[k] = transport.connect(address, user=user, role=role)
             while (item := self._outbox.get()) is not None:
                 to, step, key, value = item
                 array, impl = on_host(value)
@@ -119,13 +115,12 @@ class P2PChannels:
                         impl=impl,
                         pieces=pieces,
                     )
-                    sockets[to].send_multipart([head, *frames], copy=False)
+                    links[to].send([head, *frames])
                 del item, value, array
         except BaseException as e:  # told by the next `send`
             self._failed.append(e)
         finally:
-            for s in sockets.values():
-                s.close()
+            transport.close(LINGER)
 
     # -- receiving -------------------------------------------------------------------------------
 
@@ -141,22 +136,22 @@ class P2PChannels:
           PeerError: another process has ended, or sending something to one has failed, which may be
             why nothing comes.
         """
-        limit = time.monotonic() + self.deadline
+        limit = self._in.now() + self.deadline
         watched, last = watch(), False
         name = (origin, step, key)
         self._arrivals.expect(name, kind)
         while not self._arrivals.is_whole(name):
             self._check_sender()
-            left = limit - time.monotonic()
-            if left <= 0:
+            now = self._in.now()
+            if now >= limit:
                 raise DeadlineError(
                     f"trainer {self.me} waited {self.deadline:g} s for {what} of step {step}, "
                     f"which trainer {origin} "
                     f"sends{self._refused.get(origin, '')}"
                 )
-            if self._in.poll(min(int(left * 1000) + 1, LOOK)):
-                self._hear(self._in.recv_multipart(copy=False))
-            elif watched is not None and last:
+            if self._hear_until(min(limit, now + LOOK)):
+                continue
+            if watched is not None and last:
                 watched.check(origin)
             else:  # what a process sent before its end may come behind the news of that
                 last = watched is not None and bool(
@@ -165,11 +160,20 @@ class P2PChannels:
         array = self._arrivals.take(name)
         return jax.random.wrap_key_data(jnp.asarray(array), impl=kind.impl) if kind.impl else array
 
-    def _hear(self, parts: list[Any]) -> None:
+    def _hear_until(self, until: float) -> bool:
+        """Take what comes next, until a time; return True if it was a message."""
+        has_heard = False
+        for event in self._in.poll(until):
+            if event.kind == "message":
+                has_heard = True
+                self._hear(event)
+        return has_heard
+
+    def _hear(self, event: Event) -> None:
         """Take a message. One that is not right is dropped, and changes nothing."""
-        origin = self._links[user_of(parts[0])]
+        origin = self._links[event.user]
         try:
-            message = wire.parse(parts)
+            message = wire.parse(event.frames)
         except WireError as e:
             self._refuse(origin, e)
         else:
@@ -187,13 +191,9 @@ class P2PChannels:
 
     def close(self) -> None:
         """End the lines; what was sent is handed over."""
-        if self._in.closed:
-            return
         self._outbox.put(None)
         self._sender.join()
-        self._doorkeeper.close()
-        self._in.close(linger=0)
-        self._context.term()
+        self._in.close()
         atexit.unregister(self.close)
 
 

@@ -7,21 +7,18 @@ server that comes later.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import time
 from collections.abc import Sequence
 from typing import Any
-
-import zmq
 
 from dtrans.errors import WireError
 from dtrans.protocol import wire
 from dtrans.protocol.job_status import OBSERVER, ServerStatus, TrainerStatus, read_report
+from dtrans.protocol.transport import Event
 from dtrans.run.net.keys import STATUS, Keys
 from dtrans.run.net.net_options import choose_encryption
-from dtrans.run.net.sockets import Handshakes, connect, new_socket, tcp_address
 from dtrans.run.net.started_jobs import token_of_job
+from dtrans.run.net.zmq_transport import ZmqTransport
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,13 +50,15 @@ class JobObserver:
 
     def __init__(self, endpoints: Sequence[str], timeout: float) -> None:
         self._timeout = timeout
-        self._context: zmq.Context[Any] = zmq.Context()
         keys = Keys.from_environment(choose_encryption(None))
         if not keys.token and not keys.folder:
             keys = dataclasses.replace(keys, token=token_of_job(endpoints))
-        for ep in endpoints:
-            keys.check(f"dtrans status connects to {ep}", ep)
-        self._lines = [_Line(self._context, ep, keys) for ep in endpoints]
+        self._transport = ZmqTransport(keys)
+        try:
+            self._lines = [_Line(self._transport, ep) for ep in endpoints]
+        except BaseException:
+            self.close()
+            raise
 
     def __enter__(self) -> JobObserver:
         return self
@@ -69,27 +68,19 @@ class JobObserver:
 
     def ask(self) -> list[Answer]:
         """Return the answer of each server, in their order."""
-        limit = time.monotonic() + self._timeout
+        limit = self._transport.now() + self._timeout
         for line in self._lines:
             line.begin()
-        while waiting := [line for line in self._lines if line.answer is None]:
-            left = limit - time.monotonic()
-            if left <= 0:
-                break
-            poller = zmq.Poller()
-            for line in waiting:
-                line.register(poller)
-            ready = dict(poller.poll(max(1, int(left * 1000))))
-            for line in waiting:
-                line.go_on(ready)
+        while self._transport.now() < limit and any(x.answer is None for x in self._lines):
+            for event in self._transport.poll(limit):
+                for line in self._lines:
+                    line.take(event)
         silence = f"no answer within {self._timeout:g} s"
         return [line.answer or Answer(line.endpoint, silence) for line in self._lines]
 
     def close(self) -> None:
         """Close the connections."""
-        for line in self._lines:
-            line.close()
-        self._context.term()
+        self._transport.close()
 
 
 class _Line:
@@ -99,52 +90,51 @@ class _Line:
       answer: to the last request; None while there is none.
     """
 
-    def __init__(self, context: zmq.Context[Any], endpoint: str, keys: Keys) -> None:
+    def __init__(self, transport: ZmqTransport, endpoint: str) -> None:
         self.endpoint = endpoint
         self.answer: Answer | None = None
-        self._context, self._keys = context, keys
+        self._transport = transport
         self._request, self._asked, self._barred = 0, False, False
         self._open()
 
     def _open(self) -> None:
-        address = tcp_address(self.endpoint)
-        self._socket = new_socket(self._context, zmq.DEALER)
-        # a request is sent on a connection that is there, or not at all
-        self._socket.setsockopt(zmq.IMMEDIATE, 1)
-        self._handshakes = Handshakes(self._socket, self._keys, address)
-        connect(self._socket, address, self._keys, OBSERVER, STATUS)
+        self._is_up = False
+        self._link = self._transport.connect(
+            self.endpoint, user=OBSERVER, role=STATUS, name="dtrans status"
+        )
 
     def begin(self) -> None:
         """Begin another request."""
         self._request, self._asked, self.answer = self._request + 1, False, None
-        if (
-            self._barred
-        ):  # ZeroMQ does not connect again by itself, and another job may be there now
-            self.close()
+        for event in self._link.changes():  # since the last request
+            self.take(event)
+        if self._barred:
+            # ZeroMQ does not connect again by itself, and another job may be there now
+            self._link.close()
             self._open()
-            self._barred = False
+            self._barred, self.answer = False, None
+        self._ask()
 
-    def register(self, poller: zmq.Poller) -> None:
-        """Wait for whatever lets this line go on."""
-        poller.register(self._socket, zmq.POLLIN if self._asked else zmq.POLLIN | zmq.POLLOUT)
-        poller.register(self._handshakes.monitor, zmq.POLLIN)
+    def _ask(self) -> None:
+        """Send the request, on a connection that is there: it is for no server that comes later."""
+        if self._is_up and not self._asked:
+            self._link.send([wire.header("status", request=self._request)])
+            self._asked = True
 
-    def go_on(self, ready: dict[Any, int]) -> None:
-        """Send the request, or take the answer, as far as that is possible now."""
-        events = ready.get(self._socket, 0)
-        if self._handshakes.monitor in ready and (why := self._handshakes.take()[1]):
-            self._barred, self.answer = (
-                True,
-                Answer(self.endpoint, f"it does not let dtrans status in: {why}"),
-            )
-        if events & zmq.POLLOUT and not self._asked:
-            with contextlib.suppress(zmq.Again):  # the connection has ended since
-                self._socket.send(wire.header("status", request=self._request), zmq.NOBLOCK)
-                self._asked = True
-        if events & zmq.POLLIN:
-            self._hear(self._socket.recv_multipart())
+    def take(self, event: Event) -> None:
+        """Take an event, if it is of this connection."""
+        if event.source is not self._link:
+            return
+        if event.kind == "message":
+            self._hear(event.frames)
+        elif event.kind == "barred":
+            why = f"it does not let dtrans status in: {event.reason}"
+            self._barred, self.answer = True, Answer(self.endpoint, why)
+        else:
+            self._is_up, self._asked = event.kind == "connected", False
+            self._ask()
 
-    def _hear(self, frames: list[bytes]) -> None:
+    def _hear(self, frames: Sequence[Any]) -> None:
         try:
             message = wire.parse(frames)
             if message.op == "refuse":
@@ -153,8 +143,3 @@ class _Line:
                 self.answer = Answer(self.endpoint, "", *read_report(message))
         except WireError as e:
             self.answer = Answer(self.endpoint, f"it answered with {e}")
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._handshakes.close()
-        self._socket.close(linger=0)

@@ -349,7 +349,7 @@ def test_an_endpoint_in_use(role_threads: RoleThreads) -> None:
             socket.create_server((host, int(port))),
             pytest.raises(
                 ConfigError,
-                match=f"^trainer {k} cannot listen at {endpoints[k]}: Address already in use$",
+                match=f"^trainer {k} \\({endpoints[k]}\\) cannot be bound: Address already in use$",
             ),
         ):
             rendezvous(k, endpoints, deadline=5.0)

@@ -3,6 +3,8 @@ on several."""
 
 from __future__ import annotations
 
+import contextlib
+import re
 import socket
 from typing import Any
 
@@ -12,6 +14,8 @@ from dtrans.errors import ConfigError
 from dtrans.run.distributed import address
 from dtrans.run.distributed.address import Address, address_of, reached_here, route_to, this_host
 from dtrans.run.distributed.membership import Membership
+from dtrans.run.net.keys import Keys
+from dtrans.run.net.zmq_transport import ZmqTransport
 
 
 FAR = ("node001 a", "node002 b")
@@ -47,9 +51,8 @@ def test_stages_on_other_hosts_are_reached_by_the_way_to_the_coordinator(
     asked = routed(monkeypatch, "10.0.0.7")
     found = address_of(member(), FAR, COORDINATOR)
     assert asked == [("node001", 61440)] and found == Address("10.0.0.7", "10.0.0.7")
-    assert (found.bound, found.at(4242)) == ("tcp://10.0.0.7", "tcp://10.0.0.7:4242")
     routed(monkeypatch, "fd00::7")
-    assert address_of(member(), FAR, COORDINATOR).at(4242) == "tcp://[fd00::7]:4242"
+    assert address_of(member(), FAR, COORDINATOR) == Address("fd00::7", "fd00::7")
 
 
 def test_a_process_beside_the_coordinator_is_reached_by_its_name(
@@ -58,7 +61,7 @@ def test_a_process_beside_the_coordinator_is_reached_by_its_name(
     """Hosts of Debian call themselves 127.0.1.1, which the others cannot reach."""
     routed(monkeypatch, "127.0.1.1")
     found = address_of(member(0), FAR, COORDINATOR)
-    assert (found.bound, found.at(4242)) == ("tcp://*", "tcp://node001:4242")
+    assert found == Address("*", "node001")
 
 
 def test_processes_of_one_host_stay_on_loopback() -> None:
@@ -69,7 +72,15 @@ def test_processes_of_one_host_stay_on_loopback() -> None:
 
 def test_endpoints_come_first() -> None:
     given = member(endpoints=("10.0.0.1:6000", "[fd00::2]:6000"), allow_remote=False)
-    assert address_of(given, FAR, COORDINATOR).bound == "tcp://[fd00::2]"
+    assert address_of(given, FAR, COORDINATOR) == Address("fd00::2", "fd00::2")
+
+
+def test_a_door_is_bound_at_one_address_and_reached_by_another() -> None:
+    keys = Keys("a token", encryption="disabled")
+    with contextlib.closing(ZmqTransport(keys)) as transport:
+        at = Address("127.0.0.1", "localhost")
+        door = at.open_door(transport, {"one": ""}, frame=100, messages=10)
+        assert re.fullmatch(r"localhost:\d+", door.endpoint)
 
 
 DEBIAN = {"node1": "127.0.1.1", "node2": "10.0.0.2"}  # as node1 resolves names

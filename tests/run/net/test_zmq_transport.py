@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from role_threads import HANG, free_endpoints
@@ -13,7 +14,7 @@ from role_threads import HANG, free_endpoints
 from dtrans.errors import ConfigError
 from dtrans.protocol.token import new_token
 from dtrans.protocol.transport import Event
-from dtrans.run.net.keys import Keys
+from dtrans.run.net.keys import Keys, make_folder
 from dtrans.run.net.zmq_transport import ZmqTransport
 
 
@@ -125,6 +126,14 @@ def test_an_event_that_is_not_taken_comes_again():
         while "broken" not in kinds(found):
             found.append(next(there.poll(time.monotonic() + HANG)))
         assert kinds(found) == ["connected", "message", "broken"]
+
+
+def test_a_transport_closes_after_a_key_file_could_not_be_read(tmp_path: Path) -> None:
+    make_folder(tmp_path, ["trainer 0"])
+    with contextlib.closing(ZmqTransport(Keys("", folder=str(tmp_path)))) as transport:
+        with pytest.raises(ConfigError, match=r"its file trainer-1.secret cannot be read: "):
+            transport.connect("127.0.0.1:1", user="somebody", role="trainer 1")
+        assert not transport.owners
 
 
 def test_another_thread_ends_a_poll():

@@ -80,8 +80,8 @@ def test_stages_that_slurm_put_on_several_hosts_find_each_other(tmp_path: Path) 
             and "allow_remote=True" in found["remote"]
         )
         assert sorted(at.rpartition(":")[0] for at in found["peers"]) == [
-            "tcp://127.0.0.2",
-            "tcp://127.0.0.3",
+            "127.0.0.2",
+            "127.0.0.3",
         ]
         assert found["loss"] == pytest.approx(float(want), rel=1e-5)
 

@@ -48,11 +48,11 @@ def forged(**fields: Any) -> list[bytes]:
 @contextlib.contextmanager
 def stranger(address: str, password: str | None = None) -> Iterator[zmq.Socket[Any]]:
     """A socket that is connected to a link."""
-    with zmq.Context() as context, context.socket(zmq.PUSH) as line:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as line:
         line.linger, line.sndhwm = 0, 0
         if password is not None:
             line.plain_username, line.plain_password = b"process 0 to 1", password.encode()
-        line.connect(address)
+        line.connect(f"tcp://{address}")
         yield line
 
 
@@ -100,7 +100,7 @@ MALFORMED = [
     [wire.header("abort", reason="I say so")],
     [msgpack.packb({"v": 1})],
     [b"\xc1"],
-    [b""],
+    [b"", b""],
 ]
 
 
