@@ -226,7 +226,7 @@ def test_trainer_0_answers_observers(
             assert stranger.ask()[0].error == ""
         monkeypatch.setenv("DTRANS_TOKEN", "of another")
         with JobObserver([status], HANG) as stranger:
-            assert "not the same DTRANS_TOKEN" in stranger.ask()[0].error
+            assert "different values of DTRANS_TOKEN" in stranger.ask()[0].error
         until(lambda: [x.server.barred for x in observer.ask() if x.server] == [1], "a count")
 
 
