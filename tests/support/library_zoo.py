@@ -75,7 +75,7 @@ def _case(
     init: Any, *, value_and_grad: Any = jax.value_and_grad, batch: Any = labelled, one: bool = True
 ) -> Callable[[Any], Any]:
     def add(step: Any) -> Any:
-        what = (inspect.getdoc(step) or "").rstrip(".")
+        what = " ".join((inspect.getdoc(step) or "").split()).rstrip(".")
         _CASES.append(LibraryCase(step.__name__, what, init, step, value_and_grad, batch, one))
         return step
 

@@ -109,7 +109,7 @@ def row(case: step_zoo.StepCase) -> str:
         ", ".join(f"{len(n)} {op}, {sum(n):,} bytes" for op, n in sorted(moved.items()))
         or "nothing"
     )
-    what = case.what.rstrip(".")
+    what = " ".join(case.what.split()).rstrip(".")
     return (
         f"| {case.name} | {what} | {alone} | {listed} | {on_servers(case)} | "
         f"{in_pipeline(case)} |\n"
