@@ -65,6 +65,11 @@ def test_code_and_tables_of_a_page_are_left_out() -> None:
     assert [line for line, _ in check_page(f"Short.\n\n{words}\n")] == [3]
 
 
+def test_a_long_page_is_found() -> None:
+    assert list(check_page("Word. " * 1200)) == []
+    assert list(check_page("Word. " * 1201)) == [(1, "the page has 1201 words, at most 1200")]
+
+
 def test_a_long_line_of_a_module_is_found(tmp_path: Path) -> None:
     path = tmp_path / "a.py"
     path.write_text(f'x = 1\nname = "{"x" * 100}"\n')

@@ -7,7 +7,7 @@ CONTRIBUTING.md has the rules. A program can check these:
 
 - Functions start with an imperative verb. Docstrings never start with a wh-word.
 - "of" shows possession: `is of`, `are of`, `of which` and `of whom` are not used.
-- Sentences of docstrings and pages have 25 words at most; lines have 100 characters at most.
+- Sentences of docstrings and pages have 25 words at most, pages 1,200 words, lines 100 characters.
 - No name is, starts with or ends with a participle such as `made`.
 - A statement has at most one comprehension, neither nested nor beside another.
 
@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LISTED = ROOT / "tools" / "prose.txt"
 
 MAX_WORDS = 25
+MAX_PAGE_WORDS = 1200
 MAX_COLUMNS = 100
 
 WH_WORDS = {"what", "whether", "which", "how", "who", "whose", "whom", "where", "when", "why"}
@@ -94,7 +95,10 @@ def check_page(text: str) -> Iterator[tuple[int, str]]:
         is_code ^= fence
         skipped = fence or is_code or line.startswith(("|", "#", "    "))
         prose.append("" if skipped else line)
-    yield from check_text("\n".join(prose), 1)
+    text = "\n".join(prose)
+    yield from check_text(text, 1)
+    if len(text.split()) > MAX_PAGE_WORDS:
+        yield 1, f"the page has {len(text.split())} words, at most {MAX_PAGE_WORDS}"
 
 
 # -- docstrings, comments and messages -------------------------------------------------------------
