@@ -50,11 +50,12 @@ fuzz: $(STAMP) ## slice 2,000 random updates, verify plans of 10,000 random step
 soak: $(STAMP) ## run the tests that take minutes: jobs of four processes, some of which die
 	JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(BIN)/python -m pytest -m soak
 
-lint: $(STAMP) ## check style, format and types
+lint: $(STAMP) ## check style, format, types, prose and spelling
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m tools.check_prose
+	$(BIN)/codespell
 
 format: $(STAMP) ## put the code in the project's format
 	$(BIN)/ruff check --fix .

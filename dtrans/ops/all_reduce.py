@@ -52,7 +52,6 @@ def combine(op: str, parts: Sequence[Any], xp: Any = jnp) -> Any:
 @functools.cache
 def identity_of(op: str, shape: tuple[int, ...], dtype: Any) -> Callable[[], jax.Array]:
     """Return a function that returns the identity of a reduction."""
-
     kind = np.dtype(dtype)
     if op in ("max", "min"):
         if jnp.issubdtype(kind, np.inexact):

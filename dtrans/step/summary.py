@@ -186,6 +186,7 @@ def _checked(kind: str, tag: str, value: Any) -> jax.Array:
 
 
 def require(holds: bool, kind: str, tag: str, array: Any, what: str) -> None:
+    """Raise ConfigError unless the array of a summary is as its kind needs it."""
     if not holds:
         raise ConfigError(
             f"the {kind} {tag} is {array.dtype}{list(array.shape)}; it must be {what}"

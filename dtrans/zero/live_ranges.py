@@ -1,4 +1,4 @@
-"""Uses of sliced leaves in a step, and the windows in which each must be whole.
+r"""Uses of sliced leaves in a step, and the windows in which each must be whole.
 
 A leaf is gathered for a *window*: the equations from its first use in one direction (forward, or
 backward) to its last. A window ends early if many other leaves are gathered before the next use. An
@@ -10,7 +10,7 @@ backward pass. A cast right after the leaf runs before the gather, on the slice.
 then need the leaf in no other type, and the type must be smaller.
 
     w ---- convert to bf16 ---- dot_general         uses: dot_general, of w as bf16
-      \\--- transpose ---------- dot_general               dot_general, of w as f32
+      \--- transpose ---------- dot_general               dot_general, of w as f32
 """
 
 from __future__ import annotations

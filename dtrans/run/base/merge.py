@@ -24,9 +24,8 @@ class Merge:
       rows: number of rows that are not padding; None if there is no padding.
 
     Example:
-
-    >>> Merge("concat", rows=3)(jnp.array([[1, 2], [3, 0]]))
-    Array([1, 2, 3], dtype=int32)
+      >>> Merge("concat", rows=3)(jnp.array([[1, 2], [3, 0]]))
+      Array([1, 2, 3], dtype=int32)
     """
 
     way: str
