@@ -1,14 +1,14 @@
-"""A trainer's part of the batch, taken in micro-steps: a scan, without any communication inside.
+"""Micro-steps over a trainer's part of the batch: a scan without communication.
 
     accumulate    scan: forward, backward, add up         --> one gradient, results
-    local steps   scan: forward, backward, optimize       --> parameters and optimizer state, results
+    local steps   scan: forward, backward, optimize       --> parameters, optimizer state, results
 
-Parameters that trainers make (batch statistics), and in local steps all state, go from micro-step
-to micro-step; a key is folded with the number of the micro-step.
+The scan carries parameters that trainers update locally (batch statistics), and in local steps all
+state. A random key is folded with the number of the micro-step.
 
-Source of local steps: Stich, Local SGD Converges Fast and Communicates Little (arXiv 1805.09767);
-that the optimizer's state is averaged as well: Yu, Jin, Yang (arXiv 1905.03817). In Paddle,
-transpiler/collective.py: `LocalSGD`, which leaves the optimizer's state to each trainer.
+Source of local steps: Stich, Local SGD Converges Fast and Communicates Little (arXiv 1805.09767).
+Source of averaging the optimizer's state too: Yu, Jin, Yang (arXiv 1905.03817). Paddle's `LocalSGD`
+(transpiler/collective.py) leaves the optimizer's state local to each trainer.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import jax.numpy as jnp
 from dtrans._jax import Atom, ClosedJaxpr, closed_with, jaxpr_as_fun, opened, small_jaxpr
 from dtrans.batch.precomputed_micro_steps import PrecomputedMicroSteps
 from dtrans.data_parallel.options import Options
-from dtrans.data_parallel.reducer import clipped
+from dtrans.data_parallel.reducer import clip_to_norm
 from dtrans.errors import BatchError
-from dtrans.ir.array_fns import in_one, parts_of, sum_type
+from dtrans.ir.array_fns import in_one, is_key, parts_of, sum_type
 from dtrans.ir.builder import Builder
 from dtrans.ir.inline import inline_calls
 from dtrans.ir.program import BACKWARD, FORWARD, Program
@@ -34,7 +34,7 @@ from dtrans.step.cut import GRAD, Cut, cut
 from dtrans.step.forward_backward import write_trainer_half
 
 
-Outputs = tuple[dict[str, Atom], dict[str, Atom]]  # by name; and gradients, by leaf
+Outputs = tuple[dict[str, Atom], dict[str, Atom]]  # outputs by name, and gradients by leaf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,21 +42,18 @@ class MicroSteps:
     """Micro-steps of a trainer.
 
     Attributes:
-      count: how many there are.
-      reduce: how their gradients are combined: "mean" or "sum".
-      ways: how each of their results is merged: "mean", "sum", "max", "concat", or "same" (the last
-        one).
-      example_count: the result that weights means over micro-steps; it is itself added up.
-      axes: the dimension along which each array of the batch is cut; every micro-step gets others
-        whole.
-      keys: names of keys of the batch that are folded with the number of the micro-step.
-      joined: the dimension along which a result that is "concat" is joined, where that is not the
-        first.
-      carried: parameters that trainers make and that go from micro-step to micro-step, as batch
-        statistics of each do; others are made of those before the step, and merged as results are.
-      given: what micro-steps are given of the whole batch, if anything.
-      clip_norm: the norm that the gradients of each are clipped to, if they are.
-      noun: what a trainer is called in errors.
+      count: the number of micro-steps.
+      reduce: the merge of their gradients: "mean" or "sum".
+      ways: the merge of each result: "mean", "sum", "max", "concat", or "same" (the last one).
+      example_count: the result that weights means over micro-steps; it is summed.
+      axes: the dimension along which each array of the batch is cut. Other arrays are not cut.
+      keys: random keys of the batch, which are folded with the number of the micro-step.
+      joined: the dimension along which "concat" concatenates a result, if not the first.
+      carried: parameters that trainers update locally and that the scan carries, such as batch
+        statistics. Others start from the state before the step, and are merged as results are.
+      precomputed: the inputs of micro-steps that are computed from the full batch, if any.
+      clip_norm: the norm to which the gradients of each micro-step are clipped, if any.
+      noun: the word for a trainer in errors.
     """
 
     count: int
@@ -67,38 +64,33 @@ class MicroSteps:
     keys: Sequence[str]
     joined: Mapping[str, int]
     carried: Sequence[str]
-    given: PrecomputedMicroSteps | None
+    precomputed: PrecomputedMicroSteps | None
     clip_norm: float | None
     noun: str
 
     @classmethod
-    def of(cls, step: Cut, o: Options, merges: Mapping[str, str]) -> MicroSteps:
+    def from_options(cls, step: Cut, o: Options, merges: Mapping[str, str]) -> MicroSteps:
         """Return the micro-steps of a trainer with these options."""
-        types = step.program.inputs
-        own = [n for n in step.batch if not is_under(n, o.batch.unsplit_inputs)]
-        shared = o.shared
-        axes = {n: 0 for n in own if types[n].ndim} if shared is None else shared.axes
-        keys = [
-            n
-            for n in own
-            if jnp.issubdtype(types[n].dtype, jax.dtypes.prng_key) and not types[n].ndim
-        ]
-        joined = {} if shared is None else shared.joined
-        carried = [n for n in step.frozen if n in merges] if shared is None else []
-        reduce, count = o.reduce.op or "mean", o.batch.example_count
-        clip_norm = o.reduce.clip_of_each(o.num_micro_batch)
+        types, shared = step.program.inputs, o.shared
+        axes: Mapping[str, int]
+        split = [n for n in step.batch if not is_under(n, o.batch.unsplit_inputs)]
+        if shared is None:
+            axes = {n: 0 for n in split if types[n].ndim}
+            carried = [n for n in step.frozen if n in merges]
+        else:
+            axes, carried = shared.axes, []
         return cls(
-            o.micro_steps,
-            reduce,
-            merges,
-            count,
-            axes,
-            keys,
-            joined,
-            carried,
-            o.given,
-            clip_norm,
-            o.noun,
+            count=o.micro_steps,
+            reduce=o.reduce.op or "mean",
+            ways=merges,
+            example_count=o.batch.example_count,
+            axes=axes,
+            keys=[n for n in split if is_key(types[n].dtype) and not types[n].ndim],
+            joined={} if shared is None else shared.joined,
+            carried=carried,
+            precomputed=o.precomputed,
+            clip_norm=o.reduce.clip_per_micro_batch(o.num_micro_batch),
+            noun=o.noun,
         )
 
 
@@ -107,65 +99,74 @@ def write_micro_steps(
     step: Cut,
     window: MicroSteps,
     results: Sequence[str],
-    given: Mapping[str, Atom] | None = None,
+    inputs: Mapping[str, Atom] | None = None,
     half: Callable[[Builder, Cut], Outputs] | None = None,
 ) -> Outputs:
     """Write forward and backward of all micro-steps, on the same parameters.
 
     Args:
-      b: that they are written with; it has the step's inputs.
-      results: the outputs that are wanted, beside the parameters that trainers make.
-      given: inputs that are not the step's own variables, by name.
-      half: writes a micro-step where that is not just the trainer half: takes the inputs of
-        `given`, each by a variable of its own, behind all others, and returns results and
-        parameters that trainers make by name, and gradients.
+      b: the builder to write with; it has the step's inputs.
+      step: the step of a trainer.
+      window: its micro-steps.
+      results: the wanted outputs, in addition to parameters that trainers update locally.
+      inputs: inputs that are not the step's variables, by name.
+      half: writes a micro-step in place of the plain trainer half. It adds a variable for each
+        input of `given` behind all others. It returns results and locally updated parameters by
+        name, and gradients.
 
     Returns:
       Outputs by name, and gradients by leaf.
 
     Raises:
-      BatchError: rows that the micro-steps do not divide.
+      BatchError: the number of rows is not a multiple of the number of micro-steps.
     """
     micro = cut(_micro_program(step.program, window)).with_reported()
-    if not step.early:  # those of parameters alone are called once, behind all micro-steps
+    if not step.early:
+        # callbacks that read parameters only are called once, after all micro-steps
         micro = dataclasses.replace(micro, observers=())
-    merged = [*results, *(n for n in step.frozen if n in window.ways and n not in window.carried)]
     source = micro.program
     vars_of = source.invars
     outs_of: dict[str, Atom] = source.outvars
-    grads: Mapping[str, Atom] = micro.gradients
+    inputs = dict(inputs or {})
+    plain_names = [n for n in (*micro.params, *micro.state_read, *micro.batch) if n not in inputs]
+    names = [*plain_names, *inputs]
+
+    # one micro-step, from its inputs to results and gradients
     inner = Builder(source.jaxpr)
-    given = given or {}
-    names = [n for n in (*micro.params, *micro.state_read, *micro.batch) if n not in given] + list(
-        given
-    )
-    inner.invars += [vars_of[n] for n in names if n not in given]
+    inner.invars += [vars_of[n] for n in plain_names]
+    grads: Mapping[str, Atom] = micro.gradients
     if half is None:
         write_trainer_half(inner, micro, results, lambda leaf, grad: None)
     else:
-        made, grads = half(inner, micro)
-        outs_of |= made
+        outputs, grads = half(inner, micro)
+        outs_of |= outputs
     if window.clip_norm is not None:
         inner.role = BACKWARD
-        grads = dict(
-            zip(grads, inner.call(clipped(float(window.clip_norm)), *grads.values()), strict=True)
-        )
-    called = {n: unused_name(n + GRAD, outs_of) for n in step.gradients}
-    outs_of |= {name: grads[n] for n, name in called.items()}
-    ways = dict.fromkeys(called.values(), window.reduce) | {n: window.ways[n] for n in merged}
+        clipped = inner.call(clip_to_norm(float(window.clip_norm)), *grads.values())
+        grads = dict(zip(grads, clipped, strict=True))
+
+    # to the scan, gradients are outputs like others, under names that no output has
+    grad_names = {n: unused_name(n + GRAD, outs_of) for n in step.gradients}
+    outs_of |= {name: grads[n] for n, name in grad_names.items()}
+    merged = [n for n in step.frozen if n in window.ways and n not in window.carried]
+    ways = dict.fromkeys(grad_names.values(), window.reduce)
+    ways |= {n: window.ways[n] for n in (*results, *merged)}
     outs = [*ways, *window.carried]
     body = _Body(inner.build([outs_of[n] for n in outs]), names, outs)
-    given = {**given, **_given_first(b, step, window)}
-    found = _scanned(b, step, names, body, ways, window.carried, window, given)
-    return found, {n: found.pop(name) for n, name in called.items()}
+
+    inputs |= _write_precomputed(b, step, window)
+    scan = _Scan(names, body, ways, window.carried, window)
+    found = _write_scan(b, step, scan, inputs)
+    return found, {n: found.pop(name) for n, name in grad_names.items()}
 
 
 def write_local_steps(b: Builder, step: Cut, window: MicroSteps) -> dict[str, Atom]:
-    """Write whole steps of a trainer by itself, one after the other; arguments and errors as
-    `write_micro_steps`.
+    """Write complete steps of one trainer, one after the other.
+
+    Arguments and errors are those of `write_micro_steps`.
 
     Returns:
-      All outputs of the step by name: parameters and optimizer state are those after the last step.
+      All outputs of the step by name: parameters and optimizer state after the last step.
     """
     micro = _micro_program(step.program, window)
     state = [*step.params, *step.opt_state]
@@ -174,144 +175,187 @@ def write_local_steps(b: Builder, step: Cut, window: MicroSteps) -> dict[str, At
     outs_of = micro.outvars
     names = list(micro.in_names)
     body = _Body(closed_with(micro.jaxpr, outvars=[outs_of[n] for n in outs]), names, outs)
-    return _scanned(b, step, names, body, ways, state, window)
+    return _write_scan(b, step, _Scan(names, body, ways, state, window), {})
 
 
 def _micro_program(source: Program, window: MicroSteps) -> Program:
     """Return the step, traced for a micro-step's part of the batch."""
     types = [*micro_types(source, window.axes, window.count, window.noun).values()]
-    return source.specialize_flat(types) if window.given is None else window.given.micro_step(types)
+    if window.precomputed is None:
+        return source.specialize_flat(types)
+    return window.precomputed.micro_step(types)
 
 
-def _given_first(b: Builder, step: Cut, window: MicroSteps) -> dict[str, Atom]:
-    """Write what micro-steps are given of the whole batch, by name: a trainer's rows of it, or
-    all."""
-    if window.given is None:
+def _write_precomputed(b: Builder, step: Cut, window: MicroSteps) -> dict[str, Atom]:
+    """Write the values that micro-steps read of the full batch; return them by name."""
+    if window.precomputed is None:
         return {}
     source = step.program
-    made = window.given.of_trainer(
-        [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in source.inputs.values()]
-    )
+    types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in source.inputs.values()]
+    prelude = window.precomputed.of_trainer(types)
     b.role = FORWARD
-    values = b.inline(made.jaxpr, *(source.invars[n] for n in made.in_names))
-    return dict(zip(made.out_names, values, strict=True))
+    values = b.inline(prelude.jaxpr, *(source.invars[n] for n in prelude.in_names))
+    return dict(zip(prelude.out_names, values, strict=True))
 
 
 def micro_types(
     source: Program, axes: Mapping[str, int], count: int, noun: str
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the types of a micro-step's inputs.
+    """Return the types of the inputs of one of `count` micro-steps.
 
     Args:
+      source: the step of a trainer.
       axes: the dimension along which each array of the batch is cut.
-      noun: what a trainer is called in errors.
+      count: the number of micro-steps.
+      noun: the word for a trainer in errors.
 
     Raises:
-      BatchError: rows that the micro-steps do not divide.
+      BatchError: the number of rows is not a multiple of `count`.
     """
     types = {}
     for n, t in source.inputs.items():
-        shape = t.shape
+        shape = list(t.shape)
         if n in axes:
-            at, rows = axes[n], shape[axes[n]]
+            rows = shape[axes[n]]
             if rows % count:
                 raise BatchError(
-                    f"{n} has {rows} rows on each {noun}, which {count} micro-steps do not divide"
+                    f"{n} has {rows} rows on each {noun}, expected a multiple of the {count} "
+                    "micro-steps; pass more rows, or take fewer micro-steps"
                 )
-            shape = (*shape[:at], rows // count, *shape[at + 1 :])
+            shape[axes[n]] = rows // count
         types[n] = jax.ShapeDtypeStruct(shape, t.dtype)
     return types
 
 
 class _Body:
-    """A micro-step as a function of arrays by name."""
+    """Micro-step as a function of arrays by name."""
 
     def __init__(self, jaxpr: ClosedJaxpr, ins: Sequence[str], outs: Sequence[str]) -> None:
         self.types = dict(zip(outs, [a.aval for a in opened(jaxpr).outvars], strict=True))
         self._ins, self._outs = ins, outs
         self._fn: Callable[..., list[Any]] = jaxpr_as_fun(jaxpr)
 
-    def __call__(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        return dict(zip(self._outs, self._fn(*(given[n] for n in self._ins)), strict=True))
+    def __call__(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        return dict(zip(self._outs, self._fn(*(values[n] for n in self._ins)), strict=True))
 
 
-def _scanned(
-    b: Builder,
-    step: Cut,
-    names: Sequence[str],
-    body: _Body,
-    ways: Mapping[str, str],
-    carried: Sequence[str],
-    window: MicroSteps,
-    given: Mapping[str, Atom] | None = None,
-) -> dict[str, Atom]:
-    """Write the scan.
+class _Scan:
+    """Scan over micro-steps, as a function of their inputs.
+
+    It returns the merged outputs, then the carried ones.
 
     Args:
-      names: of the inputs of a micro-step.
-      ways: how outputs are merged; by name.
-      carried: the outputs that are inputs of the next micro-step.
-      given: inputs that are not the step's own variables, by name.
+      names: the inputs of a micro-step.
+      body: the micro-step.
+      ways: the merge of each output.
+      carried: outputs that are inputs of the next micro-step.
+      window: the micro-steps.
     """
-    count, example_count = window.count, window.example_count
-    split = [n for n in names if n in window.axes]
-    added = [n for n, way in ways.items() if way in ("mean", "sum")]
-    largest = [n for n, way in ways.items() if way == "max"]
-    others = [n for n in ways if n not in added and n not in largest]
 
-    def scan(*arrays: Any) -> list[Any]:
-        values = dict(zip(names, arrays, strict=True))
-        rows = {n: parts_of(values[n], window.axes[n], count) for n in split}
+    def __init__(
+        self,
+        names: Sequence[str],
+        body: _Body,
+        ways: Mapping[str, str],
+        carried: Sequence[str],
+        window: MicroSteps,
+    ) -> None:
+        self.names, self.body, self.window = names, body, window
+        self.ways, self.carried = ways, carried
+        self.types = body.types
+        self.summed = [n for n, way in ways.items() if way in ("mean", "sum")]
+        self.largest = [n for n, way in ways.items() if way == "max"]
+        self.stacked = [n for n in ways if n not in self.summed and n not in self.largest]
+        # sums of 16-bit floats would lose the last micro-steps
+        self.sum_types = {n: sum_type(t.dtype) for n, t in body.types.items()}
 
-        def one(carry: Any, x: tuple[Any, dict[str, Any]]) -> Any:
-            so_far, state = carry
-            index, parts = x
-            folded = {n: jax.random.fold_in(values[n], index) for n in window.keys}
-            made = body({**values, **state, **folded, **parts})
-            by = None if example_count is None else jnp.asarray(made[example_count])
-            new = {}
-            for n in added:
-                part = jnp.asarray(made[n]).astype(so_far[n].dtype)
-                if (
-                    by is not None and ways[n] == "mean"
-                ):  # what counts for nothing may be nothing over nothing
-                    part = jnp.where(by == 0, jnp.zeros_like(part), part * by.astype(part.dtype))
-                new[n] = so_far[n] + part
-            for n in largest:
-                new[n] = jnp.maximum(so_far[n], made[n])
-            return (new, {n: made[n] for n in carried}), {n: made[n] for n in others}
+    def __call__(self, *arrays: Any) -> list[Any]:
+        values = dict(zip(self.names, arrays, strict=True))
+        axes, count = self.window.axes, self.window.count
+        parts = {n: parts_of(values[n], axes[n], count) for n in self.names if n in axes}
 
-        wide = {n: sum_type(t.dtype) for n, t in body.types.items()}
-        start = {n: jnp.zeros(body.types[n].shape, wide[n]) for n in added}
-        start |= {n: _lowest(body.types[n]) for n in largest}
-        (found, state), rest = jax.lax.scan(
-            one, (start, {n: values[n] for n in carried}), (jnp.arange(count), rows)
-        )
-        total = (
-            count
-            if example_count is None
-            else jnp.where(
-                found[example_count] == 0, jnp.ones_like(found[example_count]), found[example_count]
-            )
-        )
-        found |= {n: found[n] / jnp.asarray(total, wide[n]) for n in added if ways[n] == "mean"}
-        found |= {n: found[n].astype(body.types[n].dtype) for n in added}
-        for n, v in rest.items():
-            found[n] = in_one(v, window.joined.get(n, 0)) if ways[n] == "concat" else v[-1]
-        return [found[n] for n in ways] + [state[n] for n in carried]
+        def run_micro_step(carry: Any, x: tuple[Any, dict[str, Any]]) -> Any:
+            merged, state = carry
+            index, part = x
+            keys = {n: jax.random.fold_in(values[n], index) for n in self.window.keys}
+            outputs = self.body({**values, **state, **keys, **part})
+            merged = self._merge(merged, outputs)
+            return (merged, _select(outputs, self.carried)), _select(outputs, self.stacked)
 
-    vars_of = step.program.invars
-    atoms = [given[n] if given and n in given else vars_of[n] for n in names]
-    made = b.inline(inline_calls(small_jaxpr(scan, [a.aval for a in atoms])), *atoms)
-    return dict(zip((*ways, *carried), made, strict=True))
+        start = self._start(), _select(values, self.carried)
+        (merged, state), stacks = jax.lax.scan(run_micro_step, start, (jnp.arange(count), parts))
+        found = self._finish(merged, stacks)
+        return [found[n] for n in self.ways] + [state[n] for n in self.carried]
+
+    def _start(self) -> dict[str, jax.Array]:
+        """Return the neutral elements of sums and maxima."""
+        start = {n: jnp.zeros(self.types[n].shape, self.sum_types[n]) for n in self.summed}
+        return start | {n: _lowest_value(self.types[n]) for n in self.largest}
+
+    def _merge(self, merged: Mapping[str, Any], outputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return sums and maxima, with the outputs of one more micro-step."""
+        weight = None
+        if self.window.example_count is not None:
+            weight = jnp.asarray(outputs[self.window.example_count])
+        found = {}
+        for n in self.summed:
+            term = jnp.asarray(outputs[n]).astype(merged[n].dtype)
+            if weight is not None and self.ways[n] == "mean":
+                # a mean over no examples may be 0 / 0
+                weighted = term * weight.astype(term.dtype)
+                term = jnp.where(weight == 0, jnp.zeros_like(term), weighted)
+            found[n] = merged[n] + term
+        for n in self.largest:
+            found[n] = jnp.maximum(merged[n], outputs[n])
+        return found
+
+    def _finish(self, merged: Mapping[str, Any], stacks: Mapping[str, Any]) -> dict[str, Any]:
+        """Return all outputs in their types, with sums divided for means."""
+        found, total = dict(merged), self._total_weight(merged)
+        for n in self.summed:
+            if self.ways[n] == "mean":
+                found[n] = found[n] / jnp.asarray(total, self.sum_types[n])
+        for n in self.summed:
+            found[n] = found[n].astype(self.types[n].dtype)
+        for n, stack in stacks.items():
+            if self.ways[n] == "concat":
+                found[n] = in_one(stack, self.window.joined.get(n, 0))
+            else:
+                found[n] = stack[-1]
+        return found
+
+    def _total_weight(self, merged: Mapping[str, Any]) -> Any:
+        """Return the divisor of means: the number of micro-steps, or of examples if not 0."""
+        if self.window.example_count is None:
+            return self.window.count
+        examples = merged[self.window.example_count]
+        return jnp.where(examples == 0, jnp.ones_like(examples), examples)
 
 
-def _lowest(t: Any) -> jax.Array:
-    """Return an array of the least value of a type."""
+def _select(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {n: values[n] for n in names}
+
+
+def _write_scan(b: Builder, step: Cut, scan: _Scan, inputs: Mapping[str, Atom]) -> dict[str, Atom]:
+    """Write the scan over micro-steps; return its outputs by name.
+
+    Args:
+      b: the builder to write with.
+      step: the step of a trainer.
+      scan: the scan, as a function of arrays.
+      inputs: inputs that are not the step's variables, by name.
+    """
+    atoms_of = {**step.program.invars, **inputs}
+    atoms = [atoms_of[n] for n in scan.names]
+    jaxpr = inline_calls(small_jaxpr(scan, [a.aval for a in atoms]))
+    outputs = b.inline(jaxpr, *atoms)
+    return dict(zip((*scan.ways, *scan.carried), outputs, strict=True))
+
+
+def _lowest_value(t: Any) -> jax.Array:
+    """Return an array of the lowest value of a type."""
     if jnp.issubdtype(t.dtype, jnp.bool_):
         return jnp.zeros(t.shape, t.dtype)
-    return jnp.full(
-        t.shape,
-        -jnp.inf if jnp.issubdtype(t.dtype, jnp.inexact) else jnp.iinfo(t.dtype).min,
-        t.dtype,
-    )
+    if jnp.issubdtype(t.dtype, jnp.inexact):
+        return jnp.full(t.shape, -jnp.inf, t.dtype)
+    return jnp.full(t.shape, jnp.iinfo(t.dtype).min, t.dtype)

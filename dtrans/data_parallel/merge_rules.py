@@ -1,15 +1,15 @@
-"""Merge of each trainer's outputs: results, batch statistics, and after local steps all state.
+"""Merge rules of trainers' outputs: results, batch statistics, and after local steps all state.
 
-The user's `merge` comes first. Other results are merged as tracing shows. The step is traced a
-second time on the batch of all trainers: a dimension that is larger there grows with the batch. A
-pass over the equations finds values that depend on the part of the batch, and values that depend on
-its number of rows only. A result without a known merge is refused by name.
+The user's `merge` decides. Other rules are inferred from two traces: the step of one trainer, and
+the step on the full batch. Results that are larger in the second trace grow with the batch.
+Propagation over the equations finds the values that depend on rows of the batch, and those that
+depend only on the number of rows. A result without a rule is an error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax.numpy as jnp
 import numpy as np
@@ -27,211 +27,262 @@ from dtrans.step.cut import Cut
 
 
 def check_merge(name: str, way: str, t: Any, *, is_state: bool, o: Options) -> None:
-    """Refuse a way to merge something of this type."""
+    """Refuse a merge rule that does not fit a type."""
     if is_state and way in ("concat", "each"):
         raise ConfigError(
-            f"merge[{name!r}]={way!r}: every {o.noun} has the same state; 'mean', 'sum' and 'max' "
-            "keep it so"
+            f"merge[{name!r}]={way!r}: every {o.noun} must have the same state; write 'mean', "
+            "'sum' or 'max'"
         )
     if way == "each" and o.micro_steps > 1:
         raise ConfigError(
-            f"merge[{name!r}]='each': a {o.noun} makes it in each of {o.micro_steps} micro-steps; "
-            "say 'mean', "
-            "'sum', 'max', 'concat', or 'same' (the last one)"
+            f"merge[{name!r}]='each': a {o.noun} computes it in each of {o.micro_steps} "
+            "micro-steps; write 'mean', 'sum', 'max', 'concat', or 'same' (the last one)"
         )
     if name == o.batch.example_count and way != "sum":
         raise ConfigError(
-            f"merge[{name!r}]={way!r}: it is example_count, which is added up; leave it out, or "
-            "say 'sum'"
+            f"merge[{name!r}]={way!r}: it is example_count, which is summed; leave it out, or "
+            "write 'sum'"
         )
     if way == "concat" and not t.ndim:
         raise ConfigError(
-            f"merge[{name!r}]='concat': it is {t.str_short()}, which has no dim 0; say 'each'"
+            f"merge[{name!r}]='concat': it is {t.str_short()}, which has no dim 0; write 'each'"
         )
     number, flag = jnp.issubdtype(t.dtype, jnp.number), jnp.issubdtype(t.dtype, jnp.bool_)
     ordered = flag or (number and not jnp.issubdtype(t.dtype, jnp.complexfloating))
     fits = {"mean": jnp.issubdtype(t.dtype, jnp.inexact), "sum": number, "max": ordered}
     if not fits.get(way, True):
-        others = [w for w, fit in fits.items() if fit] + (
-            [] if is_state else ["same" if o.micro_steps > 1 else "each"]
-        )
-        said = " or ".join(map(repr, others or ["same"]))
-        raise ConfigError(f"merge[{name!r}]={way!r}: it is {t.str_short()}; say {said}")
+        others = [w for w, fit in fits.items() if fit]
+        if not is_state:
+            others.append("same" if o.micro_steps > 1 else "each")
+        choices = " or ".join(map(repr, others or ["same"]))
+        raise ConfigError(f"merge[{name!r}]={way!r}: it is {t.str_short()}; write {choices}")
 
 
-def merges_of(step: Cut, o: Options, of_counts: str = "") -> dict[str, str]:
-    """Return the way to merge each result, and each parameter that trainers compute."""
-    program = step.program
-    made_here = _made_by_trainers(step, o)
-    parts = o.trainers * o.micro_steps
-    if parts == 1:
-        found = {
-            n: "each" if o.batch.merge.get(n) == "each" else "same"
-            for n in (*step.results, *made_here)
-        }
+def infer_merges(step: Cut, o: Options, count_remedy: str = "") -> dict[str, str]:
+    """Return the merge rule of each result, and of each parameter that trainers update locally.
+
+    Args:
+      step: the step of one trainer.
+      o: the options.
+      count_remedy: the remedy in an error about state that depends on the number of rows.
+
+    Raises:
+      ConfigError: no rule is known, or the user's does not fit.
+    """
+    local_state = _local_state(step, o)
+    names = (*step.results, *local_state)
+    if o.trainers * o.micro_steps == 1:
+        found = {n: "each" if o.batch.merge.get(n) == "each" else "same" for n in names}
         return found if o.batch.example_count is None else found | {o.batch.example_count: "sum"}
-    outs = program.outvars
-    of_batch = _of_batch(step, o)
-    named = [
-        n
-        for n in (*step.results, *made_here)
-        if n not in o.batch.merge and n != o.batch.example_count
-    ]
-    still = [n for n in named if isinstance(a := outs[n], Var) and not of_batch.get(a)]
-    asked = [
-        n
-        for n in named
-        if (program.outputs[n].ndim and n in step.results) or isinstance(outs[n], Literal)
-    ]
-    whole = _of_all(step, o, parts, asked) if asked or still else None
-    full_type: Mapping[str, Any] = {} if whole is None else whole.outputs
-    grown_outs: Mapping[str, Atom] = {} if whole is None else whole.outvars
-    of_rows = {} if whole is None else _of_rows(step, whole)
-    found = {}
-    for n in (*step.results, *made_here):
-        t, out = program.outputs[n], outs[n]
-        if n in o.batch.merge:
-            if (
-                n in made_here
-                and o.batch.merge[n] == "same"
-                and isinstance(out, Var)
-                and of_batch.get(out)
-            ):
-                raise ConfigError(
-                    f"merge[{n!r}]='same': it is made of a {o.noun}'s part of the batch, and every "
-                    f"{o.noun} has the "
-                    "same state; say 'mean', 'sum' or 'max'"
-                )
-            found[n] = o.batch.merge[n]
-        elif n == o.batch.example_count:
-            found[n] = "sum"
-        elif n in full_type and full_type[n].shape != t.shape:
-            if full_type[n].shape != (parts * t.shape[0], *t.shape[1:]):
-                raise ConfigError(
-                    f"{n} is {t.str_short()} on a {o.noun}'s part and {full_type[n].str_short()} on "
-                    "the batch of all: "
-                    "it cannot be merged; results may grow with the batch on dim 0 only (or say "
-                    f"merge={{{n!r}: ...}})"
-                )
-            found[n] = "concat"
-        elif isinstance(out, Literal):
-            found[n] = _static(n, out, grown_outs.get(n), parts, o.noun)
-        elif not of_batch.get(out):
-            if of_rows.get(out):
-                remedy = of_counts if n in made_here else ""
-                raise ConfigError(
-                    f"{n} is {t.str_short()}, and made of how many rows a {o.noun}'s part has, "
-                    "whatever is in them: "
-                    + (remedy or f"say how to merge it, merge={{{n!r}: 'sum'}} or 'max'")
-                )
-            found[n] = "same"
-        elif jnp.issubdtype(t.dtype, jnp.inexact):
-            found[n] = (o.reduce.op or "mean") if n in step.results else "mean"
-        elif n in made_here:
-            raise ConfigError(
-                f"{n} is {t.str_short()} and made of a {o.noun}'s part of the batch: say how to "
-                "merge it, "
-                f"merge={{{n!r}: 'sum'}} or 'max'"
-            )
-        elif o.micro_steps > 1:
-            raise ConfigError(
-                f"{n} is {t.str_short()} and made in each of {o.micro_steps} micro-steps: say how "
-                "to merge it, "
-                f"merge={{{n!r}: 'sum'}}, 'max' or 'same' (the last one)"
-            )
-        else:
-            found[n] = "each"
-    return found
+    rules = _MergeRules(step, o, local_state, count_remedy)
+    return {n: rules.infer(n) for n in names}
 
 
-def _made_by_trainers(step: Cut, o: Options) -> list[str]:
-    """Return state that trainers change alone: batch statistics; with local steps, all state."""
+class _MergeRules:
+    """Merge rules of a step's outputs, from two traces.
+
+    Args:
+      step: the step of one trainer.
+      o: the options.
+      local_state: the state that trainers update locally.
+      count_remedy: as in `infer_merges`.
+    """
+
+    def __init__(
+        self, step: Cut, o: Options, local_state: Sequence[str], count_remedy: str
+    ) -> None:
+        self.step, self.o = step, o
+        self.local_state, self.count_remedy = local_state, count_remedy
+        self.parts = o.trainers * o.micro_steps
+        self.outs: Mapping[str, Atom] = step.program.outvars
+        self.batch_values = _find_batch_values(step, o)
+        self.full_step = self._trace_full_step()
+        self.row_counts = {}
+        if self.full_step is not None:
+            self.row_counts = _find_row_counts(step, self.full_step)
+
+    def _trace_full_step(self) -> Program | None:
+        """Trace the step on the full batch, if a rule depends on that; return None otherwise."""
+        may_grow = []
+        is_needed = False
+        for n in (*self.step.results, *self.local_state):
+            if n in self.o.batch.merge or n == self.o.batch.example_count:
+                continue
+            out = self.outs[n]
+            is_array = n in self.step.results and self.step.program.outputs[n].ndim > 0
+            if is_array or isinstance(out, Literal):
+                may_grow.append(n)
+            # a value without rows of the batch may still depend on their number
+            is_needed |= isinstance(out, Var) and not self.batch_values.get(out)
+        if not may_grow and not is_needed:
+            return None
+        return _trace_full_batch(self.step, self.o, self.parts, may_grow)
+
+    def infer(self, name: str) -> str:
+        """Return the merge rule of an output.
+
+        Raises:
+          ConfigError: no rule is known, or the user's does not fit.
+        """
+        t, out = self.step.program.outputs[name], self.outs[name]
+        if name in self.o.batch.merge:
+            return self._check_user_rule(name, self.o.batch.merge[name])
+        if name == self.o.batch.example_count:
+            return "sum"
+        if self.full_step is not None and self.full_step.outputs[name].shape != t.shape:
+            return self._check_growth(name, self.full_step.outputs[name])
+        if isinstance(out, Literal):
+            full = None if self.full_step is None else self.full_step.outvars[name]
+            return _constant_way(name, out, full, self.parts, self.o.noun)
+        if self.batch_values.get(out):
+            return self._merge_batch_value(name)
+        if self.row_counts.get(out):
+            self._refuse_row_count(name)
+        return "same"
+
+    def _check_user_rule(self, name: str, way: str) -> str:
+        """Refuse to call state equal on all trainers that is not."""
+        noun, out = self.o.noun, self.outs[name]
+        differs = isinstance(out, Var) and self.batch_values.get(out)
+        if name in self.local_state and way == "same" and differs:
+            raise ConfigError(
+                f"merge[{name!r}]='same': it depends on a {noun}'s part of the batch, and every "
+                f"{noun} must have the same state; write 'mean', 'sum' or 'max'"
+            )
+        return way
+
+    def _check_growth(self, name: str, full: Any) -> str:
+        """Refuse results that grow on another dimension than the first."""
+        t = self.step.program.outputs[name]
+        if full.shape != (self.parts * t.shape[0], *t.shape[1:]):
+            raise ConfigError(
+                f"{name} is {t.str_short()} on a {self.o.noun}'s part and {full.str_short()} on "
+                "the full batch; results may grow with the batch on dim 0 only: write "
+                f"merge={{{name!r}: ...}}"
+            )
+        return "concat"
+
+    def _merge_batch_value(self, name: str) -> str:
+        """Return the rule of a value that depends on rows of the batch."""
+        o, t = self.o, self.step.program.outputs[name]
+        if jnp.issubdtype(t.dtype, jnp.inexact):
+            return (o.reduce.op or "mean") if name in self.step.results else "mean"
+        # integers may be counts, sums or flags: only the user knows the merge
+        if name in self.local_state:
+            raise ConfigError(
+                f"{name} is {t.str_short()} and depends on a {o.noun}'s part of the batch; write "
+                f"merge={{{name!r}: 'sum'}} or 'max'"
+            )
+        if o.micro_steps > 1:
+            raise ConfigError(
+                f"{name} is {t.str_short()} and computed in each of {o.micro_steps} micro-steps; "
+                f"write merge={{{name!r}: 'sum'}}, 'max' or 'same' (the last one)"
+            )
+        return "each"
+
+    def _refuse_row_count(self, name: str) -> NoReturn:
+        t = self.step.program.outputs[name]
+        remedy = self.count_remedy if name in self.local_state else ""
+        remedy = remedy or f"write merge={{{name!r}: 'sum'}} or 'max'"
+        raise ConfigError(
+            f"{name} is {t.str_short()}, and depends on the number of rows of a {self.o.noun}'s "
+            f"part only; {remedy}"
+        )
+
+
+def _local_state(step: Cut, o: Options) -> list[str]:
+    """Return the state that trainers update locally: batch statistics, or all with local steps."""
     state = step.frozen if o.local_sgd is None else (*step.params, *step.opt_state)
-    return [n for n in state if not _unchanged(step.program, n)]
+    return [n for n in state if not _is_unchanged(step.program, n)]
 
 
-def _of_all(step: Cut, o: Options, parts: int, asked: Sequence[str]) -> Program | None:
-    """Return the step traced on all trainers' batch; None if that fails and `asked` is empty."""
-    program = step.program
-    split = [
-        n for n in step.batch if program.inputs[n].ndim and not is_under(n, o.batch.unsplit_inputs)
-    ]
-    rows = {program.inputs[n].shape[0]: n for n in split}
+def _trace_full_batch(step: Cut, o: Options, parts: int, may_grow: Sequence[str]) -> Program | None:
+    """Trace the step on the full batch.
+
+    Args:
+      step: the step of one trainer.
+      o: the options.
+      parts: the number of parts of the full batch.
+      may_grow: outputs that cannot be merged without this trace.
+
+    Returns:
+      The step; None if arrays have different numbers of rows and `may_grow` is empty.
+    """
+    types = step.program.inputs
+    split = [n for n in step.batch if types[n].ndim and not is_under(n, o.batch.unsplit_inputs)]
+    rows = {types[n].shape[0]: n for n in split}
     if len(rows) > 1:
-        if not asked:
+        if not may_grow:
             return None
         listed = " and ".join(f"{n} has {count}" for count, n in rows.items())
         raise ConfigError(
-            f"{', '.join(asked)} may grow with the batch, whose arrays are split over the "
-            f"{o.noun}s on dim 0, but "
-            f"{listed} rows; name what every {o.noun} needs whole in unsplit_inputs=(...)"
+            f"{', '.join(may_grow)} may grow with the batch, whose arrays are split over the "
+            f"{o.noun}s on dim 0, but {listed} rows; name the arrays that every {o.noun} needs "
+            "completely in unsplit_inputs=(...)"
         )
-    return program.specialize_flat(
-        [full_type(t, 0 if n in split else None, parts) for n, t in program.inputs.items()]
-    )
+    full_types = [full_type(t, 0 if n in split else None, parts) for n, t in types.items()]
+    return step.program.specialize_flat(full_types)
 
 
-def _of_rows(step: Cut, whole: Program) -> dict[Var, int]:
-    """Return the values that depend on the number of rows, whatever the batch contains.
+def _find_row_counts(step: Cut, full_step: Program) -> dict[Var, int]:
+    """Return the values that depend on the number of rows, whatever the rows contain.
 
-    Equations are compared one by one; where they do not pair, nothing is known.
+    Equations of a trainer's step and of the full step are compared one by one. Nothing is known
+    if they do not correspond.
     """
-    here, there = step.program.eqns, inline_calls(whole.jaxpr).jaxpr.eqns
+    here, there = step.program.eqns, inline_calls(full_step.jaxpr).jaxpr.eqns
     if [e.primitive for e in here] != [e.primitive for e in there]:
         return {}
-    seeds = {v: 1 for x, y in zip(here, there, strict=True) if _told_apart(x, y) for v in x.outvars}
+    seeds: dict[Var, int] = {}
+    for x, y in zip(here, there, strict=True):
+        if _differ(x, y):
+            seeds |= dict.fromkeys(x.outvars, 1)
     return propagate(here, seeds, dict.fromkeys(step.boundary.values(), 0))
 
 
-def _told_apart(x: JaxprEqn, y: JaxprEqn) -> bool:
-    """Return True if two equations of one primitive differ in their numbers or parameters."""
-    literals = [(a.val, b.val) for a, b in zip(x.invars, y.invars, strict=True)
-                if isinstance(a, Literal) and isinstance(b, Literal)]  # fmt: skip
-    if not all(np.array_equal(a, b) for a, b in literals):
-        return True
+def _differ(x: JaxprEqn, y: JaxprEqn) -> bool:
+    """Return True if two equations of one primitive differ in literals or parameters."""
+    for a, b in zip(x.invars, y.invars, strict=True):
+        if isinstance(a, Literal) and isinstance(b, Literal) and not np.array_equal(a.val, b.val):
+            return True
     if x.params.keys() == y.params.keys() and all(x.params[k] is y.params[k] for k in x.params):
         return False
     return without_addresses(str(x.params)) != without_addresses(str(y.params))
 
 
-def _of_batch(step: Cut, o: Options) -> dict[Var, int]:
-    """Return the values that differ by trainer, since parts of the batch enter them."""
+def _find_batch_values(step: Cut, o: Options) -> dict[Var, int]:
+    """Return the values that differ between trainers, since they depend on the batch."""
     program = step.program
     inner = program.inner
     ins = program.invars
     outs = program.outvars
     if o.local_sgd is None:
-        # what is made of gradients is made of the reduced ones
-        return propagate(
-            inner.eqns, {ins[n]: 1 for n in step.batch}, dict.fromkeys(step.boundary.values(), 0)
-        )
+        # values computed from gradients read reduced ones, which are equal
+        stops = dict.fromkeys(step.boundary.values(), 0)
+        return propagate(inner.eqns, {ins[n]: 1 for n in step.batch}, stops)
     names = set(step.batch)
-    while True:  # a local step goes on from the state that the one before has made
+    state = {n: a for n in (*step.params, *step.opt_state) if isinstance(a := outs[n], Var)}
+    while True:  # to a fixed point: a local step reads the state of the previous one
         found = propagate(inner.eqns, {ins[n]: 1 for n in names}, {})
-        more = {
-            n
-            for n in (*step.params, *step.opt_state)
-            if isinstance(a := outs[n], Var) and found.get(a)
-        }
+        more = {n for n, a in state.items() if found.get(a)}
         if more <= names:
             return found
         names |= more
 
 
-def _static(name: str, here: Literal, whole: Atom | None, parts: int, noun: str) -> str:
-    """Return the way to merge a constant result, such as the number of rows of the batch."""
-    if not isinstance(whole, Literal) or np.array_equal(here.val, whole.val):
+def _constant_way(name: str, here: Literal, there: Atom | None, parts: int, noun: str) -> str:
+    """Return the merge rule of a constant, such as a number of rows, from its two traces."""
+    if not isinstance(there, Literal) or np.array_equal(here.val, there.val):
         return "same"
-    if np.array_equal(parts * np.asarray(here.val), whole.val):
+    if np.array_equal(parts * np.asarray(here.val), there.val):
         return "sum"
     raise ConfigError(
-        f"{name} is {here.val} on a {noun}'s part and {whole.val} on the batch of all: say how to "
-        "merge it, "
+        f"{name} is {here.val} on a {noun}'s part and {there.val} on the full batch; write "
         f"merge={{{name!r}: 'same'}}, 'sum', 'max' or 'each'"
     )
 
 
-def _unchanged(program: Program, name: str) -> bool:
+def _is_unchanged(program: Program, name: str) -> bool:
     ins = program.invars
     outs = program.outvars
     return outs[name] is ins[name]

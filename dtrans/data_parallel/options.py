@@ -1,4 +1,4 @@
-"""A record of how gradients are reduced; the options of nccl2 mode, and which of them can be."""
+"""Options of gradient reduction (`Reduce`) and of nccl2 mode, with their checks."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ class Reduce:
     """Reduction of gradients over trainers, the ranks of a sharded job, or the replicas of a stage.
 
     Attributes:
-      op: "mean", or "sum" for a loss that is a sum over the batch. It may be omitted for an exact
-        batch, since the analysis finds it.
-      bucket_MB: the size up to which gradients are reduced together; 0 reduces each by itself.
-      max_buckets: EPL's rule of buckets instead of `bucket_MB`: about this many at most, of even
-        size.
-      chains: the number of chains of reductions that may run concurrently; within a chain each
-        waits for the previous one. By default XLA decides.
+      op: "mean", or "sum" for a loss that is a sum over the batch. For an exact batch it is
+        inferred, and may be omitted.
+      bucket_MB: the size of a bucket of gradients, reduced together; 0 reduces each separately.
+      max_buckets: EPL's rule of buckets in place of `bucket_MB`: about this number of equal buckets
+        at most.
+      chains: the number of chains of reductions that may overlap; within a chain each waits for the
+        previous one. By default XLA decides.
       compress: "bf16" or "fp16": gradients are reduced in this type, multiplied by `compress_scale`
         before and divided by it after. A sum that overflows arrives as infinity.
       compress_scale: see `compress`.
-      clip_local_norm: clip each trainer's gradients to this global norm *before* they are reduced,
-        as EPL does by default. (A clip in the optimizer applies to the reduced gradients.) All
+      clip_local_norm: clip the gradients of each trainer to this global norm *before* the
+        reduction, as EPL does by default. A clip in the optimizer reads reduced gradients. All
         reductions then wait for the last gradient.
-      clip_local_per: the gradients that have this norm, if there are micro-batches. "step" clips
-        the sum over a trainer's micro-batches, "micro_batch" the gradients of each, as EPL does.
-        With "micro_batch" a pipeline stores the gradients of all micro-batches until the update.
+      clip_local_per: the scope of that norm: "step" clips the sum over a trainer's micro-batches,
+        "micro_batch" clips each micro-batch, as EPL does. In a pipeline the latter stores the
+        gradients of all micro-batches until the update.
 
     Raises:
-      ConfigError: a value that is out of range, or a scale without a type.
+      ConfigError: a value is out of range, or a scale has no type.
 
     Example:
       >>> import dtrans
@@ -82,8 +82,8 @@ class Reduce:
         check_number("compress_scale", self.compress_scale, "a positive number", lambda x: x > 0)
         if self.compress is None and self.compress_scale != 1.0:
             raise ConfigError(
-                f"compress_scale={self.compress_scale!r} is for compress='bf16' or 'fp16', which "
-                "is None"
+                f"compress_scale={self.compress_scale!r} needs compress='bf16' or 'fp16', it is "
+                "None"
             )
         check_number(
             "clip_local_norm",
@@ -95,51 +95,49 @@ class Reduce:
         check_one_of("clip_local_per", self.clip_local_per, CLIPPED_PER)
         if self.clip_local_per != "step" and self.clip_local_norm is None:
             raise ConfigError(
-                f"clip_local_per={self.clip_local_per!r} is for clip_local_norm, which is None"
+                f"clip_local_per={self.clip_local_per!r} needs clip_local_norm, it is None"
             )
 
-    def clip_of_each(self, num_micro_batch: int) -> float | None:
-        """Return the norm that the gradients of each micro-batch are clipped to."""
-        return (
-            self.clip_local_norm
-            if num_micro_batch > 1 and self.clip_local_per == "micro_batch"
-            else None
-        )
+    def clip_per_micro_batch(self, num_micro_batch: int) -> float | None:
+        """Return the norm to which gradients of each micro-batch are clipped, if any."""
+        applies = num_micro_batch > 1 and self.clip_local_per == "micro_batch"
+        return self.clip_local_norm if applies else None
 
-    def clip_of_all(self, num_micro_batch: int) -> float | None:
-        """Return the norm that the sum over all micro-batches is clipped to."""
-        return self.clip_local_norm if self.clip_of_each(num_micro_batch) is None else None
+    def clip_per_step(self, num_micro_batch: int) -> float | None:
+        """Return the norm to which the sum over micro-batches is clipped, if any."""
+        return self.clip_local_norm if self.clip_per_micro_batch(num_micro_batch) is None else None
 
     @classmethod
-    def of(cls, given: Any) -> Reduce:
-        """Return the record for a value of the option `reduce`: a record, or its `op`."""
-        if given in ("mean", "sum"):
-            return cls(given)
-        check_type("reduce", given, cls, "'mean', 'sum' or a dtrans.Reduce")
-        found: Reduce = given
+    def from_option(cls, value: Any) -> Reduce:
+        """Return the record for an argument `reduce`: a record, or its `op`."""
+        if value in ("mean", "sum"):
+            return cls(value)
+        check_type("reduce", value, cls, "'mean', 'sum' or a dtrans.Reduce")
+        found: Reduce = value
         return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of `nccl2`, which says what they are."""
+    """Options of `nccl2`, which describes them."""
 
     trainers: int
     axis_name: str
     num_micro_batch: int = 1
     local_sgd: int | None = None
-    trainers_per_node: int = 0  # 0 where reductions are not hierarchical
+    trainers_per_node: int = 0  # 0: reductions are not hierarchical
     reduce: Reduce = Reduce()
     batch: Batch = Batch()
-    shared: ExactStep | None = None  # how an exact batch is shared, once that is known
-    given: PrecomputedMicroSteps | None = None  # what micro-steps are given of the whole batch then
-    noun: str = "trainer"  # one of those that share the batch, in errors
+    shared: ExactStep | None = None  # the split of an exact batch, once it is known
+    precomputed: PrecomputedMicroSteps | None = None  # inputs of micro-steps from the full batch
+    noun: str = "trainer"  # the word for a trainer in errors
 
     def __post_init__(self) -> None:
-        endpoints = " (endpoints are for DistributeTranspiler.transpile)" * (
-            ":" in str(self.trainers)
-        )
-        check_int("trainers", self.trainers, f"a positive number of trainers{endpoints}")
+        expected = "a positive number of trainers"
+        if ":" in str(self.trainers):
+            # a list of endpoints, as Paddle's transpiler takes it
+            expected += " (endpoints are for DistributeTranspiler.transpile)"
+        check_int("trainers", self.trainers, expected)
         check_name("axis_name", self.axis_name, "the name of an axis")
         check_type("batch", self.batch, Batch)
         check_int("num_micro_batch", self.num_micro_batch, "a positive number of micro-steps")
@@ -148,7 +146,7 @@ class Options:
         self.check_exact()
         count, reduce = self.batch.example_count, self.reduce
         if count is not None and reduce.op == "sum":
-            raise ConfigError(f"example_count={count!r} is for reduce='mean', it is {reduce.op!r}")
+            raise ConfigError(f"example_count={count!r} needs reduce='mean', it is {reduce.op!r}")
         if self.local_sgd is not None:
             others = {
                 f"reduce={reduce.op!r}": reduce.op == "sum",
@@ -157,9 +155,8 @@ class Options:
                 f"clip_local_norm={reduce.clip_local_norm!r}": reduce.clip_local_norm is not None,
             }
             why = (
-                "the one averages parameters, which trainers update by their own gradients; the "
-                "other is about "
-                "gradients that trainers share"
+                "local_sgd averages parameters, which trainers update with local gradients; the "
+                "other option needs gradients that trainers share"
             )
             check_together(others, why, f"local_sgd={self.local_sgd}")
         node = self.trainers_per_node
@@ -167,59 +164,55 @@ class Options:
         if node and (self.trainers % node or not 1 < node < self.trainers):
             raise ConfigError(
                 f"trainers_per_node={node} must divide the {self.trainers} trainers into several "
-                "nodes of several "
-                "trainers each"
+                "nodes of several trainers each"
             )
 
     def check_exact(self) -> None:
-        """Refuse what is for trainers with numbers of their own."""
+        """Refuse options of batch='local' with an exact batch."""
         b = self.batch
         if not b.exact:
             b.check_axes()
-        given = {
+        local_options = {
             "reduce": self.reduce.op,
             "example_count": b.example_count,
             "merge": dict(b.merge) or None,
         }
-        for name, value in given.items():
+        for name, value in local_options.items():
             if b.exact and value is not None:
                 raise ConfigError(
-                    f"{name}={value!r} is for batch='local', where each {self.noun} has numbers of "
-                    "its own: an exact "
-                    "batch is added up as one device has it. Leave it out, or say batch='local'"
+                    f"{name}={value!r} needs batch='local', where {self.noun}s have separate "
+                    f"results; leave {name} out for one device's results, or pass batch='local'"
                 )
 
     @property
     def local(self) -> Self:
-        """The same, where each trainer takes the step on its part alone."""
+        """These options with batch='local'."""
         reduce = dataclasses.replace(self.reduce, op=self.reduce.op or "mean")
-        return dataclasses.replace(
-            self, batch=dataclasses.replace(self.batch, kind="local", axes=0), reduce=reduce
-        )
+        batch = dataclasses.replace(self.batch, kind="local", axes=0)
+        return dataclasses.replace(self, batch=batch, reduce=reduce)
 
-    def of(self, shared: ExactStep) -> Self:
-        """Return the options of an exact step, whose parts add up."""
-        whole = tuple(n for n in shared.step.batch if n not in shared.axes)
+    def with_shared(self, shared: ExactStep) -> Self:
+        """Return these options for the step of one trainer, with the merge rules of its parts."""
+        unsplit = tuple(n for n in shared.step.batch if n not in shared.axes)
         batch = dataclasses.replace(
-            self.batch, kind="local", axes=0, merge=shared.merges, unsplit_inputs=whole
+            self.batch, kind="local", axes=0, merge=shared.merges, unsplit_inputs=unsplit
         )
         reduce = dataclasses.replace(self.reduce, op=shared.reduce)
         return dataclasses.replace(self, batch=batch, reduce=reduce, shared=shared)
 
     @property
     def micro_steps(self) -> int:
-        """Into how many parts each trainer divides its part of the batch."""
+        """Number of parts into which each trainer cuts its batch."""
         return self.num_micro_batch if self.local_sgd is None else self.local_sgd
 
     @property
     def splits_evenly(self) -> bool:
-        """Return True if trainers must divide the batch, since they process parts one by one."""
+        """True if trainers must divide the batch evenly, since they process parts separately."""
         return self.micro_steps > 1 or self.reduce.clip_local_norm is not None
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
-        """The axes that trainers are on, with their sizes: one, or nodes and the trainers of a
-        node."""
+        """Named axes of the trainers, with sizes: one, or nodes and the trainers of a node."""
         if not self.trainers_per_node:
             return ((self.axis_name, self.trainers),)
         return (
@@ -229,7 +222,7 @@ class Options:
 
     @property
     def over(self) -> tuple[str, ...]:
-        """The names of the axes."""
+        """Names of the axes."""
         return tuple(name for name, _ in self.axes)
 
 

@@ -1,12 +1,12 @@
-"""Reduction of trainers' gradients: buckets, and the operations before and after them.
+"""Reduction of gradients over trainers, in buckets.
 
     gradients   clipped, weighted, compressed
-    all_reduce  of a bucket; over nodes reduce_scatter, all_reduce and all_gather; in chains one
-                after the other
+    all_reduce  one for each bucket; over nodes reduce_scatter, all_reduce and all_gather. In
+                chains each waits for the previous one
     means       restored, divided by the number of trainers
 
-A `Reducer` receives each gradient when it is computed, and writes the reduction of a bucket after
-its last gradient. After local steps it reduces parameters and optimizer state instead.
+A `Reducer` gets each gradient when it is computed, and writes the reduction of a bucket behind its
+last gradient. After local steps it reduces parameters and optimizer state.
 """
 
 from __future__ import annotations
@@ -32,72 +32,88 @@ from dtrans.ops import all_gather_p, all_reduce_p, reduce_scatter_p
 
 @dataclasses.dataclass(frozen=True)
 class ReduceSpec:
-    """In what way a gradient is reduced; those of a bucket are reduced in the same.
+    """Reduction of one gradient; gradients of a bucket have equal specs.
 
     Attributes:
-      compress: the type that it is reduced in, if that is neither its own nor that of all.
-      group: where it is made, where not all are made in one place.
+      compress: the type of the reduction, if it differs from the gradient's and from
+        `Reduce.compress`.
+      group: the number of the place that computes the gradient, if there are several.
+      is_replicated: True if all trainers compute the same gradient, which needs no reduction.
     """
 
     compress: str | None = None
     group: int = dataclasses.field(default=0, kw_only=True)
+    is_replicated: bool = dataclasses.field(default=False, kw_only=True)
 
 
 SAME_FOR_ALL = ReduceSpec()
 
 
-def buckets_of(
+def assign_buckets(
     values: Mapping[str, Atom],
     o: Options,
     kind: Callable[[str], ReduceSpec] = lambda leaf: SAME_FOR_ALL,
 ) -> tuple[Bucket, ...]:
-    """Return the values that are reduced together, in the order of their last ones.
+    """Assign values to buckets, in the order in which the last value of each is computed.
 
     Args:
-      values: what is to be reduced, by the name of its leaf, in the order in which it is made.
-        Leaves may share one.
-      kind: in what way that of a leaf is reduced; those of a bucket are reduced in the same.
+      values: the values to reduce by leaf, in the order in which they are computed. Leaves may
+        share a value.
+      o: the options.
+      kind: returns the spec of a leaf's reduction.
     """
-    values = {n: v for n, v in values.items() if v.aval.size and not getattr(kind(n), "own", False)}
-    limits = bucket_sizes([v.aval for v in values.values()], o)
-    open_: dict[Any, list[str]] = {}
-    size: dict[Any, int] = {}
-    done: list[list[str]] = []
-    home: dict[Any, list[str]] = {}  # leaves that share a value share a bucket
+    reduced: dict[str, Atom] = {}
     for leaf, value in values.items():
-        aval = value.aval
-        key = (aval.dtype, kind(leaf))
-        if isinstance(value, Var) and (value, key) in home:
-            home[value, key].append(leaf)
+        if value.aval.size and not kind(leaf).is_replicated:
+            reduced[leaf] = value
+    groups = _group_leaves(reduced, o, kind)
+
+    # a bucket is reduced as soon as its last value is computed
+    position = {leaf: i for i, leaf in enumerate(reduced)}
+    groups.sort(key=lambda leaves: position[leaves[-1]])
+
+    buckets = []
+    for i, leaves in enumerate(groups):
+        dtype = reduced[leaves[0]].aval.dtype
+        itemsize = np.dtype(reduced_type(dtype, kind(leaves[0]), o)).itemsize
+        # a shared value counts once
+        sizes = {id(reduced[n]): reduced[n].aval.size for n in leaves}
+        buckets.append(Bucket(f"bucket/{i}", tuple(leaves), dtype, sum(sizes.values()) * itemsize))
+    return tuple(buckets)
+
+
+def _group_leaves(
+    values: Mapping[str, Atom], o: Options, kind: Callable[[str], ReduceSpec]
+) -> list[list[str]]:
+    """Group values of one dtype and spec, up to the size of a bucket; shared ones go together."""
+    limits = bucket_sizes([v.aval for v in values.values()], o)
+    open_groups: dict[Any, list[str]] = {}
+    sizes: dict[Any, int] = {}
+    full: list[list[str]] = []
+    group_of: dict[Any, list[str]] = {}
+    for leaf, value in values.items():
+        key = value.aval.dtype, kind(leaf)
+        if isinstance(value, Var) and (value, key) in group_of:
+            group_of[value, key].append(leaf)
             continue
-        nbytes = aval.size * aval.dtype.itemsize
-        if open_.get(key) and size[key] + nbytes > limits[aval.dtype]:
-            done.append(open_.pop(key))
-        open_.setdefault(key, []).append(leaf)
+        nbytes = value.aval.size * value.aval.dtype.itemsize
+        if key in open_groups and sizes[key] + nbytes > limits[value.aval.dtype]:
+            full.append(open_groups.pop(key))
+        if key not in open_groups:
+            open_groups[key], sizes[key] = [], 0
+        open_groups[key].append(leaf)
+        sizes[key] += nbytes
         if isinstance(value, Var):
-            home[value, key] = open_[key]
-        size[key] = nbytes + (size[key] if len(open_[key]) > 1 else 0)
-    done += open_.values()
-    at = {leaf: i for i, leaf in enumerate(values)}
-    done.sort(key=lambda leaves: at[leaves[-1]])
-    types = {leaf: v.aval for leaf, v in values.items()}
-    return tuple(
-        Bucket(
-            f"bucket/{i}",
-            tuple(leaves),
-            types[leaves[0]].dtype,
-            sum({id(values[n]): types[n].size for n in leaves}.values())
-            * np.dtype(sent_type(types[leaves[0]].dtype, kind(leaves[0]), o)).itemsize,
-        )
-        for i, leaves in enumerate(done)
-    )
+            group_of[value, key] = open_groups[key]
+    return full + list(open_groups.values())
 
 
 def bucket_sizes(types: Sequence[Any], o: Options) -> dict[Any, float]:
-    """Return the size in bytes up to which gradients of each dtype are reduced together.
+    """Return the largest size of a bucket in bytes, by dtype.
 
-    Source of `max_buckets`: epl/communicators/coalescing.py. Buckets are shared out among dtypes by
-    their number of gradients, what is left goes to the first; n buckets have bytes/(n - 1) each.
+    Source of `max_buckets`: epl/communicators/coalescing.py. Buckets are divided among dtypes by
+    their number of gradients; the first dtype gets the remainder. n buckets have bytes/(n - 1)
+    each.
     """
     dtypes = sorted({t.dtype for t in types}, key=str)
     if not dtypes:
@@ -106,29 +122,33 @@ def bucket_sizes(types: Sequence[Any], o: Options) -> dict[Any, float]:
         return dict.fromkeys(dtypes, o.reduce.bucket_MB * 2**20)
     if len(dtypes) >= o.reduce.max_buckets:
         return dict.fromkeys(dtypes, math.inf)
-    counts = {d: sum(t.dtype == d for t in types) for d in dtypes}
+    counts: dict[Any, int] = dict.fromkeys(dtypes, 0)
+    total: dict[Any, int] = dict.fromkeys(dtypes, 0)
+    for t in types:
+        counts[t.dtype] += 1
+        total[t.dtype] += t.size * t.dtype.itemsize
     splits = {d: max(1, o.reduce.max_buckets * counts[d] // len(types)) for d in dtypes}
     splits[dtypes[0]] += max(0, o.reduce.max_buckets - sum(splits.values()))
-    total = {d: sum(t.size * t.dtype.itemsize for t in types if t.dtype == d) for d in dtypes}
     return {d: math.inf if splits[d] == 1 else total[d] / (splits[d] - 1) for d in dtypes}
 
 
-def sent_type(dtype: Any, kind: ReduceSpec, o: Options) -> Any:
-    """Return the type in which gradients of a type are reduced."""
+def reduced_type(dtype: Any, kind: ReduceSpec, o: Options) -> Any:
+    """Return the type in which gradients of a dtype are reduced."""
     to = kind.compress or o.reduce.compress
     return dtype if to is None else COMPRESSED[to]
 
 
 class Reducer:
-    """Writes the reductions.
+    """Writer of reductions.
 
     Args:
-      b: that they are written with.
-      values: what the step calls the gradients, as in `buckets_of`.
+      b: the builder to write with.
+      values: the step's gradients, as in `assign_buckets`.
+      o: the options.
       example_count: the weight of this trainer, if means are weighted.
-      suffix: what the names of reduced values say behind that of their leaf.
-      kind: as in `buckets_of`.
-      scale: by what the gradients are too large, if their loss is scaled.
+      suffix: the suffix of names of reduced values, after the leaf.
+      kind: as in `assign_buckets`.
+      scale: the factor of a scaled loss, by which gradients are too large.
 
     Attributes:
       means: the reduced values, by leaf.
@@ -146,32 +166,33 @@ class Reducer:
     ) -> None:
         self.b = b
         self.o = o
-        self.clip_norm = o.reduce.clip_of_all(o.num_micro_batch)
+        self.clip_norm = o.reduce.clip_per_step(o.num_micro_batch)
         self.means: dict[str, Atom] = {}
         self.grads: dict[str, Atom] = {}
         self.kind = kind
-        self.bucket_of = {
-            leaf: bucket for bucket in buckets_of(values, o, kind) for leaf in bucket.leaves
-        }
-        self.missing = {bucket.name: set(bucket.leaves) for bucket in self.bucket_of.values()}
+        self.bucket_of: dict[str, Bucket] = {}
+        self.missing: dict[str, set[str]] = {}
+        for bucket in assign_buckets(values, o, kind):
+            self.bucket_of |= dict.fromkeys(bucket.leaves, bucket)
+            self.missing[bucket.name] = set(bucket.leaves)
         self.waiting: list[Bucket] = []
         self.example_count = example_count
         self.scale = scale
         self._values = values
         self._of: dict[int, Atom] = {}
         self._suffix = suffix
-        self._chains: dict[int, Sequence[Atom]] = {}  # what was reduced last in each
+        self._chains: dict[int, Sequence[Atom]] = {}  # the last reduction of each chain
         self._reduced = 0
         self._total: Atom | None = None
         self._seen = 0
         self._here: set[Var] = set(b.invars)
 
-    def made(self, leaf: str, grad: Atom) -> None:
-        """Receive a gradient, and reduce the buckets that are complete."""
-        # one, where leaves share it
+    def add(self, leaf: str, grad: Atom) -> None:
+        """Add a gradient; reduce its bucket if it is complete."""
+        # one value for all leaves that share it
         self.grads[leaf] = self._of.setdefault(id(self._values[leaf]), grad)
         bucket = self.bucket_of.get(leaf)
-        if bucket is None:  # it has no elements
+        if bucket is None:  # gradients without elements have no bucket
             self.means[leaf] = grad
             return
         self.missing[bucket.name].discard(leaf)
@@ -181,16 +202,15 @@ class Reducer:
             self._flush()
 
     def finish(self) -> None:
-        """Reduce what is left."""
+        """Clip gradients, if their norm needs all, and reduce the remaining buckets."""
         if self.clip_norm is not None and self.grads:
-            names = list(self.grads)
-            grads, bound = [self.grads[n] for n in names], float(self.clip_norm)
+            grads, bound = list(self.grads.values()), float(self.clip_norm)
             if self.scale is None:
-                made = self.b.call(clipped(bound), *grads)
+                clipped = self.b.call(clip_to_norm(bound), *grads)
             else:
-                made = self.b.call(_clipped_scaled(bound), self.scale, *grads)
-            of = {id(self.grads[n]): c for n, c in zip(names, made, strict=True)}
-            self.grads = {n: of[id(g)] for n, g in self.grads.items()}
+                clipped = self.b.call(_clip_scaled_to_norm(bound), self.scale, *grads)
+            by_grad = {id(g): c for g, c in zip(grads, clipped, strict=True)}
+            self.grads = {n: by_grad[id(g)] for n, g in self.grads.items()}
         self._flush()
 
     def _count_is_there(self) -> bool:
@@ -211,83 +231,90 @@ class Reducer:
         self.b.role = role
 
     def _reduce(self, bucket: Bucket) -> None:
-        b, o = self.b, self.o
-        if o.trainers == 1:
+        """Write the reduction of a bucket, and the operations before and after it."""
+        if self.o.trainers == 1:
             self.means |= {n: self.grads[n] for n in bucket.leaves}
             return
-        unique = list(
-            dict.fromkeys(self.grads[n] for n in bucket.leaves if isinstance(self.grads[n], Var))
-        )
-        literal = [self.grads[n] for n in bucket.leaves if not isinstance(self.grads[n], Var)]
-        parts: list[Atom] = [*unique, *literal]
-        names = {id(self.grads[n]): n for n in bucket.leaves}
-        sent: list[Atom] = []
-        for g in parts:
-            if self._divides_first(g):
-                g = b.call(_divided(o.trainers), g)[0]
-            elif o.reduce.op == "mean":
-                g = self._by_count(g)
-            if (to := self._compress(bucket)) is not None:
-                g = b.call(_compressed(to, o.reduce.compress_scale), g)[0]
-            sent.append(g)
-        sent = self._chained(sent)
+        # leaves may share a variable; literals cannot be keys
+        leaf_of = {id(self.grads[n]): n for n in bucket.leaves}
+        unique: dict[Var, None] = {}
+        literals: list[Atom] = []
+        for n in bucket.leaves:
+            grad = self.grads[n]
+            if isinstance(grad, Var):
+                unique[grad] = None
+            else:
+                literals.append(grad)
+        parts: list[Atom] = [*unique, *literals]
+
+        sent = self._chain([self._prepare_part(x, bucket) for x in parts])
         sums = self.sums(bucket, sent)
-        if o.reduce.chains is not None:
-            self._chains[self._reduced % o.reduce.chains] = sums
+        if self.o.reduce.chains is not None:
+            self._chains[self._reduced % self.o.reduce.chains] = sums
         self._reduced += 1
-        for g, total in zip(parts, sums, strict=True):
+
+        for grad, total in zip(parts, sums, strict=True):
             if isinstance(total, Var):
-                b.labels[total] = f"{names[id(g)]}{self._suffix}.sum"
-            back: Atom = total
-            if self._compress(bucket) is not None:
-                back = b.call(_restored(g.aval.dtype, o.reduce.compress_scale), back)[0]
-            back = (
-                self._averaged(back)
-                if o.reduce.op == "mean" and not self._divides_first(g)
-                else back
-            )
-            self.means |= {n: back for n in bucket.leaves if self.grads[n] is g}
+                self.b.labels[total] = f"{leaf_of[id(grad)]}{self._suffix}.sum"
+            mean = self._finish_sum(grad, total, bucket)
+            self.means |= {n: mean for n in bucket.leaves if self.grads[n] is grad}
+
+    def _prepare_part(self, x: Atom, bucket: Bucket) -> Atom:
+        """Write the operations on a gradient before its reduction."""
+        b, o = self.b, self.o
+        if self._divides_first(x):
+            x = b.call(_divide(o.trainers), x)[0]
+        elif o.reduce.op == "mean":
+            x = self._by_count(x)
+        if (to := self._compress(bucket)) is not None:
+            x = b.call(_compress_to(to, o.reduce.compress_scale), x)[0]
+        return x
+
+    def _finish_sum(self, grad: Atom, total: Atom, bucket: Bucket) -> Atom:
+        """Write the operations on the sum of a gradient."""
+        b, o = self.b, self.o
+        if self._compress(bucket) is not None:
+            total = b.call(_restore(grad.aval.dtype, o.reduce.compress_scale), total)[0]
+        if o.reduce.op == "mean" and not self._divides_first(grad):
+            total = self._average(total)
+        return total
 
     def sums(self, bucket: Bucket, sent: Sequence[Atom]) -> Sequence[Atom]:
         """Return the sums of a bucket over trainers."""
-        return (
-            self._hierarchical(bucket.name, sent)
-            if self.o.trainers_per_node
-            else self._sum(bucket.name, sent, self.o.over)
-        )
+        if self.o.trainers_per_node:
+            return self._hierarchical_sum(bucket.name, sent)
+        return self._sum(bucket.name, sent, self.o.over)
 
     def _compress(self, bucket: Bucket) -> str | None:
-        """Return the type that a bucket is reduced in; None for its own type."""
+        """Return the type of a bucket's reduction, if it differs from the gradients'."""
         return self.kind(bucket.leaves[0]).compress or self.o.reduce.compress
 
-    def _chained(self, parts: list[Atom]) -> list[Atom]:
-        """Return the parts of the next reduction, made to wait for the last one of their chain."""
+    def _chain(self, parts: list[Atom]) -> list[Atom]:
+        """Make the next reduction of a chain depend on the previous one."""
         if self.o.reduce.chains is None:
             return parts
         before = self._chains.get(self._reduced % self.o.reduce.chains, ())
         return self.b.call(together, *parts, *before)[: len(parts)] if before else parts
 
     def _divides_first(self, x: Atom) -> bool:
-        """Return True if a sum may overflow its type: only sums of float16 parameters."""
+        """Return True if a sum may overflow: float16 parameters are larger than gradients."""
         return (
             self.o.local_sgd is not None
             and self.example_count is None
             and bool(x.aval.dtype == jnp.float16)
         )
 
-    def _averaged(self, total: Atom) -> Atom:
-        weighted = self.example_count is not None
-        return (
-            total
-            if weighted or self.o.trainers == 1
-            else self.b.call(_divided(self.o.trainers), total)[0]
-        )
+    def _average(self, total: Atom) -> Atom:
+        # a weighted sum is a mean already
+        if self.example_count is not None or self.o.trainers == 1:
+            return total
+        return self.b.call(_divide(self.o.trainers), total)[0]
 
     def _by_count(self, x: Atom) -> Atom:
-        """Scale a trainer's part of a weighted mean; before the reduction, so no sum overflows."""
+        """Return a trainer's part of a weighted mean, scaled before the sum can overflow."""
         if self.example_count is None:
             return x
-        return self.b.call(_share, x, self.example_count, self._total_count())[0]
+        return self.b.call(_weighted_share, x, self.example_count, self._total_count())[0]
 
     def _total_count(self) -> Atom:
         if self._total is None:
@@ -302,26 +329,31 @@ class Reducer:
             return parts
         return self.b.bind(all_reduce_p, *parts, op="sum", name=name, owners=(), over=tuple(over))
 
-    def _hierarchical(self, name: str, parts: Sequence[Atom]) -> Sequence[Atom]:
-        """Sum over trainers: inside nodes, across nodes, inside again. Vectors are padded."""
+    def _hierarchical_sum(self, name: str, parts: Sequence[Atom]) -> Sequence[Atom]:
+        """Return the sum over all trainers: inside nodes, across nodes, then inside again.
+
+        Vectors are padded to a multiple of the node's size.
+        """
         b, (exter, inter), size = self.b, self.o.over, self.o.trainers_per_node
-        flat = [b.call(_flattened(size), x)[0] for x in parts]
+        flat = [b.call(_flatten(size), x)[0] for x in parts]
         inside = b.bind(reduce_scatter_p, *flat, name=name, over=(inter,), size=size, axis=0)
-        mine = self._sum(name, inside, (exter,))
-        whole = b.bind(all_gather_p, *mine, name=name, over=(inter,), size=size, axis=0)
+        shards = self._sum(name, inside, (exter,))
+        vectors = b.bind(all_gather_p, *shards, name=name, over=(inter,), size=size, axis=0)
+        shapes = [tuple(x.aval.shape) for x in parts]
         return [
-            b.call(_unflattened(tuple(x.aval.shape)), w)[0]
-            for x, w in zip(parts, whole, strict=True)
+            b.call(_unflatten(shape), vector)[0]
+            for shape, vector in zip(shapes, vectors, strict=True)
         ]
 
-    def merged(
+    def reduce_results(
         self, outs: Mapping[str, Atom], merges: Mapping[str, str], before: Mapping[str, Atom]
     ) -> dict[str, Atom]:
-        """Results and statistics, reduced; one variadic reduction for each operation.
+        """Reduce results and statistics, with one variadic reduction for each operation.
 
         Args:
-          before: the state as it was before the step, by name. What is added up of state is what
-            was added to it.
+          outs: the outputs of a trainer, by name.
+          merges: the merge rule of each.
+          before: the state before the step, by name. "sum" of state adds up its increments.
         """
         b, o = self.b, self.o
         b.role = DIST
@@ -333,40 +365,46 @@ class Reducer:
                 names.remove(o.batch.example_count)
             if not names:
                 continue
+            increments = set()
+            if o.trainers > 1:
+                increments = {n for n in names if merges[n] == "sum" and n in before}
+
             sent: list[Atom] = []
             for n in names:
                 if merges[n] == "mean":
                     sent.append(self._by_count(outs[n]))
-                elif merges[n] == "sum" and n in before and o.trainers > 1:
+                elif n in increments:
                     sent += b.call(jnp.subtract, outs[n], before[n])
                 else:
                     sent.append(outs[n])
-            made: Sequence[Atom] = sent
+            reduced: Sequence[Atom] = sent
             if o.trainers > 1:
-                made = sums = b.bind(
-                    all_reduce_p, *sent, op=op, name=f"results/{op}", owners=(), over=o.over
+                name = f"results/{op}"
+                reduced = sums = b.bind(
+                    all_reduce_p, *sent, op=op, name=name, owners=(), over=o.over
                 )
-                b.labels.update((x, f"{n}.{op}") for n, x in zip(names, sums, strict=True))
-            for n, x in zip(names, made, strict=True):
-                found[n] = self._averaged(x) if merges[n] == "mean" else x
-                if merges[n] == "sum" and n in before and o.trainers > 1:
+                b.labels.update(zip(sums, (f"{n}.{op}" for n in names), strict=True))
+
+            for n, x in zip(names, reduced, strict=True):
+                found[n] = self._average(x) if merges[n] == "mean" else x
+                if n in increments:
                     (found[n],) = b.call(jnp.add, before[n], x)
         return found
 
 
-# small functions that the reductions are wrapped in, each traced once for a type
+# functions around the reductions; `functools.cache` makes each trace once per type
 
 
-def _share(x: jax.Array, example_count: jax.Array, total: jax.Array) -> jax.Array:
+def _weighted_share(x: jax.Array, example_count: jax.Array, total: jax.Array) -> jax.Array:
     wide = jnp.promote_types(jnp.promote_types(x.dtype, example_count.dtype), jnp.float32)
     part = x * (example_count.astype(wide) / total.astype(wide)).astype(x.dtype)
-    # what counts for nothing may be nothing over nothing
+    # a mean over no examples may be 0 / 0
     return jnp.where(example_count == 0, jnp.zeros_like(x), part)
 
 
 @functools.cache
-def clipped(norm: float) -> Callable[..., Sequence[jax.Array]]:
-    """Return a function that clips as `optax.clip_by_global_norm`."""
+def clip_to_norm(norm: float) -> Callable[..., Sequence[jax.Array]]:
+    """Return a function that clips gradients as `optax.clip_by_global_norm` does."""
 
     def fn(*grads: jax.Array) -> Sequence[jax.Array]:
         size = jnp.sqrt(sum(jnp.sum(jnp.square(jnp.abs(g))) for g in grads))
@@ -376,9 +414,8 @@ def clipped(norm: float) -> Callable[..., Sequence[jax.Array]]:
 
 
 @functools.cache
-def _clipped_scaled(norm: float) -> Callable[..., Sequence[jax.Array]]:
-    """The same of gradients that are too large by a scale, and stay so; their norm is taken without
-    it."""
+def _clip_scaled_to_norm(norm: float) -> Callable[..., Sequence[jax.Array]]:
+    """Return the same function for gradients of a scaled loss, with the norm of unscaled ones."""
 
     def fn(scale: jax.Array, *grads: jax.Array) -> Sequence[jax.Array]:
         wide = [g.astype(jnp.promote_types(g.dtype, jnp.float32)) for g in grads]
@@ -392,28 +429,30 @@ def _clipped_scaled(norm: float) -> Callable[..., Sequence[jax.Array]]:
 
 
 @functools.cache
-def _divided(by: int) -> Callable[[jax.Array], jax.Array]:
+def _divide(by: int) -> Callable[[jax.Array], jax.Array]:
     return lambda x: x / by
 
 
 @functools.cache
-def _flattened(size: int) -> Callable[[jax.Array], jax.Array]:
-    """Return a function that flattens an array and pads it to a multiple of `size`."""
+def _flatten(size: int) -> Callable[[jax.Array], jax.Array]:
+    """Return a function that flattens to a vector, padded to a multiple of `size`."""
     return lambda x: jnp.pad(x.reshape(-1), (0, -x.size % size))
 
 
 @functools.cache
-def _unflattened(shape: tuple[int, ...]) -> Callable[[jax.Array], jax.Array]:
+def _unflatten(shape: tuple[int, ...]) -> Callable[[jax.Array], jax.Array]:
     return lambda x: x[: math.prod(shape)].reshape(shape)
 
 
 @functools.cache
-def _compressed(to: str, scale: float) -> Callable[[jax.Array], jax.Array]:
-    return lambda x: (
-        (x * scale).astype(COMPRESSED[to]) if scale != 1.0 else x.astype(COMPRESSED[to])
-    )
+def _compress_to(to: str, scale: float) -> Callable[[jax.Array], jax.Array]:
+    if scale == 1.0:
+        return lambda x: x.astype(COMPRESSED[to])
+    return lambda x: (x * scale).astype(COMPRESSED[to])
 
 
 @functools.cache
-def _restored(dtype: Any, scale: float) -> Callable[[jax.Array], jax.Array]:
-    return lambda x: x.astype(dtype) / scale if scale != 1.0 else x.astype(dtype)
+def _restore(dtype: Any, scale: float) -> Callable[[jax.Array], jax.Array]:
+    if scale == 1.0:
+        return lambda x: x.astype(dtype)
+    return lambda x: x.astype(dtype) / scale

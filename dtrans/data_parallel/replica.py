@@ -1,7 +1,7 @@
-"""Inputs of one of several trainers on an axis, and its results beside the state.
+"""Inputs of each trainer on an axis, and results computed from reduced gradients.
 
-A PRNG key of the batch is folded with the number of the trainer. Results that are computed from
-gradients (their norm) are computed from those of all.
+A PRNG key of the batch is folded with the number of the trainer. Results of gradients (their norm)
+are computed from the reduced gradients.
 """
 
 from __future__ import annotations
@@ -25,48 +25,46 @@ from dtrans.step.observers import refuse_twice
 def take_inputs(
     b: Builder, step: Cut, o: Options, cut: Mapping[str, Any] | None = None
 ) -> dict[Var, Var]:
-    """Take the step's inputs; keys and slices become new variables.
+    """Add the step's inputs to a program; random keys and slices as new variables.
 
     Args:
-      cut: the types of inputs that each trainer has a slice of.
+      b: the builder of the program.
+      step: the step.
+      o: the options.
+      cut: the types of inputs that trainers slice.
 
     Returns:
-      What was taken otherwise, by the step's variable: keys, and slices.
+      The step's variable to the new variable, for keys and slices.
     """
-    keys: dict[Var, Var] = {}
+    replaced: dict[Var, Var] = {}
     cut = cut or {}
     for n, v in step.program.invars.items():
-        is_key = jnp.issubdtype(v.aval.dtype, jax.dtypes.prng_key)
-        if (
-            o.trainers > 1
-            and n in step.batch
-            and is_key
-            and not v.aval.ndim
-            and not is_under(n, o.batch.unsplit_inputs)
-        ):
-            keys[v] = b.input(v.aval)
+        is_key = jnp.issubdtype(v.aval.dtype, jax.dtypes.prng_key) and not v.aval.ndim
+        is_split = n in step.batch and not is_under(n, o.batch.unsplit_inputs)
+        if o.trainers > 1 and is_key and is_split:
+            replaced[v] = b.input(v.aval)
         elif n in cut:
-            keys[v] = b.input(cut[n])
+            replaced[v] = b.input(cut[n])
         else:
             b.invars.append(v)
-    return keys
+    return replaced
 
 
 def fold_keys(b: Builder, keys: Mapping[Var, Var], o: Options) -> None:
-    """Give each trainer a key of its own."""
+    """Fold random keys with the number of the trainer."""
     if not keys:
         return
     (index,) = b.bind(trainer_index_p, over=o.over)
-    for own, given in keys.items():
-        b.call_as(own, jax.random.fold_in, given, index)
+    for folded, key in keys.items():
+        b.call_as(folded, jax.random.fold_in, key, index)
 
 
 def write_from_gradients(
     b: Builder, step: Cut, outs: Mapping[str, Atom], means: Mapping[str, Atom]
 ) -> dict[str, Atom]:
-    """Write what is computed from reduced gradients beside the update; its results by name.
+    """Write the results computed from reduced gradients; return them by name.
 
-    Callbacks that read gradients, or what the update makes, are written too.
+    Callbacks that read gradients or outputs of the update are written too.
     """
     if not step.from_gradients and not step.late:
         return {}
@@ -74,16 +72,16 @@ def write_from_gradients(
     boundary = {v: means[n] for n, v in step.boundary.items() if n in means}
     env: dict[Var, Atom] = dict(boundary)
     here = {v for e in b.eqns for v in e.outvars}
-    wanted = [outs[n] for n in step.from_gradients] + [
-        a for i in step.late for a in inner.eqns[i].invars
-    ]
-    kept, _ = backward_slice(inner.eqns, wanted, boundary)
-    refuse_twice(x for x in step.observers if x.position in kept)
-    for i in sorted({*kept, *step.late}):
+    wanted = [outs[n] for n in step.from_gradients]
+    for i in step.late:
+        wanted += inner.eqns[i].invars
+    needed, _ = backward_slice(inner.eqns, wanted, boundary)
+    refuse_twice(x for x in step.observers if x.position in needed)
+    for i in sorted({*needed, *step.late}):
         eqn = inner.eqns[i]
         if any(isinstance(a, Var) and a in env for a in eqn.invars):
-            made = b.copy(eqn, read_from(env, eqn.invars), [v.aval for v in eqn.outvars])
-            env.update(zip(eqn.outvars, made, strict=True))
+            copies = b.copy(eqn, read_from(env, eqn.invars), [v.aval for v in eqn.outvars])
+            env.update(zip(eqn.outvars, copies, strict=True))
         elif i in step.late or not here.issuperset(eqn.outvars):
             b.keep(eqn)
     found = read_from(env, [outs[n] for n in step.from_gradients])

@@ -1,5 +1,4 @@
-"""The startup program of a trainer in nccl2 mode: meet the others, make the first state, take
-trainer 0's."""
+"""Startup program of a trainer in nccl2 mode: rendezvous, init, broadcast from trainer 0."""
 
 from __future__ import annotations
 
@@ -11,9 +10,10 @@ from dtrans.ir.program import DIST, FORWARD, RPC, Program
 from dtrans.ops import broadcast_p, gen_nccl_id_p
 
 
-def joining_startup(plan: CollectivePlan, trainer_id: int, endpoints: Sequence[str]) -> Program:
-    """The startup program of one trainer: the arguments of init -> (params, opt_state), the same on
-    every trainer.
+def rendezvous_startup(plan: CollectivePlan, trainer_id: int, endpoints: Sequence[str]) -> Program:
+    """Return the startup program of one trainer: arguments of init -> (params, opt_state).
+
+    The state is the same on every trainer.
 
     Source: `DistributeTranspiler._transpile_nccl2`, and `ParallelExecutor::BCastParamsToDevices`
       (Paddle).

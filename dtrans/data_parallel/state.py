@@ -13,9 +13,14 @@ import jax
 )
 @dataclasses.dataclass(frozen=True)
 class CollectiveState:
-    """State of a job: a pytree of arrays, by name. Every trainer has the same."""
+    """State of a job: a pytree of arrays by name, equal on every trainer.
+
+    Attributes:
+      params: the parameters.
+      opt_state: the optimizer's state.
+      extra: state of the plan, such as a loss scale.
+    """
 
     params: dict[str, jax.Array]
     opt_state: dict[str, jax.Array]
-    # what a plan keeps beside: a loss scale
     extra: dict[str, jax.Array] = dataclasses.field(default_factory=dict)

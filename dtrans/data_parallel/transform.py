@@ -1,25 +1,23 @@
-"""nccl2 mode: data parallel over collectives. The step keeps its optimizer; gradients are averaged
-over trainers.
+"""nccl2 mode: data parallelism over collectives; gradients are averaged over trainers.
 
     forward, backward     each trainer on its part of the batch
-    all_reduce            over a named axis, right after the last gradient of a bucket is made, so that XLA can run it
-                          beside the rest of the backward pass
-    optimize              as it was, on the averaged gradients: the same on every trainer
+    all_reduce            over a named axis, right after the last gradient of a bucket, so that XLA
+                          can overlap it with the remaining backward pass
+    optimize              unchanged, on averaged gradients: equal on every trainer
 
-The program is one for all trainers (SPMD), and computes what one device computes on the whole
-batch, whatever the step (`dtrans.batch`): what crosses the batch is reduced where it does. With
-`batch="local"` each trainer takes the step on its part alone, and means are averaged: with a
-`Batch.example_count` (a count of examples that the step returns) gradients and averaged results are
-weighted by it.
+All trainers run one program (SPMD). It computes one device's step on the full batch, for any step
+(`dtrans.batch`): values that mix rows of the batch are reduced where they occur. With
+`batch="local"` each trainer takes the step on its part alone, and means are averaged. A
+`Batch.example_count` (a count of examples that the step returns) weights gradients and averaged
+results.
 
-With `local_sgd` trainers take whole steps by themselves, and what is reduced after them is
-parameters and optimizer state. All trainers have the same state before and after each step of the
-job, whichever way.
+With `local_sgd` trainers take complete steps alone, and then average parameters and optimizer
+state. In both cases all trainers have the same state between steps of the job.
 
-A *bucket* is a run of gradients of one dtype, in the order in which the backward pass makes them,
-up to `Reduce.bucket_MB`. It is one equation with many operands; nothing is copied together. JAX
-lowers it to one `stablehlo.all_reduce` for each operand, side by side, and XLA's combiner makes
-those one again (also across buckets, where it finds that better; its thresholds are XLA's flags).
+A *bucket* is a sequence of gradients of one dtype, in the order of the backward pass, up to
+`Reduce.bucket_MB`. It is one equation with many operands, without a copy to one buffer. JAX lowers
+it to one `stablehlo.all_reduce` for each operand. XLA's combiner merges these again, even across
+buckets; its thresholds are XLA's flags.
 
 Source: `DistributeTranspiler._transpile_nccl2` and the fused all-reduce of ParallelExecutor
   (Paddle).
@@ -44,10 +42,10 @@ from dtrans.data_parallel.accumulation import (
     write_local_steps,
     write_micro_steps,
 )
-from dtrans.data_parallel.merge_rules import check_merge, merges_of
+from dtrans.data_parallel.merge_rules import check_merge, infer_merges
 from dtrans.data_parallel.options import Options, OptionsT, Reduce
 from dtrans.data_parallel.plan import CollectivePlan
-from dtrans.data_parallel.reducer import SAME_FOR_ALL, Reducer, ReduceSpec, buckets_of
+from dtrans.data_parallel.reducer import SAME_FOR_ALL, Reducer, ReduceSpec, assign_buckets
 from dtrans.data_parallel.replica import fold_keys, take_inputs, write_from_gradients
 from dtrans.errors import ConfigError, GradientError
 from dtrans.ir.builder import Builder
@@ -98,29 +96,27 @@ def nccl2(
     Args:
       main: `dtrans.trace(step, params, opt_state, *batch)`, for any batch shape.
       startup: `dtrans.trace(init, *args)` with `init(*args) -> (params, opt_state)`.
-      trainers: how many trainers share each global batch.
-      num_micro_batch: into how many micro-steps each trainer divides its part of the batch. Their
-        gradients are added up by a scan, and reduced once. Values of the whole batch that no
-        parameter enters (a dropout's mask) are made in front of them.
-      local_sgd: how many steps of its own each trainer takes, one after the other on so many parts
-        of its part of the batch, before trainers average their parameters and optimizer state
-        (local SGD): one reduction in so many steps. What the optimizer counts, other than steps,
-        must be named in `batch.merge`.
-      trainers_per_node: how many trainers a node has, if gradients are to be reduced inside each
-        node, then across nodes, then gathered inside again, so that 1/n of the bytes go between
-        nodes. Trainers are then on two axes, `{axis_name}_exter` (nodes) and `{axis_name}_inter`.
-      reduce: how gradients are reduced over trainers: a `dtrans.Reduce`, or its `op`, "mean" or
-        "sum".
-      batch: "exact", for one device's numbers whatever the step; "local", for trainers that each
-        take the step on their part alone; or a `dtrans.Batch`, which also says which arrays are
-        cut, and how.
-      axis_name: of the axis that trainers are on.
+      trainers: the number of trainers that share each batch.
+      num_micro_batch: the number of micro-steps into which each trainer cuts its part of the batch.
+        A scan adds up their gradients, which are reduced once. Values of the full batch that no
+        parameter enters (a dropout's mask) are computed before.
+      local_sgd: the number of steps that each trainer takes alone before trainers average
+        parameters and optimizer state (local SGD). Each step reads one part of the trainer's batch.
+        Counts in the optimizer's state, other than of steps, must be named in `batch.merge`.
+      trainers_per_node: the number of trainers of a node, for hierarchical reductions: inside each
+        node, across nodes, then a gather inside, so that 1/n of the bytes cross nodes. Trainers are
+        then on two axes, `{axis_name}_exter` (nodes) and `{axis_name}_inter`.
+      reduce: the reduction of gradients: a `dtrans.Reduce`, or its `op`, "mean" or "sum".
+      batch: "exact" for one device's results with any step. "local" for trainers that each take the
+        step on their part alone. Or a `dtrans.Batch`, which also selects the arrays and dimensions
+        to cut.
+      axis_name: the name of the trainers' axis.
 
     Raises:
-      ConfigError: an option that is out of range, or names that the step does not have.
-      GradientError: the gradients of the step cannot be told (see `dtrans.step.cut`), or it has
-        collectives already.
-      TraceError: `startup` does not make what `main` takes.
+      ConfigError: an option is out of range, or names something that the step does not have.
+      GradientError: the gradients of the step cannot be identified (see `dtrans.step.cut`), or it
+        has collectives already.
+      TraceError: the outputs of `startup` do not match the arguments of `main`.
 
     Source: `DistributeTranspilerConfig.mode = "nccl2"` in Paddle's distribute_transpiler.py.
 
@@ -130,7 +126,8 @@ def nccl2(
       >>> step = dtrans.make_train_step(lambda params, x: jnp.mean((params["w"] - x) ** 2), tx)
       >>> init = lambda key: (p := {"w": jnp.zeros(2)}, tx.init(p))
       >>> key, x = jax.random.key(0), jnp.array([[1.0, 3.0], [3.0, 5.0]])
-      >>> plan = dtrans.nccl2(dtrans.trace(step, *init(key), x), dtrans.trace(init, key), trainers=2)
+      >>> main, startup = dtrans.trace(step, *init(key), x), dtrans.trace(init, key)
+      >>> plan = dtrans.nccl2(main, startup, trainers=2)
       >>> [op.outputs for op in plan.program.ops if op.type == "all_reduce"]
       [('params/w@GRAD.sum',), ('loss.sum',)]
       >>> job = plan.simulate()
@@ -145,118 +142,129 @@ def nccl2(
         num_micro_batch=num_micro_batch,
         local_sgd=local_sgd,
         trainers_per_node=trainers_per_node,
-        reduce=Reduce.of(reduce),
+        reduce=Reduce.from_option(reduce),
         batch=Batch.from_option(batch, "exact"),
     )
     return plan_data_parallel(main, startup, options)
 
 
 def plan_data_parallel(main: Program, startup: Program, options: Options) -> CollectivePlan:
-    """Plan data parallelism with options that are checked."""
+    """Return the plan of `nccl2` with these options."""
     refuse_collectives(main)
     plain = cut(main).with_reported()
     check_names(plain, options)
     if options.trainers > 1:
         check_observers(plain.program, plain.observers)
-    given, startup = startup, match_startup(plain, startup)
-    # what one trainer carries out, and how that becomes one
-    step, o, shared = shared_by(plain, options, main)
-    merges = merges_of(step, o) if shared is None else shared.merges
+    matched = match_startup(plain, startup)
+    step, o, shared = share_step(plain, options, main)
+    merges = infer_merges(step, o) if shared is None else shared.merges
+    for_uneven_batch = None
+    if shared is not None and not options.splits_evenly:
+        for_uneven_batch = partial(_write_uneven, shared, options)
     return CollectivePlan(
         main=plain.program,
-        startup=startup,
-        program=rewritten(step, o, merges),
+        startup=matched,
+        program=write_trainer(step, o, merges),
         options=options,
-        buckets=buckets_of(reduced_values(step, o, merges), o),
+        buckets=assign_buckets(reduced_values(step, o, merges), o),
         merges=merges,
         callers=callers_of(plain.observers, *callers(options)),
-        replan=partial(plan_data_parallel, main, given),
+        replan=partial(plan_data_parallel, main, startup),
         shared=shared,
-        for_whole=None
-        if shared is None or options.splits_evenly
-        else partial(_of_whole, shared, options),
+        for_uneven_batch=for_uneven_batch,
     )
 
 
 def callers(o: Options) -> tuple[str, str]:
-    """Return who calls callbacks of forward and backward, and who calls others."""
+    """Return the callers of callbacks in forward and backward, and of other callbacks."""
     noun = o.noun
-    own = f"each {noun}, with values of its own" + (
-        ", in each micro-step" if o.micro_steps > 1 else ""
-    )
+    each = f"each {noun}, with values of its own"
+    if o.micro_steps > 1:
+        each += ", in each micro-step"
     if o.local_sgd is not None:
-        return own, own
-    return f"{noun} 0" if o.batch.exact else own, f"{noun} 0"
+        return each, each
+    return f"{noun} 0" if o.batch.exact else each, f"{noun} 0"
 
 
-def _of_whole(
+def _write_uneven(
     shared: ExactStep, options: Options, types: Sequence[jax.ShapeDtypeStruct]
 ) -> Program:
-    """Return the program of a trainer for a batch that trainers do not divide."""
+    """Return the program of a trainer for a batch that trainers do not divide evenly."""
     other = shared.for_types(types)
-    return rewritten(other.step, options.of(other), other.merges)
+    return write_trainer(other.step, options.with_shared(other), other.merges)
 
 
-def shared_by(
+def share_step(
     plain: Cut, options: OptionsT, main: Program | None
 ) -> tuple[Cut, OptionsT, ExactStep | None]:
-    """Return one trainer's step, its options, and the exact split of the batch if there is one.
+    """Return the step of one trainer, the options to write it with, and the split of the batch.
 
     Args:
-      main: the step as it was traced; None if it was rewritten, as in 16 bits.
+      plain: the step.
+      options: the user's options.
+      main: the step as it was traced; None for a modified one, such as in 16 bits.
 
     Raises:
-      ConfigError: a trainer takes parts of the batch one after the other, and the parts of the step
-        do not add up.
-      GradientError: gradients are computed from other gradients, and trainers have different ones.
+      ConfigError: micro-steps or local clips need a step that is a sum over parts of the batch.
+      GradientError: gradients are computed from other gradients, which would differ by trainer.
     """
     parts = options.trainers * options.num_micro_batch
     if parts == 1 or options.local_sgd is not None or not options.batch.exact:
-        if options.local_sgd is None:
-            refuse_nested(plain, options.trainers, options.noun)
-        if options.trainers > 1:
-            alone = options.local_sgd is not None
-            refuse_across(
-                plain,
-                f"of which each {options.noun} has its own",
-                remedy=""
-                if alone
-                else f"With batch='exact' all {options.noun}s make one update, which may",
-            )
+        _refuse_differing_gradients(plain, options)
         return plain, options.local, None
-    given = None
-    if options.num_micro_batch > 1:
-        of_rows = [dataclasses.replace(x, reads=READS_BATCH) for x in plain.observers if x.rows]
-        refuse_observers(of_rows, (READS_BATCH,), "micro-steps have rows of", RETURN_IT)
+    precomputed = None
     if options.num_micro_batch == 1:
         shared = shard_step(plain, options.batch, parts, options.over, noun=options.noun)
     else:
-        shared, given = _by_micro_steps(plain, options, main)
-    if options.reduce.clip_local_norm is not None and not (shared.proven and given is None):
-        raise ConfigError(
-            f"clip_local_norm={options.reduce.clip_local_norm!r} clips what each {options.noun}'s "
-            "own rows make, and "
-            f"{plain.program.name} has values of all of them ({shared.reason}). Say batch='local', "
-            "or clip in the "
-            "optimizer, which clips the gradient of all"
-        )
-    if options.num_micro_batch > 1 and not shared.proven:
-        raise ConfigError(
-            f"num_micro_batch={options.num_micro_batch} takes rows of the batch one after the "
-            "other, and "
-            f"{plain.program.name} has values of all of them ({shared.reason}). Those that no "
-            "parameter enters are "
-            "made before. Say batch='local', for values of each part alone, or leave "
-            "num_micro_batch out"
-        )
+        # a callback that reads rows would see those of a micro-step
+        of_rows = [dataclasses.replace(x, reads=READS_BATCH) for x in plain.observers if x.rows]
+        refuse_observers(of_rows, (READS_BATCH,), "micro-steps have rows of", RETURN_IT)
+        shared, precomputed = _by_micro_steps(plain, options, main)
+    _refuse_mixed_rows(plain.program.name, shared, options, is_sum=precomputed is None)
     step = shared.step if options.num_micro_batch == 1 else plain
-    return step, dataclasses.replace(options.of(shared), given=given), shared
+    options = dataclasses.replace(options.with_shared(shared), precomputed=precomputed)
+    return step, options, shared
+
+
+def _refuse_differing_gradients(step: Cut, o: Options) -> None:
+    """Refuse gradients of gradients, if those would differ between trainers."""
+    if o.local_sgd is None:
+        refuse_nested(step, o.trainers, o.noun)
+    if o.trainers > 1:
+        # with local steps, trainers make several updates in any case
+        remedy = ""
+        if o.local_sgd is None:
+            remedy = f"With batch='exact' all {o.noun}s make one update, which may"
+        refuse_across(step, f"which differs by {o.noun}", remedy=remedy)
+
+
+def _refuse_mixed_rows(name: str, shared: ExactStep, o: Options, *, is_sum: bool) -> None:
+    """Refuse local clips and micro-steps for a step that is no sum over parts of the batch.
+
+    Args:
+      name: the name of the step.
+      shared: the split of the batch.
+      o: the options.
+      is_sum: True if a part needs no precomputed values.
+    """
+    mixed = f"{name} has values of all rows ({shared.reason})"
+    if o.reduce.clip_local_norm is not None and not (shared.proven and is_sum):
+        raise ConfigError(
+            f"clip_local_norm={o.reduce.clip_local_norm!r} clips the gradient of each {o.noun}'s "
+            f"rows, and {mixed}; pass batch='local', or clip the reduced gradient in the optimizer"
+        )
+    if o.num_micro_batch > 1 and not shared.proven:
+        raise ConfigError(
+            f"num_micro_batch={o.num_micro_batch} reads parts of the batch one after the other, "
+            f"and {mixed}, which a parameter enters; pass batch='local' for values of each part "
+            "alone, or leave num_micro_batch out"
+        )
 
 
 def _by_micro_steps(
     step: Cut, o: Options, main: Program | None
 ) -> tuple[ExactStep, PrecomputedMicroSteps | None]:
-    """Return how the micro-steps of all trainers share the batch, and how they are written."""
+    """Return the split of the batch over all micro-steps, and their precomputed inputs."""
     axes, parts = batch_axes(step, o.batch), o.trainers * o.num_micro_batch
     of_part = micro_types(step.program, axes, o.num_micro_batch, o.noun)
     # The user's own step, if parts may take it: a norm clips its gradients, and a scale keeps them
@@ -266,59 +274,54 @@ def _by_micro_steps(
         alone = shard_step(cut(part).with_reported(), o.batch, parts, o.over, noun=o.noun)
         if alone.proven or o.reduce.clip_local_norm is not None:
             return alone, None
-    whole = step.program.specialize_flat(
-        [full_type(t, axes.get(n), parts) for n, t in of_part.items()]
-    )
-    _refuse_sized(step, cut(whole).with_reported(), o)
-    captured = None if main is None else captured_if_marked(whole)
+    full_types = [full_type(t, axes.get(n), parts) for n, t in of_part.items()]
+    full = step.program.specialize_flat(full_types)
+    _refuse_sized(step, cut(full).with_reported(), o)
+    captured = None if main is None else captured_if_marked(full)
     leaves = leaves_of_state(step.optimize, step.params) if step.state_read else {}
-    held = (*step.frozen, *(n for n in step.state_read if n not in leaves))
-    written = whole if captured is None else captured
-    shared, values = shard_by_parts(written, axes, held, parts, o.over, o.noun)
-    micro = PrecomputedMicroSteps(written, values, shared.part, axes, o.trainers, o.over)
-    return shared, micro
+    constants = (*step.frozen, *(n for n in step.state_read if n not in leaves))
+    written = full if captured is None else captured
+    shared, values = shard_by_parts(written, axes, constants, parts, o.over, o.noun)
+    return shared, PrecomputedMicroSteps(written, values, shared.part, axes, o.trainers, o.over)
 
 
-def _refuse_sized(step: Cut, whole: Cut, o: Options) -> None:
-    """Refuse an update, or a result of gradients, that reads rows of the batch or a number of them.
+def _refuse_sized(step: Cut, full: Cut, o: Options) -> None:
+    """Refuse an update, or a result of gradients, that reads rows of the batch or their number.
 
-    Each trainer carries it out once, behind its micro-steps, and has its own rows.
+    Each trainer computes it once, after its micro-steps, and has separate rows.
 
     Args:
-      step: with a trainer's part of the batch.
-      whole: the same with the whole batch.
+      step: the step with a trainer's part of the batch.
+      full: the step with the full batch.
+      o: the options.
     """
-    if o.trainers > 1 and (found := step.first_difference(whole)) is not None:
+    if o.trainers > 1 and (found := step.first_difference(full)) is not None:
         name, line = found
         raise ConfigError(
-            f"num_micro_batch={o.num_micro_batch}: {name} of {step.program.name} is made of "
-            "gradients and of rows of "
-            f"the batch, or of their number ({line}), and each {o.noun} has rows of its own; "
-            "divide inside of the loss "
-            "function, or leave num_micro_batch out"
+            f"num_micro_batch={o.num_micro_batch}: {name} of {step.program.name} depends on "
+            f"gradients and on rows of the batch, or their number ({line}), which differ by "
+            f"{o.noun}; divide inside the loss function, or leave num_micro_batch out"
         )
 
 
-# -- what is refused -------------------------------------------------------------------------------
+# -- checks ----------------------------------------------------------------------------------------
 
 
 def check_names(step: Cut, o: Options) -> None:
-    """Refuse names that the step does not have, and ways to merge that do not fit what they
-    name."""
+    """Refuse names that the step does not have, and merge rules that do not fit their type."""
     state = step.frozen if o.local_sgd is None else (*step.params, *step.opt_state)
     mergeable = (*step.results, *state)
     for name, way in o.batch.merge.items():
         if name not in mergeable:
             raise ConfigError(
-                f"merge names {name!r}; what {o.noun}s make and can be merged is "
+                f"merge names {name!r}; name one of the outputs of {o.noun}s: "
                 f"{', '.join(mergeable)}"
             )
         check_merge(name, way, step.program.outputs[name], is_state=name in state, o=o)
     for name in o.batch.unsplit_inputs:
         if not any(is_under(n, [name]) for n in step.batch):
             raise ConfigError(
-                f"unsplit_inputs names {name!r}; the arrays of the batch are "
-                f"{', '.join(step.batch)}"
+                f"unsplit_inputs names {name!r}; name arrays of the batch: {', '.join(step.batch)}"
             )
     if o.batch.example_count is not None:
         check_example_count(step, o, o.batch.example_count)
@@ -326,27 +329,31 @@ def check_names(step: Cut, o: Options) -> None:
     for name, g in step.gradients.items():
         if to is not None and jnp.issubdtype(g.aval.dtype, jnp.complexfloating):
             raise ConfigError(
-                f"compress={to!r}: the gradient of {name} is {g.aval.str_short()}, and {to} is real"
+                f"compress={to!r}: the gradient of {name} is {g.aval.str_short()}, and {to} is "
+                "real; leave compress out"
             )
+    _check_gradient_results(step)
+
+
+def _check_gradient_results(step: Cut) -> None:
+    """Refuse results that read derivatives of no known gradient: they would not be reduced."""
     source = step.program
-    kept, _ = backward_slice(
-        source.eqns,
-        [a for n, a in source.outvars.items() if n in step.from_gradients],
-        step.boundary.values(),
-    )
-    if any(source.roles[i] == BACKWARD for i in kept):
+    results = [a for n, a in source.outvars.items() if n in step.from_gradients]
+    needed, _ = backward_slice(source.eqns, results, step.boundary.values())
+    if any(source.roles[i] == BACKWARD for i in needed):
         raise GradientError(
-            f"{', '.join(step.from_gradients)}: computed from gradients, and from a derivative "
-            "that is not known to be "
-            "one, as of a leaf that is not updated; take gradients with dtrans.value_and_grad"
+            f"{', '.join(step.from_gradients)}: computed from gradients, and from an unknown "
+            "derivative, such as of a leaf that is not updated; take gradients with "
+            "dtrans.value_and_grad"
         )
 
 
 def check_example_count(step: Cut, o: Options, name: str) -> None:
-    """Refuse what cannot weight gradients."""
+    """Refuse a result that cannot weight gradients."""
     if name not in step.results:
         raise ConfigError(
-            f"example_count={name!r} must be a result of the step: {', '.join(step.results)}"
+            f"example_count={name!r} is no result of the step; name one of "
+            f"{', '.join(step.results)}"
         )
     t = step.program.outputs[name]
     if t.shape != ():
@@ -355,22 +362,21 @@ def check_example_count(step: Cut, o: Options, name: str) -> None:
         raise ConfigError(f"example_count={name!r} must be a number, it is {t.str_short()}")
     if name in step.from_gradients:
         raise ConfigError(
-            f"example_count={name!r} is computed from gradients, which it would have to weight"
+            f"example_count={name!r} is computed from gradients, which it must weight; return a "
+            "count of the batch's rows"
         )
 
 
 def refuse_collectives(main: Program) -> None:
-    """Refuse a step that communicates by itself, since it would reduce twice."""
+    """Refuse a step that has collectives, which would reduce gradients twice."""
     for eqn in equations(main.jaxpr):
-        # a number is an axis of an array: of a psum over the axis of a vmap that this is left
-        if eqn.primitive.name == "shard_map" or not all(
-            isinstance(n, (int, np.integer)) for n in axes_of(eqn)
-        ):
+        # a number is an axis of an array: the remainder of a psum over the axis of a vmap
+        is_local = all(isinstance(n, (int, np.integer)) for n in axes_of(eqn))
+        if eqn.primitive.name == "shard_map" or not is_local:
             raise GradientError(
-                f"{main.name} has a collective in it already ({eqn.primitive.name}): its gradients "
-                "may have been "
-                "reduced by what the step does itself. Give the step for one device, without "
-                "shard_map, pmap or psum"
+                f"{main.name} has a collective already ({eqn.primitive.name}), which may have "
+                "reduced its gradients; pass the step for one device, without shard_map, pmap or "
+                "psum"
             )
 
 
@@ -378,45 +384,48 @@ def refuse_collectives(main: Program) -> None:
 
 
 def reduced_values(step: Cut, o: Options, merges: Mapping[str, str]) -> dict[str, Atom]:
-    """Return the values that trainers average, by leaf, in the step's order."""
+    """Return gradients by leaf, in the order of the backward pass; state with local steps."""
     if o.local_sgd is None:
         return {n: step.gradients[n] for n in ready_order(step)}
     outs = step.program.outvars
     return {n: outs[n] for n in (*step.params, *step.opt_state) if merges.get(n) == "mean"}
 
 
-def rewritten(
+def write_trainer(
     step: Cut,
     o: Options,
     merges: Mapping[str, str],
     kind: Callable[[str], ReduceSpec] = lambda leaf: SAME_FOR_ALL,
 ) -> Program:
-    """Return the step with gradients (or state after local steps) and results reduced over the
-    axis.
+    """Return the program of a trainer, which reduces gradients (or state) and results.
 
     Args:
-      kind: in what way the gradient of a leaf is reduced, where not all are in the same.
+      step: the step of one trainer.
+      o: the options.
+      merges: the merge rules of outputs.
+      kind: returns the spec of a leaf's reduction.
     """
     source = step.program
     outs: dict[str, Atom] = source.outvars
-    if o.micro_steps > 1 and o.shared is not None:  # micro-steps would call it several times
+    if o.micro_steps > 1 and o.shared is not None:
+        # micro-steps would call other callbacks several times
         step = step.with_observers(STATE, UPDATE)
     b = Builder(source.jaxpr)
     b.role = FORWARD
     keys = take_inputs(b, step, o)
     fold_keys(b, keys, o)
     if o.local_sgd is None:
-        outs |= _trained_together(b, step, o, merges, outs, kind)
+        outs |= _write_shared_update(b, step, o, merges, outs, kind)
     else:
-        outs |= _trained_apart(b, step, o, merges, outs)
+        outs |= _write_averaged_state(b, step, o, merges, outs)
 
-    made = Program.written(f"trainer of {source.name}", b, source.args, source.out, outs)
+    program = Program.written(f"trainer of {source.name}", b, source.args, source.out, outs)
     return source.rewritten(
-        lambda other: rewritten(cut(other).with_reported(), o, merges, kind), result=made
+        lambda other: write_trainer(cut(other).with_reported(), o, merges, kind), result=program
     )
 
 
-def _trained_together(
+def _write_shared_update(
     b: Builder,
     step: Cut,
     o: Options,
@@ -424,47 +433,49 @@ def _trained_together(
     outs: Mapping[str, Atom],
     kind: Callable[[str], ReduceSpec],
 ) -> dict[str, Atom]:
-    """Write a step on reduced gradients; its outputs by name."""
+    """Write a step whose update reads reduced gradients; return its outputs by name."""
     vars_of = step.program.invars
     if o.num_micro_batch == 1 and runs_loops_of_forward(step, step.batch):
         step = hand_over(step, step.batch)
     results = [n for n in step.results if n not in step.from_gradients]
     found = dict(outs)
-    given: dict[str, Atom] = dict(vars_of)
+    inputs: dict[str, Atom] = dict(vars_of)
     values = reduced_values(step, o, merges)
     if o.num_micro_batch == 1:
         reducer = Reducer(b, values, o, outs.get(o.batch.example_count or ""), GRAD, kind)
-        made = write_trainer_half(b, step, results, reducer.made)
-        given |= {n: made[n] for n in step.handed}
+        outputs = write_trainer_half(b, step, results, reducer.add)
+        inputs |= {n: outputs[n] for n in step.handed}
     else:
-        made, grads = write_micro_steps(b, step, MicroSteps.of(step, o, merges), results)
-        found |= made
+        window = MicroSteps.from_options(step, o, merges)
+        outputs, grads = write_micro_steps(b, step, window, results)
+        found |= outputs
         reducer = Reducer(b, values, o, found.get(o.batch.example_count or ""), GRAD, kind)
         for leaf in values:
-            reducer.made(leaf, grads[leaf])
+            reducer.add(leaf, grads[leaf])
     reducer.finish()
     begun = len(b.eqns)
 
     b.role = OPTIMIZE
     half = step.optimize
-    atoms = [reducer.means[n.leaf] if isinstance(n, Gradient) else given[n] for n in half.in_names]
+    atoms = [reducer.means[n.leaf] if isinstance(n, Gradient) else inputs[n] for n in half.in_names]
     found |= zip(half.out_names, b.inline(half.jaxpr, *atoms), strict=True)
     found |= write_from_gradients(b, step, found, reducer.means)
-    if o.trainers > 1:  # the values of each part alone are each trainer's own to call with
+    if o.trainers > 1:
+        # with batch='local' each trainer runs callbacks of forward and backward with its values
         call_once(b, o.over, 0 if o.shared is not None else begun)
-    return found | reducer.merged(found, merges, vars_of)
+    return found | reducer.reduce_results(found, merges, vars_of)
 
 
-def _trained_apart(
+def _write_averaged_state(
     b: Builder, step: Cut, o: Options, merges: Mapping[str, str], outs: Mapping[str, Atom]
 ) -> dict[str, Atom]:
-    """Write local steps, and the mean of what they make; its outputs by name."""
-    found = {**outs, **write_local_steps(b, step, MicroSteps.of(step, o, merges))}
+    """Write local steps and the mean of their state; return the outputs by name."""
+    found = {**outs, **write_local_steps(b, step, MicroSteps.from_options(step, o, merges))}
     values = reduced_values(step, o, merges)
     reducer = Reducer(b, values, o, found.get(o.batch.example_count or ""))
     for leaf in values:
-        reducer.made(leaf, found[leaf])
+        reducer.add(leaf, found[leaf])
     reducer.finish()
     vars_of = step.program.invars
     others = {n: way for n, way in merges.items() if n not in values}
-    return found | reducer.merged(found, others, vars_of) | reducer.means
+    return found | reducer.reduce_results(found, others, vars_of) | reducer.means

@@ -362,7 +362,7 @@ def collective_roles(
     (cost,) = plan.costs()
     needs = _Needs(cores, each * cost.state_bytes, each * cost.sent, each * cost.received)
     roles = _connected(count, endpoints)
-    return _table(plan.made_by, roles, command, env, {r.name: needs for r in roles})
+    return _table(plan.strategy, roles, command, env, {r.name: needs for r in roles})
 
 
 @realises(PipelinePlan, "roles")

@@ -15,7 +15,7 @@ from typing import Any
 from dtrans.checks import check_flag, check_int
 from dtrans.data_parallel.options import Reduce
 from dtrans.data_parallel.plan import CollectivePlan
-from dtrans.data_parallel.startup import joining_startup
+from dtrans.data_parallel.startup import rendezvous_startup
 from dtrans.data_parallel.transform import nccl2
 from dtrans.endpoints import parse_endpoints, split_endpoint
 from dtrans.errors import ConfigAssertionError, ConfigError, ConfigTypeError, rename_options
@@ -250,7 +250,7 @@ class DistributeTranspiler:
         """
         plan = self.plan
         if isinstance(plan, CollectivePlan):
-            return joining_startup(plan, self._trainer_id, self._endpoints)
+            return rendezvous_startup(plan, self._trainer_id, self._endpoints)
         return plan.trainer_startup_program(self._trainer_id)
 
     def get_pserver_program(self, endpoint: str) -> Program:

@@ -216,7 +216,7 @@ class PipelineOptions:
     @cached_property
     def over_replicas(self) -> Options:
         """Return the options of the reduction over replicas, as trainers of nccl2 mode."""
-        norm = self.reduce.clip_of_all(self.num_micro_batch)
+        norm = self.reduce.clip_per_step(self.num_micro_batch)
         reduce = dataclasses.replace(self.reduce, clip_local_norm=norm, clip_local_per="step")
         return Options(
             trainers=self.replicas, axis_name=AXIS, reduce=reduce, batch=self.batch, noun="replica"
@@ -226,7 +226,7 @@ class PipelineOptions:
     def clip_of_each(self) -> float | None:
         """The norm that the gradients of each micro-batch are clipped to; they are then kept until
         the update."""
-        return self.reduce.clip_of_each(self.num_micro_batch)
+        return self.reduce.clip_per_micro_batch(self.num_micro_batch)
 
     @cached_property
     def of_parts(self) -> Options:

@@ -68,7 +68,7 @@ def results_program(
                 b.call(_merged(way, n, o.joined.get(n, 0)), *parts) if len(parts) > 1 else parts
             )
     over = {n: way for n, way in ways.items() if way in REDUCED}
-    found = local | Reducer(b, {}, o.over_replicas, None).merged(local, over, {})
+    found = local | Reducer(b, {}, o.over_replicas, None).reduce_results(local, over, {})
     made = b.build([found[n] for n in stage.results])
     return program_of(f"results of stage {stage.index}", made, ins, stage.results, FORWARD)
 

@@ -24,7 +24,7 @@ from dtrans.batch.precomputed import with_rows_first
 from dtrans.batch.precomputed_micro_steps import shard_by_parts
 from dtrans.batch.written_parts import WrittenParts, without_effects
 from dtrans.checks import check_type
-from dtrans.data_parallel.merge_rules import merges_of
+from dtrans.data_parallel.merge_rules import infer_merges
 from dtrans.data_parallel.options import Reduce
 from dtrans.data_parallel.transform import check_names, refuse_collectives
 from dtrans.errors import ConfigError, DtransError, GradientError
@@ -177,7 +177,7 @@ def pipeline(
         replicas=replicas * devices_of_scopes(main),
         stages=stages,
         memory=memory,
-        reduce=Reduce.of(reduce),
+        reduce=Reduce.from_option(reduce),
         batch=Batch.from_option(batch, "exact", micro=True),
     )
     return plan_pipeline(main, startup, options, timetable, auto=auto)
@@ -252,7 +252,7 @@ def plan_pipeline(
     refuse_loss_in_update(captured(main if o.batch.exact else traced))
     _check_told(plain, o)
     shared, given = shared_by(main, traced, o, dict.fromkeys(axes, 0))
-    o = o.local if shared is None else o.of(shared)
+    o = o.local if shared is None else o.with_shared(shared)
     values = None
     if shared is None or given is None:
         collecting = part = captured(traced)
@@ -471,12 +471,12 @@ def _merges(
                 "GLOBAL_MEAN alone keeps"
             )
     given = {n: "mean" if n in step.params else "same" for n in keys}
-    merges = merges_of(
+    merges = infer_merges(
         plain,
         dataclasses.replace(
             o.of_parts, batch=dataclasses.replace(o.batch, merge={**o.batch.merge, **given})
         ),
-        of_counts="each micro-batch would count its own; count outside of a step that is a "
+        count_remedy="each micro-batch would count its own; count outside of a step that is a "
         "pipeline",
     )
     # state that no micro-batch enters: the loss makes it, and all make the same

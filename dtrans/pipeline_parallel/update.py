@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from dtrans._jax import Atom, Literal, Var
-from dtrans.data_parallel.reducer import ReduceSpec, clipped
-from dtrans.data_parallel.transform import rewritten as over_replicas
+from dtrans.data_parallel.reducer import ReduceSpec, clip_to_norm
+from dtrans.data_parallel.transform import write_trainer
 from dtrans.errors import GradientError
 from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import backward_slice
@@ -110,7 +110,7 @@ def update_of(
         else:
             program = rewritten(whole, layout)
     else:
-        program = over_replicas(
+        program = write_trainer(
             whole, o.over_replicas, {}, lambda leaf: ReduceSpec(group=homes[leaf])
         )
     leaf_of = leaves_of_state(step.optimize, step.params)
@@ -221,7 +221,7 @@ def _step(
     }
     if o.clip_of_each is not None:
         for m in range(o.num_micro_batch):
-            made = b.call(clipped(float(o.clip_of_each)), *(of[m] for of in parts.values()))
+            made = b.call(clip_to_norm(float(o.clip_of_each)), *(of[m] for of in parts.values()))
             for of, x in zip(parts.values(), made, strict=True):
                 of[m] = x
     grads: dict[str, Atom] = {}

@@ -218,7 +218,7 @@ class ShardingOptions(Options):
                 "stage 1"
             )
         if (
-            self.reduce.clip_of_each(self.num_micro_batch) is not None
+            self.reduce.clip_per_micro_batch(self.num_micro_batch) is not None
             and self.precision.scaling is not None
         ):
             raise ConfigError(

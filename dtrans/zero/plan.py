@@ -35,7 +35,7 @@ class ShardingPlan(CollectivePlan):
     slices: Slices = dataclasses.field(compare=False)
     gathers: tuple[Gathered, ...] = ()
     owned: Owned | None = None
-    made_by = "sharding"
+    strategy = "sharding"
 
     @cached_property
     def cuts(self) -> dict[str, Sliced]:

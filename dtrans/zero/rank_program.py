@@ -24,7 +24,7 @@ from dtrans._jax import Atom, JaxprEqn, Var
 from dtrans.data_parallel.accumulation import MicroSteps, Outputs, write_micro_steps
 from dtrans.data_parallel.options import COMPRESSED
 from dtrans.data_parallel.plan import Bucket
-from dtrans.data_parallel.reducer import buckets_of
+from dtrans.data_parallel.reducer import assign_buckets
 from dtrans.data_parallel.replica import fold_keys, take_inputs
 from dtrans.engine.layout import Gathered
 from dtrans.errors import ConfigError
@@ -177,7 +177,7 @@ class RankLayout:
         """Return the gradients that each collective moves, in the order of the collectives."""
         if self.owned is not None:
             return self.owned.buckets(step, self.o)
-        return buckets_of(
+        return assign_buckets(
             {n: step.gradients[n] for n in ready_order(step)}, self.o, self.kind(step)
         )
 
@@ -258,22 +258,22 @@ class RankWriter:
         if self.gradients is not None:
             reducer = self._reducer(b, step, values, None, scattered=True)
             for leaf, grad in self.gradients(b, self.local):
-                reducer.made(leaf, grad)
+                reducer.add(leaf, grad)
         elif self.o.num_micro_batch == 1:
             reducer = self._reducer(b, step, values, self.outs.get(count))
-            found |= self._half(b, step, results, reducer.made, self.local)
+            found |= self._half(b, step, results, reducer.add, self.local)
         else:
             made, grads = self._accumulated(results)
             found |= made
             reducer = self._reducer(b, step, values, found.get(count), scattered=self.o.stage > 1)
             for leaf in values:
-                reducer.made(leaf, grads[leaf])
+                reducer.add(leaf, grads[leaf])
         reducer.finish()
         self.local |= {n: found.pop(n) for n in step.handed}
         means, finite = self._unscaled(reducer.means)
         found |= self._updated(means)
         found |= self._from_gradients(means)
-        found |= reducer.merged(found, self.layout.merges, self.vars_of)
+        found |= reducer.reduce_results(found, self.layout.merges, self.vars_of)
         if finite is not None:
             found |= self._taken_if(finite, found)
         if self.o.shared is not None and self.o.trainers > 1:
@@ -398,7 +398,7 @@ class RankWriter:
         """Write forward and backward of all micro-steps; their gradients are slices from stage 2
         on."""
         o, step = self.o, self.step
-        window = MicroSteps.of(step, o, self.layout.merges)
+        window = MicroSteps.from_options(step, o, self.layout.merges)
         given = {n: self.local[n] for n in self.leaves} if o.slices_params else {}
 
         def half(inner: Builder, micro: Cut) -> Outputs:
@@ -412,7 +412,7 @@ class RankWriter:
             scatterer = _MicroScatterer(
                 inner, values, one_group, None, GRAD, self.leaves, self.layout.kind(micro)
             )
-            found = self._half(inner, micro, results, scatterer.made, local)
+            found = self._half(inner, micro, results, scatterer.add, local)
             scatterer.finish()
             return found, scatterer.means
 
@@ -548,7 +548,7 @@ class _MicroScatterer(Scatterer):
     def sums(self, bucket: Any, sent: Sequence[Atom]) -> Sequence[Atom]:
         return sent if self.scatter(bucket.leaves[0]).axis is None else super().sums(bucket, sent)
 
-    def _averaged(self, total: Atom) -> Atom:
+    def _average(self, total: Atom) -> Atom:
         return total
 
 

@@ -34,12 +34,10 @@ class ScatterSpec(ReduceSpec):
     Attributes:
       axis: the dimension that it is scattered along; None for one that stays whole.
       layers: whether it has been scattered already.
-      own: whether it is not reduced at all: every rank makes the same.
     """
 
     axis: int | None = None
     layers: bool = False
-    own: bool = False
 
 
 def scatter_specs(
@@ -63,7 +61,11 @@ def scatter_specs(
     def kind(leaf: str) -> ScatterSpec:
         axis = slices[leaf].axis if leaf in slices else None
         return ScatterSpec(
-            compress.get(leaf), axis, leaf in layers, leaf in unreduced, group=places.get(leaf, 0)
+            compress.get(leaf),
+            axis,
+            leaf in layers,
+            group=places.get(leaf, 0),
+            is_replicated=leaf in unreduced,
         )
 
     return kind
@@ -90,10 +92,10 @@ class Scatterer(Reducer):
         self.slices = slices
         self.options = o
 
-    def made(self, leaf: str, grad: Atom) -> None:
+    def add(self, leaf: str, grad: Atom) -> None:
         """Receive a gradient; one that all ranks compute needs no reduction."""
-        if not self.scatter(leaf).own:
-            super().made(leaf, grad)
+        if not self.scatter(leaf).is_replicated:
+            super().add(leaf, grad)
             return
         b, o, s = self.b, self.options, self.slices.get(leaf)
         role, b.role = b.role, DIST

@@ -30,9 +30,9 @@ import jax
 from dtrans._jax import without_mesh
 from dtrans.batch.exact_step import ExactStep
 from dtrans.checks import check_int, check_type
-from dtrans.data_parallel.merge_rules import merges_of
+from dtrans.data_parallel.merge_rules import infer_merges
 from dtrans.data_parallel.options import Reduce
-from dtrans.data_parallel.transform import callers, check_names, refuse_collectives, shared_by
+from dtrans.data_parallel.transform import callers, check_names, refuse_collectives, share_step
 from dtrans.errors import BatchError
 from dtrans.ir.program import Program
 from dtrans.plan import with_recipe
@@ -123,7 +123,7 @@ def sharding(
         trainers=degree * replicas,
         axis_name=slices.axis_name,
         num_micro_batch=num_micro_batch,
-        reduce=Reduce.of(reduce),
+        reduce=Reduce.from_option(reduce),
         batch=Batch.from_option(batch, "exact"),
         stage=stage,
         degree=degree,
@@ -147,9 +147,9 @@ def plan_sharding(main: Program, startup: Program, options: ShardingOptions) -> 
     given, startup = startup, match_startup(plain, startup)
     # what one rank carries out of the step, and how that becomes one
     same = main if options.precision.dtype is None else None
-    step, o, shared = shared_by(in_precision(plain, main, options.precision), options, same)
+    step, o, shared = share_step(in_precision(plain, main, options.precision), options, same)
     step = with_forward_values(step, o)
-    merges = merges_of(step, o) if shared is None else shared.merges  # how each result is merged
+    merges = infer_merges(step, o) if shared is None else shared.merges  # how each result is merged
     layout = RankLayout.of(step, o, merges)  # which rank holds which slice of what
     return ShardingPlan(
         main=plain.program,
@@ -164,7 +164,7 @@ def plan_sharding(main: Program, startup: Program, options: ShardingOptions) -> 
         gathers=layout.gathers,
         owned=layout.owned,
         shared=shared,
-        for_whole=None
+        for_uneven_batch=None
         if shared is None or options.splits_evenly
         else partial(_of_whole, shared, options, layout),
     )
@@ -183,7 +183,7 @@ def _of_whole(
       BatchError: the padded step would need other slices.
     """
     other = shared.for_types(types)
-    of_other = options.of(other)
+    of_other = options.with_shared(other)
     step = with_forward_values(other.step, of_other)
     layout = RankLayout.of(step, of_other, other.merges, planned.slices)
     if layout.cuts != planned.cuts:

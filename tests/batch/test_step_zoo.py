@@ -405,7 +405,7 @@ def test_what_belongs_to_trainers_with_numbers_of_their_own_is_refused() -> None
         {"batch": Batch(example_count="loss")},
     ):
         with pytest.raises(
-            ConfigError, match="is for batch='local', where each trainer has numbers of its own"
+            ConfigError, match="needs batch='local', where trainers have separate results"
         ):
             dtrans.nccl2(*given, trainers=2, **options)
     with pytest.raises(
@@ -432,7 +432,7 @@ def test_what_belongs_to_trainers_with_numbers_of_their_own_is_refused() -> None
     _, given = traced("masked_mean")
     with pytest.raises(
         ConfigError,
-        match=r"clip_local_norm=1.0 clips what .* values of all of them \(all_reduce for",
+        match=r"clip_local_norm=1.0 clips .* values of all rows \(all_reduce for",
     ):
         dtrans.nccl2(*given, trainers=2, reduce=dtrans.Reduce(clip_local_norm=1.0))
 

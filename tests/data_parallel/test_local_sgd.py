@@ -161,7 +161,7 @@ def test_a_window_has_its_optimizer_inside_and_one_reduction_of_the_state_behind
     assert plan.bytes_per_step == {"float64": 3 * leaves * 8 + 3 * 8}  # and loss, count, worst
     assert plan.merges["opt_state/0/count"] == "same"
     text = str(plan)
-    assert "after 4 steps of their own trainers average their state" in text
+    assert "after 4 local steps trainers average their state" in text
     assert "opt_state/0/mu" in str(plan.buckets) and "params/w1: mean" not in text
 
 
@@ -262,7 +262,7 @@ def test_what_the_optimizer_counts_must_be_merged_by_name() -> None:
         ({"local_sgd": True}, "local_sgd must be a positive number, or None; it is True"),
         (
             {"local_sgd": 2, "num_micro_batch": 2},
-            "local_sgd=2 and num_micro_batch=2: the one averages parameters",
+            "local_sgd=2 and num_micro_batch=2: local_sgd averages parameters",
         ),
         ({"local_sgd": 2, "compress": "bf16"}, "local_sgd=2 and compress='bf16'"),
         ({"local_sgd": 2, "clip_local_norm": 1.0}, "local_sgd=2 and clip_local_norm=1.0"),
@@ -280,7 +280,7 @@ def test_rows_that_the_steps_do_not_divide_are_refused_by_name() -> None:
     job = planned(optax.sgd(0.1), 2, params, batch, local_sgd=4)[1].on_mesh()
     state = job.init(params)
     with pytest.raises(
-        BatchError, match="x has 6 rows on each trainer, which 4 micro-steps do not divide"
+        BatchError, match="x has 6 rows on each trainer, expected a multiple of the 4 micro-steps"
     ):
         job.step(state, *batch)
     job.step(state, *batches(16)[0])  # nothing was lost

@@ -108,8 +108,8 @@ def test_others_refuse_it_in_their_own_words(x64: None, name: str) -> None:
             dtrans.pipeline,
             {"num_stages": 1, "num_micro_batch": 2},
         ),
-        "each trainer has its own": (dtrans.nccl2, {"trainers": 2, "batch": "local"}),
-        "each rank has its own": (dtrans.sharding, {"degree": 2, "stage": 1, "batch": "local"}),
+        "which differs by trainer": (dtrans.nccl2, {"trainers": 2, "batch": "local"}),
+        "which differs by rank": (dtrans.sharding, {"degree": 2, "stage": 1, "batch": "local"}),
     }
     for words, (make, options) in refusals.items():
         with pytest.raises(

@@ -360,7 +360,7 @@ def test_a_clip_of_each_micro_batch_comes_before_they_are_added_up(stage):
 
 def test_a_clip_of_each_micro_batch_needs_a_norm_and_a_plain_scale():
     with pytest.raises(
-        ConfigError, match="clip_local_per='micro_batch' is for clip_local_norm, which is None"
+        ConfigError, match="clip_local_per='micro_batch' needs clip_local_norm, it is None"
     ):
         dtrans.Reduce(clip_local_per="micro_batch")
     with pytest.raises(
@@ -535,7 +535,7 @@ def test_a_window_reduces_once_and_not_inside():
     assert "dot_general" in inside and "all_reduce" not in inside
     assert [kind for kind, _ in collectives(plan)] == ["all_reduce"] * 3  # gradients, sums, maxima
     with pytest.raises(
-        BatchError, match="x has 6 rows on each trainer, which 4 micro-steps do not divide"
+        BatchError, match="x has 6 rows on each trainer, expected a multiple of the 4 micro-steps"
     ):
         plan.simulate().step(plan.simulate().init(mlp_params(SIZES)), *batch(0, 12))
 
@@ -655,7 +655,7 @@ def test_a_result_that_every_micro_step_makes_must_be_merged_by_the_user():
     loss = lambda p, x: (jnp.mean(x * p["w"]), jnp.sum(x > 0))
     given = optax.sgd(0.1), {"w": jnp.ones(2)}, loss, True, [jnp.ones((8, 2))]
     with pytest.raises(
-        ConfigError, match="aux is int32.*made in each of 2 micro-steps: say how to merge it"
+        ConfigError, match="aux is int32.*computed in each of 2 micro-steps; write merge="
     ):
         planned(*given, trainers=2, num_micro_batch=2, kind="local")
     plan = planned(*given, trainers=2, num_micro_batch=2)[1]
@@ -672,7 +672,7 @@ def test_a_result_that_every_micro_step_makes_must_be_merged_by_the_user():
 def test_a_shard_map_that_checks_varying_types_is_refused_by_name(options):
     plan = plan_of.__wrapped__(4, **options)
     with pytest.raises(
-        ConfigError, match=r"plan\.function needs jax\.shard_map\(\.\.\., check_vma=False\)"
+        ConfigError, match=r"plan\.function: .*; write jax\.shard_map\(\.\.\., check_vma=False\)"
     ):
         list(trained(plan, "checked shard_map", start(), batches_of(True)))
 
@@ -698,7 +698,7 @@ def test_a_row_for_each_trainer_is_refused_where_a_trainer_makes_several():
     for options in ({"num_micro_batch": 2}, {"local_sgd": 2}):
         with pytest.raises(
             ConfigError,
-            match=r"^merge\['aux'\]='each': a trainer makes it in each of 2 micro-steps",
+            match=r"^merge\['aux'\]='each': a trainer computes it in each of 2 micro-steps",
         ):
             planned(optax.sgd(0.1), {"w": jnp.ones(2)}, loss, True, [jnp.ones((8, 2))], trainers=2,
                     merge={"aux": "each"}, **options)  # fmt: skip
@@ -769,7 +769,7 @@ def test_results_from_gradients_and_the_batch_are_weighted_as_they_are_without_a
 def test_the_weight_is_added_up_and_nothing_else():
     options = {"example_count": "aux/count", "merge": {"aux/count": "max"}, "trainers": 2}
     with pytest.raises(
-        ConfigError, match=r"^merge\['aux/count'\]='max': it is example_count, which is added up"
+        ConfigError, match=r"^merge\['aux/count'\]='max': it is example_count, which is summed"
     ):
         planned(
             optax.sgd(0.1),
@@ -817,12 +817,12 @@ def test_counts_in_the_state_are_what_one_device_counts(options):
             counts.append(int(job.params(state)["n"]))
         assert counts == [10, 20, 30]
     with pytest.raises(
-        ConfigError, match=r"^merge\['params/n'\]='same': it is made of a trainer's part"
+        ConfigError, match=r"^merge\['params/n'\]='same': it depends on a trainer's part"
     ):
         flat_options.nccl2(main, startup, trainers=2, merge={"params/n": "same"}, **options)
     with pytest.raises(
         ConfigError,
-        match=r"^params/n is int32\[\] and made of .* merge={'params/n': 'sum'} or 'max'$",
+        match=r"^params/n is int32\[\] and depends on .* merge={'params/n': 'sum'} or 'max'$",
     ):
         flat_options.nccl2(main, startup, trainers=2, kind="local", **options)
 
@@ -831,7 +831,7 @@ def test_what_is_made_of_the_number_of_rows_must_be_merged_by_name():
     loss = lambda p, x: (jnp.mean(x * p["w"]), jnp.ones(x.shape[:1]).sum())
     given = optax.sgd(0.1), {"w": jnp.ones(2)}, loss, True, [jnp.ones((8, 2))]
     with pytest.raises(
-        ConfigError, match="^aux is float32.* made of how many rows a trainer's part has"
+        ConfigError, match="^aux is float32.* depends on the number of rows of a trainer's part"
     ):
         planned(*given, trainers=2, kind="local")
     job = planned(*given, trainers=2, merge={"aux": "sum"})[1].simulate()

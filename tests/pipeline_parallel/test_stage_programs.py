@@ -520,7 +520,7 @@ BAD = [
         "clip_local_norm=1.0 and sharding_stage=1",
     ),
     (dict(compress="int8"), "compress must be 'bf16', 'fp16' or None, it is 'int8'"),
-    (dict(compress_scale=8.0), "compress_scale=8.0 is for compress"),
+    (dict(compress_scale=8.0), "compress_scale=8.0 needs compress"),
     (dict(clip_local_norm=0.0), "clip_local_norm"),
     (dict(max_buckets=0), "max_buckets"),
     (dict(chains=0), "^chains must be"),

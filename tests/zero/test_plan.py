@@ -676,8 +676,8 @@ REFUSED: Sequence[tuple[dict[str, Any], str]] = [
     ({"min_slice_size": 0.5}, "min_slice_size must be a number of elements, 0 or more; it is 0.5"),
     ({"partition": "greedy"}, "partition must be 'rows', 'greedy_even' or 'use_order'"),
     ({"reduce": "max"}, "reduce must be 'mean', 'sum' or a dtrans.Reduce; it is 'max'"),
-    ({"example_count": "loss", "reduce": "sum"}, "example_count='loss' is for reduce='mean'"),
-    ({"example_count": "count"}, "example_count='count' must be a result of the step: loss"),
+    ({"example_count": "loss", "reduce": "sum"}, "example_count='loss' needs reduce='mean'"),
+    ({"example_count": "count"}, "example_count='count' is no result of the step; name one of loss"),
     (
         {"example_count": "loss", "num_micro_batch": 2, "stage": 2},
         "example_count='loss' and num_micro_batch=2 in stage 2: ",
@@ -702,7 +702,7 @@ REFUSED: Sequence[tuple[dict[str, Any], str]] = [
     ({"max_buckets": 0}, "max_buckets must be a positive number"),
     ({"chains": 0}, "chains must be a positive number"),
     ({"compress": "int8"}, "compress must be 'bf16', 'fp16' or None"),
-    ({"compress_scale": 2.0}, "compress_scale=2.0 is for compress='bf16' or 'fp16'"),
+    ({"compress_scale": 2.0}, "compress_scale=2.0 needs compress='bf16' or 'fp16'"),
     ({"unsplit_inputs": "x"}, "unsplit_inputs='x' must be a collection of names of batch arrays"),
     ({"unsplit_inputs": ("z",)}, "z"),
     ({"merge": "sum"}, "merge='sum' must say for each name how to merge it"),
@@ -744,7 +744,7 @@ def test_a_step_that_communicates_by_itself_is_refused(stage: int) -> None:
     init, mesh = init_of(ADAM), jax.make_mesh((1,), ("shard",))
     whole = jax.shard_map(reduced, mesh=mesh, in_specs=jax.P(), out_specs=jax.P())
     main = dtrans.trace(whole, *jax.eval_shape(init, round_params()), X)
-    with pytest.raises(GradientError, match="has a collective in it already"):
+    with pytest.raises(GradientError, match="has a collective already"):
         dtrans.sharding(main, dtrans.trace(init, round_params()), stage=stage, degree=2)
 
 
@@ -776,7 +776,7 @@ def test_micro_steps_that_do_not_divide_rows_are_refused() -> None:
     plan = round_plan(stage=2, degree=4, num_micro_batch=4)
     job = plan.simulate()
     with pytest.raises(
-        BatchError, match="x has 2 rows on each rank, which 4 micro-steps do not divide"
+        BatchError, match="x has 2 rows on each rank, expected a multiple of the 4 micro-steps"
     ):
         job.step(job.init(round_params()), X[:8])
 

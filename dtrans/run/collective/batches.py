@@ -61,7 +61,7 @@ class TrainerBatches:
     def place(self, arrays: Sequence[Any]) -> Sequence[Any]:
         """Place arrays for a step. Raises BatchError if the trainers do not divide their rows."""
         plan, trainers = self._plan, self._trainers
-        option = f"dtrans.{plan.made_by}(batch=dtrans.Batch(unsplit_inputs=(...)))"
+        option = f"dtrans.{plan.strategy}(batch=dtrans.Batch(unsplit_inputs=(...)))"
         rows = rows_of(self.names, self._shared(arrays))
         check_rows(rows, trainers.here, option, trainers.who, noun=plan.options.noun)
         return trainers.place_batch(arrays, self.shares)
@@ -84,7 +84,7 @@ class TrainerBatches:
         Raises:
           BatchError: the plan takes no uneven parts.
         """
-        plan, takes_uneven = self._plan, self._plan.for_whole is not None
+        plan, takes_uneven = self._plan, self._plan.for_uneven_batch is not None
         if global_rows:
             check_uneven(global_rows, plan.trainers, takes_uneven)
             return global_rows

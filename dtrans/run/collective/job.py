@@ -156,8 +156,8 @@ class CollectiveJob(Job):
                 state = [main.inputs[n] for n in spec.names]
                 types += [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in state]
             types += self.batches.global_types(arrays, rows)
-            assert self.plan.for_whole is not None
-            program, single_device = self.plan.for_whole(types), main.specialize_flat(types)
+            assert self.plan.for_uneven_batch is not None
+            program, single_device = self.plan.for_uneven_batch(types), main.specialize_flat(types)
             self._check_step(program)
             step = functools.partial(self._traced, program=program, types=single_device.outputs)
             self._uneven[rows] = jax.jit(step, donate_argnums=0 if self.donate else ())
@@ -222,7 +222,7 @@ class CollectiveJob(Job):
 
     @property
     def takes_uneven_parts(self) -> bool:  # type: ignore[override]
-        return self.plan.for_whole is not None
+        return self.plan.for_uneven_batch is not None
 
     def cut_axes(self) -> Mapping[str, int]:
         return self.batches.axes

@@ -27,7 +27,7 @@ import jax
 
 from dtrans._jax import Atom, ShapedArray, Var, closed_with
 from dtrans.data_parallel.plan import Bucket
-from dtrans.data_parallel.reducer import buckets_of
+from dtrans.data_parallel.reducer import assign_buckets
 from dtrans.errors import ConfigError
 from dtrans.ir.builder import Builder
 from dtrans.ir.program import DIST, FORWARD, Program
@@ -141,7 +141,7 @@ class Owned:
             dataclasses.replace(
                 x, leaves=tuple(n for name in x.leaves for n in leaves.get(name, [name]))
             )
-            for x in buckets_of(_packed_values(values, self.grads, parts), o, _kind(parts))
+            for x in assign_buckets(_packed_values(values, self.grads, parts), o, _kind(parts))
         )
 
     def whole_gradients(
@@ -218,9 +218,9 @@ class _BinScatterer(Scatterer):
         self.owned: dict[str, Atom] = {}
         self.lacking = {n: set(bins.inside(p)) for n, p in parts.items()}
 
-    def made(self, leaf: str, grad: Atom) -> None:
+    def add(self, leaf: str, grad: Atom) -> None:
         if leaf not in self.bins.places:
-            super().made(leaf, grad)
+            super().add(leaf, grad)
             return
         self.owned[leaf] = grad
         for n, lacking in self.lacking.items():
@@ -240,7 +240,7 @@ class _BinScatterer(Scatterer):
             *(self.owned[n] for n in inside),
         )
         self.b.role = role
-        super().made(name, x)
+        super().add(name, x)
 
     def finish(self) -> None:
         for n, inside in self.lacking.items():
