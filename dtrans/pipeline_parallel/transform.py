@@ -252,7 +252,7 @@ def plan_pipeline(
     refuse_loss_in_update(captured(main if o.batch.exact else traced))
     _check_told(plain, o)
     shared, given = shared_by(main, traced, o, dict.fromkeys(axes, 0))
-    o = o.local if shared is None else o.with_shared(shared)
+    o = o.local if shared is None else o.of(shared)
     values = None
     if shared is None or given is None:
         collecting = part = captured(traced)
