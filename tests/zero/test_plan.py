@@ -677,7 +677,10 @@ REFUSED: Sequence[tuple[dict[str, Any], str]] = [
     ({"partition": "greedy"}, "partition must be 'rows', 'greedy_even' or 'use_order'"),
     ({"reduce": "max"}, "reduce must be 'mean', 'sum' or a dtrans.Reduce; it is 'max'"),
     ({"example_count": "loss", "reduce": "sum"}, "example_count='loss' needs reduce='mean'"),
-    ({"example_count": "count"}, "example_count='count' is no result of the step; name one of loss"),
+    (
+        {"example_count": "count"},
+        "example_count='count' is no result of the step; name one of loss",
+    ),
     (
         {"example_count": "loss", "num_micro_batch": 2, "stage": 2},
         "example_count='loss' and num_micro_batch=2 in stage 2: ",
