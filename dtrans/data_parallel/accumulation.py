@@ -285,7 +285,8 @@ class _Scan:
         start = self._start(), _select(values, self.carried)
         (merged, state), stacks = jax.lax.scan(run_micro_step, start, (jnp.arange(count), parts))
         found = self._finish(merged, stacks)
-        return [found[n] for n in self.ways] + [state[n] for n in self.carried]
+        outputs = [found[n] for n in self.ways]
+        return outputs + [state[n] for n in self.carried]
 
     def _start(self) -> dict[str, jax.Array]:
         """Return the neutral elements of sums and maxima."""

@@ -231,7 +231,8 @@ def _find_row_counts(step: Cut, full_step: Program) -> dict[Var, int]:
     if they do not correspond.
     """
     here, there = step.program.eqns, inline_calls(full_step.jaxpr).jaxpr.eqns
-    if [e.primitive for e in here] != [e.primitive for e in there]:
+    primitives = [e.primitive for e in here]
+    if primitives != [e.primitive for e in there]:
         return {}
     seeds: dict[Var, int] = {}
     for x, y in zip(here, there, strict=True):

@@ -65,8 +65,8 @@ class CollectivePlan(Plan):
       callers: sentences that name the callers of each host callback of the step.
       replan: plans the same step with other options.
       shared: the split of an exact batch; None if each trainer takes the step on its part alone.
-      for_uneven_batch: returns the program for a batch that trainers do not divide evenly, from the types
-        of the step's inputs; None if they must.
+      for_uneven_batch: returns the program for a batch that trainers do not divide evenly, from the
+        types of the step's inputs; None if they must.
     """
 
     main: Program
