@@ -12,12 +12,14 @@ VENV ?= .venv
 LOCK ?= requirements.lock
 AT_NEWEST = PYTHON=$(NEWEST) VENV=.venv-newest LOCK=requirements-newest.lock
 BIN := $(VENV)/bin
+# a file to each worker at a time: tests of a file share what they compile. Files of jobs come first
+WORKERS = -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test core compat fuzz soak lint format bench bench-smoke reliability notebooks docs architecture lock clean
+.PHONY: help venv demo unit test nightly core compat fuzz lint format bench bench-smoke reliability notebooks docs architecture lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -27,11 +29,17 @@ venv: $(STAMP) ## make the environment in .venv
 demo: $(STAMP) ## train with two trainers and two parameter servers as processes; draws loss.png
 	$(BIN)/dtrans example digits --engine processes --trainers 2 --pservers 2 --plot loss.png
 
-test: $(STAMP) ## run the tests, a file to each core at a time
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --max-worker-restart 0
+unit: $(STAMP) ## run the tests of rules, passes and protocol machines: a minute
+	$(BIN)/python -m pytest -m 'unit and not soak' $(WORKERS)
+
+test: $(STAMP) ## run all units and plans, and today's sample of jobs and processes: ten minutes
+	$(BIN)/python -m pytest $(WORKERS)
+
+nightly: $(STAMP) ## run all that today's sample leaves out
+	JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(BIN)/python -m pytest -m soak $(WORKERS)
 
 core: $(STAMP) ## run the tests of the passes alone: a few minutes
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile tests/test_jax_versions.py tests/test_jax_imports.py \
+	$(BIN)/python -m pytest $(WORKERS) tests/test_jax_versions.py tests/test_jax_imports.py \
 		tests/test_fingerprints.py tests/ir tests/step tests/rows tests/engine tests/run/test_jobs.py
 
 compat: ## run the suite on the newest JAX, core tests on those between (needs Python 3.13; make NEWEST=... says where)
@@ -46,9 +54,6 @@ compat: ## run the suite on the newest JAX, core tests on those between (needs P
 fuzz: $(STAMP) ## slice 2,000 random updates, verify plans of 10,000 random steps (takes hours)
 	DTRANS_EXAMPLES=2000 $(BIN)/python -m pytest tests/slicing/test_any_update.py
 	DTRANS_EXAMPLES=10000 $(BIN)/python -m pytest -rP -n auto --dist load tests/verification/test_random_steps.py
-
-soak: $(STAMP) ## run the tests that take minutes: jobs of four processes, some of which die
-	JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(BIN)/python -m pytest -m soak
 
 lint: $(STAMP) ## check style, format, types, prose and spelling
 	$(BIN)/ruff check .

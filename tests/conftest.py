@@ -3,7 +3,7 @@ start from.
 
 More than half of the time of tests is compilation. So LLVM is asked for little, here and in the
 processes that tests start, and XLA does without the emitters of fusions, which take a third of what
-is left (`make soak` and `make compat` ask for all of it); what was compiled is kept in a folder of
+is left (`make nightly` and `make compat` ask for all of it); what was compiled is kept in a folder of
 this run.
 
 Without these emitters XLA's optimizations vectorize loops by the shapes of arrays: rows of an
@@ -27,6 +27,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import layers
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -41,6 +42,9 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     atexit.register(shutil.rmtree, COMPILED, ignore_errors=True)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = COMPILED
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
+    # each worker would rewrite every assert anew, and each process that a test starts compile dtrans
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    layers.today()  # for the workers
 
 import jax  # behind what it reads of the environment
 
@@ -62,10 +66,19 @@ settings.load_profile("ci" if os.environ.get("CI") else "dtrans")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line(
-        "markers",
-        "sampled(count): of the cases of this test so many run each time; the others are soak",
-    )
+    for line in (
+        "sampled(count): so many cases run each day, the others by night",
+        "unit: traces no step, runs no job, and starts no process",
+        "plan: traces a step and plans it",
+        "job: runs a plan, a role or a command, compiles a step, or opens sockets",
+        "process: starts processes",
+        "cluster: starts another system, as Ray, Slurm or an SSH server",
+    ):
+        config.addinivalue_line("markers", line)
+
+
+def pytest_report_header() -> str:
+    return f"sample of {layers.today()} (DTRANS_SAMPLE_DATE repeats another)"
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -74,22 +87,30 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return (os.cpu_count() or 1) + 1
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m is looked at
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as soak the cases of a `sampled` test beyond its number.
+@pytest.hookimpl(trylast=True)  # behind those that make the cases
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    layers.mark_cases(metafunc)
 
-    Those that stay are spread over the cases by the golden ratio, so that no factor of a product of
-    parameters is always the same.
-    """
-    cases: dict[object, list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("sampled"):
-            cases.setdefault((item.path, getattr(item, "originalname", item.name)), []).append(item)
-    for each in cases.values():
-        (count,) = each[0].get_closest_marker("sampled").args  # type: ignore[union-attr]
-        spread = sorted(range(len(each)), key=lambda i: (i + 1) * 0.6180339887 % 1)
-        for i in spread[count:]:
-            each[i].add_marker(pytest.mark.soak)
+
+@pytest.hookimpl(tryfirst=True)  # before -m is looked at
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark each test's layer, and as `soak` the tests that today's sample leaves to the night."""
+    layers.mark(items, config)
+    late = set(layers.of_other_nights(items))
+    config.hook.pytest_deselected(items=list(late))
+    items[:] = layers.longest_first([item for item in items if item not in late])
+
+
+@pytest.fixture(autouse=True)
+def unit_layer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a unit test fail where it starts a process or a job: `layers` took it for another."""
+    if {"unit", "plan"} & set(request.node.keywords):
+
+        def refuse(*args: Any, **options: Any) -> None:
+            pytest.fail("a unit test starts a process or a job: see layers.py")
+
+        monkeypatch.setattr("subprocess.Popen.__init__", refuse)
+        monkeypatch.setattr("dtrans.run.executor.Executor.__init__", refuse)
 
 
 def open_sockets() -> set[str]:

@@ -29,7 +29,6 @@ def test_plans_are_as_recorded(name: str) -> None:
     assert now == then
 
 
-@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_are_as_recorded(name: str) -> None:

@@ -525,7 +525,6 @@ def batches_of(count: int) -> list[Any]:
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "first, then",
     [
@@ -632,7 +631,6 @@ def over_endpoints(
     )
 
 
-@pytest.mark.slow
 def test_servers_and_trainers_that_start_anew_go_on(
     role_threads: RoleThreads, tmp_path: Path
 ) -> None:
@@ -672,7 +670,6 @@ def test_statistics_go_on_where_they_were(role_threads: RoleThreads, tmp_path: P
         tree_close(checkpoint.load(tmp_path / "4", plans[0].main)[0], want[0], 1e-12)
 
 
-@pytest.mark.slow
 def test_an_asynchronous_job_goes_on(role_threads: RoleThreads, tmp_path: Path) -> None:
     with jax.enable_x64(True):
         tx = optax.adam(optax.exponential_decay(0.05, 2, 0.5))
@@ -1073,7 +1070,6 @@ PROCESS = """
 """
 
 
-@pytest.mark.slow
 def test_processes_save_and_restore_at_the_same_time(tmp_path: Path) -> None:
     def run(what: str, count: int) -> list[str]:
         code = textwrap.dedent(PROCESS)

@@ -1431,7 +1431,6 @@ def test_a_plan_names_what_is_printed_and_by_whom() -> None:
 # -- anything --------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @settings(max_examples=10)
 @given(data=st.data())
 def test_any_two_mlps_of_random_width_equal_one_device(data: st.DataObject) -> None:

@@ -13,9 +13,6 @@ import pytest
 from paths import ROOT
 
 
-pytestmark = pytest.mark.slow
-
-
 @pytest.fixture(scope="module")
 def delays() -> Iterator[Any]:
     """The benchmark, which compiles once what roles share."""

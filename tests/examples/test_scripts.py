@@ -144,13 +144,11 @@ def test_without_a_check(
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
 def test_defaults_on_mesh(digits: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert digits("--engine", "mesh") == 0
     assert difference_in(capsys.readouterr().out) < 1e-5
 
 
-@pytest.mark.slow
 def test_as_processes(digits: Any, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     plot = tmp_path / "loss.svg"
     assert digits("--engine", "processes", "--epochs", "8", "--plot", str(plot)) == 0
@@ -184,7 +182,6 @@ def test_as_processes_in_sharding_mode(
 
 
 @pytest.mark.soak
-@pytest.mark.slow
 def test_as_processes_in_double_precision() -> None:
     """More servers than there are blocks for, and float64."""
     arguments = [
@@ -292,7 +289,6 @@ def test_plot_of_what_was_planned_and_what_ran(
     assert "planned: Interleaved" in drawn and "ran: the median of 7 steps" in drawn
 
 
-@pytest.mark.slow
 def test_simulated_and_out_of_bounds(
     pipeline: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tiny: None
 ) -> None:

@@ -35,7 +35,6 @@ from examples.digits_training import DigitsSettings, Outcome
 ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
 
 PATIENCE = 120.0  # seconds for what takes five on an idle machine
-pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -130,7 +130,6 @@ print(json.dumps({job: of(transpiled(job), job) for job in JOBS}))
 """
 
 
-@pytest.mark.slow
 def test_processes_that_order_sets_differently_print_the_same_bytes() -> None:
     path = os.pathsep.join([os.path.dirname(__file__), *(p for p in sys.path if p)])
     started = [

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import layers
 import numpy as np
 import pytest
 from paths import ROOT
@@ -37,8 +38,10 @@ from tools.simulate.updates import InNumpy
 from tools.simulate.verdict import Verdict, reduced, simulated, smaller, verdicts
 
 
-def test_two_thousand_schedules_hold() -> None:
-    wrong = [v for v in verdicts(range(2000)) if v.faults]
+def test_five_hundred_schedules_hold() -> None:
+    """Each day has others of those that run by night."""
+    start = layers.today().toordinal() % 400 * 500
+    wrong = [v for v in verdicts(range(start, start + 500)) if v.faults]
     assert not wrong, "\n\n".join(str(smaller(v)) for v in wrong[:3])
 
 
@@ -56,7 +59,7 @@ def test_a_seed_says_all() -> None:
 
 
 def test_cases_are_of_all_kinds() -> None:
-    """So that two thousand that hold say something."""
+    """So that those that hold say something."""
     found = list(verdicts(range(300)))
     cases = [v.case for v in found]
     assert {c.mode for c in cases} == {
@@ -519,6 +522,7 @@ PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 _SOAKED = {"no goodbye awaited": (pytest.mark.soak, pytest.mark.timeout(3600))}
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("what", [pytest.param(x, marks=_SOAKED.get(x, ())) for x in PLANTED])
 def test_a_planted_fault_is_found(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     PLANTED[what](monkeypatch)

@@ -19,7 +19,6 @@ from dtrans.run.distributed.role import roles_of, trainer_roles
 PATIENCE = 120.0  # seconds for what takes ten on an idle machine
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["nccl2", "pserver", "sharding"])
 def test_trainer_0_is_called_once_with_the_values_of_one_device(
     strategy: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -135,7 +135,6 @@ def test_keys_are_folded_as_on_one_device(two: Any) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.slow
 def test_four_trainers_are_one_device(tmp_path: Path, alone: Any) -> None:
     check_numbers(outcome(4, tmp_path), alone)
 
@@ -609,7 +608,6 @@ def with_those_left(
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "trainers, fates",
     [
@@ -641,7 +639,6 @@ def test_those_left_go_on_with_the_mean_of_their_own(
             assert f"trainer {lost}" in said[k] and "going on with" in said[k]
 
 
-@pytest.mark.slow
 def test_the_launcher_goes_on_with_those_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -94,7 +94,6 @@ def unread(endpoint: str, count: int) -> None:
 MILLION = pytest.param(50, id="a million bits", marks=[pytest.mark.soak, pytest.mark.timeout(1800)])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("size", [pytest.param(1, id="by day"), MILLION])
 def test_a_job_is_right_whatever_is_done_to_its_server(tmp_path: Path, size: int) -> None:
     """Two trainers wait in the middle of their job. The server's memory stays, and the numbers are
@@ -247,7 +246,7 @@ def channels() -> Iterator[list[P2PChannels]]:
 
 COUNTS = [
     pytest.param(100, id="by day"),
-    pytest.param(10_000, id="soak", marks=[pytest.mark.soak, pytest.mark.slow]),
+    pytest.param(10_000, id="soak", marks=pytest.mark.soak),
 ]
 
 

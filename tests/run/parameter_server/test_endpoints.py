@@ -445,7 +445,6 @@ class Role:
             return dict(found)
 
 
-@pytest.mark.slow
 def test_four_processes_equal_one_device(tmp_path: Path) -> None:
     pservers, steps = free_endpoints(2), 5
     kinds = [("pserver", 0), ("pserver", 1), ("trainer", 0), ("trainer", 1)]

@@ -691,7 +691,6 @@ def process(
         role.communicate()
 
 
-@pytest.mark.slow
 def test_processes_equal_one_device(tmp_path: Path) -> None:
     pservers = free_endpoints(3)
     with contextlib.ExitStack() as stack:
@@ -709,7 +708,6 @@ def test_processes_equal_one_device(tmp_path: Path) -> None:
                 tree_close(dict(found), jax.tree.map(np.asarray, want), 1e-12)
 
 
-@pytest.mark.slow
 def test_a_server_killed_between_levels_is_named_by_all(
     role_threads: RoleThreads, tmp_path: Path
 ) -> None:

@@ -23,7 +23,7 @@ from dtrans.errors import CheckpointWarning
 from dtrans.run.distributed.role import roles_of
 
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("x64")]
+pytestmark = pytest.mark.usefixtures("x64")
 # steps: of both saves, and one that a killed run does not come to
 TRAINERS, FIRST, SECOND, END = (
     2,

@@ -76,7 +76,6 @@ WAITS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "order",
     [
@@ -113,7 +112,6 @@ def test_roles_may_start_in_any_order(tmp_path: Path, order: Sequence[str]) -> N
     check(plan_for(pservers, 2), both("pserver"), both("trainer"), batches)
 
 
-@pytest.mark.slow
 def test_a_process_may_leave_early(tmp_path: Path) -> None:
     pservers = free_endpoints(2)
     with roles(tmp_path) as started:
@@ -139,7 +137,6 @@ def trainers(started: Roles, which: str, pservers: Sequence[str], **more: Any) -
         started.start(f"{which}{k}", "trainer", index=k, **job(pservers, **more))
 
 
-@pytest.mark.slow
 def test_the_next_job_goes_on_where_the_first_ended(tmp_path: Path) -> None:
     """Its trainers start when those of the first have ended; one of them already when one of the
     first has not."""

@@ -70,7 +70,6 @@ DEFAULT = [(2, 2, False)]
 
 
 @pytest.mark.soak
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "servers, trainers, x64",
     [

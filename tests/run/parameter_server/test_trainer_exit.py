@@ -106,10 +106,8 @@ def run(
         pytest.param("adam", 2, (2, 5, 2), id="two, in the same step"),
         pytest.param("adam", 1, (3, 0, 2), id="one before its first step"),
         pytest.param("global norm", 3, (2, 5, 4), id="a global norm over three servers"),
-        pytest.param(
-            "global norm", 1, (1, 2, 3, 4), id="one after the other", marks=pytest.mark.slow
-        ),
-        pytest.param("adafactor", 2, (2, 1), id="sums over rows", marks=pytest.mark.slow),
+        pytest.param("global norm", 1, (1, 2, 3, 4), id="one after the other"),
+        pytest.param("adafactor", 2, (2, 1), id="sums over rows"),
     ],
 )
 def test_updates_are_those_of_one_device_on_the_rows_of_those_present(

@@ -1,0 +1,235 @@
+"""Layers of tests, and the tests of each day.
+
+A layer follows from what a test uses, its fixtures and helpers included:
+
+- `cluster`: it starts another system: Ray, Slurm, an SSH server, network namespaces.
+- `process`: it starts processes.
+- `job`: it runs a plan, a role or a command, compiles a step, or opens sockets.
+- `plan`: it traces a step and plans it.
+- `unit`: it does none of these.
+
+By day all units and plans run and a part of the others, which changes with the date. A test that notices a
+planted fault (`tests/faults.py`) runs each day. The remainder is `soak`: it runs by night.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import runpy
+import types
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+
+TESTS = str(Path(__file__).parents[1])
+OURS = (TESTS, str(Path(__file__).parents[2] / "examples"))  # helpers are read, dtrans is not
+LAYERS = ("unit", "plan", "job", "process", "cluster")
+DAYS = {"unit": 1, "plan": 1, "job": 3, "process": 6, "cluster": 12}  # until a test has run by day
+SECONDS = {"unit": 0.1, "plan": 0.2, "job": 1, "process": 5, "cluster": 20}  # of a test, on average
+
+# names that code of a layer reads: modules, functions, methods, and words of commands
+NAMES = {
+    "plan": "trace make_train_step pserver sharding nccl2 pipeline",
+    "job": "on_mesh on_cluster simulate on_ray Executor RoleThreads cli jit pmap shard_map verify "
+    "testmod zmq socket threading free_endpoints",
+    "process": "subprocess multiprocessing fork processes launch launch_on_hosts CliRunner",
+    "cluster": "RayCluster slurmctld sshd namespaces",
+}
+LAYER_OF_NAME = {name: LAYERS.index(layer) for layer in NAMES for name in NAMES[layer].split()}
+
+T = TypeVar("T")
+
+
+# -- layers ----------------------------------------------------------------------------------------
+
+
+def layer_of(item: pytest.Function) -> str:
+    """Return the layer of a test: the outermost that it or one of its fixtures uses."""
+    definitions = item._fixtureinfo.name2fixturedefs.values()
+    functions = [item.function, *(found[-1].func for found in definitions)]
+    layers = [_layer(fn) for fn in functions]
+    if callspec := getattr(item, "callspec", None):
+        layers += [_layer(value) for value in callspec.params.values()]
+    return LAYERS[max(layers)]
+
+
+def _layer(value: Any) -> int:
+    """Return the layer of a function, or of a parameter that has or names one."""
+    if isinstance(value, str):
+        return LAYER_OF_NAME.get(value, 0)
+    if isinstance(value, functools.partial):
+        return _layer(value.func)
+    if isinstance(value, tuple | list):
+        return max(map(_layer, value), default=0)
+    return max(map(_function_layer, _functions(value)), default=0)
+
+
+@functools.cache
+def _function_layer(function: types.FunctionType) -> int:
+    """Return the layer of a function and of the tests' functions and classes that it reads."""
+    layer, todo, known = 0, [function], {function}
+    while todo:
+        at = todo.pop()
+        names = set(_names(at.__code__))
+        layer = max([layer, *map(_layer, names)])
+        values = [at.__globals__.get(name) for name in names]
+        modules = [value for value in values if isinstance(value, types.ModuleType)]
+        values += [vars(module).get(name) for module in modules for name in names]
+        found = {fn for value in values for fn in _functions(value)}
+        todo += found - known
+        known |= found
+    return layer
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """Yield the names and the short texts that code reads, those of inner functions included."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
+        elif isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, tuple):
+            yield from (text for text in constant if isinstance(text, str))
+
+
+def _functions(value: Any) -> set[types.FunctionType]:
+    """Return the functions of the tests in a value: itself, methods, or entries of a table."""
+    if isinstance(value, dict):
+        return {fn for kind in set(map(type, value.values())) for fn in _methods(kind)} | {
+            fn for inner in value.values() if callable(inner) for fn in _functions(inner)
+        }
+    if isinstance(value, type):
+        return _methods(value)
+    value = getattr(value, "__wrapped__", value)  # by functools or contextlib
+    value = getattr(getattr(value, "hypothesis", None), "inner_test", value)
+    if isinstance(value, types.FunctionType):
+        return {value} if value.__code__.co_filename.startswith(OURS) else set()
+    return _methods(type(value))
+
+
+@functools.cache
+def _methods(kind: type) -> set[types.FunctionType]:
+    """Return the methods of a class of the tests."""
+    methods = (getattr(fn, "__func__", getattr(fn, "fget", fn)) for fn in vars(kind).values())
+    functions = (fn for fn in methods if isinstance(fn, types.FunctionType))
+    return {fn for fn in functions if fn.__code__.co_filename.startswith(OURS)}
+
+
+# -- days ------------------------------------------------------------------------------------------
+
+
+def today() -> date:
+    """Return the date of the sample. Workers and inner runs get it from the first process."""
+    text = os.environ.setdefault("DTRANS_SAMPLE_DATE", date.today().isoformat())
+    return date.fromisoformat(text)
+
+
+def spread(cases: Sequence[T]) -> list[T]:
+    """Return the cases in an order whose parts are spread over all of them.
+
+    The order is that of multiples of the golden ratio, without their whole part. So no part has
+    always the same factor of a product of parameters.
+    """
+    order = sorted(range(len(cases)), key=lambda i: (i + 1) * 0.6180339887 % 1)
+    return [cases[i] for i in order]
+
+
+def sample(cases: Sequence[T], count: int, name: str, turn: int) -> list[T]:
+    """Return so many cases. Successive turns go through all of them."""
+    # the name shifts the turns: not every test begins with its first case
+    start = (zlib.crc32(name.encode()) + turn) * count
+    order = spread(cases)
+    return [order[(start + i) % len(order)] for i in range(min(count, len(order)))]
+
+
+def of_today(tests: Sequence[T], days: int, name: str) -> list[T]:
+    """Return the tests whose turn it is, where each test's comes once in so many days."""
+    day = zlib.crc32(name.encode()) + today().toordinal()
+    return [test for rank, test in enumerate(spread(tests)) if (rank + day) % days == 0]
+
+
+def is_sampled(config: pytest.Config) -> bool:
+    """Return True if a run is of files: a test that is named runs whatever the day."""
+    return not any("::" in argument for argument in config.args)
+
+
+def mark(items: Sequence[pytest.Item], config: pytest.Config) -> None:
+    """Mark each test's layer, and as `soak` the tests that run by night only."""
+    groups: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        layer = layer_of(item) if isinstance(item, pytest.Function) else "process"
+        item.add_marker(layer)
+        is_daily = item.nodeid.removeprefix("tests/") in noticing()
+        if is_sampled(config) and not is_daily and not item.get_closest_marker("soak"):
+            groups.setdefault((item.path, layer), []).append(item)
+    for (path, layer), group in groups.items():
+        for item in set(group) - set(of_today(group, DAYS[layer], path.name)):
+            item.add_marker(pytest.mark.soak)
+
+
+def mark_cases(metafunc: pytest.Metafunc) -> None:
+    """Mark as `soak` the cases of a sampled test that run by night only.
+
+    A run by day gets no such cases: thousands of them would take most of the time of collecting.
+    """
+    marker = metafunc.definition.get_closest_marker("sampled")
+    if marker is None or not is_sampled(metafunc.config):
+        return
+    test = f"{metafunc.definition.path.relative_to(TESTS)}::{metafunc.definition.name}"
+    marked = [call for call in metafunc._calls if any(m.name == "soak" for m in call.marks)]
+    daily = [call for call in metafunc._calls if f"{test}[{call.id}]" in noticing()]
+    others = [call for call in metafunc._calls if call not in marked and call not in daily]
+    # a test is of the sample of its file every few days only: meanwhile its cases stay
+    turn = today().toordinal() // DAYS[LAYERS[_layer(metafunc.function)]]
+    chosen = sample(others, marker.args[0], test, turn)
+    late = [call for call in others if call not in chosen]
+    for call in late:
+        call.marks.append(pytest.mark.soak.mark)
+    if "not soak" in metafunc.config.option.markexpr:
+        metafunc._calls = [call for call in metafunc._calls if call not in late]
+
+
+def of_other_nights(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
+    """Yield the soak tests of other nights, where they are shared among `DTRANS_NIGHTS`."""
+    nights = int(os.environ.get("DTRANS_NIGHTS", 1))
+    soak = [item for item in items if item.get_closest_marker("soak")]
+    for i, item in enumerate(soak):
+        if i % nights != today().toordinal() % nights:
+            yield item
+
+
+def longest_first(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Return the tests with those of the longest files first.
+
+    Workers take a file at a time: a long one that begins last would keep a single worker.
+    """
+    files = by_key(items, lambda item: item.path)
+
+    def length(path: Path) -> float:
+        """Return about the seconds of a file's tests by day."""
+        by_day = (item for item in files[path] if not item.get_closest_marker("soak"))
+        return sum(SECONDS[layer] for item in by_day for layer in LAYERS if layer in item.keywords)
+
+    return [item for path in sorted(files, key=length, reverse=True) for item in files[path]]
+
+
+@functools.cache
+def noticing() -> frozenset[str]:
+    """Return the tests that notice planted faults: the same faults are noticed each day."""
+    faults = runpy.run_path(f"{TESTS}/faults.py")["FAULTS"]
+    return frozenset(fault.noticed_by for fault in faults)
+
+
+def by_key(items: Sequence[T], key: Callable[[T], Any]) -> dict[Any, list[T]]:
+    """Return the items in groups of one key, each in its order."""
+    groups: dict[Any, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
