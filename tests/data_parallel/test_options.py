@@ -203,7 +203,7 @@ def cases(of):
     """Each option with every number of trainers, and with four in every way if it is no combination
     of options.
 
-    Of those ways every other one is for `make soak`; with the next option it is the others.
+    Of those ways every other one is for `make nightly`; with the next option it is the others.
     """
     made = []
     for name, options in of.items():

@@ -317,10 +317,10 @@ def test_merging_can_be_traced():
         (
             "GLOBAL_MEAN",
             [[jnp.ones(2)], []],
-            r"as many micro-batches of each replica, at least one; they have \[0, 1\]",
+            r"from all replicas, at least one; the replicas have \[0, 1\]",
         ),
-        ("GLOBAL_MEAN", [[]], r"at least one; they have \[0\]"),
-        ("GLOBAL_MEAN", [], r"at least one; they have \[\]"),
+        ("GLOBAL_MEAN", [[]], r"at least one; .* have \[0\]"),
+        ("GLOBAL_MEAN", [], r"at least one; .* have \[\]"),
     ],
 )
 def test_values_that_cannot_be_merged(key, values, message):
