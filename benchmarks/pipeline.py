@@ -58,7 +58,7 @@ def instructions(job: PipelineJob, case: Case, count: int) -> dict[str, tuple[fl
             found[what].append(now - last[0])
             last[0] = now
 
-        tape, env = job.ready(state, *case.batch)
+        program, env = job.prepare(state, *case.batch)
         note("before the first task")
 
         def look(ins: Instruction, note: Callable[[str], None] = note) -> None:
@@ -70,8 +70,8 @@ def instructions(job: PipelineJob, case: Case, count: int) -> dict[str, tuple[fl
                 else "zeros, update, results"
             )
 
-        job.play(tape, env, look)
-        state, _ = job.answer(tape, env)
+        job.execute(program, env, look)
+        state, _ = job.collect(program, env)
         note("after the last task")
         jax.block_until_ready(state)
     return {what: (len(of) / count, 1e6 * sorted(of)[len(of) // 2]) for what, of in found.items()}

@@ -54,7 +54,7 @@ def show_stages(plan: PipelinePlan, where: str) -> None:
                 str(s.index),
                 f"{len(s.params)}: {', '.join(_layers(s.params))}",
                 f"{s.flops / 1e6:,.1f}",
-                *map(_kib, (s.sends, s.kept, s.held)),
+                *map(_kib, (s.sends, s.saves, s.stores)),
             )
             for s in plan.stages
         ],

@@ -1,40 +1,40 @@
 """Assignment of the equations of a forward pass to the stages of a pipeline.
 
-The equations are put in a row, and the row is cut (`dtrans.pipeline_parallel.balance`). The row is
-the program's own order, but for what a program may make long before it is needed: a cast or a
-reshape of a parameter, and whatever depends on no micro-batch (masks, `iota`), stand right before
-what reads them first. Otherwise casting all parameters at the top would put all of them on the
-first stage. The same is tried with all elementwise work on inputs alone, and kept where the slowest
-stage gets faster by it.
+The equations form a row, and the row is cut (`dtrans.pipeline_parallel.balance`). The row follows
+the program, with one exception. Casts and reshapes of parameters, and values that depend on no
+micro-batch (masks, `iota`), move to just before their first reader. Otherwise a cast of all
+parameters at the top would put all of them on the first stage. A second row also moves all
+elementwise work on inputs alone. It is taken if its slowest stage is faster.
 
-A stage costs its floating-point operations, and `flops_per_byte` for each byte that it sends on:
-all values that were made before the cut and are read after it, also those that a stage only hands
-on (skip connections), each once. Inputs cross for free, since they are where they are read, and so
-do values that depend on no micro-batch, which are made there. Results need not be carried either:
-they stay where they are made. Every stage has at least one equation that costs something, if there
-are as many; what costs nothing is on the side of the cut where less crosses, else with its readers.
+A stage costs its floating-point operations, plus `flops_per_byte` for each byte that it sends. A
+stage sends each value that it computes or forwards (skip connections) once. Three kinds of values
+cross a cut for free. Inputs are present where they are read. Values that depend on no micro-batch
+are computed there. Results stay on the stage that computes them.
+
+Every stage gets at least one equation with a cost, if there are enough. An equation without a cost
+is on the side of the cut where less crosses, else with its readers.
 
 Policies:
 
-  BALANCE_FLOPS    the slowest stage is as fast as cuts between equations allow, sending included. Exact. Where sending
-                   is dear a stage may be left with next to no work.
-  REPEATED_LAYERS  repeated blocks (`dtrans.pipeline_parallel.repeated_blocks`), the same number on
-                   each stage; what comes before them is on the first stage, what comes after on the
-                   last. EPL's rule; an error if none fit.
-  BALANCE_OP_NUM   the same number of equations. EPL's rule, without the stages that it loses.
-  HEURISTIC        the default. The operations of stages are balanced; of the cuts near balance those that send the
-                   fewest bytes (`dtrans.pipeline_parallel.balance.balanced`), so that no stage is
-                   left with nothing. Repeated blocks stay whole where no stage does more than
-                   `SLACK` times as much work so; if their number is a multiple of the stages, and
-                   they cost about the same, as with REPEATED_LAYERS.
+  BALANCE_FLOPS    The slowest stage is as fast as cuts between equations allow, sending included.
+                   Exact. If sending is expensive, a stage may get almost no work.
+  REPEATED_LAYERS  Each stage gets the same number of repeated blocks
+                   (`dtrans.pipeline_parallel.repeated_blocks`). Equations before them are on the
+                   first stage, equations after them on the last. EPL's rule; an error if none fit.
+  BALANCE_OP_NUM   Each stage gets the same number of equations. EPL's rule, without the stages
+                   that it loses.
+  HEURISTIC        The default. The operations of stages are near balance, and the cuts send the
+                   fewest bytes (`dtrans.pipeline_parallel.balance.balanced`). Blocks are not cut
+                   if no stage then does more than `SLACK` times the work. If the stages divide
+                   their number and they cost about the same, as with REPEATED_LAYERS.
 
-EPL has no model of cost, and keeps blocks whole only where their number is a multiple
+EPL has no cost model, and avoids cutting blocks only if the stages divide their number
 (epl/parallel/planner.py).
 
-Scopes of the user (`dtrans.step.scopes`) come before all policies. An equation outside of them goes
-by EPL's rule of minimum and maximum: no stage before that of what it reads, none after that of what
-reads it, and in between the stage of the last scope before it. What is made of inputs alone goes to
-the first stage that reads it.
+Scopes of the user (`dtrans.step.scopes`) override all policies. Equations outside of them follow
+EPL's rule of minimum and maximum. Their stage is the stage of the last scope before, but not before
+their operands and not after their readers. Values computed from inputs alone go to the first stage
+that reads them.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ from dtrans.step.scopes import Scope, scopes_of
 
 POLICIES = ("HEURISTIC", "REPEATED_LAYERS", "BALANCE_FLOPS", "BALANCE_OP_NUM")
 
-# Operations that a device does in the time that one byte takes to the next: 100 Gflop/s over 10
-# GB/s. An accelerator on a fast link has several hundred.
+# Floating-point operations of a device in the time of sending one byte: 100 Gflop/s over 10 GB/s.
+# An accelerator on a fast link has several hundred.
 FLOPS_PER_BYTE = 10.0
 
 
@@ -94,17 +94,16 @@ def stages_of(
     Args:
       forward: the loss function, not differentiated, its calls inlined
         (`dtrans.ir.inline.inline_calls`).
-      num_stages: how many stages; each gets at least one equation.
-      policy: one of `POLICIES`. None: as the user's scopes say if there are any, else HEURISTIC.
-      flops_per_byte: floating-point operations that a device does in the time in which one byte
-        goes to the next.
-      batch: the inputs that each micro-batch has its own of; what depends on none of them is made
-        wherever it is read. None: all inputs.
+      num_stages: the number of stages; each gets at least one equation.
+      policy: one of `POLICIES`. None: the user's scopes if there are any, else HEURISTIC.
+      flops_per_byte: floating-point operations of a device in the time of sending one byte.
+      batch: the inputs that differ between micro-batches. Stages recompute values that depend on
+        none of them. None: all inputs.
 
     Raises:
-      ConfigError: there are more stages than equations; the policy is unknown, or finds no blocks
-        that fit; scopes are as many as other stages than asked for, contradict what depends on
-        what, or are given beside a policy.
+      ConfigError: there are more stages than equations; the policy is unknown, or no blocks fit
+        it. Scopes differ in number from the stages, contradict the order of operands, or exclude
+        the policy.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -120,44 +119,44 @@ def stages_of(
     if policy is not None and policy not in POLICIES:
         raise ConfigError(f"policy={policy!r} is unknown; there are {', '.join(POLICIES)}")
     if num_stages < 1:
-        raise ConfigError(f"num_stages={num_stages}: there must be one at least")
+        raise ConfigError(f"num_stages={num_stages}: a pipeline has at least one stage")
     if flops_per_byte < 0:
-        raise ConfigError(f"flops_per_byte={flops_per_byte}: it must not be negative")
+        raise ConfigError(f"flops_per_byte={flops_per_byte} is negative; write 0 or more")
     by_scope = scoped_stages(forward)
     if by_scope is not None:
         count = max(by_scope) + 1
         if count != num_stages:
             raise ConfigError(
-                f"num_stages={num_stages}, and the model has {count} scopes, each of them a stage"
+                f"num_stages={num_stages}, and the model has {count} scopes, each of them a stage; "
+                f"pass num_stages={count}"
             )
         if policy is not None:
             raise ConfigError(
-                f"policy={policy!r} beside {count} scopes in the model, which say what the stages "
-                "are"
+                f"policy={policy!r} is for models without scopes, and {count} scopes in this model "
+                "determine its stages; leave out policy"
             )
         return by_scope
     if len(eqns) < num_stages:
         raise ConfigError(
-            f"num_stages={num_stages}, and the step's forward pass has only {len(eqns)} equations"
+            f"num_stages={num_stages}, and the step's forward pass has only {len(eqns)} equations; "
+            "ask for fewer stages"
         )
 
-    costs = [flops(eqn) for eqn in eqns]
+    costs = list(map(flops, eqns))
     if policy == "BALANCE_OP_NUM":
         return part_of_each(partition_balance([1] * len(eqns), num_stages), len(eqns))
-    rows = [
-        _Row(forward, costs, order, flops_per_byte, batch)
-        for order in _orders(forward, costs, batch)
-    ]
+    # two orders of the row: the one with the faster slowest stage is cut
     rule = balanced if policy in (None, "HEURISTIC") else contiguous
-    cuts = [(row, row.cut(num_stages, rule)) for row in rows]
+    cuts = []
+    for order in _orders(forward, costs, batch):
+        row = _Row(forward, costs, order, flops_per_byte, batch)
+        cuts.append((row, row.cut(num_stages, rule)))
     row, best = min(cuts, key=lambda cut: cut[0].slowest(cut[1]))
-    if policy == "BALANCE_FLOPS":
-        return row.stages(best)
-    return row.stages(
-        _repeated(row, num_stages)
-        if policy == "REPEATED_LAYERS"
-        else _heuristic(row, num_stages, best)
-    )
+    if policy == "REPEATED_LAYERS":
+        best = _repeated(row, num_stages)
+    elif policy != "BALANCE_FLOPS":
+        best = _heuristic(row, num_stages, best)
+    return row.stages(best)
 
 
 def stage_costs(
@@ -173,27 +172,27 @@ def stage_costs(
     Example:
       >>> import jax, jax.numpy as jnp
       >>> from dtrans.pipeline_parallel.assign_stages import stage_costs, stages_of
-      >>> forward = jax.make_jaxpr(lambda w, x: (jnp.tanh(x @ w) @ w).sum())(jnp.ones((64, 64)), jnp.ones((2, 64)))
+      >>> loss = lambda w, x: (jnp.tanh(x @ w) @ w).sum()
+      >>> forward = jax.make_jaxpr(loss)(jnp.ones((64, 64)), jnp.ones((2, 64)))
       >>> for cost in stage_costs(forward, stages_of(forward, 2)):
       ...     print(cost)
       StageCost(equations=2, flops=16512, sends=512)
       StageCost(equations=2, flops=16512, sends=0)
     """
-    eqns = forward.jaxpr.eqns
     count = max(stage_of, default=0) + 1
-    stage = {v: s for e, s in zip(eqns, stage_of, strict=True) for v in e.outvars}
-    last: dict[Var, int] = {}
-    for eqn, s in zip(eqns, stage_of, strict=True):
-        last |= {a: max(s, last.get(a, 0)) for a in _reads(eqn)}
-    sends = [0] * count
-    for v in _of_batch(forward, batch):
-        for s in range(stage.get(v, count), last.get(v, 0)):
-            sends[s] += nbytes(v.aval)
-    mine = [[e for e, s in zip(eqns, stage_of, strict=True) if s == k] for k in range(count)]
-    return tuple(
-        StageCost(len(own), sum(map(flops, own)), sent)
-        for own, sent in zip(mine, sends, strict=True)
-    )
+    equations, work, sends = [0] * count, [0] * count, [0] * count
+    first: dict[Var, int] = {}  # the stage that computes a value
+    last: dict[Var, int] = {}  # the last stage that reads it
+    for eqn, stage in zip(forward.jaxpr.eqns, stage_of, strict=True):
+        equations[stage] += 1
+        work[stage] += flops(eqn)
+        first |= dict.fromkeys(eqn.outvars, stage)
+        for operand in _reads(eqn):
+            last[operand] = max(stage, last.get(operand, 0))
+    for value in _of_batch(forward, batch):
+        for stage in range(first.get(value, count), last.get(value, 0)):
+            sends[stage] += nbytes(value.aval)
+    return tuple(map(StageCost, equations, work, sends))
 
 
 Rule: TypeAlias = Callable[[Sequence[float], Sequence[float], int], tuple[int, ...]]
@@ -203,10 +202,14 @@ Rule: TypeAlias = Callable[[Sequence[float], Sequence[float], int], tuple[int, .
 
 
 class _Row:
-    """Equations in the order in which they are cut.
+    """Row of equations, to be cut into consecutive parts.
 
     Args:
-      order: positions in the program.
+      forward: the program.
+      costs: the floating-point operations of each of its equations.
+      order: the position in the program of each equation of the row.
+      flops_per_byte: the cost of sending one byte.
+      batch: as for `stages_of`.
     """
 
     def __init__(
@@ -221,8 +224,12 @@ class _Row:
         self.eqns = [forward.jaxpr.eqns[i] for i in order]
         self.costs = [costs[i] for i in order]
         count = len(order)
-        changes = [0] * (count + 1)  # of the bytes that are alive, from one equation to the next
-        last = {a: i for i, e in enumerate(self.eqns) for a in _reads(e)}
+        last: dict[Var, int] = {}
+        for i, eqn in enumerate(self.eqns):
+            last |= dict.fromkeys(_reads(eqn), i)
+        # differences of the bytes that cross each cut, whose running sum is the bytes: one pass
+        # over the equations instead of one for each cut
+        changes = [0] * (count + 1)
         dependent = _of_batch(forward, batch)
         for i, eqn in enumerate(self.eqns):
             for v in eqn.outvars:
@@ -236,39 +243,41 @@ class _Row:
         part = part_of_each(starts, len(self.order))
         return tuple(s for _, s in sorted(zip(self.order, part, strict=True)))
 
-    def most_work(self, starts: Sequence[int]) -> int:
-        """Return the operations of the part that has most, without sending."""
-        return max(sum(self.costs[a:b]) for a, b in itertools.pairwise([*starts, len(self.order)]))
+    def work(self, starts: Sequence[int]) -> list[int]:
+        """Return the operations of each part, without sending."""
+        return [sum(self.costs[a:b]) for a, b in itertools.pairwise([*starts, len(self.order)])]
 
     def slowest(self, starts: Sequence[int]) -> float:
         """Return the cost of the slowest part."""
-        ends = [*starts[1:], len(self.order)]
-        sent = [*(self.crossing[i] for i in starts[1:]), 0.0]
-        return max(sum(self.costs[a:b]) + c for a, b, c in zip(starts, ends, sent, strict=True))
+        sent = [*self._crossing_at(starts[1:]), 0.0]
+        return max(map(sum, zip(self.work(starts), sent, strict=True)))
 
-    def cut(self, parts: int, rule: Rule, whole: Blocks | None = None) -> tuple[int, ...]:
+    def _crossing_at(self, places: Sequence[int]) -> list[float]:
+        """Return the cost of a cut in front of each place."""
+        return [self.crossing[i] for i in places]
+
+    def cut(self, parts: int, rule: Rule, blocks: Blocks | None = None) -> tuple[int, ...]:
         """Return the start of each part.
 
         Args:
+          parts: the number of parts.
           rule: `contiguous` or `balanced`.
-          whole: blocks that no cut divides.
+          blocks: blocks that no cut divides.
         """
-        inside = range(whole.starts[0] + 1, whole.stop) if whole else range(0)
-        places = [
-            i for i in range(len(self.order)) if i not in inside or (whole and i in whole.starts)
-        ]
-        costs = [
-            sum(self.costs[a:b])
-            for a, b in zip(places, [*places[1:], len(self.order)], strict=True)
-        ]
-        dear = [k for k, cost in enumerate(costs) if cost > 0]
-        if len(dear) < parts:
-            return tuple(places[k] for k in rule(costs, [self.crossing[i] for i in places], parts))
-        # between two units that cost something one cut is enough: where the least crosses, the
-        # earliest of these
-        between = [[0], *(places[a + 1 : b + 1] for a, b in itertools.pairwise(dear))]
-        best = [min(gap, key=lambda i: (self.crossing[i], i)) for gap in between]
-        starts = rule([costs[k] for k in dear], [self.crossing[i] for i in best], parts)
+        places: Sequence[int] = range(len(self.order))
+        if blocks is not None:
+            inside = {*range(blocks.starts[0], blocks.stop)} - {*blocks.starts}
+            places = [i for i in places if i not in inside]
+        costs = self.work(places)
+        paid = [k for k, cost in enumerate(costs) if cost > 0]
+        if len(paid) < parts:
+            return tuple(places[k] for k in rule(costs, self._crossing_at(places), parts))
+        # Between two units with a cost one cut is enough: where the least crosses, the earliest of
+        # these. That shortens the row, on whose square the rules' time depends.
+        best = [0]
+        for a, b in itertools.pairwise(paid):
+            best.append(min(places[a + 1 : b + 1], key=lambda i: (self.crossing[i], i)))
+        starts = rule([costs[k] for k in paid], self._crossing_at(best), parts)
         return tuple(best[k] for k in starts)
 
 
@@ -285,29 +294,31 @@ def _of_batch(forward: ClosedJaxpr, batch: Collection[Var] | None) -> set[Var]:
 def _orders(
     forward: ClosedJaxpr, costs: Sequence[int], batch: Collection[Var] | None
 ) -> list[list[int]]:
-    """Orders of the equations to choose from; each respects what depends on what."""
+    """Return the orders of the equations to choose from; operands precede their readers in each."""
     eqns = forward.jaxpr.eqns
     dependent = _of_batch(forward, batch)
-    free = [
-        c == 0 or not any(a in dependent for a in _reads(e))
-        for e, c in zip(eqns, costs, strict=True)
-    ]
-    plain = [facts_of(e).flops != "product" and not any(jaxprs_in_params(e.params)) for e in eqns]
-    late = _late(eqns, free)
-    later = _late(eqns, [a or b for a, b in zip(free, plain, strict=True)])
+    free, movable = [], []
+    for eqn, cost in zip(eqns, costs, strict=True):
+        is_free = cost == 0 or dependent.isdisjoint(_reads(eqn))
+        is_plain = facts_of(eqn).flops != "product" and not any(jaxprs_in_params(eqn.params))
+        free.append(is_free)
+        movable.append(is_free or is_plain)
+    late, later = _late(eqns, free), _late(eqns, movable)
     return [late] if later == late else [late, later]
 
 
 def _late(eqns: Sequence[JaxprEqn], movable: Sequence[bool]) -> list[int]:
     """Return an order in which movable equations stand before their first reader."""
-    made_of = {v: i for i, e in enumerate(eqns) for v in e.outvars}
-    operands = [[made_of[a] for a in _reads(e) if a in made_of] for e in eqns]
-    moved: list[bool] = []
-    for i in range(len(eqns)):
-        moved.append(not eqns[i].effects and movable[i] and all(moved[k] for k in operands[i]))
-    place = [len(eqns)] * len(eqns)  # of the first reader; none reads it so far
+    producer: dict[Var, int] = {}
+    operands: list[list[int]] = []
+    moves: list[bool] = []  # an equation moves only if all its operands do
+    for i, eqn in enumerate(eqns):
+        operands.append([producer[a] for a in _reads(eqn) if a in producer])
+        moves.append(not eqn.effects and movable[i] and all(moves[k] for k in operands[i]))
+        producer |= dict.fromkeys(eqn.outvars, i)
+    place = [len(eqns)] * len(eqns)  # of the first reader, or len(eqns) without one
     for i in reversed(range(len(eqns))):
-        if not moved[i] or place[i] == len(eqns):
+        if not moves[i] or place[i] == len(eqns):
             place[i] = i
         for k in operands[i]:
             place[k] = min(place[k], place[i])
@@ -318,16 +329,27 @@ def _late(eqns: Sequence[JaxprEqn], movable: Sequence[bool]) -> list[int]:
 
 
 def _heuristic(row: _Row, parts: int, best: tuple[int, ...]) -> tuple[int, ...]:
-    """Whole blocks, if they fit; else the balanced cut."""
+    """Return a cut that divides no repeated block, if it is near balance; else the balanced cut.
+
+    Args:
+      row: the equations.
+      parts: the number of parts.
+      best: the starts of the balanced cut.
+    """
     found = repeated_blocks(row.eqns, row.costs, row.crossing, parts)
     if not found:
         return best
     blocks = found[0]
-    each, starts = blocks.costs(row.costs), row.cut(parts, balanced, blocks)
+    starts = row.cut(parts, balanced, blocks)
+    near = lambda mine, other: max(row.work(mine)) <= SLACK * max(row.work(other))
+
+    # blocks of equal cost: the same number for each stage, which is the cut that a person would
+    # draw
+    each = blocks.costs(row.costs)
     if len(blocks) % parts == 0 and max(each) <= SLACK * min(each):
         even = _even(blocks, parts)
-        return even if row.most_work(even) <= SLACK * row.most_work(starts) else starts
-    return starts if row.most_work(starts) <= SLACK * row.most_work(best) else best
+        return even if near(even, starts) else starts
+    return starts if near(starts, best) else best
 
 
 def _even(blocks: Blocks, parts: int) -> tuple[int, ...]:
@@ -338,21 +360,16 @@ def _even(blocks: Blocks, parts: int) -> tuple[int, ...]:
 
 def _repeated(row: _Row, parts: int) -> tuple[int, ...]:
     """Return the starts of parts that each have the same number of the best repeated blocks."""
-    found = repeated_blocks(row.eqns, row.costs, row.crossing, parts)
-    for blocks in found:
+    for blocks in repeated_blocks(row.eqns, row.costs, row.crossing, parts):
         if len(blocks) % parts == 0:
             return _even(blocks, parts)
-    counts = sorted(
-        {len(b) for b in repeated_blocks(row.eqns, row.costs, row.crossing)}, reverse=True
-    )
-    there = (
-        f"there are rows of {', '.join(map(str, counts))} blocks"
-        if counts
-        else "no equations or scopes repeat"
-    )
+    reason = "no equations or scopes repeat"
+    counts = {*map(len, repeated_blocks(row.eqns, row.costs, row.crossing))}
+    if counts:
+        reason = f"there are rows of {', '.join(map(str, sorted(counts, reverse=True)))} blocks"
     raise ConfigError(
         "policy='REPEATED_LAYERS' needs a number of repeated blocks that is a multiple of "
-        f"num_stages={parts}; {there}"
+        f"num_stages={parts}; {reason}"
     )
 
 
@@ -362,11 +379,11 @@ def _repeated(row: _Row, parts: int) -> tuple[int, ...]:
 def scoped_stages(forward: ClosedJaxpr) -> tuple[int, ...] | None:
     """Return the stage of each equation by the user's scopes; None without a `replicate` scope.
 
-    Stages are the scopes in the order in which they first appear. `split` scopes beside `replicate`
-    scopes are stages.
+    Stages are the scopes in the order in which they first appear. In a model with `replicate`
+    scopes, `split` scopes are stages too.
 
     Raises:
-      ConfigError: what is in one scope is read in an earlier one; scopes are in each other.
+      ConfigError: an earlier scope reads a value of a later one; scopes are nested.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -394,28 +411,29 @@ def scoped_stages(forward: ClosedJaxpr) -> tuple[int, ...] | None:
     fixed = [None if s is None else number[s.key] for s in scopes]
     _check_order(eqns, fixed, named)
 
-    # the first stage that reads what an equation makes
+    # backward: the first stage that reads an output of each equation
     readers: dict[Var, int] = {}
     first = [len(named)] * len(eqns)
     for i in reversed(range(len(eqns))):
-        first[i] = min((readers[v] for v in eqns[i].outvars if v in readers), default=len(named))
-        own = fixed[i]
-        bound = first[i] if own is None else own
-        readers |= {
-            a: min(bound, readers.get(a, bound)) for a in eqns[i].invars if isinstance(a, Var)
-        }
+        for v in eqns[i].outvars:
+            first[i] = min(first[i], readers.get(v, len(named)))
+        scope_stage = fixed[i]
+        bound = first[i] if scope_stage is None else scope_stage
+        for a in _reads(eqns[i]):
+            readers[a] = min(bound, readers.get(a, bound))
 
+    # forward: EPL's rule of minimum and maximum for the equations outside of scopes
     stage: dict[Var, int] = {}
     of_scope: set[Var] = set()
-    made: list[int] = []
+    stages: list[int] = []
     current = 0
     for i, eqn in enumerate(eqns):
-        own = fixed[i]
+        scope_stage = fixed[i]
         reads = _reads(eqn)
         after = max((stage.get(a, 0) for a in reads), default=0)
-        free = own is None and not of_scope.intersection(reads)
-        if own is not None:
-            current = at = own
+        free = scope_stage is None and of_scope.isdisjoint(reads)
+        if scope_stage is not None:
+            current = at = scope_stage
         elif free and first[i] < len(named):
             at = first[i]
         else:
@@ -423,22 +441,21 @@ def scoped_stages(forward: ClosedJaxpr) -> tuple[int, ...] | None:
         if not free:
             of_scope.update(eqn.outvars)
         stage |= dict.fromkeys(eqn.outvars, at)
-        made.append(at)
-    return tuple(made)
+        stages.append(at)
+    return tuple(stages)
 
 
 def _check_order(
     eqns: Sequence[JaxprEqn], fixed: Sequence[int | None], named: Sequence[Scope]
 ) -> None:
-    """Refuse scopes that read what a later one makes."""
+    """Refuse scopes that read a value of a later scope."""
     reached: dict[Var, int] = {}
-    for eqn, own in zip(eqns, fixed, strict=True):
+    for eqn, stage in zip(eqns, fixed, strict=True):
         latest = max((reached.get(a, -1) for a in _reads(eqn)), default=-1)
-        if own is not None and latest > own:
+        if stage is not None and latest > stage:
             raise ConfigError(
-                f"{eqn.primitive.name} in {named[own]} reads what {named[latest]} makes, which "
-                "begins after it: no "
-                "stage can read from a later one. Enter the scopes in the order in which values go "
-                "through them"
+                f"{eqn.primitive.name} in {named[stage]} reads what {named[latest]} makes, which "
+                "begins after it, and a stage cannot read from a later one; enter the scopes in "
+                "the order in which values go through them"
             )
-        reached |= dict.fromkeys(eqn.outvars, max(latest, -1 if own is None else own))
+        reached |= dict.fromkeys(eqn.outvars, max(latest, -1 if stage is None else stage))

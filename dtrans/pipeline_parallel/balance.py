@@ -1,10 +1,10 @@
-"""Cuts of a row of units into consecutive parts: two exact answers, and EPL's balance of op counts.
+"""Cuts of a row of units into consecutive parts: two exact rules, and EPL's balance of op counts.
 
-Everything here is about numbers alone; what the units are, and what crosses between them, is for
-`dtrans.pipeline_parallel.assign_stages` to say. All functions answer with where the parts start:
-`(0, 3, 5)` are the units 0 to 2, 3 to 4, and 5 to the end. They give exactly as many parts as asked
-for, none of them empty, or an error: EPL's original loses stages silently (six equal units in four
-stages become three), and leaves a device idle.
+The functions see numbers only. `dtrans.pipeline_parallel.assign_stages` gives the costs of units
+and of cuts. Each function returns the start of each part: `(0, 3, 5)` stands for the units 0 to 2,
+3 to 4, and 5 to the end. It returns exactly the requested number of parts, all with units, or
+raises. EPL's original loses stages silently (six equal units in four stages become three), which
+leaves a device idle.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from dtrans.errors import ConfigError
 
 
-SLACK = 1.1  # how much slower than need be a part may be, if something else is gained
+SLACK = 1.1  # slower than the best by this factor is "about as fast": other criteria then decide
 
 
 def contiguous(costs: Sequence[float], crossing: Sequence[float], parts: int) -> tuple[int, ...]:
@@ -50,19 +50,19 @@ def contiguous(costs: Sequence[float], crossing: Sequence[float], parts: int) ->
     """
     _check(costs, parts)
     sent, work = _sent(costs, crossing), _work(costs)
-    units, whole = len(costs), lambda stop: work(stop) + sent[stop]
-    limit = _extreme(units, parts, whole, np.minimum, np.maximum, np.inf)
+    units, total = len(costs), lambda stop: work(stop) + sent[stop]
+    limit = _extreme(units, parts, total, np.minimum, np.maximum, np.inf)
     squares = lambda stop: work(stop) ** 2
-    return _best(units, parts, lambda stop: whole(stop) <= limit, lambda stop: sent[stop], squares)
+    return _best(units, parts, lambda stop: total(stop) <= limit, lambda stop: sent[stop], squares)
 
 
 def balanced(costs: Sequence[float], crossing: Sequence[float], parts: int) -> tuple[int, ...]:
     """Cut a row of units at the least crossing, among cuts that leave the work near balance.
 
-    Exact. In a cut near balance no part does more than `SLACK` times the work that the slowest part
-    must do. No part does less than half of the most that the lightest part can have under this
-    limit. Ties are broken by parts that begin with the most expensive units (a layer begins with
-    its product), then by even work.
+    Exact. A cut near balance has two limits. Each part does at most `SLACK` times the work of the
+    slowest part in the best cut. Each part does at least half of the most work that the lightest
+    part can have under the first limit. Ties are broken by parts that begin with the most expensive
+    units (a layer begins with its product), then by even work.
 
     Arguments, result and errors are those of `contiguous`.
 
@@ -96,7 +96,7 @@ def _sent(costs: Sequence[float], crossing: Sequence[float]) -> Any:
     sent = np.append(np.asarray(crossing, float), 0.0)
     sent[0] = 0.0
     if not (np.isfinite(sent).all() and (sent >= 0).all()):
-        raise ConfigError("what crosses between units has a cost that is negative or not finite")
+        raise ConfigError("a crossing has a cost that is negative or not finite; give 0 or more")
     return sent
 
 
@@ -112,18 +112,19 @@ def _extreme(
     """Return the cost of the worst part in the best cut into `parts` parts.
 
     Args:
-      cost: of the parts that end at a place, by where they start.
-      best, worst: `np.minimum` and `np.maximum`, or the other way round.
-      none: what no cut at all costs: worse than any.
+      units, parts: the number of units, and of parts.
+      cost: the costs of the parts that end at a stop, by start.
+      best, worst: `np.minimum` and `np.maximum`, or in the other order.
+      none: the cost without any cut: worse than all.
     """
-    found = np.full(units + 1, none)
-    found[0] = -none
+    totals = np.full(units + 1, none)
+    totals[0] = -none
     for _ in range(parts):
         now = np.full(units + 1, none)
         for stop in range(1, units + 1):
-            now[stop] = best.reduce(worst(found[:stop], cost(stop)))
-        found = now
-    return float(found[units])
+            now[stop] = best.reduce(worst(totals[:stop], cost(stop)))
+        totals = now
+    return float(totals[units])
 
 
 def _best(
@@ -132,10 +133,12 @@ def _best(
     """Return the starts of parts that fit, with the least sum of the first key, then of the next.
 
     Args:
-      fits: for a stop, whether the part from each start to the stop may be.
+      units, parts: the number of units, and of parts.
+      fits: for a stop, True for each start whose part is allowed.
       keys: for a stop, the key of the part from each start to the stop; or one number for all
         starts.
     """
+    # dynamic programming over (part, stop): `totals` has the keys of the best cut up to each stop
     totals = np.full((len(keys), units + 1), np.inf)
     totals[:, 0] = 0.0
     came_from = np.zeros((parts, units + 1), int)
@@ -149,10 +152,10 @@ def _best(
                 sums = (total[:stop] + key(stop))[left]
                 left = left[sums == sums.min()]
             came_from[part, stop] = left[0]
-            now[:, stop] = [
-                (total[:stop] + key(stop))[left[0]] for key, total in zip(keys, totals, strict=True)
-            ]
+            for k, key in enumerate(keys):
+                now[k, stop] = (totals[k, :stop] + key(stop))[left[0]]
         totals = now
+    # back along the best cut
     starts = [units]
     for part in reversed(range(parts)):
         starts.append(int(came_from[part, starts[-1]]))
@@ -160,12 +163,11 @@ def _best(
 
 
 def partition_balance(weights: Sequence[int], parts: int) -> tuple[int, ...]:
-    """EPL's balance of op counts: fill parts one after the other, up to the smallest size for which
-    they are enough.
+    """Balance op counts as EPL does: fill parts in order, up to the least size that is enough.
 
-    A part is closed early where only as many units are left as parts: EPL does not, and gives fewer
-    parts than asked for. EPL also scales weights to 0..100 first, which rounds; these are taken as
-    they are. (epl/parallel/partitioner.py, `partition_balance`)
+    A part ends early when the remaining units are just enough for the remaining parts. EPL does not
+    end it, and gives fewer parts than requested. EPL also scales weights to 0..100 first, which
+    rounds; weights are not scaled here. (epl/parallel/partitioner.py, `partition_balance`)
 
     Raises:
       ConfigError: there are fewer units than parts, or a weight is negative.
@@ -180,13 +182,13 @@ def partition_balance(weights: Sequence[int], parts: int) -> tuple[int, ...]:
     _check(weights, parts)
 
     def filled(size: int) -> list[int]:
-        starts, held = [0], 0
+        starts, total = [0], 0
         for unit, weight in enumerate(weights):
             left = len(weights) - unit
-            if unit > starts[-1] and (held + weight > size or left == parts - len(starts)):
+            if unit > starts[-1] and (total + weight > size or left == parts - len(starts)):
                 starts.append(unit)
-                held = 0
-            held += weight
+                total = 0
+            total += weight
         return starts
 
     low, high = max(weights), sum(weights)
@@ -207,19 +209,16 @@ def part_of_each(starts: Sequence[int], units: int) -> tuple[int, ...]:
       >>> part_of_each((0, 3, 5), 6)
       (0, 0, 0, 1, 1, 2)
     """
-    return tuple(
-        part
-        for part, (start, stop) in enumerate(itertools.pairwise([*starts, units]))
-        for _ in range(stop - start)
-    )
+    each: list[int] = []
+    for part, (start, stop) in enumerate(itertools.pairwise([*starts, units])):
+        each += [part] * (stop - start)
+    return tuple(each)
 
 
 def _check(costs: Sequence[float], parts: int) -> None:
     if parts < 1:
-        raise ConfigError(f"{parts} parts: there must be one at least")
+        raise ConfigError(f"{parts} parts: there must be at least one")
     if len(costs) < parts:
-        raise ConfigError(
-            f"{len(costs)} units cannot be cut into {parts} parts, none of them empty"
-        )
+        raise ConfigError(f"{len(costs)} units cannot fill {parts} parts; ask for fewer parts")
     if any(not math.isfinite(c) or c < 0 for c in costs):
-        raise ConfigError("a unit has a cost that is negative or not finite")
+        raise ConfigError("a unit has a cost that is negative or not finite; give 0 or more")

@@ -4,8 +4,8 @@
     eqns       the loss function, and equations on its results
     diff       the values that the loss is differentiated by, and their leaves
 
-The values of `eqns` are cut into stages. Each stage computes the part of the prelude that it reads.
-This module differentiates nothing.
+`dtrans.pipeline_parallel.assign_stages` cuts `eqns` into stages. Each stage computes the part of
+the prelude that it reads. This module does not differentiate.
 """
 
 from __future__ import annotations
@@ -41,42 +41,43 @@ class ForwardPass(HoldsJaxpr):
 
     Attributes:
       step: the step, captured (`dtrans.step.capture`) and cut.
-      jaxpr: inputs are the variables of `diff`, then those of `given`; outputs are the loss, then
-        `results`.
-      diff: what the loss is differentiated by, to the leaf whose gradient that is.
-      given: each input of `jaxpr`, to the value of the step that it is: an input, or made by the
-        prelude.
-      prelude: equations of the step that make what inputs are given.
-      loss: the value whose derivative is taken.
-      results: the results of the step that are made here, state that is (batch statistics), and
-        summaries, by name.
-      summaries: what the step shows (`dtrans.summary`); the values are results, by `summary_name`.
-      collected: result, or summary, to the collection that it is in (`dtrans.collect`).
+      jaxpr: the equations. Inputs are the keys of `sources`; outputs are the loss, then `results`.
+      diff: each input by which the loss is differentiated, to the leaf with this gradient.
+      sources: each input of `jaxpr`, to its value in the step: an input of the step, or an output
+        of the prelude.
+      prelude: equations of the step that compute these values.
+      loss: the value to differentiate.
+      results: results of the step that the forward pass computes, by name. They include state
+        (batch statistics) and summaries.
+      summaries: the summaries of the step (`dtrans.summary`); `results` has their values, by
+        `summary_name`.
+      collected: result, or summary, to its collection (`dtrans.collect`).
     """
 
     step: Cut
     jaxpr: ClosedJaxpr
     diff: Mapping[Var, str]
-    given: Mapping[Var, Atom]
+    sources: Mapping[Var, Atom]
     prelude: ClosedJaxpr
     loss: Atom
     results: Mapping[str, Atom]
     summaries: Sequence[Summary]
     collected: Mapping[str, str]
 
-    def before(self, b: Builder, wanted: Sequence[Atom], inputs: Mapping[Var, Atom]) -> list[Atom]:
-        """Write what the prelude makes of the step's inputs."""
+    def write_prelude(
+        self, b: Builder, wanted: Sequence[Atom], inputs: Mapping[Var, Atom]
+    ) -> list[Atom]:
+        """Write the equations of the prelude that compute `wanted` from the step's inputs."""
         eqns = opened(self.prelude).eqns
-        return b.inline_part(
-            self.prelude, inputs, [eqns[i] for i in backward_slice(eqns, wanted)[0]], wanted
-        )
+        live, _ = backward_slice(eqns, wanted)
+        return b.inline_part(self.prelude, inputs, [eqns[i] for i in live], wanted)
 
     @property
-    def of_micro_batches(self) -> list[Var]:
-        """The inputs that each micro-batch has its own of."""
-        return [v for v, a in self.given.items() if not self.of_state(a)]
+    def micro_batch_inputs(self) -> list[Var]:
+        """The inputs that differ between micro-batches."""
+        return [v for v, a in self.sources.items() if not self.is_state(a)]
 
-    def of_state(self, value: Atom) -> bool:
+    def is_state(self, value: Atom) -> bool:
         """Return True if a value of the prelude depends on no input of the batch."""
         return all(n not in self.step.batch for n in self.inputs_of([value]))
 
@@ -94,69 +95,82 @@ def forward_pass(step: Cut) -> ForwardPass:
       GradientError: gradients are used without their marks.
     """
     source = step.program
+    inner, outs, ins = source.inner, source.outvars, source.invars
     eqn = loss_of(source)
-    inner = source.inner
     at = inner.eqns.index(eqn)
-    outs = source.outvars
-    ins = source.invars
-    made_here = [n for n in step.frozen if outs[n] is not ins[n]]
-    names = [n for n in (*step.results, *made_here) if n not in step.from_gradients]
-    count = len(opened(eqn.params["loss"]).outvars)
-    observers = step.early
+
+    # the equations of the step outside of the loss that results and callbacks need
+    from_forward = [n for n in step.frozen if outs[n] is not ins[n]]
+    names = [n for n in (*step.results, *from_forward) if n not in step.from_gradients]
     wanted: list[Atom] = [outs[n] for n in names]
-    wanted += [a for i in observers for a in inner.eqns[i].invars]
-    kept = sorted({*backward_slice(inner.eqns, wanted)[0], *observers, at})
+    for i in step.early:
+        wanted += inner.eqns[i].invars
+    needed = sorted({*backward_slice(inner.eqns, wanted)[0], *step.early, at})
+
+    # the loss function: once with the marks of collections, once without
     marked = inline_calls(eqn.params["loss"], keep=(COLLECT,), rules=True)
     body = inline_calls(eqn.params["loss"], rules=True)
+    loss_body = opened(body)
+    count, loss = len(loss_body.outvars), loss_body.outvars[0]
     differentiated, others = operands_of(eqn.replace(params={**eqn.params, "loss": body}))
-    _check(step, eqn, count, kept, at)
+    _check(step, eqn, count, needed, at)
 
-    # what the step makes of the loss's results reads them under the names they have inside
-    env: dict[Var, Atom] = dict(zip(eqn.outvars[:count], opened(body).outvars, strict=True))
+    # equations on the loss's results read them under the names that they have inside
+    env: dict[Var, Atom] = dict(zip(eqn.outvars[:count], loss_body.outvars, strict=True))
     after = propagate(inner.eqns, dict.fromkeys(eqn.outvars, 1), {})
-    late = [
-        i
-        for i in kept
-        if i != at and (any(after.get(v) for v in inner.eqns[i].outvars) or i in observers)
-    ]
-    eqns = [
-        *opened(body).eqns,
-        *(inner.eqns[i].replace(invars=read_from(env, inner.eqns[i].invars)) for i in late),
-    ]
+    eqns = list(loss_body.eqns)
+    for i in needed:
+        late = inner.eqns[i]
+        if i != at and (any(map(after.get, late.outvars)) or i in step.early):
+            eqns.append(late.replace(invars=read_from(env, late.invars)))
+
+    # results, among them summaries, whose equations go
     shown = summaries(closed([], [], [], [], eqns, body))
-    eqns = [e for e in eqns if e.primitive is not summary_p]
     results = dict(zip(names, read_from(env, [outs[n] for n in names]), strict=True))
     results |= {summary_name(s.tag): s.atom for s in shown if s.atom is not None}
-    eqns = _live(eqns, [opened(body).outvars[0], *results.values()])
-    made = {v for e in eqns for v in e.outvars}
-    own = {*differentiated, *others, *opened(body).constvars}
     keys = _collected(marked, body, eqn, {n: outs[n] for n in names}, shown)
-    reads = [a for e in eqns for a in e.invars] + list(results.values())
-    outer = dict.fromkeys(a for a in reads if isinstance(a, Var) and a not in made and a not in own)
+    plain = [e for e in eqns if e.primitive is not summary_p]
+    eqns = _live(plain, [loss, *results.values()])
+
+    # inputs and constants: those of the loss function, and values of the step around it
     steps_constants = dict(zip(inner.constvars, constants(source.jaxpr), strict=True))
-    direct = [v for v in outer if v not in steps_constants]
-    constvars = [*opened(body).constvars, *(v for v in outer if v in steps_constants)]
-    values = [*constants(body), *(steps_constants[v] for v in outer if v in steps_constants)]
-    given: dict[Var, Atom] = {**differentiated, **others, **{v: v for v in direct}}
-    loss = opened(body).outvars[0]
-    jaxpr = closed(constvars, values, list(given), [loss, *results.values()], eqns, source.jaxpr)
+    constant_of = dict(zip(loss_body.constvars, constants(body), strict=True))
+    sources: dict[Var, Atom] = {**differentiated, **others}
+    local = {*sources, *constant_of}
+    for e in eqns:
+        local.update(e.outvars)
+    reads = [a for e in eqns for a in e.invars] + list(results.values())
+    for v in dict.fromkeys(a for a in reads if isinstance(a, Var) and a not in local):
+        if v in steps_constants:
+            constant_of[v] = steps_constants[v]
+        else:
+            sources[v] = v
+    jaxpr = closed(
+        [*constant_of],
+        [*constant_of.values()],
+        [*sources],
+        [loss, *results.values()],
+        eqns,
+        source.jaxpr,
+    )
+
     leaf_of = {v: leaf for leaf, v in step.gradients.items()}
-    diff = {
-        v: leaf_of[g]
-        for v, g in zip(differentiated, eqn.outvars[count:], strict=True)
-        if g in leaf_of
-    }
-    made_before = [a for a in given.values() if isinstance(a, Var)]
-    early = backward_slice(inner.eqns, made_before)[0]
-    prelude = closed_with(source.jaxpr, outvars=made_before, eqns=[inner.eqns[i] for i in early])
-    return ForwardPass(step, jaxpr, diff, given, prelude, loss, results, shown, keys)
+    gradients = zip(differentiated, eqn.outvars[count:], strict=True)
+    diff = {v: leaf_of[g] for v, g in gradients if g in leaf_of}
+    values = [a for a in sources.values() if isinstance(a, Var)]
+    early, _ = backward_slice(inner.eqns, values)
+    prelude = closed_with(source.jaxpr, outvars=values, eqns=[inner.eqns[i] for i in early])
+    return ForwardPass(step, jaxpr, diff, sources, prelude, loss, results, shown, keys)
 
 
 def _live(eqns: Sequence[JaxprEqn], outputs: Sequence[Atom]) -> list[JaxprEqn]:
     """Return the equations with effects, or with outputs that are needed."""
-    seen = [i for i, e in enumerate(eqns) if e.effects]
-    kept, _ = backward_slice(eqns, [*outputs, *(a for i in seen for a in eqns[i].invars)])
-    return [eqns[i] for i in sorted({*kept, *seen})]
+    wanted = list(outputs)
+    with_effects = [i for i, e in enumerate(eqns) if e.effects]
+    for i in with_effects:
+        wanted += eqns[i].invars
+    needed, _ = backward_slice(eqns, wanted)
+    return [eqns[i] for i in sorted({*needed, *with_effects})]
 
 
 def summary_name(tag: str) -> str:
@@ -171,12 +185,13 @@ def _collected(
     outs: Mapping[str, Atom],
     shown: Sequence[Summary],
 ) -> dict[str, str]:
-    """Return the collection of each result and summary that is in one.
+    """Return the collection of each result and summary that has one.
 
     Args:
       marked: the loss function with the marks of collections; `body` is the same without them.
-      eqn: the equation of the step that holds it.
+      eqn: the equation of the step that contains it.
       outs: the results of the step.
+      shown: the summaries of the step.
     """
     keys = collected(marked)
     of_output: dict[Atom, str] = {}
@@ -184,21 +199,22 @@ def _collected(
         if isinstance(a, Var) and a in keys:
             of_output[v] = keys[a]
     found = {n: of_output[a] for n, a in outs.items() if isinstance(a, Var) and a in of_output}
-    seen = {s.tag: s.atom for s in summaries(marked)}
+    atoms = {s.tag: s.atom for s in summaries(marked)}
     for s in shown:
-        atom = seen.get(s.tag)
+        atom = atoms.get(s.tag)
         if isinstance(atom, Var) and atom in keys:
             found[summary_name(s.tag)] = keys[atom]
     return found
 
 
-def _check(step: Cut, eqn: JaxprEqn, count: int, kept: Sequence[int], at: int) -> None:
-    """Refuse gradients that the step uses in another way than through their marks."""
+def _check(step: Cut, eqn: JaxprEqn, count: int, needed: Sequence[int], at: int) -> None:
+    """Refuse gradients that the step reads without their marks."""
     inner = step.program.inner
     raw = set(eqn.outvars[count:])
     for e in inner.eqns:
         if e.primitive is not mark_p and any(isinstance(a, Var) and a in raw for a in e.invars):
             raise GradientError(
-                f"{step.program.name} uses gradients that dtrans.value_and_grad did not mark"
+                f"{step.program.name} uses gradients that dtrans.value_and_grad did not mark; "
+                "read the gradients that it returns"
             )
-    assert inner.eqns[at].primitive is value_and_grad_p and at in kept
+    assert inner.eqns[at].primitive is value_and_grad_p and at in needed

@@ -1,9 +1,8 @@
-"""Timed tasks of a pipeline, planned or measured, and how they are shown: as tables of ticks, and
-as Gantt charts.
+"""Tick tables and Gantt charts of a pipeline's timed tasks, planned or measured.
 
-A chart has a row for each device and a bar for each task, with the number of its micro-batch where
-that fits; what stays grey is idle. Charts of several plays stand below each other in one picture:
-the plan, and what really ran.
+A chart has a row for each device and a bar for each task. A bar shows the number of its micro-batch
+if it is wide enough. Idle time is grey. One picture may have several charts, such as the plan and
+the measured run.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ if TYPE_CHECKING:
 
 Ticks: TypeAlias = Sequence[Sequence[Task | None]]
 
-# Kind to its title and its colours by chunk; the last two are dark. Kinds differ in lightness too,
-# for print and for any eyes.
+# Kind to its title and its colours by chunk; the last two are dark. Kinds differ in lightness too:
+# for print, and for readers who do not see all colours.
 KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "F": ("forward", ("#a6d0ec", "#6aaada", "#3478b4", "#1d4a76")),
     "B": ("backward", ("#f7ad69", "#e07f2a", "#b1560f", "#7a3906")),
@@ -40,37 +39,39 @@ _IDLE, _LINE, _TEXT = "#eeeeee", 120, 7.0
 
 
 def text(title: str, ticks: Ticks) -> str:
-    """The tick table of a schedule; `.` is idle. What is wider than a line of 120 characters goes
-    on below.
+    """Return the tick table of a schedule as text; `.` is idle.
 
-    A task is `F3`, of micro-batch 3; where devices have several model stages it is `F3@5`, at model
-    stage 5.
+    A table of more than 120 characters a line continues below. `F3` is the forward task of
+    micro-batch 3. If devices have several model stages, the task at model stage 5 is `F3@5`.
 
     Args:
       title: the first line.
       ticks: rows are devices, columns ticks, None is idle.
     """
-    table = [[str(i) for i in range(len(ticks[0]))]]
-    table += [[_cell(ticks, task) for task in row] for row in ticks]
+    table = [list(map(str, range(len(ticks[0]))))]
+    for row in ticks:
+        table.append([_cell(ticks, task) for task in row])
     heads = ["tick", *(f"device {d}" for d in range(len(ticks)))]
-    left, width = max(map(len, heads)), max(len(cell) for row in table for cell in row)
+    left = max(map(len, heads))
+    width = max(len(cell) for cells in table for cell in cells)
     fit = max(1, (_LINE - left - 1) // (width + 1))
     lines = [title]
     for first in range(0, len(table[0]), fit):
-        for head, row in zip(heads, table, strict=True):
-            cells = " ".join(cell.ljust(width) for cell in row[first : first + fit])
+        for head, texts in zip(heads, table, strict=True):
+            cells = " ".join(cell.ljust(width) for cell in texts[first : first + fit])
             lines.append(f"{head.ljust(left)}  {cells}".rstrip())
     return "\n".join(lines)
 
 
 def html(title: str, ticks: Ticks) -> str:
-    """The same as HTML, in colours."""
+    """Return the tick table of a schedule as HTML, in colours; arguments as for `text`."""
     rows = []
     for device, row in enumerate(ticks):
-        cells = "".join(
-            f"<td style='{_style(ticks, t)}'>{_cell(ticks, t) if t else ''}</td>" for t in row
-        )
-        rows.append(f"<tr><th>device&nbsp;{device}</th>{cells}</tr>")
+        cells = []
+        for task in row:
+            content = _cell(ticks, task) if task else ""
+            cells.append(f"<td style='{_style(ticks, task)}'>{content}</td>")
+        rows.append(f"<tr><th>device&nbsp;{device}</th>{''.join(cells)}</tr>")
     return (
         f"<b>{html_escape.escape(title)}</b>"
         f"<div style='overflow-x:auto'><table style='font-size:80%'>{''.join(rows)}</table></div>"
@@ -81,7 +82,7 @@ def _cell(ticks: Ticks, task: Task | None) -> str:
     if task is None:
         return "."
     has_chunks = any(t is not None and t.stage >= len(ticks) for row in ticks for t in row)
-    return str(task) if has_chunks else f"{task.kind}{task.micro}"
+    return str(task) if has_chunks else str(task).partition("@")[0]
 
 
 def _style(ticks: Ticks, task: Task | None) -> str:
@@ -110,7 +111,7 @@ def draw(
 ) -> None:
     """Draw timed tasks into an image file, a panel for each play; times count from its first start.
 
-    In an SVG file each bar is a group whose id is `play0-F3-stage1`.
+    In an SVG file each bar is a group with an id such as `play0-F3-stage1`.
 
     Args:
       path: the file; its suffix selects the format: .svg, .png, or another that matplotlib writes.
@@ -130,36 +131,43 @@ def draw(
     from matplotlib.patches import Patch
 
     devices = max(num_devices, *(play.num_devices for _, play in panels))
-    # a figure of its own, without pyplot: no window system is asked for, no global state changes
+    # without pyplot, which would look for a window system and change global state
     figure = Figure(figsize=(12, 0.6 + len(panels) * (0.75 + 0.3 * devices)), layout="constrained")
     grid = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
+
+    # panels of one unit share a scale
+    longest: dict[str, float] = {}
+    for unit_of_panel, (_, play) in zip(units, panels, strict=True):
+        so_far = longest.get(unit_of_panel, 0.0)
+        longest[unit_of_panel] = max(so_far, float(play.makespan))
     shades: dict[tuple[str, int], Any] = {}
-    for axes, (title, play), of in zip(grid, panels, units, strict=True):
-        longest = max(float(p.makespan) for (_, p), u in zip(panels, units, strict=True) if u == of)
-        _lay_out(axes, f"{title} (bubble {float(play.bubble):.1%})", devices, longest, of)
+    for axes, (title, play), unit_of_panel in zip(grid, panels, units, strict=True):
+        bubble = f"{title} (bubble {float(play.bubble):.1%})"
+        _lay_out(axes, bubble, devices, longest[unit_of_panel], unit_of_panel)
         for t in play:
             shades.setdefault((t.task.kind, t.task.stage // devices), _colour(t.task, devices))
+
     chunks = max(chunk for _, chunk in shades) + 1
     split = any(kind == "W" for kind, _ in shades)
+    handles = []
+    for key in sorted(shades, key=_by_kind):
+        handles.append(Patch(color=shades[key], label=_label(*key, chunks, split)))
     figure.legend(
-        handles=[
-            Patch(color=shades[key], label=_label(*key, chunks, split))
-            for key in sorted(shades, key=_by_kind)
-        ],
+        handles=handles,
         loc="outside lower center",
         ncols=min(len(shades), 6),
         frameon=False,
         fontsize=9,
     )
-    # text stays text, and the same plays make the same file
+
+    # text stays text, and the same plays make the same file: no date, a fixed salt
+    metadata = {"Date": None} if file.suffix.lower() == ".svg" else None
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "dtrans"}):
-        figure.draw_without_rendering()  # how wide the axes are is known once they are laid out
+        figure.draw_without_rendering()  # lays the axes out, whose width `_bars` reads
         for i, (axes, (_, play)) in enumerate(zip(grid, panels, strict=True)):
             _bars(axes, i, play, devices)
         try:
-            figure.savefig(
-                file, dpi=150, metadata={"Date": None} if file.suffix.lower() == ".svg" else None
-            )
+            figure.savefig(file, dpi=150, metadata=metadata)
         except OSError as e:
             raise ConfigError(f"the chart cannot be written to {file}: {e.strerror}") from e
 
@@ -187,16 +195,16 @@ def _check(path: Path, panels: Sequence[tuple[str, Play]], units: Sequence[str])
         )
     for title, play in panels:
         if not play:
-            raise ConfigError(f"the play {title!r} has no tasks to draw")
-        strange = next((t.task for t in play if t.task.kind not in KINDS), None)
-        if strange:
-            raise ConfigError(
-                f"the play {title!r} has {strange}: there are tasks of {', '.join(KINDS)} only"
-            )
+            raise ConfigError(f"the play {title!r} has no tasks to draw; give at least one")
+        for t in play:
+            if t.task.kind not in KINDS:
+                raise ConfigError(
+                    f"the play {title!r} has {t.task}, whose kind is none of {', '.join(KINDS)}"
+                )
 
 
 def _lay_out(axes: Axes, title: str, devices: int, longest: float, unit: str) -> None:
-    """Everything but the bars."""
+    """Draw the title, the labels and the scales of a panel."""
     axes.set_title(title, loc="left", fontsize=10)
     axes.set_xlabel(f"time ({unit})" if unit else "time", fontsize=9)
     axes.set_ylabel("device", fontsize=9)
@@ -212,32 +220,28 @@ def _bars(axes: Axes, panel: int, play: Play, devices: int) -> None:
     """Draw the bars, and the numbers of micro-batches in those that are wide enough."""
     figure = axes.get_figure()
     assert figure is not None
-    # per unit of time
-    points = axes.get_window_extent().width * 72 / figure.dpi / axes.get_xlim()[1]
+    points_per_time = axes.get_window_extent().width * 72 / figure.dpi / axes.get_xlim()[1]
     first = min(t.start for t in play)
     axes.barh(range(devices), float(play.makespan), height=0.8, color=_IDLE, zorder=0)
-    bars = axes.barh(
-        [t.device for t in play],
-        [float(t.end - t.start) for t in play],
-        left=[float(t.start - first) for t in play],
-        height=0.8,
-        color=[_colour(t.task, devices) for t in play],
-        edgecolor="white",
-    )
-    for bar, t in zip(bars, play, strict=True):
+    lefts = [float(t.start - first) for t in play]
+    durations = [float(t.end - t.start) for t in play]
+    colours = [_colour(t.task, devices) for t in play]
+    rows = [t.device for t in play]
+    bars = axes.barh(rows, durations, left=lefts, height=0.8, color=colours, edgecolor="white")
+    for bar, t, left, duration in zip(bars, play, lefts, durations, strict=True):
         bar.set_gid(f"play{panel}-{t.task.kind}{t.task.micro}-stage{t.task.stage}")
-        width, number = float(t.end - t.start) * points, str(t.task.micro)
+        width, number = duration * points_per_time, str(t.task.micro)
         bar.set_linewidth(min(0.5, width / 5))
+        # a digit is about 0.65 of the size of its font wide
         if width >= 0.65 * _TEXT * len(number) + 2:
-            middle, ink = float((t.start + t.end) / 2 - first), _ink(_colour(t.task, devices))
             axes.text(
-                middle,
+                left + duration / 2,
                 t.device,
                 number,
                 ha="center",
                 va="center_baseline",
                 fontsize=_TEXT,
-                color=ink,
+                color=_ink(_colour(t.task, devices)),
             )
 
 

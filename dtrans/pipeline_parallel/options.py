@@ -1,5 +1,4 @@
-"""The options of pipelines: records of how stages are found and what they keep, and which of them
-can be."""
+"""Options of pipelines: records of the choice of stages and of their memory, with their checks."""
 
 from __future__ import annotations
 
@@ -26,12 +25,13 @@ class Stages:
     """Rules by which stages are found and placed on devices.
 
     Attributes:
-      policy: "BALANCE_FLOPS" (the slowest stage is as fast as possible), "REPEATED_LAYERS" (whole
-        layers), "BALANCE_OP_NUM", or "HEURISTIC" (whole layers where that is nearly as fast), the
-        default. Scopes in the model (`dtrans.replicate`) override it.
-      flops_per_byte: floating-point operations of a device in the time in which a byte reaches the
-        next: see `FLOPS_PER_BYTE`.
-      chunks: stages on each device, for the schedule "Interleaved"; 2 by default.
+      policy: "HEURISTIC", the default: layers are not cut if that is nearly as fast.
+        "BALANCE_FLOPS": the slowest stage is as fast as possible. "REPEATED_LAYERS": each stage has
+        the same number of layers. "BALANCE_OP_NUM": each stage has the same number of equations.
+        Scopes in the model (`dtrans.replicate`) override the policy.
+      flops_per_byte: floating-point operations of a device in the time of sending one byte: see
+        `FLOPS_PER_BYTE`.
+      chunks: the number of stages on each device, for the schedule "Interleaved"; 2 by default.
       cluster: the layout of stages and replicas over devices.
 
     Raises:
@@ -79,7 +79,7 @@ class StageMemory:
         loss_scaling=1024)`.
 
     Raises:
-      ConfigError: a value that is out of range, slices of what is on the host, or a scale of the
+      ConfigError: a value that is out of range, slices of state on the host, or a scale of the
         loss that changes.
 
     Example:
@@ -101,58 +101,60 @@ class StageMemory:
         object.__setattr__(self, "precision", precision)
         if precision.scaling is not None and precision.scaling.dynamic:
             raise ConfigError(
-                f"precision={precision.dtype!r} with a scale of the loss that changes: stages of a "
-                "pipeline take a "
-                f"fixed one, dtrans.Precision({precision.dtype!r}, loss_scaling=1024), beside "
-                "which "
-                "optax.apply_if_finite skips steps that are not finite; or precision='bf16', which "
-                "needs no scale"
+                f"precision={precision.dtype!r} has a scale of the loss that changes, and stages "
+                "of a pipeline take a fixed one: pass "
+                f"dtrans.Precision({precision.dtype!r}, loss_scaling=1024), and let "
+                "optax.apply_if_finite skip steps that are not finite; or pass precision='bf16', "
+                "which needs no scale"
             )
         stage = self.sharding_stage
         if isinstance(stage, bool) or stage not in (0, 1, 2):
             raise ConfigError(
-                f"sharding_stage must be 0, 1 or 2, it is {stage!r}; parameters of a stage stay "
-                "whole on its replicas"
+                f"sharding_stage must be 0, 1 or 2, it is {stage!r}; each replica of a stage "
+                "stores all parameters of the stage"
             )
         check_int("min_slice_size", self.min_slice_size, "a number of elements, 0 or more", least=0)
         names = self.gradient_checkpoint
         if isinstance(names, str) and names not in ("", "auto"):
             raise ConfigError(
                 "gradient_checkpoint must be 'auto', or a collection of names that "
-                "jax.ad_checkpoint.checkpoint_name "
-                f"gave; it is {names!r}"
+                f"jax.ad_checkpoint.checkpoint_name gave; it is {names!r}"
             )
-        object.__setattr__(
-            self, "gradient_checkpoint", names if isinstance(names, str) else tuple(names)
-        )
+        if not isinstance(names, str):
+            object.__setattr__(self, "gradient_checkpoint", tuple(names))
         end, what = self.last_checkpointed_stage, "the number of a stage, or -1 for all"
         check_int("last_checkpointed_stage", end, what, least=-1)
         check_int("update_groups", self.update_groups)
         check_flag("offload", self.offload)
         if self.offload and stage:
             raise ConfigError(
-                f"offload={self.offload!r} and sharding_stage={stage}: what is on the host is "
-                "there once, and cannot "
-                "be shared out among replicas"
+                f"offload={self.offload!r} and sharding_stage={stage}: the host stores one copy of "
+                "the state, which has no slices for replicas; leave one of them out"
             )
 
 
 @dataclasses.dataclass(frozen=True)
 class PipelineOptions:
-    """The options of `dtrans.pipeline`, which says what they are."""
+    """The checked options of a pipeline plan: see `dtrans.pipeline`.
+
+    Attributes:
+      schedule: the name of the schedule.
+      splits_backward: True if W tasks compute the gradients of weights, apart from cotangents.
+      chunks: the number of stages on each device.
+      concat_axes: result to the dimension along which micro-batches are concatenated, if not 0.
+    """
 
     num_stages: int
     num_micro_batch: int
     schedule: str
-    splits_backward: bool  # whether gradients of weights are made apart from cotangents
-    chunks: int  # of the schedule
+    splits_backward: bool
+    chunks: int
     replicas: int
     stages: Stages
     memory: StageMemory
     reduce: Reduce
     batch: Batch
-    # where results have their rows
-    joined: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    concat_axes: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("num_stages", "num_micro_batch", "replicas"):
@@ -161,13 +163,13 @@ class PipelineOptions:
         stage, norm = self.memory.sharding_stage, self.reduce.clip_local_norm
         if stage and norm is not None:
             raise ConfigError(
-                f"clip_local_norm={norm!r} and sharding_stage={stage}: a replica's own gradients "
-                "are clipped whole; "
-                "leave one of them out"
+                f"clip_local_norm={norm!r} and sharding_stage={stage}: a local clip needs complete "
+                "gradients on each replica, and sharding_stage reduces slices of them; leave one "
+                "of them out"
             )
         if not self.batch.exact:
             self.batch.check_axes()
-        if self.of_parts.batch.example_count is not None:
+        if self.over_parts.batch.example_count is not None:
             raise ConfigError(
                 f"example_count={self.batch.example_count!r}: micro-batches of a pipeline count "
                 "the same; leave it out"
@@ -175,42 +177,40 @@ class PipelineOptions:
 
     @property
     def precision(self) -> Precision:
-        """In what types stages compute."""
+        """The types in which stages compute."""
         return Precision.of(self.memory.precision)
 
     @property
     def loss_scale(self) -> float:
-        """By what the loss is scaled while it is differentiated."""
+        """The factor of the loss while it is differentiated."""
         return 1.0 if self.precision.scaling is None else self.precision.scaling.initial
 
     @property
     def local(self) -> PipelineOptions:
-        """The same, where each micro-batch goes through the step alone."""
+        """The options for micro-batches that take the step alone."""
         reduce = dataclasses.replace(self.reduce, op=self.reduce.op or "mean")
-        return dataclasses.replace(
-            self, batch=dataclasses.replace(self.batch, kind="local"), reduce=reduce
-        )
+        batch = dataclasses.replace(self.batch, kind="local")
+        return dataclasses.replace(self, batch=batch, reduce=reduce)
 
-    def of(self, shared: ExactStep) -> PipelineOptions:
+    def with_exact_step(self, shared: ExactStep) -> PipelineOptions:
         """Return the options for an exact step, whose parts add up."""
         results = shared.step.results
         merge = {
             n: way for n, way in shared.merges.items() if way in ("mean", "sum") or n in results
         }
-        whole = tuple(n for n in shared.step.batch if n not in shared.axes)
-        batch = dataclasses.replace(self.batch, kind="local", merge=merge, unsplit_inputs=whole)
+        unsplit = tuple(n for n in shared.step.batch if n not in shared.axes)
+        batch = dataclasses.replace(self.batch, kind="local", merge=merge, unsplit_inputs=unsplit)
         reduce = dataclasses.replace(self.reduce, op=shared.reduce)
-        return dataclasses.replace(self, batch=batch, reduce=reduce, joined=shared.joined)
+        return dataclasses.replace(self, batch=batch, reduce=reduce, concat_axes=shared.joined)
 
     @property
     def model_stages(self) -> int:
-        """Into how many stages the model is cut: several for each device, where these are
-        interleaved."""
+        """The number of stages of the model: `chunks` on each device."""
         return self.num_stages * self.chunks
 
     @property
     def parts(self) -> int:
-        """Into how many micro-batches a batch is cut, over all replicas."""
+        """The number of micro-batches of a batch, over all replicas."""
         return self.replicas * self.num_micro_batch
 
     @cached_property
@@ -224,11 +224,13 @@ class PipelineOptions:
 
     @property
     def clip_of_each(self) -> float | None:
-        """The norm that the gradients of each micro-batch are clipped to; they are then kept until
-        the update."""
+        """The norm to which the gradients of each micro-batch are clipped, or None.
+
+        Stages then store the gradients of each micro-batch until the update, instead of sums.
+        """
         return self.reduce.clip_per_micro_batch(self.num_micro_batch)
 
     @cached_property
-    def of_parts(self) -> Options:
-        """The same, for merging results: they are made by micro-batches of replicas."""
+    def over_parts(self) -> Options:
+        """Return the options of merging results over the micro-batches of all replicas."""
         return dataclasses.replace(self.over_replicas, num_micro_batch=self.num_micro_batch)

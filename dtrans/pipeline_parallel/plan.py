@@ -1,9 +1,9 @@
-"""Plans of pipelines: the programs of stages, when each runs, and what each holds and sends."""
+"""Plans of pipelines: programs of stages, their schedule, and the bytes they store and send."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -22,13 +22,14 @@ if TYPE_CHECKING:
     from dtrans.batch.exact_step import ExactStep
     from dtrans.ir.program import Program
     from dtrans.pipeline_parallel.options import PipelineOptions
+    from dtrans.pipeline_parallel.stage_programs import StagePrograms
     from dtrans.pipeline_parallel.staged_model import StagedModel, StepPrograms
     from dtrans.pipeline_parallel.update import Update
     from dtrans.step.summary import Summary
 
 
-# times as much work as the least has, from which on a plan has a note; 2 where layers are 2, 2, 1,
-# 1
+# Ratio of the most to the least work of a stage above which a plan has a note. Six equal layers in
+# four stages (2, 2, 1, 1) have 2, and need no note.
 LOPSIDED = 2.5
 
 
@@ -42,10 +43,10 @@ class Stage:
       params: the parameters that it stores.
       flops: floating-point operations of its forward pass, for a micro-batch.
       sends: bytes that it sends to the next stage for a micro-batch.
-      kept: bytes that it stores for a micro-batch from forward to backward.
-      peak: the most micro-batches that its device stores at a time, counted once for each stage on
+      saves: bytes that it saves for a micro-batch from forward to backward.
+      peak: the most micro-batches in flight on its device at a time, counted once for each stage on
         the device.
-      held: bytes of parameters and optimizer state on each of its devices.
+      stores: bytes of parameters and optimizer state on each of its devices.
     """
 
     index: int
@@ -53,19 +54,19 @@ class Stage:
     params: tuple[str, ...]
     flops: int
     sends: int
-    kept: int
+    saves: int
     peak: int
-    held: int
+    stores: int
 
 
 @dataclasses.dataclass(frozen=True)
 class ShownValues:
-    """Values that a step shows beside its results.
+    """Summaries and collections of a step.
 
     Attributes:
       summaries: see `dtrans.summary`.
       collected: result, or summary, to its collection: see `dtrans.collect`.
-      hidden: summaries that are not shown, since they look at gradients or at the update.
+      hidden: summaries that a pipeline leaves out: they read gradients, or the update.
     """
 
     summaries: tuple[Summary, ...]
@@ -75,21 +76,21 @@ class ShownValues:
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class PipelinePlan(Plan):
-    """Pipelined training of one step; made by `dtrans.pipeline`.
+    """Plan of pipelined training, returned by `dtrans.pipeline`.
 
     Attributes:
       main: the step, with calls inlined and exact roles.
       startup: the single-device init.
-      options: the options that it was planned with: see `dtrans.pipeline`.
+      options: the options of `dtrans.pipeline`.
       schedule: the tasks of each device, in order.
       model: the model, cut into stages.
       step_programs: forward and backward of each stage, for a micro-batch of the traced batch.
       update: from sums of gradients to new parameters.
-      shared: how micro-batches share the batch, where that is exact.
-      values: makes the values of the whole batch that micro-batches take as inputs, if any.
-      axes: the dimension of the rows, of each array of the batch where it is not the first.
+      shared: the step of a micro-batch, if the job gives one device's numbers.
+      values: computes the precomputed values of the batch that micro-batches read, if any.
+      axes: array of the batch to the dimension of its rows, if not 0.
       shown: summaries and collections.
-      callers: sentences of who calls each host callback of the step.
+      callers: for each host callback of the step, a sentence that names its caller.
     """
 
     main: Program
@@ -112,19 +113,17 @@ class PipelinePlan(Plan):
         "parameters",
         "flops",
         "bytes sent",
-        "bytes kept",
+        "bytes saved",
         "peak",
-        "bytes held",
+        "bytes stored",
     )
 
     @property
     def programs(self) -> dict[str, Program]:
         found: dict[str, Program] = {}
         for s in self.step_programs.stages:
-            found |= {
-                f"stage {s.index} forward": s.forward,
-                f"stage {s.index} backward": s.backward,
-            }
+            found[f"stage {s.index} forward"] = s.forward
+            found[f"stage {s.index} backward"] = s.backward
         return found | {"update": self.update.program}
 
     @property
@@ -134,26 +133,24 @@ class PipelinePlan(Plan):
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """The arguments of the step that the update reads, itself or by way of values of the whole
-        batch."""
-        found, types = {*self.update.arguments}, self.main.inputs
-        if self.values is not None and not found <= {*self.batch}:
-            found |= {n for n in self.values.read if not types[n].ndim}
-        return tuple(n for n in self.batch if n in found)
+        """The arguments of the step that the update reads, itself or through precomputed values."""
+        reads, types = {*self.update.arguments}, self.main.inputs
+        if self.values is not None and not reads <= {*self.batch}:
+            reads |= {n for n in self.values.read if not types[n].ndim}
+        return tuple(n for n in self.batch if n in reads)
 
     @property
     def state(self) -> tuple[str, ...]:
-        """The names of the arrays of the state, as stages hold them."""
+        """The names of the arrays of the state, as stages store them."""
         return tuple(n for spec in self.update.program.args[:2] for n in spec.names)
 
     @cached_property
     def types(self) -> dict[str, Any]:
-        """Name to type of each of them, without padding."""
+        """The type of each array of `state` and `batch`, without padding."""
         found = {n: t for n, t in self.main.inputs.items() if n not in self.model.stacks}
         for n, runs in self.model.stacks.items():
-            t = self.main.inputs[n]
-            for r in runs:
-                found[r.name] = r.part.of(t)
+            for rows in runs:
+                found[rows.name] = rows.part.of(self.main.inputs[n])
         return found
 
     def home(self, name: str) -> int | None:
@@ -165,11 +162,17 @@ class PipelinePlan(Plan):
         return stage % self.options.num_stages
 
     def specialize(self, types: Sequence[jax.ShapeDtypeStruct]) -> StepPrograms:
-        """The programs for a batch of these types, one for each input of the step. Errors as
-        `dtrans.pipeline`."""
-        given = dict(zip(self.model.captured.in_names, types, strict=True))
+        """Return the programs of stages for a batch of other shapes.
+
+        Args:
+          types: the type of each input of the step, with the global batch.
+
+        Raises:
+          BatchError: the update reads an argument with another type, or as `dtrans.pipeline`.
+        """
+        type_of = dict(zip(self.model.captured.in_names, types, strict=True))
         for n in self.update.arguments:
-            t, read = given[n], self.update.program.inputs[n]
+            t, read = type_of[n], self.update.program.inputs[n]
             if (t.shape, t.dtype) != (read.shape, read.dtype):
                 raise BatchError(
                     f"{n} is {t.dtype}{list(t.shape)}, and the update reads it as "
@@ -179,193 +182,102 @@ class PipelinePlan(Plan):
         return self.model.specialize(types, planned)
 
     def values_for(self, batch: Mapping[str, jax.ShapeDtypeStruct]) -> Program | None:
-        """Return the program of whole-batch values for these types, or None without any."""
+        """Return the program of precomputed values for these types, or None without any."""
         if self.values is None:
             return None
-        return self.values.specialize_flat(
-            [*batch.values(), *(self.types[n] for n in self.values.args[-1].names)]
-        )
+        state = self.values.args[-1].names
+        return self.values.specialize_flat([*batch.values(), *(self.types[n] for n in state)])
 
     def scheduled(self, name: str) -> PipelinePlan:
-        """The same programs in another order.
+        """Return a plan that runs the same programs in the order of another schedule.
 
         Raises:
           ConfigError: the schedule is unknown, or needs other programs: interleaved stages, a
             backward in two parts.
         """
-        o = self.options
+        o, planned = self.options, self.schedule
         other = schedule(name, o.num_stages, o.num_micro_batch, o.chunks if o.chunks > 1 else None)
-        if (other.chunks, other.splits_backward) != (
-            self.schedule.chunks,
-            self.schedule.splits_backward,
-        ):
+        if (other.chunks, other.splits_backward) != (planned.chunks, planned.splits_backward):
             raise ConfigError(
-                f"{name} needs other programs than {self.schedule.name}: plan it with "
-                f"schedule={name!r}"
+                f"{name} needs other programs than {planned.name}: plan it with schedule={name!r}"
             )
         options = dataclasses.replace(o, schedule=other.name)
         return dataclasses.replace(self, options=options, schedule=other)
 
-    # -- what it is ------------------------------------------------------------------------------
+    # -- sizes and costs -------------------------------------------------------------------------
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
-        """Return a summary of each stage: its work, its state and the bytes that it sends."""
-        peaks = self.schedule.peak
+        """A summary of each stage: its work, its state and the bytes that it sends."""
         found = []
         for s in self.step_programs.stages:
             types = {**s.forward.inputs, **s.forward.outputs}
-            held = [n for n in self.state if self.home(n) in (s.index, None)]
-            found.append(
-                Stage(
-                    s.index,
-                    s.eqns,
-                    tuple(n for n, at in self.model.homes.items() if at == s.index),
-                    sum(flops(e) for e in s.forward.eqns),
-                    sum(nbytes(types[n]) for n in s.sends),
-                    sum(nbytes(types[n]) for n in s.kept),
-                    peaks[self.device_of(s.index)],
-                    sum(self.held_bytes(n) for n in held),
-                )
+            state = [n for n in self.state if self.home(n) in (s.index, None)]
+            summary = Stage(
+                s.index,
+                s.eqns,
+                tuple(n for n, at in self.model.homes.items() if at == s.index),
+                program_flops(s.forward),
+                _total_bytes(types, s.sends),
+                _total_bytes(types, s.saved),
+                self.schedule.peak[self.device_of(s.index)],
+                sum(map(self.device_bytes, state)),
             )
+            found.append(summary)
         return tuple(found)
 
     def costs(self) -> Costs:
-        o = self.options
-        found = []
-        for s, p in zip(self.stages, self.step_programs.stages, strict=True):
-            types = {**p.forward.inputs, **p.forward.outputs}
-            passes = [q for q in (p.forward, p.backward, p.weights) if q is not None]
-            ahead, back = (sum(nbytes(types[n]) for n in names) for names in (p.sends, p.receives))
-            # the cotangents of what is differentiable go the other way
-            cotangents = [
-                sum(nbytes(types[n]) for n in of if jnp.issubdtype(types[n].dtype, jnp.inexact))
-                for of in (p.receives, p.sends)
-            ]
-            many = o.num_micro_batch
-            sent, received = many * (ahead + cotangents[0]), many * (back + cotangents[1])
-            rounds = many * (bool(p.receives) + bool(p.sends))
-            work = many * sum(map(program_flops, passes))
-            for part in self.update.placed.pieces:
-                if part.place == self.device_of(s.index):
-                    work += sum(flops(e) for e in part.eqns)
-            count = o.replicas * self.model.cuts.shards[s.index]
-            found.append(RoleCost(f"stage {s.index}", count, s.held, sent, received, rounds, work))
-        return Costs(found)
+        stages = zip(self.stages, self.step_programs.stages, strict=True)
+        return Costs([_cost_of_stage(self, s, programs) for s, programs in stages])
 
-    def held_bytes(self, name: str) -> int:
-        """Bytes that a device of an array's stage holds of it."""
+    def device_bytes(self, name: str) -> int:
+        """Return the bytes of an array of the state on each device of its stage."""
         t = self.update.program.inputs[name]
         if name not in self.model.cuts.state:
             return nbytes(t)
-        home, d = self.home(name), self.model.cuts.state[name]
+        home, axis = self.home(name), self.model.cuts.state[name]
         assert home is not None
-        return nbytes(t) // t.shape[d] * -(-t.shape[d] // self.model.cuts.shards[home])
+        return nbytes(t) // t.shape[axis] * -(-t.shape[axis] // self.model.cuts.shards[home])
 
     def padded(self, name: str) -> tuple[int, int] | None:
-        """Return the padded dimension of an array of the state, and its padded size; None without
-        padding.
+        """Return the padded dimension of an array of the state, and its padded size.
 
-        It is cut over the replicas of its stage, or over their shards.
+        The array is cut along it, over the shards of its stage or over the replicas. None: without
+        padding.
         """
-        d = self.model.cuts.state.get(name)
-        if d is not None:
-            home, size = self.home(name), self.types[name].shape[d]
+        axis = self.model.cuts.state.get(name)
+        if axis is not None:
+            home, size = self.home(name), self.types[name].shape[axis]
             assert home is not None
             shards = self.model.cuts.shards[home]
-            return d, shards * -(-size // shards)
-        s = None if self.update.layout is None else self.update.layout.cuts.get(name)
-        return None if s is None else (s.axis, s.padded)
+            return axis, shards * -(-size // shards)
+        sliced = None if self.update.layout is None else self.update.layout.cuts.get(name)
+        return None if sliced is None else (sliced.axis, sliced.padded)
+
+    # -- the plan as text ------------------------------------------------------------------------
 
     @property
     def rows(self) -> list[tuple[str, ...]]:
         """The table of stages."""
-        return [
-            (
-                str(s.index),
-                str(s.ops),
-                ", ".join(s.params[:3]) + (f", ... ({len(s.params)})" if len(s.params) > 3 else ""),
-                *(f"{n:,}" for n in (s.flops, s.sends, s.kept, s.peak, s.held)),
-            )
-            for s in self.stages
-        ]
+        found = []
+        for s in self.stages:
+            more = f", ... ({len(s.params)})" if len(s.params) > 3 else ""
+            numbers = (s.flops, s.sends, s.saves, s.peak, s.stores)
+            params = ", ".join(s.params[:3]) + more
+            found.append((str(s.index), str(s.ops), params, *(f"{n:,}" for n in numbers)))
+        return found
 
     @cached_property
     def notes(self) -> list[str]:
-        """Return remarks for the user that the table does not show."""
-        o = self.options
-        notes = [] if self.shared is None else list(self.shared.notes)
-        if self.shared is None and o.parts > 1:
-            notes.append(
-                f"micro: numbers are those of each of {o.parts} micro-batches alone, statistics "
-                "too; gradients are "
-                f"reduced by {o.reduce.op}"
-            )
-        if self.values is not None:
-            made = [*self.values.outputs.values()]
-            notes.append(
-                f"  of the whole batch, before the micro-batches: {len(made)} "
-                f"value{'s' * (len(made) > 1)} that no "
-                f"parameter enters, {sum(map(nbytes, made)):,} bytes"
-            )
-        notes += [
-            f"schedule {self.schedule.name}: {o.num_micro_batch} "
-            f"micro-batch{'es' * (o.num_micro_batch > 1)}, bubble "
-            f"{self.schedule.bubble}",
-        ]
-        if o.precision.dtype is not None:
-            scaled = "" if o.loss_scale == 1.0 else f", loss scaled by {o.loss_scale:g}"
-            notes.append(f"products of matrices in {o.precision.dtype}{scaled}")
-        if o.clip_of_each is not None:
-            kept = sum(nbytes(self.update.program.inputs[n]) for n in self.update.sums)
-            notes.append(
-                f"each micro-batch's gradients are clipped to {o.clip_of_each:g}, and kept until "
-                f"the update: {kept:,} "
-                "bytes over all stages"
-            )
-        notes += self._lopsided
-        notes += [
-            f"stage {s} is split over {n} devices: "
-            + (
-                ", ".join(x for x in self.model.cuts.state if self.model.homes.get(x) == s)
-                or "nothing of it is cut"
-            )
-            for s, n in enumerate(self.model.cuts.shards)
-            if n > 1
-        ]
-        notes += [
-            f"{n} is held by stage {self.model.homes[n]} and used by stages {', '.join(map(str, s))}: "
-            "its value is sent, and "
-            "its gradients are added up"
-            for n, s in self.model.users.items()
-            if len(s) > 1
-        ]
+        """Remarks for the user that the table does not show."""
+        notes = [*_notes_of_numbers(self), *_notes_of_stages(self)]
         notes += [f"{name}: {way}" for name, way in self.model.merges.items()]
         if self.arguments:
-            notes.append(
-                f"the update reads {', '.join(self.arguments)}, which all stages are given"
-            )
+            notes.append(f"all stages get {', '.join(self.arguments)}, which the update reads")
         if self.shown.hidden:
-            what = "gradients, or at what the optimizer makes"
-            notes.append(
-                f"not carried out, since it looks at {what}: {', '.join(self.shown.hidden)}"
-            )
-        notes += self.callers
-        return notes
-
-    @property
-    def _lopsided(self) -> list[str]:
-        """A note of stages of very different work."""
-        most, least = (pick(self.stages, key=lambda s: s.flops) for pick in (max, min))
-        if most.flops <= LOPSIDED * least.flops:
-            return []
-        share = lambda s: f"{s.flops / sum(s.flops for s in self.stages):.1%}"
-        return [
-            f"lopsided: stage {most.index} has {share(most)} of the operations and stage "
-            f"{least.index} {share(least)}, "
-            "and the step waits for the first: take fewer stages, or begin them elsewhere "
-            "(dtrans.replicate)"
-        ]
+            hidden = ", ".join(self.shown.hidden)
+            notes.append(f"not carried out, since it reads gradients or the update: {hidden}")
+        return [*notes, *self.callers]
 
     @property
     def _title(self) -> str:
@@ -373,3 +285,85 @@ class PipelinePlan(Plan):
         each = f", {o.chunks} on each device" if o.chunks > 1 else ""
         also = f", {o.replicas} replicas" if o.replicas > 1 else ""
         return f"pipeline plan of {self.main.name}: {o.model_stages} stages{each}{also}"
+
+
+def _total_bytes(types: Mapping[str, Any], names: Iterable[str]) -> int:
+    return sum(nbytes(types[n]) for n in names)
+
+
+def _cost_of_stage(plan: PipelinePlan, stage: Stage, programs: StagePrograms) -> RoleCost:
+    """Return the costs of a step for one device of a stage."""
+    o, p = plan.options, programs
+    types = {**p.forward.inputs, **p.forward.outputs}
+    floats = {n for n, t in types.items() if jnp.issubdtype(t.dtype, jnp.inexact)}
+    # cotangents of floating-point values go the other way
+    sent = _total_bytes(types, [*p.sends, *(n for n in p.receives if n in floats)])
+    received = _total_bytes(types, [*p.receives, *(n for n in p.sends if n in floats)])
+    work = sum(program_flops(q) for q in (p.forward, p.backward, p.weights) if q is not None)
+    update_work = 0
+    for piece in plan.update.placed.pieces:
+        if piece.place == plan.device_of(stage.index):
+            update_work += sum(map(flops, piece.eqns))
+    many = o.num_micro_batch
+    return RoleCost(
+        f"stage {stage.index}",
+        o.replicas * plan.model.cuts.shards[stage.index],
+        stage.stores,
+        many * sent,
+        many * received,
+        many * (bool(p.receives) + bool(p.sends)),
+        many * work + update_work,
+    )
+
+
+def _notes_of_numbers(plan: PipelinePlan) -> Iterator[str]:
+    """Write remarks about the numbers of a job: micro-batches, precomputed values, precision."""
+    o, many = plan.options, plan.options.num_micro_batch
+    if plan.shared is not None:
+        yield from plan.shared.notes
+    elif o.parts > 1:
+        yield (
+            f"micro: numbers are those of each of {o.parts} micro-batches alone, statistics too; "
+            f"gradients are reduced by {o.reduce.op}"
+        )
+    if plan.values is not None:
+        values = plan.values.outputs
+        yield (
+            f"  of the whole batch, before the micro-batches: {len(values)} "
+            f"value{'s' * (len(values) > 1)} that no parameter enters, "
+            f"{_total_bytes(values, values):,} bytes"
+        )
+    schedule, batches = plan.schedule, f"{many} micro-batch{'es' * (many > 1)}"
+    yield f"schedule {schedule.name}: {batches}, bubble {schedule.bubble}"
+    if o.precision.dtype is not None:
+        scaled = "" if o.loss_scale == 1.0 else f", loss scaled by {o.loss_scale:g}"
+        yield f"products of matrices in {o.precision.dtype}{scaled}"
+    if o.clip_of_each is not None:
+        size = _total_bytes(plan.update.program.inputs, plan.update.sums)
+        yield (
+            f"each micro-batch's gradients are clipped to {o.clip_of_each:g}, and stored until "
+            f"the update: {size:,} bytes over all stages"
+        )
+
+
+def _notes_of_stages(plan: PipelinePlan) -> Iterator[str]:
+    """Write remarks about stages: unequal work, shards, shared parameters."""
+    work = [s.flops for s in plan.stages]
+    most, least = max(work), min(work)
+    if most > LOPSIDED * least:
+        yield (
+            f"lopsided: stage {work.index(most)} has {most / sum(work):.1%} of the operations and "
+            f"stage {work.index(least)} {least / sum(work):.1%}, and the step waits for the first: "
+            "take fewer stages, or begin them elsewhere (dtrans.replicate)"
+        )
+    model = plan.model
+    for stage, count in enumerate(model.cuts.shards):
+        if count > 1:
+            cut = ", ".join(n for n in model.cuts.state if model.homes.get(n) == stage)
+            yield f"stage {stage} is split over {count} devices: {cut or 'nothing of it is cut'}"
+    for n, users in model.users.items():
+        if len(users) > 1:
+            yield (
+                f"{n} is stored by stage {model.homes[n]} and used by stages "
+                f"{', '.join(map(str, users))}: its value is sent, and its gradients are summed"
+            )

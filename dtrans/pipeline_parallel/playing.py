@@ -1,5 +1,4 @@
-"""Orders of tasks, played: when each task begins and ends, what is in flight meanwhile, and at
-which tick it comes."""
+"""Simulation of orders of tasks: start and end of each task, micro-batches in flight, and ticks."""
 
 from __future__ import annotations
 
@@ -21,29 +20,33 @@ def task_costs(
     weight: Costs,
 ) -> dict[str, list[Time]]:
     """Return the cost of each kind of task at each model stage; see `Schedule.play`."""
-    by_stage = lambda what, given: _by_stage(what, given, num_stages, chunks)
-    costs = {"F": by_stage("forward", forward), "B": by_stage("backward", backward)}
-    if splits_backward:
-        costs["W"] = by_stage("weight", weight)
-        for k, (whole, part) in enumerate(zip(costs["B"], costs["W"], strict=True)):
-            if part > whole:
-                raise ConfigError(
-                    f"at model stage {k} weight={part} is more than backward={whole}, which it is "
-                    "in"
-                )
-        costs["B"] = [whole - part for whole, part in zip(costs["B"], costs["W"], strict=True)]
-    return costs
+    by_stage = lambda what, costs: _by_stage(what, costs, num_stages, chunks)
+    forwards, backwards = by_stage("forward", forward), by_stage("backward", backward)
+    if not splits_backward:
+        return {"F": forwards, "B": backwards}
+    weights = by_stage("weight", weight)
+    cotangents: list[Time] = []
+    for k, (both, part) in enumerate(zip(backwards, weights, strict=True)):
+        if part > both:
+            raise ConfigError(
+                f"at model stage {k} weight={part} is more than backward={both}, which includes it"
+            )
+        cotangents.append(both - part)
+    return {"F": forwards, "B": cotangents, "W": weights}
 
 
-def _by_stage(what: str, given: Costs, num_stages: int, chunks: int) -> list[Time]:
+def _by_stage(what: str, costs: Costs, num_stages: int, chunks: int) -> list[Time]:
     """Return the cost of each model stage; chunks of a device share one number equally."""
     count = num_stages * chunks
-    if not isinstance(given, Iterable):
-        return [_part(checked_cost(what, given), chunks)] * count
-    each = [checked_cost(what, cost) for cost in given]
+    if not isinstance(costs, Iterable):
+        return [_part(checked_cost(what, costs), chunks)] * count
+    each: list[Time] = [checked_cost(what, cost) for cost in costs]
     if len(each) != count:
-        raise ConfigError(f"{what} has {len(each)} costs, and the schedule {count} model stages")
-    return list(each)
+        raise ConfigError(
+            f"{what} has {len(each)} costs, and the schedule {count} model stages; give one for "
+            "each, or one number"
+        )
+    return each
 
 
 def _part(cost: float, chunks: int) -> Time:
@@ -54,7 +57,11 @@ def _part(cost: float, chunks: int) -> Time:
 
 
 def checked_cost(what: str, cost: object) -> float:
-    """Return a cost as an int or float. Raises ConfigError for an invalid one."""
+    """Return a cost as an int or float.
+
+    Raises:
+      ConfigError: it is negative, not finite, or not a number.
+    """
     if isinstance(cost, bool) or not isinstance(cost, Real) or not math.isfinite(cost) or cost < 0:
         raise ConfigError(f"{what}={cost!r}: a cost is a finite number of at least 0")
     return int(cost) if isinstance(cost, Integral) else float(cost)
@@ -63,10 +70,10 @@ def checked_cost(what: str, cost: object) -> float:
 def play_tasks(
     tasks: Sequence[Task], num_stages: int, costs: Mapping[str, Sequence[Time]], transfer: float
 ) -> Play:
-    """Return the times of tasks, if each device begins its next task as soon as it can.
+    """Return the times of tasks if each device begins its next task as soon as it can.
 
     Args:
-      tasks: the tasks; each follows its inputs, and those of a device are in the device's order.
+      tasks: the tasks; each follows its operands, and those of a device are in the device's order.
       num_stages: the number of devices.
       costs: kind of task to its cost at each model stage.
       transfer: the time of a transfer between devices.
@@ -76,9 +83,10 @@ def play_tasks(
     timed = []
     for task in tasks:
         device = task.stage % num_stages
-        before = needs(task, len(costs["F"]))
-        there = [ends[t] + (transfer if t.stage % num_stages != device else 0) for t in before]
-        start = max([free[device], *there])
+        start = free[device]
+        for operand in needs(task, len(costs["F"])):
+            is_sent = operand.stage % num_stages != device
+            start = max(start, ends[operand] + (transfer if is_sent else 0))
         free[device] = ends[task] = start + costs[task.kind][task.stage]
         timed.append(TimedTask(task, device, start, ends[task]))
     return Play(sorted(timed, key=lambda t: (t.start, t.device)))
@@ -96,7 +104,7 @@ def peak_in_flight(order: Sequence[Task], splits_backward: bool) -> int:
 
 
 def tick_table(ticked: Play, num_stages: int) -> tuple[tuple[Task | None, ...], ...]:
-    """Tasks that take one tick each, as a table: rows are devices, columns ticks, None is idle."""
+    """Return a table of tasks of one tick each: rows are devices, columns ticks, None is idle."""
     table: list[list[Task | None]] = [[None] * int(ticked.makespan) for _ in range(num_stages)]
     for task, device, start, _ in ticked:
         table[device][int(start)] = task

@@ -1,20 +1,18 @@
-"""Repeated blocks: where a model does the same thing several times in a row.
+"""Repeated blocks: runs of equations that a model repeats several times in a row.
 
-They are found in two ways, in a row of equations:
+Two rules find them in a row of equations:
 
-  - equal equations: a stretch that repeats with some period, where equations are equal when
-    primitive, parameters (bodies included) and the types of operands and results are. A loop over
-    layers that was unrolled is found so too; where slices of a stack of layers begin makes no
-    difference. Which of the equations of a period is the first is not in the equations: it is the
-    one where the least crosses from block to block, of those the last, since a model's first layer
-    often differs in what it begins with, and its last one in what comes after.
-  - name scopes: scopes beside each other, in one scope, that hold the same number of equations of
-    each primitive (EPL: epl/parallel/planner.py, `find_repeated_blocks`, which looks at op types
-    too, and demands four scopes of twenty ops). Their widths may differ. What lies between two of
-    them belongs to the first.
+  - equal equations: a stretch that repeats with some period. Two equations are equal if primitive,
+    parameters (bodies included) and types are. The starts of slices are ignored, so that unrolled
+    loops over a stack of layers repeat too. Blocks may begin at any equation of a period. They
+    begin where the least crosses from block to block. Of several such equations it is the last: a
+    model's first layer often differs at its beginning, its last one after its end.
+  - name scopes: sibling scopes that contain the same number of equations of each primitive. Their
+    widths may differ. Equations between two scopes belong to the first. Source: EPL,
+    `find_repeated_blocks` (epl/parallel/planner.py), which demands four scopes of twenty ops.
 
-Of several candidates the one that covers the most work is the best; then the one of more blocks;
-then scopes, whose bounds a person has drawn.
+Of several candidates the best covers the most work, then has more blocks, then follows scopes,
+which a person has drawn.
 """
 
 from __future__ import annotations
@@ -35,9 +33,9 @@ class Blocks:
     """Blocks that follow one another.
 
     Attributes:
-      starts: where each begins; a block ends where the next begins.
-      stop: where the last one ends.
-      how: "equal equations" or "name scopes".
+      starts: the first equation of each; a block ends where the next begins.
+      stop: the end of the last block.
+      how: the rule that found them: "equal equations" or "name scopes".
     """
 
     starts: tuple[int, ...]
@@ -48,20 +46,21 @@ class Blocks:
         return len(self.starts)
 
     def costs(self, costs: Sequence[float]) -> tuple[float, ...]:
-        """Return the cost of each block, from those of equations."""
-        ends = [*self.starts[1:], self.stop]
-        return tuple(sum(costs[a:b]) for a, b in zip(self.starts, ends, strict=True))
+        """Return the cost of each block, from the costs of equations."""
+        bounds = itertools.pairwise([*self.starts, self.stop])
+        return tuple(sum(costs[a:b]) for a, b in bounds)
 
 
 def repeated_blocks(
     eqns: Sequence[JaxprEqn], costs: Sequence[float], crossing: Sequence[float], at_least: int = 2
 ) -> list[Blocks]:
-    """All rows of repeated blocks in a row of equations, the best first.
+    """Find all rows of repeated blocks in a row of equations, the best first.
 
     Args:
-      costs: of each equation; what costs nothing is no block.
-      crossing: what a cut in front of each equation costs.
-      at_least: how many blocks there must be.
+      eqns: the equations.
+      costs: the cost of each; blocks without a cost are left out.
+      crossing: the cost of a cut in front of each.
+      at_least: the least number of blocks.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -78,65 +77,66 @@ def repeated_blocks(
     """
     at_least = max(2, at_least)
     done = np.concatenate([[0.0], np.cumsum(np.asarray(costs, float))])
-    found = {
-        b: float(done[b.stop] - done[b.starts[0]])
-        for b in _equal(eqns, np.asarray(crossing, float), at_least)
-    }
-    # of scopes, what lies between them does not count: the first and the last layer of a model may
-    # be alike
-    found |= {b: float(sum(costs[i] for i in members)) for b, members in _scoped(eqns, at_least)}
-    order = lambda b: (-found[b], -len(b), b.how != "name scopes", b.starts)
-    return sorted((b for b in found if found[b] > 0), key=order)
+    work: dict[Blocks, float] = {}
+    for blocks in _equal(eqns, np.asarray(crossing, float), at_least):
+        work[blocks] = float(done[blocks.stop] - done[blocks.starts[0]])
+    # Equations between scopes do not count: the first and the last layer of a model may be alike,
+    # and would then cover all that is between them.
+    for blocks, members in _scoped(eqns, at_least):
+        work[blocks] = float(sum(costs[i] for i in members))
+    order = lambda b: (-work[b], -len(b), b.how != "name scopes", b.starts)
+    return sorted((b for b in work if work[b] > 0), key=order)
 
 
 # -- equal equations -------------------------------------------------------------------------------
 
 
 def _equal(eqns: Sequence[JaxprEqn], crossing: Any, at_least: int) -> Iterator[Blocks]:
-    """Stretches that repeat, for every period."""
+    """Find the stretches that repeat, for every period."""
     known: dict[Any, int] = {}
     kinds = np.array([known.setdefault(signature(eqn), len(known)) for eqn in eqns], int)
     for period in range(1, len(eqns) // at_least + 1):
+        # runs of equations that equal the one a period later
         same = np.concatenate([[0], kinds[:-period] == kinds[period:], [0]]).astype(int)
         edges = np.flatnonzero(np.diff(same))
         for first, past in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
-            length = past - first + period
-            count, spare = divmod(length, period)
+            count, spare = divmod(past - first + period, period)
             if count < at_least:
                 continue
-            sent = [
-                crossing[first + s + period : first + s + count * period : period].sum()
-                for s in range(spare + 1)
-            ]
-            start = first + max(s for s in range(spare + 1) if sent[s] == min(sent))
-            yield Blocks(
-                tuple(range(start, start + count * period, period)),
-                start + count * period,
-                "equal equations",
-            )
+            # the start with the least crossing between blocks; the last of these
+            least, start = np.inf, first
+            for begin in range(first, first + spare + 1):
+                sent = crossing[begin + period : begin + count * period : period].sum()
+                if sent <= least:
+                    least, start = sent, begin
+            stop = start + count * period
+            yield Blocks(tuple(range(start, stop, period)), stop, "equal equations")
 
 
 def signature(eqn: JaxprEqn) -> tuple[Any, ...]:
     """Return a key of an equation's primitive, parameters and types, without variables."""
-    # the rules of derivatives are made anew for each call
-    derived = eqn.primitive.name.startswith("custom_")
-    kept = {k: v for k, v in eqn.params.items() if k not in _WHERE and (is_jaxpr(v) or not derived)}
-    params = [(k, _plain(v)) for k, v in sorted(kept.items())]
-    types = [tuple(str(a.aval) for a in atoms) for atoms in (eqn.invars, eqn.outvars)]
-    return (eqn.primitive.name, tuple(params), *types)
+    # JAX creates the rules of custom derivatives anew for each call
+    has_rules = eqn.primitive.name.startswith("custom_")
+    params = []
+    for key, value in sorted(eqn.params.items()):
+        if key not in _BOUNDS and (is_jaxpr(value) or not has_rules):
+            params.append((key, _plain(value)))
+    ins = tuple(str(a.aval) for a in eqn.invars)
+    outs = tuple(str(a.aval) for a in eqn.outvars)
+    return (eqn.primitive.name, tuple(params), ins, outs)
 
 
-# where a slice begins is which layer of a stack it is
-_WHERE = ("start_indices", "limit_indices")
+# the bounds of a slice select a layer of a stack
+_BOUNDS = ("start_indices", "limit_indices")
 
 
 def _plain(value: Any) -> Any:
-    """Something to compare a parameter by."""
+    """Return a hashable value that stands for a parameter in comparisons."""
     if is_jaxpr(value):
         return _body(value)
     if isinstance(value, (tuple, list)):
         return tuple(map(_plain, value))
-    if callable(value):  # made anew for each call
+    if callable(value):  # JAX creates functions anew for each call
         return getattr(value, "__qualname__", type(value).__name__)
     try:
         hash(value)
@@ -149,18 +149,23 @@ def _body(jaxpr: Any) -> tuple[Any, ...]:
     """Return a key of a body: its equations, and their wiring."""
     inner = opened(jaxpr)
     number: dict[Var, int] = {}
-    for v in (*inner.constvars, *inner.invars, *(v for e in inner.eqns for v in e.outvars)):
-        number[v] = len(number)
     read = lambda a: str(a) if isinstance(a, Literal) else number[a]
-    wired = [(signature(e), tuple(map(read, e.invars))) for e in inner.eqns]
-    return (tuple(str(v.aval) for v in inner.invars), tuple(wired), tuple(map(read, inner.outvars)))
+    for v in (*inner.constvars, *inner.invars):
+        number[v] = len(number)
+    wired = []
+    for eqn in inner.eqns:
+        wired.append((signature(eqn), tuple(map(read, eqn.invars))))
+        for v in eqn.outvars:
+            number[v] = len(number)
+    ins = tuple(str(v.aval) for v in inner.invars)
+    return (ins, tuple(wired), tuple(map(read, inner.outvars)))
 
 
 # -- name scopes -----------------------------------------------------------------------------------
 
 
 def _scoped(eqns: Sequence[JaxprEqn], at_least: int) -> Iterator[tuple[Blocks, list[int]]]:
-    """Scopes in one scope that hold the same, and the equations in them."""
+    """Find sibling scopes with the same equations; yield them with their equations."""
     members: dict[tuple[str, ...], list[int]] = {}
     for i, eqn in enumerate(eqns):
         path = tuple(p for p in scope_of(eqn).split("/") if p)
@@ -168,9 +173,9 @@ def _scoped(eqns: Sequence[JaxprEqn], at_least: int) -> Iterator[tuple[Blocks, l
             members.setdefault(path[:depth], []).append(i)
     alike: dict[Any, list[list[int]]] = {}
     for path, places in members.items():
-        # what costs nothing may be there once for several of them (a cast, a mask)
-        held = Counter(eqns[i].primitive.name for i in places if facts_of(eqns[i]).flops != "none")
-        alike.setdefault((path[:-1], frozenset(held.items())), []).append(places)
+        # only equations with a cost: several scopes may share a cast or a mask
+        paid = Counter(eqns[i].primitive.name for i in places if facts_of(eqns[i]).flops != "none")
+        alike.setdefault((path[:-1], frozenset(paid.items())), []).append(places)
     for group in alike.values():
         group.sort()
         apart = all(a[-1] < b[0] for a, b in itertools.pairwise(group))

@@ -1,14 +1,15 @@
 """Merge of the outputs of micro-batches: in order over micro-batches, then over replicas.
 
     mean, sum, max    of micro-batches, then of replicas
-    concat            rows of micro-batch 0, 1, ..., then those of the next replica: as the batch has them
+    concat            rows of micro-batch 0, 1, ..., then those of the next replica: the order of
+                      the batch
     same              the last micro-batch's
-    each              each replica's own
-    GLOBAL_MEAN, ...  as `dtrans.collect` asked for; of LOCAL_* ones replica 0's is given
-    stack             of what is shown (`dtrans.summary`): all, as [replica, micro-batch, ...]
+    each              one value for each replica
+    GLOBAL_MEAN, ...  the collection of `dtrans.collect`; replica 0's for LOCAL_* collections
+    stack             values of summaries (`dtrans.summary`): all, as [replica, micro-batch, ...]
 
-Source: `merge_outputs` of EPL (epl/parallel/parallel.py), which puts the first micro-batch last in
-a concatenation, and reduces means and sums to scalars whatever their shape; neither is done here.
+Source: `merge_outputs` of EPL (epl/parallel/parallel.py), with two differences. EPL puts the first
+micro-batch last in a concatenation, and reduces means and sums of any shape to scalars.
 """
 
 from __future__ import annotations
@@ -49,9 +50,11 @@ def results_program(
     types = stage.forward.outputs
     b = Builder(like)
     b.role = FORWARD
+
+    # over the micro-batches of a replica
     ins: list[str] = []
     local: dict[str, Atom] = {}
-    ways: dict[str, str] = {}
+    over_replicas: dict[str, str] = {}
     for n in stage.results:
         parts: list[Atom] = [b.input(types[n]) for _ in range(o.num_micro_batch)]
         ins += [micro_name(n, m) for m in range(o.num_micro_batch)]
@@ -59,21 +62,24 @@ def results_program(
         if way in KEYS:
             place, _, how = way.partition("_")
             (local[n],) = b.call(_collected(f"LOCAL_{how}"), *parts)
-            ways |= {n: how.lower()} if place == "GLOBAL" else {}
+            way = how.lower() if place == "GLOBAL" else "each"
         elif way == STACK:
             (local[n],) = b.call(_stacked, *parts)
+        elif len(parts) > 1:
+            (local[n],) = b.call(_merged(way, n, o.concat_axes.get(n, 0)), *parts)
         else:
-            ways[n] = way
-            (local[n],) = (
-                b.call(_merged(way, n, o.joined.get(n, 0)), *parts) if len(parts) > 1 else parts
-            )
-    over = {n: way for n, way in ways.items() if way in REDUCED}
-    found = local | Reducer(b, {}, o.over_replicas, None).reduce_results(local, over, {})
-    made = b.build([found[n] for n in stage.results])
-    return program_of(f"results of stage {stage.index}", made, ins, stage.results, FORWARD)
+            (local[n],) = parts
+        if way in REDUCED:
+            over_replicas[n] = way
+
+    # over replicas
+    reduced = Reducer(b, {}, o.over_replicas, None).reduce_results(local, over_replicas, {})
+    merged_results = local | reduced
+    jaxpr = b.build([merged_results[n] for n in stage.results])
+    return program_of(f"results of stage {stage.index}", jaxpr, ins, stage.results, FORWARD)
 
 
-def is_whole(way: str) -> bool:
+def is_replicated(way: str) -> bool:
     """Return True if a way to merge gives all replicas the same value."""
     return way in REDUCED or way in ("GLOBAL_MEAN", "GLOBAL_SUM")
 
@@ -112,17 +118,17 @@ def _merged(way: str, name: str, axis: int) -> Callable[..., Any]:
     ways = {"mean": mean, "sum": added, "max": largest, "concat": joined, "same": last}
     if way not in ways:
         raise ConfigError(
-            f"merge[{name!r}]={way!r}: it is made for each of several micro-batches; say 'concat'"
+            f"merge[{name!r}]={way!r}: it is computed in each of several micro-batches; say "
+            "'concat'"
         )
     return ways[way]
 
 
 def check_state(merges: Mapping[str, str], params: Sequence[str], o: PipelineOptions) -> None:
-    """Refuse state that is added up: each micro-batch adds to what was there before the step."""
+    """Refuse state with merge "sum": each micro-batch starts from the state before the step."""
     for n in params:
         if merges.get(n) == "sum" and o.parts > 1:
             raise ConfigError(
-                f"merge[{n!r}]='sum': every micro-batch makes it anew of what it was before the "
-                "step; say 'mean' or "
-                "'max'"
+                f"merge[{n!r}]='sum': every micro-batch computes it from its value before the "
+                "step, and a sum would count that value several times; say 'mean' or 'max'"
             )

@@ -1,10 +1,9 @@
-"""Stages that are split: the programs of one shard of a stage, where the model has `dtrans.split`
-scopes.
+"""Split stages: the programs of one shard of a stage with `dtrans.split` scopes.
 
-What comes into such a stage and what leaves it is whole on all shards, and so are batches and
-results. Parameters that the scope cuts are in pieces for good, with their gradients and their
-optimizer's state; what is kept of a micro-batch is as the forward pass leaves it. How equations are
-carried out on pieces: `dtrans.engine.split`.
+All shards have complete copies of the values that enter and leave such a stage, of batches and of
+results. Each shard stores its piece of the parameters that the scope cuts, of their gradients and
+of their optimizer's state. Residuals of a micro-batch are as the forward pass computes them: cut,
+or complete. `dtrans.engine.split` writes the equations on pieces.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dtrans._jax import Var
 from dtrans.engine.split import split
 from dtrans.errors import ConfigError
-from dtrans.ir.program import Program
+from dtrans.ir.program import FORWARD, Program
 from dtrans.pipeline_parallel.forward_pass import ForwardPass
 from dtrans.pipeline_parallel.options import SPLIT, PipelineOptions
 from dtrans.pipeline_parallel.stage_programs import StagePrograms, program_of
 from dtrans.pipeline_parallel.update_by_stage import PlacedUpdate, StagePart
 from dtrans.rows.analysis import analyse
 from dtrans.rows.layout import RowAxis
-from dtrans.step.cut import Cut
+from dtrans.step.cut import Cut, Gradient
 from dtrans.step.scopes import scope_of_eqn, scopes_of
 from dtrans.tensor_parallel.defaults import default_cuts
 
@@ -44,11 +43,11 @@ def shards_of(forward: ForwardPass, stage_of: Sequence[int], o: PipelineOptions)
     """Return the number of shards of each stage.
 
     Raises:
-      ConfigError: a split scope without a number of devices, two of a stage with different numbers,
-        or one with options that exclude it.
+      ConfigError: a split scope without a number of devices, two scopes of a stage with different
+        numbers, or an option that excludes split scopes.
     """
     count = [1] * o.model_stages
-    said: dict[int, str] = {}
+    named: dict[int, str] = {}  # a scope of each split stage
     for scope, s in zip(scopes_of(list(forward.eqns)), stage_of, strict=True):
         if scope is None or scope.kind != "split":
             continue
@@ -56,20 +55,23 @@ def shards_of(forward: ForwardPass, stage_of: Sequence[int], o: PipelineOptions)
             raise ConfigError(
                 f"{scope} must say over how many devices: dtrans.split(device_count=...)"
             )
-        if s in said and count[s] != scope.device_count:
-            raise ConfigError(f"stage {s} is split over {count[s]} devices by {said[s]}, and over "
-                              f"{scope.device_count} by {scope}")  # fmt: skip
-        count[s], said[s] = scope.device_count, str(scope)
-    for s, who in said.items():
+        if s in named and count[s] != scope.device_count:
+            raise ConfigError(
+                f"stage {s} is split over {count[s]} devices by {named[s]}, and over "
+                f"{scope.device_count} by {scope}; give both one device_count"
+            )
+        count[s], named[s] = scope.device_count, str(scope)
+    for s, scope_name in named.items():
         for option in ("sharding_stage", "offload"):
             if count[s] > 1 and getattr(o.memory, option):
                 raise ConfigError(
-                    f"{option}={getattr(o.memory, option)!r} beside {who}: a stage that is split "
-                    "keeps its pieces"
+                    f"{option}={getattr(o.memory, option)!r} excludes {scope_name}, whose stage "
+                    "stores pieces on its devices; leave one of them out"
                 )
         if count[s] > 1 and o.chunks > 1:
             raise ConfigError(
-                f"chunks={o.chunks} beside {who}: a device has one stage where stages are split"
+                f"chunks={o.chunks} excludes {scope_name}: a device of a split stage has one "
+                "stage; leave one of them out"
             )
     return tuple(count)
 
@@ -80,32 +82,37 @@ def cuts_of(
     shards: Sequence[int],
     users: Mapping[str, Sequence[int]],
 ) -> Cuts:
-    """Find the parameters that split scopes cut, with their state: those that one stage reads."""
-    found: dict[str, int] = {}
-    readers = {n: [s.index for s in stages if n in s.params] for n in step.params}
+    """Return the parameters that split scopes cut, with their optimizer state.
+
+    A parameter is cut if one stage alone reads it.
+    """
+    readers: dict[str, list[int]] = {}
+    for stage in stages:
+        for n in stage.params:
+            readers.setdefault(n, []).append(stage.index)
+    params: dict[str, int] = {}
     for stage, count in zip(stages, shards, strict=True):
         if count == 1:
             continue
         p = stage.forward
-        places = [i for i, n in enumerate(p.in_names) if n in users and readers[n] == [stage.index]]
-        cuts = default_cuts(p.jaxpr, places, count, _is_split)
-        found |= {p.in_names[i]: d for i, d in cuts.items()}
-    if not found:
+        alone = {n for n in stage.params if n in users and readers[n] == [stage.index]}
+        places = [i for i, n in enumerate(p.in_names) if n in alone]
+        for i, axis in default_cuts(p.jaxpr, places, count, _is_split).items():
+            params[p.in_names[i]] = axis
+    if not params:
         return Cuts(tuple(shards), {})
-    analysis = analyse(step.optimize, step.params, {n: d for n, d in found.items() if d})
+
+    # state with one row for each row of a parameter along its cut dimension
+    analysis = analyse(step.optimize, step.params, {n: d for n, d in params.items() if d})
     plain = analyse(step.optimize, step.params)
-    state = dict(found)
-    for n, v in analysis.inputs.items():
+    state = dict(params)
+    for name, v in analysis.inputs.items():
+        if isinstance(name, Gradient) or name not in step.opt_state or name not in plain.inputs:
+            continue
         row = analysis.layout(v)
-        lives = n in plain.inputs and plain.home(plain.layout(plain.inputs[n])) is not None
-        if (
-            n in step.opt_state
-            and lives
-            and isinstance(row, RowAxis)
-            and row.leaf in found
-            and row.width == 1
-        ):
-            state[n] = row.axis
+        has_home = plain.home(plain.layout(plain.inputs[name])) is not None
+        if has_home and isinstance(row, RowAxis) and row.leaf in params and row.width == 1:
+            state[name] = row.axis
     return Cuts(tuple(shards), state)
 
 
@@ -118,38 +125,48 @@ def split_stages(
     stages: Sequence[StagePrograms], cuts: Cuts
 ) -> tuple[tuple[StagePrograms, ...], dict[tuple[int, str], int]]:
     """Return the programs of a shard of each stage, and the cut values by stage and name."""
-    made: list[StagePrograms] = []
+    sharded: list[StagePrograms] = []
     values: dict[tuple[int, str], int] = {}
     for s in stages:
         if cuts.shards[s.index] == 1:
-            made.append(s)
+            sharded.append(s)
             continue
         here: dict[str, int] = {}
-        whole = {*s.sends, *s.results}
-        forward = _split(s.forward, s, cuts, here, whole)
+        forward = _split(s.forward, s, cuts, here, {*s.sends, *s.results})
         backward = _split(s.backward, s, cuts, here, s.cotangents)
         weights = None if s.weights is None else _split(s.weights, s, cuts, here, ())
-        made.append(dataclasses.replace(s, forward=forward, backward=backward, weights=weights))
-        values |= {(s.index, n): d for n, d in here.items()}
-    return tuple(made), values
+        sharded.append(dataclasses.replace(s, forward=forward, backward=backward, weights=weights))
+        for n, axis in here.items():
+            values[s.index, n] = axis
+    return tuple(sharded), values
 
 
 def _split(
-    p: Program, s: StagePrograms, cuts: Cuts, values: dict[str, int], whole: Collection[str]
+    p: Program, s: StagePrograms, cuts: Cuts, values: dict[str, int], replicated: Collection[str]
 ) -> Program:
-    """Split one program; record in `values` the values that it leaves cut."""
+    """Return one program for a shard of its stage.
+
+    Args:
+      p: a program of the stage.
+      s: the stage.
+      cuts: the cut parameters.
+      values: the cut values of programs before; those of this program are added.
+      replicated: outputs that all shards have.
+    """
     sums = {n: cuts.state[leaf] for n, leaf in s.sums.items() if leaf in cuts.state}
-    known = {**{n: d for n, d in cuts.state.items() if n in s.params}, **sums, **values}
+    params = {n: d for n, d in cuts.state.items() if n in s.params}
+    known = {**params, **sums, **values}
     ins = {i: known[n] for i, n in enumerate(p.in_names) if n in known}
-    outs: dict[int, int | None] = {i: None for i, n in enumerate(p.out_names) if n in whole}
-    outs |= {i: sums.get(n) for i, n in enumerate(p.out_names) if n in s.sums}
-    made = split(p.jaxpr, ins, cuts.shards[s.index], SPLIT, outs=outs)
-    for n, d in zip(p.out_names, made.out_cuts, strict=True):
+    outs: dict[int, int | None] = {}
+    for i, n in enumerate(p.out_names):
+        if n in replicated or n in s.sums:
+            outs[i] = sums.get(n)
+    sharded = split(p.jaxpr, ins, cuts.shards[s.index], SPLIT, outs=outs)
+    for n, d in zip(p.out_names, sharded.out_cuts, strict=True):
         if d is not None and n not in sums:
             values[n] = d
-    return program_of(
-        p.name, made.jaxpr, p.in_names, p.out_names, p.roles[0] if p.roles else "forward"
-    )
+    role = p.roles[0] if p.roles else FORWARD
+    return program_of(p.name, sharded.jaxpr, p.in_names, p.out_names, role)
 
 
 def split_update(
@@ -157,12 +174,14 @@ def split_update(
 ) -> PlacedUpdate:
     """Return the update with pieces for a shard of each split stage; `sums` as in `Update`."""
     inner = placed.program.inner
-    named: dict[Var, str] = dict(zip(inner.invars, placed.program.in_names, strict=True))
-    outs = {a: n for n, a in placed.program.outvars.items() if isinstance(a, Var)}
-    given = {v: cuts.state.get(sums[n][0] if n in sums else n) for v, n in named.items()}
-    dims: dict[Var, int] = {v: d for v, d in given.items() if d is not None}
-    new = {v: cuts.state.get(n) for v, n in outs.items()}
-    sent = {(v, origin) for v, origin, _ in placed.sends}  # whole
+    dims: dict[Var, int] = {}  # the cut dimension of each value
+    for v, n in zip(inner.invars, placed.program.in_names, strict=True):
+        leaf = sums[n][0] if n in sums else n
+        if leaf in cuts.state:
+            dims[v] = cuts.state[leaf]
+    outs = placed.program.outvars.items()
+    new = {a: cuts.state.get(n) for n, a in outs if isinstance(a, Var)}
+    sent = {(v, origin) for v, origin, _ in placed.sends}  # values are sent uncut
     pieces: list[StagePart] = []
     for p in placed.pieces:
         if cuts.shards[p.place] == 1:
@@ -170,7 +189,9 @@ def split_update(
             continue
         ins = {i: dims[v] for i, v in enumerate(p.reads) if v in dims}
         wanted = {i: new.get(v) for i, v in enumerate(p.makes) if v in new or (v, p.place) in sent}
-        made = split(p.jaxpr, ins, cuts.shards[p.place], SPLIT, outs=wanted)
-        dims |= {v: d for v, d in zip(p.makes, made.out_cuts, strict=True) if d is not None}
-        pieces.append(dataclasses.replace(p, jaxpr=made.jaxpr))
+        sharded = split(p.jaxpr, ins, cuts.shards[p.place], SPLIT, outs=wanted)
+        for v, d in zip(p.makes, sharded.out_cuts, strict=True):
+            if d is not None:
+                dims[v] = d
+        pieces.append(dataclasses.replace(p, jaxpr=sharded.jaxpr))
     return dataclasses.replace(placed, pieces=tuple(pieces), cuts=dims)

@@ -1,17 +1,15 @@
-"""The programs of a stage: forward, backward, and gradients of weights where these are made apart.
+"""Programs of a stage: forward, backward, and gradients of weights if backward is split.
 
-    forward     parameters, batch, what comes from the stage before  ->  what goes on, results, residuals
-    backward    the same, residuals, cotangents of what goes on, sums of gradients  ->  cotangents, sums of gradients
-    weights     residuals of forward and backward, sums of gradients  ->  sums of gradients
+    forward     parameters, batch, received values -> sent values, results, residuals
+    backward    inputs of forward, residuals, cotangents of sent values, sums of gradients
+                -> cotangents of received values, sums of gradients
+    weights     residuals of forward and backward, sums of gradients -> sums of gradients
 
-A stage is differentiated by itself (`jax.vjp`). What its derivative reads of the forward pass are
-the *residuals*. Of these, three kinds are not kept for each micro-batch: inputs of the stage are
-read again, numbers stand in the program, and what is made of parameters alone (a weight in another
-type) is made again. With `gradient_checkpoint` more is made
-again: all but what has a name that was asked for, and what was made of random numbers alone.
+Each stage is differentiated by itself (`dtrans.pipeline_parallel.stage_vjp`). Its *residuals* are
+the values of the forward pass that its derivative reads.
 
-Values go from a stage to the next one only. What a later stage reads (a skip connection) is carried
-through those in between, and its cotangent comes back the same way; each adds its own.
+A stage sends values to the next stage only. The stages in between forward the operands of later
+ones (skip connections). The cotangent comes back the same way, and each stage adds its part.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, ShapedArray, Var, closed_with, opened
+from dtrans._jax import Atom, ClosedJaxpr, Literal, ShapedArray, Var, closed_with, opened
 from dtrans.ir.array_fns import padded, sum_type
 from dtrans.ir.builder import Builder, extract_part
 from dtrans.ir.dataflow import backward_slice, propagate
@@ -45,12 +43,12 @@ class StagePrograms:
     Attributes:
       index: the number of the stage.
       forward, backward: its programs.
-      weights: computes the gradients of weights, if the backward program does not.
+      weights: the program of the gradients of weights, if the backward program leaves them out.
       params: the leaves of the step that it reads.
       state: the arrays of the optimizer's state that it reads; every stage has them.
-      sums: the name of each sum of gradients that it computes, and its leaf. If each micro-batch is
+      sums: the name of each sum of gradients that it computes, to its leaf. If each micro-batch is
         clipped, these are gradients of one micro-batch, not sums.
-      cotangents: the name of each cotangent, and its value.
+      cotangents: the name of each cotangent, to its value.
       batch: the arrays of the batch that it reads.
       receives, sends: the values from the stage before, and for the stage after.
       results: the results of the step that it computes.
@@ -73,16 +71,18 @@ class StagePrograms:
 
     @property
     def leaves(self) -> tuple[str, ...]:
-        """The leaves whose gradients it makes."""
+        """The leaves with gradients that it computes."""
         return tuple(self.sums.values())
 
     @property
-    def kept(self) -> tuple[str, ...]:
-        """Return the residuals and received values that a stage stores from forward to backward."""
-        here = {*self.forward.out_names, *self.receives}
-        read = [*self.backward.in_names, *(self.weights.in_names if self.weights else ())]
-        given = {*self.params, *self.state, *self.batch}
-        return tuple(n for n in dict.fromkeys(read) if n in here and n not in given)
+    def saved(self) -> tuple[str, ...]:
+        """The residuals and received values that a stage saves from forward to backward."""
+        candidates = {*self.forward.out_names, *self.receives}
+        candidates -= {*self.params, *self.state, *self.batch}
+        reads = dict.fromkeys(self.backward.in_names)
+        if self.weights is not None:
+            reads |= dict.fromkeys(self.weights.in_names)
+        return tuple(n for n in reads if n in candidates)
 
 
 def program_of(
@@ -90,29 +90,25 @@ def program_of(
 ) -> Program:
     """Return a program whose inputs and outputs are one dict each."""
     inner = opened(jaxpr)
-    args, out = (
-        {n: v.aval for n, v in zip(of, vs, strict=True)}
-        for of, vs in ((ins, inner.invars), (outs, inner.outvars))
-    )
-    spec, made = TreeSpec.from_tree(args), TreeSpec.from_tree(out)
-    by_name = dict(zip(ins, inner.invars, strict=True))
-    outs_by_name = dict(zip(outs, inner.outvars, strict=True))
-    ordered = closed_with(
-        jaxpr,
-        invars=[by_name[n] for n in spec.names],
-        outvars=[outs_by_name[n] for n in made.names],
-    )
-    return Program(name, ordered, (spec,), made, (role,) * len(inner.eqns))
+    invars = dict(zip(ins, inner.invars, strict=True))
+    outvars = dict(zip(outs, inner.outvars, strict=True))
+    arg = TreeSpec.from_tree({n: v.aval for n, v in invars.items()})
+    out = TreeSpec.from_tree({n: v.aval for n, v in outvars.items()})
+    # in the order of the trees: leaves of a dict are sorted by key
+    ordered_ins = [invars[n] for n in arg.names]
+    ordered_outs = [outvars[n] for n in out.names]
+    ordered = closed_with(jaxpr, invars=ordered_ins, outvars=ordered_outs)
+    return Program(name, ordered, (arg,), out, (role,) * len(inner.eqns))
 
 
 class StageProgramWriter:
-    """Cuts a forward pass into the programs of stages.
+    """Writer of the programs of all stages of a forward pass.
 
     Args:
-      forward: what is cut.
-      stage_of: the stage of each of its equations; never before that of what it reads.
+      forward: the forward pass.
+      stage_of: the stage of each of its equations, never before the stages of its operands.
       o: the options.
-      scatter: leaves of whose gradients each replica adds up a slice.
+      scatter: leaves with gradients that replicas sum as slices.
     """
 
     def __init__(
@@ -128,33 +124,35 @@ class StageProgramWriter:
         self.scatter = scatter
         self.count = max(stage_of) + 1
         eqns = forward.eqns
-        inner = forward.inner
-        self.inputs = set(inner.invars)
-        made = {v: s for e, s in zip(eqns, stage_of, strict=True) for v in e.outvars}
-        # what depends on no micro-batch (a mask, a weight transposed) is made in each stage that
-        # reads it
-        self.dependent = propagate(eqns, dict.fromkeys(forward.of_micro_batches, 1), {})
-        self.made_at = {v: s for v, s in made.items() if self.dependent.get(v)}
+        # Each stage recomputes values that depend on no micro-batch (a mask, a transposed weight).
+        # Of all others, `home` has the stage, and `last` the last stage that reads it.
+        self.dependent = propagate(eqns, dict.fromkeys(forward.micro_batch_inputs, 1), {})
+        self.home: dict[Var, int] = {}
         last: dict[Var, int] = {}
         for e, s in zip(eqns, stage_of, strict=True):
-            if any(self.dependent.get(v) for v in e.outvars) or e.effects:
-                last |= {a: max(s, last.get(a, s)) for a in e.invars if isinstance(a, Var)}
-        self.last = last
-        self.crossing = [
-            [v for v, s in self.made_at.items() if s <= k < last.get(v, -1)]
-            for k in range(self.count)
-        ]
-        order = dict.fromkeys(v for vs in self.crossing for v in vs)
-        # names that no argument of the user's can have
-        self.names = {v: f"@value/{i}" for i, v in enumerate(order)}
+            outs = [v for v in e.outvars if self.dependent.get(v)]
+            self.home |= dict.fromkeys(outs, s)
+            if outs or e.effects:
+                for a in e.invars:
+                    if isinstance(a, Var):
+                        last[a] = max(s, last.get(a, s))
+
+        # the values that each stage sends, named as no argument of the user can be
+        self.crossing: list[list[Var]] = []
+        self.names: dict[Var, str] = {}
+        for k in range(self.count):
+            sent = [v for v, s in self.home.items() if s <= k < last.get(v, -1)]
+            self.crossing.append(sent)
+            for v in sent:
+                self.names.setdefault(v, f"@value/{len(self.names)}")
+
         self.active = propagate(eqns, dict.fromkeys(forward.diff, 1), {})
-        self.loss_at = self.made_at.get(forward.loss, 0) if isinstance(forward.loss, Var) else 0
-        # which stage gives a result: the one that makes it, or the last for what no stage makes
+        self.loss_at = self.home.get(forward.loss, 0) if isinstance(forward.loss, Var) else 0
+        # the last stage returns the results that no stage computes
         self.results_of: list[list[str]] = [[] for _ in range(self.count)]
         for n, a in forward.results.items():
-            self.results_of[
-                self.made_at.get(a, self.count - 1) if isinstance(a, Var) else self.count - 1
-            ].append(n)
+            at = self.home.get(a, self.count - 1) if isinstance(a, Var) else self.count - 1
+            self.results_of[at].append(n)
 
     def differentiable(self, v: Atom) -> bool:
         """Return True if the loss's derivative may pass through a value."""
@@ -169,59 +167,71 @@ class StageProgramWriter:
         return tuple(self._stage(s) for s in range(self.count))
 
     def _stage(self, s: int) -> StagePrograms:
-        f = self.forward
-        received = self.crossing[s - 1] if s else []
-        sent = self.crossing[s]
+        """Return the programs of stage `s`."""
+        f, o, names = self.forward, self.o, self.names
+        received, sent = self.crossing[s - 1] if s else [], self.crossing[s]
         results = self.results_of[s]
-        own = [i for i, at in enumerate(self.stage_of) if at == s]
-        outs = [v for v in sent if self.made_at[v] == s]
-        result_atoms = [f.results[n] for n in results]
-        wanted = [*outs, *result_atoms]
-        if self.loss_at == s:
-            wanted.append(f.loss)
-        body, reads, heard = self._body(own, received, wanted)
-        diff = [v for v in reads if v in f.diff]
-        backs = [v for v in received if self.differentiable(v)]  # whose cotangents go back
-        fronts = [v for v in sent if self.differentiable(v)]  # whose cotangents come
-        given = {v: f.given[v] for v in reads}
-        step_names = f.inputs_of([*given.values()])
-        types = f.step.program.inputs
+        local = [i for i, at in enumerate(self.stage_of) if at == s]
+
+        # the equations of the stage
+        outs = [v for v in sent if self.home[v] == s]
+        outputs: list[Atom] = [*outs, *(f.results[n] for n in results)]
+        wanted = [*outputs, f.loss] if self.loss_at == s else outputs
+        body, reads, operands = self._body(local, received, wanted)
+
+        # its inputs: of the step, then from the stage before
+        sources = [f.sources[v] for v in reads]
+        step_names, types = f.inputs_of(sources), f.step.program.inputs
         params = tuple(n for n in step_names if n in f.step.params)
         state = tuple(n for n in step_names if n in f.step.opt_state)
         batch = tuple(n for n in step_names if n in f.step.batch)
-        given_names = (*params, *state, *batch)
+        step_ins = (*params, *state, *batch)
+        ins = [*step_ins, *map(names.__getitem__, received)]
+        in_types = [*map(types.__getitem__, step_ins), *(v.aval for v in received)]
 
-        ins = [*given_names, *(self.names[v] for v in received)]
-        ahead = [v for v in fronts if self.made_at[v] == s]
-        through = [v for v in fronts if self.made_at[v] != s]
+        # its derivative: with respect to `diff` and received values, of sent values and the loss
+        diff = [v for v in reads if v in f.diff]
+        back = [v for v in received if self.differentiable(v)]  # cotangents for the stage before
+        front = [v for v in sent if self.differentiable(v)]  # cotangents from the stage after
+        ahead = [v for v in front if self.home[v] == s]
+        through = [v for v in front if self.home[v] != s]
         has_loss = self.loss_at == s and self.differentiable(f.loss)
         vjp = StageVjp(
-            self._prelude(given_names, list(given.values())),
+            _prelude(f, step_ins, sources),
             body,
             reads,
             received,
-            heard,
-            [*diff, *(v for v in backs if v in heard)],
-            [*ahead, *([f.loss] if has_loss else [])],
-            [*outs, *result_atoms],
-            [*(types[n] for n in given_names), *(v.aval for v in received)],
+            operands,
+            [*diff, *(v for v in back if v in operands)],
+            [*ahead, f.loss] if has_loss else ahead,
+            outputs,
+            in_types,
             len(params) + len(state),
             self._checkpoints(s),
         )
+
+        # forward: a residual that is an output too has one name
+        out_names = [*map(names.__getitem__, outs), *results]
+        residuals = vjp.names_of_saved(out_names, ins)
+        outvars = dict(zip([*out_names, *residuals], opened(vjp.forward).outvars, strict=True))
+        forward_jaxpr = vjp.with_outputs([*outvars.values()])
+        forward = program_of(f"forward of stage {s}", forward_jaxpr, ins, [*outvars], FORWARD)
+
+        # backward
         leaves = tuple(f.diff[v] for v in diff)
-        out_names = [*(self.names[v] for v in outs), *results]
-        residuals = vjp.named(out_names, ins)
-        named = dict(zip([*out_names, *residuals], opened(vjp.forward).outvars, strict=True))
-        forward = program_of(
-            f"forward of stage {s}", vjp.gives(list(named.values())), ins, list(named), FORWARD
-        )
         sums = {unused_name(n + GRAD, types): n for n in leaves}
-        cotangents = {v: self.names[v] + GRAD for v in (*fronts, *backs)}
-        backward_jaxpr = self._backward(vjp, has_loss, ahead, through, backs, heard, leaves)
-        so_far = sums if self.o.clip_of_each is None else ()
-        names_in = [*ins, *residuals, *(cotangents[v] for v in (*ahead, *through)), *so_far]
-        names_out = [*(cotangents[v] for v in backs), *sums]
-        backward, weights = self._programs(s, backward_jaxpr, names_in, names_out, len(backs))
+        cotangents = {v: names[v] + GRAD for v in (*front, *back)}
+        backward_jaxpr = self._backward(vjp, has_loss, ahead, through, back, operands, leaves)
+        so_far = sums if o.clip_of_each is None else ()
+        from_after = map(cotangents.__getitem__, (*ahead, *through))
+        names_in = [*ins, *residuals, *from_after, *so_far]
+        names_out = [*map(cotangents.__getitem__, back), *sums]
+        weights = None
+        if o.splits_backward:
+            count = len(back)
+            backward, weights = _split_backward(s, backward_jaxpr, names_in, names_out, count)
+        else:
+            backward = _live(f"backward of stage {s}", backward_jaxpr, names_in, names_out)
         return StagePrograms(
             s,
             forward,
@@ -230,42 +240,45 @@ class StageProgramWriter:
             params,
             state,
             sums,
-            {name: self.names[v] for v, name in cotangents.items()},
+            {name: names[v] for v, name in cotangents.items()},
             batch,
-            tuple(self.names[v] for v in received),
-            tuple(self.names[v] for v in sent),
+            tuple(map(names.__getitem__, received)),
+            tuple(map(names.__getitem__, sent)),
             tuple(results),
-            len(own),
+            len(local),
         )
 
     def _body(
-        self, own: Sequence[int], received: Sequence[Var], wanted: Sequence[Atom]
+        self, local: Sequence[int], received: Sequence[Var], wanted: Sequence[Atom]
     ) -> tuple[ClosedJaxpr, list[Var], list[Var]]:
-        """The equations of a stage, as a function of inputs of the forward pass and of what it was
-        sent."""
-        f, inner = self.forward, self.forward.inner
-        mine = set(own)
-        effects = [a for i in own if f.eqns[i].effects for a in f.eqns[i].invars]
-        stop = set(received)
-        kept, leaves = backward_slice(f.eqns, [*wanted, *effects], stop)
-        kept = sorted({*kept, *(i for i in own if f.eqns[i].effects)})
-        for i in kept:
-            assert i in mine or not any(self.dependent.get(v) for v in f.eqns[i].outvars), f.eqns[i]
-        eqns = [f.eqns[i] for i in kept]
-        used = leaves | {a for e in eqns for a in e.invars if isinstance(a, Var)}
-        used |= {a for a in wanted if isinstance(a, Var)}
-        reads = [v for v in inner.invars if v in used]
-        heard = [v for v in received if v in used]
-        return extract_part(f.jaxpr, [*reads, *heard], eqns, wanted), reads, heard
+        """Return the equations of a stage as a function, with the variables of its inputs.
 
-    def _prelude(self, names: Sequence[str], wanted: Sequence[Atom]) -> ClosedJaxpr:
-        """Write the values that a stage computes from the step's inputs before it begins."""
+        Args:
+          local: the equations that the stage was assigned.
+          received: the values from the stage before.
+          wanted: its outputs.
+
+        Returns:
+          The function, the inputs of the forward pass that it reads, and the received values that
+          it reads.
+        """
         f = self.forward
-        source = f.step.program
-        vars_of = source.invars
-        b = Builder(f.prelude)
-        inputs: dict[Var, Atom] = {vars_of[n]: b.input(vars_of[n].aval) for n in names}
-        return b.build(f.before(b, wanted, inputs))
+        with_effects = [i for i in local if f.eqns[i].effects]
+        targets = list(wanted)
+        for i in with_effects:
+            targets += f.eqns[i].invars
+        live, leaves = backward_slice(f.eqns, targets, set(received))
+        eqns = []
+        used: set[Atom] = {*leaves, *(a for a in wanted if isinstance(a, Var))}
+        for i in sorted({*live, *with_effects}):
+            eqn = f.eqns[i]
+            is_shared = not any(map(self.dependent.get, eqn.outvars))
+            assert is_shared or self.stage_of[i] == self.stage_of[local[0]], eqn
+            eqns.append(eqn)
+            used.update(a for a in eqn.invars if isinstance(a, Var))
+        reads = [v for v in f.inner.invars if v in used]
+        operands = [v for v in received if v in used]
+        return extract_part(f.jaxpr, [*reads, *operands], eqns, wanted), reads, operands
 
     def _backward(
         self,
@@ -274,42 +287,53 @@ class StageProgramWriter:
         ahead: Sequence[Var],
         through: Sequence[Var],
         backs: Sequence[Var],
-        heard: Sequence[Var],
+        operands: Sequence[Var],
         leaves: Sequence[str],
     ) -> ClosedJaxpr:
-        """Cotangents through a stage: of what it was given, and added to the gradients so far."""
+        """Write the backward pass of a stage: cotangents of received values, sums of gradients.
+
+        Args:
+          vjp: the stage, differentiated.
+          has_loss: True if the stage computes the loss, whose cotangent is its scale.
+          ahead: sent values that the stage computes.
+          through: sent values that it forwards from the stage before.
+          backs: received values with a cotangent.
+          operands: received values that the stage reads.
+          leaves: the leaves with gradients.
+        """
+        scale, adds = self.o.loss_scale, self.o.clip_of_each is None
         b = Builder(vjp.backward)
         stage_ins = [b.input(t) for t in vjp.in_types]
-        saved = [b.input(a.aval) for a in vjp.kept]
-        cts: list[Atom] = [b.input(v.aval) for v in ahead]
+        saved = [b.input(v.aval) for v in vjp.saved]
+        cotangents: list[Atom] = [b.input(v.aval) for v in ahead]
         passing = {v: b.input(v.aval) for v in through}
         types = [self._sum_type(n) for n in leaves]
-        adds = self.o.clip_of_each is None
         sums = [b.input(t) for t in types] if adds else []
         if has_loss:
-            loss = self.forward.loss
-            cts += [
-                Literal(loss.aval.dtype.type(self.o.loss_scale), loss.aval.update(weak_type=False))
-            ]
+            t = self.forward.loss.aval.update(weak_type=False)
+            cotangents.append(Literal(t.dtype.type(scale), t))
         b.role = BACKWARD
-        made = vjp.write_backward(b, stage_ins, saved, cts)
-        grads, back = (
-            made[: len(leaves)],
-            dict(zip([v for v in backs if v in heard], made[len(leaves) :], strict=True)),
-        )
+        grads = vjp.write_backward(b, stage_ins, saved, cotangents)
+        with_parts = [v for v in backs if v in operands]
+        back = dict(zip(with_parts, grads[len(leaves) :], strict=True))
+
+        # a value that is read here and sent on has two parts of its cotangent
         outs: list[Atom] = []
         for v in backs:
             if v in passing and v in back:
                 outs += b.call(_added, passing[v], back[v])
             else:
                 outs.append(back[v] if v in back else passing[v])
-        grads = self._scattered(b, dict(zip(leaves, grads, strict=True)))
-        scale = self.o.loss_scale
+
+        local = dict(zip(leaves, grads[: len(leaves)], strict=True))
+        scattered = self._scattered(b, local)
         if adds:
             add = _added if scale == 1.0 else _added_unscaled(scale)
-            outs += [b.call(add, acc, g)[0] for acc, g in zip(sums, grads, strict=True)]
+            for total, grad in zip(sums, scattered, strict=True):
+                outs += b.call(add, total, grad)
         else:
-            outs += [b.call(_cast(t.dtype, scale), g)[0] for t, g in zip(types, grads, strict=True)]
+            for t, grad in zip(types, scattered, strict=True):
+                outs += b.call(_cast(t.dtype, scale), grad)
         return b.build(outs)
 
     def _sum_type(self, leaf: str) -> Any:
@@ -327,7 +351,7 @@ class StageProgramWriter:
                 kinds.setdefault((grads[n].aval.dtype, self.scatter[n].axis), []).append(n)
         for i, ((_, axis), names) in enumerate(kinds.items()):
             parts = [b.call(padded(axis, self.scatter[n].padded), grads[n])[0] for n in names]
-            made = b.bind(
+            slices = b.bind(
                 reduce_scatter_p,
                 *parts,
                 name=f"bucket/{i}",
@@ -335,67 +359,79 @@ class StageProgramWriter:
                 size=self.o.replicas,
                 axis=axis,
             )
-            found |= zip(names, made, strict=True)
+            found |= zip(names, slices, strict=True)
         return list(found.values())
 
     def _checkpoints(self, s: int) -> Collection[str] | None:
-        """The names of what a stage keeps beside what it was sent; None where it keeps all that its
-        backward reads."""
+        """Return the names of values that a stage saves besides its received values.
+
+        None: it saves all residuals.
+        """
         names, end = self.o.memory.gradient_checkpoint, self.o.memory.last_checkpointed_stage
         if not names or (end >= 0 and s > end):
             return None
         return () if isinstance(names, str) else names
 
-    def _programs(
-        self, s: int, jaxpr: ClosedJaxpr, ins: Sequence[str], outs: Sequence[str], cotangents: int
-    ) -> tuple[Program, Program | None]:
-        """Write backward as one program, or as one of cotangents and one of gradients."""
-        inner = opened(jaxpr)
-        if not self.o.splits_backward:
-            return _live(f"backward of stage {s}", jaxpr, ins, outs), None
-        first, _ = backward_slice(inner.eqns, inner.outvars[:cotangents])
-        second, _ = backward_slice(
-            inner.eqns,
-            inner.outvars[cotangents:],
-            {v for i in first for v in inner.eqns[i].outvars},
-        )
-        made = {v for i in first for v in inner.eqns[i].outvars}
-        read = dict.fromkeys(
-            a for i in second for a in inner.eqns[i].invars if isinstance(a, Var) and a in made
-        )
-        read |= dict.fromkeys(
-            a for a in inner.outvars[cotangents:] if isinstance(a, Var) and a in made
-        )
-        between = [v for v in read if not _is_made_of_nothing(v, inner.eqns)]
-        names = [f"@between/{i}" for i in range(len(between))]
-        take: Callable[[Sequence[int]], list[JaxprEqn]] = lambda which: [
-            inner.eqns[i] for i in which
-        ]
-        one = closed_with(jaxpr, outvars=[*inner.outvars[:cotangents], *between], eqns=take(first))
-        extra = backward_slice(inner.eqns, inner.outvars[cotangents:], {*between})[0]
-        invars = [*inner.invars, *between]
-        two = closed_with(
-            jaxpr, invars=invars, outvars=inner.outvars[cotangents:], eqns=take(extra)
-        )
-        return (
-            _live(f"backward of stage {s}", one, ins, [*outs[:cotangents], *names]),
-            _live(f"weights of stage {s}", two, [*ins, *names], outs[cotangents:]),
-        )
+
+def _prelude(forward: ForwardPass, names: Sequence[str], wanted: Sequence[Atom]) -> ClosedJaxpr:
+    """Write the values that a stage computes from the step's inputs before it begins."""
+    vars_of = forward.step.program.invars
+    b = Builder(forward.prelude)
+    inputs: dict[Var, Atom] = {vars_of[n]: b.input(vars_of[n].aval) for n in names}
+    return b.build(forward.write_prelude(b, wanted, inputs))
 
 
-def _is_made_of_nothing(var: Var, eqns: Sequence[JaxprEqn]) -> bool:
-    """Return True if a value is a constant, which is cheaper to recompute than to store."""
-    return not backward_slice(eqns, [var])[1]
+def _split_backward(
+    s: int, jaxpr: ClosedJaxpr, ins: Sequence[str], outs: Sequence[str], cotangents: int
+) -> tuple[Program, Program]:
+    """Split the backward pass of a stage into a program of cotangents and one of gradients.
+
+    Args:
+      s: the stage.
+      jaxpr: its backward pass.
+      ins, outs: the names of its inputs and outputs.
+      cotangents: the number of cotangents, which come first in its outputs.
+    """
+    inner = opened(jaxpr)
+    eqns = inner.eqns
+    back, grads = inner.outvars[:cotangents], inner.outvars[cotangents:]
+
+    # values of the first program that the second reads, except constants: these are cheaper to
+    # recompute than to store
+    first, _ = backward_slice(eqns, back)
+    computed = {v for i in first for v in eqns[i].outvars}
+    reads: list[Atom] = []
+    for i in backward_slice(eqns, grads, computed)[0]:
+        reads += eqns[i].invars
+    reads += grads
+    shared = dict.fromkeys(a for a in reads if isinstance(a, Var) and a in computed)
+    between = [v for v in shared if backward_slice(eqns, [v])[1]]
+
+    names = [f"@between/{i}" for i in range(len(between))]
+    one = closed_with(jaxpr, outvars=[*back, *between], eqns=[eqns[i] for i in first])
+    second, _ = backward_slice(eqns, grads, {*between})
+    two = closed_with(
+        jaxpr,
+        invars=[*inner.invars, *between],
+        outvars=grads,
+        eqns=[eqns[i] for i in second],
+    )
+    return (
+        _live(f"backward of stage {s}", one, ins, [*outs[:cotangents], *names]),
+        _live(f"weights of stage {s}", two, [*ins, *names], outs[cotangents:]),
+    )
 
 
 def _live(name: str, jaxpr: ClosedJaxpr, ins: Sequence[str], outs: Sequence[str]) -> Program:
     """Return a backward program without unused equations and inputs."""
     inner = opened(jaxpr)
-    kept, leaves = backward_slice(inner.eqns, inner.outvars)
+    needed, leaves = backward_slice(inner.eqns, inner.outvars)
     used = leaves | {a for a in inner.outvars if isinstance(a, Var)}
-    here = [(n, v) for n, v in zip(ins, inner.invars, strict=True) if v in used]
-    live = extract_part(jaxpr, [v for _, v in here], [inner.eqns[i] for i in kept], inner.outvars)
-    return program_of(name, live, [n for n, _ in here], outs, BACKWARD)
+    named = dict(zip(ins, inner.invars, strict=True))
+    reads = {n: v for n, v in named.items() if v in used}
+    eqns = [inner.eqns[i] for i in needed]
+    live = extract_part(jaxpr, [*reads.values()], eqns, inner.outvars)
+    return program_of(name, live, [*reads], outs, BACKWARD)
 
 
 def _added(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -414,5 +450,9 @@ def _cast(dtype: Any, scale: float) -> Callable[[jax.Array], jax.Array]:
 
 def sums_of(programs: Sequence[StagePrograms]) -> dict[str, Any]:
     """Return the types of the sums of gradients, by leaf."""
-    made = [(p.weights or p.backward) for p in programs]
-    return {leaf: made[p.index].outputs[n] for p in programs for n, leaf in p.sums.items()}
+    types: dict[str, Any] = {}
+    for p in programs:
+        outputs = (p.weights or p.backward).outputs
+        for n, leaf in p.sums.items():
+            types[leaf] = outputs[n]
+    return types

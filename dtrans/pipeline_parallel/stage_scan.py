@@ -1,12 +1,12 @@
-"""Layers that are one loop: a scan over a stack of parameters, cut into a loop for each stage.
+"""Scanned layers: a scan over a stack of parameters, cut into one scan for each stage.
 
-    before planning   each turn of a loop is a loop of one turn, which the planner takes for a layer
-    after             the turns of a stage are one loop again, over its rows of the stack
+    before planning   each iteration is a scan of one iteration, which the planner takes for a layer
+    after             the iterations of a stage are one scan again, over its rows of the stack
 
-Each stage then holds its rows of the stack alone, under a name of their own (`params/w.block1`),
-with its rows of the optimizer's state: the update is written for blocks of rows, as for parameter
-servers (`dtrans.slicing.server_update`). Where the optimizer does not let a leaf be cut (Muon), all
-stages read it whole, from the stage that holds it.
+Each stage then stores only its rows of the stack, as a parameter with its own name
+(`params/w.block1`), and its rows of the optimizer's state. The update is written for blocks of
+rows, as for parameter servers (`dtrans.slicing.server_update`). If the optimizer does not let a
+leaf be cut (Muon), one stage stores it, and all stages read all of it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -46,29 +46,31 @@ from dtrans.slicing.server_update import inline_update, write_server
 from dtrans.step.cut import Cut, Gradient, Name, OptimizeHalf
 
 
-# of each loop that is cut, where its parts begin, and where the last ends
-Turns = tuple[tuple[int, ...], ...]
+# for each scan that is cut, the first iteration of each part, and the number of all iterations
+ScanSplits = tuple[tuple[int, ...], ...]
+
+# for each equation, the equation that it was before scans were split, and the number of its part
+Origins = list[tuple[int, int]]
 
 
 @dataclasses.dataclass(frozen=True)
 class StageRows:
-    """A run of rows of a leaf, or of what goes with it in the optimizer's state, as a parameter of
-    its own.
+    """A run of rows of a leaf, or of its optimizer state, as a parameter.
 
     Attributes:
-      name: its name.
-      part: which rows.
+      name: the name of the parameter.
+      part: the rows.
     """
 
     name: str
     part: Slice
 
 
-# -- loops -----------------------------------------------------------------------------------------
+# -- scans -----------------------------------------------------------------------------------------
 
 
 def loops_of(forward: ForwardPass) -> list[int]:
-    """Return the positions of loops to cut: forward scans over a stack with a gradient."""
+    """Return the positions of scans to cut: forward scans over a stack with a gradient."""
     found = []
     for i, eqn in enumerate(forward.eqns):
         if eqn.primitive.name == SCAN and not is_reversed(eqn) and scan_length(eqn) > 1:
@@ -78,136 +80,148 @@ def loops_of(forward: ForwardPass) -> list[int]:
     return found
 
 
-def single_turns(forward: ForwardPass) -> Turns:
-    """Every turn of every loop by itself."""
+def split_iterations(forward: ForwardPass) -> ScanSplits:
+    """Return the splits that give every iteration its own scan."""
     return tuple(tuple(range(scan_length(forward.eqns[i]) + 1)) for i in loops_of(forward))
 
 
-def turned(forward: ForwardPass, turns: Turns) -> tuple[ForwardPass, list[tuple[int, int]]]:
-    """Return the forward pass with its loops in parts, and the origin of each equation.
+def split_scans(forward: ForwardPass, splits: ScanSplits) -> tuple[ForwardPass, Origins]:
+    """Return the forward pass with its scans in parts, and the origin of each equation.
 
-    Returns:
-      It, and for each of its equations the equation that it was, and the number of the part (0 for
-      others).
+    The part is 0 for equations that are not split.
     """
-    if not turns:
+    if not splits:
         return forward, [(i, 0) for i in range(len(forward.eqns))]
-    parts = dict(zip(loops_of(forward), turns, strict=True))
+    parts = dict(zip(loops_of(forward), splits, strict=True))
     b = Builder(forward.jaxpr)
     b.invars += forward.inner.invars
-    origin: list[tuple[int, int]] = []
+    origin: Origins = []
     for i, eqn in enumerate(forward.eqns):
-        if i not in parts or len(parts[i]) == 2:  # all of it in one
+        if i not in parts or len(parts[i]) == 2:  # a single part
             b.keep(eqn)
             origin.append((i, 0))
             continue
-        for part in _parts(b, eqn, parts[i]):
+        for part in _write_parts(b, eqn, parts[i]):
             origin += [(i, part)] * (len(b.eqns) - len(origin))
     jaxpr = b.build(forward.inner.outvars)
     return dataclasses.replace(forward, jaxpr=jaxpr), origin
 
 
-def _parts(b: Builder, eqn: JaxprEqn, bounds: Sequence[int]) -> Any:
-    """Write a loop in parts; gives the number of each part once it is written."""
+def _write_parts(b: Builder, eqn: JaxprEqn, bounds: Sequence[int]) -> Iterator[int]:
+    """Write a scan in parts; yield the number of each part after its equations."""
     wires, operands = wiring(eqn), list(eqn.invars)
     stacked: dict[int, list[Atom]] = {j: [] for j in wires.stacks}
     last = len(bounds) - 2
     for k, (start, stop) in enumerate(itertools.pairwise(bounds)):
         for i in wires.slices:
             operands[i] = b.part(eqn.invars[i], 0, start, stop)
-        types = [
-            resized(v.aval, 0, stop - start) if j in stacked else v.aval
-            for j, v in enumerate(eqn.outvars)
-        ]
-        made = b.copy(eqn, operands, types, **scan_iterations(stop - start))
+        types = [v.aval for v in eqn.outvars]
+        for j in stacked:
+            types[j] = resized(types[j], 0, stop - start)
+        outputs = b.copy(eqn, operands, types, **scan_iterations(stop - start))
         for i, j in wires.carried.items():
-            operands[i] = made[j]
+            operands[i] = outputs[j]
         for j, rows in stacked.items():
-            rows.append(made[j])
-        if k == last:  # what reads the loop reads its last part
-            outs = [v if j in stacked else eqn.outvars[j] for j, v in enumerate(made)]
+            rows.append(outputs[j])
+        if k == last:  # readers of the scan read the carry of its last part
+            outs = [v if j in stacked else eqn.outvars[j] for j, v in enumerate(outputs)]
             b.eqns[-1] = b.eqns[-1].replace(outvars=outs)
             for j, rows in stacked.items():
-                b.call_as(eqn.outvars[j], joined(0), *rows)
+                b.call_as(eqn.outvars[j], concatenate_along(0), *rows)
         yield k
 
 
-def joined_turns(
-    forward: ForwardPass, origin: Sequence[tuple[int, int]], stage_of: Sequence[int]
-) -> Turns:
-    """Loops in parts of one stage each, as turns by themselves were planned.
+def merge_iterations(forward: ForwardPass, origin: Origins, stage_of: Sequence[int]) -> ScanSplits:
+    """Return the splits that give each stage one part of each scan.
 
     Args:
-      forward: with the loops whole.
-      origin, stage_of: of the equations where each turn is a loop by itself.
+      forward: the forward pass, its scans not split.
+      origin: the origins of equations with every iteration split.
+      stage_of: the stages of these equations.
     """
+    stage_at = _stages_by_origin(origin, stage_of)
     found = []
     for i in loops_of(forward):
-        at: dict[int, int] = {}
-        for (j, part), s in zip(origin, stage_of, strict=True):
-            if j == i:
-                at[part] = max(s, at.get(part, s))
-        turns = [at[k] for k in sorted(at)]
-        cuts = [k for k in range(1, len(turns)) if turns[k] != turns[k - 1]]
-        found.append((0, *cuts, len(turns)))
+        stages = [stage_at[i, k] for k in range(scan_length(forward.eqns[i]))]
+        cuts = [k for k in range(1, len(stages)) if stages[k] != stages[k - 1]]
+        found.append((0, *cuts, len(stages)))
     return tuple(found)
 
 
 def stages_of_parts(
-    turns: Turns,
+    splits: ScanSplits,
     forward: ForwardPass,
-    parts_origin: Sequence[tuple[int, int]],
-    origin: Sequence[tuple[int, int]],
+    parts_origin: Origins,
+    origin: Origins,
     stage_of: Sequence[int],
 ) -> tuple[int, ...]:
-    """The stage of each equation where the turns of a stage are one loop, from those where each is
-    by itself."""
-    known: dict[tuple[int, int], int] = {}
+    """Return the stage of each equation of a forward pass with scans in parts of one stage.
+
+    Args:
+      splits: the parts.
+      forward: the forward pass, its scans not split.
+      parts_origin: the origins of the equations.
+      origin, stage_of: as for `merge_iterations`.
+    """
+    stage_at = _stages_by_origin(origin, stage_of)
+    bounds = dict(zip(loops_of(forward), splits, strict=True))
+    found = []
+    for i, part in parts_origin:
+        iteration = bounds[i][part] if i in bounds else 0
+        found.append(stage_at[i, iteration])
+    return tuple(found)
+
+
+def _stages_by_origin(origin: Origins, stage_of: Sequence[int]) -> dict[tuple[int, int], int]:
+    """Return the last stage of the equations of each origin."""
+    found: dict[tuple[int, int], int] = {}
     for key, s in zip(origin, stage_of, strict=True):
-        known[key] = max(s, known.get(key, s))
-    bounds = dict(zip(loops_of(forward), turns, strict=True))
-    return tuple(known[i, bounds[i][part] if i in bounds else 0] for i, part in parts_origin)
+        found[key] = max(s, found.get(key, s))
+    return found
 
 
 # -- rows of stacks --------------------------------------------------------------------------------
 
 
-def rows_of(forward: ForwardPass, stage_of: Sequence[int]) -> dict[str, tuple[StageRows, ...]]:
+def stage_rows(forward: ForwardPass, stage_of: Sequence[int]) -> dict[str, tuple[StageRows, ...]]:
     """Find the stacked leaves of several stages; each stage reads only its rows."""
     step = forward.step
-    outs = {a for a in forward.inner.outvars if isinstance(a, Var)}
-    direct = {a for a in forward.prelude.jaxpr.outvars if isinstance(a, Var)}
-    names = dict(zip(step.program.inner.invars, step.program.in_names, strict=True))
-    read = {a for e in forward.prelude.jaxpr.eqns for a in e.invars if isinstance(a, Var)}
     analysis: RowAnalysis | None = None
     word = _word_for_rows(step)
     found: dict[str, tuple[StageRows, ...]] = {}
     for v, leaf in forward.diff.items():
-        source = forward.given[v]
-        uses = [(e, s) for e, s in zip(forward.eqns, stage_of, strict=True) if v in e.invars]
-        runs = {_run(e): s for e, s in uses}
-        if None in runs or len({*runs.values()}) < 2 or v in outs or leaf not in step.optimized:
+        # several stages read it, and only as runs of rows
+        runs: dict[Any, int] = {}
+        for e, s in zip(forward.eqns, stage_of, strict=True):
+            if v in e.invars:
+                runs[_run(e)] = s
+        if None in runs or len({*runs.values()}) < 2 or leaf not in step.optimized:
             continue
-        if (
-            not isinstance(source, Var)
-            or names.get(source) != leaf
-            or source in read
-            or source not in direct
-        ):
+        if v in forward.inner.outvars or not _is_alone(forward, v, leaf):
             continue
-        if sum(a is source for a in forward.given.values()) > 1:
+
+        # the runs cover all rows, each once
+        ordered = sorted(runs)
+        bounds = [0, *(stop for _, stop in ordered)]
+        if ordered != list(itertools.pairwise(bounds)) or bounds[-1] != v.aval.shape[0]:
             continue
-        ordered = sorted(r for r in runs if r is not None)
-        ends = [0, *(stop for _, stop in ordered)]
-        if [start for start, _ in ordered] != ends[:-1] or ends[-1] != v.aval.shape[0]:
-            continue
+
+        # its update is computed row by row
         analysis = analysis or analyse(step.optimize, step.params)
-        if leaf in analysis.groups:
-            continue
-        found[leaf] = tuple(
-            StageRows(f"{leaf}.{word}{k}", Slice(0, a, b - a)) for k, (a, b) in enumerate(ordered)
-        )
+        if leaf not in analysis.groups:
+            parts = [Slice(0, start, stop - start) for start, stop in ordered]
+            found[leaf] = tuple(StageRows(f"{leaf}.{word}{k}", p) for k, p in enumerate(parts))
     return found
+
+
+def _is_alone(forward: ForwardPass, v: Var, leaf: str) -> bool:
+    """Return True if `v` is the leaf as the step takes it, and the only reader of the leaf."""
+    source, program, prelude = forward.sources[v], forward.step.program, forward.prelude.jaxpr
+    if program.invars[leaf] is not source or source not in prelude.outvars:
+        return False
+    if sum(a is source for a in forward.sources.values()) > 1:
+        return False
+    return all(source not in e.invars for e in prelude.eqns)
 
 
 def _word_for_rows(step: Cut) -> str:
@@ -222,83 +236,77 @@ def _run(eqn: JaxprEqn) -> tuple[int, int] | None:
     """Return the rows that an equation slices from its operand; None for another equation."""
     if eqn.primitive.name != "slice" or eqn.params["strides"] is not None:
         return None
-    starts, stops, shape = (
-        eqn.params["start_indices"],
-        eqn.params["limit_indices"],
-        eqn.invars[0].aval.shape,
-    )
-    whole = all(a == 0 and z == n for a, z, n in zip(starts[1:], stops[1:], shape[1:], strict=True))
-    return (starts[0], stops[0]) if whole else None
+    starts, stops = eqn.params["start_indices"], eqn.params["limit_indices"]
+    is_rows = not any(starts[1:]) and tuple(stops[1:]) == eqn.invars[0].aval.shape[1:]
+    return (starts[0], stops[0]) if is_rows else None
 
 
 @dataclasses.dataclass(frozen=True)
-class Taken:
-    """A forward pass with rows of stacks as parameters of their own.
+class Unstacked:
+    """A forward pass with rows of stacks as parameters.
 
     Attributes:
-      forward: it; its step too has them.
-      rows: by the name of what they are rows of, parameters and the optimizer's state.
+      forward: the forward pass; its step has the same parameters.
+      rows: stack to its rows: of parameters, and of the optimizer's state.
+      stage_of: the stage of each equation.
     """
 
     forward: ForwardPass
     rows: Mapping[str, tuple[StageRows, ...]]
+    stage_of: tuple[int, ...]
 
 
-def taken_apart(forward: ForwardPass, rows: Mapping[str, tuple[StageRows, ...]]) -> Taken:
-    """Return the forward pass and step on rows of stacks."""
+def unstack_params(
+    forward: ForwardPass, rows: Mapping[str, tuple[StageRows, ...]], stage_of: Sequence[int] = ()
+) -> Unstacked:
+    """Return the forward pass on rows of stacks instead of slices of stacks.
+
+    Args:
+      forward: the forward pass, its scans in parts.
+      rows: the rows of each stack.
+      stage_of: the stage of each equation, if known.
+    """
     if not rows:
-        return Taken(forward, {})
+        return Unstacked(forward, {}, tuple(stage_of))
     half, state = _half_of_blocks(forward.step, rows)
     every = {**rows, **state}
-    step = _step(forward.step, every, half)
-    vars_of = step.program.invars
-    by_leaf = {leaf: v for v, leaf in forward.diff.items()}
-    env: dict[tuple[Var, tuple[int, int]], Var] = {}
-    diff, given = dict(forward.diff), dict(forward.given)
+    step = _step_of_rows(forward.step, every, half)
+
+    # inputs: the rows of a stack instead of the stack
+    leaf_var = {leaf: v for v, leaf in forward.diff.items()}
+    row_var: dict[tuple[Atom, tuple[int, int]], Var] = {}
+    diff, sources = dict(forward.diff), dict(forward.sources)
     for leaf, runs in rows.items():
-        v = by_leaf[leaf]
-        del diff[v], given[v]
+        v = leaf_var[leaf]
+        del diff[v], sources[v]
         for r in runs:
-            own = Var(r.part.of(v.aval))
-            env[v, (r.part.first, r.part.stop)] = own
-            diff[own], given[own] = r.name, vars_of[r.name]
+            new = Var(r.part.of(v.aval))
+            row_var[v, (r.part.first, r.part.stop)] = new
+            diff[new], sources[new] = r.name, step.program.invars[r.name]
+
+    # equations: slices of stacks are inputs now
     eqns: list[JaxprEqn] = []
+    left: list[int] = []
     renamed: dict[Var, Atom] = {}
-    for eqn in forward.eqns:
+    for i, eqn in enumerate(forward.eqns):
         run = _run(eqn)
-        operand = eqn.invars[0] if eqn.invars else None
-        if run is not None and isinstance(operand, Var) and (operand, run) in env:
-            renamed[eqn.outvars[0]] = env[operand, run]
+        operand = eqn.invars[0] if run is not None else None
+        if run is not None and isinstance(operand, Var) and (operand, run) in row_var:
+            renamed[eqn.outvars[0]] = row_var[operand, run]
         else:
             eqns.append(eqn.replace(invars=read_from(renamed, eqn.invars)))
-    jaxpr = closed_with(forward.jaxpr, invars=list(given), eqns=eqns)
-    outs = [a for a in given.values() if isinstance(a, Var)]
-    prelude = closed_with(forward.prelude, invars=step.program.inner.invars, outvars=outs)
-    return Taken(
-        dataclasses.replace(
-            forward, step=step, jaxpr=jaxpr, diff=diff, given=given, prelude=prelude
-        ),
-        every,
+            left.append(i)
+
+    values = [a for a in sources.values() if isinstance(a, Var)]
+    unstacked = dataclasses.replace(
+        forward,
+        step=step,
+        jaxpr=closed_with(forward.jaxpr, invars=[*sources], eqns=eqns),
+        diff=diff,
+        sources=sources,
+        prelude=closed_with(forward.prelude, invars=step.program.inner.invars, outvars=values),
     )
-
-
-def stages_without(
-    forward: ForwardPass, rows: Mapping[str, tuple[StageRows, ...]], stage_of: Sequence[int]
-) -> tuple[int, ...]:
-    """Return the stage of each equation that `taken_apart` leaves."""
-    by_leaf = {leaf: v for v, leaf in forward.diff.items() if leaf in rows}
-    gone = {
-        (by_leaf[leaf], (r.part.first, r.part.stop)) for leaf, runs in rows.items() for r in runs
-    }
-    left = [
-        not (e.invars and (e.invars[0], _run(e)) in gone) if _is_run(e) else True
-        for e in forward.eqns
-    ]
-    return tuple(s for s, keep in zip(stage_of, left, strict=True) if keep)
-
-
-def _is_run(eqn: JaxprEqn) -> bool:
-    return bool(eqn.invars) and isinstance(eqn.invars[0], Var) and _run(eqn) is not None
+    return Unstacked(unstacked, every, tuple(stage_of[i] for i in left) if stage_of else ())
 
 
 def _half_of_blocks(
@@ -306,7 +314,7 @@ def _half_of_blocks(
 ) -> tuple[OptimizeHalf, dict[str, tuple[StageRows, ...]]]:
     """Return the optimize half on rows, and the optimizer's state that has such rows.
 
-    It is what a parameter server does that has all blocks.
+    It is the program of one parameter server that stores all blocks.
     """
     analysis = analyse(step.optimize, step.params)
     types = step.program.inputs
@@ -314,47 +322,54 @@ def _half_of_blocks(
     word = _word_for_rows(step)
     for n in step.optimized:
         t = types[n]
-        if n in rows:
-            spans = [RowRange(r.part.first, r.part.stop) for r in rows[n]]
-            blocks[n] = tuple(
-                Block(n, k, len(spans), x, (x.rows, *t.shape[1:]), t.dtype, "here", word)
-                for k, x in enumerate(spans)
-            )
-        else:
+        if n not in rows:
             blocks[n] = (Block.from_leaf(n, t, "here"),)
+            continue
+        runs, of_leaf = rows[n], []
+        for k, r in enumerate(runs):
+            span = RowRange(r.part.first, r.part.stop)
+            shape = (span.rows, *t.shape[1:])
+            of_leaf.append(Block(n, k, len(runs), span, shape, t.dtype, "here", word))
+        blocks[n] = tuple(of_leaf)
     placement = Placement(("here",), blocks, analysis.groups)
     work = write_server(analyse_update(analysis, placement), "here")
-    state: dict[str, list[StageRows]] = {}
-    for name, h in work.variables.items():
-        if h.of in step.opt_state and h.part is not None:
-            state.setdefault(h.of, []).append(StageRows(name, h.part))
+
+    # inputs: state and parameters as the server stores them, then gradients
     b = Builder(step.optimize.jaxpr)
-    held = {n: b.input(h.cut(types[h.of])) for n, h in work.variables.items()}
-    values: dict[str, Atom] = dict(held)
-    name_of: dict[Var, Name] = {v: n for n, v in held.items()}
+    state: dict[str, list[StageRows]] = {}
+    values: dict[str, Atom] = {}
+    in_names: list[Name] = []
+    for name, variable in work.variables.items():
+        if variable.of in step.opt_state and variable.part is not None:
+            state.setdefault(variable.of, []).append(StageRows(name, variable.part))
+        values[name] = b.input(variable.cut(types[variable.of]))
+        in_names.append(name)
     for block in work.blocks:
-        given = block.invars
         for g in block.grads:
-            values[g.name] = v = b.input(given[g.name].aval)
-            name_of[v] = Gradient(rows[g.leaf][g.index].name if g.leaf in rows else g.leaf)
+            values[g.name] = b.input(block.invars[g.name].aval)
+            in_names.append(Gradient(rows[g.leaf][g.index].name if g.leaf in rows else g.leaf))
     new = inline_update(b, work, values)
-    half = OptimizeHalf(
-        b.build(list(new.values())), tuple(name_of[v] for v in b.invars), tuple(new)
-    )
-    return half, {n: tuple(sorted(rs, key=lambda r: r.part.first)) for n, rs in state.items()}
+    half = OptimizeHalf(b.build(list(new.values())), tuple(in_names), tuple(new))
+    in_order = lambda runs: tuple(sorted(runs, key=lambda r: r.part.first))
+    return half, {n: in_order(runs) for n, runs in state.items()}
 
 
-def _step(step: Cut, rows: Mapping[str, tuple[StageRows, ...]], half: OptimizeHalf) -> Cut:
-    """Return the step with rows as arrays of its state."""
+def _step_of_rows(step: Cut, rows: Mapping[str, tuple[StageRows, ...]], half: OptimizeHalf) -> Cut:
+    """Return the step with rows as arrays of its state.
+
+    Args:
+      step: the step on stacks.
+      rows: the rows of each stack.
+      half: the optimize half on rows.
+    """
     source = step.program
-    inner = source.inner
-    vars_of = source.invars
-    outs = source.outvars
-    named: Callable[[str], list[str]] = lambda n: [r.name for r in rows[n]] if n in rows else [n]
+    vars_of, outs = source.invars, source.outvars
     b = Builder(source.jaxpr)
     b.role = FORWARD
+
+    # inputs: rows, which are concatenated first, so that the equations of the step stay the same
     specs = []
-    given: dict[str, Var] = {}
+    invars: dict[str, Var] = {}
     for names in (step.params, step.opt_state):
         types: dict[str, Any] = {}
         for n in names:
@@ -365,39 +380,49 @@ def _step(step: Cut, rows: Mapping[str, tuple[StageRows, ...]], half: OptimizeHa
                 types[n] = t
         specs.append(TreeSpec.from_tree(types))
         for n in specs[-1].names:
-            given[n] = vars_of[n] if n in vars_of else Var(types[n])
-            b.invars.append(given[n])
+            invars[n] = vars_of[n] if n in vars_of else Var(types[n])
+            b.invars.append(invars[n])
     b.invars += [vars_of[n] for n in step.batch]
-    for n, parts in rows.items():
-        b.call_as(vars_of[n], joined(parts[0].part.axis), *(given[r.name] for r in parts))
-    for eqn, role in zip(inner.eqns, source.roles, strict=True):
+    for n, runs in rows.items():
+        parts = [invars[r.name] for r in runs]
+        b.call_as(vars_of[n], concatenate_along(runs[0].part.axis), *parts)
+    for eqn, role in zip(source.inner.eqns, source.roles, strict=True):
         b.role = role
         b.keep(eqn)
+
+    # outputs: the new stacks, cut into rows
     new: dict[str, Atom] = {n: a for n, a in outs.items() if n not in rows}
-    for n, parts in rows.items():
+    for n, runs in rows.items():
         out = outs[n]
         assert not isinstance(out, Literal), n
-        new |= {r.name: r.part.cut(b, out) for r in parts}
+        for r in runs:
+            new[r.name] = r.part.cut(b, out)
     results = TreeSpec.from_tree({n: source.outputs[n] for n in step.results})
-    program = Program.written(
-        source.name, b, (*specs, *source.args[2:]), tuple_of(*specs, results), new
-    )
-    flat: Callable[[Sequence[str]], tuple[str, ...]] = lambda names: tuple(
-        m for n in names for m in named(n)
-    )
+    args, out_spec = (*specs, *source.args[2:]), tuple_of(*specs, results)
+
+    def row_names(names: Iterable[str]) -> dict[str, str]:
+        """Return the names of rows and of other arrays, with the name of the array."""
+        found = {}
+        for n in names:
+            for r in rows.get(n, ()):
+                found[r.name] = n
+            if n not in rows:
+                found[n] = n
+        return found
+
     return dataclasses.replace(
         step,
-        program=program,
+        program=Program.written(source.name, b, args, out_spec, new),
         params=specs[0].names,
         opt_state=specs[1].names,
-        gradients={m: a for n, a in step.gradients.items() for m in named(n)},
-        optimized=flat(step.optimized),
-        frozen=flat(step.frozen),
+        gradients={m: step.gradients[n] for m, n in row_names(step.gradients).items()},
+        optimized=tuple(row_names(step.optimized)),
+        frozen=tuple(row_names(step.frozen)),
         optimize=half,
     )
 
 
 @functools.cache
-def joined(axis: int) -> Callable[..., jax.Array]:
-    """Arrays one behind the other."""
+def concatenate_along(axis: int) -> Callable[..., jax.Array]:
+    """Return the function that concatenates arrays along a dimension."""
     return lambda *parts: jnp.concatenate(parts, axis)

@@ -1,11 +1,13 @@
-"""A stage's equations, differentiated: what its forward pass keeps, and the backward pass that
-reads it.
+"""Derivative of a stage: the residuals that its forward pass saves, and its backward pass.
 
-`jax.vjp` is taken of the stage by itself, and what its derivative reads of the forward pass (the
-*residuals*) is looked at one by one. Inputs of the stage are read again, numbers stand in the
-program, what is made of state alone (a weight in another type) is made again. With checkpoints all
-is made again but what has a name that was asked for, what was made of random numbers alone (so that
-a mask is not drawn twice), what has an effect, and what comes from other replicas.
+`jax.vjp` differentiates the stage by itself. The *residuals* are the values of the forward pass
+that the derivative reads. Three kinds are not saved. Inputs of the stage are read again. Numbers
+are constants of the program. Values that depend on state alone (a weight in another type) are
+recomputed.
+
+With checkpoints, a stage saves four kinds of values and recomputes all others. It saves values with
+a requested name, values of equations with effects, and values from other replicas. It also saves
+values that depend on random numbers alone, so that a mask is not drawn twice.
 """
 
 from __future__ import annotations
@@ -36,12 +38,26 @@ from dtrans.ir.program import is_communication
 
 
 class StageVjp:
-    """The forward and the backward of a stage's equations.
+    """Forward and backward of a stage's equations.
+
+    Args:
+      prelude: inputs of the step -> values of `reads`.
+      body: the equations of the stage, on `reads` and `operands`; outputs are `outs`, and the loss
+        if the stage computes it.
+      reads: the inputs of the forward pass that the stage reads.
+      received: the values from the stage before.
+      operands: those of them that the stage reads.
+      wrt: the inputs to differentiate by: some of `reads` and `operands`.
+      ahead: the outputs to differentiate.
+      outs: the outputs that the stage returns.
+      in_types: the types of the inputs: of the step, state first, then `received`.
+      n_state: the number of inputs that are state.
+      checkpoints: the names of values to save; None saves all residuals.
 
     Attributes:
-      forward: (inputs of the step, received) -> (outputs, what is kept).
-      backward: (what the derivative reads, cotangents) -> cotangents of `wrt`.
-      kept: the outputs of `forward` that are residuals.
+      forward: (inputs of the step, received) -> (outs, saved).
+      backward: (values that the derivative reads, cotangents) -> cotangents of `wrt`.
+      saved: the outputs of `forward` that are residuals.
     """
 
     def __init__(
@@ -50,7 +66,7 @@ class StageVjp:
         body: ClosedJaxpr,
         reads: Sequence[Var],
         received: Sequence[Var],
-        heard: Sequence[Var],
+        operands: Sequence[Var],
         wrt: Sequence[Var],
         ahead: Sequence[Atom],
         outs: Sequence[Atom],
@@ -59,116 +75,127 @@ class StageVjp:
         checkpoints: Collection[str] | None,
     ) -> None:
         self.in_types = in_types
-        names = [*reads, *heard]
-        places: dict[Atom, int] = {
-            a: i for i, a in enumerate(opened(body).outvars) if isinstance(a, Var)
-        }
+        places: dict[Atom, int] = {}
+        for i, a in enumerate(opened(body).outvars):
+            if isinstance(a, Var):
+                places[a] = i
         n_step = len(in_types) - len(received)
         structure: list[Any] = []
 
         def forward(*args: Any) -> list[Any]:
-            values = dict(
-                zip(
-                    [*reads, *received],
-                    [*evaluate(prelude, *args[:n_step]), *args[n_step:]],
-                    strict=True,
-                )
-            )
+            arrays = [*evaluate(prelude, *args[:n_step]), *args[n_step:]]
+            values = dict(zip([*reads, *received], arrays, strict=True))
 
-            def function(*of: Any) -> tuple[list[Any], list[Any]]:
-                made = evaluate(
-                    body, *({**values, **dict(zip(wrt, of, strict=True))}[v] for v in names)
-                )
-                return [made[places[a]] for a in ahead], made[: len(outs)]
+            def function(*wrt_values: Any) -> tuple[list[Any], list[Any]]:
+                local = {**values, **dict(zip(wrt, wrt_values, strict=True))}
+                outputs = evaluate(body, *(local[v] for v in (*reads, *operands)))
+                return [outputs[places[a]] for a in ahead], outputs[: len(outs)]
 
-            _, vjp, made = jax.vjp(function, *(values[v] for v in wrt), has_aux=True)
+            _, vjp, outputs = jax.vjp(function, *(values[v] for v in wrt), has_aux=True)
             leaves, tree = jax.tree.flatten(vjp)
             structure.append(tree)
-            return [*made, *leaves]
+            return [*outputs, *leaves]
 
         traced = inline_calls(small_jaxpr(forward, in_types))
         inner = opened(traced)
         count = len(outs)
-        leaves = inner.outvars[count:]
-        cheap = propagate(inner.eqns, dict.fromkeys(inner.invars[n_state:], 1), {})
-        at: set[Atom] = {*inner.invars}
         self._source = traced
-        self._residuals: list[Atom] = list(leaves)
-        made = [a for a in leaves if isinstance(a, Var) and a not in at]
-        # what has an effect is not carried out again
-        seen = propagate(inner.eqns, {v: 1 for e in inner.eqns if e.effects for v in e.outvars}, {})
-        self._again = {a for a in made if not cheap.get(a) and not seen.get(a)}
-        self.kept: list[Var] = list(dict.fromkeys(a for a in made if a not in self._again))
+        self._residuals: list[Atom] = list(inner.outvars[count:])
+
+        # residuals to recompute: those that depend on no batch and on no equation with an effect,
+        # which must not run twice
+        ins: set[Atom] = {*inner.invars}
+        residuals = [a for a in self._residuals if isinstance(a, Var) and a not in ins]
+        with_effects = [i for i, e in enumerate(inner.eqns) if e.effects]
+        varying = dict.fromkeys(inner.invars[n_state:], 1)
+        effects: dict[Var, int] = {}
+        operands_of_effects: list[Atom] = []
+        for i in with_effects:
+            effects |= dict.fromkeys(inner.eqns[i].outvars, 1)
+            operands_of_effects += inner.eqns[i].invars
+        of_batch = propagate(inner.eqns, varying, {})
+        of_effects = propagate(inner.eqns, effects, {})
+        self._again = {a for a in residuals if not of_batch.get(a) and not of_effects.get(a)}
+        self.saved: list[Var] = list(dict.fromkeys(a for a in residuals if a not in self._again))
         if checkpoints is not None:
-            self.kept = _barriers(inner, self.kept, at, checkpoints)
-            self._again = {a for a in made if a not in self.kept}
-        outvars = [*inner.outvars[:count], *self.kept]
-        live, _ = backward_slice(
-            inner.eqns, [*outvars, *(a for e in inner.eqns if e.effects for a in e.invars)]
-        )
-        live = sorted({*live, *(i for i, e in enumerate(inner.eqns) if e.effects)})
-        self.forward = closed_with(traced, outvars=outvars, eqns=[inner.eqns[i] for i in live])
-        tree = structure[-1]
+            self.saved = _barriers(inner, self.saved, ins, checkpoints)
+            self._again = {a for a in residuals if a not in self.saved}
+
+        outvars = [*inner.outvars[:count], *self.saved]
+        live, _ = backward_slice(inner.eqns, [*outvars, *operands_of_effects])
+        eqns = [inner.eqns[i] for i in sorted({*live, *with_effects})]
+        self.forward = closed_with(traced, outvars=outvars, eqns=eqns)
+        tree, n_leaves = structure[-1], len(self._residuals)
 
         def backward(*args: Any) -> Any:
-            return tree.unflatten(args[: len(leaves)])(list(args[len(leaves) :]))
+            return tree.unflatten(args[:n_leaves])(list(args[n_leaves:]))
 
-        types = [a.aval for a in leaves] + [a.aval.update(weak_type=False) for a in ahead]
+        types = [a.aval for a in self._residuals]
+        types += [a.aval.update(weak_type=False) for a in ahead]
         self.backward = inline_calls(small_jaxpr(backward, types))
 
-    def named(self, outs: Sequence[str], ins: Collection[str]) -> list[str]:
-        """The names of what is kept: those of outputs that are the same, others are numbered.
+    def names_of_saved(self, outs: Sequence[str], ins: Collection[str]) -> list[str]:
+        """Return the names of saved values: those of equal outputs, and numbers for all others.
 
-        A parameter that is made anew has the name of what it was before, which an input has
-        already.
+        A new value of a parameter has the name of an input, and is numbered too.
+
+        Args:
+          outs: the names of the outputs.
+          ins: the names of the inputs.
         """
-        of: dict[Atom, str] = {}
+        name_of: dict[Atom, str] = {}
         for n, a in zip(outs, opened(self.forward).outvars, strict=False):
             if isinstance(a, Var) and n not in ins:
-                of.setdefault(a, n)
+                name_of.setdefault(a, n)
         numbers = itertools.count()
-        return [of[v] if v in of else f"@residual/{next(numbers)}" for v in self.kept]
+        return [name_of[v] if v in name_of else f"@residual/{next(numbers)}" for v in self.saved]
 
-    def gives(self, outvars: Sequence[Atom]) -> ClosedJaxpr:
+    def with_outputs(self, outvars: Sequence[Atom]) -> ClosedJaxpr:
         """Return the forward pass with these outputs."""
         return closed_with(self.forward, outvars=outvars)
 
     def write_backward(
         self, b: Builder, inputs: Sequence[Atom], saved: Sequence[Atom], cotangents: Sequence[Atom]
     ) -> list[Atom]:
-        """Write the backward pass, on the stage's inputs, what was kept, and cotangents."""
+        """Write the backward pass on the stage's inputs, saved values and cotangents."""
         inner = opened(self._source)
-        env = dict(zip([*inner.invars, *self.kept], [*inputs, *saved], strict=True))
-        again = [inner.eqns[i] for i in backward_slice(inner.eqns, self._again, self.kept)[0]]
-        return b.inline(
-            self.backward, *b.inline_part(self._source, env, again, self._residuals), *cotangents
-        )
+        env = dict(zip([*inner.invars, *self.saved], [*inputs, *saved], strict=True))
+        again, _ = backward_slice(inner.eqns, self._again, self.saved)
+        eqns = [inner.eqns[i] for i in again]
+        residuals = b.inline_part(self._source, env, eqns, self._residuals)
+        return b.inline(self.backward, *residuals, *cotangents)
 
 
 def _barriers(
-    inner: Jaxpr, wanted: Sequence[Var], given: Collection[Atom], names: Collection[str]
+    inner: Jaxpr, wanted: Sequence[Var], ins: Collection[Atom], names: Collection[str]
 ) -> list[Var]:
-    """Return the values that must be stored so that `wanted` can be recomputed from `given`.
+    """Return the values to save so that `wanted` can be recomputed from them and from `ins`.
 
     These are values that depend on random numbers alone, values of equations with effects, values
     from other replicas, and values with one of `names`.
     """
-    made_by = {v: e for e in inner.eqns for v in e.outvars}
+    producer: dict[Var, JaxprEqn] = {}
+    seeds: dict[Var, int] = {}
     drawn, other = 1, 2
-    keys = [v for v in inner.invars if not jnp.issubdtype(v.aval.dtype, jax.dtypes.prng_key)]
-    seeds = {v: drawn for e in inner.eqns if _draws(e) for v in e.outvars}
-    of = propagate(inner.eqns, dict.fromkeys(keys, other), seeds)
+    for e in inner.eqns:
+        producer |= dict.fromkeys(e.outvars, e)
+        if _draws(e):
+            seeds |= dict.fromkeys(e.outvars, drawn)
+    arrays = [v for v in inner.invars if not jnp.issubdtype(v.aval.dtype, jax.dtypes.prng_key)]
+    origin = propagate(inner.eqns, dict.fromkeys(arrays, other), seeds)
+
+    # from `wanted` backward, up to the first value that must not be recomputed
     found: dict[Var, None] = {}
     seen: set[Atom] = set()
     stack: list[Atom] = list(wanted)
     while stack:
         v = stack.pop()
-        if not isinstance(v, Var) or v in seen or v in given or v not in made_by:
+        if not isinstance(v, Var) or v in seen or v in ins or v not in producer:
             continue
         seen.add(v)
-        eqn = made_by[v]
-        named = checkpoint_name_of(eqn) in names
-        if named or of.get(v) == drawn or is_communication(eqn) or eqn.effects:
+        eqn = producer[v]
+        has_name = checkpoint_name_of(eqn) in names
+        if has_name or origin.get(v) == drawn or is_communication(eqn) or eqn.effects:
             found[v] = None
         else:
             stack += eqn.invars

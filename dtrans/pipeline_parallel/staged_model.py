@@ -18,7 +18,7 @@ from dtrans.pipeline_parallel.options import PipelineOptions
 from dtrans.pipeline_parallel.results import results_program
 from dtrans.pipeline_parallel.split_stages import Cuts, split_stages
 from dtrans.pipeline_parallel.stage_programs import StagePrograms, StageProgramWriter
-from dtrans.pipeline_parallel.stage_scan import StageRows, Turns, taken_apart, turned
+from dtrans.pipeline_parallel.stage_scan import ScanSplits, StageRows, split_scans, unstack_params
 from dtrans.pipeline_parallel.update import slices_of_sums
 from dtrans.step.cut import cut, other_size
 from dtrans.zero.mixed_precision import low_products
@@ -26,7 +26,7 @@ from dtrans.zero.mixed_precision import low_products
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepPrograms:
-    """Programs of a micro-batch, and those that merge the results of all.
+    """Programs of a micro-batch, with the programs that merge results.
 
     Attributes:
       stages: the programs of each stage.
@@ -48,12 +48,12 @@ class StagedModel:
       captured: the step of a micro-batch, with its loss as one equation (`dtrans.step.capture`).
       options: the options of the plan.
       stage_of: the stage of each equation of the loss function.
-      homes: the stage that holds each parameter.
-      users: the stages that make gradients of a parameter.
+      homes: the stage that stores each parameter.
+      users: the stages that compute gradients of a parameter.
       cuts: the number of shards of stages, and the split dimension of arrays of the state.
-      turns: the iterations of loops over layers that each stage runs.
-      stacks: arrays of the state whose rows are divided over stages; each run of rows has a name.
-      merges: result, or parameter that the forward pass makes, to the way to merge it.
+      scan_splits: the iterations of scans over layers that each stage runs.
+      stacks: arrays of the state with rows in several stages; each run of rows has a name.
+      merges: result, or parameter that the forward pass computes, to the way to merge it.
     """
 
     captured: Program
@@ -62,7 +62,7 @@ class StagedModel:
     homes: Mapping[str, int]
     users: Mapping[str, tuple[int, ...]]
     cuts: Cuts
-    turns: Turns
+    scan_splits: ScanSplits
     stacks: Mapping[str, tuple[StageRows, ...]]
     merges: Mapping[str, str]
 
@@ -72,12 +72,12 @@ class StagedModel:
         """Return the programs of the same stages for a batch of other types.
 
         Args:
-          types: of the inputs of the step, with the whole batch.
+          types: the types of the inputs of the step, with the global batch.
           planned: the types that the step was planned for, by name.
 
         Raises:
-          BatchError: rows that cannot be shared, or a loss function that has other equations for
-            such a batch.
+          BatchError: rows that micro-batches and replicas do not divide, or a loss function with
+            other equations for such a batch.
         """
         key = tuple((t.shape, t.dtype) for t in types)
         if key not in self._known:
@@ -95,14 +95,14 @@ class StagedModel:
         for n in cut(self.captured).with_reported().differing_outputs(step):
             types_of = dict(zip(self.captured.in_names, types, strict=True))
             raise other_size(step, n, planned, types_of)
-        forward, _ = turned(forward_pass(step), self.turns)
-        rows = {n: rows for n, rows in self.stacks.items() if n in step.params}
-        forward = taken_apart(forward, rows).forward
+        forward, _ = split_scans(forward_pass(step), self.scan_splits)
+        rows = {n: runs for n, runs in self.stacks.items() if n in step.params}
+        forward = unstack_params(forward, rows).forward
         if len(forward.eqns) != len(self.stage_of):
             raise BatchError(
                 f"{self.captured.name} has {len(forward.eqns)} equations for a batch of these "
-                f"shapes, and {len(self.stage_of)} for the one that it was planned for: plan it for "
-                "this batch"
+                f"shapes, and {len(self.stage_of)} for the one that it was planned for: plan it "
+                "for this batch"
             )
         stages = write_stages(forward, self.stage_of, self.options)
         return step_programs(forward, stages, self.merges, self.cuts, self.options)
@@ -114,36 +114,35 @@ def micro_batch_of(
     """Return a step for a micro-batch of a replica.
 
     Args:
-      step: as it was traced or captured, of any batch.
-      types: of the inputs, with the whole batch.
+      step: the step as it was traced or captured, for any batch.
+      o: the options.
+      types: the types of its inputs, with the global batch.
 
     Raises:
       BatchError: rows that micro-batches and replicas do not divide.
     """
-    given = []
     batch = {n for spec in step.args[2:] for n in spec.names}
-    split = {n: t for n, t in zip(step.in_names, types, strict=True)
-             if n in batch and t.shape and not is_under(n, o.batch.unsplit_inputs)}  # fmt: skip
-    rows = {t.shape[0]: n for n, t in split.items()}
+    rows: dict[int, str] = {}  # number of rows to the first array with it
+    micro_types = []
+    for n, t in zip(step.in_names, types, strict=True):
+        shape = t.shape
+        if n in batch and shape and not is_under(n, o.batch.unsplit_inputs):
+            rows.setdefault(shape[0], n)
+            shape = (shape[0] // o.parts, *shape[1:])
+        micro_types.append(jax.ShapeDtypeStruct(shape, t.dtype))
     if len(rows) > 1 and o.parts > 1:
         listed = " and ".join(f"{n} has {count}" for count, n in rows.items())
         raise BatchError(
             f"the arrays of a batch are cut into micro-batches on dim 0, but {listed} rows; name "
-            "what every "
-            "micro-batch needs whole in unsplit_inputs=(...)"
+            "arrays that every micro-batch reads uncut in unsplit_inputs=(...)"
         )
-    for n, t in zip(step.in_names, types, strict=True):
-        shape = t.shape
-        if n in split:
-            if shape[0] % o.parts:
-                raise BatchError(
-                    f"{n} has {shape[0]} rows, which num_micro_batch={o.num_micro_batch} and "
-                    f"replicas={o.replicas} do "
-                    f"not divide: give batches of a multiple of {o.parts}"
-                )
-            shape = (shape[0] // o.parts, *shape[1:])
-        given.append(jax.ShapeDtypeStruct(shape, t.dtype))
-    return step.specialize_flat(given)
+    for count, n in rows.items():
+        if count % o.parts:
+            raise BatchError(
+                f"{n} has {count} rows, which num_micro_batch={o.num_micro_batch} and "
+                f"replicas={o.replicas} do not divide: give batches of a multiple of {o.parts}"
+            )
+    return step.specialize_flat(micro_types)
 
 
 def write_stages(
@@ -160,19 +159,19 @@ def _in_low_precision(
     forward: ForwardPass, stage_of: Sequence[int], amp: str
 ) -> tuple[ForwardPass, tuple[int, ...]]:
     """Return a forward pass with products in 16 bits, and the stage of each equation."""
-    params = [v for v, a in forward.given.items() if forward.of_state(a)]
+    params = [v for v, a in forward.sources.items() if forward.is_state(a)]
     jaxpr, origin = low_products(forward.jaxpr, amp, params)
     lowered = dataclasses.replace(forward, jaxpr=jaxpr)
     stages = [stage_of[i] for i in origin]
     known = {v for e in forward.eqns for v in e.outvars}
     first: dict[Var, int] = {}  # the first stage that reads a value
     for i, eqn in reversed(list(enumerate(lowered.eqns))):
-        # a value that several stages narrow is narrowed by the first of them
+        # if several stages need a value in 16 bits, the first of them casts it
         if known.isdisjoint(eqn.outvars):
             stages[i] = min((first[v] for v in eqn.outvars if v in first), default=stages[i])
-        first |= {
-            a: min(stages[i], first.get(a, stages[i])) for a in eqn.invars if isinstance(a, Var)
-        }
+        for a in eqn.invars:
+            if isinstance(a, Var):
+                first[a] = min(stages[i], first.get(a, stages[i]))
     return lowered, tuple(stages)
 
 
@@ -183,6 +182,6 @@ def step_programs(
     cuts: Cuts,
     o: PipelineOptions,
 ) -> StepPrograms:
-    """Return the programs of stages, split over shards, with those that merge results."""
+    """Return the programs of stages, split over shards, with the programs that merge results."""
     results = tuple(results_program(s, merges, o, forward.jaxpr) for s in stages)
     return StepPrograms(*split_stages(stages, cuts), results)

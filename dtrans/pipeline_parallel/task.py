@@ -9,16 +9,16 @@ from typing import NamedTuple, TypeAlias
 
 
 Costs: TypeAlias = float | Sequence[float]
-"""What tasks cost, in any unit of time: one number for all that a device has of a micro-batch, or one for each model
-stage."""
+"""Costs of one kind of task, in any unit of time: one number for all chunks of a device together,
+or one for each model stage."""
 
 Time: TypeAlias = float | Fraction
-"""A time in that unit: an int or a fraction where costs are ints."""
+"""A time in that unit: an int or a fraction if costs are ints."""
 
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Task:
-    """One task, `F3@1`: of micro-batch 3 at model stage 1.
+    """Task of one micro-batch at one model stage: `F3@1` is F for micro-batch 3 at stage 1.
 
     Attributes:
       kind: "F", "B" or "W".
@@ -35,19 +35,18 @@ class Task:
 
 
 def needs(task: Task, num_model_stages: int) -> tuple[Task, ...]:
-    """The tasks that make what a task reads: see `Schedule.needs`."""
+    """Return the tasks that compute the operands of a task: see `Schedule.needs`."""
     kind, k, m = task.kind, task.stage, task.micro
     if kind == "F":
         return (Task("F", k - 1, m),) if k else ()
     if kind == "W":
         return (Task("B", k, m),)
-    return (
-        (Task("F", k, m), Task("B", k + 1, m)) if k + 1 < num_model_stages else (Task("F", k, m),)
-    )
+    forward = Task("F", k, m)
+    return (forward, Task("B", k + 1, m)) if k + 1 < num_model_stages else (forward,)
 
 
 class TimedTask(NamedTuple):
-    """A task with the times at which its device begins and ends it."""
+    """A task, its device, and the times at which the device begins and ends it."""
 
     task: Task
     device: int
@@ -56,12 +55,12 @@ class TimedTask(NamedTuple):
 
 
 class Play(tuple[TimedTask, ...]):
-    """Timed tasks, in any unit of time: what `Schedule.play` returns. Measured ones can be asked
-    the same.
+    """Timed tasks in any unit of time, simulated by `Schedule.play` or measured.
 
     Example:
       >>> from dtrans.pipeline_parallel.task import Task
-      >>> ran = Play([TimedTask(Task("F", 0, 0), 0, 10.0, 10.5), TimedTask(Task("F", 1, 0), 1, 10.5, 11.0)])
+      >>> first = TimedTask(Task("F", 0, 0), 0, 10.0, 10.5)
+      >>> ran = Play([first, TimedTask(Task("F", 1, 0), 1, 10.5, 11.0)])
       >>> ran.makespan, ran.bubble
       (1.0, 0.5)
     """
@@ -76,16 +75,19 @@ class Play(tuple[TimedTask, ...]):
     @property
     def makespan(self) -> Time:
         """Return the time from the first start to the last end; exact if times are."""
-        return max(t.end for t in self) - min(t.start for t in self) if self else 0
+        if not self:
+            return 0
+        first = min(t.start for t in self)
+        return max(t.end for t in self) - first
 
     @property
     def bubble(self) -> Fraction | float:
-        """The idle share of devices: 1 - busy / (devices x makespan). Exact where times are; 0 if
-        no time goes by."""
-        busy, available = (
-            sum((t.end - t.start for t in self), Fraction(0)),
-            self.num_devices * self.makespan,
-        )
+        """The idle share of devices: 1 - busy / (devices x makespan).
+
+        Exact if times are; 0 if the makespan is 0.
+        """
+        busy = sum((t.end - t.start for t in self), Fraction(0))
+        available = self.num_devices * self.makespan
         if not available:
             return Fraction(0)
         return 1 - busy / (Fraction(available) if isinstance(busy, Fraction) else available)

@@ -1,13 +1,13 @@
-"""pipeline: one training step becomes the programs of stages, and a schedule for them.
+"""`pipeline`: rewrites one training step into the programs of stages, with a schedule.
 
-capture    the loss function, before it is differentiated               dtrans.step.capture
-share      what micro-batches are given, and how they add up             dtrans.batch
-lay out    what every micro-batch goes through, as one list              forward_pass
-plan       the stage of each equation                                     assign_stages
-cut        forward, backward (and weights) of each stage                 stage_programs
-schedule   what each stage does when                                     dtrans.pipeline_parallel.schedule
-results    merged over micro-batches and replicas                        results
-update     gradients to new parameters, each where it lives              update, update_by_stage
+capture    the loss function, before it is differentiated       dtrans.step.capture
+share      inputs of micro-batches, and the sum of their parts  dtrans.batch
+lay out    the forward pass of a micro-batch, as one list       forward_pass
+assign     the stage of each equation                           assign_stages
+cut        forward, backward (and weights) of each stage        stage_programs
+schedule   the order of tasks on each device                    schedule
+results    merges over micro-batches and replicas               results
+update     gradients to new parameters, on each stage           update, update_by_stage
 """
 
 from __future__ import annotations
@@ -41,16 +41,15 @@ from dtrans.pipeline_parallel.schedule import Schedule, schedule as schedule_of
 from dtrans.pipeline_parallel.split_stages import cuts_of, shards_of
 from dtrans.pipeline_parallel.stage_programs import StagePrograms, sums_of
 from dtrans.pipeline_parallel.stage_scan import (
+    ScanSplits,
     StageRows,
-    Turns,
-    joined_turns,
     loops_of,
-    rows_of,
-    single_turns,
+    merge_iterations,
+    split_iterations,
+    split_scans,
+    stage_rows,
     stages_of_parts,
-    stages_without,
-    taken_apart,
-    turned,
+    unstack_params,
 )
 from dtrans.pipeline_parallel.staged_model import (
     StagedModel,
@@ -80,7 +79,7 @@ from dtrans.step.startup import match_startup, normalize_step
 from dtrans.zero.mixed_precision import check_scale
 
 
-PARTS = ("parts",)  # the axis that micro-batches would be on
+PARTS = ("parts",)  # the axis of micro-batches in the analysis of a step; no mesh has it
 
 
 @with_recipe
@@ -113,10 +112,11 @@ def pipeline(
         (`dtrans.pipeline_parallel.auto_stages`).
       num_micro_batch: the number of parts into which a replica cuts its part of the batch.
         Parameters are updated once, after all parts.
-      schedule: the order of tasks on each device: "PreferForward" or "GPipe" (all forwards, then
-        all backwards), "PreferBackward" or "1F1B", "PreferBackwardOptimizer" (one more micro-batch
-        in flight, which hides transfers), "Interleaved" (several stages on each device),
-        "ZeroBubble" or "ZB-H1" (gradients of weights fill the gaps), or a `dtrans.Schedule`.
+      schedule: the order of tasks on each device. "PreferForward" or "GPipe": all forwards, then
+        all backwards. "PreferBackward" or "1F1B": backwards as early as possible.
+        "PreferBackwardOptimizer": one more micro-batch in flight, which hides transfers.
+        "Interleaved": several stages on each device. "ZeroBubble" or "ZB-H1": gradients of weights
+        fill the gaps. Or a `dtrans.Schedule`.
       replicas: the number of copies of the pipeline that share the batch. Those of a stage reduce
         their gradients.
       stages: the choice of stages, and their layout over devices: a `dtrans.Stages`.
@@ -134,10 +134,10 @@ def pipeline(
 
     Raises:
       ConfigError: an option that is out of range, more stages than equations, scopes that
-        contradict, an exact step that is not made of its micro-batches.
+        contradict each other, an exact step whose micro-batches do not add up.
       BatchError: a batch that micro-batches and replicas do not divide.
       GradientError: gradients that were not taken with `dtrans.value_and_grad`, or in a loop.
-      TraceError: `startup` does not make what `main` takes.
+      TraceError: `startup` does not return the state that `main` takes.
 
     Source: `Parallel` of EPL (epl/parallel/parallel.py), its schedulers
       (epl/strategies/scheduler.py) and its planner (epl/parallel/planner.py). GPipe (arXiv
@@ -154,9 +154,10 @@ def pipeline(
       >>> key, x = jax.random.key(0), jnp.ones((8, 64))
       >>> main = dtrans.trace(dtrans.make_train_step(loss, tx), *init(key), x)
       >>> plan = dtrans.pipeline(main, dtrans.trace(init, key), num_stages=2, num_micro_batch=4)
-      >>> [s.params for s in plan.stages], plan.schedule.bubble
-      ([('params/layers/0', 'params/layers/1'), ('params/layers/2', 'params/layers/3')], Fraction(1,
-      5))
+      >>> [s.params for s in plan.stages]
+      [('params/layers/0', 'params/layers/1'), ('params/layers/2', 'params/layers/3')]
+      >>> plan.schedule.bubble
+      Fraction(1, 5)
       >>> job = plan.simulate()
       >>> state, loss = job.step(job.init(key), x)
       >>> bool(jnp.allclose(loss, jnp.tanh(jnp.tanh(jnp.tanh(jnp.tanh(1.0)))) ** 2))
@@ -189,33 +190,31 @@ def devices_of_scopes(main: Program) -> int:
     Raises:
       ConfigError: scopes that ask for different numbers.
     """
-    scopes = [s for s in scopes_within(main.jaxpr) if s.kind == "replicate"]
-    counts = {s.device_count or 1: s for s in scopes}
+    counts = {s.device_count or 1: s for s in scopes_within(main.jaxpr) if s.kind == "replicate"}
     if len(counts) > 1:
         (a, first), (b, second) = list(counts.items())[:2]
         raise ConfigError(
-            f"{first} asks for {a} device{'s' * (a > 1)} and {second} for {b}: stages share out "
-            "what a replica has of "
-            "the batch over equally many. Give all scopes one device_count, or more work to a "
-            "stage of its own"
+            f"{first} asks for {a} device{'s' * (a > 1)} and {second} for {b}: all stages divide a "
+            "replica's part of the batch over equally many devices; give all scopes one "
+            "device_count"
         )
     return next(iter(counts), 1)
 
 
 def _timetable(
-    given: str | Schedule, num_stages: int, num_micro_batch: int, chunks: int | None
+    option: str | Schedule, num_stages: int, num_micro_batch: int, chunks: int | None
 ) -> Schedule:
-    """Return the schedule with a name, or the user's."""
-    if not isinstance(given, Schedule):
-        return schedule_of(given, num_stages, num_micro_batch, chunks)
-    found = (given.num_stages, given.num_micro_batch, given.chunks)
-    if found != (num_stages, num_micro_batch, chunks or given.chunks):
+    """Return the named schedule, or the user's after a check of its sizes."""
+    if not isinstance(option, Schedule):
+        return schedule_of(option, num_stages, num_micro_batch, chunks)
+    sizes = (option.num_stages, option.num_micro_batch, option.chunks)
+    planned = (num_stages, num_micro_batch, chunks or option.chunks)
+    if sizes != planned:
         raise ConfigError(
-            f"the schedule {given.name} is for num_stages={found[0]}, num_micro_batch={found[1]}, "
-            f"chunks={found[2]}; "
-            f"the plan for {num_stages}, {num_micro_batch}, {chunks or given.chunks}"
+            f"the schedule {option.name} is for num_stages={sizes[0]}, num_micro_batch={sizes[1]}, "
+            f"chunks={sizes[2]}; the plan for {planned[0]}, {planned[1]}, {planned[2]}"
         )
-    return given
+    return option
 
 
 STAGES_HAVE = "which stages have of each micro-batch alone"
@@ -227,76 +226,84 @@ def plan_pipeline(
     """Plan a pipeline with options that are checked.
 
     Args:
-      auto: choose the number of stages here; those of the options and the timetable are ignored.
+      main: the traced step.
+      startup: the traced init.
+      o: the options.
+      timetable: the schedule.
+      auto: choose the number of stages; those of the options and the timetable are ignored.
     """
+    # the step of the global batch
     refuse_collectives(main)
-    as_given, axes = cut(main), {}
-    refuse_across(as_given, STAGES_HAVE, may_send=True)
-    check_callbacks(as_given, o)
+    original, axes = cut(main), {}
+    refuse_across(original, STAGES_HAVE, may_send=True)
+    check_callbacks(original, o)
     if o.batch.exact:
-        check_names(as_given.with_reported(), o.of_parts)
-        axes = batch_axes(as_given, o.batch)
-        shared_ones = tuple(n for n in as_given.batch if n not in axes)
-        o = dataclasses.replace(
-            o, batch=dataclasses.replace(o.batch, axes=0, unsplit_inputs=shared_ones)
-        )
+        check_names(original.with_reported(), o.over_parts)
+        axes = batch_axes(original, o.batch)
+        unsplit = tuple(n for n in original.batch if n not in axes)
+        batch = dataclasses.replace(o.batch, axes=0, unsplit_inputs=unsplit)
+        o = dataclasses.replace(o, batch=batch)
         main = with_rows_first(main, axes)
+
+    # the step of a micro-batch
     try:
         traced = micro_batch_of(main, o, _types(main))
     except DtransError:
-        # a loop over micro-batches has no rows of a smaller one: it is refused as a loop
+        # a user's loop over micro-batches cannot be traced for fewer rows: `captured` refuses it
+        # as a loop, which is the better message
         captured(main)
         raise
-    plain = cut(traced).with_reported()  # for what results are made of
+    plain = cut(traced).with_reported()  # shows the operands of results
     refuse_across(plain, STAGES_HAVE, may_send=True)
     refuse_loss_in_update(captured(main if o.batch.exact else traced))
-    _check_told(plain, o)
-    shared, given = shared_by(main, traced, o, dict.fromkeys(axes, 0))
-    o = o.local if shared is None else o.of(shared)
+    _check_reads(plain, o)
+    shared, written = shared_by(main, traced, o, dict.fromkeys(axes, 0))
+    o = o.local if shared is None else o.with_exact_step(shared)
     values = None
-    if shared is None or given is None:
+    if shared is None or written is None:
         collecting = part = captured(traced)
         step = cut(part).with_reported()
     else:
-        # parts that are written have no collections outside of the loss
+        # written parts have no collections outside of the loss
         collecting = captured(main)
-        made, step = given.precompute_program(captured(main)), shared.step
-        part, values = step.program, made if made.out_names else None
-    _check_told(step, o)
-    check_names(step, o.of_parts)
+        precompute, step = written.precompute_program(captured(main)), shared.step
+        part, values = step.program, precompute if precompute.out_names else None
+    _check_reads(step, o)
+    check_names(step, o.over_parts)
     startup = match_startup(step, startup)
+
+    # its forward pass, and the choice of stages
     forward = forward_pass(step)
     if o.precision.scaling is not None:
         check_scale(o.precision.scaling, forward.loss.aval.dtype, main.name)
     if auto:
         o, timetable = auto_stages(forward, o)
-    _check_names(forward, o)
+    _check_checkpoint_names(forward, o)
     merges = _merges(plain, collecting, forward, o, shared=shared is not None)
     if shared is None:
         check_state(merges, step.params, o)
-    forward, found, turns, rows = _planned_stages(forward, o)
-    step = forward.step  # loops over layers are in parts now
-    stages = write_stages(forward, found, o)
+    forward, stage_of, splits, rows = _assign_stages(forward, o)
+    step = forward.step  # its scans over layers are split now
+
+    # the programs of stages, and of the update
+    stages = write_stages(forward, stage_of, o)
     homes, users = _homes(stages, step)
-    cuts = cuts_of(step, stages, shards_of(forward, found, o), users)
-    hidden = (x for x in as_given.observers if not x.calls and x.reads not in EARLY)
+    cuts = cuts_of(step, stages, shards_of(forward, stage_of, o), users)
+    hidden = (x for x in original.observers if not x.calls and x.reads not in EARLY)
+    caller = "its stage, for each micro-batch" if o.parts > 1 else "its stage"
     return PipelinePlan(
-        main=as_given.program,  # of the whole batch, with exact roles
+        main=original.program,  # of the global batch, with exact roles
         startup=startup,
         options=o,
         schedule=timetable,
-        model=StagedModel(part, o, tuple(found), homes, users, cuts, turns, rows, merges),
+        model=StagedModel(part, o, stage_of, homes, users, cuts, splits, rows, merges),
         step_programs=step_programs(forward, stages, merges, cuts, o),
         update=update_of(step, sums_of(stages), homes, users, cuts, rows, o),
         shared=shared,
         values=values,
         axes={n: axis for n, axis in axes.items() if axis},
         shown=ShownValues(tuple(forward.summaries), forward.collected, tuple(map(str, hidden))),
-        callers=callers_of(
-            as_given.observers,
-            "its stage, for each micro-batch" if o.parts > 1 else "its stage",
-            "",
-        ),
+        callers=callers_of(original.observers, caller, ""),
     )
 
 
@@ -304,7 +311,8 @@ def check_callbacks(step: Cut, o: PipelineOptions) -> None:
     """Refuse host callbacks that stages cannot make with the values of one device.
 
     Args:
-      step: of the whole batch.
+      step: the step of the global batch.
+      o: the options.
     """
     refuse_observers(step.observers, (GRADIENTS, UPDATE), "no stage has alone", RETURN_IT)
     if o.parts > 1:
@@ -316,21 +324,19 @@ def check_callbacks(step: Cut, o: PipelineOptions) -> None:
             )
 
 
-def _check_told(step: Cut, o: PipelineOptions) -> None:
-    """Refuse updates that read what each micro-batch has rows of, and losses that read the
-    optimizer's state of leaves.
+def _check_reads(step: Cut, o: PipelineOptions) -> None:
+    """Refuse updates that read rows of the batch, and losses that read optimizer state of leaves.
 
     Args:
-      step: for a micro-batch, as it was traced.
+      step: the step of a micro-batch.
+      o: the options.
     """
     for n in arguments_of(step) if o.parts > 1 else ():
         if step.program.inputs[n].ndim and not is_under(n, o.batch.unsplit_inputs):
             raise GradientError(
-                f"the update of {step.program.name} reads {n}, of which each micro-batch has rows: "
-                "it may read what "
-                "all of them share, 0-d arrays and those of "
-                f"dtrans.Batch(unsplit_inputs=({n!r},)); what is made of "
-                "rows belongs into the loss function"
+                f"the update of {step.program.name} reads {n}, and each micro-batch has other rows "
+                "of it; compute values from rows in the loss function, or, if all micro-batches "
+                f"share {n}, pass dtrans.Batch(unsplit_inputs=({n!r},))"
             )
     leaves = leaves_of_state(step.optimize, step.params) if step.state_read else {}
     for n, output in step.state_read.items():
@@ -341,21 +347,23 @@ def _check_told(step: Cut, o: PipelineOptions) -> None:
 def shared_by(
     main: Program, part: Program, o: PipelineOptions, axes: Mapping[str, int]
 ) -> tuple[ExactStep | None, WrittenParts | None]:
-    """Return how micro-batches share the batch, and what they are given; None where each takes the
-    step alone.
+    """Return the exact step of a micro-batch, and the precomputed values that it reads.
+
+    Both are None if each micro-batch takes the step alone.
 
     Args:
-      main: the step of the whole batch.
+      main: the step of the global batch.
       part: the step of a micro-batch, as it was traced.
+      o: the options.
       axes: the dimension along which each array of the batch is cut, which is 0.
 
     Raises:
-      ConfigError: a step that is not made of its parts, with what no parameter enters given.
+      ConfigError: the parts of the step do not add up, even with precomputed values.
     """
     if not o.batch.exact or o.parts == 1:
         return None, None
-    # The user's own step, if parts may take it: a norm clips its gradients, and a scale keeps them
-    # in the range of 16 bits. Terms are smaller.
+    # A clip and a loss scale were chosen for gradients of the user's step, and the terms of a
+    # written step are smaller. So the user's step is taken if its parts add up.
     if o.reduce.clip_local_norm is not None or o.precision.scaling is not None:
         alone = shard_step(
             cut(without_effects(part)).with_reported(),
@@ -369,16 +377,23 @@ def shared_by(
             return alone, None
     plain = cut(main).with_reported()
     leaves = leaves_of_state(plain.optimize, plain.params)
-    held = (
-        *plain.frozen,
-        *(n for n in plain.opt_state if n in plain.state_read or n not in leaves),
-    )
+    replicated = list(plain.frozen)
+    for n in plain.opt_state:
+        if n in plain.state_read or n not in leaves:
+            replicated.append(n)
     # the update is written once, for all sizes of the batch
     is_sized = plain.differing_outputs(cut(part).with_reported())
-    sized = part if is_sized else None
-    shared, given = shard_by_parts(captured(main), axes, held, o.parts, PARTS, "micro-batch", sized)
+    shared, written = shard_by_parts(
+        captured(main),
+        axes,
+        tuple(replicated),
+        o.parts,
+        PARTS,
+        "micro-batch",
+        part if is_sized else None,
+    )
     if shared.proven:
-        return shared, given
+        return shared, written
     raise parts_error(plain, shared, "micro-batches", "micro")
 
 
@@ -386,10 +401,13 @@ def _types(program: Program) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in program.inputs.values()]
 
 
-def _planned_stages(
+def _assign_stages(
     forward: ForwardPass, o: PipelineOptions
-) -> tuple[ForwardPass, tuple[int, ...], Turns, Mapping[str, tuple[StageRows, ...]]]:
-    """Return the forward pass with its loops cut by stages, and the stage of each equation."""
+) -> tuple[ForwardPass, tuple[int, ...], ScanSplits, Mapping[str, tuple[StageRows, ...]]]:
+    """Return the forward pass with its scans split by stages, and the stage of each equation.
+
+    The splits and the rows of stacks come with them.
+    """
 
     def stages_for(f: ForwardPass) -> tuple[int, ...]:
         return stages_of(
@@ -397,36 +415,38 @@ def _planned_stages(
             o.model_stages,
             policy=o.stages.policy,
             flops_per_byte=o.stages.flops_per_byte,
-            batch=f.of_micro_batches,
+            batch=f.micro_batch_inputs,
         )
 
     if o.model_stages == 1 or not loops_of(forward):
         return forward, stages_for(forward), (), {}
-    single, origin = turned(forward, single_turns(forward))
-    by_turn = stages_for(single)
-    turns = joined_turns(forward, origin, by_turn)
-    parts, parts_origin = turned(forward, turns)
-    found = stages_of_parts(turns, forward, parts_origin, origin, by_turn)
-    rows = rows_of(parts, found)
-    taken = taken_apart(parts, rows)
-    return taken.forward, stages_without(parts, rows, found), turns, taken.rows
+    # iterations are assigned one by one; those of a stage then form one scan again
+    single, origin = split_scans(forward, split_iterations(forward))
+    by_iteration = stages_for(single)
+    splits = merge_iterations(forward, origin, by_iteration)
+    parts, parts_origin = split_scans(forward, splits)
+    stage_of = stages_of_parts(splits, forward, parts_origin, origin, by_iteration)
+    unstacked = unstack_params(parts, stage_rows(parts, stage_of), stage_of)
+    return unstacked.forward, unstacked.stage_of, splits, unstacked.rows
 
 
-def _check_names(forward: ForwardPass, o: PipelineOptions) -> None:
-    """Refuse names of values to keep that no value has."""
-    there = {checkpoint_name_of(e) for e in forward.eqns} - {None}
-    inside = {checkpoint_name_of(e) for e in equations(forward.jaxpr)} - {None, *there}
-    for n in () if isinstance(o.memory.gradient_checkpoint, str) else o.memory.gradient_checkpoint:
+def _check_checkpoint_names(forward: ForwardPass, o: PipelineOptions) -> None:
+    """Refuse checkpoint names that no value of the forward pass has."""
+    if isinstance(o.memory.gradient_checkpoint, str):
+        return
+    there = set(map(checkpoint_name_of, forward.eqns)) - {None}
+    inside = set(map(checkpoint_name_of, equations(forward.jaxpr))) - {None, *there}
+    for n in o.memory.gradient_checkpoint:
         if n in inside:
             raise ConfigError(
                 f"gradient_checkpoint names {n!r}, which is inside a loop, a branch or "
-                "jax.checkpoint, where nothing "
-                "else can see it: give the name to what comes out"
+                "jax.checkpoint, and stages can save only values outside of these; name an output"
             )
         if n not in there:
+            names = ", ".join(sorted(map(str, there)))
             raise ConfigError(
-                f"gradient_checkpoint names {n!r}; what checkpoint_name names in the loss is "
-                f"{', '.join(sorted(map(str, there))) or 'nothing'}"
+                f"gradient_checkpoint names {n!r}, and the names in the loss are "
+                f"{names or 'none'}; name values with jax.ad_checkpoint.checkpoint_name"
             )
 
 
@@ -436,24 +456,26 @@ def _merges(
     """Return the way to merge each result: as requested, as collected, or as its value requires.
 
     Args:
-      plain: the step for a micro-batch as it was traced: its loss shows the operands of results.
+      plain: the step of a micro-batch as it was traced: its loss shows the operands of results.
       part: the captured step.
-      shared: whether the step is exact; the ways to merge in `o` are then those of the exact step.
+      forward: its forward pass.
+      o: the options. If the step is exact they have its ways to merge.
+      shared: True if the step is exact.
     """
     step = forward.step
     keys = {n: key for n, key in forward.collected.items() if n in step.results or n in step.params}
     for n, key in _collected_outside(part, step).items():
         if keys.setdefault(n, key) != key:
             raise ConfigError(
-                f"{n} is collected under {keys[n]} in the loss, and under {key} outside of it"
+                f"{n} is collected under {keys[n]} in the loss, and under {key} outside of it; "
+                "choose one"
             )
     for n, key in keys.items():
         if shared:
             raise ConfigError(
                 f"{n} is collected under {key}, which says how values of micro-batches are merged: "
-                "that is for "
-                "batch='micro'. An exact result is that of the whole batch; leave the collection "
-                "out, or say so"
+                "that is for batch='micro'. An exact result is that of the global batch; leave out "
+                "the collection, or pass batch='micro'"
             )
         if n in o.batch.merge:
             raise ConfigError(
@@ -463,30 +485,31 @@ def _merges(
         if key.endswith("CONCAT") and not step.program.outputs[n].ndim:
             raise ConfigError(
                 f"{n} is collected under {key}; it is 0-d, and has no dim 0 to be concatenated "
-                "along"
+                "along; use a collection of sums or means"
             )
         if n in step.params and key != "GLOBAL_MEAN":
             raise ConfigError(
-                f"{n} is collected under {key}; it is state, the same in all replicas, which "
-                "GLOBAL_MEAN alone keeps"
+                f"{n} is collected under {key}, and it is state, which must stay equal on all "
+                "replicas; use GLOBAL_MEAN"
             )
-    given = {n: "mean" if n in step.params else "same" for n in keys}
+
+    # collected values pass the rules of other results, which do not know their keys
+    collected_as = {n: "mean" if n in step.params else "same" for n in keys}
+    batch = dataclasses.replace(o.batch, merge={**o.batch.merge, **collected_as})
     merges = infer_merges(
         plain,
-        dataclasses.replace(
-            o.of_parts, batch=dataclasses.replace(o.batch, merge={**o.batch.merge, **given})
-        ),
+        dataclasses.replace(o.over_parts, batch=batch),
         count_remedy="each micro-batch would count its own; count outside of a step that is a "
         "pipeline",
     )
-    # state that no micro-batch enters: the loss makes it, and all make the same
-    merges |= {n: "same" for n in forward.results if n in step.params and n not in merges}
-    shown = [n for n in forward.results if n not in merges]
-    return {
-        **merges,
-        **dict.fromkeys(shown, STACK),
-        **{n: key for n, key in keys.items() if n in step.results},
-    }
+    for n in forward.results:
+        # state without a rule depends on no micro-batch, so that all compute the same; all other
+        # results without one are summaries
+        merges.setdefault(n, "same" if n in step.params else STACK)
+    for n, key in keys.items():
+        if n in step.results:
+            merges[n] = key
+    return merges
 
 
 def _collected_outside(part: Program, step: Cut) -> dict[str, str]:
@@ -495,16 +518,16 @@ def _collected_outside(part: Program, step: Cut) -> dict[str, str]:
     inner = flat.jaxpr
     around = [e for e in inner.eqns if e.primitive is not value_and_grad_p]
     keys = collected(closed([], [], [], [], around, flat))
-    found = {
-        n: keys[a]
-        for n, a in zip(part.out_names, inner.outvars, strict=True)
-        if isinstance(a, Var) and a in keys
-    }
-    for n, key in found.items():
+    found = {}
+    for n, a in zip(part.out_names, inner.outvars, strict=True):
+        if not isinstance(a, Var) or a not in keys:
+            continue
         if n in step.from_gradients or n in step.opt_state or n in step.optimized:
             raise ConfigError(
-                f"{n} is collected under {key}; there is one of it, made of the gradients of all"
+                f"{n} is collected under {keys[a]}; there is one of it, computed from the "
+                "gradients of all micro-batches: leave out the collection"
             )
+        found[n] = keys[a]
     return found
 
 
@@ -513,11 +536,15 @@ def _homes(
 ) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
     """Return the stage that stores each parameter, and the stages that compute gradients of it.
 
-    It is the first stage that makes its gradient, or reads it; what none reads is in the first.
+    The first stage that computes its gradient stores it, else the first that reads it, else stage
+    0.
     """
     homes: dict[str, int] = {}
-    users = {n: tuple(s.index for s in stages if n in s.leaves) for n in step.params}
+    users: dict[str, tuple[int, ...]] = {}
     for n in step.params:
+        with_gradient = [s.index for s in stages if n in s.leaves]
         readers = [s.index for s in stages if n in s.params or n in s.results]
-        homes[n] = (*users[n], *readers, 0)[0]
-    return homes, {n: s for n, s in users.items() if s}
+        homes[n] = [*with_gradient, *readers, 0][0]
+        if with_gradient:
+            users[n] = tuple(with_gradient)
+    return homes, users

@@ -1,27 +1,27 @@
-"""A program whose inputs live in several places, cut into pieces that each run in one.
+"""Cut of a program with inputs in several places into pieces that each run in one place.
 
-The places are the stages of a pipeline, the program its update. An equation belongs where its
-operands are:
+The places are the stages of a pipeline, the program its update. The operands of an equation
+determine its place:
 
-    all in one place, beside what is shared     there
-    in several places                           at the hub, the last place; what it makes can be sent to any
-    what the hub made, and things of one place  in that place, if they are larger than what the hub
-                                                made, or nobody else wants what comes of it; else at
-                                                the hub
-    only what is shared                         wherever it is read: each place makes its own
+    one place (and shared values)  that place
+    several places                 the hub, which is the last place
+    the hub and one place          that place if it has more bytes of the operands, or no other
+                                   place needs the outcome; else the hub
+    only shared values             every place that reads it, each for itself
 
-What is shared is made of inputs that every place has (a count of steps). So Adam is one piece for
-each place, and a clip by the global norm three layers: squares where the gradients are, the norm at
-the hub, the update where they are.
+Shared values depend only on inputs that every place has (a count of steps). So Adam is one piece
+for each place. A clip by the global norm has three layers: squares where the gradients are, the
+norm at the hub, the update where the gradients are.
 
 EPL places optimizer operations by a fixpoint of minima over consumers and maxima over inputs
-(epl/ir/graph.py, `_fix_map_operations_to_taskgraph`), whose last pass reuses what the one before
-left; here one pass is enough.
+(epl/ir/graph.py, `_fix_map_operations_to_taskgraph`). Here one pass is enough.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from dtrans._jax import Atom, ClosedJaxpr, HoldsJaxpr, JaxprEqn, Var, opened
@@ -31,7 +31,7 @@ from dtrans.ir.dataflow import backward_slice, free_variables
 from dtrans.ir.program import Program
 
 
-HUB = -1  # made at the hub, of what several places have
+HUB = -1  # the place of values that depend on several places: the hub, as a mark
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -56,12 +56,12 @@ class PlacedUpdate:
     """A program in pieces.
 
     Attributes:
-      program: what was cut.
-      pieces: in an order in which they can run.
-      sends: what is made in one place and read in another: variable, from, to. Inputs too.
-      home: the place of each input; None for those that every place has.
-      out_at: the place of each output; None for those that every place makes.
-      cuts: of values that are in pieces in a place that is split, the dimension.
+      program: the program.
+      pieces: its pieces, in an order in which they can run.
+      sends: values that one place has and another reads, inputs too: variable, from, to.
+      home: the place of each input; None for inputs that every place has.
+      out_at: the place of each output; None for outputs that every place computes.
+      cuts: value to the dimension along which the shards of a split place divide it.
     """
 
     program: Program
@@ -78,9 +78,10 @@ def place(
     """Cut a program by place.
 
     Args:
-      home: the place of each input by name; None for those that every place has.
-      out_at: the place where each output is wanted; None for every place.
-      places: how many there are; the last is the hub.
+      program: the program.
+      home: the place of each input by name; None for inputs that every place has.
+      out_at: the place that needs each output; None for every place.
+      places: the number of places; the last is the hub.
     """
     return _Placer(program, home, out_at, places).placed()
 
@@ -89,48 +90,56 @@ def grouped(placed: PlacedUpdate, group: Mapping[str, int]) -> PlacedUpdate:
     """Split the pieces that compute several groups of outputs, the last group first.
 
     Args:
-      group: the group of each output by name; what is not an output, and what several groups need,
-        is made before all.
+      placed: the program in pieces.
+      group: the group of each output by name. Other values, and values that several groups need,
+        are computed before all groups.
     """
-    of = {a: group[n] for n, a in placed.program.outvars.items()
-          if n in group and isinstance(a, Var)}  # fmt: skip
+    group_of: dict[Var, int] = {}
+    for n, a in placed.program.outvars.items():
+        if n in group and isinstance(a, Var):
+            group_of[a] = group[n]
     pieces: list[StagePart] = []
     for piece in placed.pieces:
-        groups = sorted({of[v] for v in piece.makes if v in of}, reverse=True)
-        pieces += [piece] if len(groups) < 2 else _apart(piece, of, groups)
+        groups = sorted({group_of[v] for v in piece.makes if v in group_of}, reverse=True)
+        pieces += [piece] if len(groups) < 2 else _split_piece(piece, group_of, groups)
     return dataclasses.replace(placed, pieces=tuple(pieces))
 
 
-def _apart(piece: StagePart, of: Mapping[Var, int], groups: Sequence[int]) -> list[StagePart]:
+def _split_piece(
+    piece: StagePart, group_of: Mapping[Var, int], groups: Sequence[int]
+) -> list[StagePart]:
     """Split a piece: the common part of groups, and then each group."""
-    inner = piece.inner
-    wanted = {g: [v for v in piece.makes if of.get(v) == g] for g in groups}
-    need = {g: set(backward_slice(inner.eqns, wanted[g])[0]) for g in groups}
-    others = [v for v in piece.makes if v not in of]
-    common = set(backward_slice(inner.eqns, others)[0])
-    common |= {i for i in range(len(inner.eqns)) if sum(i in n for n in need.values()) > 1}
-    common = set(backward_slice(inner.eqns, [v for i in common for v in inner.eqns[i].outvars])[0])
-    made = {v for i in common for v in inner.eqns[i].outvars}
-    read_later = {
-        a
-        for n in need.values()
-        for i in n - common
-        for a in inner.eqns[i].invars
-        if isinstance(a, Var)
-    }
-    first = [
-        v
-        for i in sorted(common)
-        for v in inner.eqns[i].outvars
-        if v in read_later or v in piece.makes
-    ]
-    parts = [(sorted(common), first)]
-    parts += [(sorted(need[g] - common), [v for v in wanted[g] if v not in made]) for g in groups]
-    return [_part(piece.jaxpr, piece.place, which, makes) for which, makes in parts if makes]
+    eqns = piece.inner.eqns
+    outs: dict[int | None, list[Var]] = {g: [] for g in (*groups, None)}
+    for v in piece.makes:
+        outs[group_of.get(v)].append(v)
+
+    # the common part: outputs without a group, and equations that several groups need
+    needs = {g: set(backward_slice(eqns, outs[g])[0]) for g in groups}
+    times = Counter(itertools.chain(*needs.values()))
+    shared: list[Atom] = list(outs[None])
+    for i, count in times.items():
+        if count > 1:
+            shared += eqns[i].outvars
+    common = set(backward_slice(eqns, shared)[0])
+
+    # its outputs: those of the piece, and values that a group reads
+    read: set[Atom] = set()
+    for i in times.keys() - common:
+        read.update(a for a in eqns[i].invars if isinstance(a, Var))
+    computed: dict[Var, bool] = {}  # to whether the piece or a group needs it
+    for i in sorted(common):
+        for v in eqns[i].outvars:
+            computed[v] = v in read or v in piece.makes
+    parts = [_part(piece.jaxpr, piece.place, sorted(common), [v for v in computed if computed[v]])]
+    for g in groups:
+        makes = [v for v in outs[g] if v not in computed]
+        parts.append(_part(piece.jaxpr, piece.place, sorted(needs[g] - common), makes))
+    return [part for part in parts if part.makes]
 
 
 def _part(jaxpr: ClosedJaxpr, at: int, which: Sequence[int], makes: Sequence[Var]) -> StagePart:
-    """Return some equations of a jaxpr as what one place does."""
+    """Return some equations of a jaxpr as a piece of one place."""
     inner = opened(jaxpr)
     eqns = [inner.eqns[i] for i in which]
     reads = [v for v in free_variables(eqns) if v not in inner.constvars]
@@ -138,7 +147,7 @@ def _part(jaxpr: ClosedJaxpr, at: int, which: Sequence[int], makes: Sequence[Var
 
 
 class _Placer:
-    """The working state of one placement."""
+    """Placement of the equations of one program: the working state of `place`."""
 
     def __init__(
         self,
@@ -151,20 +160,24 @@ class _Placer:
         self.home, self.out_at, self.places = home, out_at, places
         inner = program.inner
         self.eqns = inner.eqns
-        self.made_by = {v: i for i, e in enumerate(self.eqns) for v in e.outvars}
+        self.producer: dict[Var, int] = {}
+        # the place of each value; None for shared values
         self.at: dict[Var, int | None] = {v: home[n] for n, v in program.invars.items()}
-        self.where: list[int | None] = []  # of each equation
         users = self._users()
-        for eqn, wanted in zip(self.eqns, users, strict=True):
+        for i, (eqn, wanted) in enumerate(zip(self.eqns, users, strict=True)):
             found = {self.at.get(a) for a in eqn.invars if isinstance(a, Var)} - {None}
             real = found - {HUB}
-            alone = len(real) == 1 and (HUB not in found or wanted <= real or self._larger(eqn))
-            at = None if not found else next(iter(real)) if alone else HUB
-            self.where.append(at)
+            at: int | None = HUB
+            if not found:
+                at = None
+            elif len(real) == 1 and (HUB not in found or wanted <= real or self._larger(eqn)):
+                (at,) = real
             self.at |= dict.fromkeys(eqn.outvars, at)
+            self.producer |= dict.fromkeys(eqn.outvars, i)
         self.sends: dict[tuple[Var, int, int], None] = {}
-        self.level: dict[tuple[Var, int], int] = {}  # of a value, in a place
-        self.done: dict[tuple[int, int], int] = {}  # (equation, place) to level
+        # the number of transfers before a value is in a place, and before an equation runs there
+        self.level: dict[tuple[Var, int], int] = {}
+        self.done: dict[tuple[int, int], int] = {}
         self.wanted: dict[int, dict[int, list[int]]] = {}  # level to place to equations
 
     def _larger(self, eqn: JaxprEqn) -> bool:
@@ -178,10 +191,8 @@ class _Placer:
     def _users(self) -> list[set[int | None]]:
         """Return the places of the outputs that depend on each equation."""
         wanted: dict[Var, set[int | None]] = {}
-        for n, a in self.program.outvars.items():
-            if isinstance(a, Var):
-                at = self.out_at[n]
-                wanted.setdefault(a, set()).update(range(self.places) if at is None else [at])
+        for v, place in self._ends():
+            wanted.setdefault(v, set()).add(place)
         users: list[set[int | None]] = []
         for eqn in reversed(self.eqns):
             mine: set[int | None] = set().union(*(wanted.get(v, set()) for v in eqn.outvars))
@@ -191,27 +202,32 @@ class _Placer:
                     wanted.setdefault(a, set()).update(mine)
         return users[::-1]
 
+    def _ends(self) -> list[tuple[Var, int]]:
+        """Return the outputs that are variables, with each place that needs them."""
+        found: list[tuple[Var, int]] = []
+        for n, a in self.program.outvars.items():
+            at = self.out_at[n]
+            if isinstance(a, Var):
+                found += [(a, p) for p in (range(self.places) if at is None else [at])]
+        return found
+
     def physical(self, at: int) -> int:
-        """Return the index of a place; the hub is at the last one."""
+        """Return the index of a place; the hub is the last one."""
         return self.places - 1 if at == HUB else at
 
     def placed(self) -> PlacedUpdate:
-        ends: list[tuple[Atom, int]] = []
-        for n, a in self.program.outvars.items():
-            at = self.out_at[n]
-            ends += [(a, p) for p in (range(self.places) if at is None else [at])]
-        for a, p in ends:
-            if isinstance(a, Var):
-                self._need(a, p)
+        """Return the program in pieces: one for each level and place."""
+        ends = self._ends()
+        for v, p in ends:
+            self._schedule(v, p)
         pieces: list[StagePart] = []
-        outs = {(a, p) for a, p in ends if isinstance(a, Var)}
-        for level in sorted(self.wanted):
-            for p in sorted(self.wanted[level]):
-                pieces.append(self._piece(p, sorted(self.wanted[level][p]), outs))
+        for _, by_place in sorted(self.wanted.items()):
+            for p, which in sorted(by_place.items()):
+                pieces.append(self._piece(p, sorted(which), {*ends}))
         return PlacedUpdate(self.program, tuple(pieces), tuple(self.sends), self.home, self.out_at)
 
-    def _need(self, var: Var, p: int) -> int:
-        """Have a value in a place; the level from which on it is there."""
+    def _schedule(self, var: Var, p: int) -> None:
+        """Schedule the equations and transfers that bring a value to a place."""
         stack: list[tuple[Var, int]] = [(var, p)]
         while stack:  # depth first, without the recursion that a long update would need
             v, q = stack[-1]
@@ -220,37 +236,38 @@ class _Placer:
                 continue
             at = self.at.get(v)
             here = q if at is None else self.physical(at)
-            if v not in self.made_by:  # an input, or a constant
+            if v not in self.producer:  # an input, or a constant
                 self.level[v, here] = 0
             elif (v, here) not in self.level:
-                eqn = self.eqns[self.made_by[v]]
+                number = self.producer[v]
+                eqn = self.eqns[number]
                 operands = [(a, here) for a in eqn.invars if isinstance(a, Var)]
                 missing = [k for k in operands if k not in self.level]
                 if missing:
                     stack += missing
                     continue
                 level = max((self.level[k] for k in operands), default=0)
-                key = (self.made_by[v], here)
-                if key not in self.done:
-                    self.done[key] = level
-                    self.wanted.setdefault(level, {}).setdefault(here, []).append(self.made_by[v])
-                for o in eqn.outvars:
-                    self.level[o, here] = level
+                if (number, here) not in self.done:
+                    self.done[number, here] = level
+                    self.wanted.setdefault(level, {}).setdefault(here, []).append(number)
+                for out in eqn.outvars:
+                    self.level[out, here] = level
             if here != q:
                 self.sends[v, here, q] = None
                 self.level[v, q] = self.level[v, here] + 1
             stack.pop()
-        return self.level[var, p]
 
-    def _piece(self, p: int, which: Sequence[int], outs: set[tuple[Var, int]]) -> StagePart:
+    def _piece(self, p: int, which: Sequence[int], ends: set[tuple[Var, int]]) -> StagePart:
+        """Return some equations as a piece of a place, with the outputs that others need."""
         mine = set(which)
-        later = {
-            a
-            for (i, q) in self.done
-            if q == p and i not in mine
-            for a in self.eqns[i].invars
-            if isinstance(a, Var)
-        }
-        later |= {v for v, here, _ in self.sends if here == p} | {v for v, q in outs if q == p}
-        makes = [v for i in which for v in self.eqns[i].outvars if v in later]
+        needed: set[Atom] = {v for v, q in ends if q == p}
+        for v, origin, _ in self.sends:
+            if origin == p:
+                needed.add(v)
+        for i, q in self.done:
+            if q == p and i not in mine:
+                needed.update(a for a in self.eqns[i].invars if isinstance(a, Var))
+        makes: list[Var] = []
+        for i in which:
+            makes += [v for v in self.eqns[i].outvars if v in needed]
         return _part(self.program.jaxpr, p, which, makes)

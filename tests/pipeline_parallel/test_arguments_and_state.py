@@ -129,7 +129,7 @@ def reported(params: Any, opt_state: Any, x: jax.Array) -> Any:
 @pytest.mark.parametrize("step", [by_rows, reported])
 def test_an_update_may_not_read_rows_of_micro_batches(step: Any) -> None:
     told = (
-        f"the update of {step.__name__} reads x, of which each micro-batch has rows: "
+        f"the update of {step.__name__} reads x, and each micro-batch has other rows "
         ".*unsplit_inputs=.'x',."
     )
     with pytest.raises(GradientError, match=told):
@@ -147,7 +147,7 @@ def test_a_result_is_made_of_gradients_or_of_the_loss() -> None:
         return new, opt_state, loss, {"ratio": optax.tree.norm(grads) / loss}
 
     with pytest.raises(
-        GradientError, match="aux/ratio: computed from gradients and from what the loss function"
+        GradientError, match="aux/ratio: computed from gradients and from results of the loss"
     ):
         planned(step, start, X, num_micro_batch=1)
 

@@ -168,7 +168,7 @@ D = job(2, 2)
         (dict(layout="specific"), "layout='specific' needs slices="),
         (dict(slices=[[[D[0]]]]), "layout='auto' has no use for slices="),
         (dict(devices=[D[0], D[1], D[0]]), "devices has d0 twice"),
-        (dict(layout="aware_row", prefer_intra_node=False), "has an order of its own"),
+        (dict(layout="aware_row", prefer_intra_node=False), "fixes the order of devices"),
     ],
 )
 def test_clusters_that_cannot_be(options, message):
@@ -183,18 +183,18 @@ def test_clusters_that_cannot_be(options, message):
         (dict(), ([1, 0],), "each has at least one device"),
         (dict(), ([1], 0), "at least one replica"),
         (dict(devices=[]), ([1],), "has no devices"),
-        (dict(), ([1, 2],), "one replica of 2 stages uses 3 devices, and 4 cannot be shared out"),
-        (dict(), ([3, 3],), "uses 6 devices, and 4 cannot be shared out"),
+        (dict(), ([1, 2],), "one replica of 2 stages uses 3 devices, and 4 devices do not divide"),
+        (dict(), ([3, 3],), "uses 6 devices, and 4 devices do not divide"),
         (dict(), ([1, 1], 3), "uses 2 devices, and 3 replicas 6; there are 4"),
         (dict(layout="all"), ([1, 1],), "one stage every device, and there are 2 stages"),
-        (dict(layout="all"), ([3],), "uses 3 devices, and 4 cannot be shared out"),
+        (dict(layout="all"), ([3],), "uses 3 devices, and 4 devices do not divide"),
         (dict(layout="all"), ([2], 1), "makes 2 replicas of 4 devices at 2 each, and replicas=1"),
         (dict(layout="aware_row"), ([1],), "process 0 has 2; use layout='auto'"),
         (dict(layout="aware_row", devices=job(1, 1)), ([2],), "one device, and device_counts="),
         (
             dict(layout="aware_row", devices=job(1, 1, 1)),
             ([1, 1],),
-            "uses 2 devices, and 3 cannot be shared out",
+            "uses 2 devices, and 3 devices do not divide",
         ),
         (
             dict(layout="aware_row", devices=job(1, 1, 1, slice_index=[0, 0, 1])),
@@ -211,18 +211,18 @@ def test_numbers_that_do_not_come_out(cluster, args, message):
 @pytest.mark.parametrize(
     "slices, args, message",
     [
-        ([[[D[0]]]], ([1, 1],), "slices is of 1 stages, and there are 2"),
+        ([[[D[0]]]], ([1, 1],), "slices has 1 stages, and the model has 2"),
         (
             [[[D[0]], [D[1]]], [[D[2]]]],
             ([1, 1],),
-            r"slices\[1\] is of 1 replicas, and slices\[0\] says 2",
+            r"slices\[1\] has 1 replicas, and slices\[0\] says 2",
         ),
-        ([[[D[0]], [D[1]]]], ([1], 1), r"slices\[0\] is of 2 replicas, and replicas says 1"),
-        ([[]], ([1],), r"slices\[0\] is of 0 replicas"),
+        ([[[D[0]], [D[1]]]], ([1], 1), r"slices\[0\] has 2 replicas, and replicas says 1"),
+        ([[]], ([1],), r"slices\[0\] has 0 replicas"),
         (
             [[[D[0], D[1]]]],
             ([1],),
-            r"slices\[0\]\[0\] is of 2 devices, and a replica of stage 0 uses 1",
+            r"slices\[0\]\[0\] has 2 devices, and a replica of stage 0 uses 1",
         ),
         ([[[D[0]]], [[D[0]]]], ([1, 1],), "slices has d0 twice"),
         ([[["gpu:0"]]], ([1],), r"slices\[0\]\[0\] has gpu:0, which is none of the 4 devices"),

@@ -165,9 +165,9 @@ def test_what_is_kept_is_what_was_sent_and_what_has_a_name(names, each, schedule
     of = job_of(blocks, BLOCKS, rows())
     plan = planned(of, num_micro_batch=4, gradient_checkpoint=names, schedule=schedule)
     stream, named = 4 * WIDTH * 8, each * 2 * 4 * INNER * 8
-    assert [s.kept for s in plan.stages] == [named, stream + named]
+    assert [s.saves for s in plan.stages] == [named, stream + named]
     without = planned(of, num_micro_batch=4, schedule=schedule)
-    assert all(a.kept < b.kept for a, b in zip(plan.stages, without.stages, strict=True))
+    assert all(a.saves < b.saves for a, b in zip(plan.stages, without.stages, strict=True))
     assert [s.sends for s in plan.stages] == [s.sends for s in without.stages] == [stream, 0]
 
 
@@ -189,7 +189,7 @@ def test_what_is_kept_while_it_runs():
 
 def test_only_stages_up_to_the_end_compute_once_more():
     of = job_of(blocks, BLOCKS, rows())
-    kept = lambda **o: [s.kept for s in planned(of, num_stages=4, **o).stages]
+    kept = lambda **o: [s.saves for s in planned(of, num_stages=4, **o).stages]
     auto, none = kept(gradient_checkpoint="auto"), kept()
     assert kept(gradient_checkpoint="auto", last_checkpointed_stage=1) == auto[:2] + none[2:]
     assert kept(gradient_checkpoint="auto", last_checkpointed_stage=0) == auto[:1] + none[1:]
@@ -200,9 +200,9 @@ def test_only_stages_up_to_the_end_compute_once_more():
 
 def test_names_of_parts_that_values_do_not_have():
     of = job_of(blocks, BLOCKS, rows())
-    with pytest.raises(ConfigError, match="gradient_checkpoint names 'befor'; .* after, before"):
+    with pytest.raises(ConfigError, match="gradient_checkpoint names 'befor', .* after, before"):
         planned(of, gradient_checkpoint=("after", "befor"))
-    with pytest.raises(ConfigError, match="gradient_checkpoint names 'x'; .* is nothing"):
+    with pytest.raises(ConfigError, match="gradient_checkpoint names 'x', .* are none"):
         planned(job_of(square, net(4, 5, 4), rows()), gradient_checkpoint=("x",))
     with pytest.raises(
         ConfigError, match="must be 'auto', or a collection of names .* it is 'before'"
@@ -307,7 +307,7 @@ def test_masks_are_drawn_once(schedule, replicas):
     count = 16 // (2 * replicas)
     masks, stream = 2 * count * INNER, count * WIDTH * 8
     # stage 1 takes its keys of what stage 0 has split; each makes them of the step's key
-    assert [s.kept for s in plan.stages] == [masks, masks + stream]
+    assert [s.saves for s in plan.stages] == [masks, masks + stream]
 
 
 def test_noise_is_drawn_once_however_it_is_made():
@@ -465,28 +465,28 @@ def test_parameters_are_fetched_for_each_task_and_nothing_stays(options):
     assert host == jax.local_devices(backend="cpu")[0]
     assert not there(devices).keys() - before.keys()
 
-    tape, env = job.ready(state, *of.batch)
+    program, env = job.prepare(state, *of.batch)
     fetched = collections.Counter(
-        (m.what, m.stage) for m, _ in tape.instructions if is_fetch(m, plan)
+        (m.what, m.stage) for m, _ in program.instructions if is_fetch(m, plan)
     )
     wanted = collections.Counter()
     for task in plan.schedule.sequence():
         s = plan.step_programs.stages[task.stage]
-        program = {"F": s.forward, "B": s.backward, "W": s.weights}[task.kind]
-        if program is not None and program.out_names:
-            wanted.update((n, task.stage) for n in program.in_names if n in s.params)
+        of_task = {"F": s.forward, "B": s.backward, "W": s.weights}[task.kind]
+        if of_task is not None and of_task.out_names:
+            wanted.update((n, task.stage) for n in of_task.in_names if n in s.params)
     assert fetched == wanted and fetched.total() > 2 * len(SIX)
 
     new, loss = played(
-        job, tape, env, {m.target for m, _ in tape.instructions if is_fetch(m, plan)}
+        job, program, env, {m.target for m, _ in program.instructions if is_fetch(m, plan)}
     )
-    del tape, env
+    del program, env
     assert not there(devices).keys() - before.keys()
     assert {d for x in jax.tree.leaves(new) for d in x.devices()} == {host}
     assert loss.size == 1
 
 
-def played(job, tape, env, fetched):
+def played(job, program, env, fetched):
     """A step, in which what is fetched is there for the task that reads it, and gone after it."""
 
     def look(ins):
@@ -495,8 +495,8 @@ def played(job, tape, env, fetched):
                 "kept for longer than its task"
             )
 
-    job.play(tape, env, look)
-    return job.answer(tape, env)
+    job.execute(program, env, look)
+    return job.collect(program, env)
 
 
 def is_fetch(ins, plan):
@@ -507,10 +507,10 @@ def test_gradients_come_to_the_host_once_a_step():
     of = job_of(square, SIX, rows(), CLIPPED)
     plan = planned(of, offload=True, num_micro_batch=4)
     job = plan.simulate()
-    tape, _ = job.ready(job.init(jax.random.key(0)), *of.batch)
+    program, _ = job.prepare(job.init(jax.random.key(0)), *of.batch)
     sent = [
         m.what
-        for m, _ in tape.instructions
+        for m, _ in program.instructions
         if isinstance(m, Transfer) and m.to_host and m.what.endswith(GRAD)
     ]
     assert sorted(sent) == sorted(f"params/{n}{GRAD}" for n in SIX)
@@ -521,7 +521,7 @@ def test_offload_is_a_flag():
     with pytest.raises(ConfigError, match="offload must be True or False, it is 'v1'"):
         planned(of, offload="v1")
     with pytest.raises(
-        ConfigError, match="offload=True and sharding_stage=1: what is on the host is there once"
+        ConfigError, match="offload=True and sharding_stage=1: the host stores one copy of"
     ):
         planned(of, offload=True, sharding_stage=1)
 
@@ -600,20 +600,20 @@ def test_devices_hold_slices_of_sums_and_of_state():
     plan = planned(of, replicas=4, sharding_stage=2, min_slice_size=1)
     job = plan.on_mesh()
     state = job.init(jax.random.key(0))
-    tape, env = job.ready(state, *of.batch)
-    tasks = [ins for ins, _ in tape.instructions if isinstance(ins, RunStage) and ins.task]
+    program, env = job.prepare(state, *of.batch)
+    tasks = [ins for ins, _ in program.instructions if isinstance(ins, RunStage) and ins.task]
     seen = []
 
     def look(ins):
         if ins is tasks[-1]:
             seen.extend(env[i] for i in ins.makes)
 
-    job.play(tape, env, look)
+    job.execute(program, env, look)
     assert seen
     largest = {n: -(-w.shape[0] // 4) * w.shape[1] for n, w in UNEVEN.items()}
     for x in seen:
         assert {s.data.size for s in x.addressable_shards} <= set(largest.values()), x.shape
-    new, _ = job.answer(tape, env)
+    new, _ = job.collect(program, env)
     for n, x in new.opt_state.items():
         if x.ndim:
             assert {s.data.size for s in x.addressable_shards} == {largest[n.rpartition("/")[2]]}, n
@@ -776,7 +776,7 @@ def test_devices_that_are_not_enough_or_in_no_such_layout():
     with pytest.raises(ConfigError, match="layout='aware_row' is for processes of one device each"):
         planned(of, cluster=Cluster("aware_row")).on_mesh()
     one = Cluster("specific", slices=[[[jax.devices()[0]]]])
-    with pytest.raises(ConfigError, match="slices is of 1 stages, and there are 2"):
+    with pytest.raises(ConfigError, match="slices has 1 stages, and the model has 2"):
         planned(of, cluster=one).on_mesh()
 
 
@@ -988,7 +988,7 @@ def test_scopes_that_contradict():
     ):
         planned(scoped("a", "b", "c"))
     with pytest.raises(
-        ConfigError, match="policy='BALANCE_FLOPS' beside 2 scopes in the model, which say what"
+        ConfigError, match="policy='BALANCE_FLOPS' is for models without scopes, and 2 scopes in"
     ):
         planned(scoped("a", "b"), policy="BALANCE_FLOPS")
     with pytest.raises(

@@ -105,7 +105,7 @@ def test_products_are_in_16_bits_and_all_else_is_not():
     # stages are cut as without, and keep less
     without = planned(PLAIN, None, schedule="ZeroBubble")
     assert plan.model.stage_of == without.model.stage_of
-    assert sum(s.kept for s in plan.stages) < sum(s.kept for s in without.stages)
+    assert sum(s.saves for s in plan.stages) < sum(s.saves for s in without.stages)
 
 
 def test_a_value_is_narrowed_where_it_is_read_first():
@@ -192,7 +192,7 @@ def test_what_cannot_be():
     for given in ("fp16", dtrans.Precision("bf16", loss_scaling=dtrans.LossScaling())):
         with pytest.raises(
             ConfigError,
-            match="with a scale of the loss that changes: .* fixed one, dtrans.Precision",
+            match="has a scale of the loss that changes, .* fixed one: pass dtrans.Precision",
         ):
             dtrans.StageMemory(precision=given)
     with pytest.raises(ConfigError, match="precision must be 'fp16', 'bf16' or None, it is 'fp8'"):

@@ -304,7 +304,7 @@ def test_collections_outside_of_the_loss(wrap):
         planned(of, kind="exact")
     with pytest.raises(
         ConfigError,
-        match="more is collected under GLOBAL_SUM; there is one of it, made of the gradie",
+        match="more is collected under GLOBAL_SUM; there is one of it, computed from the",
     ):
         planned(collecting_outside(lambda value, grads, x: norm(grads)))
 

@@ -295,7 +295,7 @@ def test_each_device_has_its_piece(shards, classes, replicas):
         mine = 8 * 3 * (WIDTH + 1) * columns + 4  # with the count of steps
         body = 8 * 3 * (BODY + 1) * WIDTH + 4
         assert sorted(bytes_of.values()) == sorted([mine] * shards * replicas + [body] * replicas)
-        assert [s.held for s in plan.stages] == [body, mine]
+        assert [s.stores for s in plan.stages] == [body, mine]
         state, *_ = job.step(state, *of.batch)
 
 
@@ -389,15 +389,15 @@ def test_a_split_must_say_over_how_many_devices():
 @pytest.mark.parametrize(
     "options,says",
     [
-        ({"sharding_stage": 1, "replicas": 2}, "sharding_stage=1 beside split\\(name='head'\\)"),
-        ({"sharding_stage": 2, "replicas": 2}, "sharding_stage=2 beside split\\(name='head'\\)"),
+        ({"sharding_stage": 1, "replicas": 2}, "sharding_stage=1 excludes split\\(name='head'\\)"),
+        ({"sharding_stage": 2, "replicas": 2}, "sharding_stage=2 excludes split\\(name='head'\\)"),
         (
             {"offload": True},
-            "offload=True beside split\\(name='head'\\): a stage that is split keeps its pieces",
+            "offload=True excludes split\\(name='head'\\), whose stage stores pieces",
         ),
         (
             {"schedule": "Interleaved", "num_stages": 1},
-            "chunks=2 beside split\\(name='head'\\): a device has one stage",
+            "chunks=2 excludes split\\(name='head'\\): a device of a split",
         ),
     ],
 )

@@ -141,7 +141,7 @@ def test_backward_reads_what_forward_kept_and_what_comes_back(name, options):
             assert set(s.weights.in_names) <= there | back | set(s.backward.out_names)
         assert set(s.params) <= {*s.forward.in_names, *s.backward.in_names}
         kept = {n for n in s.forward.out_names if n.startswith("@residual/")}
-        assert kept <= set(s.kept), "it keeps what nobody reads"
+        assert kept <= set(s.saved), "it keeps what nobody reads"
         assert s.receives == (stages[s.index - 1].sends if s.index else ())
 
 
@@ -166,8 +166,8 @@ def test_no_weights_are_kept_for_each_micro_batch(name, cast):
     plan = dtrans.pipeline(*of.traced(), num_stages=3, num_micro_batch=2)
     for s in plan.step_programs.stages:
         types = {**s.forward.inputs, **s.forward.outputs}
-        assert not {*s.kept} & {*s.params}
-        for n in s.kept:
+        assert not {*s.saved} & {*s.params}
+        for n in s.saved:
             assert 13 in types[n].shape or math.prod(types[n].shape) % 13 == 0, (n, types[n])
 
 
@@ -223,16 +223,16 @@ def test_micro_batches_in_flight_are_as_planned_with_programs_of_their_own(
 def test_nothing_is_left_of_a_micro_batch(running):
     """After a step, slots hold its state, its results and what is always there."""
     job, state = running
-    tape, env = job.ready(state, *traced("mlp")[0].batch)
-    job.play(tape, env)
+    program, env = job.prepare(state, *traced("mlp")[0].batch)
+    job.execute(program, env)
     stay = {
-        *tape.state.values(),
-        *tape.fixed,
-        *tape.given.values(),
-        *(slot for slot, *_ in tape.results.values()),
+        *program.state.values(),
+        *program.fixed,
+        *program.inputs.values(),
+        *(slot for slot, *_ in program.results.values()),
     }
     assert {i for i, x in enumerate(env) if x is not None} <= stay
-    assert not any(env[slot] is not None for slots in tape.kept.values() for slot in slots)
+    assert not any(env[slot] is not None for slots in program.saved.values() for slot in slots)
 
 
 @pytest.mark.soak
@@ -246,7 +246,7 @@ def test_one_forward_one_backward_keeps_less_than_half():
         measured(job.scheduled(n), state, *of.batch)[1] for n in ("PreferBackward", "PreferForward")
     )
     assert all(a < b / 2 for a, b in zip(few.peak_bytes, many.peak_bytes, strict=True))
-    kept = [s.kept for s in job.plan.stages]
+    kept = [s.saves for s in job.plan.stages]
     assert all(b >= 16 * k for b, k in zip(many.peak_bytes, kept, strict=True))
     assert all(b >= n * k for b, n, k in zip(few.peak_bytes, few.peak, kept, strict=True))
 
@@ -333,7 +333,7 @@ def test_the_plan_says_what_devices_hold(stacked):
     plan = planned("transformer", 4, num_micro_batch=2, stacked=stacked)
     for s in plan.stages:
         # and a count of steps
-        assert s.held == sum(3 * nbytes(plan.types[n]) for n in s.params) + 4
+        assert s.stores == sum(3 * nbytes(plan.types[n]) for n in s.params) + 4
     assert sum(nbytes(plan.types[n]) for n in plan.model.homes) == sum(
         nbytes(plan.main.inputs[n]) for n in plan.main.args[0].names
     )
@@ -401,7 +401,7 @@ def test_the_table_of_stages():
     for k, s in enumerate(plan.stages):
         (line,) = [row for row in text.splitlines() if re.match(rf"\s*{k}\s+{s.ops}\s", row)]
         assert (
-            all(f"{n:,}" in line for n in (s.flops, s.sends, s.kept, s.peak, s.held))
+            all(f"{n:,}" in line for n in (s.flops, s.sends, s.saves, s.peak, s.stores))
             and s.params[0] in line
         )
     assert "schedule PreferBackward: 8 micro-batches, bubble 3/11" in text
@@ -409,7 +409,9 @@ def test_the_table_of_stages():
     html = plan._repr_html_()
     assert html.count("<tr") == 5 and "bubble 3/11" in html
     tied = str(planned("transformer", 4, num_micro_batch=2, replicas=2))
-    assert "params/embedding is held by stage 0 and used by stages 0, 3: its value is sent" in tied
+    assert (
+        "params/embedding is stored by stage 0 and used by stages 0, 3: its value is sent" in tied
+    )
     assert "4 stages, 2 replicas" in tied
     assert "4 stages, 2 on each device" in str(planned("mlp", 2, schedule="Interleaved", chunks=2))
 
@@ -616,7 +618,7 @@ def test_too_few_devices():
     plan = plan_of(num_stages=2, replicas=2)
     with pytest.raises(ConfigError, match="3 .*device|device.* 3"):
         plan.on_mesh(jax.devices()[:3])
-    assert plan.on_mesh(jax.devices()[4:]).places.replicas == 2
+    assert plan.on_mesh(jax.devices()[4:]).backend.replicas == 2
 
 
 def test_schedules_that_need_other_programs():

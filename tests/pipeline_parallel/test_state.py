@@ -205,8 +205,8 @@ import dtrans
 of = MODELS["convnet"].job(8)
 plan = dtrans.pipeline(*of.traced(), num_stages=3, num_micro_batch=2, stages=dtrans.Stages(policy="BALANCE_OP_NUM"))
 job = plan.simulate()
-tape, _ = job.ready(job.init(jax.random.key(0)), *of.batch)
-print("\\n".join(tape.lines))
+program, _ = job.prepare(job.init(jax.random.key(0)), *of.batch)
+print("\\n".join(program.lines))
 """
 
 

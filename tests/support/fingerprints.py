@@ -194,12 +194,12 @@ def of_trainers(plan: Any) -> list[str]:
 def of_stages(plan: Any) -> list[str]:
     """Stages, their programs, and the order of their tasks."""
     found = [
-        f"stage {s.index}: {' '.join(s.params)}; sends {s.sends}, holds {s.held}, keeps {s.peak} "
+        f"stage {s.index}: {' '.join(s.params)}; sends {s.sends}, holds {s.stores}, keeps {s.peak} "
         "micro-batches"
         for s in plan.stages
     ]
     found += [
-        f"ops {s.ops} in stage {s.index}: {s.flops} flops, keeps {s.kept}" for s in plan.stages
+        f"ops {s.ops} in stage {s.index}: {s.flops} flops, keeps {s.saves}" for s in plan.stages
     ]
     found += [f"home {n} {s}" for n, s in plan.model.homes.items()] + [
         f"users {n} {s}" for n, s in plan.model.users.items()

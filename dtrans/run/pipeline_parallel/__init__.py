@@ -1,17 +1,20 @@
-"""Running pipelines: one process drives all stages, or those that are its own.
+"""Jobs of pipelines: one process drives all stages, or each process drives some.
 
-    stage_devices   where a stage is: devices of its own, or all on one; how its programs are compiled there
-    deployment      a plan on its devices: where the arrays of its state and of batches are
-    instructions    a step as a list of instructions: run a program, move a value
-    slots           what the instructions work on, and when each slot is empty
-    draft           a step while it is written
-    micro_batch     a program as a function of the whole batch and the number of a micro-batch
-    compile_step    writes the tasks of the schedule; compile_update the update, and what merges results
-    state           the state between steps: how it is made, checked and read
-    job             `init` and `step`
-    processes       what a job asks of the processes that its stages are in; cluster, p2p: of several, and their lines
-    profile         what really ran when, and what was kept meanwhile
+    stage_devices    the devices of a stage, and how its programs are compiled for them
+    stage_placement  a plan on these devices: the places of its state and of batches
+    instructions     a step as a list of instructions: run a program, move a value
+    slots            the values that instructions work on, and the end of each value
+    step_builder     a step while it is written
+    micro_batch      a program as a function of the global batch and a micro-batch's number
+    compile_step     writes the tasks of the schedule
+    compile_update   writes the update, and the merges of results
+    state            the state between steps: its creation, checks and reads
+    job              `init` and `step`
+    processes        the interface to the processes of the stages, and one process
+    cluster          several processes
+    p2p              channels between processes
+    value_types      the types of values that cross them
+    profile          measured times of tasks, and bytes of saved values
 
-Everything is dispatched by one thread in the order of the schedule; devices work through what they
-were given.
+One thread dispatches everything in the order of the schedule. Devices execute asynchronously.
 """

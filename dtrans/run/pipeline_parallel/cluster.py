@@ -1,14 +1,14 @@
-"""A pipeline as processes: each has some of the stages, with all their replicas on its own devices.
+"""Pipeline in several processes: each has some stages, with all their replicas, on its devices.
 
-Every process goes through the same list of instructions, carries out those of its stages, and sends
-or receives where a value goes from a stage of one process to that of another
-(`dtrans.run.pipeline_parallel.p2p`). The processes are the trainers that `dtrans.connect()`
-connected; process k of N has the stages k*S/N to (k+1)*S/N.
+Every process walks through the same list of instructions, and executes those of its stages. It
+sends or receives the values that go from a stage of one process to a stage of another
+(`dtrans.run.pipeline_parallel.p2p`). The processes are the trainers of `dtrans.connect()`. Process
+k of N has the stages k*S/N to (k+1)*S/N.
 
-Each gives its part of a batch: process k has rows k*B/N to (k+1)*B/N of the global one. A stage
-reads whole arrays, so each part of an array is sent to the processes whose stages read it: tokens
-to the first, labels to the last. Values of the whole batch that no parameter enters are made by the
-first process, which is sent what they are made of; it sends them to those whose stages read them.
+Process k takes rows k*B/N to (k+1)*B/N of the global batch. A stage reads arrays of the global
+batch, so each process sends its parts to the processes that read them: tokens to the first, labels
+to the last. The first process receives the operands of precomputed values, computes these, and
+sends them to the processes that read them.
 """
 
 from __future__ import annotations
@@ -34,32 +34,35 @@ from dtrans.run.base.spmd import AxisSharding, Function
 from dtrans.run.distributed.connect import connected
 from dtrans.run.distributed.membership import Membership
 from dtrans.run.distributed.multihost import PARTS_DIFFER, check_consistent
-from dtrans.run.pipeline_parallel.deployment import Deployment
 from dtrans.run.pipeline_parallel.instructions import StepProgram, Transfer
 from dtrans.run.pipeline_parallel.job import PipelineJob
 from dtrans.run.pipeline_parallel.p2p import P2PChannels, on_host
 from dtrans.run.pipeline_parallel.processes import OneProcess
-from dtrans.run.pipeline_parallel.stage_devices import OnDevices, OneDevice, Places
+from dtrans.run.pipeline_parallel.stage_devices import OnDevices, OneDevice, StageBackend
+from dtrans.run.pipeline_parallel.stage_placement import StagePlacement
 from dtrans.run.pipeline_parallel.state import StateLayout
-from dtrans.run.pipeline_parallel.value_types import of_value, value_types
+from dtrans.run.pipeline_parallel.value_types import value_type, value_types
 
 
 _jobs = itertools.count()
-MAKER = 0  # the process that makes values of the whole batch: it has stage 0
+PRECOMPUTER = 0  # the process that computes precomputed values: it has stage 0
 
 
 @realises(PipelinePlan, "cluster")
 def cluster_job(plan: PipelinePlan, *, donate: bool) -> PipelineJob:
-    """The stages of this process; what `plan.on_cluster()` makes, in each of the processes.
+    """Return the job of this process's stages, in each of the processes of `dtrans.connect()`.
 
-    As `plan.on_mesh()`, but for the batch: each process gives its own part to `step`, and all get
-    all results. A state has the arrays of the process's own stages; `params` and `opt_state`
-    collect all, and must be called by all.
+    It differs from `plan.on_mesh()` in two ways. `step` takes this process's part of the batch, and
+    returns all results in every process. A state has the arrays of this process's stages, so that
+    `params` and `opt_state` gather them: all processes must call these together.
     """
     cluster = connected()
     stages, count, me = plan.options.num_stages, cluster.trainers, cluster.trainer_id
     if cluster.on_trainer_loss == "drop":
-        raise ConfigError("on_trainer_loss='drop': a pipeline cannot go on without its stages")
+        raise ConfigError(
+            "on_trainer_loss='drop': a pipeline cannot continue without the stages of a lost "
+            "process; leave the option out"
+        )
     if stages % count:
         raise ConfigError(
             f"the plan has {stages} stages, which {count} processes do not divide: plan a multiple "
@@ -67,58 +70,57 @@ def cluster_job(plan: PipelinePlan, *, donate: bool) -> PipelineJob:
         )
     each, local, replicas = stages // count, jax.local_devices(), plan.options.replicas
     shards = plan.model.cuts.shards[me * each :][:each]
-    if len(local) < sum(shards) * replicas:
+    needed = sum(shards) * replicas
+    if len(local) < needed:
         raise ConfigError(
-            f"the {each} stages of trainer {me} need {sum(shards) * replicas} devices for "
-            f"{replicas} replicas, it has "
-            f"{len(local)}"
+            f"the {each} stages of trainer {me} need {needed} devices for {replicas} replicas, and "
+            f"it has {len(local)}; start it with more devices, or plan fewer replicas"
         )
-    grids = dataclasses.replace(plan.options.stages.cluster, devices=local).virtual_devices(
-        shards, replicas
-    )
+    layout = dataclasses.replace(plan.options.stages.cluster, devices=local)
+    grids = layout.virtual_devices(shards, replicas)
     mine = frozenset(k for k in range(plan.options.model_stages) if plan.device_of(k) // each == me)
-    at = Deployment(plan, _Local(grids, me * each, plan.model.cuts.shards[:stages]), mine, donate)
-    return PipelineJob(ConnectedProcesses(at, cluster))
+    backend = _LocalDevices(grids, me * each, plan.model.cuts.shards[:stages])
+    return PipelineJob(ConnectedProcesses(StagePlacement(plan, backend, mine, donate), cluster))
 
 
 class ConnectedProcesses(OneProcess):
-    """The processes of a job, as one of them has them.
+    """The processes of a job, seen from one of them.
 
     Args:
-      at: what this one runs.
+      at: the placement of this process's stages.
       cluster: the job that it is connected to.
 
     Raises:
       PeerError, DeadlineError: other processes run another pipeline, or none.
     """
 
-    def __init__(self, at: Deployment, cluster: Membership) -> None:
+    def __init__(self, at: StagePlacement, cluster: Membership) -> None:
         super().__init__(at)
         self.part = self.me, self.count = cluster.trainer_id, cluster.trainers
         self.run_id, self.saves = cluster.run, self.me == 0
         o = at.plan.options
-        self._whole = {n for n in at.plan.batch if is_under(n, o.batch.unsplit_inputs)}
-        self._same = {f.name: repr(getattr(o, f.name)) for f in dataclasses.fields(o)} | {
-            **at.plan.model.merges
-        }
-        self._same |= {
-            "orders": repr(at.plan.schedule.orders),
-            "stages": str(at.plan.model.stage_of),
-        }
+        self._unsplit = {n for n in at.plan.batch if is_under(n, o.batch.unsplit_inputs)}
+        # facts that must be the same in all processes
+        self._same = {f.name: repr(getattr(o, f.name)) for f in dataclasses.fields(o)}
+        self._same |= at.plan.model.merges
+        self._same["orders"] = repr(at.plan.schedule.orders)
+        self._same["stages"] = str(at.plan.model.stage_of)
         check_consistent(at.plan.main, (), self._same)
         self.state_types = StateLayout(at).types
         self._links = P2PChannels(cluster, str(next(_jobs)))
         self._types: dict[StepProgram, Mapping[int, ValueType]] = {}
-        self._playing: Mapping[int, ValueType] = {}  # of the step that is being made
-        self._round = 0  # of messages: what is sent is named by its round, and by its place in it
+        self._types_of_step: Mapping[int, ValueType] = {}  # of the current step
+        # messages are named by their round, which is a step or a gather, and by a key in it
+        self._round = 0
 
     def process_of(self, stage: int) -> int:
-        """Which process has a stage."""
+        """Return the process of a stage."""
         return self.at.plan.device_of(stage) // (self.at.plan.options.num_stages // self.count)
 
     def check_reorder(self, name: str) -> None:
         raise ConfigError(
-            f"in a job of processes, plan.scheduled({name!r}).on_cluster() runs another schedule"
+            f"job.scheduled({name!r}) is for jobs of one process; in a job of several, run "
+            f"plan.scheduled({name!r}).on_cluster()"
         )
 
     def close(self) -> None:
@@ -126,7 +128,7 @@ class ConnectedProcesses(OneProcess):
 
     # -- batches ---------------------------------------------------------------------------------
 
-    def whole_types(self, arrays: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+    def global_types(self, arrays: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
         split = {n: x.shape[0] for n, x in arrays.items() if isinstance(self._share(n, x), int)}
         shapes = "; ".join(f"{n} {x.shape} {x.dtype}" for n, x in arrays.items())
         rows = next(iter(split.values()), 0)
@@ -136,93 +138,104 @@ class ConnectedProcesses(OneProcess):
             if rows * self.count % o.parts:
                 raise BatchError(
                     f"{n} has {rows} rows in each of {self.count} processes, {rows * self.count} "
-                    "in all, which "
-                    f"num_micro_batch={o.num_micro_batch} and replicas={o.replicas} do not divide: "
-                    "give parts "
-                    f"that make a multiple of {o.parts} rows"
+                    f"in all, which num_micro_batch={o.num_micro_batch} and replicas={o.replicas} "
+                    f"do not divide: give parts that make a multiple of {o.parts} rows"
                 )
         types = global_types([(x, self._share(n, x)) for n, x in arrays.items()], self.count)
         return dict(zip(arrays, types, strict=True))
 
-    def check_tape(self, tape: StepProgram, types: Mapping[str, jax.ShapeDtypeStruct]) -> None:
-        check_consistent(self.at.plan.main, (), {**self._same, "tape": "\n".join(tape.lines)})
-        self._types[tape] = value_types(tape, types)
+    def check_program(
+        self, program: StepProgram, types: Mapping[str, jax.ShapeDtypeStruct]
+    ) -> None:
+        check_consistent(self.at.plan.main, (), {**self._same, "program": "\n".join(program.lines)})
+        self._types[program] = value_types(program, types)
 
-    def whole_batch(
-        self, tape: StepProgram, arrays: Mapping[str, Any], held: Mapping[tuple[int, str], Any]
+    def gather_batch(
+        self, program: StepProgram, arrays: Mapping[str, Any], state: Mapping[tuple[int, str], Any]
     ) -> Mapping[str, Any]:
         self._round += 1
-        self._playing = self._types[tape]
+        self._types_of_step = self._types[program]
         readers: dict[str, set[int]] = {}
-        for place, n in tape.given:
+        for place, n in program.inputs:
             readers.setdefault(n, set()).add(self.process_of(place))
-        for n in () if tape.values is None else tape.values.read:
-            readers.setdefault(n, set()).add(MAKER)
-        # the numbers before are theirs
-        keys = itertools.count(len(tape.instructions) + len(tape.results))
-        split = {
-            n: (next(keys), x) for n, x in arrays.items() if isinstance(self._share(n, x), int)
-        }
-        for n, (key, x) in split.items():
+        for n in () if program.values is None else program.values.read:
+            readers.setdefault(n, set()).add(PRECOMPUTER)
+
+        # send this process's parts; smaller keys are those of instructions and results
+        keys = itertools.count(len(program.instructions) + len(program.results))
+        split: dict[str, int] = {}
+        for n, x in arrays.items():
+            if not isinstance(self._share(n, x), int):
+                continue
+            split[n] = next(keys)
             others = readers.get(n, set()) - {self.me}
             # a copy: it is sent later, and an array of NumPy may be written to meanwhile
             part = np.array(x) if others and isinstance(x, np.ndarray) else x
             for k in others:
-                self._links.send(k, self._round, key, part)
+                self._links.send(k, self._round, split[n], part)
         self._check_arguments(arrays, keys)
-        whole = {**arrays} | {
-            n: jnp.concatenate(
-                [x if k == self.me else self._part(k, key, n, x) for k in range(self.count)]
-            )
-            for n, (key, x) in split.items()
-            if self.me in readers.get(n, ())
-        }
-        return (
-            whole
-            if tape.values is None
-            else whole | self._given(tape, tape.values, whole, held, readers, keys)
-        )
 
-    def _given(
+        # receive the parts of others, for arrays that stages here read
+        gathered = dict(arrays)
+        for n, key in split.items():
+            if self.me in readers.get(n, ()):
+                mine = arrays[n]
+                parts = [self._receive_part(k, key, n, mine) for k in range(self.count)]
+                gathered[n] = jnp.concatenate(parts)
+        if program.values is None:
+            return gathered
+        return gathered | self._precomputed(program, program.values, gathered, state, readers, keys)
+
+    def _precomputed(
         self,
-        tape: StepProgram,
+        program: StepProgram,
         values: Program,
-        whole: Mapping[str, Any],
-        held: Mapping[tuple[int, str], Any],
+        arrays: Mapping[str, Any],
+        state: Mapping[tuple[int, str], Any],
         readers: Mapping[str, Collection[int]],
         keys: Iterator[int],
     ) -> dict[str, Any]:
-        """The values of the whole batch that stages of this process read, which one process makes.
+        """Return the precomputed values that stages of this process read.
 
         Args:
-          readers: the processes that read each.
+          program: the step.
+          values: the program of precomputed values.
+          arrays: the global arrays that this process has.
+          state: the arrays of the state that it stores, by (place, name).
+          readers: the processes that read each value.
           keys: numbers for messages, the same in all processes.
         """
-        state = {**held}
+        # the state that they depend on
+        gathered = dict(state)
         for n in values.args[-1].names:
             place, key = self.at.first_place(n), next(keys)
             owner = self.process_of(place)
-            if self.me == owner != MAKER:
-                self._links.send(MAKER, self._round, key, held[place, n])
-            elif self.me == MAKER != owner:
-                state[place, n] = self._receive(owner, key, of_value(self.state_types[n]), n)
+            if self.me == owner != PRECOMPUTER:
+                self._links.send(PRECOMPUTER, self._round, key, state[place, n])
+            elif self.me == PRECOMPUTER != owner:
+                kind = value_type(self.state_types[n])
+                gathered[place, n] = self._receive(owner, key, kind, n)
+
         numbered = dict(zip(values.out_names, keys, strict=False))
-        if self.me != MAKER:
-            mine = {n: key for n, key in numbered.items() if self.me in readers.get(n, ())}
-            what = "a value of the whole batch"
-            return {
-                n: self._receive(MAKER, key, of_value(values.outputs[n]), what)
-                for n, key in mine.items()
-            }
-        made = self.made_first(tape, whole, state)
+        found: dict[str, Any] = {}
+        if self.me == PRECOMPUTER:
+            found = self.precompute(program, arrays, gathered)
+            for n, key in numbered.items():
+                for k in {*readers.get(n, ())} - {self.me}:
+                    self._links.send(k, self._round, key, found[n])
+            return found
         for n, key in numbered.items():
-            for k in {*readers.get(n, ())} - {self.me}:
-                self._links.send(k, self._round, key, made[n])
-        return made
+            if self.me in readers.get(n, ()):
+                kind = value_type(values.outputs[n])
+                found[n] = self._receive(PRECOMPUTER, key, kind, "a value of the whole batch")
+        return found
 
     def _check_arguments(self, arrays: Mapping[str, Any], keys: Iterator[int]) -> None:
-        """Raise PeerError where processes give an argument that the update reads, and that they
-        must have the same."""
+        """Check that all processes pass equal values of the arguments that the update reads.
+
+        Raises:
+          PeerError: a process passes another value.
+        """
         others = [k for k in range(self.count) if k != self.me]
         numbered = dict(zip(self.at.plan.arguments, keys, strict=False))
         for n, key in numbered.items():
@@ -231,30 +244,30 @@ class ConnectedProcesses(OneProcess):
         for n, key in numbered.items():
             mine = on_host(arrays[n])[0]
             for k in others:
-                x = on_host(self._receive(k, key, of_value(arrays[n]), n))[0]
+                x = on_host(self._receive(k, key, value_type(arrays[n]), n))[0]
                 if x.tobytes() != mine.tobytes():
                     one, two = sorted([(self.me, mine.tolist()), (k, x.tolist())])
                     raise PeerError(
                         f"{n} is {wire.brief(one[1])} on trainer {one[0]}, and "
-                        f"{wire.brief(two[1])} on trainer "
-                        f"{two[0]}: the update reads it, and there is one update; give all "
-                        "processes the same"
+                        f"{wire.brief(two[1])} on trainer {two[0]}, and the update reads it on "
+                        "stages of both; pass equal values in all processes"
                     )
 
-    def _part(self, origin: int, key: int, name: str, mine: Any) -> Any:
-        """The part of an array that another process gives."""
-        x = self._receive(origin, key, of_value(mine, any_size=True), name)
+    def _receive_part(self, origin: int, key: int, name: str, mine: Any) -> Any:
+        """Return a process's part of an array; `mine` for this process."""
+        if origin == self.me:
+            return mine
+        x = self._receive(origin, key, value_type(mine, any_size=True), name)
         if x.shape != mine.shape:
             raise BatchError(
                 f"{PARTS_DIFFER}; trainer {origin} gives {name} as {list(x.shape)}, trainer "
-                f"{self.me} as "
-                f"{list(mine.shape)}; take parts with job.shard_batch(*batch)"
+                f"{self.me} as {list(mine.shape)}; take parts with job.shard_batch(*batch)"
             )
         return x
 
     def _share(self, name: str, x: Any) -> Share:
-        """How processes share an array of the batch: see `share_of`."""
-        return share_of(name, x, self.count, self._whole)
+        """Return the share of processes in an array of the batch: see `share_of`."""
+        return share_of(name, x, self.count, self._unsplit)
 
     # -- a step ----------------------------------------------------------------------------------
 
@@ -265,30 +278,32 @@ class ConnectedProcesses(OneProcess):
         elif origin == self.me:
             self._links.send(target, self._round, number, env[ins.source])
         elif target == self.me:
-            x = self._receive(
-                origin, number, self._playing[number], f"{ins.what} for stage {ins.stage}"
-            )
+            what = f"{ins.what} for stage {ins.stage}"
+            x = self._receive(origin, number, self._types_of_step[number], what)
             env[ins.target] = self.at.put(ins, x)
 
-    def share_results(self, tape: StepProgram, env: list[Any]) -> None:
-        for key, (n, (slot, _, stage)) in enumerate(tape.results.items(), len(tape.instructions)):
-            env[slot] = self._shared(self.process_of(stage), key, self._playing[key], n, env[slot])
+    def share_results(self, program: StepProgram, env: list[Any]) -> None:
+        for key, (n, (slot, _, stage)) in enumerate(
+            program.results.items(), len(program.instructions)
+        ):
+            kind = self._types_of_step[key]
+            env[slot] = self._broadcast(self.process_of(stage), key, kind, n, env[slot])
 
-    def collected(self, names: Sequence[str], held: Mapping[str, Any]) -> Mapping[str, Any]:
+    def gather_state(self, names: Sequence[str], arrays: Mapping[str, Any]) -> Mapping[str, Any]:
         self._round += 1
         found = {}
         for key, n in enumerate(names):
-            kind = of_value(self.state_types[n])
-            x = self._shared(self.process_of(self.at.first_place(n)), key, kind, n, held.get(n))
+            origin, kind = self.process_of(self.at.first_place(n)), value_type(self.state_types[n])
+            x = self._broadcast(origin, key, kind, n, arrays.get(n))
             found[n] = jax.device_put(x, jax.local_devices()[0])
         return found
 
     def _receive(self, origin: int, key: int, kind: ValueType, what: str) -> Any:
-        """As `P2PChannels.receive`, of this round."""
+        """Receive a value of this round: see `P2PChannels.receive`."""
         return self._links.receive(origin, self._round, key, kind, what)
 
-    def _shared(self, origin: int, key: int, kind: ValueType, name: str, x: Any) -> Any:
-        """What one process has, in all."""
+    def _broadcast(self, origin: int, key: int, kind: ValueType, name: str, x: Any) -> Any:
+        """Return a value of one process in all of them; `x` is read in that process."""
         if origin != self.me:
             return jax.device_put(self._receive(origin, key, kind, name))
         for k in range(self.count):
@@ -297,13 +312,13 @@ class ConnectedProcesses(OneProcess):
         return x
 
 
-class _Local(Places):
-    """The devices of this process's stages; of other stages nothing is known.
+class _LocalDevices(StageBackend):
+    """Backend with the devices of this process's stages; it leaves values of others in place.
 
     Args:
-      grids: by stage of this process, its devices.
+      grids: the devices of each stage of this process.
       first: the first stage of this process.
-      shards: of each stage.
+      shards: the number of shards of each stage.
     """
 
     def __init__(self, grids: Sequence[Any], first: int, shards: Sequence[int]) -> None:
@@ -333,10 +348,8 @@ class _Local(Places):
         donated: Sequence[int] = (),
     ) -> Function:
         at = self._local(stage)
-        # that of another process is never run here: it says what types it makes
-        places = (
-            OneDevice(self.replicas, [self._shards[stage % self._stages]])
-            if at is None
-            else self._on
-        )
-        return places.compiled(fn, 0 if at is None else at, ins, outs, donated)
+        if at is not None:
+            return self._on.compiled(fn, at, ins, outs, donated)
+        # never run: `value_types` reads the types of its outputs
+        stand_in = OneDevice(self.replicas, [self._shards[stage % self._stages]])
+        return stand_in.compiled(fn, 0, ins, outs, donated)

@@ -1,14 +1,14 @@
-"""A pipelined step as a list of instructions.
+"""Compilation of a pipelined step into a list of instructions.
 
 The list is written once for each batch shape, in the order in which the schedule dispatches tasks:
 
-    parameters   to the stages that read them and do not hold them
+    parameters   transfers to the stages that read but do not store them
     zeros        for the sums of gradients
-    tasks        the programs of micro-batches, and what goes from stage to stage
-    the update   and what merges results (`dtrans.run.pipeline_parallel.compile_update`)
+    tasks        programs of micro-batches, and transfers from stage to stage
+    the update   and merges of results (`dtrans.run.pipeline_parallel.compile_update`)
 
-Which slots nothing reads any more after an instruction follows from the list, and they are emptied
-there: so what is alive at any time is what the schedule says.
+A slot is emptied after the last instruction that reads it. So the values alive at any time are
+those that the schedule implies.
 """
 
 from __future__ import annotations
@@ -23,91 +23,91 @@ from dtrans.pipeline_parallel.stage_programs import StagePrograms
 from dtrans.pipeline_parallel.staged_model import StepPrograms
 from dtrans.pipeline_parallel.task import Task
 from dtrans.run.pipeline_parallel.compile_update import write_results, write_update
-from dtrans.run.pipeline_parallel.deployment import Deployment
-from dtrans.run.pipeline_parallel.draft import Draft
-from dtrans.run.pipeline_parallel.instructions import StepProgram, Transfer
+from dtrans.run.pipeline_parallel.instructions import StepProgram
 from dtrans.run.pipeline_parallel.micro_batch import is_numbered, of_micro_batch
 from dtrans.run.pipeline_parallel.slots import Slots, with_releases
 from dtrans.run.pipeline_parallel.stage_devices import SAME
+from dtrans.run.pipeline_parallel.stage_placement import StagePlacement
+from dtrans.run.pipeline_parallel.step_builder import StepBuilder
 
 
 def compile_step(
-    at: Deployment, programs: StepPrograms, batch: Mapping[str, Any], values: Program | None = None
+    at: StagePlacement,
+    programs: StepPrograms,
+    batch: Mapping[str, Any],
+    values: Program | None = None,
 ) -> StepProgram:
-    """The instructions of a step.
+    """Return the instructions of a step.
 
     Args:
-      at: where it runs.
-      programs: those for this batch.
-      batch: name to type of the arrays of the whole batch, and of what is made of it first.
-      values: makes that, if anything.
+      at: the placement of the plan.
+      programs: the programs for this batch.
+      batch: name to type of the arrays of the global batch, and of precomputed values.
+      values: the program of precomputed values, if any.
     """
-    d = Draft(at, programs, batch, Slots(at, programs, batch))
+    d = StepBuilder(at, programs, batch, Slots(at, programs, batch))
+    slots = d.slots
     _send_params(d)
     for stage in programs.stages:
         _write_zeros(d, stage)
-    kept: dict[tuple[int, int], tuple[int, ...]] = {}
+    saved: dict[tuple[int, int], tuple[int, ...]] = {}
     for task in at.plan.schedule.sequence():
         stage = programs.stages[task.stage]
         _TASKS[task.kind](d, stage, task)
         if task.kind == "F":
-            kept[task.stage, task.micro] = tuple(
-                d.slots.value(stage.index, n, task.micro) for n in stage.kept
-            )
-    state, from_update = write_update(d)
-    results, made = write_results(d)
-    state, results = state | made, results | from_update
-    slots = d.slots
+            of_task = tuple(slots.value(stage.index, n, task.micro) for n in stage.saved)
+            saved[task.stage, task.micro] = of_task
+    new_state, from_update = write_update(d)
+    from_forward, forward_state = write_results(d)
+    state, results = new_state | forward_state, from_forward | from_update
     stay = {*slots.fixed, *state.values(), *(slot for slot, _, _ in results.values())}
     if not at.donate:
-        stay |= set(slots.given.values())
-    instructions = with_releases(d.instructions, stay)
+        stay |= set(slots.inputs.values())
     return StepProgram(
-        instructions,
+        with_releases(d.instructions, stay),
         len(slots),
-        slots.given,
+        slots.inputs,
         slots.fixed,
         state,
         results,
-        kept,
-        slots.passing(),
+        saved,
+        slots.in_flight(),
         values,
     )
 
 
-def _send_params(d: Draft) -> None:
-    """Send parameters that several stages read to those that do not hold them."""
+def _send_params(d: StepBuilder) -> None:
+    """Send parameters to the stages that read but do not store them."""
     if d.at.host is not None:
-        return
+        return  # tasks fetch them
     plan, sent = d.at.plan, set()
     for s in d.programs.stages:
         for n in s.params:
             target, home = d.slots.param(s.index, n), plan.model.homes[n]
             device = plan.device_of(home)
             if device != plan.device_of(s.index) and target not in sent:
-                d.instructions.append(
-                    Transfer(d.slots.state(device, n), target, home, s.index, SAME, n)
-                )
+                d.move(d.slots.state(device, n), target, (home, s.index), SAME, n)
                 sent.add(target)
 
 
-def _fetch_state(d: Draft, p: Program, s: StagePrograms) -> None:
+def _fetch_state(d: StepBuilder, p: Program, s: StagePrograms) -> None:
     """Fetch the state that a program reads from the host, for one task alone."""
     for n in p.in_names:
         if n in s.state:
-            held, there = d.slots.state(s.index, n), d.slots.shared_state(s.index, n)
-            d.instructions.append(Transfer(held, there, s.index, s.index, SAME, n))
+            stored, there = d.slots.state(s.index, n), d.slots.shared_state(s.index, n)
+            d.move(stored, there, (s.index, s.index), SAME, n)
         if n in s.params:
             home = d.at.plan.model.homes[n]
-            held = d.slots.state(d.at.plan.device_of(home), n)
-            d.instructions.append(Transfer(held, d.slots.param(s.index, n), home, s.index, SAME, n))
+            stored = d.slots.state(d.at.plan.device_of(home), n)
+            d.move(stored, d.slots.param(s.index, n), (home, s.index), SAME, n)
 
 
-def _write_zeros(d: Draft, s: StagePrograms) -> None:
+def _write_zeros(d: StepBuilder, s: StagePrograms) -> None:
+    """Write zeros for the sums of a stage's gradients."""
     if not s.leaves or d.at.plan.options.clip_of_each is not None:
         return
-    given = (s.weights or s.backward).inputs
-    types = [given[n] for n in s.sums]
+    inputs = (s.weights or s.backward).inputs
+    types = [inputs[n] for n in s.sums]
 
     def zeros() -> list[Any]:
         return [jnp.zeros(t.shape, t.dtype) for t in types]
@@ -116,45 +116,34 @@ def _write_zeros(d: Draft, s: StagePrograms) -> None:
     d.run((s, "zeros"), lambda: zeros, s.index, (), makes, f"zeros of stage {s.index}")
 
 
-def _write_forward(d: Draft, s: StagePrograms, task: Task) -> None:
-    k, m, own = s.index, task.micro, d.at.own
+def _write_forward(d: StepBuilder, s: StagePrograms, task: Task) -> None:
+    """Write the forward of a micro-batch, and the transfers of values to the next stage."""
+    k, m, kind = s.index, task.micro, d.at.per_replica
     _write_task(d, s.forward, s, task, lambda n: d.slots.value(k, n, m))
     for n in s.sends:
-        d.instructions.append(
-            Transfer(
-                d.slots.of(own, "value", k, n, m),
-                d.slots.of(own, "value", k + 1, n, m),
-                k,
-                k + 1,
-                own,
-                n,
-            )
-        )
+        source = d.slots.slot(kind, "value", k, n, m)
+        target = d.slots.slot(kind, "value", k + 1, n, m)
+        d.move(source, target, (k, k + 1), kind, n)
 
 
-def _write_backward(d: Draft, s: StagePrograms, task: Task) -> None:
-    k, m, own = s.index, task.micro, d.at.own
-    _write_task(d, s.backward, s, task, lambda n: d.slots.made(s, n, m))
+def _write_backward(d: StepBuilder, s: StagePrograms, task: Task) -> None:
+    """Write the backward of a micro-batch, and the transfers of cotangents to the stage before."""
+    k, m, kind = s.index, task.micro, d.at.per_replica
+    _write_task(d, s.backward, s, task, lambda n: d.slots.output(s, n, m))
     for n in s.backward.out_names:
         if n in s.cotangents:
-            d.instructions.append(
-                Transfer(
-                    d.slots.of(own, "back", k, n, m),
-                    d.slots.of(own, "cotangent", k - 1, n, m),
-                    k,
-                    k - 1,
-                    own,
-                    n,
-                )
-            )
+            source = d.slots.slot(kind, "back", k, n, m)
+            target = d.slots.slot(kind, "cotangent", k - 1, n, m)
+            d.move(source, target, (k, k - 1), kind, n)
 
 
-def _write_weights(d: Draft, s: StagePrograms, task: Task) -> None:
+def _write_weights(d: StepBuilder, s: StagePrograms, task: Task) -> None:
+    """Write the gradients of weights of a micro-batch."""
     if s.weights is not None:
-        _write_task(d, s.weights, s, task, lambda n: d.slots.made(s, n, task.micro))
+        _write_task(d, s.weights, s, task, lambda n: d.slots.output(s, n, task.micro))
 
 
-_TASKS: dict[str, Callable[[Draft, StagePrograms, Task], None]] = {
+_TASKS: dict[str, Callable[[StepBuilder, StagePrograms, Task], None]] = {
     "F": _write_forward,
     "B": _write_backward,
     "W": _write_weights,
@@ -162,17 +151,18 @@ _TASKS: dict[str, Callable[[Draft, StagePrograms, Task], None]] = {
 
 
 def _write_task(
-    d: Draft, p: Program, s: StagePrograms, task: Task, made: Callable[[str], int]
+    d: StepBuilder, p: Program, s: StagePrograms, task: Task, slot_of: Callable[[str], int]
 ) -> None:
-    """Write a program of a micro-batch; `made` gives the slot of each output."""
+    """Write a program of a micro-batch; `slot_of` returns the slot of an output."""
     if not p.out_names:
         return
     if d.at.host is not None:
         _fetch_state(d, p, s)
-    reads = [d.slots.read(s, n, task.micro) for n in p.in_names]
-    makes = [made(n) for n in p.out_names]
+    reads = [d.slots.operand(s, n, task.micro) for n in p.in_names]
+    makes = list(map(slot_of, p.out_names))
     if is_numbered(d.at, p, d.batch):
         reads.append(d.slots.number(s.index, task.micro))
+    # sums of gradients are added in place
     donated = [i for i, n in enumerate(p.in_names) if n in s.sums and n in p.outputs]
     fn = lambda: of_micro_batch(d.at, p, d.batch)
     d.run(p, fn, s.index, reads, makes, str(task), task=task, donated=donated)

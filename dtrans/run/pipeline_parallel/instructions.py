@@ -1,7 +1,7 @@
-"""A pipelined step as a list of instructions, on values in numbered slots.
+"""Instructions of a pipelined step, on values in numbered slots.
 
-RunStage    a compiled program of a stage, on values that are there
-Transfer    a value from one stage to another
+RunStage    runs a compiled program of a stage
+Transfer    moves a value from one stage to another
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from dtrans.run.base.spmd import AxisSharding
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RunStage:
-    """Run a program.
+    """Run of a compiled program.
 
     Attributes:
-      stage: whose.
-      fn: on the values of `reads`; what it makes goes to `makes`.
-      task: what it is in the schedule, if it is of that.
-      what: for showing.
+      stage: the stage that runs it.
+      fn: the program, on the values of `reads`; its outputs go to `makes`.
+      reads, makes: slots.
+      what: its name, for display.
+      task: its task in the schedule, if it is one.
     """
 
     stage: int
@@ -36,14 +37,14 @@ class RunStage:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Transfer:
-    """Move a value from a slot to another, and from a stage to another.
+    """Transfer of a value to another slot, and to another stage.
 
     Attributes:
       source, target: the slots.
-      origin, stage: from whose to whose.
-      kind: how replicas have it.
-      what: for showing.
-      to_host: whether it goes to the host of the stage, not to its devices.
+      origin, stage: the stages that send and receive it.
+      kind: its sharding over the replicas of a stage.
+      what: its name, for display.
+      to_host: True if it goes to the memory of the host, not to the devices of the stage.
     """
 
     source: int
@@ -68,32 +69,31 @@ Instruction: TypeAlias = RunStage | Transfer
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepProgram:
-    """A step.
+    """Step of a pipeline as instructions.
 
     Attributes:
-      instructions: in order, each with the slots that are empty after it.
-      size: how many slots there are.
-      given: slot of each array of the state and of the batch, by (place, name).
-      fixed: slots whose values are always the same: numbers of micro-batches, constants.
-      state: slot of each array of the new state, by (place, name).
-      results: slot of each result, the kind that it is of, and the stage that makes it.
-      kept: by (stage, micro-batch), slots of what is kept from forward to backward.
-      passing: the stage of each slot that is of one micro-batch.
-      values: makes what micro-batches are given beside the batch, from the whole of it, if
-        anything.
+      instructions: in order, each with the slots to empty after it.
+      size: the number of slots.
+      inputs: (place, name) of each array of the state and of the batch, to its slot.
+      fixed: slots with constants: numbers of micro-batches, constant outputs of the update.
+      state: (place, name) of each array of the new state, to its slot.
+      results: name of each result, to its slot, its sharding, and the stage that computes it.
+      saved: (stage, micro-batch) to the slots of values saved from forward to backward.
+      in_flight: each slot of a value of one micro-batch, to its stage.
+      values: the program of precomputed values of the batch, if micro-batches read any.
     """
 
     instructions: tuple[tuple[Instruction, tuple[int, ...]], ...]
     size: int
-    given: dict[tuple[int, str], int]
+    inputs: dict[tuple[int, str], int]
     fixed: dict[int, Any]
     state: dict[tuple[int, str], int]
     results: dict[str, tuple[int, AxisSharding, int]]
-    kept: dict[tuple[int, int], tuple[int, ...]]
-    passing: dict[int, int]
+    saved: dict[tuple[int, int], tuple[int, ...]]
+    in_flight: dict[int, int]
     values: Program | None = None
 
     @property
     def lines(self) -> list[str]:
-        """What each instruction is; the same in all processes of a job."""
+        """A line for each instruction, the same in all processes of a job."""
         return [f"{type(ins).__name__} {ins.stage} {ins.what}" for ins, _ in self.instructions]

@@ -1,8 +1,9 @@
-"""A pipeline, running: `init` makes the first state, `step` goes from one to the next."""
+"""Job of a pipeline: `init` returns the first state, and `step` the next one."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -23,97 +24,96 @@ from dtrans.run.base.lowered import LoweredStep, call_recorded, recording
 from dtrans.run.base.merge import Merge
 from dtrans.run.base.spmd import AxisSharding
 from dtrans.run.pipeline_parallel.compile_step import compile_step
-from dtrans.run.pipeline_parallel.deployment import Deployment
 from dtrans.run.pipeline_parallel.instructions import Instruction, StepProgram, Transfer
 from dtrans.run.pipeline_parallel.processes import OneProcess
-from dtrans.run.pipeline_parallel.stage_devices import OnDevices, OneDevice, Places
+from dtrans.run.pipeline_parallel.stage_devices import OnDevices, OneDevice, StageBackend
+from dtrans.run.pipeline_parallel.stage_placement import StagePlacement
 from dtrans.run.pipeline_parallel.state import PipelineState, StateLayout, tree_of
 from dtrans.step.summary import merge
 from dtrans.step_meter import metered
 
 
 class PipelineJob(Job):
-    """A plan, running. `init` and `step` are functions of a state; the job holds what it compiled.
+    """Job of a plan. `init` and `step` are functions of a state; the job stores compiled programs.
 
     Args:
-      processes: those that the stages are in, and so what to run, and where.
+      processes: the processes of the stages, with the placement of the plan.
     """
 
     def __init__(self, processes: OneProcess) -> None:
         self.processes, self.at = processes, processes.at
-        self.plan, self.places = self.at.plan, self.at.places
+        self.plan, self.backend = self.at.plan, self.at.backend
         self._layout = StateLayout(self.at)
-        self._tapes: dict[Any, StepProgram] = {}
+        self._programs: dict[Any, StepProgram] = {}
         self.run_id, self.saves = processes.run_id, processes.saves
         self._shown: dict[str, Any] = {}
-        self._last: Any = lambda: None  # the state that was returned last: it needs no second look
+        self._last: Any = lambda: None  # the last state that the job returned: needs no checks
 
-    # -- what a user calls -----------------------------------------------------------------------
+    # -- the interface for users -----------------------------------------------------------------
 
     def init(self, *args: Any) -> PipelineState:
-        """The first state, from the arguments of `init`: each stage makes its own part."""
+        """Return the first state, from the arguments of `init`; each stage computes its part."""
         self._check_open()
-        return self._layout.first(*args)
+        return self._layout.init(*args)
 
     @metered
     def step(self, state: PipelineState, *batch: Any) -> tuple[Any, ...]:
-        """One step: (state, loss[, aux]), or whatever else the step returns beside its state.
+        """Run one step; return (state, loss[, aux]), or the other results of the step.
 
-        The batch is the global one; in a job of processes it is this process's part, 1/N of the
-        rows. Arrays of the global batch are cut on dim 0, first for replicas and then for
-        micro-batches; 0-d arrays, and those that the plan has as `unsplit_inputs`, go to every
-        micro-batch whole, and are the same in every process. A PRNG key is folded with the numbers
-        of both.
+        The batch is the global one. In a job of N processes it is this process's part, 1/N of the
+        rows. The job cuts arrays of the global batch on dim 0, first for replicas and then for
+        micro-batches. Every micro-batch reads all of 0-d arrays and of the plan's `unsplit_inputs`,
+        which must be equal in all processes. The numbers of the replica and of the micro-batch are
+        folded into PRNG keys.
 
         Raises:
-          BatchError: arrays that micro-batches and replicas do not divide, or processes whose parts
-            differ in size.
-          StateError: not a state of this job, or one that was already stepped from, and was
-            donated.
+          BatchError: arrays that micro-batches and replicas do not divide, or processes with parts
+            of different sizes.
+          StateError: not a state of this job, or a state that an earlier step took and donated.
         """
-        tape, env = self.ready(state, *batch)
-        self.play(tape, env)
-        return self.answer(tape, env)
+        program, env = self.prepare(state, *batch)
+        self.execute(program, env)
+        return self.collect(program, env)
 
     @property
     def part(self) -> tuple[int, int]:  # type: ignore[override]
         return self.processes.part
 
     def cut_axes(self) -> Mapping[str, int]:
-        whole = self.plan.options.batch.unsplit_inputs
+        unsplit = self.plan.options.batch.unsplit_inputs
         inputs = self.plan.main.inputs
-        return {
-            n: self.plan.axes.get(n, 0)
-            for n in self.plan.batch
-            if inputs[n].ndim and not is_under(n, whole)
-        }
+        split = [n for n in self.plan.batch if inputs[n].ndim and not is_under(n, unsplit)]
+        return {n: self.plan.axes.get(n, 0) for n in split}
 
     def params(self, state: PipelineState) -> Any:
-        """The parameters, as the pytree that they were given in. All processes of a job must ask
-        for them together."""
+        """Return the parameters, as the pytree of `init`. All processes must call it together."""
         return self._tree(0, state.params)
 
     def opt_state(self, state: PipelineState) -> Any:
-        """The optimizer's state, likewise."""
+        """Return the optimizer's state, as the pytree of `init`.
+
+        All processes must call it together.
+        """
         return self._tree(1, state.opt_state)
 
-    def _tree(self, i: int, held: Mapping[str, Any]) -> Any:
-        everything = self.processes.collected(self.plan.update.program.args[i].names, held)
-        return tree_of(self.plan, self.plan.main.args[i], everything.__getitem__)
+    def _tree(self, i: int, arrays: Mapping[str, Any]) -> Any:
+        """Return the step's argument `i` as a pytree, from this process's arrays of it."""
+        gathered = self.processes.gather_state(self.plan.update.program.args[i].names, arrays)
+        return tree_of(self.plan, self.plan.main.args[i], gathered.__getitem__)
 
     def check(self, state: Any) -> None:
         self._check_open()
-        held = self._layout.arrays(state)
+        arrays = self._layout.arrays(state)
         if state is not self._last():
-            self._layout.check(held)
+            self._layout.check(arrays)
 
     def state_of(self, params: Any, opt_state: Any) -> PipelineState:
-        return self._layout.of(arrays_of(self.plan.main, params, opt_state))
+        return self._layout.from_step(arrays_of(self.plan.main, params, opt_state))
 
     def lower(self, state: PipelineState, *batch: Any) -> LoweredStep:
-        """What `step` compiles for these arguments: the programs of each stage.
+        """Return the programs of each stage that `step` compiles for these arguments.
 
-        It makes a step from a copy of the state; all processes of a job must ask for it together.
+        It runs a step from a copy of the state. All processes must call it together.
         """
         with recording() as parts:
             self.step(jax.tree.map(jnp.copy, state), *batch)
@@ -121,23 +121,21 @@ class PipelineJob(Job):
 
     @property
     def summaries(self) -> dict[str, Any]:
-        """What the model showed in the last step (`dtrans.summary`), merged, by tag; of texts
-        nothing.
+        """Merged summaries of the last step (`dtrans.summary`), by tag; texts are left out.
 
-        Example of writing it: `writer.write(i, job.summaries, job.plan.shown.summaries)`.
+        Example: `writer.write(i, job.summaries, job.plan.shown.summaries)` writes them.
         """
-        found = {}
+        collected, found = self.plan.shown.collected, {}
         for s in self.plan.shown.summaries:
-            x = self._shown.get(summary_name(s.tag))
+            name = summary_name(s.tag)
+            x = self._shown.get(name)
             if x is not None:
-                rows = x if self.places.replicas > 1 else x[None]
-                found[s.tag] = merge(
-                    s, [list(of) for of in rows], self.plan.shown.collected.get(summary_name(s.tag))
-                )
+                by_replica = x if self.backend.replicas > 1 else x[None]
+                found[s.tag] = merge(s, [*map(list, by_replica)], collected.get(name))
         return found
 
     def scheduled(self, name: str) -> PipelineJob:
-        """A job that does the same in another order, with what this one has compiled.
+        """Return a job with another schedule, and with the compiled programs of this one.
 
         Raises:
           ConfigError: the schedule is unknown, or needs other programs: interleaved stages, a
@@ -147,140 +145,144 @@ class PipelineJob(Job):
         return PipelineJob(OneProcess(dataclasses.replace(self.at, plan=self.plan.scheduled(name))))
 
     def close(self) -> None:
-        """End the job: its lines to other processes too. It is done at exit, too."""
+        """End the job, and close its channels to other processes; exit does so too."""
         super().close()
         self.processes.close()
 
     # -- a step, in parts ------------------------------------------------------------------------
 
-    def ready(self, state: PipelineState, *batch: Any) -> tuple[StepProgram, list[Any]]:
-        """The instructions of a step, and the slots that they work on."""
-        main = self.plan.main
-        given = dict(
-            zip(self.plan.batch, batch_arrays(main.args[2:], batch, main.inputs), strict=True)
-        )
+    def prepare(self, state: PipelineState, *batch: Any) -> tuple[StepProgram, list[Any]]:
+        """Return the instructions of a step, and the slots with its inputs."""
+        main, update = self.plan.main, self.plan.update
+        arrays = batch_arrays(main.args[2:], batch, main.inputs)
+        local = dict(zip(self.plan.batch, arrays, strict=True))
         self._check_open()
-        held = self._layout.arrays(state)
+        stored = self._layout.arrays(state)
         if state is not self._last():
-            held = self._layout.put(held)
-        given |= {n: jnp.moveaxis(given[n], axis, 0) for n, axis in self.plan.axes.items()}
-        given |= {n: self._as_read(n, given[n]) for n in self.plan.update.arguments if n in given}
-        tape = self._tape(given)
-        arrays = self.processes.whole_batch(tape, given, held)
-        env: list[Any] = [None] * tape.size
-        for slot, x in tape.fixed.items():
+            stored = self._layout.put(stored)
+        for n, axis in self.plan.axes.items():
+            local[n] = jnp.moveaxis(local[n], axis, 0)
+        for n in update.arguments:
+            if n in local:
+                local[n] = _widen(local[n], update.program.inputs[n].dtype)
+        program = self._program_for(local)
+        gathered = self.processes.gather_batch(program, local, stored)
+
+        env: list[Any] = [None] * program.size
+        for slot, x in program.fixed.items():
             env[slot] = x
-        for (place, n), slot in tape.given.items():
-            if place in self.at.mine:
-                x = arrays.get(n)
-                env[slot] = (
-                    held[place, n]
-                    if x is None
-                    else self.places.put(x, place, self.at.batch_kind(n, x))
-                )
-        return tape, env
+        for (place, n), slot in program.inputs.items():
+            if place not in self.at.mine:
+                continue
+            if gathered.get(n) is None:
+                env[slot] = stored[place, n]
+            else:
+                x = gathered[n]
+                env[slot] = self.backend.put(x, place, self.at.batch_kind(n, x))
+        return program, env
 
-    def _as_read(self, name: str, x: Any) -> Any:
-        """An argument that the update reads, in the type that it has there, where that is what JAX
-        would make of it."""
-        wanted = self.plan.update.program.inputs[name].dtype
-        return (
-            x.astype(wanted)
-            if x.dtype != wanted and jnp.promote_types(x.dtype, wanted) == wanted
-            else x
-        )
-
-    def _tape(self, arrays: Mapping[str, Any]) -> StepProgram:
-        """The instructions of a step, for a batch of these arrays."""
+    def _program_for(self, arrays: Mapping[str, Any]) -> StepProgram:
+        """Return the instructions of a step for a batch like these arrays."""
         key = tuple((x.shape, x.dtype) for x in arrays.values())
-        if key not in self._tapes:
-            types = {
-                n: jax.ShapeDtypeStruct(t.shape, t.dtype) for n, t in self.plan.main.inputs.items()
-            }
-            given = self.processes.whole_types(arrays)
-            values = self.plan.values_for(given)
-            made = {} if values is None else values.outputs
-            given |= {n: jax.ShapeDtypeStruct(t.shape, t.dtype) for n, t in made.items()}
-            programs = self.plan.specialize([*{**types, **given}.values()])
-            tape = compile_step(self.at, programs, given, values)
-            self.processes.check_tape(tape, {**self._layout.types, **given})
-            self._tapes[key] = tape
-        return self._tapes[key]
+        if key not in self._programs:
+            batch = self.processes.global_types(arrays)
+            values = self.plan.values_for(batch)
+            if values is not None:
+                batch |= _structs(values.outputs)
+            types = _structs(self.plan.main.inputs) | batch
+            programs = self.plan.specialize([*types.values()])
+            program = compile_step(self.at, programs, batch, values)
+            self.processes.check_program(program, {**self._layout.types, **batch})
+            self._programs[key] = program
+        return self._programs[key]
 
-    def play(
-        self, tape: StepProgram, env: list[Any], look: Callable[[Instruction], None] | None = None
+    def execute(
+        self,
+        program: StepProgram,
+        env: list[Any],
+        look: Callable[[Instruction], None] | None = None,
     ) -> None:
-        """Carry out all instructions of this process; `look` is called after each."""
-        for number, (ins, empty) in enumerate(tape.instructions):
+        """Execute all instructions of this process.
+
+        Args:
+          program: the step.
+          env: the values in slots.
+          look: called after each instruction, before slots are emptied.
+        """
+        for number, (ins, empty) in enumerate(program.instructions):
             if isinstance(ins, Transfer):
                 self.processes.move(number, ins, env)
             elif ins.stage in self.at.mine:
-                made = call_recorded(lambda ins=ins: str(ins), ins.fn, *[env[i] for i in ins.reads])  # type: ignore[misc]
-                for slot, x in zip(ins.makes, made, strict=True):
+                name: Callable[[], str] = functools.partial(str, ins)
+                outputs = call_recorded(name, ins.fn, *[env[i] for i in ins.reads])
+                for slot, x in zip(ins.makes, outputs, strict=True):
                     env[slot] = x
             if look is not None:
                 look(ins)
             for slot in empty:
                 env[slot] = None
-        self.processes.share_results(tape, env)
+        self.processes.share_results(program, env)
 
-    def answer(self, tape: StepProgram, env: list[Any]) -> tuple[Any, ...]:
-        """The new state, and what the step returns beside it."""
-        new = self._layout.state(
-            {key: env[slot] for key, slot in tape.state.items() if key[0] in self.at.mine}
-        )
+    def collect(self, program: StepProgram, env: list[Any]) -> tuple[Any, ...]:
+        """Return the new state, and the other results of the step."""
+        new_arrays = {k: env[slot] for k, slot in program.state.items() if k[0] in self.at.mine}
+        new = self._layout.state(new_arrays)
         self._last = weakref.ref(new)
-        values = {
-            n: self._result(n, env[slot], kind) for n, (slot, kind, _) in tape.results.items()
-        }
-        self._shown = {
-            n: env[slot]
-            for n, (slot, _, _) in tape.results.items()
-            if self.plan.model.merges.get(n) == STACK
-        }
+        values = {}
+        self._shown = {}
+        for n, (slot, kind, _) in program.results.items():
+            values[n] = self._merged(n, env[slot], kind)
+            if self.plan.model.merges.get(n) == STACK:
+                self._shown[n] = env[slot]
         return (new, *result_of(self._rest, [values[n] for n in self._rest.names]))
 
-    def _result(self, name: str, x: Any, kind: AxisSharding) -> Any:
-        """Return a result as the user gets it: of values that replicas have for themselves, rows,
-        all, or the first."""
+    def _merged(self, name: str, x: Any, kind: AxisSharding) -> Any:
+        """Return a result, merged over the replicas if each of them has another value."""
         if not kind.stacked:
             return x
-        way = {"GLOBAL_CONCAT": "concat"}.get(
-            self.plan.model.merges[name], self.plan.model.merges[name]
-        )
+        way = self.plan.model.merges[name]
+        if way == "GLOBAL_CONCAT":
+            way = "concat"
         way = way if way in ("concat", "each") else "same"
-        return Merge(way, self.plan.options.joined.get(name, 0))(x)
+        return Merge(way, self.plan.options.concat_axes.get(name, 0))(x)
 
     @cached_property
     def _rest(self) -> TreeSpec:
-        """What the step returns beside its state."""
+        """The results of the step without its state."""
         main = self.plan.main
         return without(without(main.out, main.args[0]), main.args[1])
+
+
+def _structs(types: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+    return {n: jax.ShapeDtypeStruct(t.shape, t.dtype) for n, t in types.items()}
+
+
+def _widen(x: Any, dtype: Any) -> Any:
+    """Return an array in a type to which JAX promotes its own; any other array unchanged."""
+    promotes = x.dtype != dtype and jnp.promote_types(x.dtype, dtype) == dtype
+    return x.astype(dtype) if promotes else x
 
 
 @realises(PipelinePlan, "mesh")
 def on_mesh(
     plan: PipelinePlan, devices: Sequence[jax.Device] | None, *, donate: bool
 ) -> PipelineJob:
-    """A job on devices of this process."""
+    """Return a job on devices of this process."""
     o = plan.options
-    cluster = (
-        plan.options.stages.cluster
-        if devices is None
-        else dataclasses.replace(plan.options.stages.cluster, devices=tuple(devices))
-    )
+    cluster = o.stages.cluster
+    if devices is not None:
+        cluster = dataclasses.replace(cluster, devices=tuple(devices))
     grids = cluster.virtual_devices(plan.model.cuts.shards[: o.num_stages], o.replicas)
     return _in_one_process(plan, OnDevices(grids), donate=donate)
 
 
 @realises(PipelinePlan, "simulate")
 def simulated(plan: PipelinePlan) -> PipelineJob:
-    """A job on one device."""
-    return _in_one_process(
-        plan, OneDevice(plan.options.replicas, plan.model.cuts.shards), donate=False
-    )
+    """Return a job on one device."""
+    backend = OneDevice(plan.options.replicas, plan.model.cuts.shards)
+    return _in_one_process(plan, backend, donate=False)
 
 
-def _in_one_process(plan: PipelinePlan, places: Places, *, donate: bool) -> PipelineJob:
+def _in_one_process(plan: PipelinePlan, backend: StageBackend, *, donate: bool) -> PipelineJob:
     stages = frozenset(range(plan.options.model_stages))
-    return PipelineJob(OneProcess(Deployment(plan, places, stages, donate)))
+    return PipelineJob(OneProcess(StagePlacement(plan, backend, stages, donate)))

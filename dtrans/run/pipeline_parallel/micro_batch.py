@@ -1,5 +1,4 @@
-"""The program of a micro-batch, as a function of whole arrays of the batch and the number of the
-micro-batch."""
+"""Program of a micro-batch, as a function of the global batch and the micro-batch's number."""
 
 from __future__ import annotations
 
@@ -10,21 +9,24 @@ import jax
 
 from dtrans.ir.program import Program
 from dtrans.run.base.lowering import per_trainer
-from dtrans.run.pipeline_parallel.deployment import Deployment
+from dtrans.run.pipeline_parallel.stage_placement import StagePlacement
 
 
-def is_numbered(at: Deployment, p: Program, batch: Mapping[str, Any]) -> bool:
-    """Whether a program reads something that depends on which micro-batch it is."""
-    return at.plan.options.num_micro_batch > 1 and any(
-        n in batch and (at.is_split(n, batch[n]) or at.is_key(n, batch[n])) for n in p.in_names
-    )
+def is_numbered(at: StagePlacement, p: Program, batch: Mapping[str, Any]) -> bool:
+    """Return True if a program reads an input that differs between micro-batches."""
+    if at.plan.options.num_micro_batch == 1:
+        return False
+    names = [n for n in p.in_names if n in batch]
+    return any(at.is_split(n, batch[n]) or at.is_key(n, batch[n]) for n in names)
 
 
 def of_micro_batch(
-    at: Deployment, p: Program, batch: Mapping[str, Any]
+    at: StagePlacement, p: Program, batch: Mapping[str, Any]
 ) -> Callable[..., Sequence[Any]]:
-    """A program that takes whole arrays, and the number of the micro-batch last where it
-    `is_numbered`."""
+    """Return a program as a function of arrays of the global batch.
+
+    The number of the micro-batch is the last argument if the program `is_numbered`.
+    """
     one, names, types, o = per_trainer(p), p.in_names, p.inputs, at.plan.options
     split = {i for i, n in enumerate(names) if n in batch and at.is_split(n, batch[n])}
     keys = {i for i, n in enumerate(names) if n in batch and at.is_key(n, batch[n])}

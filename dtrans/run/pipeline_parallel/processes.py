@@ -1,7 +1,6 @@
-"""The processes that the stages of a pipeline are in: what a job asks of them, and how it is with
-one process.
+"""Processes of a pipeline's stages: the methods that a job calls, with one process.
 
-`dtrans.run.pipeline_parallel.cluster` has those of a job of several.
+`dtrans.run.pipeline_parallel.cluster` has several processes.
 """
 
 from __future__ import annotations
@@ -13,81 +12,95 @@ import jax
 
 from dtrans.checkpoint.runs import THIS_PROCESS
 from dtrans.run.base.lowered import call_recorded
-from dtrans.run.pipeline_parallel.deployment import Deployment
 from dtrans.run.pipeline_parallel.instructions import StepProgram, Transfer
 from dtrans.run.pipeline_parallel.stage_devices import SAME
+from dtrans.run.pipeline_parallel.stage_placement import StagePlacement
 
 
 class OneProcess:
-    """All stages are in this process, which is given whole batches.
+    """All stages in this process, which takes global batches.
 
     Args:
-      at: what runs, and where.
+      at: the placement of the plan.
+
+    Attributes:
+      part: the part of a batch that this process takes, and the number of parts.
+      run_id: the run of the job.
+      saves: True if this process saves the arrays that all processes have.
     """
 
-    part = (0, 1)  # which part of a batch is given here, and how many parts there are
-    # which run of the job it is, and whether this process saves what all have
-    run_id, saves = (
-        THIS_PROCESS,
-        True,
-    )
+    part = (0, 1)
+    run_id = THIS_PROCESS
+    saves = True
 
-    def __init__(self, at: Deployment) -> None:
+    def __init__(self, at: StagePlacement) -> None:
         self.at = at
 
-    def whole_types(self, arrays: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
-        """The types of the global batch, of which this process gives these arrays."""
+    def global_types(self, arrays: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return the types of the global batch, from this process's part."""
         return {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in arrays.items()}
 
-    def check_tape(self, tape: StepProgram, types: Mapping[str, jax.ShapeDtypeStruct]) -> None:
-        """Check that all processes are about to go through the same instructions.
+    def check_program(
+        self, program: StepProgram, types: Mapping[str, jax.ShapeDtypeStruct]
+    ) -> None:
+        """Check that all processes are about to run the same instructions.
 
         Args:
-          types: of the arrays of the state and of the whole batch.
+          program: the instructions here.
+          types: the types of the arrays of the state and of the global batch.
         """
 
-    def whole_batch(
-        self, tape: StepProgram, arrays: Mapping[str, Any], held: Mapping[tuple[int, str], Any]
+    def gather_batch(
+        self, program: StepProgram, arrays: Mapping[str, Any], state: Mapping[tuple[int, str], Any]
     ) -> Mapping[str, Any]:
-        """The arrays of the global batch that stages of this process read, with what is made of it
-        first.
+        """Return the global arrays that stages of this process read, and precomputed values.
 
-        Of arrays that they do not read, it is this process's part.
+        Arrays that they do not read are returned as this process's part.
 
         Args:
-          arrays: what this process gives.
-          held: arrays of the state that it has, by (place, name).
+          program: the step.
+          arrays: this process's part of the batch.
+          state: the arrays of the state that this process stores, by (place, name).
         """
-        return {**arrays, **self.made_first(tape, arrays, held)}
+        return {**arrays, **self.precompute(program, arrays, state)}
 
-    def made_first(
-        self, tape: StepProgram, arrays: Mapping[str, Any], held: Mapping[tuple[int, str], Any]
+    def precompute(
+        self, program: StepProgram, arrays: Mapping[str, Any], state: Mapping[tuple[int, str], Any]
     ) -> dict[str, Any]:
-        """Values of the whole batch that no parameter enters, made where stage 0 is."""
-        values = tape.values
+        """Return the precomputed values of the global batch, computed on stage 0."""
+        values = program.values
         if values is None:
             return {}
-        state = [held[self.at.first_place(n), n] for n in values.args[-1].names]
-        given = [
-            self.at.places.put(x, 0, SAME)
-            for x in (*(arrays[n] for n in self.at.plan.batch), *state)
-        ]
-        made = call_recorded(lambda: "values of the whole batch", values.compiled, *given)
-        return dict(zip(values.out_names, made, strict=True))
+        reads = [arrays[n] for n in self.at.plan.batch]
+        reads += [state[self.at.first_place(n), n] for n in values.args[-1].names]
+        args = [self.at.backend.put(x, 0, SAME) for x in reads]
+        outputs = call_recorded(lambda: "values of the whole batch", values.compiled, *args)
+        return dict(zip(values.out_names, outputs, strict=True))
 
     def move(self, number: int, ins: Transfer, env: list[Any]) -> None:
-        """Carry out a transfer, as far as it is this process's."""
+        """Carry out this process's part of a transfer.
+
+        Args:
+          number: the number of the instruction.
+          ins: the transfer.
+          env: the values in slots.
+        """
         env[ins.target] = self.at.put(ins, env[ins.source])
 
-    def share_results(self, tape: StepProgram, env: list[Any]) -> None:
-        """Let every process have all results."""
+    def share_results(self, program: StepProgram, env: list[Any]) -> None:
+        """Send all results to every process."""
 
-    def collected(self, names: Sequence[str], held: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Arrays of the state, of all processes."""
-        return held
+    def gather_state(self, names: Sequence[str], arrays: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return arrays of the state from all processes.
+
+        Args:
+          names: the arrays.
+          arrays: those of this process.
+        """
+        return arrays
 
     def check_reorder(self, name: str) -> None:
-        """Check that the job can go on with another schedule."""
+        """Check that the job can continue with another schedule."""
 
     def close(self) -> None:
-        """End the lines to other processes."""
+        """Close the channels to other processes."""

@@ -1,11 +1,11 @@
-"""What a pipeline really does: how much it keeps, and what runs when.
+"""Measurements of a pipeline: the memory of saved values, and the times of tasks.
 
-    measured    a step, dispatched as ever, with a look at the buffers after each instruction
-    timed       a step in which each device has a thread of its own, which waits for what it reads and what it makes
+    measured    a step that looks at the buffers after each instruction
+    timed       a step with one thread for each device, which waits for operands and outputs
 
-The clock of `timed` is that of the host. A device's thread begins a task when what it reads has
-arrived, and holds it until what it makes is there: so times are those of the tasks, at the price of
-dispatching nothing ahead.
+`timed` uses the clock of the host. A device's thread begins a task when its operands have arrived,
+and ends it when its outputs are computed. So it measures the times of tasks, but dispatches nothing
+ahead.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ from dtrans.run.pipeline_parallel.state import PipelineState
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What a step kept.
+    """Memory of a step for values between forward and backward.
 
     Attributes:
-      peak: by device, the most micro-batches of which it kept something from their forward to their
-        backward, counted once for each stage that it has.
-      peak_bytes: by device, the most bytes of such values, and of values under way, that it had at
-        a time.
+      peak: for each device, the most micro-batches with saved values, counted once for each stage
+        on it.
+      peak_bytes: for each device, the most bytes of saved values and of values in transfer.
     """
 
     peak: tuple[int, ...]
@@ -42,34 +41,36 @@ class Measured:
 def measured(
     job: PipelineJob, state: PipelineState, *batch: Any
 ) -> tuple[tuple[Any, ...], Measured]:
-    """What `job.step` returns, and what it kept."""
-    tape, env = job.ready(state, *batch)
-    count = job.plan.options.num_stages
+    """Run a step; return the outputs of `job.step`, and the memory of its saved values."""
+    program, env = job.prepare(state, *batch)
+    count, device_of = job.plan.options.num_stages, job.plan.device_of
     peak, peak_bytes = [0] * count, [0] * count
     begun: set[tuple[int, int]] = set()
-    passing = {slot: job.plan.device_of(stage) for slot, stage in tape.passing.items()}
 
     def look(ins: Instruction) -> None:
         if isinstance(ins, RunStage) and ins.task is not None and ins.task.kind == "F":
             begun.add((ins.task.stage, ins.task.micro))
         now, size = [0] * count, [0] * count
-        for key in begun:
-            now[job.plan.device_of(key[0])] += any(env[slot] is not None for slot in tape.kept[key])
-        seen: set[int] = set()
-        for slot, device in passing.items():
+        for stage, micro in begun:
+            is_saved = any(env[slot] is not None for slot in program.saved[stage, micro])
+            now[device_of(stage)] += is_saved
+        seen: set[int] = set()  # several slots may have one array
+        for slot, stage in program.in_flight.items():
             x = env[slot]
             if x is not None and id(x) not in seen:
                 seen.add(id(x))
-                size[device] += x.nbytes
+                size[device_of(stage)] += x.nbytes
         for d in range(count):
             peak[d], peak_bytes[d] = max(peak[d], now[d]), max(peak_bytes[d], size[d])
 
-    job.play(tape, env, look)
-    return job.answer(tape, env), Measured(tuple(peak), tuple(peak_bytes))
+    job.execute(program, env, look)
+    return job.collect(program, env), Measured(tuple(peak), tuple(peak_bytes))
 
 
 def timed(job: PipelineJob, state: PipelineState, *batch: Any) -> tuple[tuple[Any, ...], Play]:
-    """What `job.step` returns, and when each task of its schedule ran, in seconds from the first.
+    """Run a step; return the outputs of `job.step`, and the times of its tasks.
+
+    Times are in seconds from the first task.
 
     Raises:
       ConfigError: the job has stages in other processes.
@@ -78,49 +79,51 @@ def timed(job: PipelineJob, state: PipelineState, *batch: Any) -> tuple[tuple[An
         raise ConfigError(
             "timed() is for a job whose stages are all in this process: plan.on_mesh()"
         )
-    tape, env = job.ready(state, *batch)
+    program, env = job.prepare(state, *batch)
     jax.block_until_ready(env)
-    runner = _Threads(job, tape, env)
+    runner = _Threads(job, program, env)
     runner.run()
-    begin = min(t.start for t in runner.times)
-    played = Play(
-        TimedTask(t.task, t.device, t.start - begin, t.end - begin)
-        for t in sorted(runner.times, key=lambda t: t.start)
-    )
-    return job.answer(tape, env), played
+    ordered = sorted(runner.times, key=lambda t: t.start)
+    begin = ordered[0].start
+    from_begin = (TimedTask(t.task, t.device, t.start - begin, t.end - begin) for t in ordered)
+    return job.collect(program, env), Play(from_begin)
 
 
 class _Threads:
-    """A thread for each device, which carries out the instructions of its stages in order."""
+    """Threads that execute the instructions of a step: one for each device, in its order."""
 
-    def __init__(self, job: PipelineJob, tape: StepProgram, env: list[Any]) -> None:
+    def __init__(self, job: PipelineJob, program: StepProgram, env: list[Any]) -> None:
         self.job, self.env = job, env
-        self.list = [ins for ins, _ in tape.instructions]
+        self.list = [ins for ins, _ in program.instructions]
         self.done = [threading.Event() for _ in self.list]
         self.times: list[TimedTask] = []
         self.failed: list[BaseException] = []
-        made_by: dict[int, int] = {}
+        writer: dict[int, int] = {}  # slot to the last instruction that writes it
         self.waits: list[list[int]] = []
+        # Transfers between two devices have a thread too, as a link would: the devices do not wait
+        # for them.
+        self.of_thread: dict[Any, list[int]] = {}
         for i, ins in enumerate(self.list):
-            self.waits.append([made_by[s] for s in ins.reads if s in made_by])
-            made_by |= dict.fromkeys(ins.makes, i)
-        # what is moved is received by a thread of its own, as a link would: a device does not wait
-        # for it
-        self.of: dict[Any, list[int]] = {}
-        for i, ins in enumerate(self.list):
-            here = job.plan.device_of(ins.stage)
-            key: Any = here if isinstance(ins, RunStage) else (job.plan.device_of(ins.origin), here)
-            self.of.setdefault(key, []).append(i)
+            self.waits.append([writer[s] for s in ins.reads if s in writer])
+            writer |= dict.fromkeys(ins.makes, i)
+            thread: Any = job.plan.device_of(ins.stage)
+            if isinstance(ins, Transfer):
+                thread = (job.plan.device_of(ins.origin), thread)
+            self.of_thread.setdefault(thread, []).append(i)
 
     def run(self) -> None:
-        threads = [
-            threading.Thread(target=self._work, args=(mine,), daemon=True)
-            for mine in self.of.values()
-        ]
-        for t in threads:
-            t.start()
-        for t in threads:
-            t.join()
+        """Run all threads to their end.
+
+        Raises:
+          BaseException: the first error of a thread.
+        """
+        threads = []
+        for mine in self.of_thread.values():
+            thread = threading.Thread(target=self._work, args=(mine,), daemon=True)
+            thread.start()
+            threads.append(thread)
+        for thread in threads:
+            thread.join()
         if self.failed:
             raise self.failed[0]
 
@@ -133,9 +136,10 @@ class _Threads:
                     return
                 self._carry_out(self.list[i])
                 self.done[i].set()
-        except BaseException as e:  # raised again by `run`, once all have ended
+        except BaseException as e:  # `run` raises it again when all threads have ended
             self.failed.append(e)
         finally:
+            # threads that wait for this one end too
             for i in mine:
                 self.done[i].set()
 
@@ -145,9 +149,9 @@ class _Threads:
         if isinstance(ins, Transfer):
             env[ins.target] = jax.block_until_ready(self.job.at.put(ins, env[ins.source]))
             return
-        made = jax.block_until_ready(ins.fn(*[env[i] for i in ins.reads]))
+        outputs = jax.block_until_ready(ins.fn(*[env[i] for i in ins.reads]))
         end = time.perf_counter()
-        for slot, x in zip(ins.makes, made, strict=True):
+        for slot, x in zip(ins.makes, outputs, strict=True):
             env[slot] = x
         if ins.task is not None:
             self.times.append(TimedTask(ins.task, self.job.plan.device_of(ins.stage), start, end))

@@ -1,5 +1,4 @@
-"""The slots of a step: what is in each, how replicas have it, and after which instruction it is
-empty."""
+"""Slots of a step: the value in each, its sharding, and the instruction after which it is empty."""
 
 from __future__ import annotations
 
@@ -12,22 +11,29 @@ from dtrans.pipeline_parallel.options import SPLIT
 from dtrans.pipeline_parallel.stage_programs import StagePrograms
 from dtrans.pipeline_parallel.staged_model import StepPrograms
 from dtrans.run.base.spmd import AxisSharding
-from dtrans.run.pipeline_parallel.deployment import Deployment
 from dtrans.run.pipeline_parallel.instructions import Instruction
 from dtrans.run.pipeline_parallel.stage_devices import SAME
+from dtrans.run.pipeline_parallel.stage_placement import StagePlacement
 
 
 class Slots:
-    """The slots of a step, each numbered when it is first asked for.
+    """The slots of a step. The first request for a value numbers its slot.
+
+    Args:
+      at: the placement of the plan.
+      programs: the programs of a micro-batch.
+      batch: name to type of the arrays of the global batch, and of precomputed values.
 
     Attributes:
-      kinds: how replicas have what is in each.
-      given, fixed: as in `StepProgram`.
+      kinds: the sharding of the value in each slot.
+      inputs, fixed: as in `StepProgram`.
     """
 
-    def __init__(self, at: Deployment, programs: StepPrograms, batch: Mapping[str, Any]) -> None:
+    def __init__(
+        self, at: StagePlacement, programs: StepPrograms, batch: Mapping[str, Any]
+    ) -> None:
         self.kinds: dict[int, AxisSharding] = {}
-        self.given: dict[tuple[int, str], int] = {}
+        self.inputs: dict[tuple[int, str], int] = {}
         self.fixed: dict[int, Any] = {}
         self._at, self._programs, self._batch = at, programs, batch
         self._numbers: dict[tuple[Any, ...], int] = {}
@@ -35,121 +41,112 @@ class Slots:
     def __len__(self) -> int:
         return len(self._numbers)
 
-    def of(self, kind: AxisSharding, *key: Any) -> int:
-        """The slot of a value."""
+    def slot(self, kind: AxisSharding, *key: Any) -> int:
+        """Return the slot of a value, by a key of the value."""
         found = self._numbers.setdefault(key, len(self._numbers))
         self.kinds[found] = kind
         return found
 
-    # -- what a step begins with -----------------------------------------------------------------
+    # -- inputs and constants of a step ----------------------------------------------------------
 
     def state(self, place: int, name: str) -> int:
-        """An array of the state, in a place."""
-        found = self.given[place, name] = self.of(self._at.state_kind(name), "state", place, name)
+        """Return the slot of an array of the state, in a place."""
+        found = self.slot(self._at.state_kind(name), "state", place, name)
+        self.inputs[place, name] = found
         return found
 
     def param(self, stage: int, name: str) -> int:
-        """A parameter where a stage reads it."""
+        """Return the slot of a parameter that a stage reads."""
         plan = self._at.plan
         device = plan.device_of(stage)
         if self._at.host is None and plan.device_of(plan.model.homes[name]) == device:
             return self.state(device, name)
-        return self.of(SAME, "copy", device, name)
+        return self.slot(SAME, "copy", device, name)
 
     def shared_state(self, stage: int, name: str) -> int:
-        """An array of the optimizer's state that every stage has, where a stage reads it."""
+        """Return the slot of optimizer state that every stage has, for one that reads it."""
         if self._at.host is None:
             return self.state(stage, name)
-        return self.of(SAME, "copy", self._at.plan.device_of(stage), name)
+        return self.slot(SAME, "copy", self._at.plan.device_of(stage), name)
 
     def array(self, stage: int, name: str) -> int:
-        """An array of the batch where a stage reads it."""
+        """Return the slot of an array of the batch that a stage reads."""
         device = self._at.plan.device_of(stage)
         kind = self._at.batch_kind(name, self._batch[name])
-        found = self.given[device, name] = self.of(kind, "batch", device, name)
+        found = self.slot(kind, "batch", device, name)
+        self.inputs[device, name] = found
         return found
 
-    def number(self, stage: int, m: int) -> int:
-        """The number of a micro-batch."""
-        found = self.of(SAME, "number", self._at.plan.device_of(stage), m)
+    def number(self, stage: int, micro: int) -> int:
+        """Return the slot of the number of a micro-batch."""
+        found = self.slot(SAME, "number", self._at.plan.device_of(stage), micro)
         if found not in self.fixed:
-            self.fixed[found] = self._at.places.put(np.int32(m), stage, SAME)
+            self.fixed[found] = self._at.backend.put(np.int32(micro), stage, SAME)
         return found
 
     def constant(self, value: Any, stage: int, name: str) -> int:
         """Return the slot of an output of the update that is a constant."""
-        found = self.of(SAME, "constant", stage, name)
-        self.fixed[found] = self._at.at_rest.put(value, stage, SAME)
+        found = self.slot(SAME, "constant", stage, name)
+        self.fixed[found] = self._at.state_backend.put(value, stage, SAME)
         return found
 
-    # -- what a micro-batch makes ----------------------------------------------------------------
+    # -- values of a micro-batch -----------------------------------------------------------------
 
-    def value(self, stage: int, name: str, m: int) -> int:
-        """A value of the forward pass."""
-        return self.of(
-            self._at.own.cut_along(self._programs.cuts.get((stage, name)), SPLIT),
-            "value",
-            stage,
-            name,
-            m,
-        )
+    def value(self, stage: int, name: str, micro: int) -> int:
+        """Return the slot of a value of the forward pass."""
+        axis = self._programs.cuts.get((stage, name))
+        kind = self._at.per_replica.cut_along(axis, SPLIT)
+        return self.slot(kind, "value", stage, name, micro)
 
-    def sum_of(self, stage: int, leaf: str, m: int | None) -> int:
-        """The sum of a leaf's gradients that a stage makes; where each micro-batch is clipped, the
-        gradient of one."""
-        one = None if self._at.plan.options.clip_of_each is None else m
-        return self.of(self._at.sum_kind(leaf), "sum", stage, leaf, one)
+    def sum_of(self, stage: int, leaf: str, micro: int | None) -> int:
+        """Return the slot of a stage's sum of gradients of a leaf.
 
-    def made(self, s: StagePrograms, name: str, m: int) -> int:
-        """An output of a backward program."""
+        If each micro-batch is clipped, it has the gradient of one.
+        """
+        index = None if self._at.plan.options.clip_of_each is None else micro
+        return self.slot(self._at.sum_kind(leaf), "sum", stage, leaf, index)
+
+    def output(self, s: StagePrograms, name: str, micro: int) -> int:
+        """Return the slot of an output of a backward program."""
         if name in s.sums:
-            return self.sum_of(s.index, s.sums[name], m)
-        return (
-            self.of(self._at.own, "back", s.index, name, m)
-            if name in s.cotangents
-            else self.value(s.index, name, m)
-        )
-
-    def read(self, s: StagePrograms, name: str, m: int) -> int:
-        """An input of a program of a stage."""
-        if name in s.sums:
-            return self.sum_of(s.index, s.sums[name], m)
+            return self.sum_of(s.index, s.sums[name], micro)
         if name in s.cotangents:
-            return self.of(self._at.own, "cotangent", s.index, name, m)
+            return self.slot(self._at.per_replica, "back", s.index, name, micro)
+        return self.value(s.index, name, micro)
+
+    def operand(self, s: StagePrograms, name: str, micro: int) -> int:
+        """Return the slot of an input of a program of a stage."""
+        if name in s.sums:
+            return self.sum_of(s.index, s.sums[name], micro)
+        if name in s.cotangents:
+            return self.slot(self._at.per_replica, "cotangent", s.index, name, micro)
         if name in s.params:
             return self.param(s.index, name)
         if name in s.state:
             return self.shared_state(s.index, name)
-        return self.array(s.index, name) if name in s.batch else self.value(s.index, name, m)
+        return self.array(s.index, name) if name in s.batch else self.value(s.index, name, micro)
 
-    def passing(self) -> dict[int, int]:
-        """The stage of each slot that is of one micro-batch."""
-        return {
-            slot: key[1]
-            for key, slot in self._numbers.items()
-            if key[0] in ("value", "cotangent", "back")
-        }
+    def in_flight(self) -> dict[int, int]:
+        """Return each slot of a value of one micro-batch, with its stage."""
+        kinds = ("value", "cotangent", "back")
+        return {slot: key[1] for key, slot in self._numbers.items() if key[0] in kinds}
 
 
 def with_releases(
     instructions: Sequence[Instruction], stay: Collection[int]
 ) -> tuple[tuple[Instruction, tuple[int, ...]], ...]:
-    """Instructions, each with the slots that nothing reads any more after it.
+    """Return instructions, each with the slots that no later instruction reads.
 
     Args:
+      instructions: the instructions.
       stay: slots that are never emptied.
     """
     wanted = set(stay)
-    found = []
+    found: list[tuple[Instruction, tuple[int, ...]]] = []
     for ins in reversed(instructions):
-        found.append(
-            (
-                ins,
-                tuple(
-                    slot for slot in dict.fromkeys((*ins.reads, *ins.makes)) if slot not in wanted
-                ),
-            )
-        )
-        wanted.difference_update(ins.makes)  # what is there before is another value
+        slots = dict.fromkeys((*ins.reads, *ins.makes))
+        found.append((ins, tuple(slot for slot in slots if slot not in wanted)))
+        # before this instruction, the slots that it writes have other values
+        wanted.difference_update(ins.makes)
         wanted.update(ins.reads)
     return tuple(reversed(found))

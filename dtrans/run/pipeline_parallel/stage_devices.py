@@ -1,16 +1,15 @@
-"""Devices of a pipeline's stages: those of each stage's replicas and shards, or one device that
-stands for all.
+"""Devices of a pipeline's stages: a grid for each stage, or one device that simulates all.
 
 A value of a stage has one of these shardings:
 
     SAME             one value for all replicas
-    EACH             each replica has a value of its own, stacked on a leading dimension
+    EACH             one value for each replica, stacked on a leading dimension
     ROWS             rows of the batch: rows 0 to B/R belong to replica 0, and so on
     FIRST            replicas compute equal values, and the first one's is taken
     cut_along(axis)  slices of one array along a dimension, one for each replica
 
-Of a split stage each of them may also be cut along a dimension over SPLIT, one piece for each
-shard. With one replica and one shard there are no axes, and programs are compiled as they are.
+In a split stage each of them may also be cut along a dimension over SPLIT, one piece for each
+shard. With one replica and one shard there are no axes, and programs are compiled unchanged.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ def cut_along(axis: int) -> AxisSharding:
     return SAME.cut_along(axis, AXIS)
 
 
-class Places(abc.ABC):
-    """Where stages are.
+class StageBackend(abc.ABC):
+    """Backend of a pipeline job: places values on stages and compiles programs for them.
 
     Attributes:
-      replicas: how many each has.
-      known: what has been compiled, by what it is of.
+      replicas: the number of replicas of each stage.
+      known: the compiled functions, by a key of the function and of its shardings.
     """
 
     def __init__(self, replicas: int) -> None:
@@ -54,11 +53,11 @@ class Places(abc.ABC):
 
     @abc.abstractmethod
     def put(self, x: Any, stage: int, kind: AxisSharding) -> Any:
-        """A value where a stage has it."""
+        """Return a value on the devices of a stage, with a sharding."""
 
     @abc.abstractmethod
     def startup(self, jaxpr: ClosedJaxpr, stage: int) -> Function:
-        """What makes a stage's part of the first state, compiled; every replica makes the same."""
+        """Return the compiled program of a stage's part of the first state, for all replicas."""
 
     @abc.abstractmethod
     def compiled(
@@ -69,48 +68,50 @@ class Places(abc.ABC):
         outs: Sequence[AxisSharding],
         donated: Sequence[int] = (),
     ) -> Function:
-        """A function of one replica, compiled for those of a stage.
+        """Return a function of one replica, compiled for all replicas of a stage.
 
         Args:
-          fn: of flat arrays; collectives are over the axis of replicas.
-          donated: positions of operands whose memory may be reused.
+          fn: a function of flat arrays; collectives are over the axis of replicas.
+          stage: the stage.
+          ins, outs: the shardings of operands and outputs.
+          donated: positions of operands with memory that it may reuse.
         """
 
 
-class OnDevices(Places):
-    """Each stage on devices of its own, one for each replica, or for each shard of it.
+class OnDevices(StageBackend):
+    """Backend with a grid of devices for each stage.
 
     Args:
-      grids: by stage, its devices, as [replica, shard].
+      grids: the devices of each stage, as [replica, shard].
     """
 
     def __init__(self, grids: Sequence[Any]) -> None:
         super().__init__(len(grids[0]))
         self._meshes = [Mesh(np.array(grid), (AXIS, SPLIT)) for grid in grids]
-        self._where: dict[tuple[int, AxisSharding], Any] = {}
+        self._shardings: dict[tuple[int, AxisSharding], Any] = {}
 
     def put(self, x: Any, stage: int, kind: AxisSharding) -> Any:
-        where = self.where(stage, kind)
+        sharding = self.sharding(stage, kind)
         # device_put takes 65 microseconds to find out that there is nothing to do
-        return x if isinstance(x, jax.Array) and x.sharding == where else jax.device_put(x, where)
+        if isinstance(x, jax.Array) and x.sharding == sharding:
+            return x
+        return jax.device_put(x, sharding)
 
-    def where(self, stage: int, kind: AxisSharding) -> Any:
-        """The sharding of a value of a stage."""
+    def sharding(self, stage: int, kind: AxisSharding) -> Any:
+        """Return JAX's sharding of a value of a stage."""
         place = stage % len(self._meshes)
-        known = self._where.get((place, kind))
+        known = self._shardings.get((place, kind))
         if known is None:
             mesh = self._meshes[place]
-            alone = mesh.size == 1
-            known = (
-                SingleDeviceSharding(mesh.devices.item())
-                if alone
-                else NamedSharding(mesh, kind.spec)
-            )
-            self._where[place, kind] = known
+            if mesh.size == 1:
+                known = SingleDeviceSharding(mesh.devices.item())
+            else:
+                known = NamedSharding(mesh, kind.spec)
+            self._shardings[place, kind] = known
         return known
 
     def startup(self, jaxpr: ClosedJaxpr, stage: int) -> Function:
-        return jax.jit(jaxpr_as_fun(jaxpr), out_shardings=self.where(stage, SAME))
+        return jax.jit(jaxpr_as_fun(jaxpr), out_shardings=self.sharding(stage, SAME))
 
     def compiled(
         self,
@@ -122,16 +123,17 @@ class OnDevices(Places):
     ) -> Function:
         mesh = self._meshes[stage % len(self._meshes)]
         if mesh.size == 1:
-            return jax.jit(fn, donate_argnums=tuple(donated), out_shardings=self.where(stage, SAME))
+            out = self.sharding(stage, SAME)
+            return jax.jit(fn, donate_argnums=tuple(donated), out_shardings=out)
         return jax.jit(on_mesh(fn, mesh, ins, outs), donate_argnums=tuple(donated))
 
 
-class OneDevice(Places):
-    """All stages on one device, replicas and shards by `jax.vmap`.
+class OneDevice(StageBackend):
+    """Backend with all stages on one device, replicas and shards by `jax.vmap`.
 
     Args:
-      replicas: how many each stage has.
-      shards: by stage, how many.
+      replicas: the number of replicas of each stage.
+      shards: the number of shards of each stage.
     """
 
     def __init__(self, replicas: int, shards: Sequence[int] = (1,)) -> None:
@@ -154,17 +156,17 @@ class OneDevice(Places):
     ) -> Function:
         sizes = ((AXIS, self.replicas), (SPLIT, self._shards[stage % len(self._shards)]))
         axes = [(name, size) for name, size in sizes if size > 1]
-        # shards compute whole values each for itself
-        firsts = [
-            k if SPLIT in k.varies else dataclasses.replace(k, first=(*k.first, SPLIT))
-            for k in outs
-        ]
-        return jax.jit(on_one_device(fn, axes, ins, firsts))
+        # all shards compute an output that is not cut, and the first one's is taken
+        results = []
+        for kind in outs:
+            if SPLIT not in kind.varies:
+                kind = dataclasses.replace(kind, first=(*kind.first, SPLIT))
+            results.append(kind)
+        return jax.jit(on_one_device(fn, axes, ins, results))
 
 
 class Host(OneDevice):
-    """The memory of this process's host, where parameters are between uses, and where they are
-    updated."""
+    """Memory of this process's host, which stores and updates parameters."""
 
     def __init__(self, replicas: int) -> None:
         super().__init__(replicas)

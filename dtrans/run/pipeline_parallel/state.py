@@ -1,4 +1,4 @@
-"""The state of a pipeline: where it is, how the first one is made, and how it is read."""
+"""State of a pipeline: its places, the first state, and its arrays as the user's pytree."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from dtrans.ir.inline import eliminate_dead
 from dtrans.ir.pytree import TreeSpec
 from dtrans.pipeline_parallel.plan import PipelinePlan
 from dtrans.run.base.state import check_arrays, check_kind, check_types
-from dtrans.run.pipeline_parallel.deployment import Deployment
 from dtrans.run.pipeline_parallel.stage_devices import SAME
+from dtrans.run.pipeline_parallel.stage_placement import StagePlacement
 
 
 @partial(
@@ -27,11 +27,11 @@ from dtrans.run.pipeline_parallel.stage_devices import SAME
 )
 @dataclasses.dataclass(frozen=True)
 class PipelineState:
-    """Where a job is: a pytree of arrays by name, each on the devices of the stage that holds it.
+    """State of a job: a pytree of arrays by name, each on the devices of its stage.
 
     Attributes:
-      params, opt_state: by name. What every stage has (a count of steps) is stage 0's here.
-      extra: that of the other stages, by `name@stage`.
+      params, opt_state: arrays by name. State that every stage has (a count of steps) is stage 0's.
+      extra: the copies of the other stages, by `name@stage`.
     """
 
     params: dict[str, jax.Array]
@@ -41,89 +41,101 @@ class PipelineState:
 
 @dataclasses.dataclass(frozen=True)
 class StateLayout:
-    """The state of a deployment, as a pytree and by place."""
+    """Conversions of the state between a pytree, arrays by place, and arrays of the step."""
 
-    at: Deployment
+    at: StagePlacement
 
     @cached_property
     def _entries(self) -> list[tuple[str, str, tuple[int, str]]]:
-        """Where a state has the arrays of this process's stages: the part of it, the key there,
-        (place, name)."""
+        """The position in a state of each array of this process's stages.
+
+        It has the part of the state, the key in it, and (place, name).
+        """
         plan, found = self.at.plan, []
         for part, spec in zip(("params", "opt_state"), plan.update.program.args[:2], strict=True):
             for n in spec.names:
                 first = self.at.first_place(n)
                 places = range(plan.options.model_stages) if plan.home(n) is None else [first]
-                found += [
-                    (part, n, (k, n)) if k == first else ("extra", f"{n}@{k}", (k, n))
-                    for k in places
-                    if k in self.at.mine
-                ]
+                for k in filter(self.at.mine.__contains__, places):
+                    where = (part, n) if k == first else ("extra", f"{n}@{k}")
+                    found.append((*where, (k, n)))
         return found
 
-    def first(self, *args: Any) -> PipelineState:
-        """The first state, from the arguments of `init`: each stage makes its own part."""
-        at, plan = self.at, self.at.plan
+    def init(self, *args: Any) -> PipelineState:
+        """Return the first state, from the arguments of `init`; each stage computes its part."""
+        at, plan, backend = self.at, self.at.plan, self.at.state_backend
         flat = plan.startup.flatten(*args)
         found: dict[tuple[int, str], Any] = {}
         for stage in sorted(at.mine):
             names = [n for n in plan.state if plan.home(n) in (stage, None)]
             if not names:
                 continue
-            fn = at.at_rest.startup(_startup_of(plan, names), stage)
-            made = fn(*(at.at_rest.put(x, stage, SAME) for x in flat))
-            for n, x in zip(names, made, strict=True):
+            fn = backend.startup(_startup_of(plan, names), stage)
+            arrays = fn(*(backend.put(x, stage, SAME) for x in flat))
+            for n, x in zip(names, arrays, strict=True):
                 # copies: a state may be donated, and init may return one array twice
-                found[at.place(n, stage), n] = at.at_rest.put(
-                    self._padded(n, jnp.copy(x)), stage, at.state_kind(n)
-                )
+                padded = self._padded(n, jnp.copy(x))
+                found[at.place(n, stage), n] = backend.put(padded, stage, at.state_kind(n))
         return self.state(found)
 
     def state(self, arrays: Mapping[tuple[int, str], Any]) -> PipelineState:
-        """The state of arrays by (place, name)."""
+        """Return the state with these arrays, by (place, name)."""
         parts: dict[str, dict[str, Any]] = {"params": {}, "opt_state": {}, "extra": {}}
         for part, key, at in self._entries:
             parts[part][key] = arrays[at]
         return PipelineState(**parts)
 
     def arrays(self, state: PipelineState) -> dict[tuple[int, str], Any]:
-        """The arrays of a state, by (place, name). Raises StateError for that of another job."""
+        """Return the arrays of a state, by (place, name).
+
+        Raises:
+          StateError: a state of another job.
+        """
         check_kind(state, PipelineState)
         try:
-            held = {at: getattr(state, part)[key] for part, key, at in self._entries}
+            found = {at: getattr(state, part)[key] for part, key, at in self._entries}
         except KeyError as e:
-            raise StateError(f"this is not a state of this job: it has no {e.args[0]}") from e
-        check_arrays(((n, x) for (_, n), x in held.items()), donates=self.at.donate)
-        return held
+            raise StateError(
+                f"this is not a state of this job: it has no {e.args[0]}; pass a state that this "
+                "job returned"
+            ) from e
+        check_arrays(((n, x) for (_, n), x in found.items()), donates=self.at.donate)
+        return found
 
-    def check(self, held: Mapping[tuple[int, str], Any]) -> None:
-        """Raises StateError for arrays of a state of another plan."""
-        for (_, n), x in held.items():
+    def check(self, arrays: Mapping[tuple[int, str], Any]) -> None:
+        """Check the types of arrays of a state.
+
+        Raises:
+          StateError: a state of another plan.
+        """
+        for (_, n), x in arrays.items():
             check_types({n: x}, {n: self.types[n]})
 
-    def put(self, held: Mapping[tuple[int, str], Any]) -> dict[tuple[int, str], Any]:
-        """Arrays of a state that may be from elsewhere, where stages have them. Raises StateError
-        as `arrays`."""
-        self.check(held)
-        return {at: self._put(at, x) for at, x in held.items()}
+    def put(self, arrays: Mapping[tuple[int, str], Any]) -> dict[tuple[int, str], Any]:
+        """Place the arrays of a state from elsewhere on the devices of stages.
 
-    def of(self, arrays: Mapping[str, Any]) -> PipelineState:
-        """The state of a job that goes on from arrays of the step, by name."""
-        rows = {r.name: (n, r.part) for n, runs in self.at.plan.model.stacks.items() for r in runs}
+        Raises:
+          StateError: as `check`.
+        """
+        self.check(arrays)
+        return {at: self._put(at, x) for at, x in arrays.items()}
+
+    def from_step(self, arrays: Mapping[str, Any]) -> PipelineState:
+        """Return the state with these arrays of the step, by name."""
+        rows = _rows_by_name(self.at.plan)
         found = {}
         for _, _, at in self._entries:
-            whole, part = rows.get(at[1], (at[1], None))
-            x = jnp.asarray(arrays[whole])
-            x = (
-                jnp.copy(x)
-                if part is None
-                else jax.lax.slice_in_dim(x, part.first, part.stop, axis=part.axis)
-            )
+            full, part = rows.get(at[1], (at[1], None))
+            x = jnp.asarray(arrays[full])
+            if part is None:
+                x = jnp.copy(x)  # the state may be donated
+            else:
+                x = jax.lax.slice_in_dim(x, part.first, part.stop, axis=part.axis)
             found[at] = self._put(at, self._padded(at[1], x))
         return self.state(found)
 
     def _put(self, at: tuple[int, str], x: Any) -> Any:
-        return self.at.at_rest.put(x, at[0], self.at.state_kind(at[1]))
+        return self.at.state_backend.put(x, at[0], self.at.state_kind(at[1]))
 
     def _padded(self, name: str, x: Any) -> Any:
         padding = self.at.plan.padded(name)
@@ -131,47 +143,57 @@ class StateLayout:
 
     @cached_property
     def types(self) -> dict[str, Any]:
-        """Of the arrays of a state, with their padding."""
-        return {
-            n: jax.eval_shape(partial(self._padded, n), t) for n, t in self.at.plan.types.items()
-        }
+        """The types of the arrays of a state, with their padding."""
+        types = self.at.plan.types
+        return {n: jax.eval_shape(partial(self._padded, n), t) for n, t in types.items()}
+
+
+def _rows_by_name(plan: PipelinePlan) -> dict[str, tuple[str, Any]]:
+    """Return the stack and the rows of each array of the state that is rows of a stack."""
+    found = {}
+    for n, runs in plan.model.stacks.items():
+        for rows in runs:
+            found[rows.name] = (n, rows.part)
+    return found
 
 
 def _startup_of(plan: PipelinePlan, names: Sequence[str]) -> ClosedJaxpr:
-    """What makes some arrays of the first state."""
+    """Return the part of `init` that computes some arrays of the first state."""
     startup = plan.startup
     outs = startup.outvars
-    rows = {r.name: (n, r.part) for n, runs in plan.model.stacks.items() for r in runs}
+    rows = _rows_by_name(plan)
     b = Builder(startup.jaxpr)
     b.invars += startup.inner.invars
     for eqn in startup.eqns:
         b.keep(eqn)
     wanted = []
     for n in names:
-        whole, part = rows.get(n, (n, None))
-        wanted.append(outs[whole] if part is None else part.cut(b, outs[whole]))
+        full, part = rows.get(n, (n, None))
+        wanted.append(outs[full] if part is None else part.cut(b, outs[full]))
     return eliminate_dead(b.build(wanted))
 
 
-def tree_of(plan: PipelinePlan, spec: TreeSpec, held: Callable[[str], Any]) -> Any:
-    """Arrays of the state as the pytree that they were given in: no padding, rows of one array
-    together."""
+def tree_of(plan: PipelinePlan, spec: TreeSpec, array_of: Callable[[str], Any]) -> Any:
+    """Return arrays of the state as a pytree of the step, without padding.
+
+    Args:
+      plan: the plan.
+      spec: the pytree.
+      array_of: returns an array of the state by name.
+    """
     leaves = []
     for n in spec.names:
         rows = plan.model.stacks.get(n)
         if rows is None:
-            leaves.append(_unpadded(plan, n, held(n)))
-        else:
-            parts = [_unpadded(plan, r.name, held(r.name)) for r in rows]
-            leaves.append(
-                jnp.concatenate(
-                    [jax.device_put(p, parts[0].sharding) for p in parts], rows[0].part.axis
-                )
-            )
+            leaves.append(_unpadded(plan, n, array_of(n)))
+            continue
+        parts = [_unpadded(plan, r.name, array_of(r.name)) for r in rows]
+        on_first = [jax.device_put(p, parts[0].sharding) for p in parts]
+        leaves.append(jnp.concatenate(on_first, rows[0].part.axis))
     return spec.unflatten(leaves)
 
 
 def _unpadded(plan: PipelinePlan, name: str, x: Any) -> Any:
-    """An array of the state without what it was padded with."""
+    """Return an array of the state without its padding."""
     shape = plan.types[name].shape
     return x if x.shape == shape else x[tuple(slice(0, n) for n in shape)]

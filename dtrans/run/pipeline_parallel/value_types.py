@@ -1,6 +1,6 @@
-"""The types of what goes from process to process in a step, found without running it.
+"""Types of the values that processes send each other in a step, found without running it.
 
-A process that receives a value knows by them what it has to be, before it makes any memory for it.
+The receiver of a value checks its type before it allocates memory for it.
 """
 
 from __future__ import annotations
@@ -17,41 +17,47 @@ from dtrans.run.pipeline_parallel.instructions import StepProgram, Transfer
 
 
 def value_types(
-    tape: StepProgram, types: Mapping[str, jax.ShapeDtypeStruct]
+    program: StepProgram, types: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[int, ValueType]:
-    """The type of each transfer, by the number of its instruction, and of each result, by the
-    numbers behind these.
+    """Return the type of each transfer and of each result.
+
+    A transfer has the number of its instruction. Results are numbered after all instructions.
 
     Args:
-      types: of the arrays of the state and of the whole batch, by name.
+      program: the step.
+      types: the types of the arrays of the state and of the global batch, by name.
     """
-    env: list[Any] = [None] * tape.size
-    for slot, x in tape.fixed.items():
+    env: list[Any] = [None] * program.size
+    for slot, x in program.fixed.items():
         env[slot] = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    for (_, name), slot in tape.given.items():
+    for (_, name), slot in program.inputs.items():
         env[slot] = types[name]
     known: dict[tuple[Any, ...], Any] = {}
     found = {}
-    for number, (ins, _) in enumerate(tape.instructions):
+    for number, (ins, _) in enumerate(program.instructions):
         if isinstance(ins, Transfer):
             env[ins.target] = env[ins.source]
-            found[number] = of_value(env[ins.source])
+            found[number] = value_type(env[ins.source])
             continue
         reads = [env[i] for i in ins.reads]
+        # all micro-batches run one function on equal types
         key = (ins.fn, *((x.shape, x.dtype) for x in reads))
         if key not in known:
             known[key] = jax.eval_shape(ins.fn, *reads)
         for slot, x in zip(ins.makes, known[key], strict=True):
             env[slot] = x
-    return found | {
-        len(tape.instructions) + i: of_value(env[slot])
-        for i, (slot, _, _) in enumerate(tape.results.values())
-    }
+    for number, (slot, _, _) in enumerate(program.results.values(), len(program.instructions)):
+        found[number] = value_type(env[slot])
+    return found
 
 
-def of_value(x: Any, *, any_size: bool = False) -> ValueType:
-    """What is to come where another process has such an array, or, with `any_size`, one of as many
-    dimensions."""
+def value_type(x: Any, *, any_size: bool = False) -> ValueType:
+    """Return the type to expect of an array that another process sends.
+
+    Args:
+      x: an array of that type here.
+      any_size: allow other sizes of its dimensions.
+    """
     impls: list[str] = []
 
     def data(key: Any) -> Any:
@@ -60,6 +66,5 @@ def of_value(x: Any, *, any_size: bool = False) -> ValueType:
 
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.eval_shape(data, jax.ShapeDtypeStruct(x.shape, x.dtype))
-    return ValueType(
-        (None,) * len(x.shape) if any_size else tuple(x.shape), np.dtype(x.dtype), "".join(impls)
-    )
+    shape = (None,) * len(x.shape) if any_size else tuple(x.shape)
+    return ValueType(shape, np.dtype(x.dtype), "".join(impls))

@@ -152,7 +152,7 @@ def test_processes_have_what_is_of_the_whole_batch_and_what_the_update_reads(
         for n, v in want.items():
             np.testing.assert_allclose(process[n], v, rtol=1e-12, atol=1e-12, err_msg=n)
         told = (
-            "PeerError: rate is 0.1 on trainer 0, and 1.1 on trainer 1: the update reads it, "
-            "and there is one update"
+            "PeerError: rate is 0.1 on trainer 0, and 1.1 on trainer 1, and the update "
+            "reads it on stages of both"
         )
         assert dict(process["said"])["rate"].startswith(told), process["said"]

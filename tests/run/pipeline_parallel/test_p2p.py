@@ -18,7 +18,7 @@ from role_threads import HANG
 from dtrans.protocol import token, wire
 from dtrans.protocol.arrivals import ValueType
 from dtrans.run.pipeline_parallel.p2p import P2PChannels
-from dtrans.run.pipeline_parallel.value_types import of_value
+from dtrans.run.pipeline_parallel.value_types import value_type
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def test_malformed_messages_of_a_process_are_dropped_and_counted(
     assert second.refusals.count == 10 * len(MALFORMED) + 1
     assert len(caplog.records) < 105 and all(len(r.getMessage()) < 400 for r in caplog.records)
     first.send(1, 2, 0, jax.random.key(3))
-    key = second.receive(0, 2, 0, of_value(jax.random.key(0)), "a key")
+    key = second.receive(0, 2, 0, value_type(jax.random.key(0)), "a key")
     np.testing.assert_array_equal(jax.random.key_data(key), jax.random.key_data(jax.random.key(3)))
 
 
