@@ -369,9 +369,9 @@ FAULTS = (
     ),
     Fault(  # each trainer normalises by its own statistics
         "engine/writer.py",
-        """            self._define(eqn, [PARTIAL] * len(eqn.outvars), values)
+        """            self.define_outputs(eqn, [PARTIAL] * len(eqn.outvars), values)
             if self.in_local:""",
-        """            self._define(eqn, way.outs, values)
+        """            self.define_outputs(eqn, way.outs, values)
             if self.in_local:""",
         BATCHES,
         "batch/test_step_zoo.py::test_a_plan_computes_the_step[mean_loss-nccl2-2-12]",

@@ -32,7 +32,8 @@ from dtrans._jax import (
     opened,
 )
 from dtrans.engine.layout import PARTIAL, Gathered, Partial, ShardLayout, Shards, cut_along, nbytes
-from dtrans.engine.writer import SplitWriter, linear_terms, written
+from dtrans.engine.open_sums import linear_terms
+from dtrans.engine.writer import SplitWriter, written
 from dtrans.errors import BatchError
 from dtrans.ir.dataflow import backward_slice, propagate
 from dtrans.ir.inline import eliminate_dead

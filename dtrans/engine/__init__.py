@@ -6,7 +6,10 @@ split             `split`: a program and its sharded dimensions to the program o
 layout            layouts of a value: replicated, sharded, or a partial sum
 rules             strategies: how an equation runs on shards
 values            values of a shard, converted to the layout that an equation reads
-writer            the writer of the program
+counted_values    pieces of values that are computed from counters and fills
+writer            writer of the program, and of bodies of equations
+strategy_writers  writers of the strategies
+open_sums         partial sums that stay open through linear equations
 row_moves         concatenations, slices and padding along the sharded dimension
 sharded_scans     scans along it
 custom_rules      calls with derivative rules of users

@@ -17,7 +17,6 @@ and where the program returns one, it returns the mean over shards.
 from __future__ import annotations
 
 import abc
-import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -33,12 +32,11 @@ from dtrans.engine.layout import (
     Partial,
     ShardLayout,
     Shards,
-    cut_along,
     nbytes,
     rows_or_none,
 )
 from dtrans.engine.pieces import Pieces
-from dtrans.engine.rules import Operand, Strategy, strategy_of
+from dtrans.engine.rules import Operand, Strategy
 from dtrans.errors import ConfigError
 from dtrans.ir.array_fns import padded, times
 from dtrans.ir.builder import Builder
@@ -47,7 +45,6 @@ from dtrans.ir.display import short_type
 from dtrans.ops import all_gather_p, all_reduce_p, reduce_scatter_p
 from dtrans.ops.all_to_all import all_to_all_p
 from dtrans.rows.layout import SHARED, RowAxis, Shared
-from dtrans.rows.parts import recipe_of
 from dtrans.step.scopes import in_local_scope
 
 
@@ -91,7 +88,6 @@ class ShardValues(abc.ABC):
         self.scaled: dict[Var, tuple[Atom, int]] = {}
         self.local_values: set[Atom] = set()
         self.local_terms: set[Atom] = set()  # partial sums of local values
-        self._counted: dict[tuple[Atom, int], bool] = {}
         self._reason: Callable[[], str] = str
 
     # -- layouts ---------------------------------------------------------------------------------
@@ -209,6 +205,18 @@ class ShardValues(abc.ABC):
             return self._rows_of(self.read(var, None), row)
         return self._exchanged(var, had, row)
 
+    def producer(self, atom: Atom) -> JaxprEqn | None:
+        """Return the equation that computes a value; None for an input or a constant."""
+        return self._producers.get(atom) if isinstance(atom, Var) else None
+
+    def reads_of(self, var: Var) -> int:
+        """Return the number of operands and outputs that are a value."""
+        return self._uses[var]
+
+    def reduced_here(self, op: str, terms: Sequence[Atom]) -> Sequence[Atom]:
+        """All-reduce terms over shards; in `dtrans.local`, return the shard's own."""
+        return terms if self.in_local else self.reduced(op, terms)
+
     def reduced(self, op: str, terms: Sequence[Atom]) -> list[Var]:
         """All-reduce terms over shards."""
         return self.b.bind(
@@ -276,65 +284,18 @@ class ShardValues(abc.ABC):
     def _rows_of(self, value: Atom, row: RowAxis | None) -> Atom:
         assert row is not None
         size = value.aval.shape[row.axis]
-        if self._pads_with_entries(size, row):
+        if self.pads_with_entries(size, row):
             at = self.pieces.shard_row(np.maximum(self.shards.entries(size, row), 0))
             return self.b.call(take_entries(row.axis), value, at)[0]
         return self.pieces.of(value.aval.shape[row.axis], row).cut(self.b, value)
 
-    def _pads_with_entries(self, size: int, row: RowAxis) -> bool:
+    def pads_with_entries(self, size: int, row: RowAxis) -> bool:
         """Return True if padding has to be real entries, whose derivatives are finite."""
         return self.shards.finite_padding and self.shards.pads(size, row)
 
-    # -- pieces that are computed without the full value -------------------------------------------
-
+    @abc.abstractmethod
     def build_rows(self, var: Var, row: RowAxis) -> Atom | None:
         """Compute a piece of a value from counters and fills; None for other values."""
-        eqn = self._producers.get(var)
-        if eqn is None or not self._is_counted(var, row.axis):
-            return None
-        if self._pads_with_entries(var.aval.shape[row.axis], row):
-            return None
-        if eqn.primitive.name not in ("iota", "broadcast_in_dim"):
-            self.built_as_rows[var] = row
-        recipe = recipe_of(eqn, 0, self.pieces.of(var.aval.shape[row.axis], row))
-        if row.order is not None and recipe is not None:
-            local = self.shards.local(var.aval.shape[row.axis], row)
-            if any(p is not None and p.size != local for _, p in recipe.needs):
-                return None  # the operand has another order
-        if recipe is not None:
-            along = (
-                None if p is None else dataclasses.replace(row, axis=p.axis)
-                for _, p in recipe.needs
-            )
-            return recipe.write(
-                self.b, [self.read(a, r) for (a, _), r in zip(recipe.needs, along, strict=True)]
-            )
-        way = strategy_of(eqn, [row, *(SHARED,) * (len(eqn.invars) - 1)], self.shards)
-        return None if way is None or way.outs != (row,) else self.carry_out(eqn, way)[0]
-
-    def _is_counted(self, var: Atom, axis: int) -> bool:
-        """Return True if a value is computed from counters and fills: a piece then needs no large
-        value."""
-        if (var, axis) not in self._counted:
-            eqn = self._producers.get(var) if isinstance(var, Var) else None
-            self._counted[var, axis] = (
-                eqn is not None and len(eqn.outvars) == 1 and self._counts(eqn, axis)
-            )
-        return self._counted[var, axis]
-
-    def _counts(self, eqn: JaxprEqn, axis: int) -> bool:
-        name = eqn.primitive.name
-        if name.startswith("scatter"):  # writes into a counter
-            return self._is_counted(eqn.invars[0], axis)
-        recipe = recipe_of(eqn, 0, self.pieces.of(eqn.outvars[0].aval.shape[axis], cut_along(axis)))
-        # outputs of these are larger than their operands
-        if recipe is None or name in ("broadcast_in_dim", "random_bits"):
-            return recipe is not None
-        # selected slices are larger than the indices
-        if name == "gather" and eqn.invars[1] in self.sliced:
-            return True
-        along = [(a, part.axis) for a, part in recipe.needs if part is not None]
-        return all(self._is_counted(a, at) for a, at in along)
 
     @abc.abstractmethod
     def carry_out(self, eqn: JaxprEqn, way: Strategy) -> list[Atom]:

@@ -12,7 +12,8 @@ from shard_programs import AXIS, floats, pieces_of, quick
 
 from dtrans._jax import equations, evaluate, opened
 from dtrans.engine.layout import PARTIAL, Shards, cut_along
-from dtrans.engine.writer import SplitWriter, linear_terms, written
+from dtrans.engine.open_sums import linear_terms
+from dtrans.engine.writer import SplitWriter, written
 from dtrans.ir.inline import eliminate_dead, inline_calls
 from dtrans.rows.layout import SHARED
 

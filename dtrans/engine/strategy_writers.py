@@ -1,0 +1,152 @@
+"""Writers of the strategies that `dtrans.engine.rules` chooses.
+
+Most equations run on pieces as they are. Others become equations of their own: moves between slots,
+gathers and scatters along the sharded dimension, and argmax or argmin over it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from dtrans._jax import Atom, JaxprEqn, Var, resized
+from dtrans.engine.array_fns import (
+    argmax_marks,
+    best_local,
+    broadcast_to,
+    decode_position,
+    local_indices,
+    pick_entries,
+    select_slots,
+    take_entries,
+)
+from dtrans.engine.row_moves import Move
+from dtrans.engine.rules import Strategy
+from dtrans.engine.values import ShardValues
+from dtrans.ir.array_fns import converted
+from dtrans.ops import identity_of
+from dtrans.rows.layout import RowAxis
+
+
+def write_strategy(w: ShardValues, eqn: JaxprEqn, way: Strategy) -> list[Atom]:
+    """Write an equation by a strategy; return its outputs, or terms of them."""
+    atoms = [w.read(a, row) for a, row in zip(eqn.invars, way.operands, strict=True)]
+    if way.write:
+        return _WRITE[way.write](w, eqn, way, atoms)
+    if way.reduce:
+        pieces = zip(eqn.invars, atoms, way.operands, strict=True)
+        atoms = [_without_padding(w, a, x, row, way.reduce) for a, x, row in pieces]
+    types = [w.shards.cut(v.aval, x) for v, x in zip(eqn.outvars, way.outs, strict=True)]
+    return list(w.b.copy(eqn, atoms, types, **(way.params(types) if way.params else {})))
+
+
+def _without_padding(w: ShardValues, full: Atom, piece: Atom, row: RowAxis | None, op: str) -> Atom:
+    """Replace padding in a piece by the identity of a reduction."""
+    if row is None:
+        return piece
+    return w.pieces.without_padding(piece, full.aval.shape[row.axis], row, op)
+
+
+def _write_move(w: ShardValues, eqn: JaxprEqn, way: Strategy, atoms: list[Atom]) -> list[Atom]:
+    """Write moves of entries into other slots."""
+    found, pieces = way.moves, atoms
+    assert found is not None
+    if found.params is not None:
+        axis = found.moves[0].axis
+        local = sum(a.aval.shape[axis] for a in atoms if a.aval.ndim)
+        local *= eqn.params["reps"][axis] if eqn.primitive.name == "tile" else 1
+        types = [resized(v.aval, axis, local) for v in eqn.outvars]
+        pieces = list(w.b.copy(eqn, atoms, types, **found.params(types)))
+    return [_in_slots(w, pieces[0], move, atoms) for move in found.moves]
+
+
+def _in_slots(w: ShardValues, piece: Atom, move: Move, atoms: Sequence[Atom]) -> Atom:
+    """Return a piece's entries in new slots; the last operand of a `pad` fills the others."""
+    if not move.keeps(piece.aval.shape[move.axis]):
+        piece = _take_slots(w, piece, move)
+    if move.filled is None:
+        return piece
+    (value,) = w.b.call(broadcast_to(piece.aval.shape), atoms[-1])
+    return w.b.call(select_slots(move.axis), piece, w.pieces.shard_row(~move.filled), value)[0]
+
+
+def _take_slots(w: ShardValues, piece: Atom, move: Move) -> Atom:
+    first, *others = slots = move.slots
+    begin, end = int(first[0]), int(first[-1]) + 1
+    is_run = len(first) == end - begin and (np.diff(first) == 1).all()
+    if is_run and all((other == first).all() for other in others):
+        return w.b.part(piece, move.axis, begin, end)
+    return w.b.call(take_entries(move.axis), piece, w.pieces.shard_row(slots))[0]
+
+
+def _write_pick(w: ShardValues, eqn: JaxprEqn, way: Strategy, atoms: list[Atom]) -> list[Atom]:
+    """Write a gather along the sharded dimension: each shard returns its entries, others are
+    0."""
+    (row, _), p, (x, _) = way.operands, eqn.params, eqn.invars
+    assert row is not None
+    size = x.aval.shape[row.axis]
+    term = pick_entries(
+        way.at, size, p["dimension_numbers"], p["slice_sizes"], p["mode"], p["fill_value"]
+    )
+    return w.b.call(term, *atoms, w.pieces.start(size, row))
+
+
+def _write_put(w: ShardValues, eqn: JaxprEqn, way: Strategy, atoms: list[Atom]) -> list[Atom]:
+    """Write a scatter along the sharded dimension: each shard writes the entries of its
+    piece."""
+    (row, *_), piece = way.operands, atoms[0]
+    assert row is not None
+    size = eqn.invars[0].aval.shape[row.axis]
+    clips = eqn.params["mode"] == jax.lax.GatherScatterMode.CLIP
+    to_local = local_indices(way.at, size, piece.aval.shape[row.axis], clips)
+    (at,) = w.b.call(to_local, atoms[1], w.pieces.start(size, row))
+    return list(
+        _scatter(w, eqn, [piece, at, atoms[2]], mode=jax.lax.GatherScatterMode.FILL_OR_DROP)
+    )
+
+
+def _write_scatter_add(
+    w: ShardValues, eqn: JaxprEqn, way: Strategy, atoms: list[Atom]
+) -> list[Atom]:
+    """Write a scatter-add with sharded updates: the first shard adds to the operand, others to
+    0."""
+    _, of, row = way.operands
+    assert row is not None and of is not None
+    updates = _without_padding(w, eqn.invars[2], atoms[2], row, "sum")
+    first = w.term(eqn.invars[0])
+    return list(_scatter(w, eqn, [first, atoms[1], updates]))
+
+
+def _scatter(w: ShardValues, eqn: JaxprEqn, atoms: list[Atom], **params: Any) -> list[Var]:
+    return w.b.copy(
+        eqn, atoms, [atoms[0].aval], indices_are_sorted=False, unique_indices=False, **params
+    )
+
+
+def _write_arg_reduce(
+    w: ShardValues, eqn: JaxprEqn, way: Strategy, atoms: list[Atom]
+) -> list[Atom]:
+    """Write an argmax or argmin: the lowest position among the shards with the best entry."""
+    (row,), (x,) = way.operands, atoms
+    assert row is not None
+    largest = eqn.primitive.name == "argmax"
+    op, size = ("max" if largest else "min"), eqn.invars[0].aval.shape[row.axis]
+    start = w.pieces.start(size, row)
+    (nothing,) = w.b.call(identity_of(op, x.aval.shape, x.aval.dtype))
+    found, at = w.b.call(best_local(row.axis, size, largest), x, start, nothing)
+    (best,) = w.reduced_here(op, [found])
+    (lowest,) = w.reduced_here("min", w.b.call(argmax_marks(size), found, best, at))
+    (v,) = eqn.outvars
+    return w.b.call(converted(np.dtype(v.aval.dtype)), *w.b.call(decode_position, lowest))
+
+
+_WRITE: Mapping[str, Callable[[ShardValues, JaxprEqn, Strategy, list[Atom]], list[Atom]]] = {
+    "move": _write_move,
+    "pick": _write_pick,
+    "put": _write_put,
+    "add_up": _write_scatter_add,
+    "arg_reduce": _write_arg_reduce,
+}
