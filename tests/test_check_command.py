@@ -96,7 +96,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]
         (
             "checked_here:wrong",
             1,
-            "fault: psum over axis 'data' (size 4) at checked_here.py:17 sums what should be",
+            "fault: psum over axis 'data' (size 4) at checked_here.py:17 sums, expected",
         ),
         (
             "inner/checked_inside.py:wrong",

@@ -25,7 +25,7 @@ from dtrans.run.collective.trainers import StepLayout
 from dtrans.run.parameter_server.mesh import LateRowsJob
 from dtrans.run.parameter_server.ordered_job import OrderedJob
 from dtrans.run.replays import replay_lazy, replay_local_steps, replay_turns
-from dtrans.verification.check import random_arguments
+from dtrans.verification.random_points import random_arguments
 from dtrans.verification.state_placement import TracedStep
 
 
@@ -77,7 +77,7 @@ def traced_on_mesh(plan: CollectivePlan, batch: Sequence[Any]) -> TracedStep:
     state = [plan.main.inputs[n] for spec in plan.main.args[:2] for n in spec.names]
     whole = plan.main.specialize_flat([*state, *types])
     replay = replay_local_steps(plan, whole)
-    return dataclasses.replace(traced, replay=replay, turns=plan.options.local_sgd)
+    return dataclasses.replace(traced, replay=replay, steps_per_replay=plan.options.local_sgd)
 
 
 @realises(PServerPlan, "verify")
@@ -96,7 +96,7 @@ def traced_servers(plan: PServerPlan, batch: Sequence[Any]) -> TracedStep:
     late = dataclasses.replace(
         traced_step(LateRowsJob(plan), batch), rows=rows, init=None, replay=replay
     )
-    return dataclasses.replace(traced, also=(late,))
+    return dataclasses.replace(traced, other_steps=(late,))
 
 
 def traced_turns(plan: PServerPlan, batch: Sequence[Any]) -> TracedStep:
@@ -114,7 +114,7 @@ def traced_turns(plan: PServerPlan, batch: Sequence[Any]) -> TracedStep:
     order = job.order
     turns = order.rounds if plan.push_every else len(order.turns)
     return dataclasses.replace(
-        traced_step(job, stacked), replay=replay, turns=turns, unfollowed=unmerged(plan)
+        traced_step(job, stacked), replay=replay, steps_per_replay=turns, unfollowed=unmerged(plan)
     )
 
 

@@ -1,8 +1,8 @@
-"""`dtrans.verify`: a step that its user wrote with `jax.shard_map`, against the step of one device.
+"""`dtrans.verify`: comparison of a step that a user wrote with `jax.shard_map` with one device's.
 
 Both are functions of the same global arguments, and return the same global values. They are traced,
-evaluated at random points of the field, and compared leaf by leaf. Faults are put into words by
-`relations` (of one output) and `repairs` (of a collective).
+evaluated at random points of the field, and compared leaf by leaf. `relations` describes wrong
+outputs, `repairs` the collectives at fault.
 """
 
 from __future__ import annotations
@@ -17,32 +17,25 @@ import numpy as np
 
 from dtrans._jax import ClosedJaxpr, equations, plain_type, shard_map_of
 from dtrans.errors import ConfigError, TraceError, VerifyError
-from dtrans.ir.pytree import TreeSpec, as_array, is_array
+from dtrans.ir.pytree import TreeSpec, as_array, is_array, unflatten_all
 from dtrans.step.trace import argument_names, name_result
-from dtrans.verification.check import (
-    NEAR_TIES,
-    TRIES,
-    BatchRange,
-    Findings,
-    random_arrays,
-    random_point,
-)
-from dtrans.verification.evaluate import World
+from dtrans.verification.check import NEAR_TIES, TRIES, Findings
 from dtrans.verification.field_values import NearTie
 from dtrans.verification.outcome import Report
+from dtrans.verification.random_points import BatchRange, random_arrays, random_point
 from dtrans.verification.relations import relation
 from dtrans.verification.repairs import find_faults
 
 
 @dataclasses.dataclass(frozen=True)
 class StepPair:
-    """A distributed step and the step of one device that it must compute.
+    """Distributed step, and the one-device step that it must compute.
 
     Attributes:
-      title: the name of the distributed step.
-      distributed, step: their jaxprs, of the same flat inputs.
-      inputs: name to type of the inputs.
-      outputs: names of the outputs: that of an input where an output is its new value.
+      title: name of the distributed step.
+      distributed, step: their jaxprs, with the same flat inputs.
+      inputs: types of the inputs by name.
+      outputs: names of the outputs: the name of an input if an output is its new value.
     """
 
     title: str
@@ -53,7 +46,7 @@ class StepPair:
 
     @property
     def axes(self) -> dict[str, int]:
-        """Name to size of the axes of the distributed step's meshes."""
+        """Sizes of the axes of the distributed step's meshes, by name."""
         found: dict[str, int] = {}
         for mapped in _shard_maps(self.distributed):
             found |= {name: size for name, size in mapped.axes.items() if name in mapped.manual}
@@ -67,8 +60,7 @@ def verify(
     points: int = 3,
     seed: int = 0,
 ) -> Report:
-    """Check a step written with `jax.shard_map` against the step of one device, without a
-    tolerance.
+    """Check that a step written with `jax.shard_map` computes a one-device step, without tolerance.
 
     Both functions take the same global arguments and return the same structure. They are traced,
     and evaluated in a finite field for all ranks (docs/verify_shard_map.md). Nothing is compiled. A
@@ -110,13 +102,12 @@ def verify(
     begun = time.monotonic()
     args = tuple(as_array(a) for a in args)
     pair = trace_pair(distributed_step, step, args)
-    given = [x for a in args for x in jax.tree.leaves(a) if is_array(x)]
-    given_values = {
-        n: x
-        for n, x in zip(pair.inputs, given, strict=True)
-        if not isinstance(x, jax.ShapeDtypeStruct)
-    }
-    comparison = _HandComparison(pair, given_values)
+    leaves = [x for x in jax.tree.leaves(args) if is_array(x)]
+    arrays = {}
+    for name, x in zip(pair.inputs, leaves, strict=True):
+        if not isinstance(x, jax.ShapeDtypeStruct):
+            arrays[name] = x
+    comparison = _HandComparison(pair, arrays)
     with np.errstate(all="ignore"):
         comparison.check(points, seed)
     found = comparison.found.report(pair.title, time.monotonic() - begun)
@@ -136,19 +127,18 @@ def trace_pair(
 
     Raises:
       ConfigError: the distributed step has no `shard_map`.
-      TraceError: the structures that they return are not the same.
+      TraceError: they return different structures.
     """
     roots = argument_names(step, len(args))
     specs = [TreeSpec.from_tree(a, root) for a, root in zip(args, roots, strict=True)]
     names = [n for spec in specs for n in spec.names]
-    leaves = [x for a in args for x in jax.tree.leaves(a) if is_array(x)]
-    types = [plain_type(x) for x in leaves]
+    types = [plain_type(x) for x in jax.tree.leaves(args) if is_array(x)]
     title = _name_of(distributed_step)
-    distributed, given = _traced(distributed_step, specs, types)
-    one_device, wanted = _traced(step, specs, types)
+    distributed, result = _trace(distributed_step, specs, types)
+    one_device, wanted = _trace(step, specs, types)
     if not _shard_maps(distributed):
         raise ConfigError(_no_shard_map(title, distributed))
-    mine: Any = jax.tree.structure(given)
+    mine: Any = jax.tree.structure(result)
     right: Any = jax.tree.structure(wanted)
     if mine != right:
         raise TraceError(
@@ -161,16 +151,15 @@ def trace_pair(
     return StepPair(title, distributed, one_device, dict(zip(names, types, strict=True)), outputs)
 
 
-def _traced(
+def _trace(
     fn: Callable[..., Any], specs: Sequence[TreeSpec], types: Sequence[Any]
 ) -> tuple[ClosedJaxpr, Any]:
-    """Return the jaxpr of a function of flat arrays, and what the function returns."""
+    """Return the jaxpr of a function of flat arrays, and the traced result."""
     result: list[Any] = []
 
     def on_arrays(*arrays: Any) -> list[Any]:
-        it = iter(arrays)
-        made = fn(*(s.unflatten([next(it) for _ in s.names]) for s in specs))
-        result.append(jax.tree.map(as_array, made))
+        outputs = fn(*unflatten_all(specs, arrays))
+        result.append(jax.tree.map(as_array, outputs))
         return [x for x in jax.tree.leaves(result[-1]) if is_array(x)]
 
     jaxpr: Any = jax.make_jaxpr(on_arrays)(*types)
@@ -182,22 +171,22 @@ def _shard_maps(jaxpr: Any) -> list[Any]:
 
 
 def _no_shard_map(title: str, jaxpr: Any) -> str:
-    """Say why a program without `shard_map` is refused, and which shardings it names."""
+    """Return the error text for a program without `shard_map`, with its sharding primitives."""
     marks = [eqn.primitive.name for eqn in equations(jaxpr) if _names_shardings(eqn)]
     shards = f" XLA shards it by {' and '.join(dict.fromkeys(marks))}." if marks else ""
     return (
-        f"{title} has no shard_map in its jaxpr.{shards} XLA adds the collectives of such a "
-        "program "
-        "when it compiles, so that there is nothing to compare; write the step of a rank with "
-        "jax.shard_map, or let dtrans.nccl2 or dtrans.sharding write it and call plan.verify()"
+        f"{title} has no shard_map in its jaxpr.{shards} XLA adds its collectives when it "
+        "compiles, so there are none to verify; write the step of a rank with jax.shard_map, or "
+        "let dtrans.nccl2 or dtrans.sharding write it and call plan.verify()"
     )
 
 
 def _names_shardings(eqn: Any) -> bool:
+    """Return True if XLA shards by an equation."""
     if eqn.primitive.name in ("sharding_constraint", "reshard", "mesh_cast"):
         return True
-    each = [s for key in ("in_shardings", "out_shardings") for s in eqn.params.get(key, ())]
-    return any(isinstance(s, jax.sharding.Sharding) for s in each)
+    shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
+    return any(isinstance(s, jax.sharding.Sharding) for s in shardings)
 
 
 def _name_of(fn: Any) -> str:
@@ -213,13 +202,13 @@ class _HandComparison:
 
     Attributes:
       pair: the steps.
-      given: name to array of those inputs that have values.
+      arrays: the user's arrays by name; other inputs are random.
       found: the outcome.
-      faults: faults that were found.
+      faults: collectives at fault, in words.
     """
 
     pair: StepPair
-    given: Mapping[str, Any]
+    arrays: Mapping[str, Any]
     found: Findings = dataclasses.field(default_factory=Findings)
     faults: tuple[str, ...] = ()
 
@@ -232,43 +221,38 @@ class _HandComparison:
                 if not self.found.differences:
                     self._compare(rng, range_)
 
-        self.found.try_ranges(compare, drawn=len(self.given) < len(self.pair.inputs))
+        self.found.try_ranges(compare, drawn=len(self.arrays) < len(self.pair.inputs))
 
     def _compare(self, rng: np.random.Generator, range_: BatchRange) -> None:
-        """Compare both steps at one point, which is drawn again after a near tie."""
+        """Compare both steps at one point without a near tie."""
         inputs = self.pair.inputs
         for _ in range(TRIES):
-            arrays = random_arrays(inputs, rng, range_, self.given)
+            arrays = random_arrays(inputs, rng, range_, self.arrays)
             point = random_point(inputs, arrays, frozenset(), rng)
             try:
-                made = self._evaluated(self.pair.distributed, point)
-                wanted = self._evaluated(self.pair.step, point)
+                outputs = self.found.evaluate(self.pair.distributed, [*point.values()])
+                wanted = self.found.evaluate(self.pair.step, [*point.values()])
             except NearTie:
                 continue
             self.found.points += 1
-            for name, x, y in zip(self.pair.outputs, made, wanted, strict=True):
+            for name, x, y in zip(self.pair.outputs, outputs, wanted, strict=True):
                 self.found.note(name, x, y)
             if self.found.differences:
-                self._explain(point, made, wanted)
+                self._explain(point, outputs, wanted)
             return
         self.found.unfollowed[NEAR_TIES] = None
 
-    def _evaluated(self, jaxpr: ClosedJaxpr, point: Mapping[str, Any]) -> list[Any]:
-        world = World(unknown=self.found.unfollowed)
-        return [x for (x,) in world.run(jaxpr, [(x,) for x in point.values()])]
-
     def _explain(
-        self, point: Mapping[str, Any], made: Sequence[Any], wanted: Sequence[Any]
+        self, point: Mapping[str, Any], outputs: Sequence[Any], wanted: Sequence[Any]
     ) -> None:
-        """Put the differences of a point into words."""
+        """Describe the differences at a point: relations, faults and first wrong values."""
         pair, differences = self.pair, self.found.differences
-        for name, x, y in zip(pair.outputs, made, wanted, strict=True):
+        for name, x, y in zip(pair.outputs, outputs, wanted, strict=True):
             if name in differences:
                 detail = relation(x, y, point.get(name), pair.axes)
                 differences[name] = dataclasses.replace(differences[name], detail=detail)
         arguments = [*point.values()]
-        self.faults, left = find_faults(pair.distributed, arguments, wanted, pair.outputs)
-        # a fault says more than the first wrong value does: that is for outputs that no change
-        # mends
-        names = [name if k in left else "" for k, name in enumerate(pair.outputs)]
+        self.faults, unexplained = find_faults(pair.distributed, arguments, wanted, pair.outputs)
+        # a fault says more than a first wrong value, which is left for outputs without a fault
+        names = [name if k in unexplained else "" for k, name in enumerate(pair.outputs)]
         self.found.name_causes(names, (pair.step, point), (pair.distributed, arguments))

@@ -1,7 +1,7 @@
-"""Compare the traced step of a job with the one-device step, at random points of the field.
+"""Comparison of a job's traced step with the one-device step, at random points of the field.
 
-Points are states that occur: those after 0, 1, 2 and 5 steps of one device, floats perturbed. Both
-steps are evaluated there, and every output is compared, number by number (`state_placement`).
+Points are near states that occur: those after 0, 1, 2 and 5 steps of one device. Both steps are
+evaluated there, and every output is compared number by number (`state_placement`).
 """
 
 from __future__ import annotations
@@ -14,18 +14,23 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from dtrans._jax import opened
 from dtrans.ir.program import Program
-from dtrans.verification import field, field_values as values
+from dtrans.verification import field_values as values
 from dtrans.verification.evaluate import World
 from dtrans.verification.field import Array
 from dtrans.verification.field_values import Complex, NearTie, Real, Replicas, Unknown, same
 from dtrans.verification.naming import find_causes
 from dtrans.verification.outcome import Difference, Report
+from dtrans.verification.random_points import (
+    RANGES,
+    BatchRange,
+    random_arguments,
+    random_arrays,
+    random_point,
+)
 from dtrans.verification.rank_collectives import mapped
 from dtrans.verification.rules import shadow_of
 from dtrans.verification.state_placement import (
@@ -37,89 +42,9 @@ from dtrans.verification.state_placement import (
 )
 
 
-STEPS = (0, 1, 2, 5)  # of one device, before the states that are compared
-TRIES = 5  # points that are drawn again after a near tie
+STEPS = (0, 1, 2, 5)  # numbers of one-device steps before a comparison
+TRIES = 5  # number of points that are tried until one has no near tie
 NEAR_TIES = "a near tie at every point that was tried"
-
-
-# -- points ----------------------------------------------------------------------------------------
-
-
-def random_point(
-    types: Mapping[str, Any],
-    real_values: Mapping[str, Any],
-    fixed: frozenset[str],
-    rng: np.random.Generator,
-) -> dict[str, Any]:
-    """Return a value for each input: floats are random elements whose shadows are near the real
-    values.
-
-    Args:
-      types: name to type.
-      real_values: arrays of a real run.
-      fixed: names of leaves that keep their values, since a plan may know them.
-    """
-    point: dict[str, Any] = {}
-    for name, t in types.items():
-        x = real_values[name]
-        moves = values.is_float(t.dtype) or values.is_complex(t.dtype)
-        if not moves or name in fixed:
-            point[name] = values.lifted(x, t.dtype)
-            continue
-        if values.is_complex(t.dtype):
-            part = jax.ShapeDtypeStruct(t.shape, np.dtype(np.float64))
-            both = {"real": np.real(x), "imag": np.imag(x)}
-            point[name] = Complex(**random_point(dict.fromkeys(both, part), both, frozenset(), rng))
-            continue
-        noise = rng.uniform(0.5, 1, t.shape)
-        near = np.asarray(x, np.float64)
-        # towards zero: a decay that the state keeps, 0.999, must stay below one
-        shadow = np.where(near == 0, 1e-3 * noise, near * (1 - 1e-3 * noise))
-        point[name] = Real(field.random_elements(rng, t.shape), shadow)
-    return point
-
-
-@dataclasses.dataclass(frozen=True)
-class BatchRange:
-    """Range of the numbers that are drawn for a batch.
-
-    Attributes:
-      positive: True if floats are positive, as logarithms and roots need them.
-      labels: integers are drawn from 0 up to this number, which is left out.
-    """
-
-    positive: bool
-    labels: int
-
-
-# Labels above the number of classes select NaN; two is the smallest number of classes.
-RANGES = (BatchRange(False, 4), BatchRange(False, 2), BatchRange(True, 2))
-
-
-def random_arrays(
-    types: Mapping[str, Any],
-    rng: np.random.Generator,
-    range_: BatchRange,
-    given: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Draw an array for each type that no array is given for."""
-    batch: dict[str, Any] = {}
-    for name, t in types.items():
-        if given is not None and name in given:
-            batch[name] = given[name] if values.is_key(given[name]) else np.asarray(given[name])
-        elif values.is_float(t.dtype):
-            drawn = rng.uniform(0.2, 1, t.shape) if range_.positive else rng.normal(size=t.shape)
-            batch[name] = np.asarray(drawn)
-        elif values.is_complex(t.dtype):
-            batch[name] = rng.normal(size=t.shape) + 1j * rng.normal(size=t.shape)
-        elif jnp.issubdtype(t.dtype, jax.dtypes.prng_key):
-            keys = jax.random.key(int(rng.integers(1 << 30)))
-            batch[name] = jax.random.split(keys, t.shape) if t.shape else keys
-        elif t.dtype == bool:
-            batch[name] = rng.integers(0, 2, t.shape).astype(bool)
-        else:
-            batch[name] = rng.integers(0, range_.labels, t.shape).astype(t.dtype)
-    return batch
 
 
 # -- comparison ------------------------------------------------------------------------------------
@@ -127,56 +52,54 @@ def random_arrays(
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """A step of one device, and the traced step of a job that must compute it.
+    """Comparison of a one-device step with the traced step of a job that must compute it.
 
     Attributes:
-      main: the step, for the whole batch.
+      main: the step, for the full batch.
       traced: the step of the job.
-      batch_types: name to type of the arrays of the batch.
-      still: leaves that have one value for ever, and that value: a plan may use it.
-      startup: the program that makes the one-device state; None where the first state is not
+      batch_types: type of each array of the batch by name.
+      frozen: leaves that never change, with their value, which a plan may use.
+      startup: the program that returns the one-device state; None if the first state is not
         compared.
-      batch_values: arrays of the batch that are given: integers and keys are used unchanged, and
-        floats vary around them. The remaining ones are drawn.
+      batch_values: arrays of the user for the batch: integers and keys are used unchanged, floats
+        vary around them. Other arrays are random.
     """
 
     main: Program
     traced: TracedStep
     batch_types: Mapping[str, Any]
-    still: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    frozen: Mapping[str, float] = dataclasses.field(default_factory=dict)
     startup: Program | None = None
     batch_values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @cached_property
     def leaf_types(self) -> dict[str, Any]:
-        """Name to type of the leaves of the one-device state."""
+        """Types of the leaves of the one-device state, by name."""
         names = [n for spec in self.main.args[:2] for n in spec.names]
         return {n: self.main.inputs[n] for n in names}
 
     @cached_property
     def result_names(self) -> list[str]:
-        """The outputs of the step beside its state."""
+        """Names of the step's outputs that are not state."""
         return [n for n in self.main.out_names if n not in self.leaf_types]
 
     @cached_property
     def placement(self) -> StatePlacement:
         """The place of each number in the job's state."""
-        return find_placement(self.leaf_types, self.traced.state_of, self.still)
+        return find_placement(self.leaf_types, self.traced.state_of, self.frozen)
 
     @cached_property
     def leaves_of(self) -> list[set[str]]:
-        """The leaves whose numbers each array of the job's state holds."""
+        """Leaves with numbers in each array of the job's state."""
         names = list(self.leaf_types)
         starts = np.cumsum([0, *(int(np.prod(t.shape)) for t in self.leaf_types.values())])
+        # random keys and frozen leaves have no places: their arrays are known by name
+        by_name = [n for n, t in self.leaf_types.items() if n in self.frozen or values.is_key(t)]
         found = []
-        for name, where in zip(self.traced.held, self.placement.where, strict=True):
+        for name, where in zip(self.traced.state_names, self.placement.where, strict=True):
             leaves = np.searchsorted(starts, where[where >= 0], "right") - 1
-            of = {names[k] for k in np.flatnonzero(np.bincount(leaves))}
-            # random keys, and leaves that have one value, cannot count themselves
-            uncounted = [
-                n for n, t in self.leaf_types.items() if n in self.still or values.is_key(t)
-            ]
-            found.append(of | {n for n in uncounted if holds_leaf(name, n)})
+            by_place = {names[k] for k in np.flatnonzero(np.bincount(leaves))}
+            found.append(by_place | {n for n in by_name if holds_leaf(name, n)})
         return found
 
     def check(
@@ -187,37 +110,36 @@ class Comparison:
         points: Sequence[int] = STEPS,
         seed: int = 0,
     ) -> Report:
-        """Compare both at random points.
+        """Compare both steps at random points.
 
         Args:
-          title: names the plan.
-          start: a one-device state, name to array; by default what the startup program makes.
-          points: after how many steps of one device states are compared.
-          seed: of the points.
+          title: name of the plan.
+          start: a one-device state, arrays by name; by default that of the startup program.
+          points: numbers of one-device steps after which states are compared.
+          seed: seed of the points.
 
         Returns:
-          A report. Rounding is the cause of none of its differences.
+          A report. None of its differences comes from rounding.
         """
         report = self._check(title, start, points, seed)
-        for traced in self.traced.also:
-            report = report.joined(
-                dataclasses.replace(self, traced=traced)._check(title, start, points, seed)
-            )
+        for traced in self.traced.other_steps:
+            other = dataclasses.replace(self, traced=traced)
+            report = report.merge(other._check(title, start, points, seed))
         return report
 
     def _check(
         self, title: str, start: Mapping[str, Any] | None, points: Sequence[int], seed: int
     ) -> Report:
-        """Compare one of the steps of a job at random points."""
+        """Compare one of the job's steps at random points."""
         begun = time.monotonic()
         found = Findings(unfollowed=dict.fromkeys(self.traced.unfollowed))
         with np.errstate(all="ignore"):
-            made = self._compare_first_state(found, np.random.default_rng(seed))
+            first_state = self._compare_first_state(found, np.random.default_rng(seed))
             if start is None:
-                start = {n: shadow_of(x) for n, x in made.items()} or self._real_start(seed)
+                start = {n: shadow_of(x) for n, x in first_state.items()} or self._real_start(seed)
             found.concludes_equal_only = bool(self.traced.equal_parts)
-            # what states come to in between, a replay goes through
-            points = sorted({steps // self.traced.turns for steps in points})
+            # a replay of several steps passes the states between them
+            points = sorted({steps // self.traced.steps_per_replay for steps in points})
             drawn = self.batch_values.keys() != self.batch_types.keys()
             walk = lambda range_: self._walk(
                 found, start, points, np.random.default_rng(seed), range_
@@ -226,28 +148,28 @@ class Comparison:
         return found.report(title, time.monotonic() - begun)
 
     def _real_start(self, seed: int) -> dict[str, Any]:
-        """Return a one-device state as a device makes it."""
-        assert self.startup is not None, "a comparison without a startup program is given a start"
-        made = self.startup.compiled(*random_arguments(self.startup.inputs, seed))
-        return dict(zip(self.leaf_types, made, strict=True))
+        """Return a one-device state, computed by the startup program."""
+        assert self.startup is not None, "a comparison without a startup program needs a start"
+        arrays = self.startup.compiled(*random_arguments(self.startup.inputs, seed))
+        return dict(zip(self.leaf_types, arrays, strict=True))
 
     def _compare_first_state(self, found: Findings, rng: np.random.Generator) -> dict[str, Any]:
-        """Compare what the job's init makes with what the one-device init makes, padding included.
+        """Compare the states of the job's init and of the one-device init, with padding.
 
         Returns:
-          The one-device state; none where a part of it could not be followed.
+          The one-device state; empty if a leaf depends on an equation without a rule.
         """
         startup, init = self.startup, self.traced.init
         if startup is None or init is None:
             return {}
-        names = [f"init/{name}" for name in self.traced.held]
+        names = [f"init/{name}" for name in self.traced.state_names]
         for _ in range(TRIES):
             drawn = random_arrays(startup.inputs, rng, RANGES[-1])
-            given = [(x,) for x in random_point(startup.inputs, drawn, frozenset(), rng).values()]
+            point = random_point(startup.inputs, drawn, frozenset(), rng)
+            arguments = [*point.values()]
             try:
-                world = World(unknown=found.unfollowed)
-                wanted = [x for (x,) in world.run(startup.jaxpr, given)]
-                made = [x for (x,) in World(unknown=found.unfollowed).run(init, given)]
+                wanted = found.evaluate(startup.jaxpr, arguments)
+                outputs = found.evaluate(init, arguments)
                 break
             except NearTie:
                 continue
@@ -258,16 +180,14 @@ class Comparison:
         leaves = dict(zip(self.leaf_types, wanted, strict=True))
         lost = {n for n, x in leaves.items() if isinstance(x, Unknown)}
         types = [v.aval for v in opened(init).outvars]
-        # what could not be followed is not compared: zeros stand for it
-        zeros = {
-            n: values.lifted(np.zeros(self.leaf_types[n].shape), self.leaf_types[n].dtype)
-            for n in lost
-        }
-        expected = place_leaves(self.placement, leaves | zeros, types, self.traced.held)
-        for name, x, y, of in zip(names, made, expected, self.leaves_of, strict=True):
-            found.note(name, x, Unknown("") if of & lost else y)
-        drawn = {n: x for n, (x,) in zip(startup.inputs, given, strict=True)}
-        found.name_causes(names, (startup.jaxpr, drawn), (init, [x for (x,) in given]))
+        # zeros stand for unknown leaves, which are not compared
+        for n in lost:
+            t = self.leaf_types[n]
+            leaves[n] = values.lifted(np.zeros(t.shape), t.dtype)
+        expected = place_leaves(self.placement, leaves, types, self.traced.state_names)
+        for name, x, y, of_array in zip(names, outputs, expected, self.leaves_of, strict=True):
+            found.note(name, x, Unknown("") if of_array & lost else y)
+        found.name_causes(names, (startup.jaxpr, point), (init, arguments))
         return {} if lost else leaves
 
     def _walk(
@@ -278,11 +198,11 @@ class Comparison:
         rng: np.random.Generator,
         range_: BatchRange,
     ) -> None:
-        """Compare the states that one device comes to, one step behind the other."""
+        """Compare the consecutive states of one device."""
         state = dict(start)
         batch = random_arrays(self.batch_types, rng, range_, self.batch_values)
-        for made in range(max(points) + 1):
-            wanted = self._one_step(found, state, batch, rng, compared=made in points)
+        for steps in range(max(points) + 1):
+            wanted = self._one_step(found, state, batch, rng, compared=steps in points)
             if wanted is None:
                 return
             if found.differences or any(isinstance(wanted[n], Unknown) for n in self.leaf_types):
@@ -298,11 +218,11 @@ class Comparison:
         *,
         compared: bool,
     ) -> dict[str, Any] | None:
-        """Return what one device makes of a state, or None where that cannot be followed.
+        """Return the one-device outputs near a state; None if every point has a near tie.
 
-        Where each point has a near tie, elements decide. Then two equal programs decide alike, but
-        others may differ in decisions alone: nothing is said of them. Later states may have no tie,
-        as those of Adafactor, whose first updates all have the norm at which it clips.
+        If every point has one, elements decide. Two equal programs then decide alike, but others
+        may differ in these decisions alone, so that differences do not count. Later states may have
+        no tie: the first updates of Adafactor all have the norm at which it clips.
         """
         for _ in range(TRIES):
             with contextlib.suppress(NearTie):
@@ -327,60 +247,59 @@ class Comparison:
         *,
         compared: bool,
     ) -> dict[str, Any]:
-        """Return what one device makes at a point near a state; the job's step is compared with
-        that."""
-        point = random_point(self.leaf_types, state, frozenset(self.still), rng)
+        """Return the one-device outputs at a point near a state; compare the job's with them."""
+        point = random_point(self.leaf_types, state, frozenset(self.frozen), rng)
         point |= random_point(self.batch_types, batch, frozenset(), rng)
         for name, (axis, count) in self.traced.equal_parts.items():
             repeated = functools.partial(_repeated_part, axis=axis, count=count)
             point[name] = mapped(repeated, point[name])
-        wanted = self._one_device(found, point)
+        outputs = found.evaluate(self.main.jaxpr, [point[n] for n in self.main.inputs])
+        wanted = dict(zip(self.main.out_names, outputs, strict=True))
         if compared:
             self._compare(found, point, wanted)
         return wanted
 
-    def _one_device(self, found: Findings, point: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what one device makes at a point."""
-        world = World(unknown=found.unfollowed)
-        outs = world.run(self.main.jaxpr, [(point[n],) for n in self.main.inputs])
-        return dict(zip(self.main.out_names, (x for (x,) in outs), strict=True))
-
     def _compare(
         self, found: Findings, point: Mapping[str, Any], wanted: Mapping[str, Any]
     ) -> None:
-        """Compare the job's step with what one device makes at a point."""
-        held, count = self.traced.held, len(self.traced.held)
+        """Compare the job's outputs with the one-device outputs at a point."""
+        state_names, count = self.traced.state_names, len(self.traced.state_names)
         types = [v.aval for v in opened(self.traced.jaxpr).invars[:count]]
-        arrays = place_leaves(self.placement, {n: point[n] for n in self.leaf_types}, types, held)
-        batch = [point[n] for n in self.batch_types]
-        world = World(unknown=found.unfollowed)
-        made = [x for (x,) in world.run(self.traced.jaxpr, [(x,) for x in (*arrays, *batch)])]
+        old = {n: point[n] for n in self.leaf_types}
+        arguments = place_leaves(self.placement, old, types, state_names)
+        arguments += [point[n] for n in self.batch_types]
+        outputs = found.evaluate(self.traced.jaxpr, arguments)
         found.points += 1
 
+        # the new state: an unknown leaf keeps its old value here, and is not compared
         new = {n: wanted[n] for n in self.leaf_types}
         lost = {n for n, x in new.items() if isinstance(x, Unknown)}
-        known = {n: point[n] if n in lost else x for n, x in new.items()}
-        expected = place_leaves(self.placement, known, types, held)
-        placed = zip(held, made, expected, self.placement.where, self.leaves_of, strict=False)
-        for name, x, y, where, leaves in placed:
+        known = {n: old[n] if n in lost else x for n, x in new.items()}
+        expected = place_leaves(self.placement, known, types, state_names)
+        places, leaves_of = self.placement.where, self.leaves_of
+        arrays = zip(state_names, outputs, expected, places, leaves_of, strict=False)
+        for name, x, y, where, leaves in arrays:
             y = Unknown("") if leaves & lost else y
-            found.note(name, x, y, None if leaves & self.still.keys() else where >= 0)
+            found.note(name, x, y, None if leaves & self.frozen.keys() else where >= 0)
         for name, t in self.leaf_types.items():
-            if t.size and not any(name in leaves for leaves in self.leaves_of):
+            if t.size and not any(name in leaves for leaves in leaves_of):
                 found.skipped[name] = None
-        for name, x in zip(self.result_names, made[count:], strict=True):
+
+        for name, x in zip(self.result_names, outputs[count:], strict=True):
             found.note(name, x, wanted[name])
         inputs = {n: point[n] for n in self.main.inputs}
-        names = [*held, *self.result_names]
-        found.name_causes(names, (self.main.jaxpr, inputs), (self.traced.jaxpr, (*arrays, *batch)))
+        names = [*state_names, *self.result_names]
+        found.name_causes(names, (self.main.jaxpr, inputs), (self.traced.jaxpr, arguments))
 
 
 @dataclasses.dataclass
 class Findings:
-    """Outcome of the points that were compared until now.
+    """Outcome of the points until now.
 
     Attributes:
-      concludes_equal_only: outputs that differ count as not compared.
+      differences, compared, skipped, unfollowed, points: as in `Report`; dicts are ordered sets.
+      not_finite: True if a compared value has an infinity or NaN.
+      concludes_equal_only: True if differences do not count, but make an output skipped.
     """
 
     differences: dict[str, Difference] = dataclasses.field(default_factory=dict)
@@ -391,11 +310,23 @@ class Findings:
     not_finite: bool = False
     concludes_equal_only: bool = False
 
+    def evaluate(self, jaxpr: Any, arguments: Sequence[Any]) -> list[Any]:
+        """Return the outputs of a one-device program, and record equations without a rule.
+
+        Raises:
+          NearTie: rounding decides a comparison at this point.
+        """
+        outputs = World(unknown=self.unfollowed).run(jaxpr, [(x,) for x in arguments])
+        return [x for (x,) in outputs]
+
     def note(self, name: str, x: Any, y: Any, there: Array | None = None) -> None:
-        """Compare one output of the job with what it must be.
+        """Compare one output of the job with the expected value.
 
         Args:
-          there: where a number of a leaf is; everywhere by default.
+          name: name of the output.
+          x: its value.
+          y: the expected value.
+          there: mask of the numbers that belong to a leaf; all by default.
         """
         if isinstance(x, Replicas):
             size = int(np.prod(np.shape(shadow_of(y)))) if not isinstance(y, Unknown) else 1
@@ -419,14 +350,14 @@ class Findings:
     def try_ranges(
         self, compare: Callable[[BatchRange], None], *, drawn: bool, rows: int = 0
     ) -> None:
-        """Compare with numbers of one range after the other, until all values are finite.
+        """Compare with numbers of each range in turn, until all values are finite.
 
-        Infinities hide differences: a narrower range says more.
+        Infinities hide differences, so that later ranges are narrower.
 
         Args:
-          compare: compares with arrays of a range, and notes what it finds here.
-          drawn: some arrays are drawn. Otherwise each range gives the same ones.
-          rows: the least number of rows of tables, which integers may name; 0 where there are none.
+          compare: compares with arrays of a range, and adds to these findings.
+          drawn: True if some arrays are random. Otherwise all ranges have the same arrays.
+          rows: smallest number of rows of a table, which integers may index; 0 without tables.
         """
         ranges = (BatchRange(False, rows), *RANGES) if rows else RANGES
         for range_ in ranges if drawn else ranges[:1]:
@@ -434,7 +365,7 @@ class Findings:
             compare(range_)
             if not self.not_finite:
                 return
-        self.unfollowed["infinities and NaN, which are equal wherever they stand"] = None
+        self.unfollowed["infinities and NaN, which all compare equal"] = None
 
     def name_causes(
         self,
@@ -442,18 +373,17 @@ class Findings:
         step: tuple[Any, Mapping[str, Any]],
         job: tuple[Any, Sequence[Any]],
     ) -> None:
-        """Give each difference among some outputs its cause.
+        """Add the cause to each difference among some outputs.
 
         Args:
-          names: of the job's outputs.
-          step, job: see `find_causes`.
+          names: names of the job's outputs; "" for outputs to leave out.
+          step, job: as in `find_causes`.
         """
         differing = [k for k, name in enumerate(names) if name in self.differences]
         causes = find_causes(step, job, differing) if differing else {}
         for k, cause in causes.items():
-            self.differences[names[k]] = dataclasses.replace(
-                self.differences[names[k]], cause=cause
-            )
+            difference = self.differences[names[k]]
+            self.differences[names[k]] = dataclasses.replace(difference, cause=cause)
 
     def report(self, title: str, seconds: float) -> Report:
         """Return the report."""
@@ -481,7 +411,7 @@ def _masked(x: Any, there: Array | None) -> Any:
 
 
 def _count(x: Any, y: Any, there: Array | None) -> tuple[int, int]:
-    """Return how many entries differ, and how many are compared."""
+    """Return the number of entries that differ, and the number of compared entries."""
     size = int(np.prod(np.shape(shadow_of(y)) if not values.is_key(y) else y.shape))
     if isinstance(x, Complex) and isinstance(y, Complex) and x.shape == y.shape:
         return max(_count(x.real, y.real, there), _count(x.imag, y.imag, there))
@@ -491,12 +421,3 @@ def _count(x: Any, y: Any, there: Array | None) -> tuple[int, int]:
     if there is None:
         return int(differs.sum()), size
     return int((differs & there).sum()), int(there.sum())
-
-
-def random_arguments(types: Mapping[str, Any], seed: int) -> list[Any]:
-    """Draw arguments of an init function."""
-    drawn = random_arrays(types, np.random.default_rng(seed), BatchRange(True, 4))
-    return [
-        x if values.is_key(x) else jnp.asarray(x, t.dtype)
-        for x, t in zip(drawn.values(), types.values(), strict=True)
-    ]

@@ -1,12 +1,11 @@
 """Rules of primitives on complex numbers: pairs of `Real` values, with the arithmetic of GF(p**2).
 
 Modulo p = 2**61 - 1 no square is -1, so pairs a + bi are a field. Conjugation is exact there.
-`exp`, `abs` and `log` are written with hashes of real numbers; other functions are hashes of both
-parts.
+`exp`, `abs` and `log` combine hashes of real numbers; other functions are hashes of both parts.
 
-An fft is a linear map with a keyed random matrix for each dimension: the field lacks roots of unity
-of most orders. So it is linear, and each row of a batch has its own; that it has an inverse is not
-known.
+An fft multiplies each dimension by a keyed random matrix, since the field lacks roots of unity of
+most orders. So it is linear, and independent for each row of a batch. An inverse fft does not undo
+it: an equality that needs this is reported as a difference.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from dtrans._jax import JaxprEqn
 from dtrans.verification import field, field_values as values
 from dtrans.verification.field import Array
 from dtrans.verification.field_values import Complex, Real, choose, from_integers, real
-from dtrans.verification.rules import REAL, Rule, by_jax, shadow_of
+from dtrans.verification.rules import REAL, Rule, axes_last, by_jax, shadow_of
 
 
 def is_of_complex(eqn: JaxprEqn, operands: Sequence[Any]) -> bool:
-    """Return True if an equation takes or makes complex numbers."""
+    """Return True if an operand or output of an equation is complex."""
     for x in operands:
         if isinstance(x, Complex):
             return True
@@ -74,7 +73,7 @@ def _squared_length(x: Complex) -> Real:
 
 
 def _hashed(name: str, *xs: Real, shadow: Array) -> Real:
-    """Return a function of real numbers, as the rule of that primitive hashes it."""
+    """Return a function of real numbers, hashed as by the rule of that primitive."""
     return values.hashed((name, []), *xs, shadow=shadow)
 
 
@@ -86,20 +85,19 @@ def _length(x: Complex) -> Real:
 
 
 def _by_parts(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Apply the rule of real numbers to each part: sums, and what moves elements."""
+    """Apply the rule of real numbers to each part: for sums, and equations that move elements."""
     rule = REAL[eqn.primitive.name]
-    made = [
-        rule(eqn, [getattr(x, p) if isinstance(x, Complex) else x for x in operands])
-        for p in ("real", "imag")
-    ]
+    part = lambda x, name: getattr(x, name) if isinstance(x, Complex) else x
+    reals = rule(eqn, [part(x, "real") for x in operands])
+    imags = rule(eqn, [part(x, "imag") for x in operands])
     return [
         Complex(re, im) if values.is_complex(v.aval.dtype) else re
-        for v, re, im in zip(eqn.outvars, *made, strict=True)
+        for v, re, im in zip(eqn.outvars, reals, imags, strict=True)
     ]
 
 
 def _bilinear(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Contract two operands: four contractions of real numbers."""
+    """Contract two operands by four contractions of real numbers."""
     rule, (x, y) = REAL[eqn.primitive.name], map(as_complex, operands)
     product = lambda a, b: rule(eqn, [a, b])[0]
     along = _subtract(product(x.real, y.real), product(x.imag, y.imag))
@@ -154,8 +152,9 @@ def _sign(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 def _exp(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     x = as_complex(operands[0])
     size = _hashed("exp", x.real, shadow=np.exp(x.real.shadow))
-    parts = [_hashed(n, x.imag, shadow=getattr(np, n)(x.imag.shadow)) for n in ("cos", "sin")]
-    return [Complex(*(_multiply(size, p) for p in parts))]
+    cosine = _hashed("cos", x.imag, shadow=np.cos(x.imag.shadow))
+    sine = _hashed("sin", x.imag, shadow=np.sin(x.imag.shadow))
+    return [Complex(_multiply(size, cosine), _multiply(size, sine))]
 
 
 def _log(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
@@ -166,7 +165,7 @@ def _log(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 
 def _hash(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Hash both parts of all operands, once for each part of the result."""
+    """Hash both parts of all operands, separately for each part of the result."""
     xs = [*map(as_complex, operands)]
     (shadow,) = by_jax(eqn, [x.shadow for x in xs])
     parts = [part for x in xs for part in (x.real, x.imag)]
@@ -181,9 +180,8 @@ def _hash(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 def _compare(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     x, y = map(as_complex, operands)
-    ((first,), (second,)) = (
-        REAL[eqn.primitive.name](eqn, [getattr(a, p) for a in (x, y)]) for p in ("real", "imag")
-    )
+    rule = REAL[eqn.primitive.name]
+    (first,), (second,) = rule(eqn, [x.real, y.real]), rule(eqn, [x.imag, y.imag])
     return [first & second if eqn.primitive.name == "eq" else first | second]
 
 
@@ -198,12 +196,11 @@ def _convert(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 def _product_along(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     x, axes = as_complex(operands[0]), tuple(eqn.params["axes"])
-    kept = [d for d in range(len(x.shape)) if d not in axes]
-    flat = lambda a: a.transpose(*kept, *axes).reshape(*(x.shape[d] for d in kept), -1)
-    parts = [Real(flat(p.elements), flat(p.shadow)) for p in (x.real, x.imag)]
-    count = parts[0].shape[-1]
-    each = [Complex(*(values.take(p, (..., k)) for p in parts)) for k in range(count)]
-    return [functools.reduce(_product, each)]
+    re, im = axes_last(x.real, axes), axes_last(x.imag, axes)
+    factors = []
+    for k in range(re.shape[-1]):
+        factors.append(Complex(values.take(re, (..., k)), values.take(im, (..., k))))
+    return [functools.reduce(_product, factors)]
 
 
 # -- fft -------------------------------------------------------------------------------------------
@@ -216,18 +213,25 @@ def _random_matrix(name: str, rows: int, columns: int) -> Array:
     return field.hashed(("fft", name, rows, columns), numbers)
 
 
+def _random_matrices(name: str, rows: int, columns: int) -> tuple[Array, Array]:
+    """Return the real and the imaginary part of a keyed random matrix."""
+    return _random_matrix(f"{name} real", rows, columns), _random_matrix(
+        f"{name} imag", rows, columns
+    )
+
+
 def _mapped(x: Array, matrix: Array, axis: int) -> Array:
     """Multiply one dimension of an array by a matrix."""
     moved = np.moveaxis(x, axis, -1)
-    made = field.matrix_product(moved.reshape(-1, moved.shape[-1]), matrix)
-    return np.moveaxis(made.reshape(*moved.shape[:-1], -1), -1, axis)
+    product = field.matrix_product(moved.reshape(-1, moved.shape[-1]), matrix)
+    return np.moveaxis(product.reshape(*moved.shape[:-1], -1), -1, axis)
 
 
 def _complex_map(
     parts: tuple[Array, Array], name: str, size: int, axis: int
 ) -> tuple[Array, Array]:
     """Multiply one dimension of complex numbers by a complex matrix."""
-    along, across = (_random_matrix(f"{name} {p}", size, size) for p in ("real", "imag"))
+    along, across = _random_matrices(name, size, size)
     re, im = parts
     first = field.subtract(_mapped(re, along, axis), _mapped(im, across, axis))
     return first, field.add(_mapped(re, across, axis), _mapped(im, along, axis))
@@ -243,11 +247,9 @@ def _fft(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     with np.errstate(all="ignore"):
         shadow = _fft_shadow(kind, shadow_of(x), lengths, axes)
     if kind == "RFFT" and isinstance(x, Real):
-        matrices = (
-            _random_matrix(f"rfft {p}", lengths[-1], lengths[-1] // 2 + 1) for p in ("real", "imag")
-        )
-        first, second = (_mapped(x.elements, m, axes[-1]) for m in matrices)
-        parts, rest = (first, second), axes[:-1]
+        along, across = _random_matrices("rfft", lengths[-1], lengths[-1] // 2 + 1)
+        parts = (_mapped(x.elements, along, axes[-1]), _mapped(x.elements, across, axes[-1]))
+        rest = axes[:-1]
     else:
         x = as_complex(x)
         parts, rest = (x.real.elements, x.imag.elements), axes[:-1] if kind == "IRFFT" else axes
@@ -256,9 +258,9 @@ def _fft(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         parts = _complex_map(parts, name, lengths[axis - axes[0]], axis)
     if kind == "IRFFT":
         size = lengths[-1] // 2 + 1
-        matrices = (_random_matrix(f"irfft {p}", size, lengths[-1]) for p in ("real", "imag"))
-        both = [_mapped(part, m, axes[-1]) for part, m in zip(parts, matrices, strict=True)]
-        return [real(field.add(*both), shadow)]
+        along, across = _random_matrices("irfft", size, lengths[-1])
+        both = field.add(_mapped(parts[0], along, axes[-1]), _mapped(parts[1], across, axes[-1]))
+        return [real(both, shadow)]
     return [Complex(real(parts[0], shadow.real), real(parts[1], shadow.imag))]
 
 
@@ -275,11 +277,12 @@ def _fft_shadow(kind: str, x: Array, lengths: tuple[int, ...], axes: tuple[int, 
 COMPLEX: Mapping[str, Rule] = {
     **dict.fromkeys(
         (
-            "add", "add_any", "sub", "neg", "reduce_sum", "cumsum", "scatter-add", "scatter-sub", "scatter", "psum",
-            "select_n", "copy", "copy_p", "optimization_barrier", "name", "stop_gradient", "sharding_constraint",
-            "device_put", "pvary", "pbroadcast", "gradient", "reduce_precision", "broadcast_in_dim", "reshape",
-            "transpose", "squeeze", "concatenate", "stack", "unstack", "split", "rev", "slice", "dynamic_slice",
-            "dynamic_update_slice", "pad", "gather", "expand_dims", "tile", "reduce_window_sum",
+            "add", "add_any", "broadcast_in_dim", "concatenate", "copy", "copy_p", "cumsum",
+            "device_put", "dynamic_slice", "dynamic_update_slice", "expand_dims", "gather",
+            "gradient", "name", "neg", "optimization_barrier", "pad", "pbroadcast", "psum", "pvary",
+            "reduce_precision", "reduce_sum", "reduce_window_sum", "reshape", "rev", "scatter",
+            "scatter-add", "scatter-sub", "select_n", "sharding_constraint", "slice", "split",
+            "squeeze", "stack", "stop_gradient", "sub", "tile", "transpose", "unstack",
         ),
         _by_parts,
     ),
@@ -287,8 +290,9 @@ COMPLEX: Mapping[str, Rule] = {
     **dict.fromkeys(("eq", "ne"), _compare),
     **dict.fromkeys(
         (
-            "acos", "acosh", "asin", "asinh", "atan", "atanh", "cbrt", "cos", "cosh", "exp2", "expm1", "log1p", "log2",
-            "logistic", "pow", "rsqrt", "sin", "sinh", "sqrt", "tan", "tanh",
+            "acos", "acosh", "asin", "asinh", "atan", "atanh", "cbrt", "cos", "cosh", "exp2",
+            "expm1", "log1p", "log2", "logistic", "pow", "rsqrt", "sin", "sinh", "sqrt", "tan",
+            "tanh",
         ),
         _hash,
     ),

@@ -1,8 +1,8 @@
 """Rules of exact sums (`dtrans.ops.exact_sum`): sums in the field.
 
-A part is a vector of integers, which programs pack with others, send and split. Here it has the
-element and the shadow of the sum in the place of digits. So what moves parts needs no rule, and a
-part of zeros is that of no number.
+A part is a vector of integers, which programs pack with others, send and split. Here it holds the
+element and the shadow of the sum in place of digits. Equations that move parts need no rule then,
+and a part of zeros is an empty sum.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from dtrans.verification.field import Array
 from dtrans.verification.field_values import Real, real
 
 
-def _coded(elements: Array, shadow: Array, dtype: Any) -> Array:
-    """Return the parts, one behind the other, that stand for sums."""
+def _encode(elements: Array, shadow: Array, dtype: Any) -> Array:
+    """Encode sums as parts, and concatenate the parts."""
     rows = np.stack([elements, np.ascontiguousarray(shadow, np.float64).view(np.uint64)], 1)
     words = rows.view(np.dtype(dtype))
     parts = np.zeros((len(rows), digit_format(dtype).size), dtype)
@@ -28,8 +28,8 @@ def _coded(elements: Array, shadow: Array, dtype: Any) -> Array:
     return parts.ravel()
 
 
-def _sums(parts: Array) -> tuple[Array, Array]:
-    """Return the elements and shadows of the sums that parts stand for."""
+def _decode(parts: Array) -> tuple[Array, Array]:
+    """Decode parts: return the elements and shadows of their sums."""
     rows = parts.reshape(-1, digit_format(parts.dtype).size)
     words = np.ascontiguousarray(rows[:, : 16 // parts.dtype.itemsize]).view(np.uint64)
     return words[:, 0], np.ascontiguousarray(words[:, 1]).view(np.float64)
@@ -38,16 +38,16 @@ def _sums(parts: Array) -> tuple[Array, Array]:
 def _part(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     (x,) = operands
     elements, shadow = field.total(x.elements, (0,)), x.shadow.sum(0)
-    return [_coded(np.atleast_1d(elements), np.atleast_1d(shadow), eqn.outvars[0].aval.dtype)]
+    return [_encode(np.atleast_1d(elements), np.atleast_1d(shadow), eqn.outvars[0].aval.dtype)]
 
 
 def _join(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    (one, first), (other, second) = map(_sums, operands)
-    return [_coded(field.add(one, other), first + second, operands[0].dtype)]
+    (one, first), (other, second) = map(_decode, operands)
+    return [_encode(field.add(one, other), first + second, operands[0].dtype)]
 
 
 def _total(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    elements, shadow = _sums(operands[0])
+    elements, shadow = _decode(operands[0])
     found: Real = real(elements[0], shadow[0])
     return [found]
 

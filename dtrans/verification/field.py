@@ -26,7 +26,7 @@ _LOW31, _LOW30, _LOW32 = np.uint64((1 << 31) - 1), np.uint64((1 << 30) - 1), np.
 _32 = np.uint64(32)
 CHUNK = 1 << 14  # elements
 LIMB = 21  # bits; three limbs hold an element
-SHORT = 16  # bits of limbs whose products are added up more often: 2**19 times
+SHORT = 16  # bits of limbs for longer sums: 2**19 products add up exactly
 # sums of two limbs have 22 bits, and products of sums 44: float64 adds this many of them exactly
 LONGEST = 1 << 9
 
@@ -64,7 +64,7 @@ def multiply(x: Operand, y: Operand) -> Array:
     """Return x * y."""
     if x.size <= CHUNK or x.shape != y.shape:
         return _multiply(x, y)
-    # pieces stay in the cache, where a dozen temporaries of a large array would not
+    # temporaries of a chunk stay in the cache; a dozen of a large array would not
     found: Array = np.empty(x.size, np.uint64)
     shape, x, y = x.shape, x.reshape(-1), y.reshape(-1)
     for k in range(0, x.size, CHUNK):
@@ -83,7 +83,7 @@ def _multiply(x: Operand, y: Operand) -> Array:
 
 
 def power(x: Array, n: int) -> Array:
-    """Return x**n for an integer, by squaring. A negative power of zero is as `inverse` says."""
+    """Return x**n for an integer, by squaring; a negative power of zero is zero."""
     if n < 0:
         return power(inverse(x), -n)
     found = np.ones_like(x)
@@ -97,14 +97,14 @@ def power(x: Array, n: int) -> Array:
 
 
 def inverse(x: Array) -> Array:
-    """Return 1 / x; zero for zero, which the shadow shows as infinite."""
+    """Return 1 / x; zero for zero, whose shadow is infinite."""
     flat = x.ravel()
     found = _inverses(np.where(flat == 0, np.uint64(1), flat))
     return np.where(flat == 0, np.uint64(0), found).reshape(x.shape)
 
 
 def _inverses(x: Array) -> Array:
-    """Invert a vector without zeros: pairs are multiplied until few are left (Montgomery)."""
+    """Invert a vector without zeros: multiply pairs until few numbers remain (Montgomery)."""
     if x.size <= 16:  # one inverse costs as much as a dozen small products
         return np.array([pow(int(v), -1, P) for v in x], np.uint64)
     half = x.size // 2
@@ -117,21 +117,21 @@ def _inverses(x: Array) -> Array:
 def total(x: Array, axes: Sequence[int]) -> Array:
     """Return the sum over some axes."""
     axes = tuple(axes)
-    # halves: 2**31 elements could be added before one overflows
+    # a sum of 32-bit halves overflows only after 2**32 elements
     low = np.sum(x & _LOW32, axis=axes, dtype=np.uint64)
     high = np.sum(x >> _32, axis=axes, dtype=np.uint64)
     return add(_folded(low), multiply(_folded(high), np.uint64(1 << 32)))
 
 
 def cumulative_total(x: Array, axis: int) -> Array:
-    """Return the sums of everything up to each place of an axis."""
+    """Return the cumulative sums along an axis."""
     low = np.cumsum(x & _LOW32, axis=axis, dtype=np.uint64)
     high = np.cumsum(x >> _32, axis=axis, dtype=np.uint64)
     return add(_folded(low), multiply(_folded(high), np.uint64(1 << 32)))
 
 
 def limbs(x: Array, bits: int = LIMB) -> list[Array]:
-    """Split elements into numbers of a given size in bits, in float64, the lowest first."""
+    """Split elements into limbs of `bits` bits, in float64, the lowest first."""
     mask = np.uint64((1 << bits) - 1)
     shifts = [np.uint64(k) for k in range(0, 61, bits)]
     return [((x >> s) & mask).astype(np.float64) for s in shifts]
@@ -141,7 +141,7 @@ def from_limbs(sums: Sequence[Array], bits: int = LIMB) -> Array:
     """Return the sum over k of sums[k] * 2**(bits * k): integers below 2**53, in float64."""
     found: Array = np.zeros(np.shape(sums[0]), np.uint64)
     for k, s in enumerate(sums):
-        # 2**61 is one, so a product with a power of two turns the bits; seven such numbers add up
+        # 2**61 is one: a product with a power of two rotates the bits; seven such numbers add up
         # below 2**64
         shift = np.uint64(bits * k % 61)
         x = np.rint(s).astype(np.uint64)
@@ -152,7 +152,7 @@ def from_limbs(sums: Sequence[Array], bits: int = LIMB) -> Array:
 
 
 def matrix_product(x: Array, y: Array) -> Array:
-    """Return x @ y for stacks of matrices: products of limbs in float64, which are exact."""
+    """Return x @ y for stacks of matrices, by exact products of limbs in float64."""
     inner = x.shape[-1]
     found: Array | None = None
     for start in range(0, max(inner, 1), LONGEST):
@@ -164,8 +164,7 @@ def matrix_product(x: Array, y: Array) -> Array:
 
 
 def _limb_products(left: Sequence[Array], right: Sequence[Array]) -> list[Array]:
-    """Return sums of the products of three limbs each, by the power: with six products
-    (Karatsuba)."""
+    """Return the sums of limb products for each power, with six matrix products (Karatsuba)."""
     a, b, c = (x @ y for x, y in zip(left, right, strict=True))
     (a0, a1, a2), (b0, b1, b2) = left, right
     return [
@@ -178,7 +177,7 @@ def _limb_products(left: Sequence[Array], right: Sequence[Array]) -> list[Array]
 
 
 def add_at(size: int, where: Array, x: Array) -> Array:
-    """Return `size` sums: element k of x is added at where[k]."""
+    """Return `size` sums; element k of x is a term of sum where[k]."""
     assert x.size < 1 << 32, "a sum of limbs would not be exact"
     sums = [np.bincount(where, weights=limb, minlength=size) for limb in limbs(x)]
     return from_limbs(sums)
@@ -192,7 +191,7 @@ def _mixed(h: Array) -> Array:
 
 
 def key_of(name: object) -> int:
-    """Return 64 bits that stand for a name."""
+    """Return a 64-bit digest of a name."""
     return int.from_bytes(hashlib.blake2b(repr(name).encode(), digest_size=8).digest(), "little")
 
 
@@ -200,7 +199,7 @@ def hashed(name: object, *xs: Array) -> Array:
     """Return a keyed hash of each tuple of elements.
 
     A function that the field lacks, such as `exp`, becomes a random function of its arguments:
-    equal arguments give equal results, and nothing else is known of it.
+    equal arguments give equal results, and results for others are independent.
     """
     h: Array = np.asarray(np.uint64(key_of(name)))
     with np.errstate(over="ignore"):

@@ -1,14 +1,13 @@
-"""Values of a program that is verified: floats as field elements with shadows, other arrays
-unchanged.
+"""Values of an evaluated program: floats as field elements with shadows, other arrays unchanged.
 
-    Real        an array of floats: elements of the field, and a float64 shadow of a real run
-    Complex     an array of complex numbers: a pair of those
-    Unknown     a value that could not be followed, and why
+    Real        array of floats: elements of the field, and a float64 shadow of a real run
+    Complex     array of complex numbers: a pair of those
+    Unknown     value that depends on an equation without a rule, and the reason
     np.ndarray  integers and booleans, which are exact; random keys are arrays of JAX
 
-Elements decide whether two values are equal. Shadows decide everything that depends on an order:
-comparisons, maxima, sorts, branches and loops. Where a decision is a matter of rounding, `NearTie`
-asks for another point.
+Elements decide if two values are equal. Shadows decide everything that depends on an order:
+comparisons, maxima, sorts, branches and loops. If only rounding decides, `NearTie` asks for another
+point.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ from dtrans.verification.field import Array
 from dtrans.verification.rationals import elements_of, exact_elements
 
 
-NEAR = 1e-9  # relative distance of two shadows that rounding may have parted
+NEAR = 1e-9  # largest relative distance between two shadows that rounding may explain
 
 
 class UnfollowedError(Exception):
-    """An equation that no rule follows through the field; the report lists it, with the reason."""
+    """Equation without a rule in the field; the report lists it, with the reason."""
 
 
 class NearTie(Exception):
-    """A decision between two values that differ, but not by more than rounding."""
+    """Decision between two values that differ by no more than rounding."""
 
 
 _by_elements = contextvars.ContextVar("_by_elements", default=False)
@@ -45,11 +44,10 @@ _by_elements = contextvars.ContextVar("_by_elements", default=False)
 
 @contextlib.contextmanager
 def ties_by_elements() -> Iterator[None]:
-    """Decide near ties by the order of elements, which means nothing but is the same in two equal
-    programs.
+    """Decide near ties by the order of elements: arbitrary, but the same in two equal programs.
 
-    Optimizers make ties at every point: the root of a mean of squares of signs, and the bound 1. A
-    difference that is found in this way may be one of decisions, so it tells nothing.
+    Some optimizers have ties at every point: the root of a mean of squares of signs, and the bound
+    1. A difference found in this way may come from such a decision, so it proves nothing.
     """
     token = _by_elements.set(True)
     try:
@@ -60,13 +58,13 @@ def ties_by_elements() -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Real:
-    """An array of floats.
+    """Array of floats.
 
-    Invariant: where the shadow is not finite, the element is the fixed one of that infinity or NaN.
+    Invariant: where the shadow is an infinity or NaN, the element is the fixed one for that.
 
     Attributes:
-      elements: of the field, uint64.
-      shadow: float64 of the same shape.
+      elements: elements of the field, uint64.
+      shadow: float64 array of the same shape.
     """
 
     elements: Array
@@ -80,7 +78,7 @@ class Real:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Complex:
-    """An array of complex numbers: elements of GF(p**2), since -1 has no square root modulo p.
+    """Array of complex numbers: elements of GF(p**2), since -1 has no square root modulo p.
 
     Attributes:
       real, imag: the parts, of one shape.
@@ -97,17 +95,17 @@ class Complex:
     @property
     def shadow(self) -> Array:
         """The shadows of both parts, as complex numbers."""
-        made: Array = self.real.shadow.astype(np.complex128)
-        made.imag = self.imag.shadow
-        return made
+        both: Array = self.real.shadow.astype(np.complex128)
+        both.imag = self.imag.shadow
+        return both
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Unknown:
-    """A value that could not be followed.
+    """Value that depends on an equation without a rule.
 
     Attributes:
-      why: the primitive that has no rule, with the user's line.
+      why: the primitive without a rule, with the user's line.
     """
 
     why: str
@@ -115,11 +113,11 @@ class Unknown:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Replicas(Unknown):
-    """Copies of one value that ranks hold and that differ, where they must agree.
+    """Ranks' copies of one value that differ but must agree.
 
     Attributes:
-      copies: that of each rank.
-      axes: name to size of the axes of the mesh; ranks are in row-major order.
+      copies: the copy of each rank.
+      axes: axes of the mesh by name, with their sizes; ranks are in row-major order.
     """
 
     copies: tuple[Any, ...] = ()
@@ -127,7 +125,7 @@ class Replicas(Unknown):
 
 
 def real(elements: Array, shadow: Any) -> Real:
-    """Return a value whose elements are the fixed ones where the shadow is not finite."""
+    """Return a `Real`, with the fixed elements of infinities and NaN where the shadow has them."""
     shadow = np.asarray(shadow, np.float64)
     finite = np.isfinite(shadow)
     if not finite.all():
@@ -141,7 +139,7 @@ def _not_finite(shadow: Array) -> Array:
 
 
 def lifted(x: Any, dtype: Any) -> Any:
-    """Return an array of a program as a value: `Real`, if its dtype is one of floats."""
+    """Return an array of a program as a value: a `Real` or `Complex` for floats."""
     if not hasattr(x, "dtype"):
         x = np.asarray(x, dtype)
     if is_complex(dtype):
@@ -155,8 +153,7 @@ def lifted(x: Any, dtype: Any) -> Any:
 
 
 def exact(x: Array, dtype: Any) -> Any:
-    """Return an array as a value whose floats stand for themselves, not for numbers that round to
-    them."""
+    """Return an array as a value with exact floats: they stand for no simpler rational."""
     if not is_float(dtype):
         return x
     shadow = x.astype(np.float64)
@@ -193,26 +190,26 @@ def _is_key_type(dtype: Any) -> bool:
 
 
 def same(x: Any, y: Any) -> bool:
-    """Return True if two values are equal: floats as elements of the field, everything else bit for
-    bit."""
+    """Return True if two values are equal: floats as elements, all other arrays bit for bit."""
     if isinstance(x, Real) and isinstance(y, Real):
         return x.shape == y.shape and bool(np.array_equal(x.elements, y.elements))
     if isinstance(x, Complex) and isinstance(y, Complex):
         return same(x.real, y.real) and same(x.imag, y.imag)
+    if is_key(x) and is_key(y):
+        words = [np.asarray(jax.random.key_data(key)) for key in (x, y)]
+        return same(*words)
     if is_key(x) or is_key(y):
-        return (
-            is_key(x) and is_key(y) and same(*(np.asarray(jax.random.key_data(k)) for k in (x, y)))
-        )
+        return False
     if isinstance(x, (Real, Complex, Unknown)) or isinstance(y, (Real, Complex, Unknown)):
         return False
     return x.shape == y.shape and bool(np.array_equal(x, y))
 
 
-def parted(x: Real, y: Real) -> tuple[Array, Array]:
-    """Return masks of equal entries, and of entries where the first is smaller.
+def ordered(x: Real, y: Real) -> tuple[Array, Array]:
+    """Return the mask of equal entries, and the mask of entries with a smaller x.
 
     Raises:
-      NearTie: they differ, and their shadows do not; not within `ties_by_elements`.
+      NearTie: elements differ and shadows do not; not within `ties_by_elements`.
     """
     equal = (x.elements == y.elements) & ~np.isnan(x.shadow) & ~np.isnan(y.shadow)
     with np.errstate(invalid="ignore"):
@@ -240,7 +237,12 @@ def choose(condition: Array, x: Real, y: Real) -> Real:
 
 
 def hashed(name: object, *xs: Any, shadow: Any) -> Real:
-    """Return a function that the field lacks: a keyed hash of its arguments, whose shadow is
-    given."""
+    """Return the values of a function that the field lacks: a keyed hash of its arguments.
+
+    Args:
+      name: name of the function.
+      xs: its arguments.
+      shadow: its values in floats.
+    """
     arguments = [x.elements if isinstance(x, Real) else elements_of(x, np.int64) for x in xs]
     return real(np.broadcast_to(field.hashed(name, *arguments), np.shape(shadow)), shadow)

@@ -1,13 +1,13 @@
-"""Rules of linear algebra: systems are solved in the field, decompositions are hashes of each
-matrix.
+"""Rules of linear algebra: exact solutions of systems, and hashes for decompositions.
 
-A solution is linear in the right-hand side, and plans use that: a partial sum may go through a
-solve. A decomposition is not. Each matrix of a stack has its own hash, so that a plan may cut the
-stack.
+A solution is linear in the right-hand side, and plans use that: the operand of a solve may be a
+partial sum. A decomposition is not linear. Each matrix of a stack has a hash of its own, so that a
+plan may cut the stack.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 from dtrans._jax import JaxprEqn
 from dtrans.verification import field, field_values as values
 from dtrans.verification.field import Array
-from dtrans.verification.field_values import Complex, UnfollowedError, real
+from dtrans.verification.field_values import Complex, Real, UnfollowedError, real
 from dtrans.verification.rules import Rule, by_jax, elements_in, shadow_of
 
 
@@ -35,30 +35,44 @@ def _digest(x: Array) -> Array:
 
 
 def _hash_matrices(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Hash each matrix of a stack as a whole: every number of the outputs depends on all of it."""
+    """Hash each matrix of a stack: every entry of the outputs depends on all entries of it."""
     shadows = by_jax(eqn, [shadow_of(x) for x in operands])
     stack = operands[0].shape[:-2]
     sums = []
     for x in operands:
         # vectors of a stack of matrices, as those of `householder_product`
-        whole = lambda a: a.reshape(*stack, -1, 1) if a.ndim == len(stack) + 1 else a
-        sums += [_digest(whole(part)) for part in _parts_of(x)]
-    made: list[Any] = []
+        as_matrix = lambda a: a.reshape(*stack, -1, 1) if a.ndim == len(stack) + 1 else a
+        sums += [_digest(as_matrix(part)) for part in _parts_of(x)]
+    outputs: list[Any] = []
     for number, (v, shadow) in enumerate(zip(eqn.outvars, shadows, strict=True)):
         key = (eqn.primitive.name, number, str(sorted(eqn.params.items())))
-        place = np.arange(int(np.prod(shadow.shape[len(stack) :])), dtype=np.uint64)
-        place = place.reshape(shadow.shape[len(stack) :])
-        of = [s.reshape(*stack, *[1] * place.ndim) for s in sums]
-        part = lambda name, shadow, key=key, of=of, place=place: real(
-            np.broadcast_to(field.hashed((*key, name), *of, place), shadow.shape), shadow
-        )
         if values.is_complex(v.aval.dtype):
-            made.append(Complex(part("real", shadow.real), part("imag", shadow.imag)))
+            parts = [
+                _hashed_entries((*key, "real"), sums, shadow.real, len(stack)),
+                _hashed_entries((*key, "imag"), sums, shadow.imag, len(stack)),
+            ]
+            outputs.append(Complex(*parts))
         elif values.is_float(v.aval.dtype):
-            made.append(part("real", shadow))
+            outputs.append(_hashed_entries((*key, "real"), sums, shadow, len(stack)))
         else:
-            made.append(shadow.astype(v.aval.dtype))
-    return made
+            outputs.append(shadow.astype(v.aval.dtype))
+    return outputs
+
+
+def _hashed_entries(name: object, sums: Sequence[Array], shadow: Array, stack: int) -> Real:
+    """Return a hash for each entry of an output, from its place and the digests of its matrix.
+
+    Args:
+      name: name of the output.
+      sums: digest of each operand, for each matrix.
+      shadow: values of the output in floats.
+      stack: number of dimensions of the stack.
+    """
+    shape = shadow.shape[stack:]
+    place = np.arange(math.prod(shape), dtype=np.uint64).reshape(shape)
+    digests = [s.reshape(*s.shape, *[1] * place.ndim) for s in sums]
+    hashes = field.hashed(name, *digests, place)
+    return real(np.broadcast_to(hashes, shadow.shape), shadow)
 
 
 def _triangular_solve(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
@@ -67,20 +81,20 @@ def _triangular_solve(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     if isinstance(a, Complex) or isinstance(b, Complex):
         raise UnfollowedError("complex systems")
     (shadow,) = by_jax(eqn, [shadow_of(x) for x in operands])
-    p, turned = eqn.params, lambda x: np.swapaxes(x, -1, -2)
+    p, transpose = eqn.params, lambda x: np.swapaxes(x, -1, -2)
     left, right, lower = elements_in(a), elements_in(b), bool(p["lower"])
     if p["unit_diagonal"]:
         count = left.shape[-1]
         left = np.where(np.eye(count, dtype=bool), np.uint64(1), left)
-    # x a = b is a^T x^T = b^T; an upper triangle is a lower one, from the last row on
+    # x a = b is a^T x^T = b^T; an upper triangle with its rows reversed is a lower one
     if bool(p["transpose_a"]) == bool(p["left_side"]):
-        left, lower = turned(left), not lower
-    right = right if p["left_side"] else turned(right)
+        left, lower = transpose(left), not lower
+    right = right if p["left_side"] else transpose(right)
     if not lower:
         left, right = left[..., ::-1, ::-1], right[..., ::-1, :]
     found = _forward(left, right)
     found = found if lower else found[..., ::-1, :]
-    return [real(found if p["left_side"] else turned(found), shadow)]
+    return [real(found if p["left_side"] else transpose(found), shadow)]
 
 
 def _forward(lower: Array, right: Array) -> Array:
@@ -97,7 +111,7 @@ def _forward(lower: Array, right: Array) -> Array:
 
 
 def _tridiagonal_solve(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Solve a tridiagonal system: each row is freed of the number below the diagonal (Thomas)."""
+    """Solve a tridiagonal system: eliminate below the diagonal, row by row (Thomas)."""
     if any(isinstance(x, Complex) for x in operands):
         raise UnfollowedError("complex systems")
     (shadow,) = by_jax(eqn, [shadow_of(x) for x in operands])
@@ -119,14 +133,11 @@ def _tridiagonal_solve(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 
 def _ragged_dot(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Contract groups of rows, each with a matrix of its own, or into one of its own."""
+    """Multiply each group of rows by its own matrix, or sum over the rows of each group."""
     x, y, sizes = operands
     p = eqn.params["ragged_dot_dimension_numbers"]
-    ((contract, batch), ragged, group) = (
-        p.dot_dimension_numbers,
-        p.lhs_ragged_dimensions,
-        p.rhs_group_dimensions,
-    )
+    contract, batch = p.dot_dimension_numbers
+    ragged, group = p.lhs_ragged_dimensions, p.rhs_group_dimensions
     if any(map(len, batch)) or np.ndim(sizes) != 1 or len(ragged) != 1 or len(contract[0]) != 1:
         raise UnfollowedError("ragged products of batches")
     (shadow,) = by_jax(
@@ -135,39 +146,37 @@ def _ragged_dot(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     (row,), ends = ragged, np.cumsum(sizes)
     starts = ends - sizes
     left, right = elements_in(x), elements_in(y)
-    if row in contract[0]:  # sums over the rows of each group
-        pieces = [
-            field.matrix_product(
-                np.moveaxis(np.take(left, np.arange(a, b), row), row, -1),
-                np.moveaxis(np.take(right, np.arange(a, b), contract[1][0]), contract[1][0], 0),
-            )
-            for a, b in zip(starts, ends, strict=True)
-        ]
+    (inner,), (right_inner,) = contract
+    if row in contract[0]:
+        pieces = []
+        for a, b in zip(starts, ends, strict=True):
+            rows = np.moveaxis(np.take(left, np.arange(a, b), row), row, -1)
+            columns = np.moveaxis(np.take(right, np.arange(a, b), right_inner), right_inner, 0)
+            pieces.append(field.matrix_product(rows, columns))
         return [real(np.stack(pieces), shadow)]
-    (of_groups,) = group
-    made = np.zeros(shadow.shape, np.uint64)
-    (inner,) = contract[0]
+    (group_axis,) = group
+    found = np.zeros(shadow.shape, np.uint64)
     for k, (a, b) in enumerate(zip(starts, ends, strict=True)):
-        matrix = np.take(right, k, of_groups)
-        axis = contract[1][0] - (of_groups < contract[1][0])
+        matrix = np.take(right, k, group_axis)
+        axis = right_inner - (group_axis < right_inner)
         rows = np.moveaxis(np.take(left, np.arange(a, b), row), inner, -1)
-        made[a:b] = field.matrix_product(rows, np.moveaxis(matrix, axis, 0))
-    return [real(made, shadow)]
+        found[a:b] = field.matrix_product(rows, np.moveaxis(matrix, axis, 0))
+    return [real(found, shadow)]
 
 
 def _symmetric_product(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     """Return alpha a a^T + beta c, for stacks of matrices."""
     (shadow,) = by_jax(eqn, [shadow_of(x) for x in operands])
     a, c = map(elements_in, operands)
-    alpha, beta = (
-        values.lifted(np.asarray(eqn.params[k]), np.float64).elements for k in ("alpha", "beta")
-    )
+    scale = lambda key: values.lifted(np.asarray(eqn.params[key]), np.float64).elements
+    alpha, beta = scale("alpha"), scale("beta")
     squares = field.multiply(field.matrix_product(a, np.swapaxes(a, -1, -2)), alpha)
     return [real(field.add(squares, field.multiply(c, beta)), shadow)]
 
 
 DECOMPOSITIONS: Sequence[str] = (
-    "cholesky", "eig", "eigh", "geqrf", "hessenberg", "householder_product", "lu", "qr", "schur", "svd", "tridiagonal",
+    "cholesky", "eig", "eigh", "geqrf", "hessenberg", "householder_product", "lu", "qr", "schur",
+    "svd", "tridiagonal",
 )  # fmt: skip
 MATRICES: Mapping[str, Rule] = {
     **dict.fromkeys(DECOMPOSITIONS, _hash_matrices),

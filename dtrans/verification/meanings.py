@@ -1,12 +1,12 @@
 """Meanings of a job's values in terms of the step: copies, pieces, partial sums, multiples.
 
-    exact     a constant; a copy of a step value; pieces of one, by ranks or by rows
-    partial   partial sums: over ranks they add up to a step value, or they are sums over some rows
+    exact     constants; copies of a step value; pieces of one, by ranks or by rows
+    partial   partial sums: over all ranks they add up to a step value, or each is a sum over rows
     multiple  exact or partial, times a number: means of parts before they are averaged
     none      anything else
 
-An exact value is right wherever it stands. A partial sum or a multiple is right only if it is
-reduced or divided before anything but linear equations uses it.
+An exact value is always right. A partial sum or a multiple is right only if it is reduced or
+divided before an equation that is not linear reads it.
 """
 
 from __future__ import annotations
@@ -24,22 +24,24 @@ from dtrans.verification import field
 from dtrans.verification.field import Array, P
 from dtrans.verification.field_values import Real, Unknown
 from dtrans.verification.rank_collectives import groups_of, summed
-from dtrans.verification.step_values import Match, StepValue, StepValues, telling
+from dtrans.verification.step_values import Match, StepValue, StepValues, is_random
 from dtrans.verification.value_log import elements_of_value
 
 
 MOST_RATIONAL = 1 << 34  # numerator times denominator of a constant, such as 1e-8
-MOST_PARTS = 64  # rows of a stack that are looked at one by one
-# of means of parts, and of scaled losses
-_WHOLE = (*range(1, 65), *(1 << k for k in range(7, 17)))
+MOST_PARTS = 64  # rows of a stack that are compared one by one
+# factors of means of parts, and of scaled losses
+_INTEGERS = (*range(1, 65), *(1 << k for k in range(7, 17)))
 _FRACTIONS = {Fraction(n, d) for n in range(1, 17) for d in range(1, 17)}
-_FRACTIONS |= {Fraction(n) for n in _WHOLE} | {Fraction(1, n) for n in _WHOLE}
+_FRACTIONS |= {Fraction(n) for n in _INTEGERS}
+_FRACTIONS |= {Fraction(1, n) for n in _INTEGERS}
 # simple ones first
 FACTORS = sorted(_FRACTIONS - {1}, key=lambda f: (f.numerator * f.denominator, f))
 INVERSES = np.array([f.denominator * pow(f.numerator, -1, P) % P for f in FACTORS], np.uint64)
 
 
-InOrder = Callable[[Sequence[float], int], bool]  # of the starts of parts, and the size of one
+# returns True if parts with these starts, and of this size, follow each other
+InOrder = Callable[[Sequence[float], int], bool]
 
 
 class Kind(enum.Enum):
@@ -55,29 +57,29 @@ class Meaning:
     """Relation of a value to a value of the step.
 
     Attributes:
-      kind: see above.
+      kind: kind of the relation.
       text: a noun phrase.
-      of: the step's value; None of constants and of what has no meaning.
-      factor: the value is so many times what it should be.
-      whole: True for a copy, of all numbers.
+      of: the step's value; None for constants, and without a meaning.
+      factor: the value divided by the step's.
+      is_copy: True for a copy: it has all entries.
     """
 
     kind: Kind
     text: str
     of: StepValue | None = None
     factor: Fraction = Fraction(1)
-    whole: bool = False
+    is_copy: bool = False
 
     @property
     def is_exact(self) -> bool:
-        """True if the value is right wherever it stands."""
+        """True if the value is always right."""
         return self.kind is Kind.EXACT and self.factor == 1
 
 
 NOTHING = Meaning(Kind.NONE, "no piece, partial sum or copy of a value of the step")
 COPIES = Meaning(Kind.NONE, "copies that ranks hold, which differ")
 CONSTANT = Meaning(Kind.EXACT, "a constant")
-NOT_FOLLOWED = Meaning(Kind.EXACT, "a value that could not be followed")
+NOT_FOLLOWED = Meaning(Kind.EXACT, "a value that depends on an equation without a rule")
 NO_FLOATS = Meaning(Kind.EXACT, "integers")
 
 
@@ -85,40 +87,41 @@ class Meanings:
     """Finder of meanings.
 
     Args:
-      values: of the step.
-      moved: rows are moved by their numbers: arrays may have rows of a value in any order.
+      values: values of the step.
+      moves_rows: True if the job moves rows by their ids: arrays may have rows of a value in any
+        order.
     """
 
-    def __init__(self, values: StepValues, *, moved: bool = False) -> None:
-        self._values, self._moved = values, moved
+    def __init__(self, values: StepValues, *, moves_rows: bool = False) -> None:
+        self._values, self._moves_rows = values, moves_rows
         self._found: dict[tuple[int, ...], Meaning] = {}
-        self._kept: list[Any] = []  # whose identities are keys
+        self._alive: list[Any] = []  # values whose identities are keys
 
     def of(self, value: Sequence[Any], axes: Mapping[str, int]) -> Meaning:
         """Return the meaning of a value.
 
         Args:
-          value: that of each rank.
-          axes: the mesh of the ranks.
+          value: the value of each rank.
+          axes: axes of the ranks' mesh by name, with their sizes.
         """
         key = tuple(map(id, value))
         if key not in self._found:
-            self._kept.append(value)
+            self._alive.append(value)
             self._found[key] = self._meaning(value, axes)
         return self._found[key]
 
     def factors_of(self, value: Sequence[Any]) -> list[tuple[StepValue, Fraction]]:
-        """Return each step value that a value is a multiple of, and the factor; simple factors come
-        first."""
+        """Return the step values whose multiple a value is, with factors, simple ones first."""
         ranks = [e for x in value if (e := elements_of_value(x)) is not None]
-        telling_ones = [e for e in ranks if telling(e).any()]
+        first = next((e for e in ranks if is_random(e).any()), None)
+        if first is None:
+            return []
         found: dict[int, tuple[StepValue, Fraction]] = {}
-        for first in telling_ones[:1]:
-            for factor in self._factors(first):
-                scaled = _divided(first, factor)
-                for partial in (False, True):
-                    for match in self._values.matches(scaled, partial=partial):
-                        found.setdefault(match.value.number, (match.value, factor))
+        for factor in self._factors(first):
+            scaled = _divided(first, factor)
+            for partial in (False, True):
+                for match in self._values.matches(scaled, partial=partial):
+                    found.setdefault(match.value.number, (match.value, factor))
         return [*found.values()]
 
     def _meaning(self, value: Sequence[Any], axes: Mapping[str, int]) -> Meaning:
@@ -136,42 +139,37 @@ class Meanings:
         return self._of_ranks(ranks, axes)
 
     def _of_one(self, x: Array, *, alone: bool) -> Meaning:
-        """Return the meaning of an array that all ranks have."""
+        """Return the meaning of an array that all ranks hold."""
         found = self._of_value(x)
-        # a partial sum that all ranks have will never be reduced
+        # a partial sum that all ranks hold will never be reduced
         if found is None and alone:
             found = self._of_rows(x)
-        return (
-            found
-            or self._of_stack(x)
-            or (self._of_moved(x) if alone and self._moved else None)
-            or NOTHING
-        )
+        if found is None:
+            found = self._of_stack(x)
+        if found is None and alone and self._moves_rows:
+            found = self._of_moved_rows(x)
+        return found or NOTHING
 
-    def _of_moved(self, x: Array) -> Meaning | None:
-        """Return the meaning of an array that has rows of one value."""
+    def _of_moved_rows(self, x: Array) -> Meaning | None:
+        """Return the meaning of an array whose rows belong to one value."""
         if not x.ndim or not len(x):
             return None
         value = self._values.value_with_rows(x)
-        return (
-            None
-            if value is None
-            else _meaning(Kind.EXACT, f"rows of {value.title}", value, Fraction(1))
-        )
+        if value is None:
+            return None
+        return _meaning(Kind.EXACT, f"rows of {value.title}", value, Fraction(1))
 
-    def _of_value(self, x: Array, *, whole: bool = False) -> Meaning | None:
-        """Return the meaning of an array that is a copy or, unless all of it is asked for, a piece
-        of a value."""
+    def _of_value(self, x: Array, *, copies_only: bool = False) -> Meaning | None:
+        """Return the meaning of an array that is a copy or a piece of a value."""
         for factor in self._factors(x):
             found = self._values.matches(_divided(x, factor), partial=False)
-            copies = [m for m in found if m.whole]
-            if copies or (found and not whole):
+            copies = [m for m in found if m.is_copy]
+            if copies or (found and not copies_only):
                 match = (copies or found)[0]
-                form = "a copy" if match.whole else "a piece"
-                meaning = _meaning(
-                    Kind.EXACT, f"{form} of {match.value.title}", match.value, factor
-                )
-                return dataclasses.replace(meaning, whole=match.whole)
+                form = "a copy" if match.is_copy else "a piece"
+                text = f"{form} of {match.value.title}"
+                meaning = _meaning(Kind.EXACT, text, match.value, factor)
+                return dataclasses.replace(meaning, is_copy=match.is_copy)
         return None
 
     def _of_rows(self, x: Array) -> Meaning | None:
@@ -185,7 +183,7 @@ class Meanings:
         return None
 
     def _of_stack(self, x: Array) -> Meaning | None:
-        """Return the meaning of rows that are parts of one value each, as those of trainers are."""
+        """Return the meaning of an array whose rows are partial sums, such as one per trainer."""
         if not x.ndim or not 1 < len(x) <= MOST_PARTS:
             return None
         return self._of_parts([*x], _evenly, "the first dimension", ways=(True,))
@@ -205,10 +203,13 @@ class Meanings:
         """Return the meaning of parts of one value.
 
         Args:
-          in_order: tells from their starts if parts follow each other.
+          parts: the parts.
+          in_order: returns True if parts with these starts follow each other.
+          over: words for the dimension or ranks of the parts.
+          axes: axes of the ranks' mesh, if parts belong to ranks.
           ways: False for pieces, True for partial sums.
         """
-        first = next((x for x in parts if telling(x).any()), parts[0])
+        first = next((x for x in parts if is_random(x).any()), parts[0])
         for factor in self._factors(first):
             scaled = [_divided(x, factor) for x in parts]
             for partial in ways:
@@ -220,7 +221,7 @@ class Meanings:
                     return _meaning(Kind.PARTIAL, text, found, factor)
                 return _meaning(Kind.EXACT, f"pieces of {found.title}, along {over}", found, factor)
         for sums in _sums_over(parts, axes):
-            sum_ = self._of_value(sums, whole=True)
+            sum_ = self._of_value(sums, copies_only=True)
             if sum_ is not None and sum_.of is not None:
                 text = f"partial sums of {sum_.of.title}, over {over}"
                 return _meaning(Kind.PARTIAL, text, sum_.of, sum_.factor)
@@ -229,38 +230,42 @@ class Meanings:
     def _pieces(
         self, parts: Sequence[Array], in_order: InOrder, *, partial: bool
     ) -> StepValue | None:
-        """Return the value that parts are pieces of, one behind the other, or partial sums of."""
-        of_parts = [self._values.matches(x, partial=partial) for x in parts]
-        seen = dict.fromkeys(m.value.number for found in of_parts for m in found)
-        for number in seen:
-            chosen = [
-                next((m for m in found if m.value.number == number), None) for found in of_parts
-            ]
+        """Return the value whose consecutive pieces, or partial sums, the parts are."""
+        of_parts: list[dict[int, Match]] = []
+        for x in parts:
+            matches: dict[int, Match] = {}
+            for match in self._values.matches(x, partial=partial):
+                matches.setdefault(match.value.number, match)
+            of_parts.append(matches)
+        for number in dict.fromkeys(itertools.chain(*of_parts)):
+            chosen = [matches.get(number) for matches in of_parts]
             starts, size = _starts(chosen)
             if starts and in_order(starts, size):
                 return next(m.value for m in chosen if m is not None)
         return None
 
     def _factors(self, x: Array) -> list[Fraction]:
-        """Return 1, and other numbers by which a value of the step may have been multiplied."""
+        """Return 1 and the factors for which the step has two of the array's entries divided."""
         flat = x.ravel()
-        places = np.flatnonzero(telling(flat))
+        places = np.flatnonzero(is_random(flat))
         if not places.size:
             return [Fraction(1)]
-        found = self._values.have(field.multiply(flat[places[0]], INVERSES))
-        found |= self._values.have(field.multiply(flat[places[-1]], INVERSES))
+        found = self._values.contains(field.multiply(flat[places[0]], INVERSES))
+        found |= self._values.contains(field.multiply(flat[places[-1]], INVERSES))
         return [Fraction(1), *(FACTORS[k] for k in np.flatnonzero(found))]
 
 
 def _starts(matches: Sequence[Match | None]) -> tuple[list[float], int]:
     """Return the starts of parts of one value, and the size of a part.
 
-    A part behind the end of the value starts at infinity. Parts of a sum start at rows, and have
-    one place in the value. There are no starts if a match is not a part.
+    Padding starts at infinity. Partial sums start at rows, and have one place in the value. Starts
+    are empty if a match is no part.
     """
     known = [m for m in matches if m is not None]
     partial = known[0].value.rows is not None
-    if len({m.turned for m in known}) != 1 or (partial and len({m.start for m in known}) != 1):
+    if len({m.order for m in known}) != 1:
+        return [], 0
+    if partial and len({m.start for m in known}) != 1:
         return [], 0
     starts: list[float] = []
     ended = False
@@ -277,19 +282,19 @@ def _starts(matches: Sequence[Match | None]) -> tuple[list[float], int]:
 
 
 def _evenly(starts: Sequence[float], size: int) -> bool:
-    """Return True if parts do not overlap and have one distance, with padding behind them."""
-    begun = [s for s in starts if np.isfinite(s)]
-    distances = {b - a for a, b in itertools.pairwise(begun)}
-    return (
-        begun == [*starts][: len(begun)]
-        and len(distances) <= 1
-        and all(d >= size for d in distances)
-    )
+    """Return True if parts do not overlap and have one distance; padding may follow them."""
+    finite = [s for s in starts if np.isfinite(s)]
+    distances = {b - a for a, b in itertools.pairwise(finite)}
+    if finite != [*starts][: len(finite)] or len(distances) > 1:
+        return False
+    return all(d >= size for d in distances)
 
 
 def _ordered_on_mesh(starts: Sequence[float], size: int, axes: Mapping[str, int]) -> bool:
-    """Return True if along each axis of a mesh parts follow each other or are one part, and not all
-    are one."""
+    """Return True if parts follow each other, or are equal, along each axis of a mesh.
+
+    At least two parts must differ.
+    """
     sizes = [*axes.values()]
     if int(np.prod(sizes)) != len(starts) or len({*starts}) == 1:
         return False
@@ -302,8 +307,7 @@ def _ordered_on_mesh(starts: Sequence[float], size: int, axes: Mapping[str, int]
 
 
 def _sums_over(parts: Sequence[Array], axes: Mapping[str, int] | None) -> Iterator[Array]:
-    """Return the sums of parts, over all of them or over some axes of a mesh, if they are equal for
-    all groups."""
+    """Yield sums over all parts, or over some axes of a mesh if all groups have the same sum."""
     if len({x.shape for x in parts}) != 1:
         return
     if axes is None or int(np.prod([*axes.values()])) != len(parts):
@@ -311,7 +315,9 @@ def _sums_over(parts: Sequence[Array], axes: Mapping[str, int] | None) -> Iterat
         return
     for count in range(1, len(axes) + 1):
         for over in itertools.combinations(axes, count):
-            sums = [_sum([parts[r] for r in ranks]) for ranks in groups_of(axes, over)]
+            sums = []
+            for ranks in groups_of(axes, over):
+                sums.append(_sum([parts[r] for r in ranks]))
             if all(np.array_equal(x, sums[0]) for x in sums):
                 yield sums[0]
 
@@ -335,7 +341,7 @@ def _divided(x: Array, factor: Fraction) -> Array:
 
 def _is_constant(x: Array) -> bool:
     """Return True if all elements are integers, or a few rational numbers."""
-    there = telling(x)
+    there = is_random(x)
     if not there.any():
         return True
     different = np.unique(x[there])
@@ -343,8 +349,7 @@ def _is_constant(x: Array) -> bool:
 
 
 def _is_rational(element: int) -> bool:
-    """Return True if an element is a quotient of small integers, which one of 4 million random
-    elements is."""
+    """Return True if an element is a quotient of small integers, as 1 of 4 million elements is."""
     # the convergents of element / P: numerators fall while denominators grow
     numerators, denominators = (P, element), (0, 1)
     while numerators[1]:

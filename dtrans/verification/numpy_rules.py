@@ -1,7 +1,7 @@
-"""Primitives of JAX on NumPy arrays: what each computes, without compiling anything.
+"""Rules of JAX's primitives on NumPy arrays; nothing is compiled.
 
-Integers, booleans and shadows (`dtrans.verification.field_values`) are computed by these. Each rule
-takes the parameters of the equation, its operands and the type of its first output.
+They compute integers, booleans and shadows (`dtrans.verification.field_values`). Each rule takes
+the parameters of the equation, its operands and the type of its first output.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 
 def _quotient(x: Any, y: Any) -> Any:
-    """Divide integers and round toward zero; of 64 bits a quotient of floats would lose some."""
+    """Divide integers and round toward zero; floats would lose bits of 64-bit integers."""
     floor = x // y
     return floor + ((floor < 0) & (floor * y != x)).astype(floor.dtype)
 
@@ -25,37 +25,58 @@ def _width(x: Any) -> int:
 
 
 def _unsigned_shift(x: Any, n: Any) -> Any:
-    """Shift bits to the right, and zeros in."""
+    """Shift bits to the right, and fill with zeros."""
     unsigned = np.dtype(f"u{x.dtype.itemsize}")
     shifted = np.right_shift(x.view(unsigned), np.asarray(n).astype(unsigned))
     return np.where(np.asarray(n) < _width(x), shifted, unsigned.type(0)).view(x.dtype)
 
 
+def _power(x: Any, y: Any) -> Any:
+    """Raise to a power, floats in 64 bits."""
+    return np.power(np.asarray(x, np.float64) if np.asarray(x).dtype.kind == "f" else x, y)
+
+
+# primitives with the name of their NumPy function
+_SAME_NAMES = (
+    "abs", "cbrt", "ceil", "cos", "cosh", "exp", "exp2", "expm1", "floor", "log", "log1p", "log2",
+    "sign", "sin", "sinh", "sqrt", "square", "tan", "tanh",
+)  # fmt: skip
 ELEMENTWISE: Mapping[str, Callable[..., Any]] = {
-    **{n: getattr(np, n) for n in ("sin", "cos", "tanh", "exp", "log", "sqrt", "square")},
-    **{n: getattr(np, n) for n in ("abs", "sign", "floor", "ceil")},
-    **{"add": np.add, "add_any": np.add, "sub": np.subtract, "mul": np.multiply, "neg": np.negative},
-    **{"max": np.maximum, "min": np.minimum, "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high)},
-    **{"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal},
-    **{"gt": np.greater, "ge": np.greater_equal},
-    **{"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert},
+    **{name: getattr(np, name) for name in _SAME_NAMES},
+    "add": np.add,
+    "add_any": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "neg": np.negative,
+    "max": np.maximum,
+    "min": np.minimum,
+    "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "not": np.invert,
     "rsqrt": lambda x: 1 / np.sqrt(x),
     "logistic": lambda x: 1 / (1 + np.exp(-x)),
-    **{n: getattr(np, n) for n in ("expm1", "log1p", "exp2", "log2", "cbrt", "sinh", "cosh", "tan")},
-    "pow": lambda x, y: np.power(np.asarray(x, np.float64), y) if np.asarray(x).dtype.kind == "f" else np.power(x, y),
+    "pow": _power,
     "shift_left": lambda x, n: np.where(n < _width(x), np.left_shift(x, n), x.dtype.type(0)),
-    "shift_right_logical": lambda x, n: _unsigned_shift(x, n),
+    "shift_right_logical": _unsigned_shift,
     "is_finite": np.isfinite,
     "div": lambda x, y: x / y if np.issubdtype(y.dtype, np.inexact) else _quotient(x, y),
     "rem": np.fmod,
     "select_n": lambda which, *cases: np.choose(which.astype(int), cases),
     "copy": lambda x: x,
     "stop_gradient": lambda x: x,
-}  # fmt: skip
+}
 
 
 def _slices(start: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
-    """Return the slices of a dynamic slice, clamped."""
+    """Return the slices of a dynamic slice; starts are clamped as in XLA."""
     first = [min(max(int(s), 0), n - k) for s, k, n in zip(start, sizes, shape, strict=True)]
     return tuple(slice(s, s + k) for s, k in zip(first, sizes, strict=True))
 
@@ -89,13 +110,8 @@ def _dot_general(p: Any, operands: Any, out: Any) -> list[Any]:
     free = [n for i, n in enumerate(left) if i not in contract[0] and i not in batch[0]]
     free += [n for j, n in enumerate(right) if j not in contract[1] and j not in batch[1]]
     to = [*(left[i] for i in batch[0]), *free]
-    return [
-        np.einsum(
-            f"{''.join(left)},{''.join(right)}->{''.join(to)}",
-            a.astype(out.dtype),
-            b.astype(out.dtype),
-        )
-    ]
+    formula = f"{''.join(left)},{''.join(right)}->{''.join(to)}"
+    return [np.einsum(formula, a.astype(out.dtype), b.astype(out.dtype))]
 
 
 def _integer_pow(p: Any, operands: Any, out: Any) -> list[Any]:
@@ -122,9 +138,8 @@ def _split(p: Any, operands: Any, out: Any) -> list[Any]:
 
 
 def _iota(p: Any, operands: Any, out: Any) -> list[Any]:
-    shape = [1] * len(p["shape"])
-    shape[p["dimension"]] = -1
-    return [np.broadcast_to(np.arange(p["shape"][p["dimension"]]).reshape(shape), p["shape"])]
+    shape, axis = p["shape"], p["dimension"]
+    return [np.broadcast_to(_along(np.arange(shape[axis]), axis, len(shape)), shape)]
 
 
 def _slice(p: Any, operands: Any, out: Any) -> list[Any]:
@@ -139,8 +154,10 @@ def _reduction(fn: Callable[..., Any]) -> Callable[..., list[Any]]:
 
 def _cumulative(fn: Callable[..., Any]) -> Callable[..., list[Any]]:
     def run(p: Any, operands: Any, out: Any) -> list[Any]:
-        turn = (lambda x: np.flip(x, p["axis"])) if p.get("reverse") else (lambda x: x)
-        return [turn(fn(turn(operands[0]), axis=p["axis"]))]
+        (x,), axis = operands, p["axis"]
+        if not p.get("reverse"):
+            return [fn(x, axis=axis)]
+        return [np.flip(fn(np.flip(x, axis), axis=axis), axis)]
 
     return run
 
@@ -155,26 +172,24 @@ def _pad(p: Any, operands: Any, out: Any) -> list[Any]:
     spread = [n + max(n - 1, 0) * inner for n, (_, _, inner) in zip(x.shape, config, strict=True)]
     new = np.full(spread, fill)
     new[tuple(slice(None, None, inner + 1) for _, _, inner in config)] = x
-    # negative padding takes away
-    kept = [
-        slice(max(-low, 0), n - max(-high, 0))
-        for n, (low, high, _) in zip(spread, config, strict=True)
-    ]
+    # negative padding removes entries
+    remaining = []
+    for n, (low, high, _) in zip(spread, config, strict=True):
+        remaining.append(slice(max(-low, 0), n - max(-high, 0)))
     widths = [(max(low, 0), max(high, 0)) for low, high, _ in config]
-    return [np.pad(new[tuple(kept)], widths, constant_values=np.asarray(fill).item())]
+    return [np.pad(new[tuple(remaining)], widths, constant_values=np.asarray(fill).item())]
 
 
 def gather_places(
     shape: Sequence[int], indices: Any, numbers: Any, sizes: Sequence[int], mode: Any
 ) -> Any:
-    """Return for each number of a gather its flat place in the operand, or -1 where one is filled
-    in.
+    """Return the flat place in the operand of each gathered entry; -1 if it is a fill value.
 
     Args:
-      shape: of the operand.
+      shape: shape of the operand.
       indices: integers; the last dimension has one for each dimension of `start_index_map`.
       numbers: `jax.lax.GatherDimensionNumbers`.
-      sizes: of a window, in each dimension of the operand.
+      sizes: size of a window in each dimension of the operand.
       mode: `jax.lax.GatherScatterMode`.
     """
     indices = np.asarray(indices).astype(np.int64)
@@ -182,12 +197,12 @@ def gather_places(
     starts = {d: indices[..., k] for k, d in enumerate(numbers.start_index_map)}
     batching = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
     for d, at in batching:
-        counted = np.arange(batch[at]).reshape([-1 if k == at else 1 for k in range(len(batch))])
-        starts[d] = np.broadcast_to(counted, batch)
+        starts[d] = np.broadcast_to(_along(np.arange(batch[at]), at, len(batch)), batch)
     fills = mode == jax.lax.GatherScatterMode.FILL_OR_DROP
-    away = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-    window = [d for d in range(len(shape)) if d not in away]
+    without_window = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    window = [d for d in range(len(shape)) if d not in without_window]
 
+    # the place of a window's first entry, and the distances of its other entries
     strides = np.cumprod([1, *shape[:0:-1]])[::-1]
     first, inside = np.zeros(batch, np.int64), np.ones(batch, bool)
     for d, start in starts.items():
@@ -196,9 +211,7 @@ def gather_places(
         first = first + strides[d] * (start if fills else np.clip(start, 0, last))
     offsets = np.zeros([sizes[d] for d in window], np.int64)
     for k, d in enumerate(window):
-        offsets = offsets + strides[d] * np.arange(sizes[d]).reshape(
-            [-1 if j == k else 1 for j in range(len(window))]
-        )
+        offsets = offsets + strides[d] * _along(np.arange(sizes[d]), k, len(window))
 
     widened = lambda x: x.reshape((*batch, *[1] * len(window)))
     places = widened(first) + offsets
@@ -207,25 +220,32 @@ def gather_places(
     return np.moveaxis(places, range(len(batch), places.ndim), numbers.offset_dims)
 
 
+def _along(x: Any, axis: int, count: int) -> Any:
+    """Reshape a vector to `count` dimensions, with its entries along one of them."""
+    shape = [1] * count
+    shape[axis] = -1
+    return x.reshape(shape)
+
+
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 
 def threefry_bits(key: Any, shape: Sequence[int], bits: int) -> Any:
     """Return random bits as JAX draws them from a key of two words (`jax_threefry_partitionable`).
 
-    Each number is a hash of its own place: 20 rounds of Threefry-2x32 (Salmon et al., 2011).
+    Each number is a hash of its place: 20 rounds of Threefry-2x32 (Salmon et al., 2011).
     """
     counts = np.arange(int(np.prod(shape)), dtype=np.uint64).reshape(shape)
     x = [(counts >> np.uint64(32)).astype(np.uint32), counts.astype(np.uint32)]
     first, second = (np.uint32(k) for k in key)
     words = (first, second, first ^ second ^ np.uint32(0x1BD11BDA))
     x = [x[0] + words[0], x[1] + words[1]]
-    for turn in range(5):
-        for by in _ROTATIONS[turn % 2]:
+    for four_rounds in range(5):
+        for by in _ROTATIONS[four_rounds % 2]:
             x[0] = x[0] + x[1]
             x[1] = x[0] ^ ((x[1] << np.uint32(by)) | (x[1] >> np.uint32(32 - by)))
-        x[0] = x[0] + words[(turn + 1) % 3]
-        x[1] = x[1] + words[(turn + 2) % 3] + np.uint32(turn + 1)
+        x[0] = x[0] + words[(four_rounds + 1) % 3]
+        x[1] = x[1] + words[(four_rounds + 2) % 3] + np.uint32(four_rounds + 1)
     if bits == 64:
         return (x[0].astype(np.uint64) << np.uint64(32)) | x[1]
     return (x[0] ^ x[1]).astype(f"uint{bits}")

@@ -1,4 +1,4 @@
-"""Outcome of a verification: what was compared, what differs, what could not be followed."""
+"""Outcome of a verification: compared outputs, differences, and equations without a rule."""
 
 from __future__ import annotations
 
@@ -44,14 +44,13 @@ class Cause:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """One output of a plan that is not what the step computes.
+    """One output of a plan that differs from the step's.
 
     Attributes:
-      output: its name, as `params/w1`.
-      entries: how many of its numbers differ, and how many there are.
-      detail: how its value is related to the step's: scaled, rows of another rank, copies that
-        differ.
-      cause: the first equation whose value is wrong; None where the program is too large to look.
+      output: its name, `params/w1`.
+      entries: number of entries that differ, and number of all entries.
+      detail: relation of its value to the step's: scaled, rows of another rank, copies that differ.
+      cause: first equation whose value is wrong; None if the program is too large for a search.
     """
 
     output: str
@@ -71,13 +70,13 @@ class Report:
 
     Attributes:
       title: the plan, or the name of the distributed step.
-      differences: outputs that differ; none where the step is computed.
+      differences: outputs that differ; none if the plan computes the step.
       compared: names of the outputs that were compared as elements of the field.
-      unfollowed: equations that could not be followed, with their lines; what they reach is not
+      unfollowed: equations without a rule, with their lines; outputs that depend on them are not
         compared.
       skipped: names of outputs that were not compared.
-      points: how many random points were compared.
-      seconds: how long it took.
+      points: number of random points.
+      seconds: duration of the verification.
       faults: collectives that explain differences, with the user's lines and remedies.
     """
 
@@ -92,7 +91,7 @@ class Report:
 
     @property
     def equal(self) -> bool:
-        """True if no output that was compared differs."""
+        """True if no compared output differs."""
         return not self.differences
 
     @property
@@ -100,14 +99,15 @@ class Report:
         """True if every output was compared."""
         return not self.skipped and not self.unfollowed
 
-    def joined(self, other: Report) -> Report:
+    def merge(self, other: Report) -> Report:
         """Return one report for two steps of a job."""
         both = lambda one, two: tuple(dict.fromkeys((*one, *two)))
         skipped = both(self.skipped, other.skipped)
+        compared = [n for n in both(self.compared, other.compared) if n not in skipped]
         return dataclasses.replace(
             self,
             differences=(*self.differences, *other.differences),
-            compared=tuple(n for n in both(self.compared, other.compared) if n not in skipped),
+            compared=tuple(compared),
             unfollowed=both(self.unfollowed, other.unfollowed),
             skipped=skipped,
             points=self.points + other.points,
@@ -123,12 +123,13 @@ class Report:
             f"{self.title}: {head} ({len(self.compared)} outputs at {self.points} points, "
             f"{self.seconds:.1f} s)"
         ]
-        said: set[Cause | None] = {None}
+        # several outputs may have one cause
+        listed: set[Cause | None] = {None}
         for difference in self.differences:
             lines.append(f"  {difference}")
-            if difference.cause not in said:
+            if difference.cause not in listed:
                 lines.append(f"    first wrong value: {difference.cause}")
-            said.add(difference.cause)
+            listed.add(difference.cause)
         lines += [f"  fault: {fault}" for fault in self.faults]
         lines += [f"  not followed: {why}" for why in self.unfollowed]
         if self.skipped:

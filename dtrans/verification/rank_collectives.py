@@ -1,13 +1,14 @@
-"""Meanings of JAX's collectives on values of all ranks, in NumPy.
+"""JAX's collectives on the values of all ranks, in NumPy.
 
-Ranks are the places of a mesh in row-major order. A collective over some axes joins the ranks that
-agree on all other axes: a group. Each function here takes the values of one group, in its order,
-and returns one output for each of its members.
+Ranks are the devices of a mesh in row-major order. A collective over some axes joins a group: ranks
+with equal coordinates on all other axes. Each function here takes the values of one group, in its
+order, and returns one output for each member.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dtrans.verification import field
-from dtrans.verification.field_values import Complex, Real, choose, is_key, parted, real
+from dtrans.verification.field_values import Complex, Real, choose, is_key, ordered, real
 
 
 Group = Callable[[list[Any], Mapping[str, Any]], list[Any]]
@@ -30,18 +31,22 @@ def groups_of(axes: Mapping[str, int], over: Sequence[str]) -> list[list[int]]:
       >>> groups_of({"a": 2, "b": 2}, ("b",)), groups_of({"a": 2, "b": 2}, ("a",))
       ([[0, 1], [2, 3]], [[0, 2], [1, 3]])
     """
-    ranks = np.arange(int(np.prod([*axes.values()]))).reshape([*axes.values()])
-    names = list(axes)
-    kept = [k for k, n in enumerate(names) if n not in over]
-    joined = [names.index(n) for n in over]
-    size = int(np.prod([axes[n] for n in over]))
-    return [[int(r) for r in row] for row in ranks.transpose(*kept, *joined).reshape(-1, size)]
+    sizes, names = [*axes.values()], [*axes]
+    ranks = np.arange(math.prod(sizes)).reshape(sizes)
+    others = [k for k, n in enumerate(names) if n not in over]
+    joined_axes = [names.index(n) for n in over]
+    group_size = math.prod(axes[n] for n in over)
+    groups: list[list[int]] = (
+        ranks.transpose(*others, *joined_axes).reshape(-1, group_size).tolist()
+    )
+    return groups
 
 
 def summed(parts: Sequence[Any]) -> Any:
     """Return the sum of the values of a group, in the order of its ranks."""
     if isinstance(parts[0], Complex):
-        return Complex(summed([p.real for p in parts]), summed([p.imag for p in parts]))
+        real_part = summed([p.real for p in parts])
+        return Complex(real_part, summed([p.imag for p in parts]))
     if isinstance(parts[0], Real):
         elements = functools.reduce(field.add, [p.elements for p in parts])
         return real(elements, sum(p.shadow for p in parts))
@@ -49,29 +54,31 @@ def summed(parts: Sequence[Any]) -> Any:
 
 
 def largest(parts: Sequence[Any]) -> Any:
-    """Return the largest of the values of a group, entry by entry."""
+    """Return the entrywise maximum of the values of a group."""
     return functools.reduce(_larger, parts)
 
 
 def smallest(parts: Sequence[Any]) -> Any:
-    """Return the smallest of the values of a group, entry by entry."""
+    """Return the entrywise minimum of the values of a group."""
     return functools.reduce(_smaller, parts)
 
 
 def _larger(x: Any, y: Any) -> Any:
-    return choose(parted(x, y)[1], y, x) if isinstance(x, Real) else np.maximum(x, y)
+    return choose(ordered(x, y)[1], y, x) if isinstance(x, Real) else np.maximum(x, y)
 
 
 def _smaller(x: Any, y: Any) -> Any:
-    return choose(parted(y, x)[1], y, x) if isinstance(x, Real) else np.minimum(x, y)
+    return choose(ordered(y, x)[1], y, x) if isinstance(x, Real) else np.minimum(x, y)
 
 
 def mapped(fn: Callable[..., Any], *xs: Any) -> Any:
-    """Apply a function that moves elements to values of one kind."""
+    """Apply a function that only moves elements to values of one kind."""
     if isinstance(xs[0], Complex):
-        return Complex(mapped(fn, *(x.real for x in xs)), mapped(fn, *(x.imag for x in xs)))
+        real_part = mapped(fn, *(x.real for x in xs))
+        return Complex(real_part, mapped(fn, *(x.imag for x in xs)))
     if isinstance(xs[0], Real):
-        return Real(fn(*(x.elements for x in xs)), fn(*(x.shadow for x in xs)))
+        elements = fn(*(x.elements for x in xs))
+        return Real(elements, fn(*(x.shadow for x in xs)))
     if is_key(xs[0]):
         data = fn(*(np.asarray(jax.random.key_data(x)) for x in xs))
         return jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(xs[0]))
@@ -79,7 +86,7 @@ def mapped(fn: Callable[..., Any], *xs: Any) -> Any:
 
 
 def joined(parts: Sequence[Any], axis: int) -> Any:
-    """Return the values of a group, one behind the other along a dimension."""
+    """Concatenate the values of a group along a dimension."""
     return mapped(lambda *xs: np.concatenate(xs, axis), *parts)
 
 
@@ -95,22 +102,25 @@ def _all_gather(parts: list[Any], params: Mapping[str, Any]) -> list[Any]:
 
 
 def _reduce_scatter(parts: list[Any], params: Mapping[str, Any]) -> list[Any]:
-    axis, whole = params["scatter_dimension"], summed(parts)
-    cut = lambda k: mapped(lambda x: np.split(x, len(parts), axis)[k], whole)
+    axis, total = params["scatter_dimension"], summed(parts)
+    pieces = [_piece(total, len(parts), axis, k) for k in range(len(parts))]
     if params["tiled"]:
-        return [cut(k) for k in range(len(parts))]
-    return [mapped(lambda x: np.squeeze(x, axis), cut(k)) for k in range(len(parts))]
+        return pieces
+    return [mapped(lambda x: np.squeeze(x, axis), piece) for piece in pieces]
 
 
 def _all_to_all(parts: list[Any], params: Mapping[str, Any]) -> list[Any]:
-    # with tiled=False `jax.lax.all_to_all` adds and removes dimensions of its own, beside the
-    # primitive
-    cut, to = params["split_axis"], params["concat_axis"]
-    pieces = [
-        [mapped(lambda x, k=k: np.split(x, len(parts), cut)[k], p) for p in parts]
-        for k in range(len(parts))
-    ]
-    return [joined(row, to) for row in pieces]
+    # with tiled=False `jax.lax.all_to_all` adds and removes dimensions with other primitives
+    found = []
+    for k in range(len(parts)):
+        pieces = [_piece(p, len(parts), params["split_axis"], k) for p in parts]
+        found.append(joined(pieces, params["concat_axis"]))
+    return found
+
+
+def _piece(value: Any, count: int, axis: int, number: int) -> Any:
+    """Return one of `count` equal pieces of a value along a dimension."""
+    return mapped(lambda x: np.split(x, count, axis)[number], value)
 
 
 def _broadcast(parts: list[Any], params: Mapping[str, Any]) -> list[Any]:
@@ -119,10 +129,11 @@ def _broadcast(parts: list[Any], params: Mapping[str, Any]) -> list[Any]:
 
 
 def _permute(parts: list[Any], params: Mapping[str, Any]) -> list[Any]:
-    made = [mapped(np.zeros_like, p) for p in parts]
+    # ranks that receive nothing have zeros
+    outputs = [mapped(np.zeros_like, p) for p in parts]
     for source, target in params["perm"]:
-        made[target] = parts[source]
-    return made
+        outputs[target] = parts[source]
+    return outputs
 
 
 GROUPS: Mapping[str, Group] = {

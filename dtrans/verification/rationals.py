@@ -1,7 +1,7 @@
 """Floats as rational numbers: a rounded constant stands for the simplest number that rounds to it.
 
-`1/12` in a step and `1/3` of `1/4` in a plan are other floats, and the same rational. So a float of
-some dtype is lifted to the fraction with the least denominator in its rounding interval.
+`1/12` in a step and `1/3` times `1/4` in a plan are different floats, but the same rational. So a
+float of some dtype is lifted to the fraction with the least denominator in its rounding interval.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def simplest_between(low: Fraction, high: Fraction) -> Fraction:
         return Fraction(0)
     if high < 0:
         return -simplest_between(-high, -low)
-    whole = math.ceil(low)
-    if whole <= high:
-        return Fraction(whole)
-    # both have the same whole part: the simplest number between is that plus 1 / (the simplest
-    # between)
-    floor = whole - 1
+    ceiling = math.ceil(low)
+    if ceiling <= high:
+        return Fraction(ceiling)
+    # both have the same integer part: only the fractional parts matter, whose inverses have an
+    # integer between them sooner
+    floor = ceiling - 1
     return floor + 1 / simplest_between(1 / (high - floor), 1 / (low - floor))
 
 
@@ -54,18 +54,17 @@ def rational_of(value: float, dtype: str) -> Fraction:
     if exact.denominator == 1 and abs(exact.numerator) < 1 << 20:
         return exact
     if exact.numerator == 1 and (exact.denominator & (exact.denominator - 1)) == 0:
-        return exact  # a power of two, which programs make by shifting bits
+        return exact  # programs compute powers of two by shifting bits
     bits = ml_dtypes.finfo(dtype).nmant
     _, exponent = math.frexp(value)
-    # half of the distance to the neighbours, and a little less: the borders round to even
+    # a little less than half of the distance to the neighbours, since ties round to even
     half = Fraction(2) ** (exponent - 2 - bits) * Fraction(1023, 1024)
     return simplest_between(exact - half, exact + half)
 
 
 @functools.lru_cache(1 << 16)
 def element_of(value: float, dtype: str) -> int:
-    """Return the field's element for a float: of its rational, or a fixed one for infinities and
-    NaN."""
+    """Return the element of a float's rational; infinities and NaN have fixed elements."""
     if not math.isfinite(value):
         return key_of(f"not finite: {value}") % P
     found = rational_of(value, dtype)
@@ -73,8 +72,7 @@ def element_of(value: float, dtype: str) -> int:
 
 
 def exact_elements(x: Array) -> Array:
-    """Lift float64 numbers to the elements of the dyadic fractions that they are; zero where not
-    finite.
+    """Lift float64 numbers to the elements of their exact dyadic values; others become zero.
 
     Example:
       >>> import numpy as np
@@ -84,10 +82,10 @@ def exact_elements(x: Array) -> Array:
     """
     finite = np.isfinite(x)
     mantissas, exponents = np.frexp(np.where(finite, x, 0.0))
-    whole = np.abs(np.ldexp(mantissas, 53)).astype(np.uint64)
-    # 2**61 is one: powers of two repeat
+    integers = np.abs(np.ldexp(mantissas, 53)).astype(np.uint64)
+    # 2**61 is one, so exponents count modulo 61
     scale = np.uint64(1) << ((exponents - 53) % 61).astype(np.uint64)
-    found = multiply(whole, scale)
+    found = multiply(integers, scale)
     return np.where(mantissas < 0, negative(found), found)
 
 
@@ -101,9 +99,8 @@ def elements_of(x: Any, dtype: Any) -> Array:
     name = np.dtype(dtype).name
     if not x.ndim:
         return np.asarray(np.uint64(element_of(float(x), name)))
-    if (
-        x.size and (x == x.flat[0]).all()
-    ):  # states begin with arrays of one number, which need no sort
+    # many initial states have one number in all entries, which needs no sort
+    if x.size and (x == x.flat[0]).all():
         return np.full(x.shape, element_of(float(x.flat[0]), name), np.uint64)
     different, places = np.unique(x.astype(np.float64), return_inverse=True)
     found = np.array([element_of(float(v), name) for v in different], np.uint64)

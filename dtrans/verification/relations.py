@@ -1,7 +1,7 @@
 """Relations between a wrong value and the right one: scaled, not updated, rows of another rank.
 
-`relation` puts the first that holds into words. It looks at two arrays, and not at programs:
-`repairs` finds the collective that is the cause.
+`relation` describes the first relation that holds. It compares two arrays and no programs;
+`repairs` finds the collective at fault.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ from dtrans.verification.field_values import Real, Replicas, Unknown, from_integ
 
 
 def relation(x: Any, y: Any, before: Any, axes: Mapping[str, int]) -> str:
-    """Put into words how a value is related to the right one; "" where no relation is found.
+    """Describe the relation of a value to the right one; "" if none holds.
 
     Args:
-      x: the value of an output of the distributed step.
-      y: that of the step.
-      before: the value of the input that the output replaces, or None.
-      axes: name to size of the axes of meshes.
+      x: value of an output of the distributed step.
+      y: value of the step's output.
+      before: value of the input that the output replaces, or None.
+      axes: axes of meshes by name, with their sizes.
 
     Example:
       >>> import numpy as np
       >>> from dtrans.verification.field_values import from_integers
       >>> from dtrans.verification.relations import relation
-      >>> relation(from_integers(np.array([4, 8])), from_integers(np.array([1, 2])), None, {"data": 4})
+      >>> x, y = from_integers(np.array([4, 8])), from_integers(np.array([1, 2]))
+      >>> relation(x, y, None, {"data": 4})
       "it is the step's value times 4, the size of axis 'data': summed where it should be averaged"
     """
     if isinstance(x, Replicas):
@@ -55,7 +56,7 @@ def relation(x: Any, y: Any, before: Any, axes: Mapping[str, int]) -> str:
 
 
 def _relation_of_changes(x: Real, y: Real, before: Real, axes: Mapping[str, int]) -> str:
-    """Relate what is added to an input by the distributed step and by the step."""
+    """Describe the relation of the distributed step's change of an input to the step's change."""
     if same(x, before):
         return "it is not updated"
     change, right = _minus(x, before), _minus(y, before)
@@ -94,7 +95,7 @@ def axes_in_words(axes: Mapping[str, int]) -> str:
 
 
 def subsets(axes: Mapping[str, int]) -> Iterator[dict[str, int]]:
-    """Yield the sets of axes that are not empty, those of few axes first."""
+    """Yield the nonempty sets of axes, small ones first."""
     for count in range(1, len(axes) + 1):
         for names in itertools.combinations(axes, count):
             yield {name: axes[name] for name in names}
@@ -123,7 +124,7 @@ def scaled(x: Real, factor: Fraction) -> Real:
 
 
 def _scaled(x: Real, y: Real, axes: Mapping[str, int], what: str) -> str:
-    """Describe a value that is the right one times or divided by a number of ranks."""
+    """Describe a value that is the right one times, or divided by, a number of ranks."""
     for over in subsets(axes):
         size = math.prod(over.values())
         if size == 1:
@@ -144,7 +145,7 @@ def _scaled(x: Real, y: Real, axes: Mapping[str, int], what: str) -> str:
 
 
 def _moved(x: Real, y: Real, axes: Mapping[str, int], mine: str, right: str) -> str:
-    """Describe a value whose rows are those of the right one in another order."""
+    """Describe a value with the right rows in another order."""
     for dimension in range(len(x.shape)):
         order = _order_of_rows(x, y, dimension)
         if order is None:
@@ -159,34 +160,33 @@ def _moved(x: Real, y: Real, axes: Mapping[str, int], mine: str, right: str) -> 
 
 
 def _order_of_rows(x: Real, y: Real, dimension: int) -> list[int] | None:
-    """Return for each row of x the row of y that it equals; None if there is not one for each."""
-    rows = [np.moveaxis(v.elements, dimension, 0) for v in (x, y)]
-    place = {row.tobytes(): k for k, row in enumerate(rows[1])}
-    order = [place.get(row.tobytes()) for row in rows[0]]
-    found = [k for k in order if k is not None]
-    return found if len(place) == len(rows[1]) > 1 and len(found) == len(order) else None
+    """Return for each row of x the equal row of y; None if a row has none, or y repeats rows."""
+    wrong, right = (np.moveaxis(v.elements, dimension, 0) for v in (x, y))
+    place = {row.tobytes(): k for k, row in enumerate(right)}
+    order = [place[key] for row in wrong if (key := row.tobytes()) in place]
+    if len(place) < len(right) or len(right) < 2 or len(order) < len(wrong):
+        return None
+    return order
 
 
 def _order_of_blocks(order: Sequence[int], count: int) -> list[int]:
-    """Return the order of blocks of equal size, or nothing where rows move within blocks too."""
+    """Return the order of blocks of equal size; empty if rows also move within blocks."""
     size = len(order) // count
     starts = [order[k] for k in range(0, len(order), size)]
     wanted = [start + k for start in starts for k in range(size)]
-    return (
-        [s // size for s in starts]
-        if wanted == list(order) and not any(s % size for s in starts)
-        else []
-    )
+    if wanted != list(order) or any(s % size for s in starts):
+        return []
+    return [s // size for s in starts]
 
 
 def _block_counts(axes: Mapping[str, int], length: int) -> list[int]:
-    """Return the numbers of ranks by which a dimension can be sharded, the smallest first."""
+    """Return the numbers of ranks that a dimension can be sharded over, small ones first."""
     counts = {math.prod(over.values()) for over in subsets(axes)}
     return sorted(n for n in counts if n > 1 and length % n == 0)
 
 
 def _partly_right(x: Real, y: Real, axes: Mapping[str, int]) -> str:
-    """Describe the pieces of ranks that differ, if others are right."""
+    """Describe the ranks' pieces that differ if other pieces are right."""
     wrong = x.elements != y.elements
     for dimension, length in enumerate(x.shape):
         rows = np.moveaxis(wrong, dimension, 0).reshape(length, -1).any(1)

@@ -1,8 +1,8 @@
-"""Repairs: which change of one collective makes the outputs of a wrong program right?
+"""Repairs: changes of one collective that make outputs of a wrong program right.
 
-A fault is named by its remedy. The program is evaluated again with a mean in place of one sum, a
-sum over other axes, or a reduction of copies that differ. Outputs that become the step's name the
-fault. Equations of one line, over the same axes, are changed together: a gradient has many leaves.
+The program is evaluated again with a mean in place of one sum, a sum over other axes, or a
+reduction of copies that differ. A change that makes outputs right names the fault and its remedy.
+Collectives of one line, over the same axes, are changed together: a gradient has many leaves.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from dtrans._jax import JaxprEqn, line_of, scope_of
-from dtrans.verification.evaluate import MOST_EQUATIONS, Ranked, World
+from dtrans.verification.evaluate import MOST_EQUATIONS, World
 from dtrans.verification.field_values import NearTie, Real, Replicas, Unknown, same
+from dtrans.verification.mesh_pieces import Ranked
 from dtrans.verification.rank_collectives import groups_of, summed
 from dtrans.verification.relations import axes_in_words, scaled, subsets, varying_axes
 
@@ -29,14 +30,14 @@ Outputs = Sequence[Any]
 
 @dataclasses.dataclass(frozen=True)
 class Repair:
-    """One change of a program.
+    """Change of a program.
 
     Attributes:
       words: the fault and its remedy.
-      equations: the collectives that are changed, by `id`.
-      axes: those over which they communicate instead; None for their own.
-      inverted: a permutation is turned round.
-      factor: by which their results are multiplied.
+      equations: the changed collectives, by `id`.
+      axes: axes over which they communicate instead; None for no change.
+      inverted: True to swap sources and destinations of a permutation.
+      factor: factor of their results.
       copies: reduces copies of an output that must agree.
     """
 
@@ -50,16 +51,16 @@ class Repair:
 
 @dataclasses.dataclass
 class CollectiveGroup:
-    """Collectives of one line, and what was seen of them.
+    """Collectives of one line.
 
     Attributes:
-      name: of the primitive.
-      line: the line of the user, as `train.py:12`.
-      over: name to size of the axes that they join.
-      mesh: name to size of all axes.
-      equations: by `id`.
-      transposed: `jax.grad` made them, of what stands in the line.
-      alike: ranks had equal values in every one of them.
+      name: name of the primitive.
+      line: the user's line, `train.py:12`.
+      over: axes of the collectives by name, with their sizes.
+      mesh: all axes of the mesh by name, with their sizes.
+      transposed: True if `jax.grad` wrote them, by transposing the equations of the line.
+      equations: the collectives, by `id`.
+      alike: True if the ranks' operands were equal in all of them.
     """
 
     name: str
@@ -71,19 +72,18 @@ class CollectiveGroup:
     alike: bool = True
 
     def __str__(self) -> str:
-        text = f"{self.name} over {axes_in_words(self.over)}" + (
-            f" at {self.line}" if self.line else ""
-        )
-        return text + (", in the gradient," if self.transposed else "")
+        place = f" at {self.line}" if self.line else ""
+        where = ", in the gradient," if self.transposed else ""
+        return f"{self.name} over {axes_in_words(self.over)}{place}{where}"
 
 
 class ObservedWorld(World):
-    """Ranks whose collectives, and copies that differ, are recorded.
+    """World that records its collectives, and copies that differ.
 
     Args:
-      axes, unknown: as those of `World`.
+      axes, unknown: as in `World`.
       groups: gets the collectives.
-      copies: gets the values that ranks hold where they must agree.
+      copies: gets the copies that differ but must agree.
     """
 
     def __init__(
@@ -99,33 +99,34 @@ class ObservedWorld(World):
         self.copies: list[Replicas] = [] if copies is None else copies
 
     def inner(self, axes: Mapping[str, int]) -> World:
-        """Return the world of the ranks of a mesh."""
+        """Return the inner world of a mesh's ranks."""
         return ObservedWorld(axes, self.unknown, groups=self.groups, copies=self.copies)
 
-    def put_together(self, x: Ranked, spec: Any) -> Any:
-        """Return an array from the pieces of ranks, and record copies that differ."""
-        made = super().put_together(x, spec)
-        if isinstance(made, Replicas) and made.axes:
-            self.copies.append(made)
-        return made
+    def assemble(self, pieces: Ranked, spec: Any) -> Any:
+        """Return the array of the ranks' pieces, and record copies that differ."""
+        found = super().assemble(pieces, spec)
+        if isinstance(found, Replicas) and found.axes:
+            self.copies.append(found)
+        return found
 
     def _collective(self, eqn: JaxprEqn, operands: list[Ranked]) -> list[Ranked]:
-        name, over = eqn.primitive.name, {a: self.axes[a] for a in self._over(eqn)}
+        name, over = eqn.primitive.name, {a: self.axes[a] for a in self.mesh_axes(eqn)}
         transposed, line = "transpose(" in scope_of(eqn), line_of(eqn)
         group = CollectiveGroup(name, line, over, self.axes, transposed)
         group = self.groups.setdefault((name, line, tuple(over), transposed), group)
         group.equations[id(eqn)] = None
         for x in operands:
             for ranks in groups_of(self.axes, [*over]):
-                group.alike &= all(x[r] is x[ranks[0]] or same(x[r], x[ranks[0]]) for r in ranks)
+                first = x[ranks[0]]
+                group.alike &= all(x[r] is first or same(x[r], first) for r in ranks)
         return super()._collective(eqn, operands)
 
 
 class RepairedWorld(World):
-    """Ranks that carry out a changed program.
+    """World that evaluates a changed program.
 
     Args:
-      axes, unknown: as those of `World`.
+      axes, unknown: as in `World`.
       repair: the change.
     """
 
@@ -136,25 +137,29 @@ class RepairedWorld(World):
         self.repair = repair
 
     def inner(self, axes: Mapping[str, int]) -> World:
-        """Return the world of the ranks of a mesh."""
+        """Return the inner world of a mesh's ranks."""
         return RepairedWorld(axes, self.unknown, self.repair)
 
-    def put_together(self, x: Ranked, spec: Any) -> Any:
-        """Return an array from the pieces of ranks; copies that differ are reduced."""
-        made = super().put_together(x, spec)
-        if self.repair.copies is None or not isinstance(made, Replicas) or not made.axes:
-            return made
-        return self.repair.copies(made)
+    def assemble(self, pieces: Ranked, spec: Any) -> Any:
+        """Return the array of the ranks' pieces; copies that differ are reduced."""
+        found = super().assemble(pieces, spec)
+        if self.repair.copies is None or not isinstance(found, Replicas) or not found.axes:
+            return found
+        return self.repair.copies(found)
 
     def _collective(self, eqn: JaxprEqn, operands: list[Ranked]) -> list[Ranked]:
         if id(eqn) not in self.repair.equations:
             return super()._collective(eqn, operands)
-        made = super()._collective(self._changed(eqn), operands)
+        outputs = super()._collective(self._changed(eqn), operands)
         factor = self.repair.factor
         if factor == 1:
-            return made
-        new = {id(v): _multiple(v, factor) for x in made for v in x}
-        return [tuple(new[id(v)] for v in x) for x in made]
+            return outputs
+        # ranks that share an object go on sharing one
+        multiples = {id(v): _multiple(v, factor) for x in outputs for v in x}
+        found = []
+        for x in outputs:
+            found.append(tuple(multiples[id(v)] for v in x))
+        return found
 
     def _changed(self, eqn: JaxprEqn) -> JaxprEqn:
         params = dict(eqn.params)
@@ -168,7 +173,7 @@ class RepairedWorld(World):
 def _multiple(x: Any, factor: Fraction) -> Any:
     if isinstance(x, Real):
         return scaled(x, factor)
-    # integers that ranks have counted; those that cannot be divided are not what the step has
+    # integers are counts; a count that cannot be divided differs from the step's in any case
     return x * factor.numerator // factor.denominator if isinstance(x, np.ndarray) else x
 
 
@@ -176,7 +181,7 @@ def _multiple(x: Any, factor: Fraction) -> Any:
 
 
 def _candidates(groups: Sequence[CollectiveGroup], copies: Sequence[Replicas]) -> Iterator[Repair]:
-    """Yield repairs, those of common faults first."""
+    """Yield repairs, first for common faults."""
     yield from _reductions(copies)
     for group in groups:
         if group.name in SUMS:
@@ -184,7 +189,7 @@ def _candidates(groups: Sequence[CollectiveGroup], copies: Sequence[Replicas]) -
         elif group.name == "ppermute":
             words = f"{group} sends the wrong way; swap source and destination in its permutation"
             yield Repair(words, frozenset(group.equations), inverted=True)
-    # of one line some may be right: the loss, where gradients are not
+    # some collectives of a line may be right: that of the loss, but not those of gradients
     for group in groups:
         if group.name in SUMS and len(group.equations) > 1:
             for one in group.equations:
@@ -195,7 +200,7 @@ def _candidates(groups: Sequence[CollectiveGroup], copies: Sequence[Replicas]) -
 
 
 def _reductions(copies: Sequence[Replicas]) -> Iterator[Repair]:
-    """Yield reductions of outputs that are said to be replicated, and are not."""
+    """Yield reductions of outputs that out_specs calls replicated but that differ."""
     if not copies:
         return
     axes: dict[str, int] = {}
@@ -210,7 +215,7 @@ def _reductions(copies: Sequence[Replicas]) -> Iterator[Repair]:
 
 
 def _reduced(x: Replicas, *, mean: bool) -> Any:
-    """Return the sum or mean of copies over the axes along which they differ."""
+    """Return the sum or mean of copies over the axes along which they vary."""
     over = varying_axes(x)
     first = groups_of(x.axes, [*over])[0]
     total = summed([x.copies[r] for r in first])
@@ -222,19 +227,14 @@ def _scales(group: CollectiveGroup) -> Iterator[Repair]:
     size, ids = math.prod(group.over.values()), frozenset(group.equations)
     if size == 1:
         return
+    fault, remedy = "sums, expected a mean", f"use jax.lax.pmean, or divide by {size}"
     if group.alike:
-        fault, remedy = (
-            f"adds {size} equal values, which scales by the number of devices",
-            "leave it out",
-        )
-    else:
-        fault, remedy = "sums what should be averaged", f"use jax.lax.pmean, or divide by {size}"
+        fault = f"adds {size} equal values, which scales by the number of devices"
+        remedy = "leave it out"
     if group.transposed:
         remedy = f"divide the gradient by {size}, or scale the loss that a rank differentiates"
     yield Repair(f"{group} {fault}; {remedy}", ids, factor=Fraction(1, size))
-    words = (
-        f"{group} is divided by {size}, and should be a sum; use jax.lax.psum, without the division"
-    )
+    words = f"{group} is divided by {size}, expected a sum; use jax.lax.psum without the division"
     yield Repair(words, ids, factor=Fraction(size))
 
 
@@ -245,7 +245,7 @@ def _other_axes(group: CollectiveGroup) -> Iterator[Repair]:
         if {*other} == {*group.over}:
             continue
         count = math.prod(other.values())
-        # what the user divides by stays behind the sum: the old number for a mean
+        # the user's division stays behind the sum: by the size of the old axes, for a mean
         for name, factor in (("psum", Fraction(1)), ("pmean", Fraction(1, count))):
             words = f"{group} joins the wrong ranks; use jax.lax.{name} over {_as_written(other)}"
             yield Repair(words, ids, axes=tuple(other), factor=factor)
@@ -253,7 +253,7 @@ def _other_axes(group: CollectiveGroup) -> Iterator[Repair]:
 
 
 def _as_written(axes: Mapping[str, int]) -> str:
-    """Return axes as an argument of a collective."""
+    """Return axes as Python code, an argument of a collective."""
     return repr(next(iter(axes))) if len(axes) == 1 else repr(tuple(axes))
 
 
@@ -263,43 +263,45 @@ def _as_written(axes: Mapping[str, int]) -> str:
 def find_faults(
     jaxpr: Any, args: Sequence[Any], wanted: Outputs, names: Sequence[str]
 ) -> tuple[tuple[str, ...], set[int]]:
-    """Return the faults of a program in words, and the outputs that no change makes right.
+    """Return the faults of a program in words, and the wrong outputs that no change makes right.
 
     Args:
-      jaxpr: the program, of one device outside of its `shard_map`.
+      jaxpr: the program, with one device outside of its `shard_map`.
       args: a value for each input.
       wanted: the right value of each output.
-      names: of the outputs.
+      names: names of the outputs.
+
+    Returns:
+      The faults, and positions of outputs.
     """
     ranked = [(x,) for x in args]
-    seen = ObservedWorld()
-    before = [x for (x,) in seen.run(jaxpr, ranked)]
-    wrong = {k for k, (x, y) in enumerate(zip(before, wanted, strict=True)) if _differs(x, y)}
-    left, spent = set(wrong), seen.evaluated
-    faults: dict[str, set[int]] = {}
-    for repair in _candidates([*seen.groups.values()], seen.copies):
-        if not left or spent > MOST_EQUATIONS:
+    observed = ObservedWorld()
+    wrong = _differing(observed.run(jaxpr, ranked), wanted)
+    unexplained, spent = set(wrong), observed.evaluated
+    mended: dict[str, set[int]] = {}
+    for repair in _candidates([*observed.groups.values()], observed.copies):
+        if not unexplained or spent > MOST_EQUATIONS:
             break
         world = RepairedWorld(None, None, repair)
         try:
-            made = [x for (x,) in world.run(jaxpr, ranked)]
+            still_wrong = _differing(world.run(jaxpr, ranked), wanted)
         except NearTie:
             continue
         finally:
             spent += world.evaluated
-        right = {k for k in wrong if not _differs(made[k], wanted[k])}
-        # a change that mends nothing new, or breaks what was right, is no remedy
-        broken = any(
-            _differs(x, y)
-            for k, (x, y) in enumerate(zip(made, wanted, strict=True))
-            if k not in wrong
-        )
-        if right & left and not broken:
-            faults.setdefault(repair.words, set()).update(right & left)
-            left -= right
-    return tuple(
-        f"{words} (mends {_named(mended, names)})" for words, mended in faults.items()
-    ), left
+        # a change that mends no other output, or breaks a right one, is no remedy
+        new = unexplained - still_wrong
+        if new and still_wrong <= wrong:
+            mended.setdefault(repair.words, set()).update(new)
+            unexplained -= new
+    faults = [f"{words} (mends {_listed(places, names)})" for words, places in mended.items()]
+    return tuple(faults), unexplained
+
+
+def _differing(outputs: Sequence[Ranked], wanted: Outputs) -> set[int]:
+    """Return the positions of outputs that differ from the right ones."""
+    pairs = zip(outputs, wanted, strict=True)
+    return {k for k, ((x,), y) in enumerate(pairs) if _differs(x, y)}
 
 
 def _differs(x: Any, y: Any) -> bool:
@@ -308,7 +310,7 @@ def _differs(x: Any, y: Any) -> bool:
     return not same(x, y)
 
 
-def _named(places: set[int], names: Sequence[str]) -> str:
-    """Name outputs, the first three of many."""
+def _listed(places: set[int], names: Sequence[str]) -> str:
+    """Return the names of outputs, at most three of them."""
     found = [names[k] for k in sorted(places)]
     return ", ".join(found[:3]) + (f" and {len(found) - 3} others" if len(found) > 3 else "")

@@ -1,11 +1,10 @@
-"""Index of the values of a step: copies, slices and partial sums of them are found by their
-elements.
+"""Index of the values of a step, which finds copies, slices and partial sums by their elements.
 
-Elements of values that depend on a random point are random, so an element tells its value and its
-place. Small integers and other constants tell nothing.
+Values depend on a random point, so that one element identifies its value and its place there. Small
+integers and other constants identify nothing.
 
-    StepValue   one value of the step, or a partial sum of one over some rows
-    Match       a slice of a step value, in row-major order, which an array is
+    StepValue   value of the step, or a partial sum of one over some rows
+    Match       slice of a step value, in row-major order, that equals an array
 """
 
 from __future__ import annotations
@@ -27,29 +26,29 @@ from dtrans.verification.value_log import Computation, ValueLog, elements_of_val
 
 
 SMALL = 1 << 20  # elements below it, and their negatives, are integers rather than random
-MOST_CUTS = 40  # places at which a sum over rows is cut; more rows are cut at fewer places
-MOST_TERMS = 1 << 22  # numbers of partial sums
-CANDIDATES = 24  # values that are tried where several hold an element
+MOST_CUTS = 40  # terms of a sum over rows; a term of a longer sum has several rows
+MOST_TERMS = 1 << 22  # numbers in all partial sums
+CANDIDATES = 24  # values with the same element that are compared
 
 # linear in each operand on its own
 _BILINEAR = ("mul", "dot_general")
 # linear in all operands together
 _LINEAR = (
-    "add", "add_any", "sub", "neg", "transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim",
-    "reduce_sum", "convert_element_type", "copy", "copy_p", "slice", "rev", "gradient",
+    "add", "add_any", "broadcast_in_dim", "convert_element_type", "copy", "copy_p", "expand_dims",
+    "gradient", "neg", "reduce_sum", "reshape", "rev", "slice", "squeeze", "sub", "transpose",
 )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepValue:
-    """A value of the step, or a partial sum.
+    """Value of the step, or a partial sum.
 
     Attributes:
       title: its name, or its primitive and the user's line.
-      elements: without dimensions along which it repeats itself.
-      rows: the rows (first, last + 1) that a partial sum has; None for a whole value.
-      ends: True for a partial sum that has the last row.
-      number: of the value in the order of the step; partial sums have that of the whole.
+      elements: its elements; dimensions with equal entries have size 1.
+      number: number of the value in the order of the step; also for its partial sums.
+      rows: the rows (first, last + 1) in a partial sum; None for a full value.
+      ends: True for a partial sum with the last row.
     """
 
     title: str
@@ -72,8 +71,7 @@ class Terms:
     bounds: list[int]
 
     def ranges(self) -> Iterator[tuple[int, int, Real]]:
-        """Return sums of consecutive terms but not all: the first row, the last + 1, and the
-        sum."""
+        """Yield sums of consecutive terms, except of all: first row, last row + 1, and the sum."""
         count = len(self.parts)
         for first in range(count):
             sum_ = self.parts[first]
@@ -86,21 +84,21 @@ class Terms:
 
 @dataclasses.dataclass(frozen=True)
 class Match:
-    """A slice of a value in row-major order, after some dimension of it is moved to the front.
+    """Slice of a value in row-major order, with one of its dimensions moved to the front.
 
     Attributes:
       value: the step's value.
-      start: place of the first number.
-      size: how many numbers an array has; those behind the end of the value are padding.
-      turned: the order of dimensions, by its number.
-      whole: True if the array has all numbers of the value.
+      start: place of the first entry in the value.
+      size: number of entries of the array; those behind the end of the value are padding.
+      order: number of the order of dimensions (`_orders`).
+      is_copy: True if the array has all entries of the value.
     """
 
     value: StepValue
     start: int
     size: int
-    turned: int
-    whole: bool
+    order: int
+    is_copy: bool
 
     @property
     def ends(self) -> bool:
@@ -109,15 +107,15 @@ class Match:
 
 
 def compressed(x: Array) -> Array:
-    """Return an array without the dimensions along which it repeats itself."""
+    """Return an array with one entry along each dimension whose entries are all equal."""
     for d in range(x.ndim):
         if x.shape[d] > 1 and (x == x.take([0], d)).all():
             x = x.take([0], d)
     return x
 
 
-def telling(x: Array) -> Array:
-    """Return where elements are random: neither small integers nor their negatives."""
+def is_random(x: Array) -> Array:
+    """Return a mask of random elements: neither small integers nor their negatives."""
     return (x >= SMALL) & (x < P - SMALL)
 
 
@@ -125,8 +123,8 @@ class StepValues:
     """Index of the values of a step.
 
     Args:
-      inputs: name to value of what the step takes.
-      log: of the step.
+      inputs: the step's inputs by name.
+      log: log of the step.
     """
 
     def __init__(self, inputs: Mapping[str, Any], log: ValueLog) -> None:
@@ -136,15 +134,16 @@ class StepValues:
         self._size = 0
         for name, x in inputs.items():
             self._add(f"input {name}", elements_of_value(x))
-        for made in log.computations:
-            self._add_computation(made)
+        for computation in log.computations:
+            self._add_computation(computation)
         self._make_table()
 
     def matches(self, x: Array, *, partial: bool) -> list[Match]:
-        """Return the slices of values that an array is; each is one for a value.
+        """Return the slices of values that equal an array, at most one of each value.
 
         Args:
-          partial: of partial sums, else of whole values.
+          x: the array.
+          partial: True for slices of partial sums, False for slices of full values.
         """
         x = compressed(x)
         found = []
@@ -155,56 +154,53 @@ class StepValues:
         return found
 
     def value_with_rows(self, x: Array) -> StepValue | None:
-        """Return the value that has all rows of an array, in any order; None if there is none.
+        """Return the value with all rows of an array, in any order; None if there is none.
 
-        Rows of constants are room that an array has for more, and so are equal rows of one number
-        at its end.
+        Rows of constants are free slots, and so may equal rows of one number at the end be.
         """
         rows = x.reshape(len(x), -1)
-        is_room = (rows == rows[-1]).all(1) & (rows == rows[:, :1]).all(1)
-        there = telling(rows).any(1)
-        for kept in (there, there & ~is_room):
-            for value in self._candidates(rows[kept][:1]):
-                if (
-                    value.rows is None
-                    and value.elements.shape[1:] == x.shape[1:]
-                    and value.elements.ndim == x.ndim
-                ):
-                    known = {row.tobytes() for row in value.elements}
-                    if all(row.tobytes() in known for row in rows[kept]):
-                        return value
+        is_slot = (rows == rows[-1]).all(1) & (rows == rows[:, :1]).all(1)
+        there = is_random(rows).any(1)
+        for used in (rows[there], rows[there & ~is_slot]):
+            for value in self._candidates(used[:1]):
+                if value.rows is not None or value.elements.ndim != x.ndim:
+                    continue
+                if value.elements.shape[1:] != x.shape[1:]:
+                    continue
+                known = {row.tobytes() for row in value.elements}
+                if all(row.tobytes() in known for row in used):
+                    return value
         return None
 
-    def have(self, elements: Array) -> Array:
-        """Return which elements some value has."""
+    def contains(self, elements: Array) -> Array:
+        """Return a mask of the elements that some value has."""
         places = np.searchsorted(self._elements, elements, "left")
         there = places < self._elements.size
         found: Array = there & (self._elements[np.where(there, places, 0)] == elements)
         return found
 
     def _candidates(self, x: Array) -> Iterator[StepValue]:
-        """Return values that hold the first telling element of an array, those of its size
-        first."""
+        """Yield values with the first random element of an array, those of its size first."""
         flat = x.ravel()
-        for k in np.flatnonzero(telling(flat))[:MOST_CUTS]:
+        for k in np.flatnonzero(is_random(flat))[:MOST_CUTS]:
             low = np.searchsorted(self._elements, flat[k], "left")
             high = np.searchsorted(self._elements, flat[k], "right")
             if low == high:
-                continue  # padding, perhaps
+                continue  # the element may be padding
             numbers = dict.fromkeys(int(n) for n in self._owners[low:high])
-            holders = sorted(
-                (self.values[n] for n in numbers), key=lambda v: v.elements.size != x.size
-            )
+            holders = [self.values[n] for n in numbers]
+            holders.sort(key=lambda v: v.elements.size != x.size)
             yield from holders[:CANDIDATES]
             return
 
     def _make_table(self) -> None:
+        """Sort the random elements of all values, each with the number of its value."""
         flat = [v.elements.ravel() for v in self.values]
         elements = np.concatenate([np.zeros(0, np.uint64), *flat])
         owners = np.repeat(np.arange(len(flat)), [x.size for x in flat])
-        kept = telling(elements)
-        order = np.argsort(elements[kept], kind="stable")
-        self._elements, self._owners = elements[kept][order], owners[kept][order]
+        random = is_random(elements)
+        order = np.argsort(elements[random], kind="stable")
+        self._elements, self._owners = elements[random][order], owners[random][order]
 
     # -- values and partial sums -----------------------------------------------------------------
 
@@ -221,33 +217,35 @@ class StepValues:
             return
         elements = compressed(elements)
         key = (elements.shape, elements.tobytes())
-        if key not in self._known and telling(elements).any():
+        if key not in self._known and is_random(elements).any():
             self._known.add(key)
             number = len(self.values) if number < 0 else number
             self.values.append(StepValue(title, elements, number, rows, ends))
 
-    def _add_computation(self, made: Computation) -> None:
-        for (x,) in made.outputs:
-            self._add(str(made), elements_of_value(x))
-        if len(made.outputs) != 1 or made.name not in REAL:
+    def _add_computation(self, computation: Computation) -> None:
+        """Add the outputs of a computation, and partial sums if it is a sum over rows."""
+        title = str(computation)
+        for (x,) in computation.outputs:
+            self._add(title, elements_of_value(x))
+        if len(computation.outputs) != 1 or computation.name not in REAL:
             return
-        ((whole,),) = made.outputs
-        terms = self._propagated(made) or _terms(made)
-        if terms is None or not isinstance(whole, Real):
+        ((total,),) = computation.outputs
+        terms = self._propagated(computation) or _terms(computation)
+        if terms is None or not isinstance(total, Real):
             return
-        self._size += len(terms.parts) ** 2 // 2 * whole.shadow.size
+        self._size += len(terms.parts) ** 2 // 2 * total.shadow.size
         if self._size > MOST_TERMS:
             return
-        self._terms[id(whole)] = terms
+        self._terms[id(total)] = terms
         number = len(self.values)
         for first, end, x in terms.ranges():
-            self._add(str(made), x.elements, (first, end), number, ends=end == terms.bounds[-1])
+            self._add(title, x.elements, (first, end), number, ends=end == terms.bounds[-1])
 
-    def _propagated(self, made: Computation) -> Terms | None:
+    def _propagated(self, computation: Computation) -> Terms | None:
         """Return the terms of an output that is linear in operands with terms."""
-        operands = [x for (x,) in made.operands]
+        operands = [x for (x,) in computation.operands]
         carriers = [k for k, x in enumerate(operands) if id(x) in self._terms]
-        if not _is_linear(made, carriers):
+        if not _is_linear(computation, carriers):
             return None
         of_operands = [self._terms[id(operands[k])] for k in carriers]
         bounds = of_operands[0].bounds
@@ -255,45 +253,44 @@ class StepValues:
             return None
         parts = []
         for row in zip(*(terms.parts for terms in of_operands), strict=True):
-            given = list(operands)
+            replaced = list(operands)
             for k, x in zip(carriers, row, strict=True):
-                given[k] = x
-            parts += REAL[made.name](made.eqn, given)
+                replaced[k] = x
+            parts += REAL[computation.name](computation.eqn, replaced)
         return Terms(parts, bounds)
 
 
-def _is_linear(made: Computation, carriers: Sequence[int]) -> bool:
-    """Return True if an output is linear in the operands that are sums, others fixed."""
+def _is_linear(computation: Computation, carriers: Sequence[int]) -> bool:
+    """Return True if an output is linear in some operands together, with the others fixed."""
     if not carriers:
         return False
-    if made.name in _BILINEAR:
+    if computation.name in _BILINEAR:
         return len(carriers) == 1
-    if made.name == "div":
+    if computation.name == "div":
         return [*carriers] == [0]
-    reals = [k for k, (x,) in enumerate(made.operands) if isinstance(x, Real)]
-    return made.name in _LINEAR and [*carriers] == reals
+    reals = [k for k, (x,) in enumerate(computation.operands) if isinstance(x, Real)]
+    return computation.name in _LINEAR and [*carriers] == reals
 
 
-def _terms(made: Computation) -> Terms | None:
+def _terms(computation: Computation) -> Terms | None:
     """Return the terms of a sum over a dimension."""
-    operands = [x for (x,) in made.operands]
-    along = _summed_along(made.eqn)
+    operands = [x for (x,) in computation.operands]
+    along = _summed_along(computation.eqn)
     if not along or not all(isinstance(x, Real) for x in operands):
         return None
     (size,) = {operands[k].shape[d] for k, d in along.items()}
     bounds = _cuts(size)
     parts = []
     for first, end in itertools.pairwise(bounds):
-        given = list(operands)
+        cut = list(operands)
         for k, d in along.items():
-            given[k] = take(given[k], (slice(None),) * d + (slice(first, end),))
-        parts += REAL[made.name](made.eqn, given)
+            cut[k] = take(cut[k], (slice(None),) * d + (slice(first, end),))
+        parts += REAL[computation.name](computation.eqn, cut)
     return Terms(parts, bounds)
 
 
 def _summed_along(eqn: JaxprEqn) -> dict[int, int]:
-    """Return for each operand the dimension that an equation sums over, the first and longest of
-    them."""
+    """Return for each operand the first dimension, longer than 1, that an equation sums over."""
     name = eqn.primitive.name
     shapes = [v.aval.shape for v in eqn.invars]
     if name == "reduce_sum":
@@ -307,7 +304,7 @@ def _summed_along(eqn: JaxprEqn) -> dict[int, int]:
 
 
 def _cuts(size: int) -> list[int]:
-    """Return the places at which a sum over rows is cut, from 0 to the size."""
+    """Return the bounds of the terms of a sum over rows, from 0 to the number of rows."""
     if size <= MOST_CUTS:
         return list(range(size + 1))
     width = -(-size // MOST_CUTS)
@@ -318,21 +315,20 @@ def _cuts(size: int) -> list[int]:
 
 
 def _match(x: Array, value: StepValue) -> Match | None:
-    """Return the slice of a value that an array is."""
-    for turned, (one, other) in enumerate(_orders(x, value.elements)):
+    """Return the slice of a value that equals an array; None if there is none."""
+    for number, (one, other) in enumerate(_orders(x, value.elements)):
         row = other.size // max(len(other), 1) if other.ndim else 1
-        # sums over rows have no rows of a batch, behind which there might be padding
-        start = _start(one.ravel(), other.ravel(), 0 if value.rows else row)
+        mine, right = one.ravel(), other.ravel()
+        # partial sums have no rows of a batch, which could be padded
+        start = _start(mine, right, 0 if value.rows else row)
         if start is not None:
-            whole = start <= 0 and np.array_equal(
-                one.ravel()[-start : other.size - start], other.ravel()
-            )
-            return Match(value, start, x.size, turned, whole)
+            is_copy = start <= 0 and np.array_equal(mine[-start : right.size - start], right)
+            return Match(value, start, x.size, number, is_copy)
     return None
 
 
 def _orders(x: Array, y: Array) -> Iterator[tuple[Array, Array]]:
-    """Return both arrays with their dimensions in the orders that are compared."""
+    """Yield both arrays with their dimensions in each order that can match."""
     if _nested(x.shape, y.shape):
         yield x, y
     if x.ndim > 1 and _nested(x.T.shape, y.shape):
@@ -347,50 +343,48 @@ def _orders(x: Array, y: Array) -> Iterator[tuple[Array, Array]]:
 
 
 def _nested(one: Sequence[int], other: Sequence[int]) -> bool:
-    """Return True if arrays of two shapes, one possibly cut, differ by split or merged dimensions
-    only.
+    """Return True if one shape results from splitting dimensions of the other, except the first.
 
-    Otherwise, as for (6, 4) and (4, 6), rows of one would be no rows of the other.
+    For other shapes, such as (6, 4) and (4, 6), rows of one are no rows of the other.
     """
-    ends = [
-        {*itertools.accumulate(reversed(shape[1:]), operator.mul)} - {1} for shape in (one, other)
-    ]
-    return ends[0] <= ends[1] or ends[1] <= ends[0]
+    sizes = lambda shape: {*itertools.accumulate(reversed(shape[1:]), operator.mul)} - {1}
+    return sizes(one) <= sizes(other) or sizes(other) <= sizes(one)
 
 
 def _start(x: Array, y: Array, row: int) -> int | None:
-    """Return the place in y, whose rows have a size, from which x follows it.
+    """Return the place in y from which x equals it; None if there is none.
 
     Zeros around a slice, and rows behind the end of y, are padding.
+
+    Args:
+      x: the possible slice, flat.
+      y: the value, flat.
+      row: size of a row of y; 0 if it has no rows of a batch.
     """
-    known = np.flatnonzero(telling(x))
-    for k in known[:1]:
+    for k in np.flatnonzero(is_random(x))[:1]:
         for at in np.flatnonzero(y == x[k]):
             start = int(at - k)
-            if _follows(x, y, start) and _is_padding(
-                x[max(y.size - start, 0) :], y, start % x.size, row
-            ):
+            tail = x[max(y.size - start, 0) :]
+            if _equals_from(x, y, start) and _is_padding(tail, y, start % x.size, row):
                 return start
     return None
 
 
 def _is_padding(tail: Array, y: Array, offset: int, row: int) -> bool:
-    """Return True if what is behind the end of y is padding.
+    """Return True if the entries behind the end of y are padding.
 
-    Pieces of one size begin at multiples of it. Padding is zeros, or anything but rows of y before
-    the last, which a batch may be padded with.
+    Pieces of one size start at multiples of it. Padding is zeros, or anything without rows of y,
+    except its last row: some batches repeat that.
     """
     if not tail.any():
         return True
-    return (
-        row > 0
-        and offset == 0
-        and tail.size < y.size
-        and not np.isin(tail[telling(tail)], y[:-row]).any()
-    )
+    if row == 0 or offset != 0 or tail.size >= y.size:
+        return False
+    return not np.isin(tail[is_random(tail)], y[:-row]).any()
 
 
-def _follows(x: Array, y: Array, start: int) -> bool:
+def _equals_from(x: Array, y: Array, start: int) -> bool:
+    """Return True if x, without zeros at its ends, equals y from a place on."""
     low, high = max(0, -start), min(x.size, y.size - start)
     inner, there = x[low:high], y[start + low : start + high]
     if x[:low].any():

@@ -1,10 +1,10 @@
 """Log of the values that an evaluation computes, and of the equations that compute them.
 
-A `World` with a log notes each equation outside of calls, loops and branches, and each movement of
-values: the pieces of a `shard_map`, the rows of a scan. A value is known by the identity of its
-object, since ranks and calls hand on objects unchanged. The log keeps all objects alive.
+A `World` with a log records each equation except calls, loops and branches, and each movement of
+values: the pieces of a `shard_map`, the rows of a scan. The identity of its object is the key of a
+value, since ranks and calls pass objects on unchanged. The log keeps all objects alive.
 
-Read next: `naming`, which walks back from an output that is wrong.
+Read next: `naming`, which walks back from a wrong output.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dtrans.verification.field import Array
 from dtrans.verification.field_values import Complex, Real
 
 
-MOST_NUMBERS = 1 << 25  # that a log keeps: 0.5 GiB with their shadows
+MOST_NUMBERS = 1 << 25  # in a log: 0.5 GiB with their shadows
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -30,10 +30,10 @@ class Computation:
     Attributes:
       name: the primitive, or `shard_map` and `scan` for their movements.
       line: the user's line, `model.py:12`; "" if there is none.
-      origin: who wrote an equation without a line, `optax.scale_by_adam`; "" if that is unknown.
+      origin: author of an equation without a line, `optax.scale_by_adam`; "" if that is unknown.
       operands: for each operand the value of each rank.
       outputs: for each output the value of each rank.
-      axes: the mesh of the ranks, name to size.
+      axes: axes of the mesh by name, with their sizes.
       eqn: the equation.
     """
 
@@ -51,8 +51,10 @@ class Computation:
 
 
 def elements_of_value(x: Any) -> Array | None:
-    """Return the elements of floats; of complex numbers those of both parts, side by side; None of
-    others."""
+    """Return the elements of floats; None for other arrays.
+
+    Complex numbers have those of both parts along a last dimension.
+    """
     if isinstance(x, Real):
         return x.elements
     return np.stack([x.real.elements, x.imag.elements], -1) if isinstance(x, Complex) else None
@@ -62,8 +64,8 @@ class ValueLog:
     """Computations in the order of a program.
 
     Attributes:
-      computations: all of them.
-      overflows: True if some are missing, because there were too many numbers.
+      computations: the computations.
+      overflows: True if there were more numbers than fit, so that some computations are missing.
     """
 
     def __init__(self) -> None:
@@ -82,9 +84,8 @@ class ValueLog:
     ) -> None:
         """Add a computation."""
         distinct = {id(x): x for output in outputs for x in output}
-        self._numbers += sum(
-            x.shadow.size for x in distinct.values() if isinstance(x, (Real, Complex))
-        )
+        floats = [x for x in distinct.values() if isinstance(x, (Real, Complex))]
+        self._numbers += sum(x.shadow.size for x in floats)
         if self._numbers > MOST_NUMBERS:
             self.overflows = True
             return
@@ -92,17 +93,17 @@ class ValueLog:
         name = eqn.primitive.name
         line = line_of(eqn)
         origin = "" if line else origin_of(eqn)
-        made = Computation(name, line, origin, tuple(operands), tuple(outputs), dict(axes), eqn)
-        self.computations.append(made)
+        self.computations.append(
+            Computation(name, line, origin, tuple(operands), tuple(outputs), dict(axes), eqn)
+        )
         for output in outputs:
             self._of_value.setdefault(tuple(map(id, output)), number)
         for one in distinct:
             self._of_object.setdefault(one, number)
 
     def sources(self, value: Sequence[Any]) -> list[int]:
-        """Return the numbers of the computations that made the value of some rank; none for an
-        argument."""
-        # ranks may exchange objects: first that which gave just these objects to these ranks
+        """Return the numbers of the computations with the value as output; an argument has none."""
+        # ranks may exchange objects: prefer the computation with these objects in this order
         key = tuple(map(id, value))
         if key in self._of_value:
             return [self._of_value[key]]

@@ -150,8 +150,7 @@ FLAT_ARGS = (jnp.arange(4.0), *BATCH)
 FAULTS: dict[str, tuple[Any, Any, Any, Any, str]] = {
     "sum for mean": (
         adam_step, ADAM_ARGS, data_parallel(total, mean), data_parallel(mean, mean),
-        r"fault: psum over axis 'data' \(size 4\) at test_by_hand.py:\d+ sums what should be "
-r"averaged; "
+        r"fault: psum over axis 'data' \(size 4\) at test_by_hand.py:\d+ sums, expected a mean; "
         r"use jax.lax.pmean, or divide by 4 \(mends params/down, params/up, opt_state/0/mu/down "
 r"and 3 others\)",
     ),
@@ -159,8 +158,7 @@ r"and 3 others\)",
         adam_step, ADAM_ARGS, data_parallel(keep, mean, check_vma=True),
         data_parallel(lambda g: g / 4, mean, check_vma=True),
         r"fault: psum_invariant over axis 'data' \(size 4\) at test_by_hand.py:\d+, in the "
-r"gradient, sums what "
-        r"should be averaged; divide the gradient by 4",
+        r"gradient, sums, expected a mean; divide the gradient by 4",
     ),
     "missing reduction": (
         sgd_step, SGD_ARGS,
@@ -196,8 +194,8 @@ r"dimension 0 are the "
     ),
     "scattered sum for mean": (
         flat_step, FLAT_ARGS, zero(keep, 1), zero(keep, 4),
-        r"changes by the step's change times 4, .*\n  fault: reduce_scatter over .* sums what "
-r"should be averaged",
+        r"changes by the step's change times 4, .*\n  fault: reduce_scatter over .* sums, "
+        r"expected a mean",
     ),
     "columns are not added": (
         forward, SGD_ARGS, tensor_parallel(None), tensor_parallel("model"),
@@ -359,7 +357,7 @@ def _constrained(mesh: Any) -> Any:
         (_sharded, r"sgd_step has no shard_map in its jaxpr. XLA shards it by jit"),
         (
             _constrained,
-            r"XLA shards it by sharding_constraint.* XLA adds the collectives .* when it compiles",
+            r"XLA shards it by sharding_constraint.* XLA adds its collectives when it compiles",
         ),
         (
             lambda mesh: sgd_step,

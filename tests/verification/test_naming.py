@@ -96,7 +96,7 @@ def test_another_piece() -> None:
 
 def test_a_value_that_is_handed_on() -> None:
     cause = _named(lambda w, x: w)
-    assert cause.primitive == "shard_map" or cause.value.endswith("handed on unchanged")
+    assert cause.primitive == "shard_map" or cause.value.endswith("returned unchanged")
     assert "a copy of input w" in str(cause)
 
 

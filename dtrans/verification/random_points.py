@@ -1,0 +1,105 @@
+"""Random points of the field, at which a comparison evaluates both steps.
+
+A point is near values of a real run: floats are random elements whose shadows lie near the real
+numbers, so that comparisons and branches take paths that occur in training.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dtrans.verification import field, field_values as values
+from dtrans.verification.field_values import Complex, Real
+
+
+def random_point(
+    types: Mapping[str, Any],
+    real_values: Mapping[str, Any],
+    fixed: frozenset[str],
+    rng: np.random.Generator,
+) -> dict[str, Any]:
+    """Return a value for each input, with random elements and shadows near real values.
+
+    Args:
+      types: type of each input by name.
+      real_values: arrays of a real run.
+      fixed: names of leaves that keep their values, since a plan may know them.
+      rng: the random generator.
+    """
+    point: dict[str, Any] = {}
+    for name, t in types.items():
+        x = real_values[name]
+        moves = values.is_float(t.dtype) or values.is_complex(t.dtype)
+        if not moves or name in fixed:
+            point[name] = values.lifted(x, t.dtype)
+            continue
+        if values.is_complex(t.dtype):
+            part = jax.ShapeDtypeStruct(t.shape, np.dtype(np.float64))
+            both = {"real": np.real(x), "imag": np.imag(x)}
+            point[name] = Complex(**random_point(dict.fromkeys(both, part), both, frozenset(), rng))
+            continue
+        noise = rng.uniform(0.5, 1, t.shape)
+        near = np.asarray(x, np.float64)
+        # towards zero: a decay in the state, 0.999, must stay below one
+        shadow = np.where(near == 0, 1e-3 * noise, near * (1 - 1e-3 * noise))
+        point[name] = Real(field.random_elements(rng, t.shape), shadow)
+    return point
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchRange:
+    """Range of the random numbers of a batch.
+
+    Attributes:
+      positive: True if floats are positive, as logarithms and roots need them.
+      labels: integers are below this number, from 0 on.
+    """
+
+    positive: bool
+    labels: int
+
+
+# labels above the number of classes select NaN; two is the smallest number of classes
+RANGES = (BatchRange(False, 4), BatchRange(False, 2), BatchRange(True, 2))
+
+
+def random_arrays(
+    types: Mapping[str, Any],
+    rng: np.random.Generator,
+    range_: BatchRange,
+    arrays: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return an array for each type: one of `arrays`, or random numbers."""
+    batch: dict[str, Any] = {}
+    for name, t in types.items():
+        if arrays is not None and name in arrays:
+            x = arrays[name]
+            batch[name] = x if values.is_key(x) else np.asarray(x)
+        elif values.is_float(t.dtype):
+            drawn = rng.uniform(0.2, 1, t.shape) if range_.positive else rng.normal(size=t.shape)
+            batch[name] = np.asarray(drawn)
+        elif values.is_complex(t.dtype):
+            batch[name] = rng.normal(size=t.shape) + 1j * rng.normal(size=t.shape)
+        elif jnp.issubdtype(t.dtype, jax.dtypes.prng_key):
+            keys = jax.random.key(int(rng.integers(1 << 30)))
+            batch[name] = jax.random.split(keys, t.shape) if t.shape else keys
+        elif t.dtype == bool:
+            batch[name] = rng.integers(0, 2, t.shape).astype(bool)
+        else:
+            batch[name] = rng.integers(0, range_.labels, t.shape).astype(t.dtype)
+    return batch
+
+
+def random_arguments(types: Mapping[str, Any], seed: int) -> list[Any]:
+    """Return random arguments for an init function."""
+    drawn = random_arrays(types, np.random.default_rng(seed), BatchRange(True, 4))
+    return [
+        x if values.is_key(x) else jnp.asarray(x, t.dtype)
+        for x, t in zip(drawn.values(), types.values(), strict=True)
+    ]
