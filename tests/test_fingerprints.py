@@ -19,6 +19,7 @@ def test_everything_is_recorded() -> None:
     assert len(PLANS) == 25 + 20 + 9 + 5 + 2 and len(LOSSES) == 3
 
 
+@pytest.mark.plan  # the module of plans also trains, for losses
 @pytest.mark.parametrize("name", PLANS)
 def test_plans_are_as_recorded(name: str) -> None:
     now, then = PLANS[name](), RECORDED["plans"][name]

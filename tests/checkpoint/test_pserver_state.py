@@ -108,6 +108,7 @@ def tx(request: Any) -> Any:
 # -- values ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("options", LAYOUTS, ids=str)
 def test_what_servers_hold_is_cut_from_the_state_of_one_device_and_put_together(
     tx: Any, options: Any

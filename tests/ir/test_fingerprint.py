@@ -62,6 +62,7 @@ CHANGED = CONSTANT.copy()
 CHANGED[1000] += 1
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "one, other, parts",
     [

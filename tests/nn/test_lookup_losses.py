@@ -134,6 +134,7 @@ def test_samplers_and_noise_that_do_not_fit_are_refused() -> None:
 # -- trees -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("classes", [2, 3, 8, 11])
 @pytest.mark.parametrize("kind", ["complete", "huffman"])
 def test_the_probabilities_of_all_classes_add_up_to_one(kind: str, classes: int) -> None:

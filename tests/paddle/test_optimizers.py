@@ -429,6 +429,7 @@ def check(factory, options, dtype, rtol):
 # -- the kernels and the papers --------------------------------------------------------------------
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_the_kernel_to_rounding(name):
     with jax.enable_x64(True):

@@ -72,6 +72,7 @@ def tx(request: Any) -> Any:
     return OPTIMIZERS[request.param]
 
 
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize(
     "options", [{}, {"slice_var_up": False}, {"split_method": SizeBalanced}], ids=str
 )

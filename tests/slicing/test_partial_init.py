@@ -609,6 +609,7 @@ def test_rows_are_numbered_beyond_32_bits():
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("bit_width", [8, 16, 32, 64])
 @pytest.mark.parametrize("axis", [0, 1])
 def test_bits_from_a_place_that_is_computed(bit_width, axis):

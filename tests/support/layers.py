@@ -50,7 +50,13 @@ T = TypeVar("T")
 
 
 def layer_of(item: pytest.Function) -> str:
-    """Return the layer of a test: the outermost that it or one of its fixtures uses."""
+    """Return the layer of a test: the outermost that it or one of its fixtures uses.
+
+    A mark in the code goes first, for functions that are too indirect to be read.
+    """
+    for layer in LAYERS:
+        if item.get_closest_marker(layer):
+            return layer
     definitions = item._fixtureinfo.name2fixturedefs.values()
     functions = [item.function, *(found[-1].func for found in definitions)]
     layers = [_layer(fn) for fn in functions]

@@ -118,6 +118,7 @@ def test_stage_1_scatters_behind_the_backward_pass(fuse: float) -> None:
     assert len(gathers) == len(scatters) and min(gathers) > first
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("model", ["uneven", "transformer"])
 @pytest.mark.parametrize("fuse", [0, 1e-3, 32])
@@ -292,6 +293,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("options", [{}, {"replicas": 2}, {"bucket_MB": 0}, {"prefetch": 0}])
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_loop_gathers_a_layer_at_a_time_and_nothing_makes_the_stack(

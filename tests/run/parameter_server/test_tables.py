@@ -739,6 +739,7 @@ def test_no_row_of_an_asynchronous_trainer_is_lost(role_threads: RoleThreads, se
 # -- messages that do not follow the protocol ------------------------------------------------------
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "fields, said",
     [
