@@ -203,11 +203,12 @@ def mark_cases(metafunc: pytest.Metafunc) -> None:
 
 
 def of_other_nights(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
-    """Yield the soak tests of other nights, where they are shared among `DTRANS_NIGHTS`."""
+    """Yield the soak tests of other nights, where so many nights share them."""
     nights = int(os.environ.get("DTRANS_NIGHTS", 1))
-    soak = [item for item in items if item.get_closest_marker("soak")]
-    for i, item in enumerate(soak):
-        if i % nights != today().toordinal() % nights:
+    for item in items if nights > 1 else ():
+        # its name gives a test its night: numbers would change with the samples of days
+        turn = zlib.crc32(item.nodeid.encode()) + today().toordinal()
+        if item.get_closest_marker("soak") and turn % nights:
             yield item
 
 

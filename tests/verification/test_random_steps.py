@@ -1,6 +1,6 @@
 """Plans of random steps compute the step, or are refused by an error of dtrans.
 
-`make test` draws the same steps each time. `make fuzz` draws others, as many as DTRANS_EXAMPLES
+`make test` draws the same steps of a strategy each time. `make fuzz` draws others, as many as DTRANS_EXAMPLES
 says.
 """
 
