@@ -13,7 +13,8 @@ from dtrans.data_parallel.plan import CollectivePlan
 from dtrans.data_parallel.transform import nccl2
 from dtrans.hosts.on_ray import RayJob
 from dtrans.hosts.role_table import RoleEntry, RoleTable, role_table
-from dtrans.ir.program import Op, Program
+from dtrans.ir.op_list import Op
+from dtrans.ir.program import Program
 from dtrans.ops import CommunicatorConfig
 from dtrans.paddle.config import DistributeTranspilerConfig
 from dtrans.paddle.transpiler import DistributeTranspiler, GeoSgdTranspiler

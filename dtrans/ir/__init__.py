@@ -2,6 +2,7 @@
 
 pytree      pytrees as arrays with paths, and static leaves
 program     `Program`: a named, closed jaxpr
+op_list     equations of a program as ops, and names of its values
 display     programs and plans as text and HTML
 inline      inlining of calls, and dead code elimination
 builder     `Builder`: writes new jaxprs from equations of old ones

@@ -13,7 +13,7 @@ from dtrans._jax import is_jaxpr, opened
 
 
 class ShownOp(Protocol):
-    """Fields of an op that a listing shows (`dtrans.ir.program.Op`)."""
+    """Fields of an op that a listing shows (`dtrans.ir.op_list.Op`)."""
 
     @property
     def type(self) -> str: ...

@@ -31,7 +31,6 @@ from dtrans._jax import (
     Atom,
     ClosedJaxpr,
     JaxprEqn,
-    Literal,
     NamedJaxpr,
     Var,
     closed_with,
@@ -41,6 +40,7 @@ from dtrans._jax import (
 from dtrans.errors import DtransError, NotRealisedError, TraceError
 from dtrans.ir import display, fingerprint
 from dtrans.ir.builder import Builder
+from dtrans.ir.op_list import Op, check_names, list_ops, name_values
 from dtrans.ir.pytree import TreeSpec, as_array
 
 
@@ -53,31 +53,12 @@ FORWARD, BACKWARD, OPTIMIZE, LR_SCHED, RPC, DIST = (
     "dist",
 )
 ROLES = (FORWARD, BACKWARD, OPTIMIZE, LR_SCHED, RPC, DIST)
+# parts of a program's fingerprint, by the roles of their equations
+_PARTS = {"loss": (FORWARD, BACKWARD), "update": (OPTIMIZE, LR_SCHED), "exchange": (RPC, DIST)}
 
 Signature = tuple[tuple[tuple[int, ...], Any], ...]
 Types = Mapping[str, Any]  # by input name
 T = TypeVar("T")
-
-
-@dataclasses.dataclass(frozen=True)
-class Op:
-    """Equation of a program, in the form of Paddle's `OpDesc`.
-
-    Attributes:
-      type: name of the primitive, e.g. `dot_general`, `send`.
-      role: one of `ROLES`.
-      inputs, outputs: names of the values; literals as text.
-      attrs: parameters of the equation.
-    """
-
-    type: str
-    role: str
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    attrs: Mapping[str, Any]
-
-    def __str__(self) -> str:
-        return display.op_line(self)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -129,25 +110,10 @@ class Program(NamedJaxpr):
     plan: Any = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        inner = self.inner
-        for what, have, names in (
-            ("inputs", inner.invars, self.in_names),
-            ("outputs", inner.outvars, self.out_names),
-        ):
-            if len(have) != len(names):
-                raise TraceError(f"program {self.name}: {len(have)} {what} but {len(names)} names")
-            twice = (
-                sorted({n for n in names if names.count(n) > 1})
-                if len(set(names)) != len(names)
-                else []
-            )
-            if twice:
-                raise TraceError(
-                    f"program {self.name}: two {what} are called {twice[0]}: rename one of them"
-                )
-        if len(self.roles) != len(inner.eqns):
+        check_names(self.name, self)
+        if len(self.roles) != len(self.inner.eqns):
             raise TraceError(
-                f"program {self.name}: {len(inner.eqns)} equations but {len(self.roles)} roles"
+                f"program {self.name}: {len(self.inner.eqns)} equations but {len(self.roles)} roles"
             )
 
     @classmethod
@@ -210,34 +176,12 @@ class Program(NamedJaxpr):
     @cached_property
     def ops(self) -> tuple[Op, ...]:
         """Equations in order, with the names of their operands."""
-        names = self.value_names
-        ops = []
-        for eqn, role in zip(self.eqns, self.roles, strict=True):
-            inputs = tuple(_atom_name(a, names) for a in eqn.invars)
-            outputs = tuple(names[v] for v in eqn.outvars)
-            ops.append(Op(eqn.primitive.name, role, inputs, outputs, dict(eqn.params)))
-        return tuple(ops)
+        return list_ops(self, self.roles, self.value_names)
 
     @cached_property
     def value_names(self) -> dict[Var, str]:
         """Name of every value: an input, a label, an output, or a number."""
-        inner = self.inner
-        names: dict[Var, str] = {v: f"const/{i}" for i, v in enumerate(inner.constvars)}
-        names |= dict(zip(inner.invars, self.in_names, strict=True))
-        outs = {
-            v: n for v, n in zip(inner.outvars, self.out_names, strict=True) if isinstance(v, Var)
-        }
-        count = 0
-        for eqn in inner.eqns:
-            for v in eqn.outvars:
-                if v in self.labels:
-                    names[v] = self.labels[v]
-                elif v in outs and v not in names:
-                    names[v] = outs[v] + ("'" if outs[v] in self.inputs else "")
-                else:
-                    names[v] = f"%{count}"
-                    count += 1
-        return names
+        return name_values(self, self.labels)
 
     @cached_property
     def communicates(self) -> bool:
@@ -252,10 +196,7 @@ class Program(NamedJaxpr):
     @cached_property
     def fingerprints(self) -> dict[str, str]:
         """Fingerprint in parts: `loss`, `update` and `exchange` (see `dtrans.ir.fingerprint`)."""
-        return fingerprint.program_parts(
-            self,
-            {"loss": (FORWARD, BACKWARD), "update": (OPTIMIZE, LR_SCHED), "exchange": (RPC, DIST)},
-        )
+        return fingerprint.program_parts(self, _PARTS)
 
     # -- running it ------------------------------------------------------------------------------
 
@@ -289,7 +230,7 @@ class Program(NamedJaxpr):
         if wanted == self._signature:
             return self
         if wanted not in family:
-            program = family[wanted] = self._traced_again(wanted)
+            program = family[wanted] = _retrace(self, wanted)
             vars(program).setdefault("_family", family)
         return family[wanted]
 
@@ -352,21 +293,11 @@ class Program(NamedJaxpr):
         Args:
           make: a function of the program alone.
         """
-        if make not in self._results:
-            self._results[make] = make(self)
-        found: T = self._results[make]
+        results = vars(self).setdefault("_results", {})
+        if make not in results:
+            results[make] = make(self)
+        found: T = results[make]
         return found
-
-    def on_root(self, change: Callable[[Program], Program]) -> Program:
-        """Return the result of this program's passes on a changed first program.
-
-        Args:
-          change: changes the traced program.
-        """
-        again = self.specializer
-        if isinstance(again, Rewrite):
-            return again.source.on_root(change).rewritten(again.pass_, again.types)
-        return change(self)
 
     def __call__(self, *args: Any) -> Any:
         """Run the program on this process's default device.
@@ -377,11 +308,7 @@ class Program(NamedJaxpr):
         flat = self.flatten(*args)
         program = self.specialize_flat(flat)
         if program.communicates:
-            kinds = sorted({op.type for op in program.ops if op.role == RPC})
-            raise NotRealisedError(
-                f"program {self.name} communicates ({', '.join(kinds)}), so it cannot be called: "
-                "run it with dtrans.Executor(), or the whole job with plan.on_mesh()"
-            )
+            raise _call_error(program)
         return program.out.unflatten(program.compiled(*flat))
 
     @cached_property
@@ -389,47 +316,9 @@ class Program(NamedJaxpr):
         """Jitted program on flat arrays."""
         return jax.jit(jaxpr_as_fun(self.jaxpr))
 
-    def _traced_again(self, wanted: Signature) -> Program:
-        state = set(self.state)
-        for name, (shape, dtype), (had, of) in zip(
-            self.in_names, wanted, self._signature, strict=True
-        ):
-            if (shape, dtype) != (had, of) and (name in state or self.specializer is None):
-                raise TraceError(
-                    f"{name} is {dtype}{list(shape)}, program {self.name} was traced with "
-                    f"{of}{list(had)}"
-                    + ("; trace it again with these shapes" if name not in state else "")
-                )
-        assert self.specializer is not None
-        # the trace is cached: it must not depend on the caller's mesh
-        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-            try:
-                program = self.specializer(
-                    [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in wanted]
-                )
-                return (
-                    program if self.plan is None else dataclasses.replace(program, plan=self.plan)
-                )
-            except DtransError:
-                raise  # its text has the cause
-            except (TypeError, ValueError) as e:
-                inputs = zip(self.in_names, wanted, self._signature, strict=True)
-                name, (shape, _), (had, _) = next(x for x in inputs if x[1] != x[2])
-                raise TraceError(
-                    f"{self.name} was traced with {name} of shape {tuple(had)}, and cannot be with "
-                    f"{tuple(shape)}: {e}\n"
-                    "A plan traces the step for the whole batch and for a part of it. A constant "
-                    "may have the size of the first batch: make it from the shape of an argument, "
-                    "or pass it as an argument"
-                ) from e
-
     @cached_property
     def _signature(self) -> Signature:
         return signature([v.aval for v in self.inner.invars])
-
-    @cached_property
-    def _results(self) -> dict[Callable[[Program], Any], Any]:
-        return {}
 
     @cached_property
     def _family(self) -> dict[Signature, Program]:
@@ -444,16 +333,79 @@ class Program(NamedJaxpr):
         return display.text(self)
 
     def __repr__(self) -> str:
-        return (
-            f"<Program {self.name}: {len(self.in_names)} inputs, {len(self.ops)} ops, "
-            f"{len(self.out_names)} outputs>"
-        )
+        counts = f"{len(self.in_names)} inputs, {len(self.ops)} ops, {len(self.out_names)} outputs"
+        return f"<Program {self.name}: {counts}>"
 
     def _repr_html_(self) -> str:
         return display.html(self)
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(repr(self) if cycle else str(self))
+
+
+def is_communication(eqn: JaxprEqn) -> bool:
+    """Return True if only a realiser can carry out an equation (see `dtrans.ops`)."""
+    return getattr(eqn.primitive, "communicates", False)
+
+
+def _call_error(program: Program) -> NotRealisedError:
+    """Return the error of a call of a program that communicates."""
+    kinds = sorted({op.type for op in program.ops if op.role == RPC})
+    return NotRealisedError(
+        f"program {program.name} communicates ({', '.join(kinds)}), so it cannot be called: "
+        "run it with dtrans.Executor(), or the whole job with plan.on_mesh()"
+    )
+
+
+# -- other shapes ----------------------------------------------------------------------------------
+
+
+def signature(arrays: Sequence[Any]) -> Signature:
+    """Return shape and dtype of each array as JAX takes it (float64 is float32 without x64)."""
+
+    def dtype(x: Any) -> Any:
+        d = x.dtype
+        return d if jnp.issubdtype(d, jax.dtypes.extended) else jax.dtypes.canonicalize_dtype(d)
+
+    return tuple((tuple(x.shape), dtype(x)) for x in map(as_array, arrays))
+
+
+def _retrace(program: Program, wanted: Signature) -> Program:
+    """Return a program for other shapes: its specializer traces it again.
+
+    Raises:
+      TraceError: state has another shape, the shapes are fixed, or the function fails for them.
+    """
+    state, traced = set(program.state), signature([v.aval for v in program.inner.invars])
+    for name, (shape, dtype), (old_shape, old_dtype) in zip(
+        program.in_names, wanted, traced, strict=True
+    ):
+        is_fixed = name in state or program.specializer is None
+        if is_fixed and (shape, dtype) != (old_shape, old_dtype):
+            raise TraceError(
+                f"{name} is {dtype}{list(shape)}, program {program.name} was traced with "
+                f"{old_dtype}{list(old_shape)}"
+                + ("; trace it again with these shapes" if name not in state else "")
+            )
+    assert program.specializer is not None
+    # the trace is cached: it must not depend on the caller's mesh
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        try:
+            types = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in wanted]
+            found = program.specializer(types)
+            return found if program.plan is None else dataclasses.replace(found, plan=program.plan)
+        except DtransError:
+            raise  # its text has the cause
+        except (TypeError, ValueError) as e:
+            inputs = zip(program.in_names, wanted, traced, strict=True)
+            name, (shape, _), (old_shape, _) = next(x for x in inputs if x[1] != x[2])
+            raise TraceError(
+                f"{program.name} was traced with {name} of shape {tuple(old_shape)}, and cannot be "
+                f"with {tuple(shape)}: {e}\n"
+                "A plan traces the step for the whole batch and for a part of it. A constant "
+                "may have the size of the first batch: make it from the shape of an argument, "
+                "or pass it as an argument"
+            ) from e
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -471,8 +423,7 @@ class Rewrite:
     types: Callable[[Types], Types] | None
 
     def __call__(self, types: Sequence[jax.ShapeDtypeStruct]) -> Program:
-        """Return the pass's result on the source, for these types of the rewritten program's
-        inputs."""
+        """Return the pass's result on the source, for these types of the new program's inputs."""
         new_types: Types = dict(zip(self.names, types, strict=True))
         new_types = new_types if self.types is None else self.types(new_types)
         state_names = set(self.source.state)
@@ -482,23 +433,14 @@ class Rewrite:
         return self.source.specialize_flat(wanted).rewritten(self.pass_, self.types)
 
 
-def is_communication(eqn: JaxprEqn) -> bool:
-    """Return True if only a realiser can carry out an equation (see `dtrans.ops`)."""
-    return getattr(eqn.primitive, "communicates", False)
+def rewrite_root(program: Program, change: Callable[[Program], Program]) -> Program:
+    """Return the result of a program's passes on a changed first program.
 
-
-def signature(arrays: Sequence[Any]) -> Signature:
-    """Return shape and dtype of each array as JAX takes it (float64 is float32 without x64)."""
-
-    def dtype(x: Any) -> Any:
-        d = x.dtype
-        return d if jnp.issubdtype(d, jax.dtypes.extended) else jax.dtypes.canonicalize_dtype(d)
-
-    return tuple((tuple(x.shape), dtype(x)) for x in map(as_array, arrays))
-
-
-def _atom_name(atom: Any, names: Mapping[Var, str]) -> str:
-    return display.literal(atom) if isinstance(atom, Literal) else names[atom]
-
-
-# -- tracing ---------------------------------------------------------------------------------------
+    Args:
+      program: the program, possibly rewritten.
+      change: changes the traced program.
+    """
+    again = program.specializer
+    if isinstance(again, Rewrite):
+        return rewrite_root(again.source, change).rewritten(again.pass_, again.types)
+    return change(program)

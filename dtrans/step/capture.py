@@ -43,7 +43,7 @@ from dtrans.ir.batched_gathers import batched_gathers
 from dtrans.ir.builder import Builder, read_from
 from dtrans.ir.dataflow import backward_slice, propagate
 from dtrans.ir.inline import inline_calls
-from dtrans.ir.program import Program
+from dtrans.ir.program import Program, rewrite_root
 from dtrans.step.collect import COLLECT
 
 
@@ -127,7 +127,7 @@ def captured_if_marked(program: Program) -> Program | None:
 
 
 def _captured(program: Program) -> Program:
-    return program.on_root(_with_loss).rewritten(_with_counters_first)
+    return rewrite_root(program, _with_loss).rewritten(_with_counters_first)
 
 
 def _with_loss(traced: Program) -> Program:
