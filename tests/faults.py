@@ -254,8 +254,8 @@ FAULTS = (
     ),
     Fault(
         "parameter_server/trainer_program.py",
-        'x.gradient(self.me["trainer_id"], self.wiring.gradients_per_update) for x in blocks',
-        "x.gradient(0, self.wiring.gradients_per_update) for x in blocks",
+        "x.gradient(trainer_id, count) for x in blocks",
+        "x.gradient(0, count) for x in blocks",
         ("parameter_server/test_transform.py", "paddle/test_golden.py"),
         "parameter_server/test_transform.py::"
         "test_what_a_trainer_sends_is_what_the_servers_wait_for[fc_sgd]",

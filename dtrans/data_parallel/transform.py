@@ -178,7 +178,7 @@ def plan_data_parallel(main: Program, startup: Program, options: Options) -> Col
 def callers(o: Options) -> tuple[str, str]:
     """Return the callers of callbacks in forward and backward, and of other callbacks."""
     noun = o.noun
-    each = f"each {noun}, with values of its own"
+    each = f"each {noun}, with its own values"
     if o.micro_steps > 1:
         each += ", in each micro-step"
     if o.local_sgd is not None:

@@ -1,9 +1,9 @@
-"""Leaves that trainers make themselves and servers average: batch statistics, above all.
+"""Leaves that trainers compute and servers average, such as batch statistics.
 
-A leaf that no gradient enters (`Cut.frozen`) is each trainer's own. One that is to be averaged is
-treated as what it is for a server: a parameter whose "gradient" is the value that a trainer made,
-and whose new value is the mean of these. So it is cut into blocks, sent, merged and received as any
-other; with asynchronous trainers the newest one counts.
+No gradient enters such a leaf (`Cut.frozen`), and by default each trainer keeps its value. To
+average it, servers treat it as a parameter: its "gradient" is a trainer's value, and its new value
+is the mean of the gradients. So it is cut into blocks, sent, merged and received like a parameter.
+In asynchronous modes the newest value replaces it.
 """
 
 from __future__ import annotations
@@ -22,67 +22,74 @@ from dtrans.ir.pytree import is_under
 from dtrans.step.cut import Cut, Gradient, Name, OptimizeHalf
 
 
-def averages_of(step: Cut, merge: Mapping[str, str]) -> tuple[str, ...]:
+def choose_averages(step: Cut, merge: Mapping[str, str]) -> tuple[str, ...]:
     """Return the leaves that servers average.
 
     Args:
-      merge: the user's: from leaves, or what they lie under, to "mean" or "own".
+      merge: the user's option: leaf, or prefix of leaves, to "mean" or "own".
 
     Raises:
-      ConfigError: names of no leaf that trainers make; a leaf that cannot be averaged.
+      ConfigError: a name matches no leaf that trainers compute, or the leaf has no mean.
     """
     outs = step.program.outvars
-    made_here = [n for n in step.frozen if outs[n] not in step.program.inner.invars]
-    for root in merge:
-        if not any(is_under(n, [root]) for n in made_here):
-            known = ", ".join(made_here) or "none"
+    computed = [n for n in step.frozen if outs[n] not in step.program.inner.invars]
+    for prefix in merge:
+        if not any(is_under(n, [prefix]) for n in computed):
+            known = ", ".join(computed) or "none"
             raise ConfigError(
-                f"merge[{root!r}]: no leaf of that name is made by the trainers; those that are: "
-                f"{known}"
+                f"merge[{prefix!r}]: no leaf of that name is computed by the trainers; those that "
+                f"are: {known}"
             )
-    # the longest name that a leaf lies under is what was said of it
-    said = {
-        n: max((r for r in merge if is_under(n, [r])), key=len, default=None) for n in made_here
-    }
-    chosen = tuple(n for n, root in said.items() if root is not None and merge[root] == "mean")
-    for n in chosen:
+    chosen = []
+    for n in computed:
+        # the longest prefix decides
+        prefix = max((x for x in merge if is_under(n, [x])), key=len, default="")
+        if merge.get(prefix) != "mean":
+            continue
         t = step.program.outputs[n]
         if not jnp.issubdtype(t.dtype, jnp.inexact):
             raise ConfigError(
-                f"merge[{said[n]!r}]='mean': {n} is {short_type(t)}, of which there is no mean; "
-                "say 'own'"
+                f"merge[{prefix!r}]='mean': {n} is {short_type(t)}, and integers have no mean; say "
+                "'own'"
             )
-    return chosen
+        chosen.append(n)
+    return tuple(chosen)
 
 
-def averaged(step: Cut, leaves: Sequence[str]) -> Cut:
-    """Return the step with an optimize half that takes `leaves` from the trainers."""
+def add_averages(step: Cut, leaves: Sequence[str]) -> Cut:
+    """Return the step with an optimize half that also takes `leaves` from the trainers."""
     if not leaves:
         return step
-    program, half = step.program, step.optimize
-    outs: dict[str, Atom] = program.outvars
+    half = step.optimize
+    outs: dict[str, Atom] = step.program.outvars
     b = Builder(half.jaxpr)
-    given = {n: b.input(v.aval) for n, v in half.invars.items()}
-    made = dict(zip(half.out_names, b.inline(half.jaxpr, *given.values()), strict=True))
-    fresh: dict[Name, Var] = {}
+    inputs = {n: b.input(v.aval) for n, v in half.invars.items()}
+    results = b.inline(half.jaxpr, *inputs.values())
+    outputs = dict(zip(half.out_names, results, strict=True))
+    average_inputs: dict[Name, Var] = {}
     for n in leaves:
-        fresh[n], fresh[Gradient(n)] = b.input(outs[n].aval), b.input(outs[n].aval)
-        (made[n],) = b.call(_kept, fresh[Gradient(n)])
+        average_inputs[n] = b.input(outs[n].aval)
+        average_inputs[Gradient(n)] = b.input(outs[n].aval)
+        (outputs[n],) = b.call(_copy, average_inputs[Gradient(n)])
+
     optimized = tuple(n for n in step.params if n in leaves or n in step.optimized)
     names = (*optimized, *(n for n in half.out_names if n not in step.optimized))
+    gradients = {}
+    for n in step.params:
+        if n in leaves:
+            gradients[n] = outs[n]
+        elif n in step.gradients:
+            gradients[n] = step.gradients[n]
+    jaxpr = b.build([outputs[n] for n in names])
     return dataclasses.replace(
         step,
-        gradients={
-            n: outs[n] if n in leaves else step.gradients[n]
-            for n in step.params
-            if n in leaves or n in step.gradients
-        },
+        gradients=gradients,
         optimized=optimized,
         frozen=tuple(n for n in step.frozen if n not in leaves),
-        optimize=OptimizeHalf(b.build([made[n] for n in names]), (*given, *fresh), names),
+        optimize=OptimizeHalf(jaxpr, (*inputs, *average_inputs), names),
     )
 
 
-def _kept(x: jax.Array) -> list[jax.Array]:
-    # not the operand itself: a server writes into the memory of what it was sent
+def _copy(x: jax.Array) -> list[jax.Array]:
+    # a copy, since a server writes into the memory of received values
     return [jnp.copy(x)]

@@ -1,19 +1,16 @@
-"""Delay compensation: the term that an asynchronous server adds to a gradient of older parameters.
+"""Delay compensation: a term that an asynchronous server adds to a gradient of older parameters.
 
-    w_bak    the block as trainer k last received it, one for each trainer: `params/w.block0.trainer_1_bak`
-    g'       g + lambda g g (w - w_bak)                 the optimizer's input in the place of g
-    lambda   fixed; or lambda0 / sqrt(ms + 1e-7), with ms = m ms + (1 - m) g g, the adaptive variant
+    w_bak    the block as trainer k last received it, one copy for each trainer
+    g'       g + lambda g g (w - w_bak), the optimizer's input instead of g
+    lambda   fixed; or adaptive: lambda0 / sqrt(ms + 1e-7), with ms = m ms + (1 - m) g g
 
-    w_bak    the block as trainer k last received it, kept for each trainer: `params/w.block0.trainer_1_bak`
-    g'       g + lambda g g (w - w_bak)                 what the optimizer is given in the place of g
-    lambda   fixed; or lambda0 / sqrt(ms + 1e-7), with ms = m ms + (1 - m) g g, the adaptive variant
+`lambda g g` approximates the diagonal of the Hessian in the first-order expansion of the gradient
+at w.
 
-`lambda g g` stands for the diagonal of the Hessian in the first-order expansion of the gradient at
-w.
-
-A block reads `params/w.block0.bak`; which trainer's it is, the server knows, whose gradient it
-holds. Of a table a trainer receives rows, and a server keeps these until their gradient has come:
-it has no copy of a table for each trainer.
+Copies are named as in Paddle: `params/w.block0.trainer_1_bak`. An update reads
+`params/w.block0.bak`, and the server passes the copy of the gradient's sender. A trainer receives
+only rows of a table. A server stores these rows until their gradient arrives, and has no copy of a
+table for each trainer.
 
 Source: Zheng et al., Asynchronous Stochastic Gradient Descent with Delay Compensation (arXiv
 1609.08326), equations 10 and 14. In Paddle, `DistributeTranspiler._append_dc_asgd_ops`, where
@@ -37,55 +34,74 @@ from dtrans.ir.program import OPTIMIZE
 from dtrans.ops import BACKUP, OptimizeBlock, backup_of
 from dtrans.parameter_server.options import Async, DelayCompensation, HalfAsync, Mode
 from dtrans.slicing.blocks import Block, Unit
-from dtrans.slicing.server_update import ServerWork
+from dtrans.slicing.server_update import ServerVariable, ServerWork
 
 
 MEAN_SQUARE = "@GRAD.mean_square"
 EPSILON = 1e-7
 
 
-def compensated(
+def compensate(
     work: ServerWork,
     units: Sequence[Unit],
     trainers: int,
-    how: DelayCompensation,
+    delay: DelayCompensation,
     leaves: Collection[str],
     averages: Sequence[str] = (),
 ) -> ServerWork:
-    """Return the work of a server whose blocks compensate received gradients.
+    """Return a server's work with updates that compensate received gradients.
 
     Args:
-      leaves: the names of all parameters.
-      averages: those for which servers are given something else
-        (`dtrans.parameter_server.averaged_leaves`).
+      units: the server's blocks.
+      trainers: the number of trainers.
+      delay: the options.
+      leaves: names of all parameters, which copies must not have.
+      averages: leaves that servers average (`dtrans.parameter_server.averaged_leaves`). They have
+        no gradients to compensate.
+
+    Raises:
+      ConfigError: a leaf has the name of a copy.
     """
-    units = [unit for unit in units if not any(x.leaf in averages for x in unit.blocks)]
-    of = {unit.name: unit for unit in units}
-    blocks = tuple(
-        _compensating(b, of[b.name].blocks, work, how) if b.role == OPTIMIZE and b.name in of else b
-        for b in work.blocks
-    )
-    held = dict(work.variables)
-    for block in (x for unit in units for x in unit.blocks if _gradient(x) in work.grads):
-        param = held[block.name]
-        beside = lambda name, zeros=False, param=param: dataclasses.replace(
-            param, beside=name, zeros=zeros
-        )
-        kept = () if block.is_table else range(trainers)
-        new = {backup_of(block.name, k): beside(backup_of(block.leaf, k)) for k in kept}
-        if how.decay is not None:
-            new[block.name + MEAN_SQUARE] = beside(block.leaf + MEAN_SQUARE, zeros=True)
-        for name in (*new, *(x.beside for x in new.values()), block.name + BACKUP):
-            if name in held or name in leaves:
-                raise ConfigError(
-                    f"{name} is what servers call a copy of {block.name}: rename that leaf"
-                )
-        held |= new
-    return dataclasses.replace(work, blocks=blocks, variables=held)
+    has_average = lambda unit: any(x.leaf in averages for x in unit.blocks)
+    units = [unit for unit in units if not has_average(unit)]
+    blocks_of = {unit.name: unit.blocks for unit in units}
+    updates = []
+    for update in work.blocks:
+        if update.role == OPTIMIZE and update.name in blocks_of:
+            update = _compensated_update(update, blocks_of[update.name], work, delay)
+        updates.append(update)
+
+    variables = dict(work.variables)
+    for unit in units:
+        for block in unit.blocks:
+            if _gradient(block) not in work.grads:
+                continue
+            copies = _copies(block, variables[block.name], trainers, delay)
+            for name in (*copies, *(x.beside for x in copies.values()), block.name + BACKUP):
+                if name in variables or name in leaves:
+                    raise ConfigError(
+                        f"{name} is what servers call a copy of {block.name}: rename that leaf"
+                    )
+            variables |= copies
+    return dataclasses.replace(work, blocks=tuple(updates), variables=variables)
 
 
-def kept_beside(mode: Mode) -> tuple[str, ...]:
-    """Return the suffixes of the arrays beside each parameter that change with a zero gradient."""
+def _copies(
+    block: Block, param: ServerVariable, trainers: int, delay: DelayCompensation
+) -> dict[str, ServerVariable]:
+    """Return the arrays beside a block: a backup for each trainer, and the mean squares."""
+    copies = {}
+    for k in range(0 if block.is_table else trainers):
+        beside = backup_of(block.leaf, k)
+        copies[backup_of(block.name, k)] = dataclasses.replace(param, beside=beside, zeros=False)
+    if delay.decay is not None:
+        beside = block.leaf + MEAN_SQUARE
+        copies[block.name + MEAN_SQUARE] = dataclasses.replace(param, beside=beside, zeros=True)
+    return copies
+
+
+def moving_suffixes(mode: Mode) -> tuple[str, ...]:
+    """Return the suffixes of arrays beside parameters that change with a gradient of zero."""
     delay = mode.delay if isinstance(mode, Async | HalfAsync) else None
     return () if delay is None or delay.decay is None else (MEAN_SQUARE,)
 
@@ -94,36 +110,36 @@ def _gradient(block: Block) -> str:
     return block.gradient(0, 1)
 
 
-def _compensating(
-    block: OptimizeBlock, blocks: Sequence[Block], work: ServerWork, how: DelayCompensation
+def _compensated_update(
+    update: OptimizeBlock, blocks: Sequence[Block], work: ServerWork, delay: DelayCompensation
 ) -> OptimizeBlock:
     """Return an optimize block that compensates its gradients first."""
-    b = Builder(block.jaxpr)
-    given = {n: b.input(v.aval) for n, v in block.invars.items()}
-    values: dict[str, Any] = dict(given)
-    out_names, outs = [], []
-    for x in blocks:
-        g = given.get(_gradient(x))
-        if g is None:  # nothing is updated by it
+    b = Builder(update.jaxpr)
+    inputs = {n: b.input(v.aval) for n, v in update.invars.items()}
+    values: dict[str, Any] = dict(inputs)  # the inputs, with compensated gradients
+    mean_squares: dict[str, Any] = {}
+    for block in blocks:
+        gradient = _gradient(block)
+        if gradient not in inputs:
             continue
-        aval = ShapedArray(x.shape, x.dtype)
-        for name in (x.name, x.name + BACKUP):
-            if name not in given:
-                given[name] = b.input(aval)
-        operands = [g, given[x.name], given[x.name + BACKUP]]
-        if how.decay is None:
-            (values[_gradient(x)],) = b.call(_fixed(how.strength), *operands)
+        aval = ShapedArray(block.shape, block.dtype)
+        for name in (block.name, block.name + BACKUP):
+            if name not in inputs:
+                inputs[name] = b.input(aval)
+        operands = [inputs[gradient], inputs[block.name], inputs[block.name + BACKUP]]
+        if delay.decay is None:
+            (values[gradient],) = b.call(_fixed(delay.strength), *operands)
         else:
-            given[x.name + MEAN_SQUARE] = ms = b.input(aval)
-            values[_gradient(x)], new = b.call(_adaptive(how.strength, how.decay), *operands, ms)
-            out_names.append(x.name + MEAN_SQUARE)
-            outs.append(new)
-    made = b.inline(block.jaxpr, *(values[n] for n in block.in_names))
+            name = block.name + MEAN_SQUARE
+            inputs[name] = b.input(aval)
+            adaptive = _adaptive(delay.strength, delay.decay)
+            values[gradient], mean_squares[name] = b.call(adaptive, *operands, inputs[name])
+    outputs = b.inline(update.jaxpr, *(values[n] for n in update.in_names))
     return dataclasses.replace(
-        block,
-        jaxpr=b.build([*made, *outs]),
-        in_names=tuple(given),
-        out_names=(*block.out_names, *out_names),
+        update,
+        jaxpr=b.build([*outputs, *mean_squares.values()]),
+        in_names=tuple(inputs),
+        out_names=(*update.out_names, *mean_squares),
     )
 
 

@@ -1,9 +1,9 @@
 """Blocks of parameters, and dispatchers that place them on servers.
 
-Two of Paddle's files, with their rules kept to the element and their defects not:
+The rules equal those of two Paddle files to the element, without their defects:
 python/paddle/fluid/transpiler/distribute_transpiler.py (`slice_variable`, `VarBlock`) and
-python/paddle/fluid/transpiler/ps_dispatcher.py (`RoundRobin`, `HashName`). `SizeBalanced` is not
-Paddle's.
+python/paddle/fluid/transpiler/ps_dispatcher.py (`RoundRobin`, `HashName`). `SizeBalanced` is not in
+Paddle.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Variable(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class VarBlock:
-    """A run of elements of one variable; prints as `name:block_id:size`, as in Paddle.
+    """Run of elements of one variable; it prints as `name:block_id:size`, as in Paddle.
 
     Attributes:
-      varname: the variable.
-      offset: the number of the block within the variable, 0, 1, ... (Paddle's word for it).
-      size: its number of elements.
+      varname: name of the variable.
+      offset: index of the block within the variable, 0, 1, ... (Paddle's word).
+      size: the number of elements.
     """
 
     varname: str
@@ -43,7 +43,7 @@ class VarBlock:
 
     @property
     def name(self) -> str:
-        """The name of the block, e.g. `w.block0`; what dispatchers see."""
+        """Name of the block for dispatchers, e.g. `w.block0`."""
         return f"{self.varname}.block{self.offset}"
 
     def __str__(self) -> str:
@@ -55,21 +55,20 @@ def slice_variable(
 ) -> list[VarBlock]:
     """Cut variables into blocks of whole rows.
 
-    A variable of n elements becomes at most `slice_count` blocks. Each has at least
-    `min_block_size` elements, except the last; if the variable has rows, it has a whole number of
-    them. All blocks of a variable but the last have the same size. A 0-d or empty variable is one
-    block.
+    A variable becomes at most `slice_count` blocks of equal size; the last may be smaller. Each
+    other block has at least `min_block_size` elements. A variable of two or more dimensions is cut
+    between rows. A 0-d or empty variable is one block.
 
     Args:
-      var_list: anything with a `name` and a `shape`.
-      slice_count: the most blocks a variable is cut into, usually the number of servers.
-      min_block_size: the fewest elements worth a block of their own.
+      var_list: objects with a `name` and a `shape`.
+      slice_count: the most blocks of a variable, usually the number of servers.
+      min_block_size: the least number of elements of a block.
 
     Raises:
-      ConfigError: a count or size that is not positive, or an unknown (negative) dimension.
+      ConfigError: a count or size is not positive, or a dimension is unknown (negative).
 
-    Source: `slice_variable` of Paddle's distribute_transpiler.py, which divides by zero on empty
-    variables and silently drops those with a dimension of -1.
+    Source: `slice_variable` of Paddle's distribute_transpiler.py, which divides by zero for empty
+    variables and silently drops variables with a dimension of -1.
 
     Example:
       >>> import dtrans, jax
@@ -105,28 +104,26 @@ def slice_variable(
 
 
 class PSDispatcher:
-    """Places blocks on servers. Subclass it, or any subclass, and define `dispatch` to bring a rule
-    of one's own.
+    """Base of dispatchers, which place blocks on servers; subclasses define `dispatch`.
 
-    A plan makes a dispatcher of its own, and calls `dispatch` once, with the blocks of all leaves,
-    in leaf order (as Paddle did for what trainers receive). Each has a `name` (`params/w.block0`),
-    `shape`, `dtype`, `size` (elements) and `nbytes`.
+    A plan creates a dispatcher, and calls `dispatch` once with the blocks of all leaves. They are
+    in leaf order, as in Paddle for the values that trainers receive. Each block has a `name`
+    (`params/w.block0`), `shape`, `dtype`, `size` (elements) and `nbytes`.
 
     Args:
       pserver_endpoints: the servers, in order.
 
-    Source: `PSDispatcher` of Paddle's ps_dispatcher.py, where only its direct subclasses were
-      taken.
+    Source: `PSDispatcher` of Paddle's ps_dispatcher.py; Paddle accepted only its direct subclasses.
 
     Example:
       >>> import dtrans
-      >>> class LargeOnes(dtrans.RoundRobin):
-      ...     '''The first server has what is small, the others take turns.'''
+      >>> class LargeBlocks(dtrans.RoundRobin):
+      ...     '''The first server gets the small blocks, the others take turns.'''
       ...     def dispatch(self, varlist):
       ...         turns = dtrans.RoundRobin(self.eps[1:])
       ...         return [turns.dispatch([v])[0] if v.size > 100 else self.eps[0] for v in varlist]
-      >>> blocks = [dtrans.VarBlock("w", 0, 500), dtrans.VarBlock("w", 1, 500), dtrans.VarBlock("b", 0, 10)]
-      >>> LargeOnes(["a:1", "b:1", "c:1"]).dispatch(blocks)
+      >>> w = [dtrans.VarBlock("w", 0, 500), dtrans.VarBlock("w", 1, 500)]
+      >>> LargeBlocks(["a:1", "b:1", "c:1"]).dispatch([*w, dtrans.VarBlock("b", 0, 10)])
       ['b:1', 'c:1', 'a:1']
     """
 
@@ -140,16 +137,16 @@ class PSDispatcher:
         return self._eps
 
     def reset(self) -> None:
-        """Forget what was dispatched."""
+        """Return to the initial state, as before the first `dispatch`."""
         self._step = 0
 
     def dispatch(self, varlist: Sequence[Any]) -> list[str]:
-        """Return one endpoint for each block, in order. Raises NotImplementedError here."""
+        """Return one endpoint for each block, in order; this base raises NotImplementedError."""
         raise NotImplementedError(f"{type(self).__name__} does not define dispatch(varlist)")
 
 
 class RoundRobin(PSDispatcher):
-    """The servers in turn, going on where the last call stopped.
+    """Dispatcher that takes the servers in turn; a call continues where the last one stopped.
 
     Example:
       >>> import dtrans
@@ -165,11 +162,11 @@ class RoundRobin(PSDispatcher):
 
 
 class HashName(PSDispatcher):
-    """By a hash of the block's name: BLAKE2b, the same in every process and on every run.
+    """Dispatcher by a hash of the block's name, BLAKE2b, which is equal in every process.
 
     Paddle's used Python's `hash`, which is salted per process (and called the name, so that it
-    raised). A checksum such as CRC-32 will not do: it gives `w.block0` and `w.block1` the same
-    parity, so two servers would never share a variable.
+    raised). A checksum such as CRC-32 gives `w.block0` and `w.block1` the same parity, so two
+    servers would never share a variable.
 
     Example:
       >>> import dtrans
@@ -178,26 +175,25 @@ class HashName(PSDispatcher):
     """
 
     def dispatch(self, varlist: Sequence[Any]) -> list[str]:
-        return [
-            self._eps[_stable_hash(str(getattr(v, "name", v))) % len(self._eps)] for v in varlist
-        ]
+        hashes = [_stable_hash(str(getattr(v, "name", v))) for v in varlist]
+        return [self._eps[x % len(self._eps)] for x in hashes]
 
 
 class SizeBalanced(PSDispatcher):
-    """Each block to the server that has the fewest bytes so far, the largest block first.
+    """Dispatcher that assigns each block to the server with the fewest bytes, largest block first.
 
-    Blocks of one size go in their order, and servers that have as much as one another in theirs:
-    the result depends on nothing else. Of what is dispatched in one call, the fullest server has at
-    most 4/3 of what the best placement would leave to its fullest (Graham, "Bounds on
-    multiprocessing timing anomalies", 1969). A plan gives away first what the optimizer does not
-    let be cut; blocks fill up what that leaves.
+    Blocks of equal size keep their order, and servers with equal loads theirs, so the result is
+    deterministic. The largest load of one call is at most 4/3 of the optimum (Graham, "Bounds on
+    multiprocessing timing anomalies", 1969). A plan first assigns leaves that the optimizer does
+    not let be cut; blocks then fill the other servers.
 
-    It weighs parameters. Where leaves differ in the optimizer state they have, see `plan.balance`
-    and `plan.compare`.
+    It balances parameters. For leaves with different optimizer state see `plan.balance` and
+    `plan.compare`.
 
     Example:
       >>> import dtrans
-      >>> blocks = [dtrans.VarBlock("b", 0, 10), dtrans.VarBlock("w", 0, 500), dtrans.VarBlock("w", 1, 490)]
+      >>> w = [dtrans.VarBlock("w", 0, 500), dtrans.VarBlock("w", 1, 490)]
+      >>> blocks = [dtrans.VarBlock("b", 0, 10), *w]
       >>> dtrans.RoundRobin(["a:1", "b:1"]).dispatch(blocks)
       ['a:1', 'b:1', 'a:1']
       >>> dtrans.SizeBalanced(["a:1", "b:1"]).dispatch(blocks)
@@ -206,36 +202,35 @@ class SizeBalanced(PSDispatcher):
 
     def __init__(self, pserver_endpoints: Sequence[str]) -> None:
         super().__init__(pserver_endpoints)
-        self._held = dict.fromkeys(self._eps, 0)
+        self._loads = dict.fromkeys(self._eps, 0)
 
     @property
-    def held(self) -> dict[str, int]:
-        """Server to the bytes that it was given."""
-        return dict(self._held)
+    def loads(self) -> dict[str, int]:
+        """Endpoint to the bytes assigned to it."""
+        return dict(self._loads)
 
     def reset(self) -> None:
         super().reset()
-        self._held = dict.fromkeys(self._eps, 0)
+        self._loads = dict.fromkeys(self._eps, 0)
 
-    def give(self, nbytes: int, endpoint: str | None = None) -> str:
-        """Assign bytes to the server with the fewest, or to the named one; return it."""
-        taker = min(self._eps, key=self._held.__getitem__) if endpoint is None else endpoint
-        self._held[taker] += nbytes
-        return taker
+    def assign(self, nbytes: int, endpoint: str | None = None) -> str:
+        """Assign bytes to the server with the fewest, or to the named one; return its endpoint."""
+        if endpoint is None:
+            endpoint = min(self._eps, key=self._loads.__getitem__)
+        self._loads[endpoint] += nbytes
+        return endpoint
 
     def dispatch(self, varlist: Sequence[Any]) -> list[str]:
         sizes = [_size(v) for v in varlist]
-        taken = {i: self.give(sizes[i]) for i in sorted(range(len(sizes)), key=lambda i: -sizes[i])}
-        return [taken[i] for i in range(len(sizes))]
+        largest_first = sorted(range(len(sizes)), key=lambda i: -sizes[i])
+        endpoints = {i: self.assign(sizes[i]) for i in largest_first}
+        return [endpoints[i] for i in range(len(sizes))]
 
 
 def check_dispatcher(split_method: Any) -> None:
-    """Raises ConfigAssertionError (Paddle's assertion) for what is not a subclass of
-    `PSDispatcher`."""
-    if (
-        not (isinstance(split_method, type) and issubclass(split_method, PSDispatcher))
-        or split_method is PSDispatcher
-    ):
+    """Raise ConfigAssertionError, as Paddle asserts, unless it is a subclass of `PSDispatcher`."""
+    is_dispatcher = isinstance(split_method, type) and issubclass(split_method, PSDispatcher)
+    if not is_dispatcher or split_method is PSDispatcher:
         raise ConfigAssertionError(
             "split_method must be a subclass of dtrans.PSDispatcher, such as dtrans.RoundRobin or "
             f"dtrans.HashName; it is {split_method!r}"
@@ -243,7 +238,7 @@ def check_dispatcher(split_method: Any) -> None:
 
 
 def _size(var: Any) -> int:
-    """Return the weight of a block: its bytes, or its elements if it has no `nbytes`."""
+    """Return a block's weight: its bytes, or its elements if it has no `nbytes`."""
     size = getattr(var, "nbytes", getattr(var, "size", None))
     if not isinstance(size, int) or isinstance(size, bool):
         raise ConfigError(

@@ -1,34 +1,32 @@
-"""GEO-SGD: trainers train by themselves, and servers add up what has changed.
+"""GEO-SGD: trainers update their own parameters, and servers add up the changes.
 
-    trainer   the whole step, optimizer included; then one `send` of all its parameters. Every n-th time that gives
-              d = (local - old) / trainers to the servers, and old + d is the new old
+    trainer   the full step, with the optimizer; then one `send` of all its parameters. Every n-th
+              `send` pushes d = (local - old) / trainers to the servers; old + d is the new old
     pserver   w + d, for each block
-    trainer   what has come back is in the results of a later `send`: local + (server - old), and the server's is the
-              new old
+    trainer   a later `send` returns local + (server - old); the server's value is the new old
 
-So trainers wait for nothing: what is far away is only a little older. With one trainer, the
-server's parameters are its own. What a trainer has changed since it pushed last is pushed when it
-closes.
+So trainers wait for nothing, and changes of other trainers arrive later. With one trainer, the
+server's parameters equal its own. When a trainer closes, it pushes the changes since its last push.
 
-The optimizer's state is each trainer's own, and so is what no gradient enters (batch statistics,
+Each trainer has its own optimizer state, and its own leaves without gradients (batch statistics,
 counters).
 
-Of a table a trainer keeps the rows that it has looked up, with their state; a step is given those
-of its batch. Rows are pushed and pulled, with their numbers
-(`dtrans.parameter_server.tables.own_update`):
+A trainer stores the rows of a table that it looked up, with their state. A step uses the rows of
+its batch. Pushes and pulls transfer rows with ids (`dtrans.parameter_server.tables.own_update`):
 
-    trainer   `split_ids`, `prefetch`, the step on these rows, optimizer included, and `send` of parameters and rows
-    pserver   w + d for the rows that were sent; it notes which rows each trainer has that others have changed
+    trainer   `split_ids`, `prefetch`, the step with the optimizer on these rows, and `send` of
+              parameters and rows
+    pserver   w + d for the rows that were sent. It records the changed rows that each trainer has
 
 Source: python/paddle/fluid/transpiler/geo_sgd_transpiler.py, and `GeoSgdCommunicator` in
-paddle/fluid/operators/distributed/communicator.cc, which does the same beside the program, in its
-memory.
+paddle/fluid/operators/distributed/communicator.cc, which has the old parameters in its memory,
+outside of the program.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -47,10 +45,10 @@ from dtrans.parameter_server.server_program import ServerProgramWriter
 from dtrans.parameter_server.tables.choose import Tables
 from dtrans.parameter_server.tables.lookups import find_lookups
 from dtrans.parameter_server.tables.own_update import (
-    choose_kept_tables,
-    no_rows_of,
+    choose_trainer_tables,
+    empty_types,
+    initial_state_rows,
     on_servers,
-    state_of_rows,
     write_update,
 )
 from dtrans.parameter_server.tables.touched_rows import mark_tables, resized
@@ -58,11 +56,11 @@ from dtrans.parameter_server.tables.trainer_rows import TableWriter, without_unu
 from dtrans.parameter_server.trainer_program import (
     TrainerCommConfig,
     TrainerCommWriter,
-    where_rows_are,
+    row_location,
     write_start,
 )
 from dtrans.rows.analysis import analyse
-from dtrans.slicing.blocks import Placement, Unit
+from dtrans.slicing.blocks import Block, Placement, Unit
 from dtrans.slicing.server_spec import analyse_update
 from dtrans.slicing.server_update import ServerWork
 from dtrans.step.cut import GRAD, Cut, Gradient, OptimizeHalf, cut
@@ -71,43 +69,46 @@ from dtrans.step.observers import callers_of
 from dtrans.step.startup import match_startup
 
 
+EACH_TRAINER = "each trainer, with its own values"
+
+
 def plan_geo_sgd(
     step: Cut,
     startup: Program,
     endpoints: Sequence[str],
     options: PServerOptions,
 ) -> PServerPlan:
-    """Plan GEO-SGD: `dtrans.pserver` with `mode=Geo(...)`. Every leaf with rows can be cut, whatever
-    its optimizer.
+    """Plan GEO-SGD: `dtrans.pserver` with `mode=Geo(...)`.
+
+    Servers only add, so every leaf with rows can be cut, whatever its optimizer.
 
     Returns:
-      A plan whose trainer programs are (params, opt_state, *batch) -> what the step returns, and
-      whose trainer startup programs return both params and opt_state.
+      A plan whose trainer programs have the arguments (params, opt_state, *batch) and the step's
+      results. Trainer startup programs return params and opt_state.
 
     Raises:
-      ConfigError: a parameter of whole numbers; a leaf that is named in `sparse`, and is no table.
-      TraceError: `startup` does not make what the step takes.
+      ConfigError: a parameter is an integer; or a leaf in `sparse` is no table.
+      TraceError: `startup` does not return the state that the step takes.
 
     Source: `GeoSgdTranspiler` in Paddle's geo_sgd_transpiler.py.
     """
     mode, trainers = options.mode, options.trainers
     assert isinstance(mode, Geo)
-    whole, step = step, shared(step)
-    adding = adds(step)
+    full_step, step = step, with_shared_leaves(step)
+    adding = with_added_changes(step)
     analysis = analyse(adding.optimize, adding.optimized)
     startup = match_startup(step, startup)
-    tables = choose_kept_tables(whole, startup, options.sparse)
+    tables = choose_trainer_tables(full_step, startup, options.sparse)
     types = {n: step.program.inputs[n] for n in step.optimized}
-    placement = mark_tables(
-        place(analysis, types, endpoints, options.placement, tables.buckets), tables.of
-    )
+    placement = place(analysis, types, endpoints, options.placement, tables.buckets)
+    placement = mark_tables(placement, tables.of)
     servers = ServerProgramWriter(
         adding,
         analyse_update(analysis, placement),
         startup,
         trainers,
         sync_mode=False,
-        adapt=with_deltas,
+        adapt=with_delta_names,
         tables={n: on_servers(t, analysis) for n, t in tables.of.items()},
         sized=lambda sizes: analyse_update(analysis, resized(placement, sizes)),
     )
@@ -117,58 +118,76 @@ def plan_geo_sgd(
         options=options,
         placement=placement,
         servers={ep: servers.programs(ep) for ep in endpoints},
-        trainer_side=GeoTrainerSide(whole, startup, placement, tables, trainers, mode),
+        trainer_side=GeoTrainerSide(full_step, startup, placement, tables, trainers, mode),
         update=ServedUpdate(frozen=step.frozen),
         tables=tables,
-        callers=callers_of(whole.observers, *["each trainer, with values of its own"] * 2),
+        callers=callers_of(full_step.observers, *[EACH_TRAINER] * 2),
     )
 
 
-def shared(step: Cut) -> Cut:
-    """Return the step that optimizes only parameters with gradients; trainers own the others."""
-    inner = step.program.inner
-    enters = propagate(inner.eqns, {}, dict.fromkeys(step.boundary.values(), 1))
+def with_shared_leaves(step: Cut) -> Cut:
+    """Return the step that optimizes only the parameters with gradients; others stay on trainers.
+
+    Raises:
+      ConfigError: such a parameter is an integer.
+    """
+    gradients = dict.fromkeys(step.boundary.values(), 1)
+    enters = propagate(step.program.inner.eqns, {}, gradients)
     outs = step.program.outvars
     chosen = tuple(n for n in step.optimized if isinstance(a := outs[n], Var) and enters.get(a))
     for n in chosen:
-        if not jnp.issubdtype(t := step.program.outputs[n].dtype, jnp.inexact):
+        dtype = step.program.outputs[n].dtype
+        if not jnp.issubdtype(dtype, jnp.inexact):
             raise ConfigError(
-                f"{n} is of type {t}, of which servers cannot add up changes; GEO-SGD is for floats"
+                f"{n} has the type {dtype}, and servers of GEO-SGD add up changes of floats; use "
+                "another mode"
             )
-    return dataclasses.replace(
-        step, optimized=chosen, frozen=tuple(n for n in step.params if n not in chosen)
-    )
+    frozen = tuple(n for n in step.params if n not in chosen)
+    return dataclasses.replace(step, optimized=chosen, frozen=frozen)
 
 
-def adds(step: Cut) -> Cut:
-    """Return the step with an optimize half that adds a change to each parameter."""
-    like = step.program.jaxpr
+def with_added_changes(step: Cut) -> Cut:
+    """Return the step with an optimize half that adds a change to each parameter.
+
+    The change has the name of a gradient.
+    """
     outs = step.program.outvars
-    b = Builder(like)
-    given = {n: b.input(outs[leaf].aval) for leaf in step.optimized for n in (Gradient(leaf), leaf)}
-    made = [b.call(jax.lax.add, given[leaf], given[Gradient(leaf)])[0] for leaf in step.optimized]
-    half = OptimizeHalf(b.build(made), tuple(given), step.optimized)
+    b = Builder(step.program.jaxpr)
+    inputs: dict[Any, Var] = {}
+    sums = []
+    for leaf in step.optimized:
+        inputs[Gradient(leaf)] = b.input(outs[leaf].aval)
+        inputs[leaf] = b.input(outs[leaf].aval)
+    for leaf in step.optimized:
+        sums += b.call(jax.lax.add, inputs[leaf], inputs[Gradient(leaf)])
+    half = OptimizeHalf(b.build(sums), tuple(inputs), step.optimized)
     gradients = {leaf: outs[leaf] for leaf in step.optimized}
     return dataclasses.replace(step, optimize=half, gradients=gradients, opt_state=())
 
 
-def with_deltas(work: ServerWork, units: Sequence[Unit]) -> ServerWork:
-    """Rename a server's gradients as Paddle does: `params/w.block0.delta` for a change."""
-    names = {x.gradient(0, 1): x.name + DELTA for unit in units for x in unit.blocks}
-    for x in (x for unit in units for x in unit.blocks if x.name + DELTA in work.variables):
-        raise ConfigError(
-            f"{x.name + DELTA} is what servers call the change of {x.name}: rename that leaf"
-        )
-    renamed = lambda g: dataclasses.replace(g, name=names[g.name], sent={0: names[g.name]})
-    blocks = tuple(
-        dataclasses.replace(
-            block,
-            in_names=tuple(names.get(n, n) for n in block.in_names),
-            grads=tuple(renamed(g) for g in block.grads),
-        )
-        for block in work.blocks
-    )
-    return dataclasses.replace(work, blocks=blocks)
+def with_delta_names(work: ServerWork, units: Sequence[Unit]) -> ServerWork:
+    """Rename a server's gradients as Paddle does: `params/w.block0.delta` for a change.
+
+    Raises:
+      ConfigError: a leaf has such a name.
+    """
+    names = {}
+    for unit in units:
+        for block in unit.blocks:
+            names[block.gradient(0, 1)] = block.name + DELTA
+            if block.name + DELTA in work.variables:
+                raise ConfigError(
+                    f"{block.name + DELTA} is what servers call the change of {block.name}: rename "
+                    "that leaf"
+                )
+    updates = []
+    for update in work.blocks:
+        grads = []
+        for g in update.grads:
+            grads.append(dataclasses.replace(g, name=names[g.name], sent={0: names[g.name]}))
+        in_names = tuple(names.get(n, n) for n in update.in_names)
+        updates.append(dataclasses.replace(update, in_names=in_names, grads=tuple(grads)))
+    return dataclasses.replace(work, blocks=tuple(updates))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,12 +195,12 @@ class GeoTrainerSide:
     """Writer of the trainers' programs of a GEO-SGD plan.
 
     Attributes:
-      step: the step; every parameter that the update changes is in `optimized`.
+      step: the step; `optimized` has every parameter that the update changes.
       init: the single-device init.
       placement: the blocks of shared leaves, and their servers.
-      tables: the shared leaves that trainers store by rows.
+      tables: the shared leaves whose rows trainers store.
       trainers: the number of trainers.
-      mode: the number of steps between pushes, and whether trainers wait for a pull.
+      mode: the options.
     """
 
     step: Cut
@@ -195,8 +214,8 @@ class GeoTrainerSide:
     def program(self, trainer_id: int) -> Program:
         """Return the program of one trainer: the step, and a `send` of its parameters."""
         if self.tables.of:
-            return self._on_rows(self.step, trainer_id)
-        return self._without_tables(shared(self.step), trainer_id)
+            return self._with_tables(self.step, trainer_id)
+        return self._without_tables(with_shared_leaves(self.step), trainer_id)
 
     def _without_tables(self, step: Cut, trainer_id: int) -> Program:
         """Return the program of one trainer without tables."""
@@ -208,122 +227,151 @@ class GeoTrainerSide:
             b.role = role
             b.keep(eqn)
         outs |= self._send(b, {n: outs[n] for n in step.optimized}, trainer_id)
-        made = Program.written(f"trainer {trainer_id}", b, source.args, source.out, outs)
+        program = Program.written(f"trainer {trainer_id}", b, source.args, source.out, outs)
         return source.rewritten(
-            lambda other: self._without_tables(shared(cut(other)), trainer_id), result=made
+            lambda other: self._without_tables(with_shared_leaves(cut(other)), trainer_id),
+            result=program,
         )
 
-    def _on_rows(self, step: Cut, trainer_id: int) -> Program:
+    def _with_tables(self, step: Cut, trainer_id: int) -> Program:
         """Return one trainer's program with tables: a step on the rows of its batch, and a `send`.
 
         Args:
-          step: with all parameters that the update makes as `optimized`.
+          step: the step; `optimized` has every parameter that the update changes.
         """
         source, tables = step.program, self.tables
-        none_of = {n: Var(t) for n, t in no_rows_of(tables, source.inputs).items()}
+        empty = {n: Var(t) for n, t in empty_types(tables, source.inputs).items()}
         b = Builder(source.jaxpr)
-        b.invars += [none_of.get(n, v) for n, v in source.invars.items()]
+        b.invars += [empty.get(n, v) for n, v in source.invars.items()]
+
+        # forward and backward
         gradients: dict[str, Any] = {}
-        rows, made = self._half(b, step, gradients, trainer_id)
-        b.labels.update({g: n + GRAD for n, g in gradients.items() if isinstance(g, Var)})
-        here = {n: source.invars[n] for n in (*step.params, *step.opt_state) if n not in none_of}
-        new = write_update(b, step, rows.sizes, here | rows.held, gradients)
-        sent = {n: new[n] for n in shared(step).optimized if n not in tables.of}
-        kept = {
-            n: (rows.uniq[n], *(new[m] for m in (n, *t.zero.state))) for n, t in tables.of.items()
-        }
-        outs = {**source.outvars, **made, **new, **self._send(b, sent, trainer_id, kept), **none_of}
+        rows, results = self._write_half(b, step, gradients, trainer_id)
+        for n, gradient in gradients.items():
+            if isinstance(gradient, Var):
+                b.labels[gradient] = n + GRAD
+
+        # the update, on rows of tables and on full leaves
+        state = {n: source.invars[n] for n in (*step.params, *step.opt_state) if n not in empty}
+        new = write_update(b, step, rows.sizes, state | rows.rows, gradients)
+
+        shared = with_shared_leaves(step).optimized
+        full = {n: new[n] for n in shared if n not in tables.of}
+        row_groups = {}
+        for n, t in tables.of.items():
+            row_groups[n] = (rows.uniq[n], *(new[m] for m in (n, *t.zero.state)))
+        received = self._send(b, full, trainer_id, row_groups)
+        outs = {**source.outvars, **results, **new, **received, **empty}
         without_unused(b, [outs[n] for n in source.out_names])
         program = Program.written(f"trainer {trainer_id}", b, source.args, source.out, outs)
-        return source.rewritten(lambda other: self._on_rows(cut(other), trainer_id), result=program)
+        return source.rewritten(
+            lambda other: self._with_tables(cut(other), trainer_id), result=program
+        )
 
-    def _half(
+    def _write_half(
         self, b: Builder, step: Cut, gradients: dict[str, Any], trainer_id: int
     ) -> tuple[TableWriter, dict[str, Any]]:
-        """Write forward and backward on rows of tables: who has written it, and results.
+        """Write forward and backward on rows of tables; return the writer and the results.
 
         Args:
-          gradients: is given them, by leaf.
+          gradients: receives the gradients, by leaf.
         """
         source, tables = step.program, self.tables
-        vars_of = source.invars
         found = find_lookups(step, tables.names)
         assert not found.refused, found.refused
-        where = {n: self._where(n, trainer_id) for n in tables.of}
-        state = {n: {m: vars_of[m] for m in t.zero.state} for n, t in tables.of.items()}
+        table_vars = {n: source.invars[n] for n in tables.of}
+        locations = {n: self._row_location(n, trainer_id) for n in tables.of}
+        state = {}
+        for n, t in tables.of.items():
+            state[n] = {m: source.invars[m] for m in t.zero.state}
         writers: list[TableWriter] = []
 
         def writer(eqns: Sequence[JaxprEqn], roles: Sequence[str], ends: Any) -> TableWriter:
-            of = {n: vars_of[n] for n in tables.of}
-            writers.append(TableWriter(b, source.jaxpr, found, of, where, eqns, roles, state))
-            return writers[0]
+            new = TableWriter(b, source.jaxpr, found, table_vars, locations, eqns, roles, state)
+            writers.append(new)
+            return new
 
-        made = write_trainer_half(b, step, step.results, gradients.__setitem__, writer)
-        return writers[0], made
+        results = write_trainer_half(b, step, step.results, gradients.__setitem__, writer)
+        return writers[0], results
 
     def startup(self, trainer_id: int) -> Program:
-        """Return a trainer's startup program: parameters from the servers, tables without rows, the
-        rest from the init."""
-        step, startup = shared(self.step), self.init
-        none_of = no_rows_of(self.tables, step.program.inputs)
-        own = [n for n in startup.out_names if n not in step.optimized and n not in none_of]
-        b, outs = write_start(startup, own)
-        here = [n for n in step.optimized if n not in none_of]
-        outs |= TrainerCommWriter(
-            b, self.placement, trainer_id, TrainerCommConfig(self.trainers, sync_mode=False)
-        ).start(here)
+        """Return a trainer's startup program.
+
+        Parameters come from the servers, other leaves from the init. Tables have no rows.
+        """
+        step, startup = with_shared_leaves(self.step), self.init
+        empty = empty_types(self.tables, step.program.inputs)
+        local = [n for n in startup.out_names if n not in step.optimized and n not in empty]
+        b, outs = write_start(startup, local)
+        full = [n for n in step.optimized if n not in empty]
+        comm = TrainerCommConfig(self.trainers, sync_mode=False)
+        outs |= TrainerCommWriter(b, self.placement, trainer_id, comm).receive_initial(full)
+
         b.role = DIST
         for n, t in self.tables.of.items():
             names = (n, *t.zero.state)
-            how = {
-                "types": tuple(none_of[m] for m in names),
-                "write": state_of_rows(startup, t.zero.state),
-            }
+            types = tuple(empty[m] for m in names)
+            # the initial state of rows is computed at their first lookup
+            write = initial_state_rows(startup, t.zero.state)
             args = startup.inner.invars if t.zero.state else ()
-            outs |= zip(
-                names, b.bind(geo_init_p, *args, **self._where(n, trainer_id), **how), strict=True
-            )
-        outs |= self._send(b, {n: outs[n] for n in here}, trainer_id, starts=True)
+            location = self._row_location(n, trainer_id)
+            tables = b.bind(geo_init_p, *args, **location, types=types, write=write)
+            outs |= zip(names, tables, strict=True)
+        outs |= self._send(b, {n: outs[n] for n in full}, trainer_id, starts=True)
         return Program.written(f"trainer {trainer_id} startup", b, startup.args, startup.out, outs)
 
-    def _where(self, table: str, trainer_id: int) -> dict[str, Any]:
+    def _row_location(self, table: str, trainer_id: int) -> dict[str, Any]:
         """Return the parameters of an equation that transfers a table's rows."""
         blocks = self.placement.blocks[table]
         names = tuple(x.name for x in blocks)
-        return {**where_rows_are(table, blocks), "names": names, **self._me(trainer_id)}
+        return {**row_location(table, blocks), "names": names, **self._trainer(trainer_id)}
 
-    def _me(self, trainer_id: int) -> dict[str, Any]:
+    def _trainer(self, trainer_id: int) -> dict[str, Any]:
         return {"trainer_id": trainer_id, "trainers": self.trainers, "sync_mode": False}
 
     def _send(
         self,
         b: Builder,
-        values: Mapping[str, Any],
+        params: Mapping[str, Any],
         trainer_id: int,
-        kept: Mapping[str, Sequence[Any]] = {},
+        row_groups: Mapping[str, Sequence[Any]] = {},
         starts: bool = False,
     ) -> dict[str, Any]:
         """Write one `send` of parameters; return its outputs.
 
         Args:
-          values: of the parameters.
-          kept: of each table, the numbers of the rows that were looked up, what they have become,
-            and their state.
+          params: full parameters, by name.
+          row_groups: for each table the ids of the looked-up rows, their new values, and their new
+            state.
+          starts: True in the startup program, whose `send` only stores the parameters.
         """
         b.role = RPC
-        table = [self.placement.blocks[leaf] for leaf in values]
-        of_tables = {"tables": tuple((n, len(x) - 1) for n, x in kept.items())} if kept else {}
+        rows: list[Any] = []
+        tables = []
+        for n, group in row_groups.items():
+            rows += group
+            tables.append((n, len(group) - 1))
+        # a plan without tables has equations without this parameter, as before there were tables
+        optional = {"tables": tuple(tables)} if tables else {}
+        blocks = [self.placement.blocks[leaf] for leaf in params]
         new = b.bind(
             geo_send_p,
-            *values.values(),
-            *(x for of in kept.values() for x in of),
-            epmap=tuple(tuple(x.endpoint for x in blocks) for blocks in table),
-            names=tuple(tuple(x.name for x in blocks) for blocks in table),
-            sections=tuple(tuple(x.rows for x in blocks) for blocks in table),
+            *params.values(),
+            *rows,
+            epmap=per_block(blocks, lambda x: x.endpoint),
+            names=per_block(blocks, lambda x: x.name),
+            sections=per_block(blocks, lambda x: x.rows),
             push_every=0 if starts else self.mode.push_every,
             block_on_pull=self.mode.block_on_pull,
-            **of_tables,
-            **self._me(trainer_id),
+            **optional,
+            **self._trainer(trainer_id),
         )
-        b.labels.update(zip(new, values, strict=True))
-        return dict(zip(values, new, strict=True))
+        b.labels.update(zip(new, params, strict=True))
+        return dict(zip(params, new, strict=True))
+
+
+def per_block(
+    leaves: Sequence[Sequence[Block]], value: Callable[[Block], Any]
+) -> tuple[tuple[Any, ...], ...]:
+    """Return a value of each block, in a tuple for each leaf."""
+    return tuple(tuple(map(value, blocks)) for blocks in leaves)

@@ -1,11 +1,11 @@
-"""Merging of the gradients of several steps, when one update stands for all of them.
+"""Merging of the gradients of several steps into one update.
 
-sum    where the update is linear in its gradients, and in nothing that updates change: one by the sum is what all of
-       them would have done. So it is for plain SGD at one rate; not with momentum, weight decay or
-       a clip
-mean   otherwise: one step, as large as any of them
-none   where a count decides how a gradient is used (`optax.MultiSteps`), or a parameter changes without one:
-       how often that is done matters
+sum    for updates that are linear in the gradients, and otherwise depend only on values that no
+       update changes. One update with the sum then equals all of them: plain SGD with a
+       constant rate, without momentum, weight decay or clips
+mean   for other updates: one step, of the size of each
+none   if a count decides about the use of a gradient (`optax.MultiSteps`), or a parameter
+       changes without a gradient: the number of updates matters
 """
 
 from __future__ import annotations
@@ -24,44 +24,46 @@ from dtrans.step.cut import Cut, Gradient
 
 
 def merging(step: Cut) -> Literal["sum", "mean", "none"]:
-    """Return how gradients of several steps are merged into one update."""
+    """Return the rule that merges gradients of several steps into one update."""
     half = step.optimize
-    inner = half.inner
     of_gradient, of_state = 1, 2
-    seeds = {
-        v: of_gradient if isinstance(n, Gradient) else of_state
-        for n, v in half.invars.items()
-        if isinstance(n, Gradient) or n in step.opt_state
-    }
-    enters = propagate(inner.eqns, seeds, {})
+    seeds = {}
+    for n, v in half.invars.items():
+        if isinstance(n, Gradient):
+            seeds[v] = of_gradient
+        elif n in step.opt_state:
+            seeds[v] = of_state
+    enters = propagate(half.inner.eqns, seeds, {})
     bits = lambda a: enters.get(a, 0) if isinstance(a, Var) else 0
-    for eqn in inner.eqns:
+    for eqn in half.inner.eqns:
         if any(bits(v) & of_gradient for v in eqn.outvars):
-            decides = bits(eqn.invars[0]) if eqn.primitive.name == "select_n" else 0
-            if decides == of_state or eqn.primitive.name in (COND, *LOOPS):
+            # only state, not gradients, decides: a count, for example
+            selects_by_state = eqn.primitive.name == "select_n" and bits(eqn.invars[0]) == of_state
+            if selects_by_state or eqn.primitive.name in (COND, *LOOPS):
                 return "none"
+
     terms = _terms(step)
-    if any(
-        not bits(half.outvars[n]) & of_gradient and terms[n] != _Term("old", n)
-        for n in step.optimized
-    ):
-        return "none"
-    # new parameters are old ones plus something linear in the gradients, which no parameter enters;
-    # and no state is made of gradients
-    fits = lambda n, x: (
-        x in (_Term("old", n), _Term("new", n)) if n in step.params else x.kind not in _OF_GRADIENTS
-    )
-    return "sum" if all(fits(n, x) for n, x in terms.items()) else "mean"
+    for n in step.optimized:
+        if not bits(half.outvars[n]) & of_gradient and terms[n] != _Term("old", n):
+            return "none"
+    # "sum": each new parameter is the old one plus a term that is linear in the gradients and in
+    # which no parameter enters; and no gradient enters the state
+    for n, x in terms.items():
+        is_sum = x in (_Term("old", n), _Term("new", n))
+        if not (is_sum if n in step.params else x.kind not in _OF_GRADIENTS):
+            return "mean"
+    return "sum"
 
 
 class _Term(NamedTuple):
     """Dependence of a value on the gradients and parameters of an update.
 
     Attributes:
-      kind: "zero" everywhere, "fixed", "moving" (a parameter enters it), "linear" in the gradients,
-        an "old" parameter, a "new" one (an old one plus something linear), or another function of
-        gradients ("other").
-      leaf: the parameter that it is.
+      kind: dependence of the value. "zero": it is zero everywhere. "fixed": it depends on neither.
+        "moving": a parameter enters it. "linear": it is linear in the gradients. "old": it is a
+        parameter. "new": it is a parameter plus a linear term. "other": any other function of
+        gradients.
+      leaf: the parameter of "old" and "new".
     """
 
     kind: str
@@ -72,13 +74,14 @@ _OF_GRADIENTS = ("linear", "new", "other")
 
 
 def _terms(step: Cut) -> dict[str, _Term]:
-    """Return what each output of an update is."""
+    """Return the dependence of each output of an update."""
     half = step.optimize
-    starts = [_Term("linear") if isinstance(n, Gradient) else _Term("fixed") for n in half.in_names]
-    starts = [
-        _Term("old", n) if n in step.params else x
-        for n, x in zip(half.in_names, starts, strict=True)
-    ]
+    starts = []
+    for n in half.in_names:
+        if isinstance(n, Gradient):
+            starts.append(_Term("linear"))
+        else:
+            starts.append(_Term("old", n) if n in step.params else _Term("fixed"))
     facts = forward_jaxpr(_LINEAR, half.jaxpr, starts)
     return {n: facts.of(a) for n, a in half.outvars.items()}
 
@@ -88,34 +91,46 @@ def _rule(eqn: JaxprEqn, ins: Sequence[_Term]) -> list[_Term] | None:
 
 
 def _term(eqn: JaxprEqn, ins: Sequence[_Term]) -> _Term:
+    """Return the dependence of an equation's outputs, from those of its operands."""
     name, kinds = eqn.primitive.name, [x.kind for x in ins]
-    has = lambda kind: [i for i, x in enumerate(kinds) if x == kind]
-    if has("zero") and zeros_by(eqn, has("zero")) == ():
+    indices = lambda kind: [i for i, x in enumerate(kinds) if x == kind]
+    zeros, linear = indices("zero"), indices("linear")
+    if zeros and zeros_by(eqn, zeros) == ():
         return _Term("zero")
+
+    # casts and copies of a parameter
     if (name == "convert_element_type" or same_operand(eqn) == 0) and kinds[0] in ("old", "new"):
-        return ins[0] if _is_inexact(eqn) else _without_leaf(ins[0])
+        return ins[0] if _is_inexact(eqn) else _any_function_of(ins[0])
+
+    # a parameter plus an update
     if name in ("add", "add_any", "sub"):
         first, second = ins if kinds[0] == "old" or name == "sub" else reversed(ins)
         if first.kind == "old" and second.kind in ("zero", "linear"):
             return first if second.kind == "zero" else _Term("new", first.leaf)
-    if has("linear") and not (has("old") or has("moving") or has("new") or has("other")):
+
+    if linear and not {"old", "moving", "new", "other"}.intersection(kinds):
         # the other operands of a group have to be zeros: x + 1 is not linear in x
-        ours, zeros = set(has("linear")), set(has("zero"))
-        group = linear_group(eqn, ours)
-        return _Term("linear" if group and ours | zeros >= set(group) else "other")
-    return functools.reduce(_join, map(_without_leaf, ins), _Term("fixed"))
+        group = linear_group(eqn, set(linear))
+        is_linear = group and {*linear, *zeros} >= set(group)
+        return _Term("linear" if is_linear else "other")
+    return functools.reduce(_join, map(_any_function_of, ins), _Term("fixed"))
 
 
-def _without_leaf(x: _Term) -> _Term:
-    """Return what is made of a value in any way."""
-    return _Term("other" if x.kind in _OF_GRADIENTS else "moving" if x.leaf else x.kind)
+def _any_function_of(x: _Term) -> _Term:
+    """Return the dependence of an arbitrary function of a value."""
+    if x.kind in _OF_GRADIENTS:
+        return _Term("other")
+    return _Term("moving" if x.leaf else x.kind)
 
 
 def _join(one: _Term, other: _Term) -> _Term:
     if one == other:
         return one
-    kinds = {_without_leaf(x).kind for x in (one, other)}
-    return _Term(next((k for k in ("other", "moving") if k in kinds), "fixed"))
+    kinds = {_any_function_of(one).kind, _any_function_of(other).kind}
+    for kind in ("other", "moving"):
+        if kind in kinds:
+            return _Term(kind)
+    return _Term("fixed")
 
 
 def _is_inexact(eqn: JaxprEqn) -> bool:
@@ -128,11 +143,10 @@ def _of_constant(aval: Any, value: Any) -> _Term:
 
 
 def _decided(condition: _Term, x: _Term) -> _Term:
-    return (
-        x
-        if condition.kind in ("zero", "fixed")
-        else _join(_without_leaf(condition), _without_leaf(x))
-    )
+    """Return the dependence of a value that a condition selects."""
+    if condition.kind in ("zero", "fixed"):
+        return x
+    return _join(_any_function_of(condition), _any_function_of(x))
 
 
 _LINEAR = ForwardAnalysis[_Term](_join, _rule, _of_constant, decide=_decided)

@@ -1,4 +1,4 @@
-"""Options of parameter servers: records of update modes and of the placement of blocks."""
+"""Options of parameter servers: update modes, and the placement of blocks."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from dtrans.step.batch_sharing import Batch
 
 @dataclasses.dataclass(frozen=True)
 class DelayCompensation:
-    """Compensation of gradients of old parameters for their delay; see
-    `dtrans.parameter_server.dc_asgd`.
+    """Options of DC-ASGD, which corrects gradients of old parameters for their delay.
+
+    `dtrans.parameter_server.dc_asgd` has the formulas.
 
     Attributes:
       strength: lambda, or lambda0 of the adaptive variant.
-      decay: decay of the mean square of gradients in the adaptive variant, e.g. 0.95; None for a
+      decay: decay of the mean squares of gradients in the adaptive variant, e.g. 0.95; None for a
         fixed lambda.
 
     Raises:
-      ConfigError: a value that is out of range.
+      ConfigError: a value is out of range.
 
     Example:
       >>> import dtrans
@@ -47,14 +48,14 @@ OPTIONAL_DELAY = (DelayCompensation, type(None))
 
 @dataclasses.dataclass(frozen=True)
 class Sync:
-    """Every update uses the gradients of all trainers.
+    """Synchronous mode: every update uses the gradients of all trainers.
 
     Attributes:
-      runtime_split: leaves are cut into blocks when trainers run, and not by their programs
-        (Paddle's `completely_not_async`). Numbers are the same.
+      runtime_split: True if trainers cut leaves into blocks at run time, without equations for it
+        (Paddle's `completely_not_async`). Numbers are equal.
 
     Raises:
-      ConfigError: a value that is out of range.
+      ConfigError: a value is out of range.
 
     Example:
       >>> import dtrans
@@ -70,19 +71,19 @@ class Sync:
 
 @dataclasses.dataclass(frozen=True)
 class Async:
-    """Every gradient is an update of its own, as soon as it comes.
+    """Asynchronous mode: servers update with each gradient as it arrives.
 
-    No trainer waits for another, and a step of theirs is the sum of what each would do.
+    Trainers do not wait for each other.
 
     Attributes:
-      delay: how gradients are compensated for their delay, if they are.
-      communicator: what sends gradients and receives parameters beside the steps, if anything does.
-        Gradients are put into its queue, and a step goes on with the parameters that it has
-        received last, so that it waits for nothing. Where sending is slower than the steps,
-        gradients of several steps are merged.
+      delay: delay compensation of gradients; None for none.
+      communicator: options of a background thread that sends gradients and receives parameters.
+        A step puts its gradients into a queue and continues with the parameters received last. If
+        sends are slower than steps, gradients of several steps are merged. None: each step waits
+        for its sends and receives.
 
     Raises:
-      ConfigError: a value that is out of range, or both.
+      ConfigError: a value is out of range, or both are set.
 
     Example:
       >>> import dtrans
@@ -99,23 +100,23 @@ class Async:
             check_type("communicator", self.communicator, CommunicatorConfig)
         if self.delay is not None and self.communicator is not None:
             raise ConfigError(
-                "delay and communicator: a server knows what a trainer has received, not which of "
-                "that a step has that "
-                "does not wait; use dtrans.HalfAsync"
+                "delay and communicator: a server cannot know which received parameters a step "
+                "used that does not wait; use dtrans.HalfAsync"
             )
 
 
 @dataclasses.dataclass(frozen=True)
 class HalfAsync:
-    """As `Async` with a communicator, for which steps wait: what they sent is sent, and what was
-    made of it received.
+    """Asynchronous mode with a communicator for which steps wait.
+
+    A step waits until its gradients are sent, and the parameters after their updates received.
 
     Attributes:
-      delay: how gradients are compensated for their delay, if they are.
-      communicator: what sends and receives.
+      delay: delay compensation of gradients; None for none.
+      communicator: options of the background thread that sends and receives.
 
     Raises:
-      ConfigError: a value that is out of range.
+      ConfigError: a value is out of range.
 
     Example:
       >>> import dtrans
@@ -133,19 +134,18 @@ class HalfAsync:
 
 @dataclasses.dataclass(frozen=True)
 class Geo:
-    """Trainers train by themselves, and servers add up what has changed; see
-    `dtrans.parameter_server.geo_sgd`.
+    """GEO-SGD: trainers update their own parameters, and servers add up the changes.
+
+    `dtrans.parameter_server.geo_sgd` has the protocol. A trainer stores the rows of a table
+    (`sparse=`) that it looked up, and exchanges changes of rows.
 
     Attributes:
-      push_every: after how many steps a trainer gives the servers what has changed.
-      block_on_pull: let that step wait for what others have changed; otherwise it is in the results
-        of the first step that finds it there.
-
-    Of a table (`sparse=`) a trainer keeps the rows that it has looked up; it gives and is told of
-    rows.
+      push_every: steps between pushes of a trainer's changes to the servers.
+      block_on_pull: True if the step of a push waits for the changes of other trainers. Otherwise
+        they are in the results of the first later step that finds them.
 
     Raises:
-      ConfigError: a value that is out of range.
+      ConfigError: a value is out of range.
 
     Example:
       >>> import dtrans
@@ -166,18 +166,18 @@ Mode = Sync | Async | HalfAsync | Geo
 
 @dataclasses.dataclass(frozen=True)
 class BlockPlacement:
-    """Rules by which leaves are cut into blocks, and blocks are assigned to servers.
+    """Rules that cut leaves into blocks, and assign blocks to servers.
 
     Attributes:
-      slice_var_up: cut leaves into blocks of rows; otherwise every leaf is whole on one server. A
-        leaf that the optimizer cannot update in blocks stays whole, and the plan gives the reason;
-        "require" makes that an error.
-      split_method: a subclass of `PSDispatcher`: `RoundRobin`, `HashName`, or one of the user's.
+      slice_var_up: True cuts leaves into blocks of rows; with False every leaf is whole on one
+        server. A leaf that the optimizer cannot update in blocks stays whole, and the plan gives
+        the reason; "require" makes that an error.
+      split_method: a subclass of `PSDispatcher`: `RoundRobin`, `HashName`, or the user's.
       min_block_size: the least number of elements of a block, at least 1.
-      seed: seed of the order in which whole leaves are dispatched if `slice_var_up` is off.
+      seed: seed of the order in which whole leaves are dispatched if `slice_var_up` is False.
 
     Raises:
-      ConfigError: a value that is out of range.
+      ConfigError: a value is out of range.
 
     Example:
       >>> import dtrans
@@ -200,8 +200,7 @@ class BlockPlacement:
 def check_options(
     trainers: Any, mode: Any, placement: Any, on_trainer_exit: Any, batch: Any
 ) -> Batch:
-    """Raise ConfigError for options that cannot be planned, by name. Returns how the batch is
-    shared."""
+    """Return the options of the batch; raise ConfigError for options that contradict each other."""
     check_int("trainers", trainers, "a positive number of trainers")
     check_type("mode", mode, (Sync, Async, HalfAsync, Geo))
     check_type("placement", placement, BlockPlacement)
@@ -209,24 +208,25 @@ def check_options(
     if on_trainer_exit != "drop" and not isinstance(mode, Sync):
         raise ConfigError(
             f"on_trainer_exit={on_trainer_exit!r} is for synchronous updates: asynchronous ones "
-            "never combine "
-            "gradients of several trainers"
+            "never combine gradients of several trainers; leave it out"
         )
     found = Batch.from_option(batch, "local" if isinstance(mode, Geo) else "exact")
     if not found.exact:
         found.check_axes()
     if found.exact and found.merge:
         raise ConfigError(
-            f"merge={dict(found.merge)!r} is for batch='local': an exact step says so itself"
+            f"merge={dict(found.merge)!r} is for batch='local': an exact step has one device's "
+            "values; leave merge out"
         )
     if found.example_count is not None or (found.unsplit_inputs and not found.exact):
         raise ConfigError(
-            f"batch={batch!r}: with parameter servers it has merge alone where it is local; "
-            "plan.on_mesh(unsplit_inputs=...) gives arrays to every trainer whole"
+            f"batch={batch!r}: with parameter servers a local batch has only merge; pass "
+            "plan.on_mesh(unsplit_inputs=...) to replicate arrays"
         )
     if found.merge and isinstance(mode, Geo):
         raise ConfigError(
-            f"merge={found.merge!r} with dtrans.Geo: what no gradient enters is each trainer's own"
+            f"merge={found.merge!r} with dtrans.Geo: each trainer keeps leaves without gradients; "
+            "leave merge out"
         )
     found.check_merge(("mean", "own"))
     return found

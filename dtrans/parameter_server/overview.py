@@ -1,8 +1,8 @@
-"""Overview of the arrays that parameter servers hold, with the rows of the step's array in each.
+"""Overview of the arrays on parameter servers, with their rows of the step's arrays.
 
-Paddle stores the overview as `program._parameters_on_pservers`, and lists parameters only. This one
-lists the optimizer's state too, since it is read from the servers' programs. Checkpoints, printing
-and costs read it.
+Paddle stores the overview as `program._parameters_on_pservers`, with parameters only. This one also
+has the optimizer state, since the servers' programs have it. Checkpoints, printed plans and costs
+read it.
 
 Source: `VarDistributed` and `VarsDistributed` of
   python/paddle/fluid/transpiler/details/vars_distributed.py.
@@ -27,20 +27,20 @@ class VarDistributed:
     """Array on one server, the *slice*, and its array in the single-device step, the *origin*.
 
     Attributes:
-      origin_name: `params/w`, `opt_state/0/mu/w`.
-      origin_shape: the shape of the whole array.
-      slice_name: `params/w.block0`; the origin's name if it was not cut.
-      slice_shape: the shape of the server's array.
-      dtype: the type of both arrays.
+      origin_name: name of the origin: `params/w`, `opt_state/0/mu/w`.
+      origin_shape: shape of the origin.
+      slice_name: name of the slice: `params/w.block0`, or the origin's name if it was not cut.
+      slice_shape: shape of the slice.
+      dtype: type of both arrays.
       axis: the dimension along which the origin was cut; 0 if it was not. State may have a
         parameter's rows along another axis.
       offset: where the slice begins along that axis.
-      block_id: the number of the parameter's block that the slice is, or belongs to.
-      is_slice: whether the slice is smaller than its origin.
+      block_id: index of the parameter's block that the slice belongs to.
+      is_slice: True if the slice is smaller than its origin.
       vtype: "Param", or "Optimizer" for state.
       endpoint: the server.
-      buckets: the slice's rows, if the origin's rows are assigned to servers by number; None for
-        the run that begins at `offset`.
+      buckets: rows of the slice, if servers have buckets of rows; None for the run of rows that
+        begins at `offset`.
     """
 
     origin_name: str
@@ -58,7 +58,7 @@ class VarDistributed:
 
     @property
     def rows(self) -> RowSet:
-        """Return the entries of the origin along `axis` that the slice has."""
+        """Indices of the slice in the origin, along `axis`."""
         if self.buckets is not None:
             return self.buckets
         start = self.offset if self.is_slice else 0
@@ -66,32 +66,33 @@ class VarDistributed:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the server holds of it."""
+        """Bytes of the slice."""
         return math.prod(self.slice_shape) * int(self.dtype.itemsize)
 
     @property
     def index(self) -> tuple[slice | np.ndarray, ...]:
-        """Return the slice's index in its origin: `origin[row.index]`."""
+        """Index of the slice in its origin: `origin[row.index]`."""
         if not self.is_slice:
             return ()
         return (slice(None),) * self.axis + (self.rows.index,)
 
     def __str__(self) -> str:
-        what = f"{self.slice_name}{list(self.slice_shape)} on {self.endpoint}"
-        begin = f"from {self.offset}" if self.buckets is None else str(self.buckets)
-        rows = f" {begin} along axis {self.axis}" if self.is_slice else ""
-        return f"{self.vtype} {what}: {self.origin_name}{list(self.origin_shape)}{rows}"
+        slice_ = f"{self.slice_name}{list(self.slice_shape)} on {self.endpoint}"
+        first = f"from {self.offset}" if self.buckets is None else str(self.buckets)
+        rows = f" {first} along axis {self.axis}" if self.is_slice else ""
+        return f"{self.vtype} {slice_}: {self.origin_name}{list(self.origin_shape)}{rows}"
 
 
 class VarsDistributed(tuple[VarDistributed, ...]):
-    """All rows of the overview, server by server in the order of their programs; `plan.overview`.
+    """Overview of a plan (`plan.overview`): its rows by server, in the order of the programs.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, dtrans
       >>> tx = optax.sgd(0.1, momentum=0.9)
       >>> step = dtrans.make_train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2), tx)
       >>> init = lambda key: (p := {"w": jnp.ones((5, 2))}, tx.init(p))
-      >>> main, startup = dtrans.trace(step, *init(None), jnp.ones((8, 5))), dtrans.trace(init, jax.random.key(0))
+      >>> main = dtrans.trace(step, *init(None), jnp.ones((8, 5)))
+      >>> startup = dtrans.trace(init, jax.random.key(0))
       >>> plan = dtrans.pserver(main, startup, pservers="127.0.0.1:6174,127.0.0.1:6175",
       ...                       placement=dtrans.BlockPlacement(min_block_size=1))
       >>> print(plan.overview)
@@ -115,9 +116,8 @@ class VarsDistributed(tuple[VarDistributed, ...]):
 
     def by_origin(self, name: str) -> VarsDistributed:
         """Return the slices of one array of the step, in the order of its rows."""
-        return VarsDistributed(
-            sorted((r for r in self if r.origin_name == name), key=lambda r: r.block_id)
-        )
+        slices = [row for row in self if row.origin_name == name]
+        return VarsDistributed(sorted(slices, key=lambda row: row.block_id))
 
     def by_slice(self, name: str) -> VarsDistributed:
         """Return a slice's rows, one per server; Paddle's `get_distributed_var_by_slice`."""
@@ -135,11 +135,11 @@ def overview_of(
     """Return the overview of the arrays on servers.
 
     Args:
-      servers: endpoint to what it holds, by name. What servers keep beside the arrays of the step
-        for a block (the backups of DC-ASGD, `params/w.block0.trainer_1_bak`) is cut as it is, and
-        of its own origin, `params/w.trainer_1_bak`.
-      types: of the arrays of the step.
-      params: the names of those that are parameters.
+      servers: endpoint to the server's arrays, by name. Arrays beside a block, such as the backups
+        of DC-ASGD, are cut like the block. `params/w.block0.trainer_1_bak` has the origin
+        `params/w.trainer_1_bak`.
+      types: types of the step's arrays, by name.
+      params: names of parameters.
     """
     return VarsDistributed(
         VarDistributed(
@@ -156,6 +156,6 @@ def overview_of(
             endpoint=endpoint,
             buckets=x.buckets,
         )
-        for endpoint, held in servers.items()
-        for name, x in held.items()
+        for endpoint, variables in servers.items()
+        for name, x in variables.items()
     )

@@ -14,8 +14,8 @@ class MeshState:
     """State of a job: a pytree of arrays.
 
     Attributes:
-      params: the trainers' parameters, by name; replicated over the trainer mesh.
-      servers: endpoint to the state of that server, by name (`params/w.block0`,
+      params: name to parameter of the trainers; replicated over the mesh of trainers.
+      servers: endpoint to the server's arrays, by name (`params/w.block0`,
         `opt_state/0/mu/w.block0`).
     """
 

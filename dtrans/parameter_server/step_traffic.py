@@ -85,14 +85,17 @@ class StepTraffic:
         step, inputs = self.bytes_per_step, self.trainer.inputs
         # params; in GEO-SGD also the optimizer state
         specs = self.trainer.args[: 2 if self.push_every else 1]
-        exchanged = [_exchange_bytes(eqn) for eqn in self.exchanges]
+        sent, received = step["send"], step["recv"]
+        for eqn in self.exchanges:
+            exchange = _exchange_bytes(eqn)
+            sent, received = sent + exchange[0], received + exchange[1]
         return RoleCost(
             "trainer",
             count=self.trainers,
             state_bytes=sum(nbytes(inputs[n]) for spec in specs for n in spec.names),
-            sent=step["send"] + sum(sent for sent, _ in exchanged),
-            received=step["recv"] + sum(received for _, received in exchanged),
-            rounds=1 + len(exchanged),
+            sent=sent,
+            received=received,
+            rounds=1 + len(self.exchanges),
             flops=program_flops(self.trainer),
         )
 

@@ -5,7 +5,7 @@
     at the end            `send_barrier`, a `recv` for each parameter, `fetch_barrier`, and `concat`
                           for leaves of several blocks
 
-Asynchronous trainers have no barriers. With `runtime_split` a `send` and a `recv` transfer a whole
+Asynchronous trainers have no barriers. With `runtime_split` a `send` and a `recv` transfer a full
 leaf, so no equation splits or concatenates.
 """
 
@@ -36,8 +36,8 @@ from dtrans.ops import (
     send_rows_p,
     split_byref_p,
 )
-from dtrans.parameter_server.averaged_leaves import averaged
-from dtrans.parameter_server.exchange_rounds import TRAINERS, in_rounds
+from dtrans.parameter_server.averaged_leaves import add_averages
+from dtrans.parameter_server.exchange_rounds import TRAINERS, sort_by_rounds
 from dtrans.parameter_server.tables.lookups import find_lookups
 from dtrans.parameter_server.tables.trainer_rows import TableWriter, without_unused
 from dtrans.slicing.blocks import Block, Placement, argument
@@ -50,27 +50,27 @@ from dtrans.step.observers import FORWARD as READS_BATCH, GRADIENTS, call_once
 
 @dataclasses.dataclass(frozen=True)
 class TrainerCommConfig:
-    """Communication between trainers and servers.
+    """Options of the communication between trainers and servers.
 
     Attributes:
       trainers: the number of trainers.
-      sync_mode: an update uses the gradients of all trainers.
-      runtime_split: leaves are cut into blocks when the program runs, not by the program.
-      half_async: with `runtime_split`, a step waits until its gradients are sent and its parameters
-        received.
-      communicator: the options of a communicator that sends and receives beside the program; None
+      sync_mode: True if an update uses the gradients of all trainers.
+      runtime_split: True if trainers cut leaves into blocks at run time, without equations for it.
+      half_async: with `runtime_split`, True if a step waits until its gradients are sent and its
+        parameters received.
+      communicator: options of a communicator that sends and receives in the background; None
         without one.
       averages: leaves that trainers compute and servers average.
-      told: argument of the step that the update reads, to the servers that need it.
-      asked: array of the optimizer's state that trainers receive before a step, to its server.
-      tables: leaves that trainers have by rows only: the rows that they look up.
-      calls_once: only trainer 0 calls host callbacks.
+      argument_servers: argument of the step that the update reads, to the servers that need it.
+      state_servers: array of the optimizer state that trainers receive before a step, to its
+        server.
+      tables: leaves whose rows trainers look up.
+      calls_once: True if only trainer 0 calls host callbacks.
       scale: factor of gradients before they are sent: the number of trainers, if trainers have
         terms of a sum and servers average.
-      numbers: numbers in the update that depend on the size of the batch; trainers send them as
-        arguments.
-      parts: the arrays of the batch that no server has. Trainers compute the values of them that
-        the update reads, and send these as arguments; None if servers refuse such values.
+      numbers: numbers of the update that depend on the batch size; trainers send them as arguments.
+      parts: arrays of the batch that no server has. Trainers compute the values that the update
+        needs from them, and send these as arguments; None if servers refuse such values.
     """
 
     trainers: int
@@ -79,38 +79,37 @@ class TrainerCommConfig:
     half_async: bool = False
     communicator: CommunicatorConfig | None = None
     averages: tuple[str, ...] = ()
-    told: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
-    asked: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    argument_servers: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+    state_servers: Mapping[str, str] = dataclasses.field(default_factory=dict)
     scale: int = 1
     tables: tuple[str, ...] = ()
     calls_once: bool = False
     numbers: BatchNumbers = dataclasses.field(default_factory=BatchNumbers)
     parts: tuple[str, ...] | None = None
 
-    def handed_over(self, step: Cut) -> Cut:
+    def hand_over(self, step: Cut) -> Cut:
         """Return the step with values of forward as inputs of its update."""
         return step if self.parts is None else hand_over(step, self.parts, drawn=True)
 
-    def update_of(self, step: Cut) -> Cut:
-        """Return the step with the update that servers carry out: of averages too, and given what
-        trainers send."""
-        return averaged(self.numbers.taken_by(self.handed_over(step)), self.averages)
+    def server_update(self, step: Cut) -> Cut:
+        """Return the step with the servers' update, with averages and values that trainers send."""
+        return add_averages(self.numbers.taken_by(self.hand_over(step)), self.averages)
 
     @property
     def gradients_per_update(self) -> int:
-        """Return the number of gradients that an update combines."""
+        """The number of gradients that an update combines."""
         return self.trainers if self.sync_mode else 1
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainerSide:
-    """The trainers of a plan: a writer of their programs.
+    """Writer of the programs of a plan's trainers.
 
     Attributes:
-      step: the step of one trainer, with the update of the servers.
+      step: the step of one trainer, with the servers' update.
       placement: every block and its server.
       init: the single-device init.
-      comm: how trainers talk to servers.
+      comm: options of the communication with servers.
     """
 
     step: Cut
@@ -120,80 +119,82 @@ class TrainerSide:
 
     @property
     def runtime_split(self) -> bool:
-        """True if trainers cut leaves into blocks at run time, and their programs do not."""
+        """True if trainers cut leaves into blocks at run time, without equations for it."""
         return self.comm.runtime_split
 
     def program(self, trainer_id: int) -> Program:
         """Return the program of one trainer: (params, *batch) -> (params, loss[, aux])."""
-        return trainer_program(self.step, self.placement, trainer_id, self.comm)
+        return write_trainer(self.step, self.placement, trainer_id, self.comm)
 
     def startup(self, trainer_id: int) -> Program:
         """Return the startup program of one trainer: the arguments of init -> params."""
-        return trainer_startup_program(self.step, self.placement, self.init, trainer_id, self.comm)
+        return write_trainer_startup(self.step, self.placement, self.init, trainer_id, self.comm)
 
     def uneven(
         self, shared: ExactStep, types: Sequence[jax.ShapeDtypeStruct], trainer_id: int
     ) -> tuple[ExactStep, Program]:
-        """Return a trainer's program for a batch whose rows the trainers do not divide.
+        """Return the split and a trainer's program for a batch that the trainers do not divide.
 
         Parts are padded to `ceil(rows / trainers)` rows.
 
         Args:
-          shared: how trainers share batches that they divide.
-          types: of the inputs of the whole step.
+          shared: the split of batches that the trainers divide.
+          types: types of the inputs of the full step.
         """
-        whole = shared.for_types(types)
-        # terms of a sum are added up, where servers may average
+        uneven = shared.for_types(types)
+        # uneven parts give terms of a sum; where servers average, trainers multiply by their number
         scale = self.comm.scale if shared.reduce == "sum" else self.comm.trainers
-        step = self.comm.update_of(cut(whole.step.program))
+        step = self.comm.server_update(cut(uneven.step.program))
         check_same_update(self.step, step)
         comm = dataclasses.replace(self.comm, scale=scale)
-        return whole, trainer_program(step, self.placement, trainer_id, comm)
+        return uneven, write_trainer(step, self.placement, trainer_id, comm)
 
 
-def trainer_program(
-    step: Cut, placement: Placement, trainer_id: int, wiring: TrainerCommConfig
+def write_trainer(
+    step: Cut, placement: Placement, trainer_id: int, comm: TrainerCommConfig
 ) -> Program:
     """Return the program of one trainer: (params, *batch) -> (params, loss[, aux])."""
-    if wiring.gradients_per_update == 1:  # a gradient is complete on the trainer that makes it
+    if comm.gradients_per_update == 1:
+        # a gradient is complete on its trainer, so callbacks may read it there
         step = step.with_observers(GRADIENTS, READS_BATCH)
     source = step.program
     vars_of = source.invars
-    outs_of = source.outvars
     b = Builder(source.jaxpr)
-    none_of = {n: Var(no_rows(vars_of[n].aval)) for n in wiring.tables}
-    b.invars += [none_of.get(n, vars_of[n]) for n in (*step.params, *step.batch)]
-    wire = TrainerCommWriter(b, placement, trainer_id, wiring)
-    wire.ask({n: vars_of[n] for n in wiring.asked})
-    rounds = in_rounds(placement.endpoints, trainer_id, wiring.trainers)
-    made = write_trainer_half(b, step, step.results, wire.send, wire.on_rows(step), rounds)
-    for n, servers in wiring.told.items():
-        value = (
-            b.constant(step.numbers[n])
-            if n in step.numbers
-            else made[n]
-            if n in step.handed
-            else vars_of[n]
-        )
-        wire.tell(n, value, servers)
-    new = wire.update([n for n in step.optimized if n not in wiring.tables])
-    outs = {**outs_of, **made, **new, **none_of}
-    if wiring.tables:
+    empty = {n: Var(without_rows(vars_of[n].aval)) for n in comm.tables}
+    b.invars += [empty.get(n, vars_of[n]) for n in (*step.params, *step.batch)]
+    writer = TrainerCommWriter(b, placement, trainer_id, comm)
+
+    # before forward: state that it reads
+    writer.receive_state({n: vars_of[n] for n in comm.state_servers})
+
+    # forward and backward, with a send after each gradient
+    rounds = sort_by_rounds(placement.endpoints, trainer_id, comm.trainers)
+    on_rows = writer.on_rows(step)
+    results = write_trainer_half(b, step, step.results, writer.send, on_rows, rounds)
+
+    # then arguments of the update, and the new parameters
+    for n, servers in comm.argument_servers.items():
+        if n in step.numbers:
+            value: Any = b.constant(step.numbers[n])
+        else:
+            value = results[n] if n in step.handed else vars_of[n]
+        writer.send_argument(n, value, servers)
+    new = writer.finish([n for n in step.optimized if n not in comm.tables])
+    outs = {**source.outvars, **results, **new, **empty}
+    if comm.tables:
         without_unused(b, [outs[n] for n in out_names(step)])
-
-    if wiring.calls_once and wiring.trainers > 1:
+    if comm.calls_once and comm.trainers > 1:
         call_once(b, TRAINERS)
-    out = without(source.out, source.args[1])
-    param_args = (source.args[0], *source.args[2:])
 
-    def again(source: Program) -> Program:
-        other = wiring.update_of(cut(source))
+    def rewrite(source: Program) -> Program:
+        other = comm.server_update(cut(source))
         check_same_update(step, other)
-        return trainer_program(other, placement, trainer_id, wiring)
+        return write_trainer(other, placement, trainer_id, comm)
 
-    return source.rewritten(
-        again, result=Program.written(f"trainer {trainer_id}", b, param_args, out, outs)
-    )
+    out = without(source.out, source.args[1])
+    args = (source.args[0], *source.args[2:])
+    program = Program.written(f"trainer {trainer_id}", b, args, out, outs)
+    return source.rewritten(rewrite, result=program)
 
 
 def out_names(step: Cut) -> tuple[str, ...]:
@@ -201,203 +202,222 @@ def out_names(step: Cut) -> tuple[str, ...]:
     return tuple(without(step.program.out, step.program.args[1]).names)
 
 
-def no_rows(aval: Any) -> Any:
-    """Return the type of a trainer's empty table: none of its rows."""
+def without_rows(aval: Any) -> Any:
+    """Return the type of a trainer's table without rows."""
     return aval.update(shape=(0, *aval.shape[1:]))
 
 
-def trainer_startup_program(
-    step: Cut, placement: Placement, startup: Program, trainer_id: int, wiring: TrainerCommConfig
+def write_trainer_startup(
+    step: Cut, placement: Placement, startup: Program, trainer_id: int, comm: TrainerCommConfig
 ) -> Program:
-    """Write a trainer's startup: it receives parameters, and computes frozen leaves."""
+    """Write a trainer's startup program: it receives parameters, and computes frozen leaves."""
     b, outs = write_start(startup, step.frozen)
-    received = [n for n in step.optimized if n not in wiring.tables]
-    outs |= TrainerCommWriter(b, placement, trainer_id, wiring).start(received)
+    received = [n for n in step.optimized if n not in comm.tables]
+    outs |= TrainerCommWriter(b, placement, trainer_id, comm).receive_initial(received)
     b.role = DIST
-    for n in wiring.tables:
+    for n in comm.tables:
         t = step.program.inputs[n]
         (outs[n],) = b.bind(fake_init_p, table=n, shape=t.shape, dtype=t.dtype)
     spec = step.program.args[0]
     return Program.written(f"trainer {trainer_id} startup", b, startup.args, spec, outs)
 
 
-def write_start(startup: Program, own: Sequence[str]) -> tuple[Builder, dict[str, Any]]:
-    """Begin a startup program that computes `own` leaves; return it and the init's outputs."""
+def write_start(startup: Program, leaves: Sequence[str]) -> tuple[Builder, dict[str, Any]]:
+    """Begin a startup program that computes `leaves`; return its builder and the init's outputs."""
     inner = startup.inner
     outs: dict[str, Any] = startup.outvars
     b = Builder(startup.jaxpr)
     b.invars += inner.invars
     b.role = FORWARD
-    kept, _ = backward_slice(inner.eqns, [outs[n] for n in own])
-    for i in kept:
+    needed, _ = backward_slice(inner.eqns, [outs[n] for n in leaves])
+    for i in needed:
         b.keep(inner.eqns[i])
     return b, outs
 
 
-def where_rows_are(table: str, blocks: Sequence[Block]) -> dict[str, Any]:
-    """Return the parameters of an equation that name the rows of a table and their servers."""
-    return {
-        "table": table,
-        "epmap": tuple(x.endpoint for x in blocks),
-        "spans": tuple(x.span for x in blocks),
-    }
+def row_location(table: str, blocks: Sequence[Block]) -> dict[str, Any]:
+    """Return the parameters of an equation with the rows of a table's blocks and their servers."""
+    spans = tuple(x.span for x in blocks)
+    return {"table": table, "epmap": _endpoints(blocks), "spans": spans}
+
+
+def _endpoints(blocks: Sequence[Block]) -> tuple[str, ...]:
+    return tuple(x.endpoint for x in blocks)
+
+
+def _names(blocks: Sequence[Block]) -> tuple[str, ...]:
+    return tuple(x.name for x in blocks)
 
 
 class TrainerCommWriter:
-    """Writes the communication of one trainer into a program."""
+    """Writer of one trainer's communication.
+
+    Args:
+      b: builder of the trainer's program.
+      placement: every block and its server.
+      trainer_id: index of the trainer.
+      comm: options of the communication with servers.
+    """
 
     def __init__(
-        self, b: Builder, placement: Placement, trainer_id: int, wiring: TrainerCommConfig
+        self, b: Builder, placement: Placement, trainer_id: int, comm: TrainerCommConfig
     ) -> None:
         self.b = b
         self.placement = placement
-        self.wiring = wiring
+        self.comm = comm
         self.me = {"trainer_id": trainer_id}
         self.common = {
             "trainer_id": trainer_id,
-            "trainers": wiring.trainers,
-            "sync_mode": wiring.sync_mode,
+            "trainers": comm.trainers,
+            "sync_mode": comm.sync_mode,
         }
+        # results of sends, on which later equations wait
         self.tokens: list[Var] = []
         self._tables: TableWriter | None = None
 
     def on_rows(self, step: Cut) -> Callable[..., HalfWriter] | None:
         """Return the writer of a trainer's half on looked-up rows, or None without tables."""
-        if not self.wiring.tables:
+        if not self.comm.tables:
             return None
-        found = find_lookups(step, self.wiring.tables)
+        found = find_lookups(step, self.comm.tables)
         assert not found.refused, found.refused
+        tables = {n: step.program.invars[n] for n in self.comm.tables}
+        locations = {}
+        for n in tables:
+            names = _names(self.placement.blocks[n])
+            locations[n] = {**self._row_location(n), "names": names}
 
         def writer(eqns: Sequence[JaxprEqn], roles: Sequence[str], ends: Any) -> HalfWriter:
-            tables = {n: step.program.invars[n] for n in self.wiring.tables}
-            where = {
-                n: {**self._rows_of(n), "names": tuple(x.name for x in self.placement.blocks[n])}
-                for n in tables
-            }
-            self._tables = TableWriter(
-                self.b, step.program.jaxpr, found, tables, where, eqns, roles
-            )
+            jaxpr = step.program.jaxpr
+            self._tables = TableWriter(self.b, jaxpr, found, tables, locations, eqns, roles)
             return self._tables
 
         return writer
 
-    def _rows_of(self, leaf: str) -> dict[str, Any]:
+    def _row_location(self, leaf: str) -> dict[str, Any]:
         """Return the parameters of an equation that transfers rows of a table."""
-        return {**where_rows_are(leaf, self.placement.blocks[leaf]), **self._beside, **self.common}
+        blocks = self.placement.blocks[leaf]
+        return {**row_location(leaf, blocks), **self._background, **self.common}
 
     @property
-    def _beside(self) -> dict[str, Any]:
-        """Return the parameter of an equation that a communicator runs; empty without one."""
-        return {"communicator": self.wiring.communicator} if self.wiring.communicator else {}
+    def _background(self) -> dict[str, Any]:
+        """The parameter of an equation that a communicator runs; empty without one."""
+        return {"communicator": self.comm.communicator} if self.comm.communicator else {}
 
     def _at_run_time(self, blocks: Sequence[Block]) -> dict[str, Any]:
         """Return the parameters of an equation that cuts a leaf at run time; empty otherwise."""
-        if not self.wiring.runtime_split:
+        if not self.comm.runtime_split:
             return {}
-        return {"sections": tuple(x.rows for x in blocks), **self._beside}
+        return {"sections": tuple(x.rows for x in blocks), **self._background}
 
     def send(self, leaf: str, grad: Any) -> None:
-        """`split_byref` where the leaf has several blocks and is not cut later, and `send`."""
+        """Write a `send` of a gradient, behind `split_byref` if the program cuts the leaf."""
+        trainer_id, count = self.me["trainer_id"], self.comm.gradients_per_update
         blocks = self.placement.blocks[leaf]
-        names = tuple(
-            x.gradient(self.me["trainer_id"], self.wiring.gradients_per_update) for x in blocks
-        )
-        if self.wiring.scale != 1:
-            (grad,) = self.b.call(times(self.wiring.scale), grad)
+        names = tuple(x.gradient(trainer_id, count) for x in blocks)
+        if self.comm.scale != 1:
+            (grad,) = self.b.call(times(self.comm.scale), grad)
         if isinstance(grad, Var):
             self.b.labels.setdefault(grad, leaf + GRAD)
-        if leaf in self.wiring.tables:
+
+        if leaf in self.comm.tables:
             assert self._tables is not None
             self.b.role = RPC
-            where = {"names": names, **self._rows_of(leaf), **self._merge(leaf)}
-            self.tokens += self.b.bind(send_rows_p, self._tables.uniq[leaf], grad, **where)
+            params = {"names": names, **self._row_location(leaf), **self._merge(leaf)}
+            self.tokens += self.b.bind(send_rows_p, self._tables.uniq[leaf], grad, **params)
             return
+
         parts: list[Any] = [grad]
-        if len(blocks) > 1 and not self.wiring.runtime_split:
+        if len(blocks) > 1 and not self.comm.runtime_split:
             self.b.role = DIST
             parts = self.b.bind(split_byref_p, grad, sections=tuple(x.rows for x in blocks))
             self.b.labels.update(zip(parts, names, strict=True))
         self.b.role = RPC
-        where = {"epmap": tuple(x.endpoint for x in blocks), "names": names, **self._merge(leaf)}
-        self.tokens += self.b.bind(
-            send_p, *parts, **where, **self._at_run_time(blocks), **self.common
-        )
+        params = {"epmap": _endpoints(blocks), "names": names, **self._merge(leaf)}
+        params |= {**self._at_run_time(blocks), **self.common}
+        self.tokens += self.b.bind(send_p, *parts, **params)
 
     def _merge(self, leaf: str) -> dict[str, Any]:
         """Return the rule by which a communicator merges the values that several steps send."""
-        if self.wiring.communicator is None:
+        if self.comm.communicator is None:
             return {}
-        return {
-            "merge": "newest" if leaf in self.wiring.averages else self.wiring.communicator.merge
-        }
+        is_average = leaf in self.comm.averages
+        return {"merge": "newest" if is_average else self.comm.communicator.merge}
 
-    def ask(self, state: Mapping[str, Var]) -> None:
-        """Arrays of the optimizer's state as they are before the step, by their variables."""
+    def receive_state(self, state: Mapping[str, Var]) -> None:
+        """Write the receipt of optimizer state that forward reads.
+
+        Args:
+          state: name to the variable that the program reads.
+        """
         if not state:
             return
         b = self.b
         b.role = RPC
-        where = self.wiring.asked
+        endpoints = self.comm.state_servers
         arrived: list[Var] = []
         for n, v in state.items():
-            arrived += b.bind(
-                recv_p, epmap=(where[n],), names=(n,), types=(words_type(v.aval),), **self.common
-            )
-        there = b.bind(
-            fetch_barrier_p, *arrived, endpoints=tuple(dict.fromkeys(where.values())), **self.me
-        )
-        outs = {
-            x: v for x, v in zip(there, state.values(), strict=True) if not is_key(v.aval.dtype)
-        }
-        b.eqns[-1] = b.eqns[-1].replace(outvars=[outs.get(x, x) for x in there])
-        b.role = DIST
-        for x, v in zip(there, state.values(), strict=True):
-            if x not in outs:
-                b.call(keys_of(str(jax.random.key_impl(jnp.zeros((), v.aval.dtype)))), x)
-                b.eqns[-1] = b.eqns[-1].replace(outvars=[v])
+            params = {"epmap": (endpoints[n],), "names": (n,), "types": (words_type(v.aval),)}
+            arrived += b.bind(recv_p, **params, **self.common)
+        servers = tuple(dict.fromkeys(endpoints.values()))
+        received = b.bind(fetch_barrier_p, *arrived, endpoints=servers, **self.me)
 
-    def tell(self, name: str, value: Any, servers: Sequence[str]) -> None:
-        """Send an argument of the step to the servers that need it."""
+        # the program's variables become the outputs; random keys arrive as integers
+        variable_of: dict[Var, Var] = {}
+        keys: dict[Var, Var] = {}
+        for x, v in zip(received, state.values(), strict=True):
+            (keys if is_key(v.aval.dtype) else variable_of)[x] = v
+        b.eqns[-1] = b.eqns[-1].replace(outvars=[variable_of.get(x, x) for x in received])
+        b.role = DIST
+        for x, v in keys.items():
+            b.call(keys_of(str(jax.random.key_impl(jnp.zeros((), v.aval.dtype)))), x)
+            b.eqns[-1] = b.eqns[-1].replace(outvars=[v])
+
+    def send_argument(self, name: str, value: Any, servers: Sequence[str]) -> None:
+        """Write a `send` of an argument of the update to the servers that need it."""
         if not servers:
             return
-        (value,) = self.b.call(jnp.copy, value)  # of the type of the program, whatever it is given
+        # the copy has the type of the program, whatever value is passed
+        (value,) = self.b.call(jnp.copy, value)
         self.b.role = RPC
-        names = (
-            argument(name, self.wiring.gradients_per_update).sent[self.me["trainer_id"]],
-        ) * len(servers)
+        sent_name = argument(name, self.comm.gradients_per_update).sent[self.me["trainer_id"]]
+        values, names = [value] * len(servers), (sent_name,) * len(servers)
         self.tokens += self.b.bind(
-            send_p, *[value] * len(servers), epmap=tuple(servers), names=names, **self.common
+            send_p, *values, epmap=tuple(servers), names=names, **self.common
         )
 
-    def update(self, leaves: Sequence[str]) -> dict[str, Var]:
-        """Write the barrier after the last gradient, if there is one, and receive parameters."""
+    def finish(self, leaves: Sequence[str]) -> dict[str, Var]:
+        """Write the barrier after the last gradient, if any, and the receipt of parameters."""
         after = self.tokens
-        if self.wiring.sync_mode or (self.wiring.runtime_split and self.wiring.half_async):
+        if self.comm.sync_mode or (self.comm.runtime_split and self.comm.half_async):
             self.b.role = RPC
-            how = {"half_async": True} if self.wiring.runtime_split else {}
+            params = {"half_async": True} if self.comm.runtime_split else {}
             after = self.b.bind(
-                send_barrier_p, *after, endpoints=self.placement.endpoints, **how, **self.me
+                send_barrier_p, *after, endpoints=self.placement.endpoints, **params, **self.me
             )
-        if self.wiring.runtime_split:
-            return self.newest(leaves, after)
-        # the rows of the next step are asked for when all of this one is sent
-        return self.fetch(leaves, after, barrier=self.wiring.sync_mode or bool(self.wiring.tables))
+        if self.comm.runtime_split:
+            return self.receive_full(leaves, after)
+        # the next step requests its rows when all gradients of this one are sent
+        barrier = self.comm.sync_mode or bool(self.comm.tables)
+        return self.receive_blocks(leaves, after, barrier=barrier)
 
-    def newest(self, leaves: Sequence[str], after: Sequence[Var]) -> dict[str, Var]:
-        """Write a `recv` of each whole parameter."""
+    def receive_full(self, leaves: Sequence[str], after: Sequence[Var]) -> dict[str, Var]:
+        """Write a `recv` of each full parameter."""
         self.b.role = RPC
         new: dict[str, Var] = {}
-        if not leaves:  # all are tables; the step has sent all the same
-            who = {**self._beside, **self.common}
-            self.b.bind(fetch_barrier_p, endpoints=self.placement.endpoints, **who)
+        if not leaves:  # all leaves are tables, and the step waits for its sends all the same
+            params = {**self._background, **self.common}
+            self.b.bind(fetch_barrier_p, endpoints=self.placement.endpoints, **params)
         for leaf in leaves:
             blocks = self.placement.blocks[leaf]
-            shape = (sum(x.rows for x in blocks), *blocks[0].shape[1:]) if blocks[0].shape else ()
+            shape = blocks[0].shape
+            if shape:
+                shape = (sum(x.rows for x in blocks), *shape[1:])
             (new[leaf],) = self.b.bind(
                 recv_p,
                 *after,
-                epmap=tuple(x.endpoint for x in blocks),
-                names=tuple(x.name for x in blocks),
+                epmap=_endpoints(blocks),
+                names=_names(blocks),
                 types=(ShapedArray(shape, blocks[0].dtype),),
                 **self._at_run_time(blocks),
                 **self.common,
@@ -405,39 +425,43 @@ class TrainerCommWriter:
             self.b.labels[new[leaf]] = leaf
         return new
 
-    def start(self, leaves: Sequence[str]) -> dict[str, Var]:
+    def receive_initial(self, leaves: Sequence[str]) -> dict[str, Var]:
         """Write the receipt of initial values, with a barrier."""
-        return self.fetch(leaves, (), barrier=True)
+        return self.receive_blocks(leaves, (), barrier=True)
 
-    def fetch(
+    def receive_blocks(
         self, leaves: Sequence[str], after: Sequence[Var], *, barrier: bool
     ) -> dict[str, Var]:
-        """Write a `recv` for each parameter, `fetch_barrier` if wanted, `concat` of blocks."""
+        """Write a `recv` for each block, a `fetch_barrier` if wanted, and `concat` of blocks."""
         b = self.b
         b.role = RPC
         arrived: list[Var] = []
-        table = [self.placement.blocks[leaf] for leaf in leaves]
-        for blocks in table:
-            got = b.bind(
+        for leaf in leaves:
+            blocks = self.placement.blocks[leaf]
+            names = _names(blocks)
+            received = b.bind(
                 recv_p,
                 *after,
-                epmap=tuple(x.endpoint for x in blocks),
-                names=tuple(x.name for x in blocks),
+                epmap=_endpoints(blocks),
+                names=names,
                 types=tuple(ShapedArray(x.shape, x.dtype) for x in blocks),
                 **self.common,
             )
-            b.labels.update(zip(got, (x.name for x in blocks), strict=True))
-            arrived += got
+            b.labels.update(zip(received, names, strict=True))
+            arrived += received
         if barrier:
-            who = self.me if arrived else self.common  # all leaves may be tables
-            arrived = b.bind(fetch_barrier_p, *arrived, endpoints=self.placement.endpoints, **who)
-        done = iter(arrived)
+            params = self.me if arrived else self.common  # all leaves may be tables
+            endpoints = self.placement.endpoints
+            arrived = b.bind(fetch_barrier_p, *arrived, endpoints=endpoints, **params)
+
+        values = iter(arrived)
         b.role = DIST
         new: dict[str, Var] = {}
-        for leaf, blocks in zip(leaves, table, strict=True):
-            parts = [next(done) for _ in blocks]
+        for leaf in leaves:
+            names = _names(self.placement.blocks[leaf])
+            parts = [next(values) for _ in names]
             if len(parts) > 1:
-                b.labels.update(zip(parts, (x.name for x in blocks), strict=True))
+                b.labels.update(zip(parts, names, strict=True))
                 parts = b.bind(concat_p, *parts, axis=0)
             (new[leaf],) = parts
         return new

@@ -1,43 +1,45 @@
-"""Parameter-server mode: a step becomes a trainer program and one program per server.
+"""Parameter-server mode: a step becomes a program of each trainer and of each server.
 
-    trainer   forward, backward; right after the equation that makes a gradient, `split_byref` (where the
-              leaf has several blocks) and `send`; at the end `send_barrier`, a `recv` for each
+    trainer   forward and backward. After the equation that computes a gradient: `split_byref` (for
+              leaves of several blocks) and `send`. At the end: `send_barrier`, a `recv` for each
               parameter, `fetch_barrier`, and `concat` for leaves of several blocks
-    pserver   one `listen_and_serv`, whose optimize blocks sum the trainers' gradients, scale them by
-              1/trainers, and do what the optimizer does, on the rows that live there
+    pserver   one `listen_and_serv`. Its optimize blocks sum the trainers' gradients, scale them by
+              1/trainers, and update the server's rows
 
-In asynchronous modes there are no barriers, and an optimize block takes one gradient, of whichever
-trainer sent it; it may correct that for its delay (`dtrans.parameter_server.dc_asgd`). Geo is a
-plan of its own (`dtrans.parameter_server.geo_sgd`).
+Asynchronous modes have no barriers, and an optimize block takes one trainer's gradient. It may
+correct the gradient for its delay (`dtrans.parameter_server.dc_asgd`). Geo has its own plan
+(`dtrans.parameter_server.geo_sgd`).
 
-The optimizer's state exists on the servers only. Initial values are the rows of the single-device
-init, and only these are computed (`dtrans.slicing.partial_init`).
-The job computes what one device computes on the whole batch: where the step is not made of its
-parts, a trainer's program has what crosses the batch as `exchange` equations
+Only servers have the optimizer state. Servers compute only their rows of the single-device init
+(`dtrans.slicing.partial_init`).
+
+The job computes the numbers of one device on the global batch. Where parts of the batch do not add
+up, a trainer's program communicates with `exchange` equations
 (`dtrans.parameter_server.exchange_rounds`).
 
 Source: python/paddle/fluid/transpiler/distribute_transpiler.py (`transpile`, `get_trainer_program`,
-`get_pserver_program`), order of operations included; the programs handed in are not changed.
+`get_pserver_program`), with the same order of operations. The input programs are not changed.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
-from dtrans._jax import Var, equations, jaxprs_in_params, line_of, without_mesh
+from dtrans._jax import JaxprEqn, Var, equations, jaxprs_in_params, line_of, without_mesh
 from dtrans.batch.exact_step import ExactStep, batch_axes, full_type, shard_alone, shard_step
 from dtrans.endpoints import parse_endpoints
 from dtrans.errors import ConfigError, GradientError, TraceError
 from dtrans.ir.dataflow import backward_slice, propagate
 from dtrans.ir.program import DIST, Program, is_communication
 from dtrans.ops import CommunicatorConfig
-from dtrans.parameter_server.averaged_leaves import averages_of
-from dtrans.parameter_server.dc_asgd import compensated, kept_beside
-from dtrans.parameter_server.exchange_rounds import TRAINERS, told_to_all
-from dtrans.parameter_server.geo_sgd import plan_geo_sgd
+from dtrans.parameter_server.averaged_leaves import choose_averages
+from dtrans.parameter_server.dc_asgd import compensate, moving_suffixes
+from dtrans.parameter_server.exchange_rounds import TRAINERS, reduce_results
+from dtrans.parameter_server.geo_sgd import EACH_TRAINER, plan_geo_sgd
 from dtrans.parameter_server.gradient_merging import merging
 from dtrans.parameter_server.options import (
     Async,
@@ -63,7 +65,7 @@ from dtrans.parameter_server.trainer_program import TrainerCommConfig, TrainerSi
 from dtrans.plan import with_recipe
 from dtrans.rows.analysis import analyse
 from dtrans.rows.layout import SHARED
-from dtrans.slicing.blocks import Placement, Unit
+from dtrans.slicing.blocks import Unit
 from dtrans.slicing.server_spec import UpdateSpec, analyse_update
 from dtrans.slicing.server_update import ServerWork
 from dtrans.step.batch_numbers import BatchNumbers, numbers_of_size
@@ -76,10 +78,10 @@ from dtrans.step.startup import match_startup, normalize_step
 
 
 TRAINERS_HAVE = "which only the trainers have"
-SYNC_TELLS = (
+SYNC_SENDS = (
     "With mode=dtrans.Sync() an update may read arguments that all trainers share and values that "
-    "forward makes of the "
-    "batch (a count of tokens, the loss), and a loss state of the optimizer that no row enters"
+    "forward computes from the batch (a count of tokens, the loss), and a loss may read optimizer "
+    "state without rows"
 )
 
 
@@ -105,40 +107,38 @@ def pserver(
       pservers: the servers' endpoints, `host:port`, as a sequence or separated by commas.
       trainers: the number of trainers that share each global batch; with `dtrans.Geo` each has its
         own batches.
-      mode: when servers update, and what trainers wait for: `dtrans.Sync`, `Async`, `HalfAsync` or
-        `Geo`.
+      mode: `dtrans.Sync`, `Async`, `HalfAsync` or `Geo`: when servers update, and what trainers
+        wait for.
       placement: a `dtrans.BlockPlacement`: the cut of leaves into blocks, and the server of each.
       on_trainer_exit: the effect on synchronous updates of a trainer that closes before the others.
-        "drop": each later update averages the gradients of the trainers that take the step, as on
-        one device that sees only their rows. "paddle": as Paddle 1.8 mostly does: the last gradient
-        of the closed trainer counts once more, then as zero, and the sum is still divided by
-        `trainers`. (It is one outcome of a race: in the other that gradient counts for ever; see
+        "drop": each later update averages the gradients of the remaining trainers, as on one device
+        that sees only their rows. "paddle": as Paddle 1.8 mostly does: the last gradient of the
+        closed trainer counts once more, then as zero, and the sum is still divided by `trainers`.
+        (It is one outcome of a race: in the other that gradient counts forever; see
         `dtrans.ops.listen_and_serv`.) "error": the job ends with a `PeerError` that names the
         trainer. A trainer that fails, or closes in the middle of a step, always ends a synchronous
-        job. So does one that closes early if the parts of the step do not add up.
-      batch: "exact": the job gives one device's numbers. Where parts of the batch do not add up to
-        them by themselves, trainers exchange what crosses it through the servers, in rounds that
-        the plan counts; asynchronous trainers cannot, and such a step is refused by its line.
-        "local": each trainer takes the step on its part alone. Or a `dtrans.Batch`. With "local",
-        its `merge` says of leaves that trainers make themselves, as batch statistics, by their
-        names, or what they lie under: "own" (each trainer has its own, which is so by default) or
-        "mean": servers average them. In asynchronous modes the newest counts. With `dtrans.Geo` a
-        batch is each trainer's own.
-      sparse: leaves that trainers have by rows only, such as embedding tables: name to
-        `dtrans.Rows`. "auto": leaves that a step reads by rows only, if it looks up at most a
-        fourth of a leaf's rows. A trainer asks for the rows of its batch before forward, and sends
-        their gradients; with `dtrans.Geo` it stores them, and sends their changes. None: trainers
-        have all leaves.
+        job. So does a trainer that closes early if the parts of the step do not add up.
+      batch: "exact": the job gives one device's numbers. Where parts of the batch do not add up,
+        trainers exchange values through the servers, in rounds that the plan counts. Asynchronous
+        trainers cannot: such a step raises ConfigError with its line. "local": each trainer takes
+        the step on its part alone. Or a `dtrans.Batch`. With "local", its `merge` maps leaves that
+        trainers compute, such as batch statistics, or prefixes of their names, to "own" or "mean".
+        "own", the default: each trainer keeps its value. "mean": servers average them; in
+        asynchronous modes the newest value counts. With `dtrans.Geo` trainers have different
+        batches.
+      sparse: leaves whose rows trainers look up, such as embedding tables: name to `dtrans.Rows`.
+        "auto": leaves that a step reads by rows only, if it looks up at most a fourth of their
+        rows. A trainer requests the rows of its batch before forward, and sends their gradients;
+        with `dtrans.Geo` it stores them, and sends their changes. None: trainers have all leaves.
 
     Raises:
-      ConfigError: an option that is out of range; an exact step that these trainers cannot take; no
-        table.
-      BatchError: arrays of an exact step's batch that differ in their number of rows.
-      GradientError: the gradients of the step cannot be told (see `dtrans.step.cut`), or a result
-        is computed from them, which each of several trainers would do from its own.
-      OptimizerError: an optimizer that must be told the loss, or with "require" one that mixes
-        rows.
-      TraceError: `startup` does not make what `main` takes.
+      ConfigError: an option is out of range, a leaf in `sparse` is no table, or these trainers
+        cannot take the exact step.
+      BatchError: arrays of an exact step's batch differ in their number of rows.
+      GradientError: the gradients of the step are ambiguous (see `dtrans.step.cut`), or one of
+        several trainers would compute a result from its gradients alone.
+      OptimizerError: the optimizer needs the loss; or, with "require", it mixes rows.
+      TraceError: `startup` does not return the state that `main` takes.
 
     Source: `DistributeTranspiler.transpile` in Paddle's distribute_transpiler.py.
 
@@ -158,6 +158,7 @@ def pserver(
       >>> [op.type for op in plan.trainer.ops if op.role in ("rpc", "dist")]
       ['split_byref', 'send', 'send_barrier', 'recv', 'fetch_barrier', 'concat']
     """
+    # the options
     main, startup = normalize_step(main, startup)
     endpoints = parse_endpoints(pservers)
     batch = check_options(trainers, mode, placement, on_trainer_exit, batch)
@@ -165,56 +166,60 @@ def pserver(
     options = PServerOptions(
         mode, placement, on_trainer_exit, batch, trainers, len(endpoints), sparse
     )
+
+    # the step, and the split of its batch
     plain = cut(main)
-    refuse_across(plain, TRAINERS_HAVE, may_send=isinstance(mode, Sync), remedy=SYNC_TELLS)
+    refuse_across(plain, TRAINERS_HAVE, may_send=isinstance(mode, Sync), remedy=SYNC_SENDS)
     parts = sent_parts(plain, batch, trainers, mode)
     check_arguments(plain, parts, batch, trainers, on_trainer_exit)
     check_callbacks(plain, trainers, mode, in_geo=sparse is None)
-    shared = shared_by(plain, batch, trainers, mode)
+    shared = split_batch(plain, batch, trainers, mode)
     if isinstance(mode, Geo):
         return plan_geo_sgd(plain, startup, endpoints, options)
     step = plain if shared is None or shared.proven else cut(shared.step.program)
-    # how trainers talk to servers
+    if shared is not None and not shared.proven:
+        on_trainer_exit = refuse_paddle_exit(on_trainer_exit, shared)
+
+    # the communication, and the update that it leaves to servers
     comm = dataclasses.replace(trainer_comm(step, trainers, mode, batch), parts=parts)
-    refuse_exchange_in_update(comm.handed_over(step))
-    summed: tuple[str, ...] = ()
-    if shared is not None:
-        summed = tuple(step.gradients) if shared.reduce == "sum" else ()
-        on_trainer_exit = on_trainer_exit if shared.proven else refuse_exit(on_trainer_exit, shared)
+    refuse_exchange_in_update(comm.hand_over(step))
     if comm.sync_mode and (shared is None or not shared.proven):
-        comm = dataclasses.replace(comm, numbers=numbers_of_batch(step, batch, comm))
-    step = comm.update_of(step)
+        comm = dataclasses.replace(comm, numbers=batch_size_numbers(step, batch, comm))
+    step = comm.server_update(step)
     check_step(step, comm, on_trainer_exit)
-    # the leaf whose rows each value of the update follows
+
+    # tables and blocks; the analysis finds the leaf whose rows each value of the update has
     analysis = analyse(step.optimize, step.optimized)
     startup = match_startup(step, startup)
-    tables = choose_tables(step, analysis, startup, sparse, kept_beside(mode))
-    placed = place(
-        analysis,
-        {n: step.program.inputs[n] for n in step.optimized},
-        endpoints,
-        placement,
-        tables.buckets,
-    )
+    tables = choose_tables(step, analysis, startup, sparse, moving_suffixes(mode))
+    types = {n: step.program.inputs[n] for n in step.optimized}
+    placed = place(analysis, types, endpoints, placement, tables.buckets)
     placed = mark_tables(placed, tables.of)
     for n, output in step.state_read.items():
         if analysis.layout(analysis.inputs[n]) is not SHARED:
             raise asks_for(output, n).refused(TRAINERS_HAVE)
 
+    # the programs
+    summed: tuple[str, ...] = ()
+    if shared is not None:
+        summed = tuple(step.gradients) if shared.reduce == "sum" else ()
     exact = exactly_summed_leaves(step, tables, trainers) if comm.sync_mode else ()
-
-    def updating(placed: Placement) -> UpdateSpec:
-        asked = tuple(step.state_read)
-        return analyse_update(
-            analysis, placed, comm.gradients_per_update, summed, step.arguments, asked, exact
-        )
-
-    update = updating(placed)
+    analyse_for = functools.partial(
+        analyse_update,
+        analysis,
+        trainers=comm.gradients_per_update,
+        summed=summed,
+        arguments=step.arguments,
+        requested=tuple(step.state_read),
+        exact=exact,
+    )
+    update = analyse_for(placed)
+    state_servers = {n: update.holder_of(n) for n in step.state_read}
     comm = dataclasses.replace(
         comm,
         tables=tables.names,
-        told={n: update.readers_of(n) for n in step.arguments},
-        asked={n: update.holder_of(n) for n in step.state_read},
+        argument_servers={n: update.readers_of(n) for n in step.arguments},
+        state_servers=state_servers,
         calls_once=trainers == 1 or (shared is not None and isinstance(mode, Sync)),
     )
     servers = ServerProgramWriter(
@@ -226,10 +231,9 @@ def pserver(
         on_trainer_exit,
         compensation(step, mode, comm),
         tables.of,
-        lambda sizes: updating(resized(placed, sizes)),
+        lambda sizes: analyse_for(resized(placed, sizes)),
     )
     programs = {ep: servers.programs(ep) for ep in endpoints}
-
     if not comm.sync_mode:
         check_async(programs)
     return PServerPlan(
@@ -239,28 +243,35 @@ def pserver(
         placement=placed,
         servers=programs,
         trainer_side=TrainerSide(step, placed, startup, comm),
-        update=ServedUpdate(
-            frozen=step.frozen,
-            unsent=tuple(n for n in step.optimized if n not in step.gradients),
-            shared_state=update.shared_state,
-            sized=step.optimize if step.numbers else None,
-            sent_values=() if trainers == 1 else tuple(source_line(step, n) for n in step.handed),
-            fixed_size=comm.numbers.fixed[0] if comm.numbers.fixed and trainers > 1 else "",
-        ),
+        update=served_update(step, update, comm),
         tables=tables,
         shared=shared,
-        callers=callers_of(plain.observers, *["trainer 0" if comm.calls_once else OWN_VALUES] * 2),
+        callers=callers_of(
+            plain.observers, *["trainer 0" if comm.calls_once else EACH_TRAINER] * 2
+        ),
     )
 
 
-OWN_VALUES = "each trainer, with values of its own"
+def served_update(step: Cut, update: UpdateSpec, comm: TrainerCommConfig) -> ServedUpdate:
+    """Return a plan's record of its update."""
+    several = comm.trainers > 1
+    lines = tuple(source_line(step, n) for n in step.handed) if several else ()
+    fixed = comm.numbers.fixed
+    return ServedUpdate(
+        frozen=step.frozen,
+        unsent=tuple(n for n in step.optimized if n not in step.gradients),
+        shared_state=update.shared_state,
+        sized=step.optimize if step.numbers else None,
+        sent_values=lines,
+        fixed_size=fixed[0] if fixed and several else "",
+    )
 
 
 def check_callbacks(step: Cut, trainers: int, mode: Mode, *, in_geo: bool) -> None:
-    """Refuse host callbacks with values that no trainer has.
+    """Raise GradientError for host callbacks with values that no trainer has.
 
     Args:
-      in_geo: whether trainers of GEO-SGD carry out the step as it is.
+      in_geo: True if trainers of GEO-SGD run the full step, which they do without tables.
     """
     if trainers > 1:
         check_observers(step.program, step.observers)
@@ -269,13 +280,13 @@ def check_callbacks(step: Cut, trainers: int, mode: Mode, *, in_geo: bool) -> No
     remedy = (
         "take it out of the step, and print job.params(state) between steps; or use dtrans.nccl2"
     )
-    own = not isinstance(mode, Geo) and (trainers == 1 or not isinstance(mode, Sync))
-    refuse_observers(
-        step.observers, (UPDATE,) if own else (GRADIENTS, UPDATE), "only servers have", remedy
-    )
+    # a gradient is complete on a trainer if an update uses one trainer's alone
+    is_complete = not isinstance(mode, Geo) and (trainers == 1 or not isinstance(mode, Sync))
+    refused = (UPDATE,) if is_complete else (GRADIENTS, UPDATE)
+    refuse_observers(step.observers, refused, "only servers have", remedy)
 
 
-def shared_by(step: Cut, batch: Batch, trainers: int, mode: Mode) -> ExactStep | None:
+def split_batch(step: Cut, batch: Batch, trainers: int, mode: Mode) -> ExactStep | None:
     """Split the batch over trainers; return None if each takes the step on its part alone.
 
     Raises:
@@ -290,22 +301,23 @@ def shared_by(step: Cut, batch: Batch, trainers: int, mode: Mode) -> ExactStep |
         batch,
         trainers,
         TRAINERS,
-        adapt=told_to_all,
-        # what trainers keep of parts that differ has to be told, and nobody would
+        adapt=reduce_results,
+        # leaves that trainers keep must be equal: without rounds they would stay different
         alone=lambda merges: all(merges[n] == "same" for n in step.frozen if n in merges),
     )
 
 
 def sent_parts(step: Cut, batch: Batch, trainers: int, mode: Mode) -> tuple[str, ...] | None:
-    """Return the batch arrays whose values trainers send for the update; None where they send
-    none."""
+    """Return the batch arrays whose values trainers may send for the update.
+
+    None: they send no such values.
+    """
     exact = trainers == 1 or batch.exact
     return tuple(batch_axes(step, batch)) if exact and isinstance(mode, Sync) else None
 
 
-def numbers_of_batch(step: Cut, batch: Batch, comm: TrainerCommConfig) -> BatchNumbers:
-    """Find the numbers of the size of the batch that the update has: those that a batch of twice
-    the rows changes.
+def batch_size_numbers(step: Cut, batch: Batch, comm: TrainerCommConfig) -> BatchNumbers:
+    """Find the numbers of the update that depend on the batch size, by a batch of twice the rows.
 
     Raises:
       GradientError: the update reads values of forward that have the rows of the batch.
@@ -313,38 +325,39 @@ def numbers_of_batch(step: Cut, batch: Batch, comm: TrainerCommConfig) -> BatchN
     axes = batch_axes(step, batch)
     twice = [full_type(t, axes.get(n), 2) for n, t in step.program.inputs.items()]
     try:
-        other = comm.handed_over(cut(step.program.specialize_flat(twice)))
-    except TraceError:  # a step for one size of the batch alone is given no other
+        other = comm.hand_over(cut(step.program.specialize_flat(twice)))
+    except TraceError:  # the user's step allows one batch size only
         return BatchNumbers()
-    given = comm.handed_over(step)
-    for n, a in given.handed.items():
+    traced = comm.hand_over(step)
+    for n, a in traced.handed.items():
         grows = n in other.handed and other.handed[n].aval.shape != a.aval.shape
         if comm.trainers > 1 and grows:
             raise GradientError(
                 f"the update of {step.program.name} reads {a.aval.str_short()} with the rows of "
-                "the batch "
-                f"({source_line(given, n)}), and each trainer makes some of the rows; reduce it "
-                "before the update "
-                "reads it (a mean, a count), or take dtrans.nccl2 or dtrans.sharding, whose "
-                "trainers have all rows"
+                f"the batch ({source_line(traced, n)}), and each trainer has only some of the "
+                "rows; reduce it before the update reads it (a mean, a count), or use dtrans.nccl2 "
+                "or dtrans.sharding, whose trainers have all rows"
             )
-    return numbers_of_size(given, other)
+    return numbers_of_size(traced, other)
 
 
 def source_line(step: Cut, handed: str) -> str:
-    """Return the line of the user that makes a value of forward."""
+    """Return the user's line that computes a value of forward."""
     eqns = step.program.eqns
     makers = [eqns[i] for i in backward_slice(eqns, [step.handed[handed]])[0]]
     return next(filter(None, map(line_of, reversed(makers))), "an unknown line")
 
 
-def refuse_exit(on_trainer_exit: str, shared: ExactStep) -> Literal["error"]:
-    """Refuse "paddle" for a step on the whole batch; return "error", which ends the job."""
+def refuse_paddle_exit(on_trainer_exit: str, shared: ExactStep) -> Literal["error"]:
+    """Return the exit policy of a step whose parts do not add up: "error", which ends the job.
+
+    Raises:
+      ConfigError: the option is "paddle".
+    """
     if on_trainer_exit == "paddle":
         raise ConfigError(
             f"on_trainer_exit='paddle': the step has values of the whole batch ({shared.reason}), "
-            "which nobody has "
-            "without the trainer that left; leave it out, or say batch='local'"
+            "which need the trainer that left; leave it out, or say batch='local'"
         )
     return "error"
 
@@ -352,96 +365,100 @@ def refuse_exit(on_trainer_exit: str, shared: ExactStep) -> Literal["error"]:
 def check_arguments(
     step: Cut, parts: Sequence[str] | None, batch: Batch, trainers: int, on_trainer_exit: str
 ) -> None:
-    """Refuse updates that read arguments whose parts differ between trainers.
+    """Raise for updates that read arguments whose parts differ between trainers.
 
     Args:
       parts: the batch arrays whose values trainers send.
+
+    Raises:
+      ConfigError: `on_trainer_exit` is "paddle".
+      GradientError: the update reads a batch array.
     """
     if not step.arguments or trainers == 1:
         return
     if on_trainer_exit == "paddle":
         raise ConfigError(
             f"on_trainer_exit='paddle': {step.arguments[0]}, which the update reads, would count "
-            "as zero of a trainer "
-            "that left; say on_trainer_exit='drop'"
+            "as zero of a trainer that left; say on_trainer_exit='drop'"
         )
-    left = step if parts is None else hand_over(step, parts)
-    cut_ = batch_axes(step, batch)
-    if any(n in cut_ for n in left.arguments):
+    remaining = step if parts is None else hand_over(step, parts)
+    axes = batch_axes(step, batch)
+    if any(n in axes for n in remaining.arguments):
         assert step.argument_need is not None
         raise step.argument_need.refused(TRAINERS_HAVE)
 
 
 def refuse_exchange_in_update(step: Cut) -> None:
-    """Refuse an update that reads what trainers make in parts, as random numbers with the rows of
-    the batch."""
+    """Raise GradientError for an update that reads rows of the batch, such as random numbers."""
     eqns = step.optimize.eqns
-    parts = [
-        e for e in eqns if is_communication(e) or any(map(_exchanges, jaxprs_in_params(e.params)))
-    ]
-    if not parts:
+    exchanges = [e for e in eqns if is_communication(e) or _has_exchange(e)]
+    if not exchanges:
         return
-    behind = propagate(eqns, {v: 1 for e in parts for v in e.outvars}, {})
-    readers = [e for e in eqns if any(isinstance(a, Var) and behind.get(a) for a in e.invars)]
-    where = next(filter(None, map(line_of, [*parts, *readers])), "an unknown line")
+    outputs = [v for e in exchanges for v in e.outvars]
+    depends = propagate(eqns, dict.fromkeys(outputs, 1), {})
+    reads = lambda e: any(isinstance(a, Var) and depends.get(a) for a in e.invars)
+    readers = list(filter(reads, eqns))
+    line = next(filter(None, map(line_of, [*exchanges, *readers])), "an unknown line")
     raise GradientError(
-        f"the update of {step.program.name} reads values with the rows of the batch ({where}), of "
-        "which each trainer "
-        "makes its own rows; dtrans.nccl2 and dtrans.sharding take such a step, or say "
-        "batch='local', which makes "
-        "them of each part alone"
+        f"the update of {step.program.name} reads values with the rows of the batch ({line}), and "
+        "each trainer has only its own rows; use dtrans.nccl2 or dtrans.sharding, or say "
+        "batch='local', which computes them from each part alone"
     )
 
 
-def _exchanges(body: Any) -> bool:
-    """Return True if something in a jaxpr communicates."""
-    return any(map(is_communication, equations(body)))
+def _has_exchange(eqn: JaxprEqn) -> bool:
+    """Return True if the bodies of an equation communicate."""
+    inner = itertools.chain.from_iterable(map(equations, jaxprs_in_params(eqn.params)))
+    return any(map(is_communication, inner))
 
 
 def trainer_comm(
     step: Cut, trainers: int, mode: Sync | Async | HalfAsync, batch: Batch
 ) -> TrainerCommConfig:
-    """Return the configuration of the communication between trainers and servers."""
-    averages = averages_of(step, batch.merge)
+    """Return the options of the communication between trainers and servers."""
+    averages = choose_averages(step, batch.merge)
     if isinstance(mode, Sync):
         return TrainerCommConfig(
             trainers, sync_mode=True, runtime_split=mode.runtime_split, averages=averages
         )
-    queue = None if mode.communicator is None else queue_of(step, mode.communicator)
+    queue = None if mode.communicator is None else communicator_for(step, mode.communicator)
+    # full gradients wait in the queue, and are cut when they are sent
     return TrainerCommConfig(
         trainers,
         sync_mode=False,
-        runtime_split=queue
-        is not None,  # whole gradients wait in the queue, and are cut when they are sent
+        runtime_split=queue is not None,
         half_async=isinstance(mode, HalfAsync),
         communicator=queue,
         averages=averages,
     )
 
 
-def queue_of(step: Cut, found: CommunicatorConfig) -> CommunicatorConfig:
-    """Return the communicator's options, with the merge that this optimizer allows."""
-    how = merging(step)
-    if how == "none":
-        return dataclasses.replace(found, max_merge_var_num=1, merge="mean")
-    return dataclasses.replace(found, merge=how) if found.merge == "auto" else found
+def communicator_for(step: Cut, options: CommunicatorConfig) -> CommunicatorConfig:
+    """Return the communicator's options with the merge rule that the optimizer allows."""
+    rule = merging(step)
+    if rule == "none":
+        return dataclasses.replace(options, max_merge_var_num=1, merge="mean")
+    return dataclasses.replace(options, merge=rule) if options.merge == "auto" else options
 
 
 def check_step(step: Cut, comm: TrainerCommConfig, on_trainer_exit: str) -> None:
-    """Refuse steps that trainers and servers cannot share."""
+    """Raise for steps that trainers and servers cannot share.
+
+    Raises:
+      ConfigError: `merge` with `on_trainer_exit="paddle"`.
+      GradientError: gradients, or results, depend on gradients that only servers have.
+    """
     if comm.averages and on_trainer_exit == "paddle":
         raise ConfigError(
             f"on_trainer_exit='paddle' with merge: {comm.averages[0]} of a trainer that left would "
-            "count as zero in "
-            "the mean; say on_trainer_exit='drop'"
+            "count as zero in the mean; say on_trainer_exit='drop'"
         )
     refuse_nested(step, comm.gradients_per_update)
     if step.from_gradients and comm.gradients_per_update > 1:
         raise GradientError(
             f"{step.from_gradients[0]} is computed from gradients; with {comm.trainers} trainers "
-            "each would compute it "
-            "from its own, not from their mean, which only the servers have. Leave it out of the "
-            "step's results"
+            "each would compute it from its own, not from their mean, which only the servers have. "
+            "Leave it out of the step's results"
         )
 
 
@@ -452,30 +469,28 @@ def compensation(
     if isinstance(mode, Sync) or mode.delay is None:
         return None
     return functools.partial(
-        compensated,
+        compensate,
         trainers=comm.trainers,
-        how=mode.delay,
+        delay=mode.delay,
         leaves=step.params,
         averages=comm.averages,
     )
 
 
 def check_async(servers: Mapping[str, ServerPrograms]) -> None:
-    """Refuse what an asynchronous job cannot do: its gradients come one by one."""
+    """Raise ConfigError for updates that need several gradients at once, or none."""
     for endpoint, programs in servers.items():
         (serve,) = programs.main.eqns
         blocks = serve.params["optimize_blocks"]
         if any(x.level or x.role == DIST for x in blocks):
             raise ConfigError(
-                "the optimizer reduces over rows of several blocks (a norm of all, or whether all "
-                "are finite), which "
-                "takes the gradients of a whole step: it is for synchronous updates; or clip by "
-                "value"
+                "the optimizer reduces over rows of several blocks (a norm of all, or a test that "
+                "all are finite), which needs the gradients of a full step at once; use "
+                "mode=dtrans.Sync(), or clip by value"
             )
         if blocks and not serve.params["grad_to_block_id"]:
-            held = ", ".join(serve.params["param_names"])
+            params = ", ".join(serve.params["param_names"])
             raise ConfigError(
-                f"pserver {endpoint} updates {held} without a gradient, and would not know when in "
-                "asynchronous modes; "
-                "update synchronously, or use fewer pservers"
+                f"pserver {endpoint} updates {params} without a gradient, and in asynchronous "
+                "modes a gradient triggers an update; use mode=dtrans.Sync(), or fewer pservers"
             )

@@ -371,7 +371,7 @@ def test_an_exchange_in_each_turn_of_a_loop_is_refused_by_line() -> None:
     given = main, dtrans.trace(lambda w: (w, tx.init(w)), w)
     with pytest.raises(
         ConfigError,
-        match=r"scan has .* \(all_reduce for .*test_step_zoo.py:\d+\).*each turn would wait",
+        match=r"scan has .* \(all_reduce for .*test_step_zoo.py:\d+\).*each iteration would wait",
     ):
         dtrans.pserver(*given, trainers=2)
     assert "exact: sum over 12 rows" in str(dtrans.nccl2(*given, trainers=2))

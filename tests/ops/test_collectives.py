@@ -28,7 +28,7 @@ from dtrans.ops import (
     new_collective,
     rpc,
 )
-from dtrans.parameter_server.exchange_rounds import in_rounds
+from dtrans.parameter_server.exchange_rounds import sort_by_rounds
 from dtrans.protocol import wire
 from dtrans.protocol.trainer_rounds import TrainerRounds
 from dtrans.run.collective.cluster import axes_of, is_of_cluster
@@ -175,7 +175,7 @@ def test_a_new_collective_goes_through_servers(first_sum: Primitive) -> None:
     jaxpr = jax.make_jaxpr(lambda x: first_sum.bind(x, name="", over=("trainers",), count=2))(
         jnp.ones(3)
     )
-    ((made,), _) = in_rounds(["a:1"], 0, TRAINERS)(jaxpr.eqns, [""], jaxpr.jaxpr.outvars)
+    ((made,), _) = sort_by_rounds(["a:1"], 0, TRAINERS)(jaxpr.eqns, [""], jaxpr.jaxpr.outvars)
     assert made.primitive is exchange_p and made.params["how"] == (("first_sum", 2),)
     assert rpc.exchange_p.abstract_eval(*jaxpr.in_avals, **made.params)[0][0].shape == (3,)
     rounds = TrainerRounds(TRAINERS)

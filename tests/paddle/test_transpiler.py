@@ -652,7 +652,7 @@ def refusal(programs: Any, config: dict[str, Any], options: dict[str, Any]) -> C
      AssertionError, "enable_dc_asgd=True needs completely_not_async=False: synchronous gradients "
      "have no delay"),
     ({"merge": {"params/nothing": "mean"}}, {}, ValueError,
-     "merge['params/nothing']: no leaf of that name is made by the trainers; those that are: none"),
+     "merge['params/nothing']: no leaf of that name is computed by the trainers; those that are: none"),
     ({"merge": "mean"}, {}, ValueError,
      "merge='mean' must say for each name how to merge it, such as {'aux': 'sum'}"),
     ({"min_block_size": 4096}, {}, AssertionError,

@@ -267,7 +267,7 @@ def weighing(*sizes):
 def test_the_largest_goes_first_to_the_server_with_the_fewest_bytes(sizes, where):
     by_size = SizeBalanced(EPS)
     assert [EPS.index(e) for e in by_size.dispatch(weighing(*sizes))] == where
-    assert by_size.held == {
+    assert by_size.loads == {
         ep: sum(s for s, i in zip(sizes, where, strict=True) if EPS[i] == ep) for ep in EPS
     }
 
@@ -277,10 +277,10 @@ def test_by_size_goes_on_with_what_servers_hold_until_reset():
     assert by_size.dispatch(weighing(9)) == [EPS[0]]
     assert by_size.dispatch(weighing(5, 5, 2)) == [EPS[1], EPS[2], EPS[1]]
     by_size.reset()
-    assert set(by_size.held.values()) == {0}
+    assert set(by_size.loads.values()) == {0}
     assert by_size.dispatch(weighing(1)) == [EPS[0]]
-    assert by_size.give(3) == EPS[1] and by_size.give(1, EPS[0]) == EPS[0]
-    assert by_size.held == {EPS[0]: 2, EPS[1]: 3, EPS[2]: 0}
+    assert by_size.assign(3) == EPS[1] and by_size.assign(1, EPS[0]) == EPS[0]
+    assert by_size.loads == {EPS[0]: 2, EPS[1]: 3, EPS[2]: 0}
 
 
 def test_by_size_weighs_elements_where_there_are_no_bytes():
@@ -301,7 +301,7 @@ def test_no_server_has_more_than_the_others_by_more_than_its_last_block(sizes, s
     assert by_size.dispatch(weighing(*sizes)) == SizeBalanced(EPS_6[:servers]).dispatch(
         weighing(*sizes)
     )
-    held = by_size.held
+    held = by_size.loads
     assert sum(held.values()) == sum(sizes)
     # Graham: the fullest has at most 4/3 of what the best placement leaves to its fullest, which is
     # no less than this

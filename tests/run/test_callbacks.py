@@ -231,7 +231,7 @@ def test_trainers_with_numbers_of_their_own_call_with_those():
     assert [name for name, _ in several] == ["grad", "loss", "loss"]
     np.testing.assert_allclose(several[0][1], one[0][1], rtol=1e-6)
     np.testing.assert_allclose(np.mean([v for _, v in several[1:]]), one[1][1], rtol=1e-6)
-    assert "is called by each trainer, with values of its own" in str(plan)
+    assert "is called by each trainer, with its own values" in str(plan)
 
 
 def test_uneven_rows_are_called_with_as_they_are():
@@ -300,5 +300,5 @@ def test_a_pure_callback_is_a_function_like_others(of):
 def test_asynchronous_trainers_call_with_values_of_their_own():
     main, startup = programs(step_of(lambda **values: LATE["gradients"](values)))
     plan = dtrans.pserver(main, startup, trainers=2, mode=dtrans.Async())
-    assert "is called by each trainer, with values of its own" in str(plan)
+    assert "is called by each trainer, with its own values" in str(plan)
     assert [op.type for op in plan.trainer.ops].count("debug_callback") == 1

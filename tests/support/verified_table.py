@@ -118,7 +118,7 @@ IN_SHORT: Mapping[str, str] = {
     "which only the trainers have": "the update reads an argument",
     "reduces over rows of several blocks": "the optimizer needs all gradients at once",
     "reduces over all rows": "the optimizer needs all rows at once",
-    "an update is of all rows": "the optimizer needs all rows at once",
+    "an update touches all rows": "the optimizer needs all rows at once",
 }
 
 

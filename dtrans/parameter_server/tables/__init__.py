@@ -1,8 +1,11 @@
-"""Tables: leaves that trainers have by rows only: the rows that a step looks up.
+"""Tables: leaves whose rows trainers look up, instead of the full leaf.
 
 options         options of a table
+choose          choice of a plan's tables, and of the update of each
 lookups         search for leaves that a step reads by rows only
-trainer_rows    a trainer's half, written for the rows that it looks up
+trainer_rows    a trainer's half of a step, written for the rows that it looks up
+wide_numbers    row ids from before JAX truncates them to 32 bits
 zero_gradient   effect of an update on rows whose gradient is zero
 touched_rows    a server's update, written for the rows that were looked up
+own_update      a trainer's update of the rows that it looks up (GEO-SGD)
 """

@@ -1,21 +1,21 @@
 """Search for the leaves that a step reads by rows only.
 
-A leaf is a *table* of a step if forward and backward only pick single rows of it by number
-(`emb[ids]`, `jnp.take`, an embedding layer). No row of a table may enter these numbers. The
-gradient must be zeros to which rows are added by number.
+A leaf is a *table* of a step if forward and backward only pick single rows of it by id (`emb[ids]`,
+`jnp.take`, an embedding layer). No row of a table may enter the ids. The gradient must be zeros to
+which rows are added by id.
 
-Row analysis (`dtrans.rows`) finds tables. An operation on all rows alike (a cast, a factor) keeps
-the rows. A pick of rows yields a value without rows of the table, and a scatter-add keeps them. Any
-other operation, such as a matrix product with the leaf, binds the leaf and is the reason why it is
-no table.
+Row analysis (`dtrans.rows`) finds tables. An elementwise operation on all rows (a cast, a factor)
+keeps the rows. A pick of rows yields a value without rows of the table, and a scatter-add keeps
+them. Any other operation, such as a matrix product with the leaf, binds the leaf, and is the reason
+why it is no table.
 
 The gradient begins with zeros of the leaf's shape that no equation connects with the leaf: a
 backward search from the gradient finds them.
 
-Rows may be picked in loops, in branches, and in the recomputation of `jax.checkpoint`. Their
-numbers are needed before the pick. Those of a `scan` are a stack: an input, an output, or the
-output of a `scan` that computes the numbers alone. Those of a `cond` are the numbers of all
-branches. A `while` is refused, since its number of iterations is unknown.
+Loops, branches and the recomputation of `jax.checkpoint` may pick rows. Their ids are needed before
+the pick. The ids of a `scan` are a stack: an input, an output, or the output of a `scan` that
+computes only the ids. The ids of a `cond` are those of all branches. A `while` is refused, since
+its number of iterations is unknown.
 """
 
 from __future__ import annotations
@@ -64,12 +64,11 @@ _WITH_BODIES = frozenset({SCAN, COND, WHILE, *REMAT})
 
 @dataclasses.dataclass(frozen=True)
 class RowPick(Step):
-    """An equation that reads rows, or adds to rows, by number.
+    """Equation that reads rows, or adds to rows, by id.
 
     Attributes:
-      numbers: the operand that has the numbers.
-      component: which entry along its last dimension is the number of a row; None where it is a
-        number itself.
+      numbers: index of the operand with the ids.
+      component: index of the row id along its last dimension; None if the operand is an id.
     """
 
     numbers: int = 1
@@ -81,9 +80,9 @@ class TableLookups:
     """Lookups of a table in a step.
 
     Attributes:
-      leaf: its name.
+      leaf: name of the table.
       rows: the number of its rows.
-      ids: the values that contain row numbers, each with the component that does.
+      ids: the values that contain row ids, each with the component of the id.
       size: the most rows that a step can look up.
     """
 
@@ -95,15 +94,15 @@ class TableLookups:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Lookups:
-    """The tables of a step.
+    """Tables of a step.
 
     Attributes:
       tables: name to lookups.
-      refused: leaves whose rows are picked and that are not tables, with the reason.
-      eqns: forward and backward.
-      plain: the same, with the calls in bodies inlined.
+      refused: other leaves whose rows are picked, with the reason why they are no tables.
+      eqns: the equations of forward and backward.
+      plain: the same equations, with the calls in bodies inlined.
       flow: the effect of each of these equations on rows of tables.
-      numbering: further equations, which compute the row numbers that loops and branches pick.
+      numbering: further equations, which compute the row ids of loops and branches.
     """
 
     tables: Mapping[str, TableLookups]
@@ -121,7 +120,7 @@ class _Lookup:
     Attributes:
       eqn: the equation that picks.
       leaf: the table.
-      numbers: the row numbers, as a value outside of all loops and branches.
+      numbers: the row ids, as a value outside of all loops and branches.
       component: as in `RowPick`.
     """
 
@@ -137,7 +136,7 @@ class _Zeros:
 
     Attributes:
       of: zeros of a leaf's shape, also in bodies, with the leaf's layout.
-      inside: the equations, by id, whose bodies contain such zeros.
+      inside: equations, by `id`, whose bodies contain such zeros.
     """
 
     of: dict[Var, Layout] = dataclasses.field(default_factory=dict)
@@ -145,11 +144,10 @@ class _Zeros:
 
 
 class _LookupPass(FlowPass):
-    """One pass forward that knows what picks rows; in loops, branches and what is computed again
-    too.
+    """Forward pass that finds picks of rows, also in loops, branches and remat.
 
     Args:
-      zeros: what gradients of tables begin with.
+      zeros: the zeros with which gradients of tables begin.
       within: as in `FlowPass`.
     """
 
@@ -185,16 +183,16 @@ def find_lookups(step: Cut, leaves: Iterable[str] | None = None) -> Lookups:
 
     Args:
       step: the step, with its calls inlined.
+      leaves: names of leaves.
     """
     half = half_equations(step, step.results)[0]
     eqns = [inline_inside(e) for e in half]
     vars_of = step.program.invars
-    chosen = (
-        [n for n in step.optimized if _is_picked(eqns, vars_of[n])]
-        if leaves is None
-        else list(leaves)
-    )
+    if leaves is None:
+        leaves = (n for n in step.optimized if _is_picked(eqns, vars_of[n]))
+    chosen = list(leaves)
     refused: dict[str, str] = {}
+    # without a refused leaf, rows of others may follow other equations: search again
     while True:
         start: dict[Var, Layout] = {vars_of[n]: RowAxis(n, 0) for n in chosen}
         zeros = _Zeros()
@@ -202,22 +200,19 @@ def find_lookups(step: Cut, leaves: Iterable[str] | None = None) -> Lookups:
             _find_zeros(eqns, step.gradients.get(n), vars_of[n].aval.shape, RowAxis(n, 0), zeros)
         flow = _LookupPass(zeros).over(eqns, start)
         picks, numbering = _lookups_in(eqns, flow)
-        found = {n: _refusal(step, eqns, flow, n, picks) for n in chosen}
-        found |= _refused_numbers(
-            [*eqns, *numbering], picks, {vars_of[n] for n in chosen}, step.program.jaxpr
-        )
-        refused |= {n: why for n, why in found.items() if why}
-        if not any(found.values()):
+        reasons = {n: _refusal(step, eqns, flow, n, picks) for n in chosen}
+        tables = {vars_of[n] for n in chosen}
+        reasons |= _refused_numbers([*eqns, *numbering], picks, tables, step.program.jaxpr)
+        if not any(reasons.values()):
             break
-        chosen = [n for n in chosen if not found[n]]
-    rows = {n: step.program.inputs[n].shape[0] for n in chosen}
-    return Lookups(
-        {n: _table(n, rows[n], picks) for n in chosen}, refused, half, eqns, flow, numbering
-    )
+        refused |= {n: why for n, why in reasons.items() if why}
+        chosen = [n for n in chosen if not reasons[n]]
+    found = {n: _table(n, step.program.inputs[n].shape[0], picks) for n in chosen}
+    return Lookups(found, refused, half, eqns, flow, numbering)
 
 
 def numbers_first(eqns: Sequence[JaxprEqn], numbers: Iterable[Atom], like: Any) -> list[JaxprEqn]:
-    """Return the equations that compute row numbers, without other outputs of the loops among them.
+    """Return the equations that compute row ids; loops among them keep only these outputs.
 
     Args:
       eqns: the equations in order.
@@ -225,18 +220,18 @@ def numbers_first(eqns: Sequence[JaxprEqn], numbers: Iterable[Atom], like: Any) 
       like: the jaxpr that contains the equations.
     """
     wanted = [a for a in dict.fromkeys(numbers) if isinstance(a, Var)]
-    kept = [eqns[i] for i in backward_slice(eqns, wanted)[0]]
-    if not any(e.primitive.name in _WITH_BODIES for e in kept):
-        return kept
-    made = {v for e in kept for v in e.outvars}
-    free = free_variables(kept)
-    whole = closed((), (), free, [a for a in wanted if a in made], kept, like)
-    live, _ = live_part(opened(whole), [True] * len(opened(whole).outvars), [False] * len(free))
+    needed = [eqns[i] for i in backward_slice(eqns, wanted)[0]]
+    if not any(e.primitive.name in _WITH_BODIES for e in needed):
+        return needed
+    computed = {v for e in needed for v in e.outvars}
+    free = free_variables(needed)
+    jaxpr = opened(closed((), (), free, [a for a in wanted if a in computed], needed, like))
+    live, _ = live_part(jaxpr, [True] * len(jaxpr.outvars), [False] * len(free))
     return list(live.eqns)
 
 
 def _is_picked(eqns: Sequence[JaxprEqn], var: Var) -> bool:
-    """Return True if rows of a value, or of a row-wise function of it, are picked."""
+    """Return True if an equation picks rows of a value, or of an elementwise function of it."""
     picks: list[JaxprEqn] = []
 
     def rule(eqn: JaxprEqn, ins: Sequence[bool]) -> list[bool] | None:
@@ -248,11 +243,8 @@ def _is_picked(eqns: Sequence[JaxprEqn], var: Var) -> bool:
         keeps = facts_of(eqn).elementwise
         return [keeps and v.aval.shape in read for v in eqn.outvars]
 
-    forward(
-        ForwardAnalysis[bool](operator.or_, rule, lambda aval, value: False),
-        eqns,
-        {var: bool(var.aval.ndim)},
-    )
+    analysis = ForwardAnalysis[bool](operator.or_, rule, lambda aval, value: False)
+    forward(analysis, eqns, {var: bool(var.aval.ndim)})
     return bool(picks)
 
 
@@ -263,7 +255,12 @@ def _find_zeros(
     row: RowAxis,
     found: _Zeros,
 ) -> None:
-    """Find the arrays of one number that a gradient of some shape is accumulated into."""
+    """Find the zeros of a shape to which the parts of a gradient are added.
+
+    Args:
+      row: the layout of the gradient.
+      found: receives the zeros.
+    """
 
     def rule(eqn: JaxprEqn, outs: Sequence[bool]) -> list[bool] | None:
         name = eqn.primitive.name
@@ -278,82 +275,102 @@ def _find_zeros(
         return [follows and (k == 0 or not adds) for k in range(len(eqn.invars))]
 
     if gradient is not None:
-        backward(
-            BackwardAnalysis[bool](operator.or_, rule, default=False), eqns, [(gradient, True)]
-        )
+        analysis = BackwardAnalysis[bool](operator.or_, rule, default=False)
+        backward(analysis, eqns, [(gradient, True)])
 
 
-# -- which rows ------------------------------------------------------------------------------------
+# -- row ids ---------------------------------------------------------------------------------------
 
 
 def _lookups_in(eqns: Sequence[JaxprEqn], flow: Flow) -> tuple[list[_Lookup], list[JaxprEqn]]:
-    """Find all picks of rows, and equations outside of bodies that compute their numbers."""
+    """Find all picks of rows, and equations outside of bodies that compute their ids."""
     found: list[_Lookup] = []
     extra: list[JaxprEqn] = []
-    made_by: dict[Any, Sequence[Var]] = {}  # the numbers of forward are those of backward
-    for i, done in flow.steps.items():
+    # equal equations of forward and backward share their ids
+    known: dict[Any, Sequence[Var]] = {}
+    for i, step in flow.steps.items():
         eqn = eqns[i]
-        if isinstance(done, RowPick):
-            row = done.operands[0]
+        if isinstance(step, RowPick):
+            row = step.operands[0]
             assert row is not None
-            found.append(_Lookup(eqn, row.leaf, eqn.invars[done.numbers], done.component))
-        elif eqn.primitive.name == SCAN:
-            inside, made = (
-                _in_scan(eqn, bodies(eqn)[0], done.bodies[0], made_by) if done.bodies else ([], [])
-            )
+            found.append(_Lookup(eqn, row.leaf, eqn.invars[step.numbers], step.component))
+        elif eqn.primitive.name == SCAN and step.bodies:
+            inside, new = _in_scan(eqn, bodies(eqn)[0], step.bodies[0], known)
             found += inside
-            extra += made
-        elif done.bodies and eqn.primitive.name != WHILE:
-            for e in eqns[:i] if not made_by else ():
-                if all(not jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in e.outvars):
-                    made_by.setdefault(_same(e, e.invars), e.outvars)
-            for body, read, inner in zip(
-                map(opened, bodies(eqn)), wiring(eqn).ins, done.bodies, strict=True
-            ):
-                env: dict[Var, Atom] = dict(
-                    zip(body.invars, [eqn.invars[i] for i in read], strict=True)
-                )
-                inside, made = _lookups_in(body.eqns, inner)
-                wanted = backward_slice([*body.eqns, *made], [x.numbers for x in inside])[0]
-                for j in wanted:  # a row that another branch would pick is looked up too
-                    extra += _outside([*body.eqns, *made][j], env, made_by)
-                found += [dataclasses.replace(x, numbers=_outer(x.numbers, env)) for x in inside]
+            extra += new
+        elif step.bodies and eqn.primitive.name not in (SCAN, WHILE):
+            if not known:
+                _note_integers(eqns[:i], known)
+            inside, new = _in_branches(eqn, step, known)
+            found += inside
+            extra += new
+    return found, extra
+
+
+def _note_integers(eqns: Iterable[JaxprEqn], known: dict[Any, Sequence[Var]]) -> None:
+    """Note equations outside that compute integers, which bodies may repeat."""
+    for eqn in eqns:
+        if not any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars):
+            known.setdefault(_key(eqn, eqn.invars), eqn.outvars)
+
+
+def _in_branches(
+    eqn: JaxprEqn, step: Step, known: dict[Any, Sequence[Var]]
+) -> tuple[list[_Lookup], list[JaxprEqn]]:
+    """Return the picks of a `cond` or remat, and the equations that compute their ids outside."""
+    found: list[_Lookup] = []
+    extra: list[JaxprEqn] = []
+    branches = zip(map(opened, bodies(eqn)), wiring(eqn).ins, step.bodies, strict=True)
+    for body, read, flow in branches:
+        env: dict[Var, Atom] = dict(zip(body.invars, [eqn.invars[i] for i in read], strict=True))
+        inside, new = _lookups_in(body.eqns, flow)
+        candidates = [*body.eqns, *new]
+        # ids of every branch are needed, whichever branch runs
+        for j in backward_slice(candidates, [x.numbers for x in inside])[0]:
+            extra += _copy_outside(candidates[j], env, known)
+        found += [dataclasses.replace(x, numbers=_outer(x.numbers, env)) for x in inside]
     return found, extra
 
 
 def _in_scan(
-    eqn: JaxprEqn, jaxpr: Any, flow: Flow, made_by: dict[Any, Sequence[Var]]
+    eqn: JaxprEqn, jaxpr: Any, flow: Flow, known: dict[Any, Sequence[Var]]
 ) -> tuple[list[_Lookup], list[JaxprEqn]]:
-    """Return the picks of a `scan`, and the equations that stack their numbers."""
+    """Return the picks of a `scan`, and the equations that stack their ids."""
     body, wires = opened(jaxpr), wiring(eqn)
-    inside, made = _lookups_in(body.eqns, flow)
-    carried = len(wires.carried)
-    env: dict[Var, Atom] = {
-        v: eqn.invars[i] for i, v in enumerate(body.invars) if i not in wires.carried
-    }
-    env |= {v: eqn.outvars[j] for j in wires.stacks if isinstance(v := body.outvars[j], Var)}
-    wanted = [
-        a
-        for a in dict.fromkeys(x.numbers for x in inside if isinstance(x.numbers, Var))
-        if a not in env
-    ]
+    inside, new = _lookups_in(body.eqns, flow)
+    count = len(wires.carried)
+
+    # ids that are inputs or stacked outputs exist outside
+    env: dict[Var, Atom] = {}
+    for i, v in enumerate(body.invars):
+        if i not in wires.carried:
+            env[v] = eqn.invars[i]
+    for j in wires.stacks:
+        stacked = body.outvars[j]
+        if isinstance(stacked, Var):
+            env[stacked] = eqn.outvars[j]
+    ids = dict.fromkeys(x.numbers for x in inside if isinstance(x.numbers, Var))
+    wanted = [a for a in ids if a not in env]
     extra = []
     if wanted:
-        new = closed_with(
-            jaxpr, outvars=[*body.outvars[:carried], *wanted], eqns=[*body.eqns, *made]
-        )
+        # another scan, which stacks the other ids
+        outvars = [*body.outvars[:count], *wanted]
+        ids_body = closed_with(jaxpr, outvars=outvars, eqns=[*body.eqns, *new])
         stacks = [Var(a.aval.update(shape=(scan_length(eqn), *a.aval.shape))) for a in wanted]
-        turns = rebuilt(
-            eqn, [new], eqn.invars, [*(Var(v.aval) for v in eqn.outvars[:carried]), *stacks]
-        )
-        (turns,) = numbers_first([turns], stacks, jaxpr)
-        if wiring(turns).carried:  # forward and backward carry other values, and share no loop
-            extra.append(turns)
-            env |= dict(zip(wanted, stacks, strict=True))
+        carries = [Var(v.aval) for v in eqn.outvars[:count]]
+        scan = rebuilt(eqn, [ids_body], eqn.invars, [*carries, *stacks])
+        (scan,) = numbers_first([scan], stacks, jaxpr)
+        if wiring(scan).carried:
+            # forward and backward carry other values, and share no loop
+            extra.append(scan)
         else:
-            key = (*map(id, turns.invars), str(bodies(turns)[0]))
-            extra += [turns] if key not in made_by else []
-            env |= dict(zip(wanted, made_by.setdefault(key, stacks), strict=True))
+            key = (*map(id, scan.invars), str(bodies(scan)[0]))
+            if key in known:
+                stacks = list(known[key])
+            else:
+                extra.append(scan)
+                known[key] = stacks
+        env |= dict(zip(wanted, stacks, strict=True))
     return [dataclasses.replace(x, numbers=_outer(x.numbers, env)) for x in inside], extra
 
 
@@ -361,70 +378,69 @@ def _outer(atom: Atom, env: Mapping[Var, Atom]) -> Atom:
     return atom if isinstance(atom, Literal) else env[atom]
 
 
-def _outside(
-    eqn: JaxprEqn, env: dict[Var, Atom], made_by: dict[Any, Sequence[Var]]
+def _copy_outside(
+    eqn: JaxprEqn, env: dict[Var, Atom], known: dict[Any, Sequence[Var]]
 ) -> list[JaxprEqn]:
     """Copy an equation of a body to the outside, unless it is there; add its outputs to `env`."""
     atoms = [_outer(a, env) for a in eqn.invars]
-    key = _same(eqn, atoms)
-    made = (
-        []
-        if key in made_by
-        else [eqn.replace(invars=atoms, outvars=[Var(v.aval) for v in eqn.outvars])]
-    )
-    env.update(
-        zip(eqn.outvars, made_by.setdefault(key, made[0].outvars if made else ()), strict=True)
-    )
-    return made
+    key = _key(eqn, atoms)
+    copies = []
+    if key not in known:
+        known[key] = [Var(v.aval) for v in eqn.outvars]
+        copies.append(eqn.replace(invars=atoms, outvars=list(known[key])))
+    env.update(zip(eqn.outvars, known[key], strict=True))
+    return copies
 
 
-def _same(eqn: JaxprEqn, atoms: Sequence[Atom]) -> Any:
+def _key(eqn: JaxprEqn, atoms: Sequence[Atom]) -> Any:
     """Return a key that is equal for two equations that compute the same value."""
-    return (
-        eqn.primitive.name,
-        str(eqn.params),
-        *(str(a) if isinstance(a, Literal) else id(a) for a in atoms),
-    )
+    operands = [str(a) if isinstance(a, Literal) else id(a) for a in atoms]
+    return (eqn.primitive.name, str(eqn.params), *operands)
 
 
 def _table(leaf: str, rows: int, picks: Sequence[_Lookup]) -> TableLookups:
-    mine = [x for x in picks if x.leaf == leaf]
-    read = dict.fromkeys((x.numbers, x.component) for x in mine if not _adds(x.eqn))
-    values = {a for a, _ in read}
-    ids = [
-        *read,
-        *(x for x in dict.fromkeys((x.numbers, x.component) for x in mine) if x[0] not in values),
-    ]
-    size = sum(a.aval.size // (1 if c is None else max(1, int(a.aval.shape[-1]))) for a, c in read)
+    """Return the lookups of a table: ids of reads first, then ids to which gradients are added."""
+    reads: list[tuple[Atom, int | None]] = []
+    adds: list[tuple[Atom, int | None]] = []
+    for x in picks:
+        if x.leaf == leaf:
+            (adds if _adds(x.eqn) else reads).append((x.numbers, x.component))
+    ids = list(dict.fromkeys(reads))
+    read_values = {a for a, _ in ids}
+    size = 0
+    for numbers, component in ids:
+        per_vector = 1 if component is None else max(1, int(numbers.aval.shape[-1]))
+        size += numbers.aval.size // per_vector
+    ids += [x for x in dict.fromkeys(adds) if x[0] not in read_values]
     return TableLookups(leaf, rows, tuple(ids), max(1, min(rows, size)))
 
 
-# -- what is no table ------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------
 
 
 def _refusal(
     step: Cut, eqns: Sequence[JaxprEqn], flow: Flow, leaf: str, picks: Sequence[_Lookup]
 ) -> str:
-    """Why a leaf is no table; empty where it is one."""
+    """Return the reason why a leaf is no table; empty if it is one."""
     for i, done in flow.steps.items():
-        rows = [
-            x for a in eqns[i].invars if isinstance(x := flow.layout(a), RowAxis) and x.leaf == leaf
-        ]
+        layouts = [flow.layout(a) for a in eqns[i].invars]
+        if not any(isinstance(x, RowAxis) and x.leaf == leaf for x in layouts):
+            continue
         bound = [x for x in done.outs if isinstance(x, Colocated) and leaf in x.leaves]
-        if rows and bound:
-            return bound[0].reason or f"{_said(eqns[i])} mixes its rows"
-        if rows and done.reduce:
-            return f"{_said(eqns[i])} reads all of its rows"
-        if rows and eqns[i].primitive.name == WHILE:
+        if bound:
+            return bound[0].reason or f"{_text(eqns[i])} mixes its rows"
+        if done.reduce:
+            return f"{_text(eqns[i])} reads all of its rows"
+        if eqns[i].primitive.name == WHILE:
             return (
-                f"{_said(eqns[i])} reads it in each of turns that nothing counts: look its "
-                "rows up before"
+                f"{_text(eqns[i])} reads it in an unknown number of iterations: look its rows up "
+                "before"
             )
     if not any(x.leaf == leaf and not _adds(x.eqn) for x in picks):
         return "no equation of the step picks rows of it"
     gradient = step.gradients.get(leaf)
     if gradient is None or flow.layout(gradient) != RowAxis(leaf, 0):
-        return "its gradient is not made by adding to rows of it"
+        return "its gradient is not a sum of rows"
     if not step.program.inputs[leaf].shape[0]:
         return "it has no rows"
     outs = step.program.outvars
@@ -437,41 +453,41 @@ def _refusal(
 def _refused_numbers(
     eqns: Sequence[JaxprEqn], picks: Sequence[_Lookup], tables: Collection[Var], like: Any
 ) -> dict[str, str]:
-    """Return the tables whose row numbers depend on rows of tables."""
-    read = lambda numbers: {
-        a for e in numbers_first(eqns, numbers, like) for a in e.invars if isinstance(a, Var)
-    }
-    reads = lambda numbers: not read(numbers).isdisjoint(tables)
-    if not reads([x.numbers for x in picks]):
-        return {}
-    return {
-        x.leaf: f"the rows that {_said(x.eqn)} picks depend on rows of a table"
-        for x in picks
-        if reads([x.numbers])
-    }
+    """Return the tables whose row ids depend on rows of tables, with the reason."""
+
+    def depend(numbers: Sequence[Atom]) -> bool:
+        for eqn in numbers_first(eqns, numbers, like):
+            if any(isinstance(a, Var) and a in tables for a in eqn.invars):
+                return True
+        return False
+
+    found: dict[str, str] = {}
+    if depend([x.numbers for x in picks]):
+        for x in picks:
+            if depend([x.numbers]):
+                found[x.leaf] = f"the rows that {_text(x.eqn)} picks depend on rows of a table"
+    return found
 
 
 def _adds(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name in ("scatter-add", "dynamic_update_slice")
 
 
-def _said(eqn: JaxprEqn) -> str:
+def _text(eqn: JaxprEqn) -> str:
+    """Return the name, the operand's type and the line of an equation, for users."""
     line = line_of(eqn)
     operand = next((a for a in eqn.invars if not isinstance(a, Literal)), None)
     of = f" of {short_type(operand.aval)}" if operand is not None else ""
     return eqn.primitive.name + of + (f" ({line})" if line else "")
 
 
-# -- what picks rows -------------------------------------------------------------------------------
+# -- rules: equations that pick rows ---------------------------------------------------------------
 
 
 def _gather(eqn: JaxprEqn, row: RowAxis) -> RowPick | None:
     numbers = eqn.params["dimension_numbers"]
-    if (
-        row.axis not in numbers.start_index_map
-        or eqn.params["slice_sizes"][row.axis] != 1
-        or row.width != 1
-    ):
+    size = eqn.params["slice_sizes"][row.axis]
+    if row.axis not in numbers.start_index_map or size != 1 or row.width != 1:
         return None
     return RowPick((row, None), (SHARED,), component=numbers.start_index_map.index(row.axis))
 
@@ -482,26 +498,25 @@ def _scatter_add(eqn: JaxprEqn, row: RowAxis) -> RowPick | None:
     if row.axis not in at or row.width != 1:
         return None
     if row.axis not in numbers.inserted_window_dims:
-        left_out = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
-        window = [d for d in range(eqn.invars[0].aval.ndim) if d not in left_out]
-        if eqn.invars[2].aval.shape[numbers.update_window_dims[window.index(row.axis)]] != 1:
+        # the window must have one row
+        without = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+        window = [d for d in range(eqn.invars[0].aval.ndim) if d not in without]
+        dim = numbers.update_window_dims[window.index(row.axis)]
+        if eqn.invars[2].aval.shape[dim] != 1:
             return None
     return RowPick((row, None, None), (row,), component=at.index(row.axis))
 
 
 def _dynamic_slice(eqn: JaxprEqn, row: RowAxis) -> RowPick | None:
-    if (
-        eqn.params["slice_sizes"][row.axis] != 1
-        or eqn.invars[0].aval.shape[row.axis] == 1
-        or row.width != 1
-    ):
+    size, rows = eqn.params["slice_sizes"][row.axis], eqn.invars[0].aval.shape[row.axis]
+    if size != 1 or rows == 1 or row.width != 1:
         return None
     return RowPick((row, *(None,) * (len(eqn.invars) - 1)), (SHARED,), numbers=1 + row.axis)
 
 
 def _dynamic_update_slice(eqn: JaxprEqn, row: RowAxis) -> RowPick | None:
-    whole, part = (a.aval.shape[row.axis] for a in eqn.invars[:2])
-    if part != 1 or whole == 1 or row.width != 1:
+    rows, updated = (a.aval.shape[row.axis] for a in eqn.invars[:2])
+    if updated != 1 or rows == 1 or row.width != 1:
         return None
     return RowPick((row, *(None,) * (len(eqn.invars) - 1)), (row,), numbers=2 + row.axis)
 

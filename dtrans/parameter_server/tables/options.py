@@ -16,25 +16,24 @@ class Rows:
     """Options of a leaf whose rows trainers look up.
 
     Attributes:
-      update: "dense": every row changes as on one device, also rows that no trainer has looked up:
-        momentum and weight decay apply to them. Such rows catch up before they are read. "lazy":
-        rows that no trainer has looked up stay unchanged, and so does their part of the optimizer's
-        state; its counts of steps still advance. An optimizer whose state accumulates a row's
-        gradients for a later step (`optax.MultiSteps`) refuses it. None: either one, for an
-        optimizer with which both are equal (plain SGD, Adagrad); required otherwise.
-      place: the assignment of rows to servers. "range": runs of rows, as for any other leaf;
+      update: "dense": every row changes as on one device. Momentum and weight decay also apply to
+        rows that no trainer looked up; such rows catch up before a trainer reads them. "lazy": rows
+        that no trainer looked up stay unchanged, with their part of the optimizer state, whose
+        counts of steps still advance. An optimizer that accumulates a row's gradients for a later
+        step (`optax.MultiSteps`) has no lazy form. None: allowed if both are equal (plain SGD,
+        Adagrad).
+      place: assignment of rows to servers. "range": runs of rows, as for any other leaf;
         `dtrans.BlockPlacement` chooses them. "bucket": row n is in bucket n % buckets, and each
         server has a run of buckets, so that adjacent rows are on different servers.
-      buckets: the number of buckets; a table of fewer rows has one bucket per row.
+      buckets: the number of buckets; a table with fewer rows has one bucket for each row.
       limit: the most rows of the table that servers may create; each server may create its share. A
-        step that looks up more ends with an error that names the table. None: no limit.
-      staleness: the number of updates that prefetched rows (`job.prefetch`) may lack. If a trainer
-        announces at least so many batches ahead, its rows lack exactly so many updates. 0: servers
-        send again the rows that changed since, and the numbers are those of a job without prefetch.
+        step that looks up more rows raises an error that names the table. None: no limit.
+      staleness: the number of updates that prefetched rows (`job.prefetch`) may lack. A trainer
+        that announces at least so many batches ahead has rows that lack exactly so many updates. 0:
+        servers send rows again that changed since, and numbers equal those without prefetch.
 
     Raises:
-      ConfigError: another update or place; fewer than one bucket; a limit that is no number of
-        rows; a staleness that is no number of steps.
+      ConfigError: a value is out of range.
 
     Example:
       >>> import dtrans
@@ -53,17 +52,13 @@ class Rows:
         check_one_of("place", self.place, ("range", "bucket"))
         check_int("buckets", self.buckets, "a number of buckets", least=1)
         if self.limit is not None:
-            check_number(
-                "limit",
-                self.limit,
-                "None or a positive number of rows",
-                lambda x: is_int(x) and x > 0,
-            )
+            wanted = "None or a positive number of rows"
+            check_number("limit", self.limit, wanted, lambda x: is_int(x) and x > 0)
         check_int("staleness", self.staleness, "a number of steps", least=0)
 
 
 def check_sparse(sparse: Any) -> Mapping[str, Rows] | Literal["auto"] | None:
-    """Return the option in its stored form. Raises ConfigError for an invalid one."""
+    """Return the option `sparse` as stored in a plan; raise ConfigError for an invalid one."""
     if sparse is None:
         return None
     if sparse == "auto":
@@ -78,14 +73,11 @@ def check_sparse(sparse: Any) -> Mapping[str, Rows] | Literal["auto"] | None:
 
 
 def check_staleness(sparse: Any, mode: Any) -> None:
-    """Raise ConfigError for tables whose rows may be stale in a mode in which none are asked for
-    ahead."""
+    """Raise ConfigError for tables with stale rows in a mode without prefetch."""
     for name, rows in sparse.items() if isinstance(sparse, Mapping) else ():
         if rows.staleness and not isinstance(mode, Sync):
             raise ConfigError(
-                f"sparse[{name!r}].staleness={rows.staleness} and mode={mode!r}: rows of "
-                "asynchronous steps are as "
-                "they are when a step begins, and lack what other trainers have not sent: leave "
-                "staleness out, or say "
-                "mode=dtrans.Sync()"
+                f"sparse[{name!r}].staleness={rows.staleness} and mode={mode!r}: asynchronous "
+                "steps read rows when they begin, without the updates that other trainers have not "
+                "sent; leave staleness out, or say mode=dtrans.Sync()"
             )

@@ -1,9 +1,7 @@
-"""GEO-SGD's tables: a trainer updates the rows that it looks up by itself, with an optimizer of its
-own.
+"""Tables of GEO-SGD: a trainer updates the rows that it looks up, with its own optimizer state.
 
-It keeps the rows that it has looked up, and their state (`dtrans.protocol.tables.kept_rows`); a
-step is given those of its batch. The update is that of a server which has these rows of tables, and
-all of the other leaves.
+It stores these rows and their state (`dtrans.protocol.tables.kept_rows`). A step uses the rows of
+its batch. Its update is that of a server with these rows of tables, and with all other leaves.
 """
 
 from __future__ import annotations
@@ -34,12 +32,12 @@ from dtrans.slicing.server_update import inline_update, write_server
 from dtrans.step.cut import Cut
 
 
-HERE = "trainer:0"  # where the update of a trainer is
-INSTEAD = "Leave it out, or give it another optimizer"
-KEEPS = "with dtrans.Geo trainers update the rows that they look up by themselves"
+TRAINER = "trainer:0"  # a trainer's endpoint, where its update is written for a server
+REMEDY = "Leave it out, or give it another optimizer"
+OTHER_ROWS = "with dtrans.Geo trainers update only the rows that they look up"
 
 
-def choose_kept_tables(
+def choose_trainer_tables(
     step: Cut, startup: Program, sparse: Mapping[str, Rows] | str | None
 ) -> Tables:
     """Choose the tables whose rows trainers store and update.
@@ -54,34 +52,33 @@ def choose_kept_tables(
     if sparse is None:
         return Tables()
     analysis = analyse(step.optimize, step.optimized)
-    found = choose_tables(step, analysis, startup, sparse, otherwise=INSTEAD)
-    refused = {
-        n: f"{KEEPS}, and {why}"
-        for n, t in found.of.items()
-        if (why := _why_not_kept(t, analysis, startup))
-    }
-    for n, why in refused.items():
-        if not isinstance(sparse, str):
-            raise ConfigError(f"sparse: {n} cannot be a table: {why}")
-    of = {
-        n: dataclasses.replace(t, on_trainers=True) for n, t in found.of.items() if n not in refused
-    }
-    return Tables(of, {**found.others, **refused})
+    found = choose_tables(step, analysis, startup, sparse, otherwise=REMEDY)
+    of, others = {}, dict(found.others)
+    for n, table in found.of.items():
+        why = _why_refused(table, analysis, startup)
+        if why and not isinstance(sparse, str):
+            raise ConfigError(f"sparse: {n} cannot be a table: {OTHER_ROWS}, and {why}")
+        if why:
+            others[n] = f"{OTHER_ROWS}, and {why}"
+        else:
+            of[n] = dataclasses.replace(table, on_trainers=True)
+    return Tables(of, others)
 
 
-def _why_not_kept(table: Table, analysis: RowAnalysis, startup: Program) -> str:
-    """Why a trainer cannot update the rows of a table that it looks up, without the others; empty
-    where it can."""
-    lazy = f"sparse={{{table.lookups.leaf!r}: dtrans.Rows(update='lazy')}}"
+def _why_refused(table: Table, analysis: RowAnalysis, startup: Program) -> str:
+    """Return the reason why a trainer cannot update single rows of a table; empty if it can."""
+    leaf = table.lookups.leaf
     if table.catches_up:
-        if waits := find_waiting(analysis, table.lookups.leaf):
-            return f"other rows move, too ({table.why}), for which {waits}. {INSTEAD}"
-        return f"other rows move, too ({table.why}): say {lazy}"
+        if waits := find_waiting(analysis, leaf):
+            return f"other rows change, too ({table.why}), for which {waits}. {REMEDY}"
+        lazy = f"sparse={{{leaf!r}: dtrans.Rows(update='lazy')}}"
+        return f"other rows change, too ({table.why}): say {lazy}"
     if table.updates_all:
-        return f"an update is of all rows ({table.why}): leave it out, or give it another optimizer"
-    made = startup.outvars
-    whole = next((n for n in table.zero.state if not makes_rows(startup.jaxpr, made[n], 0)), None)
-    return "" if whole is None else f"the init makes {whole} whole, not row by row: leave it out"
+        return f"an update touches all rows ({table.why}). {REMEDY}"
+    for n in table.zero.state:
+        if not makes_rows(startup.jaxpr, startup.outvars[n], 0):
+            return f"the init computes {n} as one array, not row by row: leave it out"
+    return ""
 
 
 def on_servers(table: Table, analysis: RowAnalysis) -> Table:
@@ -97,47 +94,52 @@ def write_update(
     read: Mapping[str, Atom],
     gradients: Mapping[str, Atom],
 ) -> dict[str, Atom]:
-    """Write what a step updates.
+    """Write the update of a step on looked-up rows.
 
     Args:
-      sizes: how many rows of each table there are.
-      read: parameters and the optimizer's state, by name: of tables, and of state that has a row
-        for each of theirs, so many rows.
-      gradients: by leaf.
+      sizes: the number of rows of each table.
+      read: parameters and optimizer state, by name; tables, and their state, with `sizes` rows.
+      gradients: gradients, by leaf.
 
     Returns:
       New parameters and state, by name.
     """
     analysis = analyse(step.optimize, step.optimized)
     types = {n: step.program.inputs[n] for n in step.optimized}
-    placed = mark_tables(place(analysis, types, (HERE,), BlockPlacement()), sizes)
-    work = write_server(analyse_update(analysis, resized(placed, sizes)), HERE)
-    return inline_update(
-        b, work, {**read, **{g.name: gradients[g.leaf] for x in work.blocks for g in x.grads}}
-    )
+    placed = mark_tables(place(analysis, types, (TRAINER,), BlockPlacement()), sizes)
+    work = write_server(analyse_update(analysis, resized(placed, sizes)), TRAINER)
+    inputs = dict(read)
+    for update in work.blocks:
+        inputs |= {g.name: gradients[g.leaf] for g in update.grads}
+    return inline_update(b, work, inputs)
 
 
-def state_of_rows(startup: Program, state: Sequence[str]) -> RowsProgram:
-    """Return the program of the initial state of rows, from their numbers and init's arguments.
+def initial_state_rows(startup: Program, state: Sequence[str]) -> RowsProgram:
+    """Return the program of the initial state of rows, from their ids and init's arguments.
 
     Args:
       startup: the init, with names as in the step.
-      state: arrays that have a row for each of the table's, by name.
+      state: names of arrays that have a row for each row of the table.
     """
     return RowsProgram(functools.partial(_state_rows, startup, tuple(state)))
 
 
 def _state_rows(startup: Program, state: Sequence[str], count: int) -> ClosedJaxpr:
-    made = startup.outvars
     b = Builder(startup.jaxpr)
-    numbers = b.input(ShapedArray((count,), jnp.int32))
+    ids = b.input(ShapedArray((count,), jnp.int32))
     b.invars += startup.inner.invars
-    return eliminate_dead(
-        b.build(write_rows(b, startup.jaxpr, [(made[n], 0) for n in state], numbers))
-    )
+    wanted = [(startup.outvars[n], 0) for n in state]
+    return eliminate_dead(b.build(write_rows(b, startup.jaxpr, wanted, ids)))
 
 
-def no_rows_of(tables: Tables, types: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the types of empty tables, and of their state by rows, of a trainer."""
-    names = [m for n, t in tables.of.items() for m in (n, *t.zero.state)]
-    return {n: ShapedArray((0, *types[n].shape[1:]), types[n].dtype) for n in names}
+def empty_types(tables: Tables, types: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the types of a trainer's tables without rows, and of their state, by name.
+
+    Args:
+      types: types of the full arrays.
+    """
+    found = {}
+    for n, table in tables.of.items():
+        for name in (n, *table.zero.state):
+            found[name] = ShapedArray((0, *types[name].shape[1:]), types[name].dtype)
+    return found

@@ -1,14 +1,12 @@
-"""A trainer's half, written for the rows that it looks up.
+"""Trainer's half of a step, written for the rows that it looks up.
 
-First come the numbers of rows, and all that they are made of; then, for each table, `split_ids` and
-`prefetch`; then everything else, with an operand of `size` rows in the place of the table. A number
-becomes the place of its row among those that are there, which are sorted. So no value of the
-program has the rows of a table. Bodies of loops, of branches and of what is computed again are
-given the numbers too, as constants.
+First come the equations that compute row ids. `split_ids` and `prefetch` for each table follow, and
+then all other equations. These have an operand of `size` rows instead of the table. Fetched rows
+are sorted by id, and an id becomes the position of its row among them. So no value of the program
+has all rows of the table. Bodies of loops, branches and remat get the ids as constants.
 
-Of what else meets rows of a table the rows with these numbers are made (`dtrans.rows.parts`): a
-constant of one value is made smaller, and what needs its whole operands is made whole, and its rows
-are picked.
+Other operands of such equations are reduced to the same rows (`dtrans.rows.parts`). A constant of
+one value shrinks. An operation that needs its full operands runs in full, and its rows are picked.
 """
 
 from __future__ import annotations
@@ -33,18 +31,18 @@ from dtrans.rows.writer import RowWriter
 
 
 class _TableRows:
-    """The rows of tables that a step looks up, by table (`dtrans.rows.writer.BlockRows`).
+    """Looked-up rows of tables, by table; implements `dtrans.rows.writer.BlockRows`.
 
     Attributes:
-      sizes: how many there are.
-      uniq: their numbers, sorted.
+      sizes: the number of rows.
+      uniq: the sorted ids of the rows.
     """
 
     def __init__(self, sizes: Mapping[str, int], uniq: dict[str, Var]) -> None:
         self.sizes, self.uniq = sizes, uniq
-        self._starts = {n: Start(functools.partial(self._numbers, n)) for n in sizes}
+        self._starts = {n: Start(functools.partial(self._ids, n)) for n in sizes}
 
-    def _numbers(self, table: str, b: Builder) -> Atom:
+    def _ids(self, table: str, b: Builder) -> Atom:
         return self.uniq[table]
 
     def of(self, row: RowAxis) -> Slice:
@@ -58,13 +56,12 @@ class _TableRows:
 
 
 def _pick(
-    places: dict[tuple[Any, ...], Atom], w: RowWriter, eqn: JaxprEqn, step: Step
+    positions: dict[tuple[Any, ...], Atom], w: RowWriter, eqn: JaxprEqn, step: Step
 ) -> list[Var] | None:
-    """Write what picks rows, or adds to rows, among those that are here; None for any other
-    equation.
+    """Write an equation that picks rows, or adds to rows; return None for any other equation.
 
     Args:
-      places: where rows are among sorted ones, by the numbers that they are picked by.
+      positions: positions among the fetched rows, by ids; shared by forward and backward.
     """
     if not isinstance(step, RowPick):
         return None
@@ -73,32 +70,33 @@ def _pick(
     atoms = [w.read(a, x) for a, x in zip(eqn.invars, step.operands, strict=True)]
     numbers, uniq = atoms[step.numbers], w.rows.uniq[row.leaf]
     key = numbers, step.component, uniq
-    if key not in places:
-        fn = _place_of if step.component is None else _placed(step.component)
-        (places[key],) = w.b.call(fn, numbers, uniq)
-    atoms[step.numbers] = places[key]
+    if key not in positions:
+        fn = _position_of if step.component is None else _with_position(step.component)
+        (positions[key],) = w.b.call(fn, numbers, uniq)
+    atoms[step.numbers] = positions[key]
     types = [w.cut(v.aval, x) for v, x in zip(eqn.outvars, step.outs, strict=True)]
     return w.b.copy(eqn, atoms, types)
 
 
 class TableWriter:
-    """Writer of a trainer's half for the rows of tables that it looks up
-    (`dtrans.step.forward_backward.HalfWriter`).
+    """Writer of a trainer's half for the rows of tables that it looks up.
+
+    It implements `dtrans.step.forward_backward.HalfWriter`.
 
     Args:
-      b: what it is written with.
-      jaxpr: of the step.
-      found: what the step looks up.
-      tables: by name, the variable that stands for a table in `jaxpr`.
-      where: by name, the parameters of `prefetch` that say where rows are.
-      eqns, roles: of the half.
-      state: by table, the trainer's own arrays that have a row for each of its rows, which come
-        with these: the variables by name. None where rows alone come, from servers.
+      b: builder of the trainer's program.
+      jaxpr: the jaxpr of the step.
+      found: the lookups of the step.
+      tables: table to its variable in `jaxpr`.
+      where: table to the parameters of `prefetch` with the locations of its rows.
+      eqns, roles: the half.
+      state: table to the trainer's own arrays with a row for each of its rows, as variables by
+        name; their rows come with the table's. None if servers send rows of the table alone.
 
     Attributes:
-      sizes: by table, how many rows of it there are.
-      uniq: by table, the numbers of its rows.
-      held: the rows of tables, and of what comes with them, by name.
+      sizes: the number of fetched rows, by table.
+      uniq: the ids of fetched rows, by table.
+      rows: fetched rows of tables and of their state, by name.
     """
 
     def __init__(
@@ -113,38 +111,50 @@ class TableWriter:
         state: Mapping[str, Mapping[str, Var]] | None = None,
     ) -> None:
         rows = _TableRows({n: t.size for n, t in found.tables.items()}, {})
-        made_by = {v: e for e in eqns for v in e.outvars}
+        producers = {v: e for e in eqns for v in e.outvars}
         pick = functools.partial(_pick, {})
-        # everything is written in order: a shared value is there
-        self.writer = RowWriter(b, found.flow, rows, made_by, outside=lambda var: var, special=pick)
+        # equations are written in order, so a shared value exists when it is read
+        self.writer = RowWriter(
+            b, found.flow, rows, producers, outside=lambda var: var, special=pick
+        )
         self.b, self.uniq, self.sizes = b, rows.uniq, rows.sizes
         self._tables, self._where, self._state = found.tables, where, state
-        self.held: dict[str, Var] = {}
-        plain = zip(found.eqns, found.plain, strict=True)
-        self._plain = {id(e): (p, found.flow.steps.get(i)) for i, (e, p) in enumerate(plain)}
-        numbers = [a for t in found.tables.values() for a, _ in t.ids]
-        role_of = {id(e): role for e, role in zip(eqns, roles, strict=True)}
+        self.rows: dict[str, Var] = {}
+        self._plain: dict[int, tuple[JaxprEqn, Step | None]] = {}
+        for i, (eqn, plain) in enumerate(zip(found.eqns, found.plain, strict=True)):
+            self._plain[id(eqn)] = plain, found.flow.steps.get(i)
         self._done = set[int]()
-        for e in numbers_first([*eqns, *found.numbering], numbers, jaxpr):
-            b.role = role_of.get(id(e), FORWARD)
+        self._write_ids([*eqns, *found.numbering], eqns, roles, jaxpr)
+        self._prefetch(tables)
+
+    def _write_ids(
+        self,
+        candidates: Sequence[JaxprEqn],
+        eqns: Sequence[JaxprEqn],
+        roles: Sequence[str],
+        jaxpr: Any,
+    ) -> None:
+        """Write the equations that compute row ids."""
+        ids = [a for t in self._tables.values() for a, _ in t.ids]
+        role_of = {id(e): role for e, role in zip(eqns, roles, strict=True)}
+        for e in numbers_first(candidates, ids, jaxpr):
+            self.b.role = role_of.get(id(e), FORWARD)
             if id(e) in role_of:
                 self._keep(e)
                 self._done.add(id(e))
-            else:  # the part of a loop that makes numbers
-                made = b.copy(
-                    e, [self.writer.read_full(a) for a in e.invars], [v.aval for v in e.outvars]
-                )
-                self.writer.shared.update(zip(e.outvars, made, strict=True))
-        self._prefetch(tables)
+            else:  # the part of a loop that computes ids
+                atoms = [self.writer.read_full(a) for a in e.invars]
+                new = self.b.copy(e, atoms, [v.aval for v in e.outvars])
+                self.writer.shared.update(zip(e.outvars, new, strict=True))
 
-    # -- as a writer of halves -------------------------------------------------------------------
+    # -- HalfWriter ------------------------------------------------------------------------------
 
     def emit(self, eqn: JaxprEqn) -> None:
         """Write the next equation."""
         w = self.writer
         if id(eqn) in self._done:
             return
-        # an exchange was not there when rows were looked for
+        # the lookups were found before exchanges were written
         plain, step = self._plain.get(id(eqn), (eqn, None))
         if step is None:
             self._keep(eqn)
@@ -153,7 +163,7 @@ class TableWriter:
                 w.place(w.flow.layout(v))[v] = new
 
     def result(self, atom: Atom, maker: int) -> Atom:
-        """Return a value that is wanted."""
+        """Return a wanted value."""
         layout = RowAxis("", 0) if isinstance(atom, Literal) else self.writer.flow.layout(atom)
         return self.writer.read(
             atom, layout if isinstance(layout, RowAxis) and layout.leaf else None
@@ -166,13 +176,18 @@ class TableWriter:
         self.writer.shared.update((v, v) for v in eqn.outvars)
 
     def _ids(self, table: TableLookups, wide: WideNumbers) -> list[Atom]:
-        """Return the row numbers that a step looks up in a table, from before JAX narrowed them."""
-        numbers = [(a, c) if c is None else wide.component(a, c) for a, c in table.ids]
-        return [self.b.call(_component(c), wide.of(a))[0] for a, c in numbers]
+        """Return the row ids that a step looks up in a table, from before JAX narrowed them."""
+        found: list[Atom] = []
+        atoms = [(a, c) if c is None else wide.component(a, c) for a, c in table.ids]
+        for atom, component in atoms:
+            found += self.b.call(_component(component), wide.of(atom))
+        return found
 
     def _prefetch(self, tables: Mapping[str, Var]) -> None:
-        """Get the rows that a step looks up: those of all tables at once, nothing is computed in
-        between."""
+        """Write the fetch of looked-up rows: all `prefetch` equations follow each other.
+
+        A trainer then requests the rows of all tables at once.
+        """
         b, found = self.b, self._tables
         b.role = FORWARD
         wide = WideNumbers(b, self.writer.producers, self.writer.read_full)
@@ -185,18 +200,18 @@ class TableWriter:
         b.role = RPC
         primitive = prefetch_p if self._state is None else geo_prefetch_p
         for n, t in found.items():
-            here = {n: tables[n], **(self._state[n] if self._state else {})}
-            types = tuple(v.aval.update(shape=(t.size, *v.aval.shape[1:])) for v in here.values())
-            rows = dict(
-                zip(
-                    here,
-                    b.bind(primitive, self.uniq[n], types=types, **self._where[n]),
-                    strict=True,
-                )
+            arrays = {n: tables[n]}
+            if self._state:
+                arrays |= self._state[n]
+            shapes = [(t.size, *v.aval.shape[1:]) for v in arrays.values()]
+            types = tuple(
+                v.aval.update(shape=shape) for v, shape in zip(arrays.values(), shapes, strict=True)
             )
-            self.writer.env[tables[n]] = rows[n]
-            self.held |= rows
-            b.labels.update((v, f"{name}@ROWS") for name, v in rows.items())
+            fetched = b.bind(primitive, self.uniq[n], types=types, **self._where[n])
+            for name, v in zip(arrays, fetched, strict=True):
+                self.rows[name] = v
+                b.labels[v] = f"{name}@ROWS"
+            self.writer.env[tables[n]] = self.rows[n]
         b.role = FORWARD
 
 
@@ -208,33 +223,33 @@ def _component(component: int | None) -> Callable[[jax.Array], jax.Array]:
 
 
 @functools.cache
-def _placed(component: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Numbers with a component that says where among sorted ones it is."""
+def _with_position(component: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """Return a function that replaces the row id in index vectors by a position in sorted ids."""
 
     def fn(numbers: jax.Array, uniq: jax.Array) -> jax.Array:
-        at = jnp.searchsorted(uniq, numbers[..., component].astype(uniq.dtype)).astype(
-            numbers.dtype
-        )
+        ids = numbers[..., component].astype(uniq.dtype)
+        at = jnp.searchsorted(uniq, ids).astype(numbers.dtype)
         entry = jax.lax.broadcasted_iota(jnp.int32, numbers.shape, numbers.ndim - 1)
         return jnp.where(entry == component, at[..., None], numbers)
 
     return fn
 
 
-def _place_of(number: jax.Array, uniq: jax.Array) -> jax.Array:
+def _position_of(number: jax.Array, uniq: jax.Array) -> jax.Array:
     return jnp.searchsorted(uniq, number.astype(uniq.dtype)).astype(number.dtype)
 
 
 def without_unused(b: Builder, outs: Sequence[Atom]) -> None:
-    """Leave out equations that compute what nobody reads."""
+    """Remove equations whose results are not read, from a builder.
+
+    Args:
+      outs: the outputs of its program.
+    """
     used = {a for a in outs if isinstance(a, Var)}
-    kept = []
-    for i in reversed(range(len(b.eqns))):
-        eqn = b.eqns[i]
+    eqns, roles = [], []
+    for eqn, role in zip(reversed(b.eqns), reversed(b.roles), strict=True):
         if is_communication(eqn) or eqn.effects or used.intersection(eqn.outvars):
-            kept.append(i)
+            eqns.append(eqn)
+            roles.append(role)
             used.update(a for a in eqn.invars if isinstance(a, Var))
-    b.eqns[:], b.roles[:] = (
-        [b.eqns[i] for i in reversed(kept)],
-        [b.roles[i] for i in reversed(kept)],
-    )
+    b.eqns[:], b.roles[:] = eqns[::-1], roles[::-1]

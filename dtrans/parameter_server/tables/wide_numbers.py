@@ -1,9 +1,9 @@
-"""Numbers of rows before JAX cuts them to 32 bits.
+"""Row ids from before JAX truncates them to 32 bits.
 
-`emb[ids]` is a gather of 32-bit numbers, whatever `ids` are: of 64 bits JAX takes the low half,
-without a word, and so another row. What is checked is made once more from the numbers as they were
-given: through the equations that JAX writes for an index, which count negative numbers from the end
-  and put numbers side by side.
+`emb[ids]` is a gather with 32-bit ids. JAX takes the low half of 64-bit ids without a warning, and
+so another row. To check ids, they are computed again from the 64-bit values. The search goes back
+through the equations that JAX writes for an index: these count negative ids from the end, and
+concatenate the ids of several dimensions.
 """
 
 from __future__ import annotations
@@ -20,35 +20,33 @@ from dtrans._jax import Atom, JaxprEqn, Literal, Var
 from dtrans.ir.builder import Builder
 
 
-# what JAX writes between a number and the gather
+# equations that JAX writes between an id and the gather
 _OF_INDEXES = frozenset(
     {"add", "lt", "select_n", "broadcast_in_dim", "reshape", "squeeze", "concatenate"}
 )
 
 
 class WideNumbers:
-    """Writes numbers of rows as they were before they were cut.
+    """Writer of row ids as they were before a narrowing cast.
 
     Args:
-      b: what it is written with.
-      made_by: value to the equation that makes it.
-      whole: gives a value as it is written already.
+      b: builder of the trainer's program.
+      producers: value to the equation that computes it.
+      read_full: returns the written value of an atom.
     """
 
     def __init__(
-        self, b: Builder, made_by: Mapping[Var, JaxprEqn], whole: Callable[[Atom], Atom]
+        self, b: Builder, producers: Mapping[Var, JaxprEqn], read_full: Callable[[Atom], Atom]
     ) -> None:
-        self._b, self._made_by, self._whole = b, made_by, whole
+        self._b, self._producers, self._read_full = b, producers, read_full
         self._found: dict[Var, Atom | None] = {}
 
     def component(self, atom: Atom, component: int) -> tuple[Atom, int]:
         """Return the operand of a concatenation that has a component, and its index there."""
-        eqn = None if isinstance(atom, Literal) else self._made_by.get(atom)
-        if (
-            eqn is not None
-            and eqn.primitive.name == "concatenate"
-            and eqn.params["dimension"] == atom.aval.ndim - 1
-        ):
+        eqn = None if isinstance(atom, Literal) else self._producers.get(atom)
+        if eqn is None or eqn.primitive.name != "concatenate":
+            return atom, component
+        if eqn.params["dimension"] == atom.aval.ndim - 1:
             for a in eqn.invars:
                 if component < a.aval.shape[-1]:
                     return a, component
@@ -56,55 +54,53 @@ class WideNumbers:
         return atom, component
 
     def of(self, atom: Atom) -> Atom:
-        """Return row numbers from before their narrowing cast; unchanged without one."""
+        """Return row ids from before their narrowing cast; unchanged without one."""
         wide = self._wide(atom)
-        return self._whole(atom) if wide is None else wide
+        return self._read_full(atom) if wide is None else wide
 
     def _wide(self, atom: Atom) -> Atom | None:
         """Return a value before its narrowing cast, or None if it was not narrowed."""
         if isinstance(atom, Literal):
             return None
         if atom not in self._found:
-            eqn = self._made_by.get(atom)
-            self._found[atom] = None if eqn is None else self._made(eqn)
+            eqn = self._producers.get(atom)
+            self._found[atom] = None if eqn is None else self._wide_result(eqn)
         return self._found[atom]
 
-    def _made(self, eqn: JaxprEqn) -> Atom | None:
+    def _wide_result(self, eqn: JaxprEqn) -> Atom | None:
+        """Write the equation for wide operands; return None if no operand was narrowed."""
         if eqn.primitive.name == "convert_element_type":
-            return (
-                self.of(eqn.invars[0])
-                if _cuts(eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype)
-                else None
-            )
+            old, new = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
+            return self.of(eqn.invars[0]) if _narrows(old, new) else None
         if eqn.primitive.name not in _OF_INDEXES:
             return None
-        found = [self._wide(a) for a in eqn.invars]
-        types = {x.aval.dtype for x in found if x is not None and _is_int(x.aval.dtype)}
+        wide = [self._wide(a) for a in eqn.invars]
+        types = {x.aval.dtype for x in wide if x is not None and _is_int(x.aval.dtype)}
         if len(types) != 1:
             return None
         cast = _cast_to(types.pop())
-        atoms = [
-            x
-            if x is not None
-            else self._b.call(cast, self._whole(a))[0]
-            if _is_int(a.aval.dtype)
-            else self._whole(a)
-            for x, a in zip(found, eqn.invars, strict=True)
-        ]
-        (made,) = self._b.copy(eqn, atoms)
-        return made
+        atoms: list[Atom] = []
+        for x, a in zip(wide, eqn.invars, strict=True):
+            if x is not None:
+                atoms.append(x)
+            elif _is_int(a.aval.dtype):
+                atoms += self._b.call(cast, self._read_full(a))
+            else:
+                atoms.append(self._read_full(a))
+        (result,) = self._b.copy(eqn, atoms)
+        return result
 
 
 def _is_int(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.integer))
 
 
-def _cuts(given: Any, made: Any) -> bool:
-    """Return True if an integer type cannot hold all numbers of another."""
-    if not (_is_int(given) and _is_int(made)):
+def _narrows(old: Any, new: Any) -> bool:
+    """Return True if an integer type cannot represent all values of another."""
+    if not (_is_int(old) and _is_int(new)):
         return False
-    old, new = np.iinfo(given), np.iinfo(made)
-    return bool(old.min < new.min or old.max > new.max)
+    old_range, new_range = np.iinfo(old), np.iinfo(new)
+    return bool(old_range.min < new_range.min or old_range.max > new_range.max)
 
 
 @functools.cache

@@ -108,7 +108,7 @@ REFUSED = {
                 )
             )
         ),
-        "while .* reads it in each of turns that nothing counts",
+        "while .* reads it in an unknown number of iterations",
     ),
     "one-hot beside": (
         lambda p, ids: jnp.mean(p["emb"][ids]) + jnp.mean(jax.nn.one_hot(ids[:, 0], V) @ p["emb"]),

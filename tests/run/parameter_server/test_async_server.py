@@ -409,7 +409,7 @@ def test_what_takes_all_gradients_at_once_is_refused(name: str, servers: int) ->
     }[name]
     with pytest.raises(
         ConfigError,
-        match="^the optimizer reduces over rows of several .*: it is for synchronous updates",
+        match="^the optimizer reduces over rows of several .*; use mode=dtrans.Sync",
     ):
         plan_for(
             [f"127.0.0.1:{i + 1}" for i in range(servers)],

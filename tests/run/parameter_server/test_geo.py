@@ -439,7 +439,7 @@ def test_a_plan_says_what_it_is() -> None:
     ({"every": True}, "push_every must be a positive number of steps, it is True"),
     ({"block_on_pull": 1}, "block_on_pull must be True or False, it is 1"),
     ({"merge": {"params/w1": "mean"}},
-     "merge={'params/w1': 'mean'} with dtrans.Geo: what no gradient enters is each trainer's own"),
+     "merge={'params/w1': 'mean'} with dtrans.Geo: each trainer keeps leaves without gradients; leave merge out"),
     ({"on_trainer_exit": "error"}, "on_trainer_exit='error' is for synchronous updates: "
 "asynchronous ones never "
      "combine gradients of several trainers"),

@@ -723,10 +723,10 @@ def test_who_starts_again_keeps_no_rows(role_threads: RoleThreads) -> None:
 
 
 @pytest.mark.parametrize("name, sparse, said", [
-    ("adam", DENSE, "other rows move, too .*say sparse={'params/emb': "
+    ("adam", DENSE, "other rows change, too .*say sparse={'params/emb': "
 "dtrans.Rows\\(update='lazy'\\)}"),
-    ("momentum", DENSE, "other rows move, too"),
-    ("lamb", DENSE, "an update is of all rows .*another optimizer"),
+    ("momentum", DENSE, "other rows change, too"),
+    ("lamb", DENSE, "an update touches all rows .*another optimizer"),
     ("sgd", {"params/other": dtrans.Rows()}, "sparse names params/other"),
 ])  # fmt: skip
 def test_tables_that_cannot_be_are_named(name: str, sparse: Any, said: str) -> None:
@@ -739,7 +739,7 @@ def test_auto_takes_what_a_trainer_can_keep() -> None:
     assert auto("adagrad").tables.names == ("params/emb",)
     plan = auto("adam")
     assert plan.tables.names == ()
-    assert "other rows move, too" in plan.tables.others["params/emb"]
+    assert "other rows change, too" in plan.tables.others["params/emb"]
     assert V in sizes_in(plan.trainer)
 
 
@@ -750,7 +750,7 @@ def test_state_that_is_not_made_row_by_row_is_named() -> None:
         params = {"emb": jax.nn.initializers.orthogonal()(key, (V, D)), "w": jnp.ones(2 * D)}
         return params, tx.init(params)
 
-    with pytest.raises(ConfigError, match="the init makes opt_state/z/emb whole, not row by row"):
+    with pytest.raises(ConfigError, match="the init computes opt_state/z/emb as one array"):
         planned_for(tx, LAZY, 1, batches(1)[0], geo(), start=start)
 
 

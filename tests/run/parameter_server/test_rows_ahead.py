@@ -380,7 +380,7 @@ def test_stale_rows_are_refused_where_there_are_none() -> None:
     stale = {"params/emb": dtrans.Rows(staleness=2)}
     with pytest.raises(
         ConfigError,
-        match=r"\['params/emb'\].staleness=2 and mode=.*Async.*: rows of asynchronous steps",
+        match=r"\['params/emb'\].staleness=2 and mode=.*Async.*: asynchronous steps read rows",
     ):
         planned(optax.sgd(0.1), stale, 1, 1, mode=ASYNC)
     plan = planned(optax.sgd(0.1), stale, 1, 1)
