@@ -429,7 +429,7 @@ FAULTS = (
     ),
     Fault(  # servers average terms of a sum
         "parameter_server/transform.py",
-        'summed = tuple(step.gradients) if shared.reduce == "sum" else ()',
+        "summed = tuple(step.gradients)",
         "summed = ()",
         BATCHES,
         "batch/test_step_zoo.py::test_a_plan_computes_the_step[sum_loss-pserver-3-13]",

@@ -103,7 +103,9 @@ def _copies(
 def moving_suffixes(mode: Mode) -> tuple[str, ...]:
     """Return the suffixes of arrays beside parameters that change with a gradient of zero."""
     delay = mode.delay if isinstance(mode, Async | HalfAsync) else None
-    return () if delay is None or delay.decay is None else (MEAN_SQUARE,)
+    if delay is None or delay.decay is None:
+        return ()
+    return (MEAN_SQUARE,)
 
 
 def _gradient(block: Block) -> str:

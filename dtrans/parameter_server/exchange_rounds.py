@@ -126,8 +126,9 @@ def _is_collective(eqn: JaxprEqn) -> bool:
 
 def _communicating_remat(eqn: JaxprEqn) -> Any:
     """Return the body of a remat that communicates; inlined, it communicates only once."""
-    is_remat = eqn.primitive.name in REMAT
-    return bodies(eqn)[0] if is_remat and _collective_inside(eqn) is not None else None
+    if eqn.primitive.name not in REMAT or _collective_inside(eqn) is None:
+        return None
+    return bodies(eqn)[0]
 
 
 def _collective_inside(eqn: JaxprEqn) -> JaxprEqn | None:

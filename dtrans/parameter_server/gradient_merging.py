@@ -49,8 +49,10 @@ def merging(step: Cut) -> Literal["sum", "mean", "none"]:
     # "sum": each new parameter is the old one plus a term that is linear in the gradients and in
     # which no parameter enters; and no gradient enters the state
     for n, x in terms.items():
-        is_sum = x in (_Term("old", n), _Term("new", n))
-        if not (is_sum if n in step.params else x.kind not in _OF_GRADIENTS):
+        is_param = n in step.params
+        if is_param and x not in (_Term("old", n), _Term("new", n)):
+            return "mean"
+        if not is_param and x.kind in _OF_GRADIENTS:
             return "mean"
     return "sum"
 
@@ -87,7 +89,9 @@ def _terms(step: Cut) -> dict[str, _Term]:
 
 
 def _rule(eqn: JaxprEqn, ins: Sequence[_Term]) -> list[_Term] | None:
-    return None if has_bodies(eqn) else [_term(eqn, ins)] * len(eqn.outvars)
+    if has_bodies(eqn):
+        return None
+    return [_term(eqn, ins)] * len(eqn.outvars)
 
 
 def _term(eqn: JaxprEqn, ins: Sequence[_Term]) -> _Term:
@@ -104,9 +108,13 @@ def _term(eqn: JaxprEqn, ins: Sequence[_Term]) -> _Term:
 
     # a parameter plus an update
     if name in ("add", "add_any", "sub"):
-        first, second = ins if kinds[0] == "old" or name == "sub" else reversed(ins)
-        if first.kind == "old" and second.kind in ("zero", "linear"):
-            return first if second.kind == "zero" else _Term("new", first.leaf)
+        first, second = ins
+        if name != "sub" and kinds[0] != "old":
+            first, second = second, first
+        if first.kind == "old" and second.kind == "zero":
+            return first
+        if first.kind == "old" and second.kind == "linear":
+            return _Term("new", first.leaf)
 
     if linear and not {"old", "moving", "new", "other"}.intersection(kinds):
         # the other operands of a group have to be zeros: x + 1 is not linear in x

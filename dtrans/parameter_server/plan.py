@@ -353,7 +353,9 @@ class PServerPlan(Plan):
 
     @property
     def _title(self) -> str:
-        mode = "geo" if self.push_every else "sync" if self.sync_mode else "async"
+        mode = "sync" if self.sync_mode else "async"
+        if self.push_every:
+            mode = "geo"
         return (
             f"pserver plan of {self.main.name}: {self.trainers} trainers, {len(self.servers)} "
             f"pservers, {mode}"

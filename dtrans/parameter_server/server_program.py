@@ -73,7 +73,9 @@ class ServerProgramWriter:
     def work(self, endpoint: str) -> ServerWork:
         """Return one server's updates and arrays."""
         work = write_server(self.spec, endpoint)
-        return work if self.adapt is None else self.adapt(work, self.spec.placement.units[endpoint])
+        if self.adapt is None:
+            return work
+        return self.adapt(work, self.spec.placement.units[endpoint])
 
     def main(self, endpoint: str, work: ServerWork) -> Program:
         """Return a server's main program: one `listen_and_serv` equation on its arrays."""
@@ -190,7 +192,9 @@ class ServerProgramWriter:
         names = [n for n in spec.names if n not in found]
         parts = [(init_outs[variables[n].of], _part(variables[n])) for n in names]
         for n, value in zip(names, write_parts(b, self.startup.jaxpr, parts), strict=True):
-            found[n] = b.call(jnp.zeros_like, value)[0] if variables[n].zeros else value
+            found[n] = value
+            if variables[n].zeros:
+                (found[n],) = b.call(jnp.zeros_like, value)
         for name, value in found.items():
             if variables[name].part is not None and isinstance(value, Var):
                 b.labels.setdefault(value, name)
@@ -240,4 +244,6 @@ def _part(x: ServerVariable) -> Slice | None:
 @functools.cache
 def _leaf_ids_of(rows: RowSet) -> Callable[[jax.Array], jax.Array]:
     """Return a function from row ids of a block to row ids of the leaf."""
-    return numbers_at(rows) if isinstance(rows, RowBuckets) else lambda ids: ids + rows.start
+    if isinstance(rows, RowBuckets):
+        return numbers_at(rows)
+    return lambda ids: ids + rows.start

@@ -89,7 +89,9 @@ class TrainerCommConfig:
 
     def hand_over(self, step: Cut) -> Cut:
         """Return the step with values of forward as inputs of its update."""
-        return step if self.parts is None else hand_over(step, self.parts, drawn=True)
+        if self.parts is None:
+            return step
+        return hand_over(step, self.parts, drawn=True)
 
     def server_update(self, step: Cut) -> Cut:
         """Return the step with the servers' update, with averages and values that trainers send."""
@@ -174,10 +176,11 @@ def write_trainer(
 
     # then arguments of the update, and the new parameters
     for n, servers in comm.argument_servers.items():
+        value: Any = vars_of.get(n)
         if n in step.numbers:
-            value: Any = b.constant(step.numbers[n])
-        else:
-            value = results[n] if n in step.handed else vars_of[n]
+            value = b.constant(step.numbers[n])
+        elif n in step.handed:
+            value = results[n]
         writer.send_argument(n, value, servers)
     new = writer.finish([n for n in step.optimized if n not in comm.tables])
     outs = {**source.outvars, **results, **new, **empty}

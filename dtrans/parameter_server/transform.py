@@ -176,8 +176,9 @@ def pserver(
     shared = split_batch(plain, batch, trainers, mode)
     if isinstance(mode, Geo):
         return plan_geo_sgd(plain, startup, endpoints, options)
-    step = plain if shared is None or shared.proven else cut(shared.step.program)
+    step = plain
     if shared is not None and not shared.proven:
+        step = cut(shared.step.program)
         on_trainer_exit = refuse_paddle_exit(on_trainer_exit, shared)
 
     # the communication, and the update that it leaves to servers
@@ -201,8 +202,8 @@ def pserver(
 
     # the programs
     summed: tuple[str, ...] = ()
-    if shared is not None:
-        summed = tuple(step.gradients) if shared.reduce == "sum" else ()
+    if shared is not None and shared.reduce == "sum":
+        summed = tuple(step.gradients)
     exact = exactly_summed_leaves(step, tables, trainers) if comm.sync_mode else ()
     analyse_for = functools.partial(
         analyse_update,
@@ -381,7 +382,9 @@ def check_arguments(
             f"on_trainer_exit='paddle': {step.arguments[0]}, which the update reads, would count "
             "as zero of a trainer that left; say on_trainer_exit='drop'"
         )
-    remaining = step if parts is None else hand_over(step, parts)
+    remaining = step
+    if parts is not None:
+        remaining = hand_over(step, parts)
     axes = batch_axes(step, batch)
     if any(n in axes for n in remaining.arguments):
         assert step.argument_need is not None
@@ -438,7 +441,9 @@ def communicator_for(step: Cut, options: CommunicatorConfig) -> CommunicatorConf
     rule = merging(step)
     if rule == "none":
         return dataclasses.replace(options, max_merge_var_num=1, merge="mean")
-    return dataclasses.replace(options, merge=rule) if options.merge == "auto" else options
+    if options.merge == "auto":
+        return dataclasses.replace(options, merge=rule)
+    return options
 
 
 def check_step(step: Cut, comm: TrainerCommConfig, on_trainer_exit: str) -> None:

@@ -146,7 +146,9 @@ def _choose_update(
         moves = (*zero.moves, *(name + suffix for suffix in beside))
         zero = dataclasses.replace(zero, moves=moves)
     if option.update == "lazy":
-        why = _why_all_rows(zero) or (find_waiting(analysis, name) if zero.moves else "")
+        why = _why_all_rows(zero)
+        if zero.moves:
+            why = why or find_waiting(analysis, name)
         if why:
             raise ConfigError(f"sparse: {name} cannot have update='lazy': {why}. {otherwise}")
     table = _limited(name, _table(name, lookups, zero, option), option.limit)

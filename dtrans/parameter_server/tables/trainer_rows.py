@@ -71,7 +71,9 @@ def _pick(
     numbers, uniq = atoms[step.numbers], w.rows.uniq[row.leaf]
     key = numbers, step.component, uniq
     if key not in positions:
-        fn = _position_of if step.component is None else _with_position(step.component)
+        fn: Callable[..., jax.Array] = _position_of
+        if step.component is not None:
+            fn = _with_position(step.component)
         (positions[key],) = w.b.call(fn, numbers, uniq)
     atoms[step.numbers] = positions[key]
     types = [w.cut(v.aval, x) for v, x in zip(eqn.outvars, step.outs, strict=True)]

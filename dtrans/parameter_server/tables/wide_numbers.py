@@ -56,22 +56,27 @@ class WideNumbers:
     def of(self, atom: Atom) -> Atom:
         """Return row ids from before their narrowing cast; unchanged without one."""
         wide = self._wide(atom)
-        return self._read_full(atom) if wide is None else wide
+        if wide is None:
+            return self._read_full(atom)
+        return wide
 
     def _wide(self, atom: Atom) -> Atom | None:
         """Return a value before its narrowing cast, or None if it was not narrowed."""
         if isinstance(atom, Literal):
             return None
         if atom not in self._found:
-            eqn = self._producers.get(atom)
-            self._found[atom] = None if eqn is None else self._wide_result(eqn)
+            self._found[atom] = None
+            if atom in self._producers:
+                self._found[atom] = self._wide_result(self._producers[atom])
         return self._found[atom]
 
     def _wide_result(self, eqn: JaxprEqn) -> Atom | None:
         """Write the equation for wide operands; return None if no operand was narrowed."""
         if eqn.primitive.name == "convert_element_type":
             old, new = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
-            return self.of(eqn.invars[0]) if _narrows(old, new) else None
+            if _narrows(old, new):
+                return self.of(eqn.invars[0])
+            return None
         if eqn.primitive.name not in _OF_INDEXES:
             return None
         wide = [self._wide(a) for a in eqn.invars]

@@ -247,7 +247,9 @@ def _decider(
         differences.append(
             [v for v, x in a.assumed.items() if v in b.assumed and b.assumed[v] != x]
         )
-    return text_of[min(differences, key=len)[0]] if differences else ""
+    if not differences:
+        return ""
+    return text_of[min(differences, key=len)[0]]
 
 
 def constant_outputs(program: Program) -> dict[str, Any]:
@@ -299,7 +301,9 @@ class _FollowedRow:
     def kind(self, a: Atom) -> _Kind:
         """Return the kind of a value at such a row; a shared number is its own kind."""
         if isinstance(a, Literal):
-            return np.asarray(a.val, a.aval.dtype) if not np.ndim(a.val) else _OTHER
+            if np.ndim(a.val):
+                return _OTHER
+            return np.asarray(a.val, a.aval.dtype)
         if a in self.assumed:
             return self.assumed[a]
         if a not in self.kinds:
@@ -435,11 +439,15 @@ def _result_kind(eqn: JaxprEqn, kinds: Sequence[_Kind], out: Var) -> _Kind:
     divides = eqn.primitive.name == "div"
     is_factor = lambda i: not (divides and is_number(kinds[i], 0))
     kind = fold(eqn, list(eqn.outvars).index(out), kinds, is_factor, number_by_jax)
-    return _Other(frozenset[Var]().union(*map(_reads, kinds))) if kind is None else kind
+    if kind is not None:
+        return kind
+    return _Other(frozenset[Var]().union(*map(_reads, kinds)))
 
 
 def _join(one: _Kind, other: _Kind) -> _Kind:
-    return one if are_equal(one, other) else _Other(_reads(one) | _reads(other))
+    if are_equal(one, other):
+        return one
+    return _Other(_reads(one) | _reads(other))
 
 
 _BRANCHES = ForwardAnalysis[_Kind](
