@@ -442,7 +442,7 @@ def test_a_plan_says_what_it_is() -> None:
      "merge={'params/w1': 'mean'} with dtrans.Geo: each trainer keeps leaves without gradients; leave merge out"),
     ({"on_trainer_exit": "error"}, "on_trainer_exit='error' is for synchronous updates: "
 "asynchronous ones never "
-     "combine gradients of several trainers"),
+     "combine gradients of several trainers; leave it out"),
 ])  # fmt: skip
 def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
