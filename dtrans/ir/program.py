@@ -283,6 +283,12 @@ class Program(NamedJaxpr):
         Args:
           jaxpr: the jaxpr; by default each of its equations has the role "forward".
           changed: other fields.
+
+        Example:
+          >>> import jax.numpy as jnp, dtrans
+          >>> p = dtrans.trace(lambda x: 2.0 * x, jnp.ones(3))
+          >>> p.with_jaxpr(p.jaxpr).roles
+          ('forward',)
         """
         changed.setdefault("roles", (FORWARD,) * len(jaxpr.jaxpr.eqns))
         return dataclasses.replace(self, jaxpr=jaxpr, specializer=None, **changed)

@@ -184,6 +184,7 @@ def pserver(
     # the communication, and the update that it leaves to servers
     comm = dataclasses.replace(trainer_comm(step, trainers, mode, batch), parts=parts)
     refuse_exchange_in_update(comm.hand_over(step))
+    # a split is not proven for a step whose outputs depend on the batch size
     if comm.sync_mode and (shared is None or not shared.proven):
         comm = dataclasses.replace(comm, numbers=batch_size_numbers(step, batch, comm))
     step = comm.server_update(step)
@@ -196,6 +197,7 @@ def pserver(
     types = {n: step.program.inputs[n] for n in step.optimized}
     placed = place(analysis, types, endpoints, placement, tables.buckets)
     placed = mark_tables(placed, tables.of)
+    # a trainer receives state from one server, so state with rows, in several blocks, is refused
     for n, output in step.state_read.items():
         if analysis.layout(analysis.inputs[n]) is not SHARED:
             raise asks_for(output, n).refused(TRAINERS_HAVE)
@@ -215,13 +217,15 @@ def pserver(
         exact=exact,
     )
     update = analyse_for(placed)
+    # trainers of an exact step have equal results, and trainer 0 calls callbacks for all
+    calls_once = trainers == 1 or (shared is not None and isinstance(mode, Sync))
     state_servers = {n: update.holder_of(n) for n in step.state_read}
     comm = dataclasses.replace(
         comm,
         tables=tables.names,
         argument_servers={n: update.readers_of(n) for n in step.arguments},
         state_servers=state_servers,
-        calls_once=trainers == 1 or (shared is not None and isinstance(mode, Sync)),
+        calls_once=calls_once,
     )
     servers = ServerProgramWriter(
         step,

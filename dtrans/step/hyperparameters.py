@@ -71,7 +71,6 @@ def replace_hyperparameters(leaves: Iterable[str], state: Any, values: Mapping[s
     new_state = jax.tree_util.tree_map_with_path(replace, state)
     for name in missing:
         raise ConfigError(
-            f"{name} is in the state of another process; pass the value as an argument of the "
-            "step, which trainers send to the servers"
+            f"{name} is in the state of another process; pass the value as an argument of the step"
         )
     return new_state
