@@ -30,6 +30,29 @@ def backward_slice(
     return positions[::-1], wanted
 
 
+def needed_equations(
+    eqns: Sequence[JaxprEqn], outputs: Iterable[Atom], stop: Iterable[Var] = ()
+) -> list[JaxprEqn]:
+    """Return the equations that `outputs` need, in order; arguments as for `backward_slice`."""
+    positions, _ = backward_slice(eqns, outputs, stop)
+    return [eqns[i] for i in positions]
+
+
+def live_equations(eqns: Sequence[JaxprEqn], outputs: Iterable[Atom]) -> list[JaxprEqn]:
+    """Return the equations with effects, and those that they or `outputs` need."""
+    wanted = list(outputs)
+    with_effects = [i for i, eqn in enumerate(eqns) if eqn.effects]
+    for i in with_effects:
+        wanted += eqns[i].invars
+    needed, _ = backward_slice(eqns, wanted)
+    return [eqns[i] for i in sorted({*needed, *with_effects})]
+
+
+def variables(atoms: Iterable[Atom]) -> list[Var]:
+    """Return the variables among atoms."""
+    return [a for a in atoms if isinstance(a, Var)]
+
+
 def free_variables(eqns: Sequence[JaxprEqn]) -> list[Var]:
     """Return the variables that equations read and do not compute, in the order of reads."""
     computed = {v for e in eqns for v in e.outvars}

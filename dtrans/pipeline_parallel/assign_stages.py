@@ -47,7 +47,7 @@ from typing import TypeAlias
 from dtrans._jax import ClosedJaxpr, JaxprEqn, Var, facts_of, jaxprs_in_params
 from dtrans.errors import ConfigError
 from dtrans.ir.cost import flops, nbytes
-from dtrans.ir.dataflow import propagate
+from dtrans.ir.dataflow import propagate, variables
 from dtrans.pipeline_parallel.balance import (
     SLACK,
     balanced,
@@ -282,7 +282,7 @@ class _Row:
 
 
 def _reads(eqn: JaxprEqn) -> list[Var]:
-    return [a for a in eqn.invars if isinstance(a, Var)]
+    return variables(eqn.invars)
 
 
 def _of_batch(forward: ClosedJaxpr, batch: Collection[Var] | None) -> set[Var]:

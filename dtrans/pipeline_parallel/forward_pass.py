@@ -26,7 +26,13 @@ from dtrans._jax import (
 )
 from dtrans.errors import GradientError
 from dtrans.ir.builder import Builder, read_from
-from dtrans.ir.dataflow import backward_slice, propagate
+from dtrans.ir.dataflow import (
+    backward_slice,
+    live_equations,
+    needed_equations,
+    propagate,
+    variables,
+)
 from dtrans.ir.inline import inline_calls
 from dtrans.step.capture import loss_of, operands_of, value_and_grad_p
 from dtrans.step.collect import COLLECT, collected
@@ -68,9 +74,8 @@ class ForwardPass(HoldsJaxpr):
         self, b: Builder, wanted: Sequence[Atom], inputs: Mapping[Var, Atom]
     ) -> list[Atom]:
         """Write the equations of the prelude that compute `wanted` from the step's inputs."""
-        eqns = opened(self.prelude).eqns
-        live, _ = backward_slice(eqns, wanted)
-        return b.inline_part(self.prelude, inputs, [eqns[i] for i in live], wanted)
+        eqns = needed_equations(opened(self.prelude).eqns, wanted)
+        return b.inline_part(self.prelude, inputs, eqns, wanted)
 
     @property
     def micro_batch_inputs(self) -> list[Var]:
@@ -130,7 +135,7 @@ def forward_pass(step: Cut) -> ForwardPass:
     results |= {summary_name(s.tag): s.atom for s in shown if s.atom is not None}
     keys = _collected(marked, body, eqn, {n: outs[n] for n in names}, shown)
     plain = [e for e in eqns if e.primitive is not summary_p]
-    eqns = _live(plain, [loss, *results.values()])
+    eqns = live_equations(plain, [loss, *results.values()])
 
     # inputs and constants: those of the loss function, and values of the step around it
     steps_constants = dict(zip(inner.constvars, constants(source.jaxpr), strict=True))
@@ -140,10 +145,10 @@ def forward_pass(step: Cut) -> ForwardPass:
     for e in eqns:
         local.update(e.outvars)
     reads = [a for e in eqns for a in e.invars] + list(results.values())
-    for v in dict.fromkeys(a for a in reads if isinstance(a, Var) and a not in local):
-        if v in steps_constants:
+    for v in dict.fromkeys(variables(reads)):
+        if v in steps_constants and v not in local:
             constant_of[v] = steps_constants[v]
-        else:
+        elif v not in local:
             sources[v] = v
     jaxpr = closed(
         [*constant_of],
@@ -157,20 +162,10 @@ def forward_pass(step: Cut) -> ForwardPass:
     leaf_of = {v: leaf for leaf, v in step.gradients.items()}
     gradients = zip(differentiated, eqn.outvars[count:], strict=True)
     diff = {v: leaf_of[g] for v, g in gradients if g in leaf_of}
-    values = [a for a in sources.values() if isinstance(a, Var)]
-    early, _ = backward_slice(inner.eqns, values)
-    prelude = closed_with(source.jaxpr, outvars=values, eqns=[inner.eqns[i] for i in early])
+    values = variables(sources.values())
+    early = needed_equations(inner.eqns, values)
+    prelude = closed_with(source.jaxpr, outvars=values, eqns=early)
     return ForwardPass(step, jaxpr, diff, sources, prelude, loss, results, shown, keys)
-
-
-def _live(eqns: Sequence[JaxprEqn], outputs: Sequence[Atom]) -> list[JaxprEqn]:
-    """Return the equations with effects, or with outputs that are needed."""
-    wanted = list(outputs)
-    with_effects = [i for i, e in enumerate(eqns) if e.effects]
-    for i in with_effects:
-        wanted += eqns[i].invars
-    needed, _ = backward_slice(eqns, wanted)
-    return [eqns[i] for i in sorted({*needed, *with_effects})]
 
 
 def summary_name(tag: str) -> str:
@@ -212,7 +207,7 @@ def _check(step: Cut, eqn: JaxprEqn, count: int, needed: Sequence[int], at: int)
     inner = step.program.inner
     raw = set(eqn.outvars[count:])
     for e in inner.eqns:
-        if e.primitive is not mark_p and any(isinstance(a, Var) and a in raw for a in e.invars):
+        if e.primitive is not mark_p and not raw.isdisjoint(variables(e.invars)):
             raise GradientError(
                 f"{step.program.name} uses gradients that dtrans.value_and_grad did not mark; "
                 "read the gradients that it returns"

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from dtrans._jax import Atom, ClosedJaxpr, Literal, ShapedArray, Var, closed_with, opened
 from dtrans.ir.array_fns import padded, sum_type
 from dtrans.ir.builder import Builder, extract_part
-from dtrans.ir.dataflow import backward_slice, propagate
+from dtrans.ir.dataflow import backward_slice, needed_equations, propagate, variables
 from dtrans.ir.program import BACKWARD, FORWARD, Program
 from dtrans.ir.pytree import TreeSpec, unused_name
 from dtrans.ops import reduce_scatter_p
@@ -133,9 +133,8 @@ class StageProgramWriter:
             outs = [v for v in e.outvars if self.dependent.get(v)]
             self.home |= dict.fromkeys(outs, s)
             if outs or e.effects:
-                for a in e.invars:
-                    if isinstance(a, Var):
-                        last[a] = max(s, last.get(a, s))
+                for operand in variables(e.invars):
+                    last[operand] = max(s, last.get(operand, s))
 
         # the values that each stage sends, named as no argument of the user can be
         self.crossing: list[list[Var]] = []
@@ -269,13 +268,13 @@ class StageProgramWriter:
             targets += f.eqns[i].invars
         live, leaves = backward_slice(f.eqns, targets, set(received))
         eqns = []
-        used: set[Atom] = {*leaves, *(a for a in wanted if isinstance(a, Var))}
+        used = {*leaves, *variables(wanted)}
         for i in sorted({*live, *with_effects}):
             eqn = f.eqns[i]
             is_shared = not any(map(self.dependent.get, eqn.outvars))
             assert is_shared or self.stage_of[i] == self.stage_of[local[0]], eqn
             eqns.append(eqn)
-            used.update(a for a in eqn.invars if isinstance(a, Var))
+            used.update(variables(eqn.invars))
         reads = [v for v in f.inner.invars if v in used]
         operands = [v for v in received if v in used]
         return extract_part(f.jaxpr, [*reads, *operands], eqns, wanted), reads, operands
@@ -398,24 +397,20 @@ def _split_backward(
 
     # values of the first program that the second reads, except constants: these are cheaper to
     # recompute than to store
-    first, _ = backward_slice(eqns, back)
-    computed = {v for i in first for v in eqns[i].outvars}
+    first = needed_equations(eqns, back)
+    computed: set[Var] = set()
+    for eqn in first:
+        computed.update(eqn.outvars)
     reads: list[Atom] = []
-    for i in backward_slice(eqns, grads, computed)[0]:
-        reads += eqns[i].invars
-    reads += grads
-    shared = dict.fromkeys(a for a in reads if isinstance(a, Var) and a in computed)
-    between = [v for v in shared if backward_slice(eqns, [v])[1]]
+    for eqn in needed_equations(eqns, grads, computed):
+        reads += eqn.invars
+    shared = dict.fromkeys(variables([*reads, *grads]))
+    between = [v for v in shared if v in computed and backward_slice(eqns, [v])[1]]
 
     names = [f"@between/{i}" for i in range(len(between))]
-    one = closed_with(jaxpr, outvars=[*back, *between], eqns=[eqns[i] for i in first])
-    second, _ = backward_slice(eqns, grads, {*between})
-    two = closed_with(
-        jaxpr,
-        invars=[*inner.invars, *between],
-        outvars=grads,
-        eqns=[eqns[i] for i in second],
-    )
+    one = closed_with(jaxpr, outvars=[*back, *between], eqns=first)
+    second = needed_equations(eqns, grads, between)
+    two = closed_with(jaxpr, invars=[*inner.invars, *between], outvars=grads, eqns=second)
     return (
         _live(f"backward of stage {s}", one, ins, [*outs[:cotangents], *names]),
         _live(f"weights of stage {s}", two, [*ins, *names], outs[cotangents:]),
@@ -426,7 +421,7 @@ def _live(name: str, jaxpr: ClosedJaxpr, ins: Sequence[str], outs: Sequence[str]
     """Return a backward program without unused equations and inputs."""
     inner = opened(jaxpr)
     needed, leaves = backward_slice(inner.eqns, inner.outvars)
-    used = leaves | {a for a in inner.outvars if isinstance(a, Var)}
+    used = {*leaves, *variables(inner.outvars)}
     named = dict(zip(ins, inner.invars, strict=True))
     reads = {n: v for n, v in named.items() if v in used}
     eqns = [inner.eqns[i] for i in needed]

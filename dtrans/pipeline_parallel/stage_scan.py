@@ -34,6 +34,7 @@ from dtrans._jax import (
     wiring,
 )
 from dtrans.ir.builder import Builder, read_from
+from dtrans.ir.dataflow import variables
 from dtrans.ir.program import FORWARD, Program
 from dtrans.ir.pytree import TreeSpec, tuple_of
 from dtrans.pipeline_parallel.forward_pass import ForwardPass
@@ -74,8 +75,8 @@ def loops_of(forward: ForwardPass) -> list[int]:
     found = []
     for i, eqn in enumerate(forward.eqns):
         if eqn.primitive.name == SCAN and not is_reversed(eqn) and scan_length(eqn) > 1:
-            xs = [eqn.invars[k] for k in wiring(eqn).slices]
-            if any(isinstance(a, Var) and a in forward.diff for a in xs):
+            xs = variables(eqn.invars[k] for k in wiring(eqn).slices)
+            if not forward.diff.keys().isdisjoint(xs):
                 found.append(i)
     return found
 
@@ -297,7 +298,7 @@ def unstack_params(
             eqns.append(eqn.replace(invars=read_from(renamed, eqn.invars)))
             left.append(i)
 
-    values = [a for a in sources.values() if isinstance(a, Var)]
+    values = variables(sources.values())
     unstacked = dataclasses.replace(
         forward,
         step=step,

@@ -32,7 +32,7 @@ from dtrans._jax import (
     small_jaxpr,
 )
 from dtrans.ir.builder import Builder
-from dtrans.ir.dataflow import backward_slice, propagate
+from dtrans.ir.dataflow import live_equations, needed_equations, propagate, variables
 from dtrans.ir.inline import inline_calls
 from dtrans.ir.program import is_communication
 
@@ -105,14 +105,12 @@ class StageVjp:
         # residuals to recompute: those that depend on no batch and on no equation with an effect,
         # which must not run twice
         ins: set[Atom] = {*inner.invars}
-        residuals = [a for a in self._residuals if isinstance(a, Var) and a not in ins]
-        with_effects = [i for i, e in enumerate(inner.eqns) if e.effects]
+        residuals = [v for v in variables(self._residuals) if v not in ins]
         varying = dict.fromkeys(inner.invars[n_state:], 1)
         effects: dict[Var, int] = {}
-        operands_of_effects: list[Atom] = []
-        for i in with_effects:
-            effects |= dict.fromkeys(inner.eqns[i].outvars, 1)
-            operands_of_effects += inner.eqns[i].invars
+        for eqn in inner.eqns:
+            if eqn.effects:
+                effects |= dict.fromkeys(eqn.outvars, 1)
         of_batch = propagate(inner.eqns, varying, {})
         of_effects = propagate(inner.eqns, effects, {})
         self._again = {a for a in residuals if not of_batch.get(a) and not of_effects.get(a)}
@@ -122,9 +120,8 @@ class StageVjp:
             self._again = {a for a in residuals if a not in self.saved}
 
         outvars = [*inner.outvars[:count], *self.saved]
-        live, _ = backward_slice(inner.eqns, [*outvars, *operands_of_effects])
-        eqns = [inner.eqns[i] for i in sorted({*live, *with_effects})]
-        self.forward = closed_with(traced, outvars=outvars, eqns=eqns)
+        live = live_equations(inner.eqns, outvars)
+        self.forward = closed_with(traced, outvars=outvars, eqns=live)
         tree, n_leaves = structure[-1], len(self._residuals)
 
         def backward(*args: Any) -> Any:
@@ -160,9 +157,8 @@ class StageVjp:
         """Write the backward pass on the stage's inputs, saved values and cotangents."""
         inner = opened(self._source)
         env = dict(zip([*inner.invars, *self.saved], [*inputs, *saved], strict=True))
-        again, _ = backward_slice(inner.eqns, self._again, self.saved)
-        eqns = [inner.eqns[i] for i in again]
-        residuals = b.inline_part(self._source, env, eqns, self._residuals)
+        again = needed_equations(inner.eqns, self._again, self.saved)
+        residuals = b.inline_part(self._source, env, again, self._residuals)
         return b.inline(self.backward, *residuals, *cotangents)
 
 

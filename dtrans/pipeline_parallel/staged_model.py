@@ -11,6 +11,7 @@ import jax
 
 from dtrans._jax import Var
 from dtrans.errors import BatchError
+from dtrans.ir.dataflow import variables
 from dtrans.ir.program import Program
 from dtrans.ir.pytree import is_under
 from dtrans.pipeline_parallel.forward_pass import ForwardPass, forward_pass
@@ -169,9 +170,8 @@ def _in_low_precision(
         # if several stages need a value in 16 bits, the first of them casts it
         if known.isdisjoint(eqn.outvars):
             stages[i] = min((first[v] for v in eqn.outvars if v in first), default=stages[i])
-        for a in eqn.invars:
-            if isinstance(a, Var):
-                first[a] = min(stages[i], first.get(a, stages[i]))
+        for a in variables(eqn.invars):
+            first[a] = min(stages[i], first.get(a, stages[i]))
     return lowered, tuple(stages)
 
 

@@ -23,7 +23,7 @@ from dtrans.data_parallel.reducer import ReduceSpec, clip_to_norm
 from dtrans.data_parallel.transform import write_trainer
 from dtrans.errors import GradientError
 from dtrans.ir.builder import Builder
-from dtrans.ir.dataflow import backward_slice
+from dtrans.ir.dataflow import backward_slice, needed_equations
 from dtrans.ir.program import FORWARD, OPTIMIZE, Program
 from dtrans.ir.pytree import TreeSpec, tuple_of, unused_name
 from dtrans.pipeline_parallel.balance import contiguous, part_of_each
@@ -311,8 +311,7 @@ def _of_gradients(
             (env[v],) = b.call(concatenate_along(0), *(grads[r.name] for r in rows[n]))
     read: Callable[[Atom], Atom] = lambda a: a if isinstance(a, Literal) else env.get(a, a)
     wanted = [outs[n] for n in step.from_gradients]
-    for i in backward_slice(inner.eqns, wanted, list(env))[0]:
-        eqn = inner.eqns[i]
+    for eqn in needed_equations(inner.eqns, wanted, list(env)):
         if eqn.primitive is value_and_grad_p:
             raise GradientError(
                 f"{', '.join(step.from_gradients)}: computed from gradients and from results of "

@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from dtrans._jax import Atom, ClosedJaxpr, HoldsJaxpr, JaxprEqn, Var, opened
 from dtrans.ir.builder import extract_part
 from dtrans.ir.cost import nbytes
-from dtrans.ir.dataflow import backward_slice, free_variables
+from dtrans.ir.dataflow import backward_slice, free_variables, variables
 from dtrans.ir.program import Program
 
 
@@ -126,7 +126,7 @@ def _split_piece(
     # its outputs: those of the piece, and values that a group reads
     read: set[Atom] = set()
     for i in times.keys() - common:
-        read.update(a for a in eqns[i].invars if isinstance(a, Var))
+        read.update(variables(eqns[i].invars))
     computed: dict[Var, bool] = {}  # to whether the piece or a group needs it
     for i in sorted(common):
         for v in eqns[i].outvars:
@@ -165,7 +165,7 @@ class _Placer:
         self.at: dict[Var, int | None] = {v: home[n] for n, v in program.invars.items()}
         users = self._users()
         for i, (eqn, wanted) in enumerate(zip(self.eqns, users, strict=True)):
-            found = {self.at.get(a) for a in eqn.invars if isinstance(a, Var)} - {None}
+            found = set(map(self.at.get, variables(eqn.invars))) - {None}
             real = found - {HUB}
             at: int | None = HUB
             if not found:
@@ -183,8 +183,8 @@ class _Placer:
     def _larger(self, eqn: JaxprEqn) -> bool:
         """Return True if an equation reads more bytes of a stage than of the hub."""
         size = {True: 0, False: 0}
-        for a in eqn.invars:
-            if isinstance(a, Var) and self.at.get(a) is not None:
+        for a in variables(eqn.invars):
+            if self.at.get(a) is not None:
                 size[self.at[a] == HUB] += nbytes(a.aval)
         return size[False] > size[True]
 
@@ -197,9 +197,8 @@ class _Placer:
         for eqn in reversed(self.eqns):
             mine: set[int | None] = set().union(*(wanted.get(v, set()) for v in eqn.outvars))
             users.append(mine)
-            for a in eqn.invars:
-                if isinstance(a, Var):
-                    wanted.setdefault(a, set()).update(mine)
+            for a in variables(eqn.invars):
+                wanted.setdefault(a, set()).update(mine)
         return users[::-1]
 
     def _ends(self) -> list[tuple[Var, int]]:
@@ -241,7 +240,7 @@ class _Placer:
             elif (v, here) not in self.level:
                 number = self.producer[v]
                 eqn = self.eqns[number]
-                operands = [(a, here) for a in eqn.invars if isinstance(a, Var)]
+                operands = [(a, here) for a in variables(eqn.invars)]
                 missing = [k for k in operands if k not in self.level]
                 if missing:
                     stack += missing
@@ -266,7 +265,7 @@ class _Placer:
                 needed.add(v)
         for i, q in self.done:
             if q == p and i not in mine:
-                needed.update(a for a in self.eqns[i].invars if isinstance(a, Var))
+                needed.update(variables(self.eqns[i].invars))
         makes: list[Var] = []
         for i in which:
             makes += [v for v in self.eqns[i].outvars if v in needed]
