@@ -62,11 +62,9 @@ class ExactStep:
         """Note of a plan whose trainers average the steps on their parts."""
         if self.proven and self.reduce == "mean":
             return f"exact: mean over {self.rows} rows"
-        why = (
-            "the step adds up"
-            if self.proven
-            else f"one device's would depend on the whole batch ({self.reason})"
-        )
+        why = "the step adds up"
+        if not self.proven:
+            why = f"one device's would depend on the whole batch ({self.reason})"
         return (
             f"local: each part has its own numbers, averaged; {why}. batch='exact' says "
             "what can be done"
@@ -277,9 +275,7 @@ def rows_of(program: Program, axes: Mapping[str, int], noun: str) -> int:
 
 def full_type(t: Any, axis: int | None, trainers: int) -> jax.ShapeDtypeStruct:
     """Return the type of the full value whose parts have type `t`."""
-    shape = (
-        t.shape
-        if axis is None
-        else (*t.shape[:axis], t.shape[axis] * trainers, *t.shape[axis + 1 :])
-    )
-    return jax.ShapeDtypeStruct(shape, t.dtype)
+    shape = list(t.shape)
+    if axis is not None:
+        shape[axis] *= trainers
+    return jax.ShapeDtypeStruct(tuple(shape), t.dtype)

@@ -199,12 +199,9 @@ class FlatStep:
         positions = [i for i, e in enumerate(self.inner.eqns) if e.primitive is value_and_grad_p]
         self.at = positions[0] if positions else len(self.inner.eqns)
         self.loss = self.inner.eqns[self.at] if positions else None
-        empty = closed([], [], [], [], [], flat)
-        self.body = (
-            empty
-            if self.loss is None
-            else inline_calls(self.loss.params["loss"], keep=keep, rules=True)
-        )
+        self.body = closed([], [], [], [], [], flat)
+        if self.loss is not None:
+            self.body = inline_calls(self.loss.params["loss"], keep=keep, rules=True)
 
     @property
     def primitives(self) -> tuple[str, ...]:

@@ -170,11 +170,9 @@ def trainer_step(
         i -= len(terms)
         if i >= len(before) or before[i] not in opened:
             return SHARED
-        return (
-            layout
-            if not isinstance(layout, RowAxis) or joins(layout, outs[before[i]].aval)
-            else SHARED
-        )
+        if isinstance(layout, RowAxis) and not joins(layout, outs[before[i]].aval):
+            return SHARED
+        return layout
 
     def write(w: SplitWriter) -> TrainerStep:
         w.terms, b = added, w.b
@@ -245,13 +243,9 @@ def _is_local(
 
 
 def _merge(layout: ShardLayout) -> str | int:
-    return (
-        int(layout.axis)
-        if isinstance(layout, RowAxis)
-        else "sum"
-        if isinstance(layout, Partial)
-        else "same"
-    )
+    if isinstance(layout, RowAxis):
+        return int(layout.axis)
+    return "sum" if isinstance(layout, Partial) else "same"
 
 
 def _exchanged(jaxpr: Any) -> Iterator[Exchanged]:

@@ -175,15 +175,13 @@ def _moved(eqn: JaxprEqn, ins: Ins, shards: Shards, known: Sequence[RowAxis]) ->
         (row,) = ins
         assert isinstance(row, RowAxis)
         to = regroup(eqn, row, shards) if eqn.params["dimensions"] is None else None
-        return (
-            None
-            if to is None
-            else Strategy((row,), (to,), params=lambda outs: {"new_sizes": outs[0].shape})
-        )
+        if to is None:
+            return None
+        return Strategy((row,), (to,), params=lambda outs: {"new_sizes": outs[0].shape})
     found = moves_of(eqn, ins, shards, known)
-    return (
-        None if found is None else Strategy(found.operands, found.outs, write="move", moves=found)
-    )
+    if found is None:
+        return None
+    return Strategy(found.operands, found.outs, write="move", moves=found)
 
 
 def _keep_layouts(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:

@@ -145,11 +145,9 @@ class ShardValues(abc.ABC):
 
     def as_(self, atom: Atom, layout: ShardLayout) -> Atom:
         """Return a value in a layout."""
-        return (
-            self.term(atom)
-            if isinstance(layout, Partial)
-            else self.read(atom, rows_or_none(layout))
-        )
+        if isinstance(layout, Partial):
+            return self.term(atom)
+        return self.read(atom, rows_or_none(layout))
 
     def term(self, atom: Atom) -> Atom:
         """Return this shard's term of a value.

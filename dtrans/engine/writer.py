@@ -117,11 +117,8 @@ class SplitWriter(ShardValues):
         self.needed_by(functools.partial(self.describe, eqn), eqn)
         ins = [self.layout(a) for a in eqn.invars]
         if eqn.primitive.name in _WITH_BODIES and any(x is not SHARED for x in ins):
-            iterations = (
-                None
-                if self.covers_local(eqn) or self.orders is None
-                else sharded_iterations(eqn, ins)
-            )
+            in_sequence = self.covers_local(eqn) or self.orders is None
+            iterations = None if in_sequence else sharded_iterations(eqn, ins)
             if iterations is not None and not self.bodies.may_not_end(eqn, iterations[0]):
                 self.bodies.write_sharded_scan(eqn, *iterations)
                 return
@@ -222,16 +219,13 @@ class SplitWriter(ShardValues):
         for i, a in enumerate(inner.outvars):
             # the output of a body stays local, that of a program becomes a mean
             is_local = isinstance(a, Var) and a in self.local_values and not self.within
-            self.needed_by(
-                functools.partial(self._output, i),
-                self._producers.get(a) if isinstance(a, Var) and is_local else None,
-            )
+            producer = self.producer(a) if is_local else None
+            self.needed_by(functools.partial(self._output, i), producer)
             layout = wanted(i, PARTIAL if is_local else self.layout(a))
-            results.append(
-                self.reduced("sum", [self.term(a)])[0]
-                if is_local and layout is SHARED
-                else self.as_(a, layout)
-            )
+            if is_local and layout is SHARED:
+                results += self.reduced("sum", [self.term(a)])
+            else:
+                results.append(self.as_(a, layout))
             layouts.append(layout)
         return results, layouts
 

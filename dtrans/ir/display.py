@@ -62,21 +62,17 @@ def _says_nothing(value: Any) -> bool:
 
 def short_type(aval: Any) -> str:
     """Return a type as jaxprs print it: `f32[4,2]`."""
-    return (
-        aval.str_short(short_dtypes=True)
-        if hasattr(aval, "str_short")
-        else f"{aval.dtype}{list(aval.shape)}"
-    )
+    if hasattr(aval, "str_short"):
+        return str(aval.str_short(short_dtypes=True))
+    return f"{aval.dtype}{list(aval.shape)}"
 
 
 def literal(atom: Any) -> str:
     """Return the short text of a literal operand."""
     value = np.asarray(atom.val)
-    return (
-        f"{value.item()!r:.12}"
-        if value.ndim == 0 and value.dtype.kind in "biufc"
-        else f"<{short_type(atom.aval)}>"
-    )
+    if value.ndim == 0 and value.dtype.kind in "biufc":
+        return f"{value.item()!r:.12}"
+    return f"<{short_type(atom.aval)}>"
 
 
 def attribute(value: Any) -> str:

@@ -231,13 +231,9 @@ def _named_lines(text: str) -> dict[str, str]:
 
 def brief(value: Any) -> str:
     """Shorten a value from a message, which may have any size."""
-    text = (
-        value
-        if isinstance(value, str) and value.isprintable()
-        else "not there"
-        if value is None
-        else repr(value)
-    )
+    if value is None:
+        return "not there"
+    text = value if isinstance(value, str) and value.isprintable() else repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

@@ -98,11 +98,9 @@ def _counts(aval: Any) -> bool:
 
 def _entries(aval: Any) -> tuple[Entry, ...]:
     """Return the parts of a value that have facts: itself, and its components."""
-    return (
-        (None, *range(aval.shape[-1]))
-        if aval.ndim and aval.shape[-1] <= _MOST_COMPONENTS
-        else (None,)
-    )
+    if aval.ndim and aval.shape[-1] <= _MOST_COMPONENTS:
+        return (None, *range(aval.shape[-1]))
+    return (None,)
 
 
 def _broadcast(eqn: JaxprEqn, fact: Fact, component: Entry) -> Known:
@@ -182,11 +180,10 @@ def _ends(known: Count | Same) -> tuple[int, int]:
 
 def _cast(eqn: JaxprEqn, of: Sequence[Known]) -> Known:
     (known,) = of
-    return (
-        known
-        if known is not None and all(_fits(n, eqn.outvars[0].aval.dtype) for n in _ends(known))
-        else None
-    )
+    if known is None:
+        return None
+    dtype = eqn.outvars[0].aval.dtype
+    return known if all(_fits(n, dtype) for n in _ends(known)) else None
 
 
 def _added(eqn: JaxprEqn, of: Sequence[Known]) -> Known:

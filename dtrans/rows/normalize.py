@@ -68,11 +68,9 @@ def inline_inside(eqn: JaxprEqn) -> JaxprEqn:
         (body,) = bodies(eqn)
         new = flat(body)
         # a remat body is an open jaxpr, which cannot have constants
-        return (
-            eqn
-            if constants(new)
-            else eqn.replace(params={**eqn.params, **with_bodies(eqn, [opened(new)])})
-        )
+        if constants(new):
+            return eqn
+        return eqn.replace(params={**eqn.params, **with_bodies(eqn, [opened(new)])})
     if eqn.primitive.name not in (COND, *LOOPS):
         return eqn
     return eqn.replace(params=map_bodies(eqn.params, flat))

@@ -198,11 +198,9 @@ def _stack(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
 
 def _unstack(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
     row, axis = _one(ins), eqn.params["axis"]
-    return (
-        None
-        if row is None or axis == row.axis
-        else Step((row,), (_without(row, [axis]),) * len(eqn.outvars))
-    )
+    if row is None or axis == row.axis:
+        return None
+    return Step((row,), (_without(row, [axis]),) * len(eqn.outvars))
 
 
 def _tile(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:

@@ -147,10 +147,8 @@ def _counted(dtype: Any, shape: tuple[int, ...], axis: int) -> Callable[[jax.Arr
 @functools.cache
 def _widened(width: int) -> Callable[[jax.Array], jax.Array]:
     def fn(at: jax.Array) -> jax.Array:
-        return (
-            (at[:, None] * width + jnp.arange(width, dtype=at.dtype)).ravel()
-            if at.ndim
-            else at * width
-        )
+        if not at.ndim:
+            return at * width
+        return (at[:, None] * width + jnp.arange(width, dtype=at.dtype)).ravel()
 
     return fn

@@ -143,11 +143,9 @@ class RowWriter:
 
     def place(self, layout: Layout) -> dict[Var, Atom]:
         """Return the table of values in which a body stores a value with this layout."""
-        return (
-            self.env
-            if isinstance(layout, RowAxis) or (self.rows is None and layout is not SHARED)
-            else self.shared
-        )
+        if isinstance(layout, RowAxis) or (self.rows is None and layout is not SHARED):
+            return self.env
+        return self.shared
 
     # -- operands --------------------------------------------------------------------------------
 
@@ -169,11 +167,9 @@ class RowWriter:
         if (atom, part) not in self._parts:
             eqn = self.producers.get(atom)
             is_shared = eqn is not None and all(self.flow.layout(a) is SHARED for a in eqn.invars)
-            recipe = (
-                recipe_of(eqn, eqn.outvars.index(atom), part)
-                if eqn is not None and is_shared
-                else None
-            )
+            recipe = None
+            if eqn is not None and is_shared:
+                recipe = recipe_of(eqn, eqn.outvars.index(atom), part)
             if recipe is None:
                 self._parts[atom, part] = part.cut(self.b, self.read_full(atom))
             else:

@@ -169,11 +169,9 @@ class _Plan:
     def normal(self, want: Want) -> Want:
         """Replace a part that covers the full value by None."""
         atom, part = want
-        return (
-            (atom, None)
-            if part is None or isinstance(atom, Literal) or part.is_all(atom.aval)
-            else want
-        )
+        if part is None or isinstance(atom, Literal) or part.is_all(atom.aval):
+            return atom, None
+        return want
 
     def _of(self, eqn: JaxprEqn) -> list[tuple[Want, Recipe]] | None:
         """Return the recipes for the parts of an equation's outputs; None if it runs in full."""

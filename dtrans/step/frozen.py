@@ -59,11 +59,9 @@ def drop_frozen_updates(main: Program, startup: Program) -> Program:
     if not graded:
         return program
     without_gradient = {n: x for n, x in constants.items() if n not in graded}
-    return (
-        main
-        if set(without_gradient).isdisjoint(params)
-        else main.rewritten(lambda other: _without_updates(other, without_gradient, zeros))
-    )
+    if set(without_gradient).isdisjoint(params):
+        return main
+    return main.rewritten(lambda other: _without_updates(other, without_gradient, zeros))
 
 
 def check_frozen(main: Program, name: str, x: Any) -> None:

@@ -224,11 +224,10 @@ def marked(step: OpenStep) -> Gradients | None:
     sums: set[int] = set()
     for leaf, leaf_marks in marks.items():
         reach = _read_marks(step, leaf, leaf_marks)
-        total = (
-            Total(reach[0], frozenset(reach))
-            if len(reach) == 1
-            else sum_of(step, leaf, reach, among)
-        )
+        if len(reach) == 1:
+            total: Total | None = Total(reach[0], frozenset(reach))
+        else:
+            total = sum_of(step, leaf, reach, among)
         if total is None:
             raise GradientError(
                 f"{leaf} has {len(reach)} marked gradients in {step.source.name}, and its update "
@@ -361,18 +360,11 @@ def _inferred(step: OpenStep) -> Gradients:
             isinstance(out, Var) and from_batch.get(out) and step.derivatives_behind([out])
         ):
             continue
-        listed = (
-            "\n".join(
-                f"  {describe(step, v)}"
-                for v in sorted(reach or fits, key=step.producers.__getitem__)
-            )
-            or "  none"
-        )
-        several = (
-            f"if the gradient of {name} is the sum of several of these, {ADD_UP}; else "
-            if reach
-            else ""
-        )
+        in_order = sorted(reach or fits, key=step.producers.__getitem__)
+        listed = "\n".join(f"  {describe(step, v)}" for v in in_order) or "  none"
+        several = ""
+        if reach:
+            several = f"if the gradient of {name} is the sum of several of these, {ADD_UP}; else "
         raise GradientError(
             f"cannot tell the gradient of {name} ({short_type(step.vars[name].aval)}) in "
             f"{step.source.name}; candidates:\n{listed}\n"
