@@ -95,6 +95,14 @@ def launch_command(
             "jobs)."
         ),
     ] = "abort",
+    restarts: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Start all roles again, this many times, after a signal or the loss of a host "
+            "ended a role. SCRIPT continues from its newest checkpoint.",
+        ),
+    ] = 0,
     module: Annotated[
         bool, typer.Option("--module", "-m", help="SCRIPT is a module, as in `python -m`.")
     ] = False,
@@ -213,6 +221,7 @@ def launch_command(
         "on_trainer_loss": on_trainer_loss,
         "deadline": time_limit,
         "log_dir": log_dir,
+        "restarts": restarts,
     }
     check_one_of("--on", on, (None, "ray"))
     if on is None:

@@ -59,6 +59,11 @@ def launch_on_ray(
       LaunchError: a role failed, or its node has gone. DeadlineError: the cluster has no room.
       ConfigError: Ray is not installed, or options that do not fit.
     """
+    if options.get("restarts"):
+        raise ConfigError(
+            f"restarts={options['restarts']} is for roles on this host or on hosts=; leave it out "
+            "on Ray"
+        )
     one = {"CPU": 1.0}
     placement = RayPlacement(1, 0, trainers_on, trainer_resources or one, server_resources or one)
     with OnRay(ray_of(address), placement) as site:

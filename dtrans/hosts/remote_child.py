@@ -87,6 +87,11 @@ class RemoteChild(Child):
         """Exit status of the role, from its agent."""
         return LOST if self._ended is None else self._ended
 
+    @property
+    def is_host_lost(self) -> bool:
+        """True if the connection to the host ended before the role did."""
+        return self._ended is None and self.remote_pid is not None
+
     def how(self) -> str:
         """Return how an ended role failed, for messages: the words after `failed with`."""
         if self._ended is not None:

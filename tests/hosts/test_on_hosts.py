@@ -32,6 +32,7 @@ from dtrans.hosts import host_check, on_hosts, remote_agent, remote_child
 from dtrans.hosts.host_check import FoundHost
 from dtrans.hosts.host_list import HostEntry, read_hosts
 from dtrans.hosts.on_hosts import launch_on_hosts
+from dtrans.hosts.ray_launch import launch_on_ray
 from dtrans.hosts.role_states import RoleStates
 
 
@@ -200,6 +201,27 @@ def test_a_signal_that_ends_a_role_is_named(found: None, script: Any, rsh: str) 
     with pytest.raises(LaunchError, match="^trainer 0 on one failed with signal SIGKILL") as e:
         launch_on_hosts(command, HOSTS, rsh=rsh)
     assert e.value.code == 137
+
+
+def test_roles_start_again_on_their_hosts(
+    found: None, script: Any, rsh: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = script(
+        "print(os.environ['DTRANS_RESTARTS'])\n"
+        "if name == 'trainer 0' and os.environ['DTRANS_RESTARTS'] == '0':\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    launch_on_hosts(command, HOSTS, rsh=rsh, restarts=1)
+    out, err = capsys.readouterr()
+    assert out.splitlines().count("[trainer 0] 1") == out.splitlines().count("[pserver 0] 1") == 1
+    assert (
+        "trainer 0 on one failed with signal SIGKILL; all roles start again (restart 1 of 1)" in err
+    )
+
+
+def test_ray_has_restarts_of_its_own() -> None:
+    with pytest.raises(ConfigError, match="restarts=2 is for roles on this host or on hosts=;"):
+        launch_on_ray(["true"], restarts=2)
 
 
 def test_roles_that_ended_are_told_to_the_others(found: None, script: Any, rsh: str) -> None:

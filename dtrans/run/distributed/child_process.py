@@ -111,6 +111,11 @@ class Child:
         """The exit status of an ended role as a shell gives it: 128 + n for signal n."""
         return 128 - self.returncode if self.returncode < 0 else self.returncode
 
+    @property
+    def is_host_lost(self) -> bool:
+        """True if an ended role was lost with its host: never on this host."""
+        return False
+
     def how(self) -> str:
         """Return how an ended role has failed: what stands after `failed with`."""
         if self.returncode < 0:

@@ -20,6 +20,12 @@ reason of its own.
 Of every role that ends the others are told (`dtrans.run.net.ended_roles`): one that ends before it
 has greeted the servers would be waited for up to their deadline.
 
+With `restarts`, a lost role does not end the job. A role is lost if a signal or the loss of its
+host ended it. The launcher ends the other roles and starts all of them again, with the same
+endpoints and a new run: pieces of checkpoints from different attempts never mix. The script
+continues from its newest checkpoint. A role that ends by an exception ends the job, since it would
+raise it again.
+
 If the launcher itself is killed, `dtrans.run.distributed.orphan_guard` ends the roles.
 
 Source of the behaviour: torch/distributed/elastic/multiprocessing/api.py,
@@ -53,8 +59,10 @@ from dtrans.run.net.started_jobs import announce_job
 
 
 GRACE = 5.0  # seconds between SIGTERM and SIGKILL
+BACK_OFF = 1.0  # seconds before the second restart; each further pause is twice as long
 BLAME = 3.0  # seconds that a role which another made fail waits for that other to end
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+RESTARTS = "DTRANS_RESTARTS"  # the number of restarts before this one, in each role's environment
 
 Event = Child | int  # a role that has ended, or a signal
 
@@ -124,6 +132,7 @@ def launch(
     inherit_stdout: bool = False,
     log_dir: str | Path | None = None,
     site: Site | None = None,
+    restarts: int = 0,
 ) -> None:
     """Run one command as every role of a job, and wait until all have ended.
 
@@ -147,6 +156,8 @@ def launch(
       log_dir: a folder for what the roles print, a file for each, `trainer-0.log` for instance. It
         has both streams.
       site: where the roles run; this host by default.
+      restarts: the number of times that all roles start again after a role is lost to a signal or
+        with its host. The variable DTRANS_RESTARTS of each role counts them, if there may be one.
 
     Raises:
       LaunchError: a role failed, or cannot be started; the message has its last words, and `code`
@@ -169,11 +180,12 @@ def launch(
     for name, count in (("trainers", trainers), ("pservers", servers)):
         if count < 1:
             raise ConfigError(f"a job needs at least one of {name}, {name}={count}")
+    if restarts < 0:
+        raise ConfigError(f"restarts must be 0 or more, it is {restarts}")
     base = {k: v for k, v in os.environ.items() if k not in (*VARIABLES, LOSS)}
     # whole lines as they are printed, not when a buffer is full
     base |= {
         "PYTHONUNBUFFERED": "1",
-        RUN: new_run(),
         token.VARIABLE: token.job_token() or token.new_token(),
         **(env or {}),
     }
@@ -194,22 +206,37 @@ def launch(
         _signals_to(events),
         _logs(log_dir) as logged,
         Guard(sys.executable) as guard,
-        EndedRoles() as told,
         _announced(answers_at, base[token.VARIABLE]),
     ):
-        job = _Job(events, grace, range(mode == "nccl2", trainers) if drops else (), told, where)
-        base |= told.environment
-        try:
-            for role in roles:
-                keeps = inherit_stdout and role.name == "trainer 0"
-                its = where.variables(role) | base | role.environment()
-                child = where.start(
-                    role, command, its, events, logged(role.name), inherit_stdout=keeps
-                )
-                job.started(child, guard)
-            signum = job.wait(limit)
-        finally:
-            job.end()
+        logs = {role.name: logged(role.name) for role in roles}
+        may_go = range(mode == "nccl2", trainers) if drops else ()
+        for attempt in range(restarts + 1):
+            with EndedRoles() as told:
+                job = _Job(events, grace, may_go, told, where)
+                shared = base | told.environment | {RUN: new_run()}
+                if restarts:
+                    shared[RESTARTS] = str(attempt)
+                try:
+                    for role in roles:
+                        keeps = inherit_stdout and role.name == "trainer 0"
+                        its = where.variables(role) | shared | role.environment()
+                        child = where.start(
+                            role, command, its, events, logs[role.name], inherit_stdout=keeps
+                        )
+                        job.started(child, guard)
+                    signum = job.wait(limit)
+                finally:
+                    job.end()
+            lost = job.failed
+            if attempt == restarts or signum is not None or lost is None or not _is_lost(lost):
+                break
+            say(
+                f"{lost.role.name}{lost.where} failed with {lost.how()}; all roles start again "
+                f"(restart {attempt + 1} of {restarts})"
+            )
+            signum = _back_off(events, attempt)
+            if signum is not None:
+                break
     if signum is not None:
         raise KeyboardInterrupt if signum == signal.SIGINT else SystemExit(128 + signum)
     if job.timed_out:
@@ -344,6 +371,29 @@ class _Job:
             and (self.failed is None or (_by_peer(self.failed) and not _by_peer(child)))
         ):
             self.failed = child
+
+
+def _is_lost(child: Child) -> bool:
+    """Return True if a signal or the loss of its host ended a role, not its own exception.
+
+    A role that a signal asks to end may exit with 128 + the signal's number, as shells do.
+    """
+    return child.returncode < 0 or child.code == 128 + signal.SIGTERM or child.is_host_lost
+
+
+def _back_off(events: SimpleQueue[Event], attempt: int) -> int | None:
+    """Wait before a restart, unless it is the first one; return a signal that comes meanwhile."""
+    if attempt == 0:
+        return None
+    limit = time.monotonic() + BACK_OFF * 2 ** (attempt - 1)
+    while (left := limit - time.monotonic()) > 0:
+        try:
+            event = events.get(timeout=left)
+        except queue.Empty:
+            return None
+        if isinstance(event, int):
+            return event
+    return None
 
 
 def _by_peer(child: Child) -> bool:

@@ -828,3 +828,63 @@ def test_the_others_are_told_who_has_ended(script: Any, capsys: pytest.CaptureFi
         "[pserver 0] exit code 3",
         "[trainer 0] exit code 3",
     ]
+
+
+# -- restarts --------------------------------------------------------------------------------------
+
+LOSES = """
+attempt = int(os.environ["DTRANS_RESTARTS"])
+print(attempt, os.environ["DTRANS_RUN"])
+if name == "trainer 1" and attempt < {losses}:
+    os.kill(os.getpid(), signal.{signal})
+"""
+
+
+def test_all_roles_start_again_when_one_is_lost(
+    script: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launch(script(LOSES.format(losses=2, signal="SIGKILL")), trainers=2, restarts=3)
+    out, err = capsys.readouterr()
+    runs = {line.split("] ")[1] for line in out.splitlines()}
+    assert sorted(run.split()[0] for run in runs) == ["0", "1", "2"]  # one run for each attempt
+    again = (
+        "[launcher] trainer 1 failed with signal SIGKILL; all roles start again (restart {} of 3)"
+    )
+    assert [line for line in err.splitlines() if "again" in line] == [
+        again.format(1),
+        again.format(2),
+    ]
+
+
+def test_the_last_loss_ends_the_job(script: Any) -> None:
+    with pytest.raises(LaunchError, match="trainer 1 failed with signal SIGSEGV"):
+        launch(script(LOSES.format(losses=2, signal="SIGSEGV")), trainers=2, restarts=1)
+
+
+def test_an_exception_is_not_tried_again(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(LaunchError, match="trainer 1 failed with exit code 1"):
+        launch(script(FAILS.format(failing=("1",))), trainers=2, restarts=3)
+    assert "start again" not in capsys.readouterr().err
+
+
+def test_a_signal_ends_the_launcher_while_it_waits_to_restart(script: Any) -> None:
+    """The second restart follows a pause, in which Ctrl-C counts."""
+    command = script(LOSES.format(losses=9, signal="SIGKILL"))
+    code = f"""
+from dtrans.run.distributed import launcher
+launcher.BACK_OFF = 900
+launcher.launch({command!r}, trainers=2, restarts=9)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as started:
+        assert started.stderr is not None
+        for line in started.stderr:
+            if "restart 2 of 9" in line:
+                started.send_signal(signal.SIGTERM)
+    assert started.returncode == 128 + signal.SIGTERM
+
+
+def test_restarts_are_counted_from_0(script: Any) -> None:
+    with pytest.raises(ConfigError, match="restarts must be 0 or more, it is -1"):
+        launch(script(""), restarts=-1)
