@@ -66,6 +66,7 @@ settings.load_profile("ci" if os.environ.get("CI") else "dtrans")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    layers.today(), layers.is_of_today(config)  # for workers, who read the environment
     for line in (
         "sampled(count): so many cases run each day, the others by night",
         "unit: traces no step, runs no job, and starts no process",
@@ -77,7 +78,9 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", line)
 
 
-def pytest_report_header() -> str:
+def pytest_report_header(config: pytest.Config) -> str:
+    if not layers.is_of_today(config):
+        return "named files: all of their tests, whatever the date"
     return f"sample of {layers.today()} (DTRANS_SAMPLE_DATE repeats another)"
 
 

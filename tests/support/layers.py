@@ -162,8 +162,16 @@ def of_today(tests: Sequence[T], days: int, name: str) -> list[T]:
 
 
 def is_sampled(config: pytest.Config) -> bool:
-    """Return True if a run is of files: a test that is named runs whatever the day."""
+    """Return True if a run names no test: a named one runs on any day."""
     return not any("::" in argument for argument in config.args)
+
+
+def is_of_today(config: pytest.Config) -> bool:
+    """Return True if a run names no test, file or folder: a part of its tests is for today."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # workers get all names from the first process
+        named = config.args_source is pytest.Config.ArgsSource.ARGS
+        os.environ["DTRANS_SAMPLED"] = "0" if named else "1"
+    return os.environ["DTRANS_SAMPLED"] == "1"
 
 
 def mark(items: Sequence[pytest.Item], config: pytest.Config) -> None:
@@ -173,7 +181,7 @@ def mark(items: Sequence[pytest.Item], config: pytest.Config) -> None:
         layer = layer_of(item) if isinstance(item, pytest.Function) else "process"
         item.add_marker(layer)
         is_daily = item.nodeid.removeprefix("tests/") in noticing()
-        if is_sampled(config) and not is_daily and not item.get_closest_marker("soak"):
+        if is_of_today(config) and not is_daily and not item.get_closest_marker("soak"):
             groups.setdefault((item.path, layer), []).append(item)
     for (path, layer), group in groups.items():
         for item in set(group) - set(of_today(group, DAYS[layer], path.name)):
@@ -193,7 +201,8 @@ def mark_cases(metafunc: pytest.Metafunc) -> None:
     daily = [call for call in metafunc._calls if f"{test}[{call.id}]" in noticing()]
     others = [call for call in metafunc._calls if call not in marked and call not in daily]
     # a test is of the sample of its file every few days only: meanwhile its cases stay
-    turn = today().toordinal() // DAYS[LAYERS[_layer(metafunc.function)]]
+    days = DAYS[LAYERS[_layer(metafunc.function)]] if is_of_today(metafunc.config) else 1
+    turn = today().toordinal() // days
     chosen = sample(others, marker.args[0], test, turn)
     late = [call for call in others if call not in chosen]
     for call in late:
