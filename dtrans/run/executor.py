@@ -175,7 +175,7 @@ class Executor:
 
     def _compute(self, piece: Compute, values: Sequence[Any]) -> Sequence[Any]:
         """Run a piece; the rows that it reads are received before."""
-        self._fabric.land_rows()
+        self._fabric.receive_rows()
         return piece.jitted(*values)
 
     def _check_whole(self) -> None:

@@ -26,10 +26,10 @@ from dtrans.parameter_server.tables.lookups import find_lookups, numbers_first
 from dtrans.run.parameter_server.ordered_job import (
     RecordedOrder,
     Turn,
-    kept_at_start,
     local_steps,
     part_axes,
     part_of_trainer,
+    rows_at_start,
     stacked_type,
 )
 from dtrans.step.cut import Gradient, cut
@@ -186,7 +186,7 @@ def replay_turns(plan: PServerPlan, batch: Values, begins: Sequence[Any] = ()) -
                 device.begin_turn(turn, part)
                 continue
             found = device.end_turn(turn)
-            results |= {turn.named(n): x for n, x in found.items() if turn.reports}
+            results |= {turn.label(n): x for n, x in found.items() if turn.reports}
         for k in range(trainers):
             of_rows = device.rows_kept(k)
             kept = [n for n in device.trainers[k] if n in of_rows or n not in plan.tables.of]
@@ -455,7 +455,7 @@ class _GeoDevice(_ReplayedDevice):
         # for each trainer which rows of a table it keeps, owes to servers, and is to be told of;
         # and what it is told of
         none = {n: jnp.zeros(t.lookups.rows, bool) for n, t in self.tables.items()}
-        start = lambda k, rows: jnp.zeros(rows, bool).at[kept_at_start(rows, k)].set(True)
+        start = lambda k, rows: jnp.zeros(rows, bool).at[rows_at_start(rows, k)].set(True)
         self._kept = [
             {n: start(k, len(x)) for n, x in none.items()} for k in range(self.plan.trainers)
         ]

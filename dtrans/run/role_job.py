@@ -42,7 +42,7 @@ from dtrans.run.distributed.role import Role
 from dtrans.run.executor import Executor
 from dtrans.run.parameter_server.checkpoints import ServerCheckpoints
 from dtrans.run.parameter_server.tables.job_tables import TrainerTables
-from dtrans.run.parameter_server.tables.new_rows import made_again
+from dtrans.run.parameter_server.tables.new_rows import with_makers
 from dtrans.step.batch_sharing import without_parts
 from dtrans.step_meter import metered
 
@@ -454,7 +454,7 @@ class ServerJob(RoleJob):
         self._check_open()
         check_one_of("on_failure", on_failure, (None, "save", "drop"))
         if init is not None:
-            state = made_again(state, self._init(*init))
+            state = with_makers(state, self._init(*init))
         if checkpoints is None and on_failure == "save":
             raise ConfigError(
                 'on_failure="save" needs a place: say job.serve(state, checkpoints=folder)'

@@ -552,7 +552,7 @@ def test_roles_that_plan_apart_plan_the_same(programs: Any) -> None:
     from dtrans.run.parameter_server.update import ServerUpdate
 
     for ep, grads in sent.items():
-        expected = ServerUpdate.of(server.get_pserver_program(ep)).grad_types
+        expected = ServerUpdate.from_program(server.get_pserver_program(ep)).grad_types
         assert grads == {
             n: (t.shape, t.dtype) for n, t in expected.items() if n.endswith(".trainer_1")
         }

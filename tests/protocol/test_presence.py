@@ -24,7 +24,7 @@ from dtrans.protocol.sync_server import SyncServer
 from dtrans.protocol.trainer_line import TrainerLine
 from dtrans.run.parameter_server.block_update import BlockUpdates
 from dtrans.run.parameter_server.sync_update import SyncUpdate
-from dtrans.run.parameter_server.update import ServerUpdate, own_buffers
+from dtrans.run.parameter_server.update import ServerUpdate, copy_state
 
 
 FOLDER = Path(presence_module.__file__).parent
@@ -45,11 +45,11 @@ class Job:
             placement=dtrans.BlockPlacement(min_block_size=1),
         )
         (role,) = self.plan.servers.values()
-        self.update = ServerUpdate.of(role.main)
+        self.update = ServerUpdate.from_program(role.main)
         served = self.update.served
         self.trainers = Presence(served, deadline=10.0)
         self.said: list[tuple[Any, str, dict[str, Any]]] = []
-        state = own_buffers({n: np.ones(t.shape, t.dtype) for n, t in self.update.types.items()})
+        state = copy_state({n: np.ones(t.shape, t.dtype) for n, t in self.update.types.items()})
         self.server = (
             SyncServer(served, SyncUpdate(self.update, state, count), self.trainers, self.say)
             if sync_mode

@@ -13,7 +13,7 @@ import dtrans
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.protocol.served import RowGradient
 from dtrans.run.parameter_server.sync_update import SyncUpdate
-from dtrans.run.parameter_server.update import ServerUpdate, own_buffers
+from dtrans.run.parameter_server.update import ServerUpdate, copy_state
 
 
 Gradients = Mapping[str, np.ndarray]  # of a trainer: by the last part of a leaf's name
@@ -80,7 +80,7 @@ class TableServers:
 
 
 def _begun(programs: Any, plan: PServerPlan, state: Mapping[str, Any]) -> SyncUpdate:
-    update = ServerUpdate.of(programs.main)
+    update = ServerUpdate.from_program(programs.main)
     by_rows = {n for t in update.tables.values() if not t.updates_all for n in t.arrays}
-    own = own_buffers({n: x for n, x in state.items() if n not in by_rows})
+    own = copy_state({n: x for n, x in state.items() if n not in by_rows})
     return SyncUpdate(update, {**state, **own}, plan.trainers)

@@ -193,7 +193,8 @@ _GIVE_ROWS = ordered_job._OrderedServer.give_rows
 
 def _backup_of_the_first(self: Any, trainer: int, name: str, ids: Any) -> Any:
     rows = _GIVE_ROWS(self, trainer, name, ids)
-    self._given[trainer, name] = self._given[min(k for k, n in self._given if n == name), name]
+    first = min(k for k, n in self._sent_rows if n == name)
+    self._sent_rows[trainer, name] = self._sent_rows[first, name]
     return rows
 
 
@@ -202,7 +203,7 @@ def _state_of_neighbours(table: Any, at: Any, state: Any) -> Any:
     return {n: x if n == table.name else jnp.roll(x, 1, axis=0) for n, x in rows.items()}
 
 
-_TAKEN = traced_tables.taken_at
+_TAKEN = traced_tables.take_rows
 
 
 def _room_is_a_row(ids: np.ndarray, size: int, rows: int) -> np.ndarray:
@@ -222,11 +223,11 @@ def _of_another_table(self: Any, trainer: int, name: str, ids: Any) -> Any:
 
 
 def _not_caught_up(self: Any, ids: Any, values: Any) -> Any:
-    return self.held
+    return self.arrays
 
 
 def _caught_up(self: Any, ids: Any, values: Any) -> Any:
-    return {n: x * 0.9 for n, x in self.held.items()}
+    return {n: x * 0.9 for n, x in self.arrays.items()}
 
 
 def _old_is_stale(self: Any, ids: Any, local: Any, old: Any) -> None:
@@ -312,11 +313,11 @@ FAULTS: dict[str, Planted] = {
         "async",
         "adam",
         "lazy",
-        _patch(traced_tables, "taken_at", _state_of_neighbours),
+        _patch(traced_tables, "take_rows", _state_of_neighbours),
         "add (optax.scale_by_adam)",
     ),
     "room is a row": Planted(
-        "async", "adam", "lazy", _patch(traced_tables, "room_after", _room_is_a_row), "scatter"
+        "async", "adam", "lazy", _patch(traced_tables, "pad_ids", _room_is_a_row), "scatter"
     ),
     "a mean for a sum": Planted(
         "async", "adagrad", "dense", _patch(block_update, "gradients_with_room", _halved), "div"

@@ -85,7 +85,7 @@ def _without_the_last(ids: np.ndarray, size: int, gradient: Any) -> np.ndarray:
     return found
 
 
-_AMONG = traced_tables.among
+_AMONG = traced_tables.scatter_rows
 
 
 def _left(table: Any, at: Any, made: Any, state: Any) -> Any:
@@ -97,12 +97,12 @@ FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         mesh_tables, "rows_from", _shifted
     ),
     "the gradient of a row is dropped": lambda m: m.setattr(
-        traced_tables, "among", _without_the_last
+        traced_tables, "scatter_rows", _without_the_last
     ),
     "a block begins elsewhere": lambda m: m.setattr(
         RowRange, "local", lambda self, ids: ids - self.start // 2
     ),
-    "rows are not put back": lambda m: m.setattr(traced_tables, "put_at", _left),
+    "rows are not put back": lambda m: m.setattr(traced_tables, "put_rows", _left),
     "only the first trainer's rows count": lambda m: m.setattr(
         traced_tables, "all_ids", _ids_of_the_first
     ),

@@ -1,25 +1,29 @@
-"""Parameter servers, running: in one process on a mesh of devices, or as one process per role over
-ZeroMQ.
+"""Parameter servers that run: on a mesh of devices in one process, or as one process per role.
 
-    mesh            a job in one process; mesh_trainers: its trainers; mesh_fabric: servers and communication
-    update          what a server does with gradients, compiled; block_update: block by block, for async_server
-    exchange        what servers give each other in the middle of an update, packed
-    server          every server as a process; `dtrans.protocol.server_loop` is its loop
-    checkpoints     what a server saves, and under which names; state_writer: the thread that writes it
-    presence        which trainers are there; server_peers: the other servers, and what they have sent
-    sync_server     handles messages where updates use all trainers; sync_update: the update of a step
-    async_server    the same, where no trainer waits
-    fabric          carries out the equations of `dtrans.ops` with the above
-    ordered_job     asynchronous roles in one process that take turns, for `plan.verify()`
-    background      what a trainer does beside its steps: communicator, geo
+On a mesh:
 
-A step is one exchange between each trainer and each server: gradients, a barrier and a request go
-out without waiting, and the new blocks come back when the update is made. Where the optimizer
-reduces over rows that live on several servers, those exchange their partial results in the middle
-of an update. Everything that waits has a deadline and says who waits for whom. Nothing on the wire
-is unpickled or run. Servers bind loopback unless told otherwise, and move trainers on the same host
-to a Unix socket.
+    mesh                the job; `mesh_trainers` has its trainers, `mesh_fabric` its servers
+    ordered_job         asynchronous roles that take turns, for `plan.verify()`
 
-Source of the protocol: paddle/fluid/operators/distributed/ (request_handler_impl.cc,
-rpc_server.cc).
+As processes:
+
+    fabric              carries out the equations of `dtrans.ops`
+    server_connections  connections of a trainer to its servers
+    background          communication during steps: `communicator`, `geo`
+    server              a server process; `dtrans.protocol.server_loop` drives it
+    checkpoints         folder and names of a server's checkpoints; `state_writer` writes them
+
+In both:
+
+    update              a server's update, compiled; `sync_update` runs it step by step
+    block_update        updates block by block, for asynchronous servers
+    tables              tables with rows that a step looks up
+
+A step is one exchange between each trainer and each server. Gradients, a barrier and a request go
+out without waiting, and new blocks come back after the update. If the optimizer reduces over rows
+of several servers, these exchange partial results in the middle of an update. Every wait has a
+deadline, whose error names the roles. Messages are data only: nothing is unpickled or run. Servers
+bind loopback by default, and move trainers on the same host to a Unix socket.
+
+The protocol follows paddle/fluid/operators/distributed/ (request_handler_impl.cc, rpc_server.cc).
 """

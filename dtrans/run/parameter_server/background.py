@@ -1,16 +1,21 @@
-"""Communication that a trainer's steps leave to something beside them: a communicator, or GEO-SGD.
+"""Communication of a trainer that overlaps its steps: a communicator, or GEO-SGD.
 
-    send, recv     with a `communicator`: into its queue, and from what it received last
-    prefetch       with one: rows of a table, which it asks for at once
-    send_rows      with one: into its queue, with the numbers of these rows
-    fetch_barrier  with one: a step that receives no parameters has sent all
-    send_barrier   after such: until all is sent, and what was made of it received
-    send           of GEO-SGD (`geo_send_p`)
-    prefetch       of GEO-SGD: rows that the trainer keeps; it asks servers for those that it does not have
-    fake_init      of GEO-SGD: the trainer keeps no row yet
+With a `communicator`:
 
-The connections belong to the communicator from the first such equation on, until `rest`, which
-whoever uses them in another way calls first.
+    send, send_rows  to its queue, when the step's gradients are computed
+    recv             from what it received last
+    prefetch         rows of a table; it requests them at once
+    fetch_barrier    ends a step that receives no parameters
+    send_barrier     waits until servers have applied all of the queue
+
+With GEO-SGD:
+
+    geo_init         empties the trainer's local rows of a table
+    geo_prefetch     local rows; new ones are requested from servers
+    geo_send         pushes the changes of parameters and rows every few steps
+
+From the first of these equations on, the communicator owns the connections. `drain` gives them
+back; other users of the connections call it first.
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from dtrans._jax import JaxprEqn
+from dtrans._jax import JaxprEqn, Primitive
 from dtrans.errors import StateError
 from dtrans.ir.program import Program
 from dtrans.ops import (
@@ -46,7 +51,7 @@ from dtrans.protocol.tables.kept_rows import KeptRows
 from dtrans.protocol.tables.table_rows import WantedRows, put_in_place, wanted_of
 from dtrans.protocol.traffic import Leaf
 from dtrans.run.parameter_server.communicator import Communicator, Connect
-from dtrans.run.parameter_server.geo import GeoTrainer
+from dtrans.run.parameter_server.geo import GeoTrainer, pushed_leaves, split_push
 from dtrans.run.parameter_server.tables.new_rows import RowMaker
 
 
@@ -55,121 +60,150 @@ T = TypeVar("T")
 
 log = logging.getLogger("dtrans.trainer")
 
-ONE_BY_ONE = CommunicatorConfig(max_merge_var_num=1, merge="sum")  # of the deltas of GEO-SGD
+# Deltas of GEO-SGD are never merged: a server answers each push.
+ONE_BY_ONE = CommunicatorConfig(max_merge_var_num=1, merge="sum")
+
+# equations that a communicator carries out if they have its options
+OF_COMMUNICATOR = frozenset({send_p, recv_p, prefetch_p, send_rows_p, fetch_barrier_p})
+OF_GEO = frozenset({geo_send_p, geo_prefetch_p, geo_init_p})
 
 
 class BackgroundComm:
-    """What is beside the steps of one trainer.
+    """Communication in the background of one trainer's steps.
 
     Args:
       connect: connects to servers.
-      deadline: seconds that parameters may be on their way.
+      deadline: seconds that a server may take to answer.
     """
 
     def __init__(self, connect: Connect, deadline: float) -> None:
         self._connect = connect
         self._deadline = deadline
-        self._leaves: dict[str, Leaf] = {}  # what is received
-        self._endpoints: set[str] = set()  # of tables
+        self._leaves: dict[str, Leaf] = {}  # the parameters that one request receives, by key
+        self._endpoints: set[str] = set()  # servers of tables
         self._pool = BufferPool()
-        self._pending: list[tuple[Leaf, Any]] = []  # what a step has made so far
-        self._received: dict[str, jax.Array] | None = None  # what this step goes on with
+        self._pending: list[tuple[Leaf, Any]] = []  # gradients of this step so far
+        self._received: dict[str, jax.Array] | None = None  # parameters for this step's `recv`s
         self._config: CommunicatorConfig = ONE_BY_ONE
         self._communicator: Communicator | None = None
         self._geo: GeoTrainer | None = None
-        self._tables: dict[str, tuple[Leaf, KeptRows]] = {}  # that GEO-SGD is to begin with
+        # tables whose rows GEO-SGD will push, until it starts
+        self._tables: dict[str, tuple[Leaf, KeptRows]] = {}
+        self._rules: dict[Primitive, Callable[..., Sequence[Any]]] = {
+            send_p: self._send,
+            send_rows_p: self._send_rows,
+            prefetch_p: self._prefetch,
+            geo_send_p: self._geo_send,
+            geo_prefetch_p: self._geo_prefetch,
+            geo_init_p: self._geo_init,
+        }
 
     def prepare(self, program: Program) -> None:
-        """Note what a program receives, all of which is received at once."""
+        """Note what a program receives: a communicator requests all of it at once.
+
+        A communicator that runs for other parameters or servers is drained.
+        """
         for eqn in program.eqns:
-            is_lookup = eqn.primitive is prefetch_p and "communicator" in eqn.params
-            if is_lookup and not self._endpoints.issuperset(eqn.params["epmap"]):
-                self.rest()
+            if "communicator" not in eqn.params:
+                continue
+            if eqn.primitive is prefetch_p and not self._endpoints.issuperset(eqn.params["epmap"]):
+                self.drain()
                 self._endpoints.update(eqn.params["epmap"])
-            if eqn.primitive is recv_p and "communicator" in eqn.params:
+            if eqn.primitive is recv_p:
                 (t,) = eqn.params["types"]
                 leaf = leaf_of(eqn, t)
                 if self._leaves.get(leaf.names[0]) != leaf:
-                    self.rest()
+                    self.drain()
                     self._leaves[leaf.names[0]] = leaf
 
     def takes(self, eqn: JaxprEqn) -> bool:
-        """Whether an equation is carried out here."""
+        """Return True if this object carries out an equation."""
         if eqn.primitive is send_barrier_p:
             return bool(self._pending)
-        of_communicator = (send_p, recv_p, prefetch_p, send_rows_p, fetch_barrier_p)
-        of_geo = (geo_send_p, geo_prefetch_p, geo_init_p)
-        return eqn.primitive in of_geo or (
-            eqn.primitive in of_communicator and "communicator" in eqn.params
-        )
+        if eqn.primitive in OF_GEO:
+            return True
+        return eqn.primitive in OF_COMMUNICATOR and "communicator" in eqn.params
 
     def carry_out(self, eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
-        """The outputs of one equation. Raises what has ended the communicator."""
-        if eqn.primitive is geo_send_p:
-            return self._geo_send(eqn, values)
-        if eqn.primitive is geo_prefetch_p:
-            return self._geo_prefetch(eqn, *values)
-        if eqn.primitive is geo_init_p:
-            return self._geo_init(eqn, values)
-        if eqn.primitive is send_p:
-            self._config = eqn.params["communicator"]
-            self._pending.append((leaf_of(eqn, eqn.invars[0].aval), values[0]))
-            return [None]
-        if eqn.primitive is send_rows_p:
-            self._config = eqn.params["communicator"]
-            self._pending.append(_of_rows(eqn, *values))
-            return [None]
-        if eqn.primitive is prefetch_p:
-            return [self._prefetch(eqn, *values)]
-        communicator = self._running(f"trainer {eqn.params['trainer_id']}")
+        """Carry out one equation; return its outputs. Raises the error that ended the thread."""
+        rule = self._rules.get(eqn.primitive)
+        if rule is not None:
+            return rule(eqn, *values)
+
+        communicator = self._start(f"trainer {eqn.params['trainer_id']}")
         if self._pending:
-            pending, self._pending = self._pending, []
-            self._received = None
-            # not before they are made: a queue of what is still being computed would have steps run
-            # ahead of themselves
-            jax.block_until_ready([x.rows if isinstance(x, RowGradient) else x for _, x in pending])
-            communicator.put(pending)
+            self._queue_gradients(communicator)
         if eqn.primitive is fetch_barrier_p:
             return []
         if eqn.primitive is send_barrier_p:
             communicator.barrier()
             return [None]
-        if (
-            self._received is None
-        ):  # all leaves of a step are of one answer, and its own: the user may donate them
+        if self._received is None:
+            # All `recv`s of a step read one answer. It is copied: the user may donate it.
             newest = communicator.newest()
             self._received = dict(zip(newest, jax.device_put(list(newest.values())), strict=True))
         return [self._received[eqn.params["names"][0]]]
 
-    def _prefetch(self, eqn: JaxprEqn, uniq: np.ndarray) -> np.ndarray:
-        """The rows of a table that a step looks up."""
+    def _queue_gradients(self, communicator: Communicator) -> None:
+        """Put the gradients of this step into the queue, when they are computed.
+
+        JAX computes asynchronously. A queue of uncomputed gradients would let steps run ahead of
+        their own computation.
+        """
+        pending, self._pending = self._pending, []
+        self._received = None
+        jax.block_until_ready([x.rows if isinstance(x, RowGradient) else x for _, x in pending])
+        communicator.put(pending)
+
+    # -- with a communicator ---------------------------------------------------------------------
+
+    def _send(self, eqn: JaxprEqn, gradient: Any) -> Sequence[Any]:
+        self._config = eqn.params["communicator"]
+        self._pending.append((leaf_of(eqn, eqn.invars[0].aval), gradient))
+        return [None]
+
+    def _send_rows(self, eqn: JaxprEqn, uniq: np.ndarray, gradient: Any) -> Sequence[Any]:
+        self._config = eqn.params["communicator"]
+        leaf = leaf_of(eqn, eqn.invars[1].aval)
+        self._pending.append((leaf, RowGradient(_drop_padding(uniq, leaf), gradient)))
+        return [None]
+
+    def _prefetch(self, eqn: JaxprEqn, uniq: np.ndarray) -> Sequence[Any]:
         p, (t,) = eqn.params, eqn.params["types"]
         self._config = p["communicator"]
         rows = self._pool.take(f"{p['table']} rows", t.shape, t.dtype)
-        wanted = rows_wanted(eqn, uniq, rows)
-        self._running(f"trainer {p['trainer_id']}").look_up(wanted, train=True)
-        put_in_place(uniq, rows, wanted, p["spans"])
-        return rows
+        self._fetch(eqn, uniq, rows)
+        return [rows]
+
+    def _fetch(self, eqn: JaxprEqn, ids: np.ndarray, rows: np.ndarray) -> None:
+        """Receive rows that this step will train, into `rows`."""
+        wanted = rows_wanted(eqn, ids, rows)
+        self._start(f"trainer {eqn.params['trainer_id']}").look_up(wanted, train=True)
+        put_in_place(ids, rows, wanted, eqn.params["spans"])
 
     def look_up(self, wanted: Sequence[WantedRows]) -> bool:
-        """Receive rows of which no step is made, if a communicator runs; whether one does."""
+        """Receive rows that are read but not trained; return False if no communicator runs."""
         if self._communicator is None:
             return False
         self._communicator.look_up(wanted, train=False)
         return True
 
     @property
-    def goes_on(self) -> bool:
-        """Return True if it runs on while others ask servers: with GEO-SGD."""
+    def keeps_running(self) -> bool:
+        """True if a request between steps must not drain: GEO-SGD has started."""
         return self._geo is not None and self._communicator is not None
 
     def between(self, begin: Callable[[], Operation[T]]) -> T:
-        """Run an operation when all pushes are answered, if it `goes_on`."""
+        """Run an operation when servers have answered all pushes, if `keeps_running`."""
         assert self._communicator is not None
         return self._communicator.between(begin)
 
-    def rest(self, *, discard: bool = False) -> None:
-        """Send what is left, unless it is to be discarded, and give the connections back."""
+    def drain(self, *, discard: bool = False) -> None:
+        """Send the remainder of the queue and give the connections back.
+
+        Args:
+          discard: drop the queue instead.
+        """
         communicator, self._communicator = self._communicator, None
         geo, self._geo = self._geo, None
         self._received = None
@@ -185,8 +219,8 @@ class BackgroundComm:
             if communicator is not None:
                 communicator.stop(discard=discard)
 
-    def _running(self, name: str, kept: Mapping[str, Leaf] = {}) -> Communicator:
-        """The communicator, which is started if it is not."""
+    def _start(self, name: str, local_tables: Mapping[str, Leaf] = {}) -> Communicator:
+        """Return the communicator; start it if none runs."""
         if self._communicator is None:
             self._communicator = Communicator(
                 self._connect,
@@ -195,38 +229,39 @@ class BackgroundComm:
                 deadline=self._deadline,
                 name=name,
                 endpoints=sorted(self._endpoints),
-                kept=kept,
+                local_tables=local_tables,
             )
         return self._communicator
 
-    def _geo_send(self, eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
-        params = eqn.params
-        if params["push_every"]:
-            geo, values, of_tables = (
-                self._begun(),
-                values[: len(params["names"])],
-                iter(values[len(params["names"]) :]),
-            )
-            for table, count in params.get("tables", ()):
-                uniq, *made = (next(of_tables) for _ in range(1 + count))
-                geo.rows(table).put(_numbers(uniq, geo.leaf(table)), made)
-            return geo.step(values, params["push_every"], block_on_pull=params["block_on_pull"])
-        self.rest()
-        tables, self._tables = self._tables, {}
-        rows = zip(params["epmap"], params["names"], params["sections"], eqn.invars, strict=True)
-        table = [Leaf(eps, names, n, v.aval.shape, v.aval.dtype) for eps, names, n, v in rows]
-        self._leaves = {str(i): leaf for i, leaf in enumerate(table)}
-        self._config = ONE_BY_ONE
-        deltas = [as_deltas(x) for x in table]
-        made = [jax.device_put(x) for x in values]
-        kept = {n: leaf for n, (leaf, _) in tables.items()}
-        communicator = self._running(f"trainer {params['trainer_id']}", kept)
-        changes = {n: (as_deltas(leaf), rows) for n, (leaf, rows) in tables.items()}
-        self._geo = GeoTrainer(communicator, deltas, params["trainers"], made, changes)
-        return made
+    # -- GEO-SGD ---------------------------------------------------------------------------------
 
-    def _geo_init(self, eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any]:
-        """The trainer keeps no row of a table."""
+    def _geo_send(self, eqn: JaxprEqn, *values: Any) -> Sequence[Any]:
+        """End a step. The startup program has one with push_every=0, which starts GEO-SGD."""
+        if not eqn.params["push_every"]:
+            return self._geo_start(eqn, values)
+        geo = self._require_geo()
+        params, rows_of_tables = split_push(eqn, values)
+        for table, uniq, rows in rows_of_tables:
+            geo.rows(table).put(_drop_padding(uniq, geo.leaf(table)), rows)
+        return geo.step(params, eqn.params["push_every"], block_on_pull=eqn.params["block_on_pull"])
+
+    def _geo_start(self, eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
+        self.drain()
+        tables, self._tables = self._tables, {}
+        leaves = pushed_leaves(eqn)
+        self._leaves = {str(i): leaf for i, leaf in enumerate(leaves)}
+        self._config = ONE_BY_ONE
+        params = [jax.device_put(x) for x in values]
+        local_tables = {n: leaf for n, (leaf, _) in tables.items()}
+        communicator = self._start(f"trainer {eqn.params['trainer_id']}", local_tables)
+        deltas = [as_deltas(leaf) for leaf in leaves]
+        deltas_of_tables = {n: (as_deltas(leaf), rows) for n, (leaf, rows) in tables.items()}
+        trainers = eqn.params["trainers"]
+        self._geo = GeoTrainer(communicator, deltas, trainers, params, deltas_of_tables)
+        return params
+
+    def _geo_init(self, eqn: JaxprEqn, *args: Any) -> Sequence[Any]:
+        """Begin with no local row of a table. Rows of the optimizer state come from its init."""
         p = eqn.params
         of_state = eqn.replace(params={**p, "types": p["types"][1:]})
         state = RowMaker(of_state, args) if of_state.params["types"] else None
@@ -234,53 +269,45 @@ class BackgroundComm:
         return [np.zeros(t.shape, t.dtype) for t in p["types"]]
 
     def _geo_prefetch(self, eqn: JaxprEqn, uniq: np.ndarray) -> Sequence[Any]:
-        """Rows that the trainer keeps, and their state."""
-        p, geo = eqn.params, self._begun()
-        kept, ids = geo.rows(p["table"]), _numbers(uniq, geo.leaf(p["table"]))
-        new = kept.missing(ids)
+        """Return local rows and their state; fetch the rows that are not here."""
+        geo, table = self._require_geo(), eqn.params["table"]
+        local, ids = geo.rows(table), _drop_padding(uniq, geo.leaf(table))
+        new = local.missing(ids)
         if len(new):
-            t = p["types"][0]
+            t = eqn.params["types"][0]
             rows = np.empty((len(new), *t.shape[1:]), t.dtype)
-            wanted = rows_wanted(eqn, new, rows)
-            self._running(f"trainer {p['trainer_id']}").look_up(wanted, train=True)
-            put_in_place(new, rows, wanted, p["spans"])
-            kept.add(new, rows)
-        return kept.take(ids, len(uniq))
+            self._fetch(eqn, new, rows)
+            local.add(new, rows)
+        return local.take(ids, len(uniq))
 
-    def _begun(self) -> GeoTrainer:
+    def _require_geo(self) -> GeoTrainer:
         if self._geo is None:
             raise StateError(
                 "GEO-SGD changes parameters that the servers know: run the trainer's startup "
-                "program in this "
-                "executor first, and no other program that communicates between its steps"
+                "program in this executor first, and no other program that communicates between "
+                "its steps"
             )
         return self._geo
 
 
 def leaf_of(eqn: JaxprEqn, t: Any) -> Leaf:
-    """The leaf that a `send` or a `recv` of one operand is of."""
+    """Return the leaf that a `send` or a `recv` with one operand moves."""
     p = eqn.params
     merge, spans = p.get("merge", "sum"), p.get("spans", ())
     return Leaf(p["epmap"], p["names"], p.get("sections", ()), t.shape, t.dtype, merge, spans)
 
 
 def rows_wanted(eqn: JaxprEqn, uniq: np.ndarray, rows: np.ndarray) -> list[WantedRows]:
-    """What a `prefetch` asks of servers."""
+    """Return the requests to servers of a `prefetch`."""
     p = eqn.params
     return wanted_of(uniq, rows, epmap=p["epmap"], names=p["names"], spans=p["spans"])
 
 
-def _of_rows(eqn: JaxprEqn, uniq: np.ndarray, grad: Any) -> tuple[Leaf, RowGradient]:
-    """What a `send_rows` is of. Behind the gradient of rows that there are, others may be."""
-    leaf = leaf_of(eqn, eqn.invars[1].aval)
-    return leaf, RowGradient(_numbers(uniq, leaf), grad)
-
-
-def _numbers(uniq: np.ndarray, table: Leaf) -> np.ndarray:
-    """The numbers of rows, without those that stand for none."""
+def _drop_padding(uniq: np.ndarray, table: Leaf) -> np.ndarray:
+    """Drop the ids behind the last row of a table, which fill an array of static size."""
     return uniq[: np.searchsorted(uniq, sum(x.rows for x in table.spans))]
 
 
 def as_deltas(leaf: Leaf) -> Leaf:
-    """Return a leaf as what has changed in it is sent."""
+    """Return a leaf under the names of its deltas."""
     return dataclasses.replace(leaf, names=tuple(n + DELTA for n in leaf.names))

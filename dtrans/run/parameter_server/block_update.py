@@ -1,14 +1,14 @@
-"""A server's optimize blocks, one by one: what an asynchronous server does with a gradient that has
-come.
+"""Optimize blocks of a server, one by one: the updates of an asynchronous server.
 
-The lr_sched block is run once for each step of a trainer, and every other block when its gradients
-are there, on the state as it is then; one of a table on the rows that the gradient is of.
-`dtrans.run.parameter_server.update` is the same for all blocks at once.
+The lr_sched block runs once for each step of a trainer. Every other block runs when its gradients
+have arrived, on the state at that time. A block of a table runs on the rows of the gradient.
+`dtrans.run.parameter_server.update` runs all blocks at once.
 """
 
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -21,184 +21,203 @@ from dtrans.ir.display import without_addresses
 from dtrans.ir.program import DIST, LR_SCHED
 from dtrans.ops import BACKUP, OptimizeBlock
 from dtrans.run.parameter_server.tables.server_tables import ServerTables
-from dtrans.run.parameter_server.tables.table_memory import memory_of
+from dtrans.run.parameter_server.tables.table_memory import (
+    final_arrays,
+    memory_of,
+    snapshot_arrays,
+)
 from dtrans.run.parameter_server.tables.traced_tables import gradients_with_room
 from dtrans.run.parameter_server.update import ServerUpdate
 
 
 State = Mapping[str, Any]
+# a block as a function of the state that others may read, and of the state that it donates
+RunBlock = Callable[[State, State], dict[str, Any]]
 
 
 class BlockUpdates:
-    """The blocks of a server, each jitted by itself.
+    """Blocks of a server, each jitted by itself.
 
     Args:
-      update: of the server.
-      state: name to array; the initial values.
-      memory: by name, blocks of tables that an update changes a few rows of, as `TableMemory` has
-        them; by default in memory of their own.
+      update: the server's update.
+      state: the initial values, by name.
+      memory: the memory of blocks of tables whose updates touch some rows, by name; by default a
+        `TableMemory` for each.
 
     Attributes:
       grads: the gradients that each block reads, by its name.
-      state: the same, with tables in memory of their own.
-      held: what there is of tables.
-      spent: the state whose memory an update gives to the new one, by name.
+      state: the initial values, with tables in `memory`.
+      server_tables: reports and evicts rows of tables.
+      spent: state whose memory an update reuses, by name.
       before: called before each update of a block.
 
     Raises:
-      ConfigError: blocks that reduce over rows with other servers, which takes the gradients of all
-        at once.
+      ConfigError: a block reduces over rows of several servers, which takes all gradients at once.
     """
 
     def __init__(
         self, update: ServerUpdate, state: State, memory: Mapping[str, Any] | None = None
     ) -> None:
-        self.update = update
-        self._memory = memory_of(update, state) if memory is None else memory
-        self._whole_updates = collections.Counter[
-            str
-        ]()  # of tables each of whose updates is of all rows
-        steps = lambda name: self._whole_updates[name]
-        self.held = ServerTables(
-            update.endpoint, update.tables, self._memory, lambda: self.state, steps
-        )
-        self.state = {**state, **{n: x for t in self._memory.values() for n, x in t.held.items()}}
         if any(b.level or b.role == DIST for b in update.blocks):
             raise ConfigError(
-                f"pserver {update.endpoint} reduces over rows, and cannot be asynchronous"
+                f"pserver {update.endpoint} reduces over rows of several servers, and cannot be "
+                "asynchronous; use mode=dtrans.Sync()"
             )
+        self.update = update
+        self._memory = memory_of(update, state) if memory is None else memory
+        # updates of tables that touch all rows, by table
+        self._full_updates = collections.Counter[str]()
+        self.server_tables = ServerTables(
+            update.endpoint,
+            update.tables,
+            self._memory,
+            lambda: self.state,
+            lambda name: self._full_updates[name],
+        )
+        self.state = dict(state)
+        for table in self._memory.values():
+            self.state |= table.arrays
         self._first = [b for b in update.blocks if b.role == LR_SCHED]
         self._blocks = {b.name: b for b in update.blocks if b.role != LR_SCHED}
         self.grads = {name: [g.name for g in b.grads] for name, b in self._blocks.items()}
-        # what the lr_sched block replaces is read by the others as it was before the step
-        self._replaced = {n for b in self._first for n in b.out_names if n in update.types}
-        readers = collections.Counter(n for b in update.blocks for n in b.in_names)
-        params = set(update.params)
-        # what a block makes anew, and nobody else has a use for
-        self._spent = {
-            name: [
-                n for n in b.in_names if n in b.out_names and readers[n] == 1 and n not in params
-            ]
-            for name, b in self._blocks.items()
-        }
+        # Other blocks read the values before the step of what the lr_sched block replaces.
+        outs = itertools.chain.from_iterable(b.out_names for b in self._first)
+        self._replaced = {n for n in outs if n in update.types}
+        self._spent = self._spent_of_blocks()
         self.spent = frozenset(n for names in self._spent.values() for n in names)
         self.before: Callable[[], object] = lambda: None
         self._tables = {n: t for t in update.tables.values() for n in t.gradients.values()}
-        self._sized: dict[
-            tuple[str, int], Callable[[State, State], dict[str, Any]]
-        ] = {}  # by block and rows
+        self._sized: dict[tuple[str, int], RunBlock] = {}  # by block and number of rows
         self._compiled: dict[Any, Callable[..., Any]] = {}
         self._jitted = {b.name: self._compile(b) for b in update.blocks}
 
+    def _spent_of_blocks(self) -> dict[str, list[str]]:
+        """Return the state that each block replaces and nothing else reads; it is donated."""
+        readers = collections.Counter(n for b in self.update.blocks for n in b.in_names)
+        params = set(self.update.params)
+        spent = {}
+        for name, b in self._blocks.items():
+            replaced = [n for n in b.in_names if n in b.out_names and n not in params]
+            spent[name] = [n for n in replaced if readers[n] == 1]
+        return spent
+
     def begin(self, state: State) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Begin a step of a trainer: the state that is new, and the values that blocks of this step
-        read."""
+        """Begin a step of a trainer: run the lr_sched block.
+
+        Returns:
+          New state, and the values that this step's blocks read.
+        """
         values = {n: state[n] for n in self._replaced}
         new: dict[str, Any] = {}
         for block in self._first:
-            made = self._jitted[block.name](_picked(block.in_names, values, state), {})
-            new |= {n: x for n, x in made.items() if n in self.update.types}
-            values |= {n: x for n, x in made.items() if n not in self.update.types}
+            outs = self._jitted[block.name](_pick(block.in_names, values, state), {})
+            for n, x in outs.items():
+                (new if n in self.update.types else values)[n] = x
         return new, values
 
     def ready(self, arrived: Collection[str], used: Collection[str]) -> list[str]:
-        """The blocks whose gradients have all come, and that were not updated with them yet.
+        """Return the blocks whose gradients have all arrived, without those in `used`.
 
-        One that reads no gradient is ready with the first of the others.
+        A block that reads no gradient is ready when any gradient has arrived.
         """
         if not arrived:
             return []
-        return [
-            b
-            for b, grads in self.grads.items()
-            if b not in used and all(n in arrived for n in grads)
-        ]
+        names = set(arrived)
+        waiting = [b for b in self.grads if b not in used]
+        return [b for b in waiting if names.issuperset(self.grads[b])]
 
     def apply(self, block: str, grads: State, state: State, values: State) -> dict[str, Any]:
-        """The state that is new after a block's update. What it alone reads of the state may be
-        gone.
+        """Update a block; return its new state.
 
-        Waits until it is computed: the memory of gradients is written again with the next step.
+        It waits for the computation, since the next step writes over the gradients' memory. State
+        in `spent` is donated.
+
+        Args:
+          block: the block's name.
+          grads: its gradients, by name.
+          state: the server's state.
+          values: the second result of `begin`.
         """
         self.before()
-        run = self._jitted[block]
-        rows = next((n for n in self.grads[block] if n in self._tables), None)
-        if rows is None:
-            return self._made(block, run, grads, state, values)
-        table = self._tables[rows]
-        given = {n: grads[n] for n in (rows, table.name + BACKUP) if n in grads}
-        ids, laid_out = gradients_with_room(table, given)
+        gradient = next((n for n in self.grads[block] if n in self._tables), None)
+        if gradient is None:
+            return self._run(block, self._jitted[block], grads, state, values)
+        table = self._tables[gradient]
+        names = (gradient, table.name + BACKUP)
+        ids, padded = gradients_with_room(table, {n: grads[n] for n in names if n in grads})
         if table.updates_all:
-            self._whole_updates[table.name] += 1
-            return self._made(block, run, {**grads, **laid_out}, state, values)
-        memory, size = self._memory[table.name], len(laid_out[rows])
+            self._full_updates[table.name] += 1
+            return self._run(block, self._jitted[block], {**grads, **padded}, state, values)
+
+        memory, size = self._memory[table.name], len(padded[gradient])
         if (block, size) not in self._sized:
-            (sized,) = (b for b in self.update.sized({table.name: size}).blocks if b.name == block)
-            self._sized[block, size] = self._compile(sized)
-        read = {**state, **memory.take(ids, size)}
-        read_beside = _picked(memory.reads, values, state)
-        seen = {n: x if is_traced(x) else np.asarray(x) for n, x in read_beside.items()}
-        made = self._made(block, self._sized[block, size], {**grads, **laid_out}, read, values)
-        return {**made, **memory.put(ids, made, seen)}
+            blocks = {b.name: b for b in self.update.sized({table.name: size}).blocks}
+            self._sized[block, size] = self._compile(blocks[block])
+        rows = {**state, **memory.take(ids, size)}
+        # copies for rows that catch up later: the update may donate these values
+        watched = {}
+        for n, x in _pick(memory.reads, values, state).items():
+            watched[n] = x if is_traced(x) else np.asarray(x)
+        new = self._run(block, self._sized[block, size], {**grads, **padded}, rows, values)
+        return {**new, **memory.put(ids, new, watched)}
 
     def rows(self, name: str, ids: np.ndarray, state: State, *, train: bool) -> np.ndarray:
-        """Rows of a block of a table, as they are."""
-        return (
-            self._memory[name].rows(ids, train=train)
-            if name in self._memory
-            else np.asarray(state[name])[ids]
-        )
+        """Return the present rows of a block of a table; `train` if a gradient will follow."""
+        if name in self._memory:
+            rows: np.ndarray = self._memory[name].rows(ids, train=train)
+            return rows
+        return np.asarray(state[name])[ids]
 
     def tables(self) -> dict[str, Any]:
-        """Blocks of tables, and their state, as after the last update."""
-        return {n: x for t in self._memory.values() for n, x in t.final().items()}
+        """Return blocks of tables and their state after the last update, by name."""
+        return final_arrays(self._memory)
 
     def snapshot(self, patience: float) -> dict[str, Any]:
-        """The same, for a thread that reads them while updates go on (`TableMemory.snapshot`)."""
-        return {n: x for t in self._memory.values() for n, x in t.snapshot(patience).items()}
+        """Return present tables for a thread that reads them during updates."""
+        return snapshot_arrays(self._memory, patience)
 
-    def _made(
-        self,
-        block: str,
-        run: Callable[[State, State], dict[str, Any]],
-        grads: State,
-        state: State,
-        values: State,
+    def _run(
+        self, block: str, run: RunBlock, grads: State, state: State, values: State
     ) -> dict[str, Any]:
-        names = self._blocks[block].in_names
         spent = {n: state[n] for n in self._spent[block]}
-        return jax.block_until_ready(
-            run(_picked([n for n in names if n not in spent], grads, values, state), spent)
-        )
+        names = [n for n in self._blocks[block].in_names if n not in spent]
+        return jax.block_until_ready(run(_pick(names, grads, values, state), spent))
 
-    def _compile(self, block: OptimizeBlock) -> Callable[[State, State], dict[str, Any]]:
-        """A block as a function of what it reads: what others may still read, and what nobody will.
+    def _compile(self, block: OptimizeBlock) -> RunBlock:
+        """Compile a block, with its spent state donated.
 
-        Blocks of one kind and shape are compiled once: they differ in names only.
+        Blocks of the same jaxpr and shapes differ in names only, and share one compiled function.
         """
         spent = self._spent.get(block.name, [])
-        given = [n for n in block.in_names if n not in spent]
-        order = [(n in spent, (spent if n in spent else given).index(n)) for n in block.in_names]
+        read = [n for n in block.in_names if n not in spent]
+        # for each operand: is it spent, and its index among those
+        order = []
+        for n in block.in_names:
+            order.append((True, spent.index(n)) if n in spent else (False, read.index(n)))
         kind = (without_addresses(str(block.inner)), tuple(order))
-        key = kind if not block.jaxpr.consts else id(block)
+        key = kind if not block.jaxpr.consts else id(block)  # constants are not in the text
         if key not in self._compiled:
 
-            def run(read: Sequence[Any], lost: Sequence[Any]) -> Sequence[Any]:
-                made: Sequence[Any] = evaluate(
-                    block.jaxpr, *((lost if own else read)[i] for own, i in order)
-                )
-                return made
+            def run(read: Sequence[Any], spent: Sequence[Any]) -> Sequence[Any]:
+                operands = [(spent if is_spent else read)[i] for is_spent, i in order]
+                outs: Sequence[Any] = evaluate(block.jaxpr, *operands)
+                return outs
 
             self._compiled[key] = jax.jit(run, donate_argnums=1)
         jitted = self._compiled[key]
 
-        def named(read: State, lost: State) -> dict[str, Any]:
-            outs = jitted([read[n] for n in given], [lost[n] for n in spent])
+        def run_by_name(read_state: State, spent_state: State) -> dict[str, Any]:
+            operands = [read_state[n] for n in read]
+            outs = jitted(operands, [spent_state[n] for n in spent])
             return dict(zip(block.out_names, outs, strict=True))
 
-        return named
+        return run_by_name
 
 
-def _picked(names: Collection[str], *where: State) -> dict[str, Any]:
-    """Values by name, each from the first that has it."""
-    return {n: next(of for of in where if n in of)[n] for n in names}
+def _pick(names: Collection[str], *sources: State) -> dict[str, Any]:
+    """Return values by name, each from the first source that has it."""
+    picked = {}
+    for n in names:
+        source = next(x for x in sources if n in x)
+        picked[n] = source[n]
+    return picked

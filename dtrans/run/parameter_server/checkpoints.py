@@ -1,9 +1,8 @@
-"""Checkpoints of one server: the folder, the names, and the marks of what it writes while it
-serves.
+"""Checkpoints of one server during its job: folder, names and marks.
 
-A name is what the user called it. When a job ends by an error nobody names what its servers still
-hold. The name is the number of the step then, counted as the user does: from the last checkpoint of
-this job that has a number for its name, or from the one that the job was begun from.
+A trainer names the checkpoints that it asks for. When a job ends by an error, its servers save
+their state under the number of the step. They count as the user does: on from the last checkpoint
+of this job that has a number as its name, or from the checkpoint with which the job started.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from dtrans.parameter_server.plan import PServerPlan
 
 @dataclasses.dataclass(frozen=True)
 class ServerCheckpoints:
-    """What one server writes to the folder that all servers see.
+    """Writer of one server's parts of checkpoints, in a folder that all servers share.
 
     Attributes:
-      folder: of the checkpoints.
-      plan: of the job.
-      endpoint: of the server.
-      begun: the number of the checkpoint that the job was begun from; 0 where it was from none.
+      folder: the folder of all checkpoints.
+      plan: the job's plan.
+      endpoint: the server's endpoint.
+      begun: the number of the checkpoint with which the job started; 0 without one.
     """
 
     folder: Path
@@ -37,23 +36,24 @@ class ServerCheckpoints:
     begun: int
 
     def keep(self, name: str, state: Mapping[str, Any], mark: Mark) -> None:
-        """Save what trainers have asked for."""
+        """Save a state under the name that trainers have chosen."""
         checkpoint.save_serving(self.folder / name, self.plan, self.endpoint, state, mark)
 
     def keep_last(
         self, state: Mapping[str, Any], mark: Mark, asked: Mapping[str, int]
     ) -> Path | None:
-        """Save what the server holds when its job ends by an error.
+        """Save the state of a job that ends by an error.
 
-        Synchronous servers that are at different steps write to different folders, neither of them
-        whole. Asynchronous ones have no step in common: the first of them chooses the name for all.
+        Synchronous servers at different steps write to different folders, which are incomplete.
+        Asynchronous servers have no common step: the first one chooses the name for all.
 
         Args:
-          mark: of the run, and the step of this server.
-          asked: the checkpoints that trainers have asked for, and after how many steps.
+          state: the server's arrays, by name.
+          mark: the run, and the server's step.
+          asked: checkpoints that trainers have asked for, each with its step.
 
         Returns:
-          The checkpoint; None where the server holds nothing, and another one says so for it.
+          The checkpoint; None if the server has no arrays, and another one writes its part.
         """
         assert mark.step is not None
         name = str(self._number(mark.step, asked))
@@ -62,31 +62,36 @@ class ServerCheckpoints:
             if self.endpoint not in holding:
                 return None
             name, mark = self._agreed(name, mark), dataclasses.replace(mark, step=None)
-            if name in asked:  # the trainers had it saved after their last step
+            if name in asked:  # saved after the last step
                 return self.folder / name
         try:
             self.keep(name, state, mark)
-        except ConfigError:  # the name is that of a whole checkpoint of another run
+        except ConfigError:  # another run has written a checkpoint of this name
             name = f"{name}-{mark.run[0]}"
             self.keep(name, state, mark)
         if not self.plan.sync_mode and self.endpoint == holding[0]:
-            for other in (
-                ep for ep in self.plan.servers if ep not in holding
-            ):  # these count no steps
-                dataclasses.replace(self, endpoint=other).keep(name, {}, mark)
+            # servers without arrays count no steps
+            for other in self.plan.servers:
+                if other not in holding:
+                    dataclasses.replace(self, endpoint=other).keep(name, {}, mark)
         return self.folder / name
 
     def _number(self, step: int, asked: Mapping[str, int]) -> int:
-        """Return the number of a step as the user counts."""
-        last = max(
-            ((made, int(name)) for name, made in asked.items() if name.isdecimal()),
-            default=(0, self.begun),
-        )
-        return last[1] + step - last[0]
+        """Return the number of a step as the user counts.
+
+        Args:
+          step: as the server counts: from 0 at the start of the job.
+          asked: checkpoints of this job, each with its step as the server counts.
+        """
+        numbered = [(at, int(name)) for name, at in asked.items() if name.isdecimal()]
+        last_step, number = max(numbered, default=(0, self.begun))
+        return number + step - last_step
 
     def _agreed(self, name: str, mark: Mark) -> str:
-        """Return the name that the first server of this run has chosen: a link is there at once, or
-        is not."""
+        """Return the name that the first server of this run has chosen.
+
+        The name is the target of a symbolic link, since links are created atomically.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         link = self.folder / f".last-of-{mark.run[0]}"
         try:

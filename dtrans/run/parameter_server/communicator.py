@@ -1,11 +1,11 @@
-"""The thread of a communicator, which sends and receives for a trainer beside its steps.
+"""Thread of a communicator, which sends and receives in the background of a trainer's steps.
 
-A step puts its gradients into a queue (`put`) and takes the parameters that were received last
-(`newest`); neither waits, unless the queue is full, or nothing was received yet. The thread makes
-the turns of `dtrans.protocol.traffic_loop`; the transport is its own while it runs.
+A step puts its gradients into a queue (`put`) and takes the newest received parameters (`newest`).
+`put` waits only while the queue is full, `newest` only for the first parameters. The thread drives
+`dtrans.protocol.traffic_loop`. It owns the transport while it runs.
 
-`barrier` waits until all that was put is in what was received; with it at the end of every step, a
-trainer is as one without a communicator. `look_up` waits for rows of tables.
+`barrier` waits until the received parameters contain all of the queue. A trainer that calls it
+after every step computes as one without a communicator. `look_up` waits for rows of tables.
 """
 
 from __future__ import annotations
@@ -31,19 +31,20 @@ Connect = Callable[[Collection[str]], tuple[Transport, Mapping[str, ServerLink]]
 
 
 class Communicator:
-    """Sends gradients and receives parameters in a thread of its own.
+    """Sender of gradients and receiver of parameters, in its own thread.
 
     Args:
-      connect: to servers; the transport is the communicator's until `stop`.
-      leaves: parameters that are received, by a key of the caller's.
-      config: length of the queue, and so on.
-      deadline: seconds that parameters may be on their way.
-      name: of the trainer.
-      endpoints: servers that have rows of tables.
-      kept: tables of which the trainer keeps rows; only rows that others have changed are received.
+      connect: connects to servers. The communicator owns the transport until `stop`.
+      leaves: the parameters to receive, by keys of the caller.
+      config: length of the queue, and other options.
+      deadline: seconds that a server may take to answer.
+      name: the trainer, for errors.
+      endpoints: servers that hold rows of tables.
+      local_tables: tables with rows on the trainer. Of these, it receives only rows that other
+        trainers have changed.
 
-    Every method raises the error that has ended the thread: PeerError, DeadlineError, WireError, or
-    an error of JAX.
+    Every method raises the error that ended the thread: PeerError, DeadlineError, WireError, or an
+    error of JAX.
     """
 
     def __init__(
@@ -55,12 +56,13 @@ class Communicator:
         deadline: float,
         name: str,
         endpoints: Collection[str] = (),
-        kept: Mapping[str, Leaf] = {},
+        local_tables: Mapping[str, Leaf] = {},
     ) -> None:
         self.config = config
         self.name = name
-        everywhere = [ep for leaf in (*leaves.values(), *kept.values()) for ep in leaf.endpoints]
-        servers = dict.fromkeys((*everywhere, *endpoints))
+        servers = dict.fromkeys(endpoints)
+        for leaf in (*leaves.values(), *local_tables.values()):
+            servers |= dict.fromkeys(leaf.endpoints)
         self._transport, links = connect(servers)
         traffic = Traffic(
             {ep: links[ep].line for ep in servers},
@@ -69,7 +71,7 @@ class Communicator:
             deadline=deadline,
             name=name,
             room=BufferPool().take,
-            kept=dict(kept),
+            kept=dict(local_tables),
         )
         self._changed = threading.Condition()
         self._loop = TrafficLoop(self._transport, links, traffic, config, self._notify)
@@ -82,65 +84,74 @@ class Communicator:
     # -- calls of steps --------------------------------------------------------------------------
 
     def put(self, group: Group) -> None:
-        """Let the gradients of a step be sent. Waits while the queue is full."""
+        """Queue the gradients of a step. Waits while the queue is full."""
         self._wait_for(lambda: self._loop.has_room)
         self._loop.put(group)
         self._transport.wake()
 
     def newest(self) -> dict[str, Any]:
-        """Return the parameters that were received last, in memory that is not written again while
-        anybody refers to it.
+        """Return the newest received parameters; wait for the first.
 
-        Waits for the first. Of tables of which the trainer keeps rows, a `RowGradient` has those
-        that others have changed; who keeps rows has to take each answer.
+        Their memory is reused when nothing refers to it any more. For a local table, a
+        `RowGradient` has the rows that others have changed since the last answer. The caller has
+        to take every answer.
         """
         self._wait_for(lambda: self._loop.newest is not None)
         assert self._loop.newest is not None
         return self._loop.newest[1]
 
     def received(self) -> int:
-        """Return how many of the steps that were put are in the parameters that were received last;
-        -1 if there are none."""
+        """Return the number of queued steps that the newest parameters contain; -1 before them."""
         self._check()
         return self._loop.received
 
     def barrier(self) -> None:
-        """Wait until all that was put is in the parameters that were received."""
+        """Wait until the newest parameters contain all queued steps."""
         self._wait_for(lambda: self._loop.is_settled)
 
     def look_up(self, wanted: Sequence[WantedRows], *, train: bool) -> None:
-        """Receive rows of tables as they are now, each into its memory. With `train` a step is made
-        of them."""
+        """Receive the present rows of tables, each into its memory.
+
+        Args:
+          wanted: the rows of each block, with their memory.
+          train: this trainer will send gradients of these rows.
+        """
         self._check()
-        self._answered(self._loop.look_up(wanted, train=train))
+        self._finish(self._loop.look_up(wanted, train=train))
 
     def between(self, begin: Callable[[], Operation[T]]) -> T:
-        """Run an operation when all that was put is received, and return its result. Raises what it
-        raises; the communicator goes on."""
+        """Run an operation when all queued steps are answered; return its result.
+
+        An error of the operation is raised here. The communicator continues.
+        """
         self._check()
-        request = self._answered(self._loop.between(begin))
+        request = self._finish(self._loop.between(begin))
         if request.error is not None:
             raise request.error
         result: T = request.result
         return result
 
     def stop(self, *, discard: bool = False) -> None:
-        """Send what is left, unless it is to be discarded, and give the transport back when all
-        answers are here."""
+        """Flush the queue, wait for all answers, and give the transport back.
+
+        Args:
+          discard: drop the queue instead.
+        """
         self._loop.end(discard=discard)
         self._transport.wake()
         self._thread.join()
         if not discard:
             self._check()
 
-    def _answered(self, request: TrafficRequest) -> TrafficRequest:
+    def _finish(self, request: TrafficRequest) -> TrafficRequest:
+        """Wait until a request is done."""
         self._transport.wake()
         self._wait_for(lambda: request.done)
         return request
 
-    def _wait_for(self, there: Callable[[], bool]) -> None:
+    def _wait_for(self, condition: Callable[[], bool]) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._error or there())
+            self._changed.wait_for(lambda: self._error or condition())
             self._check()
 
     def _check(self) -> None:
@@ -153,7 +164,7 @@ class Communicator:
         try:
             while not self._loop.done:
                 self._loop.turn()
-        except BaseException as e:  # for whoever calls next
+        except BaseException as e:  # the trainer's next call raises it
             self._error = e
             self._notify()
 

@@ -1,17 +1,20 @@
-"""GEO-SGD in a trainer's process: `dtrans.protocol.geo_steps` on JAX's arrays and a communicator.
+"""GEO-SGD in a trainer's process: `dtrans.protocol.geo_steps` on JAX arrays and a communicator.
 
-Rows of tables, which the trainer keeps beside (`dtrans.protocol.tables.kept_rows`), are pushed and
-pulled with the other parameters.
+A push has the changes of all parameters, and of the trainer's local rows of tables
+(`dtrans.protocol.tables.kept_rows`). Its answer has the servers' parameters, and the rows that
+other trainers have changed.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
 
+from dtrans._jax import JaxprEqn
 from dtrans.errors import StateError
 from dtrans.protocol.geo_steps import GeoSteps, Values
 from dtrans.protocol.tables.kept_rows import KeptRows
@@ -24,29 +27,28 @@ class PushQueue(Protocol):
     name: str
 
     def put(self, group: Group, /) -> None:
-        """Let a push be sent."""
+        """Queue a push."""
 
     def newest(self) -> Mapping[str, Any]:
-        """Return what was received last: parameters by their position, and rows of tables that
-        others have changed."""
+        """Return the newest answer: parameters by their position, changed rows by table."""
 
     def received(self) -> int:
-        """Return how many pushes are in what was received last."""
+        """Return the number of pushes that the newest answer contains."""
 
     def barrier(self) -> None:
-        """Wait until all pushes are in what was received last."""
+        """Wait until the newest answer contains all pushes."""
 
 
 class GeoTrainer:
-    """The local side of one trainer.
+    """Local steps of one trainer, with pushes and pulls.
 
     Args:
-      communicator: of its own, which receives the parameters by their position.
-      leaves: the parameters, as deltas to be sent.
-      trainers: how many there are.
-      values: the parameters that it starts from.
-      tables: the rows that it keeps of each table, with the table as deltas to be sent, by its
-        name.
+      communicator: sends pushes, and receives the parameters by their position. Only this trainer
+        uses it.
+      leaves: the parameters, under the names of their deltas.
+      trainers: the number of trainers.
+      values: the parameters at the start.
+      tables: local rows by table, with the table's leaf under the names of its deltas.
     """
 
     def __init__(
@@ -62,36 +64,46 @@ class GeoTrainer:
         self._steps = GeoSteps(self, DeviceArithmetic(), trainers, list(values))
 
     def step(self, values: Sequence[Any], every: int, *, block_on_pull: bool) -> Sequence[Any]:
-        """Take the parameters that a step has made, pushed every so many steps; return those that
-        the next step begins with."""
+        """End a step; return the parameters for the next one.
+
+        Args:
+          values: the parameters after the step.
+          every: the number of steps between two pushes.
+          block_on_pull: wait for the answer of each push.
+        """
         self._steps.step(values, every, block_on_pull=block_on_pull)
         self._settle()
         return self._steps.local
 
     def rows(self, table: str) -> KeptRows:
-        """The rows of a table."""
+        """Return the local rows of a table."""
         return self._tables[table][1]
 
     def leaf(self, table: str) -> Leaf:
-        """A table, as deltas to be sent."""
+        """Return the leaf of a table, under the names of its deltas."""
         return self._tables[table][0]
 
     @property
     def report(self) -> list[str]:
-        """How many rows of each table are kept, and what they weigh."""
-        who = self._communicator.name
-        return [
-            f"{who}: {n}: {len(x):,} rows are kept, {x.nbytes:,} bytes"
-            for n, (_, x) in self._tables.items()
-        ]
+        """Number and bytes of the local rows, one line for each table."""
+        lines = []
+        for table, (_, rows) in self._tables.items():
+            lines.append(
+                f"{self._communicator.name}: {table}: {len(rows):,} rows are kept, "
+                f"{rows.nbytes:,} bytes"
+            )
+        return lines
 
     def finish(self) -> None:
-        """Push what was not. Raises StateError where that is not there any more."""
+        """Push the remaining changes.
+
+        Raises:
+          StateError: the parameters that contain them were donated.
+        """
         if self._steps.owes and any(x.is_deleted() for x in self._steps.local):
             raise StateError(
                 "the parameters of the last step were donated to another computation, and what has "
-                "changed in them "
-                "since the last push is lost: close the executor before"
+                "changed in them since the last push is lost: close the executor before"
             )
         self._steps.finish()
         self._settle()
@@ -101,27 +113,53 @@ class GeoTrainer:
             self._communicator.barrier()
             self._steps.go_on()
 
-    # -- what `GeoSteps` asks of its queue ---------------------------------------------------------
+    # -- the queue of `GeoSteps` -------------------------------------------------------------------
 
     def put(self, deltas: Values) -> None:
-        """Let a push be sent."""
-        rows = [(leaf, kept.pushed(self._trainers)) for leaf, kept in self._tables.values()]
+        """Queue a push: deltas of parameters, and of local rows."""
+        rows = [(leaf, local.pushed(self._trainers)) for leaf, local in self._tables.values()]
         self._communicator.put([*zip(self._leaves, deltas, strict=True), *rows])
 
     def received(self) -> int:
-        """How many pushes are in what was received last."""
+        """Return the number of pushes that the newest answer contains."""
         return self._communicator.received()
 
     def newest(self) -> Values:
-        """The parameters that were received last. With them rows of tables are taken in."""
+        """Return the servers' newest parameters; write changed rows into the local ones."""
         newest = self._communicator.newest()
-        for table, (_, kept) in self._tables.items():
-            kept.pulled(newest[table])
+        for table, (_, rows) in self._tables.items():
+            rows.pulled(newest[table])
         return jax.device_put([newest[str(i)] for i in range(len(self._leaves))])
 
 
+def pushed_leaves(eqn: JaxprEqn) -> list[Leaf]:
+    """Return the parameters that a `geo_send` pushes; tables are left out."""
+    p, leaves = eqn.params, []
+    # operands behind the parameters belong to tables
+    operands = zip(p["epmap"], p["names"], p["sections"], eqn.invars, strict=False)
+    for endpoints, names, rows, v in operands:
+        leaves.append(Leaf(endpoints, names, rows, v.aval.shape, v.aval.dtype))
+    return leaves
+
+
+def split_push(
+    eqn: JaxprEqn, values: Sequence[Any]
+) -> tuple[Sequence[Any], list[tuple[str, Any, list[Any]]]]:
+    """Split the operands of a `geo_send`.
+
+    Returns:
+      The parameters, and a record for each table. It has the table's name, the ids of the step's
+      rows, and the new rows of the table and of its optimizer state.
+    """
+    count = len(eqn.params["names"])
+    rest, tables = iter(values[count:]), []
+    for table, arrays in eqn.params.get("tables", ()):
+        tables.append((table, next(rest), list(itertools.islice(rest, arrays))))
+    return values[:count], tables
+
+
 class DeviceArithmetic:
-    """`GeoArithmetic` of JAX's arrays."""
+    """`GeoArithmetic` of JAX arrays."""
 
     def copied(self, values: Values) -> Values:
         return _copied(list(values))
@@ -135,8 +173,8 @@ class DeviceArithmetic:
 
 @jax.jit
 def _copied(values: list[Any]) -> list[jax.Array]:
-    # the memory of what was received is written again when nobody refers to it, and a user may
-    # donate what they have
+    # Received memory is reused when nothing refers to it, and a user may donate what a step
+    # returns.
     return [x.copy() for x in values]
 
 
@@ -144,7 +182,7 @@ def _copied(values: list[Any]) -> list[jax.Array]:
 def _pushed(trainers: int) -> Any:
     def fn(local: list[Any], old: list[Any]) -> tuple[list[Any], list[Any]]:
         deltas = [((x - o) / trainers).astype(o.dtype) for x, o in zip(local, old, strict=True)]
-        # rounded as they are sent, so that old is what the server has
+        # The barrier keeps XLA from fusing the rounding away: `old` must be what the server has.
         deltas = jax.lax.optimization_barrier(deltas)
         return deltas, [o + d for o, d in zip(old, deltas, strict=True)]
 

@@ -1,20 +1,20 @@
-"""A job of parameter servers in one process: trainers on a mesh of devices, each server on one.
+"""Job of parameter servers in one process: trainers on a mesh of devices, each server on one.
 
-    trainer program, cut in pieces    jit(shard_map) over the `trainers` axis: one dispatch for all trainers
-    send                              device_put of each trainer's block to its server's device
-    a server's optimize blocks        one jit per server and phase, on its device; optimizer state is donated
-    all_reduce                        device_put of each server's parts to the devices of the others
-    recv                              device_put of each block back to all trainer devices
-    split_ids, prefetch, send_rows    rows of tables go by the host (`dtrans.run.parameter_server.tables.mesh_tables`)
-    exchange                          a gather over the axis, and what a server would make of it
+    pieces of the trainer program      jit(shard_map) over the `trainers` axis: one dispatch for all
+    send                               device_put of each trainer's block to its server's device
+    optimize blocks of a server        one jit per server and phase, with optimizer state donated
+    all_reduce                         device_put of each server's parts to the other servers
+    recv                               device_put of each block to all trainer devices
+    split_ids, prefetch, send_rows     rows go through the host (`tables.mesh_tables`)
+    exchange                           all-gather over the axis, then the server's computation
 
-A trainer sees its own part of the batch and its own gradients, and nothing else crosses between
-trainers but through servers, as between processes. With fewer devices than trainers each device
-takes several in turn (a `lax.map`, so that the arithmetic of one trainer is the same wherever it
-runs). Without more than one device everything runs on that one, and no copy is made.
+A trainer sees its part of the batch and its gradients. Everything else passes through servers, as
+between processes. With fewer devices than trainers, each device runs several trainers in turn. This
+is a `lax.map`, so a trainer's arithmetic does not depend on the number of devices. On one device
+there are no copies.
 
-`mesh_trainers` has the compiled trainer programs; `mesh_fabric` what lies between their pieces:
-devices, servers, communication.
+`mesh_trainers` has the compiled trainer programs; `mesh_fabric` has devices, servers and
+communication.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from dtrans.run.parameter_server.mesh_fabric import (
 )
 from dtrans.run.parameter_server.mesh_trainers import MeshTrainerPrograms, shared_program
 from dtrans.run.parameter_server.tables.mesh_tables import MeshTables
-from dtrans.run.parameter_server.update import own_buffers
+from dtrans.run.parameter_server.update import copy_state
 from dtrans.step_meter import metered
 
 
@@ -68,8 +68,8 @@ class MeshJob(Job):
 
     Args:
       plan: a synchronous plan.
-      devices: trainers take the first, servers those after them, round-robin where there are fewer
-        than roles; all of this process's by default.
+      devices: trainers take the first devices, servers those after them, round-robin if devices are
+        fewer than roles. The default is all devices of this process.
       unsplit_inputs: with batch="local", names of batch arrays that every trainer gets unsplit,
         e.g. class weights.
       on_nonfinite: the reaction to an infinity or a NaN in a trainer's gradients: "ignore", "warn",
@@ -90,7 +90,8 @@ class MeshJob(Job):
       >>> step = dtrans.make_train_step(lambda params, x: jnp.mean((params["w"] - x) ** 2), tx)
       >>> init = lambda key: (p := {"w": jnp.zeros(2)}, tx.init(p))
       >>> key, x = jax.random.key(0), jnp.array([[1.0, 3.0], [3.0, 5.0]])
-      >>> plan = dtrans.pserver(dtrans.trace(step, *init(key), x), dtrans.trace(init, key), trainers=2)
+      >>> traced = dtrans.trace(step, *init(key), x), dtrans.trace(init, key)
+      >>> plan = dtrans.pserver(*traced, trainers=2)
       >>> job = plan.on_mesh()
       >>> state, loss = job.step(job.init(key), x)
       >>> job.params(state)["w"].tolist(), float(loss)
@@ -114,7 +115,7 @@ class MeshJob(Job):
         _check_unsplit(plan, names, unsplit_inputs)
         devices = list(jax.devices() if devices is None else devices)
         if not devices:
-            raise ConfigError("on_mesh was given no devices")
+            raise ConfigError("devices=[]: on_mesh needs at least one; leave devices out for all")
         self.plan = plan
         self.run_id = THIS_PROCESS
         self.donate = donate
@@ -124,7 +125,7 @@ class MeshJob(Job):
         self._unsplit = {n for n in names if is_under(n, unsplit_inputs)}
         self._servers = MeshServers(plan, self.placement, donate=donate, late=self.rows_are_late)
         self._runners: dict[tuple[Any, ...], MeshTrainerPrograms] = {}  # by the types of a batch
-        self._last: Any = lambda: None  # the newest state: `check` need not look at it again
+        self._last: Any = lambda: None  # weak reference to the newest state, which `check` trusts
 
     # -- what a user calls -----------------------------------------------------------------------
 
@@ -134,9 +135,9 @@ class MeshJob(Job):
         servers = {}
         for ep, programs in self.plan.servers.items():
             at = self.placement.servers[ep]
-            made = programs.startup.compiled(*jax.device_put(programs.startup.flatten(*args), at))
-            made = jax.device_put(made, at)
-            servers[ep] = own_buffers(dict(zip(programs.startup.out_names, made, strict=True)))
+            inputs = jax.device_put(programs.startup.flatten(*args), at)
+            arrays = jax.device_put(programs.startup.compiled(*inputs), at)
+            servers[ep] = copy_state(dict(zip(programs.startup.out_names, arrays, strict=True)))
 
         startup = self.plan.trainer_startup
         replicated = self.placement.replicated
@@ -154,22 +155,21 @@ class MeshJob(Job):
     def step(self, state: MeshState, *batch: Any) -> tuple[Any, ...]:
         """Take one step on a global batch: (state, loss[, aux]), or all other results of the step.
 
-        The plan says how arrays of the batch are split over trainers. With batch="local" they are
-        split on dim 0. There every trainer gets 0-d arrays, and those named in `unsplit_inputs`. A
-        PRNG key (`jax.random.key`) is folded with the trainer's number, so that noise differs
-        between trainers, and from a single device's.
+        The plan splits arrays of the batch over trainers. With batch="local" they are split on
+        dim 0, and every trainer gets 0-d arrays and those named in `unsplit_inputs`. A PRNG key
+        (`jax.random.key`) is folded with the trainer's number, so that noise differs between
+        trainers, and from a single device's.
 
         Raises:
           BatchError: arrays differ in their number of rows, or, with batch="local", the trainers do
             not divide it.
-          StateError: not a state of this job, or one that was already stepped from, and whose
-            optimizer state was donated.
+          StateError: not a state of this job, or an earlier step has donated its optimizer state.
           NonfiniteError: gradients of a trainer, with on_nonfinite="error".
         """
         self.check(state)
         arrays = self._shared(batch_arrays(self.plan.main.args[2:], batch, self.plan.main.inputs))
         runner = self._runner(arrays)
-        servers = {ep: dict(held) for ep, held in state.servers.items()}
+        servers = {ep: dict(arrays) for ep, arrays in state.servers.items()}
         fabric = MeshStepFabric(
             self.placement, servers, self.plan, self._servers, runner, self.watch
         )
@@ -185,7 +185,7 @@ class MeshJob(Job):
         return (self._newest(MeshState({n: values[n] for n in state.params}, servers)), *results)
 
     def _newest(self, state: MeshState) -> MeshState:
-        """Note a state that the job returns."""
+        """Record a state that the job returns."""
         self._last = weakref.ref(state)
         return state
 
@@ -197,22 +197,22 @@ class MeshJob(Job):
     def params(self, state: MeshState) -> Any:
         """Return the parameters as the pytree that `init` returned; tables, too."""
         spec, rows = self.plan.main.args[0], group_by_origin(self.plan.overview)
-        held = dict(state.params)
-        held |= {n: held[n][0] for n in self._local}
-        held |= {n: _joined(rows[n], state.servers) for n in self.plan.tables.of}
-        return spec.unflatten([held[n] for n in spec.names])
+        arrays = dict(state.params)
+        arrays |= {n: arrays[n][0] for n in self._local}
+        arrays |= {n: _assemble(rows[n], state.servers) for n in self.plan.tables.of}
+        return spec.unflatten([arrays[n] for n in spec.names])
 
     def opt_state(self, state: MeshState) -> Any:
         """Return the optimizer's state, gathered from the servers, as `init` returned it."""
         spec, rows = self.plan.main.args[1], group_by_origin(self.plan.overview)
-        return spec.unflatten([_joined(rows[n], state.servers) for n in spec.names])
+        return spec.unflatten([_assemble(rows[n], state.servers) for n in spec.names])
 
     def check(self, state: Any) -> None:
         self._check_open()
         check_kind(state, MeshState)
-        for ep, held in state.servers.items():
+        for ep, arrays in state.servers.items():
             self.plan.servers[ep]  # raises UnknownEndpointError
-            check_arrays(held.items(), donates=self.donate)
+            check_arrays(arrays.items(), donates=self.donate)
         if state is not self._last():
             check_types(state.params, self._param_types)
             for ep, programs in self.plan.servers.items():
@@ -220,7 +220,7 @@ class MeshJob(Job):
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Return the roles that save: the servers, and trainer 0."""
+        """Roles that save: the servers, and trainer 0."""
         return (*self.plan.servers, TRAINER)
 
     def held(self, state: MeshState, endpoint: str) -> Mapping[str, Any]:
@@ -228,20 +228,20 @@ class MeshJob(Job):
         return state.servers[endpoint]
 
     def state_of(self, params: Any, opt_state: Any) -> MeshState:
-        given = arrays_of(self.plan.main, params, opt_state)
-        given |= {n: given[n][:0] for n in self.plan.tables.of}
+        arrays = arrays_of(self.plan.main, params, opt_state)
+        arrays |= {n: arrays[n][:0] for n in self.plan.tables.of}
         servers = {}
         for ep, at in self.placement.servers.items():
             servers[ep] = jax.device_put(scatter(self.plan, ep, params, opt_state), at)
-        own = {}
+        on_trainers = {}
         for n in self.plan.main.args[0].names:
-            # a copy: a step donates nothing that the caller holds
-            own[n] = jax.device_put(jnp.copy(given[n]), self.placement.replicated)
-        own |= {n: self.placement.stack(own[n]) for n in self._local}
-        return MeshState(own, servers)
+            # a copy: a step must not donate arrays of the caller
+            on_trainers[n] = jax.device_put(jnp.copy(arrays[n]), self.placement.replicated)
+        on_trainers |= {n: self.placement.stack(on_trainers[n]) for n in self._local}
+        return MeshState(on_trainers, servers)
 
     def lower(self, state: MeshState, *batch: Any) -> LoweredStep:
-        """Return what `step` compiles for these arguments: pieces of trainers, phases of servers.
+        """Return the compiled pieces of trainers and phases of servers for these arguments.
 
         It takes a step from a copy of the state.
         """
@@ -253,31 +253,31 @@ class MeshJob(Job):
 
     @cached_property
     def _param_types(self) -> dict[str, Any]:
-        """Return the types of a state's parameters."""
+        """Types of a state's parameters, by name."""
         types = {n: self.plan.main.inputs[n] for n in self.plan.main.args[0].names}
         types |= {n: types[n].update(shape=(0, *types[n].shape[1:])) for n in self.plan.tables.of}
-        return types | {
-            n: types[n].update(shape=(self.plan.trainers, *types[n].shape)) for n in self._local
-        }
+        for n in self._local:
+            types[n] = types[n].update(shape=(self.plan.trainers, *types[n].shape))
+        return types
 
     @cached_property
     def _local(self) -> frozenset[str]:
-        """Return the parameters that trainers compute themselves, and that differ between them."""
+        """Parameters that trainers compute themselves, and that differ between them."""
         main = self.plan.main
         if self.plan.trainers == 1:
             return frozenset()
-        made = dict(zip(main.outputs, main.inner.outvars, strict=True))
-        return frozenset(n for n in self.plan.frozen if made[n] is not main.invars[n])
+        outputs = dict(zip(main.outputs, main.inner.outvars, strict=True))
+        return frozenset(n for n in self.plan.frozen if outputs[n] is not main.invars[n])
 
-    def _shared(self, given: Sequence[Any]) -> list[tuple[Any, Share]]:
-        """Return the arrays of a batch, and how trainers share each. Raises BatchError."""
+    def _shared(self, batch: Sequence[Any]) -> list[tuple[Any, Share]]:
+        """Return the arrays of a batch, each with its split over trainers. Raises BatchError."""
         trainers = self.plan.trainers
         if self.plan.shared is None:
             option = "plan.on_mesh(unsplit_inputs=(...))"
-            return shared_batch(self._names, given, trainers, self._unsplit, option)
+            return shared_batch(self._names, batch, trainers, self._unsplit, option)
         axes = self.plan.shared.axes
         arrays: list[tuple[Any, Share]] = []
-        for n, x in zip(self._names, given, strict=True):
+        for n, x in zip(self._names, batch, strict=True):
             arrays.append((x, axes.get(n, "replicated")))
         option = "dtrans.pserver(batch=dtrans.Batch(unsplit_inputs=(...)))"
         uneven = self.plan.takes_uneven_batches
@@ -285,7 +285,7 @@ class MeshJob(Job):
         return arrays
 
     def _runner(self, arrays: Sequence[tuple[Any, Share]]) -> MeshTrainerPrograms:
-        """Return the trainer program for the types of a batch, compiled."""
+        """Return the compiled trainer program for the types of a batch."""
         key = tuple((x.shape, x.dtype) for x, _ in arrays)
         if key not in self._runners:
             program, merges = shared_program(self.plan, arrays)
@@ -297,14 +297,14 @@ class MeshJob(Job):
 
 @realises(PServerPlan, "simulate")
 def simulated(plan: PServerPlan) -> MeshJob:
-    """Return the job on one device, which stands for all trainers and servers in turn."""
+    """Return the job on one device, which runs all trainers and servers in turn."""
     return MeshJob(plan, jax.devices()[:1], donate=False, way="simulate")
 
 
 class LateRowsJob(MeshJob):
-    """A simulated job whose table rows catch up behind the update, as in jobs of processes.
+    """Simulated job whose table rows make up missed steps, as in jobs of processes.
 
-    Its step is traced to be verified, and does not run: rows catch up at once.
+    `plan.verify()` traces its step, which never runs. In the trace, rows catch up at once.
     """
 
     rows_are_late = True
@@ -328,28 +328,29 @@ def _check_plan(plan: PServerPlan, way: str) -> None:
     for n, t in plan.tables.of.items():
         if t.staleness:
             raise ConfigError(
-                f"sparse[{n!r}].staleness={t.staleness}: in one process no rows are asked for "
-                "ahead, and none are older than the step; leave staleness out, or run the plan in "
+                f"sparse[{n!r}].staleness={t.staleness}: a job in one process prefetches no rows, "
+                "so none are older than the step; leave staleness out, or run the plan in "
                 "processes (on_cluster)"
             )
 
 
 def _check_unsplit(plan: PServerPlan, names: Sequence[str], unsplit_inputs: Any) -> None:
     """Raise ConfigError if `unsplit_inputs` names arrays that are not in the batch."""
-    unknown = [r for r in unsplit_inputs if not any(is_under(n, [r]) for n in names)]
+    is_known = lambda prefix: any(is_under(n, [prefix]) for n in names)
+    unknown = [prefix for prefix in unsplit_inputs if not is_known(prefix)]
     if isinstance(unsplit_inputs, str) or unknown:
         raise ConfigError(
             f"unsplit_inputs={unsplit_inputs!r} must name arrays of the batch: {', '.join(names)}"
         )
     if plan.shared is not None and unsplit_inputs:
         raise ConfigError(
-            f"unsplit_inputs={unsplit_inputs!r}: the plan shares the batch exactly; say it there, "
-            "as dtrans.pserver(batch=dtrans.Batch(unsplit_inputs=...))"
+            f"unsplit_inputs={unsplit_inputs!r}: this plan already splits the batch; write "
+            "dtrans.pserver(batch=dtrans.Batch(unsplit_inputs=...)) instead"
         )
 
 
-def _joined(rows: Sequence[VarDistributed], servers: Mapping[str, Mapping[str, Any]]) -> Any:
-    """Return a leaf, from the blocks of it that servers hold."""
+def _assemble(rows: Sequence[VarDistributed], servers: Mapping[str, Mapping[str, Any]]) -> Any:
+    """Return a leaf from its blocks on servers."""
     blocks = [servers[row.endpoint][row.slice_name] for row in rows]
     if not rows[0].is_slice:
         return blocks[-1]

@@ -1,7 +1,7 @@
-"""Between the compiled trainer programs of a mesh: devices, updates of servers, communication.
+"""Devices, server updates and communication between the compiled trainer programs of a mesh.
 
-`MeshFabric` carries out the equations that lie between the pieces of a program. `MeshServers`
-updates the servers' state, each on its device. `MeshPlacement` says which devices these are.
+`MeshFabric` carries out the equations between the pieces of a program. `MeshServers` updates each
+server's state on its device. `MeshPlacement` assigns the devices.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from dtrans.run.base.segments import Segments
 from dtrans.run.parameter_server.mesh_trainers import AXIS, MeshTrainerPrograms
 from dtrans.run.parameter_server.tables.mesh_tables import prefetched, sent_rows, split_ids
 from dtrans.run.parameter_server.tables.missed_steps import MissedSteps
-from dtrans.run.parameter_server.tables.row_updates import RowUpdates, put_there, taken_there
+from dtrans.run.parameter_server.tables.row_updates import RowUpdates, put_padded, take_padded
 from dtrans.run.parameter_server.tables.traced_tables import TracedMemory, gradients_with_room
 from dtrans.run.parameter_server.update import CompiledUpdate, ServerUpdate
 
@@ -68,10 +68,9 @@ class MeshPlacement:
         divisors = [d for d in range(1, min(len(devices), trainers) + 1) if trainers % d == 0]
         count = divisors[-1]
         self.mesh = Mesh(np.array(devices[:count]), (AXIS,))
-        self.servers: dict[str, Sharding] = {
-            ep: SingleDeviceSharding(devices[(trainers + i) % len(devices)])
-            for i, ep in enumerate(servers)
-        }
+        self.servers: dict[str, Sharding] = {}
+        for i, ep in enumerate(servers):
+            self.servers[ep] = SingleDeviceSharding(devices[(trainers + i) % len(devices)])
         one = SingleDeviceSharding(devices[0])
         self.replicated: Sharding = NamedSharding(self.mesh, P()) if count > 1 else one
         self.split: Sharding = NamedSharding(self.mesh, P(AXIS)) if count > 1 else one
@@ -104,8 +103,9 @@ def put(x: Any, where: Sharding) -> Any:
         return jax.device_put(x, where)
     if is_traced(x):
         return x
-    # `device_put` costs some microseconds even where there is nothing to do
-    return x if isinstance(x, jax.Array) and x.sharding == where else jax.device_put(x, where)
+    if isinstance(x, jax.Array) and x.sharding == where:
+        return x  # `device_put` would take some microseconds
+    return jax.device_put(x, where)
 
 
 def shards_of(x: Any) -> list[jax.Array]:
@@ -138,7 +138,7 @@ class MeshServers:
     def _servers(self) -> dict[str, _MeshServer]:
         found = {}
         for ep, programs in self._plan.servers.items():
-            update = ServerUpdate.of(programs.main)
+            update = ServerUpdate.from_program(programs.main)
             found[ep] = _MeshServer(update, self._at[ep], self._trainers, **self._options)
         return found
 
@@ -151,7 +151,7 @@ class MeshServers:
           state: endpoint to the server's state; it gets the new one.
           grads: endpoint to the gradients that the server receives.
         """
-        runs = {ep: self._servers[ep].run(grads[ep], held) for ep, held in state.items()}
+        runs = {ep: self._servers[ep].run(grads[ep], arrays) for ep, arrays in state.items()}
         arrived: dict[str, Any] = dict.fromkeys(runs)
         at: dict[str, tuple[Exchange, Vectors]] = {}  # the exchange of each, and what it sends
         while arrived:
@@ -184,72 +184,77 @@ class _MeshServer:
         self, update: ServerUpdate, at: Sharding, trainers: int, *, donate: bool, late: bool
     ) -> None:
         self._update, self._at, self._trainers, self._donate = update, at, trainers, donate
-        # a state is a value: nothing beside it says which rows are behind
-        is_whole = lambda t: t.updates_all or (t.moves and not late)
-        self._tables = {
-            n: dataclasses.replace(t, updates_all=is_whole(t)) for n, t in update.tables.items()
-        }
+        # A state has no record of the steps that rows have missed, so all rows move in each step.
+        self._tables = {}
+        for n, t in update.tables.items():
+            self._tables[n] = dataclasses.replace(
+                t, updates_all=t.updates_all or (t.moves and not late)
+            )
         moving = [t for t in self._tables.values() if t.moves and not t.updates_all]
         self._missed = {t.name: MissedSteps(update, t, None) for t in moving}
         if self._missed:
             reads = frozenset(n for missed in self._missed.values() for n in missed.reads)
             self._update = dataclasses.replace(update, watched=reads)
-        self._by_rows = RowUpdates(self._tables, taken_there, partial(put_there, donate=donate))
+        self._by_rows = RowUpdates(self._tables, take_padded, partial(put_padded, donate=donate))
         self._compiled: dict[tuple[int, ...], CompiledUpdate] = {}  # by the rows of each table
 
     def run(
         self, grads: Mapping[str, Any], state: Mapping[str, Any]
     ) -> Generator[tuple[Exchange, Vectors], Vectors, dict[str, Any]]:
         """Make a step, as `CompiledUpdate.run` does, from gradients on any devices."""
-        there = {n: x if isinstance(x, RowGradient) else put(x, self._at) for n, x in grads.items()}
-        if any(isinstance(x, RowGradient) and is_traced(x.rows) for x in there.values()):
-            return self._traced(there, state)
+        local, in_trace = {}, False
+        for n, x in grads.items():
+            if isinstance(x, RowGradient):  # on the host
+                local[n] = x
+                in_trace |= is_traced(x.rows)
+            else:
+                local[n] = put(x, self._at)
+        if in_trace:
+            return self._trace(local, state)
         assert not self._missed, "rows that catch up late are traced"
-        held = {n: put(x, self._at) for n, x in state.items()} if self._update.tables else state
-        return self._by_rows.run(self._sized, there, range(self._trainers), held)
+        if self._update.tables:
+            state = {n: put(x, self._at) for n, x in state.items()}
+        return self._by_rows.run(self._sized, local, range(self._trainers), state)
 
-    def _traced(
+    def _trace(
         self, grads: Mapping[str, Any], state: Mapping[str, Any]
     ) -> Generator[tuple[Exchange, Vectors], Vectors, dict[str, Any]]:
-        """Trace a step as `RowUpdates.run` makes it, with room for all rows: their ids are not
-        known."""
-        given = {n: x for n, x in grads.items() if not isinstance(x, RowGradient)}
-        read, numbers = dict(state), dict[str, Any]()
-        memory = {
-            n: TracedMemory(t, self._missed.get(n), state)
-            for n, t in self._tables.items()
-            if not t.updates_all
-        }
+        """Trace a step of `RowUpdates.run`. Ids are unknown, so rows have padding for the most."""
+        gradients = {n: x for n, x in grads.items() if not isinstance(x, RowGradient)}
+        inputs = dict(state)
+        ids: dict[str, Any] = {}
+        memory: dict[str, TracedMemory] = {}
         for n, t in self._tables.items():
-            at, each = gradients_with_room(t, {g: grads[g] for g in t.gradients.values()})
-            given |= each
+            padded, arrays = gradients_with_room(t, {g: grads[g] for g in t.gradients.values()})
+            gradients |= arrays
             if not t.updates_all:
-                numbers[n] = at
-                read |= memory[n].take(at, len(at))
+                ids[n] = padded
+                memory[n] = TracedMemory(t, self._missed.get(n), state)
+                inputs |= memory[n].take(padded, len(padded))
         watched: dict[str, Any] = {}
-        update = self._sized({n: len(at) for n, at in numbers.items()})
-        made = yield from update.run(given, read, watched)
-        for n, at in numbers.items():
-            made |= memory[n].put(at, made, watched)
-        return made
+        update = self._sized({n: len(x) for n, x in ids.items()})
+        new = yield from update.run(gradients, inputs, watched)
+        for n, padded in ids.items():
+            new |= memory[n].put(padded, new, watched)
+        return new
 
     def _sized(self, sizes: Mapping[str, int]) -> CompiledUpdate:
         """Return the update for a number of rows of each table."""
         key = tuple(sizes.values())
         if key not in self._compiled:
             update = self._update.sized(sizes) if sizes else self._update
-            prepare = partial(_unstacked, update.sent)
+            prepare = partial(_unstack, update.sent)
             self._compiled[key] = CompiledUpdate(update, donate=self._donate, prepare=prepare)
         return self._compiled[key]
 
 
-def _unstacked(sent: Sequence[Mapping[int, str]], grads: Mapping[str, Any]) -> dict[str, Any]:
+def _unstack(sent: Sequence[Mapping[int, str]], grads: Mapping[str, Any]) -> dict[str, Any]:
     """Return each trainer's gradients by name.
 
     Args:
-      sent: of each gradient, trainer to the name under which it sends it.
-      grads: under trainer 0's name the stacked shards of all trainers, or one array that is the
-        same for all. Gradients of tables are here for each trainer already.
+      sent: for each gradient, trainer to the name under which it sends it.
+      grads: gradients of tables under each trainer's name. Others are under trainer 0's name:
+        stacked shards of all trainers, or one array that all trainers have.
     """
     each: dict[str, Any] = {}
     for names in sent:
@@ -257,7 +262,10 @@ def _unstacked(sent: Sequence[Mapping[int, str]], grads: Mapping[str, Any]) -> d
             each |= {n: grads[n] for n in names.values()}
             continue
         x = grads[names[0]]
-        parts = [row for shard in x for row in shard] if isinstance(x, list) else [x] * len(names)
+        if isinstance(x, list):
+            parts = [gradient for shard in x for gradient in shard]
+        else:
+            parts = [x] * len(names)
         each |= {name: parts[k] for k, name in names.items()}
     return each
 
@@ -274,7 +282,7 @@ class MeshFabric:
 
     Attributes:
       state: the servers' state after the program, by endpoint.
-      rules: the method that carries out each equation. By its name: a bound method would refer to
+      rules: the name of the method that carries out each primitive. A bound method would refer to
         this object, whose gradients and state would wait for the garbage collector.
     """
 
@@ -299,7 +307,7 @@ class MeshFabric:
         Args:
           pieces: the program.
           args: its flat arguments.
-          compute: runs one piece, as of `Segments.run`.
+          compute: runs one piece (`Segments.run`).
         """
         run = pieces.run(args, compute)
         outs: Any = None
@@ -310,7 +318,10 @@ class MeshFabric:
                 return done.value
             rule = self.rules.get(eqn.primitive)
             if rule is None:
-                raise ConfigError(f"a mesh cannot carry out `{eqn.primitive.name}`")
+                raise ConfigError(
+                    f"`{eqn.primitive.name}` cannot run on a mesh; run the plan in processes, "
+                    "plan.on_cluster()"
+                )
             carry_out: Callable[[JaxprEqn, list[Any]], Sequence[Any]] = getattr(self, rule)
             outs = carry_out(eqn, values)
 
@@ -357,7 +368,8 @@ class MeshStepFabric(MeshFabric):
         super().__init__(placement, state)
         self._plan, self._servers, self._trainers, self._watch = plan, servers, trainers, watch
         self._grads: dict[str, dict[str, Any]] = {ep: {} for ep in state}
-        self._sent: list[tuple[str, Any, bool]] = []  # to check: name, gradient, is stacked
+        # gradients to check: name, array, and True if it is stacked
+        self._sent: list[tuple[str, Any, bool]] = []
 
     def _send(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         where = zip(eqn.params["epmap"], eqn.params["names"], strict=True)
@@ -386,7 +398,7 @@ class MeshStepFabric(MeshFabric):
             self._sent.append((name, gradient, is_stacked))
 
     def _check_finite(self) -> None:
-        """Report gradients that are not finite. Raises NonfiniteError, and no server has them."""
+        """Report gradients that are not finite, before servers get them. Raises NonfiniteError."""
         names, gradients, stacked = zip(*self._sent, strict=True)
         blocks = {b.gradient(0, self._plan.trainers): b.name for b in self._plan.placement.table}
         bad: dict[int | None, list[str]] = {}
@@ -410,17 +422,17 @@ class MeshStepFabric(MeshFabric):
         each = list(zip(*self._trainers.on_host(eqn.invars, values), strict=True))
         return each if self._trainers.is_stacked(eqn.outvars[0]) else each[:1]
 
-    def _from_host(self, eqn: JaxprEqn, made: Sequence[Any]) -> Sequence[Any]:
-        """Put the result of an equation on the trainers' devices."""
+    def _from_host(self, eqn: JaxprEqn, results: Sequence[Any]) -> Sequence[Any]:
+        """Put the trainers' results of an equation on their devices."""
         if not self._trainers.is_stacked(eqn.outvars[0]):
-            return [put(made[0], self._placement.replicated)]
-        stack = jnp.stack if any(map(is_traced, made)) else np.stack
-        return [put(stack(made), self._placement.split)]
+            return [put(results[0], self._placement.replicated)]
+        stack = jnp.stack if any(map(is_traced, results)) else np.stack
+        return [put(stack(results), self._placement.split)]
 
 
 @partial(jax.jit, static_argnums=1)
 def _finite(xs: Sequence[Any], stacked: Sequence[bool]) -> list[jax.Array]:
-    """Return for each gradient if it is finite: a flag per trainer for stacked ones, else one."""
+    """Return True for each finite gradient: a flag per trainer for stacked ones, else one."""
     found = []
     for x, is_stacked in zip(xs, stacked, strict=True):
         if not jnp.issubdtype(x.dtype, jnp.inexact):

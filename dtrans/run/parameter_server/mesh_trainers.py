@@ -1,14 +1,15 @@
-"""A trainer program, compiled for all trainers of a mesh at once.
+"""Trainer program, compiled for all trainers of a mesh.
 
-A value of several trainers is *stacked*: a global array with a leading axis, sharded over the
-trainer mesh. One that is the same for all trainers is *replicated*; the batch comes *split* on dim
-0. Each piece of the program becomes one `jit(shard_map)`; a device that stands for several trainers
-takes them in turn. What trainers exchange in the middle of a step crosses on the axis, combined in
-their order, as a server does it.
+A value is *replicated* if all trainers have the same. Otherwise it is *stacked*: a global array
+with a leading axis, sharded over the trainers' mesh. Batch arrays are *split* on dim 0.
 
-Results of several trainers are merged: where the batch is shared exactly, as the plan says; else
-one that grows with the batch is concatenated, any other floating-point result (the loss) is
-averaged, and any other gets a leading axis, one row per trainer.
+Each piece of the program becomes one `jit(shard_map)`. A device with several trainers runs them in
+turn. Exchanges in the middle of a step are collectives over the axis. They combine values in the
+trainers' order, as a server does.
+
+Results of trainers are merged as the plan says, if trainers share the batch exactly. Otherwise
+a result that grows with the batch is concatenated, and any other floating-point result (the loss)
+is averaged. Any other result gets a leading axis, with one row per trainer.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dtrans._jax import Var, is_traced
+from dtrans.batch.exact_step import ExactStep
 from dtrans.errors import BatchError
 from dtrans.ir.program import Program
 from dtrans.ir.pytree import result_of, without
@@ -35,32 +37,37 @@ from dtrans.run.base.segments import COMPUTED, Compute, Rules, cut_program
 from dtrans.run.base.spmd import AxisSharding, on_mesh, on_one_device
 
 
-AXIS, TURN = "trainers", "turn"  # the devices, and the trainers that one of them stands for
+AXIS = "trainers"  # of devices
+TURN = "turn"  # of the trainers that one device runs
 
 
-def _gathered(x: jax.Array) -> list[jax.Array]:
-    """A value of every trainer, on each."""
+def _all_gather(x: jax.Array) -> list[jax.Array]:
+    """Return the values of all trainers, in their order."""
     parts = jax.lax.all_gather(jax.lax.all_gather(x, TURN), AXIS)
     return list(parts.reshape(-1, *x.shape))
 
 
 def _index() -> jax.Array:
+    """Return the number of this trainer."""
     return jax.lax.axis_index(AXIS) * jax.lax.axis_size(TURN) + jax.lax.axis_index(TURN)
 
 
-def _mine(x: jax.Array, axis: int) -> jax.Array:
+def _slice_of_trainer(x: jax.Array, axis: int) -> jax.Array:
     size = x.shape[axis] // (jax.lax.axis_size(AXIS) * jax.lax.axis_size(TURN))
     return jax.lax.dynamic_slice_in_dim(x, _index() * size, size, axis)
 
 
 def _exchange(*parts: Any, how: Sequence[tuple[Any, ...]], **_: Any) -> list[Any]:
-    return [exchanged(way, _gathered(x), _mine) for way, x in zip(how, parts, strict=True)]
+    results = []
+    for way, x in zip(how, parts, strict=True):
+        results.append(exchanged(way, _all_gather(x), _slice_of_trainer))
+    return results
 
 
-# what each trainer does with the rows that it looks up
+# equations whose outputs differ between trainers if their ids do
 OF_ROWS = frozenset({split_ids_p, prefetch_p})
 
-# kinds of values among the trainers of one device
+# layouts of values over the trainers of one device, by kind
 _TURN_OF = {
     None: AxisSharding(),
     "split": AxisSharding().cut_along(0, TURN),
@@ -73,45 +80,58 @@ AMONG_TRAINERS: Rules = {exchange_p: _exchange, trainer_index_p: lambda *, over:
 def shared_program(
     plan: PServerPlan, arrays: Sequence[tuple[Any, Share]]
 ) -> tuple[Program, Mapping[str, Merge] | None]:
-    """A trainer's program for its part of a batch, and how results are merged, if the plan says so.
+    """Specialize a trainer's program for its part of a batch.
 
     Args:
-      arrays: of the batch, and how trainers share each; they need not divide those of an exact
-        plan.
+      plan: the job's plan.
+      arrays: the arrays of the batch, each with its split over trainers. In an exact plan the
+        number of trainers need not divide their rows.
+
+    Returns:
+      The program, and the merge of each result; None if the plan does not define merges.
     """
     main, shared = plan.main, plan.shared
-    if shared is None or not any(
-        isinstance(s, int) and x.shape[s] % plan.trainers for x, s in arrays
-    ):
-        state = [plan.trainer.inputs[n] for n in main.args[0].names]
-        program = plan.trainer.specialize_flat([*state, *part_types(arrays, plan.trainers)])
-        if shared is None:
-            return program, None
-        return program, {n: Merge(way, shared.joined.get(n, 0)) for n, way in shared.merges.items()}
-    given = [main.inputs[n] for spec in main.args[:2] for n in spec.names] + [x for x, _ in arrays]
-    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given]
-    shared, program = plan.for_uneven_batch(types, 0)
-    whole = main.specialize_flat(types).outputs
-    rows = {n: whole[n].shape[axis] for n, axis in shared.joined.items()}
-    return program, {
-        n: Merge(way, shared.joined.get(n, 0), rows.get(n)) for n, way in shared.merges.items()
-    }
+    is_uneven = lambda x, share: isinstance(share, int) and x.shape[share] % plan.trainers
+    if shared is not None and any(is_uneven(x, share) for x, share in arrays):
+        inputs = [main.inputs[n] for spec in main.args[:2] for n in spec.names]
+        inputs += [x for x, _ in arrays]
+        types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs]
+        shared, program = plan.for_uneven_batch(types, 0)
+        full = main.specialize_flat(types).outputs
+        rows = {n: full[n].shape[axis] for n, axis in shared.joined.items()}
+        return program, _merges(shared, rows)
+    state = [plan.trainer.inputs[n] for n in main.args[0].names]
+    program = plan.trainer.specialize_flat([*state, *part_types(arrays, plan.trainers)])
+    return program, None if shared is None else _merges(shared, {})
+
+
+def _merges(shared: ExactStep, rows: Mapping[str, int]) -> dict[str, Merge]:
+    """Return the merge of each result.
+
+    Args:
+      shared: the plan's split of the batch.
+      rows: rows of results that lose the padding of uneven parts.
+    """
+    merges = {}
+    for n, way in shared.merges.items():
+        merges[n] = Merge(way, shared.joined.get(n, 0), rows.get(n))
+    return merges
 
 
 class MeshTrainerPrograms:
-    """A trainer program for one batch shape, compiled for all trainers of a mesh.
+    """Trainer program for one batch shape, compiled for all trainers of a mesh.
 
     Args:
-      program: of trainer 0, for a trainer's part of the batch.
-      batch: the arrays of the global batch, and how trainers share each
-        (`dtrans.run.base.batch.Share`); only types are looked at.
-      merges: how results become those of one device; None where the plan does not say.
+      program: the program of trainer 0, for its part of the batch.
+      batch: the arrays of the global batch, each with its split over trainers
+        (`dtrans.run.base.batch.Share`). Only types are read.
       mesh: the trainers' devices, on one axis.
-      plan: that the program is of.
-      local: parameters of which each trainer has its own.
+      plan: the program's plan.
+      local: parameters that differ between trainers.
+      merges: the merge of each result into that of one device; None if the plan has none.
 
     Raises:
-      BatchError: a result that cannot be merged.
+      BatchError: a result cannot be merged.
     """
 
     def __init__(
@@ -138,16 +158,14 @@ class MeshTrainerPrograms:
             if share != "replicated":
                 self.kinds[var] = "split" if share == 0 else "stacked"
         for step in self.pieces.steps:
+            outs: Sequence[Var]
             if isinstance(step, Compute):
-                differs = self._differs(step)
+                outs, differs = step.makes, self._differs(step)
             else:
-                differs = step.eqn.primitive in OF_ROWS and any(
-                    v in self.kinds for v in step.eqn.invars
-                )
+                outs, differs = step.eqn.outvars, step.eqn.primitive in OF_ROWS
+                differs &= any(v in self.kinds for v in step.eqn.invars)
             if differs:
-                self.kinds |= dict.fromkeys(
-                    step.makes if isinstance(step, Compute) else step.eqn.outvars, "stacked"
-                )
+                self.kinds |= dict.fromkeys(outs, "stacked")
         self.outs = program.outvars
         self.steps = [s for s in self.pieces.steps if isinstance(s, Compute)]
         self.compiled = {s: self._compile(s) for s in self.steps}
@@ -155,97 +173,97 @@ class MeshTrainerPrograms:
         self.merge = self._merger([x for x, _ in batch], merges)
 
     def is_stacked(self, atom: Any) -> bool:
-        """Whether each trainer has a value of its own."""
-        return isinstance(atom, Var) and self.kinds.get(atom) == "stacked"
+        """Return True if a value differs between trainers."""
+        return self._kind(atom) == "stacked"
 
     def on_host(self, atoms: Sequence[Any], values: Sequence[Any]) -> list[list[np.ndarray]]:
-        """Return what each trainer has of each value, on the host; of a step that is traced, as it
-        is."""
-        at_hand = [x if is_traced(x) else np.asarray(x) for x in values]
-        return [self._on_host(a, x) for a, x in zip(atoms, at_hand, strict=True)]
+        """Return for each value the list of the trainers' values, on the host unless traced."""
+        on_host = [x if is_traced(x) else np.asarray(x) for x in values]
+        return [self._of_trainers(a, x) for a, x in zip(atoms, on_host, strict=True)]
 
-    def _on_host(self, atom: Any, x: Any) -> list[Any]:
-        trainers, kind = self.plan.trainers, self.kinds.get(atom) if isinstance(atom, Var) else None
+    def _of_trainers(self, atom: Any, x: Any) -> list[Any]:
+        trainers, kind = self.plan.trainers, self._kind(atom)
         if kind is None:
             return [x] * trainers
         return list(x if kind == "stacked" else x.reshape(trainers, -1, *x.shape[1:]))
 
+    def _kind(self, atom: Any) -> str | None:
+        """Return "stacked", "split", or None for a replicated value."""
+        return self.kinds.get(atom) if isinstance(atom, Var) else None
+
     def _differs(self, piece: Compute) -> bool:
-        """Whether each trainer makes something else of it."""
-        return any(v in self.kinds for v in piece.reads) or not AMONG_TRAINERS.keys().isdisjoint(
-            piece.rules
-        )
+        """Return True if a piece's outputs differ between trainers."""
+        return any(v in self.kinds for v in piece.reads) or _communicates(piece)
 
     def compute(self, piece: Compute, values: Sequence[Any]) -> Sequence[Any]:
         """Run one piece for all trainers."""
-        made: Sequence[Any] = call_recorded(
-            lambda: f"trainers {self.steps.index(piece)}", self.compiled[piece], *values
-        )
-        return made
+        name = lambda: f"trainers {self.steps.index(piece)}"
+        outs: Sequence[Any] = call_recorded(name, self.compiled[piece], *values)
+        return outs
 
     def _compile(self, piece: Compute) -> Callable[..., Sequence[Any]]:
         if not self._differs(piece):
             return piece.jitted
-        communicates = not AMONG_TRAINERS.keys().isdisjoint(piece.rules)
         each = self.plan.trainers // self.mesh.size
         kinds = [self.kinds.get(v) for v in piece.reads]
         ins = [_TURN_OF[kind] for kind in kinds]
         outs = [_TURN_OF["stacked"]] * len(piece.makes)
 
-        # one device stands for several trainers; each is a turn of its own if they need nothing of
-        # each other
-        on_device = on_one_device(piece.fn, [(TURN, each)], ins, outs, in_turn=not communicates)
-        over_devices = [
-            AxisSharding().cut_along(0, AXIS) if kind else AxisSharding() for kind in kinds
-        ]
-        stacked = [AxisSharding().cut_along(0, AXIS)] * len(outs)
-        return jax.jit(on_mesh(on_device, self.mesh, over_devices, stacked))
+        # Trainers of one device run in turn, unless they communicate in the piece.
+        in_turn = not _communicates(piece)
+        on_device = on_one_device(piece.fn, [(TURN, each)], ins, outs, in_turn=in_turn)
+        cut, full = AxisSharding().cut_along(0, AXIS), AxisSharding()
+        over_devices = [cut if kind else full for kind in kinds]
+        return jax.jit(on_mesh(on_device, self.mesh, over_devices, [cut] * len(outs)))
 
     def _merger(
         self, batch: Sequence[Any], merges: Mapping[str, Merge] | None
     ) -> Callable[[list[Any]], list[Any]] | None:
-        """What makes one result of each that several trainers have."""
+        """Return a function that merges the trainers' results; None if all are replicated."""
         params = set(self.param_names)
         self.result_names = [n for n in self.outs if n not in params]
-        stacked = [n for n in self.result_names if self.is_stacked(self.outs[n])]
         if merges is not None:
-            return _merging([self._merge_of(n, merges[n]) for n in self.result_names])
-        if not stacked:
+            return _merge_each([self._merge_of(n, merges[n]) for n in self.result_names])
+        local = {n: self.outs[n].aval for n in self.result_names if self.is_stacked(self.outs[n])}
+        if not local:
             return None
-        local = {n: self.outs[n].aval for n in stacked}
-        whole: Mapping[str, Any] = local
+        full: Mapping[str, Any] = local
         if any(t.ndim for t in local.values()):
             main = self.plan.main
             state = [main.inputs[n] for n in (*main.args[0].names, *main.args[1].names)]
-            whole = main.specialize_flat([*state, *batch]).outputs
-        how: list[Merge | None] = []
+            full = main.specialize_flat([*state, *batch]).outputs
+        how = []
         for n in self.result_names:
-            if n not in local:
-                how.append(None)
-            elif whole[n].shape != local[n].shape:
-                if whole[n].shape != (self.plan.trainers * local[n].shape[0], *local[n].shape[1:]):
-                    raise BatchError(
-                        f"{n} is {list(local[n].shape)} on a trainer and {list(whole[n].shape)} on "
-                        "one device: "
-                        "it cannot be merged; results may grow with the batch on dim 0 only"
-                    )
-                how.append(Merge("concat"))
-            else:
-                how.append(Merge("mean") if jnp.issubdtype(local[n].dtype, jnp.inexact) else None)
+            how.append(self._infer_merge(n, local[n], full[n]) if n in local else None)
+        return _merge_each(how)
 
-        return _merging(how)
+    def _infer_merge(self, name: str, local: Any, full: Any) -> Merge | None:
+        """Return the merge of a stacked result, from its types on a trainer and on one device.
+
+        Raises:
+          BatchError: it does not grow with the batch on dim 0.
+        """
+        if full.shape == local.shape:
+            return Merge("mean") if jnp.issubdtype(local.dtype, jnp.inexact) else None
+        if full.shape != (self.plan.trainers * local.shape[0], *local.shape[1:]):
+            raise BatchError(
+                f"{name} is {list(local.shape)} on a trainer and {list(full.shape)} on one device: "
+                "it cannot be merged; results may grow with the batch on dim 0 only"
+            )
+        return Merge("concat")
 
     def _merge_of(self, name: str, merge: Merge) -> Merge | None:
-        """Return the merge of a result by where it lies: stacked, as rows of the batch, or one for
-        all trainers."""
-        atom = self.outs[name]
-        kind = self.kinds.get(atom) if isinstance(atom, Var) else None
+        """Return the merge of a result for its layout.
+
+        Rows of a split result lie in one array already, and a replicated result needs no merge.
+        """
+        kind = self._kind(self.outs[name])
         if kind == "split":
             return dataclasses.replace(merge, way="joined")
         return merge if kind == "stacked" else None
 
     def results(self, values: Mapping[str, Any]) -> tuple[Any, ...]:
-        """What the step returns beside its state, merged, in the structure it had."""
+        """Return the step's results without its state, merged, in their pytree structure."""
         found = [values[n] for n in self.result_names]
         if self.merge is not None:
             found = self.merge(found)
@@ -253,9 +271,16 @@ class MeshTrainerPrograms:
         return result_of(self.rest, [merged[n] for n in self.rest.names])
 
 
-def _merging(how: Sequence[Merge | None]) -> Callable[[list[Any]], list[Any]]:
-    """What makes one of the results of several trainers, each in its way; None leaves a result as
-    it is."""
-    return jax.jit(
-        lambda values: [x if way is None else way(x) for x, way in zip(values, how, strict=True)]
-    )
+def _communicates(piece: Compute) -> bool:
+    """Return True if trainers communicate in a piece, or if it reads the trainer's number."""
+    return not AMONG_TRAINERS.keys().isdisjoint(piece.rules)
+
+
+def _merge_each(how: Sequence[Merge | None]) -> Callable[[list[Any]], list[Any]]:
+    """Return a compiled function that merges each result; None leaves one unchanged."""
+
+    @jax.jit
+    def merge(values: list[Any]) -> list[Any]:
+        return [x if way is None else way(x) for x, way in zip(values, how, strict=True)]
+
+    return merge

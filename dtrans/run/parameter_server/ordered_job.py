@@ -3,12 +3,12 @@
     servers   their blocks, with the updates of an asynchronous server (`block_update`)
     trainers  their programs, cut at communication; one turn is one step of one trainer
 
-A turn begins with lookups of rows and the computation of gradients. It ends with updates of the
+A turn begins with lookups of rows and the computation of gradients. It ends with updates on the
 servers, and with the parameters that the trainer receives. The next turn, of another trainer,
-begins before that: its parameters and rows lack these updates, as in a job of processes. With
-GEO-SGD a trainer takes in what servers answered its last push at its next step.
+begins in between: its parameters and rows lack these updates, as in a job of processes. With
+GEO-SGD a trainer applies the servers' answer to its last push at its next step.
 
-`plan.verify()` traces `step`, and compares it with a sequential replay of the same order
+`plan.verify()` traces `OrderedJob.step`, and compares it with a sequential replay of the same order
 (`dtrans.run.replays`).
 """
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dtrans._jax import JaxprEqn, evaluate
+from dtrans._jax import JaxprEqn, Primitive, evaluate
 from dtrans.checkpoint.pserver_state import arrays_of, server_state
 from dtrans.ir.array_fns import words
 from dtrans.ir.program import Program
@@ -51,7 +51,7 @@ from dtrans.protocol.traffic import Group, Leaf
 from dtrans.run.base.segments import COMPUTED, cut_program
 from dtrans.run.parameter_server.background import as_deltas, leaf_of
 from dtrans.run.parameter_server.block_update import BlockUpdates
-from dtrans.run.parameter_server.geo import GeoTrainer
+from dtrans.run.parameter_server.geo import GeoTrainer, pushed_leaves, split_push
 from dtrans.run.parameter_server.tables.mesh_tables import split_ids
 from dtrans.run.parameter_server.tables.missed_steps import MissedSteps
 from dtrans.run.parameter_server.tables.traced_geo import (
@@ -65,10 +65,12 @@ from dtrans.run.parameter_server.update import ServerUpdate
 
 Values = Mapping[str, Any]
 OrderedState = Mapping[str, Mapping[str, Any]]
-Step = Generator[None, None, Values]  # of a trainer: stops where its gradients are computed
+# a trainer's step; it yields once, between its gradients and its messages
+Step = Generator[None, None, Values]
 SENDS = (send_p, send_rows_p)
-ROUNDS = 2  # turns of each trainer; with GEO-SGD two more than it takes to push
-MOST_LOCAL_STEPS = 2  # before a push: a hundred turns of each trainer would say no more
+ROUNDS = 2  # turns of each trainer; with GEO-SGD, turns in addition to the steps of a push
+# Local steps before a push. More of them take longer to compare, and exercise no other code.
+MOST_LOCAL_STEPS = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,29 +78,29 @@ class Turn:
     """One step of one trainer.
 
     Attributes:
-      trainer: its number.
-      batch: the number of the batch, among those that lie behind each other.
-      reports: True if the results of the step are compared.
+      trainer: the trainer's number.
+      batch: the index of its batch in the stack of batches.
+      reports: True if `plan.verify()` compares the step's results.
     """
 
     trainer: int
     batch: int
     reports: bool
 
-    def named(self, result: str) -> str:
+    def label(self, result: str) -> str:
         """Return the name of a result of this turn."""
         return f"trainer {self.trainer}/batch {self.batch}/{result}"
 
 
 @dataclasses.dataclass(frozen=True)
 class RecordedOrder:
-    """Turns of all trainers, one after the other: rounds that go up and down.
+    """Turns of all trainers in sequence. Rounds alternate: trainers 0, 1, 2, then 2, 1, 0.
 
     Attributes:
-      turns: in order.
-      rounds: how many turns each trainer has.
-      batches: how many batches there are. Each round has one, which trainers share; with GEO-SGD
-        each trainer has one, and in the next round the next trainer's.
+      turns: the sequence.
+      rounds: the number of turns of each trainer.
+      batches: the number of batches. Trainers share one batch in each round. With GEO-SGD each
+        trainer has its own, and takes the next trainer's in the next round.
     """
 
     turns: tuple[Turn, ...]
@@ -107,7 +109,10 @@ class RecordedOrder:
 
     @property
     def halves(self) -> Iterator[tuple[Turn, bool]]:
-        """Yield each turn twice: with False where it begins, with True where it ends."""
+        """Yield each turn twice: with False at its begin, with True at its end.
+
+        Two consecutive turns overlap unless one trainer takes both.
+        """
         for before, turn in itertools.pairwise((None, *self.turns)):
             assert turn is not None
             overlaps = before is not None and before.trainer != turn.trainer
@@ -125,16 +130,15 @@ class RecordedOrder:
         rounds = ROUNDS + local_steps(plan.push_every)
         turns = []
         for number in range(rounds):
-            trainers = range(plan.trainers)[:: -1 if number % 2 else 1]
-            for k in trainers:
+            for k in range(plan.trainers)[:: -1 if number % 2 else 1]:
                 batch = (k + number) % plan.trainers if plan.push_every else number
-                turns.append(Turn(k, batch, number == rounds - 1))
-        if not plan.push_every:
-            turns = [dataclasses.replace(turn, reports=True) for turn in turns]
+                # with GEO-SGD earlier results are local, and the last ones contain their updates
+                reports = not plan.push_every or number == rounds - 1
+                turns.append(Turn(k, batch, reports))
         return cls(tuple(turns), rounds, plan.trainers if plan.push_every else rounds)
 
 
-def finished(step: Step) -> Values:
+def run_to_end(step: Step) -> Values:
     """Run a step to its end; return its results."""
     while True:
         try:
@@ -145,7 +149,7 @@ def finished(step: Step) -> Values:
 
 
 def local_steps(push_every: int) -> int:
-    """Return after how many steps trainers push in a recorded order; 0 where they send gradients."""
+    """Return the steps between two pushes in a recorded order; 0 if trainers send gradients."""
     return min(push_every, MOST_LOCAL_STEPS)
 
 
@@ -155,24 +159,30 @@ def type_of(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def stacked_type(t: Any, count: int) -> jax.ShapeDtypeStruct:
-    """Return the type of so many arrays, one behind the other."""
+    """Return the type of `count` arrays in a stack."""
     return jax.ShapeDtypeStruct((count, *t.shape), t.dtype)
 
 
-def kept_at_start(rows: int, trainer: int) -> np.ndarray:
-    """Return the rows of a table that a trainer of GEO-SGD keeps at the start: every second one."""
+def rows_at_start(rows: int, trainer: int) -> np.ndarray:
+    """Return the ids of a table's rows that a GEO-SGD trainer starts with: every second one.
+
+    Trainers thus have lookups of local rows, and of rows that they fetch.
+    """
     return np.arange(trainer % 2, rows, 2, dtype=np.int32)
 
 
-def new_state(eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any]:
-    """Return the state of all rows of a table as the init makes it, for a `fake_init` equation of
-    GEO-SGD."""
+def initial_state(eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any]:
+    """Return the initial optimizer state of all rows of a table, for its `fake_init` equation.
+
+    Args:
+      args: the arguments of the init.
+    """
     p = eqn.params
-    rows = sum(span.rows for span in p["spans"])
     if len(p["types"]) == 1:
         return []
-    made: Sequence[Any] = evaluate(p["write"](rows), jnp.arange(rows, dtype=jnp.int32), *args)
-    return made
+    rows = sum(span.rows for span in p["spans"])
+    state: Sequence[Any] = evaluate(p["write"](rows), jnp.arange(rows, dtype=jnp.int32), *args)
+    return state
 
 
 def table_types(plan: PServerPlan) -> dict[str, Any]:
@@ -181,8 +191,7 @@ def table_types(plan: PServerPlan) -> dict[str, Any]:
 
 
 def part_axes(plan: PServerPlan) -> dict[str, int]:
-    """Return the dimension along which trainers have parts of an array of a batch; with GEO-SGD
-    there are none."""
+    """Return the dimension along which trainers split each batch array; none with GEO-SGD."""
     if plan.push_every or plan.trainers == 1:
         return {}
     if plan.shared is not None:
@@ -192,7 +201,7 @@ def part_axes(plan: PServerPlan) -> dict[str, int]:
 
 
 def part_of_trainer(x: Any, axis: int | None, trainer: int, trainers: int) -> Any:
-    """Return the rows of an array of a batch that a trainer has."""
+    """Return a trainer's part of a batch array; the array itself if `axis` is None."""
     if axis is None:
         return x
     size = x.shape[axis] // trainers
@@ -200,15 +209,16 @@ def part_of_trainer(x: Any, axis: int | None, trainer: int, trainers: int) -> An
 
 
 class OrderedJob:
-    """An asynchronous plan, running in one process in a recorded order.
+    """An asynchronous plan that runs in one process, in a recorded order.
 
-    A state has what servers hold, what each trainer has received, and what trainer 0 makes itself.
-    With GEO-SGD trainers keep some rows of tables from the start of a step (`kept_at_start`).
+    A state has the arrays of servers, the parameters that each trainer has received, and the
+    arrays that trainer 0 computes itself. With GEO-SGD, each call of `step` starts with some local
+    rows of tables (`rows_at_start`).
 
     Args:
       plan: asynchronous.
-      begins: arguments of the init, which makes the state of rows that trainers of GEO-SGD look up
-        for the first time.
+      begins: arguments of the init. It initializes the optimizer state of rows that GEO-SGD
+        trainers look up for the first time.
     """
 
     def __init__(self, plan: PServerPlan, begins: Sequence[Any] = ()) -> None:
@@ -219,212 +229,227 @@ class OrderedJob:
 
     @cached_property
     def served(self) -> tuple[str, ...]:
-        """The parameters that servers have, and trainers receive whole."""
+        """Parameters that servers hold and trainers receive; tables are left out."""
         return tuple(n for n in self.plan.placement.blocks if n not in self.plan.tables.of)
 
     @cached_property
-    def own(self) -> tuple[str, ...]:
-        """The arrays that trainers make themselves: with GEO-SGD the optimizer's state too."""
-        names = [n for spec in self.plan.trainer.args[: self._count] for n in spec.names]
+    def local(self) -> tuple[str, ...]:
+        """Arrays that trainers compute themselves; the optimizer state, too, with GEO-SGD."""
+        # leading arguments of a trainer's program that are its state
+        count = 2 if self.plan.push_every else 1
+        names = [n for spec in self.plan.trainer.args[:count] for n in spec.names]
         return tuple(n for n in names if n not in self.served and n not in self.plan.tables.of)
 
     @cached_property
     def state_of_rows(self) -> dict[str, tuple[str, ...]]:
-        """Return the arrays of optimizer state whose rows trainers keep, for each table of
-        GEO-SGD."""
+        """Optimizer state with a row for each table row, by table. Only GEO-SGD has such tables."""
         return {n: t.zero.state for n, t in self.plan.tables.of.items() if t.on_trainers}
 
-    @property
-    def _count(self) -> int:
-        """Return the number of arguments of a trainer's program that are its state."""
-        return 2 if self.plan.push_every else 1
-
     def state_of(self, params: Any, opt_state: Any) -> OrderedState:
-        """Return the state in which servers and trainers have what one device has."""
-        given = arrays_of(self.plan.main, params, opt_state)
-        servers = {ep: server_state(self.plan, ep, given) for ep in self.plan.servers}
-        received = {n: given[n] for n in self.served}
-        return self._state(
-            {n: given[n] for n in self.own}, servers, [received] * self.plan.trainers
-        )
+        """Return the state in which all roles hold the arrays of one device."""
+        arrays = arrays_of(self.plan.main, params, opt_state)
+        servers = {ep: server_state(self.plan, ep, arrays) for ep in self.plan.servers}
+        local = {n: arrays[n] for n in self.local}
+        return self._state(local, servers, [arrays] * self.plan.trainers)
 
     def init(self, *args: Any) -> OrderedState:
         """Return the first state: each role runs its startup program."""
         servers = {}
         for ep, programs in self.plan.servers.items():
-            made = programs.startup.compiled(*programs.startup.flatten(*args))
-            servers[ep] = _OrderedServer(
-                programs, dict(zip(programs.startup.out_names, made, strict=True))
-            )
-        begun = []
+            arrays = programs.startup.compiled(*programs.startup.flatten(*args))
+            state = dict(zip(programs.startup.out_names, arrays, strict=True))
+            servers[ep] = _OrderedServer(programs, state)
+        params = []
         for k in range(self.plan.trainers):
             startup = self.plan.trainer_startup_program(k)
-            begun.append(
-                _OrderedTrainer(self, k, servers, {}, {}).start(startup, startup.flatten(*args))
-            )
-        own = {n: begun[0][n] for n in self.own}
-        return self._state(own, {ep: x.state for ep, x in servers.items()}, begun)
+            trainer = _OrderedTrainer(self, k, servers, {}, {})
+            params.append(trainer.start(startup, startup.flatten(*args)))
+        local = {n: params[0][n] for n in self.local}
+        return self._state(local, {ep: x.state for ep, x in servers.items()}, params)
 
     def step(self, state: OrderedState, *batch: Any) -> tuple[OrderedState, Values]:
-        """Take all turns: the new state, and results by name.
+        """Take all turns: return the new state, and results by name.
 
         Args:
-          batch: batches one behind the other (`RecordedOrder.batches`).
+          batch: stacks of batches, of length `RecordedOrder.batches`.
         """
-        plan = self.plan
-        kept = {
-            n: [kept_at_start(plan.main.inputs[n].shape[0], k) for k in range(plan.trainers)]
-            for n in self.state_of_rows
-        }
-        servers = {
-            ep: _OrderedServer(programs, state["servers"][ep], kept)
-            for ep, programs in plan.servers.items()
-        }
-        trainers = [self._trainer(k, servers, state) for k in range(plan.trainers)]
-        specs = plan.main.args[2:]
-        arrays = {
-            n: x
-            for spec, b in zip(specs, batch, strict=True)
-            for n, x in zip(spec.names, spec.flatten(b), strict=True)
-        }
+        trainers_at_start = range(self.plan.trainers)
+        local_rows = {}
+        for n in self.state_of_rows:
+            rows = self.plan.main.inputs[n].shape[0]
+            local_rows[n] = [rows_at_start(rows, k) for k in trainers_at_start]
+        servers = {}
+        for ep, programs in self.plan.servers.items():
+            servers[ep] = _OrderedServer(programs, state["servers"][ep], local_rows)
+        trainers = [self._trainer(k, servers, state) for k in trainers_at_start]
+
+        results = self._take_turns(trainers, batch)
+
+        arrays = [trainer.values | trainer.rows_over() for trainer in trainers]
+        for k, values in enumerate(arrays):
+            # trainer 0's local arrays are in the state
+            names = (*self.served, *self.state_of_rows, *(self.local if k else ()))
+            results |= {f"trainer {k}/{n}": values[n] for n in names}
+        local = {n: arrays[0][n] for n in self.local}
+        newest = {n: trainers[0].newest_of(n) for n in self.served}
+        settled = {ep: x.settled(self.plan.trainers) for ep, x in servers.items()}
+        return self._state(local, settled, [newest] * self.plan.trainers), results
+
+    def _take_turns(
+        self, trainers: Sequence[_OrderedTrainer], batch: Sequence[Any]
+    ) -> dict[str, Any]:
+        """Run the recorded order; return the results of the turns that report them."""
+        arrays: dict[str, Any] = {}
+        for spec, tree in zip(self.plan.main.args[2:], batch, strict=True):
+            arrays |= zip(spec.names, spec.flatten(tree), strict=True)
         results: dict[str, Any] = {}
-        steps: dict[int, Step] = {}  # by trainer
+        steps: dict[int, Step] = {}  # turns that have begun, by trainer
         for turn, ends in self.order.halves:
             k = turn.trainer
-            if not ends:
-                part = {
-                    n: part_of_trainer(x[turn.batch], self._axes.get(n), k, plan.trainers)
-                    for n, x in arrays.items()
-                }
-                steps[k] = trainers[k].step(part)
-                next(steps[k])
+            if ends:
+                found = run_to_end(steps.pop(k))
+                if turn.reports:
+                    results |= {turn.label(n): x for n, x in found.items()}
                 continue
-            made = finished(steps.pop(k))
-            results |= {turn.named(n): x for n, x in made.items() if turn.reports}
-        for k, trainer in enumerate(trainers):
-            of_rows = trainer.rows_over()
-            names = (*self.served, *self.own) if k else self.served
-            results |= {
-                f"trainer {k}/{n}": (trainer.values | of_rows)[n]
-                for n in (*names, *self.state_of_rows)
-            }
-        own = {n: (trainers[0].values | trainers[0].rows_over())[n] for n in self.own}
-        newest = {n: trainers[0].newest_of(n) for n in self.served}
-        held = {ep: x.settled(plan.trainers) for ep, x in servers.items()}
-        return self._state(own, held, [newest] * plan.trainers), results
+            part = {}
+            for n, x in arrays.items():
+                axis = self._axes.get(n)
+                part[n] = part_of_trainer(x[turn.batch], axis, k, self.plan.trainers)
+            steps[k] = trainers[k].step(part)
+            next(steps[k])
+        return results
 
     def _trainer(
         self, number: int, servers: Mapping[str, _OrderedServer], state: OrderedState
     ) -> _OrderedTrainer:
-        """Return a trainer at the start of a step. It has only the table rows that it keeps."""
+        """Return a trainer at the start of a step, with its local rows of tables."""
         types = table_types(self.plan)
-        types |= {
-            n: self.plan.main.inputs[n] for names in self.state_of_rows.values() for n in names
-        }
-        none_of = {n: jnp.zeros((0, *t.shape[1:]), t.dtype) for n, t in types.items()}
-        values = {**state["own"], **state["trainers"][str(number)], **none_of}
-        kept = {}
-        for n, names in self.state_of_rows.items():
-            blocks = self.plan.placement.blocks[n]
-            of_blocks = [
-                RowGradient(np.arange(b.rows, dtype=np.int32), servers[b.endpoint].state[b.name])
-                for b in blocks
-            ]
-            spans = [b.span for b in blocks if b.span is not None]
-            found = rows_of_table(spans, of_blocks)
-            whole = jnp.zeros(types[n].shape, types[n].dtype).at[found.ids].set(found.rows)
-            ids = kept_at_start(types[n].shape[0], number)
-            kept[n] = TracedKeptRows(ids, [whole, *(state["own"][m] for m in names)])
-        return _OrderedTrainer(self, number, servers, values, kept)
+        local_rows = {}
+        for table, names in self.state_of_rows.items():
+            types |= {n: self.plan.main.inputs[n] for n in names}
+            rows = [self._table(table, servers), *(state["own"][n] for n in names)]
+            ids = rows_at_start(types[table].shape[0], number)
+            local_rows[table] = TracedKeptRows(ids, rows)
+        # a program takes tables without rows, and looks rows up
+        no_rows = {n: jnp.zeros((0, *t.shape[1:]), t.dtype) for n, t in types.items()}
+        values = {**state["own"], **state["trainers"][str(number)], **no_rows}
+        return _OrderedTrainer(self, number, servers, values, local_rows)
+
+    def _table(self, name: str, servers: Mapping[str, _OrderedServer]) -> Any:
+        """Return all rows of a table, from its blocks on servers."""
+        spans, rows_of_blocks = [], []
+        for b in self.plan.placement.blocks[name]:
+            assert b.span is not None
+            spans.append(b.span)
+            ids = np.arange(b.rows, dtype=np.int32)
+            rows_of_blocks.append(RowGradient(ids, servers[b.endpoint].state[b.name]))
+        found = rows_of_table(spans, rows_of_blocks)
+        t = self.plan.main.inputs[name]
+        return jnp.zeros(t.shape, t.dtype).at[found.ids].set(found.rows)
 
     @cached_property
-    def new_state(self) -> dict[str, Any]:
-        """The state of rows as the init makes it, by name: of all rows of each table of GEO-SGD."""
+    def initial_state(self) -> dict[str, Any]:
+        """Initial optimizer state of all rows of the tables of GEO-SGD, by name."""
         found: dict[str, Any] = {}
-        startup = self.plan.trainer_startup_program(0)
-        for eqn in startup.eqns:
+        for eqn in self.plan.trainer_startup_program(0).eqns:
             if eqn.primitive is geo_init_p:
-                found |= zip(
-                    self.state_of_rows[eqn.params["table"]],
-                    new_state(eqn, self._begins),
-                    strict=True,
-                )
+                names = self.state_of_rows[eqn.params["table"]]
+                found |= zip(names, initial_state(eqn, self._begins), strict=True)
         return found
 
     def _state(
-        self, own: Values, servers: Mapping[str, Mapping[str, Any]], trainers: Sequence[Values]
+        self, local: Values, servers: Mapping[str, Mapping[str, Any]], trainers: Sequence[Values]
     ) -> OrderedState:
-        received = {
-            str(k): {n: values[n] for n in self.served} for k, values in enumerate(trainers)
-        }
-        return {"own": own, "servers": servers, "trainers": received}
+        received = {}
+        for k, values in enumerate(trainers):
+            received[str(k)] = {n: values[n] for n in self.served}
+        return {"own": local, "servers": servers, "trainers": received}
 
 
 class _OrderedServer:
-    """One server: its blocks, and how it takes messages (`dtrans.protocol.async_server`).
+    """One server: its blocks, and its reaction to messages (`dtrans.protocol.async_server`).
 
     Args:
-      kept: for each table the rows that each trainer keeps at the start.
+      programs: the server's programs.
+      state: its arrays, by name.
+      local_rows: for each table the ids that each trainer starts with.
     """
 
     def __init__(
-        self, programs: ServerPrograms, state: Values, kept: Mapping[str, Sequence[np.ndarray]] = {}
+        self,
+        programs: ServerPrograms,
+        state: Values,
+        local_rows: Mapping[str, Sequence[np.ndarray]] = {},
     ) -> None:
-        self.update = update = ServerUpdate.of(programs.main)
-        by_rows = {n: t for n, t in update.tables.items() if not t.updates_all}
-        missed = {n: MissedSteps(update, t, None) for n, t in by_rows.items() if t.moves}
-        memory = {n: TracedMemory(t, missed.get(n), state) for n, t in by_rows.items()}
+        self.update = update = ServerUpdate.from_program(programs.main)
+        memory = {}
+        for n, t in update.tables.items():
+            if not t.updates_all:
+                missed = MissedSteps(update, t, None) if t.moves else None
+                memory[n] = TracedMemory(t, missed, state)
         self._blocks, self._backed = BlockUpdates(update, state, memory), update.served.backed
-        self._given: dict[tuple[int, str], RowGradient] = {}  # rows that trainers have received
-        there = [(n, t.span, kept[t.leaf]) for n, t in update.tables.items() if t.leaf in kept]
-        of_blocks = {n: [span.local(ids[span.among(ids)]) for ids in of] for n, span, of in there}
+        # rows that a trainer has received, if its gradients are compensated
+        self._sent_rows: dict[tuple[int, str], RowGradient] = {}
+        of_blocks = {}
+        for n, t in update.tables.items():
+            if t.leaf in local_rows:
+                span = t.span
+                of_blocks[n] = [span.local(ids[span.among(ids)]) for ids in local_rows[t.leaf]]
         self._changed = TracedChanges(update.served.tables, update.served.trainers, of_blocks)
         self.state: dict[str, Any] = dict(self._blocks.state)
 
     def settled(self, trainers: int) -> Values:
-        """Return the state with copies as they are where all trainers have just received."""
+        """Return the state after every trainer has received: copies equal their blocks."""
         copies = {backup_of(n, k): self.state[n] for n in self._backed for k in range(trainers)}
         return {**self.state, **copies}
 
     def take(self, trainer: int, grads: Values) -> None:
         """Update blocks with the gradients of one step of a trainer."""
         backups = {n + BACKUP: self.state[backup_of(n, trainer)] for n in self._backed}
-        rows = {n + BACKUP: x for (k, n), x in self._given.items() if k == trainer}
-        updated = StepUpdates().take(
-            self._blocks, self.state, grads.keys(), {**grads, **backups, **rows}
-        )
-        for name in (x for x in updated if x in self.update.tables):
-            (gradient,) = set(self.update.tables[name].gradients.values())
-            self._changed.changed(trainer, name, grads[gradient].ids)
+        rows = {n + BACKUP: x for (k, n), x in self._sent_rows.items() if k == trainer}
+        values = {**grads, **backups, **rows}
+        updated = StepUpdates().take(self._blocks, self.state, grads.keys(), values)
+        for name in updated:
+            if name in self.update.tables:
+                (gradient,) = set(self.update.tables[name].gradients.values())
+                self._changed.changed(trainer, name, grads[gradient].ids)
 
     def give(self, trainer: int, name: str) -> Any:
-        """Return the block that a trainer receives. Keep a copy where gradients are compensated."""
+        """Return a block to a trainer; save a copy if gradients are compensated."""
         if name in self._backed:
             self.state[backup_of(name, trainer)] = self.state[name]
         return words(self.state[name])
 
     def give_rows(self, trainer: int, name: str, ids: Any) -> Any:
-        """Return rows of a block that a trainer looks up. Keep them where gradients are
-        compensated."""
+        """Return rows of a block to a trainer; save them if gradients are compensated."""
         rows: Any = jnp.take(self.state[name], ids, 0, mode="fill", fill_value=0)
         if self.update.served.tables[name].backed:
-            self._given[trainer, name] = RowGradient(ids, rows)
+            self._sent_rows[trainer, name] = RowGradient(ids, rows)
         self._changed.asked(trainer, name, ids)
         return rows
 
     def give_changes(self, trainer: int, name: str) -> RowGradient:
-        """Return the rows that a trainer keeps and others have changed since its last answer."""
+        """Return a trainer's local rows that others have changed since its last answer."""
         ids = self._changed.take(trainer, name)
         rows: Any = jnp.take(self.state[name], ids, 0, mode="fill", fill_value=0)
         return RowGradient(ids, rows)
 
 
 class _OrderedTrainer:
-    """One trainer: what it holds, and how its program communicates.
+    """One trainer: its arrays, and the communication of its program.
+
+    Args:
+      job: the job.
+      number: the trainer's number.
+      servers: all servers, by endpoint.
+      values: its arrays at the start, by name.
+      local_rows: its local rows at the start, by table.
 
     Attributes:
-      values: its state, by name.
+      values: its arrays, by name.
     """
+
+    name = "a trainer"  # as a `PushQueue`
 
     def __init__(
         self,
@@ -432,12 +457,12 @@ class _OrderedTrainer:
         number: int,
         servers: Mapping[str, _OrderedServer],
         values: Values,
-        kept: Mapping[str, TracedKeptRows],
+        local_rows: Mapping[str, TracedKeptRows],
     ) -> None:
         self._job, self._number, self._servers = job, number, servers
         self.values = dict(values)
-        self._sent: dict[str, dict[str, Any]] = {}
-        self._kept = kept
+        self._sent: dict[str, dict[str, Any]] = {}  # gradients on their way, by server and name
+        self._local_rows = local_rows
         self._geo: GeoTrainer | None = None
         self._tables: dict[str, tuple[Leaf, KeptRows]] = {}
         self._answer: dict[str, Any] = {}  # of the servers to the last push
@@ -445,23 +470,26 @@ class _OrderedTrainer:
         self._pushed: list[str] = []  # the parameters of a push
 
     def step(self, batch: Values) -> Step:
-        """Take one step, and stop once: where gradients are computed, and not sent. Return results
-        by name."""
-        given = {**self.values, **batch}
+        """Take one step; yield once, when gradients are computed and not sent. Return results by
+        name."""
+        arrays = {**self.values, **batch}
         program = self._job.plan.trainer_program(self._number)
-        inputs = [given[n] for n in program.in_names]
-        made = yield from self._run(program.specialize_flat(list(map(type_of, inputs))), inputs)
-        self.values |= {n: made[n] for n in self.values}
-        return {n: x for n, x in made.items() if n not in self.values}
+        inputs = [arrays[n] for n in program.in_names]
+        outs = yield from self._run(program.specialize_flat(list(map(type_of, inputs))), inputs)
+        self.values |= {n: outs[n] for n in self.values}
+        return {n: x for n, x in outs.items() if n not in self.values}
 
     def start(self, program: Program, args: Sequence[Any]) -> Values:
         """Run the startup program, which sends nothing; return its outputs by name."""
-        return finished(self._run(program, args))
+        return run_to_end(self._run(program, args))
 
     def _run(self, program: Program, args: Sequence[Any]) -> Step:
-        """Run a program, and carry out its communication; stop before what it sends first. Return
-        outputs by name."""
-        run = cut_program(program, computed=COMPUTED).run(args)
+        """Run a program with its communication; yield before servers get what it sends.
+
+        Returns:
+          Outputs by name.
+        """
+        run, rules = cut_program(program, computed=COMPUTED).run(args), self._rules()
         outs: Sequence[Any] | None = None
         while True:
             try:
@@ -474,123 +502,125 @@ class _OrderedTrainer:
             if (self._sent and eqn.primitive not in SENDS) or eqn.primitive is geo_send_p:
                 yield
                 self._deliver()
-            outs = self._carry_out(eqn, values)
+            outs = rules[eqn.primitive](eqn, values)
 
     def newest_of(self, leaf: str) -> Any:
-        """Return a parameter as servers have it."""
-        parts = [
-            self._servers[b.endpoint].state[b.name] for b in self._job.plan.placement.blocks[leaf]
-        ]
+        """Return a parameter from its blocks on servers."""
+        blocks = self._job.plan.placement.blocks[leaf]
+        parts = [self._servers[b.endpoint].state[b.name] for b in blocks]
         return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
-    def _carry_out(self, eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
-        p = eqn.params
-        if eqn.primitive is send_p:
-            whole = "sections" in p
-            parts = (
-                [x for *_, x in leaf_of(eqn, eqn.invars[0].aval).blocks(values[0])]
-                if whole
-                else values
-            )
-            for ep, name, x in zip(p["epmap"], p["names"], parts, strict=True):
-                self._sent.setdefault(ep, {})[name] = x
-            return [None]
-        if eqn.primitive is send_rows_p:
-            of_all = RowGradient(*values)
-            for ep, name, span in zip(p["epmap"], p["names"], p["spans"], strict=True):
-                self._sent.setdefault(ep, {})[name] = part_of_block(span, of_all)
-            return [None]
-        if eqn.primitive is split_ids_p:
-            return split_ids(eqn, [values])
-        if eqn.primitive is prefetch_p:
-            give = lambda ep, name, ids: self._servers[ep].give_rows(self._number, name, ids)
-            return [fetch_rows(eqn, values[0], give)]
-        if eqn.primitive is geo_prefetch_p:
-            return self._geo_prefetch(eqn, *values)
-        if eqn.primitive is geo_init_p:
-            none = jnp.zeros((0, *p["types"][0].shape[1:]), p["types"][0].dtype)
-            return [none, *new_state(eqn, values)]
-        if eqn.primitive is fake_init_p:
-            return [jnp.zeros(v.aval.shape, v.aval.dtype) for v in eqn.outvars]
-        if eqn.primitive is geo_send_p:
-            return self._geo_send(eqn, values) if p["push_every"] else values
-        if eqn.primitive is recv_p:
-            there = [
-                self._servers[ep].give(self._number, n)
-                for ep, n in zip(p["epmap"], p["names"], strict=True)
-            ]
-            return there if len(there) == len(eqn.outvars) else [jnp.concatenate(there)]
-        assert eqn.primitive in (send_barrier_p, fetch_barrier_p), eqn
-        return values if eqn.primitive is fetch_barrier_p else [None]
-
     def _deliver(self) -> None:
-        """Let servers have what was sent."""
+        """Hand sent gradients to their servers."""
         sent, self._sent = self._sent, {}
         for ep, grads in sent.items():
             self._servers[ep].take(self._number, grads)
 
+    def _ask(self, endpoint: str, name: str, ids: Any) -> Any:
+        return self._servers[endpoint].give_rows(self._number, name, ids)
+
+    def _rules(self) -> Mapping[Primitive, Callable[[JaxprEqn, Sequence[Any]], Sequence[Any]]]:
+        """Return the function that carries out each communication primitive.
+
+        It is not an attribute: a cycle of references would keep tracers of a finished trace alive.
+        """
+        return {
+            send_p: self._send,
+            send_rows_p: self._send_rows,
+            send_barrier_p: lambda eqn, values: [None],
+            recv_p: self._recv,
+            fetch_barrier_p: lambda eqn, values: values,
+            split_ids_p: lambda eqn, values: split_ids(eqn, [values]),
+            prefetch_p: lambda eqn, values: [fetch_rows(eqn, values[0], self._ask)],
+            fake_init_p: _fake_init,
+            geo_init_p: _geo_init,
+            geo_prefetch_p: self._geo_prefetch,
+            geo_send_p: self._geo_send,
+        }
+
+    # -- equations -------------------------------------------------------------------------------
+
+    def _send(self, eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
+        p = eqn.params
+        if "sections" in p:
+            blocks = leaf_of(eqn, eqn.invars[0].aval).blocks(values[0])
+            values = [rows for *_, rows in blocks]
+        for ep, name, x in zip(p["epmap"], p["names"], values, strict=True):
+            self._sent.setdefault(ep, {})[name] = x
+        return [None]
+
+    def _send_rows(self, eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
+        p = eqn.params
+        self._send_parts(p["epmap"], p["names"], p["spans"], RowGradient(*values))
+        return [None]
+
+    def _send_parts(
+        self,
+        endpoints: Sequence[str],
+        names: Sequence[str],
+        spans: Sequence[Any],
+        rows: RowGradient,
+    ) -> None:
+        """Send each server the rows of a table that its block has."""
+        for ep, name, span in zip(endpoints, names, spans, strict=True):
+            self._sent.setdefault(ep, {})[name] = part_of_block(span, rows)
+
+    def _recv(self, eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
+        blocks = []
+        for ep, name in zip(eqn.params["epmap"], eqn.params["names"], strict=True):
+            blocks.append(self._servers[ep].give(self._number, name))
+        return blocks if len(blocks) == len(eqn.outvars) else [jnp.concatenate(blocks)]
+
     # -- GEO-SGD ---------------------------------------------------------------------------------
 
-    name = "a trainer"
-
     def rows_over(self) -> dict[str, Any]:
-        """Return tables and the state of their rows: those that are kept, zeros and new state
-        elsewhere."""
+        """Return tables and their row state: local rows over zeros and initial state."""
         found: dict[str, Any] = {}
-        for table, kept in self._kept.items():
+        for table, local in self._local_rows.items():
             t, names = self._job.plan.main.inputs[table], self._job.state_of_rows[table]
-            rows = [jnp.zeros(t.shape, t.dtype), *(self._job.new_state[n] for n in names)]
-            found |= zip((table, *names), kept.over(rows), strict=True)
+            rows = [jnp.zeros(t.shape, t.dtype), *(self._job.initial_state[n] for n in names)]
+            found |= zip((table, *names), local.over(rows), strict=True)
         return found
 
-    def _geo_prefetch(self, eqn: JaxprEqn, uniq: Any) -> Sequence[Any]:
-        """Return rows that the trainer keeps, and their state; new ones are as servers and the init
-        have them."""
-        p = eqn.params
-        kept, state = (
-            self._kept[p["table"]],
-            [self._job.new_state[n] for n in self._job.state_of_rows[p["table"]]],
-        )
-        self._tables[p["table"]] = as_deltas(leaf_of(eqn, p["types"][0])), kept
-        new = kept.missing(uniq)
-        give = lambda ep, name, ids: self._servers[ep].give_rows(self._number, name, ids)
-        kept.add(
-            new,
-            fetch_rows(eqn, new, give),
-            [jnp.take(x, new, 0, mode="fill", fill_value=0) for x in state],
-        )
-        return kept.take(uniq, len(uniq))
+    def _geo_prefetch(self, eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
+        """Return local rows and their state; add missing rows from servers, with initial state."""
+        (uniq,), p = values, eqn.params
+        local = self._local_rows[p["table"]]
+        self._tables[p["table"]] = as_deltas(leaf_of(eqn, p["types"][0])), local
+        new = local.missing(uniq)
+        state = []
+        for n in self._job.state_of_rows[p["table"]]:
+            state.append(jnp.take(self._job.initial_state[n], new, 0, mode="fill", fill_value=0))
+        local.add(new, fetch_rows(eqn, new, self._ask), state)
+        return local.take(uniq, len(uniq))
 
     def _geo_send(self, eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
         """End a step of GEO-SGD; return the parameters of the next step."""
         p = eqn.params
-        values, of_tables = values[: len(p["names"])], iter(values[len(p["names"]) :])
+        if not p["push_every"]:  # of the startup program
+            return values
+        params, rows_of_tables = split_push(eqn, values)
         if self._geo is None:
             of_block = {b.name: b.leaf for b in self._job.plan.placement.table}
             self._pushed = [of_block[names[0]] for names in p["names"]]
-            where = zip(p["epmap"], p["names"], p["sections"], values, strict=True)
-            deltas = [
-                as_deltas(Leaf(eps, names, n, x.shape, x.dtype)) for eps, names, n, x in where
-            ]
-            begun = [self.values[n] for n in self._pushed]
-            self._geo = GeoTrainer(self, deltas, self._job.plan.trainers, begun, self._tables)
-        for table, count in p.get("tables", ()):
-            uniq, *made = (next(of_tables) for _ in range(1 + count))
-            self._geo.rows(table).put(uniq, made)
+            deltas = [as_deltas(leaf) for leaf in pushed_leaves(eqn)]
+            start = [self.values[n] for n in self._pushed]
+            self._geo = GeoTrainer(self, deltas, self._job.plan.trainers, start, self._tables)
+        for table, uniq, rows in rows_of_tables:
+            self._geo.rows(table).put(uniq, rows)
         every = local_steps(p["push_every"])
-        return self._geo.step(values, every, block_on_pull=p["block_on_pull"])
+        return self._geo.step(params, every, block_on_pull=p["block_on_pull"])
 
-    # A communicator, as `GeoTrainer` has one: servers answer at once.
+    # As the `PushQueue` of `GeoTrainer`: servers answer at once.
 
     def put(self, group: Group) -> None:
-        """Push what has changed, and keep the answer for the next step."""
+        """Push deltas; save the answer for the next step."""
         for leaf, x in group:
-            if not isinstance(x, RowGradient):
-                for ep, name, rows in leaf.blocks(x):
-                    self._sent.setdefault(ep, {})[name] = rows
+            if isinstance(x, RowGradient):
+                self._send_parts(leaf.endpoints, leaf.names, leaf.spans, x)
                 continue
-            for ep, name, span in zip(leaf.endpoints, leaf.names, leaf.spans, strict=True):
-                self._sent.setdefault(ep, {})[name] = part_of_block(span, x)
+            for ep, name, rows in leaf.blocks(x):
+                self._sent.setdefault(ep, {})[name] = rows
         self._deliver()
         self._answer = {str(i): self.newest_of(n) for i, n in enumerate(self._pushed)}
         for table, (leaf, _) in self._tables.items():
@@ -600,13 +630,22 @@ class _OrderedTrainer:
         self._pushes += 1
 
     def received(self) -> int:
-        """Return how many pushes are answered."""
+        """Return the number of pushes that are answered: all."""
         return self._pushes
 
     def newest(self) -> Mapping[str, Any]:
-        """Return what servers answered the last push with: parameters by number, and changed rows
-        by table."""
+        """Return the servers' last answer: parameters by number, and changed rows by table."""
         return self._answer
 
     def barrier(self) -> None:
         """Wait for nothing: every push is answered."""
+
+
+def _fake_init(eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
+    return [jnp.zeros(v.aval.shape, v.aval.dtype) for v in eqn.outvars]
+
+
+def _geo_init(eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
+    """Return a table without rows, and the initial state of all rows."""
+    t = eqn.params["types"][0]
+    return [jnp.zeros((0, *t.shape[1:]), t.dtype), *initial_state(eqn, values)]

@@ -1,6 +1,6 @@
-"""A parameter server as a process: its transport, signals, compiled update and checkpoints.
+"""Parameter server as a process: its transport, signals, compiled update and checkpoints.
 
-Its protocol is `dtrans.protocol.serving`, and `dtrans.protocol.server_loop` drives that.
+`dtrans.protocol.serving` is its protocol, and `dtrans.protocol.server_loop` drives it.
 """
 
 from __future__ import annotations
@@ -33,28 +33,27 @@ from dtrans.run.net.zmq_transport import ZmqDoor, ZmqTransport
 from dtrans.run.parameter_server.block_update import BlockUpdates
 from dtrans.run.parameter_server.state_writer import Keep, KeepLast, StateWriter
 from dtrans.run.parameter_server.sync_update import SyncUpdate
-from dtrans.run.parameter_server.update import ServerUpdate, own_buffers
+from dtrans.run.parameter_server.update import ServerUpdate, copy_state
 
 
 class Server:
-    """Serves one `listen_and_serv`.
+    """Server of one `listen_and_serv`.
 
     Args:
-      update: what to do with gradients.
-      state: name to array; the initial values.
-      deadline: seconds that trainers may keep the server, or each other, waiting.
+      update: the server's update.
+      state: the initial values, by name.
+      deadline: seconds that a trainer may keep the server, or other trainers, waiting.
       patience: seconds without a sign of another process after which it counts as dead.
-      allow_remote: bind an endpoint that is not loopback.
-      keys: of the job.
-      plan: the parts of the fingerprint of the plan, which trainers and other servers must have
-        too.
-      keep: saves a state, as `serve` returns it, under a name, with the mark of the run and step;
-        None where there is no place for checkpoints.
-      keep_last: saves the state of a job that ends by an error, given the mark and the checkpoints
-        that were asked for; returns where, or None where there is nothing to be saved.
+      allow_remote: bind an endpoint that is not on loopback.
+      keys: keys of the job.
+      plan: the fingerprint of the plan, by part. Trainers and other servers must have the same.
+      keep: saves a state under a name, with the mark of the run and step; None without a folder for
+        checkpoints.
+      keep_last: saves the state when the job ends by an error, from the mark and the checkpoints
+        that trainers have asked for. It returns their place, or None if there is no state to save.
 
     Raises:
-      ConfigError: an endpoint that may not be, or cannot be bound.
+      ConfigError: an endpoint that cannot be bound, or that `allow_remote` does not allow.
     """
 
     def __init__(
@@ -81,33 +80,36 @@ class Server:
             ended_saves=self._ended_saves,
             ended_roles=ended_roles,
         )
-        # have memory of their own
+        # updates donate dense arrays; tables get memory from `TableMemory`
         tables = {n for t in update.tables.values() if not t.updates_all for n in t.arrays}
-        own = own_buffers({n: x for n, x in state.items() if n not in tables})
-        state, say = {**state, **own}, self._loop.say
+        dense = copy_state({n: x for n, x in state.items() if n not in tables})
+        state, say = {**state, **dense}, self._loop.say
         kind: SyncServer | AsyncServer
         if served.sync_mode:
-            self._update: SyncUpdate | BlockUpdates = (
-                steps := SyncUpdate(update, state, served.trainers)
-            )
+            steps = SyncUpdate(update, state, served.trainers)
+            self._update: SyncUpdate | BlockUpdates = steps
             kind = SyncServer(served, steps, trainers, say)
         else:
             self._update = blocks = BlockUpdates(update, state)
             kind = AsyncServer(served, blocks, blocks.state, trainers, say)
-        kind.tables = self._update.held
+        kind.tables = self._update.server_tables
         self.refusals = Refusals(log)
         self._protocol = Serving(kind, trainers, say, self.refusals)
         self._door = self._open_door(update, allow_remote=allow_remote)
         self._keep_last = keep_last
         self._writer: StateWriter | None = None
         if keep is not None:
-            spent = {n: x for n, x in own.items() if self._is_copied(n, x)}
+            spent = {n: x for n, x in dense.items() if self._is_copied(n, x)}
             self._writer = StateWriter(keep, spent, wake=self._transport.wake)
             self._protocol.keep = self._save
             self._update.before = self._writer.wait_copied
 
     def _open_door(self, update: ServerUpdate, *, allow_remote: bool) -> ZmqDoor:
-        """Bind the endpoint. Raises ConfigError where that may not be, or cannot be bound."""
+        """Bind the endpoint.
+
+        Raises:
+          ConfigError: it cannot be bound, or `allow_remote` does not allow it.
+        """
         endpoint, keys = update.endpoint, self._transport.keys
         try:
             remedy = "Executor(allow_remote=True)"
@@ -128,11 +130,11 @@ class Server:
     # -- serving ---------------------------------------------------------------------------------
 
     def serve(self) -> dict[str, Any]:
-        """Serve until every trainer has closed; the state that is left.
+        """Serve until every trainer has closed; return the final state.
 
         Raises:
-          DeadlineError: a trainer that did not come, fell silent or kept the others waiting, or a
-            server that did. PeerError: one that failed, refused, or left before the others.
+          DeadlineError: a trainer or another server did not come, fell silent, or kept others
+            waiting. PeerError: one failed, was refused, or left before the others.
         """
         protocol = self._protocol
         ending: Any = None
@@ -144,14 +146,13 @@ class Server:
                 self._loop.step()
             self._end_saves()
             note(protocol.kind.endpoint, protocol.trainers.known[0].session)
-            for block in self._update.held.report():
+            for block in self._update.server_tables.report():
                 log.info("pserver %s: %s", protocol.kind.endpoint, block)
             return self._state()
         except BaseException as e:
             failure = e
-            if (
-                ending is not None
-            ):  # launchers end all roles when one has failed: first this one writes what it has
+            if ending is not None:
+                # Launchers end all roles after a failure. This one first saves its state.
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
             protocol.say_why(e)
             raise
@@ -160,48 +161,45 @@ class Server:
             self._loop.close(failed=failure is not None)
             if failure is not None:
                 self._save_last(failure)
-            self._transport.close()  # which waits for last words of what has been closed
+            self._transport.close()  # waits until closed connections have sent the reason
             if ending is not None:
                 signal.signal(signal.SIGTERM, ending)
 
     def _state(self) -> dict[str, Any]:
-        """What the server holds."""
+        """Return all arrays of the server, by name."""
         return {**self._protocol.kind.state, **self._update.tables()}
 
-    def _save(self, name: str, made: int) -> int:
-        """Begin to save the server's present state under a name; return the number of its
-        blocks."""
+    def _save(self, name: str, step: int) -> int:
+        """Begin to save the present state under a name; return the number of its arrays."""
         assert self._writer is not None
         tables = self._update.snapshot(self._protocol.trainers.deadline / 4)
         dense = {n: _snapshot(x) for n, x in self._protocol.kind.state.items() if n not in tables}
         spent = [n for n in dense if self._is_copied(n, self._protocol.kind.state[n])]
-        self._writer.begin(
-            name, {**dense, **tables}, Mark(self._protocol.trainers.sessions, made), spent
-        )
+        mark = Mark(self._protocol.trainers.sessions, step)
+        self._writer.begin(name, {**dense, **tables}, mark, spent)
         return len(dense) + len(tables)
 
     def _is_copied(self, name: str, x: Any) -> bool:
         """Return True if a snapshot would be a view of memory that an update donates: on CPU."""
-        is_lent = (
-            isinstance(x, jax.Array)
-            and not is_key(x.dtype)
-            and {d.platform for d in x.devices()} == {"cpu"}
-        )
-        return is_lent and name in self._update.spent
+        if name not in self._update.spent or not isinstance(x, jax.Array) or is_key(x.dtype):
+            return False
+        return {d.platform for d in x.devices()} == {"cpu"}
 
     def _save_last(self, failure: BaseException) -> None:
-        """Save what the server holds when its job ends by an error, if it was trained; say where in
-        log and error."""
+        """Save the state of a job that ends by an error, unless no step was made.
+
+        The log and a note of the error have the place.
+        """
         kind = self._protocol.kind
         if self._keep_last is None:
             return
         try:
-            made = kind.made()
-            if not made:
+            steps = kind.made()
+            if not steps:
                 return
-            mark = Mark(self._protocol.trainers.sessions, made)
+            mark = Mark(self._protocol.trainers.sessions, steps)
             place = self._keep_last(self._state(), mark, self._protocol.asked())
-        except Exception as e:  # the error that has ended the job is the one to raise
+        except Exception as e:  # the caller raises the error that has ended the job
             log.exception(
                 "pserver %s could not save what it held when its job ended", kind.endpoint
             )
@@ -210,15 +208,15 @@ class Server:
             )
         else:
             if place is not None:
-                told = (
-                    f"pserver {kind.endpoint} saved what it held after {made} steps of this "
+                text = (
+                    f"pserver {kind.endpoint} saved what it held after {steps} steps of this "
                     f"job: {place}"
                 )
-                log.warning(told)
-                failure.add_note(told)
+                log.warning(text)
+                failure.add_note(text)
 
     def _end_saves(self) -> None:
-        """Wait until all checkpoints are written that were begun."""
+        """Wait until all checkpoints that have begun are written."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -228,22 +226,21 @@ class Server:
 
 
 def _snapshot(x: Any) -> Any:
-    """Return an array with the memory that `x` has now. XLA leaves memory alone that NumPy has a
-    view of."""
+    """Return the present values of an array. XLA does not reuse memory with a NumPy view."""
     return copy_array(x) if is_key(x.dtype) else np.asarray(x)
 
 
 def _sizes(update: ServerUpdate) -> dict[str, int]:
-    """What trainers send and are sent in a step, by name: bytes."""
-    held = (*update.params, *update.tables)
-    types = {**update.grad_types, **{n: words_type(update.types[n]) for n in held}}
+    """Return the bytes of each array that a step sends or receives, by name."""
+    names = (*update.params, *update.tables)
+    types = {**update.grad_types, **{n: words_type(update.types[n]) for n in names}}
     return {n: nbytes(t) for n, t in types.items()}
 
 
 def _decides_signals() -> bool:
-    """Whether SIGTERM, which launchers end roles with, would end this process without a word."""
-    main = threading.current_thread() is threading.main_thread()
-    return main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    """Return True if SIGTERM, which launchers send, would end this process without cleanup."""
+    is_main = threading.current_thread() is threading.main_thread()
+    return is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def _ended(signum: int, frame: Any) -> None:

@@ -1,12 +1,12 @@
 """Checkpoints that a server writes during its steps: one thread copies, another one writes.
 
-The server takes a snapshot between two messages and continues. A snapshot refers to the arrays that
-no update donates. The others are copied into memory of the last snapshot, in a thread, while the
-server waits for gradients; the next update waits for the copy. Without it XLA would not donate
-them, and the update would fill fresh pages: 3 copies' time.
+The server takes a snapshot between two messages and continues. The snapshot refers to arrays that
+no update donates. A thread copies the others into memory of the last snapshot, while the server
+waits for gradients; the next update waits for the copy. Without the copy XLA would not donate these
+arrays, and the update would write to fresh pages, which takes as long as 3 copies.
 
-The second thread writes one snapshot after the other. It wakes the server's loop at the end of
-each, and the loop answers the trainers that asked.
+The second thread writes one snapshot after the other. At the end of each it wakes the server's
+loop, which answers the trainers that asked.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ KeepLast = Callable[[Mapping[str, Any], Mark, Mapping[str, int]], Path | None]
 
 
 class StateWriter:
-    """The thread that writes what a server holds.
+    """Writer of a server's state, in two threads.
 
     Args:
       keep: writes a state under a name.
-      spent: arrays that updates donate, by name: memory for a copy is taken now, since a save would
-        wait for new pages.
-      wake: is called in another thread when `ended` has news.
+      spent: arrays that updates donate, by name. Memory for their copies is allocated at once, so
+        that no save waits for new pages.
+      wake: called in another thread when `ended` has results.
     """
 
     def __init__(
@@ -52,15 +52,14 @@ class StateWriter:
         )
         self._ended: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         config: Any = jax.config
-        self._x64 = config.jax_enable_x64  # of the server's thread; a new one has the default
+        self._x64 = config.jax_enable_x64  # a new thread starts with the default
         self._thread: threading.Thread | None = None
         self._copier = ThreadPoolExecutor(1, "dtrans snapshots")
         self._copies: Future[dict[str, Any]] | None = None
-        self._pool = BufferPool(mmap.PAGESIZE)  # which files are written from without another copy
-        self._begun = 0  # and not ended, as far as the server's loop knows
-        self._copier.submit(
-            _write_to_pages, {n: (x.shape, x.dtype) for n, x in spent.items()}, self._pool
-        )
+        self._pool = BufferPool(mmap.PAGESIZE)  # files are written from it without another copy
+        self._pending = 0  # snapshots that have begun, and that `ended` has not returned
+        types = {n: (x.shape, x.dtype) for n, x in spent.items()}
+        self._copier.submit(_allocate, types, self._pool)
 
     def begin(
         self, name: str, state: Mapping[str, Any], mark: Mark, spent: Collection[str] = ()
@@ -68,36 +67,36 @@ class StateWriter:
         """Begin to write a state under a name.
 
         Args:
-          state: name to array; only those in `spent` may change, and only after `wait_copied`.
-          mark: of the run and the step.
-          spent: the names of NumPy's views of arrays that the next update donates.
+          name: the checkpoint.
+          state: arrays by name. Only those in `spent` may change, after `wait_copied`.
+          mark: the run and the step.
+          spent: names of NumPy views of arrays that the next update donates.
         """
         if self._thread is None:
             self._thread = threading.Thread(
                 target=self._run, name="dtrans checkpoints", daemon=True
             )
             self._thread.start()
-        # memory is kept for one snapshot: that of a second one at the same time is given back
-        pool = BufferPool() if self._begun else self._pool
-        self._begun += 1
-        self._copies = self._copier.submit(_copied, dict(state), frozenset(spent), pool)
+        # the pool has memory for one snapshot; a concurrent one takes and returns its memory
+        pool = BufferPool() if self._pending else self._pool
+        self._pending += 1
+        self._copies = self._copier.submit(_copy_spent, dict(state), frozenset(spent), pool)
         self._due.put((name, self._copies, mark))
 
     def wait_copied(self) -> None:
-        """Wait until the next update may donate what a snapshot was taken of."""
+        """Wait until the next update may donate the arrays of the snapshot."""
         if self._copies is not None:
             wait([self._copies])
             self._copies = None
 
     def ended(self) -> Iterator[tuple[str, str]]:
-        """The checkpoints that have ended since the last call: the name, and why it could not be
-        written, if so."""
+        """Yield each checkpoint that has ended since the last call: its name, and its error or ""."""
         while not self._ended.empty():
-            self._begun -= 1
+            self._pending -= 1
             yield self._ended.get()
 
     def close(self) -> None:
-        """Wait until all that was begun is written."""
+        """Wait until all snapshots are written."""
         if self._thread is not None:
             self._due.put(None)
             self._thread.join()
@@ -107,13 +106,12 @@ class StateWriter:
         with jax.enable_x64(self._x64):
             while (due := self._due.get()) is not None:
                 name, copies, mark = due
-                self._ended.put((name, self._written(name, copies, mark)))
-                del due, copies  # which may be much memory
+                self._ended.put((name, self._write(name, copies, mark)))
+                del due, copies  # frees their memory while the thread waits
                 self._wake()
 
-    def _written(self, name: str, copies: Future[dict[str, Any]], mark: Mark) -> str:
-        """Write a state and return an empty text, or why that cannot be. The job continues without
-        it."""
+    def _write(self, name: str, copies: Future[dict[str, Any]], mark: Mark) -> str:
+        """Write a state; return "" or the error, after which the job continues."""
         state: Mapping[str, Any] = {}
         try:
             state = copies.result()
@@ -130,16 +128,14 @@ class StateWriter:
         return ""
 
 
-def _write_to_pages(types: Mapping[str, tuple[tuple[int, ...], Any]], pool: BufferPool) -> None:
-    """Take memory from the system that a snapshot will be copied into: it gives pages when they are
-    written to."""
+def _allocate(types: Mapping[str, tuple[tuple[int, ...], Any]], pool: BufferPool) -> None:
+    """Allocate memory for a snapshot. The system provides pages on their first write."""
     for name, (shape, dtype) in types.items():
         pool.take(name, shape, dtype).fill(0)
 
 
-def _copied(state: dict[str, Any], spent: Collection[str], pool: BufferPool) -> dict[str, Any]:
-    """Return a state whose `spent` arrays are in memory of the pool; nothing refers to the others
-    any more."""
+def _copy_spent(state: dict[str, Any], spent: Collection[str], pool: BufferPool) -> dict[str, Any]:
+    """Replace the `spent` arrays of a state by copies in memory of the pool."""
     for name in spent:
         copy = pool.take(name, state[name].shape, state[name].dtype)
         np.copyto(copy, state[name])

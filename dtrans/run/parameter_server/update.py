@@ -1,10 +1,11 @@
-"""What one server does with gradients: its optimize blocks, as functions to compile.
+"""Update of one server: its optimize blocks, as functions to compile.
 
-The blocks of `listen_and_serv` read and write values by name. What lies between two exchanges with
-other servers is a *phase*, and is compiled at once: the lr_sched block feeds the others, which are
-independent, and XLA sees all of them. Where no block reduces over rows there is one phase, and an
-update is one call. Leaves stay separate
-arrays: on CPU, one flat vector costs more to assemble than the optimizer costs to run.
+The blocks of `listen_and_serv` read and write values by name. The blocks between two exchanges with
+other servers form a *phase*, which is compiled as one function. The lr_sched block feeds the
+others, which are independent, and XLA sees all of them. If no block reduces over rows, there is one
+phase, and an update is one call.
+
+Leaves stay separate arrays: on CPU, assembling one flat vector costs more time than the optimizer.
 """
 
 from __future__ import annotations
@@ -31,28 +32,32 @@ from dtrans.run.base.platforms import stable_bits_options
 from dtrans.slicing.mean import reduce_gradients, sent_by
 
 
+# blocks of a phase, and the exchange that ends it
+_Part = tuple[list[OptimizeBlock], Exchange | None]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Phase:
-    """The blocks between two exchanges.
+    """Blocks between two exchanges.
 
     Attributes:
-      blocks: in their order.
-      begins: the exchange whose results it begins with, if any.
-      ends: the exchange that its last block ends with, if any.
-      grads: whether it reads gradients.
-      kept: the state it reads that others read too, or that nobody makes anew: by name.
-      spent: the state it makes anew and was the last to read.
-      makes: the state it makes.
-      takes: the values it reads that phases before it gave; `drops` are those that no later one
-        reads.
-      gives: the values it makes, or begins with, that later phases read.
+      blocks: the blocks in their order.
+      begins: the exchange whose results the phase reads, if any.
+      ends: the exchange in which its last block takes part, if any.
+      grads: True if it reads gradients.
+      reads: state that it reads and does not donate: others read it, too, or nobody replaces it.
+      spent: state that it donates: it replaces it, and is the last to read it.
+      makes: state that it replaces.
+      takes: values of earlier phases that it reads.
+      drops: those of `takes` that no later phase reads.
+      gives: values that later phases read.
     """
 
     blocks: tuple[OptimizeBlock, ...]
     begins: Exchange | None
     ends: Exchange | None
     grads: bool
-    kept: tuple[str, ...]
+    reads: tuple[str, ...]
     spent: tuple[str, ...]
     makes: tuple[str, ...]
     takes: tuple[str, ...]
@@ -62,111 +67,121 @@ class Phase:
     def __call__(
         self, read: Mapping[str, Any], grads: Mapping[str, Any], arrived: Vectors
     ) -> tuple[dict[str, Any], dict[str, Any], list[list[jax.Array]]]:
-        """The state it makes, the values it gives, and the parcels of the exchange that ends it.
-        Pure.
+        """Compute new state, values for later phases, and the parcels of the exchange that ends it.
+
+        The function is pure.
 
         Args:
-          read: state as it was before the step, and values of earlier phases, by name.
-          grads: what trainers have sent, by the name under which they did.
-          arrived: the vectors of the exchange it begins with.
+          read: state before the step, and values of earlier phases, by name.
+          grads: trainers' gradients, by the names under which they come.
+          arrived: the vectors of the exchange `begins`.
         """
         values = dict(read)
         if self.begins is not None:
             values |= self.begins.combined(arrived)
-        own = set(self.makes)
+        new_names = set(self.makes)
         new: dict[str, Any] = {}
         packed: list[list[jax.Array]] = []
         for block in self.blocks:
-            ones = {
-                g.name: reduce_gradients(g.op, [grads[n] for n in g.sent.values()])
-                for g in block.grads
-            }
-            given = [ones[n] if n in ones else values[n] for n in block.in_names]
+            reduced = {}
+            for g in block.grads:
+                reduced[g.name] = reduce_gradients(g.op, [grads[n] for n in g.sent.values()])
+            inputs = [reduced[n] if n in reduced else values[n] for n in block.in_names]
             if self.ends is not None and block is self.blocks[-1]:
-                outs = evaluate(self.ends.local, *given)
+                outs = evaluate(self.ends.local, *inputs)
                 count = len(self.ends.owned)
                 packed = self.ends.pack(dict(zip(self.ends.owned, outs[:count], strict=True)))
-                made = dict(zip(self.ends.plain, outs[count:], strict=True))
+                outputs = dict(zip(self.ends.plain, outs[count:], strict=True))
             else:
-                made = dict(zip(block.out_names, evaluate(block.jaxpr, *given), strict=True))
-            # no block reads new state: its name stands for the state before the step
-            new |= {n: x for n, x in made.items() if n in own}
-            values |= {n: x for n, x in made.items() if n not in own}
+                outputs = dict(zip(block.out_names, evaluate(block.jaxpr, *inputs), strict=True))
+            # No block reads new state: its name stands for the state before the step.
+            for n, x in outputs.items():
+                (new if n in new_names else values)[n] = x
         return new, {n: values[n] for n in self.gives}, packed
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ServerUpdate:
-    """The update of one server.
+    """Update of one server.
 
     Attributes:
-      eqn: its `listen_and_serv`.
-      watched: values that somebody wants to know of each step, by name.
+      eqn: the server's `listen_and_serv`.
+      watched: names of values that a step reports to its caller.
     """
 
     eqn: JaxprEqn
     watched: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, program: Program) -> ServerUpdate:
-        """The update in a pserver program. Raises ConfigError for any other program."""
+    def from_program(cls, program: Program) -> ServerUpdate:
+        """Return the update in a pserver program.
+
+        Raises:
+          ConfigError: any other program.
+        """
         for eqn in program.eqns:
             if eqn.primitive is listen_and_serv_p:
                 return cls(eqn)
         raise ConfigError(
-            f"program {program.name} is not a pserver program: it has no listen_and_serv"
+            f"program {program.name} is not a pserver program (no listen_and_serv); take that of "
+            "plan.servers"
         )
 
     @cached_property
     def served(self) -> ServedBlocks:
-        """What the server's protocol is about."""
+        """The blocks and tables that the server's protocol serves."""
         p = self.eqn.params
         of_tables = {n for t in self.tables.values() for n in t.gradients.values()}
-        # a gradient that is an update of its own has one name, whoever sends it
-        sent = lambda t: (
-            t.gradients
-            if p["sync_mode"]
-            else dict.fromkeys(range(p["Fanin"]), *t.gradients.values())
-        )
-        read = {n for b in self.blocks for n in b.in_names}
-        row = lambda n: (self.types[n].shape[1:], self.types[n].dtype)
+        tables = {n: self._served_rows(n, t) for n, t in self.tables.items()}
+        backed = frozenset(n for n in self.params if backup_of(n, 0) in self.types)
+        dense_gradients = {n: t for n, t in self.grad_types.items() if n not in of_tables}
         return ServedBlocks(
             self.endpoint,
             p["Fanin"],
             p["sync_mode"],
             p["on_trainer_exit"],
             {n: words_type(self.types[n]) for n in self.params},
-            {n: t for n, t in self.grad_types.items() if n not in of_tables},
+            dense_gradients,
             self.sent,
             self.arguments,
             self.exchanges,
-            frozenset(n for n in self.params if backup_of(n, 0) in self.types),
-            {
-                n: ServedRows(
-                    t.rows,
-                    *row(n),
-                    sent(t),
-                    n + BACKUP in read,
-                    t.on_trainers,
-                    t.updates_all or t.moves,
-                    staleness=t.staleness,
-                )
-                for n, t in self.tables.items()
-            },
+            backed,
+            tables,
+        )
+
+    def _served_rows(self, name: str, table: TableBlock) -> ServedRows:
+        """Return what the protocol needs of a block of a table."""
+        t, gradients = self.types[name], table.gradients
+        if not self.eqn.params["sync_mode"]:
+            # each trainer's gradient is an update, and all send it under one name
+            gradients = dict.fromkeys(range(self.eqn.params["Fanin"]), *gradients.values())
+        return ServedRows(
+            table.rows,
+            t.shape[1:],
+            t.dtype,
+            gradients,
+            any(name + BACKUP in b.in_names for b in self.blocks),
+            table.on_trainers,
+            table.updates_all or table.moves,
+            staleness=table.staleness,
         )
 
     @property
     def tables(self) -> Mapping[str, TableBlock]:
-        """The blocks of tables, by their names."""
-        served = self.eqn.params.get("tables")
-        return {} if served is None else served.blocks
+        """Blocks of tables, by name."""
+        tables = self.eqn.params.get("tables")
+        return {} if tables is None else tables.blocks
 
     def sized(self, sizes: Mapping[str, int]) -> ServerUpdate:
-        """The update of other numbers of rows of blocks of tables."""
+        """Return the update for other numbers of rows.
+
+        Args:
+          sizes: the number of rows that it updates, by block of a table.
+        """
         return dataclasses.replace(self, eqn=self.eqn.params["tables"].sized(sizes))
 
     def sent_by(self, present: Collection[int]) -> ServerUpdate:
-        """The update by the gradients of some of the trainers alone (`dtrans.slicing.mean`)."""
+        """Return the update by the gradients of some trainers (`dtrans.slicing.mean`)."""
         blocks = tuple(sent_by(block, present) for block in self.blocks)
         return dataclasses.replace(
             self, eqn=self.eqn.replace(params={**self.eqn.params, "optimize_blocks": blocks})
@@ -174,55 +189,98 @@ class ServerUpdate:
 
     @property
     def endpoint(self) -> str:
-        """The server's."""
+        """The server's endpoint."""
         return self.eqn.params["endpoint"]
 
     @property
     def blocks(self) -> Sequence[OptimizeBlock]:
-        """The optimize blocks, in order."""
+        """Optimize blocks, in order."""
         return self.eqn.params["optimize_blocks"]
 
     @cached_property
     def types(self) -> dict[str, Any]:
-        """Name to type, of the state."""
-        return {
-            n: a.aval for n, a in zip(self.eqn.params["state_names"], self.eqn.invars, strict=True)
-        }
+        """Types of the state, by name."""
+        names = self.eqn.params["state_names"]
+        return {n: a.aval for n, a in zip(names, self.eqn.invars, strict=True)}
 
     @cached_property
     def grad_types(self) -> dict[str, Any]:
-        """Name to type, of what all trainers send."""
+        """Types of all trainers' gradients, by name."""
         found: dict[str, Any] = {}
         for b in self.blocks:
-            given = b.invars
-            found |= {n: given[g.name].aval for g in b.grads for n in g.sent.values()}
+            inputs = b.invars
+            for g in b.grads:
+                found |= dict.fromkeys(g.sent.values(), inputs[g.name].aval)
         return found
 
     @cached_property
     def sent(self) -> tuple[Mapping[int, str], ...]:
-        """Of each gradient that is read: trainer to the name under which it comes."""
+        """For each gradient that a block reads: trainer to the name that it sends."""
         return tuple(g.sent for b in self.blocks for g in b.grads)
 
     @cached_property
     def arguments(self) -> dict[str, Mapping[int, str]]:
-        """The arguments of the step that are read: name to what each trainer sends it as."""
+        """Step arguments that blocks read; for each, trainer to the name that it sends."""
         return {g.leaf: g.sent for b in self.blocks for g in b.grads if g.op == "same"}
 
     @cached_property
     def params(self) -> tuple[str, ...]:
-        """The parameter blocks, which trainers ask for; everything else in the state is the
-        server's own."""
+        """Parameter blocks, which trainers receive. The rest of the state stays on the server."""
         return tuple(self.eqn.params["param_names"])
 
     @cached_property
     def exchanges(self) -> tuple[Exchange, ...]:
-        """The exchanges with other servers that a step has, in order."""
+        """Exchanges of a step with other servers, in order."""
         return tuple(p.ends for p in self.phases if p.ends is not None and p.ends.peers)
 
     @cached_property
     def phases(self) -> tuple[Phase, ...]:
-        """The blocks, cut after each that ends with an exchange. Time is linear in their number."""
-        parts: list[tuple[list[OptimizeBlock], Exchange | None]] = []
+        """Blocks, cut after each one that takes part in an exchange.
+
+        The time to compute this is linear in the number of blocks.
+        """
+        parts = self._parts()
+        reads: list[list[str]] = []
+        last: dict[str, int] = {}  # the last phase that reads a value
+        for i, (blocks, _) in enumerate(parts):
+            reads.append(list(dict.fromkeys(n for b in blocks for n in b.in_names)))
+            last |= dict.fromkeys(reads[i], i)
+        known = self._known(parts)
+        gives: list[list[str]] = [[] for _ in parts]
+        for n, i in known.items():
+            if last.get(n, -1) > i or n in self.watched:
+                gives[i].append(n)
+
+        phases = []
+        begins: Exchange | None = None
+        params = set(self.params)
+        for i, (blocks, exchange) in enumerate(parts):
+            makes = {n for b in blocks for n in b.out_names if n in self.types}
+            # trainers and sockets may still read parameters, which are thus never donated
+            donated = {n for n in makes if n not in params and last.get(n) == i}
+            spent = [n for n in reads[i] if n in donated]
+            read_state = [n for n in reads[i] if n in self.types and n not in donated]
+            takes = [n for n in reads[i] if known.get(n, i) < i]
+            drops = [n for n in takes if last[n] == i]
+            phase = Phase(
+                blocks=tuple(blocks),
+                begins=begins,
+                ends=exchange,
+                grads=any(b.grads for b in blocks),
+                reads=tuple(read_state),
+                spent=tuple(spent),
+                makes=tuple(sorted(makes)),
+                takes=tuple(takes),
+                drops=tuple(drops),
+                gives=tuple(gives[i]),
+            )
+            phases.append(phase)
+            begins = exchange
+        return tuple(phases)
+
+    def _parts(self) -> list[_Part]:
+        """Cut the blocks after each one that takes part in an exchange."""
+        parts: list[_Part] = []
         current: list[OptimizeBlock] = []
         for block in self.blocks:
             current.append(block)
@@ -236,54 +294,28 @@ class ServerUpdate:
         assert levels == sorted(set(levels)), (
             f"pserver {self.endpoint} exchanges at levels {levels}"
         )
+        return parts
 
-        reads = [list(dict.fromkeys(n for b in blocks for n in b.in_names)) for blocks, _ in parts]
-        last = {n: i for i, names in enumerate(reads) for n in names}
-        made_in: dict[str, int] = {}  # the first phase that knows a value
+    def _known(self, parts: Sequence[_Part]) -> dict[str, int]:
+        """Return the first phase that knows each value; results of an exchange come one later."""
+        known: dict[str, int] = {}
         for i, (blocks, exchange) in enumerate(parts):
             results = {n for n, _ in exchange.results} if exchange else set()
-            made_in |= {
-                n: i + (n in results) for b in blocks for n in b.out_names if n not in self.types
-            }
-        gives: list[list[str]] = [[] for _ in parts]
-        for n, i in made_in.items():
-            if last.get(n, -1) > i or n in self.watched:
-                gives[i].append(n)
-
-        phases = []
-        begins: Exchange | None = None
-        params = set(self.params)
-        for i, (blocks, exchange) in enumerate(parts):
-            makes = {n for b in blocks for n in b.out_names if n in self.types}
-            spent = {n for n in reads[i] if n in makes and n not in params and last[n] == i}
-            takes = [n for n in reads[i] if made_in.get(n, i) < i]
-            phases.append(
-                Phase(
-                    blocks=tuple(blocks),
-                    begins=begins,
-                    ends=exchange,
-                    grads=any(b.grads for b in blocks),
-                    kept=tuple(n for n in reads[i] if n in self.types and n not in spent),
-                    spent=tuple(n for n in reads[i] if n in spent),
-                    makes=tuple(sorted(makes)),
-                    takes=tuple(takes),
-                    drops=tuple(n for n in takes if last[n] == i),
-                    gives=tuple(gives[i]),
-                )
-            )
-            begins = exchange
-        return tuple(phases)
+            for b in blocks:
+                known |= {n: i + (n in results) for n in b.out_names if n not in self.types}
+        return known
 
 
 class CompiledUpdate:
-    """A server's update, jitted phase by phase, with the optimizer state donated.
+    """A server's update, jitted phase by phase. Updates donate the optimizer state.
 
-    Parameters are never donated: trainers, sockets and users may still look at them.
+    Parameters are never donated: trainers, sockets and users may still read them.
 
     Args:
-      update: of the server.
-      donate: reuse the memory of the optimizer state for the new one.
-      prepare: what makes gradients by name of what a call is given; inside the compiled function.
+      update: the update.
+      donate: reuse the memory of the old optimizer state for the new one.
+      prepare: a pure function from the argument `grads` of `run` to gradients by name. It is
+        compiled with the phases.
     """
 
     def __init__(
@@ -295,68 +327,86 @@ class CompiledUpdate:
     ) -> None:
         self.update = update
         self._prepare = prepare
-        self._jitted = [(phase, self._compile(phase, donate)) for phase in update.phases]
+        self._jitted = [self._compile(phase, donate) for phase in update.phases]
 
     def run(
         self, grads: Any, state: Mapping[str, Any], watched: dict[str, Any] | None = None
     ) -> Generator[tuple[Exchange, Vectors], Vectors, dict[str, Any]]:
-        """Make a step; the new state. That of before keeps its parameters, and with donation may
-        lose the rest.
+        """Compute a step; return the new state. With donation the old one keeps only parameters.
 
-        At each exchange it yields that, with the vectors for every other server
-        (`Exchange.parcels`), and goes on with those of every other server (`Exchange.sources`).
-        Nothing waits for what is computed.
+        At each exchange it yields the exchange and the vectors for other servers
+        (`Exchange.parcels`). The caller sends it those of other servers (`Exchange.sources`).
+        Nothing waits for the computation.
 
         Args:
-          watched: is given what the update says is watched.
+          grads: gradients by name, or an argument for `prepare`.
+          state: the state before the step.
+          watched: gets the values that the update watches.
         """
         new, values = dict(state), dict[str, Any]()
         seen = {} if watched is None else watched
         arrived: Vectors = {}
-        # a function with options of XLA cannot be called where another one is traced
+        # JAX refuses to trace a jitted function with compiler options
         in_trace = any(map(is_traced, state.values()))
-        copied = (lambda x: x) if in_trace else np.asarray
-        # it may be gone afterwards
-        seen |= {n: copied(state[n]) for n in self.update.watched if n in state}
-        for i, (phase, jitted) in enumerate(self._jitted):
-            made, given, packed = call_recorded(
-                lambda i=i: f"{self.update.endpoint} phase {i}",  # type: ignore[misc]
-                jitted.__wrapped__ if in_trace else jitted,  # type: ignore[attr-defined]
-                grads if phase.grads else {},
-                {n: state[n] for n in phase.kept},
-                {n: state[n] for n in phase.spent},
-                {n: values[n] for n in phase.takes},
-                arrived,
+        for n in self.update.watched:
+            if n in state:  # a copy: a phase may donate it
+                seen[n] = state[n] if in_trace else np.asarray(state[n])
+        for i, phase in enumerate(self.update.phases):
+            new_state, gives, packed = self._run_phase(
+                i, grads, state, values, arrived, in_trace=in_trace
             )
-            new |= made
-            for n in phase.drops:
+            new |= new_state
+            for n in phase.drops:  # frees their memory during the exchange
                 del values[n]
-            values |= given
-            seen |= {n: x for n, x in given.items() if n in self.update.watched}
+            values |= gives
+            seen |= {n: x for n, x in gives.items() if n in self.update.watched}
             if phase.ends is not None:
                 outgoing = phase.ends.addressed(packed)
-                own = outgoing.pop(phase.ends.me)
+                local = outgoing.pop(phase.ends.me)
                 others = (yield phase.ends, outgoing) if phase.ends.peers else {}
-                arrived = {phase.ends.me: own, **others}
+                arrived = {phase.ends.me: local, **others}
         return new
+
+    def _run_phase(
+        self,
+        number: int,
+        grads: Any,
+        state: Mapping[str, Any],
+        values: Mapping[str, Any],
+        arrived: Vectors,
+        *,
+        in_trace: bool,
+    ) -> Any:
+        phase, jitted = self.update.phases[number], self._jitted[number]
+        reads = {n: state[n] for n in phase.reads}
+        spent = {n: state[n] for n in phase.spent}
+        takes = {n: values[n] for n in phase.takes}
+        return call_recorded(
+            lambda: f"{self.update.endpoint} phase {number}",
+            jitted.__wrapped__ if in_trace else jitted,  # type: ignore[attr-defined]
+            grads if phase.grads else {},
+            reads,
+            spent,
+            takes,
+            arrived,
+        )
 
     def _compile(self, phase: Phase, donate: bool) -> Callable[..., Any]:
         def update(
             grads: Any,
-            kept: dict[str, Any],
+            reads: dict[str, Any],
             spent: dict[str, Any],
             values: dict[str, Any],
             arrived: Vectors,
         ) -> Any:
-            read = {**kept, **spent, **values}
+            read = {**reads, **spent, **values}
             return phase(read, self._prepare(grads) if phase.grads else {}, arrived)
 
-        # rows of a table have the same bits whatever else is on their server
+        # With these options the bits of a row do not depend on the other blocks of its server.
         options = stable_bits_options() if "tables" in self.update.eqn.params else None
         return jax.jit(update, donate_argnums=2 if donate else (), compiler_options=options)
 
 
-def own_buffers(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state whose arrays share no memory with each other, nor with what they were made from, as
-    donation needs."""
+def copy_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy the arrays of a state: donation needs memory that nothing else refers to."""
     return {n: jnp.copy(x) for n, x in state.items()}

@@ -193,7 +193,7 @@ def test_blocks_of_one_shape_are_compiled_once() -> None:
     loss = lambda p, x: jnp.mean(x) * sum(jnp.sum(w**2) for w in jax.tree.leaves(p))
     plan = plan_for(("127.0.0.1:1",), optax.adam(0.1), params, jnp.ones(4), loss=loss)
     programs = plan.servers["127.0.0.1:1"]
-    blocks = BlockUpdates(ServerUpdate.of(programs.main), programs.startup(params))
+    blocks = BlockUpdates(ServerUpdate.from_program(programs.main), programs.startup(params))
     assert len(blocks._jitted) == 8 and len(blocks._compiled) == 3  # lr_sched, w, b
 
 

@@ -103,7 +103,11 @@ def test_one_server_compiles_what_several_compile(name: str) -> None:
     """XLA rounds otherwise where it compiles more at once, so that one server has as many
     phases."""
     plans = [planned(clipped(name), n, {"params/emb": dtrans.Rows("dense")}) for n in (1, 3)]
-    phases = [len(ServerUpdate.of(p.main).phases) for plan in plans for p in plan.servers.values()]
+    phases = [
+        len(ServerUpdate.from_program(p.main).phases)
+        for plan in plans
+        for p in plan.servers.values()
+    ]
     assert phases == [2] * 4
 
 

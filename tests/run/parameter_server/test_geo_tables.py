@@ -69,7 +69,7 @@ def job_of(plan: PServerPlan, k: int) -> TrainerJob:
 
 
 def kept_by(job: TrainerJob, table: str = "params/emb") -> KeptRows:
-    running = job._executor._fabric._beside._geo
+    running = job._executor._fabric._background._geo
     assert running is not None
     return running.rows(table)
 
@@ -768,7 +768,7 @@ def test_a_limit_of_rows_is_the_servers(role_threads: RoleThreads) -> None:
 
 def server_of(plan: PServerPlan, said: list[Any]) -> AsyncServer:
     (programs,) = plan.servers.values()
-    update = ServerUpdate.of(programs.main)
+    update = ServerUpdate.from_program(programs.main)
     state = dict(
         zip(programs.startup.out_names, programs.startup.compiled(jax.random.key(0)), strict=True)
     )

@@ -35,7 +35,7 @@ from dtrans.run.parameter_server.block_update import BlockUpdates
 from dtrans.run.parameter_server.sync_update import SyncUpdate
 from dtrans.run.parameter_server.tables import job_tables, row_snapshot
 from dtrans.run.parameter_server.tables.lazy_memory import LazyArray
-from dtrans.run.parameter_server.tables.new_rows import made_again
+from dtrans.run.parameter_server.tables.new_rows import with_makers
 from dtrans.run.parameter_server.update import ServerUpdate
 from dtrans.run.role_job import ServerJob, TrainerJob
 
@@ -69,10 +69,10 @@ class Alone:
         (programs,) = planned(tx, **options).servers.values()
         with dtrans.Executor() as exe:
             state = exe.run(programs.startup, KEY)
-        state = state if before is None else made_again(before, state)
-        self.update = SyncUpdate(ServerUpdate.of(programs.main), state, 1)
+        state = state if before is None else with_makers(before, state)
+        self.update = SyncUpdate(ServerUpdate.from_program(programs.main), state, 1)
         self.first = np.asarray(jax.jit(drawn)(KEY))
-        self.held = self.update.held
+        self.server_tables = self.update.server_tables
         self._rng = np.random.default_rng(0)
 
     def step(self, *ids: int) -> None:
@@ -85,7 +85,7 @@ class Alone:
         return self.update.rows(EMB, np.array(ids, np.int32), train=train)
 
     def changed(self, since: int) -> tuple[list[int], list[int]]:
-        _, ids, gone = self.held.changed(EMB, since)
+        _, ids, gone = self.server_tables.changed(EMB, since)
         return ids.tolist(), gone.tolist()
 
     @property
@@ -112,7 +112,7 @@ def test_a_row_that_was_given_up_begins_anew(name: str) -> None:
     for ids in ((3, 8, 20), (8,), (20, 31), (8,)):
         alone.step(*ids)
     kept = alone.rows(8, 20, 31)
-    assert alone.held.evict(EMB, 2, NONE) == 1  # row 3, of step 1
+    assert alone.server_tables.evict(EMB, 2, NONE) == 1  # row 3, of step 1
     np.testing.assert_array_equal(alone.rows(8, 20, 31), kept)
     for read in (alone.rows(3), alone.rows(3, train=True)):
         np.testing.assert_array_equal(read, alone.first[[3]])
@@ -132,15 +132,15 @@ def test_rows_are_given_up_by_their_last_step_and_count_towards_no_limit() -> No
         alone.step(*ids)
     with pytest.raises(WireError, match="limit is 3"):
         alone.rows(9, train=True)
-    assert [alone.held.evict(EMB, steps, NONE) for steps in (4, 3, 3, 2)] == [0, 1, 0, 1]
-    (report,) = alone.held.report()
+    assert [alone.server_tables.evict(EMB, steps, NONE) for steps in (4, 3, 3, 2)] == [0, 1, 0, 1]
+    (report,) = alone.server_tables.report()
     assert str(report) == "params/emb: 1 of 60 rows are made, 24 bytes; 2 were given up"
     assert (report.rows, report.limit, report.step) == (V, 3, 4)
     alone.step(9, 10)
     alone.rows(0)  # what is only looked at is not kept
     with pytest.raises(WireError, match="has 3 rows, 1 new ones are looked up, and its limit is 3"):
         alone.rows(0, train=True)
-    assert alone.held.evict(EMB, 1, NONE) == 1
+    assert alone.server_tables.evict(EMB, 1, NONE) == 1
     whole = np.asarray(alone.update.tables()[EMB])  # as it is saved
     np.testing.assert_array_equal(np.delete(whole, [9, 10], 0), np.delete(alone.first, [9, 10], 0))
 
@@ -149,8 +149,8 @@ def test_rows_that_were_made_and_never_updated_are_given_up_too() -> None:
     alone = Alone(optax.adagrad(0.1))
     alone.rows(4, 5, train=True)  # of a trainer that has left
     alone.step(6)
-    assert alone.held.evict(EMB, 1, np.array([5])) == 1
-    assert alone.held.report()[0].made == 2
+    assert alone.server_tables.evict(EMB, 1, np.array([5])) == 1
+    assert alone.server_tables.report()[0].made == 2
 
 
 def test_changes_are_of_the_steps_after_one() -> None:
@@ -160,9 +160,9 @@ def test_changes_are_of_the_steps_after_one() -> None:
     alone.rows(50, train=True)  # made, and as it was
     assert [alone.changed(since) for since in range(4)] == [
         ([3, 8, 20], []), ([8, 20], []), ([20], []), ([], [])]  # fmt: skip
-    assert alone.held.changed(EMB, 1)[0] == 3
-    assert alone.held.evict(EMB, 2, NONE) == 2  # 3, and 50 that no step has updated
-    alone.held.evict(EMB, 1, NONE)
+    assert alone.server_tables.changed(EMB, 1)[0] == 3
+    assert alone.server_tables.evict(EMB, 2, NONE) == 2  # 3, and 50 that no step has updated
+    alone.server_tables.evict(EMB, 1, NONE)
     alone.step(20)
     assert alone.changed(3) == ([20], [3, 8, 50])  # asked after step 3 before they were given up
     assert alone.changed(4) == ([], [])
@@ -196,7 +196,7 @@ def test_rows_that_were_given_up_do_not_move() -> None:
     alone = Alone(optax.adam(0.1), update="dense")
     for ids in ((3, 8), (3,), (3,)):
         alone.step(*ids)
-    assert alone.changed(2) == ([3, 8], []) and alone.held.evict(EMB, 2, NONE) == 1
+    assert alone.changed(2) == ([3, 8], []) and alone.server_tables.evict(EMB, 2, NONE) == 1
     alone.step(3)
     assert alone.changed(2) == ([3], [8])
 
@@ -208,11 +208,11 @@ def test_rows_of_a_checkpoint_rest_that_are_as_the_init_makes_them() -> None:
     alone.step(3, 8)
     saved = {n: np.asarray(x) for n, x in {**alone.update.state, **alone.update.tables()}.items()}
     again = Alone(tx, update="dense", before=saved)
-    (report,) = again.held.report()
+    (report,) = again.server_tables.report()
     assert (report.made, report.step) == (2, 0)
     again.step(8)
     assert again.changed(0) == ([3, 8], [])
-    assert again.held.evict(EMB, 1, NONE) == 1 and again.changed(1) == ([], [3])
+    assert again.server_tables.evict(EMB, 1, NONE) == 1 and again.changed(1) == ([], [3])
     np.testing.assert_array_equal(again.rows(3, 20), again.first[[3, 20]])
 
 
@@ -221,17 +221,17 @@ def test_rows_that_cannot_be_made_again_are_not_given_up() -> None:
     alone = Alone(optax.sgd(0.1), emb=orthogonal)
     with pytest.raises(
         StateError,
-        match="cannot be given up, since they cannot be made again: its server began with",
+        match="cannot be evicted, since its server cannot initialize them again: it started with",
     ):
-        alone.held.evict(EMB, 1, NONE)
+        alone.server_tables.evict(EMB, 1, NONE)
     for tx, why in (
-        (optax.adamw(0.1), "moves those too that nobody"),
-        (optax.lamb(0.1), "is of all of them"),
+        (optax.adamw(0.1), "moves rows that no step has looked up"),
+        (optax.lamb(0.1), "touches every row"),
     ):
         alone = Alone(tx, update="dense")
         alone.step(3)
         with pytest.raises(StateError, match=why):
-            alone.held.evict(EMB, 1, NONE)
+            alone.server_tables.evict(EMB, 1, NONE)
         assert np.asarray(alone.update.tables().get(EMB, alone.first)).shape == (V, D)
 
 
@@ -243,7 +243,7 @@ class Said:
 
     def __init__(self, mode: Any = SYNC, **options: Any) -> None:
         (programs,) = planned(optax.adagrad(0.1), 1, 2, mode, **options).servers.values()
-        update = ServerUpdate.of(programs.main)
+        update = ServerUpdate.from_program(programs.main)
         with dtrans.Executor() as exe:
             state = exe.run(programs.startup, KEY)
         self.trainers = Presence(update.served, deadline=9.0, plan={}, secret="")
@@ -255,11 +255,11 @@ class Said:
             self.server = SyncServer(
                 update.served, steps := SyncUpdate(update, state, 2), self.trainers, self.say
             )
-            self.server.tables = steps.held
+            self.server.tables = steps.server_tables
         else:
             blocks = BlockUpdates(update, state)
             self.server = AsyncServer(update.served, blocks, blocks.state, self.trainers, self.say)
-            self.server.tables = blocks.held
+            self.server.tables = blocks.server_tables
         self.steps = [0, 0]
 
     def say(self, address: bytes, op: str, blocks: Any = (), **fields: Any) -> None:
@@ -551,7 +551,7 @@ def test_what_servers_have_is_told(role_threads: RoleThreads) -> None:
 def test_what_moves_all_rows_is_refused_before_it_is_asked() -> None:
     for plan, why in (
         (planned(optax.adamw(0.1), update="dense"), "its update moves .*'lazy'"),
-        (planned(optax.sgd(0.1), mode=dtrans.Geo()), "with GEO-SGD trainers keep"),
+        (planned(optax.sgd(0.1), mode=dtrans.Geo()), "GEO-SGD trainers keep"),
     ):
         role = Role("trainer", 1, tuple(plan.servers), trainer_id=0)
         with (
@@ -651,7 +651,7 @@ def test_whole_arrays_do_not_say_how_rows_are_made(
         state = job.init(KEY)
         state, _ = job.step(state, batch(0, 0))
         with pytest.raises(
-            PeerError, match=r"has not given up rows: .*say job.serve\(state, init=\(...,\)\)"
+            PeerError, match=r"has not given up rows: .*call job.serve\(state, init=\(...,\)\)"
         ):
             job.tables.evict(EMB, 1)
         state, _ = job.step(state, batch(1, 0))
@@ -691,7 +691,7 @@ def test_a_snapshot_is_of_one_moment(name: str, monkeypatch: pytest.MonkeyPatch)
         for ids in ((3, 8, 20, 59), (8,), (0, 20, 31), (8,)):
             each.step(*ids)
         if name != "adamw, dense":
-            assert each.held.evict(EMB, 3, NONE) == 2
+            assert each.server_tables.evict(EMB, 3, NONE) == 2
     wanted, changed = (
         {n: np.asarray(x) for n, x in same.update.tables().items()},
         live(same).segments(),
@@ -702,7 +702,7 @@ def test_a_snapshot_is_of_one_moment(name: str, monkeypatch: pytest.MonkeyPatch)
         alone.step(*np.sort(rng.choice(V, 9, replace=False)).tolist())
         alone.rows(*np.sort(rng.choice(V, 9, replace=False)).tolist())
         if name != "adamw, dense":
-            alone.held.evict(EMB, 2, NONE)
+            alone.server_tables.evict(EMB, 2, NONE)
     assert len(found) > 1 and table.is_over and table.most > 0
     made = np.concatenate([x.present for x in found])
     assert made.tolist() == (list(range(V)) if name == "adamw, dense" else [0, 8, 20, 31])
@@ -725,7 +725,7 @@ def test_rows_that_change_while_they_are_read_take_bounded_memory(
     alone = Alone(optax.adagrad(0.1))
     alone.step(*range(V))
     (memory,) = alone.update._tables.values()
-    wanted = {n: x.copy() for n, x in memory.held.items()}
+    wanted = {n: x.copy() for n, x in memory.arrays.items()}
     table = live(alone)
     updates = threading.Thread(
         target=lambda: [alone.step(*range(at, at + 10)) for at in range(0, V, 10)]
@@ -762,7 +762,9 @@ def test_a_checkpoint_has_the_rows_that_are_made(tmp_path: Path) -> None:
                           sparse={EMB: dtrans.Rows()})  # fmt: skip
     ((endpoint, programs),) = plan.servers.items()
     with dtrans.Executor() as exe:
-        update = SyncUpdate(ServerUpdate.of(programs.main), exe.run(programs.startup, KEY), 1)
+        update = SyncUpdate(
+            ServerUpdate.from_program(programs.main), exe.run(programs.startup, KEY), 1
+        )
     update.rows(EMB, np.arange(599) * 1000, train=True)
     state = {**update.state, **update.snapshot(roles.HANG)}
     tracemalloc.start()
@@ -781,7 +783,7 @@ def saved_table(path: Path, tx: Any, **options: Any) -> dict[str, np.ndarray]:
     alone = Alone(tx, **options)
     for ids in ((3, 8, 20), (8, 59), (20,)):
         alone.step(*ids)
-    alone.held.evict(EMB, 2, NONE)
+    alone.server_tables.evict(EMB, 2, NONE)
     state = {**alone.update.state, **alone.update.tables()}
     dtrans.checkpoint.save(path, plan, endpoint, state)
     return {n: np.asarray(x) for n, x in state.items()}
@@ -834,7 +836,7 @@ def test_an_init_that_makes_other_rows_is_refused(tmp_path: Path) -> None:
     ((endpoint, programs),) = other.servers.items()
     state = dtrans.checkpoint.restore(tmp_path / "1", other, endpoint)
     with pytest.raises(StateError, match=why):
-        SyncUpdate(ServerUpdate.of(programs.main), state, 1)
+        SyncUpdate(ServerUpdate.from_program(programs.main), state, 1)
 
 
 def resident() -> int:

@@ -41,7 +41,7 @@ def served(
         sparse={EMB: rows}, mode=mode,
     )  # fmt: skip
     (programs,) = plan.servers.values()
-    return ServerUpdate.of(programs.main), dict(
+    return ServerUpdate.from_program(programs.main), dict(
         zip(programs.startup.out_names, programs.startup.compiled(), strict=True)
     )
 
@@ -145,7 +145,7 @@ def test_rows_rest_until_they_are_looked_up_where_they_do_not_move(
 @pytest.mark.usefixtures("x64")
 def test_what_is_kept_of_steps_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it is too much all rows catch up, and it is forgotten."""
-    monkeypatch.setattr(missed_steps, "KEPT", 2000)
+    monkeypatch.setattr(missed_steps, "MOST_BYTES", 2000)
     monkeypatch.setattr(missed_steps, "WINDOW", 16)
     monkeypatch.setattr(touched_rows, "LEAST", 4)
     monkeypatch.setattr(touched_rows, "MOST", 4)

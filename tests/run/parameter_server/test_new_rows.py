@@ -53,7 +53,7 @@ def begun(programs: Any) -> tuple[SyncUpdate, dict[str, Any]]:
     """A server with new rows, and what it began with."""
     with dtrans.Executor() as exe:
         state = exe.run(programs.startup, KEY)
-    return SyncUpdate(ServerUpdate.of(programs.main), state, 1), state
+    return SyncUpdate(ServerUpdate.from_program(programs.main), state, 1), state
 
 
 @pytest.mark.parametrize("servers", [1, 3])
@@ -112,7 +112,8 @@ def test_a_row_that_is_looked_at_is_not_kept() -> None:
     np.testing.assert_array_equal(found, whole[:20])
     assert (
         memory.count == 2
-        and str(server.held.report()[0]) == "params/emb: 2 of 1,000 rows are made, 48 bytes"
+        and str(server.server_tables.report()[0])
+        == "params/emb: 2 of 1,000 rows are made, 48 bytes"
     )
     assert isinstance(server.tables()[EMB], ArrayLike)
     # who reads it as an array gets the rest too

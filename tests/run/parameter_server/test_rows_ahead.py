@@ -322,7 +322,7 @@ def test_rows_that_state_decides_are_refused(role_threads: RoleThreads) -> None:
     def train(job: TrainerJob) -> Any:
         state = job.init(key)
         with pytest.raises(
-            ConfigError, match="job.prefetch: which rows of params/emb .* is made of params/order"
+            ConfigError, match="job.prefetch: .* ids of rows of params/emb from params/order"
         ):
             job.prefetch(*batches(1)[0])
         return float(job.step(state, *batches(1)[0])[1])
@@ -388,7 +388,7 @@ def test_stale_rows_are_refused_where_there_are_none() -> None:
     for run in (plan.on_mesh, plan.simulate):
         with pytest.raises(
             ConfigError,
-            match=r"\['params/emb'\].staleness=2: in one process no rows are asked for ahead",
+            match=r"\['params/emb'\].staleness=2: a job in one process prefetches no rows",
         ):
             run()
     with pytest.raises(ConfigError, match="staleness"):

@@ -646,9 +646,9 @@ def test_rows_that_a_table_on_a_mesh_does_not_have(tmp_path: Path) -> None:
     job.tables.export("params/emb", tmp_path / "emb.npy")
     np.testing.assert_array_equal(np.load(tmp_path / "emb.npy"), emb)
     del state
-    with pytest.raises(StateError, match="nothing keeps a state of this job"):
+    with pytest.raises(StateError, match="no state of this job is alive"):
         job.tables.lookup("params/emb", [0])
-    with pytest.raises(StateError, match="nothing keeps a state of this job"):
+    with pytest.raises(StateError, match="no state of this job is alive"):
         job.tables.export("params/emb", tmp_path / "emb.npy")
     np.testing.assert_array_equal(np.load(tmp_path / "emb.npy"), emb)
 
@@ -787,7 +787,7 @@ class _Said:
 def served_alone(mode: Any) -> tuple[SyncServer | AsyncServer, _Said]:
     plan = planned(optax.sgd(0.1), DENSE, 1, 1, mode=mode)
     (programs,) = plan.servers.values()
-    update = ServerUpdate.of(programs.main)
+    update = ServerUpdate.from_program(programs.main)
     state = dict(
         zip(programs.startup.out_names, programs.startup.compiled(jax.random.key(0)), strict=True)
     )

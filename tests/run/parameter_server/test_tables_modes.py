@@ -314,7 +314,7 @@ class AloneServer:
     def __init__(self, tx: Any, sparse: Any, mode: Any) -> None:
         plan = planned(tx, sparse, 3, 1, mode=mode)
         (programs,) = plan.servers.values()
-        update = ServerUpdate.of(programs.main)
+        update = ServerUpdate.from_program(programs.main)
         state = dict(
             zip(
                 programs.startup.out_names,

@@ -281,7 +281,7 @@ def test_who_has_not_come_is_waited_for_also_when_another_has_left(
     with Seat(ep, 1, 3) as seat:
         types = {
             n: x
-            for n, x in ServerUpdate.of(plan.servers[ep].main).grad_types.items()
+            for n, x in ServerUpdate.from_program(plan.servers[ep].main).grad_types.items()
             if n.endswith("_1")
         }
         for name, t in types.items():
@@ -414,9 +414,9 @@ def test_an_update_is_compiled_once_for_each_set_of_trainers(
     run(role_threads, plan_for(pservers, 3, optax.adam(1e-2)), (2, 7, 4))
     assert made == [{"0", "1", "2"}, {"1", "2"}, {"1"}]
     assert [r.getMessage() for r in caplog.records] == [
-        f"pserver {ep} goes on without trainer 0, which left: step 3 and later ones are of "
+        f"pserver {ep} goes on without trainer 0, which left: step 3 and later ones have gradients of "
         "trainers 1, 2",
-        f"pserver {ep} goes on without trainers 0, 2, which left: step 5 and later ones are of "
+        f"pserver {ep} goes on without trainers 0, 2, which left: step 5 and later ones have gradients of "
         "trainer 1",
     ]
 
@@ -428,7 +428,7 @@ def test_blocks_of_some_trainers_are_those_of_a_job_of_as_many(tx: Any) -> None:
     four, two = (plan_for(pservers, n, tx) for n in (4, 2))
     one = plan_for(pservers, 1, tx)
     blocks = lambda plan: [
-        b for ep in pservers for b in ServerUpdate.of(plan.servers[ep].main).blocks
+        b for ep in pservers for b in ServerUpdate.from_program(plan.servers[ep].main).blocks
     ]
     merging = 0
     for whole, half, alone in zip(blocks(four), blocks(two), blocks(one), strict=True):

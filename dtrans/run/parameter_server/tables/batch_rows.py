@@ -1,5 +1,4 @@
-"""Which rows a trainer's step looks up, from its batch alone: what is asked of servers before the
-step is made."""
+"""Rows that a trainer's step looks up, computed from its batch before the step."""
 
 from __future__ import annotations
 
@@ -19,23 +18,26 @@ from dtrans.run.base.segments import Rules, interpret
 
 
 class BatchRows:
-    """The part of a trainer's program that makes numbers of rows.
+    """Part of a trainer's program that computes ids of rows.
 
     Args:
-      program: of a trainer; its first argument is its state.
-      rules: makes what is communication by name, and is computed.
+      program: the trainer's program; its first argument is its state.
+      rules: functions for communication primitives that are computed locally.
 
     Raises:
-      ConfigError: they are made of more than the batch.
+      ConfigError: ids depend on state, or on other processes.
     """
 
     def __init__(self, program: Program, rules: Rules) -> None:
-        self._lookups = [
-            (e, p) for e in program.eqns if e.primitive is split_ids_p for p in _reading(program, e)
-        ]
-        operands = [a for split, _ in self._lookups for a in split.invars]
-        kept, read = backward_slice(program.eqns, operands)
-        eqns = [program.eqns[i] for i in kept]
+        self._lookups: list[tuple[JaxprEqn, JaxprEqn]] = []  # `split_ids`, `prefetch`
+        operands: list[Any] = []
+        for split in program.eqns:
+            if split.primitive is split_ids_p:
+                prefetches = _prefetches(program, split)
+                self._lookups += [(split, prefetch) for prefetch in prefetches]
+                operands += [*split.invars] * len(prefetches)
+        numbers, read = backward_slice(program.eqns, operands)
+        eqns = [program.eqns[i] for i in numbers]
         self._check(program, eqns, read, rules)
         names = program.in_names
         self._places = [i for i, v in enumerate(program.inner.invars) if v in read]
@@ -43,45 +45,47 @@ class BatchRows:
         fixed = dict(zip(program.inner.constvars, constants(program.jaxpr), strict=True))
 
         def run(*args: Any) -> list[Any]:
-            return interpret(
-                eqns, {**fixed, **dict(zip(invars, args, strict=True))}, operands, rules
-            )
+            values = {**fixed, **dict(zip(invars, args, strict=True))}
+            return interpret(eqns, values, operands, rules)
 
         self._run = jax.jit(run)
 
     def _check(
         self, program: Program, eqns: Sequence[JaxprEqn], read: Collection[Any], rules: Rules
     ) -> None:
-        tables = ", ".join(split.params["table"] for split, _ in self._lookups)
+        """Raise ConfigError if ids depend on state, or on equations without a rule."""
         state = [n for n in program.args[0].names if program.invars[n] in read]
-        told = [e for e in eqns if is_communication(e) and e.primitive not in rules]
-        made_of = (
-            state[0]
-            if state
-            else told and f"`{told[0].primitive.name}`, which other processes answer"
+        remote = [e for e in eqns if is_communication(e) and e.primitive not in rules]
+        if state:
+            source = state[0]
+        elif remote:
+            source = f"`{remote[0].primitive.name}`, which other processes answer"
+        else:
+            return
+        tables = ", ".join(split.params["table"] for split, _ in self._lookups)
+        raise ConfigError(
+            f"job.prefetch: a step computes the ids of rows of {tables} from {source}, so they are "
+            "not known before the step; leave out job.prefetch, or pass the ids with the batch"
         )
-        if made_of:
-            raise ConfigError(
-                f"job.prefetch: which rows of {tables} a step looks up is made of {made_of}, and "
-                "known only when the "
-                "step is made: leave job.prefetch out, or give what they are made of with the batch"
-            )
 
     def __call__(self, flat: Sequence[Any]) -> list[tuple[JaxprEqn, np.ndarray]]:
-        """Each `prefetch` with the numbers of its rows. Raises BatchError for a row that a table
-        does not have.
+        """Return each `prefetch` with the ids of its rows.
 
         Args:
-          flat: the arrays of the program's inputs; those of the state are not read.
+          flat: the program's flat inputs. Those of the state are not read.
+
+        Raises:
+          BatchError: an id that the table does not have.
         """
-        made = iter(self._run(*(flat[i] for i in self._places)))
-        return [
-            (prefetch, unique_ids([next(made) for _ in split.invars], **split.params))
-            for split, prefetch in self._lookups
-        ]
+        operands = iter(self._run(*(flat[i] for i in self._places)))
+        found = []
+        for split, prefetch in self._lookups:
+            ids = [next(operands) for _ in split.invars]
+            found.append((prefetch, unique_ids(ids, **split.params)))
+        return found
 
 
-def _reading(program: Program, split: JaxprEqn) -> list[JaxprEqn]:
-    """The `prefetch` of the rows that a `split_ids` has numbered."""
+def _prefetches(program: Program, split: JaxprEqn) -> list[JaxprEqn]:
+    """Return the `prefetch` equations that read the ids of a `split_ids`."""
     (uniq,) = split.outvars
     return [e for e in program.eqns if e.primitive is prefetch_p and e.invars[0] is uniq]

@@ -28,7 +28,7 @@ from dtrans.protocol.trainer import TrainerSteps
 T = TypeVar("T")
 
 CHUNK = 1 << 16  # rows that are read or written at once
-NUMBERS = ("rows", "made", "bytes", "limit", "evicted", "step")  # of a block, in a report
+NUMBERS = ("rows", "made", "bytes", "limit", "evicted", "step")  # columns of a report
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,8 @@ class TablesReport:
     Example:
       >>> import dtrans
       >>> from dtrans.protocol.tables.held_tables import TableReport
-      >>> print(dtrans.TablesReport((TableReport("params/emb", "127.0.0.1:6174", 1000, 2, 48, None, 3, 9),)))
+      >>> block = TableReport("params/emb", "127.0.0.1:6174", 1000, 2, 48, None, 3, 9)
+      >>> print(dtrans.TablesReport((block,)))
       tables
         block       endpoint         rows  made  bytes  limit  evicted  step
         params/emb  127.0.0.1:6174  1,000     2     48   none        3     9
@@ -56,7 +57,8 @@ class TablesReport:
         rows = []
         for x in self.blocks:
             numbers = (x.rows, x.made, x.bytes, x.limit, x.evicted, x.step)
-            rows.append((x.name, x.endpoint, *("none" if n is None else f"{n:,}" for n in numbers)))
+            columns = ["none" if n is None else f"{n:,}" for n in numbers]
+            rows.append((x.name, x.endpoint, *columns))
         return plan_text("tables", ("block", "endpoint", *NUMBERS), rows, (), right=range(2, 8))
 
 
@@ -176,8 +178,8 @@ class JobTables(abc.ABC):
 
         Raises:
           ConfigError: `name` is no table, its update moves rows that no step has looked up, or
-            before `init`. PeerError: a server that cannot make rows again, or a trainer that goes
-            on without calling it.
+            before `init`. PeerError: a server cannot initialize rows again, or a trainer continues
+            without the call.
         """
 
     def export(self, name: str, path: str | os.PathLike[str]) -> None:
@@ -205,7 +207,11 @@ class JobTables(abc.ABC):
         file.flush()
 
     def _table(self, name: str) -> Table:
-        """Return a table of the plan. Raises ConfigError where there is none of this name."""
+        """Return a table of the plan.
+
+        Raises:
+          ConfigError: the plan has no table of this name.
+        """
         tables = self.plan.tables.of
         if name not in tables:
             raise ConfigError(
@@ -218,7 +224,9 @@ class JobTables(abc.ABC):
         """Return rows by ids of any shape and order.
 
         Args:
-          read: returns rows by increasing ids, of which there is at least one.
+          name: the table.
+          ids: row ids.
+          read: returns rows by increasing ids; at least one.
         """
         rows, wanted = self._table(name).lookups.rows, np.asarray(ids)
         if not wanted.size:
@@ -230,7 +238,7 @@ class JobTables(abc.ABC):
 
 
 class AskServers(Protocol):
-    """Function that asks servers for something between two steps, as `Executor.between_steps`."""
+    """Function that sends servers a request between two steps (`Executor.between_steps`)."""
 
     def __call__(self, what: str, ask: Callable[[TrainerSteps], Operation[T]]) -> T:
         """Return the servers' answer; `what` describes the request for an error."""
@@ -242,7 +250,7 @@ class TrainerTables(JobTables):
     Args:
       plan: the job's plan.
       look_up: returns rows of a table by increasing ids, as the servers hold them.
-      ask: asks the servers between two steps.
+      ask: sends servers a request between two steps.
     """
 
     def __init__(
@@ -287,15 +295,13 @@ class TrainerTables(JobTables):
         table = self._table(name)
         if table.on_trainers:
             raise ConfigError(
-                f"rows of {name} cannot be given up: with GEO-SGD trainers keep the rows that they "
-                "have looked up, and what they push is added to these. mode=dtrans.Async() has "
-                "tables whose rows can be given up"
+                f"rows of {name} cannot be evicted: GEO-SGD trainers keep copies of the rows that "
+                "they have looked up, and push changes to them; use mode=dtrans.Async()"
             )
         if table.updates_all or (table.catches_up and table.zero.rests is None):
             raise ConfigError(
-                f"rows of {name} cannot be given up: its update moves those too that nobody has "
-                f"looked up yet ({table.why}). dtrans.Rows(update='lazy') leaves them as the init "
-                "makes them"
+                f"rows of {name} cannot be evicted: its update also moves rows before their first "
+                f"lookup ({table.why}); use dtrans.Rows(update='lazy')"
             )
 
     def _blocks(self, name: str) -> list[tuple[str, str]]:

@@ -1,5 +1,4 @@
-"""Memory of tables: the system gives a page when it is written to, and gets it back when no row in
-it is there."""
+"""Memory of tables: the system provides a page on its first write, and gets unused pages back."""
 
 from __future__ import annotations
 
@@ -13,14 +12,14 @@ import numpy as np
 
 
 class LazyArray:
-    """An array of zeros in such memory.
+    """Array of zeros, in memory that takes pages only where it is written.
 
     Args:
-      shape: rows first.
-      dtype: of its entries.
+      shape: the shape; rows are dimension 0.
+      dtype: the type of entries.
 
     Attributes:
-      array: it.
+      array: the NumPy array.
 
     Example:
       >>> import numpy as np
@@ -36,20 +35,20 @@ class LazyArray:
         size = math.prod(shape) * np.dtype(dtype).itemsize
         self._area = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_NOHUGEPAGE"):
-            with contextlib.suppress(
-                OSError
-            ):  # a kernel that has no huge pages does not know the word
-                self._area.madvise(mmap.MADV_NOHUGEPAGE)  # a row would take 2 MiB
+            # a kernel without huge pages does not know the flag
+            with contextlib.suppress(OSError):
+                self._area.madvise(mmap.MADV_NOHUGEPAGE)  # one row would take 2 MiB
         self.array = np.frombuffer(self._area, np.uint8)[:size].view(dtype).reshape(shape)
 
     def give_back(self, unused: np.ndarray, new: np.ndarray) -> None:
-        """Give back the pages in which no row is used.
+        """Give back pages without used rows.
 
         Args:
-          unused: of each row, whether it is; it holds anything afterwards.
-          new: the numbers of those that were used until now, increasing.
+          unused: for each row, True if it is unused; its values are undefined afterwards.
+          new: ids of rows that became unused since the last call, increasing.
         """
         row, page = self.array[:1].nbytes, mmap.PAGESIZE
+        # runs of unused rows, and the full pages in each; pages without new rows are back already
         edges = np.flatnonzero(np.diff(unused, prepend=False, append=False))
         starts, stops = edges[::2], edges[1::2]
         begins, ends = -(-starts * row // page) * page, stops * row // page * page

@@ -1,19 +1,20 @@
-"""Tables on a mesh: what is done between the pieces of a trainer's program that looks up rows.
+"""Tables on a mesh: lookups between the pieces of a trainer's program.
 
-    split_ids     the numbers of rows that each trainer looks up, unique and sorted; on the host, where they are checked
-    prefetch      the device of each server takes the rows that a trainer asks for; they go by the host
-    send_rows     the gradients of these rows to the host, from where the update of a server puts them together
+    split_ids   the unique ids that each trainer looks up, sorted and checked, on the host
+    prefetch    rows from the devices of their servers, through the host
+    send_rows   gradients of rows to the host, where the update of a server merges them
 
-A table is on the device of its server, and nowhere else. Trainers get rows of a static size
+A table is on its server's device only. Trainers get a static number of rows
 (`TableLookups.size`), as between processes.
 
-Where a step is traced (`plan.verify()`), numbers of rows are not known. Then each of these is an
-equation that calls the same functions (`dtrans.run.parameter_server.tables.traced_tables`), and an
-update has room for all rows that trainers may look up.
+In a traced step (`plan.verify()`) ids are not known. Each of these becomes an equation that calls
+the same function (`dtrans.run.parameter_server.tables.traced_tables`), and updates have room for
+all rows that trainers may look up.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -27,7 +28,7 @@ from dtrans.parameter_server.state import MeshState
 from dtrans.protocol.served import RowGradient
 from dtrans.protocol.tables.table_rows import unique_ids
 from dtrans.run.parameter_server.tables.job_tables import JobTables
-from dtrans.run.parameter_server.tables.row_updates import fetched
+from dtrans.run.parameter_server.tables.row_updates import read_rows
 from dtrans.run.parameter_server.tables.traced_tables import part_of_block
 
 
@@ -35,7 +36,7 @@ Servers = Mapping[str, Mapping[str, Any]]
 
 
 class MeshTables(JobTables):
-    """Tables of a job in one process, where a state has every row.
+    """Tables of a job in one process. Its states have every row.
 
     Args:
       plan: the job's plan.
@@ -70,16 +71,15 @@ class MeshTables(JobTables):
         state = self._newest() if state is None else state
         if state is None:
             raise StateError(
-                f"nothing keeps a state of this job: job.tables.lookup({name!r}, ids, state)"
+                f"no state of this job is alive; pass one: job.tables.lookup({name!r}, ids, state)"
             )
         self._check(state)
         servers = state.servers
 
         def read(uniq: np.ndarray) -> np.ndarray:
-            row = self.plan.main.inputs[name]
-            return rows_from(
-                self.plan, name, uniq, np.empty((len(uniq), *row.shape[1:]), row.dtype), servers
-            )
+            t = self.plan.main.inputs[name]
+            memory = np.empty((len(uniq), *t.shape[1:]), t.dtype)
+            return rows_from(self.plan, name, uniq, memory, servers)
 
         return self._gather(name, ids, read)
 
@@ -100,73 +100,100 @@ class MeshTables(JobTables):
 
 
 def split_ids(eqn: JaxprEqn, ids: Sequence[Sequence[Any]]) -> list[np.ndarray]:
-    """The numbers of the rows that each trainer looks up.
+    """Return the unique ids of the rows that each trainer looks up.
 
     Args:
-      ids: of each trainer, the operands.
+      eqn: the `split_ids`.
+      ids: for each trainer, the operands.
 
     Raises:
-      BatchError: a number of a row that the table does not have.
+      BatchError: an id that the table does not have.
     """
-    several = len(ids) > 1
-    whose = lambda k: f" of trainer {k}'s part" if several else ""
     found = []
-    for k, mine in enumerate(ids):
-        fn = lambda numbers, k=k: unique_ids(numbers, **eqn.params, whose=whose(k))
-        if any(map(is_traced, mine)):
-            types = [((eqn.params["size"],), np.int32)]
-            found += trace_move(lambda numbers, _, fn=fn: [fn(numbers)], mine, (), types)  # type: ignore[misc]
+    for k, operands in enumerate(ids):
+        whose = f" of trainer {k}'s part" if len(ids) > 1 else ""
+        unique = functools.partial(_unique_ids, eqn, whose)
+        if any(map(is_traced, operands)):
+            found += trace_move(unique, operands, (), [((eqn.params["size"],), np.int32)])
         else:
-            found.append(fn(mine))
+            found += unique(operands, ())
     return found
+
+
+def _unique_ids(
+    eqn: JaxprEqn, whose: str, ids: Sequence[Any], _: Sequence[Any]
+) -> list[np.ndarray]:
+    return [unique_ids(ids, **eqn.params, whose=whose)]
 
 
 def prefetched(
     plan: PServerPlan, eqn: JaxprEqn, ids: Sequence[np.ndarray], servers: Servers
 ) -> list[np.ndarray]:
-    """The rows that each trainer asks for, and zeros behind them."""
+    """Return the rows that each trainer looks up, padded with zeros.
+
+    Args:
+      plan: the job's plan.
+      eqn: the `prefetch`.
+      ids: for each trainer, increasing ids.
+      servers: endpoint to the server's state.
+    """
     (t,), table = eqn.params["types"], eqn.params["table"]
     blocks = plan.placement.blocks[table]
-    held = [servers[b.endpoint][b.name] for b in blocks]
-    if not any(map(is_traced, (*ids, *held))):
-        return [rows_from(plan, table, mine, np.zeros(t.shape, t.dtype), servers) for mine in ids]
+    arrays = [servers[b.endpoint][b.name] for b in blocks]
+    found: list[np.ndarray] = []
+    if not any(map(is_traced, (*ids, *arrays))):
+        for some in ids:
+            found.append(rows_from(plan, table, some, np.zeros(t.shape, t.dtype), servers))
+        return found
 
     def fetch(numbers: Sequence[Any], rows: Sequence[Any]) -> list[np.ndarray]:
-        there: dict[str, dict[str, Any]] = {}
+        # `rows` are positions of rows: the equation moves rows of any type
+        positions: dict[str, dict[str, Any]] = {}
         for b, x in zip(blocks, rows, strict=True):
-            there.setdefault(b.endpoint, {})[b.name] = x
-        return [rows_from(plan, table, numbers[0], np.zeros(t.shape, np.int64), there)]
+            positions.setdefault(b.endpoint, {})[b.name] = x
+        return [rows_from(plan, table, numbers[0], np.zeros(t.shape, np.int64), positions)]
 
-    return [x for mine in ids for x in trace_move(fetch, [mine], held, [(t.shape, t.dtype)])]
+    for some in ids:
+        found += trace_move(fetch, [some], arrays, [(t.shape, t.dtype)])
+    return found
 
 
 def rows_from(
     plan: PServerPlan, table: str, ids: np.ndarray, rows: np.ndarray, servers: Servers
 ) -> np.ndarray:
-    """Write the rows of a table with these numbers, which increase, into `rows`, and return
-    that."""
-    blocks = plan.placement.blocks[table]
-    for b in blocks:
+    """Write rows of a table into `rows`; return that.
+
+    Args:
+      plan: the job's plan.
+      table: the table.
+      ids: increasing ids.
+      rows: memory, with at least a row for each id.
+      servers: endpoint to the server's state.
+    """
+    for b in plan.placement.blocks[table]:
         assert b.span is not None
         at = b.span.among(ids)
-        if len(mine := ids[at]):
-            rows[at] = fetched(servers[b.endpoint][b.name], b.span.local(mine))
+        if len(some := ids[at]):
+            rows[at] = read_rows(servers[b.endpoint][b.name], b.span.local(some))
     return rows
 
 
 def sent_rows(
     plan: PServerPlan, eqn: JaxprEqn, ids: Sequence[np.ndarray], gradients: Sequence[np.ndarray]
 ) -> dict[str, dict[str, RowGradient]]:
-    """What each server is sent, by the name under which a trainer sends it.
+    """Return the gradients of rows for each server, by the names under which trainers send them.
 
     Args:
-      ids, gradients: of each trainer.
+      plan: the job's plan.
+      eqn: the `send_rows`.
+      ids: for each trainer, the ids of its rows.
+      gradients: for each trainer, the gradients of these rows.
     """
     sent: dict[str, dict[str, RowGradient]] = {}
     blocks = plan.placement.blocks[eqn.params["table"]]
-    for k, (mine, gradient) in enumerate(zip(ids, gradients, strict=True)):
+    for k, (some, gradient) in enumerate(zip(ids, gradients, strict=True)):
         for b in blocks:
             assert b.span is not None
-            part = part_of_block(b.span, RowGradient(mine, gradient))
+            part = part_of_block(b.span, RowGradient(some, gradient))
             sent.setdefault(b.endpoint, {})[b.gradient(k, plan.trainers)] = part
     return sent

@@ -1,12 +1,11 @@
-"""Rows of a table that are made when they are first asked for: those of the user's init, bit for
-bit.
+"""Rows of a table that are initialized on first use, bit for bit as by the user's init.
 
-A server begins without any. What it has of a block, and of the state that belongs to its rows,
-stands for arrays: it has their types, and whoever reads it as an array makes all rows (`NewRows`,
-of blocks that nothing has been done to, and `dtrans.run.parameter_server.tables.table_memory`).
+A server starts without table rows. `NewRows` stands for a block, or for state with a row for each
+of its rows. It has the array's type; reading it initializes all rows. `table_memory` replaces it
+when rows are used.
 
-The keys of random numbers are made first, so that tables of one shape share the program that makes
-their rows.
+Keys of random numbers are computed first, so that tables of one shape share the program that
+initializes their rows.
 """
 
 from __future__ import annotations
@@ -25,54 +24,54 @@ from dtrans.run.base.lowered import jitted_once
 
 
 class RowMaker:
-    """Makes rows of a block and of its state.
+    """Initializer of the rows of a block and of its state.
 
     Args:
-      eqn: the `init_on_use` of the block.
-      args: what the init was given.
+      eqn: the block's `init_on_use`.
+      args: the arguments of the init.
 
     Attributes:
-      types: of the block, and of each array of its state.
+      types: types of the block, and of each array of its state.
     """
 
     def __init__(self, eqn: JaxprEqn, args: Sequence[Any]) -> None:
         self.eqn, self.args = eqn, list(args)
         self.types, self._write = eqn.params["types"], eqn.params["write"]
-        # by size: what makes rows of their numbers, and of what does not depend on these
+        # by number of rows: the compiled function of ids, and its other arguments
         self._fns: dict[int, tuple[Callable[..., Sequence[Any]], list[Any]]] = {}
 
     def __call__(self, ids: np.ndarray) -> list[np.ndarray]:
-        """Rows with these numbers, of the block and of each array of its state."""
+        """Return initial rows of the block and of each array of its state."""
         if not len(ids):
             return [np.empty((0, *t.shape[1:]), t.dtype) for t in self.types]
-        parts = [self._some(ids[start:stop], size) for start, stop, size in rooms(len(ids))]
-        return [np.concatenate(of) for of in zip(*parts, strict=True)]
+        parts = [self._initialize(ids[start:stop], size) for start, stop, size in rooms(len(ids))]
+        return list(map(np.concatenate, zip(*parts, strict=True)))
 
-    def _some(self, ids: np.ndarray, size: int) -> list[np.ndarray]:
-        numbers = np.concatenate([ids, np.zeros(size - len(ids), ids.dtype)]).astype(np.int32)
+    def _initialize(self, ids: np.ndarray, size: int) -> list[np.ndarray]:
+        """Initialize at most `size` rows with the function for `size` rows."""
+        padded = np.concatenate([ids, np.zeros(size - len(ids), ids.dtype)]).astype(np.int32)
         if size not in self._fns:
-            keys, rows = keys_first(self._write(size))
-            made = evaluate(keys, *self.args)
-            self._fns[size] = jitted_once(jaxpr_as_fun(rows), numbers, *made), made
-        fn, made = self._fns[size]
-        return [np.asarray(x)[: len(ids)] for x in fn(numbers, *made)]
+            keys, rows = split_keys(self._write(size))
+            operands = evaluate(keys, *self.args)
+            self._fns[size] = jitted_once(jaxpr_as_fun(rows), padded, *operands), operands
+        fn, operands = self._fns[size]
+        return [np.asarray(x)[: len(ids)] for x in fn(padded, *operands)]
 
 
-def keys_first(jaxpr: ClosedJaxpr) -> tuple[ClosedJaxpr, ClosedJaxpr]:
-    """Cut what makes rows: the keys of random numbers, and what makes rows of their numbers and of
-    these keys.
+def split_keys(jaxpr: ClosedJaxpr) -> tuple[ClosedJaxpr, ClosedJaxpr]:
+    """Split the initializer of rows into the part without floating-point numbers, and the rest.
 
-    Numbers that are rounded stay where they are, so that rows have the same bits. What is left is
-    the same for tables of one shape, whose keys differ.
+    The first part computes keys of random numbers. The second is equal for tables of one shape,
+    whose keys differ. Floating-point numbers stay in one function: its fusions decide their bits.
 
     Args:
-      jaxpr: of the numbers of rows, and of what the init was given.
+      jaxpr: a function of ids of rows, and of the arguments of the init.
 
     Returns:
-      A function of what the init was given, and one of the numbers and of what the first returns.
+      A function of the arguments of the init, and one of ids and of the first one's outputs.
     """
     inner = opened(jaxpr)
-    numbers, *args = inner.invars
+    ids, *args = inner.invars
     first, rest = Builder(jaxpr), Builder(jaxpr)
     first.invars += args
     known = {*args, *inner.constvars}
@@ -83,23 +82,20 @@ def keys_first(jaxpr: ClosedJaxpr) -> tuple[ClosedJaxpr, ClosedJaxpr]:
             known.update(eqn.outvars)
         else:
             rest.keep(eqn)
-    read = [
-        a
-        for atoms in (*(e.invars for e in rest.eqns), inner.outvars)
-        for a in atoms
-        if isinstance(a, Var)
-    ]
-    made = [v for v in dict.fromkeys(read) if v in known and v not in inner.constvars]
-    rest.invars += [numbers, *made]
-    return first.build(made), rest.build(inner.outvars)
+    read: dict[Var, None] = {}
+    for atoms in (*(e.invars for e in rest.eqns), inner.outvars):
+        read |= dict.fromkeys(a for a in atoms if isinstance(a, Var))
+    passed = [v for v in read if v in known and v not in inner.constvars]
+    rest.invars += [ids, *passed]
+    return first.build(passed), rest.build(inner.outvars)
 
 
 class NewRows(ArrayLike):
-    """A block of a table, or an array of its state, of which no row is made.
+    """A block of a table, or an array of its state, without rows so far.
 
     Args:
-      maker: makes rows.
-      index: of the arrays that it makes, which one this is.
+      maker: initializes rows.
+      index: the array's position in the maker's outputs.
     """
 
     def __init__(self, maker: RowMaker, index: int) -> None:
@@ -110,12 +106,12 @@ class NewRows(ArrayLike):
         return self.maker(np.arange(len(self)))[self._index]
 
 
-class MadeRows(ArrayLike):
-    """A block, or an array of its state, that is there, and whose rows the init can make again.
+class KnownRows(ArrayLike):
+    """A block, or an array of its state, with all rows; the init can make them again.
 
     Args:
-      array: it.
-      maker: makes rows.
+      array: the rows.
+      maker: initializes rows.
     """
 
     def __init__(self, array: Any, maker: RowMaker) -> None:
@@ -126,21 +122,23 @@ class MadeRows(ArrayLike):
         return self._array
 
 
-def made_again(state: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
-    """A state of a server, with what makes rows of tables.
+def with_makers(state: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a server's state whose tables know the initializer of their rows.
 
     Args:
-      first: what the init makes.
+      state: from a checkpoint, say.
+      first: the outputs of the server's startup program.
     """
-    has_maker = lambda x: (
-        isinstance(x, ArrayLike) and (x.table is None or x.table.begins is not None)
-    )
-    is_due = lambda x, new: isinstance(new, NewRows) and not has_maker(x)
-    with_maker = lambda x, new: MadeRows(x, new.maker) if is_due(x, new) else x
-    return {n: with_maker(x, first.get(n)) for n, x in state.items()}
+    found = dict(state)
+    for n, x in state.items():
+        new = first.get(n)
+        has_maker = isinstance(x, ArrayLike) and (x.table is None or x.table.begins is not None)
+        if isinstance(new, NewRows) and not has_maker:
+            found[n] = KnownRows(x, new.maker)
+    return found
 
 
 def new_rows(eqn: JaxprEqn, args: Sequence[Any]) -> list[NewRows]:
-    """What an `init_on_use` equation makes."""
+    """Return the outputs of an `init_on_use` equation."""
     maker = RowMaker(eqn, args)
     return [NewRows(maker, i) for i in range(len(maker.types))]

@@ -1,11 +1,11 @@
-"""A server's update of the rows of tables that trainers have asked for: rows are taken out,
-updated, and put back.
+"""Update of the table rows that trainers have looked up: rows are taken, updated, and put back.
 
-A server in a process of its own has tables in NumPy's memory, which is written again
-(`dtrans.run.parameter_server.tables.table_memory`). On a mesh a table is an array on the device of
-its server; with rows put back it is a new one, in the memory of the old where that is donated. An
-update is made for a few numbers of rows (`room_for`), and so are the functions that take rows and
-put them back.
+A server process stores tables in NumPy memory (`table_memory`). On a mesh a table is an array on
+its server's device. Putting rows back makes a new array, in the memory of the old one if that is
+donated.
+
+Updates are compiled for a few numbers of rows (`room_for`), as are the functions that take rows
+and put them back.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dtrans.parameter_server.tables.touched_rows import TableBlock, room_for
 from dtrans.protocol.exchange import Exchange
 from dtrans.protocol.served import RowGradient, Vectors
 from dtrans.protocol.tables.table_rows import sorted_once
-from dtrans.run.parameter_server.tables.table_memory import among
+from dtrans.run.parameter_server.tables.table_memory import scatter_rows
 from dtrans.run.parameter_server.update import CompiledUpdate
 
 
@@ -29,23 +29,23 @@ Rows = Mapping[str, Any]
 
 
 class RowUpdates:
-    """The updates of a server that has tables, or none.
+    """Updates of a server, with or without tables.
 
     Args:
-      tables: its blocks of tables.
-      taken: gives rows of a block and of its state, and zeros behind them, of the state.
-      put_back: gives what there is of a block and of its state, with rows put back.
+      tables: the server's blocks of tables, by name.
+      take: returns rows of a block and of its state, padded with zeros.
+      put: stores new rows of a block and of its state; returns the state to keep, by name.
     """
 
     def __init__(
         self,
         tables: Mapping[str, TableBlock],
-        taken: Callable[[TableBlock, np.ndarray, int, Rows], Rows],
-        put_back: Callable[[TableBlock, np.ndarray, Rows, Rows], Rows],
+        take: Callable[[TableBlock, np.ndarray, int, Rows], Rows],
+        put: Callable[[TableBlock, np.ndarray, Rows, Rows], Rows],
     ) -> None:
-        self._tables, self._taken, self._put_back = tables, taken, put_back
+        self._tables, self._take, self._put = tables, take, put
         self._by_rows = {n: t for n, t in tables.items() if not t.updates_all}
-        self._room: dict[str, int] = {}  # of blocks: the rows that an update is made for
+        self._room: dict[str, int] = {}  # rows for which the update of each block is compiled
 
     def run(
         self,
@@ -55,47 +55,50 @@ class RowUpdates:
         state: Rows,
         watched: dict[str, Any] | None = None,
     ) -> Generator[tuple[Exchange, Vectors], Vectors, dict[str, Any]]:
-        """Make a step, as `CompiledUpdate.run` does.
+        """Compute a step, as `CompiledUpdate.run` does.
 
         Args:
-          compiled: gives the update of so many rows of each block.
-          grads: what trainers have sent; of tables `RowGradient`s.
+          compiled: returns the update for a number of rows of each block.
+          grads: gradients by name; those of tables are `RowGradient`s.
           present: the trainers whose gradients count.
-          watched: as of `CompiledUpdate.run`.
+          state: the state before the step.
+          watched: gets the values that the update watches.
         """
         ids = {n: all_ids(t, grads, present) for n, t in self._by_rows.items()}
         sizes = self._room_for(ids)
         update = compiled(sizes)
-        given = {n: x for n, x in grads.items() if n in update.update.grad_types}
+        gradients = {n: x for n, x in grads.items() if n in update.update.grad_types}
         for n, t in self._tables.items():
-            numbers, size = (np.arange(t.rows), t.rows) if t.updates_all else (ids[n], sizes[n])
-            given |= {g: among(numbers, size, given[g]) for g in t.gradients.values() if g in given}
-        read = dict(state)
+            rows, size = (np.arange(t.rows), t.rows) if t.updates_all else (ids[n], sizes[n])
+            for name in gradients.keys() & set(t.gradients.values()):
+                gradients[name] = scatter_rows(rows, size, gradients[name])
+        inputs = dict(state)
         for n, t in self._by_rows.items():
-            read |= self._taken(t, ids[n], sizes[n], state)
-        made = yield from update.run(given, read, watched)
+            inputs |= self._take(t, ids[n], sizes[n], state)
+        new = yield from update.run(gradients, inputs, watched)
         for n, t in self._by_rows.items():
-            made |= self._put_back(t, ids[n], made, state)
-        return made
+            new |= self._put(t, ids[n], new, state)
+        return new
 
     def _room_for(self, ids: Mapping[str, np.ndarray]) -> dict[str, int]:
-        """For how many rows of each block an update is made.
+        """Return the number of rows for which each block's update is compiled.
 
-        One is made for the numbers of all blocks: were each to follow its own up and down, there
-        would be no end of them. So room that is there stays, and where it does not suffice later
-        all get a fourth more than they need. It may be more than a block has.
+        One function updates all blocks. If each block followed its own numbers of rows, there would
+        be too many combinations. So a size stays while it suffices; then all blocks grow to a
+        fourth more than they need. A size may exceed the rows of its block.
         """
         if not self._room:
             self._room = {n: room_for(len(x)) for n, x in ids.items()}
         elif any(len(x) > self._room[n] for n, x in ids.items()):
-            self._room = {n: max(self._room[n], room_for(len(x) * 5 // 4)) for n, x in ids.items()}
+            for n, x in ids.items():
+                self._room[n] = max(self._room[n], room_for(len(x) * 5 // 4))
         return dict(self._room)
 
 
 def all_ids(
     table: TableBlock, grads: Mapping[str, RowGradient], present: Collection[int]
 ) -> np.ndarray:
-    """Return the rows of a block that some trainers have asked for."""
+    """Return the ids of a block's rows for which some trainers have gradients, increasing."""
     ids = [grads[table.gradients[k]].ids for k in sorted(present)]
     return ids[0] if len(ids) == 1 else sorted_once(np.concatenate(ids))
 
@@ -103,41 +106,45 @@ def all_ids(
 # -- tables on devices -----------------------------------------------------------------------------
 
 
-def taken_there(table: TableBlock, ids: np.ndarray, size: int, state: Rows) -> dict[str, jax.Array]:
-    """Rows of a block and of its state, and zeros behind them: `size` rows of each, on the
-    device."""
-    return taken_at(table, room_after(ids, size, table.rows), state)
+def take_padded(table: TableBlock, ids: np.ndarray, size: int, state: Rows) -> dict[str, jax.Array]:
+    """Return rows of a block and of its state, padded to `size` with zeros, on its device."""
+    return take_rows(table, pad_ids(ids, size, table.rows), state)
 
 
-def taken_at(table: TableBlock, at: Any, state: Rows) -> dict[str, jax.Array]:
-    """Return rows of a block and of its state by their numbers; zeros for numbers that it does not
-    have."""
-    return {n: _take(state[n], at) for n in table.arrays}
+def take_rows(table: TableBlock, ids: Any, state: Rows) -> dict[str, jax.Array]:
+    """Return rows of a block and of its state; zeros for ids behind its last row."""
+    return {n: _take(state[n], ids) for n in table.arrays}
 
 
-def put_at(table: TableBlock, at: Any, made: Rows, state: Rows) -> dict[str, jax.Array]:
-    """Return a block and its state with rows put back by their numbers."""
-    return {n: _put(state[n], at, made[n]) for n in table.arrays}
+def put_rows(table: TableBlock, ids: Any, new: Rows, state: Rows) -> dict[str, jax.Array]:
+    """Return a block and its state with new rows; ids behind its last row are dropped."""
+    return {n: _put(state[n], ids, new[n]) for n in table.arrays}
 
 
-def put_there(
-    table: TableBlock, ids: np.ndarray, made: Rows, state: Rows, *, donate: bool = True
+def put_padded(
+    table: TableBlock, ids: np.ndarray, new: Rows, state: Rows, *, donate: bool = True
 ) -> dict[str, jax.Array]:
-    """A block and its state with rows put back; with `donate` what was before is gone."""
-    put = _put_donated if donate else _put
-    return {
-        n: put(state[n], room_after(ids, len(made[n]), table.rows), made[n]) for n in table.arrays
-    }
+    """Return a block and its state with new rows.
+
+    Args:
+      ids: of the rows that the update has changed.
+      new: rows by name; those behind `ids` are padding.
+      state: the state before the step; `donate` reuses its memory.
+    """
+    put, found = _put_donated if donate else _put, {}
+    for n in table.arrays:
+        found[n] = put(state[n], pad_ids(ids, len(new[n]), table.rows), new[n])
+    return found
 
 
-def fetched(block: jax.Array, ids: np.ndarray) -> np.ndarray:
-    """Rows of an array on a device, on the host."""
+def read_rows(block: jax.Array, ids: np.ndarray) -> np.ndarray:
+    """Copy rows of a device array to the host."""
     size = room_for(len(ids))
-    return np.asarray(_take(block, room_after(ids, size, len(block))))[: len(ids)]
+    return np.asarray(_take(block, pad_ids(ids, size, len(block))))[: len(ids)]
 
 
-def room_after(ids: np.ndarray, size: int, rows: int) -> np.ndarray:
-    """Return numbers of rows, and behind them that of none."""
+def pad_ids(ids: np.ndarray, size: int, rows: int) -> np.ndarray:
+    """Pad ids to `size` with `rows`: the id behind the last row."""
     return np.concatenate([ids, np.full(size - len(ids), rows)]).astype(np.int32)
 
 

@@ -1,5 +1,4 @@
-"""A server's blocks of tables between two updates: what there is of them, what has changed, and
-rows given up."""
+"""Blocks of tables of one server between two updates: reports, changed rows and evictions."""
 
 from __future__ import annotations
 
@@ -16,14 +15,14 @@ from dtrans.run.parameter_server.tables.table_memory import TableMemory
 
 
 class ServerTables:
-    """What the protocol asks of tables (`dtrans.protocol.tables.held_tables.HeldTables`).
+    """Tables as the protocol needs them (`dtrans.protocol.tables.held_tables.HeldTables`).
 
     Args:
-      endpoint: the server's.
-      blocks: all blocks of tables.
-      memory: of those of which an update is of some rows alone.
-      state: gives what the server holds of the others, by name.
-      steps: gives how many updates were made of one of the others.
+      endpoint: the server's endpoint.
+      blocks: all blocks of tables, by name.
+      memory: the memory of those whose updates touch some rows.
+      state: returns the server's state. It has the other blocks.
+      steps: returns the number of updates of one of the other blocks.
     """
 
     def __init__(
@@ -38,45 +37,66 @@ class ServerTables:
         self._state, self._steps = state, steps
 
     def report(self) -> Sequence[TableReport]:
-        """What there is of each block."""
+        """Return the rows and bytes of each block."""
         return [self._report_of(t) for t in self._blocks.values()]
 
     def _report_of(self, table: TableBlock) -> TableReport:
-        here, memory = (table.name, self._endpoint, table.rows), self._memory.get(table.name)
-        if memory is None:
-            held = self._state()
-            size = sum(held[n].nbytes for n in table.arrays)
-            return TableReport(*here, table.rows, size, None, 0, self._steps(table.name))
-        return TableReport(
-            *here, memory.count, memory.nbytes, table.limit, memory.evicted, memory.step
-        )
+        place = (table.name, self._endpoint, table.rows)
+        memory = self._memory.get(table.name)
+        if memory is not None:
+            return TableReport(
+                *place, memory.count, memory.nbytes, table.limit, memory.evicted, memory.step
+            )
+        state = self._state()
+        size = sum(state[n].nbytes for n in table.arrays)
+        return TableReport(*place, table.rows, size, None, 0, self._steps(table.name))
 
     def evict(self, name: str, unused_for: int, under_way: np.ndarray) -> int:
-        """Give up rows that none of so many last steps has updated, but those under way; how many
-        they are."""
+        """Evict the rows that the last `unused_for` steps have not updated; return their number.
+
+        Args:
+          name: a block.
+          unused_for: a number of steps.
+          under_way: ids of rows whose gradient has not arrived; they stay.
+
+        Raises:
+          StateError: the block's updates touch every row, or rows cannot be initialized again.
+        """
         memory = self._memory.get(name)
         if memory is None:
             raise StateError(
-                f"rows of {name} cannot be given up: each of its updates is of all of them"
+                f"rows of {name} cannot be evicted: each of its updates touches every row; use "
+                "dtrans.Rows(update='lazy')"
             )
         count = memory.evict(unused_for, under_way)
         if count:
-            told = "pserver %s gave up %s rows of %s, which no update was of in the last %s"
-            log.info(told, self._endpoint, f"{count:,}", name, f"{unused_for:,}")
+            text = "pserver %s evicted %s rows of %s, which the last %s steps have not updated"
+            log.info(text, self._endpoint, f"{count:,}", name, f"{unused_for:,}")
         return count
 
     def changed(self, name: str, since: int) -> tuple[int, np.ndarray, np.ndarray]:
-        """The step that a block is at; rows that steps after one have changed, and those that were
-        given up since."""
+        """Return rows that have changed since a step.
+
+        Args:
+          name: a block.
+          since: a step.
+
+        Returns:
+          The block's present step, the ids of rows that steps after `since` have changed, and the
+          ids of rows evicted since.
+
+        Raises:
+          WireError: the server has no such block. StateError: a step that it has not reached.
+        """
         if name not in self._blocks:
-            raise WireError(f"{name[:80]!r} is no table of {self._endpoint}")
+            raise WireError(f"{name[:80]!r} is no table of pserver {self._endpoint}")
         memory = self._memory.get(name)
         step = self._steps(name) if memory is None else memory.step
         if not 0 <= since <= step:
             raise StateError(
-                f"changes of {name} since step {since}, and there were {step}: steps are counted "
-                "from the start of the servers. Take the whole table, job.tables.export or "
-                "job.tables.lookup, and go on from the step that is now"
+                f"changes of {name} since step {since}: its server has made {step} steps since its "
+                "start; read the full table (job.tables.export or job.tables.lookup), then use the "
+                f"step {step}"
             )
         if memory is not None:
             return step, *memory.changed(since)

@@ -1,17 +1,15 @@
-"""A block of a table in a server's own memory: rows are taken out, updated by a program for as
-many, and put back.
+"""Block of a table in a server's own memory. A compiled program updates some rows at a time.
 
-Programs are made for a few numbers of rows
-(`dtrans.parameter_server.tables.touched_rows.room_for`). Where there are fewer, zeros lie behind
-them, and so are gradients: what a program makes of these goes nowhere.
+Programs exist for a few numbers of rows
+(`dtrans.parameter_server.tables.touched_rows.room_for`). Fewer rows are padded with zeros, in state
+and gradients. The program's outputs for padding are dropped.
 
-Rows are made when they are first asked for (`dtrans.run.parameter_server.tables.new_rows`). Where
-an update moves rows too that nobody looked up, they are behind, and catch up before anybody reads
-them (`dtrans.run.parameter_server.tables.missed_steps`).
+Rows are initialized on first use (`dtrans.run.parameter_server.tables.new_rows`). If an update
+moves rows without gradients, they catch up when somebody reads them
+(`dtrans.run.parameter_server.tables.missed_steps`).
 
-One number of each row says whether it is there, and which step changed it last. Rows that no step
-has updated for long may be given up on request: whoever asks for such a row again gets it as the
-init makes it.
+`changed_at` has one number for each row: if it exists, and which step changed it last. Rows that no
+step has updated for long can be evicted. An evicted row has its initial value again.
 """
 
 from __future__ import annotations
@@ -28,176 +26,173 @@ from dtrans.parameter_server.tables.touched_rows import TableBlock
 from dtrans.protocol.served import RowGradient
 from dtrans.run.parameter_server.tables.lazy_memory import LazyArray
 from dtrans.run.parameter_server.tables.missed_steps import MissedSteps
-from dtrans.run.parameter_server.tables.new_rows import MadeRows, NewRows, RowMaker
+from dtrans.run.parameter_server.tables.new_rows import KnownRows, NewRows, RowMaker
 from dtrans.run.parameter_server.tables.row_snapshot import RowSnapshot
 from dtrans.run.parameter_server.update import ServerUpdate
 
 
-CHUNK = 1 << 16  # rows that are compared with new ones at once
+CHUNK = 1 << 16  # rows that are compared with initial ones at once
 
 
 class TableMemory:
-    """One block.
+    """Rows of one block, and of its optimizer state.
 
     Args:
-      update: of the server.
-      table: the block; its updates are not of all rows.
+      update: the server's update.
+      table: the block. Its updates touch some rows.
       state: the initial values, by name.
 
     Attributes:
-      held: the memory of the block, and of the state that has rows of it, by name.
-      reads: what has to be known of each update, by name.
-      count: how many rows are made.
-      evicted: how many were given up so far.
-      step: how many updates were made, with those before the checkpoint that it goes on from.
-      maker: makes rows; None where they cannot be made again.
-      missed: the steps that rows have missed, where an update moves all of them.
-      changed_at: of each row, when it has changed (`dtrans.checkpoint.saved_rows.RowSegment`); 0
-        where it is new.
+      arrays: the memory of the block, and of the state that has a row for each of its rows, by
+        name.
+      reads: names of the values that `put` takes of each update.
+      count: the number of rows that exist.
+      evicted: the number of evicted rows so far.
+      step: the number of updates, counted on from the checkpoint.
+      maker: initializes rows; None if they cannot be initialized again.
+      missed: steps that rows have missed; None if an update moves only rows with a gradient.
+      changed_at: for each row, when it has changed (`dtrans.checkpoint.saved_rows.RowSegment`); 0
+        for a new row.
     """
 
     def __init__(self, update: ServerUpdate, table: TableBlock, state: Mapping[str, Any]) -> None:
         self.table = table
-        begins = [state[n] for n in table.arrays]
-        saved = _saved_rows(table, begins)
-        self.maker: RowMaker | None = None
+        initial = [state[n] for n in table.arrays]
+        saved = _saved_rows(table, initial)
+        self.maker = _maker_of(saved, initial)
         self._lazy: list[LazyArray] = []
         self._snapshots: list[RowSnapshot] = []
-        if saved is not None:
-            self.maker = (
-                None if saved.begins is None else RowMaker(saved.begins.eqn, saved.begins.args)
-            )
-        elif all(isinstance(x, NewRows | MadeRows) for x in begins):
-            self.maker = begins[0].maker
         if saved is not None or self.maker is not None:
-            self._lazy = [LazyArray(x.shape, x.dtype) for x in begins]
-            self.held = {n: x.array for n, x in zip(table.arrays, self._lazy, strict=True)}
+            self._lazy = [LazyArray(x.shape, x.dtype) for x in initial]
+            arrays = [x.array for x in self._lazy]
         else:
-            self.held = {n: np.array(x) for n, x in zip(table.arrays, begins, strict=True)}
+            arrays = [np.array(x) for x in initial]
+        self.arrays = dict(zip(table.arrays, arrays, strict=True))
         self.count = 0 if self._lazy else table.rows
         self.evicted = self.step = 0
-        self.changed_at = (
-            np.zeros(table.rows, np.int64) if self._lazy else np.ones(table.rows, np.int64)
-        )
+        self.changed_at = np.full(table.rows, 0 if self._lazy else 1, np.int64)
         if saved is not None:
-            self._take_saved(saved)
-        elif self.maker and not isinstance(begins[0], NewRows):
-            self._take_over([np.asarray(x) for x in begins], self.maker)
+            self._load(saved)
+        elif self.maker and not isinstance(initial[0], NewRows):
+            self._store_changed([np.asarray(x) for x in initial], self.maker)
         self.missed: MissedSteps | None = None
         if table.moves:
             self.missed = MissedSteps(
-                update, table, None if self.maker and not self.count else self.held
+                update, table, None if self.maker and not self.count else self.arrays
             )
             if 0 < self.count < table.rows and self.missed.rests:
                 self.missed.rest(np.flatnonzero(self.changed_at <= 0))
         self.reads = () if self.missed is None else tuple(self.missed.reads)
 
-    def _take_saved(self, saved: TableRows) -> None:
-        """Begin with the rows of a checkpoint. Raises StateError where the init makes others than
-        that of its job."""
+    def _load(self, saved: TableRows) -> None:
+        """Store the rows of a checkpoint.
+
+        Raises:
+          StateError: the init makes other rows than the init of the checkpoint's job.
+        """
         if self.maker is not None and isinstance(saved, SavedTable):
             ids, probe = saved.probe
             for n, old, new in zip(saved.names, probe, self.maker(ids), strict=True):
                 check_first(n, old, new)
         self.step, self.evicted = saved.step, saved.evicted
         for segment in saved.segments():
-            for x, rows in zip(self.held.values(), segment.rows, strict=True):
+            for x, rows in zip(self.arrays.values(), segment.rows, strict=True):
                 x[segment.present] = rows
             self.changed_at[segment.ids] = segment.changed
             self.count += len(segment.present)
 
-    def _take_over(self, begins: Sequence[np.ndarray], maker: RowMaker) -> None:
-        """Keep the rows that are not as the init makes them."""
+    def _store_changed(self, initial: Sequence[np.ndarray], maker: RowMaker) -> None:
+        """Store only the initial rows that differ from those of `maker`."""
         for at in range(0, self.table.rows, CHUNK):
             ids = np.arange(at, min(at + CHUNK, self.table.rows))
-            some = [x[ids] for x in begins]
-            is_new = np.all(
-                [_same_bits(x, new) for x, new in zip(some, maker(ids), strict=True)], axis=0
-            )
-            for x, rows in zip(self.held.values(), some, strict=True):
+            chunks = [x[ids] for x in initial]
+            is_new = np.ones(len(ids), bool)
+            for x, new in zip(chunks, maker(ids), strict=True):
+                is_new &= _equal_bits(x, new)
+            for x, rows in zip(self.arrays.values(), chunks, strict=True):
                 x[ids[~is_new]] = rows[~is_new]
             self.changed_at[ids[~is_new]] = 1
             self.count += len(ids) - int(is_new.sum())
 
     def rows(self, ids: np.ndarray, *, train: bool) -> np.ndarray:
-        """Rows of the block as they are.
+        """Return the present rows of the block.
 
         Args:
-          train: whether they are to be updated. What is only looked at is not kept where it is as
-            the init has it.
+          ids: increasing ids.
+          train: a gradient of these rows will follow. Otherwise initial rows are not stored.
         """
-        made = self.changed_at[ids] > 0
-        new = ids[~made]
+        rows = self.arrays[self.table.name]
+        exists = self.changed_at[ids] > 0
+        new = ids[~exists]
         if not train and len(new) and (self.missed is None or self.missed.rests):
             assert self.maker is not None
-            there = ids[made]
-            self._catch_up(there)
-            found = np.empty(
-                (len(ids), *self.held[self.table.name].shape[1:]), self.held[self.table.name].dtype
-            )
-            found[made] = self.held[self.table.name][there]
-            found[~made] = self.maker(new)[0]
+            self._catch_up(ids[exists])
+            found = np.empty((len(ids), *rows.shape[1:]), rows.dtype)
+            found[exists] = rows[ids[exists]]
+            found[~exists] = self.maker(new)[0]
             return found
         self._make(new)
         self._catch_up(ids)
-        return self.held[self.table.name].take(ids, 0, mode="clip")
+        return rows.take(ids, 0, mode="clip")
 
     def take(self, ids: np.ndarray, size: int) -> dict[str, np.ndarray]:
-        """Rows of the block and of its state, and zeros behind them: `size` of each."""
+        """Return rows of the block and of its state, padded to `size` with zeros."""
         self._make(ids[self.changed_at[ids] <= 0])
         self._catch_up(ids)
-        return {n: _rows_and_zeros(x, ids, size) for n, x in self.held.items()}
+        return {n: _pad_rows(x, ids, size) for n, x in self.arrays.items()}
 
     def put(
-        self, ids: np.ndarray, made: Mapping[str, Any], values: Mapping[str, Any]
+        self, ids: np.ndarray, new: Mapping[str, Any], values: Mapping[str, Any]
     ) -> dict[str, np.ndarray]:
-        """Write rows where they belong: an update was made of them. The memory that they are in.
+        """Store the rows of an update; return `arrays`.
 
         Args:
-          values: what `reads` names.
+          ids: increasing ids.
+          new: the new rows of each array, by name. Rows behind those of `ids` are padding.
+          values: the values that `reads` names.
         """
         self._before(ids)
-        for n, x in self.held.items():
-            x[ids] = np.asarray(made[n])[: len(ids)]
+        for n, x in self.arrays.items():
+            x[ids] = np.asarray(new[n])[: len(ids)]
         self.step += 1
         self.changed_at[ids] = self.step + 1
         if self.missed is not None and self.missed.add(ids, values):
-            # too much is kept of steps: what is not made has missed them too
+            # Records of steps take too much memory. All rows catch up, those without memory, too.
             if not self.missed.rests:
                 self._make(np.flatnonzero(self.changed_at <= 0))
             self._catch_up(np.flatnonzero(self.changed_at > 0))
             self.missed.forget()
-        return self.held
+        return self.arrays
 
     def evict(self, unused_for: int, under_way: np.ndarray) -> int:
-        """Give rows up that none of so many last steps has updated; how many they are.
+        """Evict the rows that the last `unused_for` steps have not updated; return their number.
 
-        They are as the init makes them from now on, with their state, and no part of the limit.
+        From then on they have their initial values and state, and count towards no limit.
 
         Args:
-          under_way: rows of which a gradient is to come, which stay.
+          unused_for: a number of steps.
+          under_way: ids of rows whose gradient has not arrived; they stay.
 
         Raises:
-          StateError: rows that cannot be made again.
+          StateError: rows cannot be initialized again.
         """
         if self.maker is None:
             raise StateError(
-                f"rows of {self.table.name} cannot be given up, since they cannot be made again: "
-                "its server began with "
-                "all of them, from an init that makes something of all rows, or from a checkpoint: "
-                "say "
-                "job.serve(state, init=(...,)), with the arguments of the init"
+                f"rows of {self.table.name} cannot be evicted, since its server cannot initialize "
+                "them again: it started with all of them, from an init that reduces over rows, or "
+                "from a checkpoint; call job.serve(state, init=(...,)) with the arguments of the "
+                "init"
             )
         if self.missed is not None and not self.missed.rests:
             raise StateError(
-                f"rows of {self.table.name} cannot be given up: its update moves those too that "
-                "nobody has looked up"
+                f"rows of {self.table.name} cannot be evicted: its update moves rows that no step "
+                "has looked up; use dtrans.Rows(update='lazy')"
             )
         is_old = (self.changed_at > 0) & (self.changed_at <= max(0, self.step + 1 - unused_for))
         is_old[under_way] = False
         gone = np.flatnonzero(is_old)
         self._before(gone)
-        # who has asked for changes after this step has yet to hear of it
+        # counted as of the next step: a `changed` of this step has not reported the eviction
         self.changed_at[gone] = -(self.step + 2)
         if self.missed is not None:
             self.missed.rest(gone)
@@ -208,8 +203,7 @@ class TableMemory:
         return len(gone)
 
     def changed(self, since: int) -> tuple[np.ndarray, np.ndarray]:
-        """The numbers of rows that steps after this one have changed, and of those that were given
-        up since."""
+        """Return ids of rows that steps after `since` have changed, and of rows evicted since."""
         is_changed = self.changed_at > since + 1
         if self.missed is not None and since < self.step and self.table.leaf_moves:
             is_changed |= self.missed.moving
@@ -217,50 +211,52 @@ class TableMemory:
 
     @property
     def nbytes(self) -> int:
-        """What the rows that are made weigh, with their state."""
-        return self.count * sum(x[:1].nbytes for x in self.held.values())
+        """Bytes of the rows that exist, with their state."""
+        return self.count * sum(x[:1].nbytes for x in self.arrays.values())
 
     def final(self) -> dict[str, ArrayLike]:
-        """The block and its state after the last update: what stands for arrays of all rows."""
+        """Return the block and its state after the last update, as array placeholders by name."""
         table = RowSnapshot(self)
-        return {n: _Final(self, n, table) for n in self.held}
+        return {n: _FinalArray(self, n, table) for n in self.arrays}
 
     def snapshot(self, patience: float) -> dict[str, ArrayLike]:
-        """The block and its state as they are now, for a thread that reads them while the block
-        goes on.
+        """Return the present block and its state, for a thread that reads them during updates.
 
         Args:
           patience: seconds that updates wait for a thread that makes no progress.
         """
-        table = RowSnapshot(self, goes_on=True, patience=patience)
+        table = RowSnapshot(self, is_live=True, patience=patience)
         self._snapshots.append(table)
-        return {n: TableArray(x, table, i) for i, (n, x) in enumerate(self.held.items())}
+        return {n: TableArray(x, table, i) for i, (n, x) in enumerate(self.arrays.items())}
 
     def _before(self, ids: np.ndarray) -> None:
-        """Let those who read the block keep rows that are about to change."""
+        """Let readers of the block save rows that are about to change."""
         if self._snapshots:
             self._snapshots = [x for x in self._snapshots if not x.is_over]
             for x in self._snapshots:
-                x.keep(ids)
+                x.save(ids)
 
-    def whole(self, name: str) -> np.ndarray:
-        """An array with all rows. Those that are as the init has them are made for it, and not
-        kept."""
+    def materialize(self, name: str) -> np.ndarray:
+        """Return an array with all rows. Initial rows are made for it, and not stored."""
         self._catch_up(np.flatnonzero(self.changed_at > 0))
         new = np.flatnonzero(self.changed_at <= 0)
         if not len(new):
-            return self.held[name]
+            return self.arrays[name]
         if self.missed is not None and not self.missed.rests:
             self._make(new)
             self._catch_up(new)
-            return self.held[name]
+            return self.arrays[name]
         assert self.maker is not None
-        found = self.held[name].copy()
-        found[new] = self.maker(new)[list(self.held).index(name)]
+        found = self.arrays[name].copy()
+        found[new] = self.maker(new)[list(self.arrays).index(name)]
         return found
 
     def _make(self, ids: np.ndarray) -> None:
-        """Make rows that are not there. Raises WireError where they are too many."""
+        """Initialize rows that do not exist.
+
+        Raises:
+          WireError: they exceed the table's limit.
+        """
         if not len(ids):
             return
         assert self.maker is not None
@@ -268,11 +264,11 @@ class TableMemory:
         if limit is not None and self.count + len(ids) > limit:
             raise WireError(
                 f"{self.table.name} has {self.count} rows, {len(ids)} new ones are looked up, and "
-                f"its limit is {limit} rows: raise limit= of dtrans.Rows, give up rows that are "
+                f"its limit is {limit} rows: raise limit= of dtrans.Rows, evict rows that are "
                 "not used (job.tables.evict), or take more pservers"
             )
         self._before(ids)
-        for x, rows in zip(self.held.values(), self.maker(ids), strict=True):
+        for x, rows in zip(self.arrays.values(), self.maker(ids), strict=True):
             x[ids] = rows
         self.changed_at[ids] = np.maximum(1, -self.changed_at[ids])
         self.count += len(ids)
@@ -281,53 +277,81 @@ class TableMemory:
         if self.missed is not None:
             behind = self.missed.behind(ids)
             self._before(behind)
-            self.missed.make_up(behind, self.held)
+            self.missed.make_up(behind, self.arrays)
 
 
-class _Final(ArrayLike):
-    """A block, or an array of its state, of which some rows are new: whoever reads it makes
-    them."""
+class _FinalArray(ArrayLike):
+    """A block, or an array of its state. Reading it initializes the rows that do not exist."""
 
     def __init__(self, memory: TableMemory, name: str, table: TableRows) -> None:
-        super().__init__(memory.held[name], table)
+        super().__init__(memory.arrays[name], table)
         self._memory, self._name = memory, name
 
     def materialize(self) -> np.ndarray:
-        return self._memory.whole(self._name)
+        return self._memory.materialize(self._name)
 
 
-def _saved_rows(table: TableBlock, begins: Sequence[Any]) -> TableRows | None:
-    """The rows that a block and its state begin with, where these are there one by one."""
-    found = {x.table if isinstance(x, ArrayLike) else None for x in begins}
+def _maker_of(saved: TableRows | None, initial: Sequence[Any]) -> RowMaker | None:
+    """Return the maker of a block's initial rows; None if its server has none."""
+    if saved is not None:
+        return None if saved.begins is None else RowMaker(saved.begins.eqn, saved.begins.args)
+    if all(isinstance(x, NewRows | KnownRows) for x in initial):
+        maker: RowMaker = initial[0].maker
+        return maker
+    return None
+
+
+def _saved_rows(table: TableBlock, initial: Sequence[Any]) -> TableRows | None:
+    """Return the saved rows with which a block and its state start, if all have the same source."""
+    found = {x.table if isinstance(x, ArrayLike) else None for x in initial}
     saved = found.pop()
     return saved if not found and saved is not None and saved.names == table.arrays else None
 
 
-def _rows_and_zeros(x: np.ndarray, ids: np.ndarray, size: int) -> np.ndarray:
-    """Rows of an array, and zeros behind them, `size` in all."""
+def _pad_rows(x: np.ndarray, ids: np.ndarray, size: int) -> np.ndarray:
+    """Return rows of an array, padded to `size` with zeros."""
     found = np.empty((size, *x.shape[1:]), x.dtype)
-    # they are there; it copies twice where it has to look
+    # the ids are valid; in mode "raise" `take` copies twice
     np.take(x, ids, 0, out=found[: len(ids)], mode="clip")
     found[len(ids) :] = 0
     return found
 
 
-def _same_bits(some: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Whether each row has the same bits in both."""
-    of_bytes = lambda x: np.ascontiguousarray(x).reshape(len(x), -1).view(np.uint8)
-    return np.asarray((of_bytes(some) == of_bytes(others)).all(1))
+def _equal_bits(some: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Return for each row True if it has the same bits in both arrays."""
+    equal = _as_bytes(some) == _as_bytes(others)
+    return np.asarray(equal.all(1))
+
+
+def _as_bytes(rows: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(rows).reshape(len(rows), -1).view(np.uint8)
 
 
 def memory_of(update: ServerUpdate, state: Mapping[str, Any]) -> dict[str, TableMemory]:
-    """The blocks of tables of which an update is of some rows alone, by name."""
+    """Return the memory of the tables whose updates touch some rows, by block."""
     return {n: TableMemory(update, t, state) for n, t in update.tables.items() if not t.updates_all}
 
 
-def among(ids: np.ndarray, size: int, gradient: RowGradient) -> np.ndarray:
-    """A gradient of rows as one of `size` rows, whose first are of the rows in `ids`; others are
-    zero."""
+def final_arrays(memory: Mapping[str, TableMemory]) -> dict[str, Any]:
+    """Return tables and their state after the last update, by name."""
+    return {n: x for table in memory.values() for n, x in table.final().items()}
+
+
+def snapshot_arrays(memory: Mapping[str, TableMemory], patience: float) -> dict[str, Any]:
+    """Return present tables for a thread that reads them during updates, by name."""
+    return {n: x for table in memory.values() for n, x in table.snapshot(patience).items()}
+
+
+def scatter_rows(ids: np.ndarray, size: int, gradient: RowGradient) -> np.ndarray:
+    """Scatter a gradient of rows into an array of `size` rows.
+
+    Args:
+      ids: the ids of the array's first rows, increasing; other rows are zero.
+      size: at least `len(ids)`.
+      gradient: of some of these rows.
+    """
     count = len(gradient.ids)
-    if count == len(ids):  # it is of all of them
+    if count == len(ids):  # it has a gradient for each: no search
         found = np.empty((size, *gradient.rows.shape[1:]), gradient.rows.dtype)
         found[:count], found[count:] = gradient.rows, 0
         return found

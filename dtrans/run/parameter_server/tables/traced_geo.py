@@ -1,7 +1,8 @@
-"""Rows that trainers of GEO-SGD keep, in a step that is traced to be verified.
+"""Local rows of GEO-SGD trainers, in a step that is traced to be verified.
 
-Rows are moved by `KeptRows`, and noted by `UnseenChanges`, as in processes. Between two equations
-both are arrays: numbers of rows are not known before the step is evaluated (`traced_tables`).
+`KeptRows` moves rows, and `UnseenChanges` records changes, as in processes. Between two equations
+the state of both is a set of arrays, since ids are unknown until the step is evaluated
+(`traced_tables`).
 """
 
 from __future__ import annotations
@@ -16,81 +17,84 @@ from dtrans.protocol.served import RowGradient, ServedRows
 from dtrans.protocol.tables.changed_rows import UnseenChanges
 from dtrans.protocol.tables.kept_rows import KeptRows
 from dtrans.protocol.tables.table_rows import BlockRowSet
+from dtrans.run.parameter_server.tables.missed_steps import pad
+from dtrans.run.parameter_server.tables.row_updates import pad_ids
 
 
 Move = Callable[..., Sequence[Any]]
+NO_IDS = np.zeros(0, np.int32)
 
 
 class TracedKeptRows(KeptRows):
-    """The rows of one table that a trainer keeps.
+    """A trainer's local rows of one table.
 
     Args:
-      ids: their numbers at the start, increasing.
-      rows: local rows, and each array of their state, with all rows of the table; the trainer keeps
-        those of `ids`.
+      ids: ids at the start, increasing.
+      rows: the table, and each array of row state, with all rows. The trainer starts with those of
+        `ids`.
     """
 
     def __init__(self, ids: np.ndarray, rows: Sequence[Any]) -> None:
         self._size = size = len(rows[0])
         self._types = [((size, *x.shape[1:]), x.dtype) for x in rows]
-        old = self._types[0]
-        padded = np.concatenate([ids, np.full(size - len(ids), size)]).astype(np.int32)
-        types = [((size,), np.int32), ((size,), np.int32), *self._types, old]
-        begin = lambda numbers, rows: _begun(numbers[0], rows).arrays(size)
-        self._arrays = trace_move(begin, [padded], rows, types)
+        self._state_types = [*[((size,), np.int32)] * 2, *self._types, self._types[0]]
+        begin = lambda numbers, rows: _start(numbers[0], rows).arrays(size)
+        self._arrays = trace_move(begin, [pad_ids(ids, size, size)], rows, self._state_types)
 
     def missing(self, ids: Any) -> Any:
-        """Return the numbers of rows that are not here, and that of no row behind them."""
-        (found,) = self._move(lambda kept, ids: [kept.missing(ids)], [ids], [], [len(ids)], [])
+        """Return those of some ids that are not local, padded."""
+        (found,) = self._move(lambda local, ids: [local.missing(ids)], [ids], [], [len(ids)], [])
         return found
 
     def add(self, ids: Any, rows: Any, state: Sequence[Any] | None = None) -> None:
-        """Keep rows that were not here.
+        """Add rows that are not local.
 
         Args:
-          state: of the same rows.
+          ids: padded ids.
+          rows: their rows.
+          state: their rows of each array of state.
         """
 
-        def add(kept: KeptRows, ids: np.ndarray, rows: np.ndarray, *state: np.ndarray) -> list[Any]:
-            kept.add(ids, rows[: len(ids)], [x[: len(ids)] for x in state])
+        def add(table: KeptRows, ids: np.ndarray, *arrays: np.ndarray) -> list[Any]:
+            rows, *state = (x[: len(ids)] for x in arrays)
+            table.add(ids, rows, state)
             return []
 
         self._move(add, [ids], [rows, *(state or ())], [], [])
 
     def take(self, ids: Any, size: int) -> list[Any]:
-        """Return rows with their state, and zeros behind them."""
+        """Return rows with their state, padded to `size` with zeros."""
         types = [((size, *shape[1:]), dtype) for shape, dtype in self._types]
-        return self._move(lambda kept, ids: kept.take(ids, size), [ids], [], [], types)
+        return self._move(lambda local, ids: local.take(ids, size), [ids], [], [], types)
 
-    def put(self, ids: Any, made: Sequence[Any]) -> None:
-        """Keep what a step has made of rows."""
+    def put(self, ids: Any, new: Sequence[Any]) -> None:
+        """Store new rows and state."""
 
-        def put(kept: KeptRows, ids: np.ndarray, *made: np.ndarray) -> list[Any]:
-            kept.put(ids, made)
+        def put(local: KeptRows, ids: np.ndarray, *new: np.ndarray) -> list[Any]:
+            local.put(ids, new)
             return []
 
-        self._move(put, [ids], made, [], [])
+        self._move(put, [ids], new, [], [])
 
     def over(self, rows: Sequence[Any]) -> list[Any]:
-        """Return local rows and their state where they are here, and other rows elsewhere."""
+        """Return the table and its state: local rows over those of `rows`."""
 
-        def over(kept: KeptRows, ids: np.ndarray, *rows: np.ndarray) -> list[Any]:
-            for x, here in zip(rows, kept.take(kept.ids, len(kept)), strict=True):
-                x[kept.ids] = here
+        def over(local: KeptRows, ids: np.ndarray, *rows: np.ndarray) -> list[Any]:
+            for x, here in zip(rows, local.take(local.ids, len(local)), strict=True):
+                x[local.ids] = here
             return [*rows]
 
-        return self._move(over, [np.zeros(0, np.int32)], rows, [], self._types)
+        return self._move(over, [NO_IDS], rows, [], self._types)
 
     def _unpushed(self) -> tuple[Any, Any, Any]:
         row = self._types[0]
-        ids, local, old = self._move(
-            lambda kept, ids: kept._unpushed(), [np.zeros(0, np.int32)], [], [self._size], [row] * 2
-        )
-        return ids, local, old
+        unpushed = lambda local, ids: local._unpushed()
+        ids, rows, old = self._move(unpushed, [NO_IDS], [], [self._size], [row] * 2)
+        return ids, rows, old
 
     def _known(self, server: RowGradient) -> tuple[Any, Any, Any, Any]:
-        def known(kept: KeptRows, ids: np.ndarray, rows: np.ndarray) -> Sequence[Any]:
-            return kept._known(RowGradient(ids, rows[: len(ids)]))
+        def known(local: KeptRows, ids: np.ndarray, rows: np.ndarray) -> Sequence[Any]:
+            return local._known(RowGradient(ids, rows[: len(ids)]))
 
         row = self._types[0]
         ids, rows, local, old = self._move(
@@ -99,10 +103,9 @@ class TracedKeptRows(KeptRows):
         return ids, rows, local, old
 
     def _agree(self, ids: Any, local: Any, old: Any) -> None:
-        def agree(
-            kept: KeptRows, ids: np.ndarray, old: np.ndarray, *local: np.ndarray
-        ) -> list[Any]:
-            kept._agree(ids, local[0][: len(ids)] if local else None, old[: len(ids)])
+        def agree(table: KeptRows, ids: np.ndarray, *arrays: np.ndarray) -> list[Any]:
+            old, *local = (x[: len(ids)] for x in arrays)
+            table._agree(ids, local[0] if local else None, old)
             return []
 
         self._move(agree, [ids], [old] if local is None else [old, local], [], [])
@@ -115,77 +118,85 @@ class TracedKeptRows(KeptRows):
         counts: Sequence[int],
         types: Sequence[Any],
     ) -> list[Any]:
-        """Apply a function that moves rows, and keep its result; return its outputs, padded.
+        """Apply a function to the local rows and store them; return its outputs, padded.
 
         Args:
-          fn: takes what is kept, numbers without those of no row, and rows.
-          counts: how many numbers each of its first outputs has room for.
-          types: the shape and dtype of each further output.
+          fn: a function of a `KeptRows`, of ids without padding, and of rows.
+          numbers: padded ids.
+          rows: arrays of rows.
+          counts: the static size of each leading output, which has ids.
+          types: the shape and dtype of each other output.
         """
         here, size, ours = len(self._arrays), self._size, len(self._types) + 1
 
         def host(numbers: Sequence[Any], moved: Sequence[Any]) -> list[np.ndarray]:
-            kept = KeptRows.from_arrays(numbers[0], numbers[1], *moved[:ours])
-            there = [x[x < size] for x in numbers[2:]]
-            made = [np.asarray(x) for x in fn(kept, *there, *moved[ours:])]
-            ids = [_behind(x, count, size) for x, count in zip(made, counts, strict=False)]
-            rest = zip(made[len(counts) :], types, strict=True)
-            return [*kept.arrays(size), *ids, *(_behind(x, t[0][0], 0) for x, t in rest)]
+            local = KeptRows.from_arrays(numbers[0], numbers[1], *moved[:ours])
+            ids = [x[x < size] for x in numbers[2:]]
+            outs = list(map(np.asarray, fn(local, *ids, *moved[ours:])))
+            padded = []
+            for x, count in zip(outs, counts, strict=False):
+                padded.append(pad(x, count, size))
+            for x, (shape, _) in zip(outs[len(counts) :], types, strict=True):
+                padded.append(pad(x, shape[0]))
+            return [*local.arrays(size), *padded]
 
-        kinds = [((size,), np.int32), ((size,), np.int32), *self._types, self._types[0]]
-        kinds += [*(((count,), np.int32) for count in counts), *types]
-        outs = trace_move(host, [*self._arrays[:2], *numbers], [*self._arrays[2:], *rows], kinds)
+        id_types = [((count,), np.int32) for count in counts]
+        outs = trace_move(
+            host,
+            [*self._arrays[:2], *numbers],
+            [*self._arrays[2:], *rows],
+            [*self._state_types, *id_types, *types],
+        )
         self._arrays = outs[:here]
         return outs[here:]
 
 
-def _begun(ids: np.ndarray, rows: Sequence[Any]) -> KeptRows:
-    """Return the rows that a trainer keeps directly after a lookup."""
-    size = len(ids)
-    ids = ids[ids < size]
-    kept = KeptRows(rows)
-    kept.add(ids, rows[0][ids], [x[ids] for x in rows[1:]])
-    return kept
+def _start(ids: np.ndarray, rows: Sequence[Any]) -> KeptRows:
+    """Return local rows directly after their lookup.
 
-
-def _behind(x: np.ndarray, size: int, filler: int) -> np.ndarray:
-    """Return an array with others behind its rows."""
-    return np.concatenate([x, np.full((size - len(x), *x.shape[1:]), filler, x.dtype)])
+    Args:
+      ids: padded ids.
+      rows: the table and its state, with all rows.
+    """
+    ids = ids[ids < len(ids)]
+    local = KeptRows(rows)
+    local.add(ids, rows[0][ids], [x[ids] for x in rows[1:]])
+    return local
 
 
 class TracedChanges:
-    """The rows of one server's blocks that trainers have, and those that others have changed.
+    """Rows of one server's blocks that trainers have, and rows that others have changed.
 
     Args:
-      tables: the blocks.
-      trainers: how many there are.
-      kept: for each block the rows that each trainer has at the start.
+      tables: the blocks, by name.
+      trainers: the number of trainers.
+      start: for each block, the local rows of each trainer at the start.
     """
 
     def __init__(
         self,
         tables: Mapping[str, ServedRows],
         trainers: int,
-        kept: Mapping[str, Sequence[np.ndarray]],
+        start: Mapping[str, Sequence[np.ndarray]],
     ) -> None:
         self._tables, self._trainers = tables, trainers
-        begun = UnseenChanges(tables, trainers)
-        for name, of_trainers in kept.items():
+        changes = UnseenChanges(tables, trainers)
+        for name, of_trainers in start.items():
             for k, ids in enumerate(of_trainers):
-                begun.asked(k, name, ids)
-        self._has: dict[str, Any] = {n: begun.has(n).astype(np.int32) for n in begun.tables}
+                changes.asked(k, name, ids)
+        self._has: dict[str, Any] = {n: changes.has(n).astype(np.int32) for n in changes.tables}
 
     def asked(self, k: int, name: str, ids: Any) -> None:
-        """Note that a trainer has rows of a block."""
+        """Record that a trainer has looked up rows of a block."""
         self._note(name, ids, lambda notes, ids: notes.asked(k, name, ids))
 
     def changed(self, k: int, name: str, ids: Any) -> None:
-        """Note that a trainer has changed rows of a block."""
+        """Record that a trainer has changed rows of a block."""
         self._note(name, ids, lambda notes, ids: notes.changed(k, name, ids))
 
     def take(self, k: int, name: str) -> Any:
-        """Return the numbers of the rows to send to a trainer, padded with the number of no row."""
-        return self._note(name, np.zeros(0, np.int32), lambda notes, ids: notes.take(k, name))
+        """Return the ids of the rows to send to a trainer, padded."""
+        return self._note(name, NO_IDS, lambda notes, ids: notes.take(k, name))
 
     def _note(
         self, name: str, ids: Any, fn: Callable[[UnseenChanges, np.ndarray], np.ndarray | None]
@@ -197,36 +208,34 @@ class TracedChanges:
         def host(numbers: Sequence[Any], _: Sequence[Any]) -> list[np.ndarray]:
             notes = UnseenChanges({name: self._tables[name]}, self._trainers)
             notes.restore(name, numbers[0])
-            told = fn(notes, numbers[1][numbers[1] < rows])
-            return [
-                notes.has(name).astype(np.int32),
-                _behind(np.zeros(0, np.int32) if told is None else told, rows, rows),
-            ]
+            found = fn(notes, numbers[1][numbers[1] < rows])
+            found = NO_IDS if found is None else found
+            return [notes.has(name).astype(np.int32), pad_ids(found, rows, rows)]
 
         has = self._has[name]
-        self._has[name], told = trace_move(
-            host, [has, ids], [], [(has.shape, np.int32), ((rows,), np.int32)]
-        )
-        return told
+        types = [(has.shape, np.int32), ((rows,), np.int32)]
+        self._has[name], found = trace_move(host, [has, ids], [], types)
+        return found
 
 
 def rows_of_table(spans: Sequence[BlockRowSet], parts: Sequence[RowGradient]) -> RowGradient:
-    """Return rows of all blocks of a table, by their numbers in it."""
+    """Return rows of a table from rows of its blocks, padded.
+
+    Args:
+      spans: the rows of the table in each block.
+      parts: rows of each block, with padded ids in the block.
+    """
     rows = sum(span.rows for span in spans)
 
     def host(numbers: Sequence[Any], found: Sequence[Any]) -> list[np.ndarray]:
-        counts = [
-            int(np.searchsorted(ids, span.rows)) for ids, span in zip(numbers, spans, strict=True)
-        ]
-        ids = [
-            span.in_leaf(x[:count]) for x, span, count in zip(numbers, spans, counts, strict=True)
-        ]
-        there = [x[:count] for x, count in zip(found, counts, strict=True)]
-        return [
-            _behind(np.concatenate(ids).astype(np.int32), rows, rows),
-            _behind(np.concatenate(there), rows, 0),
-        ]
+        ids, there = [], []
+        for some, x, span in zip(numbers, found, spans, strict=True):
+            count = int(np.searchsorted(some, span.rows))
+            ids.append(span.in_leaf(some[:count]))
+            there.append(x[:count])
+        return [pad_ids(np.concatenate(ids), rows, rows), pad(np.concatenate(there), rows)]
 
     row = parts[0].rows
     types = [((rows,), np.int32), ((rows, *row.shape[1:]), row.dtype)]
-    return RowGradient(*trace_move(host, [x.ids for x in parts], [x.rows for x in parts], types))
+    ids = [x.ids for x in parts]
+    return RowGradient(*trace_move(host, ids, [x.rows for x in parts], types))

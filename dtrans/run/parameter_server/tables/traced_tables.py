@@ -1,11 +1,11 @@
-"""Tables of a step that is traced to be verified: numbers of rows are values that nobody knows yet.
+"""Tables in a step that is traced to be verified, where ids of rows are unknown values.
 
-What the host does with numbers becomes equations that call the same functions
-(`dtrans.ops.moved_rows`). An array of numbers has room for as many as there may be: they increase,
-and that of no row stands behind them.
+The host's functions on ids become equations that call the same functions
+(`dtrans.ops.moved_rows`). An array of ids has a static size. The ids increase, and padding has the
+id behind the table's last row.
 
-`plan.verify()` traces synchronous jobs (`dtrans.run.parameter_server.mesh`) with these, and ordered
-ones (`dtrans.run.parameter_server.ordered_job`).
+`plan.verify()` traces synchronous jobs (`dtrans.run.parameter_server.mesh`) and ordered ones
+(`dtrans.run.parameter_server.ordered_job`) with these functions.
 """
 
 from __future__ import annotations
@@ -21,75 +21,81 @@ from dtrans.ops.moved_rows import trace_move
 from dtrans.parameter_server.tables.touched_rows import TableBlock, room_for
 from dtrans.protocol.served import RowGradient
 from dtrans.protocol.tables.table_rows import BlockRowSet, put_in_place, wanted_of
-from dtrans.run.parameter_server.tables.missed_steps import MissedSteps
-from dtrans.run.parameter_server.tables.row_updates import all_ids, put_at, room_after, taken_at
-from dtrans.run.parameter_server.tables.table_memory import among
+from dtrans.run.parameter_server.tables.missed_steps import MissedSteps, pad
+from dtrans.run.parameter_server.tables.row_updates import (
+    all_ids,
+    pad_ids,
+    put_rows,
+    take_rows,
+)
+from dtrans.run.parameter_server.tables.table_memory import scatter_rows
 
 
 Rows = Mapping[str, Any]
 
 
 class TracedMemory:
-    """A block of a table, and its state, as arrays (`TableMemory` has them in memory that is
-    written again).
+    """Rows of a block and of its state, as traced arrays in place of `TableMemory`.
 
     Args:
       table: the block.
-      missed: makes the steps that rows miss; None where only rows with a gradient move.
-      state: what it begins with, and its state, by name.
+      missed: makes steps that rows have missed; None if updates move only rows with a gradient.
+      state: the initial values, by name.
 
     Attributes:
-      held: the block, and the state that has rows of it, by name.
-      reads: what has to be known of each update, by name.
+      arrays: the block, and the state that has a row for each of its rows, by name.
+      reads: names of the values that `put` takes of each update.
     """
 
     def __init__(self, table: TableBlock, missed: MissedSteps | None, state: Rows) -> None:
         self._table, self._missed = table, missed
-        self.held: Rows = {n: state[n] for n in table.arrays}
+        self.arrays: Rows = {n: state[n] for n in table.arrays}
         self.reads = () if missed is None else tuple(missed.reads)
 
     def take(self, ids: Any, size: int) -> dict[str, Any]:
-        """Return rows of the block and of its state, and zeros behind them."""
-        assert len(ids) == size, "numbers have room already"
-        return taken_at(self._table, ids, self.held)
+        """Return rows of the block and of its state, padded to `size` with zeros."""
+        assert len(ids) == size, "traced ids are padded"
+        return take_rows(self._table, ids, self.arrays)
 
-    def put(self, ids: Any, made: Rows, values: Rows) -> Rows:
-        """Return all arrays with new rows: an update was made of some, and the others have made its
-        step at once.
+    def put(self, ids: Any, new: Rows, values: Rows) -> Rows:
+        """Store the rows of an update; return `arrays`. Other rows make the update's step at once.
 
         Args:
-          values: what `reads` names.
+          ids: padded ids.
+          new: the new rows of each array, by name.
+          values: the values that `reads` names.
         """
-        self.held = put_at(self._table, ids, made, self._caught_up(ids, values))
-        return self.held
+        self.arrays = put_rows(self._table, ids, new, self._caught_up(ids, values))
+        return self.arrays
 
     def _caught_up(self, ids: Any, values: Rows) -> Rows:
-        """Return all arrays after one step without a gradient of every row, but those with these
-        numbers."""
+        """Return all arrays after one step without a gradient for all rows except `ids`."""
         if self._missed is None:
-            return self.held
+            return self.arrays
         seen = jnp.zeros(self._table.rows, jnp.int32).at[ids].set(1, mode="drop")
         records = {n: jnp.asarray(values[n])[None] for n in self.reads}
-        made: Rows = self._missed.catching_up(self._table.rows)(self.held, seen, records, 0, 1)
-        return made
+        make_up = self._missed.catching_up(self._table.rows)
+        arrays: Rows = make_up(self.arrays, seen, records, 0, 1)
+        return arrays
 
 
 def fetch_rows(eqn: JaxprEqn, uniq: Any, give: Callable[[str, str, Any], Any]) -> Any:
-    """Return the rows that a `prefetch` equation looks up, and zeros behind them.
+    """Return the rows that a `prefetch` equation looks up, padded with zeros.
 
     Args:
-      uniq: their numbers.
-      give: returns rows of a block, given its server, its name and numbers.
+      eqn: the equation.
+      uniq: padded ids.
+      give: returns rows of a block, from its server, its name and padded ids.
     """
     p, (t, *_) = eqn.params, eqn.params["types"]
     where = {x: p[x] for x in ("epmap", "names", "spans")}
 
     def ask(numbers: Sequence[Any], _: Sequence[Any]) -> list[np.ndarray]:
         wanted = wanted_of(numbers[0], np.zeros(len(numbers[0])), **where)
-        return [
-            room_after(ids, len(numbers[0]), span.rows)
-            for (*_, ids, _), span in zip(wanted, p["spans"], strict=True)
-        ]
+        asked = []
+        for (*_, ids, _), span in zip(wanted, p["spans"], strict=True):
+            asked.append(pad_ids(ids, len(numbers[0]), span.rows))
+        return asked
 
     def land(numbers: Sequence[Any], parts: Sequence[Any]) -> list[np.ndarray]:
         rows = np.zeros(t.shape, np.int64)
@@ -100,74 +106,78 @@ def fetch_rows(eqn: JaxprEqn, uniq: Any, give: Callable[[str, str, Any], Any]) -
         return [rows]
 
     asked = trace_move(ask, [uniq], [], [(uniq.shape, np.int32)] * len(p["names"]))
-    parts = [give(*of) for of in zip(p["epmap"], p["names"], asked, strict=True)]
+    parts = list(map(give, p["epmap"], p["names"], asked))
     return trace_move(land, [uniq], parts, [(t.shape, t.dtype)])[0]
 
 
-def part_of_block(span: BlockRowSet, whole: RowGradient) -> RowGradient:
-    """Return the part of a gradient of rows of a table that a block has, by the numbers of rows in
-    it."""
+def part_of_block(span: BlockRowSet, gradient: RowGradient) -> RowGradient:
+    """Return a block's part of a gradient of table rows, with ids in the block."""
 
     def cut(numbers: Sequence[Any], rows: Sequence[Any]) -> list[np.ndarray]:
+        size = len(numbers[0])
         at = span.among(numbers[0])
         local = span.local(numbers[0][at])
-        return [
-            room_after(local, len(numbers[0]), span.rows),
-            _with_zeros(rows[0][at], len(numbers[0])),
-        ]
+        return [pad_ids(local, size, span.rows), pad(rows[0][at], size)]
 
-    if is_traced(whole.ids) or is_traced(whole.rows):
-        types = [(whole.ids.shape, np.int32), (whole.rows.shape, whole.rows.dtype)]
-        return RowGradient(*trace_move(cut, [whole.ids], [whole.rows], types))
-    at = span.among(whole.ids)
-    return RowGradient(span.local(whole.ids[at]), whole.rows[at])
+    if is_traced(gradient.ids) or is_traced(gradient.rows):
+        ids, rows = gradient.ids, gradient.rows
+        types = [(ids.shape, np.int32), (rows.shape, rows.dtype)]
+        return RowGradient(*trace_move(cut, [ids], [rows], types))
+    at = span.among(gradient.ids)
+    return RowGradient(span.local(gradient.ids[at]), gradient.rows[at])
 
 
 def gradients_with_room(
-    table: TableBlock, given: Mapping[str, RowGradient]
+    table: TableBlock, gradients: Mapping[str, RowGradient]
 ) -> tuple[Any, dict[str, Any]]:
-    """Lay what is sent of rows of a block out for one update.
+    """Lay out gradients of a block's rows for one update.
 
     Args:
-      given: what trainers have sent, and what they have received of the same rows, by name.
+      table: the block.
+      gradients: trainers' gradients, and the copies that they have received, by name.
 
     Returns:
-      The numbers of the rows that are updated, and each of `given` as an array with room for them,
-      zero elsewhere.
+      The ids of the rows to update, and each of `gradients` as a padded array with these rows; rows
+      without a gradient are zero.
     """
-    if any(is_traced(x.ids) or is_traced(x.rows) for x in given.values()):
-        return _traced_with_room(table, given)
-    ids = np.arange(table.rows) if table.updates_all else all_ids(table, given, table.gradients)
+    if any(is_traced(x.ids) or is_traced(x.rows) for x in gradients.values()):
+        return _trace_layout(table, gradients)
+    ids = _updated_ids(table, gradients)
     size = table.rows if table.updates_all else room_for(len(ids))
-    return ids, {n: among(ids, size, x) for n, x in given.items()}
+    return ids, {n: scatter_rows(ids, size, x) for n, x in gradients.items()}
 
 
-def _traced_with_room(
-    table: TableBlock, given: Mapping[str, RowGradient]
-) -> tuple[Any, dict[str, Any]]:
-    """Trace `gradients_with_room`. The number of no row stands behind those that there are."""
-    size = (
-        table.rows
-        if table.updates_all
-        else room_for(sum(len(given[n].ids) for n in table.gradients.values()))
+def _updated_ids(table: TableBlock, gradients: Mapping[str, RowGradient]) -> np.ndarray:
+    return (
+        np.arange(table.rows) if table.updates_all else all_ids(table, gradients, table.gradients)
     )
 
-    def put_together(numbers: Sequence[Any], rows: Sequence[Any]) -> list[np.ndarray]:
-        sent = {n: _there(table, *pair) for n, *pair in zip(given, numbers, rows, strict=True)}
-        ids = np.arange(table.rows) if table.updates_all else all_ids(table, sent, table.gradients)
-        return [room_after(ids, size, table.rows), *(among(ids, size, x) for x in sent.values())]
 
-    sent = given.values()
-    types = [((size,), np.int32), *(((size, *x.rows.shape[1:]), x.rows.dtype) for x in sent)]
-    ids, *each = trace_move(put_together, [x.ids for x in sent], [x.rows for x in sent], types)
-    return ids, dict(zip(given, each, strict=True))
+def _trace_layout(
+    table: TableBlock, gradients: Mapping[str, RowGradient]
+) -> tuple[Any, dict[str, Any]]:
+    """Trace `gradients_with_room`."""
+    if table.updates_all:
+        size = table.rows
+    else:
+        size = room_for(sum(len(gradients[n].ids) for n in table.gradients.values()))
+
+    def lay_out(numbers: Sequence[Any], rows: Sequence[Any]) -> list[np.ndarray]:
+        found = {}
+        for name, ids, some in zip(gradients, numbers, rows, strict=True):
+            found[name] = _drop_padding(table, ids, some)
+        updated = _updated_ids(table, found)
+        arrays = [scatter_rows(updated, size, x) for x in found.values()]
+        return [pad_ids(updated, size, table.rows), *arrays]
+
+    all_numbers = [x.ids for x in gradients.values()]
+    all_rows = [x.rows for x in gradients.values()]
+    types: list[Any] = [((size,), np.int32)]
+    types += [((size, *x.shape[1:]), x.dtype) for x in all_rows]
+    ids, *arrays = trace_move(lay_out, all_numbers, all_rows, types)
+    return ids, dict(zip(gradients, arrays, strict=True))
 
 
-def _there(table: TableBlock, ids: np.ndarray, rows: np.ndarray) -> RowGradient:
-    """Return rows without the room behind them."""
+def _drop_padding(table: TableBlock, ids: np.ndarray, rows: np.ndarray) -> RowGradient:
     count = int(np.searchsorted(ids, table.rows))
     return RowGradient(ids[:count], rows[:count])
-
-
-def _with_zeros(rows: np.ndarray, size: int) -> np.ndarray:
-    return np.concatenate([rows, np.zeros((size - len(rows), *rows.shape[1:]), rows.dtype)])

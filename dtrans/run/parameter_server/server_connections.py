@@ -1,0 +1,171 @@
+"""Connections of one trainer to its servers: opened on first use, closed with the job.
+
+A connection belongs to a trainer with a number. The equations of a trainer's programs name it
+(`identify`), so the first connection is opened by an equation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import socket
+from collections.abc import Collection, Mapping
+from typing import TypeVar
+
+from dtrans._jax import JaxprEqn
+from dtrans.checkpoint.pserver_state import TRAINER
+from dtrans.checkpoint.runs import new_run, note
+from dtrans.endpoints import split_endpoint
+from dtrans.errors import ConfigError, PeerError
+from dtrans.protocol.operation import Operation
+from dtrans.protocol.presence import RETRY
+from dtrans.protocol.server_link import LastWords, OperationWait, ServerLink
+from dtrans.protocol.trainer import TrainerSteps, leave
+from dtrans.protocol.transport import LINGER
+from dtrans.run.net.keys import Keys
+from dtrans.run.net.zmq_transport import ZmqTransport
+
+
+T = TypeVar("T")
+
+
+class ServerConnections:
+    """All connections of one process.
+
+    Args:
+      deadline: seconds that a server's answer may take.
+      patience: seconds without a sign of a server after which it counts as dead.
+      wait_port: wait for servers that do not listen yet; otherwise their absence is an error.
+      encryption: the option `transport_encryption` of `Executor`.
+
+    Attributes:
+      steps: the trainer's side of the protocol; its messages go through these connections.
+      plan: the fingerprint of the plan, by part. Servers compare it with theirs.
+    """
+
+    def __init__(
+        self, *, deadline: float, patience: float, wait_port: bool, encryption: str
+    ) -> None:
+        self.steps = TrainerSteps(lambda endpoint: self.link(endpoint).line)
+        self.plan: Mapping[str, str] = {}
+        self._deadline, self._patience = deadline, patience
+        self._wait_port = wait_port
+        self._encryption = encryption
+        self._links: dict[str, ServerLink] = {}
+        self._opened: ZmqTransport | None = None
+        self._me: tuple[int, int] | None = None  # number of this trainer, and of all trainers
+        self._session = new_run()
+
+    @property
+    def is_known(self) -> bool:
+        """True if this process is a trainer that servers know."""
+        return self._me is not None
+
+    @functools.cached_property
+    def keys(self) -> Keys:
+        """Secret and encryption keys of the job, from the environment."""
+        return Keys.from_environment(self._encryption)
+
+    @property
+    def _transport(self) -> ZmqTransport:
+        if self._opened is None:
+            self._opened = ZmqTransport(self.keys, self._patience)
+        return self._opened
+
+    def identify(self, eqn: JaxprEqn) -> None:
+        """Take the trainer's number from an equation of its program.
+
+        Raises:
+          ConfigError: an earlier program belongs to another trainer.
+        """
+        me = (eqn.params["trainer_id"], eqn.params["trainers"])
+        if self._me not in (None, me):
+            raise ConfigError(
+                f"this executor already ran programs of trainer {self._me[0]}, and cannot be "
+                f"trainer {me[0]}; make one Executor for each trainer"
+            )
+        if self._me is None and eqn.params["trainer_id"] == 0:
+            note(TRAINER, self._session)  # servers know the run by the same id
+        self._me, self.steps.sync_mode = me, eqn.params["sync_mode"]
+
+    def link(self, endpoint: str) -> ServerLink:
+        """Return the connection to a server; open it on first use and wait for the welcome.
+
+        Raises:
+          PeerError: the server refuses, or does not listen and `wait_port` is False.
+          DeadlineError: the server does not answer.
+        """
+        if endpoint in self._links:
+            return self._links[endpoint]
+        assert self._me is not None
+        trainer_id, trainers = self._me
+        if not self._wait_port:
+            _check_listens(f"trainer {trainer_id}", endpoint, self._deadline)
+        link = self._links[endpoint] = ServerLink(
+            self._transport,
+            endpoint=endpoint,
+            trainer=trainer_id,
+            trainers=trainers,
+            session=self._session,
+            sync_mode=self.steps.sync_mode,
+            plan=self.plan,
+            secret=self.keys.secret,
+            deadline=self._deadline,
+            retry=min(RETRY, self._patience),
+        )
+        try:
+            self.run(link.greet())
+        except BaseException:
+            self._links.pop(endpoint).close()
+            raise
+        return link
+
+    def connect(self, endpoints: Collection[str]) -> tuple[ZmqTransport, Mapping[str, ServerLink]]:
+        """Connect to servers. Return the transport, and the connections to all servers so far."""
+        for endpoint in endpoints:
+            self.link(endpoint)
+        return self._transport, self._links
+
+    def run(self, operation: Operation[T]) -> T:
+        """Wait for the answers of an operation; return its result.
+
+        Raises:
+          DeadlineError: an answer is late. PeerError: a server refuses, or has gone.
+        """
+        self._wait(OperationWait(self._transport, self._links, operation))
+        return operation.result
+
+    def _wait(self, wait: OperationWait | LastWords) -> None:
+        while not wait.done:
+            wait.turn()
+
+    def close(self, reason: str | None) -> None:
+        """Leave every server and close all connections, even if one of them raises.
+
+        Args:
+          reason: the error that ends this trainer; None if it has completed.
+        """
+        with contextlib.ExitStack() as stack:
+            if self._opened is not None:
+                stack.callback(self._opened.close, LINGER)
+            for link in self._links.values():
+                stack.callback(self._leave, link, reason)
+
+    def _leave(self, link: ServerLink, reason: str | None) -> None:
+        """Send `complete`, or the reason of an abort, and wait until the server acknowledges it."""
+        if reason is not None:
+            self._wait(LastWords(self._transport, link, reason))
+            link.close()
+            return
+        try:
+            self.run(leave(link.line))
+        finally:
+            link.close(LINGER)
+
+
+def _check_listens(me: str, endpoint: str, deadline: float) -> None:
+    """Raise PeerError if no process listens at an endpoint."""
+    try:
+        socket.create_connection(split_endpoint(endpoint), timeout=deadline).close()
+    except OSError as e:
+        raise PeerError(f"{me} finds no pserver at {endpoint}: {e.strerror or e}") from e

@@ -1,0 +1,103 @@
+"""Rows of tables that a trainer's steps look up on servers.
+
+prefetch   records a lookup, or takes rows that were announced
+receive    one request to each server for all lookups on record; it waits for the rows
+announce   requests the rows of a later step, and waits for none
+look_up    reads rows between steps; they are not trained
+send_rows  sends the gradients of rows to the servers that hold these
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from dtrans._jax import JaxprEqn
+from dtrans.protocol.buffers import BufferPool
+from dtrans.protocol.tables.table_rows import WantedRows, put_in_place
+from dtrans.protocol.trainer import LookedUp
+from dtrans.run.parameter_server.background import rows_wanted
+from dtrans.run.parameter_server.server_connections import ServerConnections
+
+
+class RowLookups:
+    """Lookups of one trainer.
+
+    Args:
+      connections: to the servers.
+    """
+
+    def __init__(self, connections: ServerConnections) -> None:
+        self._connections = connections
+        self._steps = connections.steps
+        self._pending: list[tuple[JaxprEqn, LookedUp]] = []
+        self._pool = BufferPool()
+
+    def prefetch(self, eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
+        """Return memory for the rows of a `prefetch`. `receive` fills it, unless they are here."""
+        self._connections.identify(eqn)
+        (uniq,) = values
+        now = self._connections.link(eqn.params["epmap"][0]).line.step
+        found = self._steps.announced(eqn.params["table"], uniq, now)
+        if found is None:
+            found = self._allocate(eqn, uniq)
+            self._pending.append((eqn, found))
+        else:
+            put_in_place(uniq, found.rows, found.wanted, eqn.params["spans"])
+        return [found.rows]
+
+    def _allocate(self, eqn: JaxprEqn, uniq: np.ndarray) -> LookedUp:
+        """Take memory for the rows that a `prefetch` looks up."""
+        table, (t,) = eqn.params["table"], eqn.params["types"]
+        rows = self._pool.take(f"{table} rows", t.shape, t.dtype)
+        return LookedUp(table, uniq, rows, rows_wanted(eqn, uniq, rows))
+
+    def receive(self) -> None:
+        """Receive the rows of all pending lookups."""
+        pending, self._pending = self._pending, []
+        if not pending:
+            return
+        wanted: list[WantedRows] = []
+        for _, lookup in pending:
+            wanted += lookup.wanted
+        self._connections.run(self._steps.prefetch(wanted, train=True))
+        for eqn, x in pending:
+            put_in_place(x.uniq, x.rows, x.wanted, eqn.params["spans"])
+
+    def announce(self, lookups: Sequence[tuple[JaxprEqn, np.ndarray]]) -> None:
+        """Request the rows of a later step without waiting for them.
+
+        Args:
+          lookups: `prefetch` equations, each with the ids of its rows.
+        """
+        for eqn, _ in lookups:
+            self._connections.identify(eqn)
+        self._steps.announce([self._allocate(eqn, uniq) for eqn, uniq in lookups])
+
+    def look_up(
+        self, eqn: JaxprEqn, ids: np.ndarray, ask: Callable[[Sequence[WantedRows]], bool]
+    ) -> np.ndarray:
+        """Return rows that are read but not trained.
+
+        Args:
+          eqn: the `prefetch` of the table.
+          ids: row ids, increasing.
+          ask: receives the rows and returns True if a communicator has the connections.
+        """
+        t = eqn.params["types"][0]
+        rows = np.empty((len(ids), *t.shape[1:]), t.dtype)
+        wanted = rows_wanted(eqn, ids, rows)
+        if not ask(wanted):
+            self._connections.run(self._steps.prefetch(wanted, train=False))
+        put_in_place(ids, rows, wanted, eqn.params["spans"])
+        return rows
+
+    def send_rows(self, eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
+        """Send each server the gradients of its rows."""
+        self._connections.identify(eqn)
+        p, (uniq, grad) = eqn.params, values
+        for ep, name, span in zip(p["epmap"], p["names"], p["spans"], strict=True):
+            self._steps.send(ep, name, np.asarray(grad)[span.among(uniq)])
+        return [None]
