@@ -90,7 +90,7 @@ class StateWriter:
             self._copies = None
 
     def ended(self) -> Iterator[tuple[str, str]]:
-        """Yield each checkpoint that has ended since the last call: its name, and its error or ""."""
+        """Yield checkpoints that have ended since the last call: the name, and the error or ""."""
         while not self._ended.empty():
             self._pending -= 1
             yield self._ended.get()
