@@ -45,7 +45,8 @@ def _steps_ahead(
 
 # methods that create arrays or compile
 _ON_DEVICES = {
-    "init", "step", "prefetch", "place", "params", "opt_state", "state_of", "lower", "held"
+    "init", "step", "prefetch", "place", "params", "opt_state", "state_of", "lower",
+    "server_arrays",
 }  # fmt: skip
 
 
@@ -53,7 +54,7 @@ class Job(abc.ABC):
     """Running plan: `init`, `step`, and functions of a state.
 
     Jobs of parameter servers also have `roles`, the roles of this process that save pieces of
-    checkpoints. Their `held(state, endpoint)` returns the arrays of a server.
+    checkpoints. Their `server_arrays(state, endpoint)` returns the arrays of a server.
 
     Attributes:
       plan: the plan that the job runs.

@@ -216,7 +216,7 @@ def _values(job: Any, state: Any, here: Iterable[str]) -> Iterator[tuple[str, Ma
             if who == TRAINER:
                 yield who, frozen_values(plan, job.params(state))
             else:
-                yield who, check_server_state(plan, who, job.held(state, who))
+                yield who, check_server_state(plan, who, job.server_arrays(state, who))
     elif isinstance(plan, CollectivePlan):
         arrays = collective_state.check_job_state(job, state)
         for who in here:

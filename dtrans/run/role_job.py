@@ -403,8 +403,8 @@ class ServerJob(RoleJob):
     def roles(self) -> tuple[str, ...]:
         return (self.role.current_endpoint,)
 
-    def held(self, state: dict[str, Any], endpoint: str) -> dict[str, Any]:
-        """What the server holds."""
+    def server_arrays(self, state: dict[str, Any], endpoint: str) -> dict[str, Any]:
+        """Return the server's arrays, by name."""
         return state
 
     def state_of(self, params: Any, opt_state: Any) -> dict[str, Any]:

@@ -79,7 +79,9 @@ class BlockUpdates:
             self.state |= table.arrays
         self._first = [b for b in update.blocks if b.role == LR_SCHED]
         self._blocks = {b.name: b for b in update.blocks if b.role != LR_SCHED}
-        self.grads = {name: [g.name for g in b.grads] for name, b in self._blocks.items()}
+        self.grads: dict[str, list[str]] = {}
+        for name, b in self._blocks.items():
+            self.grads[name] = [g.name for g in b.grads]
         # Other blocks read the values before the step of what the lr_sched block replaces.
         outs = itertools.chain.from_iterable(b.out_names for b in self._first)
         self._replaced = {n for n in outs if n in update.types}

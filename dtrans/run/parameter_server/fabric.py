@@ -182,8 +182,8 @@ class EndpointFabric:
         """
         if eqn.primitive is geo_send_p:
             raise ConfigError(
-                f"on_nonfinite={self._watch.reaction!r}: with dtrans.Geo trainers keep their gradients, "
-                "and send what has changed; leave it out"
+                f"on_nonfinite={self._watch.reaction!r}: with dtrans.Geo trainers keep their "
+                "gradients, and send what has changed; leave it out"
             )
         if eqn.primitive is send_rows_p:
             self._watch.check_values([(eqn.params["table"], values[1])])

@@ -223,8 +223,8 @@ class MeshJob(Job):
         """Roles that save: the servers, and trainer 0."""
         return (*self.plan.servers, TRAINER)
 
-    def held(self, state: MeshState, endpoint: str) -> Mapping[str, Any]:
-        """Return the state of a server."""
+    def server_arrays(self, state: MeshState, endpoint: str) -> Mapping[str, Any]:
+        """Return the arrays of a server, by name."""
         return state.servers[endpoint]
 
     def state_of(self, params: Any, opt_state: Any) -> MeshState:

@@ -86,7 +86,7 @@ maker = begun(programs)[1][EMB].maker
 for size in (16, 128, 1024):
     ids = np.random.default_rng(0).permutation(V)
     runs = [ids[at : at + size] for at in range(0, V, size)]
-    made = np.concatenate([maker._some(run, size)[0] for run in runs])
+    made = np.concatenate([maker._initialize(run, size)[0] for run in runs])
     print((made != whole[ids]).sum())
 """
 

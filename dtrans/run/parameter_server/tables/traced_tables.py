@@ -93,14 +93,14 @@ def fetch_rows(eqn: JaxprEqn, uniq: Any, give: Callable[[str, str, Any], Any]) -
     def ask(numbers: Sequence[Any], _: Sequence[Any]) -> list[np.ndarray]:
         wanted = wanted_of(numbers[0], np.zeros(len(numbers[0])), **where)
         asked = []
-        for (*_, ids, _), span in zip(wanted, p["spans"], strict=True):
+        for (_server, _name, ids, _memory), span in zip(wanted, p["spans"], strict=True):
             asked.append(pad_ids(ids, len(numbers[0]), span.rows))
         return asked
 
     def land(numbers: Sequence[Any], parts: Sequence[Any]) -> list[np.ndarray]:
         rows = np.zeros(t.shape, np.int64)
         wanted = wanted_of(numbers[0], rows, **where)
-        for (*_, ids, memory), part in zip(wanted, parts, strict=True):
+        for (_, _, ids, memory), part in zip(wanted, parts, strict=True):
             memory[...] = part[: len(ids)]
         put_in_place(numbers[0], rows, wanted, p["spans"])
         return [rows]
