@@ -94,9 +94,9 @@ class ServerTables:
         step = self._steps(name) if memory is None else memory.step
         if not 0 <= since <= step:
             raise StateError(
-                f"changes of {name} since step {since}: its server, which counts from its start, is "
-                f"at step {step}; read the full table (job.tables.export or job.tables.lookup), "
-                f"and then changes since {step}"
+                f"changes of {name} since step {since}: its server, which counts from its start, "
+                f"is at step {step}; read the full table (job.tables.export or "
+                f"job.tables.lookup), and then changes since {step}"
             )
         if memory is not None:
             return step, *memory.changed(since)
