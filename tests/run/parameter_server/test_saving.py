@@ -607,7 +607,7 @@ def test_a_save_lets_updates_donate_the_state(
     step."""
     tx, given = optax.adam(0.1), batches(4)
     plan = planned(tx, None, 1, 2, mode=mode)
-    places, copied = list[set[int]](), state_writer._copied
+    places, copied = list[set[int]](), state_writer._copy_spent
     begin, wait_copied = StateWriter.begin, StateWriter.wait_copied
     # the copies of each server wait for its own next update: another server's says nothing of it
     updates: dict[StateWriter, list[threading.Event]] = collections.defaultdict(list)
@@ -629,7 +629,7 @@ def test_a_save_lets_updates_donate_the_state(
             update.set()
         wait_copied(writer)
 
-    monkeypatch.setattr(state_writer, "_copied", noted_copied)
+    monkeypatch.setattr(state_writer, "_copy_spent", noted_copied)
     monkeypatch.setattr(StateWriter, "begin", late_begin)
     monkeypatch.setattr(StateWriter, "wait_copied", wait_late_copied)
 
