@@ -6,20 +6,19 @@ ones are *padding*: zeros at the start, never gathered, and never part of a norm
 A leaf is cut along its first dimension. If that has fewer rows than there are ranks (the kernel of
 a convolution), it is cut along its longest other dimension. A stack whose layers are read one by
 one is cut along a later dimension: a rank with complete layers would add nothing to the gather of
-another layer. A leaf stays whole on every rank
+another layer. These leaves are not cut:
 
-  - where it has no dimensions, or its update meets each rank's own rows of the batch;
-  - where forward and backward read its state, as those of a generator do that is trained after its
+  - leaves without dimensions, and leaves whose update meets each rank's own rows of the batch;
+  - leaves whose state forward and backward read, as those of a generator that is trained after its
     discriminator;
-  - where it is small: a slice saves bytes, and costs every rank one more part of a collective;
-  - where no gradient updates it, or all ranks make its gradient without hearing of each other, and
-    it has no state.
+  - small leaves: a slice saves bytes, and adds one more part to a collective of every rank;
+  - leaves that no gradient updates, and leaves without state whose gradient every rank computes
+    without communication.
 
-The optimizer's state is cut as the rows of its leaf are. Where an update mixes rows (Muon,
-Shampoo), leaf and state are cut all the same, and the update gathers what it mixes
-(`dtrans.zero.update`).
+The optimizer's state is cut along the rows of its leaf. If an update mixes rows (Muon, Shampoo),
+leaf and state are cut nevertheless, and the update gathers its operands (`dtrans.zero.update`).
 
-Source: the sharding pass of Paddle (auto_parallel_sharding.py) gives whole variables to owners;
+Source: the sharding pass of Paddle (auto_parallel_sharding.py) assigns whole variables to owners;
 slices are those of ZeRO (Rajbhandari et al., arXiv 1910.02054).
 """
 
@@ -43,7 +42,7 @@ from dtrans.step.cut import Cut, Gradient, Name
 from dtrans.step.marks import mark_p
 from dtrans.zero.forward_values import leaves_that_meet_the_batch
 from dtrans.zero.rank_values import local_values
-from dtrans.zero.slice_writer import Gathering, Given, SliceWriter
+from dtrans.zero.slice_analysis import GatherOptions, SliceAnalysis, SliceInputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,20 +65,20 @@ class Sliced:
 
     @property
     def row(self) -> RowAxis:
-        """The layout that the engine knows."""
+        """Layout that the engine knows."""
         return cut_along(self.axis, self.width)
 
     @property
     def padded(self) -> int:
-        """The size of the dimension, with padding."""
+        """Size of the dimension, with padding."""
         return self.part * self.degree
 
-    def of_rank(self, aval: Any) -> Any:
+    def rank_type(self, aval: Any) -> Any:
         """Return the type of a rank's slice."""
         return resized(aval, self.axis, self.part)
 
-    def of_all(self, aval: Any) -> Any:
-        """Return the type of all slices together, padding included."""
+    def padded_type(self, aval: Any) -> Any:
+        """Return the type of all slices together, with padding."""
         return resized(aval, self.axis, self.padded)
 
     def padding(self, aval: Any) -> int:
@@ -89,33 +88,32 @@ class Sliced:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Slices:
-    """The decision.
+    """Leaves and state that are cut.
 
     Attributes:
-      analysis: of the optimize half, with the rows of leaves along the dimensions that were chosen.
-      leaves: the leaves that are cut.
+      analysis: the row analysis of the optimize half, along the chosen dimensions.
+      leaves: the cut leaves.
       state: the arrays of the optimizer's state that are cut with them, by name.
-      wholes: why each other leaf is whole.
-      unreduced: leaves whose gradient is the same on all ranks, which need not hear of each other
-        for it.
+      unsliced: the reason why each other leaf is not cut.
+      replicated: leaves whose gradients all ranks compute alike, without communication.
     """
 
     analysis: RowAnalysis
     leaves: Mapping[str, Sliced]
     state: Mapping[str, Sliced]
-    wholes: Mapping[str, str]
-    unreduced: Collection[str] = ()
+    unsliced: Mapping[str, str]
+    replicated: Collection[str] = ()
 
     @property
     def cuts(self) -> dict[Name, Sliced]:
-        """Leaves, their gradients and arrays of the state: what the update takes in slices."""
+        """Inputs of the update that are slices: leaves, their gradients and arrays of the state."""
         found: dict[Name, Sliced] = {Gradient(n): sliced for n, sliced in self.leaves.items()}
         found.update(self.leaves)
         found.update(self.state)
         return found
 
 
-def slices_of(
+def choose_slices(
     step: Cut,
     degree: int,
     *,
@@ -125,78 +123,127 @@ def slices_of(
     differing: Collection[Name] = (),
     planned: Slices | None = None,
 ) -> Slices:
-    """Decide which leaves are cut, and how.
+    """Choose the leaves and the state that are cut, and their dimensions.
 
     Args:
       step: the step, cut.
-      degree: how many ranks there are.
-      least: a leaf of fewer elements stays whole.
-      in_layers: whether it matters which layers of a leaf are read together.
-      sliced_in_use: whether leaves are sliced in the forward pass too (stage 3).
+      degree: the number of ranks.
+      least: the smallest number of elements of a leaf that is cut.
+      in_layers: True if loops may read leaves layer by layer, so that the dimension matters.
+      sliced_in_use: True if leaves are sliced in the forward pass too (stage 3).
       differing: inputs of the update that differ from rank to rank.
-      planned: the decision for another batch size: leaves are cut along its dimensions.
+      planned: the choice for another batch size: leaves are cut along its dimensions.
     """
-    types = {n: step.program.inputs[n] for n in step.params}
-    axes = {n: axis for n in step.params if (axis := _axis(types[n].shape, degree)) is not None}
-    if planned is not None:
-        axes |= {n: sliced.axis for n, sliced in planned.leaves.items()}
-    elif in_layers:
-        axes = _read_as_layers(step, axes, degree)
+    axes = _choose_axes(step, degree, in_layers, planned)
     with warnings.catch_warnings():
-        # the engine warns of an unknown primitive, whose operands it gathers: no leaf is whole for
-        # it
+        # the engine warns of an unknown primitive and gathers its operands; leaves are cut
         warnings.simplefilter("ignore", UnknownPrimitiveWarning)
-        analysis = analyse(
-            step.optimize, step.params, {n: axis for n, axis in axes.items() if axis}
-        )
-    mixed = leaves_that_meet_the_batch(analysis, differing)
-    shared = _made_by_all(step)
-    homes = _homes_of_state(analysis)
-    in_state = {leaf for leaf, _ in homes.values()}
-    asked = {leaf: n for n, (leaf, _) in homes.items() if n in step.state_read}
+        later_axes = {n: axis for n, axis in axes.items() if axis}
+        analysis = analyse(step.optimize, step.params, later_axes)
+    homes = _find_state_homes(analysis)
+    rules = _SliceRules(step, degree, least, axes, analysis, homes, sliced_in_use, differing)
+
     leaves: dict[str, Sliced] = {}
-    wholes: dict[str, str] = {}
-    for n, t in types.items():
-        if n not in step.optimized:
-            wholes[n] = step.reason_not_optimized(n)
-        elif not t.ndim:
-            wholes[n] = "it has no dimensions"
-        elif n in mixed:
-            wholes[n] = mixed[n]
-        elif not t.size:
-            wholes[n] = "it has no elements"
-        elif n in asked:
-            wholes[n] = f"{step.state_read[asked[n]]} is made of {asked[n]}"
-        elif t.size < least:
-            wholes[n] = f"it has {t.size} elements, fewer than {least}"
-        elif n not in axes:
-            wholes[n] = f"no dimension of {t.str_short()} has rows for {degree} ranks"
-        elif n in shared and not sliced_in_use and n not in in_state:
-            wholes[n] = "its gradient is no sum over ranks"
-        elif not (
-            n in step.optimize.graded or sliced_in_use or n in in_state or n in analysis.groups
-        ):
-            wholes[n] = "no gradient enters its update"
+    unsliced: dict[str, str] = {}
+    for n in step.params:
+        reason = rules.reason_unsliced(n)
+        if reason:
+            unsliced[n] = reason
         else:
-            size = t.shape[axes[n]]
+            size = step.program.inputs[n].shape[axes[n]]
             leaves[n] = Sliced(axes[n], size, -(-size // degree), degree)
+
     state: dict[str, Sliced] = {}
     for name, (leaf, row) in homes.items():
         if leaf not in leaves or name in step.state_read:
             continue
         shape = step.program.inputs[name].shape
         if row is None:
-            row = _rows_of_state(shape, types[leaf].shape, axes[leaf], degree, least)
+            leaf_shape = step.program.inputs[leaf].shape
+            row = _choose_state_row(shape, leaf_shape, axes[leaf], degree, least)
         if row is not None:
             size = shape[row.axis]
             part = -(-size // row.width // degree) * row.width
             state[name] = Sliced(row.axis, size, part, degree, row.width)
-    return Slices(analysis, leaves, state, wholes, frozenset(shared))
+    return Slices(analysis, leaves, state, unsliced, frozenset(rules.replicated))
 
 
-def _homes_of_state(analysis: RowAnalysis) -> dict[str, tuple[str, RowAxis | None]]:
-    """Return the leaf that each array of the state belongs to, and how its rows lie; None if rows
-    are mixed."""
+def _choose_axes(step: Cut, degree: int, in_layers: bool, planned: Slices | None) -> dict[str, int]:
+    """Return the dimension to cut of each leaf that has one; arguments as for `choose_slices`."""
+    axes: dict[str, int] = {}
+    for n in step.params:
+        axis = _choose_axis(step.program.inputs[n].shape, degree)
+        if axis is not None:
+            axes[n] = axis
+    if planned is not None:
+        return axes | {n: sliced.axis for n, sliced in planned.leaves.items()}
+    return _choose_layer_axes(step, axes, degree) if in_layers else axes
+
+
+class _SliceRules:
+    """Rules that decide if a leaf is cut.
+
+    Args:
+      step, degree, least, sliced_in_use, differing: as for `choose_slices`.
+      axes: the dimension to cut of each leaf that has one.
+      analysis: the row analysis of the optimize half.
+      homes: the leaf and the layout of each array of the state.
+
+    Attributes:
+      replicated: leaves whose gradients all ranks compute alike.
+    """
+
+    def __init__(
+        self,
+        step: Cut,
+        degree: int,
+        least: int,
+        axes: Mapping[str, int],
+        analysis: RowAnalysis,
+        homes: Mapping[str, tuple[str, RowAxis | None]],
+        sliced_in_use: bool,
+        differing: Collection[Name],
+    ) -> None:
+        self.step, self.degree, self.least, self.axes = step, degree, least, axes
+        self.analysis, self.sliced_in_use = analysis, sliced_in_use
+        self.mixed = leaves_that_meet_the_batch(analysis, differing)
+        self.replicated = _find_replicated_gradients(step)
+        self.with_state = {leaf for leaf, _ in homes.values()}
+        # leaf to an array of its state that forward reads
+        self.state_read: dict[str, str] = {}
+        for name, (leaf, _) in homes.items():
+            if name in step.state_read:
+                self.state_read[leaf] = name
+
+    def reason_unsliced(self, leaf: str) -> str:
+        """Return the reason why a leaf is not cut; empty if it is."""
+        step, t = self.step, self.step.program.inputs[leaf]
+        if leaf not in step.optimized:
+            return step.reason_not_optimized(leaf)
+        if not t.ndim:
+            return "it has no dimensions"
+        if leaf in self.mixed:
+            return self.mixed[leaf]
+        if not t.size:
+            return "it has no elements"
+        if leaf in self.state_read:
+            name = self.state_read[leaf]
+            return f"{step.state_read[name]} is computed from {name}"
+        if t.size < self.least:
+            return f"it has {t.size} elements, fewer than {self.least}"
+        if leaf not in self.axes:
+            return f"no dimension of {t.str_short()} has rows for {self.degree} ranks"
+        if self.sliced_in_use or leaf in self.with_state:
+            return ""
+        if leaf in self.replicated:
+            return "its gradient is no sum over ranks"
+        if leaf not in step.optimize.graded and leaf not in self.analysis.groups:
+            return "no gradient enters its update"
+        return ""
+
+
+def _find_state_homes(analysis: RowAnalysis) -> dict[str, tuple[str, RowAxis | None]]:
+    """Return the leaf of each array of the state, and its rows; None if the update mixes these."""
     found: dict[str, tuple[str, RowAxis | None]] = {}
     for name, var in analysis.inputs.items():
         layout = analysis.layout(var)
@@ -207,21 +254,23 @@ def _homes_of_state(analysis: RowAnalysis) -> dict[str, tuple[str, RowAxis | Non
     return found
 
 
-def _rows_of_state(
+def _choose_state_row(
     shape: tuple[int, ...], leaf: tuple[int, ...], axis: int, degree: int, least: int
 ) -> RowAxis | None:
-    """Return how an array of the state is cut whose rows an update mixes; None if it stays whole.
+    """Return the rows to cut of an array of the state that an update mixes; None if it is not cut.
 
-    A copy of the leaf, or a history of copies, is cut as the leaf. Any other array, such as a
-    preconditioner, is cut where it has rows and at least `least` elements: the update gathers it.
+    A copy of the leaf, or a history of copies, is cut like the leaf. Any other array, such as a
+    preconditioner, is cut if it has rows and at least `least` elements: the update gathers it.
     """
     if shape[-len(leaf) :] == leaf:
         return cut_along(len(shape) - len(leaf) + axis)
-    own = _axis(shape, degree) if math.prod(shape) >= max(least, 1) else None
-    return None if own is None else cut_along(own)
+    if math.prod(shape) < max(least, 1):
+        return None
+    state_axis = _choose_axis(shape, degree)
+    return None if state_axis is None else cut_along(state_axis)
 
 
-def _axis(shape: tuple[int, ...], degree: int, first: int = 0) -> int | None:
+def _choose_axis(shape: tuple[int, ...], degree: int, first: int = 0) -> int | None:
     """Return the dimension to cut, `first` or later; None if none has rows for half the ranks."""
     if len(shape) <= first:
         return None
@@ -229,53 +278,60 @@ def _axis(shape: tuple[int, ...], degree: int, first: int = 0) -> int | None:
         return first
     axis = max(range(first, len(shape)), key=lambda d: (shape[d], -d))
     axis = axis if shape[axis] >= degree else first
-    # of fewer rows, padding would be more than the leaf
+    # with fewer rows, there would be more padding than rows
     return axis if shape[axis] and -(-shape[axis] // degree) * degree <= 2 * shape[axis] else None
 
 
-def _made_by_all(step: Cut) -> set[str]:
-    """Leaves whose gradient is the same on all ranks, without a reduction.
+def _find_replicated_gradients(step: Cut) -> set[str]:
+    """Return the leaves whose gradient is equal on all ranks, without a reduction.
 
-    No part of the batch enters it, nor which rank it is: a term that one rank has alone is to be
-    added up.
+    It reads neither the batch nor the number of the rank. A term that only one rank adds must be
+    reduced.
     """
     batch = [v for n, v in step.program.invars.items() if n in step.batch]
     local = local_values(step.program.inner.eqns, batch)
     return {n for n, g in step.gradients.items() if isinstance(g, Literal) or g not in local}
 
 
-def _read_as_layers(step: Cut, axes: Mapping[str, int], degree: int) -> dict[str, int]:
-    """Return the dimension to cut of each leaf, so that as little of it as possible is whole at a
-    time.
+def _choose_layer_axes(step: Cut, axes: Mapping[str, int], degree: int) -> dict[str, int]:
+    """Return the dimension to cut of each leaf, so that the largest gather of it is small.
+
+    A dimension is tried for all leaves at once, which is one analysis of the step.
 
     Args:
-      axes: where nothing else is known.
+      step: the step.
+      axes: the default dimensions.
+      degree: the number of ranks.
     """
     eqns, roles = trainer_equations(step)
     jaxpr = step.program.jaxpr
     vars_of = step.program.invars
     local = local_values(eqns, [vars_of[n] for n in step.batch])
     gradients = summed_gradients(step, eqns, axes)
+    most_dims = max((vars_of[n].aval.ndim for n in axes), default=0)
+
     best = dict(axes)
-    least: dict[str, int] = {}
-    ahead = dict(axes)
-    for first in range(1, 1 + max((vars_of[n].aval.ndim for n in axes), default=0)):
-        given = Given(
-            rows={vars_of[n]: RowAxis(n, axis) for n, axis in ahead.items()},
-            local=local,
-            wanted={g: RowAxis(n, ahead[n]) for g, n in gradients.items() if n in ahead},
+    smallest: dict[str, int] = {}
+    tried = dict(axes)
+    for first in range(1, 1 + most_dims):
+        rows = {vars_of[n]: RowAxis(n, axis) for n, axis in tried.items()}
+        wanted = {g: RowAxis(n, tried[n]) for g, n in gradients.items() if n in tried}
+        inputs = SliceInputs(rows, local, wanted)
+        analysis = SliceAnalysis(
+            Builder(jaxpr), jaxpr, eqns, roles, inputs, GatherOptions("", degree)
         )
-        found = SliceWriter(
-            Builder(jaxpr), jaxpr, eqns, roles, given, Gathering("", degree)
-        ).largest()
-        for n, axis in ahead.items():
-            if found.get(n, 0) < least.get(n, math.inf):
-                best[n], least[n] = axis, found.get(n, 0)
-        # another dimension may be better for what is read at all in layers
-        again = {n for n in ahead if least[n] == vars_of[n].aval.size or first > 1}
-        ahead = {
-            n: a for n in again if (a := _axis(vars_of[n].aval.shape, degree, first)) is not None
-        }
+        largest = analysis.largest_gathers()
+        for n, axis in tried.items():
+            if largest.get(n, 0) < smallest.get(n, math.inf):
+                best[n], smallest[n] = axis, largest.get(n, 0)
+        # the first dimension stays if loops gather less than the leaf with it
+        following: dict[str, int] = {}
+        for n in tried:
+            if first > 1 or smallest[n] == vars_of[n].aval.size:
+                later = _choose_axis(vars_of[n].aval.shape, degree, first)
+                if later is not None:
+                    following[n] = later
+        tried = following
     return best
 
 
@@ -283,18 +339,24 @@ def summed_gradients(
     step: Cut, eqns: Sequence[JaxprEqn], leaves: Collection[str]
 ) -> dict[Var, str]:
     """Return the gradients that only the update reads, which loops may compute as slices."""
-    made = {v for e in eqns for v in e.outvars}
-    atoms = (*step.program.inner.outvars, *(a for e in eqns for a in e.invars))
-    read = {a for a in atoms if isinstance(a, Var)}
+    computed = {v for e in eqns for v in e.outvars}
+    read = {a for a in step.program.inner.outvars if isinstance(a, Var)}
+    for eqn in eqns:
+        read.update(a for a in eqn.invars if isinstance(a, Var))
     found: dict[Var, str] = {}
     for leaf, g in step.gradients.items():
-        if leaf in leaves and isinstance(g, Var) and g in made and g not in read and g not in found:
-            found[g] = leaf
+        if leaf in leaves and isinstance(g, Var) and g in computed - read:
+            # leaves may share a gradient
+            found.setdefault(g, leaf)
     return found
 
 
 def trainer_equations(step: Cut) -> tuple[list[JaxprEqn], list[str]]:
     """Return the equations of forward and backward, and their roles; calls in loops are inlined."""
-    pairs = [(e, role) for e, role in zip(step.program.eqns, step.program.roles, strict=True)
-             if role in (FORWARD, BACKWARD) and e.primitive is not mark_p]  # fmt: skip
-    return [inline_inside(e) for e, _ in pairs], [role for _, role in pairs]
+    eqns: list[JaxprEqn] = []
+    roles: list[str] = []
+    for eqn, role in zip(step.program.eqns, step.program.roles, strict=True):
+        if role in (FORWARD, BACKWARD) and eqn.primitive is not mark_p:
+            eqns.append(inline_inside(eqn))
+            roles.append(role)
+    return eqns, roles

@@ -1,26 +1,24 @@
 """Values of forward that an update reads: the loss, statistics of activations, counts of rows.
 
 In its update a rank has slices of parameters and its own rows of the batch. `x @ w` on these would
-add up products of different rows. So forward computes such values, from whole parameters, and hands
-them over (`dtrans.step.handed_values`).
+add up products of different rows. So forward computes such values from full parameters, and passes
+them to the update (`dtrans.step.handed_values`).
 
-Where an equation of the update that reads the batch reduces over the rows of a leaf, that leaf
-stays whole on every rank (`leaves_that_meet_the_batch`).
+An equation of the update may read the batch and reduce over the rows of a leaf. That leaf is not
+cut (`leaves_that_meet_the_batch`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
-import jax
-import jax.numpy as jnp
-
-from dtrans._jax import Atom, Literal, Primitive, Var, origin_of
+from dtrans._jax import Literal, Primitive, Var, origin_of
 from dtrans.data_parallel.options import Options
+from dtrans.ir.array_fns import is_key
 from dtrans.ir.pytree import is_under
 from dtrans.ops import COLLECTIVES
 from dtrans.rows.analysis import RowAnalysis
-from dtrans.rows.layout import Colocated, leaves_of
+from dtrans.rows.layout import Colocated, Layout, leaves_of
 from dtrans.step.cut import Cut, Name
 from dtrans.step.handed_values import hand_over
 from dtrans.zero.options import ShardingOptions
@@ -30,8 +28,8 @@ from dtrans.zero.rank_values import local_values
 def with_forward_values(step: Cut, o: ShardingOptions) -> Cut:
     """Return the step with an optimize half that takes values of forward as inputs (`Cut.handed`).
 
-    Where leaves have owners, forward also makes what ranks draw and reduce: in the branch of one
-    owner, an all-reduce would wait for the other ranks for ever.
+    If leaves have owners, forward also computes values that ranks draw and reduce. The update of an
+    owner is a branch that other ranks do not run, so an all-reduce in it would never complete.
     """
     if o.trainers == 1:
         return step
@@ -39,13 +37,11 @@ def with_forward_values(step: Cut, o: ShardingOptions) -> Cut:
 
 
 def differing_batch(step: Cut, o: Options) -> set[str]:
-    """Return the arrays of the batch that differ from rank to rank: parts, and keys that are
-    folded."""
+    """Return the arrays of the batch that differ from rank to rank: split arrays, folded keys."""
     found = set()
     for n in step.batch:
         t = step.program.inputs[n]
-        is_key = jnp.issubdtype(t.dtype, jax.dtypes.prng_key)
-        if (t.ndim or is_key) and not is_under(n, o.batch.unsplit_inputs):
+        if (t.ndim or is_key(t.dtype)) and not is_under(n, o.batch.unsplit_inputs):
             found.add(n)
     return found
 
@@ -58,45 +54,39 @@ def differing_values(step: Cut, o: Options) -> set[Var]:
 
 def differing_inputs(step: Cut, o: Options) -> set[str]:
     """Return the inputs of the update that differ from rank to rank."""
-    values, of_batch = differing_values(step, o), differing_batch(step, o)
-    handed = {n for n, v in step.handed.items() if v in values}
-    return {
-        n for n in step.optimize.in_names if isinstance(n, str) and (n in of_batch or n in handed)
-    }
+    values = differing_values(step, o)
+    differing = differing_batch(step, o) | {n for n, v in step.handed.items() if v in values}
+    return {n for n in step.optimize.in_names if isinstance(n, str) and n in differing}
 
 
 def leaves_that_meet_the_batch(
     analysis: RowAnalysis, differing: Collection[Name]
 ) -> dict[str, str]:
-    """Return the leaves whose rows are reduced together with values that differ from rank to rank,
-    and why.
+    """Return the leaves whose rows are reduced together with values that differ from rank to rank.
 
     Args:
       analysis: the analysis of an update.
       differing: its inputs that differ from rank to rank.
+
+    Returns:
+      Leaf to the reason, as the end of a sentence.
     """
     eqns = analysis.half.eqns
     local = local_values(eqns, [analysis.inputs[n] for n in differing], completed=_completed())
     found: dict[str, str] = {}
     for i, eqn in enumerate(eqns):
-        if local.isdisjoint(_vars(eqn.invars)):
+        if local.isdisjoint(a for a in eqn.invars if not isinstance(a, Literal)):
             continue
         step = analysis.flow.steps.get(i)
-        reduces = step is not None and (step.reduce or step.bodies)
-        rows = (*step.operands, *step.outs) if step is not None and reduces else ()
-        mixed = [analysis.layout(a) for a in (*eqn.invars, *eqn.outvars)]
-        met = leaves_of(
-            [x for x in rows if x is not None] + [x for x in mixed if isinstance(x, Colocated)]
-        )
-        why = f"its update mixes it with each rank's rows of the batch ({origin_of(eqn)})"
-        found.update(dict.fromkeys(met - found.keys(), why))
+        layouts = [analysis.layout(a) for a in (*eqn.invars, *eqn.outvars)]
+        meeting: list[Layout] = [x for x in layouts if isinstance(x, Colocated)]
+        if step is not None and (step.reduce or step.bodies):
+            meeting += [x for x in (*step.operands, *step.outs) if x is not None]
+        reason = f"its update mixes it with each rank's rows of the batch ({origin_of(eqn)})"
+        found.update(dict.fromkeys(leaves_of(meeting) - found.keys(), reason))
     return found
 
 
 def _completed() -> set[Primitive]:
-    """Return the collectives whose results are the same on every rank."""
+    """Return the collectives whose results are equal on every rank."""
     return {record.primitive for record in COLLECTIVES.values() if record.same_for_all}
-
-
-def _vars(atoms: Collection[Atom]) -> list[Var]:
-    return [a for a in atoms if not isinstance(a, Literal)]

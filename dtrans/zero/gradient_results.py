@@ -5,9 +5,9 @@ The engine writes them as it writes an update (`dtrans.zero.update`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
-from dtrans._jax import Var
+from dtrans._jax import Atom, JaxprEqn, Var
 from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import backward_slice
 from dtrans.ir.pytree import unused_name
@@ -18,18 +18,19 @@ from dtrans.zero.forward_values import leaves_that_meet_the_batch
 
 
 class GradientResults:
-    """Results of gradients, as a half of its own.
+    """Results of gradients, as an optimize half that updates nothing.
 
     Args:
       step: the step, cut.
-      leaves: the leaves that are cut.
-      here: the values of the step that are there already.
+      leaves: the cut leaves.
+      here: the values of the step that are computed already.
       differing: those of them that differ from rank to rank.
 
     Attributes:
       half: from gradients, parameters, and other values, to the results.
       others: the values of the step that are neither, by the name of the input.
-      mixed: leaves whose gradient and value it needs whole, since they meet values that differ.
+      mixed: cut leaves that meet values that differ from rank to rank: the results read the full
+        gradient and value.
     """
 
     def __init__(
@@ -39,54 +40,80 @@ class GradientResults:
         here: Collection[Var],
         differing: Collection[Var],
     ) -> None:
-        inner = step.program.inner
         outs = step.program.outvars
-        boundary = {v: n for n, v in step.boundary.items()}
-        known = {n for n in step.params if n in leaves}
-        there = set(here) - {v for n, v in step.program.invars.items() if n in known}
-        kept, _ = backward_slice(
-            inner.eqns, [outs[n] for n in step.from_gradients], {*boundary, *there}
-        )
-        b = Builder(step.program.jaxpr)
-        names: dict[Var, Name] = {v: Gradient(n) for v, n in boundary.items()}
-        names |= {v: n for n, v in step.program.invars.items() if n in step.params}
-        self.others: dict[Name, Var] = {}
-        inputs: dict[Var, Name] = {}
-        eqns = [inner.eqns[i] for i in kept]
-        made = {v for e in eqns for v in e.outvars}
         wanted = [outs[n] for n in step.from_gradients]
-        for a in [*(a for e in eqns for a in e.invars), *wanted]:
-            if isinstance(a, Var) and a not in made and a not in inputs and not b.is_constant(a):
-                inputs[a] = names.get(a) or unused_name(f"given/{len(self.others)}", step.params)
-                if a not in names:
-                    self.others[inputs[a]] = a
-        b.invars += inputs
-        for e in eqns:
-            b.keep(e)
-        self.half = OptimizeHalf(
-            b.build(wanted), tuple(inputs.values()), tuple(step.from_gradients)
-        )
-        local = [n for n, v in self.others.items() if v in differing]
-        axes = {n: sliced.axis for n, sliced in leaves.items()}
-        self.mixed = (
-            [n for n in self._meeting(b, inputs, step, axes, local) if n in leaves] if local else []
-        )
+        eqns = self._equations(step, leaves, here, wanted)
 
-    def _meeting(
+        b = Builder(step.program.jaxpr)
+        self.others: dict[Name, Var] = {}
+        self.inputs = self._name_inputs(step, b, eqns, wanted)
+        b.invars += self.inputs
+        for eqn in eqns:
+            b.keep(eqn)
+        jaxpr = b.build(wanted)
+        self.half = OptimizeHalf(jaxpr, tuple(self.inputs.values()), tuple(step.from_gradients))
+
+        local = [n for n, v in self.others.items() if v in differing]
+        self.mixed: list[str] = []
+        if local:
+            axes = {n: sliced.axis for n, sliced in leaves.items()}
+            meeting = self._leaves_that_meet(b, step, wanted, axes, local)
+            self.mixed = [n for n in meeting if n in leaves]
+
+    def _equations(
+        self,
+        step: Cut,
+        leaves: Mapping[str, Sliced],
+        here: Collection[Var],
+        wanted: Sequence[Atom],
+    ) -> list[JaxprEqn]:
+        """Return the equations from gradients to results, without values that are known already.
+
+        A value computed from full parameters is recomputed, since ranks have slices of them.
+        """
+        invars = step.program.invars
+        cut_params = {invars[n] for n in step.params if n in leaves}
+        known = {*step.boundary.values(), *(set(here) - cut_params)}
+        inner = step.program.inner
+        needed, _ = backward_slice(inner.eqns, wanted, known)
+        return [inner.eqns[i] for i in needed]
+
+    def _name_inputs(
+        self, step: Cut, b: Builder, eqns: Sequence[JaxprEqn], wanted: Sequence[Atom]
+    ) -> dict[Var, Name]:
+        """Return the names of the half's inputs; note those that are no gradient or parameter."""
+        names: dict[Var, Name] = {v: Gradient(n) for n, v in step.boundary.items()}
+        names |= {v: n for n, v in step.program.invars.items() if n in step.params}
+        computed = {v for e in eqns for v in e.outvars}
+        reads = [a for e in eqns for a in e.invars]
+        inputs: dict[Var, Name] = {}
+        for a in (*reads, *wanted):
+            if not isinstance(a, Var) or a in computed or a in inputs or b.is_constant(a):
+                continue
+            if a in names:
+                inputs[a] = names[a]
+            else:
+                inputs[a] = unused_name(f"given/{len(self.others)}", step.params)
+                self.others[inputs[a]] = a
+        return inputs
+
+    def _leaves_that_meet(
         self,
         b: Builder,
-        inputs: Mapping[Var, Name],
         step: Cut,
+        wanted: Sequence[Atom],
         axes: Mapping[str, int],
         local: Collection[Name],
     ) -> Collection[str]:
         """Return the leaves that meet values that differ from rank to rank."""
-        params = [(n, v) for v, n in inputs.items() if isinstance(n, str) and n in step.params]
-        outs = [step.program.outvars[n] for n in step.from_gradients]
-        # the row analysis follows the leaves that it sees on both sides
-        both = OptimizeHalf(
-            b.build([*outs, *(v for _, v in params)]),
-            tuple(inputs.values()),
-            (*step.from_gradients, *(n for n, _ in params)),
-        )
-        return leaves_that_meet_the_batch(analyse(both, step.params, axes), local)
+        params: list[str] = []
+        values: list[Atom] = []
+        for v, n in self.inputs.items():
+            if isinstance(n, str) and n in step.params:
+                params.append(n)
+                values.append(v)
+        # the row analysis follows only leaves that are inputs and outputs
+        jaxpr = b.build([*wanted, *values])
+        out_names = (*step.from_gradients, *params)
+        half = OptimizeHalf(jaxpr, tuple(self.inputs.values()), out_names)
+        return leaves_that_meet_the_batch(analyse(half, step.params, axes), local)

@@ -1,15 +1,16 @@
 """Recomputation of residuals that depend on layers only, in the loop that reads them.
 
     forward: scan w -> h, stack of bf16(w)      becomes    forward: scan w -> h
-    backward: scan (stack of bf16(w)) ...                  backward: scan w ..., which begins with bf16(w)
+    backward: scan (stack of bf16(w)) ...                  backward: scan w ..., begins with bf16(w)
 
-So nothing is kept from one direction to the other, and the layer is gathered in the type in which
-it is read.
+So the forward loop stores nothing that follows from layers, and the backward loop gathers a layer
+in the type in which it reads it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from dtrans._jax import (
     REMAT,
@@ -26,115 +27,150 @@ from dtrans._jax import (
     wiring,
     with_bodies,
 )
-from dtrans.zero.slice_writer import SliceWriter, is_cheap
+from dtrans.zero.slice_analysis import SliceAnalysis, is_cheap
 
 
-def remade(writer: SliceWriter, wanted: Collection[Atom]) -> list[JaxprEqn]:
-    """Return the equations, with loops that hand on no value computed from layers alone.
+class _LayerResidual(NamedTuple):
+    """Stacked output of a loop that depends on one stack of layers.
+
+    Attributes:
+      out: the output.
+      stack: the operand with the layers.
+      chain: the equations from a layer to the residual.
+    """
+
+    out: int
+    stack: int
+    chain: Sequence[JaxprEqn]
+
+
+def rematerialize_layers(analysis: SliceAnalysis, wanted: Collection[Atom]) -> list[JaxprEqn]:
+    """Return the equations, with loops that output no value computed from layers alone.
 
     Args:
-      writer: the analysis of the equations: values that are slices, and bodies that take slices.
-      wanted: values that are read behind these equations.
+      analysis: the analysis of the equations: values that are slices, and bodies that take slices.
+      wanted: values that are read after these equations.
     """
-    eqns = list(writer.eqns)
+    eqns = list(analysis.eqns)
     for i, eqn in enumerate(eqns):
-        if eqn.primitive.name in REMAT and i in writer.entered:
-            (body,), (inside,) = map(opened, bodies(eqn)), writer.entered[i].bodies
-            new = closed_with(body, eqns=remade(inside, body.outvars))
+        if eqn.primitive.name in REMAT and i in analysis.entered:
+            (body,), (inside,) = map(opened, bodies(eqn)), analysis.entered[i].bodies
+            new = closed_with(body, eqns=rematerialize_layers(inside, body.outvars))
             eqns[i] = eqn.replace(params={**eqn.params, **with_bodies(eqn, [opened(new)])})
+
+    readers = _readers_of(eqns)
+    for i, eqn in enumerate(eqns):
+        if eqn.primitive.name != SCAN:
+            continue
+        body = opened(*bodies(eqn))
+        removed: set[int] = set()
+        for residual in _find_residuals(analysis, eqn, body):
+            v = eqn.outvars[residual.out]
+            # a later loop must read the residual layer by layer, and nothing else may read it
+            if v in wanted or not _is_read_by_slices(eqns, readers.get(v, ())):
+                continue
+            removed.add(residual.out)
+            for j in {j for j, _ in readers[v]}:
+                eqns[j] = _recompute(eqns[j], eqn, body, residual)
+        if removed:
+            stored = [k for k in range(len(eqn.outvars)) if k not in removed]
+            new = closed_with(*bodies(eqn), outvars=[body.outvars[k] for k in stored])
+            outvars = [eqns[i].outvars[k] for k in stored]
+            eqns[i] = rebuilt(eqns[i], [new], eqns[i].invars, outvars)
+    return eqns
+
+
+def _readers_of(eqns: Sequence[JaxprEqn]) -> Mapping[Var, list[tuple[int, int]]]:
+    """Return the readers of each value: the position of an equation, and the operand."""
     readers: dict[Var, list[tuple[int, int]]] = {}
     for i, eqn in enumerate(eqns):
         for k, a in enumerate(eqn.invars):
             if isinstance(a, Var):
                 readers.setdefault(a, []).append((i, k))
-    for i, eqn in enumerate(eqns):
-        if eqn.primitive.name != SCAN:
-            continue
-        body = opened(*bodies(eqn))
-        left_out: set[int] = set()
-        for out, start, chain in _made_of_layers(writer, eqn, body):
-            v = eqn.outvars[out]
-            by = readers.get(v, [])
-            in_slices = (
-                eqns[j].primitive.name == SCAN and k in wiring(eqns[j]).slices for j, k in by
-            )
-            if v in wanted or not by or not all(in_slices):
-                continue
-            left_out.add(out)
-            for j in {j for j, _ in by}:
-                eqns[j] = _with_chain(
-                    eqns[j], v, eqn.invars[start], body.invars[start], chain, body.outvars[out]
-                )
-        if left_out:
-            kept = [k for k in range(len(eqn.outvars)) if k not in left_out]
-            new = closed_with(*bodies(eqn), outvars=[body.outvars[k] for k in kept])
-            eqns[i] = rebuilt(eqns[i], [new], eqns[i].invars, [eqns[i].outvars[k] for k in kept])
-    return eqns
+    return readers
 
 
-def _made_of_layers(
-    writer: SliceWriter, eqn: JaxprEqn, body: Jaxpr
-) -> Iterator[tuple[int, int, Sequence[JaxprEqn]]]:
-    """Find stacked outputs of a loop that depend on one layer: output, operand, equations."""
+def _is_read_by_slices(eqns: Sequence[JaxprEqn], readers: Sequence[tuple[int, int]]) -> bool:
+    """Return True if a value has readers, and all are loops that read it slice by slice."""
+    for i, k in readers:
+        if eqns[i].primitive.name != SCAN or k not in wiring(eqns[i]).slices:
+            return False
+    return bool(readers)
+
+
+def _find_residuals(
+    analysis: SliceAnalysis, eqn: JaxprEqn, body: Jaxpr
+) -> Iterator[_LayerResidual]:
+    """Find the stacked outputs of a loop that depend on one stack of layers."""
     wires = wiring(eqn)
-    layers = {body.invars[k]: k for k in wires.slices if eqn.invars[k] in writer.roots}
-    start: dict[Var, int] = dict(layers)
-    chains: dict[Var, tuple[JaxprEqn, ...]] = dict.fromkeys(layers, ())
+    stack_of: dict[Atom, int] = {}
+    for k in wires.slices:
+        if eqn.invars[k] in analysis.roots:
+            stack_of[body.invars[k]] = k
+    chains: dict[Atom, tuple[JaxprEqn, ...]] = dict.fromkeys(stack_of, ())
     for e in body.eqns:
         ins = [a for a in e.invars if not isinstance(a, Literal)]
-        cheap = is_cheap(e) and len(e.outvars) == 1 and not e.effects
-        if (
-            cheap
-            and len({start.get(a) for a in ins} - {None}) == 1
-            and all(a in start for a in ins)
-        ):
-            start[e.outvars[0]] = start[ins[0]]
-            chains[e.outvars[0]] = _joined([chains[a] for a in ins], e)
+        stacks = {stack_of.get(a) for a in ins}
+        if len(stacks) != 1 or None in stacks or len(e.outvars) != 1:
+            continue
+        if is_cheap(e) and not e.effects:
+            stack_of[e.outvars[0]] = stack_of[ins[0]]
+            chains[e.outvars[0]] = _join([chains[a] for a in ins], e)
     for k in wires.stacks:
-        if isinstance(a := body.outvars[k], Var) and a in start:
-            yield k, start[a], chains[a]
+        out = body.outvars[k]
+        if isinstance(out, Var) and out in stack_of:
+            yield _LayerResidual(k, stack_of[out], chains[out])
 
 
-def _joined(chains: Sequence[Sequence[JaxprEqn]], last: JaxprEqn) -> tuple[JaxprEqn, ...]:
+def _join(chains: Sequence[Sequence[JaxprEqn]], last: JaxprEqn) -> tuple[JaxprEqn, ...]:
     """Return the equations of several chains, each once, and one more."""
     found = {id(e): e for chain in chains for e in chain}
     return (*found.values(), last)
 
 
-def _with_chain(
-    eqn: JaxprEqn, residual: Var, stack: Atom, layer: Var, chain: Sequence[JaxprEqn], out: Atom
-) -> JaxprEqn:
-    """Return a loop that computes a residual of layers, instead of reading it."""
-    body = opened(*bodies(eqn))
+def _recompute(eqn: JaxprEqn, source: JaxprEqn, inner: Jaxpr, residual: _LayerResidual) -> JaxprEqn:
+    """Return a loop that computes a residual from layers, instead of reading it.
+
+    Args:
+      eqn: the loop that reads the residual.
+      source: the loop that outputs it.
+      inner: the body of `source`.
+      residual: the residual.
+    """
+    stored, stack = source.outvars[residual.out], source.invars[residual.stack]
+    layer, out = inner.invars[residual.stack], inner.outvars[residual.out]
+    body, slices = opened(*bodies(eqn)), wiring(eqn).slices
+
+    # operands: the stack of layers in place of the stored residual
     invars: list[Atom] = []
-    inner: list[Var] = []
-    names: dict[Atom, Var] = {}
-    made: list[Var] = []
-    slices = wiring(eqn).slices
+    ins: list[Var] = []
+    values: dict[Atom, Var] = {}  # values of `inner` to those of the new body
+    read: list[Var] = []
     for k, (a, v) in enumerate(zip(eqn.invars, body.invars, strict=True)):
-        if a is residual and k in slices:
-            made.append(v)
+        if a is stored and k in slices:
+            read.append(v)
             continue
         invars.append(a)
-        inner.append(v)
+        ins.append(v)
         if a is stack and k in slices:
-            names[layer] = v
-    if layer not in names:
-        names[layer] = Var(layer.aval)
+            values[layer] = v
+    if layer not in values:
+        values[layer] = Var(layer.aval)
         invars.append(stack)
-        inner.append(names[layer])
-    prefix = []
-    for e in chain:
-        outs = [names.setdefault(v, Var(v.aval)) for v in e.outvars]
-        prefix.append(
-            e.replace(
-                invars=[a if isinstance(a, Literal) else names[a] for a in e.invars], outvars=outs
-            )
-        )
-    for v in made:
-        names[v] = names[out]
-    seen = lambda a: a if isinstance(a, Literal) or a not in made else names[a]
-    rest = [e.replace(invars=[seen(a) for a in e.invars]) for e in body.eqns]
-    outvars = [seen(a) for a in body.outvars]
-    new = closed_with(*bodies(eqn), invars=inner, outvars=outvars, eqns=[*prefix, *rest])
+        ins.append(values[layer])
+
+    # body: the chain first, then the equations that read its end
+    chain = []
+    for e in residual.chain:
+        outs = [values.setdefault(v, Var(v.aval)) for v in e.outvars]
+        chain.append(e.replace(invars=_substitute(values, e.invars), outvars=outs))
+    new_values: dict[Atom, Var] = dict.fromkeys(read, values[out])
+    rest = [e.replace(invars=_substitute(new_values, e.invars)) for e in body.eqns]
+    outvars = _substitute(new_values, body.outvars)
+    new = closed_with(*bodies(eqn), invars=ins, outvars=outvars, eqns=[*chain, *rest])
     return rebuilt(eqn, [new], invars, eqn.outvars)
+
+
+def _substitute(values: Mapping[Atom, Var], atoms: Sequence[Atom]) -> list[Atom]:
+    """Return atoms with some variables replaced."""
+    return [a if isinstance(a, Literal) else values.get(a, a) for a in atoms]

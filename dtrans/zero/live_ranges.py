@@ -1,4 +1,4 @@
-r"""Uses of sliced leaves in a step, and the windows in which each must be whole.
+r"""Uses of sliced leaves in a step, and the windows in which each is gathered.
 
 A leaf is gathered for a *window*: the equations from its first use in one direction (forward, or
 backward) to its last. A window ends early if many other leaves are gathered before the next use. An
@@ -24,9 +24,9 @@ import jax.numpy as jnp
 from dtrans._jax import Atom, JaxprEqn, Literal, Var
 
 
-KEPT_WINDOWS = (
-    8  # a leaf stays gathered between two uses while no more others than this are gathered
-)
+# A leaf stays gathered between two uses if at most this many other leaves are gathered between
+# them. More saves gathers and costs memory. The number is a choice: it was not measured.
+MAX_GATHERS_BETWEEN = 8
 
 
 @dataclasses.dataclass(eq=False)
@@ -48,25 +48,25 @@ class LiveRange:
 
     @property
     def dtype(self) -> Any:
-        """The type in which it is gathered: the one that is needed, if that is one and smaller."""
-        own = self.leaf.aval.dtype
+        """Type in which the leaf is gathered: the only needed one if smaller, or the leaf's."""
+        leaf_dtype = self.leaf.aval.dtype
         if len(self.dtypes) != 1:
-            return own
+            return leaf_dtype
         (only,) = self.dtypes
-        return only if jnp.dtype(only).itemsize < jnp.dtype(own).itemsize else own
+        return only if jnp.dtype(only).itemsize < jnp.dtype(leaf_dtype).itemsize else leaf_dtype
 
 
 class LiveRanges:
     """Uses of leaves, and of their parts, by equations.
 
     Args:
-      eqns: equations.
+      eqns: the equations.
       roots: value with slices to the leaves and parts that it depends on.
-      reads: position of an equation to the values with slices that it reads whole.
+      reads: position of an equation to the sliced values that it reads completely.
       roles: the role of each equation.
       ends: further values that are read: the position of the equation that computes it, and the
         value.
-      once: whether a leaf has one window, from its first use to its last.
+      once: True if a leaf has one window, from its first use to its last.
 
     Attributes:
       derived: derived value to the equation that computes it.
@@ -89,6 +89,7 @@ class LiveRanges:
         self.windows: list[LiveRange] = []
         self._types: dict[Var, frozenset[tuple[Var, Any]]] = {}
         self._at: dict[tuple[Var, int], LiveRange] = {}
+        # leaf to its last window, and the number of windows after its last use
         self._open: dict[Var, tuple[LiveRange, int]] = {}
         wanted: dict[int, list[Atom]] = {}
         for i, atom in ends:
@@ -109,25 +110,29 @@ class LiveRanges:
     def _types_of(self, v: Var) -> frozenset[tuple[Var, Any]]:
         """Return the leaves that a value depends on, each with the type in which it is needed."""
         if v not in self._types:
-            eqn = self.derived.get(v)
-            if eqn is None:
-                self._types[v] = frozenset([(v, v.aval.dtype)])
-            else:
-                ins = [a for a in eqn.invars if isinstance(a, Var) and a in self.roots]
-                if is_cast(eqn) and self.roots[ins[0]] == {ins[0]}:
-                    self._types[v] = frozenset([(ins[0], v.aval.dtype)])
-                else:
-                    self._types[v] = frozenset().union(*map(self._types_of, ins))
+            self._types[v] = self._find_types(v)
         return self._types[v]
 
+    def _find_types(self, v: Var) -> frozenset[tuple[Var, Any]]:
+        eqn = self.derived.get(v)
+        if eqn is None:
+            return frozenset([(v, v.aval.dtype)])
+        ins = [a for a in eqn.invars if isinstance(a, Var) and a in self.roots]
+        if is_cast(eqn) and self.roots[ins[0]] == {ins[0]}:
+            return frozenset([(ins[0], v.aval.dtype)])
+        return frozenset().union(*map(self._types_of, ins))
+
     def _use(self, atom: Atom, i: int, role: str) -> None:
+        """Extend the windows of a value's leaves to an equation, or begin new ones."""
         if isinstance(atom, Literal) or atom not in self.roots:
             return
         for leaf, dtype in self._types_of(atom):
-            known = self._open.get(leaf)
-            near = known and known[0].role == role and len(self.windows) - known[1] <= KEPT_WINDOWS
-            if known and (near or self._once):
-                window = known[0]
+            window, continues = None, False
+            if leaf in self._open:
+                window, count = self._open[leaf]
+                is_near = len(self.windows) - count <= MAX_GATHERS_BETWEEN
+                continues = self._once or (window.role == role and is_near)
+            if window is not None and continues:
                 window.last = i
                 window.dtypes.add(dtype)
             else:

@@ -1,5 +1,4 @@
-"""The options of sharding: records of how state is sliced and in what types steps compute, and
-which of them can be."""
+"""Options of sharding, with their checks: slices of the state, types of the step, loss scaling."""
 
 from __future__ import annotations
 
@@ -34,13 +33,13 @@ class LossScaling:
 
     Attributes:
       initial: the first scale.
-      dynamic: whether the scale follows the gradients. If a gradient is not finite, the step
+      dynamic: True if the scale follows the gradients. If a gradient is not finite, the step
         changes nothing and the scale is divided by `factor`. After `interval` finite steps it is
-        multiplied by `factor`. A fixed scale stays, and skips no step.
+        multiplied by `factor`. A fixed scale never changes, and skips no step.
       factor, interval: see `dynamic`.
 
     Raises:
-      ConfigError: a value that is out of range.
+      ConfigError: a value is out of range.
 
     Source: `update_loss_scaling` of Paddle (operators/amp/update_loss_scaling_op.h).
 
@@ -66,19 +65,19 @@ class LossScaling:
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """In what types a step computes.
+    """Types in which a step computes.
 
     Attributes:
-      dtype: "bf16" or "fp16": products of matrices in that type (`dtrans.zero.mixed_precision`),
-        parameters gathered, and gradients reduced, in it where products alone read them. Parameters
-        that are updated stay as they are; each rank has slices of them, in every stage. In stages 1
-        and 2 they are gathered once in a step (or micro-step). None computes as the step does.
-      loss_scaling: how the loss is scaled, or a fixed scale. For "fp16" it is dynamic by default:
-        from 2^15, halved by a step in which a gradient of any rank is not finite, which changes
-        nothing else, and doubled after 2,000 others. "bf16" needs none.
+      dtype: "bf16" or "fp16", the type of matrix products (`dtrans.zero.mixed_precision`). If only
+        products read a parameter, it is gathered, and its gradient reduced, in this type. The
+        update keeps its types, and each rank has slices of its parameters in every stage. Stages 1
+        and 2 gather them once in a step (or micro-step). None changes no type.
+      loss_scaling: the scaling of the loss, or a fixed scale. The default for "fp16" is dynamic. It
+        starts at 2^15. A step in which a gradient of any rank is not finite halves it, and changes
+        nothing else. It doubles after 2,000 other steps. "bf16" needs no scale.
 
     Raises:
-      ConfigError: a value that is out of range, or a scale without a type.
+      ConfigError: a value is out of range, or a scale has no type.
 
     Example:
       >>> import dtrans
@@ -91,54 +90,55 @@ class Precision:
 
     def __post_init__(self) -> None:
         check_one_of("precision", self.dtype, ("fp16", "bf16", None))
-        given = self.loss_scaling
-        if is_number(given):
-            object.__setattr__(self, "loss_scaling", LossScaling(float(given), dynamic=False))  # type: ignore[arg-type]
-        elif given is None and self.dtype == "fp16":
+        value = self.loss_scaling
+        if is_number(value):
+            fixed = LossScaling(float(value), dynamic=False)  # type: ignore[arg-type]
+            object.__setattr__(self, "loss_scaling", fixed)
+        elif value is None and self.dtype == "fp16":
             object.__setattr__(self, "loss_scaling", LossScaling())
-        elif given is not None:
-            check_type("loss_scaling", given, LossScaling, "a number, a LossScaling or None")
-        if given is not None and self.dtype is None:
+        elif value is not None:
+            check_type("loss_scaling", value, LossScaling, "a number, a LossScaling or None")
+        if value is not None and self.dtype is None:
             raise ConfigError(
-                f"loss_scaling={given!r} is for precision='fp16' or 'bf16', which is None"
+                f"loss_scaling={value!r} needs precision='fp16' or 'bf16', it is None"
             )
 
     @classmethod
-    def of(cls, given: Any) -> Precision:
+    def from_option(cls, value: Any) -> Precision:
         """Return the record for the option `precision`: a record, its `dtype`, or None."""
-        return given if isinstance(given, cls) else cls(given)
+        return value if isinstance(value, cls) else cls(value)
 
     @property
     def scaling(self) -> LossScaling | None:
-        """Return the scaling of the loss, or None."""
+        """Scaling of the loss, if any."""
         assert self.loss_scaling is None or isinstance(self.loss_scaling, LossScaling)
         return self.loss_scaling
 
 
 @dataclasses.dataclass(frozen=True)
 class Slicing:
-    """Sharding of leaves over ranks, and the gather of whole leaves from slices.
+    """Sharding of leaves over ranks, and the gather of leaves from slices.
 
     Attributes:
       partition: "rows" cuts each parameter. "greedy_even" and "use_order" assign whole parameters
-        to ranks; a rank alone updates a parameter that it owns, and holds its state. Use these if
-        the update mixes the rows of every leaf, which is expensive on slices; see
+        to ranks. Only its owner updates a parameter and stores its state. Use these if the update
+        mixes the rows of every leaf, which is expensive on slices; see
         `dtrans.zero.by_leaf.layout`. They need stage 1 or 2 and no `precision`, and ignore
         `min_slice_size`.
-      min_slice_size: a parameter of fewer elements stays whole on every rank.
+      min_slice_size: the smallest number of elements of a parameter that is cut.
       gather_bucket_MB: in stage 3, the size up to which adjacent gathers of parameters are
-        combined. 0 gathers each by itself.
+        combined. 0 gathers each separately.
       prefetch: in stage 3, the number of parameters that are gathered ahead; in a loop, the first
         one of the next layer. 1 by default, 0 without `overlap`. By default jobs do not prefetch in
         loops on platforms that do not overlap gathers with computation
         (`dtrans.run.base.platforms`).
-      overlap: let collectives run beside computation. Without it, each begins when the previous one
-        has ended.
+      overlap: let collectives overlap with computation. Without it, each starts when the previous
+        one has ended.
       axis_name, replica_axis_name: names of the mesh axes: over the ranks of a group, and over
         groups.
 
     Raises:
-      ConfigError: a value that is out of range, or a prefetch without overlap.
+      ConfigError: a value is out of range, or a prefetch lacks overlap.
 
     Example:
       >>> import dtrans
@@ -164,20 +164,20 @@ class Slicing:
         )
         if not self.overlap and self.prefetch:
             raise ConfigError(
-                f"overlap=False and prefetch={self.prefetch}: what is gathered ahead of time "
-                "overlaps"
+                f"overlap=False and prefetch={self.prefetch}: a prefetch overlaps with "
+                "computation; leave one of them out"
             )
         check_name("axis_name", self.axis_name, "the name of an axis")
         check_name("replica_axis_name", self.replica_axis_name, "the name of an axis")
         if self.axis_name == self.replica_axis_name:
             raise ConfigError(
-                f"axis_name and replica_axis_name are both {self.axis_name!r}: give two names"
+                f"axis_name and replica_axis_name are both {self.axis_name!r}; pass two names"
             )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardingOptions(Options):
-    """The options of `dtrans.sharding`, which says what they are."""
+    """Options of `dtrans.sharding`, which describes them."""
 
     stage: int
     degree: int
@@ -195,68 +195,74 @@ class ShardingOptions(Options):
         super().__post_init__()
         check_one_of("stage", self.stage, (1, 2, 3))
         dtype, compress, slices = self.precision.dtype, self.reduce.compress, self.slices
-        scattered_early = self.num_micro_batch > 1 and self.stage > 1
         if dtype is not None and compress is not None:
             raise ConfigError(
                 f"precision={dtype!r} and compress={compress!r}: gradients are reduced in the type "
-                "of precision already"
+                "of precision already; leave compress out"
             )
-        if self.batch.example_count is not None and scattered_early:
+        clips_each = self.reduce.clip_per_micro_batch(self.num_micro_batch) is not None
+        if clips_each and self.precision.scaling is not None:
             raise ConfigError(
-                f"example_count={self.batch.example_count!r} and "
-                f"num_micro_batch={self.num_micro_batch} in stage "
-                f"{self.stage}: gradients are scattered in each micro-step, before the weights of "
-                "all are known; use "
-                "stage 1"
-            )
-        if self.reduce.clip_local_norm is not None and scattered_early:
-            raise ConfigError(
-                f"clip_local_norm={self.reduce.clip_local_norm!r} and "
-                f"num_micro_batch={self.num_micro_batch} in stage "
-                f"{self.stage}: gradients are scattered in each micro-step, and no rank has the "
-                "whole of its own; use "
-                "stage 1"
-            )
-        if (
-            self.reduce.clip_per_micro_batch(self.num_micro_batch) is not None
-            and self.precision.scaling is not None
-        ):
-            raise ConfigError(
-                f"clip_local_per='micro_batch' and precision={dtype!r} with a scaled loss: "
-                "gradients of micro-batches "
-                "are too large by the scale; say clip_local_per='step', or precision='bf16'"
+                f"clip_local_per='micro_batch' and precision={dtype!r} with a scaled loss: the "
+                "scale enlarges gradients of micro-batches; pass clip_local_per='step', or "
+                "precision='bf16'"
             )
         chains = self.reduce.chains
         if not slices.overlap and chains is not None and chains > 1:
             raise ConfigError(
-                f"overlap=False and chains={chains}: several chains of reductions are there to "
-                "overlap"
+                f"overlap=False and chains={chains}: several chains of reductions overlap; leave "
+                "one of them out"
             )
+        self._check_micro_steps()
         if slices.partition != "rows":
             others = {
                 f"stage={self.stage}": self.stage == 3,
                 f"precision={dtype!r}": dtype is not None,
-                f"num_micro_batch={self.num_micro_batch} in stage {self.stage}": scattered_early,
+                f"{self._micro_steps} in stage {self.stage}": self._scatters_micro_steps,
             }
             why = (
-                "ranks own whole leaves and their state, while each has all parameters, and all "
-                "gradients of a "
-                "micro-step; use partition='rows'"
+                "owners store whole leaves and their state, and each rank has all parameters, and "
+                "all gradients of a micro-step; use partition='rows'"
             )
             check_together(others, why, f"partition={slices.partition!r}")
 
     @property
+    def _micro_steps(self) -> str:
+        return f"num_micro_batch={self.num_micro_batch}"
+
+    @property
+    def _scatters_micro_steps(self) -> bool:
+        """True if each micro-step scatters its gradients, so that ranks sum up slices."""
+        return self.num_micro_batch > 1 and self.stage > 1
+
+    def _check_micro_steps(self) -> None:
+        """Refuse options that need the full gradient of all micro-steps of a rank."""
+        if not self._scatters_micro_steps:
+            return
+        where = f"{self._micro_steps} in stage {self.stage}: each micro-step scatters its gradients"
+        count, norm = self.batch.example_count, self.reduce.clip_local_norm
+        if count is not None:
+            raise ConfigError(
+                f"example_count={count!r} and {where} before all weights are known; use stage 1"
+            )
+        if norm is not None:
+            raise ConfigError(
+                f"clip_local_norm={norm!r} and {where}, and no rank has its full gradient; use "
+                "stage 1"
+            )
+
+    @property
     def axes(self) -> tuple[tuple[str, int], ...]:
-        """The axes that ranks are on, with their sizes: groups, and the ranks of a group."""
+        """Named axes of the ranks, with sizes: groups, and the ranks of a group."""
         outer = ((self.slices.replica_axis_name, self.replicas),) if self.replicas > 1 else ()
         return (*outer, (self.axis_name, self.degree)) if self.degree > 1 or not outer else outer
 
     @property
     def prefetch(self) -> int:
-        """Return the number of parameters that are gathered ahead."""
+        """Number of parameters that are gathered ahead."""
         return int(self.slices.overlap) if self.slices.prefetch is None else self.slices.prefetch
 
     @property
     def slices_params(self) -> bool:
-        """Return True if parameters are slices between steps: in stage 3, and in 16 bits."""
+        """True if parameters are slices between steps: in stage 3, and in 16 bits."""
         return self.stage == 3 or self.precision.dtype is not None

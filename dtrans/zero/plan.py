@@ -1,4 +1,4 @@
-"""Plans of sharding: one program for all ranks, what each of them holds, and what it moves."""
+"""Plans of sharding: one program for all ranks, the state that each stores, and its traffic."""
 
 from __future__ import annotations
 
@@ -16,32 +16,35 @@ from dtrans.zero.mixed_precision import scale_types
 
 if TYPE_CHECKING:
     from dtrans.engine.layout import Gathered
-    from dtrans.zero.by_leaf.layout import Owned
+    from dtrans.zero.by_leaf.layout import LeafOwners
     from dtrans.zero.choose_slices import Sliced, Slices
     from dtrans.zero.options import ShardingOptions
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class ShardingPlan(CollectivePlan):
-    """Sharded data-parallel training of one step; made by `dtrans.sharding`.
+    """Plan of sharded data-parallel training, from `dtrans.sharding`.
 
-    Attributes beside those of `CollectivePlan`:
-      slices: which leaves are cut, along which dimension, and why others are not.
-      gathers: what the update gathers, and why.
-      owned: who owns which leaf, where leaves are not cut but given to ranks.
+    It has the attributes of `CollectivePlan`, and these.
+
+    Attributes:
+      slices: the cut leaves, their dimensions, and the reasons why others are not cut.
+      gathers: the values that the update gathers, with reasons.
+      owned: the owner of each leaf, if leaves are assigned to ranks instead of cut.
     """
 
     options: ShardingOptions
     slices: Slices = dataclasses.field(compare=False)
     gathers: tuple[Gathered, ...] = ()
-    owned: Owned | None = None
+    owned: LeafOwners | None = None
     strategy = "sharding"
 
     @cached_property
     def cuts(self) -> dict[str, Sliced]:
-        """Return the parameters and state that ranks hold as slices between steps, by name."""
+        """Parameters and state that ranks store as slices between steps, by name."""
         params = self.slices.leaves if self.options.slices_params else {}
-        return {**params, **self.slices.state, **(self.owned.cuts if self.owned else {})}
+        bins = self.owned.cuts if self.owned else {}
+        return {**params, **self.slices.state, **bins}
 
     @property
     def extra_state(self) -> Mapping[str, Any]:
@@ -51,85 +54,78 @@ class ShardingPlan(CollectivePlan):
         """Return the plan for another number of ranks: more or fewer groups of the same degree.
 
         Raises:
-          ConfigError: they cannot be shared out into groups.
+          ConfigError: the number is no multiple of the degree.
         """
         if trainers == self.trainers:
             return self
         o = self.options
         if trainers % o.degree:
             raise ConfigError(
-                f"{trainers} ranks cannot be shared out into groups of degree={o.degree}"
+                f"{trainers} ranks are no multiple of degree={o.degree}; start "
+                f"{o.degree * max(1, trainers // o.degree)} ranks"
             )
-        groups = trainers // o.degree
-        replanned: ShardingPlan = self.replan(
-            dataclasses.replace(o, trainers=trainers, replicas=groups)
-        )
+        options = dataclasses.replace(o, trainers=trainers, replicas=trainers // o.degree)
+        replanned: ShardingPlan = self.replan(options)
         return replanned
 
     # -- cost ------------------------------------------------------------------------------------
 
     def memory(self) -> dict[str, int]:
-        """Bytes that a rank holds between steps, by kind: `params`, `opt_state`, and what of these
-        is `padding`."""
-        params, opt_state = (spec.names for spec in self.program.args[:2])
-        held = {n: nbytes(t) for n, t in self.program.inputs.items()}
-        padding = sum(
-            s.padding(self.main.inputs[n]) * self.main.inputs[n].dtype.itemsize // s.degree
-            for n, s in self.cuts.items()
-            if n in self.main.inputs
-        )
+        """Return the bytes that a rank stores between steps.
+
+        Returns:
+          Bytes of `params` and of `opt_state`, both with padding, and of their `padding` alone.
+        """
+        padding = 0
+        for name, cut in self.cuts.items():
+            if name in self.main.inputs:
+                t = self.main.inputs[name]
+                padding += cut.padding(t) * t.dtype.itemsize // cut.degree
         if self.owned is not None:
             padding += self.owned.state.padding // self.options.degree
-        return {
-            "params": sum(held[n] for n in params),
-            "opt_state": sum(held[n] for n in opt_state),
-            "padding": padding,
-        }
+        params, opt_state = self.program.args[:2]
+        sizes = {n: nbytes(t) for n, t in self.program.inputs.items()}
+        found = {}
+        for kind, spec in (("params", params), ("opt_state", opt_state)):
+            found[kind] = sum(sizes[n] for n in spec.names)
+        return {**found, "padding": padding}
 
     def traffic(self) -> dict[tuple[str, str], int]:
-        """Bytes of collectives in a step, by what it is and the axis that it is over.
+        """Return the bytes of collectives in a step, by primitive and axis.
 
-        Of a gather it is what a rank has after it, of a reduction what it has before: Psi for a
-        model of Psi bytes. What then crosses a link is up to the algorithm: (N - 1)/N of it in a
-        ring, twice that for an all-reduce.
+        A gather counts its output, a reduction its input: Psi for a model of Psi bytes. The bytes
+        that cross a link depend on the algorithm: (N - 1)/N of this in a ring, twice as much for an
+        all-reduce.
         """
         found: dict[tuple[str, str], int] = {}
         for eqn, times in collectives(self.program.jaxpr):
             key = (eqn.primitive.name, " and ".join(eqn.params["over"]))
-            found[key] = found.get(key, 0) + times * sum(nbytes(a.aval) for a in moved_values(eqn))
+            moved = sum(nbytes(a.aval) for a in moved_values(eqn))
+            found[key] = found.get(key, 0) + times * moved
         return found
 
     # -- showing ---------------------------------------------------------------------------------
 
     @cached_property
     def notes(self) -> list[str]:
-        """Return remarks for the user that the table does not show."""
-        memory = self.memory()
-        of = ", ".join(f"{n:,} bytes of {kind}" for kind, n in memory.items())
+        """Remarks for the user that the table does not show."""
         notes = [] if self.shared is None else list(self.shared.notes)
-        notes.append(f"each rank holds {of}")
-        notes += [
-            f"{kind} over {axis}: {n:,} bytes per step"
-            for (kind, axis), n in self.traffic().items()
-        ]
-        notes += [
-            f"the update gathers {x.dtype}{list(x.shape)}, {x.nbytes:,} bytes, for {x.reason}"
-            for x in self.gathers
-        ]
-        notes += self.owned.notes if self.owned else []
-        notes += [
-            f"{leaf} is whole on every rank: {why}" for leaf, why in self.slices.wholes.items()
-        ]
+        stored = ", ".join(f"{count:,} bytes of {kind}" for kind, count in self.memory().items())
+        notes.append(f"each rank holds {stored}")
+        for (kind, axis), count in self.traffic().items():
+            notes.append(f"{kind} over {axis}: {count:,} bytes per step")
+        for x in self.gathers:
+            array = f"{x.dtype}{list(x.shape)}"
+            notes.append(f"the update gathers {array}, {x.nbytes:,} bytes, for {x.reason}")
+        if self.owned:
+            notes += self.owned.notes
+        for leaf, why in self.slices.unsliced.items():
+            notes.append(f"{leaf} is whole on every rank: {why}")
         notes += [f"{name}: {way}" for name, way in self.merges.items()]
-        notes += self.callers
-        return notes
+        return notes + list(self.callers)
 
     @property
     def _title(self) -> str:
         o = self.options
-        groups = (
-            f", {o.replicas} groups of {o.degree} ranks"
-            if o.replicas > 1
-            else f", {o.degree} ranks"
-        )
-        return f"sharding plan of {self.main.name}: stage {o.stage}{groups}"
+        groups = f"{o.replicas} groups of " if o.replicas > 1 else ""
+        return f"sharding plan of {self.main.name}: stage {o.stage}, {groups}{o.degree} ranks"

@@ -1,11 +1,12 @@
-"""A loop over layers that gathers the next layer while it computes one.
+"""Loop over layers that gathers the next layer while it computes one.
 
-    scan: gather, compute           becomes      gather; scan: gather the next, compute; compute the last
+    scan: gather, compute      becomes      gather
+                                            scan: gather the next layer, compute
+                                            compute the last layer
 
-What is gathered ahead goes from turn to turn beside what the loop carries. The last turn stands
-behind the loop, since there is nothing to gather in it: as many bytes are moved as before. Each
-turn takes its parts of what is taken apart by their number, so that nothing is copied to shift it
-by one.
+The scan carries the gathered layer. The last layer is computed after the scan, since there is no
+next layer to gather: as many bytes move as before. Each iteration indexes the stacked operands,
+because shifting them by one layer would copy them.
 """
 
 from __future__ import annotations
@@ -24,64 +25,62 @@ from dtrans._jax import (
     is_reversed,
     jaxpr_as_fun,
     opened,
-    scan_counts,
     scan_length,
     small_jaxpr,
+    wiring,
 )
 
 
-def prefetched(
+def prefetch_layers(
     eqn: JaxprEqn,
     body: ClosedJaxpr,
     gather: Callable[[Any], Any],
     stack: int,
     types: Sequence[Any],
-    outs: list[Var],
+    outvars: list[Var],
 ) -> JaxprEqn:
     """Return the loop as one equation.
 
     Args:
       eqn: the loop over layers, a `scan`.
-      body: of one turn: from constants, what is carried, this turn's parts, and what was gathered
-        for it, to what is carried and what is made in this turn.
-      gather: from a turn's slice to what is gathered.
-      stack: which of the parts, counted from 0, is that slice.
-      types: of the operands of the loop: constants, what is carried, what is taken apart.
-      outs: the variables of what it makes.
+      body: one iteration. Inputs: constants, carried values, slices, the gathered layer. Outputs:
+        carried values, slices of the stacked outputs.
+      gather: maps a rank's slice of a layer to the gathered layer.
+      stack: the position of the layers among the stacked operands.
+      types: the types of the loop's operands: constants, carried values, stacks.
+      outvars: the variables of the loop's outputs.
     """
-    (consts, carried), length = scan_counts(eqn), scan_length(eqn)
+    wires, length = wiring(eqn), scan_length(eqn)
+    first_stack, carried = wires.slices[0], len(wires.carried)
+    consts = first_stack - carried
     run: Callable[..., Any] = jaxpr_as_fun(body)
-    made = [a.aval for a in opened(body).outvars[carried:]]
-    first, last, by = (length - 1, 0, -1) if is_reversed(eqn) else (0, length - 1, 1)
+    stacked_types = [a.aval for a in opened(body).outvars[carried:]]
+    first, last, step = (length - 1, 0, -1) if is_reversed(eqn) else (0, length - 1, 1)
 
     def loop(*operands: Any) -> Any:
-        fixed, carry, parts = (
-            operands[:consts],
-            operands[consts : consts + carried],
-            operands[consts + carried :],
-        )
+        fixed, carry = operands[:consts], operands[consts:first_stack]
+        stacks = operands[first_stack:]
 
-        def turn(carry: Any, whole: Any, found: Any, i: Any) -> Any:
-            xs = [lax.dynamic_index_in_dim(x, i, keepdims=False) for x in parts]
-            new = run(*fixed, *carry, *xs, whole)
-            updated = [
-                lax.dynamic_update_index_in_dim(all_, x, i, 0)
-                for all_, x in zip(found, new[carried:], strict=True)
-            ]
+        def compute(carry: Any, layer: Any, outputs: Any, i: Any) -> Any:
+            slices = [lax.dynamic_index_in_dim(x, i, keepdims=False) for x in stacks]
+            new = run(*fixed, *carry, *slices, layer)
+            updated = []
+            for output, x in zip(outputs, new[carried:], strict=True):
+                updated.append(lax.dynamic_update_index_in_dim(output, x, i, 0))
             return tuple(new[:carried]), updated
 
-        def one(state: Any, k: Any) -> Any:
-            carry, whole, found = state
-            i = first + by * k
-            ahead = gather(lax.dynamic_index_in_dim(parts[stack], i + by, keepdims=False))
-            carry, found = turn(carry, whole, found, i)
-            return (carry, ahead, found), None
+        def iterate(state: Any, k: Any) -> Any:
+            carry, layer, outputs = state
+            i = first + step * k
+            following = gather(lax.dynamic_index_in_dim(stacks[stack], i + step, keepdims=False))
+            carry, outputs = compute(carry, layer, outputs, i)
+            return (carry, following, outputs), None
 
-        found = [jnp.zeros((length, *t.shape), t.dtype) for t in made]
-        start = (tuple(carry), gather(parts[stack][first]), found)
-        (carry, whole, found), _ = lax.scan(one, start, jnp.arange(length - 1))
-        carry, found = turn(carry, whole, found, last)
-        return [*carry, *found]
+        outputs = [jnp.zeros((length, *t.shape), t.dtype) for t in stacked_types]
+        start = (tuple(carry), gather(stacks[stack][first]), outputs)
+        (carry, layer, outputs), _ = lax.scan(iterate, start, jnp.arange(length - 1))
+        carry, outputs = compute(carry, layer, outputs, last)
+        return [*carry, *outputs]
 
     (call,) = small_jaxpr(jax.jit(loop, inline=False), types).jaxpr.eqns
-    return call.replace(outvars=outs, source_info=eqn.source_info)
+    return call.replace(outvars=outvars, source_info=eqn.source_info)

@@ -1,6 +1,6 @@
 """Values that differ from rank to rank, in a step and in the bodies of its loops and branches.
 
-Values computed from the batch are *local*: each rank has its own. All others are the same on every
+Values computed from the batch are *local*: each rank has its own. All others are equal on every
 rank.
 """
 
@@ -10,34 +10,38 @@ import operator
 from collections.abc import Collection, Iterable, Sequence
 
 from dtrans._jax import JaxprEqn, Primitive, Var, equations_inside, has_bodies
-from dtrans.ir.interpret import ForwardAnalysis, forward
+from dtrans.ir.interpret import Facts, ForwardAnalysis, forward
 from dtrans.ops import trainer_index_p
 
 
 def local_values(
     eqns: Sequence[JaxprEqn], seeds: Iterable[Var], completed: Collection[Primitive] = ()
 ) -> set[Var]:
-    """Return the values that differ from rank to rank, where `seeds` do.
+    """Return the values that differ from rank to rank.
 
     Args:
-      completed: collectives whose results are the same on every rank; by default nothing is known
-        of them.
+      eqns: the equations.
+      seeds: inputs that differ from rank to rank.
+      completed: collectives whose results are equal on every rank. By default, results of a
+        collective differ if its operands do.
     """
-    facts = forward(_differing(completed), eqns, dict.fromkeys(seeds, True))
-    return {v for v, differs in facts.values.items() if differs}
+    return _local(forward(_differing(completed), eqns, dict.fromkeys(seeds, True)))
 
 
 def local_inside(eqn: JaxprEqn, local: Collection[Var]) -> list[set[Var]]:
     """Return the values that differ from rank to rank in each body of an equation.
 
     Args:
-      local: values outside of it that differ.
+      eqn: the equation.
+      local: values outside it that differ.
     """
     start = {a: True for a in eqn.invars if isinstance(a, Var) and a in local}
     (entered,) = forward(_differing(()), [eqn], start).entered.values()
-    return [
-        {v for v, differs in facts.values.items() if differs} for facts in entered.bodies.values()
-    ]
+    return [_local(facts) for facts in entered.bodies.values()]
+
+
+def _local(facts: Facts[bool]) -> set[Var]:
+    return {v for v, differs in facts.values.items() if differs}
 
 
 def _differing(completed: Collection[Primitive]) -> ForwardAnalysis[bool]:
@@ -48,14 +52,14 @@ def _differing(completed: Collection[Primitive]) -> ForwardAnalysis[bool]:
             return [False] * len(eqn.outvars)
         if has_bodies(eqn):
             return None
-        return [eqn.primitive is trainer_index_p or any(ins) or _asks_rank(eqn)] * len(eqn.outvars)
+        differs = eqn.primitive is trainer_index_p or any(ins) or _reads_rank_inside(eqn)
+        return [differs] * len(eqn.outvars)
 
     return ForwardAnalysis(
         operator.or_, rule, default=lambda aval, value: False, decide=operator.or_
     )
 
 
-def _asks_rank(eqn: JaxprEqn) -> bool:
-    """Return True if a nested jaxpr asks for the rank, as where rows of random numbers are
-    drawn."""
+def _reads_rank_inside(eqn: JaxprEqn) -> bool:
+    """Return True if a nested jaxpr reads the number of the rank, to draw its rows of a batch."""
     return any(e.primitive is trainer_index_p for e in equations_inside(eqn))

@@ -1,11 +1,11 @@
 """Reduction of gradients that ranks store as slices.
 
-Ranks reduce-scatter over the sharding axis, then all-reduce the slice over the outer axis.
+Each rank sums over the sharding axis first, then its slice over the groups of ranks:
 
     sliced       padded, reduce_scatter over the sharding axis; all_reduce of the slice over groups
-    layers       scattered by a loop already, layer by layer; all_reduce of the slice over groups
-    whole        all_reduce over both
-    unreduced    nothing: all ranks compute the same gradient, and each takes its slice
+    layers       scattered by a loop, layer by layer; all_reduce of the slice over groups
+    full         all_reduce over both axes
+    replicated   no reduction: all ranks compute the same gradient, and each takes its slice
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from dtrans.zero.options import ShardingOptions
 
 @dataclasses.dataclass(frozen=True)
 class ScatterSpec(ReduceSpec):
-    """In what way a gradient is reduced where ranks keep slices.
+    """Reduction of one gradient, if ranks may store it as slices.
 
     Attributes:
-      axis: the dimension that it is scattered along; None for one that stays whole.
-      layers: whether it has been scattered already.
+      axis: the dimension along which it is scattered; None for a gradient that is not cut.
+      layers: True if a loop has scattered it already.
     """
 
     axis: int | None = None
@@ -44,37 +44,43 @@ def scatter_specs(
     slices: Mapping[str, Sliced],
     layers: Collection[str],
     compress: Mapping[str, str],
-    unreduced: Collection[str] = (),
+    replicated: Collection[str] = (),
     groups: Mapping[str, int] | None = None,
 ) -> Callable[[str], ScatterSpec]:
-    """Return a function from a leaf to the kind of its gradient.
+    """Return a function from a leaf to the spec of its gradient.
 
     Args:
-      slices: of the leaves that are cut.
-      layers: those whose gradients loops scatter.
-      compress: the types that gradients are reduced in, where these are not their own.
-      unreduced: those that are the same on all ranks.
-      groups: where each is made, where not all are made in one place.
+      slices: the cut leaves.
+      layers: leaves whose gradients loops scatter.
+      compress: the type in which a gradient is reduced, if that is not its type.
+      replicated: leaves whose gradients are equal on all ranks.
+      groups: the number of the place that computes a gradient, if there are several.
     """
-    places = groups or {}
+    groups = groups or {}
 
-    def kind(leaf: str) -> ScatterSpec:
-        axis = slices[leaf].axis if leaf in slices else None
+    def spec_of(leaf: str) -> ScatterSpec:
         return ScatterSpec(
-            compress.get(leaf),
-            axis,
-            leaf in layers,
-            group=places.get(leaf, 0),
-            is_replicated=leaf in unreduced,
+            compress=compress.get(leaf),
+            axis=slices[leaf].axis if leaf in slices else None,
+            layers=leaf in layers,
+            group=groups.get(leaf, 0),
+            is_replicated=leaf in replicated,
         )
 
-    return kind
+    return spec_of
 
 
 class Scatterer(Reducer):
-    """Writes the reductions; `means` of leaves that are cut are slices."""
+    """Writer of reductions; the `means` of cut leaves are slices.
 
-    adds_up = True  # whether `means` are what is made of all ranks, once and for all
+    Args:
+      b, values, o, example_count, suffix, scale: as for `Reducer`.
+      slices: the cut leaves.
+      spec_of: returns the spec of a leaf's gradient.
+    """
+
+    # False for a writer whose `means` are still to be summed over groups and micro-steps
+    adds_up = True
 
     def __init__(
         self,
@@ -84,55 +90,65 @@ class Scatterer(Reducer):
         example_count: Atom | None,
         suffix: str,
         slices: Mapping[str, Sliced],
-        kind: Callable[[str], ScatterSpec],
+        spec_of: Callable[[str], ScatterSpec],
         scale: Atom | None = None,
     ) -> None:
-        super().__init__(b, values, o, example_count, suffix, kind, scale)
-        self.scatter = kind
+        super().__init__(b, values, o, example_count, suffix, spec_of, scale)
+        self.spec_of = spec_of
         self.slices = slices
         self.options = o
 
     def add(self, leaf: str, grad: Atom) -> None:
-        """Receive a gradient; one that all ranks compute needs no reduction."""
-        if not self.scatter(leaf).is_replicated:
+        """Add a gradient; reduce its bucket if it is complete. Replicated ones need no sum."""
+        if not self.spec_of(leaf).is_replicated:
             super().add(leaf, grad)
             return
-        b, o, s = self.b, self.options, self.slices.get(leaf)
+        b, o, cut = self.b, self.options, self.slices.get(leaf)
         role, b.role = b.role, DIST
-        if s is not None and grad.aval.shape[s.axis] == s.size != s.part:
+        # a loop over layers may have computed the slice already
+        if cut is not None and grad.aval.shape[cut.axis] == cut.size != cut.part:
             (index,) = b.bind(trainer_index_p, over=(o.axis_name,))
-            grad = b.call(_part(s.axis, s.part, s.padded), grad, index)[0]
+            grad = b.call(_take_slice(cut.axis, cut.part, cut.padded), grad, index)[0]
         if self.adds_up and o.reduce.op == "sum" and o.trainers > 1:
+            # the sum over ranks counts the gradient once for each
             grad = b.call(times(o.trainers), grad)[0]
         b.role = role
         self.means[leaf] = grad
 
     def sums(self, bucket: Bucket, sent: Sequence[Atom]) -> Sequence[Atom]:
-        """Return the sums over all ranks; for a bucket of sliced leaves, the rank's slices."""
-        kind, o = self.scatter(bucket.leaves[0]), self.options
-        if kind.axis is None:
+        """Return the sums over all ranks; for a bucket of cut leaves, the rank's slices."""
+        spec, o = self.spec_of(bucket.leaves[0]), self.options
+        if spec.axis is None:
             return super().sums(bucket, sent)
-        mine: Sequence[Atom] = sent
-        if not kind.layers:
-            sizes = {self.slices[n].size: self.slices[n].padded for n in bucket.leaves}
-            parts = [
-                self.b.call(padded(kind.axis, sizes[x.aval.shape[kind.axis]]), x)[0] for x in sent
-            ]
-            over = (o.axis_name,)
-            mine = self.b.bind(
-                reduce_scatter_p, *parts, name=bucket.name, over=over, size=o.degree, axis=kind.axis
-            )
+        slices = sent
+        if not spec.layers:
+            slices = self._scatter(bucket, sent, spec.axis)
         if o.replicas == 1:
-            return mine
-        return self._sum(bucket.name, mine, (o.slices.replica_axis_name,))
+            return slices
+        return self._sum(bucket.name, slices, (o.slices.replica_axis_name,))
+
+    def _scatter(self, bucket: Bucket, sent: Sequence[Atom], axis: int) -> Sequence[Atom]:
+        """Write the reduce-scatter of a bucket over the sharding axis."""
+        b, o = self.b, self.options
+        padded_sizes = {self.slices[n].size: self.slices[n].padded for n in bucket.leaves}
+        parts = []
+        for x in sent:
+            parts += b.call(padded(axis, padded_sizes[x.aval.shape[axis]]), x)
+        over = (o.axis_name,)
+        return b.bind(
+            reduce_scatter_p, *parts, name=bucket.name, over=over, size=o.degree, axis=axis
+        )
 
     def _compress(self, bucket: Bucket) -> str | None:
-        """Return the type to compress a bucket to; None if a loop has reduced it already."""
-        if self.scatter(bucket.leaves[0]).layers and self.options.replicas == 1:
+        """Return the type of a bucket's reduction; None for its own type, or after a loop."""
+        if self.spec_of(bucket.leaves[0]).layers and self.options.replicas == 1:
             return None
         return super()._compress(bucket)
 
 
 @functools.cache
-def _part(axis: int, count: int, padded: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    return lambda x, index: rows_from(axis, count, padded)(x, index * count)
+def _take_slice(
+    axis: int, part: int, padded_size: int
+) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """Return a function from an array and a rank's number to its slice."""
+    return lambda x, index: rows_from(axis, part, padded_size)(x, index * part)

@@ -5,7 +5,7 @@ from the last equation to the first, while equations are linear and keep rows:
 
     g = add_any a b          rows of g are those of a and of b
     a = pad a'               (of layers 0 to 8)
-    a' = scan ...            computed by a loop: each layer is scattered in its turn
+    a' = scan ...            computed by a loop: each iteration scatters one layer
     b = mul 2 w              depends on leaves alone: its rows, times the number of ranks
 
 A gradient that a loop carries, adding one layer's part in each iteration, is carried as slices.
@@ -16,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
 
 from dtrans._jax import (
     REMAT,
@@ -52,34 +51,35 @@ class ScatterFlow:
     loops: dict[int, dict[int, RowAxis]] = dataclasses.field(default_factory=dict)
 
     def operands(self, eqns: Sequence[JaxprEqn]) -> dict[int, Collection[int]]:
-        """By position, the operands of an equation that are read as slices."""
-        return {i: self._operands(i, eqns[i]) for i in (*self.steps, *self.loops)}
+        """Return the operands that each equation reads as slices, by its position."""
+        return {i: self.operands_at(i, eqns[i]) for i in (*self.steps, *self.loops)}
 
-    def _operands(self, i: int, eqn: JaxprEqn) -> Collection[int]:
+    def operands_at(self, i: int, eqn: JaxprEqn) -> Collection[int]:
+        """Return the operands that the equation at a position reads as slices."""
         if i in self.steps:
             return [k for k, row in enumerate(self.steps[i].operands) if row is not None]
         return [k for k, out in wiring(eqn).carried.items() if out in self.loops[i]]
 
     def ends_of(self, v: Var, makers: Mapping[Var, tuple[int, JaxprEqn]]) -> tuple[int, bool]:
-        """Return the elements of the largest scattered value behind a value, and whether loops
-        compute some.
+        """Return the size of the largest value to scatter for a value; True if loops scatter some.
 
         Args:
-          makers: the equation that makes a value, and its position.
+          v: the value.
+          makers: the equation that computes each value, and its position.
         """
-        ahead, whole, loops = [v], 0, False
+        ahead, largest, in_loops = [v], 0, False
         while ahead:
             v = ahead.pop()
             if v not in makers:  # an input
                 continue
-            i, e = makers[v]
+            i, eqn = makers[v]
             if i in self.steps:
-                ahead += [a for a in e.invars if isinstance(a, Var) and a in self.rows]
-            elif i in self.loops and e.outvars.index(v) in self.loops[i]:
-                loops = True
+                ahead += [a for a in eqn.invars if isinstance(a, Var) and a in self.rows]
+            elif i in self.loops and eqn.outvars.index(v) in self.loops[i]:
+                in_loops = True
             else:
-                whole = max(whole, int(v.aval.size))
-        return whole, loops
+                largest = max(largest, int(v.aval.size))
+        return largest, in_loops
 
 
 def makers_of(eqns: Sequence[JaxprEqn]) -> dict[Var, tuple[int, JaxprEqn]]:
@@ -97,40 +97,89 @@ def scatter_flow(
     """Propagate wanted rows from values to their operands.
 
     Args:
+      eqns: the equations.
       wanted: value to its wanted rows.
       local: values that differ from rank to rank.
       ends: values that are read after the equations.
       inputs: inputs that may become slices, too.
     """
-    flow = ScatterFlow(dict(wanted))
-    made = {v for e in eqns for v in e.outvars} | set(inputs)
-    reads: Counter[Any] = Counter(a for e in eqns for a in e.invars if isinstance(a, Var))
-    reads.update(a for a in ends if isinstance(a, Var))
-
-    def want(a: Atom, row: RowAxis | None) -> None:
-        if (
-            row is not None
-            and isinstance(a, Var)
-            and a in local
-            and a in made
-            and reads[a] == 1
-            and a not in wanted
-        ):
-            flow.rows[a] = row
-
+    search = _Search(eqns, wanted, local, ends, inputs)
     for i in range(len(eqns) - 1, -1, -1):
-        eqn = eqns[i]
-        found = {k: flow.rows[v] for k, v in enumerate(eqn.outvars) if v in flow.rows}
-        if not found:
-            continue
+        search.visit(i)
+    _prune(search.flow, eqns, wanted, local, inputs)
+    return search.flow
+
+
+class _Search:
+    """Search from the last equation to the first; arguments as for `scatter_flow`."""
+
+    def __init__(
+        self,
+        eqns: Sequence[JaxprEqn],
+        wanted: Mapping[Var, RowAxis],
+        local: Collection[Var],
+        ends: Iterable[Atom],
+        inputs: Collection[Var],
+    ) -> None:
+        self.eqns, self.wanted, self.local = eqns, wanted, local
+        self.flow = ScatterFlow(dict(wanted))
+        self.sliceable = set(inputs)
+        self.reads: Counter[Atom] = Counter(a for a in ends if isinstance(a, Var))
+        for eqn in eqns:
+            self.sliceable.update(eqn.outvars)
+            self.reads.update(a for a in eqn.invars if isinstance(a, Var))
+
+    def visit(self, i: int) -> None:
+        """Propagate the rows that are wanted of an equation's outputs to its operands."""
+        eqn, flow = self.eqns[i], self.flow
+        rows = {k: flow.rows[v] for k, v in enumerate(eqn.outvars) if v in flow.rows}
+        if not rows:
+            return
         if eqn.primitive.name == SCAN or eqn.primitive.name in REMAT:
-            _into(flow, i, eqn, found, local, want)
-        elif len(eqn.outvars) == 1 and (step := _on_rows(eqn, found[0], local)) is not None:
-            flow.steps[i] = step
-            for a, row in zip(eqn.invars, step.operands, strict=True):
-                want(a, row)
-    _prune(flow, eqns, wanted, local, inputs)
-    return flow
+            self._enter(i, rows)
+        elif len(eqn.outvars) == 1:
+            step = _step_on_rows(eqn, rows[0], self.local)
+            if step is not None:
+                flow.steps[i] = step
+                for a, row in zip(eqn.invars, step.operands, strict=True):
+                    self._want(a, row)
+
+    def _want(self, a: Atom, row: RowAxis | None) -> None:
+        """Note rows of an operand, if that may become a slice: only one equation reads it."""
+        if row is None or not isinstance(a, Var):
+            return
+        may_be_slice = a in self.local and a in self.sliceable and a not in self.wanted
+        if may_be_slice and self.reads[a] == 1:
+            self.flow.rows[a] = row
+
+    def _enter(self, i: int, rows: Mapping[int, RowAxis]) -> None:
+        """Follow gradients into a loop, or into a rematerialized body."""
+        eqn = self.eqns[i]
+        body, wires = opened(*bodies(eqn)), wiring(eqn)
+        carried = {out: body.invars[k] for k, out in wires.carried.items()}
+        inside: dict[int, RowAxis] = {}
+        for k, row in rows.items():
+            if k not in wires.stacks:
+                inside[k] = row
+            elif row.axis:  # in the body, a stack lacks its first dimension
+                inside[k] = dataclasses.replace(row, axis=row.axis - 1)
+        (local,) = local_inside(eqn, self.local)
+
+        # slices of one output may depend on those of another, so that outputs leave one by one
+        while inside:
+            targets = {a: row for k, row in inside.items() if isinstance(a := body.outvars[k], Var)}
+            inputs = {carried[k] for k in inside if k in carried}
+            inner = scatter_flow(body.eqns, targets, local, body.outvars, inputs)
+            paid = {}
+            for k, row in inside.items():
+                if _pays(inner, body, k, wires, carried.get(k)):
+                    paid[k] = row
+            if paid == inside:
+                self.flow.loops[i] = inside
+                break
+            inside = paid
+        for k, out in wires.carried.items():
+            self._want(eqn.invars[k], inside.get(out))
 
 
 def _prune(
@@ -140,87 +189,68 @@ def _prune(
     local: Collection[Var],
     inputs: Collection[Var],
 ) -> None:
-    """Leave out what is no better scattered earlier: what no loop makes, and is as large as what is
-    made of it."""
-    # of what is whole for a value; of what loops make 0
+    """Remove steps on rows that save no memory.
+
+    Scattering operands saves memory only if they come from loops, or are smaller than the output.
+    """
+    # elements that a value needs in full before it is scattered; 0 for outputs of loops
     size: dict[Var, int] = dict.fromkeys(inputs, 0)
     for i in sorted({*flow.steps, *flow.loops}):
         eqn = eqns[i]
         if i in flow.loops:
             size |= {eqn.outvars[k]: 0 for k in flow.loops[i]}
             continue
-        (out,), step = eqn.outvars, flow.steps[i]
-        given = [
-            a
-            for a, row in zip(eqn.invars, step.operands, strict=True)
-            if row is not None and isinstance(a, Var)
-        ]
-        whole = [size.get(a, int(a.aval.size)) for a in given if a in local]
-        if len(whole) == len(given) and max(whole, default=0) >= out.aval.size:
+        operands = [eqn.invars[k] for k in flow.operands_at(i, eqn)]
+        terms = [a for a in operands if isinstance(a, Var)]
+        sizes = [size.get(a, int(a.aval.size)) for a in terms if a in local]
+        largest = max(sizes, default=0)
+        (out,) = eqn.outvars
+        # terms that are equal on all ranks have slices without a scatter
+        if len(sizes) == len(terms) and largest >= out.aval.size:
             del flow.steps[i]
         else:
-            size[out] = max(whole, default=0)
-    kept = set(wanted)
+            size[out] = largest
+
+    # then everything that only these steps wanted
+    reached = set(wanted)
     for i in sorted({*flow.steps, *flow.loops}, reverse=True):
-        if not kept.intersection(eqns[i].outvars):
+        eqn = eqns[i]
+        if reached.isdisjoint(eqn.outvars):
             flow.steps.pop(i, None)
             flow.loops.pop(i, None)
             continue
-        kept.update(
-            a for k in flow._operands(i, eqns[i]) if isinstance(a := eqns[i].invars[k], Var)
-        )
-    flow.rows = {v: row for v, row in flow.rows.items() if v in kept}
+        operands = [eqn.invars[k] for k in flow.operands_at(i, eqn)]
+        reached.update(a for a in operands if isinstance(a, Var))
+    flow.rows = {v: row for v, row in flow.rows.items() if v in reached}
 
 
-def _on_rows(eqn: JaxprEqn, row: RowAxis, local: Collection[Var]) -> Step | None:
+def _step_on_rows(eqn: JaxprEqn, row: RowAxis, local: Collection[Var]) -> Step | None:
     """Return the step on rows of an equation that is linear in its partial sums, or None."""
     summed = {k for k, a in enumerate(eqn.invars) if isinstance(a, Var) and a in local}
     if not linear_group(eqn, summed):
         return None
     step = rows_of_operands(eqn, row)
-    return step if step is not None and all(step.operands[k] is not None for k in summed) else None
-
-
-def _into(
-    flow: ScatterFlow,
-    i: int,
-    eqn: JaxprEqn,
-    found: Mapping[int, RowAxis],
-    local: Collection[Var],
-    want: Any,
-) -> None:
-    """Follow gradients into a loop, or into a body that is computed twice."""
-    body, wires = opened(*bodies(eqn)), wiring(eqn)
-    carried = {out: body.invars[k] for k, out in wires.carried.items()}
-    inside = {
-        k: dataclasses.replace(row, axis=row.axis - (k in wires.stacks))
-        for k, row in found.items()
-        if row.axis or k not in wires.stacks
-    }
-    (within,) = local_inside(eqn, local)
-    while inside:
-        targets = {a: row for k, row in inside.items() if isinstance(a := body.outvars[k], Var)}
-        inputs = {carried[k] for k in inside if k in carried}
-        inner = scatter_flow(body.eqns, targets, within, body.outvars, inputs)
-        paid = {k: row for k, row in inside.items() if _pays(inner, body, k, wires, carried.get(k))}
-        if paid == inside:
-            flow.loops[i] = inside
-            break
-        inside = paid
-    for k, out in wires.carried.items():
-        want(eqn.invars[k], inside.get(out))
+    if step is None or any(step.operands[k] is None for k in summed):
+        return None
+    return step
 
 
 def _pays(inner: ScatterFlow, body: Jaxpr, k: int, wires: Wiring, carried: Var | None) -> bool:
-    """Return True if a body gives one of its outputs as slices with less that is whole at a time.
+    """Return True if slices of an output need less memory in the body.
 
     Args:
-      carried: input of the body, for an output that goes from turn to turn.
+      inner: the flow of the body.
+      body: the body.
+      k: the output.
+      wires: the connections of the body with its equation.
+      carried: the input of the body, for a carried output.
     """
     out = body.outvars[k]
     if not isinstance(out, Var) or out in body.invars:
         return False
     if k in wires.stacks:
         return True
-    whole, loops = inner.ends_of(out, makers_of(body.eqns))
-    return loops if carried is None else carried in inner.rows and 2 * whole <= int(out.aval.size)
+    largest, in_loops = inner.ends_of(out, makers_of(body.eqns))
+    if carried is None:
+        return in_loops
+    return carried in inner.rows and 2 * largest <= int(out.aval.size)

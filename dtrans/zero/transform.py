@@ -1,20 +1,18 @@
-"""Sharding: data parallel training in which every rank keeps a slice. ZeRO 1, 2 and 3, as rewrites
-of the same step.
+"""Sharding: data-parallel training in which every rank stores a slice of the state (ZeRO 1, 2, 3).
 
-    stage 1   optimizer state        gradients are reduce-scattered behind the backward pass
-    stage 2   and gradients          each is reduce-scattered right after it is made
-    stage 3   and parameters         gathered where they are read, in the forward and again in the backward pass
+    stage 1   optimizer state        gradients are reduce-scattered after the backward pass
+    stage 2   and gradients          each gradient is reduce-scattered as soon as it is computed
+    stage 3   and parameters         gathered for each use, in the forward and the backward pass
 
     forward, backward     each rank on its part of the batch
     reduce_scatter        gradients: a rank gets its slice of the sum (`dtrans.zero.reduce_scatter`)
     optimize              on slices (`dtrans.zero.update`)
-    all_gather            parameters: behind the update in stages 1 and 2, where they are read in stage 3
-                          (`dtrans.zero.all_gather`)
+    all_gather            parameters: after the update in stages 1 and 2, before their uses in
+                          stage 3 (`dtrans.zero.all_gather`)
 
-The program is one for all ranks (SPMD): arrays that are sliced have the shape of a slice in it.
-What is sliced is decided once, in `dtrans.zero.choose_slices`. With `replicas` there are several
-groups of ranks: slices are those of a group, and groups add up the slices of gradients that their
-ranks have.
+All ranks run one program (SPMD), in which sliced arrays have the shape of a slice.
+`dtrans.zero.choose_slices` chooses the slices once. With `replicas` there are several groups of
+ranks. A group stores each slice once, and groups sum up their slices of gradients.
 
 Source: Rajbhandari et al., ZeRO (arXiv 1910.02054); passes/auto_parallel_sharding.py and
 meta_optimizers/sharding_optimizer.py (Paddle), which move whole variables from and to owners.
@@ -52,7 +50,8 @@ from dtrans.zero.forward_values import with_forward_values
 from dtrans.zero.mixed_precision import low_precision
 from dtrans.zero.options import Precision, ShardingOptions, Slicing
 from dtrans.zero.plan import ShardingPlan
-from dtrans.zero.rank_program import RankLayout, rewritten
+from dtrans.zero.rank_layout import RankLayout
+from dtrans.zero.rank_program import write_rank
 
 
 @with_recipe
@@ -70,31 +69,30 @@ def sharding(
     reduce: Reduce | str = Reduce(),
     batch: Batch | str = Batch(),
 ) -> ShardingPlan:
-    """Plan data-parallel training in which ranks share the optimizer's state, gradients and
-    parameters.
+    """Plan data-parallel training in which ranks share optimizer state, gradients and parameters.
 
     Args:
       main: `dtrans.trace(step, params, opt_state, *batch)`, for any batch shape.
       startup: `dtrans.trace(init, *args)` with `init(*args) -> (params, opt_state)`.
-      degree: how many ranks share a copy of the state.
-      stage: 1, 2 or 3; see above.
-      replicas: how many such groups there are. The batch is shared by degree * replicas ranks.
-      num_micro_batch: into how many micro-steps each rank divides its part of the batch. In stages
-        2 and 3 each of them scatters its gradients, so that what is added up are slices.
-      precision: in what types steps compute: a `dtrans.Precision`, or its `dtype`, "bf16" or
+      degree: the number of ranks that share a copy of the state.
+      stage: 1 shares optimizer state, 2 gradients too, 3 parameters too.
+      replicas: the number of such groups. degree * replicas ranks share the batch.
+      num_micro_batch: the number of micro-steps into which each rank cuts its part of the batch. In
+        stages 2 and 3 each micro-step scatters its gradients, so that ranks sum up slices.
+      precision: the types in which steps compute: a `dtrans.Precision`, or its `dtype`, "bf16" or
         "fp16".
-      slices: how leaves are sliced, and gathered again: a `dtrans.Slicing`.
-      reduce: how gradients are reduced: a `dtrans.Reduce`, or its `op`. Parameters that are
-        gathered behind an update are in buckets of the same size.
-      batch: "exact", for one device's numbers whatever the step; "local", for ranks that each take
-        the step on their part alone; or a `dtrans.Batch`, which also says which arrays are cut, and
-        how.
+      slices: the slices of leaves, and their gather: a `dtrans.Slicing`.
+      reduce: the reduction of gradients: a `dtrans.Reduce`, or its `op`. Gathers of parameters
+        after an update have buckets of the same size.
+      batch: "exact" for one device's results with any step. "local" for ranks that each take the
+        step on their part alone. Or a `dtrans.Batch`, which also selects the arrays and dimensions
+        to cut.
 
     Raises:
-      ConfigError: an option that is out of range, or names that the step does not have.
-      GradientError: the gradients of the step cannot be told (see `dtrans.step.cut`), or it has
-        collectives already.
-      TraceError: `startup` does not make what `main` takes.
+      ConfigError: an option is out of range, or names something that the step does not have.
+      GradientError: the gradients of the step cannot be identified (see `dtrans.step.cut`), or it
+        has collectives already.
+      TraceError: the outputs of `startup` do not match the arguments of `main`.
 
     Source: `apply_pass("sharding", ...)`, and `sharding_configs` of DistributedStrategy, in Paddle.
 
@@ -105,7 +103,8 @@ def sharding(
       >>> init = lambda key: (p := {"w": jnp.ones((6, 2))}, tx.init(p))
       >>> key, x = jax.random.key(0), jnp.ones((4, 6))
       >>> main, startup = dtrans.trace(step, *init(key), x), dtrans.trace(init, key)
-      >>> plan = dtrans.sharding(main, startup, degree=4, stage=3, slices=dtrans.Slicing(min_slice_size=0))
+      >>> slices = dtrans.Slicing(min_slice_size=0)
+      >>> plan = dtrans.sharding(main, startup, degree=4, stage=3, slices=slices)
       >>> [op.type for op in plan.program.ops if op.role == "dist"]
       ['after', 'all_gather', 'slice', 'pad', 'reduce_scatter', 'div', 'all_reduce', 'div']
       >>> plan.memory()["params"], plan.program.inputs["params/w"].str_short()
@@ -128,14 +127,14 @@ def sharding(
         stage=stage,
         degree=degree,
         replicas=replicas,
-        precision=Precision.of(precision),
+        precision=Precision.from_option(precision),
         slices=slices,
     )
     return plan_sharding(main, startup, options)
 
 
 def plan_sharding(main: Program, startup: Program, options: ShardingOptions) -> ShardingPlan:
-    """Plan sharding with options that are checked."""
+    """Return the plan of `sharding` with these options."""
     refuse_collectives(main)
     plain = cut(main).with_reported()
     check_names(plain, options)
@@ -144,55 +143,55 @@ def plan_sharding(main: Program, startup: Program, options: ShardingOptions) -> 
         refuse_observers(plain.observers, (GRADIENTS, UPDATE), "ranks have slices of", RETURN_IT)
         if options.num_micro_batch > 1:
             refuse_observers(plain.observers, (STATE,), "each micro-step reads", RETURN_IT)
-    given, startup = startup, match_startup(plain, startup)
-    # what one rank carries out of the step, and how that becomes one
-    same = main if options.precision.dtype is None else None
-    step, o, shared = share_step(in_precision(plain, main, options.precision), options, same)
+    matched = match_startup(plain, startup)
+
+    # the step of one rank, and the merge of the ranks' results
+    traced = main if options.precision.dtype is None else None
+    step, o, shared = share_step(in_precision(plain, main, options.precision), options, traced)
     step = with_forward_values(step, o)
-    merges = infer_merges(step, o) if shared is None else shared.merges  # how each result is merged
-    layout = RankLayout.of(step, o, merges)  # which rank holds which slice of what
+    merges = infer_merges(step, o) if shared is None else shared.merges
+    layout = RankLayout.from_step(step, o, merges)
+    for_uneven = None
+    if shared is not None and not options.splits_evenly:
+        for_uneven = partial(_write_uneven, shared, options, layout)
     return ShardingPlan(
         main=plain.program,
-        startup=startup,
-        program=rewritten(step, layout),
+        startup=matched,
+        program=write_rank(step, layout),
         options=options,
         buckets=layout.buckets(step),
         merges=merges,
         callers=callers_of(plain.observers, *callers(options)),
         slices=layout.slices,
-        replan=partial(plan_sharding, main, given),
+        replan=partial(plan_sharding, main, startup),
         gathers=layout.gathers,
         owned=layout.owned,
         shared=shared,
-        for_uneven_batch=None
-        if shared is None or options.splits_evenly
-        else partial(_of_whole, shared, options, layout),
+        for_uneven_batch=for_uneven,
     )
 
 
-def _of_whole(
+def _write_uneven(
     shared: ExactStep,
     options: ShardingOptions,
     planned: RankLayout,
     types: Sequence[jax.ShapeDtypeStruct],
 ) -> Program:
-    """Return a rank's program for a batch that ranks do not divide, on the slices that were
-    planned.
+    """Return a rank's program for a batch that ranks do not divide evenly, on the planned slices.
 
     Raises:
       BatchError: the padded step would need other slices.
     """
     other = shared.for_types(types)
-    of_other = options.with_shared(other)
-    step = with_forward_values(other.step, of_other)
-    layout = RankLayout.of(step, of_other, other.merges, planned.slices)
+    other_options = options.with_shared(other)
+    step = with_forward_values(other.step, other_options)
+    layout = RankLayout.from_step(step, other_options, other.merges, planned.slices)
     if layout.cuts != planned.cuts:
         raise BatchError(
             f"{step.program.name} needs other slices of the state for a batch that "
-            f"{options.trainers} ranks do not "
-            "divide; pass a batch that they divide"
+            f"{options.trainers} ranks do not divide; pass a batch that they divide"
         )
-    return rewritten(step, layout)
+    return write_rank(step, layout)
 
 
 def in_precision(plain: Cut, main: Program, precision: Precision) -> Cut:

@@ -1,10 +1,9 @@
-"""The optimize half on a rank's slices: one program for all ranks, which know only when they run
-where their rows are.
+"""Optimize half of a rank, on its slices: one program for all ranks.
 
-The engine writes it (`dtrans.engine`): leaves that are cut, their gradients and their state are
-inputs on pieces. Where an update mixes rows (a product of matrices, a sort), the engine gathers
-what is mixed; a reduction over rows becomes an all-reduce. Independent all-reduces are one
-equation.
+The engine writes it (`dtrans.engine`). Sliced leaves, their gradients and their state are inputs
+with a sharded dimension. If an update mixes rows (a product of matrices, a sort), the engine
+gathers its operands. A reduction over rows becomes an all-reduce. Independent all-reduces are
+merged into one equation.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ from dtrans.step.cut import Name, OptimizeHalf
 from dtrans.zero.choose_slices import Sliced
 
 
-def sliced_half(
+def slice_half(
     half: OptimizeHalf, cuts: Mapping[Name, Sliced], degree: int, axis_name: str
 ) -> tuple[OptimizeHalf, tuple[Gathered, ...]]:
     """Write the optimize half of a rank.
 
     Args:
       half: the optimize half of one device.
-      cuts: inputs and outputs that ranks hold in slices.
-      degree: number of ranks.
-      axis_name: named axis of the ranks.
+      cuts: the inputs and outputs that ranks store as slices.
+      degree: the number of ranks.
+      axis_name: the named axis of the ranks.
 
     Returns:
-      The half, and what it gathers.
+      The half, and the values that it gathers.
     """
     shards = Shards(degree, (axis_name,), "rank", label="optimizer", shares_work=False)
     flat = eliminate_dead(inline_calls(half.jaxpr))
@@ -43,12 +42,12 @@ def sliced_half(
         sliced = cuts.get(name)
         return SHARED if sliced is None else shards.plain(sliced.row, sliced.size)
 
-    def write(w: SplitWriter) -> tuple[OptimizeHalf, tuple[Gathered, ...]]:
-        w.out_names = half.out_names
+    def write(writer: SplitWriter) -> tuple[OptimizeHalf, tuple[Gathered, ...]]:
+        writer.out_names = half.out_names
         for v, name in zip(inner.invars, half.in_names, strict=True):
-            w.take(v, layout(name), is_input=True)
-        made, _ = w.write(inner, lambda i, _: layout(half.out_names[i]))
-        jaxpr = eliminate_dead(merge_reductions(w.b.build(made)))
-        return OptimizeHalf(jaxpr, half.in_names, half.out_names), tuple(w.gathers)
+            writer.take(v, layout(name), is_input=True)
+        outputs, _ = writer.write(inner, lambda i, _: layout(half.out_names[i]))
+        jaxpr = eliminate_dead(merge_reductions(writer.b.build(outputs)))
+        return OptimizeHalf(jaxpr, half.in_names, half.out_names), tuple(writer.gathers)
 
     return written(flat, shards, write)

@@ -1,7 +1,7 @@
 """Ranks that own whole leaves, for optimizers that mix rows (Paddle's `partition_algor`).
 
-assign    who owns which leaf
-layout    what each owner holds, and how gradients reach it
-packing   leaves side by side in one vector for each owner
-update    the update of what a rank owns
+assign    owners of the leaves
+layout    bins of each owner, and the reductions of gradients into them
+packing   bins: the arrays of an owner in one vector
+update    the update of each owner's leaves
 """

@@ -1,16 +1,16 @@
 """Assignment of whole leaves to ranks, by Paddle's two rules.
 
     greedy_even    the next leaf to the rank with the fewest elements so far, the first of equals
-    use_order      the leaves in order; the next rank begins once its share of all elements is passed
+    use_order      the leaves in order; the next rank begins after 1/ranks of all elements
 
 Both take leaves in the order in which the program first uses them, and weigh them by their
-elements. `greedy_even` is as even as whole leaves in this order allow. `use_order` keeps neighbours
-together, and may leave ranks with nothing: it advances by one rank at most, however large the leaf
-was. In stage 2 it delays gradients: a bucket contains those of all ranks, and the backward pass
-computes those of rank 0 last.
+elements. `greedy_even` is as even as whole leaves in this order allow. `use_order` puts neighbours
+on one rank, and may leave ranks without leaves: it advances by one rank at most, however large the
+leaf was. In stage 2 it delays gradients: a bucket contains those of all ranks, and the backward
+pass computes those of rank 0 last.
 
-Leaves that their optimizer binds together (`RowAnalysis.groups`) go to one rank: that of the first
-of them.
+Leaves that their optimizer binds together (`RowAnalysis.groups`) belong to one rank: that of the
+first of them.
 
 Source: `partition_parameters` of passes/auto_parallel_sharding.py (Paddle).
 """
@@ -28,19 +28,19 @@ from dtrans.step.cut import Cut
 RULES = ("greedy_even", "use_order")
 
 
-def owners_of(sizes: Sequence[int], ranks: int, rule: str) -> list[int]:
+def assign_owners(sizes: Sequence[int], ranks: int, rule: str) -> list[int]:
     """Return the owner of each of several sizes, in order.
 
     Args:
-      sizes: in elements.
-      ranks: how many owners there may be.
+      sizes: the sizes in elements.
+      ranks: the number of ranks.
       rule: one of `RULES`.
 
     Source: `greedy_even` and `use_order` of auto_parallel_sharding.py (Paddle).
 
     Example:
-      >>> from dtrans.zero.by_leaf.assign import owners_of
-      >>> owners_of([3, 1, 1, 1], 2, "greedy_even"), owners_of([3, 1, 1, 1], 2, "use_order")
+      >>> from dtrans.zero.by_leaf.assign import assign_owners
+      >>> assign_owners([3, 1, 1, 1], 2, "greedy_even"), assign_owners([3, 1, 1, 1], 2, "use_order")
       ([0, 1, 1, 1], [0, 0, 1, 1])
     """
     assert rule in RULES, rule
@@ -55,36 +55,44 @@ def owners_of(sizes: Sequence[int], ranks: int, rule: str) -> list[int]:
     for size in sizes:
         found.append(rank)
         seen += size
-        if seen * ranks > total * (rank + 1):  # in integers: its share may be no whole number
+        if seen * ranks > total * (rank + 1):  # integers, since a share may be a fraction
             rank += 1
     return found
 
 
-def owned_leaves(step: Cut, analysis: RowAnalysis, ranks: int, rule: str) -> dict[str, int]:
+def assign_leaves(step: Cut, analysis: RowAnalysis, ranks: int, rule: str) -> dict[str, int]:
     """Return the owner of each leaf of the analysis, in the order of assignment."""
-    known = set(analysis.params)
     groups: dict[str, list[str]] = {}
-    for n in [n for n in first_used(step) if n in known]:
-        groups.setdefault(analysis.home_of(n), []).append(n)
-    sizes = [sum(step.program.inputs[n].size for n in leaves) for leaves in groups.values()]
-    given = zip(groups.values(), owners_of(sizes, ranks, rule), strict=True)
-    return {n: rank for leaves, rank in given for n in leaves}
+    for n in leaves_by_use(step):
+        if n in analysis.params:
+            groups.setdefault(analysis.home_of(n), []).append(n)
+    types = step.program.inputs
+    sizes = []
+    for leaves in groups.values():
+        sizes.append(sum(types[n].size for n in leaves))
+    owner: dict[str, int] = {}
+    for leaves, rank in zip(groups.values(), assign_owners(sizes, ranks, rule), strict=True):
+        owner |= dict.fromkeys(leaves, rank)
+    return owner
 
 
-def first_used(step: Cut) -> list[str]:
+def leaves_by_use(step: Cut) -> list[str]:
     """Return the leaves in the order of their first use in the program; unused ones come last."""
     inner = step.program.inner
-    params = set(step.params)
-    leaf_of = {v: n for n, v in step.program.invars.items() if n in params}
+    invars = step.program.invars
+    leaf_of: dict[Var, str] = {invars[n]: n for n in step.params}
     used: dict[str, None] = {}
     for eqn, role in zip(inner.eqns, step.program.roles, strict=True):
         if role in (FORWARD, BACKWARD):
-            used |= dict.fromkeys(
-                leaf_of[a] for a in eqn.invars if isinstance(a, Var) and a in leaf_of
-            )
+            for a in eqn.invars:
+                if isinstance(a, Var) and a in leaf_of:
+                    used[leaf_of[a]] = None
     return [*used, *(n for n in step.params if n not in used)]
 
 
-def loads_of(sizes: Mapping[str, int], owner: Mapping[str, int], ranks: int) -> list[int]:
+def sum_loads(sizes: Mapping[str, int], owner: Mapping[str, int], ranks: int) -> list[int]:
     """Return the sum of the sizes of each rank's leaves."""
-    return [sum(sizes[n] for n, k in owner.items() if k == rank) for rank in range(ranks)]
+    loads = [0] * ranks
+    for n, rank in owner.items():
+        loads[rank] += sizes[n]
+    return loads

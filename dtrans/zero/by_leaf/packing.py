@@ -1,14 +1,14 @@
-"""Bins: how arrays that differ from rank to rank become arrays of one shape on all.
+"""Bins: vectors of one shape on all ranks, for arrays that differ from rank to rank.
 
-A program that is one for all ranks has arrays of the same shapes on each of them. What a rank owns
-is laid out in vectors, one for each dtype, array behind array, and padded with zeros to the length
-of the longest:
+All ranks run one program, so its arrays have the same shapes on each. The arrays that a rank owns
+are concatenated into vectors, one for each dtype, and padded with zeros to the length of the
+longest:
 
     rank 0    w1 w1 w1 w1 b1 b1
     rank 1    w2 w2 w2 b2  0  0
 
-Of all ranks together a bin is the one vector of these rows, one behind the other, which is how
-`reduce_scatter` takes it and `all_gather` gives it.
+The bin of all ranks is the concatenation of these rows: the input of `reduce_scatter`, and the
+output of `all_gather`.
 """
 
 from __future__ import annotations
@@ -47,8 +47,14 @@ class BinSlot:
 
     @property
     def size(self) -> int:
-        """Return the number of elements of the array."""
+        """Number of elements of the array."""
         return math.prod(self.shape)
+
+    def overlap(self, part: BinPart) -> range:
+        """Return the elements of a rank's bin that are in the array and in a part."""
+        if part.bin != self.bin:
+            return range(0)
+        return range(max(self.start, part.start), min(self.start + self.size, part.stop))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +66,13 @@ class BinPart:
     stop: int
 
     @property
+    def size(self) -> int:
+        """Number of elements on each rank."""
+        return self.stop - self.start
+
+    @property
     def name(self) -> str:
-        """Return the part's name."""
+        """Name of the part."""
         return f"{self.bin}/{self.start}"
 
 
@@ -78,11 +89,11 @@ class Bins:
       >>> import jax.numpy as jnp
       >>> from dtrans.zero.by_leaf.packing import Bins
       >>> arrays = {"w": jnp.ones((2, 2)), "b": jnp.full(3, 2.0)}
-      >>> bins = Bins.of(arrays, {"w": 0, "b": 1}, 2, "state")
-      >>> packed = bins.packed(arrays)
+      >>> bins = Bins.from_types(arrays, {"w": 0, "b": 1}, 2, "state")
+      >>> packed = bins.pack(arrays)
       >>> packed["state/float32"].tolist(), bins.padding
       ([1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 0.0], 4)
-      >>> bins.unpacked(packed)["b"].tolist()
+      >>> bins.unpack(packed)["b"].tolist()
       [2.0, 2.0, 2.0]
     """
 
@@ -91,72 +102,53 @@ class Bins:
     types: Mapping[str, Any]
 
     @classmethod
-    def of(cls, types: Mapping[str, Any], owner: Mapping[str, int], ranks: int, root: str) -> Bins:
-        """Lay arrays out, those of a rank in their order.
+    def from_types(
+        cls, types: Mapping[str, Any], owner: Mapping[str, int], ranks: int, root: str
+    ) -> Bins:
+        """Assign each array a place in its owner's bin, in the given order.
 
         Args:
-          types: of the arrays, by name.
+          types: the arrays, or their types, by name.
           owner: the rank of each.
-          ranks: how many there are.
-          root: what the names of the bins begin with; the dtype comes behind.
+          ranks: the number of ranks.
+          root: the start of the bins' names; the dtype is their end.
 
         Raises:
-          ConfigError: an array of something that cannot lie beside others, such as a random key.
+          ConfigError: an array of a type that cannot be concatenated, such as a random key.
         """
         places: dict[str, BinSlot] = {}
-        filled: dict[str, list[int]] = {}
+        loads: dict[str, list[int]] = {}  # elements on each rank, by bin
+        dtypes: dict[str, Any] = {}
         for n, t in types.items():
             if jnp.issubdtype(t.dtype, jax.dtypes.extended):
                 raise ConfigError(
-                    f"{n} is of type {t.dtype}, which no rank can own alone; use partition='rows'"
+                    f"{n} has type {t.dtype}, which no rank can own alone; use partition='rows'"
                 )
             name = f"{root}/{t.dtype}"
-            loads = filled.setdefault(name, [0] * ranks)
-            places[n] = BinSlot(name, owner[n], loads[owner[n]], tuple(t.shape), t.dtype)
-            loads[owner[n]] += places[n].size
-        dtypes = {p.bin: p.dtype for p in places.values()}
-        # a bin of arrays without elements has one of padding: collectives want something to move
-        return cls(
-            ranks, places, {n: ShapedArray((max(1, *f),), dtypes[n]) for n, f in filled.items()}
-        )
+            bin_loads = loads.setdefault(name, [0] * ranks)
+            places[n] = BinSlot(name, owner[n], bin_loads[owner[n]], tuple(t.shape), t.dtype)
+            bin_loads[owner[n]] += places[n].size
+            dtypes[name] = t.dtype
+        # at least one element of padding: collectives refuse arrays without elements
+        bin_types = {n: ShapedArray((max(1, *x),), dtypes[n]) for n, x in loads.items()}
+        return cls(ranks, places, bin_types)
 
     @property
     def cuts(self) -> dict[str, Sliced]:
-        """The bins of all ranks together, as slices of them are on each."""
+        """Bins of all ranks, as slices on each."""
         return {
             n: Sliced(0, t.size * self.ranks, t.size, self.ranks) for n, t in self.types.items()
         }
 
     @property
     def padding(self) -> int:
-        """Bytes that all ranks together hold of nothing."""
-        there = sum(t.size * t.dtype.itemsize for t in self.types.values()) * self.ranks
-        return there - sum(p.size * jnp.dtype(p.dtype).itemsize for p in self.places.values())
+        """Bytes of padding on all ranks together."""
+        stored = sum(t.size * t.dtype.itemsize for t in self.types.values()) * self.ranks
+        return stored - sum(p.size * jnp.dtype(p.dtype).itemsize for p in self.places.values())
 
     def of_rank(self, rank: int) -> dict[str, BinSlot]:
         """Return the places of a rank's arrays."""
         return {n: p for n, p in self.places.items() if p.rank == rank}
-
-    # -- on arrays -------------------------------------------------------------------------------
-
-    def packed_of(self, rank: int, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the bins of one rank from its arrays."""
-        own = self.of_rank(rank)
-        return {
-            n: _joined(self._rows(BinPart(n, 0, t.size), own, values), t.dtype)
-            for n, t in self.types.items()
-        }
-
-    def packed(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the bins of all ranks from all arrays."""
-        return {n: self.packed_part(BinPart(n, 0, t.size), values) for n, t in self.types.items()}
-
-    def packed_part(self, part: BinPart, values: Mapping[str, Any]) -> Any:
-        """Return a part of one bin of all ranks from the arrays in it."""
-        return _joined(
-            [x for k in range(self.ranks) for x in self._rows(part, self.of_rank(k), values)],
-            self.types[part.bin].dtype,
-        )
 
     def parts(self, limit: float) -> list[BinPart]:
         """Cut bins into parts of about `limit` bytes over all ranks, at least of one array."""
@@ -168,33 +160,48 @@ class Bins:
             found += [BinPart(name, a, b) for a, b in itertools.pairwise(bounds)]
         return found
 
-    def inside(self, part: BinPart) -> list[str]:
-        """Return the arrays that lie in a part, or reach into it; none for padding."""
-        of = [(n, p) for n, p in self.places.items() if p.bin == part.bin]
-        return [n for n, p in of if max(p.start, part.start) < min(p.start + p.size, part.stop)]
+    def arrays_in(self, part: BinPart) -> list[str]:
+        """Return the arrays that overlap with a part; none for padding."""
+        return [n for n, p in self.places.items() if p.overlap(part)]
 
-    def _rows(
-        self, part: BinPart, own: Mapping[str, BinSlot], values: Mapping[str, Any]
-    ) -> list[Any]:
-        """Return the arrays, or parts of them, in a part of a rank's bin, with padding."""
+    # -- from arrays to bins ---------------------------------------------------------------------
+
+    def pack_rank(self, rank: int, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the bins of one rank from its arrays."""
+        return {n: _concatenate(self._rows(p, rank, values)) for n, p in self._full_parts()}
+
+    def pack(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the bins of all ranks from all arrays."""
+        return {n: self.pack_part(p, values) for n, p in self._full_parts()}
+
+    def pack_part(self, part: BinPart, values: Mapping[str, Any]) -> Any:
+        """Return a part of one bin of all ranks from the arrays in it."""
+        rows = []
+        for rank in range(self.ranks):
+            rows += self._rows(part, rank, values)
+        return _concatenate(rows)
+
+    def _full_parts(self) -> list[tuple[str, BinPart]]:
+        return [(n, BinPart(n, 0, t.size)) for n, t in self.types.items()]
+
+    def _rows(self, part: BinPart, rank: int, values: Mapping[str, Any]) -> list[Any]:
+        """Return the vectors of a part of a rank's bin: arrays, or pieces of them, and padding."""
         rows, filled = [], part.start
-        for n in self.inside(part):
-            if n in own:
-                p = own[n]
-                start, stop = (
-                    max(part.start, p.start) - p.start,
-                    min(part.stop, p.start + p.size) - p.start,
-                )
-                row = jax.lax.convert_element_type(values[n], p.dtype).reshape(p.size)
-                rows.append(
-                    row if stop - start == p.size else jax.lax.slice(row, (start,), (stop,))
-                )
-                filled += stop - start
-        return rows + (
-            [jnp.zeros(part.stop - filled, self.types[part.bin].dtype)]
-            if filled < part.stop
-            else []
-        )
+        for n, p in self.of_rank(rank).items():
+            overlap = p.overlap(part)
+            if not overlap:
+                continue
+            row = jax.lax.convert_element_type(values[n], p.dtype).reshape(p.size)
+            if len(overlap) != p.size:
+                start = overlap.start - p.start
+                row = jax.lax.slice(row, (start,), (start + len(overlap),))
+            rows.append(row)
+            filled += len(overlap)
+        if filled < part.stop:
+            rows.append(jnp.zeros(part.stop - filled, self.types[part.bin].dtype))
+        return rows
+
+    # -- from bins to arrays ---------------------------------------------------------------------
 
     def array_of(self, name: str, bins: Mapping[str, Any]) -> Any:
         """Return one array from the bins of its rank."""
@@ -207,24 +214,26 @@ class Bins:
         for n, p in self.places.items():
             rows = []
             for part, x in parts.items():
-                start, stop = max(p.start, part.start), min(p.start + p.size, part.stop)
-                if part.bin == p.bin and start < stop:
-                    first = p.rank * (part.stop - part.start) - part.start
-                    rows.append(jax.lax.slice(x, (first + start,), (first + stop,)))
-            found[n] = (_joined(rows, p.dtype) if rows else jnp.zeros(0, p.dtype)).reshape(p.shape)
+                overlap = p.overlap(part)
+                if overlap:
+                    first = p.rank * part.size - part.start
+                    start, stop = first + overlap.start, first + overlap.stop
+                    rows.append(jax.lax.slice(x, (start,), (stop,)))
+            array = _concatenate(rows) if rows else jnp.zeros(0, p.dtype)
+            found[n] = array.reshape(p.shape)
         return found
 
-    def unpacked(self, bins: Mapping[str, Any]) -> dict[str, Any]:
+    def unpack(self, bins: Mapping[str, Any]) -> dict[str, Any]:
         """Return all arrays from the bins of all ranks."""
-        return self.from_parts({BinPart(n, 0, t.size): bins[n] for n, t in self.types.items()})
+        return self.from_parts({p: bins[n] for n, p in self._full_parts()})
 
 
-def free_name(name: str, taken: Collection[str]) -> str:
+def unused_root(name: str, names: Collection[str]) -> str:
     """Return an unused root for names of bins: `name`, with underscores if needed."""
-    while any(is_under(n, [name]) for n in taken):
+    while any(is_under(n, [name]) for n in names):
         name += "_"
     return name
 
 
-def _joined(rows: list[Any], dtype: Any) -> Any:
-    return rows[0] if len(rows) == 1 else jax.lax.concatenate([x.astype(dtype) for x in rows], 0)
+def _concatenate(rows: list[Any]) -> Any:
+    return rows[0] if len(rows) == 1 else jax.lax.concatenate(rows, 0)

@@ -1,20 +1,20 @@
-"""The optimize half where each leaf has an owner: one program for all ranks, in which each updates
-what it owns.
+"""Optimize half for leaves with owners: one program for all ranks, whose branches differ by rank.
 
-Leaves are whole, so that nothing is cut; what differs from rank to rank is which equations there
-are. They stand in the branches of a `switch` over the number of the rank. Its work is what a
-parameter server would do that has these leaves (`dtrans.slicing.server_update`), level by level:
+Leaves are not cut. The equations differ between ranks, so they are the branches of a `switch` over
+the number of the rank. A rank's work is that of a parameter server with its leaves
+(`dtrans.slicing.server_update`), level by level:
 
-    level 0    switch        each rank: its parts of what crosses; what later levels need of this one
-               all_reduce    parts made one: a value has one owner, all others add nothing
+    level 0    switch        each rank: its parts of cross-server values; values for later levels
+               all_reduce    parts become values: one rank owns a value, others add the identity
     level 1    switch        ...
     last       switch        new state and new parameters, in bins
                all_gather    parameters
 
-Branches hold no collective, and all give arrays of the same types: what ranks keep from level to
-level, and what they make, is in bins (`dtrans.zero.by_leaf.packing`). What no leaf enters (counts,
-schedules) is made anew in each branch that needs it. The new values of such state are made once,
-outside of the branches, so that they are the same on every rank whatever it owns.
+Branches contain no collective, since other ranks would not reach it. All branches return the same
+types: values that ranks store from level to level, and their outputs, are in bins
+(`dtrans.zero.by_leaf.packing`). Each branch recomputes values that depend on no leaf (counts,
+schedules). New values of such state are computed outside the branches. They must be equal on every
+rank, also on one that owns no leaf.
 """
 
 from __future__ import annotations
@@ -39,26 +39,25 @@ from dtrans.slicing.rounds import CrossServerValue
 from dtrans.slicing.server_spec import analyse_update
 from dtrans.slicing.server_update import write_server
 from dtrans.step.cut import Gradient, Name, OptimizeHalf
-from dtrans.zero.by_leaf.packing import Bins, free_name
+from dtrans.zero.by_leaf.packing import Bins, unused_root
 from dtrans.zero.options import ShardingOptions
 
 
 class OwnerWriter:
-    """Writes the optimize half.
+    """Writer of the optimize half.
 
     Args:
-      analysis: of the half of one device. All that it says of a leaf that has no owner is that it
-        is read.
+      analysis: the row analysis of the half of one device. A leaf without an owner is only read.
       owner: the rank of each leaf.
       o: the options.
-      root: what the names of the bins of state begin with.
-      ready: the leaves in the order in which their gradients are made, which is that of the bins of
-        gradients.
+      root: the start of the names of the bins of state.
+      ready: the leaves in the order in which their gradients are computed, which is the order of
+        the bins of gradients.
 
     Attributes:
-      grads: where gradients are, by the name of the leaf.
-      state: where the state of leaves is.
-      params: where new parameters are, before they are gathered: those that change.
+      grads: the bins of gradients, by the name of the leaf.
+      state: the bins of the state of leaves.
+      params: the bins of new parameters before the gather, for those that change.
     """
 
     def __init__(
@@ -70,69 +69,85 @@ class OwnerWriter:
         ready: Sequence[str],
     ) -> None:
         self.o = o
-        self.ranks = ranks = o.degree
-        self.spec = analyse_update(analysis, _placement(analysis, owner, ranks))
-        self.analysis = a = self.spec.analysis
-        self.crossings = self.spec.rounds.crossings
+        self.ranks = o.degree
+        self.spec = analyse_update(analysis, _place_leaves(analysis, owner, self.ranks))
+        self.analysis = self.spec.analysis
+        self._lay_out_bins(owner, root, ready)
+
+        # the work of each rank, as blocks of a server
+        placement = self.spec.placement
+        self.work: list[list[OptimizeBlock]] = []
+        for endpoint in placement.endpoints:
+            blocks = write_server(self.spec, endpoint).blocks
+            self.work.append([x for x in blocks if x.role != DIST])
+        self.units = {u.name for units in placement.units.values() for u in units}
+        self.graded: dict[str, str] = {}  # a gradient's name to its leaf
+        levels: set[int] = set()
+        for work in self.work:
+            for block in work:
+                self.graded |= {g.name: g.leaf for g in block.grads if g.leaf in self.grads.places}
+                if self._is_unit(block):
+                    levels.add(block.level)
+        self.levels = sorted(levels)
+
+        self._find_shared_work()
+        self.carried = {level: self._carried_bins(level) for level in self.levels[:-1]}
+
+    def _lay_out_bins(self, owner: Mapping[str, int], root: str, ready: Sequence[str]) -> None:
+        """Lay out the bins of gradients, state and new parameters."""
+        a = self.analysis
         types: dict[str, Any] = {n: v.aval for n, v in a.inputs.items() if isinstance(n, str)}
-        # a gradient may be of another type than its leaf
-        graded = {n: a.inputs[Gradient(n)].aval for n in ready if n in owner and n in a.half.graded}
-        self.grads = Bins.of(graded, owner, ranks, free_name("grads", types))
+        # a gradient may have another type than its leaf
+        grad_types = {}
+        for n in ready:
+            if n in owner and n in a.half.graded:
+                grad_types[n] = a.inputs[Gradient(n)].aval
+        self.grads = Bins.from_types(grad_types, owner, self.ranks, unused_root("grads", types))
         changed = {n: types[n] for n in owner if a.outputs[n] is not a.inputs[n]}
-        self.params = Bins.of(changed, owner, ranks, "params")
-        self.rank_of = {
-            n: owner[home] for home, names in a.state_of.items() if home is not None for n in names
-        }
-        self.state = Bins.of({n: types[n] for n in self.rank_of}, self.rank_of, ranks, root)
-        endpoints = self.spec.placement.endpoints
-        self.work = [
-            [b for b in write_server(self.spec, ep).blocks if b.role != DIST] for ep in endpoints
-        ]
-        grads = (g for work in self.work for b in work for g in b.grads)
-        self.graded = {g.name: g.leaf for g in grads if g.leaf in self.grads.places}
-        self.units = {u.name for units in self.spec.placement.units.values() for u in units}
-        self.levels = sorted({b.level for work in self.work for b in work if self._is_unit(b)})
-        self._outside()
-        self.carried = {level: self._carried(level) for level in self.levels[:-1]}
+        self.params = Bins.from_types(changed, owner, self.ranks, "params")
+        self.rank_of: dict[str, int] = {}
+        for leaf, names in a.state_of.items():
+            if leaf is not None:
+                self.rank_of |= dict.fromkeys(names, owner[leaf])
+        state_types = {n: types[n] for n in self.rank_of}
+        self.state = Bins.from_types(state_types, self.rank_of, self.ranks, root)
 
     def _is_unit(self, block: OptimizeBlock) -> bool:
         """Return True if a block updates leaves; other blocks depend on no leaf."""
         return block.role != LR_SCHED and block.name in self.units
 
-    def _named(self, name: str) -> str:
-        """Return the name of a block's output here: blocks read the state from before the step."""
+    def _output_name(self, name: str) -> str:
+        """Return the name of a block's output: blocks read the state from before the step."""
         return f"new {name}" if name in self.analysis.inputs else name
 
-    def _outside(self) -> None:
-        """Find what makes new values of state that lives with no leaf, and which crossings it
-        takes."""
-        eqns = self.spec.rounds.eqns
+    def _find_shared_work(self) -> None:
+        """Find the equations for new state that belongs to no leaf, and the values to reduce."""
+        rounds, crossings = self.spec.rounds, self.spec.rounds.crossings
         outs = [self.analysis.outputs[n] for n in self.spec.shared_state]
-        self.outside, read = backward_slice(eqns, outs, self.crossings)
-        told = [c for v, c in self.crossings.items() if len(self.spec.over[v]) > 1 or v in read]
-        self.told: dict[int, list[CrossServerValue]] = {}
-        for c in told:
-            self.told.setdefault(c.level, []).append(c)
+        self.shared_eqns, read = backward_slice(rounds.eqns, outs, crossings)
+        self.reduced: dict[int, list[CrossServerValue]] = {}
+        for v, c in crossings.items():
+            if len(self.spec.over[v]) > 1 or v in read:
+                self.reduced.setdefault(c.level, []).append(c)
 
-    def _carried(self, level: int) -> Bins:
+    def _carried_bins(self, level: int) -> Bins:
         """Return the bins of values that ranks compute at a level and read later."""
         types: dict[str, Any] = {}
         owner: dict[str, int] = {}
         for k, work in enumerate(self.work):
-            later = {n for b in work if b.level > level for n in b.in_names}
-            later |= {self._named(n) for n in (*self.state.of_rank(k), *self.params.of_rank(k))}
-            for b in work:
-                if b.level == level and self._is_unit(b):
-                    made = dict(
-                        zip(
-                            map(self._named, b.out_names),
-                            (a.aval for a in b.inner.outvars),
-                            strict=True,
-                        )
-                    )
-                    types |= {n: t for n, t in made.items() if n in later}
-                    owner |= dict.fromkeys(made, k)
-        return Bins.of(types, owner, self.ranks, f"level {level}")
+            state = (*self.state.of_rank(k), *self.params.of_rank(k))
+            later = set(map(self._output_name, state))
+            for block in work:
+                if block.level > level:
+                    later.update(block.in_names)
+            for block in work:
+                if block.level == level and self._is_unit(block):
+                    names = list(map(self._output_name, block.out_names))
+                    owner |= dict.fromkeys(names, k)
+                    for name, out in zip(names, block.inner.outvars, strict=True):
+                        if name in later:
+                            types[name] = out.aval
+        return Bins.from_types(types, owner, self.ranks, f"level {level}")
 
     # -- the program -----------------------------------------------------------------------------
 
@@ -141,48 +156,46 @@ class OwnerWriter:
         ones."""
         a, b = self.analysis, Builder(self.analysis.half.jaxpr)
         binned = {*self.rank_of, *map(Gradient, self.grads.places)}
-        alone = {n: b.input(v.aval) for n, v in a.inputs.items() if n not in binned}
-        given: dict[str, Atom] = {str(n): x for n, x in alone.items()}
-        bins: dict[str, Atom] = {
-            n: b.input(t) for n, t in {**self.grads.types, **self.state.types}.items()
-        }
-        in_names: list[Name] = [
-            *alone,
-            *(Gradient(n) if n in self.grads.types else n for n in bins),
-        ]
+        plain = {n: b.input(v.aval) for n, v in a.inputs.items() if n not in binned}
+        in_names: list[Name] = list(plain)
+        in_names += [Gradient(n) for n in self.grads.types]
+        in_names += self.state.types
+        values: dict[str, Atom] = {str(n): x for n, x in plain.items()}
+        bins: dict[str, Atom] = {}
+        for n, t in (*self.grads.types.items(), *self.state.types.items()):
+            bins[n] = b.input(t)
+
         b.role = OPTIMIZE
         (index,) = b.bind(trainer_index_p, over=(self.o.axis_name,))
         known: dict[Var, Atom] = {}
         for level in self.levels:
-            names = [*given, *bins]
-            made = written(b, self._switch(level, names), index, *given.values(), *bins.values())
+            switch = self._switch(level, [*values, *bins])
+            outputs = write_function(b, switch, index, *values.values(), *bins.values())
             sums = self._sums(level)
-            kept = self._kept(level)
-            bins |= zip(kept, made[len(sums) :], strict=True)
-            for (op, told), part in zip(sums.items(), made, strict=False):
-                b.role = DIST
-                (whole,) = b.bind(
-                    all_reduce_p,
-                    part,
-                    op=op[0],
-                    name="optimizer",
-                    owners=(),
-                    over=(self.o.axis_name,),
-                )
-                b.role = OPTIMIZE
-                values = written(b, partial(_apart, tuple(c.var.aval.shape for c in told)), whole)
-                known |= {c.var: x for c, x in zip(told, values, strict=True)}
-                given |= {c.name: x for c, x in zip(told, values, strict=True)}
-        found = gathered(
-            b, self.params, {n: bins[f"new {n}"] for n in self.params.types}, self.o, "params"
-        )
-        found |= self._shared(b, given, known)
-        found |= {n: bins[f"new {n}"] for n in self.state.types}
-        return OptimizeHalf(
-            eliminate_dead(b.build(list(found.values()))), tuple(in_names), tuple(found)
-        )
+            bins |= zip(self._bin_names(level), outputs[len(sums) :], strict=True)
+            for ((op, _), reduced), part in zip(sums.items(), outputs, strict=False):
+                arrays = self._all_reduce(b, op, reduced, part)
+                for c, x in zip(reduced, arrays, strict=True):
+                    known[c.var] = values[c.name] = x
 
-    def _kept(self, level: int) -> list[str]:
+        params = {n: bins[f"new {n}"] for n in self.params.types}
+        found = gather_bins(b, self.params, params, self.o, "params")
+        found |= self._write_shared_state(b, values, known)
+        found |= {n: bins[f"new {n}"] for n in self.state.types}
+        jaxpr = eliminate_dead(b.build(list(found.values())))
+        return OptimizeHalf(jaxpr, tuple(in_names), tuple(found))
+
+    def _all_reduce(
+        self, b: Builder, op: str, reduced: Sequence[CrossServerValue], part: Atom
+    ) -> list[Atom]:
+        """Write the reduction of a vector over ranks; return the values in it."""
+        over = (self.o.axis_name,)
+        b.role = DIST
+        (vector,) = b.bind(all_reduce_p, part, op=op, name="optimizer", owners=(), over=over)
+        b.role = OPTIMIZE
+        return write_function(b, partial(_split, tuple(c.var.aval.shape for c in reduced)), vector)
+
+    def _bin_names(self, level: int) -> list[str]:
         """Return the names of the bins that a level computes."""
         if level != self.levels[-1]:
             return list(self.carried[level].types)
@@ -191,9 +204,31 @@ class OwnerWriter:
     def _sums(self, level: int) -> dict[tuple[str, Any], list[CrossServerValue]]:
         """Return the values that ranks reduce after a level, by operation and type."""
         found: dict[tuple[str, Any], list[CrossServerValue]] = {}
-        for c in self.told.get(level, ()):
+        for c in self.reduced.get(level, ()):
             found.setdefault((c.op, c.var.aval.dtype), []).append(c)
         return found
+
+    def _write_shared_state(
+        self, b: Builder, values: Mapping[str, Atom], known: Mapping[Var, Atom]
+    ) -> dict[str, Atom]:
+        """Write the new values of state that belongs to no leaf."""
+        a, eqns = self.analysis, self.spec.rounds.eqns
+        env: dict[Var, Atom] = {}
+        for n, v in a.inputs.items():
+            if isinstance(n, str) and n in values:
+                env[v] = values[n]
+        env |= known
+        read: Callable[[Atom], Atom] = lambda x: env.get(x, x) if isinstance(x, Var) else x
+        b.role = OPTIMIZE
+        for i in self.shared_eqns:
+            types = [v.aval for v in eqns[i].outvars]
+            outputs = b.copy(eqns[i], list(map(read, eqns[i].invars)), types)
+            for v, x in zip(eqns[i].outvars, outputs, strict=True):
+                if v not in known:
+                    env[v] = x
+        return {n: read(a.outputs[n]) for n in self.spec.shared_state}
+
+    # -- branches --------------------------------------------------------------------------------
 
     def _switch(self, level: int, names: Sequence[str]) -> Callable[..., Any]:
         """Return the function of the rank's number and of values that all ranks run at a level."""
@@ -201,85 +236,78 @@ class OwnerWriter:
         return lambda index, *values: jax.lax.switch(index, branches, *values)
 
     def _branch(self, level: int, rank: int, names: Sequence[str], *values: Any) -> list[Any]:
-        """Compute one rank's part of a level."""
-        given = dict(zip(names, values, strict=True))
-        made: dict[str, Any] = {}
-        before = [self.carried[n] for n in self.levels if n < level]
+        """Compute one rank's part of a level: vectors to reduce, then bins."""
+        inputs = dict(zip(names, values, strict=True))
+        computed: dict[str, Any] = {}
+        stored = [self.carried[n] for n in self.levels if n < level] + [self.state]
 
         def read(name: str) -> Any:
-            if name in made:
-                return made[name]
-            for bins in (*before, self.state):
+            if name in computed:
+                return computed[name]
+            for bins in stored:
                 if name in bins.places:
-                    return bins.array_of(name, given)
-            return (
-                self.grads.array_of(self.graded[name], given)
-                if name in self.graded
-                else given[name]
-            )
+                    return bins.array_of(name, inputs)
+            if name in self.graded:
+                return self.grads.array_of(self.graded[name], inputs)
+            return inputs[name]
 
-        for b in self.work[rank]:
-            if b.level == level or (b.level < level and not self._is_unit(b)):
-                made |= zip(
-                    map(self._named, b.out_names),
-                    evaluate(b.jaxpr, *map(read, b.in_names)),
-                    strict=True,
-                )
-        outs = []
-        for (op, dtype), told in self._sums(level).items():
-            parts = [f"{c.home}/{c.name}" for c in told]
-            nothing = [identity_of(op, c.var.aval.shape, dtype) for c in told]
-            flat = [
-                made[n] if n in made else none() for n, none in zip(parts, nothing, strict=True)
-            ]
-            rows = [_flat(x, dtype) for x in flat]
-            outs.append(rows[0] if len(rows) == 1 else jax.lax.concatenate(rows, 0))
+        for block in self.work[rank]:
+            if block.level == level or (block.level < level and not self._is_unit(block)):
+                outputs = evaluate(block.jaxpr, *map(read, block.in_names))
+                computed |= zip(map(self._output_name, block.out_names), outputs, strict=True)
+
+        outs = [self._rank_terms(key, x, computed) for key, x in self._sums(level).items()]
         if level != self.levels[-1]:
-            return outs + list(self.carried[level].packed_of(rank, made).values())
+            return outs + list(self.carried[level].pack_rank(rank, computed).values())
         for bins in (self.params, self.state):
-            outs += bins.packed_of(
-                rank, {n: read(self._named(n)) for n in bins.of_rank(rank)}
-            ).values()
+            arrays = {n: read(self._output_name(n)) for n in bins.of_rank(rank)}
+            outs += bins.pack_rank(rank, arrays).values()
         return outs
 
-    def _shared(
-        self, b: Builder, given: Mapping[str, Atom], known: Mapping[Var, Atom]
-    ) -> dict[str, Atom]:
-        """Write the new values of state that lives with no leaf."""
-        a, eqns = self.analysis, self.spec.rounds.eqns
-        env: dict[Var, Atom] = {
-            v: given[n] for n, v in a.inputs.items() if isinstance(n, str) and n in given
-        } | dict(known)
-        read: Callable[[Atom], Atom] = lambda x: env.get(x, x) if isinstance(x, Var) else x
-        b.role = OPTIMIZE
-        for i in self.outside:
-            made = b.copy(
-                eqns[i], [read(x) for x in eqns[i].invars], [v.aval for v in eqns[i].outvars]
-            )
-            env |= {v: x for v, x in zip(eqns[i].outvars, made, strict=True) if v not in known}
-        return {n: read(a.outputs[n]) for n in self.spec.shared_state}
+    def _rank_terms(
+        self,
+        key: tuple[str, Any],
+        reduced: Sequence[CrossServerValue],
+        computed: Mapping[str, Any],
+    ) -> Any:
+        """Return a rank's terms of the values that are reduced, as one vector."""
+        op, dtype = key
+        terms = []
+        for c in reduced:
+            name = f"{c.home}/{c.name}"
+            if name in computed:
+                terms.append(computed[name])
+            else:  # another rank has the term
+                terms.append(identity_of(op, c.var.aval.shape, dtype)())
+        rows = [jnp.reshape(jax.lax.convert_element_type(x, dtype), -1) for x in terms]
+        return rows[0] if len(rows) == 1 else jax.lax.concatenate(rows, 0)
 
 
-def written(b: Builder, fn: Callable[..., Any], *atoms: Atom) -> list[Atom]:
-    """The equations of a function of arrays; as `Builder.call`, which remembers the function for
-    good."""
+def write_function(b: Builder, fn: Callable[..., Any], *atoms: Atom) -> list[Atom]:
+    """Write the equations of a function of arrays.
+
+    `Builder.call` would store the function for the life of the process.
+    """
     return b.inline(inline_calls(small_jaxpr(fn, [x.aval for x in atoms])), *atoms)
 
 
-def gathered(
-    b: Builder, bins: Bins, own: Mapping[str, Atom], o: ShardingOptions, name: str
+def gather_bins(
+    b: Builder, bins: Bins, shards: Mapping[str, Atom], o: ShardingOptions, name: str
 ) -> dict[str, Atom]:
-    """Write gathers of a rank's bins, in parts; the arrays of all ranks.
+    """Write gathers of a rank's bins, in parts; return the arrays of all ranks.
 
     Args:
-      own: the bins of the rank.
-      name: what the names of the gathers begin with.
+      b: the builder to write with.
+      bins: the layout.
+      shards: the bins of the rank.
+      o: the options.
+      name: the start of the names of the gathers.
     """
     b.role = DIST
     parts = bins.parts(o.reduce.bucket_MB * 2**20)
     found: list[Atom] = []
     for i, p in enumerate(parts):
-        sent: Atom = own[p.bin]
+        sent: Atom = shards[p.bin]
         if (p.start, p.stop) != (0, bins.types[p.bin].size):
             sent = b.part(sent, 0, p.start, p.stop)
         if found and not o.slices.overlap:
@@ -287,29 +315,26 @@ def gathered(
         found += b.bind(
             all_gather_p, sent, name=f"{name}/{i}", over=(o.axis_name,), size=o.degree, axis=0
         )
-    made = written(
-        b, lambda *xs: list(bins.from_parts(dict(zip(parts, xs, strict=True))).values()), *found
-    )
-    return dict(zip(bins.places, made, strict=True))
+
+    def unpack(*xs: Any) -> list[Any]:
+        return list(bins.from_parts(dict(zip(parts, xs, strict=True))).values())
+
+    return dict(zip(bins.places, write_function(b, unpack, *found), strict=True))
 
 
-def packed(b: Builder, bins: Bins, atoms: Mapping[str, Atom]) -> dict[str, Atom]:
+def pack_bins(b: Builder, bins: Bins, atoms: Mapping[str, Atom]) -> dict[str, Atom]:
     """Write the bins of all ranks."""
     names = list(bins.places)
-    made = written(
-        b,
-        lambda *xs: list(bins.packed(dict(zip(names, xs, strict=True))).values()),
-        *(atoms[n] for n in names),
-    )
-    return dict(zip(bins.types, made, strict=True))
+
+    def pack(*xs: Any) -> list[Any]:
+        return list(bins.pack(dict(zip(names, xs, strict=True))).values())
+
+    outputs = write_function(b, pack, *(atoms[n] for n in names))
+    return dict(zip(bins.types, outputs, strict=True))
 
 
-def _flat(x: Any, dtype: Any) -> Any:
-    return jnp.reshape(jax.lax.convert_element_type(x, dtype), -1)
-
-
-def _apart(shapes: Sequence[tuple[int, ...]], x: Any) -> list[Any]:
-    """Split a vector into the arrays that lie in it."""
+def _split(shapes: Sequence[tuple[int, ...]], x: Any) -> list[Any]:
+    """Split a vector into the arrays in it."""
     found, start = [], 0
     for shape in shapes:
         size = ShapedArray(shape, x.dtype).size
@@ -318,11 +343,10 @@ def _apart(shapes: Sequence[tuple[int, ...]], x: Any) -> list[Any]:
     return found
 
 
-def _placement(analysis: RowAnalysis, owner: Mapping[str, int], ranks: int) -> Placement:
+def _place_leaves(analysis: RowAnalysis, owner: Mapping[str, int], ranks: int) -> Placement:
     """Return the placement of whole leaves on ranks, as on parameter servers."""
     endpoints = [f"rank {k}" for k in range(ranks)]
-    blocks = {
-        n: (Block.from_leaf(n, analysis.inputs[n].aval, endpoints[owner[n]]),)
-        for n in analysis.params
-    }
+    blocks = {}
+    for n in analysis.params:
+        blocks[n] = (Block.from_leaf(n, analysis.inputs[n].aval, endpoints[owner[n]]),)
     return Placement(tuple(endpoints), blocks, analysis.groups)

@@ -1,0 +1,183 @@
+"""Layout of a step on ranks: the slices, the update on them, and the reductions of gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping
+
+from dtrans._jax import Var
+from dtrans.data_parallel.options import COMPRESSED
+from dtrans.data_parallel.plan import Bucket
+from dtrans.data_parallel.reducer import assign_buckets
+from dtrans.engine.layout import Gathered
+from dtrans.errors import ConfigError
+from dtrans.rows.analysis import analyse
+from dtrans.rows.layout import RowAxis
+from dtrans.step.cut import Cut, OptimizeHalf, check_same_update
+from dtrans.step.forward_backward import ready_order
+from dtrans.zero.by_leaf.layout import LeafOwners
+from dtrans.zero.choose_slices import (
+    Sliced,
+    Slices,
+    choose_slices,
+    summed_gradients,
+    trainer_equations,
+)
+from dtrans.zero.forward_values import differing_inputs
+from dtrans.zero.mixed_precision import low_gradients
+from dtrans.zero.options import ShardingOptions
+from dtrans.zero.rank_values import local_values
+from dtrans.zero.reduce_scatter import ScatterSpec, scatter_specs
+from dtrans.zero.scatter_flow import makers_of, scatter_flow
+from dtrans.zero.update import slice_half
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RankLayout:
+    """Layout of a step on ranks.
+
+    It depends on the batch's shape only if the update contains numbers of that size.
+
+    Attributes:
+      o: the options.
+      merges: the merge rule of each result.
+      slices: the leaves and state that are cut.
+      half: the optimize half of a rank.
+      gathers: the values that the update gathers, with reasons.
+      owned: the owner of each leaf, if leaves are assigned whole.
+      groups: the stage of each leaf in a pipeline. A collective combines leaves of one stage only.
+      sums: further inputs that are slices: sums of gradients that were scattered before.
+    """
+
+    o: ShardingOptions
+    merges: Mapping[str, str]
+    slices: Slices
+    half: OptimizeHalf
+    gathers: tuple[Gathered, ...] = ()
+    owned: LeafOwners | None = None
+    groups: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    sums: Mapping[str, Sliced] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def from_step(
+        cls, step: Cut, o: ShardingOptions, merges: Mapping[str, str], planned: Slices | None = None
+    ) -> RankLayout:
+        """Return the layout of a step.
+
+        Args:
+          step: the step, cut.
+          o: the options.
+          merges: the merge rule of each result.
+          planned: the slices for another batch size, which the state has already.
+
+        Raises:
+          ConfigError: leaves have owners, and the update or forward needs values that they lack.
+        """
+        if o.degree == 1:
+            analysis = analyse(step.optimize, step.params)
+            slices = Slices(analysis, {}, {}, dict.fromkeys(step.params, "degree is 1"))
+            return cls(o, merges, slices, step.optimize)
+        differing = differing_inputs(step, o)
+        if o.slices.partition != "rows":
+            if rows := sorted(differing.intersection(step.batch)):
+                raise ConfigError(
+                    f"partition={o.slices.partition!r}: the update of {step.program.name} reads "
+                    f"{rows[0]}, and the owner of a leaf has only its rows of it; use "
+                    "partition='rows'"
+                )
+            owned = LeafOwners.from_step(step, o)
+            return cls(o, merges, owned.slices, owned.half, owned=owned)
+        slices = choose_slices(
+            step,
+            o.degree,
+            least=o.slices.min_slice_size,
+            in_layers=o.stage > 1,
+            sliced_in_use=o.stage == 3,
+            differing=differing,
+            planned=planned,
+        )
+        half, gathers = slice_half(slices.analysis.half, slices.cuts, o.degree, o.axis_name)
+        return cls(o, merges, slices, half, gathers)
+
+    def for_update(self, planned: Cut, again: Cut) -> RankLayout:
+        """Return the same layout for a batch of another size, with the update of that size.
+
+        Args:
+          planned: the step of this layout.
+          again: the step of the other size.
+
+        Raises:
+          BatchError: other slices would be cut.
+        """
+        if not planned.handed and not planned.optimize.differing_outputs(again.optimize):
+            return self
+        other = RankLayout.from_step(again, self.o, self.merges, self.slices)
+        if other.cuts != self.cuts or other.owner != self.owner:
+            check_same_update(planned, again)
+        return dataclasses.replace(
+            other, o=self.o, merges=self.merges, groups=self.groups, sums=self.sums
+        )
+
+    @property
+    def cuts(self) -> dict[str, Sliced]:
+        """Inputs of the step that are slices, by name."""
+        leaves = self.slices.leaves if self.o.slices_params else {}
+        return {**leaves, **self.slices.state, **self.sums}
+
+    @property
+    def owner(self) -> Mapping[str, int] | None:
+        """Owner of each leaf; None if leaves are cut."""
+        return None if self.owned is None else self.owned.owner
+
+    # -- gradients -------------------------------------------------------------------------------
+
+    def layer_gradients(self, step: Cut) -> dict[Var, str]:
+        """Return the gradients that loops scatter layer by layer, with their leaves."""
+        o = self.o
+        if o.stage == 1 or self._weights_or_clips or o.reduce.compress is not None:
+            return {}
+        eqns, _ = trainer_equations(step)
+        # ranks sum up no others
+        leaves = [n for n in self.slices.leaves if n not in self.replicated]
+        gradients = summed_gradients(step, eqns, leaves)
+        rows = {g: RowAxis(n, self.slices.leaves[n].axis) for g, n in gradients.items()}
+        local = local_values(eqns, [step.program.invars[n] for n in step.batch])
+        flow, makers = scatter_flow(eqns, rows, local), makers_of(eqns)
+        found = {}
+        for g, n in gradients.items():
+            _, in_loops = flow.ends_of(g, makers)
+            if in_loops:
+                found[g] = n
+        return found
+
+    def spec_of(self, step: Cut) -> Callable[[str], ScatterSpec]:
+        """Return a function from a leaf to the spec of its gradient's reduction."""
+        layers = set(self.layer_gradients(step).values())
+        compress: dict[str, str] = {}
+        dtype = self.o.precision.dtype
+        if dtype is not None:
+            # a loop that scatters layers reduces them in 16 bits already
+            compress = dict.fromkeys(low_gradients(step, COMPRESSED[dtype]) - layers, dtype)
+        return scatter_specs(self.slices.leaves, layers, compress, self.replicated, self.groups)
+
+    def buckets(self, step: Cut) -> tuple[Bucket, ...]:
+        """Return the gradients that each collective moves, in the order of the collectives."""
+        if self.owned is not None:
+            return self.owned.buckets(step, self.o)
+        gradients = {n: step.gradients[n] for n in ready_order(step)}
+        return assign_buckets(gradients, self.o, self.spec_of(step))
+
+    @property
+    def replicated(self) -> Collection[str]:
+        """Leaves whose gradients are equal on all ranks; none if ranks weight or clip gradients.
+
+        With micro-steps that add up, a term that no row enters belongs to the first micro-step of
+        the first rank.
+        """
+        adds_terms = self.o.num_micro_batch > 1 and self.o.reduce.op == "sum"
+        return () if self._weights_or_clips or adds_terms else self.slices.replicated
+
+    @property
+    def _weights_or_clips(self) -> bool:
+        """True if each rank weights or clips its gradients before they are reduced."""
+        return self.o.batch.example_count is not None or self.o.reduce.clip_local_norm is not None

@@ -1,0 +1,213 @@
+"""Writer of a rank's update: loss scale, optimize half, gathers of parameters, gradient results."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from dtrans._jax import Atom
+from dtrans.ir.array_fns import rows_from, times, together
+from dtrans.ir.builder import Builder
+from dtrans.ir.program import DIST, OPTIMIZE
+from dtrans.ops import all_gather_p, all_reduce_p, trainer_index_p
+from dtrans.step.cut import Cut, Gradient, Name
+from dtrans.zero.choose_slices import Sliced
+from dtrans.zero.forward_values import differing_values
+from dtrans.zero.gradient_results import GradientResults
+from dtrans.zero.mixed_precision import GOOD, SCALE, SKIPPED, all_finite, next_scale, unscale
+from dtrans.zero.rank_layout import RankLayout
+from dtrans.zero.update import slice_half
+
+
+class RankUpdate:
+    """Writer of the equations after the reductions of gradients.
+
+    Args:
+      b: the builder to write with.
+      step: the step, cut.
+      layout: the layout of the step.
+      local: the values of a rank by name: inputs, and values of forward for the update.
+      scale: the scale of the loss, if there is one.
+    """
+
+    def __init__(
+        self,
+        b: Builder,
+        step: Cut,
+        layout: RankLayout,
+        local: Mapping[str, Atom],
+        scale: Atom | None,
+    ) -> None:
+        self.b, self.step, self.layout = b, step, layout
+        self.local, self.scale = local, scale
+        self.o = layout.o
+        self.leaves = layout.slices.leaves
+        self._index: Atom | None = None  # the number of the rank in its group
+
+    # -- the update ------------------------------------------------------------------------------
+
+    def update(self, means: Mapping[str, Atom]) -> dict[str, Atom]:
+        """Write the update; return new parameters and state by name.
+
+        Args:
+          means: the reduced gradients by leaf.
+        """
+        b, half = self.b, self.layout.half
+        b.role = OPTIMIZE
+        inputs: list[Atom] = []
+        for n in half.in_names:
+            if isinstance(n, Gradient):
+                inputs.append(means[n.leaf])
+            elif n in self.leaves:
+                inputs.append(self._slice_of(n))
+            else:
+                inputs.append(self.local[n])
+        found = dict(zip(half.out_names, b.inline(half.jaxpr, *inputs), strict=True))
+        if not self.o.slices_params:
+            found |= self._gather({n: found[n] for n in self.leaves if n in found})
+        return found
+
+    def _slice_of(self, leaf: str) -> Atom:
+        """Return the rank's slice of a parameter."""
+        s, o, b = self.leaves[leaf], self.o, self.b
+        if o.slices_params:
+            return self.local[leaf]
+        if self._index is None:
+            (self._index,) = b.bind(trainer_index_p, over=(o.axis_name,))
+        (start,) = b.call(times(s.part), self._index)
+        return b.call(rows_from(s.axis, s.part, s.padded), self.local[leaf], start)[0]
+
+    def _gather(self, slices: Mapping[str, Atom]) -> dict[str, Atom]:
+        """Write gathers of slices of leaves, in buckets; return the leaves."""
+        b, o = self.b, self.o
+        b.role = DIST
+        found: dict[str, Atom] = {}
+        previous: Sequence[Atom] = ()
+        for i, bucket in enumerate(self._gather_buckets(slices)):
+            sent: Sequence[Atom] = [slices[n] for n in bucket]
+            if previous and not o.slices.overlap:
+                sent = b.call(together, *sent, *previous)[: len(sent)]
+            gathered = b.bind(
+                all_gather_p,
+                *sent,
+                name=f"params/{i}",
+                over=(o.axis_name,),
+                size=o.degree,
+                axis=self.leaves[bucket[0]].axis,
+            )
+            for n, x in zip(bucket, gathered, strict=True):
+                s = self.leaves[n]
+                b.labels[x] = f"{n}.gathered"
+                found[n] = x if s.padded == s.size else b.part(x, s.axis, 0, s.size)
+            previous = gathered
+        return found
+
+    def _gather_buckets(self, slices: Mapping[str, Atom]) -> list[list[str]]:
+        """Group leaves to gather by stage, type and dimension, up to the size of a bucket."""
+        limit = self.o.reduce.bucket_MB * 2**20
+        groups = self.layout.groups
+        kind = lambda n: (groups.get(n, 0), str(slices[n].aval.dtype), self.leaves[n].axis)
+        found: list[list[str]] = []
+        size = 0.0
+        for n in sorted(slices, key=kind):
+            t = slices[n].aval
+            nbytes = t.size * t.dtype.itemsize * self.leaves[n].degree
+            if not found or kind(found[-1][0]) != kind(n) or size + nbytes > limit:
+                found.append([])
+                size = 0.0
+            found[-1].append(n)
+            size += nbytes
+        return found
+
+    # -- results of gradients --------------------------------------------------------------------
+
+    def gradient_results(self, means: Mapping[str, Atom]) -> dict[str, Atom]:
+        """Write the results that are computed from gradients, on slices if possible.
+
+        Args:
+          means: the reduced gradients by leaf.
+        """
+        step, b, o = self.step, self.b, self.o
+        if not step.from_gradients:
+            return {}
+        if self.layout.owned is not None:
+            means = self.layout.owned.gather_gradients(b, means, o)
+        here = set(b.invars)
+        for eqn in b.eqns:
+            here.update(eqn.outvars)
+        results = GradientResults(step, self.leaves, here, differing_values(step, o))
+        cuts: dict[Name, Sliced] = {}
+        for leaf, sliced in self.leaves.items():
+            if leaf not in results.mixed:
+                cuts[Gradient(leaf)] = sliced
+                if o.slices_params:
+                    cuts[leaf] = sliced
+        half, _ = slice_half(results.half, cuts, o.degree, o.axis_name)
+
+        # leaves that meet rows of the batch are read in full
+        full_grads = self._gather({n: means[n] for n in results.mixed if n in half.graded})
+        params = {n: self.local[n] for n in results.mixed if n in half.in_names}
+        if o.slices_params:
+            params = self._gather(params)
+        b.role = OPTIMIZE
+        inputs: list[Atom] = []
+        for n in half.in_names:
+            if isinstance(n, Gradient):
+                inputs.append(full_grads.get(n.leaf, means[n.leaf]))
+            elif n in results.others:
+                inputs.append(results.others[n])
+            else:
+                inputs.append(params.get(n, self.local[n]))
+        return dict(zip(half.out_names, b.inline(half.jaxpr, *inputs), strict=True))
+
+    # -- loss scaling ----------------------------------------------------------------------------
+
+    def unscale_gradients(self, means: Mapping[str, Atom]) -> tuple[dict[str, Atom], Atom | None]:
+        """Write the gradients of the unscaled loss.
+
+        Returns:
+          The gradients, and with a dynamic scale True if all are finite, on every rank.
+        """
+        b, scaling = self.b, self.o.precision.scaling
+        if scaling is None or self.scale is None:
+            return dict(means), None
+        b.role = OPTIMIZE
+        unscaled = {n: b.call(unscale, g, self.scale)[0] for n, g in means.items()}
+        if not scaling.dynamic:
+            return unscaled, None
+        (finite,) = b.call(all_finite, *means.values())
+        if self.leaves:
+            # each rank has seen its slices only
+            over = (self.o.axis_name,)
+            (finite,) = b.bind(all_reduce_p, finite, op="and", name="finite", owners=(), over=over)
+            b.labels[finite] = "finite"
+        return unscaled, finite
+
+    def skip_unless(self, finite: Atom, found: Mapping[str, Atom]) -> dict[str, Atom]:
+        """Write the state after the step, which is the old one if a gradient is not finite.
+
+        Args:
+          finite: True if all gradients are finite.
+          found: the outputs of the step.
+
+        Returns:
+          Parameters, state and the state of the scale, by name.
+        """
+        b, scaling = self.b, self.o.precision.scaling
+        assert scaling is not None
+        b.role = OPTIMIZE
+        selected: dict[str, Atom] = {}
+        for spec in self.step.program.args[:2]:
+            for n in spec.names:
+                if found[n] is not self.local[n]:
+                    (selected[n],) = b.call(_select, finite, found[n], self.local[n])
+        names = (GOOD, SCALE, SKIPPED)
+        state = [self.step.program.invars[n] for n in names]
+        new = b.call(next_scale(scaling), finite, *state)
+        return selected | dict(zip(names, new, strict=True))
+
+
+def _select(finite: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+    return jnp.where(finite, new, old)

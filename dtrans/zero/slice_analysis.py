@@ -1,0 +1,392 @@
+"""Analysis of equations that read sliced leaves: which values can be computed as slices.
+
+A leaf is cut along one dimension (`RowAxis`). Values computed from leaves alone, row by row, have
+slices too: a stack in another type, some layers of it, a layer at an index. So a loop can take
+slices, however it reads its layers. A layer is gathered only for an equation that mixes its rows:
+
+    w: (16, D, D), cut along its second dimension
+    stack = convert w          slices: the loop scans over these
+    layer = dynamic_slice w i  a *root*: it is gathered, and w is not
+    sum(w ** 2)                of slices, and an all_reduce
+    dot h layer                reads the full `layer`
+
+`dtrans.engine.rules` has the strategies for an equation on slices. Values of the batch differ from
+rank to rank (they are *local*). Only values that are equal on all ranks have slices.
+
+`dtrans.zero.slice_writer` writes the equations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from dtrans._jax import (
+    COND,
+    REMAT,
+    SCAN,
+    Atom,
+    ClosedJaxpr,
+    JaxprEqn,
+    Var,
+    Wiring,
+    bodies,
+    closed_with,
+    facts_of,
+    is_rearrangement,
+    opened,
+    wiring,
+)
+from dtrans.engine.layout import Shards, rows_only
+from dtrans.engine.pieces import Pieces
+from dtrans.engine.rules import Strategy, strategy_of
+from dtrans.engine.writer import SplitWriter
+from dtrans.errors import UnknownPrimitiveWarning
+from dtrans.ir.builder import Builder
+from dtrans.ops import LAYERS
+from dtrans.rows.layout import SHARED, RowAxis
+from dtrans.step.weight_gradients import fuse_transposes
+from dtrans.zero.rank_values import local_inside
+from dtrans.zero.scatter_flow import scatter_flow
+
+
+# equations whose bodies can take slices
+_WITH_SLICED_BODIES = frozenset({SCAN, COND, *REMAT})
+
+
+@dataclasses.dataclass(frozen=True)
+class GatherOptions:
+    """Options of the gathers of leaves and of the scatters of gradients.
+
+    Attributes:
+      axis_name: the named axis of the ranks.
+      degree: the number of ranks.
+      dtypes: the type in which gradients of a leaf are reduced, if that is not their type.
+      prefetch: the number of windows that are gathered ahead.
+      prefetch_in_loops: the same, in loops over layers.
+      segment: bytes up to which leaves of neighbouring windows are gathered together.
+      once: True if a gathered leaf is stored until its last use, in either direction.
+    """
+
+    axis_name: str
+    degree: int
+    dtypes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    prefetch: int = 0
+    prefetch_in_loops: int = 0
+    segment: float = 0
+    once: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class SliceInputs:
+    """Values that exist, or are wanted, as slices where equations are written.
+
+    Attributes:
+      rows: layouts of values that exist as slices; each names its leaf.
+      local: values that differ from rank to rank.
+      wanted: gradients that are wanted as slices, and their rows.
+      slices: the slices of values, if equations are written and not only analyzed.
+      summed: inputs that are slices of gradients.
+    """
+
+    rows: Mapping[Var, RowAxis]
+    local: Collection[Var]
+    wanted: Mapping[Var, RowAxis]
+    slices: Mapping[Var, Atom] = dataclasses.field(default_factory=dict)
+    summed: Mapping[Var, Atom] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class SlicedBodies:
+    """Loop, branch, or rematerialized body on slices.
+
+    Attributes:
+      passed: operands that the bodies take as slices, and their rows inside.
+      wanted: outputs that are slices of gradients, and their rows inside.
+      bodies: the analyses of the bodies, which write them too.
+    """
+
+    passed: Mapping[int, RowAxis]
+    wanted: Mapping[int, RowAxis]
+    bodies: Sequence[Any]
+
+
+class SliceAnalysis(SplitWriter):
+    """Analysis of equations that read sliced leaves: each rank has one slice.
+
+    Args:
+      b: the builder to write with.
+      like: the jaxpr of the equations.
+      eqns: the equations in order, with calls in their bodies inlined.
+      roles: the role of each equation.
+      inputs: values that exist or are wanted as slices.
+      how: the options.
+      ends: values that are read after the equations.
+
+    Attributes:
+      rows: the layout of each value that can be computed as slices; it names the leaf.
+      roots: leaves, and values that are gathered themselves, that a value is computed from.
+      full: roots that an equation reads completely.
+      reads: by position, the values with slices that an equation reads completely.
+      ways: by position, the strategy of an equation on slices.
+      entered: by position, an equation whose bodies take or return slices.
+    """
+
+    def __init__(
+        self,
+        b: Builder,
+        like: ClosedJaxpr,
+        eqns: Sequence[JaxprEqn],
+        roles: Sequence[str],
+        inputs: SliceInputs,
+        how: GatherOptions,
+        ends: Iterable[Atom] = (),
+    ) -> None:
+        super().__init__(
+            like, Shards(how.degree, (how.axis_name,), "rank", label=LAYERS, shares_work=False)
+        )
+        self.inner = opened(like)
+        self.b, self.pieces = b, Pieces(b, self.shards)
+        self.eqns, self.roles = eqns, roles
+        self.slice_inputs, self.how, self.local = inputs, how, inputs.local
+        self._position = {v: i for i, e in enumerate(eqns) for v in e.outvars}
+        self._producers = {v: eqns[i] for v, i in self._position.items() if v not in self.local}
+        self.scattering = scatter_flow(eqns, inputs.wanted, self.local, ends, inputs.summed)
+
+        self.rows: dict[Var, RowAxis] = {}
+        self.roots: dict[Var, frozenset[Var]] = {}
+        self.full: set[Var] = set()
+        self.reads: dict[int, list[Atom]] = {}
+        self.ways: dict[int, Strategy] = {}
+        self.entered: dict[int, SlicedBodies] = {}
+        for v, row in inputs.rows.items():
+            self._add_slices(v, row, [v])
+        self._values |= {(v, self.layouts[v]): piece for v, piece in inputs.slices.items()}
+        with warnings.catch_warnings():
+            # operands of an unknown primitive are gathered, like those of others
+            warnings.simplefilter("ignore", UnknownPrimitiveWarning)
+            self._follow()
+
+    # -- results -----------------------------------------------------------------------------------
+
+    def roots_of(self, atoms: Iterable[Atom]) -> frozenset[Var]:
+        """Return the roots of values."""
+        return frozenset().union(*(self.roots.get(a, ()) for a in atoms if isinstance(a, Var)))
+
+    def read_full(self, atoms: Iterable[Atom]) -> None:
+        """Note that values are read completely."""
+        self.full |= self.roots_of(atoms)
+
+    def position_of(self, atom: Atom) -> int:
+        """Return the position of the equation that computes a value; after all for an input."""
+        last = len(self.eqns)
+        return self._position.get(atom, last) if isinstance(atom, Var) else last
+
+    def largest_gathers(self) -> dict[str, int]:
+        """Return the number of elements of the largest gather of each leaf."""
+        sizes = [(self.rows[v].leaf, int(v.aval.size)) for v in self.full]
+        for entered in self.entered.values():
+            for body in entered.bodies:
+                sizes += body.largest_gathers().items()
+        found: dict[str, int] = {}
+        for leaf, size in sizes:
+            found[leaf] = max(found.get(leaf, 0), size)
+        return found
+
+    # -- layouts -----------------------------------------------------------------------------------
+
+    def _add_slices(self, v: Var, row: RowAxis, roots: Iterable[Var]) -> None:
+        """Note that a value can be computed as slices."""
+        self.rows[v], self.roots[v] = row, frozenset(roots)
+        self.layouts[v] = self._engine_layout(v, row)
+
+    def _row(self, atom: Atom) -> RowAxis | None:
+        """Return the layout of a value that has slices."""
+        return self.rows.get(atom) if isinstance(atom, Var) else None
+
+    def _engine_layout(self, atom: Atom, row: RowAxis) -> RowAxis:
+        """Return a layout as the engine has it: without the leaf."""
+        return self.shards.plain(dataclasses.replace(row, leaf=""), atom.aval.shape[row.axis])
+
+    def _rank_type(self, v: Var, row: RowAxis) -> Any:
+        """Return the type of a rank's slice."""
+        return self.shards.cut(v.aval, self._engine_layout(v, row))
+
+    # -- equations ---------------------------------------------------------------------------------
+
+    def _follow(self) -> None:
+        """Follow slices through the equations."""
+        scattered = self.scattering.operands(self.eqns)
+        for i, eqn in enumerate(self.eqns):
+            if i not in self.scattering.loops and not any(map(self._row, eqn.invars)):
+                continue
+            has_bodies = eqn.primitive.name in _WITH_SLICED_BODIES
+            follow = self._enter if has_bodies else self._follow_equation
+            on_slices = {*follow(i, eqn), *scattered.get(i, ())}
+            self.reads[i] = [a for k, a in enumerate(eqn.invars) if k not in on_slices]
+            self.read_full(self.reads[i])
+
+        # a reduction of a leaf that is gathered anyway needs no collective; it then reads more
+        # leaves completely, so that this repeats to a fixed point
+        while needless := [i for i, way in self.ways.items() if self._reduces_full(i, way)]:
+            for i in needless:
+                del self.ways[i]
+                self.reads[i] = list(self.eqns[i].invars)
+                self.read_full(self.reads[i])
+
+    def _reduces_full(self, i: int, way: Strategy) -> bool:
+        """Return True if an equation reduces over slices of a root that is gathered."""
+        return bool(way.reduce) and not self.full.isdisjoint(self.roots_of(self.eqns[i].invars))
+
+    def _follow_equation(self, i: int, eqn: JaxprEqn) -> Collection[int]:
+        """Follow slices through one equation; return the operands that it reads as slices."""
+        way = self._strategy(eqn)
+        if way is None:
+            return ()
+        self.ways[i] = way
+        (out,), (row,) = eqn.outvars, way.outs
+        if isinstance(row, RowAxis):
+            first = next(a for a in eqn.invars if isinstance(a, Var) and a in self.rows)
+            # a part of a leaf is gathered instead of the leaf, and so is an expensive value
+            is_root = not is_cheap(eqn)
+            if eqn.primitive.name == "slice":
+                sizes = zip(out.aval.shape[: row.axis], first.aval.shape, strict=False)
+                is_root |= any(size < before for size, before in sizes)
+            row = dataclasses.replace(row, leaf=self.rows[first].leaf)
+            self._add_slices(out, row, [out] if is_root else self.roots_of(eqn.invars))
+        return range(len(eqn.invars))
+
+    def _strategy(self, eqn: JaxprEqn) -> Strategy | None:
+        """Return the strategy of an equation on slices; None if it needs full values."""
+        if eqn.effects or len(eqn.outvars) != 1:
+            return None
+        leaves = set()
+        for a in eqn.invars:
+            row = self._row(a)
+            if row is not None:
+                leaves.add(row.leaf)
+            elif isinstance(a, Var) and a in self.local:
+                return None
+        if len(leaves) > 1:
+            return None
+        ins = [rows_only(self.layout(a)) for a in eqn.invars]
+        way = strategy_of(eqn, ins, self.shards)
+        if way is None or way.write:
+            return None
+        if any(x not in (SHARED, y) for x, y in zip(ins, way.operands, strict=True)):
+            return None
+        # in 16 bits, each rank would round its part
+        rounds = way.reduce and eqn.outvars[0].aval.dtype.itemsize == 2
+        return None if rounds else way
+
+    # -- bodies ------------------------------------------------------------------------------------
+
+    def _enter(self, i: int, eqn: JaxprEqn) -> Collection[int]:
+        """Follow slices into bodies; return the operands that they take as slices."""
+        wires, wanted = wiring(eqn), self.scattering.loops.get(i, {})
+        passed = {} if self.how.once else self._passable(eqn, wires)
+        local = local_inside(eqn, self.local) if passed or wanted else []
+        # an operand that the body gathers in each iteration is better gathered before the loop
+        while passed or wanted:
+            inside = [self._analyze_body(i, wires, passed, wanted, *x) for x in enumerate(local)]
+            remaining = {}
+            for k, row in passed.items():
+                if not any(_gathers(eqn, wires, k, body) for body in inside):
+                    remaining[k] = row
+            if remaining == passed:
+                self.entered[i] = SlicedBodies(passed, wanted, inside)
+                self._add_outputs(eqn, wires, inside, wanted)
+                break
+            passed = remaining
+        return passed
+
+    def _passable(self, eqn: JaxprEqn, wires: Wiring) -> dict[int, RowAxis]:
+        """Return the operands that bodies may take as slices, and their rows inside."""
+        found: dict[int, RowAxis] = {}
+        picks = eqn.invars[0]
+        if (
+            eqn.primitive.name == COND
+            and isinstance(picks, Var)
+            and (picks in self.local or self._row(picks))
+        ):
+            return found  # ranks take different branches
+        for k in wires.ins[0]:
+            row, less = self._row(eqn.invars[k]), int(k in wires.slices)
+            if row is not None and k not in wires.carried and row.axis >= less:
+                found[k] = dataclasses.replace(row, axis=row.axis - less)
+        return found
+
+    def _add_outputs(
+        self,
+        eqn: JaxprEqn,
+        wires: Wiring,
+        inside: Sequence[SliceAnalysis],
+        wanted: Mapping[int, RowAxis],
+    ) -> None:
+        """Note the outputs that all bodies can compute as slices."""
+        fixed = {*wanted, *wires.carried.values()}
+        for k, v in enumerate(eqn.outvars):
+            row, *others = [body._row(body.inner.outvars[k]) for body in inside]
+            if row is not None and k not in fixed and {row}.issuperset(others):
+                outside = dataclasses.replace(row, axis=row.axis + (k in wires.stacks))
+                self._add_slices(v, outside, [v])
+
+    def _analyze_body(
+        self,
+        i: int,
+        wires: Wiring,
+        passed: Mapping[int, RowAxis],
+        wanted: Mapping[int, RowAxis],
+        number: int,
+        local: Collection[Var],
+    ) -> SliceAnalysis:
+        """Return the analysis of a body, with a builder that has its inputs.
+
+        Args:
+          i: the position of the equation.
+          wires: the connections of its bodies.
+          passed: operands that the body takes as slices, and their rows inside.
+          wanted: outputs that are slices of gradients, and their rows inside.
+          number: the number of the body.
+          local: values of the body that differ from rank to rank.
+        """
+        old, role = bodies(self.eqns[i])[number], self.roles[i]
+        inner = opened(old)
+        eqns, roles = fuse_transposes(inner.eqns, [role] * len(inner.eqns), inner.outvars)
+        like = closed_with(old, eqns=eqns)
+        b = Builder(like)
+        b.role = role
+        rows: dict[Var, RowAxis] = {}
+        slices: dict[Var, Atom] = {}
+        summed: dict[Var, Atom] = {}
+        for k, v in zip(wires.ins[number], inner.invars, strict=True):
+            if k in passed:
+                rows[v] = passed[k]
+                slices[v] = b.input(self._rank_type(v, passed[k]))
+            elif wires.carried.get(k) in wanted:
+                summed[v] = b.input(self._rank_type(v, wanted[wires.carried[k]]))
+            else:
+                b.invars.append(v)
+        targets = {a: row for k, row in wanted.items() if isinstance(a := inner.outvars[k], Var)}
+        how = dataclasses.replace(self.how, prefetch=self.how.prefetch_in_loops)
+        inputs = SliceInputs(rows, local, targets, slices, summed)
+        body = type(self)(b, like, eqns, roles, inputs, how, inner.outvars)
+        body.read_full(inner.outvars[k] for k in wires.carried.values())
+        return body
+
+
+def is_cheap(eqn: JaxprEqn) -> bool:
+    """Return True if ranks may repeat an equation, so that its operand is sent and not its result.
+
+    These are elementwise equations and rearrangements.
+    """
+    return facts_of(eqn).elementwise or is_rearrangement(eqn)
+
+
+def _gathers(eqn: JaxprEqn, wires: Wiring, k: int, body: SliceAnalysis) -> bool:
+    """Return True if a body reads all of an operand in each iteration, and does not return it."""
+    v = body.inner.invars[wires.ins[0].index(k)]
+    returns = eqn.primitive.name == COND and v in body.roots_of(body.inner.outvars)
+    return k not in wires.slices and v in body.full and not returns
