@@ -86,7 +86,7 @@ class Route:
         """Return the first calls of functions, each behind the one before.
 
         Args:
-          names: of each, its place and its function: `zero/update:sliced_half`.
+          names: of each, its place and its function: `zero/update:slice_half`.
 
         Raises:
           ValueError: the value does not go through these functions in this order.
@@ -323,11 +323,11 @@ WALKS = (
         (
             "step/trace:trace.on_arrays",
             "step/cut:_Cutter.optimize_half",
-            "zero/choose_slices:_read_as_layers",
-            "zero/update:sliced_half",
+            "zero/choose_slices:_choose_layer_axes",
+            "zero/update:slice_half",
             "zero/all_gather:Gatherer.emit",
             "zero/reduce_scatter:Scatterer.sums",
-            "zero/rank_program:RankWriter._updated",
+            "zero/rank_update:RankUpdate.update",
             "run/collective/state_arrays:StateArrays.state",
         ),
     ),

@@ -130,7 +130,6 @@ SAME_PART = {  # a file's name, and what such a file is in each folder that has 
 # files that count a loop's operands: write `dtrans.ir.interpret.enter`, or ask `dtrans._jax.wiring`
 OPEN_LOOPS = {
     "batch.scaled": "pairs the bodies of two loops",
-    "zero.prefetch": "writes a loop that gathers ahead",
 }
 
 

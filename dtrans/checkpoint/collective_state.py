@@ -133,9 +133,9 @@ def state_types(plan: CollectivePlan) -> dict[str, Any]:
     """Return the type of each array of a job's state, by name: that of all ranks, with padding."""
     cuts, places = plan.cuts if isinstance(plan, ShardingPlan) else {}, _bin_slots(plan)
     separate = {n: t for n, t in _types(plan).items() if n not in places}
-    found = {n: cuts[n].of_all(t) if n in cuts else t for n, t in separate.items()}
+    found = {n: cuts[n].padded_type(t) if n in cuts else t for n, t in separate.items()}
     bins = dict.fromkeys(p.bin for p in places.values())
-    return found | {n: cuts[n].of_all(plan.program.inputs[n]) for n in bins}
+    return found | {n: cuts[n].padded_type(plan.program.inputs[n]) for n in bins}
 
 
 def local_savers(job: SavedJob) -> list[str]:

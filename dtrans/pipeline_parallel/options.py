@@ -97,7 +97,7 @@ class StageMemory:
     precision: Precision | str | None = None
 
     def __post_init__(self) -> None:
-        precision = Precision.of(self.precision)
+        precision = Precision.from_option(self.precision)
         object.__setattr__(self, "precision", precision)
         if precision.scaling is not None and precision.scaling.dynamic:
             raise ConfigError(
@@ -178,7 +178,7 @@ class PipelineOptions:
     @property
     def precision(self) -> Precision:
         """The types in which stages compute."""
-        return Precision.of(self.memory.precision)
+        return Precision.from_option(self.memory.precision)
 
     @property
     def loss_scale(self) -> float:

@@ -339,7 +339,7 @@ class StageProgramWriter:
         """Return the type of the sum of a leaf's gradients."""
         param = self.forward.step.program.inputs[leaf]
         wide = ShapedArray(param.shape, sum_type(param.dtype))
-        return self.scatter[leaf].of_rank(wide) if leaf in self.scatter else wide
+        return self.scatter[leaf].rank_type(wide) if leaf in self.scatter else wide
 
     def _scattered(self, b: Builder, grads: Mapping[str, Atom]) -> list[Atom]:
         """Reduce-scatter gradients that replicas store as slices, by type and dimension."""

@@ -35,9 +35,10 @@ from dtrans.rows.analysis import leaves_of_state
 from dtrans.step.capture import value_and_grad_p
 from dtrans.step.cut import GRAD, Cut, Gradient, cut
 from dtrans.step.marks import mark_p
-from dtrans.zero.choose_slices import Sliced, slices_of
+from dtrans.zero.choose_slices import Sliced, choose_slices
 from dtrans.zero.options import ShardingOptions, Slicing
-from dtrans.zero.rank_program import RankLayout, rewritten
+from dtrans.zero.rank_layout import RankLayout
+from dtrans.zero.rank_program import write_rank
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -115,11 +116,13 @@ def update_of(
     step_of_sums = cut(_step_of_sums(step, full_sums, parts, rows, o)).with_reported()
     layout = None
     if o.replicas > 1 and o.memory.sharding_stage:
-        layout = dataclasses.replace(RankLayout.of(step_of_sums, _sharding(o), {}), groups=homes)
+        layout = dataclasses.replace(
+            RankLayout.from_step(step_of_sums, _sharding(o), {}), groups=homes
+        )
         if o.memory.sharding_stage == 2:
             program = _on_sliced_sums(step_of_sums, layout, inputs, parts, o)
         else:
-            program = rewritten(step_of_sums, layout)
+            program = write_rank(step_of_sums, layout)
     else:
         group = lambda leaf: ReduceSpec(group=homes[leaf])
         program = write_trainer(step_of_sums, o.over_replicas, {}, group)
@@ -151,7 +154,7 @@ def slices_of_sums(step: Cut, o: PipelineOptions) -> dict[str, Sliced]:
     if o.replicas == 1:
         return {}
     least = o.memory.min_slice_size
-    slices = slices_of(step, o.replicas, least=least, in_layers=False, sliced_in_use=False)
+    slices = choose_slices(step, o.replicas, least=least, in_layers=False, sliced_in_use=False)
     return dict(slices.leaves)
 
 
@@ -201,7 +204,7 @@ def _on_sliced_sums(
             sums_of_leaf[n] = [local[name] for name in itertools.chain(*by_micro)]
         return _means(b, step, sums_of_leaf, o)
 
-    return rewritten(step, dataclasses.replace(layout, sums=sliced), gradients)
+    return write_rank(step, dataclasses.replace(layout, sums=sliced), gradients)
 
 
 def _sharding(o: PipelineOptions) -> ShardingOptions:

@@ -35,7 +35,7 @@ from dtrans._jax import equations, jaxprs_in_params
 from dtrans.errors import ConfigError, StateError
 from dtrans.ir.program import is_communication
 from dtrans.ops import all_gather_p, all_reduce_p, reduce_scatter_p
-from dtrans.zero.by_leaf.assign import RULES, loads_of, owners_of
+from dtrans.zero.by_leaf.assign import RULES, assign_owners, sum_loads
 from dtrans.zero.by_leaf.packing import Bins
 
 
@@ -53,14 +53,14 @@ GIANT = [1] * 7 + [1000]
 
 
 def loads(sizes: list[int], ranks: int, rule: str) -> list[int]:
-    owner = {str(i): k for i, k in enumerate(owners_of(sizes, ranks, rule))}
-    return loads_of({str(i): size for i, size in enumerate(sizes)}, owner, ranks)
+    owner = {str(i): k for i, k in enumerate(assign_owners(sizes, ranks, rule))}
+    return sum_loads({str(i): size for i, size in enumerate(sizes)}, owner, ranks)
 
 
 def test_use_order_of_a_small_net() -> None:
-    owner = dict(zip(NET, owners_of([*NET.values()], 2, "use_order"), strict=True))
+    owner = dict(zip(NET, assign_owners([*NET.values()], 2, "use_order"), strict=True))
     assert [n for n, k in owner.items() if k == 1] == ["fc_1.b_0", "fc_2.w_0", "fc_2.b_0"]
-    found = loads_of(NET, owner, 2)
+    found = sum_loads(NET, owner, 2)
     assert found == [18496, 770]
     assert round(max(found) / (sum(found) / 2), 2) == 1.92
 
@@ -85,11 +85,11 @@ def test_loads(sizes: list[int], ranks: int, rule: str, wanted: list[int]) -> No
 
 
 def test_greedy_even_prefers_the_first_of_equals() -> None:
-    assert owners_of([2, 1, 1, 1], 3, "greedy_even") == [0, 1, 2, 1]
+    assert assign_owners([2, 1, 1, 1], 3, "greedy_even") == [0, 1, 2, 1]
 
 
 def test_use_order_goes_on_by_one_rank_at_a_time() -> None:
-    assert owners_of([1000, 1, 1, 1], 4, "use_order") == [0, 1, 2, 3]
+    assert assign_owners([1000, 1, 1, 1], 4, "use_order") == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -101,7 +101,7 @@ def test_leaves_are_given_away_in_the_order_of_their_use(rule: str) -> None:
     )  # fmt: skip
     assert plan.owned is not None
     assert list(plan.owned.owner) == [f"params/{n}" for n in ("w1", "b1", "w2", "b2", "w3", "b3")]
-    assert [*plan.owned.owner.values()] == owners_of([*NET.values()], 2, rule)
+    assert [*plan.owned.owner.values()] == assign_owners([*NET.values()], 2, rule)
     if rule == "use_order":
         assert plan.owned.loads == [18496, 770]
         assert (
@@ -133,15 +133,15 @@ def test_bins_give_back_what_they_were_given() -> None:
         for n, s in shapes.items()
     }
     owner = {"a": 1, "b": 0, "c": 2, "none": 0, "d": 1}
-    bins = Bins.of(arrays, owner, 3, "x")
-    packed = bins.packed(arrays)
+    bins = Bins.from_types(arrays, owner, 3, "x")
+    packed = bins.pack(arrays)
     assert {n: x.shape for n, x in packed.items()} == {"x/float32": (21,), "x/bfloat16": (12,)}
-    tree_close(bins.unpacked(packed), arrays, 0.0)
+    tree_close(bins.unpack(packed), arrays, 0.0)
     for limit in (0, 3 * 3 * 4, 3 * 4 * 4):
-        parts = {p: bins.packed_part(p, arrays) for p in bins.parts(limit)}
+        parts = {p: bins.pack_part(p, arrays) for p in bins.parts(limit)}
         assert len(parts) == 2 + (limit < 3 * 7 * 4)
         tree_close(bins.from_parts(parts), arrays, 0.0)
-    rows = [bins.packed_of(k, arrays) for k in range(3)]
+    rows = [bins.pack_rank(k, arrays) for k in range(3)]
     for n, x in packed.items():
         np.testing.assert_array_equal(np.concatenate([row[n] for row in rows]), x)
     for n, p in bins.places.items():
@@ -716,4 +716,4 @@ def test_the_state_of_another_plan() -> None:
 
 def test_state_that_cannot_lie_beside_other_state() -> None:
     with pytest.raises(ConfigError, match="w is of type key<fry>"):
-        Bins.of({"w": jax.random.key(0)}, {"w": 0}, 2, "x")
+        Bins.from_types({"w": jax.random.key(0)}, {"w": 0}, 2, "x")

@@ -21,7 +21,7 @@ from dtrans._jax import Var, equations, facts_of, is_rearrangement, jaxprs_in_pa
 from dtrans.errors import BatchError, ConfigError, GradientError, StateError, TraceError
 from dtrans.ir.display import without_addresses
 from dtrans.run.base.platforms import resolve_for_platform
-from dtrans.zero.live_ranges import KEPT_WINDOWS
+from dtrans.zero.live_ranges import MAX_GATHERS_BETWEEN
 
 
 ADAM = optax.adam(1e-2)
@@ -201,7 +201,7 @@ def test_a_gather_waits_for_what_is_computed_so_many_windows_before(prefetch: in
     assert before == sorted(before)
 
 
-@pytest.mark.parametrize("others", [KEPT_WINDOWS, KEPT_WINDOWS + 1])
+@pytest.mark.parametrize("others", [MAX_GATHERS_BETWEEN, MAX_GATHERS_BETWEEN + 1])
 def test_a_leaf_that_is_read_again_much_later_is_gathered_again(others: int) -> None:
     def loss(p: Any, x: jax.Array) -> jax.Array:
         h = x @ p["tied"]
@@ -212,7 +212,7 @@ def test_a_leaf_that_is_read_again_much_later_is_gathered_again(others: int) -> 
     params = {"tied": jnp.ones((8, 4)), **{f"w{i}": jnp.ones((4, 4)) for i in range(others)}}
     plan = plan_of(loss, ADAM, params, X, stage=3, degree=4)
     assert whole_names(plan, "all_gather").count("params/tied") == (
-        2 if others == KEPT_WINDOWS else 3
+        2 if others == MAX_GATHERS_BETWEEN else 3
     )
 
 
@@ -421,7 +421,7 @@ def test_leaves_that_nobody_trains_or_reads_cost_no_reduction(stage: int) -> Non
     assert whole_names(plan, "all_gather").count("params/unread") == (1 if stage < 3 else 0)
     if stage < 3:
         assert "params/frozen" not in whole_names(plan, "all_gather")
-        assert plan.slices.wholes["params/frozen"] == "no gradient enters its update"
+        assert plan.slices.unsliced["params/frozen"] == "no gradient enters its update"
     else:
         assert whole_names(plan, "all_gather").count("params/frozen") == 2  # where it is read
         assert "params/frozen" in plan.slices.leaves
@@ -502,7 +502,7 @@ def test_a_plan_says_which_leaves_are_whole_and_why() -> None:
     }
     loss = lambda p, x: sum(jnp.sum(jnp.tanh(w)) for w in p.values()) * jnp.mean(x)
     plan = plan_of(loss, ADAM, params, X, stage=3, degree=8, min_slice_size=0)
-    assert plan.slices.wholes == {
+    assert plan.slices.unsliced == {
         "params/few": "no dimension of float32[3,2] has rows for 8 ranks",
         "params/none": "it has no dimensions",
     }
@@ -511,7 +511,7 @@ def test_a_plan_says_which_leaves_are_whole_and_why() -> None:
         in str(plan)
     )
     small = plan_of(loss, ADAM, params, X, stage=3, degree=2, min_slice_size=16)
-    assert small.slices.wholes["params/half"] == "it has 15 elements, fewer than 16"
+    assert small.slices.unsliced["params/half"] == "it has 15 elements, fewer than 16"
     assert list(small.slices.leaves) == ["params/w"]
 
 
@@ -544,7 +544,7 @@ def test_no_leaf_has_rows_for_so_many_ranks() -> None:
         stage=3,
         degree=64,
     )
-    assert not plan.slices.leaves and len(plan.slices.wholes) == 4
+    assert not plan.slices.leaves and len(plan.slices.unsliced) == 4
     assert str(plan).count("is whole on every rank: no dimension of") == 4
     assert not of_type(plan, "all_gather") and not of_type(plan, "reduce_scatter")
     assert len(of_type(plan, "all_reduce")) == 2
@@ -553,7 +553,7 @@ def test_no_leaf_has_rows_for_so_many_ranks() -> None:
 def test_muon_gathers_each_matrix_once_for_all_of_its_iterations() -> None:
     plan = plan_of(mlp_loss, optax.contrib.muon(0.1), mlp_params((8, 8, 8)), *numbers(0, jnp.float32, 8, 8),
                    stage=3, degree=2)  # fmt: skip
-    assert not plan.slices.wholes
+    assert not plan.slices.unsliced
     gathers = [e for _, e in of_type(plan, "all_gather") if e.params["name"] == "optimizer"]
     assert [e.outvars[0].aval.shape for e in gathers] == [(1, 8, 8), (1, 8, 8)]
     assert (

@@ -246,7 +246,7 @@ def test_what_rows_are_reduced_to_meets_rows_of_the_same_number(stage: int) -> N
     params = {"w": jnp.asarray(np.random.default_rng(5).normal(size=(5, 5)))}
     batches = [numbers(s, jnp.float64) for s in range(2)]
     plan = plan_of(loss, tx, params, *batches[0], stage=stage, degree=2)
-    assert not plan.slices.wholes
+    assert not plan.slices.unsliced
     want = alone(dtrans.make_train_step(loss, tx), init_of(tx), params, batches)
     tree_close(trained(plan, "simulate", params, batches), want, 1e-12)
 

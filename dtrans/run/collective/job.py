@@ -316,7 +316,7 @@ class CollectiveJob(Job):
             axis, size = (cuts[n].axis, cuts[n].size) if n in cuts else (None, 0)
             found[n] = self.trainers.unshard(x, axis, size)
         if self.plan.owned is not None:
-            found = self.plan.owned.opened(found)
+            found = self.plan.owned.unpack_state(found)
         return spec.unflatten([found[n] for n in spec.names])
 
 

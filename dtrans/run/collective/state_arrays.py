@@ -36,7 +36,7 @@ class StateArrays:
         types = {}
         for n in self.names:
             single_device = main.get(n, program[n])
-            types[n] = cuts[n].of_all(single_device) if n in cuts else single_device
+            types[n] = cuts[n].padded_type(single_device) if n in cuts else single_device
         return types
 
     def slice_axis(self, name: str) -> int | None:
