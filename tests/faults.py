@@ -284,13 +284,13 @@ FAULTS = (
     ),
     Fault(
         "zero/all_gather.py",
-        "if self.how.prefetch == 0 and self.late is not None:",
-        "if False and self.late is not None:",
+        "if self.how.prefetch == 0 and self.last_scattered is not None:",
+        "if False and self.last_scattered is not None:",
         ("zero/test_plan.py", "zero/test_layer_scan.py", "zero/test_transform.py"),
         "zero/test_layer_scan.py::test_a_gather_behind_a_loop_waits_for_what_the_loop_scattered",
     ),
     Fault(
-        "zero/slice_writer.py",
+        "zero/slice_analysis.py",
         "and (picks in self.local or self._row(picks))",
         "and False",
         ("zero/test_loop_shapes.py",),

@@ -715,5 +715,5 @@ def test_the_state_of_another_plan() -> None:
 
 
 def test_state_that_cannot_lie_beside_other_state() -> None:
-    with pytest.raises(ConfigError, match="w is of type key<fry>"):
+    with pytest.raises(ConfigError, match="w has type key<fry>"):
         Bins.from_types({"w": jax.random.key(0)}, {"w": 0}, 2, "x")

@@ -650,7 +650,7 @@ REFUSED: Sequence[tuple[dict[str, Any], str]] = [
         {"precision": "bf16", "compress": "fp16"},
         "precision='bf16' and compress='fp16': gradients are reduced in the type of",
     ),
-    ({"loss_scaling": 2.0}, "for precision='fp16' or 'bf16', which is None"),
+    ({"loss_scaling": 2.0}, "needs precision='fp16' or 'bf16', it is None"),
     ({"loss_scaling": "2"}, "loss_scaling must be a number, a LossScaling or None; it is '2'"),
     (
         {"loss_scaling": True, "precision": "fp16"},
@@ -664,7 +664,7 @@ REFUSED: Sequence[tuple[dict[str, Any], str]] = [
     ({"overlap": 1}, "overlap must be True or False, it is 1"),
     (
         {"overlap": False, "prefetch": 1},
-        "overlap=False and prefetch=1: what is gathered ahead of time overlaps",
+        "overlap=False and prefetch=1: a prefetch overlaps",
     ),
     ({"overlap": False, "chains": 2}, "overlap=False and chains=2: several chains of reductions"),
     ({"prefetch": -1}, "prefetch must be a number of gathers, 0 or more, or None; it is -1"),
