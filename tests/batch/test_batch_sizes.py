@@ -157,7 +157,7 @@ def test_results_of_gradients_have_the_size_of_the_whole_batch(mode: str) -> Non
 
 def test_a_number_in_a_branch_names_both_sizes_and_tracing_with_a_part_helps() -> None:
     plan = planned("pserver", in_branch, rows(12))
-    assert "opt_state/1 depends on the size of the batch: batches have 36 rows" in str(plan)
+    assert "opt_state/1 depends on the batch size: a batch has 36 rows" in str(plan)
     job = plan.simulate()
     with pytest.raises(
         BatchError,
