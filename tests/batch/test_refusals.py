@@ -65,7 +65,7 @@ def test_a_dispatcher_that_answers_differently_each_time() -> None:
     placement = dtrans.BlockPlacement(split_method=Fickle, min_block_size=1)
     match = (
         "Fickle.dispatch placed params/w.block0 on 127.0.0.1:2, and on 127.0.0.1:1 when it "
-        "was asked again"
+        "was called again"
     )
     with pytest.raises(ConfigError, match=match):
         dtrans.pserver(

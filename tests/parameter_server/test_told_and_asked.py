@@ -155,7 +155,7 @@ def test_a_loss_may_read_state_that_no_row_enters(trainers: int) -> None:
 def test_a_loss_that_reads_state_is_for_synchronous_servers(mode: Any) -> None:
     told = (
         "loss is computed from opt_state/key, which belongs to the .*With mode=dtrans.Sync.. "
-        ".* a loss state of"
+        ".* a loss may read optimizer state"
     )
     with pytest.raises(GradientError, match=told):
         noisy_plan(2, mode=mode, batch="local")
