@@ -1,6 +1,8 @@
 """Page about the architecture, written from the code: imports of folders, and ways of values.
 
-    python docs/architecture.py docs     writes docs/architecture.md and its drawings (`make architecture`)
+    python docs/architecture.py docs     writes docs/architecture.md and its drawings
+
+`make architecture` does the same.
 
 Arrows are imports of any kind, lazy and type-checking ones too. `docs/walks.py` records the walks.
 """
@@ -61,7 +63,7 @@ RUN_LAYERS = (
 
 
 def modules() -> dict[str, Path]:
-    """Return the file of each module, by its dotted name without `dtrans.`; the package's is empty."""
+    """Return the file of each module, by its name without `dtrans.`; "" is the package."""
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE).with_suffix("").parts
@@ -102,9 +104,10 @@ def imports(path: Path, known: Mapping[str, Path]) -> Iterator[str]:
 def arrows() -> dict[str, set[str]]:
     """Return the imports of each module."""
     known = modules()
-    return {
-        m: {t for t in imports(path, known) if t != m and t in known} for m, path in known.items()
-    }
+    found = {}
+    for module, path in known.items():
+        found[module] = {t for t in imports(path, known) if t != module and t in known}
+    return found
 
 
 def rank(module: str) -> tuple[int, int]:
@@ -138,7 +141,7 @@ def climbs() -> list[str]:
 
 
 def between_folders(inside: str = "") -> list[tuple[str, str]]:
-    """Return pairs of folders of which one imports from the other; inside of `run` on request."""
+    """Return the imports between folders as pairs; inside of `run` on request."""
     depth = 1 if inside else 0
     found = set()
     for module, targets in arrows().items():
@@ -173,10 +176,10 @@ def shortest(edges: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
 WIDE, HIGH, GAP, STEP = 148, 40, 22, 74
 
 
-def drawn(edges: Sequence[tuple[str, str]], width: int) -> tuple[list[str], int]:
-    """Boxes in rows, each above all that it imports, and the arrows between; and how high that is.
+def draw(edges: Sequence[tuple[str, str]], width: int) -> tuple[list[str], int]:
+    """Draw boxes in rows, each above its imports, with arrows; return the lines and the height.
 
-    An arrow over several rows has a place of its own in each, so that none goes through a box.
+    An arrow over several rows has a place of its own in each, so that none crosses a box.
     """
     below: dict[str, list[str]] = {}
     for a, b in edges:
@@ -187,9 +190,9 @@ def drawn(edges: Sequence[tuple[str, str]], width: int) -> tuple[list[str], int]
         return max((height(b) + 1 for b in below[box]), default=0)
 
     level = {box: height(box) for box in below}
-    rows: list[list[str]] = [
-        sorted(b for b in below if level[b] == i) for i in range(max(level.values()) + 1)
-    ]
+    rows: list[list[str]] = [[] for _ in range(max(level.values()) + 1)]
+    for box in sorted(below):
+        rows[level[box]].append(box)
     ways: list[list[str]] = []
     for a, b in edges:
         bends = [f"{a}>{b}@{i}" for i in range(level[a] - 1, level[b], -1)]
@@ -241,8 +244,8 @@ def drawn(edges: Sequence[tuple[str, str]], width: int) -> tuple[list[str], int]
 
 def drawing() -> str:
     """Return a picture of the folders of the package, and of those in `run`."""
-    outer, high = drawn(shortest(between_folders()), 800)
-    inner, inside = drawn(shortest(between_folders("run")), 400)
+    outer, high = draw(shortest(between_folders()), 800)
+    inner, inside = draw(shortest(between_folders("run")), 400)
     width = 1220
     return "\n".join(
         [
@@ -269,16 +272,17 @@ def drawing() -> str:
 PAGE = """\
 # The architecture of dtrans
 
-<!-- Made from the code by `make architecture`: change that, or docs/architecture.py, and not this page. -->
+<!-- Written by `make architecture`: change the code or docs/architecture.py, not this page. -->
 
 A step becomes a program, a transform makes a plan of it, and a realiser runs the plan:
 
-    step, a function  --trace-->  Program  --pserver | nccl2 | sharding | pipeline-->  a plan  --run/-->  a job
+    step  --trace-->  Program  --pserver | nccl2 | sharding | pipeline-->  plan  --run/-->  job
 
-Everything but `run` is pure: it reads programs and returns programs, and neither starts anything nor asks for a device.
-There is a folder for each layer, and one for each strategy. A layer imports only from those below it: an arrow of the
-picture is an import, and those that follow from others are left out. The one exception is a plan that looks for
-its realiser (`plan.on_mesh()`): `dtrans.plan` imports `run.realisers` when it is called.
+Everything but `run` is pure: it reads programs and returns programs, starts nothing and asks for no
+device. There is a folder for each layer, and one for each strategy. A layer imports only from the
+layers below it. An arrow of the picture is an import; arrows that follow from others are left out.
+There is one exception: `dtrans.plan` imports `run.realisers` when a plan looks for its realiser
+(`plan.on_mesh()`).
 
 ![The folders and their imports](architecture.svg)
 
@@ -288,10 +292,11 @@ its realiser (`plan.on_mesh()`): `dtrans.plan` imports `run.realisers` when it i
 
 ## Five ways through the files
 
-A profiler hook records how a value moves while a job is planned and takes a step. It passes a file if a function of
-another file calls one of this file with it, and this one calls a third with it. Each row of the drawing shows eight
-functions on the recorded way, in their order. Yellow stations are in the server. {language} are left out:
-they are the language that all files speak. `rows` and `engine` count as one file each.
+A profiler hook records how a value moves while a job is planned and takes a step. The value passes
+a file if a function of another file calls one of this file with it, and this one calls a third with
+it. Each row of the drawing shows eight functions on the recorded way, in their order. Yellow
+stations are in the server. {language} are left out: all files use them. `rows` and `engine` count
+as one file each.
 
 ![The walks](walks.svg)
 
@@ -333,8 +338,8 @@ def walk_list(routes: Sequence[tuple[Any, Any]]) -> str:
     lines = []
     for walk, route in routes:
         lines.append(
-            f"- **{walk.value}**: {walk.how}. It passes {len(route.files)} files; {route.asked} others "
-            "look at it."
+            f"- **{walk.value}**: {walk.how}. It passes {len(route.files)} files; {route.asked} "
+            "others look at it."
         )
     return "\n".join(lines)
 
@@ -358,15 +363,16 @@ def walk_drawing(routes: Sequence[tuple[Any, Any]]) -> str:
             lines += station_box(station, 10 + i * STRIDE, top)
             if i:
                 x, y = 10 + i * STRIDE, top + TALL // 2
+                tip = f"M{x - 8} {y - 4}L{x - 3} {y}L{x - 8} {y + 4}"
                 lines.append(
-                    f'<path d="M{x - 18} {y}L{x - 3} {y}M{x - 8} {y - 4}L{x - 3} {y}L{x - 8} {y + 4}" '
+                    f'<path d="M{x - 18} {y}L{x - 3} {y}{tip}" '
                     'fill="none" stroke="#57606a" stroke-width="1.3"/>'
                 )
     return "\n".join([*lines, "</svg>\n"])
 
 
 def station_box(station: Any, x: int, y: int) -> list[str]:
-    """Return the box of a station: folder, file and function. Servers have a colour of their own."""
+    """Return the box of a station: folder, file and function. Servers have another colour."""
     folder, _, file = station.place.rpartition("/")
     fill, stroke = ("#fff8c5", "#9a6700") if station.role == "server" else ("#ddf4ff", "#1f6feb")
     function = ".".join(station.function.split(".")[-2:])

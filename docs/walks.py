@@ -1,13 +1,13 @@
 """Ways of values through the files of dtrans, recorded by a profiler hook while jobs run.
 
-A value enters a place where a function of another place is called with it, or with something that
-has it one level down: an element of a container, an operand of an equation. A place is a file; `rows`
-and `engine` are one place each. The value passes a place if it enters it and goes on from there to
-another one. Other places only look at it. A value is recognised by its name, or by a size that
-nothing else in the step has.
+A value enters a place when a function of another place calls one of this place with it. An argument
+may also contain the value one level down: as an element of a container, or an operand of an
+equation. A place is a file; `rows` and `engine` are one place each. The value passes a place if it
+enters another one from there. Other places only look at it. Its name identifies a value, or a size
+that is unique in the step.
 
-The drawing shows eight functions of each walk. They are chosen for readers; a recorded walk that does
-not enter them in their order is an error.
+The drawing shows eight functions of each walk, chosen for readers. A recorded walk that enters them
+in another order is an error.
 
 `_jax`, `errors`, `ir` and `ops` are no places: they are the language of all files.
 """
@@ -75,7 +75,8 @@ class Route:
     @property
     def files(self) -> set[str]:
         """The places that the value passes."""
-        return {source for _, source, _ in self.moves} & {target for *_, target in self.moves}
+        sources = {source for _, source, _ in self.moves}
+        return sources.intersection(target for *_, target in self.moves)
 
     @property
     def asked(self) -> int:
@@ -368,8 +369,8 @@ WALKS = (
     ),
     Walk(
         "A row of a table",
-        '`dtrans.pserver(sparse="auto")` with two trainers and two servers on a mesh, the first step: '
-        "rows of `params/table`",
+        '`dtrans.pserver(sparse="auto")` with two trainers and two servers on a mesh, the first '
+        "step: rows of `params/table`",
         _row,
         "params/table",
         COLUMNS,
