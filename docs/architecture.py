@@ -293,7 +293,7 @@ There is one exception: `dtrans.plan` imports `run.realisers` when a plan looks 
 ## Five ways through the files
 
 A profiler hook records how a value moves while a job is planned and takes a step. The value passes
-a file if a function of another file calls one of this file with it, and this one calls a third with
+a file if another file calls one of its functions with it, and this function calls a third file with
 it. Each row of the drawing shows eight functions on the recorded way, in their order. Yellow
 stations are in the server. {language} are left out: all files use them. `rows` and `engine` count
 as one file each.
