@@ -200,7 +200,7 @@ class MeshJob(Job):
         arrays = dict(state.params)
         arrays |= {n: arrays[n][0] for n in self._local}
         arrays |= {n: _assemble(rows[n], state.servers) for n in self.plan.tables.of}
-        return spec.unflatten([arrays[n] for n in spec.names])
+        return spec.unflatten_named(arrays)
 
     def opt_state(self, state: MeshState) -> Any:
         """Return the optimizer's state, gathered from the servers, as `init` returned it."""
